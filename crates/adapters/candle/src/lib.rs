@@ -1,0 +1,1 @@
+//! candle adapter: Vars in, nothing else to write.

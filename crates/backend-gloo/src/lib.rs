@@ -1,0 +1,1 @@
+//! oxccl's CPU backend: collectives over TCP in pure Rust.

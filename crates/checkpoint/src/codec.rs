@@ -1,0 +1,374 @@
+//! A state as safetensors bytes, and back.
+//!
+//! The header is written here rather than by the `safetensors` crate, because its bytes must be a function of the state
+//! alone: replicas with equal states then serve equal chunks, and a receiver may mix them. Reading goes through the
+//! crate's validation of the header and works on a sequence of parts, each freed once it has been copied out, so
+//! that healing needs the memory of one state and not of two.
+
+use std::collections::{BTreeMap, VecDeque};
+
+use ftcore::{DType, Error, ErrorKind, Result};
+use safetensors::Dtype;
+use safetensors::tensor::{Metadata, TensorInfo};
+use serde::ser::{Serialize, SerializeMap, Serializer};
+
+use crate::state::check_name;
+use crate::{StateDict, StateTensor};
+
+/// Metadata keys with this prefix are the format's own (step, epoch, version); a state may not use them.
+pub const RESERVED_METADATA_PREFIX: &str = "oxccl.";
+
+/// What other readers of the format accept at most.
+const MAX_HEADER_BYTES: usize = 100_000_000;
+const LENGTH_BYTES: usize = 8;
+
+const fn to_file(dtype: DType) -> Option<Dtype> {
+    Some(match dtype {
+        DType::F64 => Dtype::F64,
+        DType::F32 => Dtype::F32,
+        DType::F16 => Dtype::F16,
+        DType::BF16 => Dtype::BF16,
+        DType::F8E4M3 => Dtype::F8_E4M3,
+        DType::F8E5M2 => Dtype::F8_E5M2,
+        DType::I64 => Dtype::I64,
+        DType::I32 => Dtype::I32,
+        DType::I16 => Dtype::I16,
+        DType::I8 => Dtype::I8,
+        DType::U64 => Dtype::U64,
+        DType::U32 => Dtype::U32,
+        DType::U16 => Dtype::U16,
+        DType::U8 => Dtype::U8,
+        DType::Bool => Dtype::BOOL,
+        // `DType` may grow; a new type is an error until it is mapped here.
+        _ => return None,
+    })
+}
+
+fn from_file(dtype: Dtype) -> Option<DType> {
+    DType::ALL.into_iter().find(|d| to_file(*d) == Some(dtype))
+}
+
+struct Header<'a> {
+    metadata: &'a BTreeMap<&'a str, &'a str>,
+    tensors: &'a [(&'a str, TensorInfo)],
+}
+
+impl Serialize for Header<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let mut map = serializer.serialize_map(None)?;
+        if !self.metadata.is_empty() {
+            map.serialize_entry("__metadata__", self.metadata)?;
+        }
+        for (name, info) in self.tensors {
+            map.serialize_entry(name, info)?;
+        }
+        map.end()
+    }
+}
+
+/// `state` as the bytes of a safetensors file. Equal states give equal bytes, on every machine.
+///
+/// Tensors stand in the order of decreasing alignment, then of names. `InvalidArgument` if a tensor does not fit its
+/// shape or a metadata key is reserved, `Unsupported` for a dtype that the format does not have, `Unavailable` if
+/// there is not enough memory.
+pub fn encode(state: &StateDict) -> Result<Vec<u8>> {
+    encode_with(state, &BTreeMap::new())
+}
+
+/// [`encode`] with the format's own metadata entries; their keys carry [`RESERVED_METADATA_PREFIX`].
+pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+    if let Some(key) = state.metadata().keys().find(|k| k.starts_with(RESERVED_METADATA_PREFIX)) {
+        return Err(Error::invalid(format!("metadata key '{key}' is reserved ({RESERVED_METADATA_PREFIX}*)")));
+    }
+    let metadata: BTreeMap<&str, &str> =
+        state.metadata().iter().chain(own).map(|(k, v)| (k.as_str(), v.as_str())).collect();
+
+    let mut ordered = Vec::with_capacity(state.len());
+    for (name, tensor) in state.iter() {
+        check_name(name)?;
+        tensor.check(&format!("tensor '{name}'"))?;
+        let dtype = to_file(tensor.dtype).ok_or_else(|| {
+            Error::unsupported(format!("tensor '{name}': the file format has no dtype {}", tensor.dtype))
+        })?;
+        ordered.push((dtype, name, tensor));
+    }
+    // The sort is stable and the names come sorted.
+    ordered.sort_by_key(|(dtype, ..)| std::cmp::Reverse(*dtype));
+
+    let mut infos = Vec::with_capacity(ordered.len());
+    let mut end = 0usize;
+    for (dtype, name, tensor) in &ordered {
+        let start = end;
+        end = end.checked_add(tensor.data.len()).ok_or_else(|| Error::invalid("the state is too large"))?;
+        let info = TensorInfo { dtype: *dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
+        infos.push((*name, info));
+    }
+    let mut header = serde_json::to_vec(&Header { metadata: &metadata, tensors: &infos }).map_err(|e| {
+        Error::new(ErrorKind::Internal, format!("the header of a state: {e}")).with_source(e)
+    })?;
+    header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
+    if header.len() > MAX_HEADER_BYTES {
+        return Err(Error::invalid(format!(
+            "names and metadata take {} bytes, more than the {MAX_HEADER_BYTES} of the file format",
+            header.len()
+        )));
+    }
+
+    let mut bytes = room_for(LENGTH_BYTES.saturating_add(header.len()).saturating_add(end))?;
+    bytes.extend_from_slice(&(header.len() as u64).to_le_bytes());
+    bytes.extend_from_slice(&header);
+    for (.., tensor) in &ordered {
+        bytes.extend_from_slice(&tensor.data);
+    }
+    Ok(bytes)
+}
+
+fn room_for(bytes: usize) -> Result<Vec<u8>> {
+    let mut v = Vec::new();
+    v.try_reserve_exact(bytes).map_err(|e| {
+        Error::new(ErrorKind::Unavailable, format!("no memory for {bytes} bytes of state: {e}")).with_source(e)
+    })?;
+    Ok(v)
+}
+
+/// The state in the bytes of a safetensors file, from us or from any other writer.
+///
+/// Every length is checked against what is there before memory is taken. `ErrorKind::Corrupt` for a damaged header,
+/// offsets that leave gaps or go beyond the end, or bytes left over; `Unsupported` naming the tensor whose dtype is
+/// not one of [`DType`]. Reserved metadata is left out of the result.
+pub fn decode(bytes: &[u8]) -> Result<StateDict> {
+    decode_parts(vec![bytes]).map(|(state, _)| state)
+}
+
+/// [`decode`] of consecutive parts; also gives the reserved metadata. A part is dropped once it has been read.
+pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, BTreeMap<String, String>)> {
+    let mut source = Parts::new(parts);
+    let total = source.left;
+    let mut length = [0; LENGTH_BYTES];
+    source.fill(&mut length)?;
+    let header_bytes = usize::try_from(u64::from_le_bytes(length)).unwrap_or(usize::MAX);
+    if header_bytes > MAX_HEADER_BYTES || header_bytes > source.left {
+        return Err(corrupt(format!(
+            "a header of {header_bytes} bytes in {total} bytes of state (the limit is {MAX_HEADER_BYTES})"
+        )));
+    }
+    let header = source.take(header_bytes)?;
+    // The crate checks shapes, sizes and that offsets follow each other without gap or overlap from 0; that the last
+    // one is the end is checked here, without its unchecked addition.
+    let header: Metadata = serde_json::from_slice(&header)
+        .map_err(|e| corrupt(format!("the header of the state: {e}")).with_source(e))?;
+    if header.data_len() != source.left {
+        return Err(corrupt(format!(
+            "the header describes {} bytes of tensors, {} are there",
+            header.data_len(),
+            source.left
+        )));
+    }
+
+    let mut state = StateDict::new();
+    for name in header.offset_keys() {
+        let Some(info) = header.info(&name) else { continue };
+        let dtype = from_file(info.dtype).ok_or_else(|| {
+            Error::unsupported(format!("tensor '{name}' has the dtype {}, which oxccl does not know", info.dtype))
+        })?;
+        let (start, end) = info.data_offsets;
+        let data = source.take(end.saturating_sub(start))?;
+        let tensor = StateTensor { dtype, shape: info.shape.clone(), data };
+        // A name that is not allowed, seen from the reader, is damage and not a wrong argument.
+        state.insert(name, tensor).map_err(|e| corrupt(e.message()).with_source(e))?;
+    }
+    let mut own = BTreeMap::new();
+    for (key, value) in header.metadata().iter().flatten() {
+        let map = if key.starts_with(RESERVED_METADATA_PREFIX) { &mut own } else { state.metadata_mut() };
+        map.insert(key.clone(), value.clone());
+    }
+    Ok((state, own))
+}
+
+fn corrupt(what: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Corrupt, what)
+}
+
+/// Reads parts one after the other and lets go of each when it is used up.
+struct Parts<P> {
+    parts: VecDeque<P>,
+    /// Bytes of the first part that were read.
+    read: usize,
+    /// Bytes not yet read, over all parts.
+    left: usize,
+}
+
+impl<P: AsRef<[u8]>> Parts<P> {
+    fn new(parts: Vec<P>) -> Self {
+        let left = parts.iter().fold(0usize, |n, p| n.saturating_add(p.as_ref().len()));
+        Self { parts: parts.into(), read: 0, left }
+    }
+
+    fn take(&mut self, bytes: usize) -> Result<Vec<u8>> {
+        if bytes > self.left {
+            return Err(corrupt(format!("{bytes} bytes expected, {} are left", self.left)));
+        }
+        let mut out = room_for(bytes)?;
+        while out.len() < bytes {
+            let piece = self.next_piece(bytes - out.len())?;
+            out.extend_from_slice(piece);
+        }
+        Ok(out)
+    }
+
+    fn fill(&mut self, out: &mut [u8]) -> Result<()> {
+        let bytes = self.take(out.len())?;
+        out.copy_from_slice(&bytes);
+        Ok(())
+    }
+
+    /// At least one and at most `limit` bytes, from the first part that has any.
+    fn next_piece(&mut self, limit: usize) -> Result<&[u8]> {
+        while self.parts.front().is_some_and(|p| p.as_ref().len() <= self.read) {
+            self.parts.pop_front();
+            self.read = 0;
+        }
+        let start = self.read;
+        let rest = self.parts.front().and_then(|p| p.as_ref().get(start..)).unwrap_or_default();
+        let piece = rest.get(..limit).unwrap_or(rest);
+        if piece.is_empty() {
+            return Err(corrupt("the state ends too early"));
+        }
+        self.read += piece.len();
+        self.left -= piece.len();
+        Ok(piece)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn any_tensor() -> impl Strategy<Value = StateTensor> {
+        let dims = prop::collection::vec(0usize..5, 0..4);
+        (0..DType::ALL.len(), dims).prop_flat_map(|(i, shape)| {
+            let dtype = DType::ALL[i];
+            let bytes = shape.iter().product::<usize>() * dtype.size();
+            prop::collection::vec(any::<u8>(), bytes)
+                .prop_map(move |data| StateTensor::new(dtype, shape.clone(), data).unwrap())
+        })
+    }
+
+    fn any_state() -> impl Strategy<Value = StateDict> {
+        let tensors = prop::collection::btree_map("[a-zäß/.\"\\\\]{1,12}", any_tensor(), 0..8);
+        let metadata = prop::collection::btree_map("[a-z \n\"]{0,8}", ".{0,20}", 0..4);
+        (tensors, metadata).prop_map(|(tensors, metadata)| {
+            let mut s = StateDict::new();
+            for (n, t) in tensors {
+                s.insert(n, t).unwrap();
+            }
+            for (k, v) in metadata {
+                s.set_metadata(k, v);
+            }
+            s
+        })
+    }
+
+    proptest! {
+        #[test]
+        fn a_state_survives_the_round_trip_however_the_bytes_are_cut(s in any_state(), cut in 1usize..70) {
+            let bytes = encode(&s).unwrap();
+            prop_assert_eq!(&decode(&bytes).unwrap(), &s);
+            let parts: Vec<&[u8]> = bytes.chunks(cut).collect();
+            prop_assert_eq!(&decode_parts(parts).unwrap().0, &s);
+            // Other readers of the format accept it too.
+            let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
+            prop_assert_eq!(theirs.len(), s.len());
+        }
+
+        #[test]
+        fn every_truncation_and_extension_is_corrupt(s in any_state(), at in any::<prop::sample::Index>()) {
+            let mut bytes = encode(&s).unwrap();
+            prop_assert_eq!(decode(&bytes[..at.index(bytes.len())]).unwrap_err().kind(), ErrorKind::Corrupt);
+            bytes.push(0);
+            prop_assert_eq!(decode(&bytes).unwrap_err().kind(), ErrorKind::Corrupt);
+        }
+
+        #[test]
+        fn damaged_bytes_never_panic(s in any_state(), hits in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..6)) {
+            let mut bytes = encode(&s).unwrap();
+            let n = bytes.len();
+            for (at, value) in hits {
+                bytes[at.index(n)] = value;
+            }
+            let _ = decode(&bytes);
+        }
+    }
+
+    #[test]
+    fn equal_states_give_equal_bytes_whatever_the_order_of_insertion() {
+        let names: Vec<String> = (0..40).map(|i| format!("t{i}")).collect();
+        let build = |names: &mut dyn Iterator<Item = &String>| {
+            let mut s = StateDict::new();
+            for n in names {
+                s.insert_f32(n.clone(), &[1], &[1.0]).unwrap();
+                s.set_metadata(n.clone(), "x");
+            }
+            encode(&s).unwrap()
+        };
+        assert_eq!(build(&mut names.iter()), build(&mut names.iter().rev()));
+    }
+
+    fn file(header: &str, data: usize) -> Vec<u8> {
+        let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+        bytes.extend_from_slice(header.as_bytes());
+        bytes.resize(bytes.len() + data, 0);
+        bytes
+    }
+
+    #[test]
+    fn bad_headers_are_refused_with_a_reason() {
+        let tensor = |dtype: &str, shape: &str, at: &str| {
+            format!(r#"{{"a":{{"dtype":"{dtype}","shape":{shape},"data_offsets":{at}}}}}"#)
+        };
+        assert!(decode(&file(&tensor("F32", "[2]", "[0,8]"), 8)).is_ok());
+        for (header, data, kind, text) in [
+            (tensor("F32", "[3]", "[0,8]"), 8, ErrorKind::Corrupt, "invalid shape"),
+            (tensor("F32", "[2]", "[8,0]"), 8, ErrorKind::Corrupt, "offset"),
+            (tensor("F32", "[2]", "[4,12]"), 12, ErrorKind::Corrupt, "offset"),
+            (tensor("F32", "[2]", "[0,8]"), 9, ErrorKind::Corrupt, "describes 8 bytes"),
+            (tensor("F32", "[2]", "[0,8]"), 0, ErrorKind::Corrupt, "0 are there"),
+            (tensor("U8", "[18446744073709551615,2]", "[0,8]"), 8, ErrorKind::Corrupt, "overflow"),
+            (tensor("F99", "[2]", "[0,8]"), 8, ErrorKind::Corrupt, "F99"),
+            (tensor("C64", "[1]", "[0,8]"), 8, ErrorKind::Unsupported, "'a'"),
+            (tensor("F32", "[2]", "[0,8]").replace("\"a\"", "\"\""), 8, ErrorKind::Corrupt, "name"),
+            ("[1,2]".into(), 0, ErrorKind::Corrupt, "header"),
+        ] {
+            let e = decode(&file(&header, data)).unwrap_err();
+            assert_eq!(e.kind(), kind, "{header}: {e}");
+            assert!(e.to_string().contains(text), "{header}: {e}");
+        }
+        // Offsets whose sum with the header does not fit a usize.
+        let (half, end) = (1usize << 60, usize::MAX);
+        let mut parts = Vec::new();
+        let mut at = 0usize;
+        while at < end {
+            let size = half.min(end - at);
+            parts.push(format!(
+                r#""t{}":{{"dtype":"U8","shape":[{size}],"data_offsets":[{at},{}]}}"#,
+                parts.len(),
+                at + size
+            ));
+            at += size;
+        }
+        let e = decode(&file(&format!("{{{}}}", parts.join(",")), 0)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+        // A header length far beyond the data.
+        let e = decode(&[&u64::MAX.to_le_bytes()[..], b"{}"].concat()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+    }
+
+    #[test]
+    fn reserved_metadata_is_refused_from_the_caller() {
+        let mut s = StateDict::new();
+        s.set_metadata("oxccl.step", "3");
+        assert_eq!(encode(&s).unwrap_err().kind(), ErrorKind::InvalidArgument);
+    }
+}

@@ -1,0 +1,307 @@
+//! The state of a replica as plain data: named tensors and string metadata.
+//!
+//! Providers (model, optimiser, DiLoCo fragments, data loader) each fill a [`StateDict`]; [`StateDict::merge`] puts
+//! them side by side under prefixes and [`StateDict::split`] takes them apart again after healing.
+
+use std::collections::BTreeMap;
+
+use ftcore::{DType, Element, Error, ErrorKind, Result};
+
+/// One tensor: contiguous, row-major, little-endian elements.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StateTensor {
+    /// The element type.
+    pub dtype: DType,
+    /// The dimensions, outermost first; empty for a scalar.
+    pub shape: Vec<usize>,
+    /// `product(shape) * dtype.size()` bytes.
+    pub data: Vec<u8>,
+}
+
+impl StateTensor {
+    /// A tensor, checked: `ErrorKind::InvalidArgument` if `data` is not exactly as long as `dtype` and `shape` say.
+    pub fn new(dtype: DType, shape: Vec<usize>, data: Vec<u8>) -> Result<Self> {
+        let tensor = Self { dtype, shape, data };
+        tensor.check("the tensor")?;
+        Ok(tensor)
+    }
+
+    /// The number of elements; `None` if the product of the shape does not fit a `usize`.
+    pub fn elements(&self) -> Option<usize> {
+        self.shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d))
+    }
+
+    /// The public fields may have been changed, so every way out of the process checks again.
+    pub(crate) fn check(&self, name: &str) -> Result<()> {
+        let expected = self.elements().and_then(|n| n.checked_mul(self.dtype.size()));
+        if expected == Some(self.data.len()) {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "{name}: {} of shape {:?} takes {} bytes, but {} are given",
+            self.dtype,
+            self.shape,
+            expected.map_or_else(|| "more than memory has".into(), |n| n.to_string()),
+            self.data.len()
+        )))
+    }
+}
+
+/// An ordered map from names to tensors, with string metadata beside it.
+///
+/// Names are any non-empty text except `__metadata__` (the file format keeps that one); by convention
+/// `provider/module.weight`. Metadata keys that start with [`crate::RESERVED_METADATA_PREFIX`] are refused on encoding.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct StateDict {
+    tensors: BTreeMap<String, StateTensor>,
+    metadata: BTreeMap<String, String>,
+}
+
+impl StateDict {
+    /// An empty state.
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Puts `tensor` under `name`, replacing what is there. `InvalidArgument` if the name is empty or reserved, or
+    /// the data does not fit dtype and shape.
+    pub fn insert(&mut self, name: impl Into<String>, tensor: StateTensor) -> Result<()> {
+        let name = name.into();
+        check_name(&name)?;
+        tensor.check(&format!("tensor '{name}'"))?;
+        self.tensors.insert(name, tensor);
+        Ok(())
+    }
+
+    /// [`Self::insert`] for f32 values.
+    pub fn insert_f32(&mut self, name: impl Into<String>, shape: &[usize], values: &[f32]) -> Result<()> {
+        self.insert_values(name, shape, values, |v| v.to_le_bytes())
+    }
+
+    /// [`Self::insert`] for a one-dimensional i64 tensor (counters, seeds, positions).
+    pub fn insert_i64s(&mut self, name: impl Into<String>, values: &[i64]) -> Result<()> {
+        self.insert_values(name, &[values.len()], values, |v| v.to_le_bytes())
+    }
+
+    fn insert_values<T: Element, const N: usize>(
+        &mut self,
+        name: impl Into<String>,
+        shape: &[usize],
+        values: &[T],
+        bytes: impl Fn(T) -> [u8; N],
+    ) -> Result<()> {
+        let mut data = vec![0; size_of_val(values)];
+        for (to, from) in data.as_chunks_mut::<N>().0.iter_mut().zip(values) {
+            *to = bytes(*from);
+        }
+        self.insert(name, StateTensor { dtype: T::DTYPE, shape: shape.to_vec(), data })
+    }
+
+    /// The tensor `name`, if there is one.
+    pub fn get(&self, name: &str) -> Option<&StateTensor> {
+        self.tensors.get(name)
+    }
+
+    /// The elements of the f32 tensor `name`, row-major. `ErrorKind::NotFound` if there is none (near names are
+    /// listed), `InvalidArgument` naming expected and found dtype if it is not f32.
+    pub fn get_f32(&self, name: &str) -> Result<Vec<f32>> {
+        self.get_values(name, f32::from_le_bytes)
+    }
+
+    /// Like [`Self::get_f32`], and the shape must be `shape` too: `InvalidArgument` names both otherwise.
+    pub fn get_f32_shaped(&self, name: &str, shape: &[usize]) -> Result<Vec<f32>> {
+        let tensor = self.find(name)?;
+        if tensor.shape != shape {
+            return Err(Error::invalid(format!(
+                "tensor '{name}': expected shape {shape:?}, found {:?} ({})",
+                tensor.shape, tensor.dtype
+            )));
+        }
+        self.get_f32(name)
+    }
+
+    /// The elements of the i64 tensor `name`; errors as in [`Self::get_f32`].
+    pub fn get_i64s(&self, name: &str) -> Result<Vec<i64>> {
+        self.get_values(name, i64::from_le_bytes)
+    }
+
+    fn get_values<T: Element, const N: usize>(
+        &self,
+        name: &str,
+        value: impl Fn([u8; N]) -> T,
+    ) -> Result<Vec<T>> {
+        let tensor = self.find(name)?;
+        if tensor.dtype != T::DTYPE {
+            return Err(Error::invalid(format!(
+                "tensor '{name}': expected {}, found {} of shape {:?}",
+                T::DTYPE,
+                tensor.dtype,
+                tensor.shape
+            )));
+        }
+        Ok(tensor.data.as_chunks::<N>().0.iter().map(|b| value(*b)).collect())
+    }
+
+    fn find(&self, name: &str) -> Result<&StateTensor> {
+        self.tensors.get(name).ok_or_else(|| {
+            let some: Vec<_> = self.tensors.keys().take(8).map(String::as_str).collect();
+            let more = if self.tensors.len() > some.len() { ", …" } else { "" };
+            Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "no tensor '{name}' among the {} of this state: {}{more}",
+                    self.tensors.len(),
+                    some.join(", ")
+                ),
+            )
+        })
+    }
+
+    /// Takes the tensor `name` out.
+    pub fn remove(&mut self, name: &str) -> Option<StateTensor> {
+        self.tensors.remove(name)
+    }
+
+    /// Names and tensors, in the order of the names.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &StateTensor)> {
+        self.tensors.iter().map(|(n, t)| (n.as_str(), t))
+    }
+
+    /// The number of tensors.
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    /// True without tensors (there may be metadata).
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    /// The bytes of all tensors together.
+    pub fn total_bytes(&self) -> usize {
+        self.tensors.values().fold(0, |n, t| n.saturating_add(t.data.len()))
+    }
+
+    /// Sets a metadata entry, replacing what is there.
+    pub fn set_metadata(&mut self, key: impl Into<String>, value: impl Into<String>) {
+        self.metadata.insert(key.into(), value.into());
+    }
+
+    /// All metadata.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    pub(crate) fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
+        &mut self.metadata
+    }
+
+    /// Takes over all of `other` as `prefix/name`, metadata too. On an error (`InvalidArgument` for an empty prefix
+    /// or one that ends in '/', `Conflict` naming the first name that exists already) nothing has changed.
+    pub fn merge(&mut self, prefix: &str, other: Self) -> Result<()> {
+        check_prefix(prefix)?;
+        let taken = |n: &String| (n, format!("{prefix}/{n}"));
+        let clash = (other.tensors.keys().map(taken).find(|(_, n)| self.tensors.contains_key(n)))
+            .or_else(|| other.metadata.keys().map(taken).find(|(_, n)| self.metadata.contains_key(n)));
+        if let Some((_, name)) = clash {
+            return Err(Error::new(ErrorKind::Conflict, format!("'{name}' is in the state already")));
+        }
+        self.tensors.extend(other.tensors.into_iter().map(|(n, t)| (format!("{prefix}/{n}"), t)));
+        self.metadata.extend(other.metadata.into_iter().map(|(k, v)| (format!("{prefix}/{k}"), v)));
+        Ok(())
+    }
+
+    /// The reverse of [`Self::merge`]: moves everything under `prefix/` into a state of its own, without the prefix.
+    /// Empty if nothing is there. `InvalidArgument` for an empty prefix or one that ends in '/'.
+    pub fn split(&mut self, prefix: &str) -> Result<Self> {
+        check_prefix(prefix)?;
+        let prefix = format!("{prefix}/");
+        Ok(Self {
+            tensors: split_map(&mut self.tensors, &prefix),
+            metadata: split_map(&mut self.metadata, &prefix),
+        })
+    }
+}
+
+fn split_map<V>(map: &mut BTreeMap<String, V>, prefix: &str) -> BTreeMap<String, V> {
+    let mut from_prefix = map.split_off(prefix);
+    let below = from_prefix.keys().find(|k| !k.starts_with(prefix)).cloned();
+    if let Some(first_after) = below {
+        map.append(&mut from_prefix.split_off(&first_after));
+    }
+    let strip = |(k, v): (String, V)| (k.strip_prefix(prefix).map_or(k.clone(), str::to_owned), v);
+    from_prefix.into_iter().map(strip).collect()
+}
+
+pub(crate) fn check_name(name: &str) -> Result<()> {
+    if name.is_empty() || name == "__metadata__" {
+        return Err(Error::invalid(format!("'{name}' cannot be the name of a tensor")));
+    }
+    Ok(())
+}
+
+fn check_prefix(prefix: &str) -> Result<()> {
+    if prefix.is_empty() || prefix.ends_with('/') {
+        return Err(Error::invalid(format!(
+            "a prefix is not empty and does not end in '/' (it is added); got '{prefix}'"
+        )));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_dtype_shape_or_name_is_an_error_that_names_both_sides() {
+        let mut s = StateDict::new();
+        s.insert_f32("w", &[2, 3], &[1.0; 6]).unwrap();
+        s.insert_i64s("n", &[7, -1]).unwrap();
+        assert_eq!(s.get_i64s("n").unwrap(), [7, -1]);
+        let e = s.get_i64s("w").unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        assert_eq!(e.message(), "tensor 'w': expected i64, found f32 of shape [2, 3]");
+        let e = s.get_f32_shaped("w", &[3, 2]).unwrap_err();
+        assert_eq!(e.message(), "tensor 'w': expected shape [3, 2], found [2, 3] (f32)");
+        let e = s.get_f32("v").unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::NotFound);
+        assert!(e.message().contains("'v'") && e.message().contains("n, w"), "{e}");
+    }
+
+    #[test]
+    fn data_that_does_not_fill_the_shape_is_refused() {
+        let mut s = StateDict::new();
+        let e = s.insert_f32("w", &[2, 2], &[1.0; 3]).unwrap_err();
+        assert_eq!(e.message(), "tensor 'w': f32 of shape [2, 2] takes 16 bytes, but 12 are given");
+        assert!(StateTensor::new(DType::F64, vec![usize::MAX, 2], vec![]).is_err());
+        assert!(s.insert_f32("", &[0], &[]).is_err());
+        assert!(s.insert_f32("__metadata__", &[0], &[]).is_err());
+        assert!(s.is_empty());
+    }
+
+    #[test]
+    fn providers_merged_under_prefixes_come_apart_unchanged() {
+        let part = |x: f32| {
+            let mut s = StateDict::new();
+            s.insert_f32("w", &[], &[x]).unwrap();
+            s.set_metadata("lr", x.to_string());
+            s
+        };
+        let mut all = StateDict::new();
+        for (prefix, x) in [("diloco", 1.0), ("diloco-2", 2.0), ("dilocoz", 3.0), ("diloco/0", 4.0)] {
+            all.merge(prefix, part(x)).unwrap();
+        }
+        let e = all.merge("dilocoz", part(9.0)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Conflict);
+        assert!(e.message().contains("dilocoz/w"), "{e}");
+        assert!(all.merge("a/", part(0.0)).is_err() && all.merge("", part(0.0)).is_err());
+
+        assert_eq!(all.split("diloco/0").unwrap(), part(4.0));
+        assert_eq!(all.split("diloco").unwrap(), part(1.0));
+        assert_eq!(all.split("absent").unwrap(), StateDict::new());
+        assert_eq!(all.split("dilocoz").unwrap(), part(3.0));
+        assert_eq!(all.split("diloco-2").unwrap(), part(2.0));
+        assert_eq!(all, StateDict::new());
+    }
+}

@@ -1,0 +1,1 @@
+//! One behaviour suite that every oxccl process group must pass, against a scalar oracle.

@@ -1,0 +1,1 @@
+//! Lighthouse and manager servers on torchft's wire; quorum and commit as pure logic.

@@ -1,0 +1,1 @@
+//! Fault-tolerant data parallel: bucketed gradient averaging over plain slices.

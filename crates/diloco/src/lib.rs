@@ -1,0 +1,1 @@
+//! LocalSGD, DiLoCo and Streaming DiLoCo over plain slices.

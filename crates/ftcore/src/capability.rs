@@ -1,0 +1,111 @@
+//! What a group can do: a flat table that drives validation and the conformance suite.
+//!
+//! Every capability advertised must pass the suite; what is not advertised returns `Unsupported` at once.
+
+use crate::{DType, OpKind, ReduceOp};
+
+macro_rules! bit_set {
+    ($(#[$m:meta])* $name:ident($int:ty) of $item:ty, $bit:expr) => {
+        $(#[$m])*
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+        pub struct $name($int);
+
+        impl $name {
+            /// Nothing.
+            pub const NONE: Self = Self(0);
+            /// Exactly these.
+            pub fn of(items: &[$item]) -> Self {
+                items.iter().fold(Self::NONE, |s, &i| s.with(i))
+            }
+            /// These and `item`.
+            #[must_use]
+            pub fn with(self, item: $item) -> Self {
+                Self(self.0 | (1 << $bit(item)))
+            }
+            /// These without `item`.
+            #[must_use]
+            pub fn without(self, item: $item) -> Self {
+                Self(self.0 & !(1 << $bit(item)))
+            }
+            /// True if `item` is in it.
+            pub fn contains(self, item: $item) -> bool {
+                self.0 & (1 << $bit(item)) != 0
+            }
+            /// The raw bits, with stable positions.
+            pub fn bits(self) -> $int {
+                self.0
+            }
+        }
+    };
+}
+
+bit_set!(
+    /// A set of operations.
+    OpSet(u32) of OpKind, |k: OpKind| k.code()
+);
+bit_set!(
+    /// A set of element types.
+    DTypeSet(u32) of DType, |d: DType| d.code()
+);
+bit_set!(
+    /// A set of features.
+    FeatureSet(u32) of Feature, |f: Feature| f as u8
+);
+
+/// Properties beyond single operations.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum Feature {
+    /// `abort` from any thread ends all pending work within 100 ms (INV-2).
+    Abort = 0,
+    /// `configure` works again after a failure, in the same process (INV-2).
+    Reconfigure = 1,
+    /// Ranks that call different collectives get a typed error naming both sides (L15).
+    MismatchDetection = 2,
+    /// All ranks of a finished all-reduce hold bitwise equal results (INV-3).
+    BitwiseEqual = 3,
+    /// `SubmitOptions::contribute` is honoured, and averages divide by the contributors (INV-4).
+    Contributors = 4,
+    /// Point-to-point messages are matched by tag.
+    Tags = 5,
+    /// A receive may name no sender.
+    RecvAny = 6,
+    /// Ranks may be threads of one process.
+    ThreadRanks = 7,
+    /// `split` works.
+    Split = 8,
+}
+
+/// The capability table of a group.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Operations that are served, natively or composed.
+    pub ops: OpSet,
+    /// Element types that can be moved.
+    pub moves: DTypeSet,
+    /// Element types per reduction, indexed by `ReduceOp::code`.
+    pub reduces: [DTypeSet; ReduceOp::COUNT],
+    /// Features.
+    pub features: FeatureSet,
+    /// Names of the options that are honoured (see `GroupOptions::require_honoured`).
+    pub options: &'static [&'static str],
+    /// Device kinds whose memory is served.
+    pub devices: &'static [&'static str],
+    /// What is composed rather than native, or limited: (operation, in words).
+    pub notes: &'static [(&'static str, &'static str)],
+}
+
+impl Capabilities {
+    /// True if `op` on `dtype` is served.
+    pub fn reduces(&self, op: ReduceOp, dtype: DType) -> bool {
+        self.reduces
+            .get(usize::from(op.code()))
+            .is_some_and(|s| s.contains(dtype))
+    }
+
+    /// True if the feature is advertised.
+    pub fn has(&self, feature: Feature) -> bool {
+        self.features.contains(feature)
+    }
+}

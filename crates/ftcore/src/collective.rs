@@ -1,0 +1,520 @@
+//! The operations as data: one variant each, tensors by value, and the fingerprint by which ranks compare notes.
+//!
+//! A new operation is one variant here, one bit in [`OpSet`](crate::OpSet) and one rule in `validate`: every wrapper
+//! and the plugin ABI stay one method wide.
+
+use std::fmt;
+
+use crate::{DType, ReduceOp, Tensor};
+
+/// The kind of an operation. The codes are stable.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[repr(u8)]
+#[non_exhaustive]
+pub enum OpKind {
+    /// See [`Collective::AllReduce`].
+    AllReduce = 0,
+    /// See [`Collective::Broadcast`].
+    Broadcast = 1,
+    /// See [`Collective::Reduce`].
+    Reduce = 2,
+    /// See [`Collective::AllGather`].
+    AllGather = 3,
+    /// See [`Collective::AllGatherInto`].
+    AllGatherInto = 4,
+    /// See [`Collective::Gather`].
+    Gather = 5,
+    /// See [`Collective::Scatter`].
+    Scatter = 6,
+    /// See [`Collective::ReduceScatter`].
+    ReduceScatter = 7,
+    /// See [`Collective::ReduceScatterInto`].
+    ReduceScatterInto = 8,
+    /// See [`Collective::AllToAll`].
+    AllToAll = 9,
+    /// See [`Collective::AllToAllInto`].
+    AllToAllInto = 10,
+    /// See [`Collective::Send`].
+    Send = 11,
+    /// See [`Collective::Recv`].
+    Recv = 12,
+    /// See [`Collective::Barrier`].
+    Barrier = 13,
+    /// See [`Collective::MonitoredBarrier`].
+    MonitoredBarrier = 14,
+    /// See [`Collective::Batch`].
+    Batch = 15,
+}
+
+impl OpKind {
+    /// All kinds, in the order of their codes.
+    pub const ALL: [Self; 16] = [
+        Self::AllReduce,
+        Self::Broadcast,
+        Self::Reduce,
+        Self::AllGather,
+        Self::AllGatherInto,
+        Self::Gather,
+        Self::Scatter,
+        Self::ReduceScatter,
+        Self::ReduceScatterInto,
+        Self::AllToAll,
+        Self::AllToAllInto,
+        Self::Send,
+        Self::Recv,
+        Self::Barrier,
+        Self::MonitoredBarrier,
+        Self::Batch,
+    ];
+
+    /// The stable code.
+    pub const fn code(self) -> u8 {
+        self as u8
+    }
+
+    /// The name in messages, in the field's usual spelling.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::AllReduce => "all_reduce",
+            Self::Broadcast => "broadcast",
+            Self::Reduce => "reduce",
+            Self::AllGather => "all_gather",
+            Self::AllGatherInto => "all_gather_into",
+            Self::Gather => "gather",
+            Self::Scatter => "scatter",
+            Self::ReduceScatter => "reduce_scatter",
+            Self::ReduceScatterInto => "reduce_scatter_into",
+            Self::AllToAll => "all_to_all",
+            Self::AllToAllInto => "all_to_all_into",
+            Self::Send => "send",
+            Self::Recv => "recv",
+            Self::Barrier => "barrier",
+            Self::MonitoredBarrier => "monitored_barrier",
+            Self::Batch => "batch",
+        }
+    }
+
+    /// True for send, recv and batches of them, which are ordered by (peer, direction, tag) only.
+    pub const fn is_p2p(self) -> bool {
+        matches!(self, Self::Send | Self::Recv | Self::Batch)
+    }
+}
+
+impl fmt::Display for OpKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One operation with its tensors. Sizes are in elements; "the same on all ranks" is checked at run time where the
+/// group advertises `MismatchDetection`.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Collective {
+    /// Every tensor becomes the reduction over all ranks, in place. Several tensors (coalesced) of one dtype count as
+    /// one operation. Same counts, dtype and op on all ranks.
+    AllReduce {
+        /// The tensors, reduced in place.
+        tensors: Vec<Tensor>,
+        /// The reduction.
+        op: ReduceOp,
+    },
+    /// Every rank's tensors become the root's.
+    Broadcast {
+        /// Read on the root, written elsewhere.
+        tensors: Vec<Tensor>,
+        /// The rank that has the data.
+        root: u32,
+    },
+    /// The root's tensor becomes the reduction; the others get theirs back unchanged.
+    Reduce {
+        /// Read everywhere, written on the root.
+        tensor: Tensor,
+        /// The reduction.
+        op: ReduceOp,
+        /// The rank that gets the result.
+        root: u32,
+    },
+    /// `outputs[r]` becomes rank r's `input`; counts may differ between ranks (`outputs[r].count()` says rank r's).
+    AllGather {
+        /// This rank's part.
+        input: Tensor,
+        /// One per rank.
+        outputs: Vec<Tensor>,
+    },
+    /// Each `output` becomes the inputs of all ranks one after the other. Several pairs count as one operation.
+    AllGatherInto {
+        /// (input of n elements, output of world × n).
+        pairs: Vec<(Tensor, Tensor)>,
+    },
+    /// On the root `outputs[r]` becomes rank r's `input`.
+    Gather {
+        /// This rank's part.
+        input: Tensor,
+        /// One per rank on the root, empty elsewhere.
+        outputs: Vec<Tensor>,
+        /// The rank that gets the parts.
+        root: u32,
+    },
+    /// `output` becomes the root's `inputs[own rank]`.
+    Scatter {
+        /// One per rank on the root, empty elsewhere.
+        inputs: Vec<Tensor>,
+        /// This rank's part.
+        output: Tensor,
+        /// The rank that has the parts.
+        root: u32,
+    },
+    /// `output` becomes the reduction over all ranks of their `inputs[own rank]`; counts may differ between parts.
+    ReduceScatter {
+        /// One per rank.
+        inputs: Vec<Tensor>,
+        /// This rank's part.
+        output: Tensor,
+        /// The reduction.
+        op: ReduceOp,
+    },
+    /// Each `output` becomes this rank's n elements of the reduction of `input`.
+    ReduceScatterInto {
+        /// (input of world × n elements, output of n).
+        pairs: Vec<(Tensor, Tensor)>,
+        /// The reduction.
+        op: ReduceOp,
+    },
+    /// `outputs[r]` becomes rank r's `inputs[own rank]`; counts may differ.
+    AllToAll {
+        /// One per rank.
+        inputs: Vec<Tensor>,
+        /// One per rank.
+        outputs: Vec<Tensor>,
+    },
+    /// As `AllToAll` on one tensor each. Splits are in elements, one per rank, and sum to the count; empty means even.
+    AllToAllInto {
+        /// What goes out, rank by rank.
+        input: Tensor,
+        /// What comes in, rank by rank.
+        output: Tensor,
+        /// How `input` is split.
+        input_splits: Vec<usize>,
+        /// How `output` is split.
+        output_splits: Vec<usize>,
+    },
+    /// Sends to `peer`; finished when the memory may be reused.
+    Send {
+        /// The data.
+        tensor: Tensor,
+        /// The receiver.
+        peer: u32,
+        /// Matched with the receive's tag.
+        tag: u32,
+    },
+    /// Receives from `peer`, or from whoever sends first with that tag.
+    Recv {
+        /// Written; dtype and count must be the sender's.
+        tensor: Tensor,
+        /// The sender, or `None` for any.
+        peer: Option<u32>,
+        /// Matched with the send's tag.
+        tag: u32,
+    },
+    /// Returns once every rank has entered.
+    Barrier,
+    /// As `Barrier`, and at the deadline rank 0 (and then every rank) is told which ranks are missing.
+    MonitoredBarrier {
+        /// Name all missing ranks rather than the first one found.
+        wait_all: bool,
+    },
+    /// Sends and receives that progress together, in any order.
+    Batch {
+        /// Only `Send` and `Recv`.
+        ops: Vec<Collective>,
+    },
+}
+
+impl Collective {
+    /// The kind.
+    pub fn kind(&self) -> OpKind {
+        match self {
+            Self::AllReduce { .. } => OpKind::AllReduce,
+            Self::Broadcast { .. } => OpKind::Broadcast,
+            Self::Reduce { .. } => OpKind::Reduce,
+            Self::AllGather { .. } => OpKind::AllGather,
+            Self::AllGatherInto { .. } => OpKind::AllGatherInto,
+            Self::Gather { .. } => OpKind::Gather,
+            Self::Scatter { .. } => OpKind::Scatter,
+            Self::ReduceScatter { .. } => OpKind::ReduceScatter,
+            Self::ReduceScatterInto { .. } => OpKind::ReduceScatterInto,
+            Self::AllToAll { .. } => OpKind::AllToAll,
+            Self::AllToAllInto { .. } => OpKind::AllToAllInto,
+            Self::Send { .. } => OpKind::Send,
+            Self::Recv { .. } => OpKind::Recv,
+            Self::Barrier => OpKind::Barrier,
+            Self::MonitoredBarrier { .. } => OpKind::MonitoredBarrier,
+            Self::Batch { .. } => OpKind::Batch,
+        }
+    }
+
+    /// The tensors in the order in which the variant names them (inputs before outputs, pairs in turn).
+    pub fn tensors(&self) -> Vec<&Tensor> {
+        match self {
+            Self::AllReduce { tensors, .. } | Self::Broadcast { tensors, .. } => tensors.iter().collect(),
+            Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
+                vec![tensor]
+            }
+            Self::AllGather { input, outputs } | Self::Gather { input, outputs, .. } => {
+                std::iter::once(input).chain(outputs).collect()
+            }
+            Self::AllGatherInto { pairs } | Self::ReduceScatterInto { pairs, .. } => {
+                pairs.iter().flat_map(|(a, b)| [a, b]).collect()
+            }
+            Self::Scatter { inputs, output, .. } | Self::ReduceScatter { inputs, output, .. } => {
+                inputs.iter().chain(std::iter::once(output)).collect()
+            }
+            Self::AllToAll { inputs, outputs } => inputs.iter().chain(outputs).collect(),
+            Self::AllToAllInto { input, output, .. } => vec![input, output],
+            Self::Barrier | Self::MonitoredBarrier { .. } => Vec::new(),
+            Self::Batch { ops } => ops.iter().flat_map(Self::tensors).collect(),
+        }
+    }
+
+    /// Gives the tensors back, in the order of [`tensors`](Self::tensors).
+    pub fn into_tensors(self) -> Vec<Tensor> {
+        match self {
+            Self::AllReduce { tensors, .. } | Self::Broadcast { tensors, .. } => tensors,
+            Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
+                vec![tensor]
+            }
+            Self::AllGather { input, outputs } | Self::Gather { input, outputs, .. } => {
+                std::iter::once(input).chain(outputs).collect()
+            }
+            Self::AllGatherInto { pairs } | Self::ReduceScatterInto { pairs, .. } => {
+                pairs.into_iter().flat_map(|(a, b)| [a, b]).collect()
+            }
+            Self::Scatter {
+                mut inputs, output, ..
+            }
+            | Self::ReduceScatter {
+                mut inputs, output, ..
+            } => {
+                inputs.push(output);
+                inputs
+            }
+            Self::AllToAll { mut inputs, outputs } => {
+                inputs.extend(outputs);
+                inputs
+            }
+            Self::AllToAllInto { input, output, .. } => vec![input, output],
+            Self::Barrier | Self::MonitoredBarrier { .. } => Vec::new(),
+            Self::Batch { ops } => ops.into_iter().flat_map(Self::into_tensors).collect(),
+        }
+    }
+
+    /// The dtype of the first tensor, if there is one.
+    pub fn dtype(&self) -> Option<DType> {
+        self.tensors().first().map(|t| t.dtype())
+    }
+
+    /// The total number of elements.
+    pub fn count(&self) -> usize {
+        self.tensors().iter().map(|t| t.count()).sum()
+    }
+
+    /// What every rank must agree on. Counts that may rightly differ between ranks are left out.
+    pub fn fingerprint(&self) -> Fingerprint {
+        let mut fp = Fingerprint {
+            kind: self.kind().code(),
+            dtype: self.dtype().map_or(u8::MAX, DType::code),
+            reduce: u8::MAX,
+            tensors: u8::MAX,
+            root: u32::MAX,
+            count: 0,
+            detail: 0,
+        };
+        let list = |fp: &mut Fingerprint, tensors: &mut dyn Iterator<Item = &Tensor>| {
+            let mut n = 0usize;
+            for t in tensors {
+                n += 1;
+                fp.count += t.count() as u64;
+                fp.mix(t.count() as u64);
+            }
+            fp.tensors = u8::try_from(n).unwrap_or(u8::MAX - 1);
+        };
+        match self {
+            Self::AllReduce { tensors, op } => {
+                list(&mut fp, &mut tensors.iter());
+                fp.set_op(*op);
+            }
+            Self::Broadcast { tensors, root } => {
+                list(&mut fp, &mut tensors.iter());
+                fp.root = *root;
+            }
+            Self::Reduce { tensor, op, root } => {
+                fp.count = tensor.count() as u64;
+                fp.set_op(*op);
+                fp.root = *root;
+            }
+            Self::AllGather { outputs, .. } => list(&mut fp, &mut outputs.iter()),
+            Self::AllGatherInto { pairs } => list(&mut fp, &mut pairs.iter().map(|(i, _)| i)),
+            Self::ReduceScatter { inputs, op, .. } => {
+                list(&mut fp, &mut inputs.iter());
+                fp.set_op(*op);
+            }
+            Self::ReduceScatterInto { pairs, op } => {
+                list(&mut fp, &mut pairs.iter().map(|(_, o)| o));
+                fp.set_op(*op);
+            }
+            Self::Gather { root, .. } | Self::Scatter { root, .. } => fp.root = *root,
+            Self::Send { tensor, .. } | Self::Recv { tensor, .. } => fp.count = tensor.count() as u64,
+            Self::AllToAll { .. }
+            | Self::AllToAllInto { .. }
+            | Self::Barrier
+            | Self::MonitoredBarrier { .. }
+            | Self::Batch { .. } => {}
+        }
+        fp
+    }
+}
+
+/// What ranks compare before they exchange data: 24 bytes, so that a mismatch can name both sides.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Fingerprint {
+    /// `OpKind::code`.
+    pub kind: u8,
+    /// `DType::code`, or 255 for none.
+    pub dtype: u8,
+    /// `ReduceOp::code`, or 255 for none.
+    pub reduce: u8,
+    /// The number of tensors where all ranks must have the same, else 255.
+    pub tensors: u8,
+    /// The root, or `u32::MAX`.
+    pub root: u32,
+    /// The total number of elements where all ranks must have the same, else 0.
+    pub count: u64,
+    /// A hash of the counts tensor by tensor, and of a premul factor.
+    pub detail: u64,
+}
+
+impl Fingerprint {
+    /// The length of the encoded form.
+    pub const BYTES: usize = 24;
+
+    fn mix(&mut self, value: u64) {
+        // FNV-1a over 64-bit words: order matters, and 24 bytes stay 24 bytes.
+        self.detail =
+            (self.detail ^ value.wrapping_add(0x9E37_79B9_7F4A_7C15)).wrapping_mul(0x0000_0100_0000_01B3);
+    }
+
+    fn set_op(&mut self, op: ReduceOp) {
+        self.reduce = op.code();
+        if let ReduceOp::PremulSum(factor) = op {
+            // The factor may rightly differ between ranks; only the operation must agree.
+            let _ = factor;
+        }
+    }
+
+    /// Little-endian bytes.
+    pub fn encode(&self) -> [u8; Self::BYTES] {
+        let mut b = [0u8; Self::BYTES];
+        let (head, rest) = b.split_at_mut(4);
+        head.copy_from_slice(&[self.kind, self.dtype, self.reduce, self.tensors]);
+        let (root, rest) = rest.split_at_mut(4);
+        root.copy_from_slice(&self.root.to_le_bytes());
+        let (count, detail) = rest.split_at_mut(8);
+        count.copy_from_slice(&self.count.to_le_bytes());
+        detail.copy_from_slice(&self.detail.to_le_bytes());
+        b
+    }
+
+    /// The inverse of [`encode`](Self::encode). Any bytes decode; unknown codes show as such in `Display`.
+    pub fn decode(b: &[u8; Self::BYTES]) -> Self {
+        let [
+            kind,
+            dtype,
+            reduce,
+            tensors,
+            r0,
+            r1,
+            r2,
+            r3,
+            c0,
+            c1,
+            c2,
+            c3,
+            c4,
+            c5,
+            c6,
+            c7,
+            d0,
+            d1,
+            d2,
+            d3,
+            d4,
+            d5,
+            d6,
+            d7,
+        ] = *b;
+        Self {
+            kind,
+            dtype,
+            reduce,
+            tensors,
+            root: u32::from_le_bytes([r0, r1, r2, r3]),
+            count: u64::from_le_bytes([c0, c1, c2, c3, c4, c5, c6, c7]),
+            detail: u64::from_le_bytes([d0, d1, d2, d3, d4, d5, d6, d7]),
+        }
+    }
+}
+
+impl fmt::Display for Fingerprint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match OpKind::ALL.get(usize::from(self.kind)) {
+            Some(k) => write!(f, "{k}(")?,
+            None => write!(f, "operation {}(", self.kind)?,
+        }
+        let mut parts = Vec::new();
+        if self.dtype != u8::MAX {
+            parts.push(DType::from_code(self.dtype).map_or("unknown dtype".to_string(), |d| d.to_string()));
+        }
+        if self.count > 0 {
+            parts.push(format!("{} elements", self.count));
+        }
+        if self.tensors != u8::MAX && self.tensors != 1 {
+            parts.push(format!("{} tensors", self.tensors));
+        }
+        if self.reduce != u8::MAX {
+            parts.push(ReduceOp::name_of(self.reduce).to_string());
+        }
+        if self.root != u32::MAX {
+            parts.push(format!("root {}", self.root));
+        }
+        write!(f, "{})", parts.join(", "))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn fingerprints_differ_where_ranks_must_agree_and_round_trip() {
+        let make = |n: usize, op| Collective::AllReduce {
+            tensors: vec![Tensor::zeros(DType::F32, n)],
+            op,
+        };
+        let a = make(4, ReduceOp::Sum).fingerprint();
+        assert_eq!(a, make(4, ReduceOp::Sum).fingerprint());
+        assert_ne!(a, make(5, ReduceOp::Sum).fingerprint());
+        assert_ne!(a, make(4, ReduceOp::Max).fingerprint());
+        assert_eq!(Fingerprint::decode(&a.encode()), a);
+        assert_eq!(a.to_string(), "all_reduce(f32, 4 elements, sum)");
+    }
+
+    #[test]
+    fn coalesced_lists_with_equal_totals_but_other_parts_differ() {
+        let make = |a: usize, b: usize| Collective::AllReduce {
+            tensors: vec![Tensor::zeros(DType::F32, a), Tensor::zeros(DType::F32, b)],
+            op: ReduceOp::Sum,
+        };
+        assert_ne!(make(1, 3).fingerprint(), make(3, 1).fingerprint());
+    }
+}

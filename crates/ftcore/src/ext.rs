@@ -1,0 +1,199 @@
+//! The named collectives, written once on top of `submit`.
+
+use crate::{
+    Checked, Collective, Element, Error, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Tensor,
+    Work,
+};
+
+/// What to reduce with, over which ranks, from which root: the named collectives of every [`ProcessGroup`].
+///
+/// Each takes its tensors by value, validates them (a refusal gives them back in [`Rejected`]), submits, and returns a
+/// [`Work`] that gives them back when done. All wait with the group's default time-out; `run` takes other options.
+pub trait ProcessGroupExt: ProcessGroup {
+    /// Validates and submits `op`.
+    fn run(&self, op: Collective, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        let checked = Checked::new(op, &self.info(), self.capabilities(), &options)?;
+        self.submit(checked, options)
+    }
+
+    /// All-reduces one tensor in place.
+    fn allreduce(&self, tensor: Tensor, op: ReduceOp) -> Result<Work, Box<Rejected>> {
+        self.allreduce_coalesced(vec![tensor], op)
+    }
+
+    /// All-reduces several tensors of one dtype as one operation.
+    fn allreduce_coalesced(&self, tensors: Vec<Tensor>, op: ReduceOp) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::AllReduce { tensors, op }, SubmitOptions::default())
+    }
+
+    /// Broadcasts the root's tensor.
+    fn broadcast(&self, tensor: Tensor, root: u32) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::Broadcast {
+                tensors: vec![tensor],
+                root,
+            },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Reduces to the root.
+    fn reduce(&self, tensor: Tensor, op: ReduceOp, root: u32) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::Reduce { tensor, op, root }, SubmitOptions::default())
+    }
+
+    /// Gathers every rank's input into a list, uneven sizes allowed.
+    fn allgather(&self, input: Tensor, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::AllGather { input, outputs }, SubmitOptions::default())
+    }
+
+    /// Gathers every rank's input into one tensor.
+    fn allgather_into(&self, input: Tensor, output: Tensor) -> Result<Work, Box<Rejected>> {
+        self.allgather_into_coalesced(vec![(input, output)])
+    }
+
+    /// Several [`allgather_into`](Self::allgather_into) as one operation.
+    fn allgather_into_coalesced(&self, pairs: Vec<(Tensor, Tensor)>) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::AllGatherInto { pairs }, SubmitOptions::default())
+    }
+
+    /// Gathers to the root.
+    fn gather(&self, input: Tensor, outputs: Vec<Tensor>, root: u32) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::Gather { input, outputs, root },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Scatters from the root.
+    fn scatter(&self, inputs: Vec<Tensor>, output: Tensor, root: u32) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::Scatter { inputs, output, root },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Reduces a list and keeps this rank's part, uneven sizes allowed.
+    fn reduce_scatter(
+        &self,
+        inputs: Vec<Tensor>,
+        output: Tensor,
+        op: ReduceOp,
+    ) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::ReduceScatter { inputs, output, op },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Reduces one tensor and keeps this rank's part.
+    fn reduce_scatter_into(
+        &self,
+        input: Tensor,
+        output: Tensor,
+        op: ReduceOp,
+    ) -> Result<Work, Box<Rejected>> {
+        self.reduce_scatter_into_coalesced(vec![(input, output)], op)
+    }
+
+    /// Several [`reduce_scatter_into`](Self::reduce_scatter_into) as one operation.
+    fn reduce_scatter_into_coalesced(
+        &self,
+        pairs: Vec<(Tensor, Tensor)>,
+        op: ReduceOp,
+    ) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::ReduceScatterInto { pairs, op },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Exchanges lists, uneven sizes allowed.
+    fn alltoall(&self, inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::AllToAll { inputs, outputs }, SubmitOptions::default())
+    }
+
+    /// Exchanges the parts of one tensor; empty splits mean even ones.
+    fn alltoall_into(
+        &self,
+        input: Tensor,
+        output: Tensor,
+        input_splits: Vec<usize>,
+        output_splits: Vec<usize>,
+    ) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::AllToAllInto {
+                input,
+                output,
+                input_splits,
+                output_splits,
+            },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Sends to `peer`.
+    fn send(&self, tensor: Tensor, peer: u32, tag: u32) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::Send { tensor, peer, tag }, SubmitOptions::default())
+    }
+
+    /// Receives from `peer`.
+    fn recv(&self, tensor: Tensor, peer: u32, tag: u32) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::Recv {
+                tensor,
+                peer: Some(peer),
+                tag,
+            },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Receives from whoever sends first with `tag`; the completion names the sender.
+    fn recv_any(&self, tensor: Tensor, tag: u32) -> Result<Work, Box<Rejected>> {
+        self.run(
+            Collective::Recv {
+                tensor,
+                peer: None,
+                tag,
+            },
+            SubmitOptions::default(),
+        )
+    }
+
+    /// Sends and receives that progress together.
+    fn batch(&self, ops: Vec<Collective>) -> Result<Work, Box<Rejected>> {
+        self.run(Collective::Batch { ops }, SubmitOptions::default())
+    }
+
+    /// Waits until every rank is here.
+    fn barrier(&self) -> Result<()> {
+        self.run(Collective::Barrier, SubmitOptions::default())
+            .map_err(Error::from)?
+            .wait_done()
+    }
+
+    /// As [`barrier`](Self::barrier), naming the missing ranks at the deadline.
+    fn monitored_barrier(&self, wait_all: bool, options: SubmitOptions) -> Result<()> {
+        self.run(Collective::MonitoredBarrier { wait_all }, options)
+            .map_err(Error::from)?
+            .wait_done()
+    }
+
+    /// All-reduces borrowed memory and blocks until done. The data is staged through owned memory, so a call that
+    /// times out has stopped touching `data` when it returns; on an error `data` is unchanged.
+    fn allreduce_slice<T: Element>(&self, data: &mut [T], op: ReduceOp, options: SubmitOptions) -> Result<()>
+    where
+        Self: Sized,
+    {
+        let tensors = vec![Tensor::from_slice(data)];
+        let work = self
+            .run(Collective::AllReduce { tensors, op }, options)
+            .map_err(Error::from)?;
+        let result = work.take_tensor()?;
+        data.copy_from_slice(result.as_slice()?);
+        Ok(())
+    }
+}
+
+impl<G: ProcessGroup + ?Sized> ProcessGroupExt for G {}

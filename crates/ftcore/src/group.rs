@@ -1,0 +1,124 @@
+//! The process group: one data method, and what is needed to configure, abort and ask.
+//!
+//! A wrapper (quantised, isolated, managed, chaos) is itself a `ProcessGroup` around a `ProcessGroup` and forwards
+//! every method. Users call the named collectives of [`ProcessGroupExt`](crate::ProcessGroupExt).
+
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use crate::{Capabilities, Checked, Device, Error, Rejected, Result, Store, SubmitOptions, Work};
+
+/// The generation of a group's configuration. Every frame carries it (INV-1).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Epoch(pub u64);
+
+impl fmt::Display for Epoch {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+/// What a group is right now.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GroupInfo {
+    /// The backend's name.
+    pub backend: String,
+    /// The group's name, for messages.
+    pub name: String,
+    /// This process's rank; 0 while not configured.
+    pub rank: u32,
+    /// The number of ranks; 0 while not configured.
+    pub world_size: u32,
+    /// The epoch of the configuration.
+    pub epoch: Epoch,
+    /// The device that the group serves.
+    pub device: Device,
+}
+
+/// How a group is (re)configured. All ranks pass the same store contents, prefix, epoch and world size.
+#[derive(Clone)]
+pub struct Configuration {
+    /// Through which the ranks find each other.
+    pub store: Arc<dyn Store>,
+    /// Put before every key; unique per configuration together with the epoch.
+    pub prefix: String,
+    /// The group's name, for messages.
+    pub name: String,
+    /// The new epoch; larger than any this group had.
+    pub epoch: Epoch,
+    /// This process's rank.
+    pub rank: u32,
+    /// The number of ranks, at least 1.
+    pub world_size: u32,
+    /// `configure` fails with `Timeout` at this instant, naming the missing ranks and the phase (L33).
+    pub deadline: Instant,
+}
+
+impl fmt::Debug for Configuration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Configuration")
+            .field("prefix", &self.prefix)
+            .field("name", &self.name)
+            .field("epoch", &self.epoch)
+            .field("rank", &self.rank)
+            .field("world_size", &self.world_size)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Bytes moved so far by a group, over all its configurations, counted where they leave and enter the process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Traffic {
+    /// Bytes sent to other ranks, headers included.
+    pub sent: u64,
+    /// Bytes received from other ranks, headers included.
+    pub received: u64,
+}
+
+/// A group of ranks that call collectives together.
+///
+/// Common behaviour:
+/// - all methods may be called from any thread; collectives run in the order of submission, which must be the same on
+///   every rank; point-to-point operations are ordered per (peer, direction, tag) only;
+/// - a group starts unconfigured; `submit` then is refused with `InvalidState`;
+/// - after the first failure the group is *poisoned*: later submissions fail with `Poisoned` and the first cause, until
+///   the next `configure` (L32). Where `Abort` and `Reconfigure` are advertised this costs milliseconds;
+/// - dropping a group never blocks: it aborts what is pending and lets its threads end.
+pub trait ProcessGroup: Send + Sync {
+    /// Backend, rank, world size, epoch, device.
+    fn info(&self) -> GroupInfo;
+
+    /// What is offered.
+    fn capabilities(&self) -> &Capabilities;
+
+    /// Connects the ranks at a new epoch, ending whatever an earlier one left over (its work fails as `Aborted`).
+    ///
+    /// Errors: `InvalidArgument` (epoch not larger, rank out of range), `Timeout` (missing ranks and phase named),
+    /// `PeerLost`, `Mismatch` (ranks disagree on world size or constants). After an error the group is unconfigured.
+    fn configure(&self, configuration: Configuration) -> Result<()>;
+
+    /// Submits a validated operation. Use [`ProcessGroupExt::run`](crate::ProcessGroupExt::run), which validates.
+    ///
+    /// The operation starts at once or after earlier ones; its deadline counts from now (L35). Refusals (poisoned,
+    /// not configured) give the tensors back; later failures show in the `Work`.
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>>;
+
+    /// Makes a group of the ranks that pass the same `color`, ordered by (`key`, rank); `None` for ranks that pass no
+    /// colour. A collective call of all ranks. `Unsupported` without the `Split` feature.
+    fn split(&self, color: Option<u32>, key: u32, deadline: Instant)
+    -> Result<Option<Box<dyn ProcessGroup>>>;
+
+    /// Ends all pending work with `Aborted` and poisons the group; returns at once. Peers are told, so that they do not
+    /// wait for this rank.
+    fn abort(&self, reason: &str);
+
+    /// The first failure since the last `configure`, if there was one.
+    fn error(&self) -> Option<Error>;
+
+    /// Ends the group: waits for pending work until `deadline`, then aborts the rest. Idempotent.
+    fn shutdown(&self, deadline: Instant) -> Result<()>;
+
+    /// Bytes moved so far.
+    fn traffic(&self) -> Traffic;
+}

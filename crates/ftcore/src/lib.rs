@@ -1,0 +1,44 @@
+//! oxccl core: types, traits, stores and the backend registry; knows no backend and no runtime.
+//!
+//! Data flows down: a training loop builds a [`Collective`] out of [`Tensor`]s that it gives away, a
+//! [`ProcessGroup`] carries it out, and the [`Work`] gives the tensors back. The named collectives
+//! (`allreduce`, `broadcast`, …) are [`ProcessGroupExt`], written once on top of the one method `submit`, where all
+//! validation happens; a backend only ever sees valid input.
+
+mod capability;
+mod collective;
+mod deadline;
+mod device;
+mod dtype;
+mod error;
+mod ext;
+mod group;
+mod memory;
+mod options;
+mod reduce_op;
+pub mod registry;
+pub mod store;
+mod validate;
+mod work;
+
+pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet};
+pub use collective::{Collective, Fingerprint, OpKind};
+pub use deadline::{deadline_in, time_left};
+pub use device::{
+    Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, Stream, accelerator,
+    register_accelerator,
+};
+pub use dtype::{Bool, DType, Element, F8E4M3, F8E5M2};
+pub use error::{Error, ErrorContext, ErrorKind, Result};
+pub use ext::ProcessGroupExt;
+pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic};
+/// Static registration of backends; see [`registry::StaticBackend`].
+pub use inventory;
+pub use memory::{Tensor, leaked_bytes, wrong_device};
+pub use options::{GroupOptions, SubmitOptions};
+pub use reduce_op::ReduceOp;
+pub use registry::Registry;
+pub use store::Store;
+// STORE helper: restore: pub use store::{FileStore, InMemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+pub use validate::{Checked, Rejected};
+pub use work::{Completer, Completion, Status, Timings, Work, work_pair};

@@ -1,0 +1,402 @@
+//! Tensors that are given away: {owner, pointer, dtype, shape, device}, contiguous only.
+//!
+//! An asynchronous call takes its tensors by value and its `Work` gives them back, so whatever is in flight is owned
+//! by the engine (INV-8): dropping a `Work`, a group or an input early is always safe. A strided tensor is refused
+//! here (L14: elsewhere it silently overwrites its neighbours). This is the one module of ftcore with unsafe code.
+
+use std::any::{Any, TypeId};
+use std::fmt;
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+
+use crate::{DType, Device, Element, Error, ErrorKind, Result};
+
+/// What keeps the memory alive.
+enum Owner {
+    /// The parts of a `Vec<T>`; `free` puts it together again.
+    Vec {
+        len: usize,
+        capacity: usize,
+        element: TypeId,
+        free: unsafe fn(NonNull<u8>, usize, usize),
+    },
+    /// Someone else's memory: valid and not reused while this value lives.
+    Foreign(#[allow(dead_code, reason = "held for its Drop")] Box<dyn Any + Send + Sync>),
+}
+
+/// A contiguous tensor that owns (or keeps alive) its memory. Not `Clone`: there is one writer.
+pub struct Tensor {
+    ptr: NonNull<u8>,
+    dtype: DType,
+    shape: Vec<usize>,
+    count: usize,
+    device: Device,
+    owner: Owner,
+}
+
+// SAFETY: INV-8 the tensor is the only way to its memory (from_vec), or its constructor promised so (from_raw), and the
+// owner is Send; moving it to another thread moves that exclusive access.
+unsafe impl Send for Tensor {}
+// SAFETY: INV-8 shared access only reads.
+unsafe impl Sync for Tensor {}
+
+/// # Safety
+/// `ptr`, `len` and `capacity` come from a `Vec<T>` that was taken apart and not freed since.
+unsafe fn free_vec<T>(ptr: NonNull<u8>, len: usize, capacity: usize) {
+    // SAFETY: INV-8 by the contract above these are the parts of a live Vec<T>.
+    drop(unsafe { Vec::from_raw_parts(ptr.as_ptr().cast::<T>(), len, capacity) });
+}
+
+fn count_of(shape: &[usize]) -> Result<usize> {
+    shape
+        .iter()
+        .try_fold(1usize, |a, &d| a.checked_mul(d))
+        .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))
+}
+
+impl Tensor {
+    /// A one-dimensional host tensor of `data`, without a copy.
+    pub fn from_vec<T: Element>(data: Vec<T>) -> Self {
+        let mut data = ManuallyDrop::new(data);
+        let (len, capacity) = (data.len(), data.capacity());
+        let ptr = NonNull::new(data.as_mut_ptr()).map_or(NonNull::dangling(), NonNull::cast);
+        Self {
+            ptr,
+            dtype: T::DTYPE,
+            shape: vec![len],
+            count: len,
+            device: Device::CPU,
+            owner: Owner::Vec {
+                len,
+                capacity,
+                element: TypeId::of::<T>(),
+                free: free_vec::<T>,
+            },
+        }
+    }
+
+    /// A one-dimensional host tensor with a copy of `data`.
+    pub fn from_slice<T: Element>(data: &[T]) -> Self {
+        Self::from_vec(data.to_vec())
+    }
+
+    /// A one-dimensional host tensor of `count` zeros.
+    pub fn zeros(dtype: DType, count: usize) -> Self {
+        // All-zero bytes are the value zero (or false) in every dtype. The element type decides the alignment.
+        let mut tensor = match dtype.size() {
+            8 => Self::from_vec(vec![0u64; count]),
+            4 => Self::from_vec(vec![0u32; count]),
+            2 => Self::from_vec(vec![0u16; count]),
+            _ => Self::from_vec(vec![0u8; count]),
+        };
+        tensor.dtype = dtype;
+        tensor
+    }
+
+    /// A tensor over memory that `owner` keeps alive.
+    ///
+    /// `strides` (in elements, as frameworks give them) may be `None` for contiguous memory; anything that is not
+    /// contiguous in row-major order is `InvalidArgument` with the offending strides.
+    ///
+    /// # Safety
+    /// While `owner` lives, `ptr` points to `product(shape)` elements of `dtype` on `device` that are valid,
+    /// aligned for `dtype`, and reachable for writing only through this tensor.
+    pub unsafe fn from_raw(
+        ptr: NonNull<u8>,
+        dtype: DType,
+        shape: &[usize],
+        strides: Option<&[isize]>,
+        device: Device,
+        owner: Box<dyn Any + Send + Sync>,
+    ) -> Result<Self> {
+        let count = count_of(shape)?;
+        count
+            .checked_mul(dtype.size())
+            .filter(|&b| isize::try_from(b).is_ok())
+            .ok_or_else(|| Error::invalid(format!("{count} elements of {dtype} do not fit in memory")))?;
+        if ptr.as_ptr().align_offset(dtype.size()) != 0 {
+            return Err(Error::invalid(format!("the memory is not aligned for {dtype}")));
+        }
+        if let Some(strides) = strides {
+            let mut expected = 1isize;
+            let fits = strides.len() == shape.len()
+                && shape.iter().zip(strides).rev().all(|(&dim, &stride)| {
+                    let ok = dim <= 1 || stride == expected;
+                    expected = expected.saturating_mul(isize::try_from(dim).unwrap_or(isize::MAX));
+                    ok
+                });
+            if !fits && count > 1 {
+                return Err(Error::invalid(format!(
+                    "tensor of shape {shape:?} with strides {strides:?} is not contiguous; make it contiguous first"
+                )));
+            }
+        }
+        Ok(Self {
+            ptr,
+            dtype,
+            shape: shape.to_vec(),
+            count,
+            device,
+            owner: Owner::Foreign(owner),
+        })
+    }
+
+    /// The same memory with another shape of as many elements.
+    pub fn reshape(mut self, shape: &[usize]) -> Result<Self> {
+        let count = count_of(shape)?;
+        if count != self.count {
+            return Err(Error::invalid(format!(
+                "cannot view {:?} as {shape:?}: {} and {count} elements",
+                self.shape, self.count
+            )));
+        }
+        self.shape = shape.to_vec();
+        Ok(self)
+    }
+
+    /// The element type.
+    pub fn dtype(&self) -> DType {
+        self.dtype
+    }
+
+    /// The shape.
+    pub fn shape(&self) -> &[usize] {
+        &self.shape
+    }
+
+    /// The number of elements.
+    pub fn count(&self) -> usize {
+        self.count
+    }
+
+    /// The size in bytes.
+    pub fn byte_len(&self) -> usize {
+        self.count * self.dtype.size()
+    }
+
+    /// Where the memory is.
+    pub fn device(&self) -> &Device {
+        &self.device
+    }
+
+    /// The address, for alias checks and for libraries that take device pointers.
+    pub fn as_ptr(&self) -> *const u8 {
+        self.ptr.as_ptr()
+    }
+
+    /// The address for writing, for libraries that take device pointers.
+    pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.ptr.as_ptr()
+    }
+
+    fn host<T: Element>(&self) -> Result<()> {
+        if !self.device.is_cpu() {
+            return Err(Error::invalid(format!(
+                "the tensor is on {}, not in host memory",
+                self.device
+            )));
+        }
+        if T::DTYPE != self.dtype {
+            return Err(Error::invalid(format!(
+                "the tensor holds {}, not {}",
+                self.dtype,
+                T::DTYPE
+            )));
+        }
+        Ok(())
+    }
+
+    /// The elements; an error if `T` is not the dtype or the memory is not on the host.
+    pub fn as_slice<T: Element>(&self) -> Result<&[T]> {
+        self.host::<T>()?;
+        // SAFETY: INV-8 host memory of `count` aligned elements of T (checked), alive as long as self.
+        Ok(unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<T>(), self.count) })
+    }
+
+    /// The elements for writing; an error if `T` is not the dtype or the memory is not on the host.
+    pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
+        self.host::<T>()?;
+        // SAFETY: INV-8 as above; &mut self is the only access.
+        Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast::<T>(), self.count) })
+    }
+
+    /// The bytes; empty if the memory is not on the host (backends check the device first).
+    pub fn bytes(&self) -> &[u8] {
+        if !self.device.is_cpu() {
+            return &[];
+        }
+        // SAFETY: INV-8 every element has no padding, so its bytes are initialised; alive as long as self.
+        unsafe { std::slice::from_raw_parts(self.ptr.as_ptr(), self.byte_len()) }
+    }
+
+    /// The bytes for writing; empty if the memory is not on the host.
+    pub fn bytes_mut(&mut self) -> &mut [u8] {
+        if !self.device.is_cpu() {
+            return &mut [];
+        }
+        // SAFETY: INV-8 every bit pattern is valid for every element; &mut self is the only access.
+        unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.byte_len()) }
+    }
+
+    /// The vector it was made of, without a copy; a copy if it was made of something else. The tensor comes back
+    /// with the error if it does not hold `T` in host memory.
+    pub fn into_vec<T: Element>(self) -> Result<Vec<T>, Box<(Error, Self)>> {
+        if let Err(e) = self.host::<T>() {
+            return Err(Box::new((e, self)));
+        }
+        match self.owner {
+            Owner::Vec {
+                len,
+                capacity,
+                element,
+                ..
+            } if element == TypeId::of::<T>() => {
+                let this = ManuallyDrop::new(self);
+                // SAFETY: INV-8 these are the parts of the Vec<T> taken apart in from_vec; ManuallyDrop gives them up once.
+                let vec = unsafe { Vec::from_raw_parts(this.ptr.as_ptr().cast::<T>(), len, capacity) };
+                // Only the plain fields are left behind: free the shape, the device kind stays shared.
+                let mut this = this;
+                drop(std::mem::take(&mut this.shape));
+                drop(std::mem::replace(&mut this.device, Device::CPU));
+                Ok(vec)
+            }
+            _ => match self.as_slice::<T>() {
+                Ok(s) => Ok(s.to_vec()),
+                Err(e) => Err(Box::new((e, self))),
+            },
+        }
+    }
+
+    /// Gives up on the memory for ever: used when it cannot be proven that nobody touches it any more (INV-8).
+    pub fn leak(self, why: &str) {
+        LEAKED.fetch_add(self.byte_len() as u64, std::sync::atomic::Ordering::Relaxed);
+        tracing::warn!(
+            bytes = self.byte_len(),
+            why,
+            "a buffer is leaked on purpose: it may still be in use"
+        );
+        std::mem::forget(self);
+    }
+}
+
+static LEAKED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
+
+/// Bytes leaked on purpose so far in this process (INV-8).
+pub fn leaked_bytes() -> u64 {
+    LEAKED.load(std::sync::atomic::Ordering::Relaxed)
+}
+
+impl Drop for Tensor {
+    fn drop(&mut self) {
+        if let Owner::Vec {
+            len, capacity, free, ..
+        } = self.owner
+        {
+            // SAFETY: INV-8 the parts come from from_vec and are given back exactly once, here.
+            unsafe { free(self.ptr, len, capacity) };
+        }
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Tensor({} {:?} on {})", self.dtype, self.shape, self.device)
+    }
+}
+
+impl From<Box<(Error, Tensor)>> for Error {
+    fn from(refused: Box<(Error, Tensor)>) -> Self {
+        refused.0
+    }
+}
+
+/// Two tensors that share bytes, as indices; `None` if all are apart. Zero-sized tensors never overlap.
+pub(crate) fn find_overlap(tensors: &[&Tensor]) -> Option<(usize, usize)> {
+    let mut spans: Vec<_> = tensors
+        .iter()
+        .enumerate()
+        .filter(|(_, t)| t.byte_len() > 0)
+        .map(|(i, t)| (&t.device, t.as_ptr() as usize, t.byte_len(), i))
+        .collect();
+    spans.sort();
+    spans.windows(2).find_map(|w| match w {
+        [a, b] if a.0 == b.0 && a.1 + a.2 > b.1 => Some((a.3.min(b.3), a.3.max(b.3))),
+        _ => None,
+    })
+}
+
+/// A typed error for memory on a device that a backend does not serve.
+pub fn wrong_device(tensor: &Tensor, serves: &str) -> Error {
+    Error::new(
+        ErrorKind::InvalidArgument,
+        format!("the tensor is on {}; this group serves {serves}", tensor.device),
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_vector_goes_in_and_comes_out_without_a_copy() {
+        let v = vec![1.0f32, 2.0, 3.0];
+        let p = v.as_ptr();
+        let t = Tensor::from_vec(v);
+        assert_eq!(t.shape(), [3]);
+        let v = t.into_vec::<f32>().unwrap();
+        assert_eq!(v.as_ptr(), p);
+        assert_eq!(v, [1.0, 2.0, 3.0]);
+    }
+
+    #[test]
+    fn the_wrong_type_is_refused_and_loses_nothing() {
+        let t = Tensor::from_vec(vec![1i32, 2]);
+        assert!(t.as_slice::<f32>().is_err());
+        let (e, t) = *t.into_vec::<f32>().unwrap_err();
+        assert!(e.to_string().contains("holds i32, not f32"), "{e}");
+        assert_eq!(t.into_vec::<i32>().unwrap(), [1, 2]);
+    }
+
+    #[test]
+    fn zeros_and_empty_tensors_work_for_every_dtype() {
+        for d in DType::ALL {
+            let t = Tensor::zeros(d, 5);
+            assert_eq!((t.dtype(), t.byte_len()), (d, 5 * d.size()));
+            assert!(t.bytes().iter().all(|&b| b == 0));
+            assert_eq!(Tensor::zeros(d, 0).bytes(), [0u8; 0]);
+        }
+        assert_eq!(
+            Tensor::zeros(DType::F32, 2).into_vec::<f32>().unwrap(),
+            [0.0, 0.0]
+        );
+    }
+
+    #[test]
+    fn l14_a_strided_tensor_is_refused_with_its_strides() {
+        let mut v = vec![0f32; 8];
+        let ptr = NonNull::new(v.as_mut_ptr()).unwrap().cast();
+        // SAFETY: INV-8 `v` outlives the tensor and is not touched while it lives.
+        let r = unsafe { Tensor::from_raw(ptr, DType::F32, &[4], Some(&[2]), Device::CPU, Box::new(())) };
+        let e = r.err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        assert!(e.to_string().contains("[2]"), "{e}");
+        // SAFETY: INV-8 as above.
+        let ok =
+            unsafe { Tensor::from_raw(ptr, DType::F32, &[2, 4], Some(&[4, 1]), Device::CPU, Box::new(())) };
+        assert_eq!(ok.unwrap().count(), 8);
+    }
+
+    #[test]
+    fn overlapping_memory_is_found() {
+        let mut v = vec![0f32; 8];
+        let ptr = NonNull::new(v.as_mut_ptr()).unwrap();
+        let make = |off: usize, n: usize| {
+            let p = NonNull::new(ptr.as_ptr().wrapping_add(off)).unwrap().cast();
+            // SAFETY: INV-8 only addresses are looked at; nothing is written.
+            unsafe { Tensor::from_raw(p, DType::F32, &[n], None, Device::CPU, Box::new(())) }.unwrap()
+        };
+        let (a, b, c) = (make(0, 4), make(4, 4), make(3, 2));
+        assert_eq!(find_overlap(&[&a, &b]), None);
+        assert_eq!(find_overlap(&[&a, &b, &c]), Some((0, 2)));
+    }
+}

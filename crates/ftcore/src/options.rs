@@ -1,0 +1,166 @@
+//! Options of a group and of a call. None is ever dropped in silence (INV-9).
+//!
+//! The typed fields mean what they mean in c10d and NCCL; `hints` are a backend's own. A backend calls
+//! [`GroupOptions::require_honoured`] with the names it acts on; what is left is an error, or a reported drop if the
+//! caller asked for leniency.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use crate::{Error, Result, Stream};
+
+/// Options with which a group is created; they survive configure and split.
+#[derive(Debug, Clone, PartialEq)]
+pub struct GroupOptions {
+    /// How long an operation may take when the call names no deadline. Counted from submission (L35).
+    pub timeout: Duration,
+    /// Run on a high-priority stream.
+    pub is_high_priority_stream: Option<bool>,
+    /// Thread blocks per cluster.
+    pub cga_cluster_size: Option<u32>,
+    /// The least number of blocks (channels) to use.
+    pub min_ctas: Option<u32>,
+    /// The largest number of blocks (channels) to use.
+    pub max_ctas: Option<u32>,
+    /// The network module or interface to use.
+    pub net_name: Option<String>,
+    /// Whether a split group shares its parent's resources.
+    pub split_share: Option<bool>,
+    /// Whether calls into the vendor library may block.
+    pub blocking: Option<bool>,
+    /// The traffic class of the network.
+    pub traffic_class: Option<u32>,
+    /// A backend's own hints, by name.
+    pub hints: BTreeMap<String, String>,
+    /// If true, an option that the backend does not honour is reported (and logged) instead of refused.
+    pub lenient: bool,
+}
+
+impl Default for GroupOptions {
+    fn default() -> Self {
+        Self {
+            timeout: Duration::from_secs(60),
+            is_high_priority_stream: None,
+            cga_cluster_size: None,
+            min_ctas: None,
+            max_ctas: None,
+            net_name: None,
+            split_share: None,
+            blocking: None,
+            traffic_class: None,
+            hints: BTreeMap::new(),
+            lenient: false,
+        }
+    }
+}
+
+impl GroupOptions {
+    /// The names of all options that were set, hints included (as `hint:<name>`).
+    pub fn set_names(&self) -> Vec<String> {
+        let mut names = Vec::new();
+        let typed = [
+            ("is_high_priority_stream", self.is_high_priority_stream.is_some()),
+            ("cga_cluster_size", self.cga_cluster_size.is_some()),
+            ("min_ctas", self.min_ctas.is_some()),
+            ("max_ctas", self.max_ctas.is_some()),
+            ("net_name", self.net_name.is_some()),
+            ("split_share", self.split_share.is_some()),
+            ("blocking", self.blocking.is_some()),
+            ("traffic_class", self.traffic_class.is_some()),
+        ];
+        names.extend(
+            typed
+                .iter()
+                .filter(|(_, set)| *set)
+                .map(|(n, _)| (*n).to_string()),
+        );
+        names.extend(self.hints.keys().map(|k| format!("hint:{k}")));
+        names
+    }
+
+    /// Checks that every option set is among `honoured` (typed names, or `hint:<name>`). Returns what is dropped if
+    /// `lenient`, with one warning; otherwise `InvalidArgument` naming the options and what the backend knows.
+    pub fn require_honoured(&self, backend: &str, honoured: &[&str]) -> Result<Vec<String>> {
+        let dropped: Vec<String> = self
+            .set_names()
+            .into_iter()
+            .filter(|n| !honoured.contains(&n.as_str()))
+            .collect();
+        if dropped.is_empty() {
+            return Ok(dropped);
+        }
+        if self.lenient {
+            tracing::warn!(backend, options = ?dropped, "options not honoured by this backend were dropped, as asked for");
+            return Ok(dropped);
+        }
+        Err(Error::invalid(format!(
+            "backend '{backend}' does not honour {}; it honours: {}. Remove them or set `lenient`",
+            dropped.join(", "),
+            if honoured.is_empty() {
+                "none".to_string()
+            } else {
+                honoured.join(", ")
+            }
+        )))
+    }
+}
+
+/// Options of one call.
+#[derive(Clone)]
+pub struct SubmitOptions {
+    /// The operation fails with `Timeout` at this instant. `None`: the group's time-out from submission.
+    pub deadline: Option<Instant>,
+    /// False: this rank takes part with the identity of the reduction and is not counted in an average (a healing or
+    /// spare replica). Only for reductions, and only where the group advertises `CONTRIBUTORS`.
+    pub contribute: bool,
+    /// The stream after whose present end the operation reads its inputs. `None`: the inputs are ready.
+    pub stream: Option<Arc<dyn Stream>>,
+}
+
+impl Default for SubmitOptions {
+    fn default() -> Self {
+        Self {
+            deadline: None,
+            contribute: true,
+            stream: None,
+        }
+    }
+}
+
+impl SubmitOptions {
+    /// The default options with a deadline.
+    pub fn by(deadline: Instant) -> Self {
+        Self {
+            deadline: Some(deadline),
+            ..Self::default()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_that_is_not_honoured_is_an_error_or_a_reported_drop() {
+        let mut o = GroupOptions {
+            net_name: Some("eth0".into()),
+            min_ctas: Some(2),
+            ..Default::default()
+        };
+        o.hints.insert("spin_us".into(), "5".into());
+        let e = o
+            .require_honoured("gloo", &["net_name", "hint:spin_us"])
+            .unwrap_err();
+        assert!(
+            e.to_string().contains("min_ctas") && !e.to_string().contains("honour net_name"),
+            "{e}"
+        );
+        o.lenient = true;
+        assert_eq!(
+            o.require_honoured("gloo", &["net_name", "hint:spin_us"]).unwrap(),
+            ["min_ctas"]
+        );
+    }
+}

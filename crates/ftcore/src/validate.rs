@@ -1,0 +1,334 @@
+//! The one place where arguments are checked. Backends receive [`Checked`] and nothing else.
+//!
+//! Checked here: the operation and dtype are advertised, one dtype per call, sizes and splits fit the world, ranks
+//! exist, memory is on a device that is served and nothing overlaps. A refusal gives the tensors back ([`Rejected`]).
+
+use crate::memory::find_overlap;
+use crate::{
+    Capabilities, Collective, DType, Error, ErrorKind, Feature, GroupInfo, OpKind, ReduceOp, SubmitOptions,
+    Tensor,
+};
+
+/// A collective that passed validation. Only [`Checked::new`] makes one.
+#[derive(Debug)]
+pub struct Checked(Collective);
+
+impl Checked {
+    /// Checks `op` against the group's state and capabilities.
+    pub fn new(
+        op: Collective,
+        info: &GroupInfo,
+        capabilities: &Capabilities,
+        options: &SubmitOptions,
+    ) -> Result<Self, Box<Rejected>> {
+        match check(&op, info, capabilities, options) {
+            Ok(()) => Ok(Self(op)),
+            Err(e) => {
+                let mut error = e.with_op(op.kind().name()).with_rank(info.rank);
+                if let Some(d) = op.dtype() {
+                    error = error.with_data(d, op.count());
+                }
+                Err(Box::new(Rejected { error, op }))
+            }
+        }
+    }
+
+    /// The collective.
+    pub fn get(&self) -> &Collective {
+        &self.0
+    }
+
+    /// The collective, by value.
+    pub fn into_inner(self) -> Collective {
+        self.0
+    }
+}
+
+/// A refused call: why, and everything that was passed in. Nothing was sent.
+#[derive(Debug)]
+pub struct Rejected {
+    /// Why.
+    pub error: Error,
+    /// What was passed in.
+    pub op: Collective,
+}
+
+impl std::fmt::Display for Rejected {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for Rejected {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        std::error::Error::source(&self.error)
+    }
+}
+
+impl From<Box<Rejected>> for Error {
+    fn from(r: Box<Rejected>) -> Self {
+        r.error
+    }
+}
+
+fn ensure(ok: bool, message: impl FnOnce() -> String) -> Result<(), Error> {
+    if ok {
+        Ok(())
+    } else {
+        Err(Error::invalid(message()))
+    }
+}
+
+fn check(
+    op: &Collective,
+    info: &GroupInfo,
+    caps: &Capabilities,
+    options: &SubmitOptions,
+) -> Result<(), Error> {
+    if info.world_size == 0 {
+        return Err(Error::new(ErrorKind::InvalidState, "the group is not configured"));
+    }
+    let kind = op.kind();
+    if !caps.ops.contains(kind) {
+        return Err(Error::unsupported(format!(
+            "backend '{}' does not offer {kind}",
+            info.backend
+        )));
+    }
+    let world = info.world_size as usize;
+    let rank_exists = |what: &str, r: u32| {
+        ensure(r < info.world_size, || {
+            format!("{what} {r} does not exist in a world of {world}")
+        })
+    };
+    let per_rank = |what: &str, n: usize| {
+        ensure(n == world, || {
+            format!("{what} has {n} tensors; the world has {world} ranks")
+        })
+    };
+
+    let tensors = op.tensors();
+    if let Some(first) = tensors.first() {
+        let dtype = first.dtype();
+        let odd = tensors.iter().enumerate().find(|(_, t)| t.dtype() != dtype);
+        if let Some((i, t)) = odd.filter(|_| kind != OpKind::Batch) {
+            return Err(Error::invalid(format!(
+                "tensor {i} is {}, tensor 0 is {dtype}; one dtype per call",
+                t.dtype()
+            )));
+        }
+        for (i, t) in tensors.iter().enumerate() {
+            if !caps.devices.contains(&t.device().kind.name()) {
+                return Err(Error::invalid(format!(
+                    "tensor {i} is on {}; backend '{}' serves {}",
+                    t.device(),
+                    info.backend,
+                    caps.devices.join(", ")
+                )));
+            }
+            if !caps.moves.contains(t.dtype()) {
+                return Err(Error::unsupported(format!(
+                    "backend '{}' does not move {}",
+                    info.backend,
+                    t.dtype()
+                )));
+            }
+        }
+        if let Some((a, b)) = find_overlap(&tensors) {
+            return Err(Error::invalid(format!(
+                "tensors {a} and {b} share memory; every tensor of a call needs its own"
+            )));
+        }
+    }
+    let reduces = |r: ReduceOp, dtype: Option<DType>| match dtype {
+        Some(d) if !caps.reduces(r, d) => Err(Error::unsupported(format!(
+            "backend '{}' does not reduce {d} with {r}",
+            info.backend
+        ))),
+        _ => Ok(()),
+    };
+    if !options.contribute {
+        let reduction = matches!(
+            kind,
+            OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter | OpKind::ReduceScatterInto
+        );
+        ensure(reduction, || {
+            format!("contribute = false has a meaning for reductions only, not for {kind}")
+        })?;
+        if !caps.has(Feature::Contributors) {
+            return Err(Error::unsupported(format!(
+                "backend '{}' does not count contributors",
+                info.backend
+            )));
+        }
+    }
+    let not_empty = |t: &[Tensor]| ensure(!t.is_empty(), || "the list of tensors is empty".to_string());
+    match op {
+        Collective::AllReduce { tensors, op: r } => {
+            not_empty(tensors)?;
+            reduces(*r, op.dtype())
+        }
+        Collective::Broadcast { tensors, root } => {
+            not_empty(tensors)?;
+            rank_exists("root", *root)
+        }
+        Collective::Reduce { op: r, root, .. } => {
+            rank_exists("root", *root)?;
+            reduces(*r, op.dtype())
+        }
+        Collective::AllGather { input, outputs } => {
+            per_rank("outputs", outputs.len())?;
+            own_part(outputs, info.rank, input, "input", "outputs")
+        }
+        Collective::AllGatherInto { pairs } => {
+            ensure(!pairs.is_empty(), || "the list of pairs is empty".to_string())?;
+            pairs
+                .iter()
+                .try_for_each(|(i, o)| world_times(i, o, world, "input", "output"))
+        }
+        Collective::Gather { input, outputs, root } => {
+            rank_exists("root", *root)?;
+            root_list("outputs", outputs, input, *root, info)
+        }
+        Collective::Scatter { inputs, output, root } => {
+            rank_exists("root", *root)?;
+            root_list("inputs", inputs, output, *root, info)
+        }
+        Collective::ReduceScatter {
+            inputs,
+            output,
+            op: r,
+        } => {
+            per_rank("inputs", inputs.len())?;
+            own_part(inputs, info.rank, output, "output", "inputs")?;
+            reduces(*r, op.dtype())
+        }
+        Collective::ReduceScatterInto { pairs, op: r } => {
+            ensure(!pairs.is_empty(), || "the list of pairs is empty".to_string())?;
+            pairs
+                .iter()
+                .try_for_each(|(i, o)| world_times(o, i, world, "output", "input"))?;
+            reduces(*r, op.dtype())
+        }
+        Collective::AllToAll { inputs, outputs } => {
+            per_rank("inputs", inputs.len())?;
+            per_rank("outputs", outputs.len())?;
+            let (i, o) = (inputs.get(info.rank as usize), outputs.get(info.rank as usize));
+            match (i, o) {
+                (Some(i), Some(o)) => ensure(i.count() == o.count(), || {
+                    format!(
+                        "inputs[{0}] has {1} elements, outputs[{0}] {2}: this rank's own part",
+                        info.rank,
+                        i.count(),
+                        o.count()
+                    )
+                }),
+                _ => Ok(()),
+            }
+        }
+        Collective::AllToAllInto {
+            input,
+            output,
+            input_splits,
+            output_splits,
+        } => {
+            splits("input_splits", input_splits, input, world)?;
+            splits("output_splits", output_splits, output, world)
+        }
+        Collective::Send { peer, .. } => p2p_peer(*peer, info),
+        Collective::Recv { peer, .. } => match peer {
+            Some(p) => p2p_peer(*p, info),
+            None if caps.has(Feature::RecvAny) => Ok(()),
+            None => Err(Error::unsupported(format!(
+                "backend '{}' cannot receive from any rank",
+                info.backend
+            ))),
+        },
+        Collective::Barrier | Collective::MonitoredBarrier { .. } => Ok(()),
+        Collective::Batch { ops } => {
+            ensure(!ops.is_empty(), || "the batch is empty".to_string())?;
+            ops.iter().try_for_each(|o| {
+                ensure(matches!(o.kind(), OpKind::Send | OpKind::Recv), || {
+                    format!("a batch holds sends and receives only, not {}", o.kind())
+                })?;
+                check(o, info, caps, options)
+            })
+        }
+    }
+}
+
+fn p2p_peer(peer: u32, info: &GroupInfo) -> Result<(), Error> {
+    ensure(peer < info.world_size, || {
+        format!("peer {peer} does not exist in a world of {}", info.world_size)
+    })?;
+    ensure(peer != info.rank, || format!("peer {peer} is this rank itself"))
+}
+
+fn own_part(
+    list: &[Tensor],
+    rank: u32,
+    part: &Tensor,
+    part_name: &str,
+    list_name: &str,
+) -> Result<(), Error> {
+    let own = list.get(rank as usize).map_or(0, Tensor::count);
+    ensure(own == part.count(), || {
+        format!(
+            "{part_name} has {} elements, {list_name}[{rank}] has {own}: they must be equal",
+            part.count()
+        )
+    })
+}
+
+fn world_times(
+    small: &Tensor,
+    large: &Tensor,
+    world: usize,
+    small_name: &str,
+    large_name: &str,
+) -> Result<(), Error> {
+    ensure(small.count().checked_mul(world) == Some(large.count()), || {
+        format!(
+            "{large_name} has {} elements; it needs world × {small_name} = {world} × {}",
+            large.count(),
+            small.count()
+        )
+    })
+}
+
+fn root_list(name: &str, list: &[Tensor], own: &Tensor, root: u32, info: &GroupInfo) -> Result<(), Error> {
+    if info.rank != root {
+        return ensure(list.is_empty(), || {
+            format!("{name} must be empty on ranks other than the root {root}")
+        });
+    }
+    ensure(list.len() == info.world_size as usize, || {
+        format!(
+            "{name} has {} tensors on the root; the world has {} ranks",
+            list.len(),
+            info.world_size
+        )
+    })?;
+    own_part(list, info.rank, own, "this rank's part", name)
+}
+
+fn splits(name: &str, splits: &[usize], tensor: &Tensor, world: usize) -> Result<(), Error> {
+    if splits.is_empty() {
+        return ensure(tensor.count().is_multiple_of(world), || {
+            format!(
+                "{} elements do not divide evenly among {world} ranks; give {name}",
+                tensor.count()
+            )
+        });
+    }
+    ensure(splits.len() == world, || {
+        format!("{name} has {} entries; the world has {world} ranks", splits.len())
+    })?;
+    let sum = splits.iter().try_fold(0usize, |a, &s| a.checked_add(s));
+    ensure(sum == Some(tensor.count()), || {
+        format!(
+            "{name} sum to {sum:?}; the tensor has {} elements",
+            tensor.count()
+        )
+    })
+}

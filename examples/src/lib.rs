@@ -1,0 +1,1 @@
+//! Runnable training programs: train_diloco and train_ddp.

@@ -1,0 +1,1 @@
+//! Cross-crate tests: real processes, real sockets, real kills.

@@ -1,0 +1,1 @@
+//! Project tasks: test matrix, tidy checks, continuous integration.
