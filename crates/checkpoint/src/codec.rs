@@ -77,18 +77,31 @@ pub fn encode(state: &StateDict) -> Result<Vec<u8>> {
 
 /// [`encode`] with the format's own metadata entries; their keys carry [`RESERVED_METADATA_PREFIX`].
 pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> Result<Vec<u8>> {
-    if let Some(key) = state.metadata().keys().find(|k| k.starts_with(RESERVED_METADATA_PREFIX)) {
-        return Err(Error::invalid(format!("metadata key '{key}' is reserved ({RESERVED_METADATA_PREFIX}*)")));
+    if let Some(key) = state
+        .metadata()
+        .keys()
+        .find(|k| k.starts_with(RESERVED_METADATA_PREFIX))
+    {
+        return Err(Error::invalid(format!(
+            "metadata key '{key}' is reserved ({RESERVED_METADATA_PREFIX}*)"
+        )));
     }
-    let metadata: BTreeMap<&str, &str> =
-        state.metadata().iter().chain(own).map(|(k, v)| (k.as_str(), v.as_str())).collect();
+    let metadata: BTreeMap<&str, &str> = state
+        .metadata()
+        .iter()
+        .chain(own)
+        .map(|(k, v)| (k.as_str(), v.as_str()))
+        .collect();
 
     let mut ordered = Vec::with_capacity(state.len());
     for (name, tensor) in state.iter() {
         check_name(name)?;
         tensor.check(&format!("tensor '{name}'"))?;
         let dtype = to_file(tensor.dtype).ok_or_else(|| {
-            Error::unsupported(format!("tensor '{name}': the file format has no dtype {}", tensor.dtype))
+            Error::unsupported(format!(
+                "tensor '{name}': the file format has no dtype {}",
+                tensor.dtype
+            ))
         })?;
         ordered.push((dtype, name, tensor));
     }
@@ -99,13 +112,21 @@ pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> 
     let mut end = 0usize;
     for (dtype, name, tensor) in &ordered {
         let start = end;
-        end = end.checked_add(tensor.data.len()).ok_or_else(|| Error::invalid("the state is too large"))?;
-        let info = TensorInfo { dtype: *dtype, shape: tensor.shape.clone(), data_offsets: (start, end) };
+        end = end
+            .checked_add(tensor.data.len())
+            .ok_or_else(|| Error::invalid("the state is too large"))?;
+        let info = TensorInfo {
+            dtype: *dtype,
+            shape: tensor.shape.clone(),
+            data_offsets: (start, end),
+        };
         infos.push((*name, info));
     }
-    let mut header = serde_json::to_vec(&Header { metadata: &metadata, tensors: &infos }).map_err(|e| {
-        Error::new(ErrorKind::Internal, format!("the header of a state: {e}")).with_source(e)
-    })?;
+    let mut header = serde_json::to_vec(&Header {
+        metadata: &metadata,
+        tensors: &infos,
+    })
+    .map_err(|e| Error::new(ErrorKind::Internal, format!("the header of a state: {e}")).with_source(e))?;
     header.resize(header.len().next_multiple_of(LENGTH_BYTES), b' ');
     if header.len() > MAX_HEADER_BYTES {
         return Err(Error::invalid(format!(
@@ -126,7 +147,11 @@ pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> 
 fn room_for(bytes: usize) -> Result<Vec<u8>> {
     let mut v = Vec::new();
     v.try_reserve_exact(bytes).map_err(|e| {
-        Error::new(ErrorKind::Unavailable, format!("no memory for {bytes} bytes of state: {e}")).with_source(e)
+        Error::new(
+            ErrorKind::Unavailable,
+            format!("no memory for {bytes} bytes of state: {e}"),
+        )
+        .with_source(e)
     })?;
     Ok(v)
 }
@@ -169,17 +194,30 @@ pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, 
     for name in header.offset_keys() {
         let Some(info) = header.info(&name) else { continue };
         let dtype = from_file(info.dtype).ok_or_else(|| {
-            Error::unsupported(format!("tensor '{name}' has the dtype {}, which oxccl does not know", info.dtype))
+            Error::unsupported(format!(
+                "tensor '{name}' has the dtype {}, which oxccl does not know",
+                info.dtype
+            ))
         })?;
         let (start, end) = info.data_offsets;
         let data = source.take(end.saturating_sub(start))?;
-        let tensor = StateTensor { dtype, shape: info.shape.clone(), data };
+        let tensor = StateTensor {
+            dtype,
+            shape: info.shape.clone(),
+            data,
+        };
         // A name that is not allowed, seen from the reader, is damage and not a wrong argument.
-        state.insert(name, tensor).map_err(|e| corrupt(e.message()).with_source(e))?;
+        state
+            .insert(name, tensor)
+            .map_err(|e| corrupt(e.message()).with_source(e))?;
     }
     let mut own = BTreeMap::new();
     for (key, value) in header.metadata().iter().flatten() {
-        let map = if key.starts_with(RESERVED_METADATA_PREFIX) { &mut own } else { state.metadata_mut() };
+        let map = if key.starts_with(RESERVED_METADATA_PREFIX) {
+            &mut own
+        } else {
+            state.metadata_mut()
+        };
         map.insert(key.clone(), value.clone());
     }
     Ok((state, own))
@@ -200,8 +238,14 @@ struct Parts<P> {
 
 impl<P: AsRef<[u8]>> Parts<P> {
     fn new(parts: Vec<P>) -> Self {
-        let left = parts.iter().fold(0usize, |n, p| n.saturating_add(p.as_ref().len()));
-        Self { parts: parts.into(), read: 0, left }
+        let left = parts
+            .iter()
+            .fold(0usize, |n, p| n.saturating_add(p.as_ref().len()));
+        Self {
+            parts: parts.into(),
+            read: 0,
+            left,
+        }
     }
 
     fn take(&mut self, bytes: usize) -> Result<Vec<u8>> {
@@ -229,7 +273,11 @@ impl<P: AsRef<[u8]>> Parts<P> {
             self.read = 0;
         }
         let start = self.read;
-        let rest = self.parts.front().and_then(|p| p.as_ref().get(start..)).unwrap_or_default();
+        let rest = self
+            .parts
+            .front()
+            .and_then(|p| p.as_ref().get(start..))
+            .unwrap_or_default();
         let piece = rest.get(..limit).unwrap_or(rest);
         if piece.is_empty() {
             return Err(corrupt("the state ends too early"));
@@ -330,15 +378,40 @@ mod tests {
         };
         assert!(decode(&file(&tensor("F32", "[2]", "[0,8]"), 8)).is_ok());
         for (header, data, kind, text) in [
-            (tensor("F32", "[3]", "[0,8]"), 8, ErrorKind::Corrupt, "invalid shape"),
+            (
+                tensor("F32", "[3]", "[0,8]"),
+                8,
+                ErrorKind::Corrupt,
+                "invalid shape",
+            ),
             (tensor("F32", "[2]", "[8,0]"), 8, ErrorKind::Corrupt, "offset"),
             (tensor("F32", "[2]", "[4,12]"), 12, ErrorKind::Corrupt, "offset"),
-            (tensor("F32", "[2]", "[0,8]"), 9, ErrorKind::Corrupt, "describes 8 bytes"),
-            (tensor("F32", "[2]", "[0,8]"), 0, ErrorKind::Corrupt, "0 are there"),
-            (tensor("U8", "[18446744073709551615,2]", "[0,8]"), 8, ErrorKind::Corrupt, "overflow"),
+            (
+                tensor("F32", "[2]", "[0,8]"),
+                9,
+                ErrorKind::Corrupt,
+                "describes 8 bytes",
+            ),
+            (
+                tensor("F32", "[2]", "[0,8]"),
+                0,
+                ErrorKind::Corrupt,
+                "0 are there",
+            ),
+            (
+                tensor("U8", "[18446744073709551615,2]", "[0,8]"),
+                8,
+                ErrorKind::Corrupt,
+                "overflow",
+            ),
             (tensor("F99", "[2]", "[0,8]"), 8, ErrorKind::Corrupt, "F99"),
             (tensor("C64", "[1]", "[0,8]"), 8, ErrorKind::Unsupported, "'a'"),
-            (tensor("F32", "[2]", "[0,8]").replace("\"a\"", "\"\""), 8, ErrorKind::Corrupt, "name"),
+            (
+                tensor("F32", "[2]", "[0,8]").replace("\"a\"", "\"\""),
+                8,
+                ErrorKind::Corrupt,
+                "name",
+            ),
             ("[1,2]".into(), 0, ErrorKind::Corrupt, "header"),
         ] {
             let e = decode(&file(&header, data)).unwrap_err();

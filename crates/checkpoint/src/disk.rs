@@ -20,12 +20,18 @@ use crate::{StateDict, codec};
 pub fn save(path: impl AsRef<Path>, state: &StateDict) -> Result<()> {
     static SERIAL: AtomicU64 = AtomicU64::new(0);
     let path = path.as_ref();
-    let name = path.file_name().ok_or_else(|| Error::invalid(format!("{} names no file", path.display())))?;
+    let name = path
+        .file_name()
+        .ok_or_else(|| Error::invalid(format!("{} names no file", path.display())))?;
     let bytes = codec::encode(state)?;
     let mut temporary = OsString::from(".");
     temporary.push(name);
     // Unique among the threads and processes that may save to this folder at once.
-    temporary.push(format!(".{}-{}.tmp", std::process::id(), SERIAL.fetch_add(1, Ordering::Relaxed)));
+    temporary.push(format!(
+        ".{}-{}.tmp",
+        std::process::id(),
+        SERIAL.fetch_add(1, Ordering::Relaxed)
+    ));
     let temporary = path.with_file_name(temporary);
     let written = write_and_rename(&temporary, path, &bytes);
     if written.is_err() {
@@ -46,7 +52,10 @@ fn write_and_rename(temporary: &Path, path: &Path, bytes: &[u8]) -> Result<()> {
     drop(file);
     fs::rename(temporary, path).map_err(failed("renaming to", path))?;
     // The rename itself is durable only once the folder is.
-    let folder = path.parent().filter(|p| !p.as_os_str().is_empty()).map_or(PathBuf::from("."), Path::to_owned);
+    let folder = path
+        .parent()
+        .filter(|p| !p.as_os_str().is_empty())
+        .map_or(PathBuf::from("."), Path::to_owned);
     let folder_file = File::open(&folder).map_err(failed("opening", &folder))?;
     folder_file.sync_all().map_err(failed("flushing", &folder))
 }
@@ -62,7 +71,9 @@ pub fn load(path: impl AsRef<Path>) -> Result<StateDict> {
         }
     };
     let mut bytes = Vec::new();
-    File::open(path).and_then(|mut f| f.read_to_end(&mut bytes)).map_err(failed)?;
+    File::open(path)
+        .and_then(|mut f| f.read_to_end(&mut bytes))
+        .map_err(failed)?;
     codec::decode(&bytes)
         .map_err(|e| Error::new(e.kind(), format!("{}: {}", path.display(), e.message())).with_source(e))
 }

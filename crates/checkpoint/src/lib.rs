@@ -15,10 +15,10 @@ mod server;
 mod snapshot;
 mod state;
 
-pub use codec::{decode, encode, RESERVED_METADATA_PREFIX};
+pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
 pub use disk::{load, save};
-pub use fetch::{fetch, fetch_with, FetchOptions};
-pub use manifest::{Manifest, FORMAT_VERSION, MAX_CHUNK_BYTES};
-pub use server::{HttpTransport, TransportOptions, DIGEST_HEADER, MAX_WAIT, WAIT_HEADER};
-pub use snapshot::{Snapshot, DEFAULT_CHUNK_BYTES};
+pub use fetch::{FetchOptions, fetch, fetch_with};
+pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest};
+pub use server::{DIGEST_HEADER, HttpTransport, MAX_WAIT, TransportOptions, WAIT_HEADER};
+pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
 pub use state::{StateDict, StateTensor};

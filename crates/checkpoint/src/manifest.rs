@@ -56,7 +56,7 @@ impl Manifest {
     }
 
     /// Reads a manifest that came from a peer. `Protocol` if it is not one or of another version, `Corrupt` if its
-    /// fields disagree or the digest does not fit, `InvalidArgument` naming `max_state_bytes` if the state is larger.
+    /// fields disagree or the digest does not fit. A state above `max_state_bytes` is `Protocol` naming both sizes.
     pub fn parse(json: &[u8], max_state_bytes: u64) -> Result<Self> {
         let json: Json = serde_json::from_slice(json).map_err(|e| {
             Error::new(ErrorKind::Protocol, format!("not a checkpoint manifest: {e}")).with_source(e)
@@ -64,17 +64,26 @@ impl Manifest {
         if json.version != FORMAT_VERSION {
             return Err(Error::new(
                 ErrorKind::Protocol,
-                format!("a manifest of version {}, this build reads {FORMAT_VERSION}", json.version),
+                format!(
+                    "a manifest of version {}, this build reads {FORMAT_VERSION}",
+                    json.version
+                ),
             ));
         }
         if json.total_bytes > max_state_bytes {
-            return Err(Error::invalid(format!(
-                "a state of {} bytes is larger than the limit of {max_state_bytes} (max_state_bytes)",
-                json.total_bytes
-            )));
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                format!(
+                    "a state of {} bytes is larger than the limit of {max_state_bytes} (max_state_bytes)",
+                    json.total_bytes
+                ),
+            ));
         }
         if json.chunk_bytes == 0 || json.chunk_bytes > MAX_CHUNK_BYTES {
-            return Err(corrupt(format!("chunks of {} bytes (1 to {MAX_CHUNK_BYTES})", json.chunk_bytes)));
+            return Err(corrupt(format!(
+                "chunks of {} bytes (1 to {MAX_CHUNK_BYTES})",
+                json.chunk_bytes
+            )));
         }
         let count = json.total_bytes.div_ceil(json.chunk_bytes);
         if json.chunk_hashes.len() as u64 != count {
@@ -96,7 +105,10 @@ impl Manifest {
         };
         let computed = manifest.compute_digest();
         if computed != manifest.digest {
-            return Err(corrupt(format!("the manifest's hash is {}, its content's {computed}", manifest.digest)));
+            return Err(corrupt(format!(
+                "the manifest's hash is {}, its content's {computed}",
+                manifest.digest
+            )));
         }
         Ok(manifest)
     }
@@ -185,7 +197,10 @@ mod tests {
     #[test]
     fn a_manifest_survives_json_and_knows_its_last_chunk() {
         let m = Manifest::of(7, 3, &[9; 2500], 1000);
-        assert_eq!((m.chunk_count(), m.chunk_len(2), m.chunk_len(3)), (3, Some(500), None));
+        assert_eq!(
+            (m.chunk_count(), m.chunk_len(2), m.chunk_len(3)),
+            (3, Some(500), None)
+        );
         assert_eq!(Manifest::parse(&m.to_json().unwrap(), 2500).unwrap(), m);
         let empty = Manifest::of(0, 0, &[], 1000);
         assert_eq!(Manifest::parse(&empty.to_json().unwrap(), 0).unwrap(), empty);
@@ -201,9 +216,13 @@ mod tests {
             ("\"version\":1", "\"version\":2", ErrorKind::Protocol),
             ("2500", "2400", ErrorKind::Corrupt),
             ("2500", "3500", ErrorKind::Corrupt),
-            ("2500", "2501", ErrorKind::InvalidArgument),
+            ("2500", "2501", ErrorKind::Protocol),
             ("\"chunk_bytes\":1000", "\"chunk_bytes\":0", ErrorKind::Corrupt),
-            ("\"chunk_bytes\":1000", "\"chunk_bytes\":18446744073709551615", ErrorKind::Corrupt),
+            (
+                "\"chunk_bytes\":1000",
+                "\"chunk_bytes\":18446744073709551615",
+                ErrorKind::Corrupt,
+            ),
             (good_hash.as_str(), "zz", ErrorKind::Corrupt),
             ("{", "<", ErrorKind::Protocol),
         ] {

@@ -45,7 +45,9 @@ impl Snapshot {
             return Err(Error::invalid(format!("a snapshot of step {step}")));
         }
         if chunk_bytes == 0 || chunk_bytes > MAX_CHUNK_BYTES {
-            return Err(Error::invalid(format!("chunks of {chunk_bytes} bytes (1 to {MAX_CHUNK_BYTES})")));
+            return Err(Error::invalid(format!(
+                "chunks of {chunk_bytes} bytes (1 to {MAX_CHUNK_BYTES})"
+            )));
         }
         let own = BTreeMap::from([
             (STEP.to_owned(), step.to_string()),
@@ -53,7 +55,13 @@ impl Snapshot {
             (VERSION.to_owned(), FORMAT_VERSION.to_string()),
         ]);
         let bytes = codec::encode_with(state, &own)?;
-        Ok(Arc::new(Self { step, epoch, chunk_bytes, bytes, manifest: OnceLock::new() }))
+        Ok(Arc::new(Self {
+            step,
+            epoch,
+            chunk_bytes,
+            bytes,
+            manifest: OnceLock::new(),
+        }))
     }
 
     /// The step whose state this is.
@@ -98,7 +106,8 @@ impl Snapshot {
     pub fn chunk(&self, index: usize) -> Option<&[u8]> {
         let size = usize::try_from(self.chunk_bytes).ok()?;
         let start = index.checked_mul(size).filter(|s| *s < self.bytes.len())?;
-        self.bytes.get(start..start.saturating_add(size).min(self.bytes.len()))
+        self.bytes
+            .get(start..start.saturating_add(size).min(self.bytes.len()))
     }
 
     /// The state again, from received chunks whose hashes were checked. `Corrupt` if what the state says about
@@ -133,7 +142,10 @@ mod tests {
     }
 
     fn chunks(s: &Snapshot) -> Vec<Bytes> {
-        (0..).map_while(|i| s.chunk(i)).map(Bytes::copy_from_slice).collect()
+        (0..)
+            .map_while(|i| s.chunk(i))
+            .map(Bytes::copy_from_slice)
+            .collect()
     }
 
     #[test]
@@ -157,7 +169,10 @@ mod tests {
         let lie = Manifest::of(6, 2, s.bytes(), 1 << 20);
         let e = Snapshot::restore(&lie, chunks(&s)).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Corrupt);
-        assert!(e.message().contains("oxccl.step 6") && e.message().contains('5'), "{e}");
+        assert!(
+            e.message().contains("oxccl.step 6") && e.message().contains('5'),
+            "{e}"
+        );
     }
 
     #[test]

@@ -94,7 +94,14 @@ impl StateDict {
         for (to, from) in data.as_chunks_mut::<N>().0.iter_mut().zip(values) {
             *to = bytes(*from);
         }
-        self.insert(name, StateTensor { dtype: T::DTYPE, shape: shape.to_vec(), data })
+        self.insert(
+            name,
+            StateTensor {
+                dtype: T::DTYPE,
+                shape: shape.to_vec(),
+                data,
+            },
+        )
     }
 
     /// The tensor `name`, if there is one.
@@ -145,7 +152,11 @@ impl StateDict {
     fn find(&self, name: &str) -> Result<&StateTensor> {
         self.tensors.get(name).ok_or_else(|| {
             let some: Vec<_> = self.tensors.keys().take(8).map(String::as_str).collect();
-            let more = if self.tensors.len() > some.len() { ", …" } else { "" };
+            let more = if self.tensors.len() > some.len() {
+                ", …"
+            } else {
+                ""
+            };
             Error::new(
                 ErrorKind::NotFound,
                 format!(
@@ -179,7 +190,9 @@ impl StateDict {
 
     /// The bytes of all tensors together.
     pub fn total_bytes(&self) -> usize {
-        self.tensors.values().fold(0, |n, t| n.saturating_add(t.data.len()))
+        self.tensors
+            .values()
+            .fold(0, |n, t| n.saturating_add(t.data.len()))
     }
 
     /// Sets a metadata entry, replacing what is there.
@@ -200,14 +213,28 @@ impl StateDict {
     /// or one that ends in '/', `Conflict` naming the first name that exists already) nothing has changed.
     pub fn merge(&mut self, prefix: &str, other: Self) -> Result<()> {
         check_prefix(prefix)?;
-        let taken = |n: &String| (n, format!("{prefix}/{n}"));
-        let clash = (other.tensors.keys().map(taken).find(|(_, n)| self.tensors.contains_key(n)))
-            .or_else(|| other.metadata.keys().map(taken).find(|(_, n)| self.metadata.contains_key(n)));
-        if let Some((_, name)) = clash {
-            return Err(Error::new(ErrorKind::Conflict, format!("'{name}' is in the state already")));
+        let under = |n: &String| format!("{prefix}/{n}");
+        let mut tensors = other.tensors.keys().map(under);
+        let mut metadata = other.metadata.keys().map(under);
+        let clash = tensors.find(|n| self.tensors.contains_key(n));
+        if let Some(name) = clash.or_else(|| metadata.find(|k| self.metadata.contains_key(k))) {
+            return Err(Error::new(
+                ErrorKind::Conflict,
+                format!("'{name}' is in the state already"),
+            ));
         }
-        self.tensors.extend(other.tensors.into_iter().map(|(n, t)| (format!("{prefix}/{n}"), t)));
-        self.metadata.extend(other.metadata.into_iter().map(|(k, v)| (format!("{prefix}/{k}"), v)));
+        self.tensors.extend(
+            other
+                .tensors
+                .into_iter()
+                .map(|(n, t)| (format!("{prefix}/{n}"), t)),
+        );
+        self.metadata.extend(
+            other
+                .metadata
+                .into_iter()
+                .map(|(k, v)| (format!("{prefix}/{k}"), v)),
+        );
         Ok(())
     }
 
@@ -263,7 +290,10 @@ mod tests {
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert_eq!(e.message(), "tensor 'w': expected i64, found f32 of shape [2, 3]");
         let e = s.get_f32_shaped("w", &[3, 2]).unwrap_err();
-        assert_eq!(e.message(), "tensor 'w': expected shape [3, 2], found [2, 3] (f32)");
+        assert_eq!(
+            e.message(),
+            "tensor 'w': expected shape [3, 2], found [2, 3] (f32)"
+        );
         let e = s.get_f32("v").unwrap_err();
         assert_eq!(e.kind(), ErrorKind::NotFound);
         assert!(e.message().contains("'v'") && e.message().contains("n, w"), "{e}");
@@ -273,7 +303,10 @@ mod tests {
     fn data_that_does_not_fill_the_shape_is_refused() {
         let mut s = StateDict::new();
         let e = s.insert_f32("w", &[2, 2], &[1.0; 3]).unwrap_err();
-        assert_eq!(e.message(), "tensor 'w': f32 of shape [2, 2] takes 16 bytes, but 12 are given");
+        assert_eq!(
+            e.message(),
+            "tensor 'w': f32 of shape [2, 2] takes 16 bytes, but 12 are given"
+        );
         assert!(StateTensor::new(DType::F64, vec![usize::MAX, 2], vec![]).is_err());
         assert!(s.insert_f32("", &[0], &[]).is_err());
         assert!(s.insert_f32("__metadata__", &[0], &[]).is_err());
@@ -289,7 +322,12 @@ mod tests {
             s
         };
         let mut all = StateDict::new();
-        for (prefix, x) in [("diloco", 1.0), ("diloco-2", 2.0), ("dilocoz", 3.0), ("diloco/0", 4.0)] {
+        for (prefix, x) in [
+            ("diloco", 1.0),
+            ("diloco-2", 2.0),
+            ("dilocoz", 3.0),
+            ("diloco/0", 4.0),
+        ] {
             all.merge(prefix, part(x)).unwrap();
         }
         let e = all.merge("dilocoz", part(9.0)).unwrap_err();

@@ -1,1 +1,19 @@
 //! Per-rank manager: who takes part in this step, who heals from whom, did it commit.
+//!
+//! A training loop calls, per step: [`Replica::start_quorum`] (agree on the members, connect the group, heal if
+//! behind), [`Replica::allreduce`] any number of times, [`Replica::should_commit`]. Whatever fails in between is
+//! collected here and turns the vote into a no; the caller then does the same step again. [`Manager`] is the real
+//! thing over a lighthouse; training crates see only the [`Replica`] trait.
+
+mod config;
+mod lineage;
+mod manager;
+mod pending;
+mod replica;
+mod reporter;
+
+pub use config::{ManagerConfig, WorldSizeMode};
+pub use lineage::Lineage;
+pub use manager::Manager;
+pub use pending::{ManagedWork, Pending};
+pub use replica::{Participation, Replica, State};

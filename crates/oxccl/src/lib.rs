@@ -1,1 +1,23 @@
-//! oxccl: fault-tolerant collectives and low-communication training. The facade and the command.
+//! oxccl: fault-tolerant collectives and low-communication training. The facade: one crate to depend on.
+//!
+//! Every part lives in a crate of its own and appears here as a module, chosen by a feature of the same name (all on by
+//! default): take less with `default-features = false`. [`core`] (types, traits, stores, the backend registry) is
+//! always there. [`launch`] is the facade's own: it starts and watches the processes of a run on one machine, and
+//! carries the events that they send; the `oxccl` command and the examples are built on it.
+
+#[cfg(feature = "gloo")]
+pub use backend_gloo as gloo;
+#[cfg(feature = "checkpoint")]
+pub use checkpoint;
+#[cfg(feature = "coordination")]
+pub use coordination;
+#[cfg(feature = "ddp")]
+pub use ddp;
+#[cfg(feature = "diloco")]
+pub use diloco;
+pub use ftcore as core;
+#[cfg(feature = "manager")]
+pub use manager;
+
+#[cfg(feature = "launch")]
+pub mod launch;

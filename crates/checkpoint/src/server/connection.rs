@@ -1,0 +1,262 @@
+//! Connections: accept, parse one small request, look it up, answer.
+//!
+//! `serve` runs on the `ox-ckpt` thread until it is told to stop. Each connection is a task that holds one of a bounded
+//! number of permits; a task holds a [`Pin`] on the snapshot that it read last, which is what makes it a reader.
+
+use std::convert::Infallible;
+use std::net::TcpListener;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use blake3::Hash;
+use bytes::Bytes;
+use http_body_util::Full;
+use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
+use hyper::server::conn::http1;
+use hyper::service::service_fn;
+use hyper::{Method, Request, Response, StatusCode};
+use hyper_util::rt::{TokioIo, TokioTimer};
+use tokio::net::TcpStream;
+use tokio::sync::{Semaphore, watch};
+use tokio::task::JoinSet;
+
+use super::pace::Paced;
+use super::serving::{Lookup, Part, Pin, Serving};
+use super::{DIGEST_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER};
+
+/// Enough for any request of ours; what is longer is refused.
+const MAX_REQUEST_BYTES: usize = 16 << 10;
+
+/// Pause after a failed accept (out of file descriptors, say), so that the loop does not spin.
+const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
+
+#[derive(Debug)]
+pub(super) struct Limits {
+    /// `/ckpt/{life}`.
+    pub(super) prefix: String,
+    pub(super) options: TransportOptions,
+}
+
+type Stop = watch::Receiver<Option<Instant>>;
+
+/// Serves until `stop` holds a deadline, then lets answers end until then. Returns how many connections were cut off.
+pub(super) async fn serve(
+    listener: TcpListener,
+    serving: Arc<Serving>,
+    limits: Limits,
+    mut stop: Stop,
+) -> usize {
+    let mut tasks = JoinSet::new();
+    let listener = match tokio::net::TcpListener::from_std(listener) {
+        Ok(listener) => listener,
+        Err(e) => {
+            tracing::error!("the checkpoint server cannot use its socket: {e}");
+            return 0;
+        }
+    };
+    let limits = Arc::new(limits);
+    let permits = Arc::new(Semaphore::new(
+        limits.options.max_connections.min(Semaphore::MAX_PERMITS),
+    ));
+    loop {
+        // Finished tasks are collected here, so the set holds no more than there are permits.
+        while tasks.try_join_next().is_some() {}
+        let accepted = async {
+            let permit = Arc::clone(&permits).acquire_owned().await;
+            (permit, listener.accept().await)
+        };
+        tokio::select! {
+            () = stopping(&mut stop) => break,
+            (permit, accepted) = accepted => match (permit, accepted) {
+                (Ok(permit), Ok((stream, peer))) => {
+                    let (serving, limits, stop) = (Arc::clone(&serving), Arc::clone(&limits), stop.clone());
+                    tasks.spawn(async move {
+                        if let Err(e) = connection(stream, &serving, &limits, stop).await {
+                            tracing::debug!(%peer, "checkpoint connection ended: {e}");
+                        }
+                        serving.sweep();
+                        drop(permit);
+                    });
+                }
+                (Ok(_), Err(e)) => {
+                    tracing::warn!("the checkpoint server cannot accept: {e}");
+                    tokio::time::sleep(ACCEPT_PAUSE).await;
+                }
+                (Err(_), _) => break,
+            },
+        }
+    }
+    drop(listener);
+    let all_ended = async { while tasks.join_next().await.is_some() {} };
+    tokio::select! {
+        () = all_ended => 0,
+        () = deadline_passed(stop) => {
+            let cut = tasks.len();
+            tasks.shutdown().await;
+            serving.sweep();
+            cut
+        }
+    }
+}
+
+/// Ready once a stop was asked for, or nobody is left who could.
+async fn stopping(stop: &mut Stop) {
+    let _ = stop.wait_for(Option::is_some).await;
+}
+
+/// Ready once the stop's deadline has passed. A drop after a shutdown may move it forward.
+async fn deadline_passed(mut stop: Stop) {
+    loop {
+        let deadline = stop.borrow_and_update().unwrap_or_else(Instant::now);
+        tokio::select! {
+            () = tokio::time::sleep_until(deadline.into()) => return,
+            changed = stop.changed() => if changed.is_err() { return },
+        }
+    }
+}
+
+async fn connection(
+    stream: TcpStream,
+    serving: &Arc<Serving>,
+    limits: &Arc<Limits>,
+    mut stop: Stop,
+) -> hyper::Result<()> {
+    // Only a matter of latency.
+    let _ = stream.set_nodelay(true);
+    let pin: Arc<Mutex<Option<Pin>>> = Arc::default();
+    let service = service_fn(|request: Request<hyper::body::Incoming>| {
+        let (serving, limits, pin) = (Arc::clone(serving), Arc::clone(limits), Arc::clone(&pin));
+        async move { Ok::<_, Infallible>(answer(&request, &serving, &limits, &pin).await) }
+    });
+    let io = TokioIo::new(Paced::new(stream, limits.options.stall_timeout));
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(limits.options.idle_timeout)
+        .max_buf_size(MAX_REQUEST_BYTES)
+        .serve_connection(io, service);
+    let mut connection = std::pin::pin!(connection);
+    tokio::select! {
+        ended = connection.as_mut() => return ended,
+        () = stopping(&mut stop) => {}
+    }
+    connection.as_mut().graceful_shutdown();
+    connection.await
+}
+
+async fn answer<B>(
+    request: &Request<B>,
+    serving: &Serving,
+    limits: &Limits,
+    pin: &Mutex<Option<Pin>>,
+) -> Response<Full<Bytes>> {
+    if request.method() != Method::GET {
+        return text(
+            StatusCode::METHOD_NOT_ALLOWED,
+            format!("only GET is answered, not {}", request.method()),
+        );
+    }
+    let (step, part) = match parse(request.uri().path(), &limits.prefix, request.headers()) {
+        Ok(asked) => asked,
+        Err(why) => return text(StatusCode::BAD_REQUEST, why),
+    };
+    let wait = wait_of(request.headers());
+    let until = tokio::time::Instant::now() + wait;
+    let mut changes = serving.subscribe();
+    let (snapshot, reader) = loop {
+        match serving.lookup(step, part) {
+            Lookup::Found(snapshot, reader) => break (snapshot, reader),
+            Lookup::Other(why) => return text(StatusCode::CONFLICT, why),
+            Lookup::Closed => return text(StatusCode::SERVICE_UNAVAILABLE, "shutting down".into()),
+            Lookup::NotYet(why) => {
+                // Subscribed before the look-up: no change can fall between the two.
+                match tokio::time::timeout_at(until, changes.changed()).await {
+                    Ok(Ok(())) => {}
+                    Ok(Err(_)) => return text(StatusCode::SERVICE_UNAVAILABLE, "shutting down".into()),
+                    Err(_) => {
+                        let why = format!("{why}: not published within {} ms", wait.as_millis());
+                        return text(StatusCode::NOT_FOUND, why);
+                    }
+                }
+            }
+        }
+    };
+    // From here on this connection is a reader of that snapshot; an earlier one is let go.
+    let earlier = pin.lock().unwrap_or_else(PoisonError::into_inner).replace(reader);
+    drop(earlier);
+    let (body, kind) = match part {
+        Part::Manifest => {
+            // Hashing takes long the first time; the other connections go on meanwhile.
+            match tokio::task::spawn_blocking(move || snapshot.manifest_json()).await {
+                Ok(json) => (json, "application/json"),
+                Err(e) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("hashing failed: {e}")),
+            }
+        }
+        Part::Chunk(index, _) => match snapshot.chunk(index) {
+            // A copy: a reader that never takes it holds one chunk and not the snapshot.
+            Some(chunk) => (Bytes::copy_from_slice(chunk), "application/octet-stream"),
+            None => {
+                return text(
+                    StatusCode::RANGE_NOT_SATISFIABLE,
+                    format!("step {step} has no chunk {index}"),
+                );
+            }
+        },
+    };
+    let mut response = Response::new(Full::new(body));
+    response
+        .headers_mut()
+        .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
+    response
+}
+
+/// `{prefix}/{step}/manifest` or `{prefix}/{step}/chunk/{i}`.
+fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(i64, Part), String> {
+    let rest = path
+        .strip_prefix(prefix)
+        .and_then(|r| r.strip_prefix('/'))
+        .ok_or("no such path here: it belongs to another server, or to an earlier life of this one")?;
+    let mut pieces = rest.split('/');
+    let mut next = || pieces.next().unwrap_or_default();
+    let step = next()
+        .parse::<i64>()
+        .map_err(|e| format!("the step in the path: {e}"))?;
+    let part = match next() {
+        "manifest" => Part::Manifest,
+        "chunk" => {
+            let index = next()
+                .parse::<usize>()
+                .map_err(|e| format!("the chunk in the path: {e}"))?;
+            let digest = match headers.get(DIGEST_HEADER) {
+                Some(hex) => {
+                    Some(Hash::from_hex(hex.as_bytes()).map_err(|e| format!("{DIGEST_HEADER}: {e}"))?)
+                }
+                None => None,
+            };
+            Part::Chunk(index, digest)
+        }
+        _ => return Err("only {step}/manifest and {step}/chunk/{i} are served".into()),
+    };
+    if pieces.next().is_some() {
+        return Err("only {step}/manifest and {step}/chunk/{i} are served".into());
+    }
+    Ok((step, part))
+}
+
+/// A header that is not a number counts as none: the answer then comes at once.
+fn wait_of(headers: &HeaderMap) -> Duration {
+    let ms = headers
+        .get(WAIT_HEADER)
+        .and_then(|v| v.to_str().ok())
+        .and_then(|v| v.parse::<u64>().ok());
+    Duration::from_millis(ms.unwrap_or(0)).min(MAX_WAIT)
+}
+
+fn text(status: StatusCode, text: String) -> Response<Full<Bytes>> {
+    let mut response = Response::new(Full::new(Bytes::from(text)));
+    *response.status_mut() = status;
+    response.headers_mut().insert(
+        CONTENT_TYPE,
+        HeaderValue::from_static("text/plain; charset=utf-8"),
+    );
+    response
+}

@@ -1,0 +1,271 @@
+//! The serving side: [`HttpTransport`], a small HTTP server on its own thread.
+//!
+//! The trainer calls `publish` and `retire`, which only change a table (`serving.rs`) under a lock that is never held
+//! across I/O; connections (`connection.rs`) look snapshots up there, and `pace.rs` cuts readers that do not read.
+//!
+//! Memory at a source is bounded: the newest two snapshots, at most two retired ones that still have readers, and
+//! one chunk per connection.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind, Result, time_left};
+use tokio::sync::watch;
+
+use crate::Snapshot;
+
+mod connection;
+mod pace;
+mod serving;
+
+use connection::Limits;
+use serving::Serving;
+
+/// Request header: how long the server may hold a request for a step not yet published, in milliseconds. Without it
+/// the answer comes at once.
+pub const WAIT_HEADER: &str = "x-oxccl-wait-ms";
+
+/// Request header: the digest (hex) of the manifest that the chunk belongs to, so that a snapshot published anew
+/// for the same step is not mixed up with the one being read.
+pub const DIGEST_HEADER: &str = "x-oxccl-digest";
+
+/// The longest wait that [`WAIT_HEADER`] gets; a client that wants to wait longer asks again.
+pub const MAX_WAIT: Duration = Duration::from_secs(60);
+
+/// Limits of a server. The defaults suit a job of hundreds of replicas.
+#[derive(Debug, Clone)]
+pub struct TransportOptions {
+    /// Connections served at once; others wait in the listener's backlog. Default 128.
+    pub max_connections: usize,
+    /// A connection that sends no request for this long is closed. Default 60 s.
+    pub idle_timeout: Duration,
+    /// A reader that takes less than 64 KiB of a pending answer in this time is cut off. Default 30 s.
+    pub stall_timeout: Duration,
+}
+
+impl Default for TransportOptions {
+    fn default() -> Self {
+        Self {
+            max_connections: 128,
+            idle_timeout: Duration::from_secs(60),
+            stall_timeout: Duration::from_secs(30),
+        }
+    }
+}
+
+/// Serves snapshots to healing peers over HTTP, from its own thread `ox-ckpt`.
+///
+/// - `GET {prefix}/{step}/manifest` and `GET {prefix}/{step}/chunk/{i}`, nothing else; no request changes anything.
+/// - A step not yet published (newer than the newest, or retired and perhaps to come again) waits as
+///   [`WAIT_HEADER`] says, then 404. An older or other step is 409 with "serving step X, asked for Y". Any other
+///   path, including one of an earlier life on the same port, is 400.
+/// - `publish` and `retire` never wait for a reader (L29): readers of a retired snapshot go on with it while they stay
+///   connected, and at most two such snapshots are kept for them.
+/// - Dropping it stops the thread without waiting.
+#[derive(Debug)]
+pub struct HttpTransport {
+    url: String,
+    address: SocketAddr,
+    serving: Arc<Serving>,
+    stop: watch::Sender<Option<Instant>>,
+    /// Says how many connections were cut off when the thread ended.
+    ended: Mutex<Option<Receiver<usize>>>,
+}
+
+impl HttpTransport {
+    /// Listens on `bind` (`host:port`, port 0 for any) and serves nothing yet.
+    ///
+    /// Peers are told `advertise_host` (a name or address without port); without it the bound address or, when that
+    /// is unspecified (`0.0.0.0`, `[::]`), the address this machine uses towards others. Errors: `Conflict` if the
+    /// address is in use, `Io` otherwise.
+    pub fn start(bind: &str, advertise_host: Option<&str>) -> Result<Self> {
+        Self::start_with(bind, advertise_host, TransportOptions::default())
+    }
+
+    /// [`Self::start`] with other limits; `InvalidArgument` if one of them is zero.
+    pub fn start_with(bind: &str, advertise_host: Option<&str>, options: TransportOptions) -> Result<Self> {
+        if options.max_connections == 0 || options.idle_timeout.is_zero() || options.stall_timeout.is_zero() {
+            return Err(Error::invalid(format!("a limit of zero in {options:?}")));
+        }
+        let listener = TcpListener::bind(bind).map_err(|e| {
+            let kind = if e.kind() == std::io::ErrorKind::AddrInUse {
+                ErrorKind::Conflict
+            } else {
+                ErrorKind::Io
+            };
+            Error::new(kind, format!("checkpoint server on {bind}: {e}")).with_source(e)
+        })?;
+        let failed = |e| Error::io(format!("checkpoint server on {bind}"), e);
+        listener.set_nonblocking(true).map_err(failed)?;
+        let address = listener.local_addr().map_err(failed)?;
+        let host = advertise_host.map_or_else(|| advertised(address.ip()), bracketed);
+        let prefix = format!("/ckpt/{:016x}", life_id());
+        let url = format!("http://{host}:{}{prefix}", address.port());
+
+        let serving = Arc::new(Serving::default());
+        let (stop, stopped) = watch::channel(None);
+        let (ended_tx, ended) = sync_channel(1);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_io()
+            .enable_time()
+            // The blocking pool hashes snapshots, one at a time for a snapshot however many ask.
+            .thread_name("ox-ckpt-hash")
+            .max_blocking_threads(8)
+            .build()
+            .map_err(failed)?;
+        let for_thread = Arc::clone(&serving);
+        let limits = Limits { prefix, options };
+        std::thread::Builder::new()
+            .name("ox-ckpt".into())
+            .spawn(move || {
+                let cut = runtime.block_on(connection::serve(listener, for_thread, limits, stopped));
+                runtime.shutdown_background();
+                // Nobody may be waiting any more.
+                let _ = ended_tx.send(cut);
+            })
+            .map_err(failed)?;
+        Ok(Self {
+            url,
+            address,
+            serving,
+            stop,
+            ended: Mutex::new(Some(ended)),
+        })
+    }
+
+    /// The URL prefix that peers need for [`crate::fetch`]; it differs in every life of a server.
+    pub fn metadata(&self) -> String {
+        self.url.clone()
+    }
+
+    /// The address that is bound.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// Offers `snapshot` and wakes the requests that wait for its step. Only the newest two published snapshots are
+    /// kept; one of the same step is replaced. Never blocks. After a shutdown it does nothing (and says so in the log).
+    pub fn publish(&self, snapshot: Arc<Snapshot>) {
+        let step = snapshot.step();
+        if !self.serving.publish(snapshot) {
+            tracing::warn!(step, "snapshot not served: the checkpoint server was shut down");
+        }
+    }
+
+    /// Takes no new readers for what was published so far. Readers that are in the middle go on (L31). Never blocks.
+    pub fn retire(&self) {
+        self.serving.retire();
+    }
+
+    /// The steps on offer to new readers, oldest publication first.
+    pub fn published_steps(&self) -> Vec<i64> {
+        self.serving.published_steps()
+    }
+
+    /// Stops taking connections, lets answers in progress end until `deadline`, and ends the thread. `Timeout` names how
+    /// many connections were cut off. A second call does nothing.
+    pub fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.serving.close();
+        self.stop.send_replace(Some(deadline));
+        let Some(ended) = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take() else {
+            return Ok(());
+        };
+        // The thread itself acts on the deadline; it needs a moment afterwards to say so.
+        match ended.recv_timeout(time_left(deadline) + Duration::from_millis(200)) {
+            Ok(0) => Ok(()),
+            Ok(n) => Err(Error::timeout(format!(
+                "shutting down the checkpoint server: {n} connections still had answers in progress and were cut off"
+            ))),
+            Err(RecvTimeoutError::Timeout) => Err(Error::timeout(
+                "the checkpoint server's thread did not end before the deadline",
+            )),
+            Err(RecvTimeoutError::Disconnected) => Err(Error::new(
+                ErrorKind::Internal,
+                "the checkpoint server's thread ended by itself",
+            )),
+        }
+    }
+}
+
+impl Drop for HttpTransport {
+    fn drop(&mut self) {
+        self.serving.close();
+        self.stop.send_replace(Some(Instant::now()));
+    }
+}
+
+/// Tells this life of the server from an earlier one on the same port. Not a secret.
+fn life_id() -> u64 {
+    use std::hash::{BuildHasher, RandomState};
+    RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()))
+}
+
+fn bracketed(host: &str) -> String {
+    if host.parse::<Ipv6Addr>().is_ok() {
+        format!("[{host}]")
+    } else {
+        host.to_owned()
+    }
+}
+
+fn advertised(bound: IpAddr) -> String {
+    let address = if bound.is_unspecified() {
+        outward_address(bound.is_ipv4())
+    } else {
+        Some(bound)
+    };
+    let address = address.unwrap_or_else(|| {
+        tracing::warn!("no address towards other machines found; peers are told the loopback address");
+        IpAddr::V4(Ipv4Addr::LOCALHOST)
+    });
+    bracketed(&address.to_string())
+}
+
+/// The source address that the routing table chooses towards the outside. Connecting a UDP socket sends nothing;
+/// the targets are addresses reserved for documentation.
+fn outward_address(only_v4: bool) -> Option<IpAddr> {
+    let v4 = ("0.0.0.0:0", "192.0.2.1:9");
+    let v6 = ("[::]:0", "[2001:db8::1]:9");
+    let tries: &[_] = if only_v4 { &[v4] } else { &[v4, v6] };
+    tries.iter().find_map(|(from, to)| {
+        let socket = UdpSocket::bind(from).ok()?;
+        socket.connect(to).ok()?;
+        socket
+            .local_addr()
+            .ok()
+            .map(|a| a.ip())
+            .filter(|ip| !ip.is_unspecified())
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn advertised_hosts_make_valid_urls() {
+        let url = |bind, host| HttpTransport::start(bind, host).unwrap().metadata();
+        assert!(url("127.0.0.1:0", None).starts_with("http://127.0.0.1:"));
+        assert!(url("127.0.0.1:0", Some("node7")).starts_with("http://node7:"));
+        assert!(url("127.0.0.1:0", Some("fe80::1")).starts_with("http://[fe80::1]:"));
+        assert!(!url("0.0.0.0:0", None).contains("0.0.0.0"));
+    }
+
+    #[test]
+    fn an_address_in_use_is_a_conflict_that_names_it() {
+        let first = HttpTransport::start("127.0.0.1:0", None).unwrap();
+        let bind = first.local_addr().to_string();
+        let e = HttpTransport::start(&bind, None).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Conflict);
+        assert!(e.message().contains(&bind), "{e}");
+    }
+
+    #[test]
+    fn an_idle_server_shuts_down_at_once_and_twice() {
+        let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
+        server.shutdown(Instant::now() + Duration::from_secs(20)).unwrap();
+        server.shutdown(Instant::now()).unwrap();
+    }
+}

@@ -1,0 +1,186 @@
+//! Configuration of a DiLoCo run and its constraints, each with a message that says what to change.
+
+use std::time::Duration;
+
+use ftcore::{Error, Result};
+
+use crate::optim::{AdamW, Optimizer, Sgd};
+
+/// How parameters are dealt to fragments, in units of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Pattern {
+    /// Neighbouring layers together.
+    Sequential,
+    /// Layer l goes to fragment l mod P: similar loss, better overlap (arXiv 2501.18512).
+    #[default]
+    Strided,
+}
+
+/// The outer optimizer; every fragment gets its own (L05).
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum OuterOptimizer {
+    /// Plain SGD.
+    Sgd {
+        /// Learning rate; 1 adopts the mean of the replicas.
+        lr: f32,
+    },
+    /// SGD with Nesterov momentum: the usual choice.
+    Nesterov {
+        /// Learning rate.
+        lr: f32,
+        /// Momentum.
+        momentum: f32,
+    },
+    /// AdamW without weight decay.
+    AdamW {
+        /// Learning rate.
+        lr: f32,
+    },
+}
+
+impl OuterOptimizer {
+    pub(crate) fn build(self) -> Box<dyn Optimizer> {
+        match self {
+            Self::Sgd { lr } => Box::new(Sgd::new(lr, 0.0, false)),
+            Self::Nesterov { lr, momentum } => Box::new(Sgd::new(lr, momentum, true)),
+            Self::AdamW { lr } => Box::new(AdamW::new(lr, 0.0)),
+        }
+    }
+
+    fn lr(self) -> f32 {
+        match self {
+            Self::Sgd { lr } | Self::Nesterov { lr, .. } | Self::AdamW { lr } => lr,
+        }
+    }
+}
+
+/// A DiLoCo run. The names follow arXiv 2501.18512.
+#[derive(Debug, Clone, PartialEq)]
+pub struct DilocoConfig {
+    /// H: every fragment is synchronised once in so many inner steps.
+    pub sync_every: u64,
+    /// P: the number of fragments.
+    pub fragments: usize,
+    /// How layers are dealt to fragments.
+    pub pattern: Pattern,
+    /// τ: inner steps between sending a fragment and applying the result.
+    pub delay: u64,
+    /// α: the share of the local value that is kept when the result is applied; 0 adopts the global value.
+    pub mixing: f32,
+    /// The outer optimizer.
+    pub outer: OuterOptimizer,
+    /// Values per all-reduce, so that a fragment travels in pieces that overlap. In elements.
+    pub bucket_elements: usize,
+    /// The number of rounds with data, after which the run is closed. `None`: the training loop decides, the same on
+    /// every replica.
+    pub rounds: Option<i64>,
+    /// How long a round may take from its quorum to its commit, retries included.
+    pub round_timeout: Duration,
+}
+
+impl Default for DilocoConfig {
+    /// H = 32, two strided fragments, τ = 1, α = 0.5, Nesterov 0.4 / 0.9.
+    fn default() -> Self {
+        Self {
+            sync_every: 32,
+            fragments: 2,
+            pattern: Pattern::Strided,
+            delay: 1,
+            mixing: 0.5,
+            outer: OuterOptimizer::Nesterov { lr: 0.4, momentum: 0.9 },
+            bucket_elements: 1 << 18,
+            rounds: None,
+            round_timeout: Duration::from_secs(600),
+        }
+    }
+}
+
+impl DilocoConfig {
+    /// DiLoCo as first published (arXiv 2311.08105): everything at once, no overlap, Nesterov 0.7 / 0.9.
+    pub fn diloco(sync_every: u64) -> Self {
+        Self {
+            sync_every,
+            fragments: 1,
+            delay: 0,
+            mixing: 0.0,
+            outer: OuterOptimizer::Nesterov { lr: 0.7, momentum: 0.9 },
+            ..Self::default()
+        }
+    }
+
+    /// Plain parameter averaging every `sync_every` steps.
+    pub fn local_sgd(sync_every: u64) -> Self {
+        Self { outer: OuterOptimizer::Sgd { lr: 1.0 }, ..Self::diloco(sync_every) }
+    }
+
+    /// Inner steps between two rounds: H / P.
+    pub fn round_steps(&self) -> u64 {
+        self.sync_every / (self.fragments.max(1) as u64)
+    }
+
+    /// Checks every constraint.
+    pub fn validate(&self) -> Result<()> {
+        let bad = |text: String| Err(Error::invalid(text));
+        let p = self.fragments as u64;
+        if p == 0 {
+            return bad("fragments must be at least 1".into());
+        }
+        if self.sync_every < p {
+            return bad(format!(
+                "sync_every {} is smaller than fragments {p}: one fragment is synchronised at a time, so raise sync_every \
+                 to at least {p} or use fewer fragments",
+                self.sync_every
+            ));
+        }
+        if !self.sync_every.is_multiple_of(p) {
+            return bad(format!(
+                "sync_every {} is not a multiple of fragments {p}; the nearest are {} and {}",
+                self.sync_every,
+                self.sync_every / p * p,
+                self.sync_every.div_ceil(p) * p
+            ));
+        }
+        if self.delay >= self.round_steps() {
+            return bad(format!(
+                "delay {} must be smaller than sync_every / fragments = {}: a fragment must be applied before the next \
+                 one is sent",
+                self.delay,
+                self.round_steps()
+            ));
+        }
+        if !(0.0..=1.0).contains(&self.mixing) {
+            return bad(format!("mixing {} must be between 0 (adopt the global value) and 1 (keep the local one)", self.mixing));
+        }
+        if !(self.outer.lr().is_finite() && self.outer.lr() > 0.0) {
+            return bad(format!("the outer learning rate {} must be a positive number", self.outer.lr()));
+        }
+        if self.bucket_elements == 0 {
+            return bad("bucket_elements must be at least 1".into());
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_constraint_has_a_message_that_says_what_to_change() {
+        let ok = DilocoConfig::default();
+        ok.validate().unwrap();
+        let cases = [
+            (DilocoConfig { fragments: 0, ..ok.clone() }, "at least 1"),
+            (DilocoConfig { sync_every: 1, ..ok.clone() }, "raise sync_every"),
+            (DilocoConfig { sync_every: 33, ..ok.clone() }, "32 and 34"),
+            (DilocoConfig { delay: 16, ..ok.clone() }, "must be smaller than sync_every / fragments = 16"),
+            (DilocoConfig { mixing: 1.5, ..ok.clone() }, "between 0"),
+            (DilocoConfig { outer: OuterOptimizer::Sgd { lr: 0.0 }, ..ok.clone() }, "positive"),
+            (DilocoConfig { bucket_elements: 0, ..ok.clone() }, "bucket_elements"),
+        ];
+        for (config, text) in cases {
+            let e = config.validate().unwrap_err().to_string();
+            assert!(e.contains(text), "{e}");
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Parameters as named f32 slices, whatever framework holds them.
+
+use ftcore::{Error, Result};
+
+/// A fixed, ordered list of named f32 tensors that live somewhere else.
+///
+/// Order, names and counts must be the same on every replica and never change.
+pub trait Parameters {
+    /// The number of tensors.
+    fn len(&self) -> usize;
+    /// True if there are none.
+    fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+    /// The name of tensor `i`; `""` if there is none.
+    fn name(&self, i: usize) -> &str;
+    /// The number of elements of tensor `i`; 0 if there is none.
+    fn count(&self, i: usize) -> usize;
+    /// Calls `f` with the elements of tensor `i`.
+    fn read(&self, i: usize, f: &mut dyn FnMut(&[f32])) -> Result<()>;
+    /// Calls `f` with the elements of tensor `i` for writing.
+    fn write(&mut self, i: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()>;
+}
+
+/// Parameters in plain vectors.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct SliceParameters {
+    tensors: Vec<(String, Vec<f32>)>,
+}
+
+impl SliceParameters {
+    /// Named vectors, in this order.
+    pub fn new(tensors: Vec<(String, Vec<f32>)>) -> Self {
+        Self { tensors }
+    }
+
+    /// The elements of tensor `i`.
+    pub fn get(&self, i: usize) -> Option<&[f32]> {
+        self.tensors.get(i).map(|(_, v)| v.as_slice())
+    }
+
+    /// The elements of tensor `i` for writing.
+    pub fn get_mut(&mut self, i: usize) -> Option<&mut Vec<f32>> {
+        self.tensors.get_mut(i).map(|(_, v)| v)
+    }
+}
+
+fn missing(i: usize) -> Error {
+    Error::invalid(format!("there is no parameter {i}"))
+}
+
+impl Parameters for SliceParameters {
+    fn len(&self) -> usize {
+        self.tensors.len()
+    }
+    fn name(&self, i: usize) -> &str {
+        self.tensors.get(i).map_or("", |(n, _)| n)
+    }
+    fn count(&self, i: usize) -> usize {
+        self.tensors.get(i).map_or(0, |(_, v)| v.len())
+    }
+    fn read(&self, i: usize, f: &mut dyn FnMut(&[f32])) -> Result<()> {
+        f(self.get(i).ok_or_else(|| missing(i))?);
+        Ok(())
+    }
+    fn write(&mut self, i: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()> {
+        f(self.get_mut(i).ok_or_else(|| missing(i))?);
+        Ok(())
+    }
+}
+
+/// A hash over names and bits of `tensors`: equal on two replicas exactly if every bit is equal.
+pub fn parameters_hash<'a>(tensors: impl Iterator<Item = (&'a str, &'a [f32])>) -> String {
+    let mut hasher = blake3::Hasher::new();
+    for (name, values) in tensors {
+        hasher.update(&(name.len() as u64).to_le_bytes());
+        hasher.update(name.as_bytes());
+        hasher.update(&(values.len() as u64).to_le_bytes());
+        for v in values {
+            hasher.update(&v.to_bits().to_le_bytes());
+        }
+    }
+    hasher.finalize().to_hex().to_string()
+}

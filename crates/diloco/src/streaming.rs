@@ -1,0 +1,469 @@
+//! The engine: rounds of one fragment each, overlapped with inner steps, that survive members dying in the middle.
+//!
+//! Inner steps are counted within a round of H / P steps. At count `H/P − τ` the round is *begun*: quorum (healing this
+//! replica if it is behind), then the fragment's outer gradient `global − local` goes into an averaging all-reduce. At
+//! count `H/P` it is *finished*: vote; on a yes the fragment's own outer optimizer moves the global copy and the local
+//! parameters take `α · local + (1 − α) · global`. On a no nothing is applied: the round begins again at once in a new
+//! quorum, with the outer gradient that was kept, until it commits (the parameters are as they were: L13).
+//!
+//! Step 0 is the initial synchronisation: no data moves but the state of one replica, so that all start bitwise equal.
+
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
+use manager::{ManagedWork, Participation, Replica, State};
+
+use crate::optim::Optimizer;
+use crate::{DilocoConfig, FragmentPlan, Parameters, parameters_hash};
+
+/// What a finished round was like.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RoundReport {
+    /// The step that was committed (0 is the initial synchronisation).
+    pub step: i64,
+    /// The epoch in which it was committed.
+    pub epoch: i64,
+    /// The members of that quorum.
+    pub members: usize,
+    /// How many replicas' outer gradients were averaged; 0 for rounds without data.
+    pub contributors: u32,
+    /// Attempts that did not commit before this one.
+    pub failed_attempts: u32,
+    /// The bytes of state taken over from a peer in this round, if this replica healed.
+    pub healed_bytes: Option<usize>,
+    /// Time spent in quorums, healing and waiting, over all attempts.
+    pub sync: Duration,
+}
+
+/// The part that a round works on, kept until it commits.
+struct Round {
+    fragment: usize,
+    /// The outer gradient, flat over the fragment's parameters: needed again if the round has to be repeated.
+    gradient: Vec<f32>,
+    works: Vec<ManagedWork>,
+    participation: Participation,
+}
+
+/// One fragment's outer state.
+struct Fragment {
+    /// The global parameters after the last commit, one vector per member.
+    global: Vec<Vec<f32>>,
+    optimizer: Box<dyn Optimizer>,
+}
+
+/// DiLoCo over a [`Replica`] and [`Parameters`]. See the crate for the protocol.
+pub struct Diloco<R, P> {
+    replica: R,
+    params: P,
+    config: DilocoConfig,
+    plan: FragmentPlan,
+    fragments: Vec<Fragment>,
+    /// Inner steps made in the current round.
+    count: u64,
+    round: Option<Round>,
+    closing: bool,
+    healed_bytes: Option<usize>,
+    sync: Duration,
+    failed_attempts: u32,
+    on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
+}
+
+/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round,
+/// and whatever the training loop adds.
+struct Whole<'a, P> {
+    params: &'a mut P,
+    plan: &'a FragmentPlan,
+    fragments: &'a mut [Fragment],
+    count: &'a mut u64,
+    inner: &'a mut dyn State,
+}
+
+const LAYOUT: &str = "diloco.layout";
+
+fn layout<P: Parameters>(params: &P, plan: &FragmentPlan) -> String {
+    let parts: Vec<String> = (0..plan.len())
+        .map(|f| {
+            let members: Vec<String> =
+                plan.members(f).iter().map(|&i| format!("{}[{}]", params.name(i), params.count(i))).collect();
+            members.join(" ")
+        })
+        .collect();
+    parts.join(" | ")
+}
+
+/// The first place where two layouts differ, in words.
+fn layout_difference(own: &str, theirs: &str) -> String {
+    let (mut a, mut b) = (own.split(' '), theirs.split(' '));
+    loop {
+        match (a.next(), b.next()) {
+            (Some(x), Some(y)) if x == y => {}
+            (x, y) => return format!("here {}, at the source {}", x.unwrap_or("nothing"), y.unwrap_or("nothing")),
+        }
+    }
+}
+
+impl<P: Parameters> State for Whole<'_, P> {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.set_metadata(LAYOUT, layout(self.params, self.plan));
+        out.insert_i64s("diloco/count", &[i64::try_from(*self.count).unwrap_or(i64::MAX)])?;
+        for i in 0..self.params.len() {
+            let mut saved = Ok(());
+            let name = format!("param/{}", self.params.name(i));
+            self.params.read(i, &mut |values| saved = out.insert_f32(name.clone(), &[values.len()], values))?;
+            saved?;
+        }
+        for (f, fragment) in self.fragments.iter().enumerate() {
+            for (&i, values) in self.plan.members(f).iter().zip(&fragment.global) {
+                out.insert_f32(format!("global/{}", self.params.name(i)), &[values.len()], values)?;
+            }
+            fragment.optimizer.save(&format!("outer.{f}"), out)?;
+        }
+        self.inner.save(out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        // Everything is checked and read before anything is written, so that a bad state changes nothing.
+        let own = layout(self.params, self.plan);
+        let theirs = from.metadata().get(LAYOUT).map_or("", String::as_str);
+        if own != theirs {
+            return Err(Error::invalid(format!(
+                "the source's parameters or fragments are not laid out like this replica's: {}. All replicas of a run \
+                 need the same model and fragments",
+                layout_difference(&own, theirs)
+            )));
+        }
+        let count = from.get_i64s("diloco/count")?.first().copied().and_then(|c| u64::try_from(c).ok());
+        let count = count.ok_or_else(|| Error::new(ErrorKind::Corrupt, "diloco/count is missing or negative"))?;
+        let mut locals = Vec::with_capacity(self.params.len());
+        let mut globals = Vec::with_capacity(self.params.len());
+        for i in 0..self.params.len() {
+            locals.push(from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.count(i)])?);
+            globals.push(from.get_f32_shaped(&format!("global/{}", self.params.name(i)), &[self.params.count(i)])?);
+        }
+        self.inner.load(from)?;
+        for (i, values) in locals.iter().enumerate() {
+            self.params.write(i, &mut |p| p.copy_from_slice(values))?;
+        }
+        for (f, fragment) in self.fragments.iter_mut().enumerate() {
+            for (&i, global) in self.plan.members(f).iter().zip(&mut fragment.global) {
+                if let Some(values) = globals.get_mut(i) {
+                    *global = std::mem::take(values);
+                }
+            }
+            fragment.optimizer.load(&format!("outer.{f}"), from)?;
+        }
+        *self.count = count;
+        Ok(())
+    }
+}
+
+impl<R: Replica, P: Parameters> Diloco<R, P> {
+    /// Takes over `params` (handles of them: the training loop goes on changing them between calls) and validates
+    /// everything. `layer_of(name)` gives a parameter's layer, for the fragments.
+    pub fn new(replica: R, params: P, config: DilocoConfig, layer_of: &dyn Fn(&str) -> usize) -> Result<Self> {
+        config.validate()?;
+        let plan = FragmentPlan::by_layer(&params, config.fragments, config.pattern, layer_of)?;
+        let mut fragments = Vec::with_capacity(plan.len());
+        for f in 0..plan.len() {
+            let mut global = Vec::new();
+            for &i in plan.members(f) {
+                let mut copy = Vec::new();
+                params.read(i, &mut |v| copy = v.to_vec())?;
+                global.push(copy);
+            }
+            fragments.push(Fragment { global, optimizer: config.outer.build() });
+        }
+        Ok(Self {
+            replica,
+            params,
+            config,
+            plan,
+            fragments,
+            count: 0,
+            round: None,
+            closing: false,
+            healed_bytes: None,
+            sync: Duration::ZERO,
+            failed_attempts: 0,
+            on_reduce: None,
+        })
+    }
+
+    /// The parameters.
+    pub fn params(&self) -> &P {
+        &self.params
+    }
+
+    /// The parameters for an inner step.
+    pub fn params_mut(&mut self) -> &mut P {
+        &mut self.params
+    }
+
+    /// The replica, to ask for its step or traffic.
+    pub fn replica(&self) -> &R {
+        &self.replica
+    }
+
+    /// Calls `f(step, epoch)` whenever a round's all-reduce has been handed to the group, for progress displays.
+    pub fn on_reduce(&mut self, f: impl FnMut(i64, i64) + Send + 'static) {
+        self.on_reduce = Some(Box::new(f));
+    }
+
+    /// Bytes moved so far.
+    pub fn traffic(&self) -> Traffic {
+        self.replica.traffic()
+    }
+
+    /// The number of committed rounds, the initial synchronisation included.
+    pub fn step(&self) -> i64 {
+        self.replica.current_step()
+    }
+
+    /// A hash over the global parameters: bitwise equal on all replicas of the same step.
+    pub fn global_hash(&self) -> String {
+        parameters_hash(self.globals().into_iter().map(|(i, v)| (self.params.name(i), v)))
+    }
+
+    /// The global parameters, in the order of the parameters.
+    fn globals(&self) -> Vec<(usize, &[f32])> {
+        let mut all: Vec<(usize, &[f32])> = Vec::with_capacity(self.params.len());
+        for (f, fragment) in self.fragments.iter().enumerate() {
+            all.extend(self.plan.members(f).iter().copied().zip(fragment.global.iter().map(Vec::as_slice)));
+        }
+        all.sort_by_key(|(i, _)| *i);
+        all
+    }
+
+    /// Runs `f` with the parameters set to the global ones (what one evaluates and ships), then puts the local ones back.
+    pub fn with_global<T>(&mut self, f: impl FnOnce(&P) -> T) -> Result<T> {
+        let mut locals = Vec::with_capacity(self.params.len());
+        for i in 0..self.params.len() {
+            self.params.read(i, &mut |v| locals.push(v.to_vec()))?;
+        }
+        let globals: Vec<(usize, Vec<f32>)> = self.globals().into_iter().map(|(i, v)| (i, v.to_vec())).collect();
+        for (i, values) in &globals {
+            self.params.write(*i, &mut |p| p.copy_from_slice(values))?;
+        }
+        let result = f(&self.params);
+        for (i, values) in locals.iter().enumerate() {
+            self.params.write(i, &mut |p| p.copy_from_slice(values))?;
+        }
+        Ok(result)
+    }
+
+    /// Joins the job: the initial synchronisation of a new one, or healing into a running one. Call once, before the
+    /// first inner step. Returns the committed rounds (several if this replica healed and had no inner steps to make).
+    pub fn begin(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
+        self.begin_round(inner)?;
+        let mut reports = Vec::new();
+        while self.is_due() {
+            reports.push(self.finish_round(inner)?);
+        }
+        Ok(reports)
+    }
+
+    /// True if the round in flight has nothing left to overlap with.
+    fn is_due(&self) -> bool {
+        match &self.round {
+            // The initial synchronisation and the closing round have no inner steps.
+            Some(round) if round.gradient.is_empty() => true,
+            Some(_) => self.count >= self.config.round_steps(),
+            None => false,
+        }
+    }
+
+    /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the report of a round
+    /// that committed in this call.
+    ///
+    /// Errors: only what cannot be retried, or a round that did not commit within `round_timeout`.
+    pub fn after_inner_step(&mut self, inner: &mut dyn State) -> Result<Option<RoundReport>> {
+        self.count += 1;
+        if self.round.is_none() && self.count >= self.config.round_steps() - self.config.delay {
+            self.begin_round(inner)?;
+        }
+        if self.is_due() { self.finish_round(inner).map(Some) } else { Ok(None) }
+    }
+
+    /// True once the configured number of rounds is done and closed; only `finish` is left to call.
+    pub fn is_finished(&self) -> bool {
+        self.config.rounds.is_some_and(|last| self.step() > last)
+    }
+
+    /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
+    /// bitwise equal; then says good-bye. Without `DilocoConfig::rounds`, all replicas must call it after the same round.
+    pub fn finish(&mut self, inner: &mut dyn State) -> Result<()> {
+        while self.round.is_some() {
+            self.finish_round(inner)?;
+        }
+        // A replica that healed right into the closing round has been through it already.
+        if self.config.rounds.is_none_or(|last| self.step() <= last + 1) {
+            self.closing = true;
+            self.begin_round(inner)?;
+            self.finish_round(inner)?;
+        }
+        self.replica.leave(deadline_in(Duration::from_secs(5)))
+    }
+
+    fn quorum(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<Participation> {
+        let begun = Instant::now();
+        let mut whole = Whole {
+            params: &mut self.params,
+            plan: &self.plan,
+            fragments: &mut self.fragments,
+            count: &mut self.count,
+            inner,
+        };
+        let participation = self.replica.start_quorum(&mut whole, deadline)?;
+        if let Some(healed) = &participation.healed {
+            self.healed_bytes = Some(healed.bytes);
+        }
+        self.sync += begun.elapsed();
+        Ok(participation)
+    }
+
+    /// Quorum, then the outer gradient of the step's fragment goes out.
+    fn begin_round(&mut self, inner: &mut dyn State) -> Result<()> {
+        let participation = self.quorum(inner, deadline_in(self.config.round_timeout))?;
+        self.send(participation, None)
+    }
+
+    /// Hands the gradient of the participation's step to the group. `kept` is the step and gradient of an earlier
+    /// attempt, used again if that is still the step and this replica did not heal.
+    fn send(&mut self, participation: Participation, kept: Option<(i64, Vec<f32>)>) -> Result<()> {
+        let step = participation.step;
+        if step == 0 || self.closing || self.config.rounds.is_some_and(|last| step > last) {
+            self.round = Some(Round { fragment: 0, gradient: Vec::new(), works: Vec::new(), participation });
+            return Ok(());
+        }
+        let fragment = usize::try_from(step - 1).unwrap_or(0) % self.plan.len();
+        let gradient = match kept {
+            Some((of, g)) if step == of && participation.healed.is_none() && !g.is_empty() => g,
+            _ => self.outer_gradient(fragment)?,
+        };
+        let works = gradient
+            .chunks(self.config.bucket_elements)
+            .map(|bucket| self.replica.allreduce(vec![Tensor::from_slice(bucket)], ReduceOp::Avg))
+            .collect();
+        if let Some(f) = &mut self.on_reduce {
+            f(step, participation.epoch);
+        }
+        self.round = Some(Round { fragment, gradient, works, participation });
+        Ok(())
+    }
+
+    /// `global − local` over the members of `fragment`, flat.
+    fn outer_gradient(&self, fragment: usize) -> Result<Vec<f32>> {
+        let mut flat = Vec::new();
+        if let Some(state) = self.fragments.get(fragment) {
+            for (&i, global) in self.plan.members(fragment).iter().zip(&state.global) {
+                self.params.read(i, &mut |local| flat.extend(global.iter().zip(local).map(|(g, l)| g - l)))?;
+            }
+        }
+        Ok(flat)
+    }
+
+    /// Waits, votes and applies; repeats the round in a new quorum until it commits.
+    fn finish_round(&mut self, inner: &mut dyn State) -> Result<RoundReport> {
+        let deadline = deadline_in(self.config.round_timeout);
+        loop {
+            let Some(mut round) = self.round.take() else {
+                return Err(Error::new(ErrorKind::InvalidState, "no round is in flight"));
+            };
+            let begun = Instant::now();
+            let step = round.participation.step;
+            let mean = collect(&mut round, &mut self.replica);
+            let committed = match self.replica.should_commit(deadline) {
+                Ok(yes) => yes,
+                Err(e) if e.is_retryable() => false,
+                Err(e) => return Err(e),
+            };
+            self.sync += begun.elapsed();
+            match (committed, mean) {
+                (true, Some((mean, contributors))) => {
+                    self.apply(round.fragment, &mean)?;
+                    return Ok(self.report(&round.participation, contributors));
+                }
+                (true, None) => {
+                    return Err(Error::new(ErrorKind::Internal, "a step was committed although a reduction failed"));
+                }
+                (false, _) => {}
+            }
+            self.failed_attempts += 1;
+            if time_left(deadline).is_zero() {
+                return Err(Error::timeout(format!(
+                    "step {step} did not commit in {} attempts within {:?}",
+                    self.failed_attempts, self.config.round_timeout
+                )));
+            }
+            let gradient = std::mem::take(&mut round.gradient);
+            let participation = self.quorum(inner, deadline)?;
+            // A replica that healed here may stand before the end of its source's round. The others wait for nobody's
+            // inner steps, so it too goes straight to the end of the round.
+            self.send(participation, Some((step, gradient)))?;
+        }
+    }
+
+    fn report(&mut self, participation: &Participation, contributors: u32) -> RoundReport {
+        RoundReport {
+            step: participation.step,
+            epoch: participation.epoch,
+            members: participation.members.len(),
+            contributors,
+            failed_attempts: std::mem::take(&mut self.failed_attempts),
+            healed_bytes: self.healed_bytes.take(),
+            sync: std::mem::take(&mut self.sync),
+        }
+    }
+
+    /// The outer step on `fragment`, then the mix into the local parameters; the round is over.
+    fn apply(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
+        self.count = 0;
+        if mean.is_empty() {
+            return Ok(());
+        }
+        let Some(state) = self.fragments.get_mut(fragment) else { return Ok(()) };
+        state.optimizer.begin_step();
+        let mut rest = mean;
+        let alpha = self.config.mixing;
+        for (slot, (&i, global)) in self.plan.members(fragment).iter().zip(&mut state.global).enumerate() {
+            let (gradient, tail) = rest
+                .split_at_checked(global.len())
+                .ok_or_else(|| Error::new(ErrorKind::Internal, "the reduced fragment is shorter than its parameters"))?;
+            rest = tail;
+            state.optimizer.update(slot, global, gradient)?;
+            self.params.write(i, &mut |local| {
+                for (l, g) in local.iter_mut().zip(global.iter()) {
+                    // α = 0 must give the global value exactly, and α = 1 the local one.
+                    *l = if alpha == 0.0 { *g } else { alpha * *l + (1.0 - alpha) * *g };
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.
+fn collect<R: Replica>(round: &mut Round, replica: &mut R) -> Option<(Vec<f32>, u32)> {
+    let mut mean = Vec::with_capacity(round.gradient.len());
+    let mut contributors = u32::MAX;
+    for work in round.works.drain(..) {
+        let bucket = work.take().and_then(|done| {
+            contributors = contributors.min(done.contributors);
+            done.into_tensor()?.into_vec::<f32>().map_err(Error::from)
+        });
+        match bucket {
+            Ok(values) => mean.extend(values),
+            Err(e) => {
+                replica.report_error(e);
+                return None;
+            }
+        }
+    }
+    if mean.len() != round.gradient.len() {
+        let text = format!("the buckets returned {} of {} values", mean.len(), round.gradient.len());
+        replica.report_error(Error::new(ErrorKind::Internal, text));
+        return None;
+    }
+    Some((mean, if contributors == u32::MAX { 0 } else { contributors }))
+}

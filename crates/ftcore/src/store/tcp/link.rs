@@ -1,0 +1,236 @@
+//! A TCP connection on which every read and write ends by an instant, and the bell that wakes a thread blocked on one.
+//!
+//! The socket is non-blocking; waiting is `poll(2)`, whose time-outs are exact and which can watch the bell as well. A
+//! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT.
+
+use std::io::{self, Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+
+use crate::time_left;
+
+const BUFFER: usize = 16 * 1024;
+
+/// How long a read or write may wait.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Patience {
+    /// Until this instant.
+    Until(Instant),
+    /// Until nothing has moved for this long.
+    Stall(Duration),
+    /// As long as the connection lives; whoever uses this must be able to shut the socket down.
+    Forever,
+}
+
+impl Patience {
+    fn deadline(self) -> Option<Instant> {
+        match self {
+            Self::Until(deadline) => Some(deadline),
+            Self::Stall(stall) => Some(crate::deadline_in(stall)),
+            Self::Forever => None,
+        }
+    }
+}
+
+/// True for the error of a [`Patience`] that ran out, false for time-outs of the kernel's.
+pub(super) fn is_late(e: &io::Error) -> bool {
+    e.kind() == io::ErrorKind::TimedOut && e.raw_os_error().is_none()
+}
+
+/// Polls until something is ready; false once the deadline has passed.
+fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+    loop {
+        let left = deadline.map(time_left);
+        let timeout = left.map(|left| Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: i64::from(left.subsec_nanos()),
+        });
+        match poll(fds, timeout.as_ref()) {
+            Ok(0) if left.is_some_and(|left| left.is_zero()) => return Ok(false),
+            Ok(0) | Err(rustix::io::Errno::INTR) => {}
+            Ok(_) => return Ok(true),
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
+/// Wakes the thread that watches it in [`Link::watch`]. Ringing twice is as ringing once.
+#[derive(Debug)]
+pub(super) struct Bell(OwnedFd);
+
+impl Bell {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self(eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)?))
+    }
+
+    pub(super) fn ring(&self) {
+        // Fails only when the counter is full, that is, when it rings already.
+        let _ = rustix::io::write(&self.0, &1u64.to_ne_bytes());
+    }
+
+    pub(super) fn silence(&self) {
+        let mut count = [0u8; 8];
+        let _ = rustix::io::read(&self.0, &mut count);
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> std::os::fd::BorrowedFd<'_> {
+        self.0.as_fd()
+    }
+}
+
+/// What [`Link::watch`] saw.
+#[derive(Debug, Clone, Copy, Default)]
+pub(super) struct Seen {
+    /// There is something to read (perhaps the end of the stream).
+    pub(super) input: bool,
+    /// The peer closed its side, or the connection broke.
+    pub(super) gone: bool,
+}
+
+/// Waits until the socket has a connection to accept or the bell rings; `deadline` is for a pause without accepting.
+pub(super) fn watch_listener(listener: impl AsFd, bell: &Bell, deadline: Option<Instant>) -> io::Result<()> {
+    match deadline {
+        Some(_) => poll_until(&mut [PollFd::new(bell, PollFlags::IN)], deadline),
+        None => {
+            let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(bell, PollFlags::IN)];
+            poll_until(&mut fds, None)
+        }
+    }
+    .map(drop)
+}
+
+/// A connection with a read buffer.
+#[derive(Debug)]
+pub(super) struct Link {
+    stream: Arc<TcpStream>,
+    buffer: Box<[u8]>,
+    start: usize,
+    end: usize,
+    pub(super) patience: Patience,
+}
+
+impl Link {
+    pub(super) fn new(stream: TcpStream, patience: Patience) -> io::Result<Self> {
+        stream.set_nonblocking(true)?;
+        stream.set_nodelay(true)?;
+        let buffer = vec![0; BUFFER].into_boxed_slice();
+        Ok(Self { stream: Arc::new(stream), buffer, start: 0, end: 0, patience })
+    }
+
+    /// The socket, for shutting it down from elsewhere.
+    pub(super) fn socket(&self) -> &Arc<TcpStream> {
+        &self.stream
+    }
+
+    pub(super) fn peer(&self) -> Option<SocketAddr> {
+        self.stream.peer_addr().ok()
+    }
+
+    /// What was received and not read yet.
+    pub(super) fn buffered(&self) -> &[u8] {
+        self.buffer.get(self.start..self.end).unwrap_or_default()
+    }
+
+    /// Takes back bytes seen in `buffered`.
+    pub(super) fn skip(&mut self, n: usize) {
+        self.start = (self.start + n).min(self.end);
+    }
+
+    /// Waits for input; false at the end of the stream.
+    pub(super) fn fill(&mut self) -> io::Result<bool> {
+        if self.start < self.end {
+            return Ok(true);
+        }
+        let n = Self::receive(&self.stream, &mut self.buffer, self.patience)?;
+        self.start = 0;
+        self.end = n;
+        Ok(n > 0)
+    }
+
+    fn receive(mut stream: &TcpStream, into: &mut [u8], patience: Patience) -> io::Result<usize> {
+        let deadline = patience.deadline();
+        loop {
+            match stream.read(into) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    if !poll_until(&mut [PollFd::new(stream, PollFlags::IN)], deadline)? {
+                        return Err(io::ErrorKind::TimedOut.into());
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other,
+            }
+        }
+    }
+
+    /// Waits until the bell rings, input arrives (watched only if `input`) or the peer is gone.
+    pub(super) fn watch(&self, bell: &Bell, input: bool) -> io::Result<Seen> {
+        let mut flags = PollFlags::RDHUP;
+        if input {
+            flags |= PollFlags::IN;
+        }
+        let mut fds = [PollFd::new(&*self.stream, flags), PollFd::new(bell, PollFlags::IN)];
+        poll_until(&mut fds, None)?;
+        let [socket, _] = &fds;
+        let seen = socket.revents();
+        Ok(Seen {
+            input: seen.contains(PollFlags::IN),
+            gone: seen.intersects(PollFlags::RDHUP | PollFlags::HUP | PollFlags::ERR | PollFlags::NVAL),
+        })
+    }
+
+    /// True if the connection is open and silent, as an idle one between two calls must be.
+    pub(super) fn is_quiet(&self) -> bool {
+        let mut fds = [PollFd::new(&*self.stream, PollFlags::IN | PollFlags::RDHUP)];
+        self.start == self.end && poll_until(&mut fds, Some(Instant::now())).is_ok_and(|ready| !ready)
+    }
+
+    /// Ends the connection in both directions; a thread blocked on it wakes.
+    pub(super) fn shut(&self) {
+        let _ = self.stream.shutdown(Shutdown::Both);
+    }
+}
+
+impl Read for Link {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        if self.start == self.end && into.len() >= BUFFER {
+            return Self::receive(&self.stream, into, self.patience);
+        }
+        if !self.fill()? {
+            return Ok(0);
+        }
+        let n = self.buffered().len().min(into.len());
+        if let (Some(to), Some(from)) = (into.get_mut(..n), self.buffered().get(..n)) {
+            to.copy_from_slice(from);
+        }
+        self.skip(n);
+        Ok(n)
+    }
+}
+
+impl Write for Link {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let deadline = self.patience.deadline();
+        let mut stream: &TcpStream = &self.stream;
+        loop {
+            match stream.write(bytes) {
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+                    if !poll_until(&mut [PollFd::new(stream, PollFlags::OUT)], deadline)? {
+                        return Err(io::ErrorKind::TimedOut.into());
+                    }
+                }
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                other => return other,
+            }
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}

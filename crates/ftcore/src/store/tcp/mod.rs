@@ -1,0 +1,17 @@
+//! The store of a job over TCP, in the protocol of PyTorch's TCPStore.
+//!
+//! [`TcpStoreServer`] holds the map, [`TcpStore`] is a client of it (or of PyTorch's server). Layers, from below:
+//! `link` (a socket with deadlines), `wire` (requests to bytes and back, nothing else), `engine` (map, queues and
+//! waiters, no IO), then `server` (a thread per connection between link and engine) and `client` (a pool of links).
+//!
+//! The protocol has no authentication and no encryption: whoever reaches the port can read and write the store. Bind it
+//! to a network that only the job can reach.
+
+mod client;
+mod engine;
+mod link;
+mod server;
+mod wire;
+
+pub use client::TcpStore;
+pub use server::TcpStoreServer;

@@ -1,0 +1,92 @@
+//! Configuration of a manager.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ftcore::{Error, Result, Store};
+
+/// How the number of contributing replicas behaves.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum WorldSizeMode {
+    /// Every healthy replica contributes.
+    #[default]
+    Dynamic,
+    /// Exactly `min_replicas` contribute; further members are hot spares that follow along.
+    FixedWithSpares,
+}
+
+/// How one rank of one replica takes part.
+#[derive(Clone)]
+pub struct ManagerConfig {
+    /// The replica's name, the same in each of its lives; the id is `name:random`.
+    pub name: String,
+    /// The lighthouse's URL; needed on group rank 0.
+    pub lighthouse: Option<String>,
+    /// This process's rank inside the replica.
+    pub group_rank: u32,
+    /// The number of ranks inside the replica.
+    pub group_world_size: u32,
+    /// Where the ranks of the replica meet; needed if there are several.
+    pub replica_store: Option<Arc<dyn Store>>,
+    /// Address to bind servers to: `host:0` picks a free port.
+    pub bind: String,
+    /// The host name or address that other machines reach this one by; `None`: the bind host, or this host's name if that
+    /// is a wildcard.
+    pub advertise_host: Option<String>,
+    /// A step commits only with at least this many contributors.
+    pub min_replicas: u32,
+    /// How the number of contributors behaves.
+    pub world_size_mode: WorldSizeMode,
+    /// Let replicas at step 0 take their state from one of them, so that all start equal.
+    pub init_sync: bool,
+    /// For one collective, one connect of the group, one transfer of state.
+    pub timeout: Duration,
+    /// For reaching the servers at start.
+    pub connect_timeout: Duration,
+    /// Between heartbeats to the lighthouse.
+    pub heartbeat_interval: Duration,
+}
+
+impl ManagerConfig {
+    /// A replica of one rank on this host with the usual values.
+    pub fn new(name: impl Into<String>, lighthouse: impl Into<String>) -> Self {
+        Self {
+            name: name.into(),
+            lighthouse: Some(lighthouse.into()),
+            group_rank: 0,
+            group_world_size: 1,
+            replica_store: None,
+            bind: "127.0.0.1:0".into(),
+            advertise_host: None,
+            min_replicas: 1,
+            world_size_mode: WorldSizeMode::Dynamic,
+            init_sync: true,
+            timeout: Duration::from_secs(60),
+            connect_timeout: Duration::from_secs(20),
+            heartbeat_interval: Duration::from_millis(100),
+        }
+    }
+
+    pub(crate) fn validate(&self) -> Result<()> {
+        let bad = |text: String| Err(Error::invalid(text));
+        if self.name.is_empty() || self.name.contains(':') || self.name.chars().any(char::is_whitespace) {
+            return bad(format!("replica name '{}' must be non-empty and free of ':' and spaces", self.name));
+        }
+        if self.group_world_size == 0 || self.group_rank >= self.group_world_size {
+            return bad(format!(
+                "group_rank {} does not exist in a replica of {} ranks",
+                self.group_rank, self.group_world_size
+            ));
+        }
+        if self.group_rank == 0 && self.lighthouse.is_none() {
+            return bad("group rank 0 needs the lighthouse's URL".into());
+        }
+        if self.group_world_size > 1 && self.replica_store.is_none() {
+            return bad(format!("{} ranks need a replica_store to meet in", self.group_world_size));
+        }
+        if self.min_replicas == 0 {
+            return bad("min_replicas must be at least 1".into());
+        }
+        Ok(())
+    }
+}

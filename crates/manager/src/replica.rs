@@ -1,0 +1,83 @@
+//! What a training loop sees of the tolerance layer.
+
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use ftcore::{ReduceOp, Result, Tensor, Traffic};
+
+use crate::ManagedWork;
+
+/// State that a healing replica takes over from a healthy one.
+///
+/// `save` is called on the training thread inside `start_quorum`, when somebody needs to heal from this replica; the
+/// result is an immutable snapshot (L10). `load` is called there too, on the replica that heals.
+pub trait State {
+    /// Puts everything that the next step depends on into `out`.
+    fn save(&self, out: &mut StateDict) -> Result<()>;
+    /// Takes the state over. On an error the replica does not advance (INV-5) and tries again.
+    fn load(&mut self, from: &StateDict) -> Result<()>;
+}
+
+/// The outcome of a quorum, as far as a training loop needs it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Participation {
+    /// The epoch (quorum id) of this configuration.
+    pub epoch: i64,
+    /// The step that this quorum works on, after healing.
+    pub step: i64,
+    /// This replica's rank among the members.
+    pub replica_rank: u32,
+    /// The number of members, healing ones included.
+    pub replica_world_size: u32,
+    /// True if this replica's values count in this step (false when it just healed, or is a spare).
+    pub contributes: bool,
+    /// `Some` if this replica took its state over from a peer just now.
+    pub healed: Option<Healed>,
+    /// Ids of the members.
+    pub members: Vec<String>,
+}
+
+/// A recovery that just happened.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Healed {
+    /// The rank of the replica that the state came from.
+    pub source: Option<u32>,
+    /// The size of the state in bytes.
+    pub bytes: usize,
+    /// From the quorum's answer to the applied state.
+    pub took: Duration,
+}
+
+/// One replica's view of a fault-tolerant job. Not thread-safe: one training loop drives it.
+pub trait Replica {
+    /// Agrees with the other replicas on who takes part in the current step, connects the group and heals this
+    /// replica if it is behind. Blocks until the quorum stands (retrying what can be retried) or `deadline`.
+    ///
+    /// Errors: `Unavailable` or `Timeout` when no quorum came about; nothing changed then, and it may be called again.
+    fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation>;
+
+    /// Reduces tensors of one dtype over the members. Averages count the contributors in the reduction (INV-4). It never
+    /// fails at once: an error shows in the work and in the vote.
+    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork;
+
+    /// Waits for everything submitted in this step and decides together with the other ranks of this replica. True:
+    /// the step counts and `current_step` has advanced; apply its result now. False: throw it away and start again.
+    ///
+    /// Errors: only if the vote itself could not be taken; then the step did not commit here.
+    fn should_commit(&mut self, deadline: Instant) -> Result<bool>;
+
+    /// The number of steps committed (or healed to).
+    fn current_step(&self) -> i64;
+
+    /// Records an error of this step: the vote will be no.
+    fn report_error(&mut self, error: ftcore::Error);
+
+    /// The first error of this step, if there was one.
+    fn error(&self) -> Option<ftcore::Error>;
+
+    /// Bytes moved by the group so far.
+    fn traffic(&self) -> Traffic;
+
+    /// Says good-bye, so that nobody waits for this replica's heartbeat to run out.
+    fn leave(&mut self, deadline: Instant) -> Result<()>;
+}

@@ -1,0 +1,396 @@
+//! The driver's handle on a supervised run: what to start, how to restart it, and how to end it.
+
+use std::collections::HashMap;
+use std::net::{TcpStream, ToSocketAddrs};
+use std::path::PathBuf;
+use std::process::Command;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use rustix::process::{Pid, Signal};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::{Handle, Signals};
+
+use super::child;
+use super::control::{self, Control};
+use super::events::now_us;
+use super::outcome::{Outcome, StopReason};
+use super::queue::{SupervisorEvents, event_queue};
+
+/// Where a lighthouse is to listen and keep its state; given to the closure of [`LighthouseSource::Spawn`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LighthouseLaunch {
+    /// `host:port`; port 0 at the first start, the port that was chosen then after a restart.
+    pub bind: String,
+    /// A file for its quorum id, the same for every life of it.
+    pub state_file: PathBuf,
+}
+
+/// Builds the lighthouse's command line.
+pub type LighthouseCommand = Box<dyn Fn(&LighthouseLaunch) -> Command + Send>;
+
+/// Where the lighthouse of the run is.
+pub enum LighthouseSource {
+    /// It runs already, at this address (`http://host:port`).
+    External(String),
+    /// The supervisor starts it, first of all processes, and again at the same address if it dies. The program must call
+    /// [`announce_lighthouse`](super::announce_lighthouse) once it listens, as `oxccl lighthouse` does.
+    Spawn {
+        /// `host:port` to listen at; port 0 lets the system choose.
+        bind: String,
+        /// Its command line.
+        command: LighthouseCommand,
+    },
+}
+
+impl std::fmt::Debug for LighthouseSource {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::External(url) => f.debug_tuple("External").field(url).finish(),
+            Self::Spawn { bind, .. } => f.debug_struct("Spawn").field("bind", bind).finish_non_exhaustive(),
+        }
+    }
+}
+
+/// Which process is to be started; given to the closure of [`Supervisor::start`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct ReplicaLaunch {
+    /// The replica's index in the job.
+    pub replica: u32,
+    /// How many replicas the job has.
+    pub replicas: u32,
+    /// Which life of the replica this is, from 0.
+    pub life: u32,
+    /// The lighthouse's address.
+    pub lighthouse: String,
+}
+
+/// When and how often a dead process is started again. One that exits with 0 is finished and never restarted.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct RestartPolicy {
+    /// Restarts per process in the whole run.
+    pub max_restarts: u32,
+    /// The pause before a restart; doubled for each further death in a row.
+    pub backoff: Duration,
+    /// The longest pause.
+    pub backoff_max: Duration,
+    /// A life at least this long ends such a row.
+    pub stable_after: Duration,
+    /// Exit codes that no restart would cure. 2 by convention: the command line is wrong.
+    pub fatal_codes: Vec<i32>,
+}
+
+impl Default for RestartPolicy {
+    /// 3 restarts, after 0.5 s, 1 s, … at most 10 s; a row ends after 30 s; code 2 is fatal.
+    fn default() -> Self {
+        Self {
+            max_restarts: 3,
+            backoff: Duration::from_millis(500),
+            backoff_max: Duration::from_secs(10),
+            stable_after: Duration::from_secs(30),
+            fatal_codes: vec![2],
+        }
+    }
+}
+
+impl RestartPolicy {
+    /// The pause before the next life, after `in_a_row` earlier short lives.
+    pub(super) fn pause(&self, in_a_row: u32) -> Duration {
+        self.backoff.saturating_mul(1 << in_a_row.min(20)).min(self.backoff_max)
+    }
+}
+
+/// What happens when a replica may not be restarted again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GiveUp {
+    /// The run is stopped: fewer replicas might wait for a quorum for ever.
+    StopAll,
+    /// The others go on. The outcome is a failure still.
+    KeepOthers,
+}
+
+/// What to run.
+#[derive(Debug)]
+pub struct SupervisorConfig {
+    /// Index of the first replica of this machine.
+    pub first_replica: u32,
+    /// Replicas to start on this machine, at least 1.
+    pub replicas: u32,
+    /// Replicas of the whole job, on all machines.
+    pub total_replicas: u32,
+    /// The lighthouse.
+    pub lighthouse: LighthouseSource,
+    /// An existing folder for the logs (`replica-R.life-L.log`, `lighthouse.log`), the event socket and the
+    /// lighthouse's state.
+    pub run_dir: PathBuf,
+    /// Restarts, of replicas and of the lighthouse alike.
+    pub restart: RestartPolicy,
+    /// What happens when a replica may not be restarted again.
+    pub give_up: GiveUp,
+    /// The run is ended at this moment, if one is given.
+    pub deadline: Option<Instant>,
+    /// How long processes get to end by themselves after SIGTERM, before SIGKILL.
+    pub grace: Duration,
+}
+
+impl SupervisorConfig {
+    /// `replicas` replicas on this machine alone, with the usual policies.
+    pub fn new(replicas: u32, lighthouse: LighthouseSource, run_dir: impl Into<PathBuf>) -> Self {
+        Self {
+            first_replica: 0,
+            replicas,
+            total_replicas: replicas,
+            lighthouse,
+            run_dir: run_dir.into(),
+            restart: RestartPolicy::default(),
+            give_up: GiveUp::StopAll,
+            deadline: None,
+            grace: Duration::from_secs(2),
+        }
+    }
+
+    fn validate(&self) -> Result<()> {
+        if self.replicas == 0 {
+            return Err(Error::invalid("a run needs at least one replica on this machine"));
+        }
+        match self.first_replica.checked_add(self.replicas) {
+            Some(end) if end <= self.total_replicas => {}
+            _ => {
+                return Err(Error::invalid(format!(
+                    "replicas {} to {} do not fit a job of {} replicas",
+                    self.first_replica,
+                    u64::from(self.first_replica) + u64::from(self.replicas) - 1,
+                    self.total_replicas
+                )));
+            }
+        }
+        if !self.run_dir.is_dir() {
+            return Err(Error::new(
+                ErrorKind::NotFound,
+                format!("run directory {} does not exist", self.run_dir.display()),
+            ));
+        }
+        Ok(())
+    }
+}
+
+/// The replicas that run now: index to (life, process). An entry is removed before its process is collected, so that a
+/// signal sent under the lock always hits the right one.
+pub(super) type Running = Arc<Mutex<HashMap<u32, (u32, Pid)>>>;
+
+/// A running set of processes. Dropping it asks for the end of the run (without waiting for it); the processes cannot
+/// outlive this one in any case.
+#[derive(Debug)]
+pub struct Supervisor {
+    lighthouse: String,
+    control: Sender<Control>,
+    running: Running,
+    outcome: Receiver<Outcome>,
+    signals: Option<Handle>,
+}
+
+impl Supervisor {
+    /// Starts the lighthouse (unless it is external), waits until it listens, then starts every replica with the command
+    /// that `command` makes. The environment of each is completed with `OXCCL_LIGHTHOUSE`, `OXCCL_REPLICA`,
+    /// `OXCCL_REPLICAS`, `OXCCL_LIFE`, `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
+    /// (one compute thread per replica makes runs repeatable).
+    ///
+    /// Everything must have been started by `deadline`. On an error all that was started has been ended again; a
+    /// lighthouse that failed is `Unavailable` with the end of its output, a program that does not exist is `NotFound`.
+    pub fn start(
+        config: SupervisorConfig,
+        command: impl Fn(&ReplicaLaunch) -> Command + Send + 'static,
+        deadline: Instant,
+    ) -> Result<(Self, SupervisorEvents)> {
+        config.validate()?;
+        let (queue, events) = event_queue();
+        let (control, inbox) = channel();
+        let (started, start_result) = channel();
+        let (outcome_to, outcome) = channel();
+        let running = Running::default();
+        let run = control::Run {
+            config,
+            command: Box::new(command),
+            events: queue,
+            to_self: control.clone(),
+            inbox,
+            running: Arc::clone(&running),
+        };
+        std::thread::Builder::new()
+            .name("ox-launch".into())
+            .spawn(move || control::run(run, deadline, &started, &outcome_to))
+            .map_err(|e| Error::io("start thread ox-launch", e))?;
+        // The thread keeps the deadline itself; a lost answer means that it is gone.
+        let lighthouse = start_result
+            .recv()
+            .map_err(|_| Error::new(ErrorKind::Internal, "thread ox-launch ended without an answer"))??;
+        Ok((Self { lighthouse, control, running, outcome, signals: None }, events))
+    }
+
+    /// The lighthouse's address, `http://host:port`.
+    pub fn lighthouse(&self) -> &str {
+        &self.lighthouse
+    }
+
+    /// Sends SIGKILL to a replica (with all processes that it started), if it is in the life `life`; `None` takes any.
+    /// Returns the moment, in microseconds of the real-time clock. `NotFound` if that life does not run. It is restarted
+    /// as after any other death.
+    pub fn kill(&self, replica: u32, life: Option<u32>) -> Result<u64> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        match running.get(&replica) {
+            Some((current, pid)) if life.is_none_or(|life| life == *current) => {
+                let t_us = now_us();
+                child::signal_group(*pid, Signal::KILL)?;
+                Ok(t_us)
+            }
+            Some((current, _)) => Err(Error::new(
+                ErrorKind::NotFound,
+                format!("replica {replica} is in life {current}, not in {}", life.unwrap_or_default()),
+            )),
+            None => Err(Error::new(ErrorKind::NotFound, format!("replica {replica} does not run"))),
+        }
+    }
+
+    /// The replicas that run now, each with its life, in no particular order.
+    pub fn running(&self) -> Vec<(u32, u32)> {
+        let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
+        running.iter().map(|(replica, (life, _))| (*replica, *life)).collect()
+    }
+
+    /// Asks for the end of the run: SIGTERM to all, SIGKILL after the grace time (at once when called again).
+    pub fn stop(&self, why: impl Into<String>) {
+        let _ = self.control.send(Control::Stop(StopReason::Stopped { why: why.into() }));
+    }
+
+    /// From now on SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run instead of this process; a second one ends it at
+    /// once. Lasts until the supervisor is dropped.
+    pub fn stop_on_signals(&mut self) -> Result<()> {
+        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+        let handle = signals.handle();
+        let control = self.control.clone();
+        std::thread::Builder::new()
+            .name("ox-signals".into())
+            .spawn(move || {
+                for signal in signals.forever() {
+                    let why = match signal {
+                        SIGINT => "interrupted (SIGINT)",
+                        SIGTERM => "terminated (SIGTERM)",
+                        _ => "hung up (SIGHUP)",
+                    };
+                    let _ = control.send(Control::Stop(StopReason::Stopped { why: why.into() }));
+                }
+            })
+            .map_err(|e| Error::io("start thread ox-signals", e))?;
+        self.signals = Some(handle);
+        Ok(())
+    }
+
+    /// Waits until all processes are gone. `Timeout` if some still run at `deadline`; the run goes on then.
+    pub fn wait(&self, deadline: Instant) -> Result<Outcome> {
+        self.outcome.recv_timeout(time_left(deadline)).map_err(|e| match e {
+            RecvTimeoutError::Timeout => {
+                let mut replicas: Vec<u32> = self.running().iter().map(|(replica, _)| *replica).collect();
+                replicas.sort_unstable();
+                Error::timeout(format!("the run goes on: replicas {replicas:?} are still running"))
+            }
+            RecvTimeoutError::Disconnected => {
+                Error::new(ErrorKind::InvalidState, "the outcome of this run was taken already")
+            }
+        })
+    }
+}
+
+impl Drop for Supervisor {
+    fn drop(&mut self) {
+        let _ = self.control.send(Control::Stop(StopReason::Stopped { why: "its supervisor was dropped".into() }));
+        if let Some(signals) = &self.signals {
+            signals.close();
+        }
+    }
+}
+
+/// Looks whether somebody listens at a lighthouse's address (`http://host:port`), so that a wrong one is found before
+/// anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
+/// connection comes about by `deadline`.
+pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
+    let authority = url
+        .strip_prefix("http://")
+        .map(|rest| rest.trim_end_matches('/'))
+        .filter(|rest| !rest.is_empty() && !rest.contains('/'))
+        .ok_or_else(|| Error::invalid(format!("lighthouse address \"{url}\" must look like http://host:port")))?;
+    if !authority.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()) {
+        return Err(Error::invalid(format!("lighthouse address \"{url}\" must name a port: http://host:port")));
+    }
+    let unavailable = |what: String| {
+        Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "lighthouse not reachable at {url}: {what}; is it running, and is the address right? \
+                 `oxccl lighthouse --bind 0.0.0.0:29510` starts one"
+            ),
+        )
+    };
+    let addresses: Vec<_> = authority.to_socket_addrs().map_err(|e| unavailable(e.to_string()))?.collect();
+    let mut last = String::from("the name has no address");
+    for address in addresses {
+        let left = time_left(deadline);
+        if left.is_zero() {
+            return Err(unavailable(format!("time is up ({last})")));
+        }
+        match TcpStream::connect_timeout(&address, left) {
+            Ok(_) => return Ok(()),
+            Err(e) => last = format!("{address}: {e}"),
+        }
+    }
+    Err(unavailable(last))
+}
+
+/// How long one retry of a lighthouse's start may take when it is restarted in the middle of a run.
+pub(super) fn restart_deadline() -> Instant {
+    deadline_in(Duration::from_secs(30))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_pause_doubles_up_to_its_limit() {
+        let policy = RestartPolicy::default();
+        let pauses: Vec<u128> = (0..7).map(|n| policy.pause(n).as_millis()).collect();
+        assert_eq!(pauses, [500, 1000, 2000, 4000, 8000, 10_000, 10_000]);
+        assert_eq!(policy.pause(u32::MAX), policy.backoff_max);
+    }
+
+    #[test]
+    fn a_lighthouse_address_is_checked_before_anything_starts() {
+        let soon = || deadline_in(Duration::from_secs(20));
+        for bad in ["", "localhost:1", "https://h:1", "http://", "http://h", "http://h:port", "http://:1", "http://h:1/x"] {
+            assert_eq!(check_lighthouse(bad, soon()).unwrap_err().kind(), ErrorKind::InvalidArgument, "{bad}");
+        }
+        let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        check_lighthouse(&url, soon()).unwrap();
+        drop(listener);
+        let e = check_lighthouse(&url, soon()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unavailable);
+        assert!(e.to_string().contains(&url) && e.to_string().contains("oxccl lighthouse"), "{e}");
+    }
+
+    #[test]
+    fn what_does_not_fit_the_job_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let config = || SupervisorConfig::new(2, LighthouseSource::External("http://h:1".into()), dir.path());
+        for (config, named) in [
+            (SupervisorConfig { replicas: 0, ..config() }, "at least one"),
+            (SupervisorConfig { first_replica: 1, ..config() }, "replicas 1 to 2 do not fit a job of 2"),
+            (SupervisorConfig { first_replica: u32::MAX, ..config() }, "do not fit"),
+            (SupervisorConfig { run_dir: dir.path().join("absent"), ..config() }, "does not exist"),
+        ] {
+            let e = Supervisor::start(config, |_| Command::new("true"), restart_deadline()).unwrap_err();
+            assert!(e.to_string().contains(named), "{e}");
+        }
+    }
+}

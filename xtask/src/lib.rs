@@ -1,1 +1,0 @@
-//! Project tasks: test matrix, tidy checks, continuous integration.

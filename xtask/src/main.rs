@@ -1,0 +1,89 @@
+//! `cargo xtask`: what a developer and continuous integration run.
+//!
+//! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
+//! dependencies, `ci` all of it with formatting, lints and docs. Every child process has a time limit (`process.rs`).
+
+use std::process::ExitCode;
+
+use anyhow::Result;
+use clap::{Args, Parser, Subcommand};
+
+mod ci;
+mod deny;
+mod libtest;
+mod matrix;
+mod metadata;
+mod process;
+mod runner;
+mod tidy;
+
+/// Project tasks of oxccl.
+#[derive(Parser)]
+#[command(
+    name = "cargo xtask",
+    version,
+    after_help = "Exit codes: 0 all checks passed, 1 a check failed, 2 bad usage or the task could not run.\n\n\
+Examples:\n  cargo xtask test --list\n  cargo xtask test --row gloo-tcp-threads\n  cargo xtask test --require gloo\n  \
+cargo xtask tidy --lessons\n  cargo xtask ci"
+)]
+struct Cli {
+    #[command(subcommand)]
+    task: Task,
+}
+
+#[derive(Subcommand)]
+enum Task {
+    /// Run the test matrix; the last line is `matrix: N passed, N failed, N skipped`.
+    Test(TestArgs),
+    /// Check the rules of the house: stairs, names, unsafe, threads, environment variables, lesson tests.
+    Tidy(TidyArgs),
+    /// Check licences, banned crates and sources of all dependencies (and advisories where the database is reachable).
+    Deny,
+    /// Run everything that continuous integration runs, and print a table of the steps.
+    Ci,
+}
+
+/// Options of `cargo xtask test`.
+#[derive(Args, Default)]
+pub(crate) struct TestArgs {
+    /// Run only this row (repeatable).
+    #[arg(long = "row", value_name = "NAME")]
+    pub(crate) rows: Vec<String>,
+    /// Backends that must be tested here: their skipped rows count as failed.
+    #[arg(long, value_name = "BACKEND,…", value_delimiter = ',')]
+    pub(crate) require: Vec<String>,
+    /// Run the ignored (long) tests too, with four times the time limits.
+    #[arg(long)]
+    pub(crate) long: bool,
+    /// Print the rows and whether each can run here; run nothing.
+    #[arg(long)]
+    pub(crate) list: bool,
+}
+
+#[derive(Args)]
+struct TidyArgs {
+    /// Print which lessons have a regression test, and where; check nothing else.
+    #[arg(long)]
+    lessons: bool,
+}
+
+fn run(cli: Cli) -> Result<bool> {
+    match cli.task {
+        Task::Test(args) => runner::test(&args),
+        Task::Tidy(args) if args.lessons => tidy::print_lessons(),
+        Task::Tidy(_) => tidy::check(),
+        Task::Deny => deny::check(),
+        Task::Ci => ci::run(),
+    }
+}
+
+fn main() -> ExitCode {
+    match run(Cli::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(e) => {
+            eprintln!("xtask: {e:#}");
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! What `cargo metadata --no-deps` says: the packages of the workspace, their targets and declared dependencies.
+//!
+//! The stairs rule reads the dependencies, the test matrix the test targets, the source rules the folders.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, bail};
+use serde::Deserialize;
+
+/// The workspace.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Metadata {
+    pub(crate) packages: Vec<Package>,
+    pub(crate) workspace_root: PathBuf,
+    pub(crate) target_directory: PathBuf,
+}
+
+/// One member.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Package {
+    pub(crate) name: String,
+    pub(crate) manifest_path: PathBuf,
+    pub(crate) dependencies: Vec<Dependency>,
+    pub(crate) targets: Vec<Target>,
+}
+
+/// A declared dependency; `kind` is absent for a normal one, else `dev` or `build`.
+#[derive(Debug, Deserialize)]
+pub(crate) struct Dependency {
+    pub(crate) name: String,
+    pub(crate) kind: Option<String>,
+}
+
+/// A target: its kinds are cargo's words (`lib`, `bin`, `test`, …).
+#[derive(Debug, Deserialize)]
+pub(crate) struct Target {
+    pub(crate) name: String,
+    pub(crate) kind: Vec<String>,
+}
+
+impl Package {
+    /// The package's folder.
+    pub(crate) fn folder(&self) -> &Path {
+        self.manifest_path.parent().unwrap_or(Path::new("."))
+    }
+}
+
+impl Metadata {
+    /// Reads the workspace that the current directory is in.
+    pub(crate) fn read() -> Result<Self> {
+        let out = Command::new(cargo())
+            .args(["metadata", "--format-version", "1", "--no-deps"])
+            .output()
+            .context("cargo metadata could not be started")?;
+        if !out.status.success() {
+            bail!("cargo metadata failed:\n{}", String::from_utf8_lossy(&out.stderr).trim_end());
+        }
+        Self::parse(&out.stdout)
+    }
+
+    /// Parses cargo's JSON.
+    pub(crate) fn parse(json: &[u8]) -> Result<Self> {
+        serde_json::from_slice(json).context("cargo metadata printed something unexpected")
+    }
+}
+
+/// The cargo that runs us, so that inner calls use the same toolchain.
+pub(crate) fn cargo() -> std::ffi::OsString {
+    std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into())
+}
+
+/// A cargo command in the workspace root, without the variables that `cargo run` set for xtask itself.
+pub(crate) fn cargo_command(root: &Path) -> Command {
+    let mut command = Command::new(cargo());
+    for (name, _) in std::env::vars_os() {
+        let text = name.to_string_lossy();
+        if text.starts_with("CARGO_PKG_") || text.starts_with("CARGO_MANIFEST_") {
+            command.env_remove(&name);
+        }
+    }
+    command.current_dir(root);
+    command
+}

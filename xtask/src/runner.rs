@@ -1,0 +1,326 @@
+//! Runs the matrix: choose rows, probe each, build, run, judge, and count.
+//!
+//! A row passes only if every call ended with 0, every test program printed its result, at least one test ran and no
+//! process was left behind. The output of a row goes to `target/xtask/<row>.log`; on failure its end is shown.
+
+use std::collections::BTreeSet;
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, bail};
+
+use crate::TestArgs;
+use crate::libtest::Tally;
+use crate::matrix::{ROWS, Row, Skip, TestCall};
+use crate::metadata::{Metadata, cargo_command};
+use crate::process::{self, Output, seconds};
+
+/// Building everything on two cores from nothing, with much to spare.
+const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
+/// How long processes may outlive the tests that started them.
+const GRACE: Duration = Duration::from_secs(5);
+/// How much of a failed row's log is shown.
+const TAIL_LINES: usize = 80;
+
+/// What became of a row.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Verdict {
+    Passed { tests: u64, ignored: u64 },
+    Failed { why: String },
+    Skipped(Skip),
+}
+
+/// The three counts of the last line.
+#[derive(Debug, Default, PartialEq, Eq)]
+struct Counts {
+    passed: usize,
+    failed: usize,
+    skipped: usize,
+}
+
+impl fmt::Display for Counts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "matrix: {} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+    }
+}
+
+impl Counts {
+    fn add(&mut self, verdict: &Verdict) {
+        match verdict {
+            Verdict::Passed { .. } => self.passed += 1,
+            Verdict::Failed { .. } => self.failed += 1,
+            Verdict::Skipped(_) => self.skipped += 1,
+        }
+    }
+}
+
+/// Runs the rows that `args` ask for. True if none failed.
+///
+/// # Errors
+/// For unknown row or backend names, or if the workspace cannot be read; nothing was run then.
+pub(crate) fn test(args: &TestArgs) -> Result<bool> {
+    let rows = choose(ROWS, &args.rows, &args.require)?;
+    if args.list {
+        list(&rows);
+        return Ok(true);
+    }
+    let metadata = Metadata::read()?;
+    let logs = metadata.target_directory.join("xtask");
+    fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
+    let mut counts = Counts::default();
+    for row in rows {
+        let started = Instant::now();
+        let verdict = match (row.probe)() {
+            Ok(()) => execute(row, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed { why: format!("{e:#}") }),
+            Err(skip) => Verdict::Skipped(skip),
+        };
+        let verdict = enforce(verdict, row, &args.require);
+        report(row, &verdict, started.elapsed(), &log_path(&logs, row));
+        counts.add(&verdict);
+    }
+    println!("{counts}");
+    Ok(counts.failed == 0)
+}
+
+/// The rows asked for, in table order.
+fn choose<'a>(rows: &'a [Row], names: &[String], require: &[String]) -> Result<Vec<&'a Row>> {
+    for name in names {
+        if !rows.iter().any(|r| r.name == name) {
+            let known: Vec<_> = rows.iter().map(|r| r.name).collect();
+            bail!("there is no row \"{name}\"; the rows are {}", known.join(", "));
+        }
+    }
+    let chosen: Vec<_> = rows.iter().filter(|r| names.is_empty() || names.iter().any(|n| n == r.name)).collect();
+    for backend in require {
+        if !chosen.iter().any(|r| r.backend == Some(backend)) {
+            let known: BTreeSet<_> = chosen.iter().filter_map(|r| r.backend).collect();
+            let known: Vec<_> = known.into_iter().collect();
+            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            bail!("--require {backend}: no chosen row tests that backend (the chosen rows test: {known})");
+        }
+    }
+    Ok(chosen)
+}
+
+fn list(rows: &[&Row]) {
+    let width = rows.iter().map(|r| r.name.len()).max().unwrap_or(0);
+    for row in rows {
+        let state = match (row.probe)() {
+            Ok(()) => "can run".to_owned(),
+            Err(skip) => format!("would be skipped: {skip}"),
+        };
+        println!("{:width$}  {}  [{state}]", row.name, row.about);
+    }
+}
+
+/// A skip of a required backend is a failure.
+fn enforce(verdict: Verdict, row: &Row, require: &[String]) -> Verdict {
+    match (verdict, row.backend) {
+        (Verdict::Skipped(skip), Some(backend)) if require.iter().any(|r| r == backend) => {
+            Verdict::Failed { why: format!("{backend} is required, but would be skipped: {skip}") }
+        }
+        (verdict, _) => verdict,
+    }
+}
+
+fn log_path(logs: &Path, row: &Row) -> PathBuf {
+    logs.join(format!("{}.log", row.name))
+}
+
+/// Builds and runs one row.
+fn execute(row: &Row, metadata: &Metadata, logs: &Path, long: bool) -> Result<Verdict> {
+    let log = log_path(logs, row);
+    let calls = row.run.calls(metadata, long);
+    let root = &metadata.workspace_root;
+    for arguments in row.run.prepare() {
+        if let Some(why) = build(row, cargo_command(root).args(*arguments), &log)? {
+            return Ok(Verdict::Failed { why });
+        }
+    }
+    for call in calls.iter().filter(|c| !c.is_doc) {
+        let mut command = cargo_command(root);
+        command.arg("test").args(&call.select).arg("--no-run");
+        if let Some(why) = build(row, &mut command, &log)? {
+            return Ok(Verdict::Failed { why });
+        }
+    }
+    let mut limit = row.limit * if long { 4 } else { 1 };
+    let mut tally = Tally::default();
+    let mut wrong = Vec::new();
+    let mut printed = String::new();
+    for call in &calls {
+        let part = logs.join(format!("{}.part", row.name));
+        let finished =
+            process::run(&mut test_command(root, call), limit, Output::Log(&part), |time| beat(row, "runs", time))?;
+        let text = String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?).into_owned();
+        fs::remove_file(&part).context("cannot remove the partial log")?;
+        tally.add(Tally::parse(&text));
+        printed.push_str(&text);
+        if !finished.is_success() {
+            wrong.push(finished.describe());
+        }
+        let left = finished.sweep(GRACE);
+        if !left.is_empty() {
+            wrong.push(format!("left running: {}", left.join(", ")));
+        }
+        limit = limit.saturating_sub(finished.took).max(Duration::from_secs(1));
+    }
+    fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
+    Ok(judge(&tally, &wrong))
+}
+
+fn test_command(root: &Path, call: &TestCall) -> Command {
+    let mut command = cargo_command(root);
+    command.arg("test").args(&call.select).args(["--color", "never"]).arg("--").args(&call.pass);
+    // The output is parsed: no colours, and a time limit of ours is enough.
+    command.env("CARGO_TERM_PROGRESS_WHEN", "never");
+    command
+}
+
+/// Runs a build; the text is why it failed.
+fn build(row: &Row, command: &mut Command, log: &Path) -> Result<Option<String>> {
+    command.env("CARGO_TERM_PROGRESS_WHEN", "never").env("CARGO_TERM_COLOR", "never");
+    let finished = process::run(command, BUILD_LIMIT, Output::Log(log), |time| beat(row, "builds", time))?;
+    Ok((!finished.is_success()).then(|| format!("does not build ({})", finished.describe())))
+}
+
+/// The verdict over all calls of a row. `wrong` holds what went wrong outside of single tests.
+fn judge(tally: &Tally, wrong: &[String]) -> Verdict {
+    let mut why = Vec::new();
+    if tally.failed > 0 {
+        let names: Vec<_> = tally.failures.iter().take(8).map(String::as_str).collect();
+        why.push(format!("{} of {} tests failed: {}", tally.failed, tally.ran(), names.join(", ")));
+    }
+    if !tally.unfinished.is_empty() {
+        why.push(format!("ended without a result: {}", tally.unfinished.join(", ")));
+    }
+    // cargo's own status for failed tests says nothing new.
+    if tally.failed == 0 || wrong.len() > 1 || wrong.iter().any(|w| !w.starts_with("exit status")) {
+        why.extend(wrong.iter().cloned());
+    }
+    if tally.ran() == 0 {
+        why.push("no test ran".to_owned());
+    }
+    if why.is_empty() {
+        Verdict::Passed { tests: tally.passed, ignored: tally.ignored }
+    } else {
+        Verdict::Failed { why: why.join("; ") }
+    }
+}
+
+fn beat(row: &Row, what: &str, time: Duration) {
+    println!("  …   {:<20} {what} since {}", row.name, seconds(time));
+}
+
+fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
+    let name = row.name;
+    let time = seconds(time);
+    match verdict {
+        Verdict::Passed { tests, ignored } => {
+            let ignored = if *ignored > 0 { format!(", {ignored} ignored") } else { String::new() };
+            println!("pass  {name:<20} {time:>12}  {tests} tests{ignored}");
+        }
+        Verdict::Skipped(skip) => println!("skip  {name:<20} {time:>12}  {skip}"),
+        Verdict::Failed { why } => {
+            if let Ok(text) = fs::read(log) {
+                let text = String::from_utf8_lossy(&text);
+                println!("---- the end of {} ----", log.display());
+                for line in tail(&text, TAIL_LINES) {
+                    println!("{line}");
+                }
+                println!("----");
+            }
+            println!("FAIL  {name:<20} {time:>12}  {why}");
+        }
+    }
+}
+
+fn tail(text: &str, lines: usize) -> impl Iterator<Item = &str> {
+    let skip = text.lines().count().saturating_sub(lines);
+    text.lines().skip(skip)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tally(passed: u64, failed: u64) -> Tally {
+        Tally { passed, failed, ..Tally::default() }
+    }
+
+    fn strings(items: &[&str]) -> Vec<String> {
+        items.iter().map(|s| (*s).to_owned()).collect()
+    }
+
+    fn why(verdict: Verdict) -> String {
+        match verdict {
+            Verdict::Failed { why } => why,
+            other => panic!("not failed: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn a_row_that_ran_tests_and_ended_well_passes() {
+        assert_eq!(judge(&tally(3, 0), &[]), Verdict::Passed { tests: 3, ignored: 0 });
+    }
+
+    #[test]
+    fn a_row_that_ran_no_test_fails() {
+        assert_eq!(why(judge(&tally(0, 0), &[])), "no test ran");
+    }
+
+    #[test]
+    fn a_failed_test_fails_the_row_and_is_named() {
+        let mut t = tally(3, 1);
+        t.failures = strings(&["ring::sums"]);
+        assert_eq!(why(judge(&t, &strings(&["exit status: 101"]))), "1 of 4 tests failed: ring::sums");
+    }
+
+    #[test]
+    fn a_bad_status_fails_the_row_even_if_all_tests_passed() {
+        assert_eq!(why(judge(&tally(3, 0), &strings(&["exit status: 101"]))), "exit status: 101");
+    }
+
+    #[test]
+    fn a_program_without_a_result_fails_the_row() {
+        let mut t = tally(3, 0);
+        t.unfinished = strings(&["tests/a.rs"]);
+        assert_eq!(why(judge(&t, &[])), "ended without a result: tests/a.rs");
+    }
+
+    #[test]
+    fn a_process_left_behind_fails_the_row() {
+        assert_eq!(why(judge(&tally(3, 0), &strings(&["left running: 7 (x)"]))), "left running: 7 (x)");
+    }
+
+    #[test]
+    fn a_skip_is_no_pass_and_a_required_one_is_a_failure() {
+        let row = ROWS.iter().find(|r| r.backend == Some("gloo")).unwrap();
+        let skip = Verdict::Skipped(Skip::NoLoopback { why: "denied".to_owned() });
+        let kept = enforce(skip.clone(), row, &[]);
+        let mut counts = Counts::default();
+        counts.add(&kept);
+        assert_eq!(counts.to_string(), "matrix: 0 passed, 0 failed, 1 skipped");
+        assert!(why(enforce(skip, row, &strings(&["gloo"]))).contains("gloo is required"));
+    }
+
+    #[test]
+    fn unknown_names_are_refused_and_the_known_ones_said() {
+        let err = choose(ROWS, &strings(&["unti"]), &[]).err().unwrap().to_string();
+        assert!(err.contains("\"unti\"") && err.contains("unit, gloo-tcp-threads"), "{err}");
+        let err = choose(ROWS, &[], &strings(&["nccl"])).err().unwrap().to_string();
+        assert!(err.contains("nccl") && err.contains("gloo"), "{err}");
+        // A required backend without a chosen row would otherwise pass by not running.
+        assert!(choose(ROWS, &strings(&["unit"]), &strings(&["gloo"])).is_err());
+    }
+
+    #[test]
+    fn rows_are_chosen_by_name_in_table_order() {
+        let chosen = choose(ROWS, &strings(&["e2e", "unit"]), &[]).unwrap();
+        assert_eq!(chosen.iter().map(|r| r.name).collect::<Vec<_>>(), ["unit", "e2e"]);
+        assert_eq!(choose(ROWS, &[], &[]).unwrap().len(), ROWS.len());
+    }
+}
