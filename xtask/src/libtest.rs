@@ -45,7 +45,10 @@ impl Tally {
                     Some(p) => p.counts = Some(counts),
                     None => tally.count(counts),
                 }
-            } else if let Some(name) = line.strip_prefix("test ").and_then(|l| l.strip_suffix(" ... FAILED")) {
+            } else if let Some(name) = line
+                .strip_prefix("test ")
+                .and_then(|l| l.strip_suffix(" ... FAILED"))
+            {
                 tally.failures.push(name.to_owned());
             }
         }
@@ -55,7 +58,9 @@ impl Tally {
 
     fn close(&mut self, part: Option<Part>) {
         match part {
-            Some(Part { counts: Some(counts), .. }) => self.count(counts),
+            Some(Part {
+                counts: Some(counts), ..
+            }) => self.count(counts),
             Some(p) => self.unfinished.push(p.name),
             None => {}
         }
@@ -87,7 +92,11 @@ impl Part {
             (_, Some(rest)) => (rest, true),
             _ => return None,
         };
-        Some(Self { name: name.to_owned(), is_doc, counts: None })
+        Some(Self {
+            name: name.to_owned(),
+            is_doc,
+            counts: None,
+        })
     }
 }
 
@@ -113,8 +122,12 @@ impl Counts {
         let mut found = Self::default();
         for item in counts.split(';') {
             let mut words = item.split_whitespace();
-            let (Some(number), Some(word)) = (words.next(), words.next()) else { continue };
-            let Ok(number) = number.parse::<u64>() else { continue };
+            let (Some(number), Some(word)) = (words.next(), words.next()) else {
+                continue;
+            };
+            let Ok(number) = number.parse::<u64>() else {
+                continue;
+            };
             match word {
                 "passed" => found.passed = number,
                 "failed" => found.failed = number,

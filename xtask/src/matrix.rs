@@ -12,10 +12,38 @@ use crate::metadata::Metadata;
 
 /// All rows, in the order in which they run.
 pub(crate) const ROWS: &[Row] = &[
-    row("unit", None, "unit, integration and doc tests of every crate", nothing, UNIT, minutes(10)),
-    row("gloo-tcp-threads", Some("gloo"), "ranks as threads, over TCP", loopback, gloo("threads"), minutes(5)),
-    row("gloo-tcp-processes", Some("gloo"), "ranks as processes, over TCP", loopback, gloo("processes"), minutes(5)),
-    row("e2e", None, "cross-crate: real processes, real kills", loopback, E2E, minutes(10)),
+    row(
+        "unit",
+        None,
+        "unit, integration and doc tests of every crate",
+        nothing,
+        UNIT,
+        minutes(10),
+    ),
+    row(
+        "gloo-tcp-threads",
+        Some("gloo"),
+        "ranks as threads, over TCP",
+        loopback,
+        gloo("threads"),
+        minutes(5),
+    ),
+    row(
+        "gloo-tcp-processes",
+        Some("gloo"),
+        "ranks as processes, over TCP",
+        loopback,
+        gloo("processes"),
+        minutes(5),
+    ),
+    row(
+        "e2e",
+        None,
+        "cross-crate: real processes, real kills",
+        loopback,
+        E2E,
+        minutes(10),
+    ),
 ];
 
 /// The test targets of this name are conformance suites: they run in rows of their own, never in `unit`.
@@ -28,12 +56,24 @@ const E2E: Run = Run::Package {
     package: CROSS_CRATE,
     target: None,
     filter: None,
-    prepare: &[&["build", "--package", "oxccl", "--package", "oxccl-examples", "--bins"]],
+    prepare: &[&[
+        "build",
+        "--package",
+        "oxccl",
+        "--package",
+        "oxccl-examples",
+        "--bins",
+    ]],
 };
 
 /// The tests of the suite in `backend-gloo/tests/conformance.rs` whose names contain `filter`.
 const fn gloo(filter: &'static str) -> Run {
-    Run::Package { package: "backend-gloo", target: Some(CONFORMANCE), filter: Some(filter), prepare: &[] }
+    Run::Package {
+        package: "backend-gloo",
+        target: Some(CONFORMANCE),
+        filter: Some(filter),
+        prepare: &[],
+    }
 }
 
 /// One row of the matrix.
@@ -57,7 +97,14 @@ const fn row(
     run: Run,
     limit: Duration,
 ) -> Row {
-    Row { name, backend, about, probe, run, limit }
+    Row {
+        name,
+        backend,
+        about,
+        probe,
+        run,
+        limit,
+    }
 }
 
 const fn minutes(n: u64) -> Duration {
@@ -111,11 +158,24 @@ impl Run {
                 let mut doc = strings(&all);
                 doc.push("--doc".to_owned());
                 vec![
-                    TestCall { select, pass, is_doc: false },
-                    TestCall { select: doc, pass: Vec::new(), is_doc: true },
+                    TestCall {
+                        select,
+                        pass,
+                        is_doc: false,
+                    },
+                    TestCall {
+                        select: doc,
+                        pass: Vec::new(),
+                        is_doc: true,
+                    },
                 ]
             }
-            Self::Package { package, target, filter, .. } => {
+            Self::Package {
+                package,
+                target,
+                filter,
+                ..
+            } => {
                 let mut select = strings(&["--no-fail-fast", "--package", package]);
                 if let Some(target) = target {
                     select.extend(strings(&["--test", target]));
@@ -124,7 +184,11 @@ impl Run {
                 if long {
                     pass.push("--include-ignored".to_owned());
                 }
-                vec![TestCall { select, pass, is_doc: false }]
+                vec![TestCall {
+                    select,
+                    pass,
+                    is_doc: false,
+                }]
             }
         }
     }
@@ -175,7 +239,9 @@ fn loopback() -> Result<(), Skip> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         TcpStream::connect_timeout(&listener.local_addr()?, Duration::from_secs(5))
     };
-    connect().map(drop).map_err(|e| Skip::NoLoopback { why: e.to_string() })
+    connect()
+        .map(drop)
+        .map_err(|e| Skip::NoLoopback { why: e.to_string() })
 }
 
 #[cfg(test)]
@@ -208,7 +274,10 @@ mod tests {
     fn a_package_row_selects_its_target_and_filter() {
         let calls = gloo("threads").calls(&metadata(), true);
         let call = calls.first().unwrap();
-        assert_eq!(call.select.join(" "), "--no-fail-fast --package backend-gloo --test conformance");
+        assert_eq!(
+            call.select.join(" "),
+            "--no-fail-fast --package backend-gloo --test conformance"
+        );
         assert_eq!(call.pass, ["threads", "--include-ignored"]);
     }
 
@@ -216,6 +285,9 @@ mod tests {
     fn row_names_are_unique_and_easy_to_type() {
         let names: BTreeSet<&str> = ROWS.iter().map(|r| r.name).collect();
         assert_eq!(names.len(), ROWS.len());
-        assert!(names.iter().all(|n| n.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')));
+        assert!(names.iter().all(|n| {
+            n.chars()
+                .all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-')
+        }));
     }
 }

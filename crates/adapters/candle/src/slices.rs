@@ -19,7 +19,11 @@ fn obstacle(storage_is_cpu: bool, dtype: candle_core::DType, layout: &Layout) ->
         return Some(format!("has dtype {dtype:?}, not f32"));
     }
     if !layout.is_contiguous() {
-        return Some(format!("is not contiguous (shape {:?}, stride {:?})", layout.dims(), layout.stride()));
+        return Some(format!(
+            "is not contiguous (shape {:?}, stride {:?})",
+            layout.dims(),
+            layout.stride()
+        ));
     }
     None
 }
@@ -42,16 +46,28 @@ pub(crate) fn read<R>(what: &str, tensor: &Tensor, f: impl FnOnce(&[f32]) -> R) 
     let slice = all
         .get(layout.start_offset()..)
         .and_then(|s| s.get(..layout.shape().elem_count()))
-        .ok_or_else(|| Error::invalid(format!("{what} reaches past its storage of {} elements", all.len())))?;
+        .ok_or_else(|| {
+            Error::invalid(format!(
+                "{what} reaches past its storage of {} elements",
+                all.len()
+            ))
+        })?;
     Ok(f(slice))
 }
 
 /// Calls `f` with the elements of `tensor` for writing; every view of the same storage sees the change.
 pub(crate) fn write<R>(what: &str, tensor: &Tensor, f: impl FnOnce(&mut [f32]) -> R) -> Result<R> {
     check(what, tensor)?;
-    let op = WriteInPlace { f: RefCell::new(Some(f)), result: Cell::new(None) };
-    tensor.inplace_op1(&op).map_err(|e| candle_error(format_args!("writing {what}"), e))?;
-    op.result.into_inner().ok_or_else(|| Error::invalid(format!("{what} is not held as f32 on the CPU")))
+    let op = WriteInPlace {
+        f: RefCell::new(Some(f)),
+        result: Cell::new(None),
+    };
+    tensor
+        .inplace_op1(&op)
+        .map_err(|e| candle_error(format_args!("writing {what}"), e))?;
+    op.result
+        .into_inner()
+        .ok_or_else(|| Error::invalid(format!("{what} is not held as f32 on the CPU")))
 }
 
 /// candle lends `&mut` storage only to an in-place operation; this one runs a closure on it, once.
@@ -73,10 +89,48 @@ impl<R, F: FnOnce(&mut [f32]) -> R> InplaceOp1 for WriteInPlace<F, R> {
         let slice = all
             .get_mut(layout.start_offset()..)
             .and_then(|s| s.get_mut(..layout.shape().elem_count()))
-            .ok_or_else(|| candle_core::Error::Msg(format!("it reaches past its storage of {held} elements")))?;
+            .ok_or_else(|| {
+                candle_core::Error::Msg(format!("it reaches past its storage of {held} elements"))
+            })?;
         if let Some(f) = self.f.borrow_mut().take() {
             self.result.set(Some(f(slice)));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{Device, Var};
+
+    use super::*;
+
+    #[test]
+    fn l14_a_strided_tensor_is_refused_by_name_and_its_neighbours_stay_untouched() {
+        let base = Var::from_slice(&[1f32, 2.0, 3.0, 4.0, 5.0, 6.0], (2, 3), &Device::Cpu).unwrap();
+        let column = base.narrow(1, 1, 1).unwrap();
+        let e = write("'column'", &column, |s| s.fill(0.0)).unwrap_err();
+        assert!(
+            e.to_string()
+                .contains("'column' is not contiguous (shape [2, 1], stride [3, 1])"),
+            "{e}"
+        );
+        assert!(read("'column'", &column, |_| ()).is_err());
+        assert_eq!(
+            base.as_tensor().to_vec2::<f32>().unwrap(),
+            [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
+        );
+    }
+
+    #[test]
+    fn a_contiguous_view_is_read_and_written_at_its_own_place() {
+        let base = Var::from_slice(&[1f32, 2.0, 3.0, 4.0, 5.0, 6.0], (2, 3), &Device::Cpu).unwrap();
+        let row = base.narrow(0, 1, 1).unwrap();
+        assert_eq!(read("'row'", &row, <[f32]>::to_vec).unwrap(), [4.0, 5.0, 6.0]);
+        write("'row'", &row, |s| s.fill(9.0)).unwrap();
+        assert_eq!(
+            base.as_tensor().to_vec2::<f32>().unwrap(),
+            [[1.0, 2.0, 3.0], [9.0, 9.0, 9.0]]
+        );
     }
 }

@@ -29,6 +29,9 @@ mod tests {
         assert!(check(1).is_ok());
         let e = check(2).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidState);
-        assert!(e.to_string().contains("on 2 threads; set RAYON_NUM_THREADS=1"), "{e}");
+        assert!(
+            e.to_string().contains("on 2 threads; set RAYON_NUM_THREADS=1"),
+            "{e}"
+        );
     }
 }

@@ -246,7 +246,7 @@ impl Download {
             });
         missing.or_else(|| {
             // A connection that is open may also overtake one of the same source that is still waiting to be accepted.
-            let may = |by: &[usize]| by.len() == 7 && (!by.contains(&from) || !peer.idle.is_empty());
+            let may = |by: &[usize]| by.len() == 1 && (!by.contains(&from) || !peer.idle.is_empty());
             let mut single = self.asked.iter().filter(|(_, by)| may(by));
             single
                 .find(|(index, _)| tries(**index, from) == 0)

@@ -60,8 +60,9 @@ impl FetchOptions {
 /// - The memory used grows with verified chunks only.
 ///
 /// Errors: `Timeout` when the deadline passes, saying how far it got. If no source is left before: `Corrupt` naming
-/// source and chunk if one sent wrong data, else `PeerLost` (the connection broke), `Unavailable` (nobody answers), `NotFound` (other
-/// steps are served) or `Protocol` (not a checkpoint server). `InvalidArgument` for no sources or a negative step.
+/// source and chunk if one sent wrong data, else `PeerLost` (the connection broke), `Unavailable` (nobody answers),
+/// `NotFound` (other steps are served) or `Protocol` (not a checkpoint server, or beyond the limits).
+/// `InvalidArgument` for no sources or a negative step.
 ///
 /// Nothing of the caller's is changed: its step advances when it has applied the state (INV-5).
 pub fn fetch(sources: &[String], step: i64, deadline: Instant) -> Result<(i64, StateDict)> {

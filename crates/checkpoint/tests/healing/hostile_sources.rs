@@ -49,7 +49,6 @@ fn tampered(when: impl Fn(usize) -> bool + Send + Sync + 'static) -> FakeSource 
 #[test]
 fn a_tampered_chunk_is_refused_and_fetched_from_the_second_source() {
     let bad = tampered(|_| true);
-    // The honest source gives its manifest only after the bad one has served its chunks for a while.
     let snap = snapshot(5, 64, 3.0);
     let other = FakeSource::start(&snap, |_, _| Reply::Honest);
     assert_eq!(fetch(&[bad.url(), other.url()], 5, long()).unwrap(), good());

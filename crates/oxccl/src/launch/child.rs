@@ -11,7 +11,8 @@ use std::process::{Child, Command, Stdio};
 use ftcore::{Error, ErrorKind, Result};
 use rustix::io::Errno;
 use rustix::process::{
-    Pid, Signal, WaitId, WaitIdOptions, getpid, getppid, kill_process_group, set_parent_process_death_signal, waitid,
+    Pid, Signal, WaitId, WaitIdOptions, getpid, getppid, kill_process_group, set_parent_process_death_signal,
+    waitid,
 };
 
 /// How much of a log is shown with an error.
@@ -25,7 +26,10 @@ const TAIL_LINES: usize = 20;
 pub(super) fn spawn(mut command: Command, log: &Path) -> Result<Child> {
     let open = || OpenOptions::new().create(true).append(true).open(log);
     let io = |e| Error::io(format!("open the log {}", log.display()), e);
-    command.stdin(Stdio::null()).stdout(open().map_err(io)?).stderr(open().map_err(io)?);
+    command
+        .stdin(Stdio::null())
+        .stdout(open().map_err(io)?)
+        .stderr(open().map_err(io)?);
     // A group of its own: an interrupt typed at the terminal reaches the supervisor alone, which then ends the children
     // in order; and a child's own children are ended with it.
     command.process_group(0);
@@ -33,7 +37,11 @@ pub(super) fn spawn(mut command: Command, log: &Path) -> Result<Child> {
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
         // The supervisor may have died between fork and the line above; then nobody would send that signal.
-        if getppid() == Some(supervisor) { Ok(()) } else { Err(Errno::SRCH.into()) }
+        if getppid() == Some(supervisor) {
+            Ok(())
+        } else {
+            Err(Errno::SRCH.into())
+        }
     };
     // SAFETY: INV-8. The hook runs in the forked child, where only async-signal-safe code is allowed: it makes two system
     // calls (prctl, getppid), takes no lock, allocates nothing (an error here is a bare code) and captures one integer.
@@ -54,7 +62,12 @@ pub(super) fn pid(child: &Child) -> Result<Pid> {
     i32::try_from(child.id())
         .ok()
         .and_then(Pid::from_raw)
-        .ok_or_else(|| Error::new(ErrorKind::Internal, format!("process id {} is out of range", child.id())))
+        .ok_or_else(|| {
+            Error::new(
+                ErrorKind::Internal,
+                format!("process id {} is out of range", child.id()),
+            )
+        })
 }
 
 /// Blocks until the process has ended, without collecting it: until `Child::wait` its id stays taken, so that a signal
@@ -92,7 +105,11 @@ pub(super) fn tail(log: &Path) -> String {
     let text = String::from_utf8_lossy(&bytes);
     let lines: Vec<String> = text
         .lines()
-        .map(|line| line.chars().map(|c| if c.is_control() { ' ' } else { c }).collect::<String>())
+        .map(|line| {
+            line.chars()
+                .map(|c| if c.is_control() { ' ' } else { c })
+                .collect::<String>()
+        })
         .collect();
     let from = lines.len().saturating_sub(TAIL_LINES);
     lines.get(from..).unwrap_or_default().join("\n")
@@ -110,7 +127,10 @@ mod tests {
         std::fs::write(&log, text).unwrap();
         let tail = tail(&log);
         assert_eq!(tail.lines().count(), TAIL_LINES);
-        assert!(tail.starts_with("line 980  [31mred\n") && tail.ends_with("line 999  [31mred"), "{tail}");
+        assert!(
+            tail.starts_with("line 980  [31mred\n") && tail.ends_with("line 999  [31mred"),
+            "{tail}"
+        );
         assert_eq!(super::tail(&dir.path().join("absent")), "");
     }
 

@@ -111,7 +111,9 @@ pub(super) fn run(run: Run, start_by: Instant, started: &Sender<Result<String>>,
     };
     let failed = machine.start(start_by).err();
     if failed.is_some() {
-        machine.stop(StopReason::Stopped { why: "the start failed".into() });
+        machine.stop(StopReason::Stopped {
+            why: "the start failed".into(),
+        });
         machine.kill_at = Some(Instant::now());
     } else {
         let _ = started.send(Ok(machine.lighthouse.clone()));
@@ -133,8 +135,12 @@ impl Machine {
     fn new(run: Run) -> Result<Self> {
         let c = &run.config;
         let replicas = c.first_replica..c.first_replica + c.replicas;
-        let listener =
-            EventListener::start(&c.run_dir, replicas.clone(), run.events.clone(), run.to_self.clone())?;
+        let listener = EventListener::start(
+            &c.run_dir,
+            replicas.clone(),
+            run.events.clone(),
+            run.to_self.clone(),
+        )?;
         let mut slots: BTreeMap<Who, Slot> = replicas.map(|r| (Who::Replica(r), Slot::new())).collect();
         let lighthouse = match &c.lighthouse {
             LighthouseSource::External(url) => url.clone(),
@@ -143,7 +149,15 @@ impl Machine {
                 String::new()
             }
         };
-        Ok(Self { run, listener, slots, lighthouse, lighthouse_due: None, stopping: None, kill_at: None })
+        Ok(Self {
+            run,
+            listener,
+            slots,
+            lighthouse,
+            lighthouse_due: None,
+            stopping: None,
+            kill_at: None,
+        })
     }
 
     /// The lighthouse first, then the replicas. An error leaves what was started for the caller to stop.
@@ -153,7 +167,9 @@ impl Machine {
             self.lighthouse_due = Some(start_by);
             while self.lighthouse_due.is_some() {
                 match self.run.inbox.recv_timeout(time_left(start_by)) {
-                    Ok(Control::Ended { who: Who::Lighthouse, .. }) => {
+                    Ok(Control::Ended {
+                        who: Who::Lighthouse, ..
+                    }) => {
                         self.collect(Who::Lighthouse);
                         let slot = self.slots.get(&Who::Lighthouse);
                         let (exit, tail) = slot.map(|s| (s.exit, s.tail.clone())).unwrap_or_default();
@@ -172,11 +188,19 @@ impl Machine {
                     }
                 }
                 if let Some(reason) = &self.stopping {
-                    return Err(Error::new(ErrorKind::Aborted, format!("the start was ended: {reason}")));
+                    return Err(Error::new(
+                        ErrorKind::Aborted,
+                        format!("the start was ended: {reason}"),
+                    ));
                 }
             }
         }
-        let replicas: Vec<Who> = self.slots.keys().copied().filter(|who| *who != Who::Lighthouse).collect();
+        let replicas: Vec<Who> = self
+            .slots
+            .keys()
+            .copied()
+            .filter(|who| *who != Who::Lighthouse)
+            .collect();
         for who in replicas {
             self.spawn(who)?;
         }
@@ -221,14 +245,35 @@ impl Machine {
             }
         }
         for who in self.who() {
-            let due = self.slots.get(&who).and_then(|slot| slot.next_start).is_some_and(|at| now >= at);
+            let due = self
+                .slots
+                .get(&who)
+                .and_then(|slot| slot.next_start)
+                .is_some_and(|at| now >= at);
             if due && let Err(e) = self.spawn(who) {
-                let (life, t_us) = (self.slots.get(&who).map_or(0, |slot| slot.lives.saturating_sub(1)), now_us());
-                self.ended(who, life, t_us, ExitSummary { status: None, signal: None }, e.to_string());
+                let (life, t_us) = (
+                    self.slots
+                        .get(&who)
+                        .map_or(0, |slot| slot.lives.saturating_sub(1)),
+                    now_us(),
+                );
+                self.ended(
+                    who,
+                    life,
+                    t_us,
+                    ExitSummary {
+                        status: None,
+                        signal: None,
+                    },
+                    e.to_string(),
+                );
             }
         }
         // When the last replica is done, so is the lighthouse.
-        let replicas_over = self.slots.iter().all(|(who, slot)| *who == Who::Lighthouse || slot.over);
+        let replicas_over = self
+            .slots
+            .iter()
+            .all(|(who, slot)| *who == Who::Lighthouse || slot.over);
         if replicas_over && self.slots.contains_key(&Who::Lighthouse) && self.stopping.is_none() {
             self.stop(StopReason::Completed);
         }
@@ -241,7 +286,10 @@ impl Machine {
     fn handle(&mut self, message: Control) {
         match message {
             Control::LighthouseReady(ready) => {
-                let current = self.slots.get(&Who::Lighthouse).and_then(|slot| slot.child.as_ref());
+                let current = self
+                    .slots
+                    .get(&Who::Lighthouse)
+                    .and_then(|slot| slot.child.as_ref());
                 // A wrapper script may be the child and the lighthouse its child: ids then differ, and that is fine as
                 // long as an answer is due.
                 if self.lighthouse_due.take().is_none() {
@@ -256,12 +304,22 @@ impl Machine {
                 if self.lighthouse.is_empty() {
                     self.lighthouse.clone_from(&ready.url);
                 } else if self.lighthouse != ready.url {
-                    tracing::warn!("the lighthouse came back at {}, not at {}", ready.url, self.lighthouse);
+                    tracing::warn!(
+                        "the lighthouse came back at {}, not at {}",
+                        ready.url,
+                        self.lighthouse
+                    );
                 }
-                self.run.events.push(SupervisorEvent::LighthouseUp { url: ready.url, t_us: now_us() });
+                self.run.events.push(SupervisorEvent::LighthouseUp {
+                    url: ready.url,
+                    t_us: now_us(),
+                });
             }
             Control::Ended { who, life, t_us } => {
-                let current = self.slots.get(&who).is_some_and(|s| s.child.is_some() && s.lives == life + 1);
+                let current = self
+                    .slots
+                    .get(&who)
+                    .is_some_and(|s| s.child.is_some() && s.lives == life + 1);
                 if current && let Some((exit, tail)) = self.collect(who) {
                     self.ended(who, life, t_us, exit, tail);
                 }
@@ -303,7 +361,11 @@ impl Machine {
     fn log(&self, who: Who, life: u32) -> PathBuf {
         match who {
             Who::Lighthouse => self.run.config.run_dir.join("lighthouse.log"),
-            Who::Replica(replica) => self.run.config.run_dir.join(format!("replica-{replica}.life-{life}.log")),
+            Who::Replica(replica) => self
+                .run
+                .config
+                .run_dir
+                .join(format!("replica-{replica}.life-{life}.log")),
         }
     }
 
@@ -322,7 +384,9 @@ impl Machine {
                 state_file: config.run_dir.join("lighthouse.state"),
             }),
             // No such slot is ever made; a command that fails by name is the least bad answer.
-            (Who::Lighthouse, LighthouseSource::External(url)) => Command::new(format!("lighthouse at {url}")),
+            (Who::Lighthouse, LighthouseSource::External(url)) => {
+                Command::new(format!("lighthouse at {url}"))
+            }
         };
         command.env(ENV_EVENTS, self.listener.path());
         if let Who::Replica(replica) = who {
@@ -339,7 +403,9 @@ impl Machine {
     }
 
     fn spawn(&mut self, who: Who) -> Result<()> {
-        let Some(slot) = self.slots.get_mut(&who) else { return Ok(()) };
+        let Some(slot) = self.slots.get_mut(&who) else {
+            return Ok(());
+        };
         let life = slot.lives;
         slot.lives += 1;
         slot.next_start = None;
@@ -350,8 +416,17 @@ impl Machine {
         let pid = child::pid(&child)?;
         if let Who::Replica(replica) = who {
             // Before the waiting thread exists: a process that ends at once is removed again after it was entered.
-            self.run.running.lock().unwrap_or_else(PoisonError::into_inner).insert(replica, (life, pid));
-            self.run.events.push(SupervisorEvent::Spawned { replica, life, pid: child.id(), t_us });
+            self.run
+                .running
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .insert(replica, (life, pid));
+            self.run.events.push(SupervisorEvent::Spawned {
+                replica,
+                life,
+                pid: child.id(),
+                t_us,
+            });
         }
         let (to_self, drain) = (self.run.to_self.clone(), self.listener.drain());
         let name = match who {
@@ -384,7 +459,11 @@ impl Machine {
 
     fn forget(&self, who: Who) {
         if let Who::Replica(replica) = who {
-            self.run.running.lock().unwrap_or_else(PoisonError::into_inner).remove(&replica);
+            self.run
+                .running
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .remove(&replica);
         }
     }
 
@@ -398,10 +477,17 @@ impl Machine {
             Ok(status) => ExitSummary::from(status),
             Err(e) => {
                 tracing::warn!("{who}: its exit status is lost: {e}");
-                ExitSummary { status: None, signal: None }
+                ExitSummary {
+                    status: None,
+                    signal: None,
+                }
             }
         };
-        let tail = if exit.success() { String::new() } else { child::tail(&log) };
+        let tail = if exit.success() {
+            String::new()
+        } else {
+            child::tail(&log)
+        };
         slot.exit = Some(exit);
         slot.tail.clone_from(&tail);
         Some((exit, tail))
@@ -410,7 +496,9 @@ impl Machine {
     /// Decides what follows the end of a process, and tells the driver.
     fn ended(&mut self, who: Who, life: u32, t_us: u64, exit: ExitSummary, tail: String) {
         let policy = &self.run.config.restart;
-        let Some(slot) = self.slots.get_mut(&who) else { return };
+        let Some(slot) = self.slots.get_mut(&who) else {
+            return;
+        };
         slot.exit = Some(exit);
         slot.tail.clone_from(&tail);
         let finished = who != Who::Lighthouse && exit.success();
@@ -421,7 +509,11 @@ impl Machine {
         let mut restart_in_ms = None;
         let stops = !slot.over && !finished && !may_restart;
         if may_restart {
-            slot.in_a_row = if slot.started.elapsed() >= policy.stable_after { 0 } else { slot.in_a_row };
+            slot.in_a_row = if slot.started.elapsed() >= policy.stable_after {
+                0
+            } else {
+                slot.in_a_row
+            };
             let pause = policy.pause(slot.in_a_row);
             slot.in_a_row += 1;
             slot.next_start = Some(deadline_in(pause));
@@ -433,7 +525,12 @@ impl Machine {
             Who::Lighthouse if self.stopping.is_some() => None,
             Who::Lighthouse => {
                 self.lighthouse_due = None;
-                Some(SupervisorEvent::LighthouseExited { exit, tail, restart_in_ms, t_us })
+                Some(SupervisorEvent::LighthouseExited {
+                    exit,
+                    tail,
+                    restart_in_ms,
+                    t_us,
+                })
             }
             Who::Replica(replica) => Some(SupervisorEvent::Exited {
                 replica,
@@ -467,14 +564,20 @@ impl Machine {
                 tail: slot.tail.clone(),
             }),
         });
-        Outcome { stop: self.stopping.clone().unwrap_or(StopReason::Completed), replicas: replicas.collect() }
+        Outcome {
+            stop: self.stopping.clone().unwrap_or(StopReason::Completed),
+            replicas: replicas.collect(),
+        }
     }
 }
 
 /// `bind` with the port of `url`, so that a restarted lighthouse is found where the first one was; `bind` itself while
 /// there is no url yet.
 fn same_port(bind: &str, url: &str) -> String {
-    let port = url.trim_end_matches('/').rsplit_once(':').and_then(|(_, port)| port.parse::<u16>().ok());
+    let port = url
+        .trim_end_matches('/')
+        .rsplit_once(':')
+        .and_then(|(_, port)| port.parse::<u16>().ok());
     match (bind.rsplit_once(':'), port) {
         (Some((host, _)), Some(port)) => format!("{host}:{port}"),
         _ => bind.to_owned(),

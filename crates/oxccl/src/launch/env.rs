@@ -57,7 +57,11 @@ impl ReplicaEnv {
             lighthouse: text(ENV_LIGHTHOUSE)?,
             replica: number(ENV_REPLICA)?,
             replicas: number(ENV_REPLICAS)?,
-            life: if get(ENV_LIFE).is_some() { number(ENV_LIFE)? } else { 0 },
+            life: if get(ENV_LIFE).is_some() {
+                number(ENV_LIFE)?
+            } else {
+                0
+            },
         };
         if this.replica >= this.replicas {
             return Err(Error::invalid(format!(
@@ -72,15 +76,32 @@ impl ReplicaEnv {
 /// Tells the supervisor that started this lighthouse that it now listens at `url`. Does nothing without `OXCCL_EVENTS`
 /// (a lighthouse started by hand). Fails with `Io` if the supervisor's socket cannot be written to by `deadline`.
 pub fn announce_lighthouse(url: &str, deadline: Instant) -> Result<()> {
-    let Some(path) = std::env::var_os(ENV_EVENTS) else { return Ok(()) };
-    let what = || format!("tell the supervisor at {} the lighthouse's address", path.display());
-    let ready = LighthouseReady { url: url.to_owned(), pid: std::process::id() };
-    let line = Message::Lighthouse { lighthouse_ready: ready }.to_line()?;
+    let Some(path) = std::env::var_os(ENV_EVENTS) else {
+        return Ok(());
+    };
+    let what = || {
+        format!(
+            "tell the supervisor at {} the lighthouse's address",
+            path.display()
+        )
+    };
+    let ready = LighthouseReady {
+        url: url.to_owned(),
+        pid: std::process::id(),
+    };
+    let line = Message::Lighthouse {
+        lighthouse_ready: ready,
+    }
+    .to_line()?;
     let mut stream = UnixStream::connect(&path).map_err(|e| Error::io(what(), e))?;
     // A zero time-out is an error of its own; one millisecond past the deadline does no harm.
     let left = time_left(deadline).max(std::time::Duration::from_millis(1));
-    stream.set_write_timeout(Some(left)).map_err(|e| Error::io(what(), e))?;
-    stream.write_all(line.as_bytes()).map_err(|e| Error::io(what(), e))
+    stream
+        .set_write_timeout(Some(left))
+        .map_err(|e| Error::io(what(), e))?;
+    stream
+        .write_all(line.as_bytes())
+        .map_err(|e| Error::io(what(), e))
 }
 
 #[cfg(test)]
@@ -88,16 +109,30 @@ mod tests {
     use super::*;
 
     fn from(pairs: &[(&str, &str)]) -> Result<ReplicaEnv> {
-        ReplicaEnv::from_lookup(|name| pairs.iter().find(|(k, _)| *k == name).map(|(_, v)| (*v).to_owned()))
+        ReplicaEnv::from_lookup(|name| {
+            pairs
+                .iter()
+                .find(|(k, _)| *k == name)
+                .map(|(_, v)| (*v).to_owned())
+        })
     }
 
     #[test]
     fn a_complete_environment_is_read_and_the_first_life_may_be_left_out() {
-        let base = [(ENV_LIGHTHOUSE, "http://h:1"), (ENV_REPLICA, "1"), (ENV_REPLICAS, "2")];
+        let base = [
+            (ENV_LIGHTHOUSE, "http://h:1"),
+            (ENV_REPLICA, "1"),
+            (ENV_REPLICAS, "2"),
+        ];
         let env = from(&base).unwrap();
         assert_eq!(
             env,
-            ReplicaEnv { lighthouse: "http://h:1".into(), replica: 1, replicas: 2, life: 0 }
+            ReplicaEnv {
+                lighthouse: "http://h:1".into(),
+                replica: 1,
+                replicas: 2,
+                life: 0
+            }
         );
         let env = from(&[base[0], base[1], base[2], (ENV_LIFE, "3")]).unwrap();
         assert_eq!(env.life, 3);
@@ -112,7 +147,10 @@ mod tests {
             (vec![l, (ENV_REPLICA, "first"), (ENV_REPLICAS, "1")], "\"first\""),
             (vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "-1")], "\"-1\""),
             (vec![l, (ENV_REPLICA, "2"), (ENV_REPLICAS, "2")], "less than"),
-            (vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_LIFE, "")], ENV_LIFE),
+            (
+                vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_LIFE, "")],
+                ENV_LIFE,
+            ),
         ] {
             let e = from(&pairs).unwrap_err();
             assert!(e.to_string().contains(named), "{e}");

@@ -241,7 +241,10 @@ impl Message {
             mark: Option<u64>,
         }
         match decode::<Probe>(line)? {
-            Probe { lighthouse_ready: Some(lighthouse_ready), .. } => Ok(Self::Lighthouse { lighthouse_ready }),
+            Probe {
+                lighthouse_ready: Some(lighthouse_ready),
+                ..
+            } => Ok(Self::Lighthouse { lighthouse_ready }),
             Probe { mark: Some(mark), .. } => Ok(Self::Mark { mark }),
             Probe { .. } => Ok(Self::Replica(decode(line)?)),
         }
@@ -265,7 +268,10 @@ fn decode<T: serde::de::DeserializeOwned>(line: &[u8]) -> Result<T> {
     if line.len() > MAX_LINE {
         return Err(Error::new(
             ErrorKind::Protocol,
-            format!("event line of {} bytes is longer than the {MAX_LINE} allowed", line.len()),
+            format!(
+                "event line of {} bytes is longer than the {MAX_LINE} allowed",
+                line.len()
+            ),
         ));
     }
     serde_json::from_slice(line).map_err(|e| {
@@ -273,7 +279,11 @@ fn decode<T: serde::de::DeserializeOwned>(line: &[u8]) -> Result<T> {
             .chars()
             .map(|c| if c.is_control() { '.' } else { c })
             .collect();
-        Error::new(ErrorKind::Protocol, format!("event line is not valid ({e}): \"{start}\"")).with_source(e)
+        Error::new(
+            ErrorKind::Protocol,
+            format!("event line is not valid ({e}): \"{start}\""),
+        )
+        .with_source(e)
     })
 }
 
@@ -292,10 +302,6 @@ fn cut(text: &mut String) {
 /// What the supervisor hands to the driver.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "from", rename_all = "snake_case")]
-#[expect(
-    clippy::large_enum_variant,
-    reason = "most of the traffic is the large variant; boxing it would allocate per step"
-)]
 pub enum SupervisorEvent {
     /// A lighthouse that this supervisor started listens. Sent again after it was restarted.
     LighthouseUp {
@@ -386,7 +392,11 @@ mod figure {
     }
 
     pub(super) fn serialize<S: Serializer>(x: &f64, s: S) -> Result<S::Ok, S::Error> {
-        if x.is_finite() { s.serialize_f64(*x) } else { s.collect_str(x) }
+        if x.is_finite() {
+            s.serialize_f64(*x)
+        } else {
+            s.collect_str(x)
+        }
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<f64, D::Error> {
@@ -408,7 +418,9 @@ mod optional_figure {
     }
 
     pub(super) fn deserialize<'de, D: Deserializer<'de>>(d: D) -> Result<Option<f64>, D::Error> {
-        Option::<super::figure::Figure>::deserialize(d)?.map(super::figure::Figure::value).transpose()
+        Option::<super::figure::Figure>::deserialize(d)?
+            .map(super::figure::Figure::value)
+            .transpose()
     }
 }
 
@@ -419,7 +431,12 @@ mod tests {
     use super::*;
 
     fn event(kind: EventKind) -> ReplicaEvent {
-        ReplicaEvent { replica: 1, life: 2, t_us: 1_795_000_000_000_000, kind }
+        ReplicaEvent {
+            replica: 1,
+            life: 2,
+            t_us: 1_795_000_000_000_000,
+            kind,
+        }
     }
 
     fn commit() -> Commit {
@@ -439,15 +456,38 @@ mod tests {
 
     fn one_of_each() -> Vec<EventKind> {
         vec![
-            EventKind::Started { pid: 4, replica_id: "replica-1:0f".into() },
-            EventKind::State { state: ReplicaState::Healing },
-            EventKind::Step { inner_step: 9, loss: 0.1 + 0.2, tokens_per_s: 1e6 },
-            EventKind::Quorum { epoch: 1, step: 2, size: 3 },
+            EventKind::Started {
+                pid: 4,
+                replica_id: "replica-1:0f".into(),
+            },
+            EventKind::State {
+                state: ReplicaState::Healing,
+            },
+            EventKind::Step {
+                inner_step: 9,
+                loss: 0.1 + 0.2,
+                tokens_per_s: 1e6,
+            },
+            EventKind::Quorum {
+                epoch: 1,
+                step: 2,
+                size: 3,
+            },
             EventKind::ReduceBegin { step: 3, epoch: 4 },
-            EventKind::Healed { step: 3, bytes: 4_000_000, ms: 51.5 },
+            EventKind::Healed {
+                step: 3,
+                bytes: 4_000_000,
+                ms: 51.5,
+            },
             EventKind::Commit(commit()),
-            EventKind::Commit(Commit { hash: None, committed: false, ..commit() }),
-            EventKind::Error { text: "line one\nline two \u{1f4a5}".into() },
+            EventKind::Commit(Commit {
+                hash: None,
+                committed: false,
+                ..commit()
+            }),
+            EventKind::Error {
+                text: "line one\nline two \u{1f4a5}".into(),
+            },
             EventKind::Final(Final {
                 step: 30,
                 hash: "ff".into(),
@@ -470,21 +510,38 @@ mod tests {
             assert_eq!(line.matches('\n').count(), 1, "{line}");
             assert!(line.ends_with('\n'));
             assert_eq!(ReplicaEvent::from_line(line.trim_end().as_bytes()).unwrap(), e);
-            assert_eq!(Message::from_line(line.trim_end().as_bytes()).unwrap(), Message::Replica(e));
+            assert_eq!(
+                Message::from_line(line.trim_end().as_bytes()).unwrap(),
+                Message::Replica(e)
+            );
         }
     }
 
     #[test]
     fn a_lighthouse_address_is_told_apart_from_an_event() {
-        let ready = LighthouseReady { url: "http://127.0.0.1:4000".into(), pid: 7 };
-        let message = Message::Lighthouse { lighthouse_ready: ready };
-        assert_eq!(Message::from_line(message.to_line().unwrap().trim_end().as_bytes()).unwrap(), message);
+        let ready = LighthouseReady {
+            url: "http://127.0.0.1:4000".into(),
+            pid: 7,
+        };
+        let message = Message::Lighthouse {
+            lighthouse_ready: ready,
+        };
+        assert_eq!(
+            Message::from_line(message.to_line().unwrap().trim_end().as_bytes()).unwrap(),
+            message
+        );
     }
 
     #[test]
     fn losses_that_are_not_finite_stay_visible() {
         for loss in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
-            let line = event(EventKind::Step { inner_step: 1, loss, tokens_per_s: 1.0 }).to_line().unwrap();
+            let line = event(EventKind::Step {
+                inner_step: 1,
+                loss,
+                tokens_per_s: 1.0,
+            })
+            .to_line()
+            .unwrap();
             match ReplicaEvent::from_line(line.trim_end().as_bytes()).unwrap().kind {
                 EventKind::Step { loss: back, .. } => assert_eq!(back.to_bits(), loss.to_bits(), "{line}"),
                 other => panic!("{other:?}"),
@@ -495,7 +552,11 @@ mod tests {
     #[test]
     fn long_text_is_cut_at_a_character_and_fits_the_line() {
         // Quotes double when they are escaped and control characters grow six times: the worst case must still fit.
-        for text in ["ä".repeat(MAX_LINE), "\u{1}".repeat(MAX_LINE), "\"".repeat(MAX_LINE)] {
+        for text in [
+            "ä".repeat(MAX_LINE),
+            "\u{1}".repeat(MAX_LINE),
+            "\"".repeat(MAX_LINE),
+        ] {
             let line = event(EventKind::Error { text }).to_line().unwrap();
             assert!(line.len() <= MAX_LINE + 1, "{}", line.len());
             match ReplicaEvent::from_line(line.trim_end().as_bytes()).unwrap().kind {

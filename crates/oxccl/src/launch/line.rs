@@ -20,7 +20,11 @@ pub struct LineReader<R> {
 impl<R: BufRead> LineReader<R> {
     /// Reads lines of at most `max` bytes (without the newline) from `inner`.
     pub fn new(inner: R, max: usize) -> Self {
-        Self { inner, max, line: Vec::new() }
+        Self {
+            inner,
+            max,
+            line: Vec::new(),
+        }
     }
 
     /// The next line without its newline, `Err(TooLong)` for one that was skipped, `None` at the end of the stream.
@@ -49,7 +53,11 @@ impl<R: BufRead> LineReader<R> {
             }
             self.inner.consume(used);
             if ended {
-                return Ok(Some(if length <= self.max as u64 { Ok(&self.line) } else { Err(TooLong { length }) }));
+                return Ok(Some(if length <= self.max as u64 {
+                    Ok(&self.line)
+                } else {
+                    Err(TooLong { length })
+                }));
             }
         }
     }
@@ -75,7 +83,13 @@ mod tests {
         for buffer in [1, 2, 3, 7, 64] {
             assert_eq!(
                 lines(b"ab\n0123456789\n\nabcd\nabcde\nrest without end", 4, buffer),
-                [Ok(b"ab".to_vec()), Err(10), Ok(vec![]), Ok(b"abcd".to_vec()), Err(5)],
+                [
+                    Ok(b"ab".to_vec()),
+                    Err(10),
+                    Ok(vec![]),
+                    Ok(b"abcd".to_vec()),
+                    Err(5)
+                ],
                 "buffer {buffer}"
             );
         }

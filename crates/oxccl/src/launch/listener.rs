@@ -78,9 +78,16 @@ impl Drain {
         while state.seen_mark < mark || state.open.contains_key(&group.as_raw_pid()) {
             let left = time_left(deadline);
             if left.is_zero() {
-                return tracing::warn!("last events of process group {group} may come late: still being read");
+                return tracing::warn!(
+                    "last events of process group {group} may come late: still being read"
+                );
             }
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .shared
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 }
@@ -119,12 +126,21 @@ impl EventListener {
         let listener = UnixListener::bind(&path)
             .map_err(|e| Error::io(format!("listen on the event socket {}", path.display()), e))?;
         let shared = Arc::new(Shared::default());
-        let route = Route { replicas, events, control, shared: Arc::clone(&shared) };
+        let route = Route {
+            replicas,
+            events,
+            control,
+            shared: Arc::clone(&shared),
+        };
         std::thread::Builder::new()
             .name("ox-ev-accept".into())
             .spawn(move || accept(&listener, &route))
             .map_err(|e| Error::io("start thread ox-ev-accept", e))?;
-        Ok(Self { path, own_dir, shared })
+        Ok(Self {
+            path,
+            own_dir,
+            shared,
+        })
     }
 
     pub(super) fn path(&self) -> &Path {
@@ -132,7 +148,10 @@ impl EventListener {
     }
 
     pub(super) fn drain(&self) -> Drain {
-        Drain { path: self.path.clone(), shared: Arc::clone(&self.shared) }
+        Drain {
+            path: self.path.clone(),
+            shared: Arc::clone(&self.shared),
+        }
     }
 }
 
@@ -159,7 +178,10 @@ fn private_dir() -> Result<PathBuf> {
             Err(e) => return Err(Error::io(format!("create {}", dir.display()), e)),
         }
     }
-    Err(Error::invalid(format!("no free name for a folder in {}", base.display())))
+    Err(Error::invalid(format!(
+        "no free name for a folder in {}",
+        base.display()
+    )))
 }
 
 #[derive(Debug, Clone)]
@@ -196,17 +218,21 @@ fn accept(listener: &UnixListener, route: &Route) {
                 return;
             }
             if state.connections >= MAX_CONNECTIONS {
-                tracing::warn!("event socket: more than {MAX_CONNECTIONS} connections; the newest is refused");
+                tracing::warn!(
+                    "event socket: more than {MAX_CONNECTIONS} connections; the newest is refused"
+                );
                 continue;
             }
             state.connections += 1;
             *state.open.entry(group).or_default() += 1;
         }
         let of_thread = route.clone();
-        let started = std::thread::Builder::new().name("ox-ev-read".into()).spawn(move || {
-            read(stream, pid, &of_thread);
-            ended(&of_thread.shared, group);
-        });
+        let started = std::thread::Builder::new()
+            .name("ox-ev-read".into())
+            .spawn(move || {
+                read(stream, pid, &of_thread);
+                ended(&of_thread.shared, group);
+            });
         if let Err(e) = started {
             ended(&route.shared, group);
             tracing::warn!("event socket: a connection is refused, no thread for it: {e}");
@@ -229,7 +255,9 @@ fn ended(shared: &Shared, group: i32) {
 
 /// The process at the other end and its process group; a process that is gone already counts as its own group.
 fn writer_of(stream: &UnixStream) -> (i32, i32) {
-    let Ok(credentials) = socket_peercred(stream) else { return (0, 0) };
+    let Ok(credentials) = socket_peercred(stream) else {
+        return (0, 0);
+    };
     let group = getpgid(Some(credentials.pid)).unwrap_or(credentials.pid);
     (credentials.pid.as_raw_pid(), group.as_raw_pid())
 }
@@ -242,10 +270,17 @@ fn read(stream: UnixStream, pid: i32, route: &Route) {
             Ok(None) => return,
             // The writer was killed: its `Exited` event says so.
             Err(e) => return tracing::debug!("event socket: connection lost: {e}"),
-            Ok(Some(Err(e))) => format!("a line of {} bytes is longer than the {MAX_LINE} allowed", e.length),
+            Ok(Some(Err(e))) => format!(
+                "a line of {} bytes is longer than the {MAX_LINE} allowed",
+                e.length
+            ),
             Ok(Some(Ok(line))) => match Message::from_line(line) {
                 Ok(Message::Lighthouse { lighthouse_ready }) => {
-                    if route.control.send(Control::LighthouseReady(lighthouse_ready)).is_err() {
+                    if route
+                        .control
+                        .send(Control::LighthouseReady(lighthouse_ready))
+                        .is_err()
+                    {
                         return;
                     }
                     continue;
@@ -323,10 +358,20 @@ mod tests {
             other => panic!("the connection should be closed: {other:?}"),
         }
 
-        honest.send(EventKind::State { state: ReplicaState::Training });
+        honest.send(EventKind::State {
+            state: ReplicaState::Training,
+        });
         match events.next_until(deadline_in(Duration::from_secs(60))) {
             Some(SupervisorEvent::Replica(e)) => {
-                assert_eq!((e.replica, e.kind), (1, EventKind::State { state: ReplicaState::Training }));
+                assert_eq!(
+                    (e.replica, e.kind),
+                    (
+                        1,
+                        EventKind::State {
+                            state: ReplicaState::Training
+                        }
+                    )
+                );
             }
             other => panic!("{other:?}"),
         }

@@ -30,6 +30,6 @@ pub use outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
 pub use queue::SupervisorEvents;
 pub use sender::EventSender;
 pub use supervisor::{
-    GiveUp, LighthouseLaunch, LighthouseSource, ReplicaLaunch, RestartPolicy, Supervisor, SupervisorConfig,
-    check_lighthouse,
+    GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ReplicaLaunch, RestartPolicy, Supervisor,
+    SupervisorConfig, check_lighthouse,
 };

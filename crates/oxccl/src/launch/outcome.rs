@@ -24,7 +24,10 @@ impl ExitSummary {
 
 impl From<ExitStatus> for ExitSummary {
     fn from(status: ExitStatus) -> Self {
-        Self { status: status.code(), signal: status.signal() }
+        Self {
+            status: status.code(),
+            signal: status.signal(),
+        }
     }
 }
 
@@ -86,7 +89,9 @@ impl fmt::Display for StopReason {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Completed => f.write_str("all replicas came to their end"),
-            Self::ReplicaFailed { replica } => write!(f, "replica {replica} failed and may not be restarted again"),
+            Self::ReplicaFailed { replica } => {
+                write!(f, "replica {replica} failed and may not be restarted again")
+            }
             Self::LighthouseFailed => f.write_str("the lighthouse failed and may not be restarted again"),
             Self::Deadline => f.write_str("the deadline of the run passed"),
             Self::Stopped { why } => write!(f, "stopped: {why}"),
@@ -120,7 +125,10 @@ impl Outcome {
     /// True if every replica of this machine exited with 0 and nothing else ended the run.
     pub fn is_success(&self) -> bool {
         self.stop == StopReason::Completed
-            && self.replicas.iter().all(|r| r.exit.is_some_and(|exit| exit.success()))
+            && self
+                .replicas
+                .iter()
+                .all(|r| r.exit.is_some_and(|exit| exit.success()))
     }
 }
 
@@ -128,7 +136,11 @@ impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.stop)?;
         for r in &self.replicas {
-            let lives = if r.lives == 1 { "1 life".to_owned() } else { format!("{} lives", r.lives) };
+            let lives = if r.lives == 1 {
+                "1 life".to_owned()
+            } else {
+                format!("{} lives", r.lives)
+            };
             match r.exit {
                 None => write!(f, "\n  replica {}: never started", r.replica)?,
                 Some(exit) => write!(f, "\n  replica {}: {exit} ({lives})", r.replica)?,

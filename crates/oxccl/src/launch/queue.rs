@@ -88,7 +88,17 @@ pub(super) struct EventQueue {
 pub(super) fn event_queue() -> (EventQueue, SupervisorEvents) {
     let (sender, receiver) = channel();
     let waiting = Arc::new(AtomicUsize::new(0));
-    (EventQueue { sender, waiting: Arc::clone(&waiting) }, SupervisorEvents { receiver, waiting, ended: false })
+    (
+        EventQueue {
+            sender,
+            waiting: Arc::clone(&waiting),
+        },
+        SupervisorEvents {
+            receiver,
+            waiting,
+            ended: false,
+        },
+    )
 }
 
 impl EventQueue {
@@ -120,14 +130,29 @@ mod tests {
     use super::*;
 
     fn replica(kind: EventKind) -> SupervisorEvent {
-        SupervisorEvent::Replica(ReplicaEvent { replica: 0, life: 0, t_us: 0, kind })
+        SupervisorEvent::Replica(ReplicaEvent {
+            replica: 0,
+            life: 0,
+            t_us: 0,
+            kind,
+        })
     }
 
     #[test]
     fn a_slow_driver_costs_steps_first_and_memory_never() {
         let (queue, mut events) = event_queue();
-        let step = || replica(EventKind::Step { inner_step: 0, loss: 0.0, tokens_per_s: 0.0 });
-        let state = || replica(EventKind::State { state: ReplicaState::Training });
+        let step = || {
+            replica(EventKind::Step {
+                inner_step: 0,
+                loss: 0.0,
+                tokens_per_s: 0.0,
+            })
+        };
+        let state = || {
+            replica(EventKind::State {
+                state: ReplicaState::Training,
+            })
+        };
         for _ in 0..SOFT {
             assert_eq!(queue.push(step()), Handed::Queued);
         }
@@ -136,7 +161,10 @@ mod tests {
             assert_eq!(queue.push(state()), Handed::Queued);
         }
         assert_eq!(queue.push(state()), Handed::Refused);
-        let own = SupervisorEvent::LighthouseUp { url: "u".into(), t_us: 1 };
+        let own = SupervisorEvent::LighthouseUp {
+            url: "u".into(),
+            t_us: 1,
+        };
         assert_eq!(queue.push(own), Handed::Queued);
         drop(queue.clone());
         assert!(events.next().is_some());

@@ -72,14 +72,20 @@ pub struct EventSender {
 impl EventSender {
     /// A sender that goes nowhere.
     pub fn disabled() -> Self {
-        Self { replica: 0, life: 0, open: None }
+        Self {
+            replica: 0,
+            life: 0,
+            open: None,
+        }
     }
 
     /// The sender for the supervisor named in `OXCCL_EVENTS`, for the replica and life of `OXCCL_REPLICA` and
     /// `OXCCL_LIFE`. Without `OXCCL_EVENTS`, or when that socket cannot be reached (a warning says so), a disabled one:
     /// training does not depend on being watched.
     pub fn from_env() -> Self {
-        let Some(path) = std::env::var_os(ENV_EVENTS) else { return Self::disabled() };
+        let Some(path) = std::env::var_os(ENV_EVENTS) else {
+            return Self::disabled();
+        };
         let number = |name| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(0);
         match Self::connect(Path::new(&path), number(ENV_REPLICA), number(ENV_LIFE)) {
             Ok(sender) => sender,
@@ -94,31 +100,47 @@ impl EventSender {
     pub fn connect(path: &Path, replica: u32, life: u32) -> Result<Self> {
         let what = || format!("connect to the supervisor's event socket {}", path.display());
         let stream = UnixStream::connect(path).map_err(|e| Error::io(what(), e))?;
-        stream.set_write_timeout(Some(WRITE_TIMEOUT)).map_err(|e| Error::io(what(), e))?;
+        stream
+            .set_write_timeout(Some(WRITE_TIMEOUT))
+            .map_err(|e| Error::io(what(), e))?;
         let shared = Arc::new(Shared::default());
         let of_thread = Arc::clone(&shared);
         std::thread::Builder::new()
             .name("ox-events".into())
             .spawn(move || write_all(&of_thread, stream))
             .map_err(|e| Error::io("start thread ox-events", e))?;
-        Ok(Self { replica, life, open: Some(Arc::new(Open { shared })) })
+        Ok(Self {
+            replica,
+            life,
+            open: Some(Arc::new(Open { shared })),
+        })
     }
 
     /// True if events go somewhere.
     pub fn is_enabled(&self) -> bool {
-        self.open.as_ref().is_some_and(|open| open.shared.lock().broken.is_none())
+        self.open
+            .as_ref()
+            .is_some_and(|open| open.shared.lock().broken.is_none())
     }
 
     /// Stamps `kind` with the time and queues it. Never blocks.
     pub fn send(&self, kind: EventKind) {
         let Some(open) = &self.open else { return };
-        let event = ReplicaEvent { replica: self.replica, life: self.life, t_us: now_us(), kind };
+        let event = ReplicaEvent {
+            replica: self.replica,
+            life: self.life,
+            t_us: now_us(),
+            kind,
+        };
         let mut state = open.shared.lock();
         if state.broken.is_some() || state.closed {
             return;
         }
         if state.queue.len() >= SOFT {
-            let oldest = state.queue.iter().position(|e| matches!(e.kind, EventKind::Step { .. }));
+            let oldest = state
+                .queue
+                .iter()
+                .position(|e| matches!(e.kind, EventKind::Step { .. }));
             match oldest {
                 Some(at) => drop(state.queue.remove(at)),
                 None if matches!(event.kind, EventKind::Step { .. }) || state.queue.len() >= HARD => {
@@ -153,7 +175,12 @@ impl EventSender {
                     state.queue.len() + usize::from(state.writing)
                 )));
             }
-            state = open.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = open
+                .shared
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -180,9 +207,10 @@ fn write_all(shared: &Shared, mut stream: UnixStream) {
         };
         let written = match event.to_line() {
             Ok(line) => stream.write_all(line.as_bytes()).map_err(|e| match e.kind() {
-                std::io::ErrorKind::WouldBlock => {
-                    Error::timeout(format!("the supervisor took no event for {} s", WRITE_TIMEOUT.as_secs()))
-                }
+                std::io::ErrorKind::WouldBlock => Error::timeout(format!(
+                    "the supervisor took no event for {} s",
+                    WRITE_TIMEOUT.as_secs()
+                )),
                 _ => Error::new(ErrorKind::PeerLost, format!("the supervisor is gone: {e}")).with_source(e),
             }),
             Err(e) => {
@@ -242,7 +270,11 @@ mod tests {
         let commits = 2 * SOFT as u64;
         for step in 0..commits {
             for inner_step in 0..20 {
-                sender.send(EventKind::Step { inner_step, loss: 1.0, tokens_per_s: 1.0 });
+                sender.send(EventKind::Step {
+                    inner_step,
+                    loss: 1.0,
+                    tokens_per_s: 1.0,
+                });
             }
             sender.send(commit(step));
         }
@@ -274,11 +306,15 @@ mod tests {
         let sender = EventSender::connect(&path, 0, 0).unwrap();
         drop(listener.accept().unwrap());
         drop(listener);
-        sender.send(EventKind::State { state: ReplicaState::Training });
+        sender.send(EventKind::State {
+            state: ReplicaState::Training,
+        });
         let e = sender.flush(deadline_in(Duration::from_secs(60))).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
         assert!(!sender.is_enabled());
-        sender.send(EventKind::State { state: ReplicaState::Done });
+        sender.send(EventKind::State {
+            state: ReplicaState::Done,
+        });
     }
 
     #[test]

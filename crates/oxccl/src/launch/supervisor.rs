@@ -49,7 +49,10 @@ impl std::fmt::Debug for LighthouseSource {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
             Self::External(url) => f.debug_tuple("External").field(url).finish(),
-            Self::Spawn { bind, .. } => f.debug_struct("Spawn").field("bind", bind).finish_non_exhaustive(),
+            Self::Spawn { bind, .. } => f
+                .debug_struct("Spawn")
+                .field("bind", bind)
+                .finish_non_exhaustive(),
         }
     }
 }
@@ -98,7 +101,9 @@ impl Default for RestartPolicy {
 impl RestartPolicy {
     /// The pause before the next life, after `in_a_row` earlier short lives.
     pub(super) fn pause(&self, in_a_row: u32) -> Duration {
-        self.backoff.saturating_mul(1 << in_a_row.min(20)).min(self.backoff_max)
+        self.backoff
+            .saturating_mul(1 << in_a_row.min(20))
+            .min(self.backoff_max)
     }
 }
 
@@ -133,6 +138,9 @@ pub struct SupervisorConfig {
     pub deadline: Option<Instant>,
     /// How long processes get to end by themselves after SIGTERM, before SIGKILL.
     pub grace: Duration,
+    /// SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run instead of this process, from before the first child is started
+    /// until the supervisor is dropped; a second one ends it at once.
+    pub stop_on_signals: bool,
 }
 
 impl SupervisorConfig {
@@ -148,6 +156,7 @@ impl SupervisorConfig {
             give_up: GiveUp::StopAll,
             deadline: None,
             grace: Duration::from_secs(2),
+            stop_on_signals: false,
         }
     }
 
@@ -210,6 +219,11 @@ impl Supervisor {
         let (started, start_result) = channel();
         let (outcome_to, outcome) = channel();
         let running = Running::default();
+        let signals = if config.stop_on_signals {
+            Some(stop_on_signals(control.clone())?)
+        } else {
+            None
+        };
         let run = control::Run {
             config,
             command: Box::new(command),
@@ -218,15 +232,23 @@ impl Supervisor {
             inbox,
             running: Arc::clone(&running),
         };
+        // Made before the start, so that its drop tidies up after a failed one.
+        let mut this = Self {
+            lighthouse: String::new(),
+            control,
+            running,
+            outcome,
+            signals,
+        };
         std::thread::Builder::new()
             .name("ox-launch".into())
             .spawn(move || control::run(run, deadline, &started, &outcome_to))
             .map_err(|e| Error::io("start thread ox-launch", e))?;
         // The thread keeps the deadline itself; a lost answer means that it is gone.
-        let lighthouse = start_result
+        this.lighthouse = start_result
             .recv()
             .map_err(|_| Error::new(ErrorKind::Internal, "thread ox-launch ended without an answer"))??;
-        Ok((Self { lighthouse, control, running, outcome, signals: None }, events))
+        Ok((this, events))
     }
 
     /// The lighthouse's address, `http://host:port`.
@@ -247,68 +269,82 @@ impl Supervisor {
             }
             Some((current, _)) => Err(Error::new(
                 ErrorKind::NotFound,
-                format!("replica {replica} is in life {current}, not in {}", life.unwrap_or_default()),
+                format!(
+                    "replica {replica} is in life {current}, not in {}",
+                    life.unwrap_or_default()
+                ),
             )),
-            None => Err(Error::new(ErrorKind::NotFound, format!("replica {replica} does not run"))),
+            None => Err(Error::new(
+                ErrorKind::NotFound,
+                format!("replica {replica} does not run"),
+            )),
         }
     }
 
     /// The replicas that run now, each with its life, in no particular order.
     pub fn running(&self) -> Vec<(u32, u32)> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        running.iter().map(|(replica, (life, _))| (*replica, *life)).collect()
+        running
+            .iter()
+            .map(|(replica, (life, _))| (*replica, *life))
+            .collect()
     }
 
     /// Asks for the end of the run: SIGTERM to all, SIGKILL after the grace time (at once when called again).
     pub fn stop(&self, why: impl Into<String>) {
-        let _ = self.control.send(Control::Stop(StopReason::Stopped { why: why.into() }));
-    }
-
-    /// From now on SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run instead of this process; a second one ends it at
-    /// once. Lasts until the supervisor is dropped.
-    pub fn stop_on_signals(&mut self) -> Result<()> {
-        let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
-        let handle = signals.handle();
-        let control = self.control.clone();
-        std::thread::Builder::new()
-            .name("ox-signals".into())
-            .spawn(move || {
-                for signal in signals.forever() {
-                    let why = match signal {
-                        SIGINT => "interrupted (SIGINT)",
-                        SIGTERM => "terminated (SIGTERM)",
-                        _ => "hung up (SIGHUP)",
-                    };
-                    let _ = control.send(Control::Stop(StopReason::Stopped { why: why.into() }));
-                }
-            })
-            .map_err(|e| Error::io("start thread ox-signals", e))?;
-        self.signals = Some(handle);
-        Ok(())
+        let _ = self
+            .control
+            .send(Control::Stop(StopReason::Stopped { why: why.into() }));
     }
 
     /// Waits until all processes are gone. `Timeout` if some still run at `deadline`; the run goes on then.
     pub fn wait(&self, deadline: Instant) -> Result<Outcome> {
-        self.outcome.recv_timeout(time_left(deadline)).map_err(|e| match e {
-            RecvTimeoutError::Timeout => {
-                let mut replicas: Vec<u32> = self.running().iter().map(|(replica, _)| *replica).collect();
-                replicas.sort_unstable();
-                Error::timeout(format!("the run goes on: replicas {replicas:?} are still running"))
-            }
-            RecvTimeoutError::Disconnected => {
-                Error::new(ErrorKind::InvalidState, "the outcome of this run was taken already")
-            }
-        })
+        self.outcome
+            .recv_timeout(time_left(deadline))
+            .map_err(|e| match e {
+                RecvTimeoutError::Timeout => {
+                    let mut replicas: Vec<u32> = self.running().iter().map(|(replica, _)| *replica).collect();
+                    replicas.sort_unstable();
+                    Error::timeout(format!(
+                        "the run goes on: replicas {replicas:?} are still running"
+                    ))
+                }
+                RecvTimeoutError::Disconnected => Error::new(
+                    ErrorKind::InvalidState,
+                    "the outcome of this run was taken already",
+                ),
+            })
     }
 }
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        let _ = self.control.send(Control::Stop(StopReason::Stopped { why: "its supervisor was dropped".into() }));
+        let _ = self.control.send(Control::Stop(StopReason::Stopped {
+            why: "its supervisor was dropped".into(),
+        }));
         if let Some(signals) = &self.signals {
             signals.close();
         }
     }
+}
+
+fn stop_on_signals(control: Sender<Control>) -> Result<Handle> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+    let handle = signals.handle();
+    std::thread::Builder::new()
+        .name("ox-signals".into())
+        .spawn(move || {
+            for signal in signals.forever() {
+                let why = match signal {
+                    SIGINT => "interrupted (SIGINT)",
+                    SIGTERM => "terminated (SIGTERM)",
+                    _ => "hung up (SIGHUP)",
+                };
+                let _ = control.send(Control::Stop(StopReason::Stopped { why: why.into() }));
+            }
+        })
+        .map_err(|e| Error::io("start thread ox-signals", e))?;
+    Ok(handle)
 }
 
 /// Looks whether somebody listens at a lighthouse's address (`http://host:port`), so that a wrong one is found before
@@ -319,9 +355,18 @@ pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
         .strip_prefix("http://")
         .map(|rest| rest.trim_end_matches('/'))
         .filter(|rest| !rest.is_empty() && !rest.contains('/'))
-        .ok_or_else(|| Error::invalid(format!("lighthouse address \"{url}\" must look like http://host:port")))?;
-    if !authority.rsplit_once(':').is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok()) {
-        return Err(Error::invalid(format!("lighthouse address \"{url}\" must name a port: http://host:port")));
+        .ok_or_else(|| {
+            Error::invalid(format!(
+                "lighthouse address \"{url}\" must look like http://host:port"
+            ))
+        })?;
+    if !authority
+        .rsplit_once(':')
+        .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
+    {
+        return Err(Error::invalid(format!(
+            "lighthouse address \"{url}\" must name a port: http://host:port"
+        )));
     }
     let unavailable = |what: String| {
         Error::new(
@@ -332,7 +377,10 @@ pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
             ),
         )
     };
-    let addresses: Vec<_> = authority.to_socket_addrs().map_err(|e| unavailable(e.to_string()))?.collect();
+    let addresses: Vec<_> = authority
+        .to_socket_addrs()
+        .map_err(|e| unavailable(e.to_string()))?
+        .collect();
     let mut last = String::from("the name has no address");
     for address in addresses {
         let left = time_left(deadline);
@@ -367,8 +415,21 @@ mod tests {
     #[test]
     fn a_lighthouse_address_is_checked_before_anything_starts() {
         let soon = || deadline_in(Duration::from_secs(20));
-        for bad in ["", "localhost:1", "https://h:1", "http://", "http://h", "http://h:port", "http://:1", "http://h:1/x"] {
-            assert_eq!(check_lighthouse(bad, soon()).unwrap_err().kind(), ErrorKind::InvalidArgument, "{bad}");
+        for bad in [
+            "",
+            "localhost:1",
+            "https://h:1",
+            "http://",
+            "http://h",
+            "http://h:port",
+            "http://:1",
+            "http://h:1/x",
+        ] {
+            assert_eq!(
+                check_lighthouse(bad, soon()).unwrap_err().kind(),
+                ErrorKind::InvalidArgument,
+                "{bad}"
+            );
         }
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -376,7 +437,10 @@ mod tests {
         drop(listener);
         let e = check_lighthouse(&url, soon()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unavailable);
-        assert!(e.to_string().contains(&url) && e.to_string().contains("oxccl lighthouse"), "{e}");
+        assert!(
+            e.to_string().contains(&url) && e.to_string().contains("oxccl lighthouse"),
+            "{e}"
+        );
     }
 
     #[test]
@@ -384,10 +448,34 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let config = || SupervisorConfig::new(2, LighthouseSource::External("http://h:1".into()), dir.path());
         for (config, named) in [
-            (SupervisorConfig { replicas: 0, ..config() }, "at least one"),
-            (SupervisorConfig { first_replica: 1, ..config() }, "replicas 1 to 2 do not fit a job of 2"),
-            (SupervisorConfig { first_replica: u32::MAX, ..config() }, "do not fit"),
-            (SupervisorConfig { run_dir: dir.path().join("absent"), ..config() }, "does not exist"),
+            (
+                SupervisorConfig {
+                    replicas: 0,
+                    ..config()
+                },
+                "at least one",
+            ),
+            (
+                SupervisorConfig {
+                    first_replica: 1,
+                    ..config()
+                },
+                "replicas 1 to 2 do not fit a job of 2",
+            ),
+            (
+                SupervisorConfig {
+                    first_replica: u32::MAX,
+                    ..config()
+                },
+                "do not fit",
+            ),
+            (
+                SupervisorConfig {
+                    run_dir: dir.path().join("absent"),
+                    ..config()
+                },
+                "does not exist",
+            ),
         ] {
             let e = Supervisor::start(config, |_| Command::new("true"), restart_deadline()).unwrap_err();
             assert!(e.to_string().contains(named), "{e}");

@@ -1,0 +1,296 @@
+//! Rounds with hand-computed histories, over a replica that plays the rest of the world.
+
+use std::collections::VecDeque;
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
+use ftcore::{Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor, Traffic, Work};
+use manager::{Healed, ManagedWork, Participation, Replica, State};
+
+/// The other replicas as a function: given this replica's bucket, what the average over all is.
+type World = Box<dyn FnMut(&[f32]) -> Vec<f32>>;
+
+struct Scripted {
+    step: i64,
+    world: World,
+    /// Outcomes of the next all-reduces (empty: they succeed).
+    reductions: VecDeque<bool>,
+    /// Votes of the rest of the replica (empty: yes).
+    votes: VecDeque<bool>,
+    /// State to heal from at the next quorum, and its step.
+    heal: Option<(i64, StateDict)>,
+    /// What `save` gave at the last quorum, as a healing peer would get it.
+    snapshot: StateDict,
+    error: Option<Error>,
+}
+
+impl Scripted {
+    fn new(world: impl FnMut(&[f32]) -> Vec<f32> + 'static) -> Self {
+        Self {
+            step: 0,
+            world: Box::new(world),
+            reductions: VecDeque::new(),
+            votes: VecDeque::new(),
+            heal: None,
+            snapshot: StateDict::new(),
+            error: None,
+        }
+    }
+
+    /// Replicas that all did the same.
+    fn identical() -> Self {
+        Self::new(<[f32]>::to_vec)
+    }
+}
+
+impl Replica for Scripted {
+    fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
+        self.error = None;
+        let mut healed = None;
+        if let Some((step, dict)) = self.heal.take() {
+            state.load(&dict)?;
+            self.step = step;
+            healed = Some(Healed { source: Some(0), bytes: 1, took: Duration::ZERO });
+        }
+        self.snapshot = StateDict::new();
+        state.save(&mut self.snapshot)?;
+        let contributes = healed.is_none();
+        let members = vec!["a".into(), "b".into()];
+        Ok(Participation {
+            epoch: 1,
+            step: self.step,
+            replica_rank: 0,
+            replica_world_size: 2,
+            contributes,
+            healed,
+            members,
+        })
+    }
+
+    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
+        assert_eq!(op, ReduceOp::Avg);
+        if self.reductions.pop_front() == Some(false) {
+            let e = Error::new(ErrorKind::PeerLost, "scripted");
+            self.error = Some(e.clone());
+            return ManagedWork::failed(e, tensors);
+        }
+        let tensors = tensors
+            .iter()
+            .map(|t| Tensor::from_vec((self.world)(t.as_slice::<f32>().unwrap())))
+            .collect();
+        ManagedWork::submitted(Work::finished(OpKind::AllReduce, Completion { tensors, source: None, contributors: 2 }))
+    }
+
+    fn should_commit(&mut self, _: Instant) -> Result<bool> {
+        let yes = self.error.is_none() && self.votes.pop_front().unwrap_or(true);
+        self.step += i64::from(yes);
+        Ok(yes)
+    }
+
+    fn current_step(&self) -> i64 {
+        self.step
+    }
+    fn report_error(&mut self, error: Error) {
+        self.error = Some(error);
+    }
+    fn error(&self) -> Option<Error> {
+        self.error.clone()
+    }
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+    fn leave(&mut self, _: Instant) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// A training loop without state of its own.
+struct Nothing;
+impl State for Nothing {
+    fn save(&self, _: &mut StateDict) -> Result<()> {
+        Ok(())
+    }
+    fn load(&mut self, _: &StateDict) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn params(sizes: &[usize]) -> SliceParameters {
+    SliceParameters::new(sizes.iter().enumerate().map(|(i, n)| (format!("p{i}"), vec![0.0; *n])).collect())
+}
+
+fn layer(name: &str) -> usize {
+    name[1..].parse().unwrap()
+}
+
+fn begun(replica: Scripted, sizes: &[usize], config: DilocoConfig) -> Diloco<Scripted, SliceParameters> {
+    let mut d = Diloco::new(replica, params(sizes), config, &layer).unwrap();
+    let reports = d.begin(&mut Nothing).unwrap();
+    assert_eq!(reports.len(), 1, "the initial synchronisation is a round of its own");
+    assert_eq!(d.step(), 1);
+    d
+}
+
+/// Every inner step takes 1 off every parameter.
+fn inner_steps(d: &mut Diloco<Scripted, SliceParameters>, n: usize) -> Vec<diloco::RoundReport> {
+    let mut reports = Vec::new();
+    for _ in 0..n {
+        for i in 0..d.params().len() {
+            d.params_mut().write(i, &mut |w| w.iter_mut().for_each(|w| *w -= 1.0)).unwrap();
+        }
+        reports.extend(d.after_inner_step(&mut Nothing).unwrap());
+    }
+    reports
+}
+
+fn sgd(lr: f32) -> OuterOptimizer {
+    OuterOptimizer::Sgd { lr }
+}
+
+#[test]
+fn local_sgd_adopts_the_mean_of_the_replicas() {
+    // The other replica moved three times as far: mean gradient is twice this one's.
+    let mut d = begun(
+        Scripted::new(|own| own.iter().map(|x| (x + 3.0 * x) / 2.0).collect()),
+        &[2],
+        DilocoConfig::local_sgd(4),
+    );
+    assert_eq!(inner_steps(&mut d, 4).len(), 1);
+    assert_eq!(d.params().get(0).unwrap(), [-8.0, -8.0]);
+}
+
+#[test]
+fn nesterov_momentum_follows_the_hand_computed_history() {
+    let outer = OuterOptimizer::Nesterov { lr: 0.5, momentum: 0.5 };
+    let mut d = begun(Scripted::identical(), &[1], DilocoConfig { outer, ..DilocoConfig::diloco(2) });
+    inner_steps(&mut d, 2); // gradient 2: b = 2, direction 2 + 1 = 3
+    assert_eq!(d.params().get(0).unwrap(), [-1.5]);
+    inner_steps(&mut d, 2); // gradient 2: b = 3, direction 2 + 1.5 = 3.5
+    assert_eq!(d.params().get(0).unwrap(), [-3.25]);
+}
+
+#[test]
+fn delay_and_mixing_match_the_closed_form() {
+    for (delay, gradient) in [(0u64, 4.0f32), (1, 3.0)] {
+        for alpha in [0.0f32, 0.5, 1.0] {
+            let config = DilocoConfig { delay, mixing: alpha, outer: sgd(0.5), ..DilocoConfig::diloco(4) };
+            let mut d = begun(Scripted::identical(), &[1], config);
+            inner_steps(&mut d, 4);
+            let global = -0.5 * gradient;
+            assert_eq!(d.params().get(0).unwrap(), [alpha * -4.0 + (1.0 - alpha) * global], "delay {delay} alpha {alpha}");
+            assert_eq!(d.with_global(|p| p.get(0).unwrap().to_vec()).unwrap(), [global]);
+            // The next round's outer gradient starts from the global copy, not from the mix.
+            let local = alpha * -4.0 + (1.0 - alpha) * global;
+            inner_steps(&mut d, 4);
+            let at_send = local - (4 - delay) as f32;
+            assert_eq!(
+                d.with_global(|p| p.get(0).unwrap().to_vec()).unwrap(),
+                [global - 0.5 * (global - at_send)],
+                "second round, delay {delay} alpha {alpha}"
+            );
+        }
+    }
+}
+
+#[test]
+fn l13_a_failed_commit_applies_nothing_and_the_same_round_is_done_again() {
+    let config = DilocoConfig { outer: OuterOptimizer::Nesterov { lr: 0.7, momentum: 0.9 }, ..DilocoConfig::diloco(4) };
+    let mut undisturbed = begun(Scripted::identical(), &[3, 5], config.clone());
+    inner_steps(&mut undisturbed, 8);
+
+    let mut replica = Scripted::identical();
+    replica.votes = VecDeque::from([true, false, false, true]);
+    let mut d = begun(replica, &[3, 5], config);
+    let reports = inner_steps(&mut d, 8);
+    assert_eq!(reports.iter().map(|r| r.failed_attempts).collect::<Vec<_>>(), [2, 0]);
+    assert_eq!(d.global_hash(), undisturbed.global_hash());
+    assert_eq!(d.params(), undisturbed.params());
+}
+
+#[test]
+fn a_lost_reduction_never_commits_and_the_kept_gradient_is_sent_again() {
+    let mut replica = Scripted::identical();
+    replica.reductions = VecDeque::from([false, true]);
+    let config = DilocoConfig { delay: 1, mixing: 0.0, outer: sgd(1.0), ..DilocoConfig::diloco(4) };
+    let mut d = begun(replica, &[2], config);
+    let reports = inner_steps(&mut d, 4);
+    assert_eq!(reports[0].failed_attempts, 1);
+    // 3, as it was when the round was begun: not 4, as it is when it is repeated.
+    assert_eq!(d.params().get(0).unwrap(), [-3.0, -3.0]);
+}
+
+#[test]
+fn l04_every_element_is_reduced_whatever_the_bucket_size() {
+    for sizes in [&[6usize, 6, 6][..], &[12, 3, 3], &[1, 20, 1]] {
+        for bucket_elements in [1, 5, 10, 1000] {
+            let config = DilocoConfig { outer: sgd(1.0), bucket_elements, ..DilocoConfig::diloco(1) };
+            let mut d = begun(Scripted::new(|own| own.iter().map(|x| 10.0 * x).collect()), sizes, config);
+            inner_steps(&mut d, 1);
+            for i in 0..sizes.len() {
+                assert!(d.params().get(i).unwrap().iter().all(|w| *w == -10.0), "{sizes:?} {bucket_elements} {:?}", d.params());
+            }
+        }
+    }
+}
+
+#[test]
+fn l05_each_fragment_has_its_own_outer_optimizer_and_leaves_the_others_alone() {
+    let outer = OuterOptimizer::Nesterov { lr: 1.0, momentum: 0.5 };
+    let config = DilocoConfig { sync_every: 4, fragments: 2, delay: 0, mixing: 0.0, outer, ..DilocoConfig::default() };
+    let mut d = begun(Scripted::identical(), &[1, 1], config);
+    inner_steps(&mut d, 2); // fragment 0: gradient 2, direction 3
+    assert_eq!((d.params().get(0).unwrap(), d.params().get(1).unwrap()), (&[-3.0][..], &[-2.0][..]));
+    inner_steps(&mut d, 2); // fragment 1: gradient 4, its own momentum starts from nothing: direction 6
+    assert_eq!((d.params().get(0).unwrap(), d.params().get(1).unwrap()), (&[-5.0][..], &[-6.0][..]));
+}
+
+#[test]
+fn a_healed_replica_is_bitwise_equal_and_goes_on_in_step() {
+    let config = DilocoConfig { sync_every: 8, fragments: 2, delay: 1, rounds: Some(50), ..DilocoConfig::default() };
+    let mut healthy = begun(Scripted::identical(), &[4, 3], config.clone());
+    inner_steps(&mut healthy, 4 * 3 + 3); // three rounds, and the fourth has been begun
+    let snapshot = std::mem::replace(&mut healthy.replica().snapshot.clone(), StateDict::new());
+
+    let mut replica = Scripted::identical();
+    replica.heal = Some((healthy.step(), snapshot));
+    let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
+    assert!(d.begin(&mut Nothing).unwrap().is_empty(), "one inner step of the round is left");
+    assert_eq!(d.global_hash(), healthy.global_hash());
+    let (a, b) = (inner_steps(&mut healthy, 1), inner_steps(&mut d, 1));
+    assert_eq!((a.len(), b.len()), (1, 1));
+    assert!(b[0].healed.is_some());
+    assert_eq!(d.global_hash(), healthy.global_hash());
+    assert_eq!(d.params(), healthy.params());
+}
+
+#[test]
+fn state_of_another_model_is_refused_and_changes_nothing() {
+    let config = DilocoConfig::diloco(4);
+    let other = begun(Scripted::identical(), &[4, 4], config.clone());
+    let snapshot = other.replica().snapshot.clone();
+    let mut replica = Scripted::identical();
+    replica.heal = Some((1, snapshot));
+    let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
+    let before = d.global_hash();
+    let e = d.begin(&mut Nothing).unwrap_err();
+    assert!(e.to_string().contains("p1[3]") && e.to_string().contains("p1[4]"), "{e}");
+    assert_eq!(d.global_hash(), before);
+    assert_eq!(d.step(), 0);
+}
+
+#[test]
+fn the_configured_number_of_rounds_ends_with_a_closing_round_without_data() {
+    let mut replica = Scripted::identical();
+    let seen = std::rc::Rc::new(std::cell::Cell::new(0));
+    let count = seen.clone();
+    replica.world = Box::new(move |own| {
+        count.set(count.get() + 1);
+        own.to_vec()
+    });
+    let mut d = begun(replica, &[2], DilocoConfig { rounds: Some(2), ..DilocoConfig::diloco(1) });
+    inner_steps(&mut d, 2);
+    assert!(d.is_finished());
+    d.finish(&mut Nothing).unwrap();
+    assert_eq!(seen.get(), 2);
+}

@@ -1,0 +1,471 @@
+//! The store's server: an accepting thread, and a thread per connection that reads requests and answers in order.
+//!
+//! A pending WAIT or BARRIER blocks only its own connection: that thread watches its socket (for CANCEL_WAIT or the
+//! end of the connection) and its bell (rung by the engine) at once. Whatever a peer sends, the worst it gets is a closed
+//! connection and a line in the log.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::{self, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::thread;
+use std::time::Duration;
+
+use super::engine::{Engine, Entry, Ticket};
+use super::link::{Bell, Link, Patience, is_late, watch_listener};
+use super::wire::{self, Budget, Request};
+use crate::store::table::Refusal;
+use crate::{Error, ErrorKind, Result, deadline_in, time_left};
+
+/// Connections at once; more are closed at once with a warning.
+const MAX_CONNECTIONS: usize = 4096;
+/// Keys, values and queues together.
+const MAX_STORED: usize = 1 << 30;
+/// What all connections together may hold in unfinished requests.
+const MAX_UNFINISHED: usize = 512 << 20;
+/// A connection must validate itself within this time, so that silent strangers do not use the slots up.
+const HANDSHAKE: Duration = Duration::from_secs(30);
+/// A request that stops half way, or a peer that takes no replies, is given up after this time.
+const STALL: Duration = Duration::from_secs(60);
+/// Replies are gathered up to this size before they are sent.
+const REPLY: usize = 64 * 1024;
+/// The work of a connection is shallow; thousands of them should be cheap.
+const STACK: usize = 256 * 1024;
+/// How long `shutdown` waits for the connections' threads.
+const SHUTDOWN: Duration = Duration::from_secs(5);
+
+/// A server of PyTorch's TCPStore protocol; see [`TcpStore`](super::TcpStore) for the client.
+///
+/// Limits: 4096 connections, 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB per request, 1 GiB in all.
+/// Dropping it ends all connections without waiting for their threads.
+pub struct TcpStoreServer {
+    address: SocketAddr,
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    engine: Engine,
+    budget: Budget,
+    stop: Bell,
+    doors: Mutex<Doors>,
+    changed: Condvar,
+}
+
+/// Who is connected, and whether anybody still may.
+#[derive(Default)]
+struct Doors {
+    stopped: bool,
+    accepting: bool,
+    open: HashMap<u64, Arc<TcpStream>>,
+    next: u64,
+}
+
+impl TcpStoreServer {
+    /// Listens on `addr` (`host:port`, `[v6]:port`; port 0 takes a free one) and serves until it is dropped.
+    ///
+    /// # Errors
+    /// `Conflict` if the address is in use, `InvalidArgument` if it is not an address of this machine or malformed,
+    /// `Io` if the system refuses otherwise.
+    pub fn bind(addr: &str) -> Result<Self> {
+        let fail = |e: io::Error| bind_error(addr, e);
+        let listener = TcpListener::bind(addr).map_err(fail)?;
+        listener.set_nonblocking(true).map_err(fail)?;
+        let address = listener.local_addr().map_err(fail)?;
+        let shared = Arc::new(Shared {
+            engine: Engine::new(MAX_STORED),
+            budget: Budget::new(MAX_UNFINISHED),
+            stop: Bell::new().map_err(fail)?,
+            doors: Mutex::new(Doors { accepting: true, ..Doors::default() }),
+            changed: Condvar::new(),
+        });
+        let for_thread = shared.clone();
+        thread::Builder::new()
+            .name("ox-store-accept".into())
+            .spawn(move || accept(&listener, &for_thread))
+            .map_err(fail)?;
+        tracing::debug!(%address, "store server listens");
+        Ok(Self { address, shared })
+    }
+
+    /// The address listened on, with the real port.
+    pub fn local_addr(&self) -> SocketAddr {
+        self.address
+    }
+
+    /// The port listened on.
+    pub fn port(&self) -> u16 {
+        self.address.port()
+    }
+
+    /// Stops accepting, ends all connections and waits (a few seconds at most) until the port is free again. A second
+    /// call does nothing.
+    pub fn shutdown(&self) {
+        self.stop();
+        let deadline = deadline_in(SHUTDOWN);
+        let mut doors = self.shared.doors();
+        while doors.accepting || !doors.open.is_empty() {
+            let left = time_left(deadline);
+            if left.is_zero() {
+                tracing::warn!(connections = doors.open.len(), "store server: connections did not end in time");
+                return;
+            }
+            doors = self.shared.changed.wait_timeout(doors, left).unwrap_or_else(PoisonError::into_inner).0;
+        }
+    }
+
+    fn stop(&self) {
+        let mut doors = self.shared.doors();
+        doors.stopped = true;
+        for socket in doors.open.values() {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+        drop(doors);
+        self.shared.stop.ring();
+    }
+
+    /// How many waits and barriers are pending.
+    #[cfg(test)]
+    pub(in crate::store) fn waiting(&self) -> usize {
+        self.shared.engine.waiting()
+    }
+
+    /// How many connections are open.
+    #[cfg(test)]
+    pub(in crate::store) fn connections(&self) -> usize {
+        self.shared.doors().open.len()
+    }
+}
+
+impl Drop for TcpStoreServer {
+    fn drop(&mut self) {
+        self.stop();
+    }
+}
+
+impl fmt::Debug for TcpStoreServer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TcpStoreServer").field("address", &self.address).finish_non_exhaustive()
+    }
+}
+
+fn bind_error(addr: &str, e: io::Error) -> Error {
+    let (kind, text) = match e.kind() {
+        io::ErrorKind::AddrInUse => (
+            ErrorKind::Conflict,
+            format!(
+                "cannot listen on {addr}: the address is in use; stop the process that uses it, choose another port, \
+                 or give port 0 to take a free one"
+            ),
+        ),
+        io::ErrorKind::AddrNotAvailable => {
+            (ErrorKind::InvalidArgument, format!("cannot listen on {addr}: it is not an address of this machine"))
+        }
+        io::ErrorKind::InvalidInput => {
+            (ErrorKind::InvalidArgument, format!("cannot listen on {addr}: it is not of the form host:port ({e})"))
+        }
+        _ => return Error::io(format_args!("cannot listen on {addr}"), e).with_op("store.serve"),
+    };
+    Error::new(kind, text).with_op("store.serve").with_source(e)
+}
+
+impl Shared {
+    fn doors(&self) -> MutexGuard<'_, Doors> {
+        self.doors.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+    let mut pause = None;
+    loop {
+        if let Err(error) = watch_listener(listener, &shared.stop, pause.take()) {
+            tracing::error!(%error, "store server: cannot wait for connections; it stops accepting");
+            break;
+        }
+        if shared.doors().stopped {
+            break;
+        }
+        match listener.accept() {
+            Ok((stream, peer)) => admit(stream, peer, shared),
+            Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
+            Err(error) => {
+                // Most likely no file descriptors are left: connections that end will free some.
+                tracing::warn!(%error, "store server: cannot accept a connection");
+                pause = Some(deadline_in(Duration::from_millis(50)));
+            }
+        }
+    }
+    shared.doors().accepting = false;
+    shared.changed.notify_all();
+}
+
+fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
+    let link = match Link::new(stream, Patience::Until(deadline_in(HANDSHAKE))) {
+        Ok(link) => link,
+        Err(error) => {
+            tracing::debug!(%peer, %error, "store server: connection lost at once");
+            return;
+        }
+    };
+    keep_alive(&link);
+    let id = {
+        let mut doors = shared.doors();
+        if doors.stopped {
+            return;
+        }
+        if doors.open.len() >= MAX_CONNECTIONS {
+            tracing::warn!(%peer, limit = MAX_CONNECTIONS, "store server: too many connections; closing this one");
+            return;
+        }
+        let id = doors.next;
+        doors.next += 1;
+        doors.open.insert(id, link.socket().clone());
+        id
+    };
+    let place = Place { shared: shared.clone(), id };
+    let spawned = thread::Builder::new().name("ox-store-conn".into()).stack_size(STACK).spawn(move || {
+        Session { link, shared: &place.shared, out: Vec::new(), bell: None }.run(peer);
+    });
+    if let Err(error) = spawned {
+        tracing::warn!(%peer, %error, "store server: no thread for a connection; closing it");
+    }
+}
+
+/// Finds out about peers whose machine vanished, so that they do not keep their place for ever. Best effort.
+fn keep_alive(link: &Link) {
+    let socket = link.socket();
+    let _ = rustix::net::sockopt::set_socket_keepalive(socket, true);
+    let _ = rustix::net::sockopt::set_tcp_keepidle(socket, Duration::from_secs(60));
+    let _ = rustix::net::sockopt::set_tcp_keepintvl(socket, Duration::from_secs(15));
+    let _ = rustix::net::sockopt::set_tcp_keepcnt(socket, 4);
+}
+
+/// A connection's place among the open ones, given up however its thread ends.
+struct Place {
+    shared: Arc<Shared>,
+    id: u64,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.shared.doors().open.remove(&self.id);
+        self.shared.changed.notify_all();
+    }
+}
+
+/// Why a connection ended.
+enum End {
+    /// The peer closed it between two requests.
+    Closed,
+    /// The connection broke or stalled, or the bytes were not the protocol.
+    Io(io::Error),
+    /// A write that the protocol has no reply for refusing.
+    Refused(Vec<u8>, Refusal),
+}
+
+impl From<io::Error> for End {
+    fn from(e: io::Error) -> Self {
+        Self::Io(e)
+    }
+}
+
+/// One connection.
+struct Session<'a> {
+    link: Link,
+    shared: &'a Shared,
+    /// Replies not sent yet.
+    out: Vec<u8>,
+    /// Made by the first wait that blocks.
+    bell: Option<Arc<Bell>>,
+}
+
+impl Session<'_> {
+    fn run(mut self, peer: SocketAddr) {
+        match self.serve() {
+            Ok(never) => match never {},
+            Err(End::Closed) => tracing::debug!(%peer, "store server: connection closed"),
+            Err(End::Refused(key, refusal)) => {
+                tracing::warn!(%peer, "store server: closing a connection: {}", refusal.describe(&key));
+            }
+            Err(End::Io(e)) if is_late(&e) => {
+                tracing::warn!(%peer, "store server: closing a connection that stalled half way");
+            }
+            Err(End::Io(e)) if matches!(e.kind(), io::ErrorKind::InvalidData | io::ErrorKind::OutOfMemory) => {
+                tracing::warn!(%peer, "store server: closing a connection: {e}");
+            }
+            Err(End::Io(e)) => tracing::debug!(%peer, "store server: connection lost: {e}"),
+        }
+        self.link.shut();
+    }
+
+    fn serve(&mut self) -> std::result::Result<std::convert::Infallible, End> {
+        // All five bytes of the greeting, however they are cut into segments.
+        if !self.link.fill()? {
+            return Err(End::Closed);
+        }
+        if self.link.buffered().first() != Some(&0) {
+            return Err(wire::bad("it did not begin with VALIDATE; is it a client of another service?").into());
+        }
+        match Request::read(&mut self.link, &self.shared.budget)? {
+            Request::Validate(wire::MAGIC) => {}
+            other => return Err(wire::bad(format!("wrong greeting {other:?}")).into()),
+        }
+        loop {
+            if self.link.buffered().is_empty() {
+                self.send()?;
+                self.link.patience = Patience::Forever;
+                if !self.link.fill()? {
+                    return Err(End::Closed);
+                }
+            }
+            self.link.patience = Patience::Stall(STALL);
+            let request = Request::read(&mut self.link, &self.shared.budget)?;
+            self.execute(request)?;
+        }
+    }
+
+    fn execute(&mut self, request: Request) -> std::result::Result<(), End> {
+        let engine = &self.shared.engine;
+        let refused = |key: &[u8]| {
+            let key = key.to_vec();
+            move |refusal| End::Refused(key, refusal)
+        };
+        match request {
+            Request::Validate(_) => return Err(wire::bad("a second VALIDATE").into()),
+            Request::Ping(nonce) => self.reply(&nonce.to_le_bytes())?,
+            Request::Set(key, value) => engine.set(&key, value).map_err(refused(&key))?,
+            Request::MultiSet(pairs) => {
+                engine.multi_set(pairs).map_err(|(key, refusal)| End::Refused(key, refusal))?;
+            }
+            Request::Append(key, more) => engine.append(&key, &more).map_err(refused(&key))?,
+            Request::Add(key, amount) => {
+                let sum = engine.add(&key, amount).map_err(refused(&key))?;
+                self.reply(&sum.to_le_bytes())?;
+            }
+            Request::CompareSet { key, expected, desired } => {
+                let value = engine.compare_set(&key, &expected, &desired).map_err(refused(&key))?;
+                self.reply_bytes(&value)?;
+            }
+            Request::Get(key) => self.reply_values(vec![key])?,
+            Request::MultiGet(keys) => self.reply_values(keys)?,
+            Request::Check(keys) => {
+                let code = if engine.check(&keys) { wire::READY } else { wire::NOT_READY };
+                self.reply(&[code])?;
+            }
+            Request::NumKeys => self.reply_count(engine.num_keys())?,
+            Request::Delete(key) => self.reply_count(usize::from(engine.delete(&key)))?,
+            Request::ListKeys => {
+                let keys = engine.list();
+                self.reply_count(keys.len())?;
+                for key in keys {
+                    self.reply_bytes(&key)?;
+                }
+            }
+            Request::QueuePush(key, item) => engine.push(key.clone(), item).map_err(refused(&key))?,
+            Request::QueuePop(key) => {
+                let (len, item) = engine.pop(&key);
+                self.reply_count(len)?;
+                if let Some(item) = item {
+                    self.reply_bytes(&item)?;
+                }
+            }
+            Request::QueueLen(key) => self.reply_count(engine.queue_len(&key))?,
+            Request::Wait(keys) => {
+                let bell = self.bell()?;
+                let entry = self.shared.engine.wait(keys, &bell);
+                self.block(entry, &bell)?;
+            }
+            Request::Barrier { key, world_size } => {
+                let bell = self.bell()?;
+                let entry =
+                    self.shared.engine.barrier(key.clone(), world_size, &bell).map_err(refused(&key))?;
+                self.block(entry, &bell)?;
+            }
+            // Its wait ended just before: the client reads STOP_WAITING first, then this.
+            Request::CancelWait => self.reply(&[wire::WAIT_CANCELED])?,
+        }
+        Ok(())
+    }
+
+    fn bell(&mut self) -> io::Result<Arc<Bell>> {
+        if let Some(bell) = &self.bell {
+            return Ok(bell.clone());
+        }
+        let bell = Arc::new(Bell::new()?);
+        self.bell = Some(bell.clone());
+        Ok(bell)
+    }
+
+    /// Waits for the engine, CANCEL_WAIT or the end of the connection, and replies.
+    fn block(&mut self, entry: Entry, bell: &Bell) -> std::result::Result<(), End> {
+        let Entry::Pending(ticket) = entry else {
+            return Ok(self.reply(&[wire::STOP_WAITING])?);
+        };
+        let out = self.send().map_err(End::Io).and_then(|()| self.pend(ticket, bell));
+        // Whatever happened, the engine must not keep a waiter that nobody serves.
+        self.shared.engine.cancel(ticket);
+        bell.silence();
+        out
+    }
+
+    fn pend(&mut self, ticket: Ticket, bell: &Bell) -> std::result::Result<(), End> {
+        loop {
+            let next = self.link.buffered().first().copied();
+            if next == Some(wire::CANCEL_WAIT) {
+                self.link.skip(1);
+                if self.shared.engine.cancel(ticket) {
+                    return Ok(self.reply(&[wire::WAIT_CANCELED])?);
+                }
+                return Ok(self.reply(&[wire::STOP_WAITING, wire::WAIT_CANCELED])?);
+            }
+            if !self.shared.engine.is_pending(ticket) {
+                return Ok(self.reply(&[wire::STOP_WAITING])?);
+            }
+            // Another request behind the wait stays where it is: replies go out in order.
+            let seen = self.link.watch(bell, next.is_none())?;
+            if seen.input && next.is_none() {
+                if !self.link.fill()? {
+                    return Err(End::Closed);
+                }
+            } else if seen.gone {
+                return Err(End::Closed);
+            }
+        }
+    }
+
+    fn reply(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.out.extend_from_slice(bytes);
+        if self.out.len() >= REPLY { self.send() } else { Ok(()) }
+    }
+
+    fn reply_count(&mut self, n: usize) -> io::Result<()> {
+        self.reply(&(n as u64).to_le_bytes())
+    }
+
+    fn reply_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.reply_count(bytes.len())?;
+        self.reply(bytes)
+    }
+
+    /// An absent key gives empty bytes, as PyTorch's server does; clients wait for their keys first.
+    fn reply_values(&mut self, keys: Vec<Vec<u8>>) -> io::Result<()> {
+        for value in self.shared.engine.get(&keys) {
+            match value {
+                Some(value) => self.reply_bytes(&value)?,
+                None => self.reply_count(0)?,
+            }
+        }
+        Ok(())
+    }
+
+    fn send(&mut self) -> io::Result<()> {
+        if !self.out.is_empty() {
+            self.link.patience = Patience::Stall(STALL);
+            self.link.write_all(&self.out)?;
+            self.out.clear();
+            // A large reply is no reason to keep its memory for the life of the connection.
+            self.out.shrink_to(REPLY);
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,82 @@
+//! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
+//! of one machine. Results go to standard output, everything else to standard error.
+
+use std::io::IsTerminal;
+use std::process::ExitCode;
+
+use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
+use oxccl::core::{Error, ErrorKind};
+use tracing_subscriber::EnvFilter;
+
+mod command {
+    pub(crate) mod launch;
+    #[cfg(feature = "lighthouse")]
+    pub(crate) mod lighthouse;
+}
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    everything went well
+  1    the run failed (a replica gave up, the deadline passed, an error)
+  2    the command line is wrong
+  3    a service or an address is not available (lighthouse not reachable, port in use)
+  130  interrupted
+
+Environment:
+  OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info)
+  NO_COLOR    no colours";
+
+/// Fault-tolerant collectives and low-communication training.
+#[derive(Debug, Parser)]
+#[command(name = "oxccl", version, after_help = EXIT_CODES, max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[cfg(feature = "lighthouse")]
+    Lighthouse(command::lighthouse::Arguments),
+    Launch(command::launch::Arguments),
+}
+
+fn main() -> ExitCode {
+    let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+    let choice = if colour {
+        ColorChoice::Auto
+    } else {
+        ColorChoice::Never
+    };
+    let matches = Arguments::command().color(choice).get_matches();
+    let arguments = match Arguments::from_arg_matches(&matches) {
+        Ok(arguments) => arguments,
+        Err(e) => e.exit(),
+    };
+    let filter = EnvFilter::try_from_env("OXCCL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(colour && std::io::stderr().is_terminal())
+        .init();
+    let result = match arguments.command {
+        #[cfg(feature = "lighthouse")]
+        Command::Lighthouse(arguments) => command::lighthouse::run(arguments),
+        Command::Launch(arguments) => command::launch::run(arguments),
+    };
+    match result {
+        Ok(code) => code,
+        Err(e) => {
+            eprintln!("error: {e}\n  hint: {}", e.kind().advice());
+            exit_code(&e)
+        }
+    }
+}
+
+fn exit_code(e: &Error) -> ExitCode {
+    ExitCode::from(match e.kind() {
+        ErrorKind::InvalidArgument => 2,
+        ErrorKind::Unavailable | ErrorKind::Conflict => 3,
+        _ => 1,
+    })
+}

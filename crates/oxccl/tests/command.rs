@@ -1,0 +1,205 @@
+//! The `oxccl` command as its user meets it: exit codes, messages, and that nothing outlives it.
+
+use std::net::TcpListener;
+use std::path::Path;
+use std::process::{Command, Output};
+use std::time::{Duration, Instant};
+
+use oxccl::core::deadline_in;
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::fd::OwnedFd;
+use rustix::process::{Pid, PidfdFlags, Signal, kill_process, pidfd_open};
+
+fn oxccl(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oxccl"));
+    command
+        .args(arguments)
+        .env_remove("OXCCL_LIGHTHOUSE")
+        .env_remove("OXCCL_LOG");
+    command
+}
+
+/// A port at which somebody listens: all that `launch` asks of a given lighthouse before it starts anything.
+fn listening() -> (TcpListener, String) {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}", listener.local_addr().unwrap());
+    (listener, url)
+}
+
+fn text(output: &Output) -> (Option<i32>, String, String) {
+    let lossy = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), lossy(&output.stdout), lossy(&output.stderr))
+}
+
+fn wait_for(path: &Path) -> String {
+    let deadline = deadline_in(Duration::from_secs(60));
+    loop {
+        match std::fs::read_to_string(path) {
+            Ok(content) if content.ends_with('\n') => return content.trim().to_owned(),
+            _ => std::thread::sleep(Duration::from_millis(2)),
+        }
+        assert!(Instant::now() < deadline, "{} did not appear", path.display());
+    }
+}
+
+fn open(pid: &str) -> OwnedFd {
+    pidfd_open(Pid::from_raw(pid.parse().unwrap()).unwrap(), PidfdFlags::empty()).unwrap()
+}
+
+/// Sees a process end, even if nobody collects it.
+fn assert_ends(process: &OwnedFd) {
+    let mut fds = [PollFd::new(process, PollFlags::IN)];
+    let timeout = Timespec {
+        tv_sec: 60,
+        tv_nsec: 0,
+    };
+    assert_eq!(
+        poll(&mut fds, Some(&timeout)).unwrap(),
+        1,
+        "the process did not end"
+    );
+}
+
+#[test]
+fn help_has_examples_and_the_exit_codes() {
+    let (code, out, _) = text(&oxccl(&["--help"]).output().unwrap());
+    assert_eq!(code, Some(0));
+    assert!(out.contains("Exit codes:") && out.contains("NO_COLOR"), "{out}");
+    let (code, out, _) = text(&oxccl(&["launch", "--help"]).output().unwrap());
+    assert_eq!(code, Some(0));
+    assert!(
+        out.contains("Examples:") && out.contains("--first-replica"),
+        "{out}"
+    );
+}
+
+#[test]
+fn a_wrong_command_line_is_exit_code_2() {
+    for arguments in [
+        &["launch", "--replicas", "two", "--", "true"][..],
+        &["launch", "--replicas", "0", "--", "true"],
+        &["launch", "--lighthouse", "localhost", "--", "true"],
+        &["launch"],
+        &["no-such-command"],
+        &[],
+    ] {
+        let (code, out, err) = text(&oxccl(arguments).output().unwrap());
+        assert_eq!(code, Some(2), "{arguments:?}: {err}");
+        assert!(out.is_empty() && !err.is_empty(), "{arguments:?}");
+        assert!(!err.contains('\u{1b}'), "no colours without a terminal: {err}");
+    }
+}
+
+#[test]
+fn a_lighthouse_that_is_not_there_is_named_before_anything_starts() {
+    let (listener, url) = listening();
+    drop(listener);
+    let dir = tempfile::tempdir().unwrap();
+    let proof = dir.path().join("started");
+    let (code, _, err) = text(
+        &oxccl(&[
+            "launch",
+            "--lighthouse",
+            &url,
+            "--",
+            "touch",
+            proof.to_str().unwrap(),
+        ])
+        .output()
+        .unwrap(),
+    );
+    assert_eq!(code, Some(3), "{err}");
+    assert!(
+        err.contains("lighthouse not reachable") && err.contains(&url),
+        "{err}"
+    );
+    assert!(!proof.exists());
+}
+
+#[test]
+fn a_good_run_ends_with_0_and_a_failed_one_with_1_and_its_last_words() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let run = |script: &str| {
+        let (dir, url) = (dir.path().to_str().unwrap(), &url);
+        let arguments = [
+            "launch",
+            "--lighthouse",
+            url,
+            "--replicas",
+            "2",
+            "--max-restarts",
+            "1",
+        ];
+        let mut command = oxccl(&arguments);
+        command.args([
+            "--restart-delay-ms",
+            "1",
+            "--run-dir",
+            dir,
+            "--json",
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]);
+        text(&command.output().unwrap())
+    };
+    let (code, out, err) = run("test \"$OXCCL_REPLICAS\" = 2");
+    assert_eq!(code, Some(0), "{err}");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["stop"]["reason"], "completed");
+    assert_eq!(json["replicas"][1]["exit"]["status"], 0);
+
+    let (code, out, err) = run("if test $OXCCL_REPLICA = 1; then echo no luck; exit 4; fi; sleep 1000");
+    assert_eq!(code, Some(1), "{err}");
+    assert!(
+        err.contains("no luck") && err.contains("restarting in 1 ms"),
+        "{err}"
+    );
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(json["stop"]["replica"], 1);
+    assert_eq!(json["replicas"][1]["lives"], 2);
+}
+
+/// Starts two replicas that write their process ids and sleep; returns the command and handles on them.
+fn two_sleepers(dir: &Path, url: &str) -> (std::process::Child, Vec<OwnedFd>) {
+    let script = format!("echo $$ > {0}/pid.$OXCCL_REPLICA; exec sleep 1000", dir.display());
+    let arguments = [
+        "launch",
+        "--lighthouse",
+        url,
+        "--replicas",
+        "2",
+        "--run-dir",
+        dir.to_str().unwrap(),
+    ];
+    let child = oxccl(&arguments)
+        .args(["--", "sh", "-c", &script])
+        .stderr(std::process::Stdio::null())
+        .spawn();
+    let replicas = (0..2)
+        .map(|r| open(&wait_for(&dir.join(format!("pid.{r}")))))
+        .collect();
+    (child.unwrap(), replicas)
+}
+
+#[test]
+fn no_replica_outlives_a_supervisor_that_was_killed() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let (mut supervisor, replicas) = two_sleepers(dir.path(), &url);
+    supervisor.kill().unwrap();
+    supervisor.wait().unwrap();
+    replicas.iter().for_each(assert_ends);
+}
+
+#[test]
+fn an_interrupt_ends_all_and_is_exit_code_130() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let (mut supervisor, replicas) = two_sleepers(dir.path(), &url);
+    kill_process(Pid::from_raw(supervisor.id().cast_signed()).unwrap(), Signal::INT).unwrap();
+    replicas.iter().for_each(assert_ends);
+    assert_eq!(supervisor.wait().unwrap().code(), Some(130));
+}

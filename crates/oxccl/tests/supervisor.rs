@@ -1,0 +1,465 @@
+//! The supervisor with real processes (`sh -c …`): restarts, limits, signals, and the order of what the driver sees.
+
+use std::path::Path;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use oxccl::core::{ErrorKind, deadline_in};
+use oxccl::launch::{
+    EventKind, EventSender, ExitSummary, GiveUp, LighthouseSource, Outcome, ReplicaLaunch, RestartPolicy,
+    StopReason, Supervisor, SupervisorConfig, SupervisorEvent, SupervisorEvents,
+};
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+fn external() -> LighthouseSource {
+    LighthouseSource::External("http://127.0.0.1:9".into())
+}
+
+fn config(replicas: u32, dir: &Path) -> SupervisorConfig {
+    SupervisorConfig {
+        restart: RestartPolicy {
+            backoff: Duration::from_millis(1),
+            ..RestartPolicy::default()
+        },
+        deadline: Some(soon()),
+        ..SupervisorConfig::new(replicas, external(), dir)
+    }
+}
+
+fn sh(script: &'static str) -> impl Fn(&ReplicaLaunch) -> Command + Send + 'static {
+    move |_| {
+        let mut command = Command::new("sh");
+        command.args(["-c", script]);
+        command
+    }
+}
+
+/// All events until the end, which must come.
+fn all(events: SupervisorEvents) -> (Vec<SupervisorEvent>, Outcome) {
+    let mut events: Vec<_> = events.collect();
+    match events.pop() {
+        Some(SupervisorEvent::Finished(outcome)) => (events, outcome),
+        other => panic!("the stream must end with Finished, not {other:?}"),
+    }
+}
+
+fn until(events: &mut SupervisorEvents, mut wanted: impl FnMut(&SupervisorEvent) -> bool) -> SupervisorEvent {
+    let deadline = soon();
+    loop {
+        match events.next_until(deadline) {
+            Some(event) if wanted(&event) => return event,
+            Some(_) => {}
+            None => panic!("the event did not come"),
+        }
+    }
+}
+
+fn wait_for_file(path: &Path) {
+    let deadline = soon();
+    while !path.exists() {
+        assert!(Instant::now() < deadline, "{} did not appear", path.display());
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+#[test]
+fn a_replica_finds_its_place_in_its_environment() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = SupervisorConfig {
+        first_replica: 4,
+        total_replicas: 9,
+        ..config(2, dir.path())
+    };
+    let script = r#"test -S "$OXCCL_EVENTS" || exit 9
+        echo "$OXCCL_LIGHTHOUSE $OXCCL_REPLICA/$OXCCL_REPLICAS life $OXCCL_LIFE threads $RAYON_NUM_THREADS""#;
+    let (_supervisor, events) = Supervisor::start(config, sh(script), soon()).unwrap();
+    let (_, outcome) = all(events);
+    assert!(outcome.is_success(), "{outcome}");
+    for replica in [4, 5] {
+        let log = std::fs::read_to_string(dir.path().join(format!("replica-{replica}.life-0.log"))).unwrap();
+        assert_eq!(log, format!("http://127.0.0.1:9 {replica}/9 life 0 threads 1\n"));
+    }
+}
+
+#[test]
+fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
+    let dir = tempfile::tempdir().unwrap();
+    let command = |launch: &ReplicaLaunch| {
+        let mut command = Command::new("sh");
+        // The second life of replica 1 ends well; so does replica 0 when that has happened.
+        let script = match (launch.replica, launch.life) {
+            (1, 0) => "sleep 1000",
+            (1, _) => "touch \"$0/healed\"",
+            _ => "while ! test -e \"$0/healed\"; do sleep 0.01; done",
+        };
+        let run_dir = launch.lighthouse.strip_prefix("dir:").unwrap();
+        command.args(["-c", script, run_dir]);
+        command
+    };
+    let mut config = config(2, dir.path());
+    config.lighthouse = LighthouseSource::External(format!("dir:{}", dir.path().display()));
+    let (supervisor, mut events) = Supervisor::start(config, command, soon()).unwrap();
+    let spawned = until(&mut events, |e| {
+        matches!(
+            e,
+            SupervisorEvent::Spawned {
+                replica: 1,
+                life: 0,
+                ..
+            }
+        )
+    });
+    let e = supervisor.kill(1, Some(1)).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::NotFound, "the second life does not run yet");
+    let killed_at = supervisor.kill(1, Some(0)).unwrap();
+    let (seen, outcome) = all(events);
+    assert!(outcome.is_success(), "{outcome}");
+    assert_eq!(
+        outcome.replicas.iter().map(|r| r.lives).collect::<Vec<_>>(),
+        [1, 2]
+    );
+    let of_one: Vec<&SupervisorEvent> = seen.iter().filter(|e| e.replica() == Some(1)).collect();
+    match of_one[..] {
+        [
+            SupervisorEvent::Exited {
+                life: 0,
+                status: None,
+                signal: Some(9),
+                restart_in_ms: Some(1),
+                t_us: died,
+                ..
+            },
+            SupervisorEvent::Spawned {
+                life: 1,
+                t_us: born,
+                pid,
+                ..
+            },
+            SupervisorEvent::Exited {
+                life: 1,
+                status: Some(0),
+                signal: None,
+                restart_in_ms: None,
+                ..
+            },
+        ] => {
+            assert!(killed_at <= *died && died <= born);
+            assert!(matches!(spawned, SupervisorEvent::Spawned { pid: first, .. } if first != *pid));
+        }
+        ref other => panic!("{other:?}"),
+    }
+    let e = supervisor.kill(1, None).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::NotFound);
+}
+
+#[test]
+fn restarts_end_at_their_limit_and_the_last_output_is_kept() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(1, dir.path());
+    config.restart.max_restarts = 2;
+    let script = "echo to-out; echo \"life $OXCCL_LIFE: out of luck\" >&2; exit 7";
+    let (supervisor, events) = Supervisor::start(config, sh(script), soon()).unwrap();
+    let (seen, outcome) = all(events);
+    assert_eq!(outcome.stop, StopReason::ReplicaFailed { replica: 0 });
+    assert!(!outcome.is_success());
+    assert_eq!(outcome.replicas[0].lives, 3);
+    assert_eq!(
+        outcome.replicas[0].exit,
+        Some(ExitSummary {
+            status: Some(7),
+            signal: None
+        })
+    );
+    assert_eq!(outcome.replicas[0].tail, "to-out\nlife 2: out of luck");
+    let pauses: Vec<Option<u64>> = seen
+        .iter()
+        .filter_map(|e| match e {
+            SupervisorEvent::Exited { restart_in_ms, .. } => Some(*restart_in_ms),
+            _ => None,
+        })
+        .collect();
+    assert_eq!(pauses, [Some(1), Some(2), None]);
+    assert_eq!(supervisor.wait(soon()).unwrap(), outcome);
+}
+
+#[test]
+fn a_wrong_command_line_is_not_tried_again() {
+    let dir = tempfile::tempdir().unwrap();
+    let (_supervisor, events) = Supervisor::start(config(1, dir.path()), sh("exit 2"), soon()).unwrap();
+    let (_, outcome) = all(events);
+    assert_eq!(outcome.replicas[0].lives, 1);
+    assert_eq!(outcome.stop, StopReason::ReplicaFailed { replica: 0 });
+}
+
+#[test]
+fn the_others_go_on_after_a_failure_only_if_that_is_asked_for() {
+    let script = "if test $OXCCL_REPLICA = 0; then exit 2; fi
+        while ! test -e \"$(dirname \"$OXCCL_EVENTS\")/go\"; do sleep 0.01; done";
+    for give_up in [GiveUp::StopAll, GiveUp::KeepOthers] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = SupervisorConfig {
+            give_up,
+            ..config(2, dir.path())
+        };
+        let (_supervisor, mut events) = Supervisor::start(config, sh(script), soon()).unwrap();
+        until(&mut events, |e| {
+            matches!(e, SupervisorEvent::Exited { replica: 0, .. })
+        });
+        if give_up == GiveUp::KeepOthers {
+            std::fs::write(dir.path().join("go"), "").unwrap();
+        }
+        let (_, outcome) = all(events);
+        assert!(!outcome.is_success());
+        let other = outcome.replicas[1].exit.unwrap();
+        match give_up {
+            GiveUp::StopAll => assert_eq!(other.signal, Some(15), "{outcome}"),
+            GiveUp::KeepOthers => assert!(other.success(), "{outcome}"),
+        }
+    }
+}
+
+#[test]
+fn stopping_kills_a_process_that_ignores_the_polite_signal_and_all_that_it_started() {
+    let dir = tempfile::tempdir().unwrap();
+    let config = SupervisorConfig {
+        grace: Duration::from_millis(20),
+        ..config(1, dir.path())
+    };
+    let script = "trap '' TERM; sleep 1000 & echo $! > \"$(dirname \"$OXCCL_EVENTS\")/grandchild.tmp\"
+        mv \"$(dirname \"$OXCCL_EVENTS\")/grandchild.tmp\" \"$(dirname \"$OXCCL_EVENTS\")/grandchild\"; wait; wait; sleep 1000";
+    let (supervisor, events) = Supervisor::start(config, sh(script), soon()).unwrap();
+    let file = dir.path().join("grandchild");
+    wait_for_file(&file);
+    let grandchild: i32 = std::fs::read_to_string(&file).unwrap().trim().parse().unwrap();
+    let ends = Ends::of(grandchild);
+    supervisor.stop("enough");
+    let (_, outcome) = all(events);
+    assert_eq!(outcome.stop, StopReason::Stopped { why: "enough".into() });
+    assert_eq!(outcome.replicas[0].exit.unwrap().signal, Some(9));
+    ends.wait();
+}
+
+#[test]
+fn the_deadline_ends_the_run() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(2, dir.path());
+    config.deadline = Some(deadline_in(Duration::from_millis(50)));
+    let (_supervisor, events) = Supervisor::start(config, sh("sleep 1000"), soon()).unwrap();
+    let (_, outcome) = all(events);
+    assert_eq!(outcome.stop, StopReason::Deadline);
+}
+
+#[test]
+fn dropping_the_supervisor_ends_the_run_without_waiting() {
+    let dir = tempfile::tempdir().unwrap();
+    let (supervisor, events) = Supervisor::start(config(1, dir.path()), sh("sleep 1000"), soon()).unwrap();
+    drop(supervisor);
+    let (_, outcome) = all(events);
+    assert!(matches!(outcome.stop, StopReason::Stopped { .. }), "{outcome}");
+}
+
+#[test]
+fn a_program_that_does_not_exist_fails_the_start_and_leaves_nothing_running() {
+    let dir = tempfile::tempdir().unwrap();
+    let command = |launch: &ReplicaLaunch| match launch.replica {
+        0 => {
+            let mut command = Command::new("sh");
+            command.args(["-c", "sleep 1000"]);
+            command
+        }
+        _ => Command::new("oxccl-no-such-program"),
+    };
+    let e = Supervisor::start(config(2, dir.path()), command, soon()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::NotFound);
+    assert!(e.to_string().contains("oxccl-no-such-program"), "{e}");
+    assert!(
+        !dir.path().join("events.sock").exists(),
+        "everything was taken down before the error came back"
+    );
+}
+
+#[test]
+fn a_lighthouse_that_fails_is_shown_with_its_own_words() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(1, dir.path());
+    config.lighthouse = LighthouseSource::Spawn {
+        bind: "127.0.0.1:0".into(),
+        command: Box::new(|_| {
+            let mut command = Command::new("sh");
+            command.args(["-c", "echo 'error: 127.0.0.1:80 is in use' >&2; exit 3"]);
+            command
+        }),
+    };
+    let e = Supervisor::start(config, sh("true"), soon()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unavailable);
+    assert!(
+        e.to_string().contains("127.0.0.1:80 is in use") && e.to_string().contains("exit code 3"),
+        "{e}"
+    );
+}
+
+/// The test program as a child: a lighthouse or a replica, by what the environment says. As a test of its own (without
+/// that environment) it checks that nothing of it leaks into a normal run.
+#[test]
+fn as_a_child() {
+    let Ok(role) = std::env::var("OXCCL_TEST_ROLE") else {
+        assert!(
+            std::env::var_os("OXCCL_EVENTS").is_none(),
+            "a supervised test run makes no sense"
+        );
+        return;
+    };
+    if role == "lighthouse" {
+        let bind = std::env::var("OXCCL_TEST_BIND").unwrap();
+        let listener = std::net::TcpListener::bind(bind).unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        oxccl::launch::announce_lighthouse(&url, soon()).unwrap();
+        loop {
+            let _ = listener.accept();
+        }
+    }
+    let sender = EventSender::from_env();
+    assert!(sender.is_enabled());
+    for inner_step in 0..500 {
+        sender.send(EventKind::Step {
+            inner_step,
+            loss: 0.5,
+            tokens_per_s: 1.0,
+        });
+    }
+    sender.send(EventKind::Error {
+        text: format!("last words of life {}", std::env::var("OXCCL_LIFE").unwrap()),
+    });
+    sender.flush(soon()).unwrap();
+    std::process::exit(if std::env::var("OXCCL_LIFE").unwrap() == "0" {
+        5
+    } else {
+        0
+    });
+}
+
+fn this_test_as(role: &'static str) -> Command {
+    let mut command = Command::new(std::env::current_exe().unwrap());
+    command
+        .args(["--exact", "as_a_child", "--nocapture"])
+        .env("OXCCL_TEST_ROLE", role);
+    command
+}
+
+#[test]
+fn all_that_a_life_reported_comes_before_its_end() {
+    for _ in 0..5 {
+        let dir = tempfile::tempdir().unwrap();
+        let (_supervisor, events) =
+            Supervisor::start(config(2, dir.path()), |_| this_test_as("replica"), soon()).unwrap();
+        let (seen, outcome) = all(events);
+        assert!(outcome.is_success(), "{outcome}");
+        for replica in [0, 1] {
+            for life in [0, 1] {
+                let position =
+                    |wanted: &dyn Fn(&SupervisorEvent) -> bool| seen.iter().position(wanted).unwrap();
+                let last_words = position(&|e| match e {
+                    SupervisorEvent::Replica(e) => {
+                        e.replica == replica
+                            && e.life == life
+                            && e.kind
+                                == EventKind::Error {
+                                    text: format!("last words of life {life}"),
+                                }
+                    }
+                    _ => false,
+                });
+                let exited = position(
+                    &|e| matches!(e, SupervisorEvent::Exited { replica: r, life: l, .. } if (*r, *l) == (replica, life)),
+                );
+                assert!(last_words < exited, "{seen:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn l37_a_lighthouse_that_dies_comes_back_at_the_same_address_and_the_run_goes_on() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut config = config(1, dir.path());
+    config.lighthouse = LighthouseSource::Spawn {
+        bind: "127.0.0.1:0".into(),
+        command: Box::new(|launch| {
+            let mut command = this_test_as("lighthouse");
+            command.env("OXCCL_TEST_BIND", &launch.bind);
+            command
+        }),
+    };
+    let script = "while ! test -e \"$(dirname \"$OXCCL_EVENTS\")/go\"; do sleep 0.01; done";
+    let (supervisor, mut events) = Supervisor::start(config, sh(script), soon()).unwrap();
+    let url = supervisor.lighthouse().to_owned();
+    let lighthouse = child_that_listens(&url);
+    rustix::process::kill_process(lighthouse, rustix::process::Signal::KILL).unwrap();
+    let exited = until(&mut events, |e| {
+        matches!(e, SupervisorEvent::LighthouseExited { .. })
+    });
+    assert!(matches!(
+        exited,
+        SupervisorEvent::LighthouseExited {
+            restart_in_ms: Some(_),
+            ..
+        }
+    ));
+    let up = until(&mut events, |e| matches!(e, SupervisorEvent::LighthouseUp { .. }));
+    assert!(
+        matches!(&up, SupervisorEvent::LighthouseUp { url: again, .. } if *again == url),
+        "{up:?}"
+    );
+    std::fs::write(dir.path().join("go"), "").unwrap();
+    let (_, outcome) = all(events);
+    assert!(outcome.is_success(), "{outcome}");
+}
+
+/// The process of ours that listens at `url`: the only child of this process whose command line has the role.
+fn child_that_listens(url: &str) -> rustix::process::Pid {
+    assert!(url.starts_with("http://127.0.0.1:"), "{url}");
+    for entry in std::fs::read_dir("/proc").unwrap().flatten() {
+        let environment = std::fs::read(entry.path().join("environ")).unwrap_or_default();
+        let parent = std::fs::read_to_string(entry.path().join("stat")).unwrap_or_default();
+        // "pid (name) state parent …"; the name of this program has no ')' in it.
+        let parent = parent
+            .rsplit_once(") ")
+            .and_then(|(_, rest)| rest.split(' ').nth(1).map(str::to_owned));
+        let ours = parent == Some(std::process::id().to_string());
+        if ours
+            && environment
+                .split(|b| *b == 0)
+                .any(|v| v == b"OXCCL_TEST_ROLE=lighthouse")
+        {
+            let pid = entry.file_name().to_string_lossy().parse().unwrap();
+            return rustix::process::Pid::from_raw(pid).unwrap();
+        }
+    }
+    panic!("no child of this process is a lighthouse");
+}
+
+/// Sees a process end, even if nobody collects it.
+struct Ends(rustix::fd::OwnedFd);
+
+impl Ends {
+    fn of(pid: i32) -> Self {
+        let pid = rustix::process::Pid::from_raw(pid).unwrap();
+        Self(rustix::process::pidfd_open(pid, rustix::process::PidfdFlags::empty()).unwrap())
+    }
+
+    fn wait(&self) {
+        let mut fds = [rustix::event::PollFd::new(&self.0, rustix::event::PollFlags::IN)];
+        let timeout = rustix::event::Timespec {
+            tv_sec: 60,
+            tv_nsec: 0,
+        };
+        assert_eq!(
+            rustix::event::poll(&mut fds, Some(&timeout)).unwrap(),
+            1,
+            "the process did not end"
+        );
+    }
+}

@@ -1,0 +1,87 @@
+//! A group that stops in the middle of a chosen step, so that a kill falls inside a reduction and not beside it.
+//!
+//! The wrapper lets the first bucket of that step through and then holds the second (or the only one) while peers wait for it. The
+//! program's driver sees `ReduceBegin` and kills the process there and then. If nobody does, it goes on after a while.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Capabilities, Checked, Configuration, Error, GroupInfo, OpKind, ProcessGroup, Rejected, Result, SubmitOptions, Traffic,
+    Work, deadline_in,
+};
+use oxccl::launch::{EventKind, EventSender};
+
+/// The step in which this life is to hold; set by the driver for the victim's first life.
+pub const ENV_HOLD: &str = "OXCCL_CHAOS_HOLD_STEP";
+
+/// How long it holds if nobody kills it.
+const PATIENCE: Duration = Duration::from_secs(20);
+
+/// See the module.
+pub struct HoldGroup {
+    inner: Arc<dyn ProcessGroup>,
+    events: EventSender,
+    hold_at: Option<i64>,
+    step: Arc<AtomicI64>,
+    submitted: AtomicU32,
+}
+
+impl HoldGroup {
+    /// Wraps `inner`; the training loop keeps `step` at the step that it works on.
+    ///
+    /// Errors: `OXCCL_CHAOS_HOLD_STEP` is set and not a number.
+    pub fn from_env(inner: Arc<dyn ProcessGroup>, events: EventSender, step: Arc<AtomicI64>) -> Result<Self> {
+        let hold_at = match std::env::var(ENV_HOLD) {
+            Ok(text) => Some(text.parse().map_err(|_| Error::invalid(format!("{ENV_HOLD} must be a step, not \"{text}\"")))?),
+            Err(_) => None,
+        };
+        Ok(Self { inner, events, hold_at, step, submitted: AtomicU32::new(0) })
+    }
+
+    fn hold(&self) {
+        let step = u64::try_from(self.step.load(Ordering::Acquire)).unwrap_or(0);
+        let epoch = self.inner.info().epoch.0;
+        self.events.send(EventKind::ReduceBegin { step, epoch });
+        let deadline = deadline_in(PATIENCE);
+        while Instant::now() < deadline {
+            std::thread::park_timeout(PATIENCE);
+        }
+    }
+}
+
+#[deny(clippy::missing_trait_methods)]
+impl ProcessGroup for HoldGroup {
+    fn info(&self) -> GroupInfo {
+        self.inner.info()
+    }
+    fn capabilities(&self) -> &Capabilities {
+        self.inner.capabilities()
+    }
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        self.inner.configure(configuration)
+    }
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        let here = self.hold_at == Some(self.step.load(Ordering::Acquire)) && op.get().kind() == OpKind::AllReduce;
+        if here && self.submitted.fetch_add(1, Ordering::AcqRel) == 1 {
+            self.hold();
+        }
+        self.inner.submit(op, options)
+    }
+    fn split(&self, color: Option<u32>, key: u32, deadline: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        self.inner.split(color, key, deadline)
+    }
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+    fn error(&self) -> Option<Error> {
+        self.inner.error()
+    }
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.inner.shutdown(deadline)
+    }
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+}

@@ -1,0 +1,211 @@
+//! One replica of `train_diloco`: a byte-level transformer on its shard of a text, under Streaming DiLoCo.
+
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use diloco::optim::{AdamW, Optimizer};
+use diloco::{Diloco, DilocoConfig, OuterOptimizer, Pattern};
+use ftcore::{Error, Result};
+use manager::State;
+use oxccl_candle::{ParamSet, candle_error};
+
+use crate::replica::{Place, RecentLoss};
+use crate::text::{Sampler, Text};
+use crate::transformer::{Gpt, GptConfig, layer_of};
+
+/// The text to train on and how.
+#[derive(Debug, Clone, clap::Args)]
+pub struct DilocoArgs {
+    /// A text file of your own (any bytes); default: the Jargon File, which is built in.
+    #[arg(long, value_name = "FILE")]
+    pub data: Option<PathBuf>,
+    /// Outer steps (rounds) to commit.
+    #[arg(long, default_value_t = 40, value_parser = clap::value_parser!(i64).range(1..))]
+    pub rounds: i64,
+    /// H: inner steps in which every fragment is synchronised once.
+    #[arg(long, default_value_t = 16)]
+    pub sync_every: u64,
+    /// P: fragments of the model, synchronised in turn.
+    #[arg(long, default_value_t = 2)]
+    pub fragments: usize,
+    /// Tau: inner steps between sending a fragment and applying the result.
+    #[arg(long, default_value_t = 1)]
+    pub delay: u64,
+    /// Alpha: share of the local value that is kept when a fragment is applied.
+    #[arg(long, default_value_t = 0.5)]
+    pub mixing: f32,
+    /// Learning rate of the outer Nesterov optimizer.
+    #[arg(long, default_value_t = 0.4)]
+    pub outer_lr: f32,
+    /// Momentum of the outer Nesterov optimizer.
+    #[arg(long, default_value_t = 0.9)]
+    pub outer_momentum: f32,
+    /// Peak learning rate of the inner AdamW.
+    #[arg(long, default_value_t = 2e-3)]
+    pub lr: f32,
+    /// Windows per batch and replica.
+    #[arg(long, default_value_t = 8)]
+    pub batch: usize,
+    /// Width of the model.
+    #[arg(long, default_value_t = GptConfig::default().d_model)]
+    pub d_model: usize,
+    /// Blocks of the model.
+    #[arg(long, default_value_t = GptConfig::default().layers)]
+    pub layers: usize,
+    /// Bytes per window.
+    #[arg(long, default_value_t = GptConfig::default().seq)]
+    pub seq: usize,
+    /// Seed of weights and batches.
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+}
+
+impl DilocoArgs {
+    /// The same arguments on a command line.
+    pub fn to_args(&self) -> Vec<String> {
+        let mut args = Vec::new();
+        if let Some(path) = &self.data {
+            args.extend(["--data".to_string(), path.display().to_string()]);
+        }
+        let pairs: [(&str, String); 13] = [
+            ("--rounds", self.rounds.to_string()),
+            ("--sync-every", self.sync_every.to_string()),
+            ("--fragments", self.fragments.to_string()),
+            ("--delay", self.delay.to_string()),
+            ("--mixing", self.mixing.to_string()),
+            ("--outer-lr", self.outer_lr.to_string()),
+            ("--outer-momentum", self.outer_momentum.to_string()),
+            ("--lr", self.lr.to_string()),
+            ("--batch", self.batch.to_string()),
+            ("--d-model", self.d_model.to_string()),
+            ("--layers", self.layers.to_string()),
+            ("--seq", self.seq.to_string()),
+            ("--seed", self.seed.to_string()),
+        ];
+        args.extend(pairs.into_iter().flat_map(|(k, v)| [k.to_string(), v]));
+        args
+    }
+
+    fn config(&self) -> DilocoConfig {
+        DilocoConfig {
+            sync_every: self.sync_every,
+            fragments: self.fragments,
+            pattern: Pattern::Strided,
+            delay: self.delay,
+            mixing: self.mixing,
+            outer: OuterOptimizer::Nesterov { lr: self.outer_lr, momentum: self.outer_momentum },
+            bucket_elements: 1 << 16,
+            rounds: Some(self.rounds),
+            round_timeout: Duration::from_secs(300),
+        }
+    }
+
+    /// Checks everything that can be checked before processes are started, and returns the model's parameter count.
+    pub fn check(&self, replicas: usize) -> Result<usize> {
+        self.config().validate()?;
+        self.sampler(replicas)?;
+        let model = self.model()?;
+        diloco::FragmentPlan::by_layer(model.params(), self.fragments, Pattern::Strided, &layer_of)?;
+        Ok(model.params().total())
+    }
+
+    /// Inner steps of an undisturbed run.
+    pub fn inner_steps(&self) -> u64 {
+        self.config().round_steps() * self.rounds.unsigned_abs()
+    }
+
+    fn sampler(&self, replicas: usize) -> Result<Sampler> {
+        let text = match &self.data {
+            Some(path) => Text::open(path)?,
+            None => Text::embedded()?,
+        };
+        Sampler::new(text, replicas, self.batch, self.seq, self.seed)
+    }
+
+    fn model(&self) -> Result<Gpt> {
+        let shape = GptConfig { d_model: self.d_model, layers: self.layers, seq: self.seq, ..GptConfig::default() };
+        Gpt::new(shape, self.seed)
+    }
+
+    /// Warm-up over the first twentieth, then a cosine down to a tenth of the peak.
+    fn lr_at(&self, step: u64) -> f32 {
+        let total = self.inner_steps().max(1) as f32;
+        let (t, warm) = (step as f32, total / 20.0);
+        if t < warm {
+            return self.lr * (t + 1.0) / (warm + 1.0);
+        }
+        let x = ((t - warm) / (total - warm)).min(1.0);
+        self.lr * (0.1 + 0.9 * 0.5 * (1.0 + (std::f32::consts::PI * x).cos()))
+    }
+}
+
+/// The inner loop's state: it travels to a healing replica with the parameters.
+struct Inner {
+    optimizer: AdamW,
+    step: u64,
+}
+
+impl State for Inner {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_i64s("inner/step", &[i64::try_from(self.step).unwrap_or(i64::MAX)])?;
+        self.optimizer.save("inner", out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        let step = from.get_i64s("inner/step")?.first().and_then(|s| u64::try_from(*s).ok());
+        self.step = step.ok_or_else(|| Error::invalid("inner/step is missing or negative"))?;
+        self.optimizer.load("inner", from)
+    }
+}
+
+/// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
+pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>) -> Result<()> {
+    let mut place = Place::take()?;
+    let shard = place.env.replica as usize;
+    let sampler = args.sampler(place.env.replicas as usize)?;
+    let model = args.model()?;
+    let manager = place.manager(backend, bind, advertise)?;
+    let params: ParamSet = model.params().clone();
+    let mut inner = Inner { optimizer: AdamW::new(args.lr, 0.05), step: 0 };
+    let mut diloco = Diloco::new(manager, params, args.config(), &layer_of)?;
+    let events = place.events.clone();
+    diloco.on_reduce(move |step, epoch| {
+        let (step, epoch) = (u64::try_from(step).unwrap_or(0), u64::try_from(epoch).unwrap_or(0));
+        events.send(oxccl::launch::EventKind::ReduceBegin { step, epoch });
+    });
+    let mut recent = RecentLoss::default();
+    let mut reports = diloco.begin(&mut inner)?;
+    loop {
+        for r in reports.drain(..) {
+            let (hash, traffic) = (diloco.global_hash(), diloco.traffic());
+            place.committed(r.step, r.epoch, r.members, r.contributors, r.healed.as_ref(), r.sync, hash, traffic);
+        }
+        if diloco.is_finished() {
+            break;
+        }
+        let begun = Instant::now();
+        let batch = sampler.batch(shard, inner.step)?;
+        let loss = model.loss(&batch)?;
+        let grads = loss.backward().map_err(|e| candle_error("the backward pass", e))?;
+        let value = loss.to_scalar::<f32>().map_err(|e| candle_error("reading the loss", e))?;
+        let params = diloco.params_mut();
+        params.check_grads(&grads)?;
+        inner.optimizer.lr = args.lr_at(inner.step);
+        inner.optimizer.begin_step();
+        for i in 0..params.len() {
+            params.with_slice_mut_and_grad(&grads, i, |w, g| inner.optimizer.update(i, w, g))??;
+        }
+        inner.step += 1;
+        recent.push(value);
+        place.inner_step(begun, inner.step, value, batch.tokens().len());
+        place.step.store(diloco.step(), Ordering::Release);
+        reports.extend(diloco.after_inner_step(&mut inner)?);
+    }
+    diloco.finish(&mut inner)?;
+    let held_out = sampler.held_out(16)?;
+    let held_out = diloco.with_global(|_| model.mean_loss(&held_out))??;
+    let traffic = diloco.traffic();
+    place.finished(args.rounds, diloco.global_hash(), (held_out, None), recent.mean(), traffic)
+}

@@ -1,0 +1,431 @@
+//! The loss curve of a run: one line per replica over time, with kills, stalls and recoveries marked.
+//!
+//! Data flows events → [`Picture`] (what is to be seen, in seconds and loss) → [`Scene`] (shapes in pixels) → SVG and PNG.
+//! Labels of marks that lie close together are put in rows above the plot, so that they never overlap.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use ftcore::{Error, Result};
+use oxccl::launch::{EventKind, SupervisorEvent};
+
+use crate::report::Report;
+
+mod png;
+mod scene;
+mod svg;
+
+pub use png::to_png;
+pub use scene::{Anchor, Colour, Font, Scene, Shape};
+pub use svg::to_svg;
+
+/// The losses of one replica.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Series {
+    /// Its name in the legend.
+    pub label: String,
+    /// Unbroken stretches (one per life) of (seconds since the start, loss), in order of time.
+    pub parts: Vec<Vec<(f64, f64)>>,
+}
+
+/// What a vertical mark stands for; gives its colour.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum MarkKind {
+    /// A process died.
+    Death,
+    /// A process was started again.
+    Restart,
+    /// A replica is back: it healed, or it committed for the first time in its new life.
+    Recovery,
+}
+
+/// A moment worth a label.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Mark {
+    /// Seconds since the start.
+    pub at_s: f64,
+    /// What it is.
+    pub kind: MarkKind,
+    /// What is written at it.
+    pub label: String,
+}
+
+/// What is to be seen.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Picture {
+    /// The heading.
+    pub title: String,
+    /// One line below it, with the figures that matter.
+    pub subtitle: String,
+    /// The curves, by replica.
+    pub series: Vec<Series>,
+    /// Loss on held-out data at the end, drawn as a disc at (seconds, loss).
+    pub held_out: Option<(f64, f64)>,
+    /// Shaded spans of time (from, to) in seconds.
+    pub stalls: Vec<(f64, f64)>,
+    /// The moments.
+    pub marks: Vec<Mark>,
+}
+
+const WIDTH: f32 = 1000.0;
+const PLOT_HEIGHT: f32 = 380.0;
+const LEFT: f32 = 68.0;
+const RIGHT: f32 = 30.0;
+const HEADER: f32 = 92.0;
+const ROW: f32 = 17.0;
+const FOOTER: f32 = 54.0;
+const SMALL: f32 = 12.0;
+/// Text in an SVG is set in whatever typeface the reader has; it may be wider than ours.
+const SLACK: f32 = 1.15;
+
+const INK: Colour = Colour::hex(0x1f_29_37);
+const SOFT_INK: Colour = Colour::hex(0x6b_72_80);
+const GRID: Colour = Colour::hex(0xe5_e7_eb);
+const STALL: Colour = Colour::hex(0xdc_26_26).with_alpha(38);
+const CURVES: [u32; 8] =
+    [0x25_63_eb, 0xea_58_0c, 0x05_96_69, 0x93_33_ea, 0x08_91_b2, 0xbe_12_3c, 0x65_a3_0d, 0x47_55_69];
+
+impl MarkKind {
+    fn colour(self) -> Colour {
+        match self {
+            Self::Death => Colour::hex(0xdc_26_26),
+            Self::Restart => Colour::hex(0xb4_53_09),
+            Self::Recovery => Colour::hex(0x15_80_3d),
+        }
+    }
+}
+
+impl Picture {
+    /// The picture of a run from everything that its supervisor saw, with the figures of its report.
+    pub fn from_run(events: &[SupervisorEvent], report: &Report) -> Self {
+        let start = report.started_us;
+        let seconds = |t_us: u64| t_us.saturating_sub(start) as f64 / 1e6;
+        let mut curves: BTreeMap<u32, BTreeMap<u32, Vec<(f64, f64)>>> = BTreeMap::new();
+        for event in events {
+            if let SupervisorEvent::Replica(e) = event
+                && let EventKind::Step { loss, .. } = e.kind
+            {
+                curves.entry(e.replica).or_default().entry(e.life).or_default().push((seconds(e.t_us), loss));
+            }
+        }
+        let series = curves
+            .into_iter()
+            .map(|(replica, lives)| Series {
+                label: format!("replica {replica}"),
+                parts: lives.into_values().collect(),
+            })
+            .collect();
+        let mut marks = Vec::new();
+        for death in &report.deaths {
+            let r = death.replica;
+            marks.push(Mark {
+                at_s: seconds(death.t_us),
+                kind: MarkKind::Death,
+                label: format!("replica {r} killed ({})", death.exit),
+            });
+            if let Some(t) = death.restarted_us {
+                marks.push(Mark { at_s: seconds(t), kind: MarkKind::Restart, label: format!("replica {r} restarted") });
+            }
+            if let (Some(t), Some(ms)) = (death.first_commit_us, death.restart_to_commit_ms) {
+                let label = format!("replica {r} healed, first commit after {:.1} s", ms / 1e3);
+                marks.push(Mark { at_s: seconds(t), kind: MarkKind::Recovery, label });
+            }
+        }
+        let mut stalls: Vec<(f64, f64)> =
+            report.deaths.iter().filter_map(|d| d.stall.as_ref()).map(|s| (seconds(s.from_us), seconds(s.to_us))).collect();
+        stalls.dedup();
+        let mut subtitle = vec![format!(
+            "{} replicas, {:.2} M parameters, {} s",
+            report.replicas,
+            report.parameters as f64 / 1e6,
+            report.wall_s.round()
+        )];
+        if let Some(loss) = report.heldout_loss {
+            subtitle.push(format!("held-out loss {loss:.3}"));
+        }
+        if let Some(stall) = &report.longest_stall {
+            subtitle.push(format!("longest stall of a survivor {:.0} ms", stall.stall_ms));
+        }
+        Self {
+            title: format!("{}: training loss", report.program),
+            subtitle: subtitle.join("  ·  "),
+            series,
+            held_out: report.heldout_loss.map(|loss| (report.wall_s, loss)),
+            stalls,
+            marks,
+        }
+    }
+
+    /// The layout in pixels.
+    pub fn to_scene(&self, font: &Font) -> Scene {
+        let finite = |p: &(f64, f64)| p.0.is_finite() && p.1.is_finite();
+        let points: Vec<(f64, f64)> = self
+            .series
+            .iter()
+            .flat_map(|s| s.parts.iter().flatten())
+            .chain(&self.held_out)
+            .copied()
+            .filter(finite)
+            .collect();
+        let x_end = points.iter().map(|p| p.0).chain(self.marks.iter().map(|m| m.at_s)).fold(1.0, f64::max);
+        let low = points.iter().map(|p| p.1).fold(f64::INFINITY, f64::min);
+        let high = points.iter().map(|p| p.1).fold(f64::NEG_INFINITY, f64::max);
+        let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
+        let pad = ((high - low) * 0.05).max(1e-3);
+        let x_axis = Axis::new(0.0, x_end, LEFT, WIDTH - RIGHT, 10);
+        let rows = label_rows(&self.marks, &x_axis, font);
+        let row_count = rows.iter().map(|r| r.row + 1).max().unwrap_or(0);
+        let top = HEADER + row_count as f32 * ROW + if row_count > 0 { 6.0 } else { 0.0 };
+        let bottom = top + PLOT_HEIGHT;
+        let y_axis = Axis::new(low - pad, high + pad, bottom, top, 7);
+
+        let mut shapes = Vec::new();
+        let text = |at: (f32, f32), anchor, size, fill, text: &str| Shape::Text {
+            at,
+            anchor,
+            size,
+            fill,
+            upwards: false,
+            text: text.to_owned(),
+        };
+        shapes.push(text((LEFT, 32.0), Anchor::Start, 20.0, INK, &self.title));
+        shapes.push(text((LEFT, 53.0), Anchor::Start, 13.0, SOFT_INK, &self.subtitle));
+        self.legend(font, &mut shapes);
+
+        for tick in y_axis.ticks() {
+            let y = y_axis.pixel(tick);
+            shapes.push(line(vec![(LEFT, y), (WIDTH - RIGHT, y)], GRID, 1.0, None));
+            shapes.push(text((LEFT - 8.0, y + 4.0), Anchor::End, SMALL, SOFT_INK, &y_axis.label(tick)));
+        }
+        for tick in x_axis.ticks() {
+            let x = x_axis.pixel(tick);
+            shapes.push(line(vec![(x, bottom), (x, bottom + 5.0)], SOFT_INK, 1.0, None));
+            shapes.push(text((x, bottom + 19.0), Anchor::Middle, SMALL, SOFT_INK, &x_axis.label(tick)));
+        }
+        shapes.push(text(
+            ((LEFT + WIDTH - RIGHT) / 2.0, bottom + 40.0),
+            Anchor::Middle,
+            13.0,
+            INK,
+            "seconds since the start",
+        ));
+        shapes.push(Shape::Text {
+            at: (20.0, (top + bottom) / 2.0),
+            anchor: Anchor::Middle,
+            size: 13.0,
+            fill: INK,
+            upwards: true,
+            text: "loss (nats)".into(),
+        });
+
+        for &(from, to) in &self.stalls {
+            let (x0, x1) = (x_axis.pixel(from), x_axis.pixel(to));
+            // A stall of some milliseconds would be thinner than a pixel.
+            let width = (x1 - x0).max(2.0);
+            shapes.push(Shape::Rect { area: [x0, top, width, bottom - top], fill: STALL });
+        }
+        for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()) {
+            let colour = Colour::hex(colour);
+            for part in &series.parts {
+                let part: Vec<(f64, f64)> = part.iter().copied().filter(finite).collect();
+                let pixels = |points: &[(f64, f64)]| -> Vec<(f32, f32)> {
+                    points.iter().map(|p| (x_axis.pixel(p.0), y_axis.pixel(p.1))).collect()
+                };
+                let raw = thinned(&part);
+                match smoothed(&part) {
+                    Some(smooth) => {
+                        shapes.push(line(pixels(&raw), colour.with_alpha(64), 1.0, None));
+                        shapes.push(line(pixels(&thinned(&smooth)), colour, 2.0, None));
+                    }
+                    None => shapes.push(line(pixels(&raw), colour, 1.6, None)),
+                }
+            }
+        }
+        for (mark, row) in self.marks.iter().zip(&rows) {
+            let (x, colour) = (x_axis.pixel(mark.at_s), mark.kind.colour());
+            let y = top - 6.0 - row.row as f32 * ROW;
+            shapes.push(line(vec![(x, y - 10.0), (x, bottom)], colour, 1.2, Some([4.0, 3.0])));
+            let (anchor, dx) = if row.leftwards { (Anchor::End, -5.0) } else { (Anchor::Start, 5.0) };
+            shapes.push(text((x + dx, y), anchor, SMALL, colour, &mark.label));
+        }
+        shapes.push(line(vec![(LEFT, top), (LEFT, bottom), (WIDTH - RIGHT, bottom)], SOFT_INK, 1.2, None));
+        if let Some((x, y)) = self.held_out.filter(finite) {
+            let centre = (x_axis.pixel(x), y_axis.pixel(y));
+            shapes.push(Shape::Disc { centre, radius: 6.0, fill: INK });
+        }
+        Scene {
+            width: WIDTH,
+            height: bottom + FOOTER,
+            description: format!("{}. {}", self.title, self.subtitle),
+            shapes,
+        }
+    }
+
+    /// One line: a sample of each curve, the held-out disc and the shaded stall.
+    fn legend(&self, font: &Font, shapes: &mut Vec<Shape>) {
+        let mut x = LEFT;
+        let y = 77.0;
+        let mut entry = |sample: &dyn Fn(f32) -> Shape, label: &str| {
+            shapes.push(sample(x));
+            let (at, text) = ((x + 30.0, y), label.to_owned());
+            shapes.push(Shape::Text { at, anchor: Anchor::Start, size: SMALL, fill: INK, upwards: false, text });
+            x += 30.0 + font.width(label, SMALL) * SLACK + 22.0;
+        };
+        for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()).take(CURVES.len()) {
+            entry(
+                &|x| line(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], Colour::hex(colour), 2.5, None),
+                &series.label,
+            );
+        }
+        if self.held_out.is_some() {
+            let disc = |x| Shape::Disc { centre: (x + 14.0, y - 4.0), radius: 6.0, fill: INK };
+            entry(&disc, "held-out loss at the end");
+        }
+        if !self.stalls.is_empty() {
+            let shade = |x| Shape::Rect { area: [x + 4.0, y - 11.0, 20.0, 14.0], fill: STALL };
+            entry(&shade, "survivors wait");
+        }
+    }
+
+    /// Writes `STEM.svg` and `STEM.png` into `folder` and returns their paths. Fails with `Io` naming the file.
+    pub fn write(&self, folder: &Path, stem: &str) -> Result<[std::path::PathBuf; 2]> {
+        let font = Font::load()?;
+        let scene = self.to_scene(&font);
+        let paths = [folder.join(format!("{stem}.svg")), folder.join(format!("{stem}.png"))];
+        let [svg, png] = &paths;
+        std::fs::write(svg, to_svg(&scene)).map_err(|e| Error::io(format!("write {}", svg.display()), e))?;
+        std::fs::write(png, to_png(&scene, &font)?).map_err(|e| Error::io(format!("write {}", png.display()), e))?;
+        Ok(paths)
+    }
+}
+
+fn line(points: Vec<(f32, f32)>, stroke: Colour, width: f32, dash: Option<[f32; 2]>) -> Shape {
+    Shape::Line { points, stroke, width, dash }
+}
+
+/// A linear scale with round ticks.
+#[derive(Debug)]
+struct Axis {
+    low: f64,
+    high: f64,
+    from: f32,
+    to: f32,
+    step: f64,
+}
+
+impl Axis {
+    /// Values `low` to `high` on pixels `from` to `to`, with about `ticks` ticks.
+    fn new(low: f64, high: f64, from: f32, to: f32, ticks: u32) -> Self {
+        let rough = (high - low) / f64::from(ticks);
+        let power = 10f64.powf(rough.log10().floor());
+        let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.999);
+        Self { low, high, from, to, step: step.unwrap_or(rough) }
+    }
+
+    fn pixel(&self, value: f64) -> f32 {
+        let part = (value - self.low) / (self.high - self.low);
+        self.from + (self.to - self.from) * part as f32
+    }
+
+    fn ticks(&self) -> Vec<f64> {
+        let first = (self.low / self.step).ceil() as i64;
+        let last = (self.high / self.step).floor() as i64;
+        (first..=last).take(100).map(|i| i as f64 * self.step).collect()
+    }
+
+    fn label(&self, value: f64) -> String {
+        let decimals = (-self.step.log10().floor()).clamp(0.0, 9.0) as usize;
+        // "-0" is no number for people.
+        let value = if value.abs() < self.step / 2.0 { 0.0 } else { value };
+        format!("{value:.decimals$}")
+    }
+}
+
+/// Where the label of a mark goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct LabelPlace {
+    /// Counted upwards from the plot.
+    row: usize,
+    /// The text ends at its line instead of starting there.
+    leftwards: bool,
+}
+
+/// Puts each label into the lowest row in which it touches no other and is not crossed by the line of a mark whose label
+/// is higher up.
+fn label_rows(marks: &[Mark], x_axis: &Axis, font: &Font) -> Vec<LabelPlace> {
+    let span = |mark: &Mark| {
+        let (x, width) = (x_axis.pixel(mark.at_s), font.width(&mark.label, SMALL) * SLACK + 10.0);
+        let leftwards = x + width > WIDTH - 4.0;
+        (if leftwards { (x - width, x) } else { (x, x + width) }, leftwards)
+    };
+    // From right to left: a line rises to its own row only, left of all labels that were placed before.
+    let mut order: Vec<usize> = (0..marks.len()).collect();
+    let position = |i: usize| marks.get(i).map_or(0.0, |m| m.at_s);
+    order.sort_by(|a, b| position(*b).total_cmp(&position(*a)));
+    let mut rows: Vec<Vec<(f32, f32)>> = Vec::new();
+    let mut places = vec![LabelPlace { row: 0, leftwards: false }; marks.len()];
+    for i in order {
+        let (Some(mark), Some(place)) = (marks.get(i), places.get_mut(i)) else { continue };
+        let ((from, to), leftwards) = span(mark);
+        let x = x_axis.pixel(mark.at_s);
+        let free = |row: &Vec<(f32, f32)>, a: f32, b: f32| row.iter().all(|(c, d)| b <= *c || a >= *d);
+        // The label must fit its row, and its line must pass all rows below.
+        let mut row = 0;
+        loop {
+            let fits = rows.get(row).is_none_or(|r| free(r, from, to));
+            let passes = rows.iter().take(row).all(|r| free(r, x - 2.0, x + 2.0));
+            if (fits && passes) || row >= rows.len() {
+                break;
+            }
+            row += 1;
+        }
+        if rows.len() <= row {
+            rows.resize(row + 1, Vec::new());
+        }
+        if let Some(taken) = rows.get_mut(row) {
+            taken.push((from, to));
+        }
+        *place = LabelPlace { row, leftwards };
+    }
+    places
+}
+
+/// A centred moving average over about a sixtieth of the points; `None` if there are too few for it to mean anything.
+fn smoothed(points: &[(f64, f64)]) -> Option<Vec<(f64, f64)>> {
+    if points.len() < 60 {
+        return None;
+    }
+    let half = (points.len() / 120).max(2);
+    let mean = |i: usize| {
+        // Symmetric at the ends too, where the curve is steep: otherwise it would be pulled away from its first points.
+        let reach = half.min(i).min(points.len() - 1 - i);
+        let window = points.get(i - reach..=i + reach).unwrap_or_default();
+        window.iter().map(|p| p.1).sum::<f64>() / window.len().max(1) as f64
+    };
+    Some(points.iter().enumerate().map(|(i, p)| (p.0, mean(i))).collect())
+}
+
+/// At most about two thousand points: of each stretch its lowest and its highest, in order, so that no peak is lost.
+fn thinned(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
+    const STRETCHES: usize = 1000;
+    if points.len() <= 2 * STRETCHES {
+        return points.to_vec();
+    }
+    let mut out = Vec::with_capacity(2 * STRETCHES + 2);
+    for stretch in points.chunks(points.len().div_ceil(STRETCHES)) {
+        let low = stretch.iter().min_by(|a, b| a.1.total_cmp(&b.1));
+        let high = stretch.iter().max_by(|a, b| a.1.total_cmp(&b.1));
+        if let (Some(low), Some(high)) = (low, high) {
+            let (first, second) = if low.0 <= high.0 { (low, high) } else { (high, low) };
+            out.push(*first);
+            if first != second {
+                out.push(*second);
+            }
+        }
+    }
+    out
+}
+
+#[cfg(test)]
+#[path = "plot/tests.rs"]
+mod tests;

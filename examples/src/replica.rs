@@ -1,0 +1,140 @@
+//! What both training programs do as a replica: take their place in the job, build the manager, report commits.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicI64;
+use std::time::{Duration, Instant};
+
+use ftcore::{GroupOptions, ProcessGroup, Result, Traffic};
+use manager::{Healed, Manager, ManagerConfig};
+use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
+
+use crate::chaos::HoldGroup;
+
+/// A replica's place, its events and its clock.
+pub struct Place {
+    /// Index, number of replicas, life, lighthouse.
+    pub env: ReplicaEnv,
+    /// Where events go.
+    pub events: EventSender,
+    /// The step being worked on, for the chaos wrapper.
+    pub step: Arc<AtomicI64>,
+    epoch: i64,
+    inner: Duration,
+    inner_steps: u64,
+}
+
+impl Place {
+    /// Reads the environment that the launcher sets and checks that there is one compute thread.
+    pub fn take() -> Result<Self> {
+        let env = ReplicaEnv::from_env()?;
+        oxccl_candle::require_one_compute_thread()?;
+        Ok(Self {
+            env,
+            events: EventSender::from_env(),
+            step: Arc::new(AtomicI64::new(-1)),
+            epoch: -1,
+            inner: Duration::ZERO,
+            inner_steps: 0,
+        })
+    }
+
+    /// Joins the lighthouse over the backend named `backend`, bound to `bind` and reachable as `advertise`.
+    pub fn manager(&self, backend: &str, bind: &str, advertise: Option<&str>) -> Result<Manager> {
+        let name = format!("replica{}", self.env.replica);
+        let options = GroupOptions::default();
+        let group = ftcore::Registry::global().create(backend, &ftcore::Device::CPU, &options)?;
+        let group: Arc<dyn ProcessGroup> = Arc::from(group);
+        let group = Arc::new(HoldGroup::from_env(group, self.events.clone(), self.step.clone())?);
+        let mut config = ManagerConfig::new(name, &self.env.lighthouse);
+        config.bind = bind.to_string();
+        config.advertise_host = advertise.map(str::to_string);
+        let manager = Manager::new(group, config)?;
+        let replica_id = manager.replica_id().to_string();
+        self.events.send(EventKind::Started { pid: std::process::id(), replica_id });
+        self.events.send(EventKind::State { state: ReplicaState::Joining });
+        Ok(manager)
+    }
+
+    /// Counts one inner step that began at `begun`.
+    pub fn inner_step(&mut self, begun: Instant, inner_step: u64, loss: f32, samples: usize) {
+        let took = begun.elapsed();
+        self.inner += took;
+        self.inner_steps += 1;
+        let tokens_per_s = samples as f64 / took.as_secs_f64().max(1e-9);
+        self.events.send(EventKind::Step { inner_step, loss: f64::from(loss), tokens_per_s });
+    }
+
+    /// Reports a committed step.
+    #[expect(clippy::too_many_arguments, reason = "one line of a report; the two kinds of reports differ in type only")]
+    pub fn committed(
+        &mut self,
+        step: i64,
+        epoch: i64,
+        members: usize,
+        contributors: u32,
+        healed: Option<&Healed>,
+        sync: Duration,
+        hash: String,
+        traffic: Traffic,
+    ) {
+        let (step, epoch_id) = (u64::try_from(step).unwrap_or(0), u64::try_from(epoch).unwrap_or(0));
+        let participants = u32::try_from(members).unwrap_or(u32::MAX);
+        if epoch != self.epoch {
+            self.epoch = epoch;
+            self.events.send(EventKind::Quorum { epoch: epoch_id, step, size: participants });
+        }
+        if let Some(healed) = healed {
+            let (bytes, ms) = (healed.bytes as u64, healed.took.as_secs_f64() * 1e3);
+            self.events.send(EventKind::Healed { step, bytes, ms });
+        }
+        self.events.send(EventKind::Commit(Commit {
+            step,
+            epoch: epoch_id,
+            committed: true,
+            participants,
+            contributors,
+            hash: Some(hash),
+            inner_ms: std::mem::take(&mut self.inner).as_secs_f64() * 1e3,
+            sync_ms: sync.as_secs_f64() * 1e3,
+            bytes_sent: traffic.sent,
+            bytes_recv: traffic.received,
+        }));
+        self.events.send(EventKind::State { state: ReplicaState::Training });
+    }
+
+    /// Reports the end and waits until the report is out.
+    pub fn finished(&self, step: i64, hash: String, held_out: (f32, Option<f32>), train_loss: f32, traffic: Traffic) -> Result<()> {
+        self.events.send(EventKind::Final(Final {
+            step: u64::try_from(step).unwrap_or(0),
+            hash,
+            heldout_loss: f64::from(held_out.0),
+            heldout_accuracy: held_out.1.map(f64::from),
+            train_loss: f64::from(train_loss),
+            inner_steps: self.inner_steps,
+            bytes_sent: traffic.sent,
+            bytes_recv: traffic.received,
+            state: ReplicaState::Done,
+        }));
+        self.events.send(EventKind::State { state: ReplicaState::Done });
+        self.events.flush(ftcore::deadline_in(Duration::from_secs(5)))
+    }
+}
+
+/// A running mean of the last losses, so that one batch does not stand for the end of a run.
+#[derive(Debug, Default)]
+pub struct RecentLoss(std::collections::VecDeque<f32>);
+
+impl RecentLoss {
+    /// Adds one; the last 20 count.
+    pub fn push(&mut self, loss: f32) {
+        self.0.push_back(loss);
+        if self.0.len() > 20 {
+            self.0.pop_front();
+        }
+    }
+
+    /// Their mean; NaN without any.
+    pub fn mean(&self) -> f32 {
+        self.0.iter().sum::<f32>() / self.0.len() as f32
+    }
+}

@@ -1,0 +1,151 @@
+//! The rules of the house, checked on every run of continuous integration.
+//!
+//! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
+//! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests.
+//! Each rule is a pure function that returns findings; this module collects and prints them.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context, Result};
+
+use crate::metadata::Metadata;
+use lexer::Source;
+
+mod files;
+mod lessons;
+mod lexer;
+mod rules;
+mod stairs;
+mod variables;
+
+/// One thing that is against a rule.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Finding {
+    /// From the workspace root.
+    path: String,
+    /// From 1; 0 means the whole file.
+    line: usize,
+    rule: &'static str,
+    text: String,
+}
+
+impl Finding {
+    fn new(path: &str, line: usize, rule: &'static str, text: impl Into<String>) -> Self {
+        Self {
+            path: path.to_owned(),
+            line,
+            rule,
+            text: text.into(),
+        }
+    }
+}
+
+impl fmt::Display for Finding {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}", self.path)?;
+        if self.line > 0 {
+            write!(f, ":{}", self.line)?;
+        }
+        write!(f, ": [{}] {}", self.rule, self.text)
+    }
+}
+
+/// Checks all rules and prints what is against them. True if nothing is.
+pub(crate) fn check() -> Result<bool> {
+    let metadata = Metadata::read()?;
+    let sources = read_sources(&metadata)?;
+    let documents = read_documents(&metadata.workspace_root)?;
+    let mut findings = stairs::check(&metadata);
+    for package in &metadata.packages {
+        let manifest = relative(&metadata.workspace_root, &package.manifest_path);
+        let text = read(&package.manifest_path)?;
+        findings.extend(files::check_manifest(&manifest, &text));
+    }
+    for source in &sources {
+        findings.extend(files::check(source));
+        findings.extend(rules::check(source));
+    }
+    findings.extend(variables::check(&sources, &documents));
+    findings.extend(lessons::check(&sources));
+    findings.sort();
+    for finding in &findings {
+        println!("{finding}");
+    }
+    println!(
+        "tidy: {} packages, {} source files, {} findings",
+        metadata.packages.len(),
+        sources.len(),
+        findings.len()
+    );
+    Ok(findings.is_empty())
+}
+
+/// Prints the lessons that have a regression test, and those that have none.
+pub(crate) fn print_lessons() -> Result<bool> {
+    let metadata = Metadata::read()?;
+    print!("{}", lessons::table(&read_sources(&metadata)?));
+    Ok(true)
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).with_context(|| format!("cannot read {}", path.display()))
+}
+
+/// `path` below `root`, with `/`.
+fn relative(root: &Path, path: &Path) -> String {
+    path.strip_prefix(root)
+        .unwrap_or(path)
+        .to_string_lossy()
+        .replace('\\', "/")
+}
+
+/// All Rust files of the members, sorted by path.
+fn read_sources(metadata: &Metadata) -> Result<Vec<Source>> {
+    let mut paths = Vec::new();
+    for package in &metadata.packages {
+        collect(package.folder(), "rs", &mut paths)?;
+    }
+    paths.sort();
+    paths.dedup();
+    paths
+        .iter()
+        .map(|p| Ok(Source::new(&relative(&metadata.workspace_root, p), &read(p)?)))
+        .collect()
+}
+
+/// What the documentation says, in one text: the files at the root and all of `docs/`.
+fn read_documents(root: &Path) -> Result<String> {
+    let mut paths: Vec<PathBuf> = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"]
+        .iter()
+        .map(|n| root.join(n))
+        .filter(|p| p.exists())
+        .collect();
+    if root.join("docs").is_dir() {
+        collect(&root.join("docs"), "md", &mut paths)?;
+    }
+    let texts: Vec<String> = paths.iter().map(|p| read(p)).collect::<Result<_>>()?;
+    Ok(texts.join("\n"))
+}
+
+fn collect(folder: &Path, extension: &str, into: &mut Vec<PathBuf>) -> Result<()> {
+    let entries = fs::read_dir(folder).with_context(|| format!("cannot list {}", folder.display()))?;
+    for entry in entries {
+        let path = entry
+            .with_context(|| format!("cannot list {}", folder.display()))?
+            .path();
+        let name = path
+            .file_name()
+            .map(|n| n.to_string_lossy().into_owned())
+            .unwrap_or_default();
+        if path.is_dir() {
+            if name != "target" && !name.starts_with('.') {
+                collect(&path, extension, into)?;
+            }
+        } else if path.extension().is_some_and(|e| e == extension) {
+            into.push(path);
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,244 @@
+//! The rule of the stairs: a crate depends only on lower floors, and heavy dependencies stay in their rooms.
+//!
+//! Reads the declared dependencies from `cargo metadata`, so a feature that is off counts too.
+
+use super::Finding;
+use crate::metadata::{Metadata, Package};
+
+/// Where a crate of ours stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Floor(u8),
+    /// Around the house: may use any floor, and no floor may use it except in tests.
+    Around,
+}
+
+/// The floors by package name. Names that end or begin in a way common to a room are in [`place`].
+const FLOORS: &[(&str, Place)] = &[
+    ("ftcore", Place::Floor(0)),
+    ("plugin", Place::Floor(1)),
+    ("world", Place::Floor(3)),
+    ("quant", Place::Floor(3)),
+    ("isolate", Place::Floor(3)),
+    ("manager", Place::Floor(4)),
+    ("checkpoint", Place::Floor(4)),
+    ("coordination", Place::Floor(4)),
+    ("ddp", Place::Floor(5)),
+    ("diloco", Place::Floor(5)),
+    ("oxccl-candle", Place::Floor(5)),
+    ("oxccl", Place::Floor(6)),
+    ("conformance", Place::Around),
+    ("oxccl-examples", Place::Around),
+    ("oxccl-tests", Place::Around),
+    ("xtask", Place::Around),
+];
+
+/// Steps within one floor that the design asks for.
+const WITHIN: &[(&str, &[&str])] = &[
+    ("manager", &["coordination", "checkpoint"]),
+    ("oxccl-candle", &["ddp", "diloco"]),
+];
+
+/// Dependencies that only some crates may have (tests may use them anywhere).
+struct Fenced {
+    /// The dependency's name is this, or begins with it and `-`.
+    names: &'static [&'static str],
+    allowed: &'static [&'static str],
+    why: &'static str,
+}
+
+const FENCES: &[Fenced] = &[
+    Fenced {
+        names: &["tokio", "tonic", "axum", "hyper"],
+        allowed: &[
+            "coordination",
+            "manager",
+            "checkpoint",
+            "oxccl",
+            "oxccl-examples",
+            "oxccl-tests",
+        ],
+        why: "async runtimes stay in the control plane; the data plane has its own threads",
+    },
+    Fenced {
+        names: &["candle"],
+        allowed: &["oxccl-candle", "oxccl-examples", "oxccl-tests"],
+        why: "frameworks stay out of the libraries",
+    },
+    Fenced {
+        names: &["cudarc"],
+        allowed: &["backend-nccl", "oxccl-candle"],
+        why: "CUDA stays in its backend and the adapters",
+    },
+];
+
+fn place(name: &str) -> Option<Place> {
+    if let Some((_, place)) = FLOORS.iter().find(|(n, _)| *n == name) {
+        return Some(*place);
+    }
+    if name.ends_with("-sys") {
+        return Some(Place::Floor(1));
+    }
+    name.starts_with("backend-").then_some(Place::Floor(2))
+}
+
+/// Checks every member's declared dependencies.
+pub(super) fn check(metadata: &Metadata) -> Vec<Finding> {
+    let members: Vec<&str> = metadata.packages.iter().map(|p| p.name.as_str()).collect();
+    let mut findings = Vec::new();
+    for package in &metadata.packages {
+        let manifest = super::relative(&metadata.workspace_root, &package.manifest_path);
+        for text in check_package(package, &members) {
+            findings.push(Finding::new(&manifest, 0, "stairs", text));
+        }
+    }
+    findings
+}
+
+fn check_package(package: &Package, members: &[&str]) -> Vec<String> {
+    let name = package.name.as_str();
+    let Some(own) = place(name) else {
+        return vec![format!(
+            "{name} has no floor: give it one in FLOORS (xtask/src/tidy/stairs.rs)"
+        )];
+    };
+    let mut texts = Vec::new();
+    for dependency in &package.dependencies {
+        let target = dependency.name.as_str();
+        let is_dev = dependency.kind.as_deref() == Some("dev");
+        if members.contains(&target) {
+            if let Some(there) = place(target)
+                && !may_use(name, own, target, there, is_dev)
+            {
+                texts.push(format!(
+                    "{name} ({}) must not depend on {target} ({})",
+                    show(own),
+                    show(there)
+                ));
+            }
+            continue;
+        }
+        for fence in FENCES {
+            let is_fenced = fence.names.iter().any(|n| {
+                target
+                    .strip_prefix(n)
+                    .is_some_and(|rest| rest.is_empty() || rest.starts_with('-'))
+            });
+            if is_fenced
+                && !is_dev
+                && dependency.kind.as_deref() != Some("build")
+                && !fence.allowed.contains(&name)
+            {
+                texts.push(format!(
+                    "{name} must not depend on {target}: {} (allowed in {})",
+                    fence.why,
+                    fence.allowed.join(", ")
+                ));
+            }
+        }
+    }
+    texts
+}
+
+fn may_use(name: &str, own: Place, target: &str, there: Place, is_dev: bool) -> bool {
+    match (own, there) {
+        (Place::Around, _) => true,
+        (Place::Floor(_), Place::Around) => is_dev,
+        (Place::Floor(from), Place::Floor(to)) => {
+            to < from
+                || WITHIN
+                    .iter()
+                    .any(|(n, targets)| *n == name && targets.contains(&target))
+        }
+    }
+}
+
+fn show(place: Place) -> String {
+    match place {
+        Place::Floor(n) => format!("floor {n}"),
+        Place::Around => "around the house".to_owned(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::metadata::Dependency;
+
+    const MEMBERS: &[&str] = &[
+        "ftcore",
+        "backend-gloo",
+        "coordination",
+        "checkpoint",
+        "manager",
+        "diloco",
+        "conformance",
+        "oxccl",
+    ];
+
+    fn findings(name: &str, dependencies: &[(&str, Option<&str>)]) -> Vec<String> {
+        let package = Package {
+            name: name.to_owned(),
+            manifest_path: "Cargo.toml".into(),
+            dependencies: dependencies
+                .iter()
+                .map(|(n, k)| Dependency {
+                    name: (*n).to_owned(),
+                    kind: k.map(str::to_owned),
+                })
+                .collect(),
+            targets: Vec::new(),
+        };
+        check_package(&package, MEMBERS)
+    }
+
+    #[test]
+    fn a_crate_may_use_lower_floors_only() {
+        assert!(findings("backend-gloo", &[("ftcore", None)]).is_empty());
+        let up = findings("ftcore", &[("backend-gloo", None)]);
+        assert_eq!(up, ["ftcore (floor 0) must not depend on backend-gloo (floor 2)"]);
+        assert_eq!(findings("ftcore", &[("backend-gloo", Some("build"))]).len(), 1);
+        assert_eq!(findings("ftcore", &[("backend-gloo", Some("dev"))]).len(), 1);
+    }
+
+    #[test]
+    fn steps_within_a_floor_are_the_named_ones() {
+        assert!(findings("manager", &[("coordination", None), ("checkpoint", None)]).is_empty());
+        assert_eq!(findings("coordination", &[("manager", None)]).len(), 1);
+        assert_eq!(findings("checkpoint", &[("coordination", None)]).len(), 1);
+        assert!(findings("oxccl-candle", &[("diloco", None)]).is_empty());
+        assert_eq!(
+            findings("diloco", &[("oxccl-candle", None)]).len(),
+            0,
+            "not a member in this test"
+        );
+    }
+
+    #[test]
+    fn what_stands_around_the_house_is_for_tests_only() {
+        assert!(findings("backend-gloo", &[("conformance", Some("dev"))]).is_empty());
+        assert_eq!(findings("backend-gloo", &[("conformance", None)]).len(), 1);
+        assert!(findings("oxccl-tests", &[("oxccl", None), ("conformance", None)]).is_empty());
+    }
+
+    #[test]
+    fn a_crate_without_a_floor_is_told_so() {
+        assert!(
+            findings("newcomer", &[])
+                .first()
+                .unwrap()
+                .contains("has no floor")
+        );
+        assert!(findings("backend-xccl", &[]).is_empty() && findings("nccl-sys", &[]).is_empty());
+    }
+
+    #[test]
+    fn heavy_dependencies_stay_in_their_rooms() {
+        assert_eq!(findings("ftcore", &[("tokio", None)]).len(), 1);
+        assert_eq!(findings("ddp", &[("tonic-prost", None)]).len(), 1);
+        assert!(findings("ftcore", &[("tokio", Some("dev")), ("tokenizers", None)]).is_empty());
+        assert!(findings("coordination", &[("tokio", None), ("tonic", None)]).is_empty());
+        assert_eq!(findings("diloco", &[("candle-core", None)]).len(), 1);
+        assert_eq!(findings("ftcore", &[("cudarc", None)]).len(), 1);
+    }
+}
