@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Configuration, Error, GroupInfo, OpKind, ProcessGroup, Rejected, Result, SubmitOptions, Traffic,
-    Work, deadline_in,
+    Capabilities, Checked, Configuration, Error, GroupInfo, OpKind, ProcessGroup, Rejected, Result,
+    SubmitOptions, Traffic, Work, deadline_in,
 };
 use oxccl::launch::{EventKind, EventSender};
 
@@ -34,10 +34,19 @@ impl HoldGroup {
     /// Errors: `OXCCL_CHAOS_HOLD_STEP` is set and not a number.
     pub fn from_env(inner: Arc<dyn ProcessGroup>, events: EventSender, step: Arc<AtomicI64>) -> Result<Self> {
         let hold_at = match std::env::var(ENV_HOLD) {
-            Ok(text) => Some(text.parse().map_err(|_| Error::invalid(format!("{ENV_HOLD} must be a step, not \"{text}\"")))?),
+            Ok(text) => Some(
+                text.parse()
+                    .map_err(|_| Error::invalid(format!("{ENV_HOLD} must be a step, not \"{text}\"")))?,
+            ),
             Err(_) => None,
         };
-        Ok(Self { inner, events, hold_at, step, submitted: AtomicU32::new(0) })
+        Ok(Self {
+            inner,
+            events,
+            hold_at,
+            step,
+            submitted: AtomicU32::new(0),
+        })
     }
 
     fn hold(&self) {
@@ -63,13 +72,19 @@ impl ProcessGroup for HoldGroup {
         self.inner.configure(configuration)
     }
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let here = self.hold_at == Some(self.step.load(Ordering::Acquire)) && op.get().kind() == OpKind::AllReduce;
+        let here =
+            self.hold_at == Some(self.step.load(Ordering::Acquire)) && op.get().kind() == OpKind::AllReduce;
         if here && self.submitted.fetch_add(1, Ordering::AcqRel) == 1 {
             self.hold();
         }
         self.inner.submit(op, options)
     }
-    fn split(&self, color: Option<u32>, key: u32, deadline: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+    fn split(
+        &self,
+        color: Option<u32>,
+        key: u32,
+        deadline: Instant,
+    ) -> Result<Option<Box<dyn ProcessGroup>>> {
         self.inner.split(color, key, deadline)
     }
     fn abort(&self, reason: &str) {

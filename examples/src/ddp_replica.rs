@@ -61,7 +61,8 @@ impl State for Whole {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         for i in 0..self.params.len() {
             let name = format!("param/{}", self.params.name(i));
-            self.params.with_slice(i, |w| out.insert_f32(name, &[w.len()], w))??;
+            self.params
+                .with_slice(i, |w| out.insert_f32(name, &[w.len()], w))??;
         }
         out.insert_i64s("step", &[i64::try_from(self.step).unwrap_or(i64::MAX)])?;
         self.optimizer.save("optimizer", out)
@@ -71,7 +72,10 @@ impl State for Whole {
         let values = (0..self.params.len())
             .map(|i| from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.numel(i)]))
             .collect::<Result<Vec<_>>>()?;
-        let step = from.get_i64s("step")?.first().and_then(|s| u64::try_from(*s).ok());
+        let step = from
+            .get_i64s("step")?
+            .first()
+            .and_then(|s| u64::try_from(*s).ok());
         self.step = step.ok_or_else(|| Error::invalid("step is missing or negative"))?;
         self.optimizer.load("optimizer", from)?;
         for (i, v) in values.iter().enumerate() {
@@ -82,9 +86,12 @@ impl State for Whole {
 }
 
 fn hash(params: &ParamSet) -> Result<String> {
-    let values =
-        (0..params.len()).map(|i| params.with_slice(i, <[f32]>::to_vec)).collect::<Result<Vec<_>>>()?;
-    Ok(parameters_hash(params.names().zip(values.iter().map(Vec::as_slice))))
+    let values = (0..params.len())
+        .map(|i| params.with_slice(i, <[f32]>::to_vec))
+        .collect::<Result<Vec<_>>>()?;
+    Ok(parameters_hash(
+        params.names().zip(values.iter().map(Vec::as_slice)),
+    ))
 }
 
 /// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
@@ -104,17 +111,28 @@ pub fn run(args: &DdpArgs, backend: &str, bind: &str, advertise: Option<&str>) -
     let mut ddp = Ddp::new(manager, config)?;
     let events = place.events.clone();
     ddp.on_reduce(move |step, epoch| {
-        let (step, epoch) = (u64::try_from(step).unwrap_or(0), u64::try_from(epoch).unwrap_or(0));
+        let (step, epoch) = (
+            u64::try_from(step).unwrap_or(0),
+            u64::try_from(epoch).unwrap_or(0),
+        );
         events.send(oxccl::launch::EventKind::ReduceBegin { step, epoch });
     });
-    let mut whole = Whole { params: model.params().clone(), optimizer: AdamW::new(args.lr, 0.01), step: 0 };
+    let mut whole = Whole {
+        params: model.params().clone(),
+        optimizer: AdamW::new(args.lr, 0.01),
+        step: 0,
+    };
     let mut recent = RecentLoss::default();
     while !ddp.is_finished() {
         let begun = Instant::now();
         let batch = digits.batch(shard, replicas, whole.step, args.batch)?;
         let loss = model.loss(&batch)?;
-        let grads = loss.backward().map_err(|e| candle_error("the backward pass", e))?;
-        let value = loss.to_scalar::<f32>().map_err(|e| candle_error("reading the loss", e))?;
+        let grads = loss
+            .backward()
+            .map_err(|e| candle_error("the backward pass", e))?;
+        let value = loss
+            .to_scalar::<f32>()
+            .map_err(|e| candle_error("reading the loss", e))?;
         whole.params.check_grads(&grads)?;
         let gradients = (0..whole.params.len())
             .map(|i| whole.params.with_grad(&grads, i, <[f32]>::to_vec))
@@ -126,18 +144,38 @@ pub fn run(args: &DdpArgs, backend: &str, bind: &str, advertise: Option<&str>) -
         let report = ddp.step(&mut whole, &gradients, |whole, averages| {
             whole.optimizer.begin_step();
             for (i, g) in averages.iter().enumerate() {
-                whole.params.with_slice_mut(i, |w| whole.optimizer.update(i, w, g))??;
+                whole
+                    .params
+                    .with_slice_mut(i, |w| whole.optimizer.update(i, w, g))??;
             }
             whole.step += 1;
             Ok(())
         })?;
         let (sync, hash, traffic) = (synced.elapsed(), hash(&whole.params)?, ddp.traffic());
         let (members, counted) = (report.members, report.contributors);
-        place.committed(report.step, report.epoch, members, counted, report.healed.as_ref(), sync, hash, traffic);
+        place.committed(
+            report.step,
+            report.epoch,
+            members,
+            counted,
+            report.healed.as_ref(),
+            sync,
+            hash,
+            traffic,
+        );
     }
     ddp.finish(&mut whole)?;
     let test = digits.test();
-    let held_out = model.loss(test)?.to_scalar::<f32>().map_err(|e| candle_error("reading the loss", e))?;
+    let held_out = model
+        .loss(test)?
+        .to_scalar::<f32>()
+        .map_err(|e| candle_error("reading the loss", e))?;
     let accuracy = model.accuracy(test)?;
-    place.finished(args.steps, hash(&whole.params)?, (held_out, Some(accuracy)), recent.mean(), ddp.traffic())
+    place.finished(
+        args.steps,
+        hash(&whole.params)?,
+        (held_out, Some(accuracy)),
+        recent.mean(),
+        ddp.traffic(),
+    )
 }

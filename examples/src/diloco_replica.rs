@@ -95,7 +95,10 @@ impl DilocoArgs {
             pattern: Pattern::Strided,
             delay: self.delay,
             mixing: self.mixing,
-            outer: OuterOptimizer::Nesterov { lr: self.outer_lr, momentum: self.outer_momentum },
+            outer: OuterOptimizer::Nesterov {
+                lr: self.outer_lr,
+                momentum: self.outer_momentum,
+            },
             bucket_elements: 1 << 16,
             rounds: Some(self.rounds),
             round_timeout: Duration::from_secs(300),
@@ -125,7 +128,12 @@ impl DilocoArgs {
     }
 
     fn model(&self) -> Result<Gpt> {
-        let shape = GptConfig { d_model: self.d_model, layers: self.layers, seq: self.seq, ..GptConfig::default() };
+        let shape = GptConfig {
+            d_model: self.d_model,
+            layers: self.layers,
+            seq: self.seq,
+            ..GptConfig::default()
+        };
         Gpt::new(shape, self.seed)
     }
 
@@ -154,7 +162,10 @@ impl State for Inner {
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
-        let step = from.get_i64s("inner/step")?.first().and_then(|s| u64::try_from(*s).ok());
+        let step = from
+            .get_i64s("inner/step")?
+            .first()
+            .and_then(|s| u64::try_from(*s).ok());
         self.step = step.ok_or_else(|| Error::invalid("inner/step is missing or negative"))?;
         self.optimizer.load("inner", from)
     }
@@ -168,11 +179,17 @@ pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>
     let model = args.model()?;
     let manager = place.manager(backend, bind, advertise)?;
     let params: ParamSet = model.params().clone();
-    let mut inner = Inner { optimizer: AdamW::new(args.lr, 0.05), step: 0 };
+    let mut inner = Inner {
+        optimizer: AdamW::new(args.lr, 0.05),
+        step: 0,
+    };
     let mut diloco = Diloco::new(manager, params, args.config(), &layer_of)?;
     let events = place.events.clone();
     diloco.on_reduce(move |step, epoch| {
-        let (step, epoch) = (u64::try_from(step).unwrap_or(0), u64::try_from(epoch).unwrap_or(0));
+        let (step, epoch) = (
+            u64::try_from(step).unwrap_or(0),
+            u64::try_from(epoch).unwrap_or(0),
+        );
         events.send(oxccl::launch::EventKind::ReduceBegin { step, epoch });
     });
     let mut recent = RecentLoss::default();
@@ -180,7 +197,16 @@ pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>
     loop {
         for r in reports.drain(..) {
             let (hash, traffic) = (diloco.global_hash(), diloco.traffic());
-            place.committed(r.step, r.epoch, r.members, r.contributors, r.healed.as_ref(), r.sync, hash, traffic);
+            place.committed(
+                r.step,
+                r.epoch,
+                r.members,
+                r.contributors,
+                r.healed.as_ref(),
+                r.sync,
+                hash,
+                traffic,
+            );
         }
         if diloco.is_finished() {
             break;
@@ -188,8 +214,12 @@ pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>
         let begun = Instant::now();
         let batch = sampler.batch(shard, inner.step)?;
         let loss = model.loss(&batch)?;
-        let grads = loss.backward().map_err(|e| candle_error("the backward pass", e))?;
-        let value = loss.to_scalar::<f32>().map_err(|e| candle_error("reading the loss", e))?;
+        let grads = loss
+            .backward()
+            .map_err(|e| candle_error("the backward pass", e))?;
+        let value = loss
+            .to_scalar::<f32>()
+            .map_err(|e| candle_error("reading the loss", e))?;
         let params = diloco.params_mut();
         params.check_grads(&grads)?;
         inner.optimizer.lr = args.lr_at(inner.step);
@@ -207,5 +237,11 @@ pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>
     let held_out = sampler.held_out(16)?;
     let held_out = diloco.with_global(|_| model.mean_loss(&held_out))??;
     let traffic = diloco.traffic();
-    place.finished(args.rounds, diloco.global_hash(), (held_out, None), recent.mean(), traffic)
+    place.finished(
+        args.rounds,
+        diloco.global_hash(),
+        (held_out, None),
+        recent.mean(),
+        traffic,
+    )
 }

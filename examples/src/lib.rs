@@ -1,17 +1,19 @@
 //! Runnable training programs: train_diloco and train_ddp.
 //!
-//! This library holds what they share: data ([`text`], [`digits`]) and models on candle ([`transformer`],
-//! [`digits::Mlp`]), each a pure function of its seed.
+//! Each program is a driver ([`drive`]) that starts itself again as replicas ([`diloco_replica`], [`ddp_replica`], with
+//! [`replica`] in common). Data ([`text`], [`digits`]) and models on candle ([`transformer`], [`digits::Mlp`]) are pure
+//! functions of a seed. What a run reports becomes a [`report`] and a picture ([`plot`]).
 
+pub mod chaos;
+pub mod ddp_replica;
 pub mod digits;
+pub mod diloco_replica;
+pub mod drive;
 pub mod plot;
 pub mod progress;
+pub mod replica;
 pub mod report;
 pub mod rng;
 pub mod text;
 pub mod transformer;
 mod weights;
-pub mod chaos;
-pub mod ddp_replica;
-pub mod diloco_replica;
-pub mod replica;

@@ -82,8 +82,9 @@ const INK: Colour = Colour::hex(0x1f_29_37);
 const SOFT_INK: Colour = Colour::hex(0x6b_72_80);
 const GRID: Colour = Colour::hex(0xe5_e7_eb);
 const STALL: Colour = Colour::hex(0xdc_26_26).with_alpha(38);
-const CURVES: [u32; 8] =
-    [0x25_63_eb, 0xea_58_0c, 0x05_96_69, 0x93_33_ea, 0x08_91_b2, 0xbe_12_3c, 0x65_a3_0d, 0x47_55_69];
+const CURVES: [u32; 8] = [
+    0x25_63_eb, 0xea_58_0c, 0x05_96_69, 0x93_33_ea, 0x08_91_b2, 0xbe_12_3c, 0x65_a3_0d, 0x47_55_69,
+];
 
 impl MarkKind {
     fn colour(self) -> Colour {
@@ -105,7 +106,12 @@ impl Picture {
             if let SupervisorEvent::Replica(e) = event
                 && let EventKind::Step { loss, .. } = e.kind
             {
-                curves.entry(e.replica).or_default().entry(e.life).or_default().push((seconds(e.t_us), loss));
+                curves
+                    .entry(e.replica)
+                    .or_default()
+                    .entry(e.life)
+                    .or_default()
+                    .push((seconds(e.t_us), loss));
             }
         }
         let series = curves
@@ -124,15 +130,27 @@ impl Picture {
                 label: format!("replica {r} killed ({})", death.exit),
             });
             if let Some(t) = death.restarted_us {
-                marks.push(Mark { at_s: seconds(t), kind: MarkKind::Restart, label: format!("replica {r} restarted") });
+                marks.push(Mark {
+                    at_s: seconds(t),
+                    kind: MarkKind::Restart,
+                    label: format!("replica {r} restarted"),
+                });
             }
             if let (Some(t), Some(ms)) = (death.first_commit_us, death.restart_to_commit_ms) {
                 let label = format!("replica {r} healed, first commit after {:.1} s", ms / 1e3);
-                marks.push(Mark { at_s: seconds(t), kind: MarkKind::Recovery, label });
+                marks.push(Mark {
+                    at_s: seconds(t),
+                    kind: MarkKind::Recovery,
+                    label,
+                });
             }
         }
-        let mut stalls: Vec<(f64, f64)> =
-            report.deaths.iter().filter_map(|d| d.stall.as_ref()).map(|s| (seconds(s.from_us), seconds(s.to_us))).collect();
+        let mut stalls: Vec<(f64, f64)> = report
+            .deaths
+            .iter()
+            .filter_map(|d| d.stall.as_ref())
+            .map(|s| (seconds(s.from_us), seconds(s.to_us)))
+            .collect();
         stalls.dedup();
         let mut subtitle = vec![format!(
             "{} replicas, {:.2} M parameters, {} s",
@@ -167,7 +185,11 @@ impl Picture {
             .copied()
             .filter(finite)
             .collect();
-        let x_end = points.iter().map(|p| p.0).chain(self.marks.iter().map(|m| m.at_s)).fold(1.0, f64::max);
+        let x_end = points
+            .iter()
+            .map(|p| p.0)
+            .chain(self.marks.iter().map(|m| m.at_s))
+            .fold(1.0, f64::max);
         let low = points.iter().map(|p| p.1).fold(f64::INFINITY, f64::min);
         let high = points.iter().map(|p| p.1).fold(f64::NEG_INFINITY, f64::max);
         let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
@@ -195,12 +217,24 @@ impl Picture {
         for tick in y_axis.ticks() {
             let y = y_axis.pixel(tick);
             shapes.push(line(vec![(LEFT, y), (WIDTH - RIGHT, y)], GRID, 1.0, None));
-            shapes.push(text((LEFT - 8.0, y + 4.0), Anchor::End, SMALL, SOFT_INK, &y_axis.label(tick)));
+            shapes.push(text(
+                (LEFT - 8.0, y + 4.0),
+                Anchor::End,
+                SMALL,
+                SOFT_INK,
+                &y_axis.label(tick),
+            ));
         }
         for tick in x_axis.ticks() {
             let x = x_axis.pixel(tick);
             shapes.push(line(vec![(x, bottom), (x, bottom + 5.0)], SOFT_INK, 1.0, None));
-            shapes.push(text((x, bottom + 19.0), Anchor::Middle, SMALL, SOFT_INK, &x_axis.label(tick)));
+            shapes.push(text(
+                (x, bottom + 19.0),
+                Anchor::Middle,
+                SMALL,
+                SOFT_INK,
+                &x_axis.label(tick),
+            ));
         }
         shapes.push(text(
             ((LEFT + WIDTH - RIGHT) / 2.0, bottom + 40.0),
@@ -222,14 +256,20 @@ impl Picture {
             let (x0, x1) = (x_axis.pixel(from), x_axis.pixel(to));
             // A stall of some milliseconds would be thinner than a pixel.
             let width = (x1 - x0).max(2.0);
-            shapes.push(Shape::Rect { area: [x0, top, width, bottom - top], fill: STALL });
+            shapes.push(Shape::Rect {
+                area: [x0, top, width, bottom - top],
+                fill: STALL,
+            });
         }
         for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()) {
             let colour = Colour::hex(colour);
             for part in &series.parts {
                 let part: Vec<(f64, f64)> = part.iter().copied().filter(finite).collect();
                 let pixels = |points: &[(f64, f64)]| -> Vec<(f32, f32)> {
-                    points.iter().map(|p| (x_axis.pixel(p.0), y_axis.pixel(p.1))).collect()
+                    points
+                        .iter()
+                        .map(|p| (x_axis.pixel(p.0), y_axis.pixel(p.1)))
+                        .collect()
                 };
                 let raw = thinned(&part);
                 match smoothed(&part) {
@@ -244,14 +284,32 @@ impl Picture {
         for (mark, row) in self.marks.iter().zip(&rows) {
             let (x, colour) = (x_axis.pixel(mark.at_s), mark.kind.colour());
             let y = top - 6.0 - row.row as f32 * ROW;
-            shapes.push(line(vec![(x, y - 10.0), (x, bottom)], colour, 1.2, Some([4.0, 3.0])));
-            let (anchor, dx) = if row.leftwards { (Anchor::End, -5.0) } else { (Anchor::Start, 5.0) };
+            shapes.push(line(
+                vec![(x, y - 10.0), (x, bottom)],
+                colour,
+                1.2,
+                Some([4.0, 3.0]),
+            ));
+            let (anchor, dx) = if row.leftwards {
+                (Anchor::End, -5.0)
+            } else {
+                (Anchor::Start, 5.0)
+            };
             shapes.push(text((x + dx, y), anchor, SMALL, colour, &mark.label));
         }
-        shapes.push(line(vec![(LEFT, top), (LEFT, bottom), (WIDTH - RIGHT, bottom)], SOFT_INK, 1.2, None));
+        shapes.push(line(
+            vec![(LEFT, top), (LEFT, bottom), (WIDTH - RIGHT, bottom)],
+            SOFT_INK,
+            1.2,
+            None,
+        ));
         if let Some((x, y)) = self.held_out.filter(finite) {
             let centre = (x_axis.pixel(x), y_axis.pixel(y));
-            shapes.push(Shape::Disc { centre, radius: 6.0, fill: INK });
+            shapes.push(Shape::Disc {
+                centre,
+                radius: 6.0,
+                fill: INK,
+            });
         }
         Scene {
             width: WIDTH,
@@ -268,21 +326,42 @@ impl Picture {
         let mut entry = |sample: &dyn Fn(f32) -> Shape, label: &str| {
             shapes.push(sample(x));
             let (at, text) = ((x + 30.0, y), label.to_owned());
-            shapes.push(Shape::Text { at, anchor: Anchor::Start, size: SMALL, fill: INK, upwards: false, text });
+            shapes.push(Shape::Text {
+                at,
+                anchor: Anchor::Start,
+                size: SMALL,
+                fill: INK,
+                upwards: false,
+                text,
+            });
             x += 30.0 + font.width(label, SMALL) * SLACK + 22.0;
         };
         for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()).take(CURVES.len()) {
             entry(
-                &|x| line(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], Colour::hex(colour), 2.5, None),
+                &|x| {
+                    line(
+                        vec![(x, y - 4.0), (x + 24.0, y - 4.0)],
+                        Colour::hex(colour),
+                        2.5,
+                        None,
+                    )
+                },
                 &series.label,
             );
         }
         if self.held_out.is_some() {
-            let disc = |x| Shape::Disc { centre: (x + 14.0, y - 4.0), radius: 6.0, fill: INK };
+            let disc = |x| Shape::Disc {
+                centre: (x + 14.0, y - 4.0),
+                radius: 6.0,
+                fill: INK,
+            };
             entry(&disc, "held-out loss at the end");
         }
         if !self.stalls.is_empty() {
-            let shade = |x| Shape::Rect { area: [x + 4.0, y - 11.0, 20.0, 14.0], fill: STALL };
+            let shade = |x| Shape::Rect {
+                area: [x + 4.0, y - 11.0, 20.0, 14.0],
+                fill: STALL,
+            };
             entry(&shade, "survivors wait");
         }
     }
@@ -291,16 +370,25 @@ impl Picture {
     pub fn write(&self, folder: &Path, stem: &str) -> Result<[std::path::PathBuf; 2]> {
         let font = Font::load()?;
         let scene = self.to_scene(&font);
-        let paths = [folder.join(format!("{stem}.svg")), folder.join(format!("{stem}.png"))];
+        let paths = [
+            folder.join(format!("{stem}.svg")),
+            folder.join(format!("{stem}.png")),
+        ];
         let [svg, png] = &paths;
         std::fs::write(svg, to_svg(&scene)).map_err(|e| Error::io(format!("write {}", svg.display()), e))?;
-        std::fs::write(png, to_png(&scene, &font)?).map_err(|e| Error::io(format!("write {}", png.display()), e))?;
+        std::fs::write(png, to_png(&scene, &font)?)
+            .map_err(|e| Error::io(format!("write {}", png.display()), e))?;
         Ok(paths)
     }
 }
 
 fn line(points: Vec<(f32, f32)>, stroke: Colour, width: f32, dash: Option<[f32; 2]>) -> Shape {
-    Shape::Line { points, stroke, width, dash }
+    Shape::Line {
+        points,
+        stroke,
+        width,
+        dash,
+    }
 }
 
 /// A linear scale with round ticks.
@@ -318,8 +406,17 @@ impl Axis {
     fn new(low: f64, high: f64, from: f32, to: f32, ticks: u32) -> Self {
         let rough = (high - low) / f64::from(ticks);
         let power = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0].map(|m| m * power).into_iter().find(|s| *s >= rough * 0.999);
-        Self { low, high, from, to, step: step.unwrap_or(rough) }
+        let step = [1.0, 2.0, 5.0, 10.0]
+            .map(|m| m * power)
+            .into_iter()
+            .find(|s| *s >= rough * 0.999);
+        Self {
+            low,
+            high,
+            from,
+            to,
+            step: step.unwrap_or(rough),
+        }
     }
 
     fn pixel(&self, value: f64) -> f32 {
@@ -350,24 +447,45 @@ struct LabelPlace {
     leftwards: bool,
 }
 
-/// Puts each label into the lowest row in which it touches no other and is not crossed by the line of a mark whose label
-/// is higher up.
+/// Puts each label into the lowest row in which it touches no other label and its line crosses none.
 fn label_rows(marks: &[Mark], x_axis: &Axis, font: &Font) -> Vec<LabelPlace> {
-    let span = |mark: &Mark| {
-        let (x, width) = (x_axis.pixel(mark.at_s), font.width(&mark.label, SMALL) * SLACK + 10.0);
-        let leftwards = x + width > WIDTH - 4.0;
-        (if leftwards { (x - width, x) } else { (x, x + width) }, leftwards)
+    let x_of = |i: usize| marks.get(i).map_or(0.0, |m| x_axis.pixel(m.at_s));
+    let width = |i: usize| {
+        marks
+            .get(i)
+            .map_or(0.0, |m| font.width(&m.label, SMALL) * SLACK + 10.0)
     };
-    // From right to left: a line rises to its own row only, left of all labels that were placed before.
-    let mut order: Vec<usize> = (0..marks.len()).collect();
-    let position = |i: usize| marks.get(i).map_or(0.0, |m| m.at_s);
-    order.sort_by(|a, b| position(*b).total_cmp(&position(*a)));
+    let mut rightmost_first: Vec<usize> = (0..marks.len()).collect();
+    rightmost_first.sort_by(|a, b| x_of(*b).total_cmp(&x_of(*a)));
+    // A label that would leave the picture ends at its line instead of starting there. So does every label that would
+    // lie over the line of such a one: of two that point at each other, one line always crosses the other's text.
+    let mut leftwards: Vec<usize> = Vec::new();
+    let mut rightwards: Vec<usize> = Vec::new();
+    for i in rightmost_first {
+        let end = x_of(i) + width(i);
+        let turn = end > WIDTH - 4.0 || leftwards.iter().any(|j| x_of(*j) < end);
+        if turn {
+            leftwards.push(i)
+        } else {
+            rightwards.push(i)
+        }
+    }
+    // Each line then rises only past labels that lie on its other side.
+    let order = rightwards
+        .into_iter()
+        .map(|i| (i, false))
+        .chain(leftwards.into_iter().rev().map(|i| (i, true)));
     let mut rows: Vec<Vec<(f32, f32)>> = Vec::new();
-    let mut places = vec![LabelPlace { row: 0, leftwards: false }; marks.len()];
-    for i in order {
-        let (Some(mark), Some(place)) = (marks.get(i), places.get_mut(i)) else { continue };
-        let ((from, to), leftwards) = span(mark);
-        let x = x_axis.pixel(mark.at_s);
+    let mut places = vec![
+        LabelPlace {
+            row: 0,
+            leftwards: false
+        };
+        marks.len()
+    ];
+    for (i, leftwards) in order {
+        let (x, width) = (x_of(i), width(i));
+        let (from, to) = if leftwards { (x - width, x) } else { (x, x + width) };
         let free = |row: &Vec<(f32, f32)>, a: f32, b: f32| row.iter().all(|(c, d)| b <= *c || a >= *d);
         // The label must fit its row, and its line must pass all rows below.
         let mut row = 0;
@@ -385,7 +503,9 @@ fn label_rows(marks: &[Mark], x_axis: &Axis, font: &Font) -> Vec<LabelPlace> {
         if let Some(taken) = rows.get_mut(row) {
             taken.push((from, to));
         }
-        *place = LabelPlace { row, leftwards };
+        if let Some(place) = places.get_mut(i) {
+            *place = LabelPlace { row, leftwards };
+        }
     }
     places
 }

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::{Duration, Instant};
 
+// Linked in for its registration: the registry knows "gloo" through it.
+use backend_gloo as _;
 use ftcore::{GroupOptions, ProcessGroup, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
@@ -44,14 +46,23 @@ impl Place {
         let options = GroupOptions::default();
         let group = ftcore::Registry::global().create(backend, &ftcore::Device::CPU, &options)?;
         let group: Arc<dyn ProcessGroup> = Arc::from(group);
-        let group = Arc::new(HoldGroup::from_env(group, self.events.clone(), self.step.clone())?);
+        let group = Arc::new(HoldGroup::from_env(
+            group,
+            self.events.clone(),
+            self.step.clone(),
+        )?);
         let mut config = ManagerConfig::new(name, &self.env.lighthouse);
         config.bind = bind.to_string();
         config.advertise_host = advertise.map(str::to_string);
         let manager = Manager::new(group, config)?;
         let replica_id = manager.replica_id().to_string();
-        self.events.send(EventKind::Started { pid: std::process::id(), replica_id });
-        self.events.send(EventKind::State { state: ReplicaState::Joining });
+        self.events.send(EventKind::Started {
+            pid: std::process::id(),
+            replica_id,
+        });
+        self.events.send(EventKind::State {
+            state: ReplicaState::Joining,
+        });
         Ok(manager)
     }
 
@@ -61,11 +72,18 @@ impl Place {
         self.inner += took;
         self.inner_steps += 1;
         let tokens_per_s = samples as f64 / took.as_secs_f64().max(1e-9);
-        self.events.send(EventKind::Step { inner_step, loss: f64::from(loss), tokens_per_s });
+        self.events.send(EventKind::Step {
+            inner_step,
+            loss: f64::from(loss),
+            tokens_per_s,
+        });
     }
 
     /// Reports a committed step.
-    #[expect(clippy::too_many_arguments, reason = "one line of a report; the two kinds of reports differ in type only")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "one line of a report; the two kinds of reports differ in type only"
+    )]
     pub fn committed(
         &mut self,
         step: i64,
@@ -77,11 +95,18 @@ impl Place {
         hash: String,
         traffic: Traffic,
     ) {
-        let (step, epoch_id) = (u64::try_from(step).unwrap_or(0), u64::try_from(epoch).unwrap_or(0));
+        let (step, epoch_id) = (
+            u64::try_from(step).unwrap_or(0),
+            u64::try_from(epoch).unwrap_or(0),
+        );
         let participants = u32::try_from(members).unwrap_or(u32::MAX);
         if epoch != self.epoch {
             self.epoch = epoch;
-            self.events.send(EventKind::Quorum { epoch: epoch_id, step, size: participants });
+            self.events.send(EventKind::Quorum {
+                epoch: epoch_id,
+                step,
+                size: participants,
+            });
         }
         if let Some(healed) = healed {
             let (bytes, ms) = (healed.bytes as u64, healed.took.as_secs_f64() * 1e3);
@@ -99,11 +124,20 @@ impl Place {
             bytes_sent: traffic.sent,
             bytes_recv: traffic.received,
         }));
-        self.events.send(EventKind::State { state: ReplicaState::Training });
+        self.events.send(EventKind::State {
+            state: ReplicaState::Training,
+        });
     }
 
     /// Reports the end and waits until the report is out.
-    pub fn finished(&self, step: i64, hash: String, held_out: (f32, Option<f32>), train_loss: f32, traffic: Traffic) -> Result<()> {
+    pub fn finished(
+        &self,
+        step: i64,
+        hash: String,
+        held_out: (f32, Option<f32>),
+        train_loss: f32,
+        traffic: Traffic,
+    ) -> Result<()> {
         self.events.send(EventKind::Final(Final {
             step: u64::try_from(step).unwrap_or(0),
             hash,
@@ -115,7 +149,9 @@ impl Place {
             bytes_recv: traffic.received,
             state: ReplicaState::Done,
         }));
-        self.events.send(EventKind::State { state: ReplicaState::Done });
+        self.events.send(EventKind::State {
+            state: ReplicaState::Done,
+        });
         self.events.flush(ftcore::deadline_in(Duration::from_secs(5)))
     }
 }

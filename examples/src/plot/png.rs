@@ -13,19 +13,30 @@ const SCALE: f32 = 2.0;
 /// The scene as the bytes of a PNG file, 2 × width by 2 × height pixels.
 pub fn to_png(scene: &Scene, font: &Font) -> Result<Vec<u8>> {
     // Sizes are a few thousand pixels at most; a scene without area is refused by `new`.
-    let (w, h) = ((scene.width * SCALE).round() as u32, (scene.height * SCALE).round() as u32);
+    let (w, h) = (
+        (scene.width * SCALE).round() as u32,
+        (scene.height * SCALE).round() as u32,
+    );
     let mut map = Pixmap::new(w, h)
         .ok_or_else(|| Error::invalid(format!("a picture of {w} by {h} pixels cannot be drawn")))?;
     map.fill(Color::WHITE);
     let whole = Transform::from_scale(SCALE, SCALE);
     for shape in &scene.shapes {
         match shape {
-            Shape::Rect { area: [x, y, w, h], fill } => {
+            Shape::Rect {
+                area: [x, y, w, h],
+                fill,
+            } => {
                 if let Some(rect) = Rect::from_xywh(*x, *y, *w, *h) {
                     map.fill_rect(rect, &paint(*fill), whole, None);
                 }
             }
-            Shape::Line { points, stroke, width, dash } => {
+            Shape::Line {
+                points,
+                stroke,
+                width,
+                dash,
+            } => {
                 if let Some(path) = polyline(points) {
                     let stroke_style = Stroke {
                         width: *width,
@@ -37,14 +48,28 @@ pub fn to_png(scene: &Scene, font: &Font) -> Result<Vec<u8>> {
                     map.stroke_path(&path, &paint(*stroke), &stroke_style, whole, None);
                 }
             }
-            Shape::Disc { centre: (x, y), radius, fill } => {
+            Shape::Disc {
+                centre: (x, y),
+                radius,
+                fill,
+            } => {
                 if let Some(path) = PathBuilder::from_circle(*x, *y, *radius) {
                     map.fill_path(&path, &paint(*fill), FillRule::Winding, whole, None);
-                    let rim = Stroke { width: 1.5, ..Stroke::default() };
+                    let rim = Stroke {
+                        width: 1.5,
+                        ..Stroke::default()
+                    };
                     map.stroke_path(&path, &paint(Colour::hex(0xff_ff_ff)), &rim, whole, None);
                 }
             }
-            Shape::Text { at: (x, y), anchor, size, fill, upwards, text } => {
+            Shape::Text {
+                at: (x, y),
+                anchor,
+                size,
+                fill,
+                upwards,
+                text,
+            } => {
                 let width = font.width(text, *size);
                 let start = match anchor {
                     Anchor::Start => 0.0,
@@ -58,13 +83,17 @@ pub fn to_png(scene: &Scene, font: &Font) -> Result<Vec<u8>> {
                 if let Some(path) = outline(font, text, start, *size) {
                     map.fill_path(&path, &paint(*fill), FillRule::Winding, place, None);
                     // The typeface is a light one: a hair of stroke makes small letters readable.
-                    let hair = Stroke { width: size * 0.022, ..Stroke::default() };
+                    let hair = Stroke {
+                        width: size * 0.022,
+                        ..Stroke::default()
+                    };
                     map.stroke_path(&path, &paint(*fill), &hair, place, None);
                 }
             }
         }
     }
-    map.encode_png().map_err(|e| Error::new(ErrorKind::Internal, format!("encode the picture as PNG: {e}")))
+    map.encode_png()
+        .map_err(|e| Error::new(ErrorKind::Internal, format!("encode the picture as PNG: {e}")))
 }
 
 fn paint(colour: Colour) -> Paint<'static> {
@@ -87,7 +116,11 @@ fn polyline(points: &[(f32, f32)]) -> Option<Path> {
 
 /// The letters of `text` with the base line at y = 0, the first one at x = `start`. `None` if nothing is visible.
 fn outline(font: &Font, text: &str, start: f32, size: f32) -> Option<Path> {
-    let mut pen = Pen { path: PathBuilder::new(), x: start, scale: size / f32::from(font.0.units_per_em()) };
+    let mut pen = Pen {
+        path: PathBuilder::new(),
+        x: start,
+        scale: size / f32::from(font.0.units_per_em()),
+    };
     for c in text.chars() {
         if let Some(glyph) = font.0.glyph_index(c) {
             font.0.outline_glyph(glyph, &mut pen);

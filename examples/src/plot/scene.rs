@@ -17,7 +17,10 @@ impl Colour {
     /// An opaque colour from `0xRRGGBB`.
     pub const fn hex(rgb: u32) -> Self {
         let [_, r, g, b] = rgb.to_be_bytes();
-        Self { rgb: [r, g, b], alpha: 255 }
+        Self {
+            rgb: [r, g, b],
+            alpha: 255,
+        }
     }
 
     /// The same colour with another opacity.
@@ -106,7 +109,12 @@ impl Font {
     pub fn load() -> Result<Self> {
         Face::parse(epaint_default_fonts::UBUNTU_LIGHT, 0)
             .map(Self)
-            .map_err(|e| Error::new(ErrorKind::Internal, format!("the built-in font cannot be read: {e}")))
+            .map_err(|e| {
+                Error::new(
+                    ErrorKind::Internal,
+                    format!("the built-in font cannot be read: {e}"),
+                )
+            })
     }
 
     /// How wide `text` is at `size`, in the unit of `size`.

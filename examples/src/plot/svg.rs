@@ -18,17 +18,27 @@ pub fn to_svg(scene: &Scene) -> String {
     let _ = writeln!(s, "<rect width=\"{w}\" height=\"{h}\" fill=\"#ffffff\"/>");
     for shape in &scene.shapes {
         let _ = match shape {
-            Shape::Rect { area: [x, y, w, h], fill } => writeln!(
+            Shape::Rect {
+                area: [x, y, w, h],
+                fill,
+            } => writeln!(
                 s,
                 "<rect x=\"{x:.1}\" y=\"{y:.1}\" width=\"{w:.1}\" height=\"{h:.1}\" {}/>",
                 paint("fill", *fill)
             ),
-            Shape::Line { points, stroke, width, dash } => {
+            Shape::Line {
+                points,
+                stroke,
+                width,
+                dash,
+            } => {
                 let mut at = String::new();
                 for (x, y) in points {
                     let _ = write!(at, "{x:.1},{y:.1} ");
                 }
-                let dash = dash.map_or(String::new(), |[on, off]| format!(" stroke-dasharray=\"{on} {off}\""));
+                let dash = dash.map_or(String::new(), |[on, off]| {
+                    format!(" stroke-dasharray=\"{on} {off}\"")
+                });
                 writeln!(
                     s,
                     "<polyline points=\"{}\" fill=\"none\" {} stroke-width=\"{width}\" stroke-linejoin=\"round\"{dash}/>",
@@ -36,18 +46,33 @@ pub fn to_svg(scene: &Scene) -> String {
                     paint("stroke", *stroke)
                 )
             }
-            Shape::Disc { centre: (x, y), radius, fill } => writeln!(
+            Shape::Disc {
+                centre: (x, y),
+                radius,
+                fill,
+            } => writeln!(
                 s,
                 "<circle cx=\"{x:.1}\" cy=\"{y:.1}\" r=\"{radius}\" {} stroke=\"#ffffff\" stroke-width=\"1.5\"/>",
                 paint("fill", *fill)
             ),
-            Shape::Text { at: (x, y), anchor, size, fill, upwards, text } => {
+            Shape::Text {
+                at: (x, y),
+                anchor,
+                size,
+                fill,
+                upwards,
+                text,
+            } => {
                 let anchor = match anchor {
                     Anchor::Start => "start",
                     Anchor::Middle => "middle",
                     Anchor::End => "end",
                 };
-                let turn = if *upwards { format!(" transform=\"rotate(-90 {x:.1} {y:.1})\"") } else { String::new() };
+                let turn = if *upwards {
+                    format!(" transform=\"rotate(-90 {x:.1} {y:.1})\"")
+                } else {
+                    String::new()
+                };
                 writeln!(
                     s,
                     "<text x=\"{x:.1}\" y=\"{y:.1}\" font-size=\"{size}\" text-anchor=\"{anchor}\" {}{turn}>{}</text>",

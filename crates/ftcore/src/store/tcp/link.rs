@@ -4,7 +4,7 @@
 //! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT.
 
 use std::io::{self, Read, Write};
-use std::net::{Shutdown, SocketAddr, TcpStream};
+use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -126,10 +126,6 @@ impl Link {
     /// The socket, for shutting it down from elsewhere.
     pub(super) fn socket(&self) -> &Arc<TcpStream> {
         &self.stream
-    }
-
-    pub(super) fn peer(&self) -> Option<SocketAddr> {
-        self.stream.peer_addr().ok()
     }
 
     /// What was received and not read yet.

@@ -28,7 +28,7 @@ const MAX_UNFINISHED: usize = 512 << 20;
 const HANDSHAKE: Duration = Duration::from_secs(30);
 /// A request that stops half way, or a peer that takes no replies, is given up after this time.
 const STALL: Duration = Duration::from_secs(60);
-/// Replies are gathered up to this size before they are sent.
+/// A reply is gathered up to this size before it is sent.
 const REPLY: usize = 64 * 1024;
 /// The work of a connection is shallow; thousands of them should be cheap.
 const STACK: usize = 256 * 1024;
@@ -82,7 +82,7 @@ impl TcpStoreServer {
         let for_thread = shared.clone();
         thread::Builder::new()
             .name("ox-store-accept".into())
-            .spawn(move || accept(&listener, &for_thread))
+            .spawn(move || accept(listener, &for_thread))
             .map_err(fail)?;
         tracing::debug!(%address, "store server listens");
         Ok(Self { address, shared })
@@ -175,10 +175,10 @@ impl Shared {
     }
 }
 
-fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
+fn accept(listener: TcpListener, shared: &Arc<Shared>) {
     let mut pause = None;
     loop {
-        if let Err(error) = watch_listener(listener, &shared.stop, pause.take()) {
+        if let Err(error) = watch_listener(&listener, &shared.stop, pause.take()) {
             tracing::error!(%error, "store server: cannot wait for connections; it stops accepting");
             break;
         }
@@ -195,6 +195,8 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
             }
         }
     }
+    // Closed before `shutdown` is told so: the port is free when it returns.
+    drop(listener);
     shared.doors().accepting = false;
     shared.changed.notify_all();
 }
@@ -311,8 +313,8 @@ impl Session<'_> {
             other => return Err(wire::bad(format!("wrong greeting {other:?}")).into()),
         }
         loop {
+            self.send()?;
             if self.link.buffered().is_empty() {
-                self.send()?;
                 self.link.patience = Patience::Forever;
                 if !self.link.fill()? {
                     return Err(End::Closed);

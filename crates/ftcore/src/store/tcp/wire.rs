@@ -189,9 +189,7 @@ impl<R: Read> Drop for Metered<'_, R> {
 
 impl<R: Read> Metered<'_, R> {
     fn u32(&mut self) -> io::Result<u32> {
-        let mut bytes = [0; 4];
-        self.from.read_exact(&mut bytes)?;
-        Ok(u32::from_le_bytes(bytes))
+        read_u32(self.from)
     }
 
     fn i64(&mut self) -> io::Result<i64> {
@@ -265,11 +263,11 @@ pub(super) fn bad(why: impl Into<String>) -> io::Error {
     io::Error::new(io::ErrorKind::InvalidData, why.into())
 }
 
-pub(super) fn put_len(out: &mut Vec<u8>, n: usize) {
+fn put_len(out: &mut Vec<u8>, n: usize) {
     out.extend_from_slice(&(n as u64).to_le_bytes());
 }
 
-pub(super) fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
+fn put_bytes(out: &mut Vec<u8>, bytes: &[u8]) {
     put_len(out, bytes.len());
     out.extend_from_slice(bytes);
 }

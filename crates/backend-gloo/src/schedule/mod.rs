@@ -1,0 +1,236 @@
+//! Algorithms as data: pure functions (rank, world, bytes) → rounds of sends, receives and local steps.
+//!
+//! Nothing here knows a socket or a tensor. A schedule speaks about byte ranges of three logical buffers; `plan` says
+//! which tensors those are, `exec` carries the rounds out over any transport, and the tests run all ranks in a
+//! simulator. Rules that every schedule keeps (the tests check them):
+//! - a round has at most one send and one receive per peer, and both ends of a transfer have it in the same round;
+//! - which algorithm runs is a function of world size and bytes only, so all ranks agree, and so is the order of
+//!   reduction (INV-3);
+//! - a rank cannot finish before every other rank has entered with the same fingerprint, directly or through others;
+//!   frames without payload are added where the data alone would not say so. That is what lets a mismatch fail on *all*
+//!   ranks, a broadcast's root included (L15).
+
+mod linear;
+mod ring;
+mod tree;
+
+use std::ops::Range;
+
+pub(crate) use linear::{all_to_all, barrier, gather, monitored_barrier, scatter};
+pub(crate) use ring::{all_gather, reduce_scatter};
+pub(crate) use tree::{broadcast, reduce};
+
+/// Up to this many bytes in all, every rank sends its whole vector to every other one.
+pub(crate) const DIRECT_MAX_BYTES: usize = 64 * 1024;
+/// Up to this many ranks, likewise.
+pub(crate) const DIRECT_MAX_WORLD: u32 = 16;
+/// Up to this many bytes a larger world reduces to one rank and broadcasts.
+pub(crate) const TREE_MAX_BYTES: usize = 16 * 1024;
+
+/// How it is done; part of every frame and of the constants that ranks compare (INV-3).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+pub(crate) enum Algorithm {
+    Local = 0,
+    Direct = 1,
+    Ring = 2,
+    Tree = 3,
+    Dissemination = 4,
+    Pairwise = 5,
+    Linear = 6,
+    Star = 7,
+}
+
+/// A logical buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Buffer {
+    /// What the call reads and must not change.
+    In,
+    /// What the call writes; for in-place operations also what it reads.
+    Out,
+    /// Private memory of the operation.
+    Scratch,
+}
+
+/// A range of bytes in a logical buffer.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Span {
+    pub(crate) buffer: Buffer,
+    pub(crate) range: Range<usize>,
+}
+
+impl Span {
+    pub(crate) fn new(buffer: Buffer, range: Range<usize>) -> Self {
+        Self { buffer, range }
+    }
+
+    /// Nothing: a frame with a header only.
+    pub(crate) fn empty() -> Self {
+        Self::new(Buffer::Scratch, 0..0)
+    }
+
+    pub(crate) fn len(&self) -> usize {
+        self.range.end.saturating_sub(self.range.start)
+    }
+}
+
+/// One message to a peer.
+#[derive(Debug, Clone)]
+pub(crate) struct Send {
+    pub(crate) peer: u32,
+    pub(crate) from: Span,
+    /// The counter whose value travels as `contributors`.
+    pub(crate) slot: Option<usize>,
+}
+
+/// What happens with the bytes that arrive.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Landing {
+    /// `into = wire`
+    Copy,
+    /// `into = into ∘ wire`
+    Reduce,
+    /// `into = wire ∘ with`; equally long.
+    ReduceWith(Span),
+}
+
+/// What happens with the contributors that arrive.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Count {
+    Ignore,
+    Add(usize),
+    Set(usize),
+}
+
+/// One message from a peer.
+#[derive(Debug, Clone)]
+pub(crate) struct Recv {
+    pub(crate) peer: u32,
+    pub(crate) into: Span,
+    pub(crate) landing: Landing,
+    pub(crate) count: Count,
+}
+
+/// A step without the network.
+#[derive(Debug, Clone)]
+pub(crate) enum Local {
+    /// `into = from`; equally long.
+    Copy { from: Span, into: Span },
+    /// `into = into ∘ from`; equally long.
+    Reduce { from: Span, into: Span },
+    /// The reduction of `span` is complete and `slot` holds its contributors: divide, if it is an average.
+    Finish { span: Span, slot: usize },
+}
+
+/// Sends and receives that progress together, then local steps in order.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Round {
+    pub(crate) sends: Vec<Send>,
+    pub(crate) recvs: Vec<Recv>,
+    pub(crate) after: Vec<Local>,
+}
+
+/// Everything one rank does for one operation.
+#[derive(Debug, Clone)]
+pub(crate) struct Schedule {
+    pub(crate) algorithm: Algorithm,
+    pub(crate) before: Vec<Local>,
+    pub(crate) rounds: Vec<Round>,
+    /// Bytes of private memory.
+    pub(crate) scratch: usize,
+    /// How many counters there are; each begins with this rank's own contribution (0 or 1).
+    pub(crate) slots: usize,
+    /// The counter that holds the contributors at the end; `None` where this rank does not learn them.
+    pub(crate) result: Option<usize>,
+}
+
+impl Schedule {
+    pub(crate) fn new(algorithm: Algorithm) -> Self {
+        Self {
+            algorithm,
+            before: Vec::new(),
+            rounds: Vec::new(),
+            scratch: 0,
+            slots: 1,
+            result: None,
+        }
+    }
+}
+
+/// `(rank + by) mod world`.
+pub(crate) fn up(rank: u32, by: u32, world: u32) -> u32 {
+    let world = u64::from(world.max(1));
+    u32::try_from((u64::from(rank) + u64::from(by)) % world).unwrap_or(0)
+}
+
+/// `(rank - by) mod world`.
+pub(crate) fn down(rank: u32, by: u32, world: u32) -> u32 {
+    let world = world.max(1);
+    up(rank, world - by % world, world)
+}
+
+/// The number of doublings that reach every rank.
+pub(crate) fn doublings(world: u32) -> u32 {
+    world.max(1).next_power_of_two().trailing_zeros()
+}
+
+/// Where each of `parts` consecutive parts of the given lengths begins and ends.
+pub(crate) fn parts_of(lengths: &[usize]) -> Vec<Range<usize>> {
+    let mut at = 0usize;
+    lengths
+        .iter()
+        .map(|&n| {
+            let start = at;
+            at = at.saturating_add(n);
+            start..at
+        })
+        .collect()
+}
+
+/// `bytes` in `world` nearly equal parts of whole elements.
+pub(crate) fn even_parts(bytes: usize, element: usize, world: u32) -> Vec<Range<usize>> {
+    let element = element.max(1);
+    let world = world.max(1) as usize;
+    let (base, extra) = ((bytes / element) / world, (bytes / element) % world);
+    let lengths: Vec<usize> = (0..world)
+        .map(|i| (base + usize::from(i < extra)) * element)
+        .collect();
+    parts_of(&lengths)
+}
+
+/// The part of that index; empty if there is none.
+pub(crate) fn part(parts: &[Range<usize>], index: u32) -> Range<usize> {
+    parts.get(index as usize).cloned().unwrap_or(0..0)
+}
+
+/// All-reduce of `bytes` bytes in place in `Out`.
+pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize) -> Schedule {
+    match all_reduce_algorithm(world, bytes) {
+        Algorithm::Local => {
+            let mut s = Schedule::new(Algorithm::Local);
+            let span = Span::new(Buffer::Out, 0..bytes);
+            s.before.push(Local::Finish { span, slot: 0 });
+            s.result = Some(0);
+            s
+        }
+        Algorithm::Direct => linear::all_reduce_direct(rank, world, bytes),
+        Algorithm::Tree => tree::all_reduce_tree(rank, world, bytes),
+        _ => ring::all_reduce_ring(rank, world, bytes, element),
+    }
+}
+
+/// A function of world size and bytes only (INV-3).
+pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize) -> Algorithm {
+    if world <= 1 {
+        Algorithm::Local
+    } else if world <= DIRECT_MAX_WORLD && bytes.saturating_mul(world as usize - 1) <= DIRECT_MAX_BYTES {
+        Algorithm::Direct
+    } else if world > 4 && bytes <= TREE_MAX_BYTES {
+        Algorithm::Tree
+    } else {
+        Algorithm::Ring
+    }
+}
+
+#[cfg(test)]
+mod simulator;

@@ -1,0 +1,350 @@
+//! The bytes on the wire: the header of a data frame, the control frames, and the greeting of a new connection.
+//!
+//! Everything is little-endian and of fixed size, so a reader knows how much to expect before it reads. Decoding accepts
+//! only what this version writes; lengths are checked against fixed limits before anything is allocated (INV-10), and
+//! every frame carries its epoch (INV-1).
+
+use ftcore::{ErrorKind, Fingerprint};
+
+/// The longest text in an abort or good-bye frame; longer ones are cut.
+pub(crate) const MAX_TEXT: usize = 4096;
+/// The largest payload of one point-to-point data frame.
+pub(crate) const SEGMENT: usize = 128 * 1024;
+
+const DATA_MAGIC: u32 = 0x4F58_4744; // "OXGD"
+const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
+const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
+/// Raised whenever a frame or the meaning of one changes.
+pub(crate) const VERSION: u32 = 1;
+
+/// Writes fields one after the other into a fixed array.
+struct Put<'a>(&'a mut [u8]);
+
+impl Put<'_> {
+    fn bytes(&mut self, bytes: &[u8]) {
+        let at = std::mem::take(&mut self.0);
+        if let Some((head, tail)) = at.split_at_mut_checked(bytes.len()) {
+            head.copy_from_slice(bytes);
+            self.0 = tail;
+        }
+    }
+    fn u32(&mut self, v: u32) {
+        self.bytes(&v.to_le_bytes());
+    }
+    fn u64(&mut self, v: u64) {
+        self.bytes(&v.to_le_bytes());
+    }
+}
+
+/// Reads fields one after the other; what is missing reads as zero (the arrays are of fixed size, so nothing is).
+struct Take<'a>(&'a [u8]);
+
+impl Take<'_> {
+    fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        match self.0.split_first_chunk::<N>() {
+            Some((head, tail)) => {
+                self.0 = tail;
+                *head
+            }
+            None => [0; N],
+        }
+    }
+    fn u32(&mut self) -> u32 {
+        u32::from_le_bytes(self.bytes())
+    }
+    fn u64(&mut self) -> u64 {
+        u64::from_le_bytes(self.bytes())
+    }
+}
+
+/// What stands before the payload of every data frame.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct DataHeader {
+    pub(crate) epoch: u64,
+    pub(crate) seq: u64,
+    pub(crate) round: u32,
+    /// `Algorithm as u32`.
+    pub(crate) algorithm: u32,
+    /// Ranks whose values are in the payload, where the payload is a reduction.
+    pub(crate) contributors: u32,
+    /// Bytes of payload.
+    pub(crate) length: u64,
+    pub(crate) fingerprint: Fingerprint,
+}
+
+impl DataHeader {
+    pub(crate) const BYTES: usize = 64;
+
+    pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        let mut put = Put(&mut out);
+        put.u32(DATA_MAGIC);
+        put.u32(self.round);
+        put.u64(self.epoch);
+        put.u64(self.seq);
+        put.u32(self.algorithm);
+        put.u32(self.contributors);
+        put.u64(self.length);
+        put.bytes(&self.fingerprint.encode());
+        out
+    }
+
+    /// `None` if the magic is wrong.
+    pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let mut take = Take(bytes);
+        if take.u32() != DATA_MAGIC {
+            return None;
+        }
+        let round = take.u32();
+        let (epoch, seq) = (take.u64(), take.u64());
+        let (algorithm, contributors) = (take.u32(), take.u32());
+        let length = take.u64();
+        let fingerprint = Fingerprint::decode(&take.bytes());
+        Some(Self {
+            epoch,
+            seq,
+            round,
+            algorithm,
+            contributors,
+            length,
+            fingerprint,
+        })
+    }
+}
+
+/// What a control frame says.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum ControlKind {
+    /// "I have a message for you": tag, dtype, number of elements.
+    Offer = 1,
+    /// "Send it": the receive is posted.
+    Accept = 2,
+    /// A piece of the message.
+    Data = 3,
+    /// The group has failed; the text says why.
+    Abort = 4,
+    /// This rank leaves in good order; the text says why.
+    Goodbye = 5,
+}
+
+/// A control frame without its payload.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Control {
+    pub(crate) kind: ControlKind,
+    /// Offer: dtype code. Abort: error code.
+    pub(crate) code: u8,
+    pub(crate) epoch: u64,
+    /// The sender's number of the message.
+    pub(crate) id: u64,
+    /// Offer: tag. Abort: the rank the report is about, or `u32::MAX`.
+    pub(crate) a: u32,
+    /// Abort: the rank that saw it first.
+    pub(crate) b: u32,
+    /// Offer: number of elements. Otherwise: bytes of payload that follow.
+    pub(crate) length: u64,
+}
+
+impl Control {
+    pub(crate) const BYTES: usize = 40;
+
+    pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        let mut put = Put(&mut out);
+        put.u32(CONTROL_MAGIC);
+        put.bytes(&[self.kind as u8, self.code, 0, 0]);
+        put.u64(self.epoch);
+        put.u64(self.id);
+        put.u32(self.a);
+        put.u32(self.b);
+        put.u64(self.length);
+        out
+    }
+
+    /// `None` if the magic, the kind or the length is not one that is written here.
+    pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let mut take = Take(bytes);
+        if take.u32() != CONTROL_MAGIC {
+            return None;
+        }
+        let [kind, code, _, _] = take.bytes();
+        let kind = match kind {
+            1 => ControlKind::Offer,
+            2 => ControlKind::Accept,
+            3 => ControlKind::Data,
+            4 => ControlKind::Abort,
+            5 => ControlKind::Goodbye,
+            _ => return None,
+        };
+        let (epoch, id) = (take.u64(), take.u64());
+        let (a, b) = (take.u32(), take.u32());
+        let length = take.u64();
+        let limit = match kind {
+            ControlKind::Offer => u64::MAX,
+            ControlKind::Accept => 0,
+            ControlKind::Data => SEGMENT as u64,
+            ControlKind::Abort | ControlKind::Goodbye => MAX_TEXT as u64,
+        };
+        (length <= limit).then_some(Self {
+            kind,
+            code,
+            epoch,
+            id,
+            a,
+            b,
+            length,
+        })
+    }
+}
+
+/// The code of an error kind in an abort frame.
+pub(crate) fn code_of(kind: ErrorKind) -> u8 {
+    match kind {
+        ErrorKind::Timeout => 1,
+        ErrorKind::PeerLost => 2,
+        ErrorKind::Mismatch => 3,
+        ErrorKind::Protocol => 5,
+        ErrorKind::Io => 6,
+        ErrorKind::Internal => 7,
+        _ => 4,
+    }
+}
+
+/// The inverse of [`code_of`]; a code of a newer version counts as an abort.
+pub(crate) fn kind_of(code: u8) -> ErrorKind {
+    match code {
+        1 => ErrorKind::Timeout,
+        2 => ErrorKind::PeerLost,
+        3 => ErrorKind::Mismatch,
+        5 => ErrorKind::Protocol,
+        6 => ErrorKind::Io,
+        7 => ErrorKind::Internal,
+        _ => ErrorKind::Aborted,
+    }
+}
+
+/// The text of a frame, cut to [`MAX_TEXT`] bytes at a character boundary.
+pub(crate) fn cut(text: &str) -> &str {
+    text.get(..text.floor_char_boundary(MAX_TEXT)).unwrap_or("")
+}
+
+/// What a connection is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lane {
+    /// Collectives, strictly in the order of the schedule.
+    Data,
+    /// Point-to-point, aborts and good-byes.
+    Control,
+}
+
+/// The first bytes in both directions of every connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hello {
+    pub(crate) version: u32,
+    pub(crate) lane: Lane,
+    pub(crate) rank: u32,
+    pub(crate) world: u32,
+    pub(crate) epoch: u64,
+    /// Hash of everything that decides about algorithms and frames (INV-3).
+    pub(crate) constants: u64,
+    /// The secret that the listener published in the store: a stranger does not know it.
+    pub(crate) nonce: u64,
+}
+
+impl Hello {
+    pub(crate) const BYTES: usize = 44;
+
+    pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        let mut put = Put(&mut out);
+        put.u32(HELLO_MAGIC);
+        put.u32(self.version);
+        put.u32(match self.lane {
+            Lane::Data => 1,
+            Lane::Control => 2,
+        });
+        put.u32(self.rank);
+        put.u32(self.world);
+        put.u64(self.epoch);
+        put.u64(self.constants);
+        put.u64(self.nonce);
+        out
+    }
+
+    /// `None` if it is not a greeting.
+    pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let mut take = Take(bytes);
+        if take.u32() != HELLO_MAGIC {
+            return None;
+        }
+        let version = take.u32();
+        let lane = match take.u32() {
+            1 => Lane::Data,
+            2 => Lane::Control,
+            _ => return None,
+        };
+        Some(Self {
+            version,
+            lane,
+            rank: take.u32(),
+            world: take.u32(),
+            epoch: take.u64(),
+            constants: take.u64(),
+            nonce: take.u64(),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn data_headers_round_trip(epoch: u64, seq: u64, round: u32, algorithm: u32, contributors: u32, length: u64, fp: [u8; 24]) {
+            let h = DataHeader { epoch, seq, round, algorithm, contributors, length, fingerprint: Fingerprint::decode(&fp) };
+            prop_assert_eq!(DataHeader::decode(&h.encode()), Some(h));
+        }
+
+        #[test]
+        fn hellos_round_trip(rank: u32, world: u32, epoch: u64, constants: u64, nonce: u64) {
+            for lane in [Lane::Data, Lane::Control] {
+                let h = Hello { version: VERSION, lane, rank, world, epoch, constants, nonce };
+                prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
+            }
+        }
+
+        #[test]
+        fn control_frames_round_trip_and_too_long_ones_are_refused(code: u8, epoch: u64, id: u64, a: u32, b: u32, length: u64) {
+            for (kind, limit) in [
+                (ControlKind::Offer, u64::MAX), (ControlKind::Accept, 0), (ControlKind::Data, SEGMENT as u64),
+                (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Goodbye, MAX_TEXT as u64),
+            ] {
+                let c = Control { kind, code, epoch, id, a, b, length };
+                prop_assert_eq!(Control::decode(&c.encode()), (length <= limit).then_some(c));
+                let fits = Control { length: length.min(limit), ..c };
+                prop_assert_eq!(Control::decode(&fits.encode()), Some(fits));
+            }
+        }
+
+        #[test]
+        fn random_bytes_never_decode_without_the_magic(bytes: [u8; 32], more: [u8; 32]) {
+            let mut all = [0u8; 64];
+            all[..32].copy_from_slice(&bytes);
+            all[32..].copy_from_slice(&more);
+            all[0] = 0;
+            prop_assert_eq!(DataHeader::decode(&all), None);
+            prop_assert_eq!(Control::decode(all.first_chunk().unwrap()), None);
+            prop_assert_eq!(Hello::decode(all.first_chunk().unwrap()), None);
+        }
+    }
+
+    #[test]
+    fn a_long_text_is_cut_between_characters() {
+        let text = "é".repeat(MAX_TEXT);
+        assert!(cut(&text).len() <= MAX_TEXT);
+        assert!(cut(&text).chars().all(|c| c == 'é'));
+        assert_eq!(cut("short"), "short");
+    }
+}

@@ -1,0 +1,69 @@
+//! What the lighthouse knows of a replica, and what a quorum is: plain data, shared by the logic, the servers and the
+//! clients.
+
+/// The longest replica id that is accepted, in bytes.
+pub const MAX_ID_BYTES: usize = 256;
+
+/// A replica that asks for a quorum.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Member {
+    /// Unique per life: `name:uuid`, or any other text that differs between replicas.
+    pub replica_id: String,
+    /// The URL of its manager server.
+    pub address: String,
+    /// Where its key-value store listens (`host:port`), through which a group may meet.
+    pub store_address: String,
+    /// The step of its state.
+    pub step: i64,
+    /// The number of ranks in the replica.
+    pub world_size: u64,
+    /// Asks for a quorum without newcomers.
+    pub shrink_only: bool,
+    /// JSON of the caller's choice; carried, never read.
+    pub data: String,
+    /// Steps in a row that it did not commit.
+    pub commit_failures: i64,
+    /// Names the history that led to its state; empty if not told.
+    pub lineage: String,
+    /// The quorum that it is configured for; 0 if none or not told.
+    pub last_quorum_id: i64,
+    /// Tells two processes apart that come under the same `replica_id`; empty if not told.
+    pub life: String,
+}
+
+/// The replicas that take part in an epoch. Made by the lighthouse, the same for all of them.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Quorum {
+    /// The epoch. Never goes down, not even over restarts of the lighthouse; equal ids mean equal members.
+    pub quorum_id: i64,
+    /// The members in order of `replica_id` (byte order).
+    pub participants: Vec<Member>,
+}
+
+impl Quorum {
+    /// True if `replica_id` is a member.
+    pub fn contains(&self, replica_id: &str) -> bool {
+        self.participants.iter().any(|m| m.replica_id == replica_id)
+    }
+
+    /// The ids in order.
+    pub fn ids(&self) -> impl Iterator<Item = &str> {
+        self.participants.iter().map(|m| m.replica_id.as_str())
+    }
+}
+
+/// The part of an id before ':', which the lives of one replica share; `None` if the id has no such part.
+pub(crate) fn name_of(replica_id: &str) -> Option<&str> {
+    replica_id.split_once(':').map(|(name, _)| name).filter(|name| !name.is_empty())
+}
+
+/// The news that an epoch is over. Everybody in it aborts what is pending and asks for the next quorum.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct AbortEpoch {
+    /// The epoch that is over; a receiver in another one ignores the news.
+    pub quorum_id: i64,
+    /// Why, naming who reported it or who is gone.
+    pub reason: String,
+    /// Replica ids that are gone; empty after a mere report.
+    pub departed: Vec<String>,
+}

@@ -1,0 +1,517 @@
+//! Who takes part in the next epoch: the lighthouse's logic, without IO and without a clock.
+//!
+//! [`LighthouseState::apply`] takes one [`Event`] and the present time and gives back [`Action`]s; the same events give
+//! the same actions. A replica takes part only through a live call (its ticket), counts as healthy only while there is
+//! evidence of its life, and no path, fast ones included, forms a quorum below `min_replicas` or without a strict
+//! majority of the healthy (INV-7).
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind};
+
+use crate::member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, name_of};
+
+/// How many ids are remembered as healthy at most; a join beyond that is refused.
+const MAX_KNOWN: usize = 65_536;
+/// How many replaced lives are remembered, so that a late call of one cannot displace its successor.
+const MAX_REPLACED: usize = 1024;
+/// A reported quorum id beyond this is refused: no honest clock in milliseconds comes near.
+const MAX_REPORTED_ID: i64 = 1 << 60;
+/// Texts of peers that are kept or passed on are cut to this many bytes.
+const MAX_REASON_BYTES: usize = 1024;
+
+/// Names one live call. Unique in the life of the server.
+pub type Ticket = u64;
+
+/// When a quorum may form.
+#[derive(Debug, Clone)]
+pub struct QuorumRules {
+    /// The least number of members.
+    pub min_replicas: usize,
+    /// The first quorum of a job waits for this many, however long that takes. Not applied when a waiting replica
+    /// reports an earlier quorum: then the lighthouse restarted and the job goes on.
+    pub initial_replicas: Option<usize>,
+    /// How long a quorum waits for healthy replicas that have not asked yet.
+    pub join_timeout: Duration,
+    /// A replica without a heartbeat for this long is dead.
+    pub heartbeat_timeout: Duration,
+}
+
+/// Something that happened.
+#[derive(Debug, Clone)]
+pub enum Event {
+    /// A replica says it is alive. Ignored for ids that never asked for a quorum (L25).
+    Heartbeat {
+        /// Who.
+        replica_id: String,
+    },
+    /// A replica asks for a quorum; its call stays open under `ticket`.
+    Join {
+        /// Who asks.
+        member: Member,
+        /// The call.
+        ticket: Ticket,
+    },
+    /// The call is over (cut, cancelled, or its deadline passed): it no longer takes part (L24).
+    Withdraw {
+        /// The call.
+        ticket: Ticket,
+    },
+    /// The replica opened its event stream.
+    Attached {
+        /// Who.
+        replica_id: String,
+        /// Names the stream; a later stream of the same id replaces it.
+        stream: u64,
+        /// The quorum that the replica is configured for, 0 if none; it counts as healthy if it has one.
+        last_quorum_id: i64,
+    },
+    /// A stream broke. If it is the replica's present one, the replica is gone at once.
+    Detached {
+        /// Who.
+        replica_id: String,
+        /// Which stream.
+        stream: u64,
+    },
+    /// The replica says goodbye.
+    Leave {
+        /// Who.
+        replica_id: String,
+        /// Why, in its own words.
+        reason: String,
+    },
+    /// A member says that its epoch failed: all members are told, nobody is removed.
+    Report {
+        /// Who.
+        replica_id: String,
+        /// The epoch it speaks of; other than the present one is ignored.
+        quorum_id: i64,
+        /// What happened.
+        reason: String,
+    },
+    /// Time passed.
+    Tick,
+}
+
+/// What the server shall do, in this order.
+#[derive(Debug, Clone)]
+pub enum Action {
+    /// Answer these calls with the quorum. Persist its id first.
+    Deliver {
+        /// The calls of the members.
+        tickets: Vec<Ticket>,
+        /// The quorum.
+        quorum: Arc<Quorum>,
+    },
+    /// Answer this call with an error.
+    Reject {
+        /// The call.
+        ticket: Ticket,
+        /// Why.
+        error: Error,
+    },
+    /// Send the event over these replicas' streams.
+    Push {
+        /// Replica ids; those without a stream are left out.
+        to: Vec<String>,
+        /// The event.
+        event: AbortEpoch,
+    },
+    /// End this stream with an error: the replica may not attach.
+    Refuse {
+        /// The stream.
+        stream: u64,
+        /// Why.
+        error: Error,
+    },
+    /// The reason why no quorum forms has changed; worth a log line.
+    Reason(String),
+}
+
+#[derive(Debug)]
+struct Waiting {
+    member: Member,
+    ticket: Ticket,
+    since: Instant,
+}
+
+/// What a dashboard shows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Status {
+    /// The present epoch; the seed before the first quorum.
+    pub quorum_id: i64,
+    /// The members of the present quorum.
+    pub participants: Vec<Member>,
+    /// The healthy ids with the age of their last sign of life.
+    pub healthy: Vec<(String, Duration)>,
+    /// The ids whose calls are waiting, with how long they have.
+    pub waiting: Vec<(String, Duration)>,
+    /// The ids with an open event stream.
+    pub attached: Vec<String>,
+    /// Why there is no new quorum.
+    pub reason: String,
+    /// Why the present epoch was aborted, if it was.
+    pub aborted: Option<String>,
+}
+
+/// The lighthouse's state.
+#[derive(Debug)]
+pub struct LighthouseState {
+    rules: QuorumRules,
+    quorum_id: i64,
+    previous: Option<Arc<Quorum>>,
+    /// The abort of the present epoch, for members that reattach after the push.
+    aborted: Option<AbortEpoch>,
+    /// Previous members of which there is evidence that they are gone: a stray heartbeat does not revive them.
+    departed: BTreeSet<String>,
+    waiting: BTreeMap<String, Waiting>,
+    /// Last sign of life of the ids that count.
+    known: BTreeMap<String, Instant>,
+    attached: BTreeMap<String, u64>,
+    /// Lives that a newer life of the same name replaced: old id -> new id, oldest first.
+    replaced: VecDeque<(String, String)>,
+    reason: String,
+}
+
+impl LighthouseState {
+    /// A lighthouse that starts now.
+    ///
+    /// `seed` is the larger of the wall clock in milliseconds and the persisted id: every id is above it (L01).
+    /// `previous_ids` are the persisted members of the last quorum; they count as healthy for one heartbeat time-out,
+    /// so that the first to come back after a restart does not go on alone.
+    pub fn new(rules: QuorumRules, seed: i64, previous_ids: Vec<String>, now: Instant) -> Self {
+        Self {
+            rules,
+            quorum_id: seed.max(0),
+            previous: None,
+            aborted: None,
+            departed: BTreeSet::new(),
+            waiting: BTreeMap::new(),
+            known: previous_ids.into_iter().map(|id| (id, now)).collect(),
+            attached: BTreeMap::new(),
+            replaced: VecDeque::new(),
+            reason: String::new(),
+        }
+    }
+
+    /// Takes in one event.
+    pub fn apply(&mut self, event: Event, now: Instant) -> Vec<Action> {
+        let mut actions = Vec::new();
+        self.expire(now, &mut actions);
+        match event {
+            Event::Heartbeat { replica_id } => self.heartbeat(&replica_id, now),
+            Event::Join { member, ticket } => self.join(member, ticket, now, &mut actions),
+            Event::Withdraw { ticket } => self.waiting.retain(|_, w| w.ticket != ticket),
+            Event::Attached { replica_id, stream, last_quorum_id } => {
+                self.attach(replica_id, stream, last_quorum_id, now, &mut actions);
+            }
+            Event::Detached { replica_id, stream } => {
+                if self.attached.get(&replica_id) == Some(&stream) {
+                    self.attached.remove(&replica_id);
+                    self.depart(&replica_id, "its stream broke", &mut actions);
+                }
+            }
+            Event::Leave { replica_id, reason } => {
+                self.attached.remove(&replica_id);
+                self.depart(&replica_id, &format!("it left: {}", cut(&reason)), &mut actions);
+            }
+            Event::Report { replica_id, quorum_id, reason } => {
+                self.report(&replica_id, quorum_id, &reason, &mut actions);
+            }
+            Event::Tick => {}
+        }
+        self.decide(now, &mut actions);
+        actions
+    }
+
+    /// What a dashboard shows.
+    pub fn status(&self, now: Instant) -> Status {
+        let age = |t: Instant| now.saturating_duration_since(t);
+        Status {
+            quorum_id: self.quorum_id,
+            participants: self.previous.as_ref().map(|q| q.participants.clone()).unwrap_or_default(),
+            healthy: self.known.iter().map(|(id, t)| (id.clone(), age(*t))).collect(),
+            waiting: self.waiting.iter().map(|(id, w)| (id.clone(), age(w.since))).collect(),
+            attached: self.attached.keys().cloned().collect(),
+            reason: self.reason.clone(),
+            aborted: self.aborted.as_ref().map(|a| a.reason.clone()),
+        }
+    }
+
+    /// The present id, and the members it stands for: what is to be persisted.
+    pub fn quorum_id(&self) -> i64 {
+        self.quorum_id
+    }
+
+    /// Why there is no new quorum.
+    pub fn reason(&self) -> &str {
+        &self.reason
+    }
+
+    fn is_previous(&self, id: &str) -> bool {
+        self.previous.as_ref().is_some_and(|q| q.contains(id))
+    }
+
+    fn heartbeat(&mut self, id: &str, now: Instant) {
+        if let Some(seen) = self.known.get_mut(id) {
+            *seen = now;
+        } else if self.is_previous(id) && !self.departed.contains(id) {
+            self.known.insert(id.to_string(), now);
+        }
+    }
+
+    /// The life that replaced `id`, if one did.
+    fn successor(&self, id: &str) -> Option<&str> {
+        self.replaced.iter().find(|(old, _)| old == id).map(|(_, new)| new.as_str())
+    }
+
+    fn check(&self, id: &str, last_quorum_id: i64) -> Result<(), Error> {
+        if id.is_empty() || id.len() > MAX_ID_BYTES {
+            return Err(Error::invalid(format!(
+                "a replica_id has 1 to {MAX_ID_BYTES} bytes, this one has {}",
+                id.len()
+            )));
+        }
+        if last_quorum_id < 0 || last_quorum_id > self.quorum_id.max(MAX_REPORTED_ID) {
+            return Err(Error::invalid(format!("replica {id} reports the impossible quorum id {last_quorum_id}")));
+        }
+        if let Some(new) = self.successor(id) {
+            return Err(Error::new(
+                ErrorKind::Conflict,
+                format!("replica {id} was replaced by {new}, a newer life of the same name"),
+            ));
+        }
+        if self.known.len() >= MAX_KNOWN && !self.known.contains_key(id) {
+            return Err(Error::new(ErrorKind::Unavailable, format!("{MAX_KNOWN} replicas are known already")));
+        }
+        Ok(())
+    }
+
+    fn join(&mut self, member: Member, ticket: Ticket, now: Instant, actions: &mut Vec<Action>) {
+        let id = member.replica_id.clone();
+        if let Err(error) = self.check(&id, member.last_quorum_id) {
+            actions.push(Action::Reject { ticket, error });
+            return;
+        }
+        self.drop_older_lives(&id, actions);
+        self.departed.remove(&id);
+        self.known.insert(id.clone(), now);
+        if let Some(old) = self.waiting.insert(id.clone(), Waiting { member, ticket, since: now }) {
+            let error = Error::new(ErrorKind::Aborted, format!("a newer call of replica {id} replaced this one"));
+            actions.push(Action::Reject { ticket: old.ticket, error });
+        }
+    }
+
+    /// Two lives of one name cannot both be alive: the one that comes later is the replica, the other is dead.
+    fn drop_older_lives(&mut self, id: &str, actions: &mut Vec<Action>) {
+        let Some(name) = name_of(id) else { return };
+        let mut older: BTreeSet<String> =
+            self.known.keys().chain(self.attached.keys()).chain(self.waiting.keys()).cloned().collect();
+        older.extend(self.previous.iter().flat_map(|q| q.ids()).map(str::to_string));
+        older.retain(|o| o != id && name_of(o) == Some(name) && self.successor(o).is_none());
+        for old in older {
+            self.attached.remove(&old);
+            self.depart(&old, &format!("{id}, a newer life of the same name, came"), actions);
+            if self.replaced.len() == MAX_REPLACED {
+                self.replaced.pop_front();
+            }
+            self.replaced.push_back((old, id.to_string()));
+        }
+    }
+
+    fn attach(&mut self, id: String, stream: u64, last: i64, now: Instant, actions: &mut Vec<Action>) {
+        if let Err(error) = self.check(&id, last) {
+            actions.push(Action::Refuse { stream, error });
+            return;
+        }
+        // A replica that is in a quorum is worth waiting for; one that is still loading must not hold up others.
+        if last > 0 || self.is_previous(&id) {
+            self.departed.remove(&id);
+            self.known.insert(id.clone(), now);
+        }
+        if let Some(event) = self.aborted.clone().filter(|_| self.is_previous(&id)) {
+            actions.push(Action::Push { to: vec![id.clone()], event });
+        }
+        self.attached.insert(id, stream);
+    }
+
+    /// There is evidence that `id` is gone: it is out of everything, and its epoch is over.
+    fn depart(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) {
+        self.known.remove(id);
+        if let Some(w) = self.waiting.remove(id) {
+            let error = Error::new(ErrorKind::Unavailable, format!("replica {id} no longer takes part: {why}"));
+            actions.push(Action::Reject { ticket: w.ticket, error });
+        }
+        if self.is_previous(id) && self.departed.insert(id.to_string()) {
+            self.abort(&format!("{id} is gone: {why}"), Some(id), actions);
+        }
+    }
+
+    fn report(&mut self, id: &str, quorum_id: i64, reason: &str, actions: &mut Vec<Action>) {
+        // The first report ends the epoch; more of them say nothing new. Strangers have no say.
+        if quorum_id == self.quorum_id && self.is_previous(id) && self.aborted.is_none() {
+            self.abort(&format!("{id} reported: {}", cut(reason)), None, actions);
+        }
+    }
+
+    fn abort(&mut self, reason: &str, departed: Option<&str>, actions: &mut Vec<Action>) {
+        let Some(previous) = &self.previous else { return };
+        let event = AbortEpoch {
+            quorum_id: previous.quorum_id,
+            reason: reason.to_string(),
+            departed: departed.iter().map(|d| (*d).to_string()).collect(),
+        };
+        let to: Vec<String> =
+            previous.ids().filter(|id| self.attached.contains_key(*id)).map(str::to_string).collect();
+        match &mut self.aborted {
+            Some(first) => first.departed.extend(event.departed.iter().cloned()),
+            none => *none = Some(event.clone()),
+        }
+        actions.push(Action::Push { to, event });
+    }
+
+    fn expire(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let timeout = self.rules.heartbeat_timeout;
+        let late: Vec<String> = self
+            .known
+            .iter()
+            .filter(|(_, seen)| now.saturating_duration_since(**seen) >= timeout)
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in late {
+            self.known.remove(&id);
+            // Its call, if one is open, waits on: the heartbeats may only be late, and then it counts again.
+            if self.is_previous(&id) && !self.departed.contains(&id) {
+                let why = format!("{id} is gone: no heartbeat for {timeout:?}");
+                self.abort(&why, Some(&id), actions);
+            }
+        }
+        // Only a previous member's heartbeat brings it back; anyone else who still waits is asked to call again.
+        let stale: Vec<String> =
+            self.waiting.keys().filter(|id| !self.known.contains_key(*id) && !self.is_previous(id)).cloned().collect();
+        for id in stale {
+            if let Some(w) = self.waiting.remove(&id) {
+                let error = Error::new(
+                    ErrorKind::Unavailable,
+                    format!("replica {id} sent no heartbeat for {timeout:?} while it waited; ask again"),
+                );
+                actions.push(Action::Reject { ticket: w.ticket, error });
+            }
+        }
+    }
+
+    /// The ids of the quorum that may form now, or why none may.
+    fn compute(&self, now: Instant) -> Result<Vec<String>, String> {
+        let rules = &self.rules;
+        let asking: BTreeMap<&String, &Waiting> =
+            self.waiting.iter().filter(|(id, _)| self.known.contains_key(*id)).collect();
+        if asking.is_empty() {
+            return Err("no replica is asking for a quorum".into());
+        }
+        let shrink_only = asking.values().any(|w| w.member.shrink_only) && self.previous.is_some();
+        let candidates: Vec<String> =
+            asking.keys().filter(|id| !shrink_only || self.is_previous(id)).map(|id| (*id).clone()).collect();
+        // Under shrink_only the newcomers that wait are shut out on purpose, so nobody waits for them; but they are
+        // healthy, and the majority rule counts them.
+        let missing: Vec<&str> =
+            self.known.keys().filter(|id| !asking.contains_key(id)).map(String::as_str).collect();
+        let (n, healthy) = (candidates.len(), self.known.len());
+        let note = if shrink_only { ", without newcomers (shrink_only)" } else { "" };
+        let lacking = if missing.is_empty() { String::new() } else { format!("; not asking: {}", missing.join(", ")) };
+        if n < rules.min_replicas.max(1) {
+            return Err(format!(
+                "{n} of {healthy} healthy replicas ask{note}, min_replicas is {}{lacking}",
+                rules.min_replicas
+            ));
+        }
+        if n * 2 <= healthy {
+            return Err(format!("{n} of {healthy} healthy replicas ask{note}, no strict majority{lacking}"));
+        }
+        let goes_on = self.previous.is_some() || asking.values().any(|w| w.member.last_quorum_id > 0);
+        if let Some(initial) = rules.initial_replicas.filter(|initial| !goes_on && n < *initial) {
+            return Err(format!("the first quorum waits for {initial} replicas, {n} ask: {}", candidates.join(", ")));
+        }
+        let members_missing = |q: &Arc<Quorum>| q.ids().any(|id| missing.contains(&id));
+        let fast = self
+            .previous
+            .as_ref()
+            .is_some_and(|q| q.ids().any(|id| candidates.iter().any(|c| c == id)) && !members_missing(q));
+        if fast || missing.is_empty() {
+            return Ok(candidates);
+        }
+        let waited = asking.values().map(|w| now.saturating_duration_since(w.since)).max().unwrap_or_default();
+        if waited >= rules.join_timeout {
+            return Ok(candidates);
+        }
+        Err(format!(
+            "{n} of {healthy} healthy replicas ask; waiting up to {:?} for {}",
+            rules.join_timeout,
+            missing.join(", ")
+        ))
+    }
+
+    fn decide(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        loop {
+            match self.compute(now) {
+                Ok(ids) => self.form(&ids, actions),
+                Err(reason) => {
+                    if reason != self.reason {
+                        self.reason.clone_from(&reason);
+                        actions.push(Action::Reason(reason));
+                    }
+                    return;
+                }
+            }
+        }
+    }
+
+    fn form(&mut self, ids: &[String], actions: &mut Vec<Action>) {
+        let mut tickets = Vec::with_capacity(ids.len());
+        let mut participants = Vec::with_capacity(ids.len());
+        for id in ids {
+            if let Some(w) = self.waiting.remove(id) {
+                tickets.push(w.ticket);
+                participants.push(w.member);
+            }
+        }
+        if self.needs_new_id(&participants) {
+            let reported = participants.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
+            self.quorum_id = self.quorum_id.max(reported).saturating_add(1);
+        }
+        let quorum = Arc::new(Quorum { quorum_id: self.quorum_id, participants });
+        self.previous = Some(quorum.clone());
+        self.aborted = None;
+        self.departed.clear();
+        actions.push(Action::Deliver { tickets, quorum });
+    }
+
+    /// True unless the members can go on with the groups that they have.
+    fn needs_new_id(&self, participants: &[Member]) -> bool {
+        let Some(previous) = &self.previous else { return true };
+        let same = |a: &Member, b: &Member| {
+            a.replica_id == b.replica_id
+                && a.address == b.address
+                && a.store_address == b.store_address
+                && a.life == b.life
+        };
+        self.aborted.is_some()
+            || previous.participants.len() != participants.len()
+            || !previous.participants.iter().zip(participants).all(|(a, b)| same(a, b))
+            || participants.iter().any(|m| m.commit_failures > 0)
+            || participants.iter().any(|m| m.last_quorum_id != 0 && m.last_quorum_id != self.quorum_id)
+    }
+}
+
+/// At most [`MAX_REASON_BYTES`] of a peer's text.
+pub(crate) fn cut(text: &str) -> &str {
+    let mut end = text.len().min(MAX_REASON_BYTES);
+    while !text.is_char_boundary(end) {
+        end -= 1;
+    }
+    &text[..end]
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,640 @@
+//! The store's client: a pool of connections, each used by one call at a time.
+//!
+//! A call takes an idle connection (or opens one), sends its request and reads the reply, all by its deadline, so a
+//! blocked wait of one thread never delays another. Requests without a reply are followed by a PING in the same segment:
+//! when the call returns, the server has done it. A wait that runs out is cancelled with CANCEL_WAIT, so its
+//! connection stays usable.
+
+use std::collections::hash_map::RandomState;
+use std::fmt;
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::{Mutex, PoisonError, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::link::{Link, Patience, is_late};
+use super::wire::{self, Request};
+use crate::store::keys::{self, MAX_KEY};
+use crate::store::table::{Refusal, appended_len, leading_number, sum};
+use crate::store::Store;
+use crate::{Error, ErrorKind, Result, deadline_in, time_left};
+
+/// Idle connections kept for later calls.
+const MAX_IDLE: usize = 16;
+/// Pauses between attempts to connect: doubled from the first to the longest, with jitter.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// One attempt: name look-up, connect and greeting each at most this long, then another is made.
+const ATTEMPT: Duration = Duration::from_secs(10);
+/// How long after its deadline a call waits for the server to confirm that the wait is cancelled …
+const CANCEL_GRACE: Duration = Duration::from_millis(100);
+/// … and to say what was missing, for the error text.
+const EXPLAIN_GRACE: Duration = Duration::from_millis(50);
+/// For how many keys it is asked that.
+const EXPLAINED: usize = 64;
+
+/// A client of [`TcpStoreServer`](super::TcpStoreServer), or of PyTorch's TCPStore server.
+///
+/// Keys get the prefix `/` on the wire, as PyTorch's client does it, and it counts: a key has at most 8191 bytes.
+/// `list` shows the keys of clients (those with that prefix); `num_keys` is the server's own number, which counts keys
+/// beside them as well (a PyTorch world's `init/`).
+///
+/// If the connection breaks during a call, the call is made again over a new one until its deadline; except `add`,
+/// `append`, `compare_set`, `delete` and `barrier` once their request was sent, which fail with `Unavailable`, as it cannot
+/// be known whether the server did them.
+pub struct TcpStore {
+    host: String,
+    port: u16,
+    address: String,
+    idle: Mutex<Vec<Conn>>,
+}
+
+/// A connection that greeted the server.
+struct Conn {
+    link: Link,
+    /// The whole request of this call was handed to the kernel.
+    sent: bool,
+    /// A reply may still arrive that belongs to no call: not to be used again.
+    spoiled: bool,
+}
+
+/// What may be done when the connection breaks after the request was sent.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Repeat {
+    Again,
+    Never,
+}
+
+/// The frame of a call, for its errors.
+#[derive(Clone, Copy)]
+struct Call<'a> {
+    op: &'static str,
+    keys: &'a [&'a str],
+    deadline: Instant,
+    repeat: Repeat,
+    since: Instant,
+}
+
+impl<'a> Call<'a> {
+    fn new(op: &'static str, keys: &'a [&'a str], deadline: Instant, repeat: Repeat) -> Self {
+        Self { op, keys, deadline, repeat, since: Instant::now() }
+    }
+
+    fn waited(&self) -> f64 {
+        self.since.elapsed().as_secs_f64()
+    }
+
+    fn subject(&self) -> String {
+        match self.keys {
+            [] => String::new(),
+            [key] => format!(" about key {}", keys::name(key)),
+            many => format!(" about keys {}", keys::names(many)),
+        }
+    }
+}
+
+/// What a wait came to.
+enum Waited<T> {
+    Done(T),
+    /// The deadline came first; the keys then known to be missing.
+    Late(Vec<usize>),
+}
+
+impl TcpStore {
+    /// Connects to the server at `addr` (`host:port`, `[v6]:port`), trying again until `deadline` if it is not there yet.
+    ///
+    /// # Errors
+    /// `Unavailable`, naming the address, the time and the last cause, if no server was reached by the deadline;
+    /// `Protocol` if what answers is not a TCPStore server; `InvalidArgument` for a malformed address.
+    pub fn connect(addr: &str, deadline: Instant) -> Result<Self> {
+        let (host, port) = parse_address(addr)?;
+        let store = Self { host, port, address: addr.to_owned(), idle: Mutex::default() };
+        let conn = store.open(&Call::new("store.connect", &[], deadline, Repeat::Again), &mut Backoff::new())?;
+        store.give_back(conn);
+        Ok(store)
+    }
+
+    /// The address of the server, as it was given.
+    pub fn address(&self) -> &str {
+        &self.address
+    }
+
+    fn error(&self, kind: ErrorKind, call: &Call<'_>, text: String) -> Error {
+        Error::new(kind, text).with_op(call.op).with_peer_address(&self.address)
+    }
+
+    /// An idle connection that is still open.
+    fn take_idle(&self) -> Option<Conn> {
+        loop {
+            let conn = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+            if conn.link.is_quiet() {
+                return Some(conn);
+            }
+            tracing::debug!(server = %self.address, "an idle store connection broke");
+        }
+    }
+
+    fn give_back(&self, conn: Conn) {
+        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+        if !conn.spoiled && idle.len() < MAX_IDLE {
+            idle.push(conn);
+        }
+    }
+
+    /// Opens a connection, trying until the deadline.
+    fn open(&self, call: &Call<'_>, backoff: &mut Backoff) -> Result<Conn> {
+        if time_left(call.deadline).is_zero() {
+            return Err(self.error(ErrorKind::Timeout, call, "no time was left to connect to the server".into()));
+        }
+        let mut tries = 0u32;
+        loop {
+            tries += 1;
+            let last = match self.greet(call.deadline) {
+                Ok(conn) => return Ok(conn),
+                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                    return Err(self.error(
+                        ErrorKind::Protocol,
+                        call,
+                        format!("what answers there is not a TCPStore server: {e}"),
+                    ));
+                }
+                Err(e) => e,
+            };
+            tracing::debug!(server = %self.address, error = %last, tries, "store server not reached yet");
+            if !backoff.pause(call.deadline) {
+                let tries = if tries == 1 { "1 try".to_owned() } else { format!("{tries} tries") };
+                let text = format!(
+                    "no TCPStore server was reached there in {:.1} s ({tries}); the last one failed with: {last}",
+                    call.waited()
+                );
+                return Err(self.error(ErrorKind::Unavailable, call, text).with_source(last));
+            }
+        }
+    }
+
+    /// One attempt: look-up, connect, VALIDATE and PING in one segment.
+    fn greet(&self, deadline: Instant) -> io::Result<Conn> {
+        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{}'", self.host));
+        for address in resolve(&self.host, self.port, deadline)? {
+            let left = time_left(deadline).min(ATTEMPT);
+            if left.is_zero() {
+                break;
+            }
+            let attempt = TcpStream::connect_timeout(&address, left).and_then(|stream| {
+                // Without a listener, a connect within one host can meet itself on the same port.
+                if stream.local_addr()? == stream.peer_addr()? {
+                    return Err(io::ErrorKind::ConnectionRefused.into());
+                }
+                let patience = Patience::Until(deadline.min(deadline_in(ATTEMPT)));
+                let mut conn = Conn { link: Link::new(stream, patience)?, sent: false, spoiled: false };
+                let nonce = random() as u32;
+                conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
+                conn.pong(nonce)?;
+                Ok(conn)
+            });
+            match attempt {
+                Ok(conn) => return Ok(conn),
+                Err(e) => last = e,
+            }
+        }
+        if is_late(&last) {
+            last = io::Error::other("no answer to the greeting");
+        }
+        Err(last)
+    }
+
+    /// Makes a call over an idle or a new connection, again if that is allowed after the connection broke.
+    fn call<T>(&self, call: &Call<'_>, mut f: impl FnMut(&mut Conn) -> io::Result<T>) -> Result<T> {
+        let mut backoff = Backoff::new();
+        loop {
+            let (mut conn, pooled) = match self.take_idle() {
+                Some(conn) => (conn, true),
+                None => (self.open(call, &mut backoff)?, false),
+            };
+            conn.sent = false;
+            conn.link.patience = Patience::Until(call.deadline);
+            let lost = match f(&mut conn) {
+                Ok(out) => {
+                    self.give_back(conn);
+                    return Ok(out);
+                }
+                Err(e) if is_late(&e) => {
+                    let doubt = if conn.sent && call.repeat == Repeat::Never {
+                        "; it may have been done or not"
+                    } else {
+                        ""
+                    };
+                    let text = format!(
+                        "the server did not answer{} within {:.1} s{doubt}",
+                        call.subject(),
+                        call.waited()
+                    );
+                    return Err(self.error(ErrorKind::Timeout, call, text));
+                }
+                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
+                    let text = format!("the server's answer{} is not the protocol: {e}", call.subject());
+                    return Err(self.error(ErrorKind::Protocol, call, text));
+                }
+                Err(e) => e,
+            };
+            if conn.sent && call.repeat == Repeat::Never {
+                let text = format!(
+                    "the connection was lost during the call{}; it may have been done or not: {lost}",
+                    call.subject()
+                );
+                return Err(self.error(ErrorKind::Unavailable, call, text).with_source(lost));
+            }
+            // A pooled connection may have been stale; a new one that breaks is a server in trouble.
+            if !pooled && !backoff.pause(call.deadline) {
+                let text =
+                    format!("the connection was lost{} again and again for {:.1} s: {lost}", call.subject(), call.waited());
+                return Err(self.error(ErrorKind::Unavailable, call, text).with_source(lost));
+            }
+        }
+    }
+
+    /// A call that reads nothing but the confirmation.
+    fn confirmed(&self, call: &Call<'_>, request: Request) -> Result<()> {
+        let nonce = random() as u32;
+        let bytes = sized(call.op, encode(&[request, Request::Ping(nonce)]))?;
+        self.call(call, |conn| {
+            conn.write(&bytes)?;
+            conn.pong(nonce)
+        })
+    }
+
+    fn values(&self, op: &'static str, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        keys::check_keys(op, keys)?;
+        if keys.is_empty() {
+            return Ok(Vec::new());
+        }
+        let on_wire = wire_keys(op, keys)?;
+        let wait = sized(op, encode(&[Request::Wait(on_wire.clone())]))?;
+        let fetch = match on_wire.as_slice() {
+            [key] => encode(&[Request::Get(key.clone())]),
+            many => encode(&[Request::MultiGet(many.to_vec())]),
+        };
+        let call = Call::new(op, keys, deadline, Repeat::Again);
+        let out = self.call(&call, |conn| {
+            loop {
+                conn.link.patience = Patience::Until(deadline);
+                conn.write(&wait)?;
+                if !conn.reached()? {
+                    return Ok(Waited::Late(conn.missing(&on_wire)));
+                }
+                conn.write(&fetch)?;
+                let values = keys.iter().map(|_| wire::read_value(&mut conn.link)).collect::<io::Result<Vec<_>>>()?;
+                // An absent key reads as empty. Empty ones are asked for, as they may have been deleted in between.
+                if values.iter().all(|v| !v.is_empty()) || conn.exist(&on_wire)? {
+                    return Ok(Waited::Done(values));
+                }
+            }
+        })?;
+        self.waited(&call, out)
+    }
+
+    fn waited<T>(&self, call: &Call<'_>, out: Waited<T>) -> Result<T> {
+        match out {
+            Waited::Done(out) => Ok(out),
+            Waited::Late(missing) => {
+                let missing: Vec<&str> = missing.iter().filter_map(|i| call.keys.get(*i).copied()).collect();
+                Err(keys::wait_timed_out(call.op, call.keys, &missing, call.since).with_peer_address(&self.address))
+            }
+        }
+    }
+
+    /// The protocol has no error replies: a server that refuses a write closes the connection. If that is what happened
+    /// (`lost`), looks at the value to say why.
+    fn explain(&self, lost: Error, call: &Call<'_>, why: impl FnOnce(&[u8]) -> Option<Refusal>) -> Error {
+        let [key] = call.keys else { return lost };
+        if lost.kind() != ErrorKind::Unavailable || time_left(call.deadline).is_zero() {
+            return lost;
+        }
+        let Ok(on_wire) = wire_key(call.op, key) else { return lost };
+        let look = Call { deadline: call.deadline.min(deadline_in(Duration::from_secs(1))), repeat: Repeat::Again, ..*call };
+        let value = self.call(&look, |conn| {
+            if !conn.exist(std::slice::from_ref(&on_wire))? {
+                return Ok(None);
+            }
+            conn.write(&encode(&[Request::Get(on_wire.clone())]))?;
+            wire::read_value(&mut conn.link).map(Some)
+        });
+        match value.ok().flatten().and_then(|value| why(&value)) {
+            Some(refusal) => refusal.into_error(call.op, key).with_peer_address(&self.address),
+            None => lost,
+        }
+    }
+}
+
+impl Conn {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.link.write_all(bytes)?;
+        self.sent = true;
+        Ok(())
+    }
+
+    fn pong(&mut self, nonce: u32) -> io::Result<()> {
+        match wire::read_u32(&mut self.link)? {
+            got if got == nonce => Ok(()),
+            got => Err(wire::bad(format!("PING {nonce:#010x} was answered with {got:#010x}"))),
+        }
+    }
+
+    /// True if all keys exist now.
+    fn exist(&mut self, keys: &[Vec<u8>]) -> io::Result<bool> {
+        self.write(&encode(&[Request::Check(keys.to_vec())]))?;
+        self.checked()
+    }
+
+    fn checked(&mut self) -> io::Result<bool> {
+        match wire::read_u8(&mut self.link)? {
+            wire::READY => Ok(true),
+            wire::NOT_READY => Ok(false),
+            other => Err(wire::bad(format!("CHECK was answered with {other}"))),
+        }
+    }
+
+    /// The end of a WAIT or BARRIER just sent: true if it was reached; at the deadline it is cancelled.
+    fn reached(&mut self) -> io::Result<bool> {
+        match wire::read_u8(&mut self.link) {
+            Ok(wire::STOP_WAITING) => return Ok(true),
+            Ok(other) => return Err(wire::bad(format!("a wait was answered with {other}"))),
+            Err(e) if is_late(&e) => {}
+            Err(e) => return Err(e),
+        }
+        self.link.patience = Patience::Until(deadline_in(CANCEL_GRACE));
+        self.write(&encode(&[Request::CancelWait]))?;
+        match wire::read_u8(&mut self.link)? {
+            wire::WAIT_CANCELED => Ok(false),
+            // The end of the wait and the cancellation crossed.
+            wire::STOP_WAITING => match wire::read_u8(&mut self.link)? {
+                wire::WAIT_CANCELED => Ok(true),
+                other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
+            },
+            other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
+        }
+    }
+
+    /// After a wait ran out: the indices of the first keys that are missing, for the error text only.
+    fn missing(&mut self, keys: &[Vec<u8>]) -> Vec<usize> {
+        if keys.len() < 2 {
+            return Vec::new();
+        }
+        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
+        let asked = keys.len().min(EXPLAINED);
+        let questions: Vec<_> = keys.iter().take(asked).map(|key| Request::Check(vec![key.clone()])).collect();
+        let answers = self
+            .write(&encode(&questions))
+            .and_then(|()| (0..asked).map(|_| self.checked()).collect::<io::Result<Vec<bool>>>());
+        self.explained(answers)
+            .map(|there| there.iter().enumerate().filter(|(_, there)| !**there).map(|(i, _)| i).collect())
+            .unwrap_or_default()
+    }
+
+    /// After a barrier ran out: how many had arrived, for the error text only.
+    fn arrived(&mut self, key: &[u8]) -> Option<i64> {
+        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
+        let answer =
+            self.write(&encode(&[Request::Get(key.to_vec())])).and_then(|()| wire::read_value(&mut self.link));
+        self.explained(answer).and_then(|value| leading_number(&value))
+    }
+
+    fn explained<T>(&mut self, answer: io::Result<T>) -> Option<T> {
+        self.spoiled |= answer.is_err();
+        answer.ok()
+    }
+}
+
+fn encode(requests: &[Request]) -> Vec<u8> {
+    let mut out = Vec::new();
+    requests.iter().for_each(|request| request.encode(&mut out));
+    out
+}
+
+/// Refuses what our server would: it has no way to say so but to close the connection.
+fn sized(op: &'static str, bytes: Vec<u8>) -> Result<Vec<u8>> {
+    let limit = wire::MAX_REQUEST;
+    if bytes.len() > limit {
+        let text = format!("a request of {} bytes; at most {limit} are allowed, so split it", bytes.len());
+        return Err(Error::invalid(text).with_op(op));
+    }
+    Ok(bytes)
+}
+
+fn wire_key(op: &'static str, key: &str) -> Result<Vec<u8>> {
+    keys::check_key(op, key)?;
+    if key.len() >= MAX_KEY {
+        let text = format!("key {} has {} bytes; at most {} are allowed", keys::name(key), key.len(), MAX_KEY - 1);
+        return Err(Error::invalid(text).with_op(op));
+    }
+    Ok([b"/", key.as_bytes()].concat())
+}
+
+fn wire_keys(op: &'static str, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
+    keys.iter().map(|key| wire_key(op, key)).collect()
+}
+
+fn parse_address(addr: &str) -> Result<(String, u16)> {
+    let malformed = || Error::invalid(format!("'{addr}' is not of the form host:port")).with_op("store.connect");
+    let (host, port) = addr.rsplit_once(':').ok_or_else(malformed)?;
+    let port = port.parse().ok().filter(|port| *port != 0).ok_or_else(malformed)?;
+    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    let host = bare.unwrap_or(host);
+    if host.is_empty() || (bare.is_none() && host.contains(':')) {
+        return Err(malformed());
+    }
+    Ok((host.to_owned(), port))
+}
+
+/// The addresses of `host`. The system's look-up has no deadline, so it runs on a thread that is left behind if it is late.
+fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(ip, port)]);
+    }
+    let (sender, receiver) = mpsc::channel();
+    let name = host.to_owned();
+    thread::Builder::new().name("ox-store-dns".into()).spawn(move || {
+        let found = (name.as_str(), port).to_socket_addrs().map(|found| found.collect::<Vec<_>>());
+        // The caller may have gone; then nobody wants it.
+        let _ = sender.send(found);
+    })?;
+    receiver
+        .recv_timeout(time_left(deadline).min(ATTEMPT))
+        .map_err(|_| io::Error::other(format!("looking up the name '{host}' took too long")))?
+}
+
+/// A random number good enough for jitter and nonces.
+fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+struct Backoff {
+    step: Duration,
+}
+
+impl Backoff {
+    fn new() -> Self {
+        Self { step: FIRST_PAUSE }
+    }
+
+    /// Sleeps between half and all of the step, so that thousands of ranks do not come at the same moment; false if the
+    /// deadline has then passed.
+    fn pause(&mut self, deadline: Instant) -> bool {
+        let jitter = (random() % 512) as u32;
+        thread::sleep((self.step * (512 + jitter) / 1024).min(time_left(deadline)));
+        self.step = (self.step * 2).min(LONGEST_PAUSE);
+        !time_left(deadline).is_zero()
+    }
+}
+
+impl Store for TcpStore {
+    fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        let op = "store.set";
+        keys::check_pair(op, key, value)?;
+        let request = Request::Set(wire_key(op, key)?, value.to_vec());
+        self.confirmed(&Call::new(op, &[key], deadline, Repeat::Again), request)
+    }
+
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+        Ok(self.values("store.get", &[key], deadline)?.pop().unwrap_or_default())
+    }
+
+    fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
+        let op = "store.add";
+        let bytes = encode(&[Request::Add(wire_key(op, key)?, amount)]);
+        let keys = [key];
+        let call = Call::new(op, &keys, deadline, Repeat::Never);
+        self.call(&call, |conn| {
+            conn.write(&bytes)?;
+            wire::read_i64(&mut conn.link)
+        })
+        .map_err(|lost| self.explain(lost, &call, |value| sum(Some(value), amount).err()))
+    }
+
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
+        let op = "store.compare_set";
+        keys::check_pair(op, key, desired)?;
+        keys::check_pair(op, key, expected)?;
+        let (expected, desired) = (expected.to_vec(), desired.to_vec());
+        let bytes = encode(&[Request::CompareSet { key: wire_key(op, key)?, expected, desired }]);
+        self.call(&Call::new(op, &[key], deadline, Repeat::Never), |conn| {
+            conn.write(&bytes)?;
+            wire::read_value(&mut conn.link)
+        })
+    }
+
+    fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
+        let op = "store.check";
+        keys::check_keys(op, keys)?;
+        if keys.is_empty() {
+            return Ok(true);
+        }
+        let bytes = sized(op, encode(&[Request::Check(wire_keys(op, keys)?)]))?;
+        self.call(&Call::new(op, keys, deadline, Repeat::Again), |conn| {
+            conn.write(&bytes)?;
+            conn.checked()
+        })
+    }
+
+    fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
+        let op = "store.wait";
+        keys::check_keys(op, keys)?;
+        if keys.is_empty() {
+            return Ok(());
+        }
+        let on_wire = wire_keys(op, keys)?;
+        let bytes = sized(op, encode(&[Request::Wait(on_wire.clone())]))?;
+        let call = Call::new(op, keys, deadline, Repeat::Again);
+        let out = self.call(&call, |conn| {
+            conn.write(&bytes)?;
+            Ok(if conn.reached()? { Waited::Done(()) } else { Waited::Late(conn.missing(&on_wire)) })
+        })?;
+        self.waited(&call, out)
+    }
+
+    fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
+        let op = "store.delete";
+        let bytes = encode(&[Request::Delete(wire_key(op, key)?)]);
+        self.call(&Call::new(op, &[key], deadline, Repeat::Never), |conn| {
+            conn.write(&bytes)?;
+            Ok(wire::read_i64(&mut conn.link)? != 0)
+        })
+    }
+
+    fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        let op = "store.append";
+        keys::check_pair(op, key, value)?;
+        let keys = [key];
+        let call = Call::new(op, &keys, deadline, Repeat::Never);
+        self.confirmed(&call, Request::Append(wire_key(op, key)?, value.to_vec()))
+            .map_err(|lost| self.explain(lost, &call, |current| appended_len(current.len(), value.len()).err()))
+    }
+
+    fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        self.values("store.multi_get", keys, deadline)
+    }
+
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<()> {
+        let op = "store.multi_set";
+        keys::check_pairs(op, pairs)?;
+        if pairs.is_empty() {
+            return Ok(());
+        }
+        let on_wire = pairs
+            .iter()
+            .map(|(key, value)| Ok((wire_key(op, key)?, value.to_vec())))
+            .collect::<Result<Vec<_>>>()?;
+        let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
+        self.confirmed(&Call::new(op, &keys, deadline, Repeat::Again), Request::MultiSet(on_wire))
+    }
+
+    fn num_keys(&self, deadline: Instant) -> Result<i64> {
+        let bytes = encode(&[Request::NumKeys]);
+        self.call(&Call::new("store.num_keys", &[], deadline, Repeat::Again), |conn| {
+            conn.write(&bytes)?;
+            wire::read_i64(&mut conn.link)
+        })
+    }
+
+    fn list(&self, deadline: Instant) -> Result<Vec<String>> {
+        let bytes = encode(&[Request::ListKeys]);
+        let found = self.call(&Call::new("store.list", &[], deadline, Repeat::Again), |conn| {
+            conn.write(&bytes)?;
+            wire::read_listing(&mut conn.link)
+        })?;
+        let mut keys: Vec<String> = found
+            .iter()
+            .filter_map(|key| key.strip_prefix(b"/"))
+            .map(|key| String::from_utf8_lossy(key).into_owned())
+            .collect();
+        keys.sort_unstable();
+        Ok(keys)
+    }
+
+    fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
+        keys::check_barrier(key, world_size)?;
+        let op = "store.barrier";
+        let on_wire = wire_key(op, key)?;
+        let bytes = encode(&[Request::Barrier { key: on_wire.clone(), world_size: i64::from(world_size) }]);
+        let keys = [key];
+        let call = Call::new(op, &keys, deadline, Repeat::Never);
+        // `Some`: the deadline came first, with the number of callers that had arrived if that is known.
+        let late = self.call(&call, |conn| {
+            conn.write(&bytes)?;
+            Ok(if conn.reached()? { None } else { Some(conn.arrived(&on_wire)) })
+        })?;
+        match late {
+            None => Ok(()),
+            Some(arrived) => Err(keys::barrier_timed_out(key, arrived, world_size, call.since)
+                .with_peer_address(&self.address)),
+        }
+    }
+}
+
+impl fmt::Debug for TcpStore {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TcpStore").field("address", &self.address).finish_non_exhaustive()
+    }
+}

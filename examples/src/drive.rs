@@ -1,0 +1,266 @@
+//! What both training programs do as the driver: start the processes, watch, kill one, report.
+//!
+//! The program starts itself again as `lighthouse` and as `replica` processes under a supervisor. Events go to the
+//! progress display and into a list; at the end the list becomes the report and the picture.
+
+use std::path::{Path, PathBuf};
+use std::process::{Command, ExitCode};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, bail, ensure};
+use coordination::{LighthouseConfig, LighthouseServer};
+use ftcore::deadline_in;
+use oxccl::launch::{
+    EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig, SupervisorEvent,
+    announce_lighthouse,
+};
+
+use crate::chaos::ENV_HOLD;
+use crate::plot::Picture;
+use crate::progress::Progress;
+use crate::report::{Report, RunFacts};
+
+/// Which replica to kill, and in which step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Kill {
+    /// The replica's index.
+    pub replica: u32,
+    /// The step whose reduction it dies in.
+    pub step: i64,
+}
+
+impl std::str::FromStr for Kill {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (replica, step) = text.split_once('@').ok_or("write it as REPLICA@STEP, for example 1@20")?;
+        let replica = replica.parse().map_err(|_| format!("'{replica}' is not a replica number"))?;
+        let step = step.parse().map_err(|_| format!("'{step}' is not a step"))?;
+        if step < 1 { Err("the first step that can be killed in is 1".into()) } else { Ok(Self { replica, step }) }
+    }
+}
+
+/// Options of the run as a whole, the same for both programs.
+#[derive(Debug, Clone, clap::Args)]
+pub struct RunArgs {
+    /// Replica groups to start on this machine.
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub replicas: u32,
+    /// Kill this replica inside the reduction of this step, as REPLICA@STEP; default: the last one, in the middle.
+    #[arg(long, conflicts_with = "no_kill")]
+    pub kill: Option<Kill>,
+    /// Kill nobody.
+    #[arg(long)]
+    pub no_kill: bool,
+    /// Write the report as JSON to this file, or to standard output for '-'.
+    #[arg(long, value_name = "FILE")]
+    pub json: Option<PathBuf>,
+    /// Folder for logs, the loss curve (SVG, PNG) and the report; default: target/PROGRAM.
+    #[arg(long, value_name = "DIR")]
+    pub out: Option<PathBuf>,
+    /// Give up after so many seconds.
+    #[arg(long, default_value_t = 900)]
+    pub time_limit_s: u64,
+}
+
+/// Where a replica's servers listen, and the collectives' backend; the same for both programs.
+#[derive(Debug, Clone, clap::Args)]
+pub struct NetArgs {
+    /// Backend of the collectives, by its registered name.
+    #[arg(long, default_value = "gloo")]
+    pub backend: String,
+    /// Address for this replica's servers; port 0 picks free ones. Use 0.0.0.0:0 across machines.
+    #[arg(long, default_value = "127.0.0.1:0")]
+    pub bind: String,
+    /// Name or address by which the other machines reach this one; default: the bind address.
+    #[arg(long)]
+    pub advertise: Option<String>,
+}
+
+impl NetArgs {
+    fn to_args(&self) -> Vec<String> {
+        let mut args = vec!["--backend".into(), self.backend.clone(), "--bind".into(), self.bind.clone()];
+        if let Some(host) = &self.advertise {
+            args.extend(["--advertise".into(), host.clone()]);
+        }
+        args
+    }
+}
+
+/// A run of one program.
+pub struct Run {
+    /// The program's name.
+    pub program: &'static str,
+    /// The arguments after `replica` for each replica.
+    pub replica_args: Vec<String>,
+    /// Steps that the run commits.
+    pub steps: i64,
+    /// Inner steps that an undisturbed replica makes.
+    pub inner_steps: u64,
+    /// Parameters of the model.
+    pub parameters: usize,
+    /// The seed.
+    pub seed: u64,
+}
+
+/// Survivors may not stall for longer.
+const STALL_LIMIT_MS: f64 = 1000.0;
+
+/// Runs the lighthouse of a driver's run until it is killed with its parent.
+pub fn lighthouse(bind: &str, state_file: &Path, replicas: usize) -> anyhow::Result<()> {
+    let server = LighthouseServer::start(LighthouseConfig {
+        bind: bind.to_string(),
+        min_replicas: 1,
+        initial_replicas: Some(replicas),
+        join_timeout: Duration::from_secs(60),
+        state_file: Some(state_file.to_path_buf()),
+        ..LighthouseConfig::default()
+    })?;
+    announce_lighthouse(&server.address(), deadline_in(Duration::from_secs(5)))?;
+    loop {
+        std::thread::park();
+    }
+}
+
+fn out_folder(args: &RunArgs, program: &str) -> anyhow::Result<PathBuf> {
+    let out = args.out.clone().unwrap_or_else(|| Path::new("target").join(program));
+    std::fs::create_dir_all(&out).with_context(|| format!("cannot make the folder {}", out.display()))?;
+    out.canonicalize().with_context(|| format!("cannot open the folder {}", out.display()))
+}
+
+fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
+    if args.no_kill {
+        return Ok(None);
+    }
+    if args.replicas < 2 {
+        ensure!(
+            args.kill.is_none(),
+            "--kill needs a second replica that survives; use --replicas 2 or more"
+        );
+        eprintln!("one replica only: nobody could heal it, so nobody is killed");
+        return Ok(None);
+    }
+    let kill = args.kill.unwrap_or(Kill { replica: args.replicas - 1, step: run.steps.div_ceil(2) });
+    if kill.replica >= args.replicas {
+        bail!("--kill names replica {}; there are replicas 0 to {}", kill.replica, args.replicas - 1);
+    }
+    // A replica that dies in the last step could come back when everybody has left.
+    if kill.step >= run.steps {
+        bail!("--kill names step {}; choose one from 1 to {}", kill.step, run.steps - 1);
+    }
+    Ok(Some(kill))
+}
+
+/// Starts, watches, kills, reports. The exit code is 0 only if the report has no problem.
+pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCode> {
+    let kill = planned_kill(args, run)?;
+    let out = out_folder(args, run.program)?;
+    let program = std::env::current_exe().context("cannot find this program's own path")?;
+    let replicas = args.replicas;
+    let lighthouse = {
+        let program = program.clone();
+        LighthouseSource::Spawn {
+            bind: "127.0.0.1:0".into(),
+            command: Box::new(move |launch: &LighthouseLaunch| {
+                let mut command = Command::new(&program);
+                command.arg("lighthouse").arg("--bind").arg(&launch.bind).arg("--state-file").arg(&launch.state_file);
+                command.arg("--replicas").arg(replicas.to_string());
+                command
+            }),
+        }
+    };
+    let mut config = SupervisorConfig::new(replicas, lighthouse, &out);
+    config.stop_on_signals = true;
+    config.deadline = Some(deadline_in(Duration::from_secs(args.time_limit_s)));
+    let replica_args: Vec<String> = run.replica_args.iter().cloned().chain(net.to_args()).collect();
+    let command = move |launch: &ReplicaLaunch| {
+        let mut command = Command::new(&program);
+        command.arg("replica").args(&replica_args);
+        if let Some(k) = kill.filter(|k| k.replica == launch.replica && launch.life == 0) {
+            command.env(ENV_HOLD, k.step.to_string());
+        }
+        command
+    };
+    eprintln!(
+        "{}: {replicas} replicas, {} parameters, {} steps; logs in {}",
+        run.program,
+        run.parameters,
+        run.steps,
+        out.display()
+    );
+    let (supervisor, mut stream) = Supervisor::start(config, command, deadline_in(Duration::from_secs(30)))?;
+    let mut progress = Progress::new(run.inner_steps);
+    let mut events = Vec::new();
+    let end = Instant::now() + Duration::from_secs(args.time_limit_s + 30);
+    while let Some(event) = stream.next_until(end) {
+        if let (Some(kill), SupervisorEvent::Replica(e)) = (kill, &event) {
+            let inside = matches!(e.kind, EventKind::ReduceBegin { step, .. } if i64::try_from(step) == Ok(kill.step));
+            if inside && e.replica == kill.replica && e.life == 0 {
+                // It may have died by itself in this very moment; the report will say so.
+                if let Err(error) = supervisor.kill(kill.replica, Some(0)) {
+                    tracing::warn!(%error, "the planned kill came too late");
+                }
+            }
+        }
+        progress.on_event(&event);
+        events.push(event);
+        if stream.is_over() {
+            break;
+        }
+    }
+    progress.finish();
+    let facts = RunFacts {
+        program: run.program.to_string(),
+        replicas,
+        parameters: run.parameters as u64,
+        gradient_bytes: 4 * run.parameters as u64,
+        seed: run.seed,
+        stall_limit_ms: kill.map(|_| STALL_LIMIT_MS),
+    };
+    let report = Report::new(&facts, &events);
+    let pictures = Picture::from_run(&events, &report).write(&out, "loss")?;
+    let json = serde_json::to_string_pretty(&report)?;
+    std::fs::write(out.join("report.json"), &json).context("cannot write report.json")?;
+    match args.json.as_deref() {
+        Some(path) if path == Path::new("-") => println!("{json}"),
+        Some(path) => {
+            std::fs::write(path, &json).with_context(|| format!("cannot write {}", path.display()))?;
+            println!("{report}");
+        }
+        None => println!("{report}"),
+    }
+    for picture in &pictures {
+        eprintln!("loss curve: {}", picture.display());
+    }
+    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+}
+
+/// Errors for people on standard error, log lines as `OXCCL_LOG` asks for; 1 for a failed run, 2 for a bad call.
+pub fn main_with(result: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
+    let filter = tracing_subscriber::EnvFilter::try_from_env("OXCCL_LOG")
+        .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter).init();
+    match result() {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            let wrong = error
+                .downcast_ref::<ftcore::Error>()
+                .is_none_or(|e| e.kind() == ftcore::ErrorKind::InvalidArgument);
+            ExitCode::from(if wrong { 2 } else { 1 })
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kills_are_written_as_replica_at_step() {
+        assert_eq!("1@20".parse::<Kill>(), Ok(Kill { replica: 1, step: 20 }));
+        for bad in ["1", "a@2", "1@x", "1@0"] {
+            assert!(bad.parse::<Kill>().is_err(), "{bad}");
+        }
+    }
+}

@@ -1,0 +1,567 @@
+//! The report of a run: what its replicas did, what a kill cost, and whether all ended with the same parameters.
+//!
+//! Made from the events that the supervisor handed out, after the run; pure, so that it can be tested on a list. It is
+//! shown as text ([`Report::to_string`]) or as data (`--json`), and decides the exit code.
+
+use std::collections::BTreeMap;
+
+use oxccl::launch::{Commit, EventKind, ExitSummary, Final, Outcome, SupervisorEvent};
+use serde::Serialize;
+
+mod text;
+
+pub(crate) use text::{bytes, thousands};
+
+/// What a report is about, known before the run.
+#[derive(Debug, Clone, PartialEq)]
+pub struct RunFacts {
+    /// The program's name.
+    pub program: String,
+    /// Replicas of the whole job.
+    pub replicas: u32,
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// What data parallel would reduce in each step, in bytes: the gradients.
+    pub gradient_bytes: u64,
+    /// The seed.
+    pub seed: u64,
+    /// The longest stall that a survivor may have, in milliseconds; a longer one is a problem.
+    pub stall_limit_ms: Option<f64>,
+}
+
+/// A pause of a replica that was alive: the gap between two successive commits of one life, less its inner compute.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Stall {
+    /// The replica that waited.
+    pub replica: u32,
+    /// Its life.
+    pub life: u32,
+    /// The commit before, in microseconds of the real-time clock.
+    pub from_us: u64,
+    /// The commit after.
+    pub to_us: u64,
+    /// The time between them, in milliseconds.
+    pub gap_ms: f64,
+    /// Inner compute within that time, in milliseconds.
+    pub inner_ms: f64,
+    /// The difference, not less than 0.
+    pub stall_ms: f64,
+    /// The step of the commit after.
+    pub step: u64,
+    /// The replica that died meanwhile, if one did.
+    pub death_of: Option<u32>,
+}
+
+/// A process that ended before its time, and how its replica came back.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Death {
+    /// The replica.
+    pub replica: u32,
+    /// The life that ended.
+    pub life: u32,
+    /// How, in words: `SIGKILL`, `exit code 1`.
+    pub exit: String,
+    /// When it ended, in microseconds of the real-time clock.
+    pub t_us: u64,
+    /// When the next life was started.
+    pub restarted_us: Option<u64>,
+    /// When that life had its first successful commit.
+    pub first_commit_us: Option<u64>,
+    /// Time from the restart to that commit, in milliseconds.
+    pub restart_to_commit_ms: Option<f64>,
+    /// The step of the state that it fetched from a peer.
+    pub healed_step: Option<u64>,
+    /// The size of that state in bytes.
+    pub healed_bytes: Option<u64>,
+    /// How long fetching and loading it took, in milliseconds.
+    pub healed_ms: Option<f64>,
+    /// The longest pause of another replica in which this death fell.
+    pub stall: Option<Stall>,
+}
+
+/// One replica over all its lives.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct ReplicaFigures {
+    /// Its index.
+    pub replica: u32,
+    /// Processes that it had.
+    pub lives: u32,
+    /// Inner steps computed.
+    pub inner_steps: u64,
+    /// Successful commits.
+    pub commits: u64,
+    /// Attempts that did not commit and were repeated.
+    pub failed_commits: u64,
+    /// The last step, as the last life reported it at its end.
+    pub last_step: Option<u64>,
+    /// Training loss at the end.
+    pub train_loss: Option<f64>,
+    /// Held-out loss at the end.
+    pub heldout_loss: Option<f64>,
+    /// Tokens (samples) per second: the mean over inner steps.
+    pub tokens_per_s: f64,
+    /// Bytes written to sockets.
+    pub bytes_sent: u64,
+    /// Bytes read from sockets.
+    pub bytes_recv: u64,
+    /// Inner compute in milliseconds, as far as commits reported it.
+    pub inner_ms: f64,
+    /// Time in quorums, reductions and votes, in milliseconds.
+    pub sync_ms: f64,
+    /// The longest pause between commits, in milliseconds.
+    pub longest_stall_ms: f64,
+    /// Hash of the global parameters at the end.
+    pub hash: Option<String>,
+}
+
+/// Bytes on the wire against what data parallel would have needed for the same inner steps.
+#[derive(Debug, Clone, Default, PartialEq, Serialize)]
+pub struct Wire {
+    /// Bytes written to sockets by all replicas of this machine.
+    pub sent: u64,
+    /// Bytes that a ring all-reduce of all gradients in every inner step would have written: 2 (n − 1) / n × bytes ×
+    /// steps, for each replica.
+    pub data_parallel: u64,
+    /// `data_parallel / sent`; absent if nothing was sent.
+    pub ratio: Option<f64>,
+}
+
+/// The whole report.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Report {
+    /// True if nothing is in `problems`.
+    pub ok: bool,
+    /// What went wrong, in sentences.
+    pub problems: Vec<String>,
+    /// The program.
+    pub program: String,
+    /// Replicas of the job.
+    pub replicas: u32,
+    /// Parameters of the model.
+    pub parameters: u64,
+    /// The seed.
+    pub seed: u64,
+    /// The first event, in microseconds of the real-time clock.
+    pub started_us: u64,
+    /// From the first event to the last, in seconds.
+    pub wall_s: f64,
+    /// Held-out loss with the global parameters at the end.
+    pub heldout_loss: Option<f64>,
+    /// Share of held-out samples classified right, where that is the task.
+    pub heldout_accuracy: Option<f64>,
+    /// Hash of the global parameters, if all replicas have the same.
+    pub hash: Option<String>,
+    /// The longest pause of any replica between two commits of one life.
+    pub longest_stall: Option<Stall>,
+    /// What was allowed, in milliseconds.
+    pub stall_limit_ms: Option<f64>,
+    /// The deaths, in order of time.
+    pub deaths: Vec<Death>,
+    /// Bytes on the wire.
+    pub wire: Wire,
+    /// The replicas of this machine, by index.
+    pub figures: Vec<ReplicaFigures>,
+}
+
+/// What one life of one replica reported.
+#[derive(Debug, Default)]
+struct Life {
+    spawned_us: Option<u64>,
+    exited: Option<(u64, ExitSummary)>,
+    /// The first and the last inner step that it computed.
+    steps: Option<(u64, u64)>,
+    rate_sum: f64,
+    rates: u64,
+    commits: Vec<(u64, Commit)>,
+    healed: Option<(u64, u64, f64)>,
+    end: Option<Final>,
+}
+
+impl Life {
+    /// The gaps between successful commits.
+    fn stalls(&self, replica: u32, life: u32) -> Vec<Stall> {
+        let mut stalls = Vec::new();
+        let mut before: Option<u64> = None;
+        let mut inner_ms = 0.0;
+        for (t_us, commit) in &self.commits {
+            // Attempts that failed belong to the gap, and so does the compute before them.
+            inner_ms += commit.inner_ms;
+            if !commit.committed {
+                continue;
+            }
+            if let Some(from_us) = before {
+                let gap_ms = t_us.saturating_sub(from_us) as f64 / 1e3;
+                stalls.push(Stall {
+                    replica,
+                    life,
+                    from_us,
+                    to_us: *t_us,
+                    gap_ms,
+                    inner_ms,
+                    stall_ms: (gap_ms - inner_ms).max(0.0),
+                    step: commit.step,
+                    death_of: None,
+                });
+            }
+            before = Some(*t_us);
+            inner_ms = 0.0;
+        }
+        stalls
+    }
+
+    fn bytes(&self) -> (u64, u64) {
+        let last = self
+            .commits
+            .last()
+            .map(|(_, c)| (c.bytes_sent, c.bytes_recv))
+            .unwrap_or_default();
+        self.end.as_ref().map_or(last, |end| {
+            (end.bytes_sent.max(last.0), end.bytes_recv.max(last.1))
+        })
+    }
+
+    fn inner_steps(&self) -> u64 {
+        let seen = self
+            .steps
+            .map_or(0, |(first, last)| last.saturating_sub(first) + 1);
+        self.end.as_ref().map_or(seen, |end| end.inner_steps)
+    }
+
+    fn first_commit_us(&self) -> Option<u64> {
+        self.commits.iter().find(|(_, c)| c.committed).map(|(t, _)| *t)
+    }
+}
+
+type Lives = BTreeMap<u32, BTreeMap<u32, Life>>;
+
+fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u64)>) {
+    let mut lives = Lives::new();
+    let mut outcome = None;
+    let mut span: Option<(u64, u64)> = None;
+    for event in events {
+        let at = match event {
+            SupervisorEvent::LighthouseUp { t_us, .. }
+            | SupervisorEvent::LighthouseExited { t_us, .. }
+            | SupervisorEvent::Spawned { t_us, .. }
+            | SupervisorEvent::Exited { t_us, .. } => Some(*t_us),
+            SupervisorEvent::Replica(e) => Some(e.t_us),
+            SupervisorEvent::Finished(_) => None,
+        };
+        if let Some(t) = at {
+            let (first, last) = span.unwrap_or((t, t));
+            span = Some((first.min(t), last.max(t)));
+        }
+        match event {
+            SupervisorEvent::Spawned {
+                replica, life, t_us, ..
+            } => {
+                lives
+                    .entry(*replica)
+                    .or_default()
+                    .entry(*life)
+                    .or_default()
+                    .spawned_us = Some(*t_us);
+            }
+            SupervisorEvent::Exited {
+                replica,
+                life,
+                status,
+                signal,
+                t_us,
+                ..
+            } => {
+                let exit = ExitSummary {
+                    status: *status,
+                    signal: *signal,
+                };
+                lives
+                    .entry(*replica)
+                    .or_default()
+                    .entry(*life)
+                    .or_default()
+                    .exited = Some((*t_us, exit));
+            }
+            SupervisorEvent::Finished(end) => outcome = Some(end.clone()),
+            SupervisorEvent::LighthouseUp { .. } | SupervisorEvent::LighthouseExited { .. } => {}
+            SupervisorEvent::Replica(e) => {
+                let life = lives.entry(e.replica).or_default().entry(e.life).or_default();
+                match &e.kind {
+                    EventKind::Step {
+                        inner_step,
+                        tokens_per_s,
+                        ..
+                    } => {
+                        let (first, _) = life.steps.unwrap_or((*inner_step, *inner_step));
+                        life.steps = Some((first, *inner_step));
+                        if tokens_per_s.is_finite() {
+                            life.rate_sum += tokens_per_s;
+                            life.rates += 1;
+                        }
+                    }
+                    EventKind::Commit(commit) => life.commits.push((e.t_us, commit.clone())),
+                    EventKind::Healed { step, bytes, ms } => life.healed = Some((*step, *bytes, *ms)),
+                    EventKind::Final(end) => life.end = Some(end.clone()),
+                    EventKind::Started { .. }
+                    | EventKind::State { .. }
+                    | EventKind::Quorum { .. }
+                    | EventKind::ReduceBegin { .. }
+                    | EventKind::Error { .. } => {}
+                }
+            }
+        }
+    }
+    (lives, outcome, span)
+}
+
+impl Report {
+    /// The report of a finished run from all its events. Needs no order between replicas, only within each.
+    pub fn new(facts: &RunFacts, events: &[SupervisorEvent]) -> Self {
+        let (lives, outcome, span) = gather(events);
+        let (started_us, ended_us) = span.unwrap_or_default();
+        let mut stalls: Vec<Stall> = lives
+            .iter()
+            .flat_map(|(r, all)| all.iter().flat_map(|(l, life)| life.stalls(*r, *l)))
+            .collect();
+        let deaths = deaths(&lives, &mut stalls);
+        let mut problems = Vec::new();
+        match &outcome {
+            None => problems.push("the run was not watched to its end".into()),
+            Some(outcome) if !outcome.is_success() => {
+                problems.push(format!(
+                    "the run failed: {}",
+                    outcome.to_string().replace("\n  ", "; ")
+                ));
+            }
+            Some(_) => {}
+        }
+        if lives.is_empty() {
+            problems.push("no replica was started".into());
+        }
+        for death in &deaths {
+            if death.first_commit_us.is_none() {
+                problems.push(format!(
+                    "replica {} (life {}) ended with {} and never committed again",
+                    death.replica, death.life, death.exit
+                ));
+            }
+        }
+        unequal_commits(&lives, &mut problems);
+        let hash = common_end(&lives, &mut problems);
+        let longest_stall = stalls
+            .iter()
+            .max_by(|a, b| a.stall_ms.total_cmp(&b.stall_ms))
+            .cloned();
+        if let (Some(stall), Some(limit)) = (&longest_stall, facts.stall_limit_ms)
+            && stall.stall_ms > limit
+        {
+            problems.push(format!(
+                "replica {} stalled for {:.0} ms before step {}; {limit:.0} ms are allowed",
+                stall.replica, stall.stall_ms, stall.step
+            ));
+        }
+        let figures: Vec<ReplicaFigures> = lives.iter().map(|(r, all)| figures(*r, all, &stalls)).collect();
+        let last = lives
+            .values()
+            .filter_map(|all| all.values().next_back()?.end.as_ref())
+            .next();
+        Self {
+            ok: problems.is_empty(),
+            problems,
+            program: facts.program.clone(),
+            replicas: facts.replicas,
+            parameters: facts.parameters,
+            seed: facts.seed,
+            started_us,
+            wall_s: ended_us.saturating_sub(started_us) as f64 / 1e6,
+            heldout_loss: last.map(|end| end.heldout_loss),
+            heldout_accuracy: last.and_then(|end| end.heldout_accuracy),
+            hash,
+            longest_stall,
+            stall_limit_ms: facts.stall_limit_ms,
+            wire: wire(facts, &figures),
+            deaths,
+            figures,
+        }
+    }
+
+    /// 0 if nothing went wrong, else 1.
+    pub fn exit_code(&self) -> u8 {
+        u8::from(!self.ok)
+    }
+}
+
+/// The lives that ended before their replica was done, each with the longest stall of another replica around it.
+fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
+    let mut deaths = Vec::new();
+    for (replica, all) in lives {
+        for (index, life) in all {
+            let Some((t_us, exit)) = life.exited.filter(|(_, exit)| !exit.success()) else {
+                continue;
+            };
+            let around: Vec<&mut Stall> = stalls
+                .iter_mut()
+                .filter(|s| s.replica != *replica && s.from_us <= t_us && t_us <= s.to_us)
+                .map(|s| {
+                    s.death_of = Some(*replica);
+                    s
+                })
+                .collect();
+            let stall = around
+                .into_iter()
+                .max_by(|a, b| a.stall_ms.total_cmp(&b.stall_ms))
+                .map(|s| s.clone());
+            // A life that dies before it commits (a second kill while healing) passes the wait on to the next.
+            let next = all.range(index + 1..).map(|(_, life)| life);
+            let restarted_us = next.clone().next().and_then(|life| life.spawned_us);
+            let back = next.clone().find(|life| life.first_commit_us().is_some());
+            let first_commit_us = back.and_then(Life::first_commit_us);
+            let healed = back.and_then(|life| life.healed);
+            deaths.push(Death {
+                replica: *replica,
+                life: *index,
+                exit: exit.to_string(),
+                t_us,
+                restarted_us,
+                first_commit_us,
+                restart_to_commit_ms: restarted_us
+                    .zip(first_commit_us)
+                    .map(|(from, to)| to.saturating_sub(from) as f64 / 1e3),
+                healed_step: healed.map(|(step, _, _)| step),
+                healed_bytes: healed.map(|(_, bytes, _)| bytes),
+                healed_ms: healed.map(|(_, _, ms)| ms),
+                stall,
+            });
+        }
+    }
+    deaths.sort_by_key(|death| death.t_us);
+    deaths
+}
+
+/// Any two replicas that committed a step must have had the same parameters then (INV-6).
+fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
+    let mut first: BTreeMap<u64, (&str, u32, u32)> = BTreeMap::new();
+    let mut unequal = 0;
+    for (replica, all) in lives {
+        for (index, life) in all {
+            for (_, commit) in life.commits.iter().filter(|(_, c)| c.committed) {
+                let Some(hash) = commit.hash.as_deref() else {
+                    continue;
+                };
+                let (other, r, l) = *first.entry(commit.step).or_insert((hash, *replica, *index));
+                if other != hash {
+                    unequal += 1;
+                    if unequal == 1 {
+                        problems.push(format!(
+                            "parameters differ after step {}: replica {r} (life {l}) has {}, replica {replica} (life \
+                             {index}) has {}",
+                            commit.step,
+                            short(other),
+                            short(hash)
+                        ));
+                    }
+                }
+            }
+        }
+    }
+    if unequal > 1 {
+        problems.push(format!("parameters differ after {} further commits", unequal - 1));
+    }
+}
+
+/// The hash that all replicas ended with; what keeps there from being one is a problem.
+fn common_end(lives: &Lives, problems: &mut Vec<String>) -> Option<String> {
+    let mut ends: Vec<(u32, &Final)> = Vec::new();
+    for (replica, all) in lives {
+        match all.values().next_back().and_then(|life| life.end.as_ref()) {
+            Some(end) => ends.push((*replica, end)),
+            None => problems.push(format!("replica {replica} did not report its end")),
+        }
+    }
+    for (replica, end) in &ends {
+        if !end.heldout_loss.is_finite() {
+            problems.push(format!(
+                "replica {replica}: the held-out loss is {}",
+                end.heldout_loss
+            ));
+        }
+    }
+    let (first, rest) = ends.split_first()?;
+    let mut equal = ends.len() == lives.len();
+    for (replica, end) in rest {
+        if end.step != first.1.step {
+            equal = false;
+            problems.push(format!(
+                "replica {} ended at step {}, replica {replica} at step {}",
+                first.0, first.1.step, end.step
+            ));
+        }
+        if end.hash != first.1.hash {
+            equal = false;
+            problems.push(format!(
+                "parameters differ at the end: replica {} has {}, replica {replica} has {}",
+                first.0,
+                short(&first.1.hash),
+                short(&end.hash)
+            ));
+        }
+    }
+    equal.then(|| first.1.hash.clone())
+}
+
+fn short(hash: &str) -> String {
+    hash.chars().take(16).collect()
+}
+
+fn figures(replica: u32, all: &BTreeMap<u32, Life>, stalls: &[Stall]) -> ReplicaFigures {
+    let end = all.values().next_back().and_then(|life| life.end.as_ref());
+    let mut f = ReplicaFigures {
+        replica,
+        lives: u32::try_from(all.len()).unwrap_or(u32::MAX),
+        last_step: end.map(|end| end.step),
+        train_loss: end.map(|end| end.train_loss),
+        heldout_loss: end.map(|end| end.heldout_loss),
+        hash: end.map(|end| end.hash.clone()),
+        longest_stall_ms: stalls
+            .iter()
+            .filter(|s| s.replica == replica)
+            .map(|s| s.stall_ms)
+            .fold(0.0, f64::max),
+        ..ReplicaFigures::default()
+    };
+    let (mut rate_sum, mut rates) = (0.0, 0);
+    for life in all.values() {
+        f.inner_steps += life.inner_steps();
+        let (sent, received) = life.bytes();
+        f.bytes_sent += sent;
+        f.bytes_recv += received;
+        rate_sum += life.rate_sum;
+        rates += life.rates;
+        for (_, commit) in &life.commits {
+            if commit.committed {
+                f.commits += 1
+            } else {
+                f.failed_commits += 1
+            }
+            f.inner_ms += commit.inner_ms;
+            f.sync_ms += commit.sync_ms;
+        }
+    }
+    f.tokens_per_s = if rates > 0 { rate_sum / rates as f64 } else { 0.0 };
+    f
+}
+
+fn wire(facts: &RunFacts, figures: &[ReplicaFigures]) -> Wire {
+    let n = f64::from(facts.replicas.max(1));
+    let per_step = 2.0 * (n - 1.0) / n * facts.gradient_bytes as f64;
+    let sent = figures.iter().map(|f| f.bytes_sent).sum();
+    let data_parallel = (figures.iter().map(|f| f.inner_steps).sum::<u64>() as f64 * per_step) as u64;
+    Wire {
+        sent,
+        data_parallel,
+        ratio: (sent > 0).then(|| data_parallel as f64 / sent as f64),
+    }
+}
+
+#[cfg(test)]
+#[path = "report/tests.rs"]
+mod tests;

@@ -1,0 +1,209 @@
+//! The report as text: a table of the replicas, then one aligned line per subject.
+
+use std::fmt;
+
+use super::{Death, Report};
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        writeln!(
+            f,
+            "{}: {} replicas, {:.2} M parameters, seed {}, {:.1} s\n",
+            self.program,
+            self.replicas,
+            self.parameters as f64 / 1e6,
+            self.seed,
+            self.wall_s
+        )?;
+        let dash = || "-".to_owned();
+        let mut rows = vec![
+            [
+                "replica",
+                "lives",
+                "inner steps",
+                "commits",
+                "retried",
+                "last step",
+                "train loss",
+                "held-out",
+                "tokens/s",
+                "sent",
+                "received",
+                "longest stall",
+            ]
+            .map(str::to_owned),
+        ];
+        for r in &self.figures {
+            rows.push([
+                r.replica.to_string(),
+                r.lives.to_string(),
+                r.inner_steps.to_string(),
+                r.commits.to_string(),
+                r.failed_commits.to_string(),
+                r.last_step.map_or_else(dash, |s| s.to_string()),
+                r.train_loss.map_or_else(dash, |x| format!("{x:.4}")),
+                r.heldout_loss.map_or_else(dash, |x| format!("{x:.4}")),
+                thousands(r.tokens_per_s.round() as u64),
+                bytes(r.bytes_sent),
+                bytes(r.bytes_recv),
+                time(r.longest_stall_ms),
+            ]);
+        }
+        let widths: Vec<usize> = (0..rows.first().map_or(0, |r| r.len()))
+            .map(|i| {
+                rows.iter()
+                    .filter_map(|r| r.get(i))
+                    .map(|cell| cell.chars().count())
+                    .max()
+                    .unwrap_or(0)
+            })
+            .collect();
+        for row in &rows {
+            let cells: Vec<String> = row
+                .iter()
+                .zip(&widths)
+                .map(|(cell, &w)| format!("{cell:>w$}"))
+                .collect();
+            writeln!(f, "{}", cells.join("  "))?;
+        }
+        writeln!(f)?;
+        for death in &self.deaths {
+            subject(f, "death", &self.death(death))?;
+        }
+        if let Some(stall) = &self.longest_stall {
+            let during = match stall.death_of {
+                Some(replica) => format!(", while replica {replica} died"),
+                None => String::new(),
+            };
+            let limit = self
+                .stall_limit_ms
+                .map_or(String::new(), |ms| format!("; {} allowed", time(ms)));
+            subject(
+                f,
+                "longest stall",
+                &format!(
+                    "{} (replica {}, before step {}{during}: {} between commits less {} of inner compute{limit})",
+                    time(stall.stall_ms),
+                    stall.replica,
+                    stall.step,
+                    time(stall.gap_ms),
+                    time(stall.inner_ms)
+                ),
+            )?;
+        }
+        let against = match self.wire.ratio {
+            Some(ratio) if ratio >= 1.0 => format!(", {ratio:.1} times as much"),
+            Some(_) | None => String::new(),
+        };
+        subject(
+            f,
+            "on the wire",
+            &format!(
+                "{} sent; data parallel would have sent {}{against}",
+                bytes(self.wire.sent),
+                bytes(self.wire.data_parallel)
+            ),
+        )?;
+        if let Some(loss) = self.heldout_loss {
+            let accuracy = match self.heldout_accuracy {
+                Some(share) => format!(", {:.1} % right", share * 100.0),
+                None => format!(" nats, {:.3} bits", loss / std::f64::consts::LN_2),
+            };
+            subject(f, "held-out loss", &format!("{loss:.4}{accuracy}"))?;
+        }
+        match &self.hash {
+            Some(hash) => subject(
+                f,
+                "parameters",
+                &format!(
+                    "{} on {} (bitwise equal)",
+                    hash.chars().take(16).collect::<String>(),
+                    everyone(self.figures.len())
+                ),
+            )?,
+            None => subject(f, "parameters", "NOT known to be equal on all replicas")?,
+        }
+        if self.ok {
+            return subject(f, "result", "ok");
+        }
+        subject(f, "result", "FAILED")?;
+        for problem in &self.problems {
+            writeln!(f, "  - {problem}")?;
+        }
+        Ok(())
+    }
+}
+
+impl Report {
+    fn death(&self, death: &Death) -> String {
+        let at = death.t_us.saturating_sub(self.started_us) as f64 / 1e6;
+        let mut text = format!(
+            "replica {} (life {}, {}) at {at:.1} s",
+            death.replica, death.life, death.exit
+        );
+        match (death.restarted_us, death.restart_to_commit_ms) {
+            (Some(restarted), Some(ms)) => {
+                let pause = restarted.saturating_sub(death.t_us) as f64 / 1e3;
+                text += &format!(
+                    "; restarted after {}, first commit {} later",
+                    time(pause),
+                    time(ms)
+                );
+            }
+            (Some(_), None) => text += "; restarted, but it never committed again",
+            (None, _) => text += "; not restarted",
+        }
+        if let (Some(step), Some(size), Some(ms)) = (death.healed_step, death.healed_bytes, death.healed_ms) {
+            text += &format!(" (healed to step {step}: {} in {})", bytes(size), time(ms));
+        }
+        if let Some(stall) = &death.stall {
+            text += &format!("; survivors waited at most {}", time(stall.stall_ms));
+        }
+        text
+    }
+}
+
+fn subject(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
+    writeln!(f, "{name:<15}{text}")
+}
+
+fn everyone(n: usize) -> String {
+    match n {
+        1 => "the one replica".into(),
+        2 => "both replicas".into(),
+        n => format!("all {n} replicas"),
+    }
+}
+
+/// A size in decimal units with three digits or so.
+pub(crate) fn bytes(n: u64) -> String {
+    let x = n as f64;
+    match n {
+        0..1_000 => format!("{n} B"),
+        1_000..1_000_000 => format!("{:.1} kB", x / 1e3),
+        1_000_000..1_000_000_000 => format!("{:.1} MB", x / 1e6),
+        _ => format!("{:.2} GB", x / 1e9),
+    }
+}
+
+/// A time given in milliseconds.
+fn time(ms: f64) -> String {
+    if ms < 9_999.5 {
+        format!("{ms:.0} ms")
+    } else {
+        format!("{:.1} s", ms / 1e3)
+    }
+}
+
+/// Digits in groups of three.
+pub(crate) fn thousands(n: u64) -> String {
+    let digits = n.to_string();
+    let mut out = String::new();
+    for (i, c) in digits.chars().enumerate() {
+        if i > 0 && (digits.len() - i).is_multiple_of(3) {
+            out.push(',');
+        }
+        out.push(c);
+    }
+    out
+}
