@@ -11,6 +11,8 @@ use oxccl::launch::{EventKind, SupervisorEvent};
 
 use crate::report::Report;
 
+mod axis;
+mod labels;
 mod png;
 mod scene;
 mod svg;
@@ -18,6 +20,9 @@ mod svg;
 pub use png::to_png;
 pub use scene::{Anchor, Colour, Font, Scene, Shape};
 pub use svg::to_svg;
+
+use axis::Axis;
+use labels::label_places;
 
 /// The losses of one replica.
 #[derive(Debug, Clone, PartialEq)]
@@ -194,9 +199,14 @@ impl Picture {
         let high = points.iter().map(|p| p.1).fold(f64::NEG_INFINITY, f64::max);
         let (low, high) = if low <= high { (low, high) } else { (0.0, 1.0) };
         let pad = ((high - low) * 0.05).max(1e-3);
-        let x_axis = Axis::new(0.0, x_end, LEFT, WIDTH - RIGHT, 10);
-        let rows = label_rows(&self.marks, &x_axis, font);
-        let row_count = rows.iter().map(|r| r.row + 1).max().unwrap_or(0);
+        let x_axis = Axis::new(0.0, x_end * 1.01, LEFT, WIDTH - RIGHT, 10);
+        let places = label_places(&self.marks, &x_axis, font);
+        let row_count = places
+            .iter()
+            .flatten()
+            .map(|place| place.row + 1)
+            .max()
+            .unwrap_or(0);
         let top = HEADER + row_count as f32 * ROW + if row_count > 0 { 6.0 } else { 0.0 };
         let bottom = top + PLOT_HEIGHT;
         let y_axis = Axis::new(low - pad, high + pad, bottom, top, 7);
@@ -281,21 +291,30 @@ impl Picture {
                 }
             }
         }
-        for (mark, row) in self.marks.iter().zip(&rows) {
+        for (mark, place) in self.marks.iter().zip(&places) {
             let (x, colour) = (x_axis.pixel(mark.at_s), mark.kind.colour());
-            let y = top - 6.0 - row.row as f32 * ROW;
+            let base = |row: usize| top - 6.0 - row as f32 * ROW;
+            let line_top = place.map_or(top, |place| base(place.row) - 10.0);
             shapes.push(line(
-                vec![(x, y - 10.0), (x, bottom)],
+                vec![(x, line_top), (x, bottom)],
                 colour,
                 1.2,
                 Some([4.0, 3.0]),
             ));
-            let (anchor, dx) = if row.leftwards {
-                (Anchor::End, -5.0)
-            } else {
-                (Anchor::Start, 5.0)
-            };
-            shapes.push(text((x + dx, y), anchor, SMALL, colour, &mark.label));
+            if let Some(place) = place {
+                let (anchor, dx) = if place.leftwards {
+                    (Anchor::End, -5.0)
+                } else {
+                    (Anchor::Start, 5.0)
+                };
+                shapes.push(text(
+                    (x + dx, base(place.row)),
+                    anchor,
+                    SMALL,
+                    colour,
+                    &mark.label,
+                ));
+            }
         }
         shapes.push(line(
             vec![(LEFT, top), (LEFT, bottom), (WIDTH - RIGHT, bottom)],
@@ -310,6 +329,9 @@ impl Picture {
                 radius: 6.0,
                 fill: INK,
             });
+            // Above the disc and ending at it: the curves come from the left and lie mostly below.
+            let at = (centre.0 + 6.0, centre.1 - 12.0);
+            shapes.push(text(at, Anchor::End, SMALL, INK, &format!("held-out {y:.3}")));
         }
         Scene {
             width: WIDTH,
@@ -389,125 +411,6 @@ fn line(points: Vec<(f32, f32)>, stroke: Colour, width: f32, dash: Option<[f32; 
         width,
         dash,
     }
-}
-
-/// A linear scale with round ticks.
-#[derive(Debug)]
-struct Axis {
-    low: f64,
-    high: f64,
-    from: f32,
-    to: f32,
-    step: f64,
-}
-
-impl Axis {
-    /// Values `low` to `high` on pixels `from` to `to`, with about `ticks` ticks.
-    fn new(low: f64, high: f64, from: f32, to: f32, ticks: u32) -> Self {
-        let rough = (high - low) / f64::from(ticks);
-        let power = 10f64.powf(rough.log10().floor());
-        let step = [1.0, 2.0, 5.0, 10.0]
-            .map(|m| m * power)
-            .into_iter()
-            .find(|s| *s >= rough * 0.999);
-        Self {
-            low,
-            high,
-            from,
-            to,
-            step: step.unwrap_or(rough),
-        }
-    }
-
-    fn pixel(&self, value: f64) -> f32 {
-        let part = (value - self.low) / (self.high - self.low);
-        self.from + (self.to - self.from) * part as f32
-    }
-
-    fn ticks(&self) -> Vec<f64> {
-        let first = (self.low / self.step).ceil() as i64;
-        let last = (self.high / self.step).floor() as i64;
-        (first..=last).take(100).map(|i| i as f64 * self.step).collect()
-    }
-
-    fn label(&self, value: f64) -> String {
-        let decimals = (-self.step.log10().floor()).clamp(0.0, 9.0) as usize;
-        // "-0" is no number for people.
-        let value = if value.abs() < self.step / 2.0 { 0.0 } else { value };
-        format!("{value:.decimals$}")
-    }
-}
-
-/// Where the label of a mark goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct LabelPlace {
-    /// Counted upwards from the plot.
-    row: usize,
-    /// The text ends at its line instead of starting there.
-    leftwards: bool,
-}
-
-/// Puts each label into the lowest row in which it touches no other label and its line crosses none.
-fn label_rows(marks: &[Mark], x_axis: &Axis, font: &Font) -> Vec<LabelPlace> {
-    let x_of = |i: usize| marks.get(i).map_or(0.0, |m| x_axis.pixel(m.at_s));
-    let width = |i: usize| {
-        marks
-            .get(i)
-            .map_or(0.0, |m| font.width(&m.label, SMALL) * SLACK + 10.0)
-    };
-    let mut rightmost_first: Vec<usize> = (0..marks.len()).collect();
-    rightmost_first.sort_by(|a, b| x_of(*b).total_cmp(&x_of(*a)));
-    // A label that would leave the picture ends at its line instead of starting there. So does every label that would
-    // lie over the line of such a one: of two that point at each other, one line always crosses the other's text.
-    let mut leftwards: Vec<usize> = Vec::new();
-    let mut rightwards: Vec<usize> = Vec::new();
-    for i in rightmost_first {
-        let end = x_of(i) + width(i);
-        let turn = end > WIDTH - 4.0 || leftwards.iter().any(|j| x_of(*j) < end);
-        if turn {
-            leftwards.push(i)
-        } else {
-            rightwards.push(i)
-        }
-    }
-    // Each line then rises only past labels that lie on its other side.
-    let order = rightwards
-        .into_iter()
-        .map(|i| (i, false))
-        .chain(leftwards.into_iter().rev().map(|i| (i, true)));
-    let mut rows: Vec<Vec<(f32, f32)>> = Vec::new();
-    let mut places = vec![
-        LabelPlace {
-            row: 0,
-            leftwards: false
-        };
-        marks.len()
-    ];
-    for (i, leftwards) in order {
-        let (x, width) = (x_of(i), width(i));
-        let (from, to) = if leftwards { (x - width, x) } else { (x, x + width) };
-        let free = |row: &Vec<(f32, f32)>, a: f32, b: f32| row.iter().all(|(c, d)| b <= *c || a >= *d);
-        // The label must fit its row, and its line must pass all rows below.
-        let mut row = 0;
-        loop {
-            let fits = rows.get(row).is_none_or(|r| free(r, from, to));
-            let passes = rows.iter().take(row).all(|r| free(r, x - 2.0, x + 2.0));
-            if (fits && passes) || row >= rows.len() {
-                break;
-            }
-            row += 1;
-        }
-        if rows.len() <= row {
-            rows.resize(row + 1, Vec::new());
-        }
-        if let Some(taken) = rows.get_mut(row) {
-            taken.push((from, to));
-        }
-        if let Some(place) = places.get_mut(i) {
-            *place = LabelPlace { row, leftwards };
-        }
-    }
-    places
 }
 
 /// A centred moving average over about a sixtieth of the points; `None` if there are too few for it to mean anything.

@@ -398,18 +398,13 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
             let Some((t_us, exit)) = life.exited.filter(|(_, exit)| !exit.success()) else {
                 continue;
             };
-            let around: Vec<&mut Stall> = stalls
-                .iter_mut()
-                .filter(|s| s.replica != *replica && s.from_us <= t_us && t_us <= s.to_us)
-                .map(|s| {
+            let mut stall: Option<&Stall> = None;
+            for s in stalls.iter_mut() {
+                if s.replica != *replica && s.from_us <= t_us && t_us <= s.to_us {
                     s.death_of = Some(*replica);
-                    s
-                })
-                .collect();
-            let stall = around
-                .into_iter()
-                .max_by(|a, b| a.stall_ms.total_cmp(&b.stall_ms))
-                .map(|s| s.clone());
+                    stall = stall.filter(|longest| longest.stall_ms >= s.stall_ms).or(Some(s));
+                }
+            }
             // A life that dies before it commits (a second kill while healing) passes the wait on to the next.
             let next = all.range(index + 1..).map(|(_, life)| life);
             let restarted_us = next.clone().next().and_then(|life| life.spawned_us);
@@ -429,7 +424,7 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
                 healed_step: healed.map(|(step, _, _)| step),
                 healed_bytes: healed.map(|(_, bytes, _)| bytes),
                 healed_ms: healed.map(|(_, _, ms)| ms),
-                stall,
+                stall: stall.cloned(),
             });
         }
     }

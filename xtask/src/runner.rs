@@ -1,7 +1,8 @@
 //! Runs the matrix: choose rows, probe each, build, run, judge, and count.
 //!
 //! A row passes only if every call ended with 0, every test program printed its result, at least one test ran and no
-//! process was left behind. The output of a row goes to `target/xtask/<row>.log`; on failure its end is shown.
+//! process was left behind. The output of a row goes to `target/xtask/<row>.log`; on failure the part that
+//! says why is shown.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -23,7 +24,7 @@ const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
 /// How long processes may outlive the tests that started them.
 const GRACE: Duration = Duration::from_secs(5);
 /// How much of a failed row's log is shown.
-const TAIL_LINES: usize = 80;
+const SHOWN_LINES: usize = 120;
 
 /// What became of a row.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -263,8 +264,8 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
         Verdict::Failed { why } => {
             if let Ok(text) = fs::read(log) {
                 let text = String::from_utf8_lossy(&text);
-                println!("---- the end of {} ----", log.display());
-                for line in tail(&text, TAIL_LINES) {
+                println!("---- from {} ----", log.display());
+                for line in excerpt(&text) {
                     println!("{line}");
                 }
                 println!("----");
@@ -274,9 +275,23 @@ fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
     }
 }
 
-fn tail(text: &str, lines: usize) -> impl Iterator<Item = &str> {
-    let skip = text.lines().count().saturating_sub(lines);
-    text.lines().skip(skip)
+/// The part of a failed row's log that says why: what the failed tests printed, else the end.
+fn excerpt(text: &str) -> Vec<&str> {
+    let mut lines = Vec::new();
+    let mut is_inside = false;
+    for line in text.lines() {
+        is_inside |= line == "failures:";
+        if is_inside {
+            lines.push(line);
+        }
+        is_inside &= !line.starts_with("test result: ");
+    }
+    if lines.is_empty() {
+        lines = text.lines().collect();
+        lines.drain(..lines.len().saturating_sub(SHOWN_LINES));
+    }
+    lines.truncate(SHOWN_LINES);
+    lines
 }
 
 #[cfg(test)]
@@ -376,5 +391,19 @@ mod tests {
         let chosen = choose(ROWS, &strings(&["e2e", "unit"]), &[]).unwrap();
         assert_eq!(chosen.iter().map(|r| r.name).collect::<Vec<_>>(), ["unit", "e2e"]);
         assert_eq!(choose(ROWS, &[], &[]).unwrap().len(), ROWS.len());
+    }
+
+    #[test]
+    fn the_excerpt_is_what_failed_tests_printed_or_else_the_end() {
+        let text = "test a ... FAILED\n\nfailures:\n\n---- a ----\nboom\n\nfailures:\n    a\n\ntest result: FAILED. x\n     \
+                    Running b\nnoise\n";
+        let shown = excerpt(text).join("\n");
+        assert!(
+            shown.starts_with("failures:\n\n---- a ----\nboom") && shown.ends_with("FAILED. x"),
+            "{shown}"
+        );
+        let long = "line\n".repeat(500) + "the end\n";
+        assert_eq!(excerpt(&long).len(), SHOWN_LINES);
+        assert_eq!(excerpt(&long).last(), Some(&"the end"));
     }
 }

@@ -54,7 +54,10 @@ impl Quorum {
 
 /// The part of an id before ':', which the lives of one replica share; `None` if the id has no such part.
 pub(crate) fn name_of(replica_id: &str) -> Option<&str> {
-    replica_id.split_once(':').map(|(name, _)| name).filter(|name| !name.is_empty())
+    replica_id
+        .split_once(':')
+        .map(|(name, _)| name)
+        .filter(|name| !name.is_empty())
 }
 
 /// The news that an epoch is over. Everybody in it aborts what is pending and asks for the next quorum.

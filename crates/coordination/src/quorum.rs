@@ -204,7 +204,11 @@ impl LighthouseState {
             Event::Heartbeat { replica_id } => self.heartbeat(&replica_id, now),
             Event::Join { member, ticket } => self.join(member, ticket, now, &mut actions),
             Event::Withdraw { ticket } => self.waiting.retain(|_, w| w.ticket != ticket),
-            Event::Attached { replica_id, stream, last_quorum_id } => {
+            Event::Attached {
+                replica_id,
+                stream,
+                last_quorum_id,
+            } => {
                 self.attach(replica_id, stream, last_quorum_id, now, &mut actions);
             }
             Event::Detached { replica_id, stream } => {
@@ -217,7 +221,11 @@ impl LighthouseState {
                 self.attached.remove(&replica_id);
                 self.depart(&replica_id, &format!("it left: {}", cut(&reason)), &mut actions);
             }
-            Event::Report { replica_id, quorum_id, reason } => {
+            Event::Report {
+                replica_id,
+                quorum_id,
+                reason,
+            } => {
                 self.report(&replica_id, quorum_id, &reason, &mut actions);
             }
             Event::Tick => {}
@@ -231,16 +239,24 @@ impl LighthouseState {
         let age = |t: Instant| now.saturating_duration_since(t);
         Status {
             quorum_id: self.quorum_id,
-            participants: self.previous.as_ref().map(|q| q.participants.clone()).unwrap_or_default(),
+            participants: self
+                .previous
+                .as_ref()
+                .map(|q| q.participants.clone())
+                .unwrap_or_default(),
             healthy: self.known.iter().map(|(id, t)| (id.clone(), age(*t))).collect(),
-            waiting: self.waiting.iter().map(|(id, w)| (id.clone(), age(w.since))).collect(),
+            waiting: self
+                .waiting
+                .iter()
+                .map(|(id, w)| (id.clone(), age(w.since)))
+                .collect(),
             attached: self.attached.keys().cloned().collect(),
             reason: self.reason.clone(),
             aborted: self.aborted.as_ref().map(|a| a.reason.clone()),
         }
     }
 
-    /// The present id, and the members it stands for: what is to be persisted.
+    /// The present id.
     pub fn quorum_id(&self) -> i64 {
         self.quorum_id
     }
@@ -257,14 +273,17 @@ impl LighthouseState {
     fn heartbeat(&mut self, id: &str, now: Instant) {
         if let Some(seen) = self.known.get_mut(id) {
             *seen = now;
-        } else if self.is_previous(id) && !self.departed.contains(id) {
+        } else if self.waiting.contains_key(id) || (self.is_previous(id) && !self.departed.contains(id)) {
             self.known.insert(id.to_string(), now);
         }
     }
 
     /// The life that replaced `id`, if one did.
     fn successor(&self, id: &str) -> Option<&str> {
-        self.replaced.iter().find(|(old, _)| old == id).map(|(_, new)| new.as_str())
+        self.replaced
+            .iter()
+            .find(|(old, _)| old == id)
+            .map(|(_, new)| new.as_str())
     }
 
     fn check(&self, id: &str, last_quorum_id: i64) -> Result<(), Error> {
@@ -275,7 +294,9 @@ impl LighthouseState {
             )));
         }
         if last_quorum_id < 0 || last_quorum_id > self.quorum_id.max(MAX_REPORTED_ID) {
-            return Err(Error::invalid(format!("replica {id} reports the impossible quorum id {last_quorum_id}")));
+            return Err(Error::invalid(format!(
+                "replica {id} reports the impossible quorum id {last_quorum_id}"
+            )));
         }
         if let Some(new) = self.successor(id) {
             return Err(Error::new(
@@ -284,7 +305,10 @@ impl LighthouseState {
             ));
         }
         if self.known.len() >= MAX_KNOWN && !self.known.contains_key(id) {
-            return Err(Error::new(ErrorKind::Unavailable, format!("{MAX_KNOWN} replicas are known already")));
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                format!("{MAX_KNOWN} replicas are known already"),
+            ));
         }
         Ok(())
     }
@@ -298,22 +322,44 @@ impl LighthouseState {
         self.drop_older_lives(&id, actions);
         self.departed.remove(&id);
         self.known.insert(id.clone(), now);
-        if let Some(old) = self.waiting.insert(id.clone(), Waiting { member, ticket, since: now }) {
-            let error = Error::new(ErrorKind::Aborted, format!("a newer call of replica {id} replaced this one"));
-            actions.push(Action::Reject { ticket: old.ticket, error });
+        if let Some(old) = self.waiting.insert(
+            id.clone(),
+            Waiting {
+                member,
+                ticket,
+                since: now,
+            },
+        ) {
+            let error = Error::new(
+                ErrorKind::Aborted,
+                format!("a newer call of replica {id} replaced this one"),
+            );
+            actions.push(Action::Reject {
+                ticket: old.ticket,
+                error,
+            });
         }
     }
 
     /// Two lives of one name cannot both be alive: the one that comes later is the replica, the other is dead.
     fn drop_older_lives(&mut self, id: &str, actions: &mut Vec<Action>) {
         let Some(name) = name_of(id) else { return };
-        let mut older: BTreeSet<String> =
-            self.known.keys().chain(self.attached.keys()).chain(self.waiting.keys()).cloned().collect();
+        let mut older: BTreeSet<String> = self
+            .known
+            .keys()
+            .chain(self.attached.keys())
+            .chain(self.waiting.keys())
+            .cloned()
+            .collect();
         older.extend(self.previous.iter().flat_map(|q| q.ids()).map(str::to_string));
         older.retain(|o| o != id && name_of(o) == Some(name) && self.successor(o).is_none());
         for old in older {
             self.attached.remove(&old);
-            self.depart(&old, &format!("{id}, a newer life of the same name, came"), actions);
+            self.depart(
+                &old,
+                &format!("{id}, a newer life of the same name, came"),
+                actions,
+            );
             if self.replaced.len() == MAX_REPLACED {
                 self.replaced.pop_front();
             }
@@ -332,7 +378,10 @@ impl LighthouseState {
             self.known.insert(id.clone(), now);
         }
         if let Some(event) = self.aborted.clone().filter(|_| self.is_previous(&id)) {
-            actions.push(Action::Push { to: vec![id.clone()], event });
+            actions.push(Action::Push {
+                to: vec![id.clone()],
+                event,
+            });
         }
         self.attached.insert(id, stream);
     }
@@ -341,8 +390,14 @@ impl LighthouseState {
     fn depart(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) {
         self.known.remove(id);
         if let Some(w) = self.waiting.remove(id) {
-            let error = Error::new(ErrorKind::Unavailable, format!("replica {id} no longer takes part: {why}"));
-            actions.push(Action::Reject { ticket: w.ticket, error });
+            let error = Error::new(
+                ErrorKind::Unavailable,
+                format!("replica {id} no longer takes part: {why}"),
+            );
+            actions.push(Action::Reject {
+                ticket: w.ticket,
+                error,
+            });
         }
         if self.is_previous(id) && self.departed.insert(id.to_string()) {
             self.abort(&format!("{id} is gone: {why}"), Some(id), actions);
@@ -363,10 +418,19 @@ impl LighthouseState {
             reason: reason.to_string(),
             departed: departed.iter().map(|d| (*d).to_string()).collect(),
         };
-        let to: Vec<String> =
-            previous.ids().filter(|id| self.attached.contains_key(*id)).map(str::to_string).collect();
+        let to: Vec<String> = previous
+            .ids()
+            .filter(|id| self.attached.contains_key(*id))
+            .map(str::to_string)
+            .collect();
         match &mut self.aborted {
-            Some(first) => first.departed.extend(event.departed.iter().cloned()),
+            Some(first) => {
+                for id in &event.departed {
+                    if !first.departed.contains(id) {
+                        first.departed.push(id.clone());
+                    }
+                }
+            }
             none => *none = Some(event.clone()),
         }
         actions.push(Action::Push { to, event });
@@ -388,38 +452,44 @@ impl LighthouseState {
                 self.abort(&why, Some(&id), actions);
             }
         }
-        // Only a previous member's heartbeat brings it back; anyone else who still waits is asked to call again.
-        let stale: Vec<String> =
-            self.waiting.keys().filter(|id| !self.known.contains_key(*id) && !self.is_previous(id)).cloned().collect();
-        for id in stale {
-            if let Some(w) = self.waiting.remove(&id) {
-                let error = Error::new(
-                    ErrorKind::Unavailable,
-                    format!("replica {id} sent no heartbeat for {timeout:?} while it waited; ask again"),
-                );
-                actions.push(Action::Reject { ticket: w.ticket, error });
-            }
-        }
     }
 
     /// The ids of the quorum that may form now, or why none may.
     fn compute(&self, now: Instant) -> Result<Vec<String>, String> {
         let rules = &self.rules;
-        let asking: BTreeMap<&String, &Waiting> =
-            self.waiting.iter().filter(|(id, _)| self.known.contains_key(*id)).collect();
+        let asking: BTreeMap<&String, &Waiting> = self
+            .waiting
+            .iter()
+            .filter(|(id, _)| self.known.contains_key(*id))
+            .collect();
         if asking.is_empty() {
             return Err("no replica is asking for a quorum".into());
         }
         let shrink_only = asking.values().any(|w| w.member.shrink_only) && self.previous.is_some();
-        let candidates: Vec<String> =
-            asking.keys().filter(|id| !shrink_only || self.is_previous(id)).map(|id| (*id).clone()).collect();
+        let candidates: Vec<String> = asking
+            .keys()
+            .filter(|id| !shrink_only || self.is_previous(id))
+            .map(|id| (*id).clone())
+            .collect();
         // Under shrink_only the newcomers that wait are shut out on purpose, so nobody waits for them; but they are
         // healthy, and the majority rule counts them.
-        let missing: Vec<&str> =
-            self.known.keys().filter(|id| !asking.contains_key(id)).map(String::as_str).collect();
+        let missing: Vec<&str> = self
+            .known
+            .keys()
+            .filter(|id| !asking.contains_key(id))
+            .map(String::as_str)
+            .collect();
         let (n, healthy) = (candidates.len(), self.known.len());
-        let note = if shrink_only { ", without newcomers (shrink_only)" } else { "" };
-        let lacking = if missing.is_empty() { String::new() } else { format!("; not asking: {}", missing.join(", ")) };
+        let note = if shrink_only {
+            ", without newcomers (shrink_only)"
+        } else {
+            ""
+        };
+        let lacking = if missing.is_empty() {
+            String::new()
+        } else {
+            format!("; not asking: {}", missing.join(", "))
+        };
         if n < rules.min_replicas.max(1) {
             return Err(format!(
                 "{n} of {healthy} healthy replicas ask{note}, min_replicas is {}{lacking}",
@@ -427,21 +497,40 @@ impl LighthouseState {
             ));
         }
         if n * 2 <= healthy {
-            return Err(format!("{n} of {healthy} healthy replicas ask{note}, no strict majority{lacking}"));
+            return Err(format!(
+                "{n} of {healthy} healthy replicas ask{note}, no strict majority{lacking}"
+            ));
         }
         let goes_on = self.previous.is_some() || asking.values().any(|w| w.member.last_quorum_id > 0);
         if let Some(initial) = rules.initial_replicas.filter(|initial| !goes_on && n < *initial) {
-            return Err(format!("the first quorum waits for {initial} replicas, {n} ask: {}", candidates.join(", ")));
+            return Err(format!(
+                "the first quorum waits for {initial} replicas, {n} ask: {}",
+                candidates.join(", ")
+            ));
         }
-        let members_missing = |q: &Arc<Quorum>| q.ids().any(|id| missing.contains(&id));
-        let fast = self
-            .previous
-            .as_ref()
-            .is_some_and(|q| q.ids().any(|id| candidates.iter().any(|c| c == id)) && !members_missing(q));
-        if fast || missing.is_empty() {
+        // Of the previous members: is one a candidate, and who is healthy but not asking?
+        let overlaps = candidates.iter().any(|id| self.is_previous(id));
+        let busy: Vec<&str> = missing
+            .iter()
+            .copied()
+            .filter(|id| self.is_previous(id))
+            .collect();
+        if !overlaps && !busy.is_empty() {
+            // Without a member of it in the new quorum, the old epoch could go on beside the new one (L26).
+            return Err(format!(
+                "{n} newcomers ask; waiting for a member of quorum {}: {}",
+                self.quorum_id,
+                busy.join(", ")
+            ));
+        }
+        if missing.is_empty() || (overlaps && busy.is_empty()) {
             return Ok(candidates);
         }
-        let waited = asking.values().map(|w| now.saturating_duration_since(w.since)).max().unwrap_or_default();
+        let waited = asking
+            .values()
+            .map(|w| now.saturating_duration_since(w.since))
+            .max()
+            .unwrap_or_default();
         if waited >= rules.join_timeout {
             return Ok(candidates);
         }
@@ -480,16 +569,45 @@ impl LighthouseState {
             let reported = participants.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
             self.quorum_id = self.quorum_id.max(reported).saturating_add(1);
         }
-        let quorum = Arc::new(Quorum { quorum_id: self.quorum_id, participants });
+        let quorum = Arc::new(Quorum {
+            quorum_id: self.quorum_id,
+            participants,
+        });
+        self.tell_left_out(&quorum, actions);
         self.previous = Some(quorum.clone());
         self.aborted = None;
         self.departed.clear();
         actions.push(Action::Deliver { tickets, quorum });
     }
 
+    /// Previous members that were too slow for the new quorum learn that their epoch is over.
+    fn tell_left_out(&self, quorum: &Quorum, actions: &mut Vec<Action>) {
+        let Some(previous) = &self.previous else { return };
+        let to: Vec<String> = previous
+            .ids()
+            .filter(|id| !quorum.contains(id) && self.attached.contains_key(*id))
+            .map(str::to_string)
+            .collect();
+        if !to.is_empty() {
+            let reason = format!(
+                "quorum {} formed without {}, which did not ask",
+                quorum.quorum_id,
+                to.join(", ")
+            );
+            let event = AbortEpoch {
+                quorum_id: previous.quorum_id,
+                reason,
+                departed: Vec::new(),
+            };
+            actions.push(Action::Push { to, event });
+        }
+    }
+
     /// True unless the members can go on with the groups that they have.
     fn needs_new_id(&self, participants: &[Member]) -> bool {
-        let Some(previous) = &self.previous else { return true };
+        let Some(previous) = &self.previous else {
+            return true;
+        };
         let same = |a: &Member, b: &Member| {
             a.replica_id == b.replica_id
                 && a.address == b.address
@@ -498,9 +616,15 @@ impl LighthouseState {
         };
         self.aborted.is_some()
             || previous.participants.len() != participants.len()
-            || !previous.participants.iter().zip(participants).all(|(a, b)| same(a, b))
+            || !previous
+                .participants
+                .iter()
+                .zip(participants)
+                .all(|(a, b)| same(a, b))
             || participants.iter().any(|m| m.commit_failures > 0)
-            || participants.iter().any(|m| m.last_quorum_id != 0 && m.last_quorum_id != self.quorum_id)
+            || participants
+                .iter()
+                .any(|m| m.last_quorum_id != 0 && m.last_quorum_id != self.quorum_id)
     }
 }
 

@@ -1,7 +1,364 @@
-//! x
-/// a
-#[allow(missing_docs, unreachable_pub, clippy::all)]
-pub(crate) mod torchft { tonic::include_proto!("torchft"); }
-/// b
-#[allow(missing_docs, unreachable_pub, clippy::all)]
-pub(crate) mod oxccl { tonic::include_proto!("oxccl"); }
+//! The messages on the wire, and their translation into our plain types and errors.
+//!
+//! Numbers from the wire are checked here once; the logic behind sees valid ranks and texts of bounded length.
+
+use std::time::{Duration, Instant, SystemTime};
+
+use ftcore::{Error, ErrorKind, Result};
+use tonic::metadata::MetadataMap;
+use tonic::{Code, Status};
+
+use crate::assignment::QuorumResult;
+use crate::member::{AbortEpoch, Member, Quorum};
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+pub(crate) mod torchft {
+    tonic::include_proto!("torchft");
+}
+
+#[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
+pub(crate) mod oxccl {
+    tonic::include_proto!("oxccl");
+}
+
+/// The largest message that either side accepts, in bytes.
+pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
+
+impl From<torchft::QuorumMember> for Member {
+    fn from(m: torchft::QuorumMember) -> Self {
+        Self {
+            replica_id: m.replica_id,
+            address: m.address,
+            store_address: m.store_address,
+            step: m.step,
+            world_size: m.world_size,
+            shrink_only: m.shrink_only,
+            data: m.data,
+            commit_failures: m.commit_failures,
+            lineage: m.lineage,
+            last_quorum_id: m.last_quorum_id,
+            life: m.life.unwrap_or_default(),
+        }
+    }
+}
+
+impl From<Member> for torchft::QuorumMember {
+    fn from(m: Member) -> Self {
+        Self {
+            replica_id: m.replica_id,
+            address: m.address,
+            store_address: m.store_address,
+            step: m.step,
+            world_size: m.world_size,
+            shrink_only: m.shrink_only,
+            data: m.data,
+            commit_failures: m.commit_failures,
+            lineage: m.lineage,
+            last_quorum_id: m.last_quorum_id,
+            life: Some(m.life).filter(|l| !l.is_empty()),
+        }
+    }
+}
+
+impl From<torchft::Quorum> for Quorum {
+    fn from(q: torchft::Quorum) -> Self {
+        Self {
+            quorum_id: q.quorum_id,
+            participants: q.participants.into_iter().map(Into::into).collect(),
+        }
+    }
+}
+
+/// The quorum as a message, made at `created`.
+pub(crate) fn quorum_message(quorum: &Quorum, created: SystemTime) -> torchft::Quorum {
+    torchft::Quorum {
+        quorum_id: quorum.quorum_id,
+        participants: quorum.participants.iter().cloned().map(Into::into).collect(),
+        created: Some(created.into()),
+    }
+}
+
+impl From<oxccl::AbortEpoch> for AbortEpoch {
+    fn from(a: oxccl::AbortEpoch) -> Self {
+        Self {
+            quorum_id: a.quorum_id,
+            reason: a.reason,
+            departed: a.departed,
+        }
+    }
+}
+
+impl From<AbortEpoch> for oxccl::AbortEpoch {
+    fn from(a: AbortEpoch) -> Self {
+        Self {
+            quorum_id: a.quorum_id,
+            reason: a.reason,
+            departed: a.departed,
+        }
+    }
+}
+
+impl From<QuorumResult> for torchft::ManagerQuorumResponse {
+    fn from(r: QuorumResult) -> Self {
+        Self {
+            quorum_id: r.quorum_id,
+            recover_src_manager_address: r.recover_src_manager_address,
+            recover_src_replica_rank: r.recover_src_replica_rank.map(i64::from),
+            recover_dst_replica_ranks: r.recover_dst_replica_ranks.into_iter().map(i64::from).collect(),
+            store_address: r.store_address,
+            max_step: r.max_step,
+            max_replica_rank: r.max_replica_rank.map(i64::from),
+            max_world_size: i64::from(r.max_world_size),
+            replica_rank: i64::from(r.replica_rank),
+            replica_world_size: i64::from(r.replica_world_size),
+            heal: r.heal,
+            commit_failures: r.commit_failures,
+            replica_ids: r.replica_ids,
+            lineage: r.lineage,
+        }
+    }
+}
+
+impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
+    type Error = Error;
+
+    fn try_from(r: torchft::ManagerQuorumResponse) -> Result<Self> {
+        let number = |what: &str, n: i64| {
+            u32::try_from(n).map_err(|_| {
+                Error::new(
+                    ErrorKind::Protocol,
+                    format!("the manager server sent {what} = {n}"),
+                )
+            })
+        };
+        let result = Self {
+            quorum_id: r.quorum_id,
+            replica_rank: number("replica_rank", r.replica_rank)?,
+            replica_world_size: number("replica_world_size", r.replica_world_size)?,
+            store_address: r.store_address,
+            max_step: r.max_step,
+            max_replica_rank: r
+                .max_replica_rank
+                .map(|n| number("max_replica_rank", n))
+                .transpose()?,
+            max_world_size: number("max_world_size", r.max_world_size)?,
+            heal: r.heal,
+            recover_src_manager_address: r.recover_src_manager_address,
+            recover_src_replica_rank: r
+                .recover_src_replica_rank
+                .map(|n| number("recover_src_replica_rank", n))
+                .transpose()?,
+            recover_dst_replica_ranks: r
+                .recover_dst_replica_ranks
+                .into_iter()
+                .map(|n| number("recover_dst_replica_ranks", n))
+                .collect::<Result<_>>()?,
+            commit_failures: r.commit_failures,
+            replica_ids: r.replica_ids,
+            lineage: r.lineage,
+        };
+        if result.replica_rank >= result.replica_world_size {
+            let text = format!(
+                "the manager server sent rank {} of {}",
+                result.replica_rank, result.replica_world_size
+            );
+            return Err(Error::new(ErrorKind::Protocol, text));
+        }
+        Ok(result)
+    }
+}
+
+/// A rank from the wire.
+pub(crate) fn rank(what: &str, n: i64) -> Result<u32, Status> {
+    u32::try_from(n).map_err(|_| Status::invalid_argument(format!("{what} = {n} is not a rank")))
+}
+
+/// Refuses a text that is longer than `limit` bytes.
+pub(crate) fn bounded(what: &str, text: &str, limit: usize) -> Result<(), Status> {
+    if text.len() <= limit {
+        return Ok(());
+    }
+    Err(Status::invalid_argument(format!(
+        "{what} has {} bytes, at most {limit} are accepted",
+        text.len()
+    )))
+}
+
+/// An error as gRPC tells it.
+pub(crate) fn status_of(error: &Error) -> Status {
+    let code = match error.kind() {
+        ErrorKind::InvalidArgument => Code::InvalidArgument,
+        ErrorKind::Timeout => Code::DeadlineExceeded,
+        ErrorKind::NotFound => Code::NotFound,
+        ErrorKind::Conflict => Code::AlreadyExists,
+        ErrorKind::Mismatch => Code::FailedPrecondition,
+        ErrorKind::Aborted => Code::Aborted,
+        ErrorKind::Unsupported => Code::Unimplemented,
+        ErrorKind::Unavailable | ErrorKind::PeerLost | ErrorKind::Io => Code::Unavailable,
+        _ => Code::Internal,
+    };
+    Status::new(code, error.message())
+}
+
+/// What a failed call to `url` means. `deadline` tells a time-out of ours from a call that was cut.
+pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: Instant) -> Error {
+    let local = std::error::Error::source(status).is_some();
+    let expired = deadline.saturating_duration_since(Instant::now()) < Duration::from_millis(5);
+    let kind = match status.code() {
+        Code::DeadlineExceeded => ErrorKind::Timeout,
+        Code::Cancelled if !local || expired => ErrorKind::Timeout,
+        // A failure of the connection, whatever code it was given on the way.
+        Code::Cancelled | Code::Unavailable => ErrorKind::Unavailable,
+        Code::Unknown | Code::Internal if local => ErrorKind::Unavailable,
+        Code::InvalidArgument | Code::OutOfRange => ErrorKind::InvalidArgument,
+        Code::NotFound => ErrorKind::NotFound,
+        Code::AlreadyExists => ErrorKind::Conflict,
+        Code::FailedPrecondition => ErrorKind::Mismatch,
+        Code::Aborted => ErrorKind::Aborted,
+        Code::Unimplemented | Code::PermissionDenied => ErrorKind::Unsupported,
+        Code::ResourceExhausted => ErrorKind::Unavailable,
+        _ => ErrorKind::Protocol,
+    };
+    let mut text = status.message().to_string();
+    let mut cause = std::error::Error::source(status);
+    while let Some(c) = cause {
+        let more = c.to_string();
+        if !text.contains(&more) {
+            text = format!("{text}: {more}");
+        }
+        cause = c.source();
+    }
+    Error::new(kind, text)
+        .with_op(op)
+        .with_peer_address(url)
+        .with_code(i64::from(i32::from(status.code())))
+}
+
+/// The time that the caller allows, from the `grpc-timeout` header: at most 8 digits and a unit.
+pub(crate) fn grpc_timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
+    let Some(value) = metadata.get("grpc-timeout") else {
+        return Ok(None);
+    };
+    let parsed = value.to_str().ok().and_then(|text| {
+        let unit = text.chars().last()?;
+        let digits = text.strip_suffix(unit)?;
+        if digits.is_empty() || digits.len() > 8 || !digits.bytes().all(|b| b.is_ascii_digit()) {
+            return None;
+        }
+        let n: u64 = digits.parse().ok()?;
+        Some(match unit {
+            'H' => Duration::from_secs(n * 3600),
+            'M' => Duration::from_secs(n * 60),
+            'S' => Duration::from_secs(n),
+            'm' => Duration::from_millis(n),
+            'u' => Duration::from_micros(n),
+            'n' => Duration::from_nanos(n),
+            _ => return None,
+        })
+    });
+    parsed
+        .map(Some)
+        .ok_or_else(|| Status::invalid_argument("the grpc-timeout header is not a number with a unit"))
+}
+
+/// When a server answers a caller that allows `timeout`: a little earlier than the caller gives up, so that the answer,
+/// which says what is missing, arrives.
+pub(crate) fn answer_by(timeout: Duration) -> Instant {
+    let margin = (timeout / 10).min(Duration::from_millis(50));
+    ftcore::deadline_in(timeout.saturating_sub(margin))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn timeout_of(text: &str) -> Result<Option<Duration>, Status> {
+        let mut m = MetadataMap::new();
+        m.insert("grpc-timeout", text.parse().unwrap());
+        grpc_timeout(&m)
+    }
+
+    #[test]
+    fn every_unit_of_the_timeout_header_is_understood_and_anything_else_is_an_error() {
+        for (text, ms) in [
+            ("2H", 7_200_000),
+            ("3M", 180_000),
+            ("4S", 4000),
+            ("5m", 5),
+            ("6000u", 6),
+            ("7000000n", 7),
+        ] {
+            assert_eq!(
+                timeout_of(text).unwrap(),
+                Some(Duration::from_millis(ms)),
+                "{text}"
+            );
+        }
+        assert_eq!(grpc_timeout(&MetadataMap::new()).unwrap(), None);
+        for bad in ["", "S", "1", "1x", "-1S", "+1S", "123456789S", "1.5S", " 1S"] {
+            assert_eq!(
+                timeout_of(bad).unwrap_err().code(),
+                Code::InvalidArgument,
+                "{bad:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn errors_keep_their_kind_over_the_wire() {
+        let kinds = [
+            ErrorKind::InvalidArgument,
+            ErrorKind::Timeout,
+            ErrorKind::NotFound,
+            ErrorKind::Conflict,
+            ErrorKind::Mismatch,
+            ErrorKind::Aborted,
+            ErrorKind::Unavailable,
+        ];
+        for kind in kinds {
+            let e = error_of(
+                &status_of(&Error::new(kind, "why")),
+                "op",
+                "url",
+                ftcore::deadline_in(Duration::ZERO),
+            );
+            assert_eq!((e.kind(), e.message()), (kind, "why"));
+        }
+    }
+
+    #[test]
+    fn ranks_outside_their_range_are_protocol_errors() {
+        for (replica_rank, world) in [(-1, 2), (2, 2), (1 << 40, 2), (0, -1)] {
+            let r = torchft::ManagerQuorumResponse {
+                replica_rank,
+                replica_world_size: world,
+                ..torchft::ManagerQuorumResponse::default()
+            };
+            assert_eq!(QuorumResult::try_from(r).unwrap_err().kind(), ErrorKind::Protocol);
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn a_member_and_a_result_survive_the_wire(
+            ids in prop::collection::vec("[a-z:]{1,8}", 1..4), step: i64, last in 0i64..100, lineage in "[a-z]{0,4}",
+            rank in 0u32..4, optional in prop::option::of(0u32..9), life in "[a-z]{0,3}", flag: bool,
+        ) {
+            let member = Member {
+                replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
+                shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
+                last_quorum_id: last, life,
+            };
+            prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
+            let result = QuorumResult {
+                quorum_id: last, replica_rank: rank, replica_world_size: rank + 1, store_address: "s".into(),
+                max_step: step, max_replica_rank: optional, max_world_size: 2, heal: flag,
+                recover_src_manager_address: "m".into(), recover_src_replica_rank: optional,
+                recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, lineage,
+            };
+            let wire = torchft::ManagerQuorumResponse::from(result.clone());
+            prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);
+        }
+    }
+}

@@ -38,7 +38,6 @@ pub use memory::{Tensor, leaked_bytes, wrong_device};
 pub use options::{GroupOptions, SubmitOptions};
 pub use reduce_op::ReduceOp;
 pub use registry::Registry;
-pub use store::Store;
-// STORE helper: restore: pub use store::{FileStore, InMemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
+pub use store::{FileStore, InMemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use validate::{Checked, Rejected};
 pub use work::{Completer, Completion, Status, Timings, Work, work_pair};

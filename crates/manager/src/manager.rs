@@ -48,8 +48,8 @@ pub struct Manager {
     _watch: WatchGuard,
     /// The epoch that pushed aborts are compared with.
     live_epoch: Arc<AtomicI64>,
-    /// Epochs that were aborted from elsewhere: the newest id is enough, ids only grow.
-    aborted: Arc<Mutex<Option<(i64, Error)>>>,
+    /// The newest epoch that was aborted from elsewhere; ids only grow, so that one is enough.
+    aborted: Arc<Mutex<Option<i64>>>,
     step: i64,
     lineage: Lineage,
     members: Vec<String>,
@@ -107,24 +107,24 @@ impl Manager {
         let transport = HttpTransport::start(&config.bind, config.advertise_host.as_deref())?;
         let reporter = Reporter::start(client.clone())?;
         let live_epoch = Arc::new(AtomicI64::new(NO_EPOCH));
-        let aborted: Arc<Mutex<Option<(i64, Error)>>> = Arc::default();
+        let aborted: Arc<Mutex<Option<i64>>> = Arc::default();
         let watch = {
             let (live, aborted, group) = (live_epoch.clone(), aborted.clone(), group.clone());
             client.watch(
                 config.group_rank,
-                Arc::new(move |event: PushEvent| match event {
-                    PushEvent::AbortEpoch { quorum_id, reason, departed } => {
-                        if live.load(Ordering::Acquire) != quorum_id {
-                            return;
-                        }
-                        let who = if departed.is_empty() { String::new() } else { format!(" (gone: {})", departed.join(", ")) };
-                        let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
-                        tracing::info!("{text}");
-                        let error = Error::new(ErrorKind::Aborted, text.clone());
-                        *aborted.lock().unwrap_or_else(PoisonError::into_inner) = Some((quorum_id, error));
+                Arc::new(move |event: PushEvent| {
+                    let PushEvent::AbortEpoch { quorum_id, reason, departed } = event else { return };
+                    let who = if departed.is_empty() { String::new() } else { format!(" (gone: {})", departed.join(", ")) };
+                    let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
+                    tracing::info!("{text}");
+                    // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
+                    {
+                        let mut newest = aborted.lock().unwrap_or_else(PoisonError::into_inner);
+                        *newest = Some(newest.map_or(quorum_id, |n: i64| n.max(quorum_id)));
+                    }
+                    if live.load(Ordering::Acquire) == quorum_id {
                         group.abort(&text);
                     }
-                    _ => {}
                 }),
             )
         };
@@ -175,8 +175,8 @@ impl Manager {
 
     /// True if the group cannot be used for another collective without a new epoch.
     fn group_is_broken(&self) -> bool {
-        let aborted = self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
-        self.group.error().is_some() || aborted.as_ref().is_some_and(|(epoch, _)| *epoch == self.epoch)
+        let aborted = *self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
+        self.group.error().is_some() || aborted.is_some_and(|epoch| epoch >= self.epoch)
     }
 
     fn ask(&self, deadline: Instant) -> Result<QuorumResult> {

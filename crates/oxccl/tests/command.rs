@@ -203,3 +203,111 @@ fn an_interrupt_ends_all_and_is_exit_code_130() {
     replicas.iter().for_each(assert_ends);
     assert_eq!(supervisor.wait().unwrap().code(), Some(130));
 }
+
+#[cfg(feature = "lighthouse")]
+mod lighthouse {
+    use std::io::{BufRead, BufReader, Read, Write};
+    use std::net::TcpStream;
+    use std::process::{Child, Stdio};
+
+    use super::*;
+
+    /// A lighthouse at a free port; killed if a test fails.
+    struct Lighthouse {
+        child: Child,
+        url: String,
+    }
+
+    impl Lighthouse {
+        fn start() -> Self {
+            let mut child = oxccl(&["lighthouse", "--bind", "127.0.0.1:0"])
+                .stderr(Stdio::piped())
+                .spawn()
+                .unwrap();
+            let mut lines = BufReader::new(child.stderr.take().unwrap()).lines();
+            let url = loop {
+                let line = lines.next().unwrap().unwrap();
+                if let Some(rest) = line.strip_prefix("oxccl: lighthouse at ") {
+                    break rest.split(' ').next().unwrap().to_owned();
+                }
+            };
+            // Nobody reads its log any more; it must not mind.
+            Self { child, url }
+        }
+
+        fn address(&self) -> &str {
+            self.url.strip_prefix("http://").unwrap()
+        }
+    }
+
+    impl Drop for Lighthouse {
+        fn drop(&mut self) {
+            let _ = self.child.kill();
+            let _ = self.child.wait();
+        }
+    }
+
+    #[test]
+    fn it_answers_and_ends_in_order_when_interrupted() {
+        let mut lighthouse = Lighthouse::start();
+        let mut stream = TcpStream::connect(lighthouse.address()).unwrap();
+        stream.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
+        stream
+            .write_all(b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            .unwrap();
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).unwrap();
+        assert!(
+            answer.starts_with("HTTP/1.1 200") && answer.contains("quorum_id"),
+            "{answer}"
+        );
+        let pid = Pid::from_raw(lighthouse.child.id().cast_signed()).unwrap();
+        kill_process(pid, Signal::TERM).unwrap();
+        assert_eq!(lighthouse.child.wait().unwrap().code(), Some(0));
+    }
+
+    #[test]
+    fn a_port_in_use_is_named_and_exit_code_3() {
+        let lighthouse = Lighthouse::start();
+        let (code, _, err) = text(
+            &oxccl(&["lighthouse", "--bind", lighthouse.address()])
+                .output()
+                .unwrap(),
+        );
+        assert_eq!(code, Some(3), "{err}");
+        assert!(err.contains(lighthouse.address()), "{err}");
+        // The same through `launch`, which shows what its lighthouse said.
+        let arguments = ["launch", "--lighthouse-bind", lighthouse.address(), "--", "true"];
+        let (code, _, err) = text(&oxccl(&arguments).output().unwrap());
+        assert_eq!(code, Some(3), "{err}");
+        assert!(
+            err.contains("the lighthouse ended before it was ready") && err.contains(lighthouse.address()),
+            "{err}"
+        );
+    }
+
+    #[test]
+    fn launch_starts_one_tells_the_replicas_and_takes_it_down_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let script = "echo $OXCCL_LIGHTHOUSE > $0/url.$OXCCL_REPLICA";
+        let arguments = [
+            "launch",
+            "--replicas",
+            "2",
+            "--run-dir",
+            dir.path().to_str().unwrap(),
+            "--",
+            "sh",
+            "-c",
+            script,
+        ];
+        let (code, _, err) = text(&oxccl(&arguments).arg(dir.path()).output().unwrap());
+        assert_eq!(code, Some(0), "{err}");
+        let url = wait_for(&dir.path().join("url.0"));
+        assert_eq!(url, wait_for(&dir.path().join("url.1")));
+        assert!(
+            TcpStream::connect(url.strip_prefix("http://").unwrap()).is_err(),
+            "the lighthouse is gone"
+        );
+    }
+}

@@ -44,8 +44,13 @@ fn marks_at(at: &[f64]) -> Vec<Mark> {
         .collect()
 }
 
-/// The rectangles of all label texts and the upright lines that lead to them.
-fn labels(picture: &Picture) -> (Vec<[f32; 4]>, Vec<(f32, f32, f32)>, f32) {
+/// Left, top, right, bottom.
+type Box4 = [f32; 4];
+/// Position, top, bottom.
+type Upright = (f32, f32, f32);
+
+/// The rectangles of all label texts, the upright lines of all marks, and the width of the picture.
+fn labels(picture: &Picture) -> (Vec<Box4>, Vec<Upright>, f32) {
     let font = Font::load().unwrap();
     let scene = picture.to_scene(&font);
     let names: Vec<&str> = picture.marks.iter().map(|m| m.label.as_str()).collect();
@@ -80,8 +85,10 @@ fn labels_never_overlap_each_other_nor_the_lines_of_others_nor_leave_the_picture
     let mut pictures = vec![picture()];
     for at in [
         vec![0.0],
+        vec![20.0, 60.0, 100.0, 150.0],
         vec![150.0, 149.9, 149.0, 140.0, 100.0],
         vec![10.0, 10.0, 10.0],
+        (0..150).map(f64::from).collect(),
         (0..15).map(|i| f64::from(i) * 10.0).collect(),
         (0..12).map(|i| 150.0 - f64::from(i) * 3.0).collect(),
     ] {
@@ -92,7 +99,18 @@ fn labels_never_overlap_each_other_nor_the_lines_of_others_nor_leave_the_picture
     }
     for picture in pictures {
         let (boxes, lines, width) = labels(&picture);
-        assert_eq!(boxes.len(), picture.marks.len());
+        // A few marks all have their labels; of dozens some do without.
+        let enough = if picture.marks.len() <= 5 {
+            picture.marks.len()
+        } else {
+            5
+        };
+        assert!(
+            boxes.len() >= enough,
+            "{} labels for {:?}",
+            boxes.len(),
+            picture.marks
+        );
         for (i, a) in boxes.iter().enumerate() {
             assert!(a[0] >= 0.0 && a[2] <= width, "{a:?} leaves the picture");
             for b in &boxes[i + 1..] {
@@ -126,7 +144,7 @@ fn both_files_are_valid_and_show_the_same_picture() {
     let scene = picture().to_scene(&Font::load().unwrap());
     assert_eq!(
         (map.width(), map.height()),
-        (2 * scene.width as u32, (2.0 * scene.height).round() as u32)
+        ((2.0 * scene.width) as u32, (2.0 * scene.height).round() as u32)
     );
     // Something of every curve's colour was drawn.
     for colour in [0x25_63_ebu32, 0xea_58_0c] {

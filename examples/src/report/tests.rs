@@ -279,7 +279,7 @@ fn each_way_to_fail_is_named() {
         (without(&[14]), facts(), "never committed again"),
         (without(&[19]), facts(), "not watched to its end"),
         (
-            vec![without(&[19]), vec![failed]].concat(),
+            [without(&[19]), vec![failed]].concat(),
             facts(),
             "the deadline of the run passed",
         ),

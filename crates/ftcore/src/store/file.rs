@@ -70,7 +70,14 @@ impl FileStore {
             .truncate(false)
             .open(&path)
             .map_err(|e| Error::io(format_args!("cannot open the store file {}", path.display()), e))?;
-        Ok(Self { path, log: Mutex::new(Log { file, table: Table::default(), offset: 0 }) })
+        Ok(Self {
+            path,
+            log: Mutex::new(Log {
+                file,
+                table: Table::default(),
+                offset: 0,
+            }),
+        })
     }
 
     /// Where the file is.
@@ -188,14 +195,21 @@ impl FileStore {
         self.poll(
             op,
             deadline,
-            |table| keys.iter().map(|key| table.get(key.as_bytes()).map(|v| v.to_vec())).collect(),
+            |table| {
+                keys.iter()
+                    .map(|key| table.get(key.as_bytes()).map(|v| v.to_vec()))
+                    .collect()
+            },
             |table| keys::wait_timed_out(op, keys, &missing(table, keys), since),
         )
     }
 }
 
 fn missing<'a>(table: &Table, keys: &[&'a str]) -> Vec<&'a str> {
-    keys.iter().copied().filter(|key| !table.contains(key.as_bytes())).collect()
+    keys.iter()
+        .copied()
+        .filter(|key| !table.contains(key.as_bytes()))
+        .collect()
 }
 
 /// What can go wrong while the lock is held.
@@ -208,10 +222,13 @@ enum Fault {
 impl Fault {
     fn into_error(self, path: &Path) -> Error {
         match self {
-            Self::Io(what, e) => Error::io(format_args!("cannot {what} the store file {}", path.display()), e),
-            Self::Corrupt(why) => {
-                Error::new(ErrorKind::Corrupt, format!("the store file {} is damaged: {why}", path.display()))
+            Self::Io(what, e) => {
+                Error::io(format_args!("cannot {what} the store file {}", path.display()), e)
             }
+            Self::Corrupt(why) => Error::new(
+                ErrorKind::Corrupt,
+                format!("the store file {} is damaged: {why}", path.display()),
+            ),
             Self::Refused(e) => e,
         }
     }
@@ -280,7 +297,9 @@ impl Log {
             if kind == KIND_DELETE {
                 self.table.remove(&key);
             } else {
-                self.table.set(&key, value).map_err(|refusal| Fault::Corrupt(refusal.describe(&key)))?;
+                self.table
+                    .set(&key, value)
+                    .map_err(|refusal| Fault::Corrupt(refusal.describe(&key)))?;
             }
             self.offset += total;
             left -= total;
@@ -292,9 +311,14 @@ impl Log {
         let len = self.file.metadata().map_err(|e| Fault::Io("read", e))?.len();
         if len != self.offset {
             if len > MAGIC.len() as u64 {
-                tracing::warn!(bytes = len - self.offset, "removing a record whose writer died from a store file");
+                tracing::warn!(
+                    bytes = len - self.offset,
+                    "removing a record whose writer died from a store file"
+                );
             }
-            self.file.set_len(self.offset).map_err(|e| Fault::Io("truncate", e))?;
+            self.file
+                .set_len(self.offset)
+                .map_err(|e| Fault::Io("truncate", e))?;
         }
         Ok(())
     }
@@ -346,16 +370,23 @@ fn checksum(parts: &[&[u8]]) -> u32 {
 impl Store for FileStore {
     fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
         keys::check_pair("store.set", key, value)?;
-        self.write("store.set", key, deadline, |table| table.set(key.as_bytes(), value.to_vec()))
+        self.write("store.set", key, deadline, |table| {
+            table.set(key.as_bytes(), value.to_vec())
+        })
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        Ok(self.values("store.get", &[key], deadline)?.pop().unwrap_or_default())
+        Ok(self
+            .values("store.get", &[key], deadline)?
+            .pop()
+            .unwrap_or_default())
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
         keys::check_key("store.add", key)?;
-        self.write("store.add", key, deadline, |table| table.add(key.as_bytes(), amount))
+        self.write("store.add", key, deadline, |table| {
+            table.add(key.as_bytes(), amount)
+        })
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
@@ -379,19 +410,27 @@ impl Store for FileStore {
         self.poll(
             "store.wait",
             deadline,
-            |table| keys.iter().all(|key| table.contains(key.as_bytes())).then_some(()),
+            |table| {
+                keys.iter()
+                    .all(|key| table.contains(key.as_bytes()))
+                    .then_some(())
+            },
             |table| keys::wait_timed_out("store.wait", keys, &missing(table, keys), since),
         )
     }
 
     fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
         keys::check_key("store.delete", key)?;
-        self.write("store.delete", key, deadline, |table| Ok(table.remove(key.as_bytes())))
+        self.write("store.delete", key, deadline, |table| {
+            Ok(table.remove(key.as_bytes()))
+        })
     }
 
     fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
         keys::check_pair("store.append", key, value)?;
-        self.write("store.append", key, deadline, |table| table.append(key.as_bytes(), value))
+        self.write("store.append", key, deadline, |table| {
+            table.append(key.as_bytes(), value)
+        })
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
@@ -423,14 +462,20 @@ impl Store for FileStore {
 
     fn list(&self, deadline: Instant) -> Result<Vec<String>> {
         self.locked("store.list", Access::Read, deadline, |log| {
-            Ok(log.table.keys().map(|key| String::from_utf8_lossy(key).into_owned()).collect())
+            Ok(log
+                .table
+                .keys()
+                .map(|key| String::from_utf8_lossy(key).into_owned())
+                .collect())
         })
     }
 
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
         keys::check_barrier(key, world_size)?;
         let since = Instant::now();
-        self.write("store.barrier", key, deadline, |table| table.add(key.as_bytes(), 1))?;
+        self.write("store.barrier", key, deadline, |table| {
+            table.add(key.as_bytes(), 1)
+        })?;
         let arrived = |table: &Table| table.get(key.as_bytes()).and_then(|v| leading_number(v));
         self.poll(
             "store.barrier",
@@ -443,7 +488,9 @@ impl Store for FileStore {
 
 impl fmt::Debug for FileStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("FileStore").field("path", &self.path).finish_non_exhaustive()
+        f.debug_struct("FileStore")
+            .field("path", &self.path)
+            .finish_non_exhaustive()
     }
 }
 
@@ -508,7 +555,12 @@ mod tests {
         let (_dir, path) = with_two_keys();
         let store = FileStore::open(&path).unwrap();
         assert_eq!(store.num_keys(soon()).unwrap(), 2);
-        OpenOptions::new().write(true).open(&path).unwrap().set_len(10).unwrap();
+        OpenOptions::new()
+            .write(true)
+            .open(&path)
+            .unwrap()
+            .set_len(10)
+            .unwrap();
         assert_eq!(store.num_keys(soon()).unwrap_err().kind(), ErrorKind::Corrupt);
     }
 
@@ -519,10 +571,15 @@ mod tests {
         rustix::fs::flock(&holder, FlockOperation::LockExclusive).unwrap();
         let store = FileStore::open(&path).unwrap();
         let start = Instant::now();
-        let e = store.set("c", b"3", deadline_in(Duration::from_millis(200))).unwrap_err();
+        let e = store
+            .set("c", b"3", deadline_in(Duration::from_millis(200)))
+            .unwrap_err();
         let took = start.elapsed();
         assert_eq!(e.kind(), ErrorKind::Timeout);
-        assert!(took >= Duration::from_millis(200) && took < Duration::from_secs(1), "{took:?}");
+        assert!(
+            took >= Duration::from_millis(200) && took < Duration::from_secs(1),
+            "{took:?}"
+        );
         rustix::fs::flock(&holder, FlockOperation::Unlock).unwrap();
         store.set("c", b"3", soon()).unwrap();
     }

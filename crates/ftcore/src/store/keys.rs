@@ -23,7 +23,11 @@ pub(super) fn check_key(op: &'static str, key: &str) -> Result<()> {
         return Err(Error::invalid("the key is empty").with_op(op));
     }
     if key.len() > MAX_KEY {
-        let text = format!("key {} has {} bytes; at most {MAX_KEY} are allowed", name(key), key.len());
+        let text = format!(
+            "key {} has {} bytes; at most {MAX_KEY} are allowed",
+            name(key),
+            key.len()
+        );
         return Err(Error::invalid(text).with_op(op));
     }
     Ok(())
@@ -37,8 +41,11 @@ pub(super) fn check_keys(op: &'static str, keys: &[&str]) -> Result<()> {
 pub(super) fn check_pair(op: &'static str, key: &str, value: &[u8]) -> Result<()> {
     check_key(op, key)?;
     if value.len() > MAX_VALUE {
-        let text =
-            format!("the value for key {} has {} bytes; at most {MAX_VALUE} are allowed", name(key), value.len());
+        let text = format!(
+            "the value for key {} has {} bytes; at most {MAX_VALUE} are allowed",
+            name(key),
+            value.len()
+        );
         return Err(Error::invalid(text).with_op(op));
     }
     Ok(())
@@ -46,7 +53,9 @@ pub(super) fn check_pair(op: &'static str, key: &str, value: &[u8]) -> Result<()
 
 pub(super) fn check_pairs(op: &'static str, pairs: &[(&str, &[u8])]) -> Result<()> {
     check_count(op, pairs.len())?;
-    pairs.iter().try_for_each(|(key, value)| check_pair(op, key, value))
+    pairs
+        .iter()
+        .try_for_each(|(key, value)| check_pair(op, key, value))
 }
 
 pub(super) fn check_barrier(key: &str, world_size: u32) -> Result<()> {
@@ -60,7 +69,9 @@ pub(super) fn check_barrier(key: &str, world_size: u32) -> Result<()> {
 
 fn check_count(op: &'static str, n: usize) -> Result<()> {
     if n > MAX_KEYS {
-        return Err(Error::invalid(format!("{n} keys in one call; at most {MAX_KEYS} are allowed")).with_op(op));
+        return Err(
+            Error::invalid(format!("{n} keys in one call; at most {MAX_KEYS} are allowed")).with_op(op),
+        );
     }
     Ok(())
 }
@@ -81,7 +92,12 @@ pub(super) fn name_bytes(key: &[u8]) -> String {
 
 /// The first few keys in quotes and how many more there are.
 pub(super) fn names(keys: &[&str]) -> String {
-    let mut text = keys.iter().take(NAMED).map(|key| name(key)).collect::<Vec<_>>().join(", ");
+    let mut text = keys
+        .iter()
+        .take(NAMED)
+        .map(|key| name(key))
+        .collect::<Vec<_>>()
+        .join(", ");
     if let Some(more) = keys.len().checked_sub(NAMED).filter(|more| *more > 0) {
         text.push_str(&format!(" and {more} more"));
     }
@@ -91,9 +107,18 @@ pub(super) fn names(keys: &[&str]) -> String {
 /// The time-out of a wait for `keys`, of which `missing` were absent at the end (empty: not known).
 pub(super) fn wait_timed_out(op: &'static str, keys: &[&str], missing: &[&str], since: Instant) -> Error {
     let what = if keys.len() == 1 { "key" } else { "keys" };
-    let mut text = format!("waited {:.1} s for {what} {}", since.elapsed().as_secs_f64(), names(keys));
+    let mut text = format!(
+        "waited {:.1} s for {what} {}",
+        since.elapsed().as_secs_f64(),
+        names(keys)
+    );
     if keys.len() > 1 && !missing.is_empty() {
-        text.push_str(&format!("; missing {} of {}: {}", missing.len(), keys.len(), names(missing)));
+        text.push_str(&format!(
+            "; missing {} of {}: {}",
+            missing.len(),
+            keys.len(),
+            names(missing)
+        ));
     }
     Error::timeout(text).with_op(op)
 }
@@ -116,12 +141,19 @@ mod tests {
     #[test]
     fn a_time_out_names_all_keys_and_the_missing_ones_but_never_floods_the_log() {
         let e = wait_timed_out("store.wait", &["a", "b\n"], &["b\n"], Instant::now());
-        assert_eq!(e.to_string(), r"store.wait: waited 0.0 s for keys 'a', 'b\n'; missing 1 of 2: 'b\n'");
+        assert_eq!(
+            e.to_string(),
+            r"store.wait: waited 0.0 s for keys 'a', 'b\n'; missing 1 of 2: 'b\n'"
+        );
         let long = "x".repeat(5000);
         let many = vec![long.as_str(); 1000];
         let text = wait_timed_out("store.wait", &many, &many, Instant::now()).to_string();
         assert!(text.len() < 4096 && text.contains("and 992 more"), "{text}");
         let e = barrier_timed_out("go", Some(2), 4, Instant::now());
-        assert!(e.to_string().contains("barrier 'go' for 4 callers; 2 of 4 arrived"), "{e}");
+        assert!(
+            e.to_string()
+                .contains("barrier 'go' for 4 callers; 2 of 4 arrived"),
+            "{e}"
+        );
     }
 }

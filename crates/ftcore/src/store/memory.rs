@@ -74,7 +74,12 @@ impl InMemoryStore {
                 return Err(late(&state.table));
             }
             state.waiting += 1;
-            state = self.shared.changed.wait_timeout(state, left).unwrap_or_else(PoisonError::into_inner).0;
+            state = self
+                .shared
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
             state.waiting -= 1;
         }
     }
@@ -85,7 +90,10 @@ impl InMemoryStore {
         self.block(
             deadline,
             |table| {
-                let found: Option<Vec<_>> = keys.iter().map(|key| table.get(key.as_bytes()).cloned()).collect();
+                let found: Option<Vec<_>> = keys
+                    .iter()
+                    .map(|key| table.get(key.as_bytes()).cloned())
+                    .collect();
                 found.map(|values| values.iter().map(|v| v.to_vec()).collect())
             },
             |table| keys::wait_timed_out(op, keys, &missing(table, keys), since),
@@ -94,17 +102,25 @@ impl InMemoryStore {
 }
 
 fn missing<'a>(table: &Table, keys: &[&'a str]) -> Vec<&'a str> {
-    keys.iter().copied().filter(|key| !table.contains(key.as_bytes())).collect()
+    keys.iter()
+        .copied()
+        .filter(|key| !table.contains(key.as_bytes()))
+        .collect()
 }
 
 impl Store for InMemoryStore {
     fn set(&self, key: &str, value: &[u8], _deadline: Instant) -> Result<()> {
         keys::check_pair("store.set", key, value)?;
-        self.write("store.set", key, |table| table.set(key.as_bytes(), value.to_vec()))
+        self.write("store.set", key, |table| {
+            table.set(key.as_bytes(), value.to_vec())
+        })
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        Ok(self.values("store.get", &[key], deadline)?.pop().unwrap_or_default())
+        Ok(self
+            .values("store.get", &[key], deadline)?
+            .pop()
+            .unwrap_or_default())
     }
 
     fn add(&self, key: &str, amount: i64, _deadline: Instant) -> Result<i64> {
@@ -131,7 +147,11 @@ impl Store for InMemoryStore {
         let since = Instant::now();
         self.block(
             deadline,
-            |table| keys.iter().all(|key| table.contains(key.as_bytes())).then_some(()),
+            |table| {
+                keys.iter()
+                    .all(|key| table.contains(key.as_bytes()))
+                    .then_some(())
+            },
             |table| keys::wait_timed_out("store.wait", keys, &missing(table, keys), since),
         )
     }
@@ -169,7 +189,12 @@ impl Store for InMemoryStore {
     }
 
     fn list(&self, _deadline: Instant) -> Result<Vec<String>> {
-        Ok(self.lock().table.keys().map(|key| String::from_utf8_lossy(key).into_owned()).collect())
+        Ok(self
+            .lock()
+            .table
+            .keys()
+            .map(|key| String::from_utf8_lossy(key).into_owned())
+            .collect())
     }
 
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {

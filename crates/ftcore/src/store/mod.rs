@@ -7,16 +7,19 @@ use std::time::Instant;
 
 use crate::Result;
 
-// STORE helper: uncomment as your files arrive.
-// mod file;
-// mod memory;
-// mod prefix;
-// pub mod tcp;
+mod file;
+mod keys;
+mod memory;
+mod prefix;
+mod table;
+pub mod tcp;
+#[cfg(test)]
+mod tests;
 
-// pub use file::FileStore;
-// pub use memory::InMemoryStore;
-// pub use prefix::PrefixStore;
-// pub use tcp::{TcpStore, TcpStoreServer};
+pub use file::FileStore;
+pub use memory::InMemoryStore;
+pub use prefix::PrefixStore;
+pub use tcp::{TcpStore, TcpStoreServer};
 
 /// A key-value store shared by the ranks of a job.
 ///

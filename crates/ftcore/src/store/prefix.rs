@@ -62,7 +62,8 @@ impl Store for PrefixStore {
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
-        self.inner.compare_set(&self.full(key)?, expected, desired, deadline)
+        self.inner
+            .compare_set(&self.full(key)?, expected, desired, deadline)
     }
 
     fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
@@ -86,20 +87,35 @@ impl Store for PrefixStore {
     }
 
     fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<()> {
-        let keys = pairs.iter().map(|(key, _)| self.full(key)).collect::<Result<Vec<_>>>()?;
-        let full: Vec<(&str, &[u8])> =
-            keys.iter().zip(pairs).map(|(key, (_, value))| (key.as_str(), *value)).collect();
+        let keys = pairs
+            .iter()
+            .map(|(key, _)| self.full(key))
+            .collect::<Result<Vec<_>>>()?;
+        let full: Vec<(&str, &[u8])> = keys
+            .iter()
+            .zip(pairs)
+            .map(|(key, (_, value))| (key.as_str(), *value))
+            .collect();
         self.inner.multi_set(&full, deadline)
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<i64> {
-        let under = self.inner.list(deadline)?.iter().filter(|key| key.starts_with(&self.prefix)).count();
+        let under = self
+            .inner
+            .list(deadline)?
+            .iter()
+            .filter(|key| key.starts_with(&self.prefix))
+            .count();
         Ok(i64::try_from(under).unwrap_or(i64::MAX))
     }
 
     fn list(&self, deadline: Instant) -> Result<Vec<String>> {
         let keys = self.inner.list(deadline)?;
-        Ok(keys.iter().filter_map(|key| key.strip_prefix(&self.prefix)).map(str::to_owned).collect())
+        Ok(keys
+            .iter()
+            .filter_map(|key| key.strip_prefix(&self.prefix))
+            .map(str::to_owned)
+            .collect())
     }
 
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
@@ -109,6 +125,8 @@ impl Store for PrefixStore {
 
 impl fmt::Debug for PrefixStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PrefixStore").field("prefix", &self.prefix).finish_non_exhaustive()
+        f.debug_struct("PrefixStore")
+            .field("prefix", &self.prefix)
+            .finish_non_exhaustive()
     }
 }

@@ -32,10 +32,16 @@ impl Refusal {
     pub(super) fn describe(&self, key: &[u8]) -> String {
         let key = keys::name_bytes(key);
         match self {
-            Self::NotANumber => format!("the value of key {key} is not a decimal number, so nothing can be added to it"),
+            Self::NotANumber => {
+                format!("the value of key {key} is not a decimal number, so nothing can be added to it")
+            }
             Self::Overflow => format!("the sum at key {key} does not fit 64 bits"),
-            Self::TooLong(n) => format!("the value of key {key} would have {n} bytes; at most {MAX_VALUE} are allowed"),
-            Self::Full(limit) => format!("key {key} does not fit: the store is at its limit of {limit} bytes"),
+            Self::TooLong(n) => {
+                format!("the value of key {key} would have {n} bytes; at most {MAX_VALUE} are allowed")
+            }
+            Self::Full(limit) => {
+                format!("key {key} does not fit: the store is at its limit of {limit} bytes")
+            }
         }
     }
 
@@ -58,7 +64,10 @@ pub(super) fn leading_number(value: &[u8]) -> Option<i64> {
         _ => (false, text),
     };
     let mut sum: Option<i64> = None;
-    for digit in digits.iter().map_while(|b| b.is_ascii_digit().then(|| i64::from(b - b'0'))) {
+    for digit in digits
+        .iter()
+        .map_while(|b| b.is_ascii_digit().then(|| i64::from(b - b'0')))
+    {
         let signed = if negative { -digit } else { digit };
         sum = Some(sum.unwrap_or(0).checked_mul(10)?.checked_add(signed)?);
     }
@@ -67,14 +76,20 @@ pub(super) fn leading_number(value: &[u8]) -> Option<i64> {
 
 /// What `add` makes of `current`; absent counts as 0.
 pub(super) fn sum(current: Option<&[u8]>, amount: i64) -> Result<i64, Refusal> {
-    let start = current.map_or(Some(0), leading_number).ok_or(Refusal::NotANumber)?;
+    let start = current
+        .map_or(Some(0), leading_number)
+        .ok_or(Refusal::NotANumber)?;
     start.checked_add(amount).ok_or(Refusal::Overflow)
 }
 
 /// The length of a value after an append, if that is allowed.
 pub(super) fn appended_len(current: usize, more: usize) -> Result<usize, Refusal> {
     let len = current.saturating_add(more);
-    if len > MAX_VALUE { Err(Refusal::TooLong(len)) } else { Ok(len) }
+    if len > MAX_VALUE {
+        Err(Refusal::TooLong(len))
+    } else {
+        Ok(len)
+    }
 }
 
 #[derive(Debug)]
@@ -93,7 +108,11 @@ impl Default for Table {
 impl Table {
     /// An empty table that refuses to grow beyond `limit` bytes.
     pub(super) fn with_limit(limit: usize) -> Self {
-        Self { map: BTreeMap::new(), bytes: 0, limit }
+        Self {
+            map: BTreeMap::new(),
+            bytes: 0,
+            limit,
+        }
     }
 
     pub(super) fn get(&self, key: &[u8]) -> Option<&Value> {
@@ -164,7 +183,9 @@ impl Table {
 
     /// True if the key existed.
     pub(super) fn remove(&mut self, key: &[u8]) -> bool {
-        let Some(old) = self.map.remove(key) else { return false };
+        let Some(old) = self.map.remove(key) else {
+            return false;
+        };
         self.bytes = self.bytes.saturating_sub(ENTRY_BYTES + key.len() + old.len());
         true
     }

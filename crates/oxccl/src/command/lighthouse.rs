@@ -62,8 +62,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..LighthouseConfig::default()
     })?;
     let url = server.address();
-    oxccl::launch::announce_lighthouse(&url, deadline_in(Duration::from_secs(5)))?;
     eprintln!("oxccl: lighthouse at {url} (dashboard: the same address in a browser)");
+    oxccl::launch::announce_lighthouse(&url, deadline_in(Duration::from_secs(5)))?;
     let signal = signals.forever().next();
     tracing::info!("lighthouse ends (signal {})", signal.unwrap_or_default());
     server.shutdown(deadline_in(Duration::from_secs(2)))?;

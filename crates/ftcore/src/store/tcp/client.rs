@@ -5,36 +5,21 @@
 //! when the call returns, the server has done it. A wait that runs out is cancelled with CANCEL_WAIT, so its
 //! connection stays usable.
 
-use std::collections::hash_map::RandomState;
 use std::fmt;
-use std::hash::{BuildHasher, Hasher};
-use std::io::{self, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::{Mutex, PoisonError, mpsc};
-use std::thread;
+use std::io;
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::link::{Link, Patience, is_late};
+use super::conn::{Backoff, Conn, encode, parse_address, random};
+use super::link::{Patience, is_late};
 use super::wire::{self, Request};
-use crate::store::keys::{self, MAX_KEY};
-use crate::store::table::{Refusal, appended_len, leading_number, sum};
 use crate::store::Store;
+use crate::store::keys::{self, MAX_KEY};
+use crate::store::table::{Refusal, appended_len, sum};
 use crate::{Error, ErrorKind, Result, deadline_in, time_left};
 
 /// Idle connections kept for later calls.
 const MAX_IDLE: usize = 16;
-/// Pauses between attempts to connect: doubled from the first to the longest, with jitter.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// One attempt: name look-up, connect and greeting each at most this long, then another is made.
-const ATTEMPT: Duration = Duration::from_secs(10);
-/// How long after its deadline a call waits for the server to confirm that the wait is cancelled …
-const CANCEL_GRACE: Duration = Duration::from_millis(100);
-/// … and to say what was missing, for the error text.
-const EXPLAIN_GRACE: Duration = Duration::from_millis(50);
-/// For how many keys it is asked that.
-const EXPLAINED: usize = 64;
-
 /// A client of [`TcpStoreServer`](super::TcpStoreServer), or of PyTorch's TCPStore server.
 ///
 /// Keys get the prefix `/` on the wire, as PyTorch's client does it, and it counts: a key has at most 8191 bytes.
@@ -49,15 +34,6 @@ pub struct TcpStore {
     port: u16,
     address: String,
     idle: Mutex<Vec<Conn>>,
-}
-
-/// A connection that greeted the server.
-struct Conn {
-    link: Link,
-    /// The whole request of this call was handed to the kernel.
-    sent: bool,
-    /// A reply may still arrive that belongs to no call: not to be used again.
-    spoiled: bool,
 }
 
 /// What may be done when the connection breaks after the request was sent.
@@ -79,7 +55,13 @@ struct Call<'a> {
 
 impl<'a> Call<'a> {
     fn new(op: &'static str, keys: &'a [&'a str], deadline: Instant, repeat: Repeat) -> Self {
-        Self { op, keys, deadline, repeat, since: Instant::now() }
+        Self {
+            op,
+            keys,
+            deadline,
+            repeat,
+            since: Instant::now(),
+        }
     }
 
     fn waited(&self) -> f64 {
@@ -110,8 +92,16 @@ impl TcpStore {
     /// `Protocol` if what answers is not a TCPStore server; `InvalidArgument` for a malformed address.
     pub fn connect(addr: &str, deadline: Instant) -> Result<Self> {
         let (host, port) = parse_address(addr)?;
-        let store = Self { host, port, address: addr.to_owned(), idle: Mutex::default() };
-        let conn = store.open(&Call::new("store.connect", &[], deadline, Repeat::Again), &mut Backoff::new())?;
+        let store = Self {
+            host,
+            port,
+            address: addr.to_owned(),
+            idle: Mutex::default(),
+        };
+        let conn = store.open(
+            &Call::new("store.connect", &[], deadline, Repeat::Again),
+            &mut Backoff::new(),
+        )?;
         store.give_back(conn);
         Ok(store)
     }
@@ -122,7 +112,9 @@ impl TcpStore {
     }
 
     fn error(&self, kind: ErrorKind, call: &Call<'_>, text: String) -> Error {
-        Error::new(kind, text).with_op(call.op).with_peer_address(&self.address)
+        Error::new(kind, text)
+            .with_op(call.op)
+            .with_peer_address(&self.address)
     }
 
     /// An idle connection that is still open.
@@ -146,12 +138,16 @@ impl TcpStore {
     /// Opens a connection, trying until the deadline.
     fn open(&self, call: &Call<'_>, backoff: &mut Backoff) -> Result<Conn> {
         if time_left(call.deadline).is_zero() {
-            return Err(self.error(ErrorKind::Timeout, call, "no time was left to connect to the server".into()));
+            return Err(self.error(
+                ErrorKind::Timeout,
+                call,
+                "no time was left to connect to the server".into(),
+            ));
         }
         let mut tries = 0u32;
         loop {
             tries += 1;
-            let last = match self.greet(call.deadline) {
+            let last = match Conn::open(&self.host, self.port, call.deadline) {
                 Ok(conn) => return Ok(conn),
                 Err(e) if e.kind() == io::ErrorKind::InvalidData => {
                     return Err(self.error(
@@ -164,7 +160,11 @@ impl TcpStore {
             };
             tracing::debug!(server = %self.address, error = %last, tries, "store server not reached yet");
             if !backoff.pause(call.deadline) {
-                let tries = if tries == 1 { "1 try".to_owned() } else { format!("{tries} tries") };
+                let tries = if tries == 1 {
+                    "1 try".to_owned()
+                } else {
+                    format!("{tries} tries")
+                };
                 let text = format!(
                     "no TCPStore server was reached there in {:.1} s ({tries}); the last one failed with: {last}",
                     call.waited()
@@ -172,37 +172,6 @@ impl TcpStore {
                 return Err(self.error(ErrorKind::Unavailable, call, text).with_source(last));
             }
         }
-    }
-
-    /// One attempt: look-up, connect, VALIDATE and PING in one segment.
-    fn greet(&self, deadline: Instant) -> io::Result<Conn> {
-        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{}'", self.host));
-        for address in resolve(&self.host, self.port, deadline)? {
-            let left = time_left(deadline).min(ATTEMPT);
-            if left.is_zero() {
-                break;
-            }
-            let attempt = TcpStream::connect_timeout(&address, left).and_then(|stream| {
-                // Without a listener, a connect within one host can meet itself on the same port.
-                if stream.local_addr()? == stream.peer_addr()? {
-                    return Err(io::ErrorKind::ConnectionRefused.into());
-                }
-                let patience = Patience::Until(deadline.min(deadline_in(ATTEMPT)));
-                let mut conn = Conn { link: Link::new(stream, patience)?, sent: false, spoiled: false };
-                let nonce = random() as u32;
-                conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
-                conn.pong(nonce)?;
-                Ok(conn)
-            });
-            match attempt {
-                Ok(conn) => return Ok(conn),
-                Err(e) => last = e,
-            }
-        }
-        if is_late(&last) {
-            last = io::Error::other("no answer to the greeting");
-        }
-        Err(last)
     }
 
     /// Makes a call over an idle or a new connection, again if that is allowed after the connection broke.
@@ -248,8 +217,11 @@ impl TcpStore {
             }
             // A pooled connection may have been stale; a new one that breaks is a server in trouble.
             if !pooled && !backoff.pause(call.deadline) {
-                let text =
-                    format!("the connection was lost{} again and again for {:.1} s: {lost}", call.subject(), call.waited());
+                let text = format!(
+                    "the connection was lost{} again and again for {:.1} s: {lost}",
+                    call.subject(),
+                    call.waited()
+                );
                 return Err(self.error(ErrorKind::Unavailable, call, text).with_source(lost));
             }
         }
@@ -285,7 +257,10 @@ impl TcpStore {
                     return Ok(Waited::Late(conn.missing(&on_wire)));
                 }
                 conn.write(&fetch)?;
-                let values = keys.iter().map(|_| wire::read_value(&mut conn.link)).collect::<io::Result<Vec<_>>>()?;
+                let values = keys
+                    .iter()
+                    .map(|_| wire::read_value(&mut conn.link))
+                    .collect::<io::Result<Vec<_>>>()?;
                 // An absent key reads as empty. Empty ones are asked for, as they may have been deleted in between.
                 if values.iter().all(|v| !v.is_empty()) || conn.exist(&on_wire)? {
                     return Ok(Waited::Done(values));
@@ -299,8 +274,12 @@ impl TcpStore {
         match out {
             Waited::Done(out) => Ok(out),
             Waited::Late(missing) => {
-                let missing: Vec<&str> = missing.iter().filter_map(|i| call.keys.get(*i).copied()).collect();
-                Err(keys::wait_timed_out(call.op, call.keys, &missing, call.since).with_peer_address(&self.address))
+                let missing: Vec<&str> = missing
+                    .iter()
+                    .filter_map(|i| call.keys.get(*i).copied())
+                    .collect();
+                Err(keys::wait_timed_out(call.op, call.keys, &missing, call.since)
+                    .with_peer_address(&self.address))
             }
         }
     }
@@ -312,8 +291,14 @@ impl TcpStore {
         if lost.kind() != ErrorKind::Unavailable || time_left(call.deadline).is_zero() {
             return lost;
         }
-        let Ok(on_wire) = wire_key(call.op, key) else { return lost };
-        let look = Call { deadline: call.deadline.min(deadline_in(Duration::from_secs(1))), repeat: Repeat::Again, ..*call };
+        let Ok(on_wire) = wire_key(call.op, key) else {
+            return lost;
+        };
+        let look = Call {
+            deadline: call.deadline.min(deadline_in(Duration::from_secs(1))),
+            repeat: Repeat::Again,
+            ..*call
+        };
         let value = self.call(&look, |conn| {
             if !conn.exist(std::slice::from_ref(&on_wire))? {
                 return Ok(None);
@@ -328,96 +313,14 @@ impl TcpStore {
     }
 }
 
-impl Conn {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
-        self.link.write_all(bytes)?;
-        self.sent = true;
-        Ok(())
-    }
-
-    fn pong(&mut self, nonce: u32) -> io::Result<()> {
-        match wire::read_u32(&mut self.link)? {
-            got if got == nonce => Ok(()),
-            got => Err(wire::bad(format!("PING {nonce:#010x} was answered with {got:#010x}"))),
-        }
-    }
-
-    /// True if all keys exist now.
-    fn exist(&mut self, keys: &[Vec<u8>]) -> io::Result<bool> {
-        self.write(&encode(&[Request::Check(keys.to_vec())]))?;
-        self.checked()
-    }
-
-    fn checked(&mut self) -> io::Result<bool> {
-        match wire::read_u8(&mut self.link)? {
-            wire::READY => Ok(true),
-            wire::NOT_READY => Ok(false),
-            other => Err(wire::bad(format!("CHECK was answered with {other}"))),
-        }
-    }
-
-    /// The end of a WAIT or BARRIER just sent: true if it was reached; at the deadline it is cancelled.
-    fn reached(&mut self) -> io::Result<bool> {
-        match wire::read_u8(&mut self.link) {
-            Ok(wire::STOP_WAITING) => return Ok(true),
-            Ok(other) => return Err(wire::bad(format!("a wait was answered with {other}"))),
-            Err(e) if is_late(&e) => {}
-            Err(e) => return Err(e),
-        }
-        self.link.patience = Patience::Until(deadline_in(CANCEL_GRACE));
-        self.write(&encode(&[Request::CancelWait]))?;
-        match wire::read_u8(&mut self.link)? {
-            wire::WAIT_CANCELED => Ok(false),
-            // The end of the wait and the cancellation crossed.
-            wire::STOP_WAITING => match wire::read_u8(&mut self.link)? {
-                wire::WAIT_CANCELED => Ok(true),
-                other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
-            },
-            other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
-        }
-    }
-
-    /// After a wait ran out: the indices of the first keys that are missing, for the error text only.
-    fn missing(&mut self, keys: &[Vec<u8>]) -> Vec<usize> {
-        if keys.len() < 2 {
-            return Vec::new();
-        }
-        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
-        let asked = keys.len().min(EXPLAINED);
-        let questions: Vec<_> = keys.iter().take(asked).map(|key| Request::Check(vec![key.clone()])).collect();
-        let answers = self
-            .write(&encode(&questions))
-            .and_then(|()| (0..asked).map(|_| self.checked()).collect::<io::Result<Vec<bool>>>());
-        self.explained(answers)
-            .map(|there| there.iter().enumerate().filter(|(_, there)| !**there).map(|(i, _)| i).collect())
-            .unwrap_or_default()
-    }
-
-    /// After a barrier ran out: how many had arrived, for the error text only.
-    fn arrived(&mut self, key: &[u8]) -> Option<i64> {
-        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
-        let answer =
-            self.write(&encode(&[Request::Get(key.to_vec())])).and_then(|()| wire::read_value(&mut self.link));
-        self.explained(answer).and_then(|value| leading_number(&value))
-    }
-
-    fn explained<T>(&mut self, answer: io::Result<T>) -> Option<T> {
-        self.spoiled |= answer.is_err();
-        answer.ok()
-    }
-}
-
-fn encode(requests: &[Request]) -> Vec<u8> {
-    let mut out = Vec::new();
-    requests.iter().for_each(|request| request.encode(&mut out));
-    out
-}
-
 /// Refuses what our server would: it has no way to say so but to close the connection.
 fn sized(op: &'static str, bytes: Vec<u8>) -> Result<Vec<u8>> {
     let limit = wire::MAX_REQUEST;
     if bytes.len() > limit {
-        let text = format!("a request of {} bytes; at most {limit} are allowed, so split it", bytes.len());
+        let text = format!(
+            "a request of {} bytes; at most {limit} are allowed, so split it",
+            bytes.len()
+        );
         return Err(Error::invalid(text).with_op(op));
     }
     Ok(bytes)
@@ -426,7 +329,12 @@ fn sized(op: &'static str, bytes: Vec<u8>) -> Result<Vec<u8>> {
 fn wire_key(op: &'static str, key: &str) -> Result<Vec<u8>> {
     keys::check_key(op, key)?;
     if key.len() >= MAX_KEY {
-        let text = format!("key {} has {} bytes; at most {} are allowed", keys::name(key), key.len(), MAX_KEY - 1);
+        let text = format!(
+            "key {} has {} bytes; at most {} are allowed",
+            keys::name(key),
+            key.len(),
+            MAX_KEY - 1
+        );
         return Err(Error::invalid(text).with_op(op));
     }
     Ok([b"/", key.as_bytes()].concat())
@@ -434,59 +342,6 @@ fn wire_key(op: &'static str, key: &str) -> Result<Vec<u8>> {
 
 fn wire_keys(op: &'static str, keys: &[&str]) -> Result<Vec<Vec<u8>>> {
     keys.iter().map(|key| wire_key(op, key)).collect()
-}
-
-fn parse_address(addr: &str) -> Result<(String, u16)> {
-    let malformed = || Error::invalid(format!("'{addr}' is not of the form host:port")).with_op("store.connect");
-    let (host, port) = addr.rsplit_once(':').ok_or_else(malformed)?;
-    let port = port.parse().ok().filter(|port| *port != 0).ok_or_else(malformed)?;
-    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
-    let host = bare.unwrap_or(host);
-    if host.is_empty() || (bare.is_none() && host.contains(':')) {
-        return Err(malformed());
-    }
-    Ok((host.to_owned(), port))
-}
-
-/// The addresses of `host`. The system's look-up has no deadline, so it runs on a thread that is left behind if it is late.
-fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
-    if let Ok(ip) = host.parse::<IpAddr>() {
-        return Ok(vec![SocketAddr::new(ip, port)]);
-    }
-    let (sender, receiver) = mpsc::channel();
-    let name = host.to_owned();
-    thread::Builder::new().name("ox-store-dns".into()).spawn(move || {
-        let found = (name.as_str(), port).to_socket_addrs().map(|found| found.collect::<Vec<_>>());
-        // The caller may have gone; then nobody wants it.
-        let _ = sender.send(found);
-    })?;
-    receiver
-        .recv_timeout(time_left(deadline).min(ATTEMPT))
-        .map_err(|_| io::Error::other(format!("looking up the name '{host}' took too long")))?
-}
-
-/// A random number good enough for jitter and nonces.
-fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
-}
-
-struct Backoff {
-    step: Duration,
-}
-
-impl Backoff {
-    fn new() -> Self {
-        Self { step: FIRST_PAUSE }
-    }
-
-    /// Sleeps between half and all of the step, so that thousands of ranks do not come at the same moment; false if the
-    /// deadline has then passed.
-    fn pause(&mut self, deadline: Instant) -> bool {
-        let jitter = (random() % 512) as u32;
-        thread::sleep((self.step * (512 + jitter) / 1024).min(time_left(deadline)));
-        self.step = (self.step * 2).min(LONGEST_PAUSE);
-        !time_left(deadline).is_zero()
-    }
 }
 
 impl Store for TcpStore {
@@ -498,7 +353,10 @@ impl Store for TcpStore {
     }
 
     fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
-        Ok(self.values("store.get", &[key], deadline)?.pop().unwrap_or_default())
+        Ok(self
+            .values("store.get", &[key], deadline)?
+            .pop()
+            .unwrap_or_default())
     }
 
     fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
@@ -518,7 +376,11 @@ impl Store for TcpStore {
         keys::check_pair(op, key, desired)?;
         keys::check_pair(op, key, expected)?;
         let (expected, desired) = (expected.to_vec(), desired.to_vec());
-        let bytes = encode(&[Request::CompareSet { key: wire_key(op, key)?, expected, desired }]);
+        let bytes = encode(&[Request::CompareSet {
+            key: wire_key(op, key)?,
+            expected,
+            desired,
+        }]);
         self.call(&Call::new(op, &[key], deadline, Repeat::Never), |conn| {
             conn.write(&bytes)?;
             wire::read_value(&mut conn.link)
@@ -549,7 +411,11 @@ impl Store for TcpStore {
         let call = Call::new(op, keys, deadline, Repeat::Again);
         let out = self.call(&call, |conn| {
             conn.write(&bytes)?;
-            Ok(if conn.reached()? { Waited::Done(()) } else { Waited::Late(conn.missing(&on_wire)) })
+            Ok(if conn.reached()? {
+                Waited::Done(())
+            } else {
+                Waited::Late(conn.missing(&on_wire))
+            })
         })?;
         self.waited(&call, out)
     }
@@ -569,7 +435,11 @@ impl Store for TcpStore {
         let keys = [key];
         let call = Call::new(op, &keys, deadline, Repeat::Never);
         self.confirmed(&call, Request::Append(wire_key(op, key)?, value.to_vec()))
-            .map_err(|lost| self.explain(lost, &call, |current| appended_len(current.len(), value.len()).err()))
+            .map_err(|lost| {
+                self.explain(lost, &call, |current| {
+                    appended_len(current.len(), value.len()).err()
+                })
+            })
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
@@ -587,15 +457,21 @@ impl Store for TcpStore {
             .map(|(key, value)| Ok((wire_key(op, key)?, value.to_vec())))
             .collect::<Result<Vec<_>>>()?;
         let keys: Vec<&str> = pairs.iter().map(|(key, _)| *key).collect();
-        self.confirmed(&Call::new(op, &keys, deadline, Repeat::Again), Request::MultiSet(on_wire))
+        self.confirmed(
+            &Call::new(op, &keys, deadline, Repeat::Again),
+            Request::MultiSet(on_wire),
+        )
     }
 
     fn num_keys(&self, deadline: Instant) -> Result<i64> {
         let bytes = encode(&[Request::NumKeys]);
-        self.call(&Call::new("store.num_keys", &[], deadline, Repeat::Again), |conn| {
-            conn.write(&bytes)?;
-            wire::read_i64(&mut conn.link)
-        })
+        self.call(
+            &Call::new("store.num_keys", &[], deadline, Repeat::Again),
+            |conn| {
+                conn.write(&bytes)?;
+                wire::read_i64(&mut conn.link)
+            },
+        )
     }
 
     fn list(&self, deadline: Instant) -> Result<Vec<String>> {
@@ -617,13 +493,20 @@ impl Store for TcpStore {
         keys::check_barrier(key, world_size)?;
         let op = "store.barrier";
         let on_wire = wire_key(op, key)?;
-        let bytes = encode(&[Request::Barrier { key: on_wire.clone(), world_size: i64::from(world_size) }]);
+        let bytes = encode(&[Request::Barrier {
+            key: on_wire.clone(),
+            world_size: i64::from(world_size),
+        }]);
         let keys = [key];
         let call = Call::new(op, &keys, deadline, Repeat::Never);
         // `Some`: the deadline came first, with the number of callers that had arrived if that is known.
         let late = self.call(&call, |conn| {
             conn.write(&bytes)?;
-            Ok(if conn.reached()? { None } else { Some(conn.arrived(&on_wire)) })
+            Ok(if conn.reached()? {
+                None
+            } else {
+                Some(conn.arrived(&on_wire))
+            })
         })?;
         match late {
             None => Ok(()),
@@ -635,6 +518,8 @@ impl Store for TcpStore {
 
 impl fmt::Debug for TcpStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TcpStore").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("TcpStore")
+            .field("address", &self.address)
+            .finish_non_exhaustive()
     }
 }

@@ -80,13 +80,18 @@ impl Engine {
     pub(super) fn multi_set(&self, pairs: Vec<(Vec<u8>, Vec<u8>)>) -> Result<(), (Vec<u8>, Refusal)> {
         let mut state = self.lock();
         for (key, value) in pairs {
-            state.write(&key, |table| table.set(&key, value)).map_err(|refusal| (key, refusal))?;
+            state
+                .write(&key, |table| table.set(&key, value))
+                .map_err(|refusal| (key, refusal))?;
         }
         Ok(())
     }
 
     pub(super) fn compare_set(&self, key: &[u8], expected: &[u8], desired: &[u8]) -> Result<Value, Refusal> {
-        Ok(self.lock().write(key, |table| table.compare_set(key, expected, desired))?.0)
+        Ok(self
+            .lock()
+            .write(key, |table| table.compare_set(key, expected, desired))?
+            .0)
     }
 
     pub(super) fn add(&self, key: &[u8], amount: i64) -> Result<i64, Refusal> {
@@ -116,7 +121,11 @@ impl Engine {
             return false;
         }
         for ticket in state.by_key.get(key).into_iter().flatten() {
-            if let Some(Waiter { goal: Goal::Keys { absent, .. }, .. }) = state.waiters.get_mut(ticket) {
+            if let Some(Waiter {
+                goal: Goal::Keys { absent, .. },
+                ..
+            }) = state.waiters.get_mut(ticket)
+            {
                 *absent += 1;
             }
         }
@@ -146,7 +155,9 @@ impl Engine {
     /// The length before, and the first item if there was one.
     pub(super) fn pop(&self, key: &[u8]) -> (usize, Option<Vec<u8>>) {
         let mut state = self.lock();
-        let Some(queue) = state.queues.get_mut(key) else { return (0, None) };
+        let Some(queue) = state.queues.get_mut(key) else {
+            return (0, None);
+        };
         let len = queue.len();
         let item = queue.pop_front();
         if queue.is_empty() {
@@ -181,7 +192,13 @@ impl Engine {
         if state.write(&key, |table| table.add(&key, 1))? >= world_size {
             return Ok(Entry::Ready);
         }
-        Ok(Entry::Pending(state.register(bell, Goal::Count { key, at_least: world_size })))
+        Ok(Entry::Pending(state.register(
+            bell,
+            Goal::Count {
+                key,
+                at_least: world_size,
+            },
+        )))
     }
 
     pub(super) fn is_pending(&self, ticket: Ticket) -> bool {
@@ -218,15 +235,25 @@ impl State {
     ) -> Result<T, Refusal> {
         let existed = self.table.contains(key);
         let out = f(&mut self.table)?;
-        let Some(tickets) = self.by_key.get(key) else { return Ok(out) };
+        let Some(tickets) = self.by_key.get(key) else {
+            return Ok(out);
+        };
         if !existed && self.table.contains(key) {
             for ticket in tickets {
-                if let Some(Waiter { goal: Goal::Keys { absent, .. }, .. }) = self.waiters.get_mut(ticket) {
+                if let Some(Waiter {
+                    goal: Goal::Keys { absent, .. },
+                    ..
+                }) = self.waiters.get_mut(ticket)
+                {
                     *absent = absent.saturating_sub(1);
                 }
             }
         }
-        let met: Vec<Ticket> = tickets.iter().copied().filter(|ticket| self.is_met(*ticket)).collect();
+        let met: Vec<Ticket> = tickets
+            .iter()
+            .copied()
+            .filter(|ticket| self.is_met(*ticket))
+            .collect();
         for ticket in met {
             self.finish(ticket);
         }
@@ -238,9 +265,11 @@ impl State {
             None => false,
             Some(Goal::Keys { absent: 0, .. }) => true,
             Some(Goal::Keys { keys, .. }) => !self.queues.is_empty() && self.all_exist(keys),
-            Some(Goal::Count { key, at_least }) => {
-                self.table.get(key).and_then(|value| leading_number(value)).is_some_and(|n| n >= *at_least)
-            }
+            Some(Goal::Count { key, at_least }) => self
+                .table
+                .get(key)
+                .and_then(|value| leading_number(value))
+                .is_some_and(|n| n >= *at_least),
         }
     }
 
@@ -250,7 +279,13 @@ impl State {
         for key in goal.keys() {
             self.by_key.entry(key.clone()).or_default().insert(ticket);
         }
-        self.waiters.insert(ticket, Waiter { bell: bell.clone(), goal });
+        self.waiters.insert(
+            ticket,
+            Waiter {
+                bell: bell.clone(),
+                goal,
+            },
+        );
         ticket
     }
 
@@ -307,12 +342,17 @@ mod tests {
         type Write = fn(&Engine);
         let writes: [(&str, Write); 7] = [
             ("set", |e| e.set(b"k", b"v".to_vec()).unwrap()),
-            ("add", |e| drop(e.add(b"k", 1).unwrap())),
+            ("add", |e| assert_eq!(e.add(b"k", 1), Ok(1))),
             ("append", |e| e.append(b"k", b"v").unwrap()),
             ("compare_set", |e| drop(e.compare_set(b"k", b"", b"v").unwrap())),
-            ("multi_set", |e| e.multi_set(vec![(b"k".to_vec(), Vec::new())]).unwrap()),
+            ("multi_set", |e| {
+                e.multi_set(vec![(b"k".to_vec(), Vec::new())]).unwrap()
+            }),
             ("push", |e| e.push(b"k".to_vec(), b"v".to_vec()).unwrap()),
-            ("barrier", |e| drop(e.barrier(b"k".to_vec(), 1, &Arc::new(Bell::new().unwrap())).unwrap())),
+            ("barrier", |e| {
+                let bell = Arc::new(Bell::new().unwrap());
+                assert_eq!(e.barrier(b"k".to_vec(), 1, &bell), Ok(Entry::Ready));
+            }),
         ];
         for (name, write) in writes {
             let (e, bell) = engine();
@@ -359,9 +399,17 @@ mod tests {
             let ticket = pending(e.wait(keys(&["k", "q"]), &bell));
             let push = || e.push(b"q".to_vec(), vec![1]).unwrap();
             let set = || e.set(b"k", vec![]).unwrap();
-            if queue_first { push() } else { set() }
+            if queue_first {
+                push()
+            } else {
+                set()
+            }
             assert!(e.is_pending(ticket));
-            if queue_first { set() } else { push() }
+            if queue_first {
+                set()
+            } else {
+                push()
+            }
             assert!(!e.is_pending(ticket));
         }
     }

@@ -98,7 +98,10 @@ pub(super) fn watch_listener(listener: impl AsFd, bell: &Bell, deadline: Option<
     match deadline {
         Some(_) => poll_until(&mut [PollFd::new(bell, PollFlags::IN)], deadline),
         None => {
-            let mut fds = [PollFd::new(&listener, PollFlags::IN), PollFd::new(bell, PollFlags::IN)];
+            let mut fds = [
+                PollFd::new(&listener, PollFlags::IN),
+                PollFd::new(bell, PollFlags::IN),
+            ];
             poll_until(&mut fds, None)
         }
     }
@@ -120,7 +123,13 @@ impl Link {
         stream.set_nonblocking(true)?;
         stream.set_nodelay(true)?;
         let buffer = vec![0; BUFFER].into_boxed_slice();
-        Ok(Self { stream: Arc::new(stream), buffer, start: 0, end: 0, patience })
+        Ok(Self {
+            stream: Arc::new(stream),
+            buffer,
+            start: 0,
+            end: 0,
+            patience,
+        })
     }
 
     /// The socket, for shutting it down from elsewhere.
@@ -170,7 +179,10 @@ impl Link {
         if input {
             flags |= PollFlags::IN;
         }
-        let mut fds = [PollFd::new(&*self.stream, flags), PollFd::new(bell, PollFlags::IN)];
+        let mut fds = [
+            PollFd::new(&*self.stream, flags),
+            PollFd::new(bell, PollFlags::IN),
+        ];
         poll_until(&mut fds, None)?;
         let [socket, _] = &fds;
         let seen = socket.revents();

@@ -2,15 +2,19 @@
 //!
 //! [`TcpStoreServer`] holds the map, [`TcpStore`] is a client of it (or of PyTorch's server). Layers, from below:
 //! `link` (a socket with deadlines), `wire` (requests to bytes and back, nothing else), `engine` (map, queues and
-//! waiters, no IO), then `server` (a thread per connection between link and engine) and `client` (a pool of links).
+//! waiters, no IO), then `server` (a thread per connection between link and engine) and `conn` and
+//! `client` (a pool of connections).
 //!
 //! The protocol has no authentication and no encryption: whoever reaches the port can read and write the store. Bind it
 //! to a network that only the job can reach.
 
 mod client;
+mod conn;
 mod engine;
 mod link;
 mod server;
+#[cfg(test)]
+mod tests;
 mod wire;
 
 pub use client::TcpStore;

@@ -18,16 +18,10 @@ use super::wire::{self, Budget, Request};
 use crate::store::table::Refusal;
 use crate::{Error, ErrorKind, Result, deadline_in, time_left};
 
-/// Connections at once; more are closed at once with a warning.
-const MAX_CONNECTIONS: usize = 4096;
 /// Keys, values and queues together.
 const MAX_STORED: usize = 1 << 30;
 /// What all connections together may hold in unfinished requests.
 const MAX_UNFINISHED: usize = 512 << 20;
-/// A connection must validate itself within this time, so that silent strangers do not use the slots up.
-const HANDSHAKE: Duration = Duration::from_secs(30);
-/// A request that stops half way, or a peer that takes no replies, is given up after this time.
-const STALL: Duration = Duration::from_secs(60);
 /// A reply is gathered up to this size before it is sent.
 const REPLY: usize = 64 * 1024;
 /// The work of a connection is shallow; thousands of them should be cheap.
@@ -44,8 +38,30 @@ pub struct TcpStoreServer {
     shared: Arc<Shared>,
 }
 
+/// What a connection may do to the others; smaller in tests.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Connections at once.
+    pub(super) connections: usize,
+    /// A connection must validate itself within this time, so that silent strangers do not use the places up.
+    pub(super) handshake: Duration,
+    /// A request that stops half way, or a peer that takes no replies, is given up after this time.
+    pub(super) stall: Duration,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Self {
+            connections: 4096,
+            handshake: Duration::from_secs(30),
+            stall: Duration::from_secs(60),
+        }
+    }
+}
+
 struct Shared {
     engine: Engine,
+    limits: Limits,
     budget: Budget,
     stop: Bell,
     doors: Mutex<Doors>,
@@ -68,15 +84,23 @@ impl TcpStoreServer {
     /// `Conflict` if the address is in use, `InvalidArgument` if it is not an address of this machine or malformed,
     /// `Io` if the system refuses otherwise.
     pub fn bind(addr: &str) -> Result<Self> {
+        Self::bind_with(addr, Limits::default())
+    }
+
+    pub(super) fn bind_with(addr: &str, limits: Limits) -> Result<Self> {
         let fail = |e: io::Error| bind_error(addr, e);
         let listener = TcpListener::bind(addr).map_err(fail)?;
         listener.set_nonblocking(true).map_err(fail)?;
         let address = listener.local_addr().map_err(fail)?;
         let shared = Arc::new(Shared {
             engine: Engine::new(MAX_STORED),
+            limits,
             budget: Budget::new(MAX_UNFINISHED),
             stop: Bell::new().map_err(fail)?,
-            doors: Mutex::new(Doors { accepting: true, ..Doors::default() }),
+            doors: Mutex::new(Doors {
+                accepting: true,
+                ..Doors::default()
+            }),
             changed: Condvar::new(),
         });
         let for_thread = shared.clone();
@@ -107,10 +131,18 @@ impl TcpStoreServer {
         while doors.accepting || !doors.open.is_empty() {
             let left = time_left(deadline);
             if left.is_zero() {
-                tracing::warn!(connections = doors.open.len(), "store server: connections did not end in time");
+                tracing::warn!(
+                    connections = doors.open.len(),
+                    "store server: connections did not end in time"
+                );
                 return;
             }
-            doors = self.shared.changed.wait_timeout(doors, left).unwrap_or_else(PoisonError::into_inner).0;
+            doors = self
+                .shared
+                .changed
+                .wait_timeout(doors, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
     }
 
@@ -145,7 +177,9 @@ impl Drop for TcpStoreServer {
 
 impl fmt::Debug for TcpStoreServer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("TcpStoreServer").field("address", &self.address).finish_non_exhaustive()
+        f.debug_struct("TcpStoreServer")
+            .field("address", &self.address)
+            .finish_non_exhaustive()
     }
 }
 
@@ -158,12 +192,14 @@ fn bind_error(addr: &str, e: io::Error) -> Error {
                  or give port 0 to take a free one"
             ),
         ),
-        io::ErrorKind::AddrNotAvailable => {
-            (ErrorKind::InvalidArgument, format!("cannot listen on {addr}: it is not an address of this machine"))
-        }
-        io::ErrorKind::InvalidInput => {
-            (ErrorKind::InvalidArgument, format!("cannot listen on {addr}: it is not of the form host:port ({e})"))
-        }
+        io::ErrorKind::AddrNotAvailable => (
+            ErrorKind::InvalidArgument,
+            format!("cannot listen on {addr}: it is not an address of this machine"),
+        ),
+        io::ErrorKind::InvalidInput => (
+            ErrorKind::InvalidArgument,
+            format!("cannot listen on {addr}: it is not of the form host:port ({e})"),
+        ),
         _ => return Error::io(format_args!("cannot listen on {addr}"), e).with_op("store.serve"),
     };
     Error::new(kind, text).with_op("store.serve").with_source(e)
@@ -202,7 +238,7 @@ fn accept(listener: TcpListener, shared: &Arc<Shared>) {
 }
 
 fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
-    let link = match Link::new(stream, Patience::Until(deadline_in(HANDSHAKE))) {
+    let link = match Link::new(stream, Patience::Until(deadline_in(shared.limits.handshake))) {
         Ok(link) => link,
         Err(error) => {
             tracing::debug!(%peer, %error, "store server: connection lost at once");
@@ -215,8 +251,8 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
         if doors.stopped {
             return;
         }
-        if doors.open.len() >= MAX_CONNECTIONS {
-            tracing::warn!(%peer, limit = MAX_CONNECTIONS, "store server: too many connections; closing this one");
+        if doors.open.len() >= shared.limits.connections {
+            tracing::warn!(%peer, limit = shared.limits.connections, "store server: too many connections; closing this one");
             return;
         }
         let id = doors.next;
@@ -224,10 +260,22 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
         doors.open.insert(id, link.socket().clone());
         id
     };
-    let place = Place { shared: shared.clone(), id };
-    let spawned = thread::Builder::new().name("ox-store-conn".into()).stack_size(STACK).spawn(move || {
-        Session { link, shared: &place.shared, out: Vec::new(), bell: None }.run(peer);
-    });
+    let place = Place {
+        shared: shared.clone(),
+        id,
+    };
+    let spawned = thread::Builder::new()
+        .name("ox-store-conn".into())
+        .stack_size(STACK)
+        .spawn(move || {
+            Session {
+                link,
+                shared: &place.shared,
+                out: Vec::new(),
+                bell: None,
+            }
+            .run(peer);
+        });
     if let Err(error) = spawned {
         tracing::warn!(%peer, %error, "store server: no thread for a connection; closing it");
     }
@@ -292,7 +340,9 @@ impl Session<'_> {
             Err(End::Io(e)) if is_late(&e) => {
                 tracing::warn!(%peer, "store server: closing a connection that stalled half way");
             }
-            Err(End::Io(e)) if matches!(e.kind(), io::ErrorKind::InvalidData | io::ErrorKind::OutOfMemory) => {
+            Err(End::Io(e))
+                if matches!(e.kind(), io::ErrorKind::InvalidData | io::ErrorKind::OutOfMemory) =>
+            {
                 tracing::warn!(%peer, "store server: closing a connection: {e}");
             }
             Err(End::Io(e)) => tracing::debug!(%peer, "store server: connection lost: {e}"),
@@ -306,7 +356,9 @@ impl Session<'_> {
             return Err(End::Closed);
         }
         if self.link.buffered().first() != Some(&0) {
-            return Err(wire::bad("it did not begin with VALIDATE; is it a client of another service?").into());
+            return Err(
+                wire::bad("it did not begin with VALIDATE; is it a client of another service?").into(),
+            );
         }
         match Request::read(&mut self.link, &self.shared.budget)? {
             Request::Validate(wire::MAGIC) => {}
@@ -320,7 +372,7 @@ impl Session<'_> {
                     return Err(End::Closed);
                 }
             }
-            self.link.patience = Patience::Stall(STALL);
+            self.link.patience = Patience::Stall(self.shared.limits.stall);
             let request = Request::read(&mut self.link, &self.shared.budget)?;
             self.execute(request)?;
         }
@@ -337,21 +389,33 @@ impl Session<'_> {
             Request::Ping(nonce) => self.reply(&nonce.to_le_bytes())?,
             Request::Set(key, value) => engine.set(&key, value).map_err(refused(&key))?,
             Request::MultiSet(pairs) => {
-                engine.multi_set(pairs).map_err(|(key, refusal)| End::Refused(key, refusal))?;
+                engine
+                    .multi_set(pairs)
+                    .map_err(|(key, refusal)| End::Refused(key, refusal))?;
             }
             Request::Append(key, more) => engine.append(&key, &more).map_err(refused(&key))?,
             Request::Add(key, amount) => {
                 let sum = engine.add(&key, amount).map_err(refused(&key))?;
                 self.reply(&sum.to_le_bytes())?;
             }
-            Request::CompareSet { key, expected, desired } => {
-                let value = engine.compare_set(&key, &expected, &desired).map_err(refused(&key))?;
+            Request::CompareSet {
+                key,
+                expected,
+                desired,
+            } => {
+                let value = engine
+                    .compare_set(&key, &expected, &desired)
+                    .map_err(refused(&key))?;
                 self.reply_bytes(&value)?;
             }
             Request::Get(key) => self.reply_values(vec![key])?,
             Request::MultiGet(keys) => self.reply_values(keys)?,
             Request::Check(keys) => {
-                let code = if engine.check(&keys) { wire::READY } else { wire::NOT_READY };
+                let code = if engine.check(&keys) {
+                    wire::READY
+                } else {
+                    wire::NOT_READY
+                };
                 self.reply(&[code])?;
             }
             Request::NumKeys => self.reply_count(engine.num_keys())?,
@@ -379,8 +443,11 @@ impl Session<'_> {
             }
             Request::Barrier { key, world_size } => {
                 let bell = self.bell()?;
-                let entry =
-                    self.shared.engine.barrier(key.clone(), world_size, &bell).map_err(refused(&key))?;
+                let entry = self
+                    .shared
+                    .engine
+                    .barrier(key.clone(), world_size, &bell)
+                    .map_err(refused(&key))?;
                 self.block(entry, &bell)?;
             }
             // Its wait ended just before: the client reads STOP_WAITING first, then this.
@@ -403,7 +470,10 @@ impl Session<'_> {
         let Entry::Pending(ticket) = entry else {
             return Ok(self.reply(&[wire::STOP_WAITING])?);
         };
-        let out = self.send().map_err(End::Io).and_then(|()| self.pend(ticket, bell));
+        let out = self
+            .send()
+            .map_err(End::Io)
+            .and_then(|()| self.pend(ticket, bell));
         // Whatever happened, the engine must not keep a waiter that nobody serves.
         self.shared.engine.cancel(ticket);
         bell.silence();
@@ -437,7 +507,11 @@ impl Session<'_> {
 
     fn reply(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.out.extend_from_slice(bytes);
-        if self.out.len() >= REPLY { self.send() } else { Ok(()) }
+        if self.out.len() >= REPLY {
+            self.send()
+        } else {
+            Ok(())
+        }
     }
 
     fn reply_count(&mut self, n: usize) -> io::Result<()> {
@@ -462,7 +536,7 @@ impl Session<'_> {
 
     fn send(&mut self) -> io::Result<()> {
         if !self.out.is_empty() {
-            self.link.patience = Patience::Stall(STALL);
+            self.link.patience = Patience::Stall(self.shared.limits.stall);
             self.link.write_all(&self.out)?;
             self.out.clear();
             // A large reply is no reason to keep its memory for the life of the connection.

@@ -1,7 +1,7 @@
 //! Requests and replies of PyTorch's TCPStore protocol as bytes; no sockets, no state.
 //!
 //! Little endian; a string is u64 length + bytes, a list u64 count + items (MULTI_SET: i64); a request is one opcode byte
-//! + arguments, without frame, id or checksum. Reading checks each length against its limit first and then grows as
+//! and its arguments, without frame, id or checksum. Reading checks each length against its limit first and then grows as
 //! bytes arrive, never by what a length claims; bytes that are not the protocol are `io::ErrorKind::InvalidData`.
 
 use std::io::{self, Read};
@@ -37,7 +37,11 @@ type Bytes = Vec<u8>;
 pub(super) enum Request {
     Validate(u32),
     Set(Bytes, Bytes),
-    CompareSet { key: Bytes, expected: Bytes, desired: Bytes },
+    CompareSet {
+        key: Bytes,
+        expected: Bytes,
+        desired: Bytes,
+    },
     Get(Bytes),
     Add(Bytes, i64),
     Check(Vec<Bytes>),
@@ -53,7 +57,10 @@ pub(super) enum Request {
     QueuePop(Bytes),
     QueueLen(Bytes),
     ListKeys,
-    Barrier { key: Bytes, world_size: i64 },
+    Barrier {
+        key: Bytes,
+        world_size: i64,
+    },
 }
 
 impl Request {
@@ -63,12 +70,18 @@ impl Request {
         match self {
             Self::Validate(n) | Self::Ping(n) => out.extend_from_slice(&n.to_le_bytes()),
             Self::NumKeys | Self::CancelWait | Self::ListKeys => {}
-            Self::Get(key) | Self::Delete(key) | Self::QueuePop(key) | Self::QueueLen(key) => put_bytes(out, key),
+            Self::Get(key) | Self::Delete(key) | Self::QueuePop(key) | Self::QueueLen(key) => {
+                put_bytes(out, key)
+            }
             Self::Set(key, value) | Self::Append(key, value) | Self::QueuePush(key, value) => {
                 put_bytes(out, key);
                 put_bytes(out, value);
             }
-            Self::CompareSet { key, expected, desired } => {
+            Self::CompareSet {
+                key,
+                expected,
+                desired,
+            } => {
                 put_bytes(out, key);
                 put_bytes(out, expected);
                 put_bytes(out, desired);
@@ -117,12 +130,20 @@ impl Request {
 
     /// Reads one request. `budget` is what all connections of a server may hold in unfinished requests together.
     pub(super) fn read(from: &mut impl Read, budget: &Budget) -> io::Result<Self> {
-        let mut from = Metered { from, budget, held: 0 };
+        let mut from = Metered {
+            from,
+            budget,
+            held: 0,
+        };
         let f = &mut from;
         Ok(match read_u8(f.from)? {
             0 => Self::Validate(f.u32()?),
             1 => Self::Set(f.key()?, f.value()?),
-            2 => Self::CompareSet { key: f.key()?, expected: f.value()?, desired: f.value()? },
+            2 => Self::CompareSet {
+                key: f.key()?,
+                expected: f.value()?,
+                desired: f.value()?,
+            },
             3 => Self::Get(f.key()?),
             4 => Self::Add(f.key()?, f.i64()?),
             5 => Self::Check(f.keys()?),
@@ -145,7 +166,10 @@ impl Request {
             15 => Self::QueuePop(f.key()?),
             16 => Self::QueueLen(f.key()?),
             17 => Self::ListKeys,
-            18 => Self::Barrier { key: f.key()?, world_size: f.i64()? },
+            18 => Self::Barrier {
+                key: f.key()?,
+                world_size: f.i64()?,
+            },
             other => return Err(bad(format!("unknown opcode {other}"))),
         })
     }
@@ -160,14 +184,20 @@ pub(super) struct Budget {
 
 impl Budget {
     pub(super) fn new(limit: usize) -> Self {
-        Self { used: AtomicUsize::new(0), limit }
+        Self {
+            used: AtomicUsize::new(0),
+            limit,
+        }
     }
 
     fn take(&self, n: usize) -> io::Result<()> {
         let before = self.used.fetch_add(n, Ordering::Relaxed);
         if before.saturating_add(n) > self.limit {
             self.used.fetch_sub(n, Ordering::Relaxed);
-            let text = format!("unfinished requests of all connections exceed {} bytes", self.limit);
+            let text = format!(
+                "unfinished requests of all connections exceed {} bytes",
+                self.limit
+            );
             return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
         }
         Ok(())
@@ -306,14 +336,20 @@ pub(super) fn read_value(from: &mut impl Read) -> io::Result<Bytes> {
 pub(super) fn read_listing(from: &mut impl Read) -> io::Result<Vec<Bytes>> {
     let n = read_i64(from)?;
     if !(0..=MAX_LISTED).contains(&n) {
-        return Err(bad(format!("a listing of {n} keys; at most {MAX_LISTED} are allowed")));
+        return Err(bad(format!(
+            "a listing of {n} keys; at most {MAX_LISTED} are allowed"
+        )));
     }
     let mut held = 0usize;
     (0..n)
         .map(|_| {
             read_grown(from, "key", MAX_KEY, |n| {
                 held = held.saturating_add(n);
-                if held > 16 * MAX_REQUEST { Err(bad("a listing of more than 1 GiB")) } else { Ok(()) }
+                if held > 16 * MAX_REQUEST {
+                    Err(bad("a listing of more than 1 GiB"))
+                } else {
+                    Ok(())
+                }
             })
         })
         .collect()
@@ -325,8 +361,11 @@ mod tests {
     use proptest::prelude::*;
 
     fn hex(text: &str) -> Vec<u8> {
-        let digits: Vec<u8> =
-            text.bytes().filter(|b| !b.is_ascii_whitespace()).map(|b| (b as char).to_digit(16).unwrap() as u8).collect();
+        let digits: Vec<u8> = text
+            .bytes()
+            .filter(|b| !b.is_ascii_whitespace())
+            .map(|b| (b as char).to_digit(16).unwrap() as u8)
+            .collect();
         digits.chunks(2).map(|pair| pair[0] << 4 | pair[1]).collect()
     }
 
@@ -346,22 +385,41 @@ mod tests {
         let table = [
             (Request::Validate(MAGIC), "00 cef7853c"),
             (Request::Ping(0x0403_0201), "0d 01020304"),
-            (Request::Set(k(), b"v1".to_vec()), "01 0200000000000000 2f6b 0200000000000000 7631"),
             (
-                Request::CompareSet { key: k(), expected: b"v1".to_vec(), desired: b"v2".to_vec() },
+                Request::Set(k(), b"v1".to_vec()),
+                "01 0200000000000000 2f6b 0200000000000000 7631",
+            ),
+            (
+                Request::CompareSet {
+                    key: k(),
+                    expected: b"v1".to_vec(),
+                    desired: b"v2".to_vec(),
+                },
                 "02 0200000000000000 2f6b 0200000000000000 7631 0200000000000000 7632",
             ),
             (Request::Get(k()), "03 0200000000000000 2f6b"),
-            (Request::Add(b"/n".to_vec(), 5), "04 0200000000000000 2f6e 0500000000000000"),
-            (Request::Add(b"/n".to_vec(), -1), "04 0200000000000000 2f6e ffffffffffffffff"),
+            (
+                Request::Add(b"/n".to_vec(), 5),
+                "04 0200000000000000 2f6e 0500000000000000",
+            ),
+            (
+                Request::Add(b"/n".to_vec(), -1),
+                "04 0200000000000000 2f6e ffffffffffffffff",
+            ),
             (
                 Request::Check(vec![k(), b"/zz".to_vec()]),
                 "05 0200000000000000 0200000000000000 2f6b 0300000000000000 2f7a7a",
             ),
-            (Request::Wait(vec![k()]), "06 0100000000000000 0200000000000000 2f6b"),
+            (
+                Request::Wait(vec![k()]),
+                "06 0100000000000000 0200000000000000 2f6b",
+            ),
             (Request::NumKeys, "07"),
             (Request::Delete(b"/a".to_vec()), "08 0200000000000000 2f61"),
-            (Request::Append(k(), b"+z".to_vec()), "09 0200000000000000 2f6b 0200000000000000 2b7a"),
+            (
+                Request::Append(k(), b"+z".to_vec()),
+                "09 0200000000000000 2f6b 0200000000000000 2b7a",
+            ),
             (
                 Request::MultiGet(vec![k(), b"/n".to_vec()]),
                 "0a 0200000000000000 0200000000000000 2f6b 0200000000000000 2f6e",
@@ -372,11 +430,20 @@ mod tests {
                  0200000000000000 2f6e 0000000000000000",
             ),
             (Request::CancelWait, "0c"),
-            (Request::QueuePush(k(), b"i".to_vec()), "0e 0200000000000000 2f6b 0100000000000000 69"),
+            (
+                Request::QueuePush(k(), b"i".to_vec()),
+                "0e 0200000000000000 2f6b 0100000000000000 69",
+            ),
             (Request::QueuePop(k()), "0f 0200000000000000 2f6b"),
             (Request::QueueLen(k()), "10 0200000000000000 2f6b"),
             (Request::ListKeys, "11"),
-            (Request::Barrier { key: k(), world_size: 1 }, "12 0200000000000000 2f6b 0100000000000000"),
+            (
+                Request::Barrier {
+                    key: k(),
+                    world_size: 1,
+                },
+                "12 0200000000000000 2f6b 0100000000000000",
+            ),
         ];
         for (request, golden) in table {
             let mut bytes = Vec::new();
@@ -408,9 +475,17 @@ mod tests {
     #[test]
     fn a_request_cut_off_anywhere_is_the_end_of_the_stream_and_gives_its_budget_back() {
         let mut whole = Vec::new();
-        Request::MultiSet(vec![(b"/k".to_vec(), vec![7; 200_000]), (b"/l".to_vec(), vec![1])]).encode(&mut whole);
+        Request::MultiSet(vec![
+            (b"/k".to_vec(), vec![7; 200_000]),
+            (b"/l".to_vec(), vec![1]),
+        ])
+        .encode(&mut whole);
         for cut in [0, 1, 5, 9, 17, 20, 70_000, whole.len() - 1] {
-            assert_eq!(read(&whole[..cut]).unwrap_err().kind(), io::ErrorKind::UnexpectedEof, "{cut}");
+            assert_eq!(
+                read(&whole[..cut]).unwrap_err().kind(),
+                io::ErrorKind::UnexpectedEof,
+                "{cut}"
+            );
         }
     }
 
@@ -429,7 +504,11 @@ mod tests {
         let keys = || proptest::collection::vec(b(), 0..5);
         prop_oneof![
             (b(), b()).prop_map(|(k, v)| Request::Set(k, v)),
-            (b(), b(), b()).prop_map(|(key, expected, desired)| Request::CompareSet { key, expected, desired }),
+            (b(), b(), b()).prop_map(|(key, expected, desired)| Request::CompareSet {
+                key,
+                expected,
+                desired
+            }),
             (b(), any::<i64>()).prop_map(|(k, n)| Request::Add(k, n)),
             keys().prop_map(Request::Wait),
             keys().prop_map(Request::MultiGet),

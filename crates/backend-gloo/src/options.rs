@@ -1,0 +1,75 @@
+//! What a group is told when it is made, and the constants that all ranks must have in common.
+
+use std::time::Duration;
+
+use ftcore::{GroupOptions, Result};
+
+use crate::schedule::{DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, TREE_MAX_BYTES};
+use crate::wire::{SEGMENT, VERSION};
+
+/// The typed options that are acted on; any other is refused (INV-9).
+pub(crate) const HONOURED: &[&str] = &["net_name"];
+
+/// The options of a group, in the form in which they are used.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    /// The time-out of calls that name no deadline.
+    pub(crate) timeout: Duration,
+    /// The interface or address to use.
+    pub(crate) net_name: Option<String>,
+    /// See [`constants`]; a field so that a test can make ranks disagree.
+    pub(crate) constants: u64,
+    /// As given: a split group is made with the same.
+    pub(crate) options: GroupOptions,
+}
+
+impl Settings {
+    /// Errors: `InvalidArgument` for an option that is not honoured.
+    pub(crate) fn new(options: GroupOptions) -> Result<Self> {
+        options.require_honoured("gloo", HONOURED)?;
+        Ok(Self {
+            timeout: options.timeout,
+            net_name: options.net_name.clone(),
+            constants: constants(),
+            options,
+        })
+    }
+}
+
+/// A hash of everything that decides about algorithms and frames: ranks compare it when they connect (INV-3).
+pub(crate) fn constants() -> u64 {
+    let parts = [
+        u64::from(VERSION),
+        DIRECT_MAX_BYTES as u64,
+        u64::from(DIRECT_MAX_WORLD),
+        TREE_MAX_BYTES as u64,
+        SEGMENT as u64,
+        // Payloads are in the machine's byte order.
+        u64::from(u16::from_ne_bytes([1, 0])),
+        size_of::<usize>() as u64,
+    ];
+    parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
+        (hash ^ part).wrapping_mul(0x0000_0100_0000_01B3)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_option_that_gloo_does_not_honour_is_refused_by_name() {
+        let options = GroupOptions {
+            min_ctas: Some(4),
+            net_name: Some("lo".into()),
+            ..Default::default()
+        };
+        let e = Settings::new(options.clone()).unwrap_err();
+        assert!(e.to_string().contains("min_ctas"), "{e}");
+        let lenient = GroupOptions {
+            lenient: true,
+            ..options
+        };
+        assert_eq!(Settings::new(lenient).unwrap().net_name.as_deref(), Some("lo"));
+    }
+}

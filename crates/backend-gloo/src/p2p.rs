@@ -1,0 +1,537 @@
+//! Point-to-point messages: offer, accept, data over the control connections, matched by (peer, tag).
+//!
+//! Nothing is sent before its receive is posted, so no rank ever buffers a message for another (INV-10), and the bytes go
+//! from the sender's tensor to the socket and from the socket into the receiver's tensor. Messages of one (peer,
+//! direction, tag) match in order; different messages interleave piece by piece, so two ranks that both receive first
+//! and then send make progress.
+
+use std::collections::{BTreeMap, VecDeque};
+use std::time::Instant;
+
+use ftcore::{Collective, Completer, Completion, DType, Error, ErrorKind, OpKind, Result, Tensor};
+
+use crate::exec::Place;
+use crate::peer::{Outgoing, Payload, Peer};
+use crate::transport::tcp::Moved;
+use crate::wire::{Control, ControlKind, SEGMENT};
+
+/// Offers that one peer may have open here, and that are sent to one peer before the first is accepted. More sends wait
+/// at their sender.
+const MAX_OFFERS: usize = 16 * 1024;
+
+/// A send, a receive, or several that were submitted together.
+struct Batch {
+    kind: OpKind,
+    completer: Completer,
+    tensors: Vec<Tensor>,
+    left: usize,
+    source: Option<u32>,
+    deadline: Instant,
+    submitted: Instant,
+}
+
+/// A message of this rank.
+struct Sent {
+    batch: u64,
+    index: usize,
+    peer: u32,
+    tag: u32,
+    /// Bytes that have been handed out to pieces.
+    cut: usize,
+    /// The tensor of the batch this is; accepted by the receiver.
+    accepted: bool,
+}
+
+/// A receive that waits for an offer.
+struct Posted {
+    batch: u64,
+    index: usize,
+    peer: Option<u32>,
+    tag: u32,
+}
+
+/// An offer that waits for a receive.
+struct Offer {
+    peer: u32,
+    id: u64,
+    tag: u32,
+    dtype: u8,
+    count: u64,
+}
+
+/// A receive whose bytes are coming.
+struct Arriving {
+    batch: u64,
+    index: usize,
+    done: usize,
+}
+
+/// All point-to-point state of one engine.
+pub(crate) struct Messages {
+    place: Place,
+    next_batch: u64,
+    next_id: u64,
+    batches: BTreeMap<u64, Batch>,
+    sent: BTreeMap<u64, Sent>,
+    /// Sends that wait for room in their peer's window.
+    held: Vec<VecDeque<u64>>,
+    /// Offers sent to each peer and not accepted yet.
+    open: Vec<usize>,
+    posted: VecDeque<Posted>,
+    offers: VecDeque<Offer>,
+    arriving: BTreeMap<(u32, u64), Arriving>,
+}
+
+fn lost() -> Error {
+    Error::new(ErrorKind::Internal, "a message lost its tensor")
+}
+
+impl Messages {
+    pub(crate) fn new(place: Place) -> Self {
+        Self {
+            place,
+            next_batch: 0,
+            next_id: 0,
+            batches: BTreeMap::new(),
+            sent: BTreeMap::new(),
+            held: (0..place.world).map(|_| VecDeque::new()).collect(),
+            open: vec![0; place.world as usize],
+            posted: VecDeque::new(),
+            offers: VecDeque::new(),
+            arriving: BTreeMap::new(),
+        }
+    }
+
+    pub(crate) fn is_idle(&self) -> bool {
+        self.batches.is_empty()
+    }
+
+    /// The nearest deadline of a pending message.
+    pub(crate) fn deadline(&self) -> Option<Instant> {
+        self.batches.values().map(|b| b.deadline).min()
+    }
+
+    /// Takes a send, a receive or a batch.
+    pub(crate) fn submit(
+        &mut self,
+        op: Collective,
+        completer: Completer,
+        deadline: Instant,
+        submitted: Instant,
+        peers: &mut [Option<Peer>],
+    ) -> Result<()> {
+        let kind = op.kind();
+        let ops = match op {
+            Collective::Batch { ops } => ops,
+            one => vec![one],
+        };
+        let batch = self.next_batch;
+        self.next_batch += 1;
+        let mut tensors = Vec::with_capacity(ops.len());
+        let (mut sends, mut receives) = (Vec::new(), Vec::new());
+        for op in ops {
+            let index = tensors.len();
+            match op {
+                Collective::Send { tensor, peer, tag } => {
+                    tensors.push(tensor);
+                    sends.push((index, peer, tag));
+                }
+                Collective::Recv { tensor, peer, tag } => {
+                    tensors.push(tensor);
+                    receives.push(Posted {
+                        batch,
+                        index,
+                        peer,
+                        tag,
+                    });
+                }
+                other => tensors.extend(other.into_tensors()),
+            }
+        }
+        self.batches.insert(
+            batch,
+            Batch {
+                kind,
+                completer,
+                left: sends.len() + receives.len(),
+                tensors,
+                source: None,
+                deadline,
+                submitted,
+            },
+        );
+        for (index, peer, tag) in sends {
+            let id = self.next_id;
+            self.next_id += 1;
+            self.sent.insert(
+                id,
+                Sent {
+                    batch,
+                    index,
+                    peer,
+                    tag,
+                    cut: 0,
+                    accepted: false,
+                },
+            );
+            if let Some(held) = self.held.get_mut(peer as usize) {
+                held.push_back(id);
+            }
+            self.offer(peer, peers)?;
+        }
+        for posted in receives {
+            let found = self
+                .offers
+                .iter()
+                .position(|o| o.tag == posted.tag && posted.peer.is_none_or(|p| p == o.peer));
+            match found.and_then(|i| self.offers.remove(i)) {
+                Some(offer) => self.meet(offer, posted, peers)?,
+                None => self.posted.push_back(posted),
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends offers to `rank` as far as its window allows.
+    fn offer(&mut self, rank: u32, peers: &mut [Option<Peer>]) -> Result<()> {
+        let at = rank as usize;
+        let peer = peers.get_mut(at).and_then(Option::as_mut).ok_or_else(lost)?;
+        while self.open.get(at).is_some_and(|&n| n < MAX_OFFERS) {
+            let Some(id) = self.held.get_mut(at).and_then(VecDeque::pop_front) else {
+                break;
+            };
+            let sent = self.sent.get(&id).ok_or_else(lost)?;
+            let tensor = self
+                .batches
+                .get(&sent.batch)
+                .and_then(|b| b.tensors.get(sent.index))
+                .ok_or_else(lost)?;
+            let header = Control {
+                kind: ControlKind::Offer,
+                code: tensor.dtype().code(),
+                epoch: self.place.epoch,
+                id,
+                a: sent.tag,
+                b: self.place.rank,
+                length: tensor.count() as u64,
+            };
+            peer.control.push(header, Vec::new());
+            if let Some(n) = self.open.get_mut(at) {
+                *n += 1;
+            }
+        }
+        Ok(())
+    }
+
+    /// An offer and a receive have found each other.
+    fn meet(&mut self, offer: Offer, posted: Posted, peers: &mut [Option<Peer>]) -> Result<()> {
+        let peer = peers
+            .get_mut(offer.peer as usize)
+            .and_then(Option::as_mut)
+            .ok_or_else(lost)?;
+        let batch = self.batches.get_mut(&posted.batch).ok_or_else(lost)?;
+        let tensor = batch.tensors.get(posted.index).ok_or_else(lost)?;
+        if tensor.dtype().code() != offer.dtype || tensor.count() as u64 != offer.count {
+            let theirs = DType::from_code(offer.dtype).map_or("an unknown dtype", DType::name);
+            return Err(peer.error(
+                ErrorKind::Mismatch,
+                format!(
+                    "rank {} sends {} elements of {theirs} with tag {}; rank {} receives {} elements of {}",
+                    offer.peer,
+                    offer.count,
+                    offer.tag,
+                    self.place.rank,
+                    tensor.count(),
+                    tensor.dtype()
+                ),
+            ));
+        }
+        if batch.kind == OpKind::Recv {
+            batch.source = Some(offer.peer);
+        }
+        let header = Control {
+            kind: ControlKind::Accept,
+            code: 0,
+            epoch: self.place.epoch,
+            id: offer.id,
+            a: 0,
+            b: self.place.rank,
+            length: 0,
+        };
+        peer.control.push(header, Vec::new());
+        self.arriving.insert(
+            (offer.peer, offer.id),
+            Arriving {
+                batch: posted.batch,
+                index: posted.index,
+                done: 0,
+            },
+        );
+        Ok(())
+    }
+
+    /// Takes an offer or an accept that came in from `rank`.
+    pub(crate) fn frame(&mut self, rank: u32, frame: &Control, peers: &mut [Option<Peer>]) -> Result<()> {
+        let protocol = |text: String| Error::new(ErrorKind::Protocol, text);
+        match frame.kind {
+            ControlKind::Offer => {
+                let open = self.offers.iter().filter(|o| o.peer == rank).count();
+                if open >= MAX_OFFERS {
+                    return Err(protocol(format!("offers more than {MAX_OFFERS} messages at once")));
+                }
+                let offer = Offer {
+                    peer: rank,
+                    id: frame.id,
+                    tag: frame.a,
+                    dtype: frame.code,
+                    count: frame.length,
+                };
+                let found = self
+                    .posted
+                    .iter()
+                    .position(|p| p.tag == offer.tag && p.peer.is_none_or(|p| p == rank));
+                match found.and_then(|i| self.posted.remove(i)) {
+                    Some(posted) => self.meet(offer, posted, peers),
+                    None => {
+                        self.offers.push_back(offer);
+                        Ok(())
+                    }
+                }
+            }
+            ControlKind::Accept => {
+                let sent = self.sent.get_mut(&frame.id).filter(|s| s.peer == rank && !s.accepted);
+                let Some(sent) = sent else {
+                    return Err(protocol(format!(
+                        "accepts message {}, which was not offered to it",
+                        frame.id
+                    )));
+                };
+                sent.accepted = true;
+                if let Some(n) = self.open.get_mut(rank as usize) {
+                    *n = n.saturating_sub(1);
+                }
+                if let Some(peer) = peers.get_mut(rank as usize).and_then(Option::as_mut) {
+                    peer.control.sending.push_back(frame.id);
+                }
+                self.offer(rank, peers)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The header of a piece came in from `rank`: checks it and opens it for [`pull`](Self::pull).
+    pub(crate) fn piece(&mut self, rank: u32, frame: &Control, peer: &mut Peer) -> Result<()> {
+        let length = usize::try_from(frame.length).unwrap_or(usize::MAX);
+        let arriving = self.arriving.get(&(rank, frame.id));
+        let room = arriving.and_then(|a| {
+            let tensor = self.batches.get(&a.batch)?.tensors.get(a.index)?;
+            tensor.byte_len().checked_sub(a.done)
+        });
+        match room {
+            Some(room) if length <= room && (length > 0 || room == 0) => {
+                peer.control.piece = Some((frame.id, length));
+                Ok(())
+            }
+            Some(room) => Err(peer.error(
+                ErrorKind::Protocol,
+                format!("sends {length} bytes of a message of which {room} are missing"),
+            )),
+            None => Err(peer.error(
+                ErrorKind::Protocol,
+                format!("sends bytes of message {}, which nobody accepted", frame.id),
+            )),
+        }
+    }
+
+    /// Reads the open piece of `peer` into its tensor. True if anything moved.
+    pub(crate) fn pull(&mut self, peer: &mut Peer) -> Result<bool> {
+        let rank = peer.rank;
+        let mut moved = false;
+        while let Some((id, left)) = peer.control.piece {
+            let arriving = self.arriving.get_mut(&(rank, id)).ok_or_else(lost)?;
+            let batch = self.batches.get_mut(&arriving.batch).ok_or_else(lost)?;
+            let tensor = batch.tensors.get_mut(arriving.index).ok_or_else(lost)?;
+            if left > 0 {
+                let target = tensor
+                    .bytes_mut()
+                    .get_mut(arriving.done..arriving.done + left)
+                    .ok_or_else(lost)?;
+                match peer.control.link.read(target) {
+                    Moved::Bytes(n) => {
+                        moved = true;
+                        arriving.done += n;
+                        peer.control.piece = Some((id, left - n));
+                        if n < left {
+                            continue;
+                        }
+                    }
+                    Moved::Nothing | Moved::Closed => break,
+                }
+            }
+            peer.control.piece = None;
+            moved = true;
+            if arriving.done >= tensor.byte_len() {
+                if tensor.dtype() == DType::Bool {
+                    crate::kernels::canonical_bools(tensor.bytes_mut());
+                }
+                let batch = arriving.batch;
+                self.arriving.remove(&(rank, id));
+                self.one_done(batch);
+            }
+        }
+        Ok(moved)
+    }
+
+    fn one_done(&mut self, key: u64) {
+        let Some(batch) = self.batches.get_mut(&key) else { return };
+        batch.left = batch.left.saturating_sub(1);
+        if batch.left == 0
+            && let Some(batch) = self.batches.remove(&key)
+        {
+            batch.completer.succeed(Completion {
+                tensors: batch.tensors,
+                source: batch.source,
+                contributors: 0,
+            });
+        }
+    }
+
+    /// Writes waiting control frames and pieces of accepted messages to `peer`. True if anything moved.
+    pub(crate) fn flush(&mut self, peer: &mut Peer) -> bool {
+        let (batches, sent) = (&self.batches, &mut self.sent);
+        let lengths: BTreeMap<u64, (u64, usize, usize)> = peer
+            .control
+            .sending
+            .iter()
+            .chain(peer.control.current.iter().filter_map(|c| match &c.payload {
+                Payload::Message { id, .. } => Some(id),
+                _ => None,
+            }))
+            .filter_map(|id| {
+                let s = sent.get(id)?;
+                let bytes = batches.get(&s.batch)?.tensors.get(s.index)?.byte_len();
+                Some((*id, (s.batch, s.index, bytes)))
+            })
+            .collect();
+        let epoch = self.place.epoch;
+        let rank = self.place.rank;
+        let mut finished = Vec::new();
+        let moved = peer.control.flush(
+            |id, offset, length| {
+                let (batch, index, _) = lengths.get(&id)?;
+                batches
+                    .get(batch)?
+                    .tensors
+                    .get(*index)?
+                    .bytes()
+                    .get(offset..offset + length)
+            },
+            |sending| {
+                let id = sending.pop_front()?;
+                let (_, _, bytes) = lengths.get(&id)?;
+                let s = sent.get_mut(&id)?;
+                let offset = s.cut;
+                let length = (bytes - offset).min(SEGMENT);
+                s.cut += length;
+                if s.cut < *bytes {
+                    sending.push_back(id);
+                }
+                let header = Control {
+                    kind: ControlKind::Data,
+                    code: 0,
+                    epoch,
+                    id,
+                    a: 0,
+                    b: rank,
+                    length: length as u64,
+                };
+                Some(Outgoing::new(header, Payload::Message { id, offset, length }))
+            },
+            |id, offset| {
+                if lengths.get(&id).is_some_and(|(_, _, bytes)| offset >= *bytes) {
+                    finished.push(id);
+                }
+            },
+        );
+        for id in finished {
+            if let Some(s) = self.sent.remove(&id) {
+                self.one_done(s.batch);
+            }
+        }
+        moved
+    }
+
+    /// Before everything fails: the frame that `peer` is in the middle of becomes independent of the tensors.
+    pub(crate) fn detach(&self, peer: &mut Peer) {
+        peer.control.sending.clear();
+        peer.control.queue.clear();
+        let Some(frame) = &mut peer.control.current else { return };
+        if frame.done == 0 {
+            peer.control.current = None;
+        } else if let Payload::Message { id, offset, length } = frame.payload {
+            let bytes = self
+                .sent
+                .get(&id)
+                .and_then(|s| self.batches.get(&s.batch)?.tensors.get(s.index))
+                .and_then(|t| t.bytes().get(offset..offset + length))
+                .map(<[u8]>::to_vec);
+            frame.payload = Payload::Text(bytes.unwrap_or_else(|| vec![0; length]));
+        }
+    }
+
+    /// The error for the batch whose deadline has passed, if there is one.
+    pub(crate) fn overdue(&self, now: Instant) -> Option<Error> {
+        let (key, batch) = self.batches.iter().find(|(_, b)| b.deadline <= now)?;
+        let mut waits = Vec::new();
+        for p in self.posted.iter().filter(|p| p.batch == *key) {
+            waits.push(match p.peer {
+                Some(peer) => format!("rank {peer} has not sent with tag {}", p.tag),
+                None => format!("no rank has sent with tag {}", p.tag),
+            });
+        }
+        for s in self.sent.values().filter(|s| s.batch == *key) {
+            waits.push(if s.accepted {
+                format!("rank {} takes the message with tag {} too slowly", s.peer, s.tag)
+            } else {
+                format!("rank {} has posted no receive with tag {}", s.peer, s.tag)
+            });
+        }
+        for ((peer, _), _) in self.arriving.iter().filter(|(_, a)| a.batch == *key) {
+            waits.push(format!("the message of rank {peer} is incomplete"));
+        }
+        Some(
+            Error::timeout(format!(
+                "timed out after {:.1} s: {}",
+                batch.submitted.elapsed().as_secs_f64(),
+                waits.join("; ")
+            ))
+            .with_op(batch.kind.name())
+            .with_rank(self.place.rank)
+            .with_epoch(self.place.epoch),
+        )
+    }
+
+    /// True if something pending can only end with the help of `rank`.
+    pub(crate) fn needs(&self, rank: u32) -> bool {
+        self.sent.values().any(|s| s.peer == rank)
+            || self.posted.iter().any(|p| p.peer == Some(rank))
+            || self.arriving.keys().any(|(peer, _)| *peer == rank)
+            || (self.place.world == 2 && self.posted.iter().any(|p| p.peer.is_none()))
+    }
+
+    /// Fails everything; the tensors go back, since nobody touches them any more.
+    pub(crate) fn fail_all(&mut self, error: &Error) {
+        self.sent.clear();
+        self.posted.clear();
+        self.offers.clear();
+        self.arriving.clear();
+        for (_, batch) in std::mem::take(&mut self.batches) {
+            let error = error
+                .clone()
+                .with_op(batch.kind.name())
+                .with_rank(self.place.rank)
+                .with_epoch(self.place.epoch);
+            batch.completer.fail(error, batch.tensors);
+        }
+    }
+}

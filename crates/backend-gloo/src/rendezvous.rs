@@ -1,0 +1,757 @@
+//! How the ranks of a configuration find and connect each other.
+//!
+//! Every rank listens, publishes its address and a secret under `prefix/epoch` in the store, connects twice to every lower
+//! rank and accepts from every higher one. All of it is one non-blocking loop, so a stranger or a half-open connection
+//! holds nobody up. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
+//! reached, so that they need not wait for their own deadline (L27).
+
+use std::io::IoSlice;
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
+
+use crate::options::Settings;
+use crate::peer::{ControlLink, Inbox, Incoming, Peer};
+use crate::transport::interface::{self, Addresses};
+use crate::transport::tcp::{Counters, Link, Moved};
+use crate::wire::{self, Control, ControlKind, Hello, Lane, VERSION};
+
+/// A connection that has not said who it is by then is dropped.
+const GREETING: Duration = Duration::from_secs(5);
+/// Connections that have not said who they are; beyond it new ones are dropped.
+const MAX_STRANGERS: usize = 256;
+/// Between two attempts to reach a rank.
+const RETRY: Duration = Duration::from_millis(30);
+/// The longest uninterrupted wait for the store.
+const STORE_SLICE: Duration = Duration::from_millis(50);
+
+/// What a rank publishes.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Card {
+    nonce: u64,
+    host: String,
+    remote: SocketAddr,
+    local: Option<SocketAddr>,
+}
+
+impl Card {
+    fn encode(&self) -> String {
+        let local = self.local.map_or("-".to_string(), |a| a.to_string());
+        format!("oxccl-gloo {:016x} {} {} {local}", self.nonce, self.host, self.remote)
+    }
+
+    /// `None` if it is not what `encode` writes.
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(bytes).ok()?;
+        let mut fields = text.split(' ');
+        if fields.next()? != "oxccl-gloo" {
+            return None;
+        }
+        let nonce = u64::from_str_radix(fields.next()?, 16).ok()?;
+        let host = fields.next()?.to_string();
+        let remote = fields.next()?.parse().ok()?;
+        let local = match fields.next()? {
+            "-" => None,
+            address => Some(address.parse().ok()?),
+        };
+        fields.next().is_none().then_some(Self {
+            nonce,
+            host,
+            remote,
+            local,
+        })
+    }
+}
+
+/// One attempt to connect one lane to a lower rank.
+enum Dial {
+    Waiting { retry_at: Instant },
+    Connecting(std::os::fd::OwnedFd),
+    Greeting { link: Link, sent: usize, buffer: Box<[u8; Hello::BYTES]>, have: usize },
+    Done,
+}
+
+struct Dialed {
+    rank: u32,
+    lane: Lane,
+    state: Dial,
+}
+
+/// A connection that came in and has not been recognised yet.
+struct Stranger {
+    link: Link,
+    from: SocketAddr,
+    buffer: [u8; Hello::BYTES],
+    have: usize,
+    until: Instant,
+}
+
+#[derive(Default)]
+struct Found {
+    address: String,
+    data: Option<Link>,
+    control: Option<Link>,
+    /// It has sent something other than an abort: no need to look again.
+    busy: bool,
+}
+
+impl Found {
+    fn complete(&self) -> bool {
+        self.data.is_some() && self.control.is_some()
+    }
+}
+
+struct Rendezvous<'a> {
+    configuration: &'a Configuration,
+    settings: &'a Settings,
+    counters: Arc<Counters>,
+    cancel: &'a AtomicBool,
+    began: Instant,
+    listener: TcpListener,
+    card: Card,
+    /// By rank; `None` where not known yet.
+    cards: Vec<Option<Card>>,
+    dialed: Vec<Dialed>,
+    strangers: Vec<Stranger>,
+    found: Vec<Found>,
+}
+
+/// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
+pub(crate) fn connect(
+    configuration: &Configuration,
+    settings: &Settings,
+    counters: Arc<Counters>,
+    cancel: &AtomicBool,
+) -> Result<Vec<Option<Peer>>> {
+    let mut rendezvous = Rendezvous::new(configuration, settings, counters, cancel)?;
+    match rendezvous.run() {
+        Ok(()) => rendezvous.into_peers(),
+        Err(error) => {
+            rendezvous.give_up(&error);
+            Err(error)
+        }
+    }
+}
+
+fn key(configuration: &Configuration, rank: u32) -> String {
+    format!(
+        "{}/{}/gloo/{rank}",
+        configuration.prefix, configuration.epoch
+    )
+}
+
+/// Random enough that a stranger does not guess it: the standard library's hash keys come from the system.
+pub(crate) fn nonce() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    let mut hasher = std::hash::RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    hasher.finish()
+}
+
+impl<'a> Rendezvous<'a> {
+    fn new(
+        configuration: &'a Configuration,
+        settings: &'a Settings,
+        counters: Arc<Counters>,
+        cancel: &'a AtomicBool,
+    ) -> Result<Self> {
+        let host = std::env::var(interface::HOST_VARIABLE).ok().filter(|h| !h.is_empty());
+        let Addresses {
+            bind,
+            advertise,
+            loopback_here,
+        } = interface::addresses(settings.net_name.as_deref(), host.as_deref())?;
+        let listener = TcpListener::bind((bind, 0))
+            .and_then(|l| l.set_nonblocking(true).map(|()| l))
+            .map_err(|e| Error::io(format!("listening on {bind}"), e))?;
+        let port = listener
+            .local_addr()
+            .map_err(|e| Error::io("asking for the listener's port", e))?
+            .port();
+        let card = Card {
+            nonce: nonce(),
+            host: interface::host_identity(),
+            remote: SocketAddr::new(advertise, port),
+            local: loopback_here.then_some(SocketAddr::from(([127, 0, 0, 1], port))),
+        };
+        let now = Instant::now();
+        let dialed = (0..configuration.rank)
+            .flat_map(|rank| [Lane::Data, Lane::Control].map(|lane| (rank, lane)))
+            .map(|(rank, lane)| Dialed {
+                rank,
+                lane,
+                state: Dial::Waiting { retry_at: now },
+            })
+            .collect();
+        Ok(Self {
+            configuration,
+            settings,
+            counters,
+            cancel,
+            began: now,
+            listener,
+            card,
+            cards: (0..configuration.world_size).map(|_| None).collect(),
+            dialed,
+            strangers: Vec::new(),
+            found: (0..configuration.world_size).map(|_| Found::default()).collect(),
+        })
+    }
+
+    fn run(&mut self) -> Result<()> {
+        let c = self.configuration;
+        c.store
+            .set(&key(c, c.rank), self.card.encode().as_bytes(), c.deadline)
+            .map_err(|e| self.named(e))?;
+        loop {
+            if self.cancel.load(Ordering::Acquire) {
+                return Err(self.named(Error::new(
+                    ErrorKind::Aborted,
+                    "the configuration was aborted",
+                )));
+            }
+            let searching = self.look_up()?;
+            self.accept();
+            self.greet_strangers()?;
+            self.dial()?;
+            self.look_at_found()?;
+            if self.missing().is_empty() {
+                return Ok(());
+            }
+            if time_left(c.deadline).is_zero() {
+                return Err(self.timeout());
+            }
+            self.sleep(searching)?;
+        }
+    }
+
+    fn named(&self, error: Error) -> Error {
+        error
+            .with_op("configure")
+            .with_rank(self.configuration.rank)
+            .with_epoch(self.configuration.epoch.0)
+    }
+
+    fn missing(&self) -> Vec<u32> {
+        (0..self.configuration.world_size)
+            .filter(|&r| r != self.configuration.rank)
+            .filter(|&r| self.found.get(r as usize).is_none_or(|f| !f.complete()))
+            .collect()
+    }
+
+    fn timeout(&self) -> Error {
+        let c = self.configuration;
+        let missing: Vec<String> = self.missing().iter().map(u32::to_string).collect();
+        let total = c.deadline.saturating_duration_since(self.began).as_secs_f64();
+        self.named(Error::timeout(format!(
+            "waiting for {} {} of {} in phase connect, {:.1} s of {total:.1} s",
+            if missing.len() == 1 { "rank" } else { "ranks" },
+            missing.join(", "),
+            c.world_size,
+            self.began.elapsed().as_secs_f64(),
+        )))
+    }
+
+    /// Asks the store for addresses that are needed. True if some are still unknown.
+    fn look_up(&mut self) -> Result<bool> {
+        let c = self.configuration;
+        let unknown: Vec<u32> = (0..c.rank)
+            .filter(|&r| self.cards.get(r as usize).is_some_and(Option::is_none))
+            .collect();
+        if unknown.is_empty() {
+            return Ok(false);
+        }
+        let keys: Vec<String> = unknown.iter().map(|&r| key(c, r)).collect();
+        let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let slice = deadline_in(STORE_SLICE).min(c.deadline);
+        let all = match c.store.wait(&names, slice) {
+            Ok(()) => true,
+            Err(e) if e.kind() == ErrorKind::Timeout => false,
+            Err(e) => return Err(self.named(e)),
+        };
+        for (rank, name) in unknown.into_iter().zip(names) {
+            let there = all || self.present(c.store.as_ref(), name)?;
+            if !there {
+                continue;
+            }
+            let value = c.store.get(name, c.deadline).map_err(|e| self.named(e))?;
+            let card = Card::decode(&value).ok_or_else(|| {
+                self.named(Error::new(
+                    ErrorKind::Protocol,
+                    format!("what the store has under '{name}' is not the address of a rank"),
+                ))
+            })?;
+            if let Some(slot) = self.cards.get_mut(rank as usize) {
+                *slot = Some(card);
+            }
+        }
+        Ok(self
+            .cards
+            .iter()
+            .take(c.rank as usize)
+            .any(Option::is_none))
+    }
+
+    fn present(&self, store: &dyn Store, name: &str) -> Result<bool> {
+        match store.check(&[name], deadline_in(STORE_SLICE).max(self.configuration.deadline)) {
+            Ok(there) => Ok(there),
+            Err(e) if e.kind() == ErrorKind::Timeout => Ok(false),
+            Err(e) => Err(self.named(e)),
+        }
+    }
+
+    fn accept(&mut self) {
+        loop {
+            match self.listener.accept() {
+                Ok((stream, from)) => {
+                    if self.strangers.len() >= MAX_STRANGERS {
+                        tracing::warn!(%from, "too many unrecognised connections; this one is dropped");
+                        continue;
+                    }
+                    match Link::new(stream, self.counters.clone()) {
+                        Ok(link) => self.strangers.push(Stranger {
+                            link,
+                            from,
+                            buffer: [0; Hello::BYTES],
+                            have: 0,
+                            until: deadline_in(GREETING),
+                        }),
+                        Err(error) => tracing::warn!(%from, %error, "a connection was dropped"),
+                    }
+                }
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return,
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+                Err(error) => {
+                    // Transient (a connection that was reset while it waited, no descriptors left): try again later.
+                    tracing::debug!(%error, "accepting a connection failed");
+                    return;
+                }
+            }
+        }
+    }
+
+    fn hello(&self, lane: Lane, nonce: u64) -> Hello {
+        Hello {
+            version: VERSION,
+            lane,
+            rank: self.configuration.rank,
+            world: self.configuration.world_size,
+            epoch: self.configuration.epoch.0,
+            constants: self.settings.constants,
+            nonce,
+        }
+    }
+
+    /// What differs between this rank and one that is otherwise recognised.
+    fn compare(&self, theirs: &Hello, address: &str) -> Result<()> {
+        let c = self.configuration;
+        let text = if theirs.version != VERSION {
+            format!("speaks version {} of the protocol, this rank {VERSION}", theirs.version)
+        } else if theirs.world != c.world_size {
+            format!(
+                "rank {} says the world has {} ranks, rank {} says {}",
+                theirs.rank, theirs.world, c.rank, c.world_size
+            )
+        } else if theirs.constants != self.settings.constants {
+            format!(
+                "rank {} and rank {} have different algorithm constants ({:016x} and {:016x}): different builds?",
+                theirs.rank, c.rank, theirs.constants, self.settings.constants
+            )
+        } else {
+            return Ok(());
+        };
+        Err(self.named(
+            Error::new(ErrorKind::Mismatch, text)
+                .with_peer(theirs.rank)
+                .with_peer_address(address),
+        ))
+    }
+
+    fn greet_strangers(&mut self) -> Result<()> {
+        let now = Instant::now();
+        let mut index = 0;
+        while let Some(stranger) = self.strangers.get_mut(index) {
+            let mut verdict = None;
+            while stranger.have < Hello::BYTES {
+                let Some(rest) = stranger.buffer.get_mut(stranger.have..) else { break };
+                match stranger.link.read(rest) {
+                    Moved::Bytes(n) => stranger.have += n,
+                    Moved::Nothing => break,
+                    Moved::Closed => {
+                        verdict = Some("it closed before it said who it is");
+                        break;
+                    }
+                }
+            }
+            if verdict.is_none() && stranger.have < Hello::BYTES {
+                if now < stranger.until {
+                    index += 1;
+                    continue;
+                }
+                verdict = Some("it did not say who it is in time");
+            }
+            let stranger = self.strangers.swap_remove(index);
+            if let Some(why) = verdict {
+                tracing::warn!(from = %stranger.from, why, "a connection was dropped");
+                continue;
+            }
+            self.recognise(stranger)?;
+        }
+        Ok(())
+    }
+
+    /// A connection has said who it is: takes it, drops it, or finds that the ranks do not fit together.
+    fn recognise(&mut self, stranger: Stranger) -> Result<()> {
+        let Stranger {
+            mut link,
+            from,
+            buffer,
+            ..
+        } = stranger;
+        let c = self.configuration;
+        let drop_it = |why: &str| {
+            tracing::warn!(%from, why, "a connection was dropped");
+            Ok(())
+        };
+        let Some(hello) = Hello::decode(&buffer) else {
+            return drop_it("it does not speak this protocol");
+        };
+        if hello.nonce != self.card.nonce {
+            return drop_it("it was meant for another listener");
+        }
+        if hello.epoch != c.epoch.0 {
+            return drop_it("it is of another epoch");
+        }
+        // From here on it is one of ours. The answer lets it see a mismatch, too.
+        let answer = self.hello(hello.lane, hello.nonce).encode();
+        if link.write(&[IoSlice::new(&answer)]) != Moved::Bytes(Hello::BYTES) {
+            return drop_it("it does not take the answer");
+        }
+        self.compare(&hello, &from.to_string())?;
+        if hello.rank <= c.rank || hello.rank >= c.world_size {
+            return drop_it("its rank does not connect to this one");
+        }
+        if let Some(found) = self.found.get_mut(hello.rank as usize) {
+            found.address = from.to_string();
+            // A second connection of a lane replaces the first: its rank did not see the answer and tried again.
+            match hello.lane {
+                Lane::Data => found.data = Some(link),
+                Lane::Control => found.control = Some(link),
+            }
+        }
+        Ok(())
+    }
+
+    fn dial(&mut self) -> Result<()> {
+        for index in 0..self.dialed.len() {
+            while self.dial_one(index)? {}
+        }
+        Ok(())
+    }
+
+    /// One step of one attempt; true if another step may follow at once.
+    fn dial_one(&mut self, index: usize) -> Result<bool> {
+        let Some(dialed) = self.dialed.get_mut(index) else {
+            return Ok(false);
+        };
+        let (rank, lane) = (dialed.rank, dialed.lane);
+        let Some(Some(card)) = self.cards.get(rank as usize).cloned() else {
+            return Ok(false);
+        };
+        let address = match card.local {
+            Some(local) if card.host == self.card.host && card.host != "unknown" => local,
+            _ => card.remote,
+        };
+        let again = || Dial::Waiting {
+            retry_at: deadline_in(RETRY),
+        };
+        let state = std::mem::replace(&mut dialed.state, Dial::Done);
+        let (state, more) = match state {
+            Dial::Done => (Dial::Done, false),
+            Dial::Waiting { retry_at } if !time_left(retry_at).is_zero() => (Dial::Waiting { retry_at }, false),
+            Dial::Waiting { .. } => match begin(address) {
+                Ok(fd) => (Dial::Connecting(fd), true),
+                Err(error) => {
+                    tracing::debug!(rank, %address, %error, "connecting failed; trying again");
+                    self.forget(rank);
+                    (again(), false)
+                }
+            },
+            Dial::Connecting(fd) => match connected(&fd) {
+                None => (Dial::Connecting(fd), false),
+                Some(Ok(())) => {
+                    let link = Link::new(TcpStream::from(fd), self.counters.clone())?;
+                    let buffer = Box::new([0; Hello::BYTES]);
+                    let state = Dial::Greeting {
+                        link,
+                        sent: 0,
+                        buffer,
+                        have: 0,
+                    };
+                    (state, true)
+                }
+                Some(Err(error)) => {
+                    tracing::debug!(rank, %address, %error, "connecting failed; trying again");
+                    self.forget(rank);
+                    (again(), false)
+                }
+            },
+            Dial::Greeting {
+                mut link,
+                mut sent,
+                mut buffer,
+                mut have,
+            } => {
+                let greeting = self.hello(lane, card.nonce).encode();
+                let rest = greeting.get(sent..).unwrap_or(&[]);
+                let mut moved = Moved::Nothing;
+                if rest.is_empty() {
+                    if let Some(room) = buffer.get_mut(have..).filter(|r| !r.is_empty()) {
+                        moved = link.read(room);
+                        if let Moved::Bytes(n) = moved {
+                            have += n;
+                        }
+                    }
+                } else {
+                    moved = link.write(&[IoSlice::new(rest)]);
+                    if let Moved::Bytes(n) = moved {
+                        sent += n;
+                    }
+                }
+                if have == Hello::BYTES {
+                    self.answered(rank, lane, link, &buffer, address)?;
+                    (Dial::Done, false)
+                } else if moved == Moved::Closed {
+                    tracing::debug!(rank, %address, "the rank closed the connection; trying again");
+                    self.forget(rank);
+                    (again(), false)
+                } else {
+                    let state = Dial::Greeting {
+                        link,
+                        sent,
+                        buffer,
+                        have,
+                    };
+                    (state, moved != Moved::Nothing)
+                }
+            }
+        };
+        if let Some(dialed) = self.dialed.get_mut(index) {
+            dialed.state = state;
+        }
+        Ok(more)
+    }
+
+    /// Its address may have changed: ask the store again.
+    fn forget(&mut self, rank: u32) {
+        if let Some(slot) = self.cards.get_mut(rank as usize) {
+            *slot = None;
+        }
+    }
+
+    fn answered(
+        &mut self,
+        rank: u32,
+        lane: Lane,
+        link: Link,
+        buffer: &[u8; Hello::BYTES],
+        address: SocketAddr,
+    ) -> Result<()> {
+        let protocol = |text: String| {
+            self.named(
+                Error::new(ErrorKind::Protocol, text)
+                    .with_peer(rank)
+                    .with_peer_address(address.to_string()),
+            )
+        };
+        let hello = Hello::decode(buffer)
+            .ok_or_else(|| protocol("answered with something that is not this protocol".into()))?;
+        self.compare(&hello, &address.to_string())?;
+        if hello.rank != rank || hello.lane != lane || hello.epoch != self.configuration.epoch.0 {
+            return Err(protocol(format!(
+                "answered as rank {} of epoch {}; expected rank {rank} of epoch {}",
+                hello.rank, hello.epoch, self.configuration.epoch
+            )));
+        }
+        if let Some(found) = self.found.get_mut(rank as usize) {
+            found.address = address.to_string();
+            match lane {
+                Lane::Data => found.data = Some(link),
+                Lane::Control => found.control = Some(link),
+            }
+        }
+        Ok(())
+    }
+
+    /// A rank that is connected already may give up meanwhile: its abort says why.
+    fn look_at_found(&mut self) -> Result<()> {
+        for (rank, found) in self.found.iter_mut().enumerate() {
+            let Some(link) = found.control.as_mut().filter(|_| !found.busy) else {
+                continue;
+            };
+            let mut header = [0u8; Control::BYTES];
+            let seen = rustix::net::recv(&*link, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
+            match seen {
+                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
+                Ok((n, _)) if n > 0 && n < Control::BYTES => continue,
+                Ok((n, _)) if n > 0 => {
+                    if Control::decode(&header).is_none_or(|h| h.kind != ControlKind::Abort) {
+                        found.busy = true;
+                        continue;
+                    }
+                }
+                Ok(_) | Err(_) => {
+                    let error = Error::new(
+                        ErrorKind::PeerLost,
+                        "closed its connections while the others were still connecting",
+                    );
+                    let error = error
+                        .with_peer(rank as u32)
+                        .with_peer_address(found.address.clone());
+                    return Err(self.named(error));
+                }
+            }
+            if let Some(link) = found.control.take() {
+                let mut control = ControlLink::new(link);
+                if let Some(Incoming::Frame(frame, text)) = control.next()? {
+                    let text = String::from_utf8_lossy(&text).into_owned();
+                    let error = Error::new(
+                        wire::kind_of(frame.code),
+                        format!("rank {} reports: {text}", frame.b),
+                    )
+                    .with_peer(frame.b);
+                    return Err(self.named(error));
+                }
+                found.control = Some(control.link);
+            }
+        }
+        Ok(())
+    }
+
+    fn sleep(&self, searching: bool) -> Result<()> {
+        let now = Instant::now();
+        let mut wake_at = self.configuration.deadline.min(now + Duration::from_millis(50));
+        if searching {
+            wake_at = now; // the store is where this rank waits
+        }
+        let mut fds = vec![PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN)];
+        for stranger in &self.strangers {
+            fds.push(PollFd::from_borrowed_fd(stranger.link.as_fd(), PollFlags::IN));
+            wake_at = wake_at.min(stranger.until);
+        }
+        for dialed in &self.dialed {
+            match &dialed.state {
+                Dial::Done => {}
+                Dial::Waiting { retry_at } => wake_at = wake_at.min(*retry_at),
+                Dial::Connecting(fd) => {
+                    fds.push(PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::OUT));
+                }
+                Dial::Greeting { link, .. } => {
+                    fds.push(PollFd::from_borrowed_fd(link.as_fd(), PollFlags::IN));
+                }
+            }
+        }
+        for found in self.found.iter().filter(|f| !f.busy) {
+            if let Some(link) = &found.control {
+                fds.push(PollFd::from_borrowed_fd(link.as_fd(), PollFlags::IN));
+            }
+        }
+        wait_for(&mut fds, wake_at).map_err(|e| self.named(e))
+    }
+
+    /// Tells the ranks that are connected already.
+    fn give_up(&mut self, error: &Error) {
+        let text = error.to_string();
+        let text = wire::cut(&text).as_bytes();
+        let header = Control {
+            kind: ControlKind::Abort,
+            code: wire::code_of(error.kind()),
+            epoch: self.configuration.epoch.0,
+            id: 0,
+            a: u32::MAX,
+            b: self.configuration.rank,
+            length: text.len() as u64,
+        }
+        .encode();
+        for found in &mut self.found {
+            if let Some(link) = &mut found.control {
+                // A fresh connection takes this much at once; if it does not, its end still shows.
+                let _ = link.write(&[IoSlice::new(&header), IoSlice::new(text)]);
+            }
+        }
+    }
+
+    fn into_peers(self) -> Result<Vec<Option<Peer>>> {
+        let own = self.configuration.rank;
+        self.found
+            .into_iter()
+            .zip(0u32..)
+            .map(|(found, rank)| match (found.data, found.control) {
+                _ if rank == own => Ok(None),
+                (Some(mut data), Some(mut control)) => {
+                    // Whatever arrived before the engine looks must be seen.
+                    for link in [&mut data, &mut control] {
+                        link.readable = true;
+                        link.writable = true;
+                    }
+                    Ok(Some(Peer {
+                        rank,
+                        address: found.address,
+                        data: Inbox::new(data),
+                        control: ControlLink::new(control),
+                        left: None,
+                        suspect: None,
+                    }))
+                }
+                _ => Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
+            })
+            .collect()
+    }
+}
+
+/// Begins a non-blocking connection.
+fn begin(address: SocketAddr) -> std::io::Result<std::os::fd::OwnedFd> {
+    let family = if address.is_ipv6() {
+        AddressFamily::INET6
+    } else {
+        AddressFamily::INET
+    };
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    match rustix::net::connect(&fd, &address) {
+        Ok(()) | Err(rustix::io::Errno::INPROGRESS | rustix::io::Errno::INTR) => Ok(fd),
+        Err(e) => Err(e.into()),
+    }
+}
+
+/// `None` while the connection is being made.
+fn connected(fd: &std::os::fd::OwnedFd) -> Option<std::io::Result<()>> {
+    let mut fds = [PollFd::new(fd, PollFlags::OUT)];
+    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    match poll(&mut fds, Some(&now)) {
+        Ok(0) | Err(rustix::io::Errno::INTR) => None,
+        Ok(_) => Some(match rustix::net::sockopt::socket_error(fd) {
+            Ok(Ok(())) => Ok(()),
+            Ok(Err(e)) | Err(e) => Err(e.into()),
+        }),
+        Err(e) => Some(Err(e.into())),
+    }
+}
+
+fn wait_for(fds: &mut [PollFd<'_>], until: Instant) -> Result<()> {
+    let left = time_left(until);
+    let timeout = Timespec {
+        tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+        tv_nsec: left.subsec_nanos().into(),
+    };
+    match poll(fds, Some(&timeout)) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(e) => Err(Error::io("waiting for connections", e.into())),
+    }
+}

@@ -1,0 +1,2 @@
+//! Conformance of gloo.
+fn main() {}

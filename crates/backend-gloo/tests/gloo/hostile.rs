@@ -1,0 +1,72 @@
+//! Strangers on the listener's port: garbage, silence, half of a greeting (INV-10).
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::time::Duration;
+
+use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
+
+use crate::ranks::{configuration, group, soon, store};
+
+#[test]
+fn garbage_and_silent_connections_never_hold_up_a_configuration() {
+    let store = store();
+    std::thread::scope(|scope| {
+        let first = scope.spawn(|| {
+            let group = group();
+            group.configure(configuration(&store, 1, 0, 2)).unwrap();
+            let work = group.allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum).unwrap();
+            work.wait(soon()).unwrap();
+        });
+        // Rank 0 has published its address and waits for rank 1. Strangers come first.
+        let card = store.get("test/1/gloo/0", soon()).unwrap();
+        let card = String::from_utf8(card).unwrap();
+        let fields: Vec<&str> = card.split(' ').collect();
+        let port = fields[3].parse::<SocketAddr>().unwrap().port();
+        let dial = || TcpStream::connect(("127.0.0.1", port)).unwrap();
+        let silent: Vec<TcpStream> = (0..20).map(|_| dial()).collect();
+        let mut half = dial();
+        half.write_all(b"HGXO\x01\0\0").unwrap();
+        let mut http = dial();
+        http.write_all(b"GET / HTTP/1.1\r\nHost: example\r\nAccept: everything there is\r\n\r\n")
+            .unwrap();
+        // The one that says enough to be judged is dropped: its connection ends.
+        http.set_read_timeout(Some(Duration::from_secs(10))).unwrap();
+        let mut answer = Vec::new();
+        match http.read_to_end(&mut answer) {
+            Ok(n) => assert_eq!(n, 0, "a stranger gets no answer"),
+            Err(e) => assert_eq!(e.kind(), std::io::ErrorKind::ConnectionReset, "{e}"),
+        }
+        let second = group();
+        second.configure(configuration(&store, 1, 1, 2)).unwrap();
+        let work = second.allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum).unwrap();
+        work.wait(soon()).unwrap();
+        first.join().unwrap();
+        drop((silent, half));
+    });
+}
+
+#[test]
+fn a_damaged_address_in_the_store_is_a_protocol_error_that_names_the_key() {
+    let store = store();
+    store.set("test/1/gloo/0", b"what is this", soon()).unwrap();
+    let e = group().configure(configuration(&store, 1, 1, 2)).unwrap_err();
+    assert_eq!(e.kind(), ftcore::ErrorKind::Protocol, "{e}");
+    assert!(e.to_string().contains("test/1/gloo/0"), "{e}");
+}
+
+#[test]
+fn ranks_that_disagree_about_the_world_fail_on_both_sides_naming_both() {
+    let store = store();
+    std::thread::scope(|scope| {
+        for (rank, world) in [(0u32, 2u32), (1, 3)] {
+            let store = &store;
+            scope.spawn(move || {
+                let e = group().configure(configuration(store, 1, rank, world)).unwrap_err();
+                assert_eq!(e.kind(), ftcore::ErrorKind::Mismatch, "{e}");
+                let text = e.to_string();
+                assert!(text.contains('2') && text.contains('3'), "{text}");
+            });
+        }
+    });
+}

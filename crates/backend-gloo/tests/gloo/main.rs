@@ -1,0 +1,7 @@
+//! Gloo as a whole: ranks as threads over real sockets. What every backend must do is in `conformance`; here stands what is
+//! gloo's own: lifecycle, resources, hostile connections, and the lessons behind them.
+
+mod hostile;
+mod lifecycle;
+mod ranks;
+mod resources;

@@ -1,0 +1,265 @@
+//! What one rank of one replica does in a quorum: its place, who heals from whom, and where the group meets.
+//!
+//! A pure function of the quorum, the rank and its wish for an initial sync, computed alike in every manager server.
+//! The rules are torchft's, with two corrections: members at the highest step whose history (lineage) differs are
+//! behind as well, and the initial sync has one source for all ranks of a replica (L11).
+
+use std::collections::BTreeMap;
+
+use ftcore::{Error, ErrorKind, Result};
+
+use crate::member::{Member, Quorum};
+
+/// A rank's answer to "what is my place in this quorum?".
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct QuorumResult {
+    /// The epoch.
+    pub quorum_id: i64,
+    /// The replica's place among all members, in order of their ids.
+    pub replica_rank: u32,
+    /// The number of members.
+    pub replica_world_size: u32,
+    /// The store through which the ranks with this group rank meet (`host:port`).
+    pub store_address: String,
+    /// The highest step of a member.
+    pub max_step: i64,
+    /// The replica's place among the members that are up to date; `None` if it is behind.
+    pub max_replica_rank: Option<u32>,
+    /// The number of members that are up to date.
+    pub max_world_size: u32,
+    /// True if this replica fetches its state from another one.
+    pub heal: bool,
+    /// The manager server of the source; empty if there is none.
+    pub recover_src_manager_address: String,
+    /// The source's `replica_rank`.
+    pub recover_src_replica_rank: Option<u32>,
+    /// The replicas that fetch from this one.
+    pub recover_dst_replica_ranks: Vec<u32>,
+    /// The highest number of commit failures of a member.
+    pub commit_failures: i64,
+    /// The members' ids, in the order of their ranks.
+    pub replica_ids: Vec<String>,
+    /// The history of the members that are up to date; empty if they tell none.
+    pub lineage: String,
+}
+
+/// The lineage that counts at `max_step`: the one that most members hold, the lowest id's in a tie.
+fn reference_lineage(members: &[&Member], max_step: i64) -> String {
+    // In order of ids, so that the first to reach a count is the one with the lowest id.
+    let mut count: BTreeMap<&str, usize> = BTreeMap::new();
+    let told = || {
+        members
+            .iter()
+            .filter(|m| m.step == max_step && !m.lineage.is_empty())
+    };
+    for m in told() {
+        *count.entry(m.lineage.as_str()).or_default() += 1;
+    }
+    let most = count.values().copied().max().unwrap_or(0);
+    told()
+        .map(|m| m.lineage.as_str())
+        .find(|l| count.get(l) == Some(&most))
+        .unwrap_or_default()
+        .to_string()
+}
+
+fn rank(index: usize) -> Result<u32> {
+    u32::try_from(index).map_err(|_| Error::new(ErrorKind::Protocol, "a quorum has more members than ranks"))
+}
+
+/// The place of `replica_id`'s rank `group_rank` in `quorum`.
+///
+/// `init_sync`: at step 0, all members take the state of the first one. Errors: `NotFound` if the replica is not a
+/// member.
+pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: bool) -> Result<QuorumResult> {
+    let mut members: Vec<&Member> = quorum.participants.iter().collect();
+    members.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
+    let own = members
+        .iter()
+        .position(|m| m.replica_id == replica_id)
+        .ok_or_else(|| {
+            let ids: Vec<&str> = members.iter().map(|m| m.replica_id.as_str()).collect();
+            Error::new(
+                ErrorKind::NotFound,
+                format!(
+                    "replica {replica_id} is not in quorum {} of {}",
+                    quorum.quorum_id,
+                    ids.join(", ")
+                ),
+            )
+        })?;
+    let max_step = members.iter().map(|m| m.step).max().unwrap_or(0);
+    let lineage = reference_lineage(&members, max_step);
+    let current = |m: &Member| {
+        m.step == max_step && (m.lineage.is_empty() || lineage.is_empty() || m.lineage == lineage)
+    };
+    let up_to_date: Vec<usize> = (0..members.len())
+        .filter(|&i| members.get(i).is_some_and(|m| current(m)))
+        .collect();
+    let spread = usize::try_from(group_rank).unwrap_or(0);
+    let force = init_sync && max_step == 0;
+    // Ranks of one replica must agree at the start: a rank-dependent source could mix two initialisations (L11).
+    let offset = if force { 0 } else { spread };
+    let primary = up_to_date
+        .get(offset % up_to_date.len().max(1))
+        .copied()
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "no member is at the highest step"))?;
+    let (behind, sources): (Vec<usize>, Vec<usize>) =
+        (0..members.len()).partition(|i| !up_to_date.contains(i) || (force && *i != primary));
+
+    let mut result = QuorumResult {
+        quorum_id: quorum.quorum_id,
+        replica_rank: rank(own)?,
+        replica_world_size: rank(members.len())?,
+        store_address: members
+            .get(primary)
+            .map(|m| m.store_address.clone())
+            .unwrap_or_default(),
+        max_step,
+        max_replica_rank: up_to_date.iter().position(|&i| i == own).map(rank).transpose()?,
+        max_world_size: rank(up_to_date.len())?,
+        commit_failures: members.iter().map(|m| m.commit_failures).max().unwrap_or(0),
+        replica_ids: members.iter().map(|m| m.replica_id.clone()).collect(),
+        lineage,
+        ..QuorumResult::default()
+    };
+    for (k, &destination) in behind.iter().enumerate() {
+        let Some(&source) = sources.get((k + offset) % sources.len().max(1)) else {
+            continue;
+        };
+        if destination == own {
+            result.heal = true;
+            result.recover_src_replica_rank = Some(rank(source)?);
+            result.recover_src_manager_address =
+                members.get(source).map(|m| m.address.clone()).unwrap_or_default();
+        }
+        if source == own {
+            result.recover_dst_replica_ranks.push(rank(destination)?);
+        }
+    }
+    Ok(result)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn quorum(members: &[(i64, &str)]) -> Quorum {
+        let member = |(i, (step, lineage)): (usize, &(i64, &str))| Member {
+            replica_id: format!("replica_{i}"),
+            address: format!("addr_{i}"),
+            store_address: format!("store_addr_{i}"),
+            step: *step,
+            lineage: (*lineage).to_string(),
+            world_size: 1,
+            ..Member::default()
+        };
+        Quorum {
+            quorum_id: 1,
+            participants: members.iter().enumerate().map(member).collect(),
+        }
+    }
+
+    fn steps(steps: &[i64]) -> Quorum {
+        quorum(&steps.iter().map(|s| (*s, "")).collect::<Vec<_>>())
+    }
+
+    fn at(quorum: &Quorum, replica: usize, group_rank: u32, init_sync: bool) -> QuorumResult {
+        assign(&format!("replica_{replica}"), group_rank, quorum, init_sync).unwrap()
+    }
+
+    #[test]
+    fn replicas_behind_are_spread_over_those_up_to_date_as_torchft_does() {
+        let q = steps(&[0, 1, 0, 1, 0]);
+        let zero = at(&q, 0, 0, true);
+        assert!(zero.heal);
+        assert_eq!(zero.recover_src_manager_address, "addr_1");
+        assert_eq!((zero.replica_rank, zero.recover_src_replica_rank), (0, Some(1)));
+        assert_eq!(zero.recover_dst_replica_ranks, Vec::<u32>::new());
+        assert_eq!(zero.max_replica_rank, None);
+        let one = at(&q, 1, 0, true);
+        assert!(!one.heal);
+        assert_eq!(one.recover_src_manager_address, "");
+        assert_eq!(one.recover_dst_replica_ranks, vec![0, 4]);
+        assert_eq!(one.max_replica_rank, Some(0));
+        assert_eq!(at(&q, 3, 0, true).recover_dst_replica_ranks, vec![2]);
+        assert_eq!(at(&q, 1, 1, true).recover_dst_replica_ranks, vec![2]);
+        assert_eq!(at(&q, 3, 1, true).recover_dst_replica_ranks, vec![0, 4]);
+    }
+
+    #[test]
+    fn the_meeting_store_is_spread_by_group_rank() {
+        let q = steps(&[2, 2]);
+        assert_eq!(at(&q, 0, 0, true).store_address, "store_addr_0");
+        assert_eq!(at(&q, 0, 1, true).store_address, "store_addr_1");
+        assert_eq!(at(&q, 1, 2, true).store_address, "store_addr_0");
+    }
+
+    #[test]
+    fn without_init_sync_nobody_heals_at_step_0() {
+        let q = steps(&[0, 0]);
+        for (replica, group_rank) in [(0, 0), (0, 1), (1, 0), (1, 1)] {
+            let r = at(&q, replica, group_rank, false);
+            assert!(!r.heal && r.recover_dst_replica_ranks.is_empty());
+            assert_eq!(r.max_world_size, 2);
+        }
+    }
+
+    #[test]
+    fn l11_every_group_rank_takes_its_initial_state_from_the_same_replica() {
+        let q = steps(&[0, 0, 0]);
+        for group_rank in 0..4 {
+            assert_eq!(at(&q, 0, group_rank, true).recover_dst_replica_ranks, vec![1, 2]);
+            assert_eq!(at(&q, 1, group_rank, true).recover_src_replica_rank, Some(0));
+            assert_eq!(at(&q, 2, group_rank, true).recover_src_replica_rank, Some(0));
+            assert_eq!(at(&q, 2, group_rank, true).store_address, "store_addr_0");
+        }
+    }
+
+    #[test]
+    fn a_member_with_another_history_at_the_same_step_heals_and_ties_go_to_the_lowest_id() {
+        let q = quorum(&[(5, "b"), (5, "a"), (5, "a"), (5, ""), (4, "b")]);
+        assert_eq!(at(&q, 1, 0, true).lineage, "a");
+        assert!(at(&q, 0, 0, true).heal, "the other history");
+        assert!(!at(&q, 3, 0, true).heal, "an old peer that tells no history");
+        assert!(at(&q, 4, 0, true).heal, "behind");
+        assert_eq!(at(&q, 1, 0, true).max_world_size, 3);
+        let tie = quorum(&[(5, "z"), (5, "a")]);
+        assert_eq!(at(&tie, 0, 0, true).lineage, "z");
+        assert!(at(&tie, 1, 0, true).heal);
+    }
+
+    #[test]
+    fn a_stranger_is_told_who_the_members_are() {
+        let e = assign("replica_9", 0, &steps(&[1, 1]), true).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::NotFound);
+        assert!(e.to_string().contains("replica_0, replica_1"), "{e}");
+    }
+
+    proptest! {
+        #[test]
+        fn sources_and_destinations_agree_from_both_sides(
+            members in prop::collection::vec((0i64..3, 0usize..3), 1..8), group_rank in 0u32..5, init_sync: bool,
+        ) {
+            let lineages = ["", "a", "b"];
+            let q = quorum(&members.iter().map(|(s, l)| (*s, lineages[*l])).collect::<Vec<_>>());
+            let all: Vec<_> = (0..members.len()).map(|i| at(&q, i, group_rank, init_sync)).collect();
+            prop_assert!(all.iter().any(|r| !r.heal), "somebody has the state");
+            for (i, r) in all.iter().enumerate() {
+                prop_assert_eq!(r.replica_rank as usize, i);
+                prop_assert_eq!(&r.store_address, &all[0].store_address);
+                prop_assert_eq!(r.heal, r.recover_src_replica_rank.is_some());
+                if let Some(source) = r.recover_src_replica_rank {
+                    let source = &all[source as usize];
+                    prop_assert!(!source.heal && source.max_replica_rank.is_some());
+                    prop_assert!(source.recover_dst_replica_ranks.contains(&r.replica_rank));
+                } else {
+                    prop_assert!(r.max_replica_rank.is_some());
+                }
+            }
+            let destinations: usize = all.iter().map(|r| r.recover_dst_replica_ranks.len()).sum();
+            prop_assert_eq!(destinations, all.iter().filter(|r| r.heal).count());
+        }
+    }
+}

@@ -1,0 +1,281 @@
+//! A rank's client of its replica's manager server.
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::time::Instant;
+
+use ftcore::{ErrorKind, Result};
+use tokio::task::AbortHandle;
+use tonic::Code;
+use tonic::transport::Channel;
+
+use super::Connection;
+use crate::assignment::QuorumResult;
+use crate::channel::{Backoff, call, wait_for};
+use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
+use crate::wire::torchft::manager_service_client::ManagerServiceClient;
+use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+
+/// What a rank says when it asks for a quorum.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct QuorumRequest {
+    /// The rank in its replica.
+    pub group_rank: u32,
+    /// The step of its state; the same on all ranks of the replica.
+    pub step: i64,
+    /// Where others fetch this rank's state from; opaque here.
+    pub checkpoint_metadata: String,
+    /// Ask for a quorum without newcomers.
+    pub shrink_only: bool,
+    /// At step 0, all replicas take the state of one; the same on all ranks of the replica.
+    pub init_sync: bool,
+    /// Steps in a row that did not commit; more than 0 asks for a new epoch.
+    pub commit_failures: i64,
+    /// Names the history of its state; empty if not told.
+    pub lineage: String,
+    /// The quorum that the rank's group is configured for; 0 if none.
+    pub last_quorum_id: i64,
+}
+
+/// A rank's vote on whether the replica commits the step.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct CommitVote {
+    /// The rank in its replica.
+    pub group_rank: u32,
+    /// The step voted on.
+    pub step: i64,
+    /// The epoch in which it was computed.
+    pub quorum_id: i64,
+    /// Counts the tries at this step and epoch, alike on all ranks.
+    pub attempt: i64,
+    /// True: this rank finished everything.
+    pub vote: bool,
+}
+
+/// What a watcher is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum PushEvent {
+    /// The epoch is over: abort what is pending in it and ask for the next quorum. May come more than once, before the
+    /// answer that names the epoch, and for older epochs.
+    AbortEpoch {
+        /// Which epoch.
+        quorum_id: i64,
+        /// Why.
+        reason: String,
+        /// Replica ids that are gone; empty after a mere report.
+        departed: Vec<String>,
+    },
+}
+
+/// What is called for each event, on the client's thread: it should be short, and must not call the client.
+type Callback = Arc<dyn Fn(PushEvent) + Send + Sync>;
+
+/// Keeps a watch going. Dropping it ends the watch; a callback that is running finishes.
+#[derive(Debug)]
+pub struct WatchGuard {
+    task: Option<AbortHandle>,
+    _connection: Arc<Connection>,
+}
+
+impl Drop for WatchGuard {
+    fn drop(&mut self) {
+        if let Some(task) = self.task.take() {
+            task.abort();
+        }
+    }
+}
+
+/// A client of a manager server; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct ManagerClient {
+    connection: Arc<Connection>,
+    calls: Arc<AtomicI64>,
+    /// The rank that last asked or watches through this client, for the text of a report.
+    rank: Arc<AtomicI64>,
+}
+
+impl ManagerClient {
+    /// Connects to `url` (`http://host:port`), trying again until `deadline`. Errors: `InvalidArgument`, `Unavailable`.
+    pub fn connect(url: &str, deadline: Instant) -> Result<Self> {
+        let hint = "does group rank 0 of this replica run?";
+        let connection = Connection::open(url, "manager server", hint, deadline)?;
+        Ok(Self {
+            connection,
+            calls: Arc::default(),
+            rank: Arc::default(),
+        })
+    }
+
+    fn torchft(&self) -> ManagerServiceClient<Channel> {
+        ManagerServiceClient::new(self.connection.channel.clone())
+            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    fn ours(&self) -> OxcclManagerClient<Channel> {
+        OxcclManagerClient::new(self.connection.channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES)
+    }
+
+    /// Asks for the next quorum and waits for it, together with the other ranks of the replica.
+    ///
+    /// Errors: `Timeout` naming what was missing, `Unavailable` if the lighthouse failed (told at once; ask again),
+    /// `Mismatch` if the ranks of the replica disagree on step or history, `Conflict` if a newer life of the replica
+    /// took over, `Aborted` if a newer call of this rank replaced this one.
+    pub fn quorum(&self, request: &QuorumRequest, deadline: Instant) -> Result<QuorumResult> {
+        self.rank.store(i64::from(request.group_rank), Ordering::Relaxed);
+        let (mut client, url) = (self.torchft(), self.connection.url.clone());
+        let message = torchft::ManagerQuorumRequest {
+            group_rank: i64::from(request.group_rank),
+            step: request.step,
+            checkpoint_metadata: request.checkpoint_metadata.clone(),
+            shrink_only: request.shrink_only,
+            init_sync: request.init_sync,
+            commit_failures: request.commit_failures,
+            lineage: request.lineage.clone(),
+            last_quorum_id: request.last_quorum_id,
+            attempt: self.calls.fetch_add(1, Ordering::Relaxed).wrapping_add(1),
+        };
+        wait_for(&self.connection.handle()?, "quorum", deadline, async move {
+            call("quorum", &url, deadline, message, |r| async move {
+                client.quorum(r).await
+            })
+            .await?
+            .try_into()
+        })
+    }
+
+    /// Votes, and waits until all ranks of the replica have: true if all votes were.
+    ///
+    /// The same vote may be cast again if the answer was lost. Errors: `Mismatch` if another rank already votes on a
+    /// later step or attempt; `Timeout` naming the ranks that did not vote; the step is not committed then.
+    pub fn should_commit(&self, vote: &CommitVote, deadline: Instant) -> Result<bool> {
+        let (mut client, url) = (self.torchft(), self.connection.url.clone());
+        let message = torchft::ShouldCommitRequest {
+            should_commit: vote.vote,
+            group_rank: i64::from(vote.group_rank),
+            step: vote.step,
+            quorum_id: vote.quorum_id,
+            attempt: vote.attempt,
+        };
+        wait_for(
+            &self.connection.handle()?,
+            "should_commit",
+            deadline,
+            async move {
+                call("should_commit", &url, deadline, message, |r| async move {
+                    client.should_commit(r).await
+                })
+                .await
+                .map(|r| r.should_commit)
+            },
+        )
+    }
+
+    /// What the rank `group_rank` of that replica said with its last quorum request.
+    ///
+    /// Errors: `InvalidArgument` if it has not asked for a quorum yet.
+    pub fn checkpoint_metadata(&self, group_rank: u32, deadline: Instant) -> Result<String> {
+        let (mut client, url) = (self.torchft(), self.connection.url.clone());
+        let message = torchft::CheckpointMetadataRequest {
+            rank: i64::from(group_rank),
+        };
+        wait_for(
+            &self.connection.handle()?,
+            "checkpoint_metadata",
+            deadline,
+            async move {
+                call("checkpoint_metadata", &url, deadline, message, |r| async move {
+                    client.checkpoint_metadata(r).await
+                })
+                .await
+                .map(|r| r.checkpoint_metadata)
+            },
+        )
+    }
+
+    /// Tells the lighthouse, over the manager server, that the epoch failed: all its members are told to abort it.
+    pub fn report(&self, quorum_id: i64, reason: &str, deadline: Instant) -> Result<()> {
+        self.report_suspects(quorum_id, reason, &[], deadline)
+    }
+
+    /// Like [`ManagerClient::report`], naming the replica ids that are believed to be at fault. They are logged, not
+    /// removed.
+    pub fn report_suspects(
+        &self,
+        quorum_id: i64,
+        reason: &str,
+        suspects: &[String],
+        deadline: Instant,
+    ) -> Result<()> {
+        let (mut client, url) = (self.ours(), self.connection.url.clone());
+        let message = oxccl::ManagerReportRequest {
+            group_rank: self.rank.load(Ordering::Relaxed),
+            quorum_id,
+            reason: reason.to_string(),
+            suspects: suspects.to_vec(),
+        };
+        wait_for(&self.connection.handle()?, "report", deadline, async move {
+            call("report", &url, deadline, message, |r| async move {
+                client.report(r).await
+            })
+            .await
+            .map(|_| ())
+        })
+    }
+
+    /// Calls `callback` for every event, until the guard is dropped. The stream is opened again when it breaks; the last
+    /// event is repeated then, so that none is lost.
+    pub fn watch(&self, group_rank: u32, callback: Callback) -> WatchGuard {
+        self.rank.store(i64::from(group_rank), Ordering::Relaxed);
+        let client = self.ours();
+        let url = self.connection.url.clone();
+        let task = self.connection.handle().ok().map(|handle| {
+            handle
+                .spawn(async move { watch(client, url, group_rank, callback).await })
+                .abort_handle()
+        });
+        WatchGuard {
+            task,
+            _connection: self.connection.clone(),
+        }
+    }
+}
+
+async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank: u32, callback: Callback) {
+    let mut backoff = Backoff::new();
+    loop {
+        match client
+            .watch(oxccl::WatchRequest {
+                group_rank: i64::from(group_rank),
+            })
+            .await
+        {
+            Ok(response) => {
+                backoff.reset();
+                let mut events = response.into_inner();
+                while let Ok(Some(event)) = events.message().await {
+                    let Some(oxccl::manager_event::Event::AbortEpoch(a)) = event.event else {
+                        continue;
+                    };
+                    let event = PushEvent::AbortEpoch {
+                        quorum_id: a.quorum_id,
+                        reason: a.reason,
+                        departed: a.departed,
+                    };
+                    // The caller's panic must not end the watch silently.
+                    if catch_unwind(AssertUnwindSafe(|| callback(event))).is_err() {
+                        tracing::error!(url, "a watch callback panicked");
+                    }
+                }
+                tracing::debug!(url, "the watch broke; opening it again");
+            }
+            Err(status) if status.code() == Code::Unimplemented => {
+                tracing::warn!(url, kind = ?ErrorKind::Unsupported, "this manager server pushes no events");
+                return;
+            }
+            Err(status) => tracing::debug!(url, %status, "no watch yet"),
+        }
+        tokio::time::sleep(backoff.next()).await;
+    }
+}

@@ -1,0 +1,63 @@
+//! The calling side for code without a runtime: every call blocks until its answer or its deadline.
+//!
+//! A client has one thread (`ox-client`) that drives its connection; it may be used from several threads at once.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ftcore::{Error, ErrorKind, Result};
+use tokio::runtime::{Handle, Runtime};
+use tonic::transport::Channel;
+
+use crate::channel::{connect, wait_for};
+use crate::serve;
+
+mod lighthouse;
+mod manager;
+
+pub use lighthouse::LighthouseClient;
+pub use manager::{CommitVote, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
+
+/// A connection and the thread that drives it.
+#[derive(Debug)]
+struct Connection {
+    url: String,
+    channel: Channel,
+    runtime: Option<Runtime>,
+}
+
+impl Connection {
+    fn open(url: &str, what: &'static str, hint: &'static str, deadline: Instant) -> Result<Arc<Self>> {
+        let runtime = serve::runtime("ox-client", 1)?;
+        let channel = {
+            let url = url.to_string();
+            wait_for(runtime.handle(), "connect", deadline, async move {
+                connect(&url, what, hint, deadline).await
+            })
+        };
+        match channel {
+            Ok(channel) => Ok(Arc::new(Self {
+                url: url.to_string(),
+                channel,
+                runtime: Some(runtime),
+            })),
+            Err(error) => {
+                runtime.shutdown_background();
+                Err(error)
+            }
+        }
+    }
+
+    fn handle(&self) -> Result<Handle> {
+        let gone = || Error::new(ErrorKind::InvalidState, "the client was shut down");
+        self.runtime.as_ref().map(|r| r.handle().clone()).ok_or_else(gone)
+    }
+}
+
+impl Drop for Connection {
+    fn drop(&mut self) {
+        if let Some(runtime) = self.runtime.take() {
+            runtime.shutdown_background();
+        }
+    }
+}

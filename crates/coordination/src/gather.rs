@@ -1,0 +1,413 @@
+//! Turns the quorum requests of a replica's ranks into one request of the replica, without IO.
+//!
+//! The lighthouse is asked only while a live call of every rank waits; if one goes away, so does the replica's request
+//! (L24). No rank speaks for the others: their steps and histories must agree, their wishes are combined (L08).
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use ftcore::{Error, ErrorKind};
+
+use crate::member::Quorum;
+use crate::quorum::Ticket;
+
+/// What one rank asks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RankRequest {
+    /// The step of its state.
+    pub step: i64,
+    /// No newcomers, please.
+    pub shrink_only: bool,
+    /// At step 0, take the state of one replica.
+    pub init_sync: bool,
+    /// Steps in a row that did not commit.
+    pub commit_failures: i64,
+    /// The history of its state; empty if not told.
+    pub lineage: String,
+    /// The quorum that it is configured for; 0 if none or not told.
+    pub last_quorum_id: i64,
+}
+
+/// What the server shall do.
+#[derive(Debug, Clone)]
+pub enum GatherAction {
+    /// Ask the lighthouse on behalf of the replica.
+    Ask {
+        /// Names the request; the answer comes back under it.
+        call: u64,
+        /// All ranks' requests in one.
+        request: RankRequest,
+    },
+    /// Give up that request.
+    Cancel {
+        /// Which.
+        call: u64,
+    },
+    /// Answer this rank's call.
+    Deliver {
+        /// The call.
+        ticket: Ticket,
+        /// The rank.
+        rank: u32,
+        /// Its wish, which its answer depends on.
+        init_sync: bool,
+        /// The quorum.
+        quorum: Arc<Quorum>,
+    },
+    /// Answer this call with an error.
+    Reject {
+        /// The call.
+        ticket: Ticket,
+        /// Why.
+        error: Error,
+    },
+}
+
+/// The open requests of one replica.
+#[derive(Debug)]
+pub struct GatherState {
+    world_size: u32,
+    open: BTreeMap<u32, (RankRequest, Ticket)>,
+    asking: Option<u64>,
+    calls: u64,
+}
+
+impl GatherState {
+    /// No requests yet, `world_size` ranks.
+    pub fn new(world_size: u32) -> Self {
+        Self {
+            world_size,
+            open: BTreeMap::new(),
+            asking: None,
+            calls: 0,
+        }
+    }
+
+    /// A rank asks.
+    pub fn ask(&mut self, rank: u32, request: RankRequest, ticket: Ticket) -> Vec<GatherAction> {
+        if rank >= self.world_size {
+            let text = format!(
+                "rank {rank} asks for a quorum; the replica has {} ranks",
+                self.world_size
+            );
+            return vec![GatherAction::Reject {
+                ticket,
+                error: Error::invalid(text),
+            }];
+        }
+        let mut actions: Vec<GatherAction> = self.cancel().into_iter().collect();
+        if let Some((_, old)) = self.open.remove(&rank) {
+            let error = Error::new(
+                ErrorKind::Aborted,
+                format!("a newer call of rank {rank} replaced this one"),
+            );
+            actions.push(GatherAction::Reject { ticket: old, error });
+        }
+        let clash = self
+            .open
+            .iter()
+            .find_map(|(other, (r, _))| disagreement(*other, r, rank, &request));
+        self.open.insert(rank, (request, ticket));
+        if let Some(text) = clash {
+            actions.extend(self.reject_all(&Error::new(ErrorKind::Mismatch, text)));
+        } else if self.open.len() == usize::try_from(self.world_size).unwrap_or(usize::MAX) {
+            self.calls += 1;
+            self.asking = Some(self.calls);
+            actions.push(GatherAction::Ask {
+                call: self.calls,
+                request: self.combined(),
+            });
+        }
+        actions
+    }
+
+    /// The caller went away.
+    pub fn withdraw(&mut self, ticket: Ticket) -> Vec<GatherAction> {
+        let before = self.open.len();
+        self.open.retain(|_, (_, t)| *t != ticket);
+        if self.open.len() == before {
+            Vec::new()
+        } else {
+            self.cancel().into_iter().collect()
+        }
+    }
+
+    /// The lighthouse answered, or could not: all ranks learn it at once (L28).
+    pub fn answered(&mut self, call: u64, answer: Result<Arc<Quorum>, Error>) -> Vec<GatherAction> {
+        if self.asking != Some(call) {
+            return Vec::new();
+        }
+        self.asking = None;
+        match answer {
+            Ok(quorum) => std::mem::take(&mut self.open)
+                .into_iter()
+                .map(|(rank, (request, ticket))| GatherAction::Deliver {
+                    ticket,
+                    rank,
+                    init_sync: request.init_sync,
+                    quorum: quorum.clone(),
+                })
+                .collect(),
+            Err(error) => self.reject_all(&error),
+        }
+    }
+
+    /// The ranks that have not asked.
+    pub fn missing(&self) -> Vec<u32> {
+        (0..self.world_size)
+            .filter(|r| !self.open.contains_key(r))
+            .collect()
+    }
+
+    fn cancel(&mut self) -> Option<GatherAction> {
+        self.asking.take().map(|call| GatherAction::Cancel { call })
+    }
+
+    fn reject_all(&mut self, error: &Error) -> Vec<GatherAction> {
+        std::mem::take(&mut self.open)
+            .into_values()
+            .map(|(_, ticket)| GatherAction::Reject {
+                ticket,
+                error: error.clone(),
+            })
+            .collect()
+    }
+
+    fn combined(&self) -> RankRequest {
+        let mut all = self.open.values().map(|(r, _)| r);
+        let mut request = all.next().cloned().unwrap_or_default();
+        for r in all {
+            request.shrink_only |= r.shrink_only;
+            request.commit_failures = request.commit_failures.max(r.commit_failures);
+            if request.last_quorum_id != r.last_quorum_id {
+                // Some ranks did not get through the last configuration: only a new epoch brings them together.
+                request.commit_failures = request.commit_failures.max(1);
+                request.last_quorum_id = request.last_quorum_id.max(r.last_quorum_id);
+            }
+            if request.lineage.is_empty() {
+                request.lineage.clone_from(&r.lineage);
+            }
+        }
+        request
+    }
+}
+
+/// Why two ranks of one replica cannot ask together.
+fn disagreement(a: u32, ra: &RankRequest, b: u32, rb: &RankRequest) -> Option<String> {
+    if ra.step != rb.step {
+        return Some(format!(
+            "rank {a} asks for a quorum at step {}, rank {b} of the same replica at step {}",
+            ra.step, rb.step
+        ));
+    }
+    if !ra.lineage.is_empty() && !rb.lineage.is_empty() && ra.lineage != rb.lineage {
+        return Some(format!(
+            "rank {a} holds step {} of lineage '{}', rank {b} of the same replica of lineage '{}'",
+            ra.step, ra.lineage, rb.lineage
+        ));
+    }
+    (ra.init_sync != rb.init_sync).then(|| {
+        format!(
+            "rank {a} asks with init_sync = {}, rank {b} of the same replica with {}",
+            ra.init_sync, rb.init_sync
+        )
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn at(step: i64) -> RankRequest {
+        RankRequest {
+            step,
+            ..RankRequest::default()
+        }
+    }
+
+    fn asked(actions: &[GatherAction]) -> Option<(u64, RankRequest)> {
+        actions.iter().find_map(|a| match a {
+            GatherAction::Ask { call, request } => Some((*call, request.clone())),
+            _ => None,
+        })
+    }
+
+    #[test]
+    fn the_lighthouse_is_asked_once_all_ranks_wait_and_all_get_the_answer() {
+        let mut s = GatherState::new(2);
+        assert!(s.ask(1, at(4), 11).is_empty());
+        assert_eq!(s.missing(), vec![0]);
+        let (call, request) = asked(&s.ask(0, at(4), 10)).unwrap();
+        assert_eq!(request.step, 4);
+        let quorum = Arc::new(Quorum::default());
+        let tickets: Vec<_> = s
+            .answered(call, Ok(quorum))
+            .into_iter()
+            .map(|a| match a {
+                GatherAction::Deliver { ticket, rank, .. } => (rank, ticket),
+                other => panic!("{other:?}"),
+            })
+            .collect();
+        assert_eq!(tickets, vec![(0, 10), (1, 11)]);
+    }
+
+    #[test]
+    fn l08_wishes_of_all_ranks_count_not_only_the_last_ones() {
+        let mut s = GatherState::new(3);
+        s.ask(
+            0,
+            RankRequest {
+                shrink_only: true,
+                last_quorum_id: 9,
+                ..at(4)
+            },
+            1,
+        );
+        s.ask(
+            1,
+            RankRequest {
+                commit_failures: 2,
+                lineage: "x".into(),
+                last_quorum_id: 9,
+                ..at(4)
+            },
+            2,
+        );
+        let (_, request) = asked(&s.ask(
+            2,
+            RankRequest {
+                last_quorum_id: 9,
+                ..at(4)
+            },
+            3,
+        ))
+        .unwrap();
+        let expected = RankRequest {
+            shrink_only: true,
+            commit_failures: 2,
+            lineage: "x".into(),
+            last_quorum_id: 9,
+            ..at(4)
+        };
+        assert_eq!(request, expected);
+    }
+
+    #[test]
+    fn l08_ranks_at_different_steps_are_all_told_naming_both() {
+        let mut s = GatherState::new(2);
+        s.ask(0, at(4), 1);
+        let actions = s.ask(1, at(5), 2);
+        assert_eq!(actions.len(), 2, "{actions:?}");
+        for a in actions {
+            let GatherAction::Reject { error, .. } = a else {
+                panic!("{a:?}")
+            };
+            assert_eq!(error.kind(), ErrorKind::Mismatch);
+            assert!(
+                error.message().contains("rank 0 asks for a quorum at step 4"),
+                "{error}"
+            );
+            assert!(
+                error.message().contains("rank 1 of the same replica at step 5"),
+                "{error}"
+            );
+        }
+        assert_eq!(s.missing(), vec![0, 1]);
+    }
+
+    #[test]
+    fn ranks_with_different_histories_are_all_told() {
+        let mut s = GatherState::new(2);
+        s.ask(
+            0,
+            RankRequest {
+                lineage: "a".into(),
+                ..at(4)
+            },
+            1,
+        );
+        assert_eq!(
+            s.ask(
+                1,
+                RankRequest {
+                    lineage: "b".into(),
+                    ..at(4)
+                },
+                2
+            )
+            .len(),
+            2
+        );
+    }
+
+    #[test]
+    fn ranks_of_different_epochs_ask_for_a_new_one() {
+        let mut s = GatherState::new(2);
+        s.ask(
+            0,
+            RankRequest {
+                last_quorum_id: 9,
+                ..at(4)
+            },
+            1,
+        );
+        let (_, request) = asked(&s.ask(
+            1,
+            RankRequest {
+                last_quorum_id: 7,
+                ..at(4)
+            },
+            2,
+        ))
+        .unwrap();
+        assert_eq!((request.last_quorum_id, request.commit_failures), (9, 1));
+    }
+
+    #[test]
+    fn l24_a_rank_that_goes_away_takes_the_replicas_request_with_it() {
+        let mut s = GatherState::new(2);
+        s.ask(0, at(4), 1);
+        let (call, _) = asked(&s.ask(1, at(4), 2)).unwrap();
+        let actions = s.withdraw(1);
+        assert!(
+            matches!(actions[..], [GatherAction::Cancel { call: c }] if c == call),
+            "{actions:?}"
+        );
+        assert!(
+            s.answered(call, Ok(Arc::new(Quorum::default()))).is_empty(),
+            "too late"
+        );
+        let (again, _) = asked(&s.ask(0, at(4), 3)).unwrap();
+        assert_ne!(again, call);
+    }
+
+    #[test]
+    fn l28_a_failed_request_is_told_to_all_ranks() {
+        let mut s = GatherState::new(2);
+        s.ask(0, at(4), 1);
+        let (call, _) = asked(&s.ask(1, at(4), 2)).unwrap();
+        let actions = s.answered(call, Err(Error::new(ErrorKind::Unavailable, "no lighthouse")));
+        let ok = |a: &GatherAction| matches!(a, GatherAction::Reject { error, .. } if error.is_retryable());
+        assert!(actions.len() == 2 && actions.iter().all(ok), "{actions:?}");
+    }
+
+    #[test]
+    fn a_newer_call_of_a_rank_replaces_its_older_one_and_asks_again() {
+        let mut s = GatherState::new(1);
+        let (first, _) = asked(&s.ask(0, at(4), 1)).unwrap();
+        let actions = s.ask(0, at(5), 2);
+        assert!(
+            matches!(actions[0], GatherAction::Cancel { call } if call == first),
+            "{actions:?}"
+        );
+        assert!(
+            matches!(actions[1], GatherAction::Reject { ticket: 1, .. }),
+            "{actions:?}"
+        );
+        assert_eq!(asked(&actions).unwrap().1.step, 5);
+        assert!(matches!(
+            s.ask(1, at(5), 3)[..],
+            [GatherAction::Reject { ticket: 3, .. }]
+        ));
+    }
+}

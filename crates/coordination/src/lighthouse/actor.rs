@@ -1,0 +1,281 @@
+//! The one task that owns the lighthouse's state.
+//!
+//! Calls come in as messages in the order of their arrival; what the state answers is carried out before the next
+//! message is looked at. The queue is unbounded so that a guard can report from a drop; it stays short, because every
+//! call has at most one message in it and waits for its answer.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant, SystemTime};
+
+use ftcore::{Error, ErrorKind, Result};
+use tokio::sync::{mpsc, oneshot, watch};
+use tokio::time::MissedTickBehavior;
+
+use super::persist;
+use crate::member::{AbortEpoch, Member, Quorum};
+use crate::quorum::{Action, Event, LighthouseState, Status, Ticket};
+use crate::wire::{quorum_message, torchft};
+
+/// The latest event for a stream; a slow reader finds the last one, which is the one that counts.
+pub(crate) type Pushed = watch::Receiver<Option<AbortEpoch>>;
+
+pub(crate) enum Message {
+    /// Something happened; `done` is told once it is taken in.
+    Event {
+        event: Event,
+        done: Option<oneshot::Sender<()>>,
+    },
+    /// A call for a quorum.
+    Join {
+        member: Box<Member>,
+        ticket: Ticket,
+        reply: oneshot::Sender<Result<torchft::Quorum>>,
+    },
+    /// A replica opens its event stream.
+    Attach {
+        replica_id: String,
+        stream: u64,
+        last_quorum_id: i64,
+        reply: oneshot::Sender<Result<Pushed>>,
+    },
+    /// A look at the state.
+    Status {
+        reply: oneshot::Sender<(Status, Counters)>,
+    },
+}
+
+/// What happened since the start, for the metrics.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Counters {
+    pub(crate) joins: u64,
+    pub(crate) withdrawn: u64,
+    pub(crate) rejected: u64,
+    pub(crate) quorums: u64,
+    pub(crate) epochs: u64,
+    pub(crate) pushes: u64,
+}
+
+/// The way to the task; cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Lighthouse {
+    messages: mpsc::UnboundedSender<Message>,
+    next: Arc<AtomicU64>,
+    reason: watch::Receiver<String>,
+}
+
+impl Lighthouse {
+    /// A number for a call or a stream.
+    pub(crate) fn number(&self) -> u64 {
+        self.next.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Never blocks; a message after the end of the task is lost, like its answer.
+    pub(crate) fn send(&self, message: Message) {
+        let _ = self.messages.send(message);
+    }
+
+    /// Tells the task and waits until it has taken the event in.
+    pub(crate) async fn tell(&self, event: Event) {
+        let (done, taken) = oneshot::channel();
+        self.send(Message::Event {
+            event,
+            done: Some(done),
+        });
+        let _ = taken.await;
+    }
+
+    /// Why there is no new quorum.
+    pub(crate) fn reason(&self) -> String {
+        self.reason.borrow().clone()
+    }
+
+    /// A look at the state; `None` while the lighthouse shuts down.
+    pub(crate) async fn status(&self) -> Option<(Status, Counters)> {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Status { reply });
+        answer.await.ok()
+    }
+}
+
+struct Actor {
+    state: LighthouseState,
+    state_file: Option<PathBuf>,
+    saved_id: i64,
+    calls: HashMap<Ticket, oneshot::Sender<Result<torchft::Quorum>>>,
+    /// By replica id: the present stream and its sending side.
+    streams: HashMap<String, (u64, watch::Sender<Option<AbortEpoch>>)>,
+    counters: Counters,
+    reason: watch::Sender<String>,
+}
+
+/// Starts the task on the present runtime.
+pub(crate) fn start(state: LighthouseState, tick: Duration, state_file: Option<PathBuf>) -> Lighthouse {
+    let (messages, mut inbox) = mpsc::unbounded_channel();
+    let (reason, reason_now) = watch::channel(String::from("no replica has asked yet"));
+    let mut actor = Actor {
+        state,
+        state_file,
+        saved_id: 0,
+        calls: HashMap::new(),
+        streams: HashMap::new(),
+        counters: Counters::default(),
+        reason,
+    };
+    tokio::spawn(async move {
+        let mut ticks = tokio::time::interval(tick);
+        ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+        loop {
+            tokio::select! {
+                message = inbox.recv() => match message {
+                    Some(message) => actor.take(message),
+                    None => return,
+                },
+                _ = ticks.tick() => actor.apply(Event::Tick),
+            }
+        }
+    });
+    Lighthouse {
+        messages,
+        next: Arc::new(AtomicU64::new(1)),
+        reason: reason_now,
+    }
+}
+
+impl Actor {
+    fn take(&mut self, message: Message) {
+        match message {
+            Message::Event { event, done } => {
+                match &event {
+                    Event::Withdraw { ticket } if self.calls.remove(ticket).is_some() => {
+                        self.counters.withdrawn += 1
+                    }
+                    Event::Detached { replica_id, stream } => self.forget_stream(replica_id, *stream),
+                    _ => {}
+                }
+                self.apply(event);
+                if let Some(done) = done {
+                    let _ = done.send(());
+                }
+            }
+            Message::Join {
+                member,
+                ticket,
+                reply,
+            } => {
+                // The caller may be gone already, and its withdrawal with it.
+                if !reply.is_closed() {
+                    self.counters.joins += 1;
+                    self.calls.insert(ticket, reply);
+                    self.apply(Event::Join {
+                        member: *member,
+                        ticket,
+                    });
+                }
+            }
+            Message::Attach {
+                replica_id,
+                stream,
+                last_quorum_id,
+                reply,
+            } => {
+                let (sender, receiver) = watch::channel(None);
+                let former = self.streams.insert(replica_id.clone(), (stream, sender));
+                let refused = self.act(Event::Attached {
+                    replica_id: replica_id.clone(),
+                    stream,
+                    last_quorum_id,
+                });
+                match refused {
+                    Some(error) => {
+                        self.forget_stream(&replica_id, stream);
+                        if let Some(former) = former {
+                            self.streams.insert(replica_id, former);
+                        }
+                        let _ = reply.send(Err(error));
+                    }
+                    None => {
+                        tracing::debug!(replica_id, "attached");
+                        let _ = reply.send(Ok(receiver));
+                    }
+                }
+            }
+            Message::Status { reply } => {
+                let _ = reply.send((self.state.status(Instant::now()), self.counters));
+            }
+        }
+    }
+
+    fn forget_stream(&mut self, replica_id: &str, stream: u64) {
+        if self.streams.get(replica_id).is_some_and(|(s, _)| *s == stream) {
+            self.streams.remove(replica_id);
+        }
+    }
+
+    fn apply(&mut self, event: Event) {
+        let _ = self.act(event);
+    }
+
+    /// Carries out what the state wants; gives back the refusal of an attach.
+    fn act(&mut self, event: Event) -> Option<Error> {
+        let mut refused = None;
+        for action in self.state.apply(event, Instant::now()) {
+            match action {
+                Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
+                Action::Reject { ticket, error } => {
+                    self.counters.rejected += 1;
+                    if let Some(reply) = self.calls.remove(&ticket) {
+                        let _ = reply.send(Err(error));
+                    }
+                }
+                Action::Push { to, event } => {
+                    tracing::info!(
+                        epoch = event.quorum_id,
+                        reason = event.reason,
+                        ?to,
+                        "epoch aborted"
+                    );
+                    for id in to {
+                        if let Some((_, sender)) = self.streams.get(&id) {
+                            self.counters.pushes += 1;
+                            sender.send_replace(Some(event.clone()));
+                        }
+                    }
+                }
+                Action::Refuse { error, .. } => refused = Some(error),
+                Action::Reason(reason) => {
+                    tracing::info!(reason, "no new quorum");
+                    self.reason.send_replace(reason);
+                }
+            }
+        }
+        refused
+    }
+
+    fn deliver(&mut self, tickets: &[Ticket], quorum: &Quorum) {
+        self.counters.quorums += 1;
+        if quorum.quorum_id != self.saved_id {
+            self.counters.epochs += 1;
+            self.saved_id = quorum.quorum_id;
+            let ids: Vec<&str> = quorum.ids().collect();
+            tracing::info!(epoch = quorum.quorum_id, members = ?ids, "quorum");
+            // Before anybody learns the id. Without the file, a restart still continues from the clock.
+            if let Some(Err(error)) = self.state_file.as_ref().map(|path| persist::save(path, quorum)) {
+                tracing::error!(%error, "the quorum id could not be saved");
+            }
+        }
+        let message = quorum_message(quorum, SystemTime::now());
+        for ticket in tickets {
+            if let Some(reply) = self.calls.remove(ticket) {
+                let _ = reply.send(Ok(message.clone()));
+            }
+        }
+    }
+}
+
+/// The error of a call whose lighthouse is shutting down.
+pub(crate) fn gone() -> Error {
+    Error::new(ErrorKind::Unavailable, "the lighthouse is shutting down")
+}

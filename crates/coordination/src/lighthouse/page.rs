@@ -1,0 +1,216 @@
+//! What the lighthouse shows over HTTP on its port: a page that needs no network, its JSON, and metrics. Nothing here
+//! changes anything (L38).
+
+use std::fmt::Write as _;
+
+use axum::Router;
+use axum::http::{StatusCode, header};
+use axum::response::{Html, IntoResponse, Response};
+use axum::routing::get;
+use serde::{Deserialize, Serialize};
+use tonic::service::Routes;
+
+use super::actor::{Counters, Lighthouse};
+use crate::quorum::Status;
+use crate::serve::unknown;
+use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+
+/// The state of a lighthouse, as `GET /status` gives it.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LighthouseStatus {
+    /// The present epoch; the seed before the first quorum.
+    pub quorum_id: i64,
+    /// The members of the present quorum.
+    pub participants: Vec<ParticipantStatus>,
+    /// Who counts as healthy.
+    pub healthy: Vec<HealthyReplica>,
+    /// Whose calls wait for a quorum.
+    pub waiting: Vec<WaitingReplica>,
+    /// Who has an open event stream.
+    pub attached: Vec<String>,
+    /// Why there is no new quorum.
+    pub reason: String,
+    /// Why the present epoch was aborted, if it was.
+    pub aborted: Option<String>,
+}
+
+/// A member of the present quorum.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ParticipantStatus {
+    /// Its id.
+    pub replica_id: String,
+    /// Its manager server.
+    pub address: String,
+    /// The step it came with.
+    pub step: i64,
+    /// Its number of ranks.
+    pub world_size: u64,
+    /// The failures in a row it came with.
+    pub commit_failures: i64,
+}
+
+/// A replica that counts as healthy.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct HealthyReplica {
+    /// Its id.
+    pub replica_id: String,
+    /// Milliseconds since its last sign of life.
+    pub heartbeat_age_ms: u64,
+}
+
+/// A replica that waits for a quorum.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct WaitingReplica {
+    /// Its id.
+    pub replica_id: String,
+    /// Milliseconds since it asked.
+    pub waiting_ms: u64,
+}
+
+impl From<Status> for LighthouseStatus {
+    fn from(s: Status) -> Self {
+        let ms = |d: std::time::Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
+        Self {
+            quorum_id: s.quorum_id,
+            participants: s
+                .participants
+                .into_iter()
+                .map(|m| ParticipantStatus {
+                    replica_id: m.replica_id,
+                    address: m.address,
+                    step: m.step,
+                    world_size: m.world_size,
+                    commit_failures: m.commit_failures,
+                })
+                .collect(),
+            healthy: s
+                .healthy
+                .into_iter()
+                .map(|(replica_id, age)| HealthyReplica {
+                    replica_id,
+                    heartbeat_age_ms: ms(age),
+                })
+                .collect(),
+            waiting: s
+                .waiting
+                .into_iter()
+                .map(|(replica_id, age)| WaitingReplica {
+                    replica_id,
+                    waiting_ms: ms(age),
+                })
+                .collect(),
+            attached: s.attached,
+            reason: s.reason,
+            aborted: s.aborted,
+        }
+    }
+}
+
+/// gRPC and pages in one router.
+pub(crate) fn routes(lighthouse: Lighthouse) -> Router {
+    let torchft = torchft::lighthouse_service_server::LighthouseServiceServer::new(lighthouse.clone())
+        .max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let ours = oxccl::oxccl_lighthouse_server::OxcclLighthouseServer::new(lighthouse.clone())
+        .max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let for_metrics = lighthouse.clone();
+    Routes::new(torchft)
+        .add_service(ours)
+        .into_axum_router()
+        .route("/", get(|| async { Html(PAGE) }))
+        .route("/status", get(move || status(lighthouse.clone())))
+        .route("/metrics", get(move || metrics(for_metrics.clone())))
+        .fallback(unknown)
+}
+
+async fn status(lighthouse: Lighthouse) -> Response {
+    let Some((status, _)) = lighthouse.status().await else {
+        return StatusCode::SERVICE_UNAVAILABLE.into_response();
+    };
+    match serde_json::to_string(&LighthouseStatus::from(status)) {
+        Ok(text) => (
+            [
+                (header::CONTENT_TYPE, "application/json"),
+                (header::CACHE_CONTROL, "no-store"),
+            ],
+            text,
+        )
+            .into_response(),
+        Err(e) => (StatusCode::INTERNAL_SERVER_ERROR, e.to_string()).into_response(),
+    }
+}
+
+async fn metrics(lighthouse: Lighthouse) -> Response {
+    let Some((status, counters)) = lighthouse.status().await else {
+        return StatusCode::SERVICE_UNAVAILABLE.into_response();
+    };
+    (
+        [(header::CONTENT_TYPE, "text/plain; version=0.0.4")],
+        metrics_text(&status, counters),
+    )
+        .into_response()
+}
+
+fn metrics_text(status: &Status, c: Counters) -> String {
+    let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+    let gauges = [
+        ("quorum_id", "The present epoch.", status.quorum_id),
+        (
+            "participants",
+            "Members of the present quorum.",
+            count(status.participants.len()),
+        ),
+        (
+            "healthy_replicas",
+            "Replicas that count as healthy.",
+            count(status.healthy.len()),
+        ),
+        (
+            "waiting_replicas",
+            "Replicas whose calls wait for a quorum.",
+            count(status.waiting.len()),
+        ),
+        (
+            "attached_replicas",
+            "Replicas with an open event stream.",
+            count(status.attached.len()),
+        ),
+        (
+            "epoch_aborted",
+            "1 if the present epoch was aborted.",
+            i64::from(status.aborted.is_some()),
+        ),
+    ];
+    let counters = [
+        ("joins_total", "Calls for a quorum.", c.joins),
+        (
+            "joins_withdrawn_total",
+            "Calls that ended before their quorum formed.",
+            c.withdrawn,
+        ),
+        (
+            "joins_rejected_total",
+            "Calls that were answered with an error.",
+            c.rejected,
+        ),
+        ("quorums_total", "Quorums delivered.", c.quorums),
+        ("epochs_total", "Quorums that began a new epoch.", c.epochs),
+        ("abort_pushes_total", "Abort events pushed to replicas.", c.pushes),
+    ];
+    let mut text = String::new();
+    for (name, help, value) in gauges {
+        let _ = write!(
+            text,
+            "# HELP oxccl_lighthouse_{name} {help}\n# TYPE oxccl_lighthouse_{name} gauge\noxccl_lighthouse_{name} {value}\n"
+        );
+    }
+    for (name, help, value) in counters {
+        let _ = write!(
+            text,
+            "# HELP oxccl_lighthouse_{name} {help}\n# TYPE oxccl_lighthouse_{name} counter\noxccl_lighthouse_{name} {value}\n"
+        );
+    }
+    text
+}
+
+/// Ids come from the network: the page writes them as text, never as markup.
+const PAGE: &str = include_str!("page.html");

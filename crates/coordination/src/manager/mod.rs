@@ -1,0 +1,151 @@
+//! The manager server: one per replica, between its ranks and the lighthouse.
+//!
+//! Ranks ask it for a quorum and vote on it; it asks the lighthouse once for all of them. It keeps a stream to the
+//! lighthouse open, whose break tells the lighthouse of this process's death at once, and passes on what comes down
+//! that stream to the ranks that watch.
+
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use ftcore::{Error, Result, deadline_in};
+
+use crate::channel::{connect, wait_for};
+use crate::member::MAX_ID_BYTES;
+use crate::serve::{self, Service};
+
+mod actor;
+mod service;
+mod uplink;
+
+use uplink::Uplink;
+
+/// How a manager server behaves.
+#[derive(Debug, Clone)]
+pub struct ManagerServerConfig {
+    /// The replica: `name:uuid`, another uuid in every life.
+    pub replica_id: String,
+    /// The lighthouse's URL, `http://host:port`.
+    pub lighthouse: String,
+    /// Where to listen, `host:port`; port 0 takes a free one.
+    pub bind: String,
+    /// The host in [`ManagerServer::address`]; by default the bound address, or this machine's name.
+    pub advertise_host: Option<String>,
+    /// The replica's key-value store, `host:port`; told to the other replicas.
+    pub store_address: String,
+    /// The number of ranks in the replica.
+    pub world_size: u32,
+    /// How often the lighthouse gets a heartbeat, from the first quorum call on.
+    pub heartbeat_interval: Duration,
+    /// How long the lighthouse may take to be reached at the start.
+    pub connect_timeout: Duration,
+    /// How often a quorum call to the lighthouse is tried again before the ranks are told of its failure.
+    pub quorum_retries: u32,
+}
+
+impl Default for ManagerServerConfig {
+    /// Loopback on a free port, one rank, 100 ms heartbeats, 10 s to connect, no retries. The ids and addresses are
+    /// empty: set them.
+    fn default() -> Self {
+        Self {
+            replica_id: String::new(),
+            lighthouse: String::new(),
+            bind: "127.0.0.1:0".into(),
+            advertise_host: None,
+            store_address: String::new(),
+            world_size: 1,
+            heartbeat_interval: Duration::from_millis(100),
+            connect_timeout: Duration::from_secs(10),
+            quorum_retries: 0,
+        }
+    }
+}
+
+/// A running manager server. Dropping it closes everything at once, which the lighthouse takes for the replica's death.
+#[derive(Debug)]
+pub struct ManagerServer {
+    service: Service,
+    uplink: Uplink,
+    address: String,
+}
+
+impl ManagerServer {
+    /// Reaches the lighthouse and starts to listen.
+    ///
+    /// Errors: `InvalidArgument` for the configuration, `Unavailable` if the lighthouse cannot be reached within
+    /// `connect_timeout`, `Conflict` if the address is in use.
+    pub fn start(config: ManagerServerConfig) -> Result<Self> {
+        if config.replica_id.is_empty() || config.replica_id.len() > MAX_ID_BYTES {
+            return Err(Error::invalid(format!(
+                "replica_id has 1 to {MAX_ID_BYTES} bytes"
+            )));
+        }
+        if config.world_size == 0 {
+            return Err(Error::invalid("world_size is 0; a replica has at least one rank"));
+        }
+        if config.heartbeat_interval.is_zero() {
+            return Err(Error::invalid("heartbeat_interval is zero"));
+        }
+        let listener = serve::listen("the manager server", &config.bind)?;
+        let address = serve::url(&listener, config.advertise_host.as_deref())?;
+        let runtime = serve::runtime("ox-manager-srv", 2)?;
+        let channel = {
+            let (url, deadline) = (config.lighthouse.clone(), deadline_in(config.connect_timeout));
+            wait_for(runtime.handle(), "connect", deadline, async move {
+                let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
+                connect(&url, "lighthouse", hint, deadline).await
+            })?
+        };
+        let life = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| d.as_nanos());
+        let uplink = Uplink::new(
+            channel,
+            &config,
+            address.clone(),
+            format!("{}-{life}", std::process::id()),
+        );
+        let manager = {
+            let _guard = runtime.enter();
+            let manager = actor::start(uplink.clone(), config.world_size);
+            uplink.keep_attached(manager.clone());
+            manager
+        };
+        let service = Service::start(runtime, listener, service::routes(manager))?;
+        tracing::info!(
+            replica = config.replica_id,
+            address,
+            lighthouse = config.lighthouse,
+            "the manager server listens"
+        );
+        Ok(Self {
+            service,
+            uplink,
+            address,
+        })
+    }
+
+    /// The URL that the replica's ranks and the other replicas are given: `http://host:port`.
+    pub fn address(&self) -> String {
+        self.address.clone()
+    }
+
+    /// Tells the lighthouse that the replica goes, so that nobody waits for it; heartbeats end. Errors: `Timeout` or
+    /// `Unavailable` if the lighthouse could not be told.
+    pub fn leave(&self, deadline: Instant) -> Result<()> {
+        let Some(handle) = self.service.handle() else {
+            return Ok(());
+        };
+        let uplink = self.uplink.clone();
+        wait_for(
+            &handle,
+            "leave",
+            deadline,
+            async move { uplink.leave(deadline).await },
+        )
+    }
+
+    /// Closes the port and all connections. Errors: `Timeout` if that takes longer; it goes on in the background.
+    pub fn shutdown(self, deadline: Instant) -> Result<()> {
+        self.uplink.stop();
+        self.service.shutdown("the manager server", deadline)
+    }
+}

@@ -1,0 +1,710 @@
+//! The quorum rules as tables, the known faults by name, and random lives under virtual time.
+
+use super::*;
+use proptest::prelude::*;
+
+const SEED: i64 = 1000;
+
+/// A lighthouse under virtual time.
+struct Sim {
+    state: LighthouseState,
+    now: Instant,
+    tickets: Ticket,
+    actions: Vec<Action>,
+}
+
+fn rules(min_replicas: usize) -> QuorumRules {
+    QuorumRules {
+        min_replicas,
+        initial_replicas: None,
+        join_timeout: Duration::from_secs(10),
+        heartbeat_timeout: Duration::from_secs(5),
+    }
+}
+
+fn member(id: &str) -> Member {
+    Member {
+        replica_id: id.into(),
+        address: format!("http://{id}"),
+        world_size: 1,
+        ..Member::default()
+    }
+}
+
+impl Sim {
+    fn new(rules: QuorumRules) -> Self {
+        Self::restarted(rules, SEED, &[])
+    }
+
+    fn restarted(rules: QuorumRules, seed: i64, previous: &[&str]) -> Self {
+        let now = Instant::now();
+        let previous = previous.iter().map(|s| (*s).to_string()).collect();
+        Self {
+            state: LighthouseState::new(rules, seed, previous, now),
+            now,
+            tickets: 0,
+            actions: Vec::new(),
+        }
+    }
+
+    fn event(&mut self, event: Event) -> &mut Self {
+        self.actions = self.state.apply(event, self.now);
+        self
+    }
+
+    fn join_as(&mut self, member: Member) -> Ticket {
+        self.tickets += 1;
+        let ticket = self.tickets;
+        self.event(Event::Join { member, ticket });
+        ticket
+    }
+
+    fn join(&mut self, id: &str) -> Ticket {
+        self.join_as(member(id))
+    }
+
+    fn beat(&mut self, ids: &[&str]) {
+        for id in ids {
+            self.event(Event::Heartbeat {
+                replica_id: (*id).into(),
+            });
+        }
+    }
+
+    /// Time passes; the ids given send heartbeats meanwhile.
+    fn pass(&mut self, time: Duration, alive: &[&str]) {
+        let end = self.now + time;
+        let mut all = Vec::new();
+        while self.now < end {
+            self.now = (self.now + Duration::from_millis(500)).min(end);
+            for id in alive {
+                all.extend(self.state.apply(
+                    Event::Heartbeat {
+                        replica_id: (*id).into(),
+                    },
+                    self.now,
+                ));
+            }
+            all.extend(self.state.apply(Event::Tick, self.now));
+        }
+        self.actions = all;
+    }
+
+    fn delivered(&self) -> Option<Arc<Quorum>> {
+        self.actions.iter().rev().find_map(|a| match a {
+            Action::Deliver { quorum, .. } => Some(quorum.clone()),
+            _ => None,
+        })
+    }
+
+    fn ids(&self) -> Option<Vec<String>> {
+        self.delivered().map(|q| q.ids().map(str::to_string).collect())
+    }
+
+    fn rejected(&self) -> Vec<(Ticket, ErrorKind)> {
+        let rejections = self.actions.iter().filter_map(|a| match a {
+            Action::Reject { ticket, error } => Some((*ticket, error.kind())),
+            _ => None,
+        });
+        rejections.collect()
+    }
+
+    fn pushes(&self) -> Vec<(Vec<String>, AbortEpoch)> {
+        let pushes = self.actions.iter().filter_map(|a| match a {
+            Action::Push { to, event } => Some((to.clone(), event.clone())),
+            _ => None,
+        });
+        pushes.collect()
+    }
+
+    fn attach(&mut self, id: &str, stream: u64) {
+        self.event(Event::Attached {
+            replica_id: id.into(),
+            stream,
+            last_quorum_id: 0,
+        });
+    }
+
+    fn detach(&mut self, id: &str, stream: u64) {
+        self.event(Event::Detached {
+            replica_id: id.into(),
+            stream,
+        });
+    }
+
+    /// A first quorum of these ids, all attached (streams 1, 2, …).
+    fn quorum_of(rules: QuorumRules, ids: &[&str]) -> Self {
+        let mut sim = Self::new(QuorumRules {
+            initial_replicas: Some(ids.len()),
+            ..rules.clone()
+        });
+        for (stream, id) in (1..).zip(ids) {
+            sim.attach(id, stream);
+            sim.join(id);
+        }
+        assert_eq!(sim.ids().unwrap(), ids);
+        sim.state.rules = rules;
+        sim
+    }
+}
+
+#[test]
+fn a_quorum_forms_as_soon_as_no_healthy_replica_is_missing() {
+    let mut sim = Sim::new(rules(2));
+    sim.join("a");
+    assert_eq!(sim.ids(), None);
+    assert!(
+        sim.state.reason().contains("min_replicas is 2"),
+        "{}",
+        sim.state.reason()
+    );
+    sim.join("b");
+    let quorum = sim.delivered().unwrap();
+    assert_eq!(quorum.ids().collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(quorum.quorum_id, SEED + 1);
+}
+
+#[test]
+fn unchanged_members_keep_their_id_and_every_reason_for_a_new_group_changes_it() {
+    type Edit = fn(&mut Member);
+    let edits: [(&str, Edit, bool); 8] = [
+        ("nothing", |_| {}, false),
+        ("a step", |m| m.step += 1, false),
+        ("the id it was given", |m| m.last_quorum_id = SEED + 1, false),
+        ("a failed commit", |m| m.commit_failures = 1, true),
+        ("another address", |m| m.address = "http://elsewhere".into(), true),
+        ("another store", |m| m.store_address = "elsewhere".into(), true),
+        ("another life", |m| m.life = "2".into(), true),
+        ("another epoch", |m| m.last_quorum_id = SEED - 7, true),
+    ];
+    for (what, edit, new) in edits {
+        let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+        sim.join("a");
+        let mut b = member("b");
+        edit(&mut b);
+        sim.join_as(b);
+        assert_eq!(
+            sim.delivered().unwrap().quorum_id,
+            SEED + 1 + i64::from(new),
+            "{what}"
+        );
+    }
+}
+
+#[test]
+fn a_newcomer_enters_with_the_next_quorum_of_the_previous_members() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    sim.join("c");
+    assert_eq!(sim.ids(), None, "a and b are at work");
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.ids().unwrap(), ["a", "b", "c"]);
+    assert_eq!(sim.delivered().unwrap().quorum_id, SEED + 2);
+}
+
+#[test]
+fn a_slow_healthy_replica_is_waited_for_until_the_join_timeout_and_told_when_left_out() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.ids(), None);
+    assert!(sim.state.reason().contains("for c"), "{}", sim.state.reason());
+    sim.pass(Duration::from_millis(9_900), &["a", "b", "c"]);
+    assert_eq!(sim.ids(), None);
+    sim.pass(Duration::from_millis(200), &["a", "b", "c"]);
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
+    let pushes = sim.pushes();
+    assert_eq!(
+        (pushes[0].0.clone(), pushes[0].1.quorum_id),
+        (vec!["c".to_string()], SEED + 1)
+    );
+    assert!(pushes[0].1.reason.contains("without c"), "{pushes:?}");
+}
+
+#[test]
+fn when_the_missing_member_is_known_dead_nobody_waits() {
+    for (how, leave) in [("stream", false), ("leave", true)] {
+        let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+        sim.join("a");
+        sim.join("b");
+        if leave {
+            sim.event(Event::Leave {
+                replica_id: "c".into(),
+                reason: "done".into(),
+            });
+        } else {
+            sim.detach("c", 3);
+        }
+        assert_eq!(sim.ids().unwrap(), ["a", "b"], "{how}");
+    }
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    sim.join("a");
+    sim.join("b");
+    sim.pass(Duration::from_millis(5_500), &["a", "b"]);
+    assert_eq!(sim.ids().unwrap(), ["a", "b"], "missed heartbeats");
+}
+
+#[test]
+fn the_first_quorum_waits_for_the_initial_replicas_without_a_timeout() {
+    let mut sim = Sim::new(QuorumRules {
+        initial_replicas: Some(3),
+        ..rules(1)
+    });
+    sim.join("a");
+    sim.join("b");
+    sim.pass(Duration::from_secs(100), &["a", "b"]);
+    assert_eq!(sim.ids(), None);
+    assert_eq!(
+        sim.state.reason(),
+        "the first quorum waits for 3 replicas, 2 ask: a, b"
+    );
+    sim.join("c");
+    assert_eq!(sim.ids().unwrap(), ["a", "b", "c"]);
+    sim.detach("c", 0);
+    sim.event(Event::Leave {
+        replica_id: "c".into(),
+        reason: String::new(),
+    });
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.ids().unwrap(), ["a", "b"], "only the first one waits");
+}
+
+#[test]
+fn a_job_that_goes_on_after_a_restart_does_not_wait_for_the_initial_replicas() {
+    let mut sim = Sim::new(QuorumRules {
+        initial_replicas: Some(3),
+        ..rules(1)
+    });
+    sim.join_as(Member {
+        last_quorum_id: 7,
+        ..member("a")
+    });
+    assert_eq!(sim.ids().unwrap(), ["a"]);
+}
+
+#[test]
+fn l01_ids_stay_above_everything_that_was_ever_given_out() {
+    let mut sim = Sim::restarted(rules(1), 50, &[]);
+    sim.join_as(Member {
+        last_quorum_id: 70,
+        ..member("a")
+    });
+    assert_eq!(
+        sim.delivered().unwrap().quorum_id,
+        71,
+        "a member knows a higher id than the clock and the file"
+    );
+    // The survivors' id and the new one can never be the same, even with the same members.
+    let mut sim = Sim::restarted(rules(1), 71, &["a"]);
+    sim.join_as(Member {
+        last_quorum_id: 71,
+        ..member("a")
+    });
+    assert_eq!(sim.delivered().unwrap().quorum_id, 72);
+}
+
+#[test]
+fn l01_after_a_restart_the_first_to_come_back_waits_for_the_other_members() {
+    let mut sim = Sim::restarted(rules(1), SEED, &["a", "b", "c"]);
+    sim.join("a");
+    assert_eq!(sim.ids(), None, "a alone is no majority of the saved members");
+    sim.join("b");
+    assert_eq!(sim.ids(), None, "c may still come");
+    sim.pass(Duration::from_millis(5_500), &["a", "b"]);
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
+    // The same without a state file: members that attach say that they are in a quorum.
+    let mut sim = Sim::new(rules(1));
+    for (stream, id) in (1..).zip(["b", "c"]) {
+        sim.event(Event::Attached {
+            replica_id: id.into(),
+            stream,
+            last_quorum_id: 7,
+        });
+    }
+    sim.join("a");
+    assert_eq!(sim.ids(), None);
+}
+
+#[test]
+fn an_impossible_id_or_quorum_id_is_refused() {
+    let mut sim = Sim::new(rules(1));
+    let huge = "x".repeat(MAX_ID_BYTES + 1);
+    for bad in [
+        member(""),
+        member(&huge),
+        Member {
+            last_quorum_id: -1,
+            ..member("a")
+        },
+        Member {
+            last_quorum_id: i64::MAX,
+            ..member("a")
+        },
+    ] {
+        let ticket = sim.join_as(bad);
+        assert_eq!(sim.rejected(), [(ticket, ErrorKind::InvalidArgument)]);
+    }
+    assert_eq!(sim.state.known.len(), 0);
+}
+
+#[test]
+fn l23_the_fast_path_keeps_to_min_replicas_and_the_majority() {
+    let mut sim = Sim::quorum_of(rules(1), &["a"]);
+    // Ten newcomers ask and go away again; they stay healthy.
+    let newcomers: Vec<String> = (0..10).map(|i| format!("n{i}")).collect();
+    for n in &newcomers {
+        let ticket = sim.join(n);
+        sim.event(Event::Withdraw { ticket });
+    }
+    sim.join("a");
+    assert_eq!(sim.ids(), None, "1 of 11 healthy");
+    assert!(
+        sim.state.reason().contains("no strict majority"),
+        "{}",
+        sim.state.reason()
+    );
+
+    let mut sim = Sim::quorum_of(rules(1), &["a"]);
+    sim.state.rules.min_replicas = 2;
+    sim.join("a");
+    assert_eq!(sim.ids(), None, "the previous quorum is below min_replicas now");
+}
+
+#[test]
+fn l23_shrink_only_keeps_to_min_replicas_after_its_filter_and_never_gives_an_empty_quorum() {
+    let mut sim = Sim::quorum_of(rules(2), &["a", "b"]);
+    sim.detach("b", 2);
+    sim.join("n");
+    sim.join_as(Member {
+        shrink_only: true,
+        ..member("a")
+    });
+    assert_eq!(sim.ids(), None, "a alone, with min_replicas = 2");
+    sim.detach("a", 1);
+    assert_eq!(sim.ids(), None);
+    let mut sim = Sim::quorum_of(rules(1), &["a"]);
+    sim.detach("a", 1);
+    sim.join_as(Member {
+        shrink_only: true,
+        ..member("n")
+    });
+    assert_eq!(sim.ids(), None, "nobody is left to shrink to");
+    sim.pass(Duration::from_secs(30), &["n"]);
+    assert_eq!(sim.ids(), None);
+}
+
+#[test]
+fn l23_a_lone_newcomer_gets_no_quorum_below_min_replicas() {
+    let mut sim = Sim::quorum_of(rules(1), &["a"]);
+    sim.state.rules.min_replicas = 5;
+    sim.detach("a", 1);
+    sim.join("n");
+    sim.pass(Duration::from_secs(60), &["n"]);
+    assert_eq!(sim.ids(), None);
+}
+
+#[test]
+fn shrink_only_leaves_newcomers_waiting() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    let waiting = sim.join("n");
+    sim.detach("c", 3);
+    sim.join("a");
+    sim.join_as(Member {
+        shrink_only: true,
+        ..member("b")
+    });
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
+    assert_eq!(sim.rejected(), []);
+    assert!(sim.state.waiting.values().any(|w| w.ticket == waiting));
+}
+
+#[test]
+fn l24_a_caller_that_went_away_is_in_nobodys_quorum() {
+    let mut sim = Sim::new(rules(2));
+    let ghost = sim.join("ghost");
+    sim.event(Event::Withdraw { ticket: ghost });
+    sim.join("a");
+    assert_eq!(sim.ids(), None);
+    sim.join("b");
+    assert_eq!(sim.ids(), None, "the ghost is healthy for a while, but no member");
+    sim.pass(Duration::from_secs(6), &["a", "b"]);
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
+}
+
+#[test]
+fn l25_heartbeats_of_strangers_count_for_nothing_and_leave_nothing_behind() {
+    let mut sim = Sim::new(rules(1));
+    let strangers: Vec<String> = (0..100).map(|i| format!("s{i}")).collect();
+    sim.beat(&strangers.iter().map(String::as_str).collect::<Vec<_>>());
+    sim.attach("loading", 1);
+    assert_eq!(sim.state.known.len(), 0);
+    sim.join("a");
+    assert_eq!(sim.ids().unwrap(), ["a"]);
+}
+
+#[test]
+fn l25_who_is_silent_is_forgotten_and_who_leaves_is_out_at_once() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    sim.event(Event::Leave {
+        replica_id: "c".into(),
+        reason: "done".into(),
+    });
+    sim.beat(&["c"]);
+    assert!(
+        !sim.state.known.contains_key("c"),
+        "a late heartbeat does not revive it"
+    );
+    sim.pass(Duration::from_secs(6), &["a"]);
+    assert_eq!(sim.state.known.keys().collect::<Vec<_>>(), ["a"]);
+    sim.beat(&["b"]);
+    assert!(
+        sim.state.known.contains_key("b"),
+        "a member that was only silent comes back by itself"
+    );
+}
+
+#[test]
+fn l26_newcomers_cannot_form_a_quorum_beside_a_working_one() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    for n in ["x", "y", "z"] {
+        sim.join(n);
+    }
+    sim.pass(Duration::from_secs(60), &["a", "b", "x", "y", "z"]);
+    assert_eq!(sim.ids(), None);
+    assert!(
+        sim.state.reason().contains("waiting for a member of quorum"),
+        "{}",
+        sim.state.reason()
+    );
+    sim.join("a");
+    assert_eq!(
+        sim.ids().unwrap(),
+        ["a", "x", "y", "z"],
+        "the join time-out of the newcomers is long over"
+    );
+}
+
+#[test]
+fn l27_a_death_is_pushed_to_the_members_at_once_and_the_epoch_is_over() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    sim.detach("b", 2);
+    let [(to, event)] = &sim.pushes()[..] else {
+        panic!("{:?}", sim.actions)
+    };
+    assert_eq!(to, &["a", "c"]);
+    assert_eq!(
+        (event.quorum_id, &event.departed[..]),
+        (SEED + 1, &["b".to_string()][..])
+    );
+    assert!(event.reason.contains("b is gone: its stream broke"), "{event:?}");
+}
+
+#[test]
+fn l27_a_report_aborts_the_epoch_for_all_and_removes_nobody() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    let report = |id: &str, quorum_id| Event::Report {
+        replica_id: id.into(),
+        quorum_id,
+        reason: "boom".into(),
+    };
+    sim.event(report("stranger", SEED + 1));
+    assert_eq!(sim.pushes(), []);
+    sim.event(report("a", SEED));
+    assert_eq!(sim.pushes(), [], "an older epoch");
+    sim.event(report("a", SEED + 1));
+    let [(to, event)] = &sim.pushes()[..] else {
+        panic!("{:?}", sim.actions)
+    };
+    assert_eq!((to.len(), event.departed.len()), (2, 0));
+    assert_eq!(event.reason, "a reported: boom");
+    sim.event(report("b", SEED + 1));
+    assert_eq!(sim.pushes(), [], "said already");
+    sim.join("a");
+    sim.join("b");
+    let quorum = sim.delivered().unwrap();
+    assert_eq!(
+        (quorum.participants.len(), quorum.quorum_id),
+        (2, SEED + 2),
+        "the old groups are dead"
+    );
+}
+
+#[test]
+fn a_member_that_reattaches_learns_of_the_abort_it_missed() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    sim.event(Event::Report {
+        replica_id: "a".into(),
+        quorum_id: SEED + 1,
+        reason: "boom".into(),
+    });
+    sim.attach("b", 9);
+    assert_eq!(sim.pushes().len(), 1);
+    sim.detach("b", 2);
+    assert!(
+        sim.state.known.contains_key("b"),
+        "the break of a replaced stream says nothing"
+    );
+    sim.detach("b", 9);
+    assert!(!sim.state.known.contains_key("b"));
+}
+
+#[test]
+fn a_waiting_replica_whose_stream_breaks_is_out_of_the_waiting_too() {
+    let mut sim = Sim::new(rules(3));
+    sim.attach("a", 1);
+    let ticket = sim.join("a");
+    sim.detach("a", 1);
+    assert_eq!(sim.rejected(), [(ticket, ErrorKind::Unavailable)]);
+    sim.join("b");
+    sim.join("c");
+    assert_eq!(sim.ids(), None);
+}
+
+#[test]
+fn a_newer_life_of_a_name_replaces_the_older_one_and_the_dead_one_cannot_come_back() {
+    let mut sim = Sim::quorum_of(rules(1), &["a:1", "b:1"]);
+    let old = sim.join("a:1");
+    sim.join("a:2");
+    assert!(
+        sim.rejected().contains(&(old, ErrorKind::Unavailable)),
+        "{:?}",
+        sim.actions
+    );
+    assert_eq!(sim.pushes()[0].0, ["b:1"]);
+    assert_eq!(sim.pushes()[0].1.departed, ["a:1"]);
+    let late = sim.join("a:1");
+    assert_eq!(sim.rejected(), [(late, ErrorKind::Conflict)]);
+    sim.beat(&["a:1"]);
+    sim.join("b:1");
+    assert_eq!(sim.ids().unwrap(), ["a:2", "b:1"]);
+    // Ids without a name are never lives of each other.
+    let mut sim = Sim::new(rules(2));
+    sim.join(":x");
+    sim.join(":y");
+    assert_eq!(sim.ids().unwrap(), [":x", ":y"]);
+}
+
+#[test]
+fn a_newer_call_of_the_same_replica_replaces_its_older_one() {
+    let mut sim = Sim::new(rules(2));
+    let old = sim.join("a");
+    let new = sim.join("a");
+    assert_eq!(sim.rejected(), [(old, ErrorKind::Aborted)]);
+    sim.event(Event::Withdraw { ticket: old });
+    sim.join("b");
+    let Some(Action::Deliver { tickets, .. }) = sim.actions.first() else {
+        panic!("{:?}", sim.actions)
+    };
+    assert_eq!(tickets, &[new, new + 1]);
+}
+
+#[test]
+fn a_replica_whose_heartbeats_stop_while_it_waits_counts_again_when_they_resume() {
+    let mut sim = Sim::new(rules(2));
+    sim.join("a");
+    sim.pass(Duration::from_secs(6), &[]);
+    assert_eq!(sim.state.known.len(), 0);
+    sim.join("b");
+    assert_eq!(sim.ids(), None);
+    sim.beat(&["a"]);
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
+}
+
+/// One step of a random life. Ids are few, so that they meet.
+fn step() -> impl Strategy<Value = (u8, usize, u64, u64)> {
+    (0u8..9, 0usize..6, 0u64..6, 0u64..4)
+}
+
+const IDS: [&str; 6] = ["a:1", "a:2", "b:1", "c:1", "d", "e"];
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(400))]
+
+    /// INV-7 on every path, whatever happens in whatever order: joins, silence, broken streams, restarts.
+    #[test]
+    fn every_quorum_is_big_enough_alive_and_of_a_new_or_unchanged_id(
+        min_replicas in 1usize..4,
+        steps in prop::collection::vec(step(), 1..120),
+    ) {
+        let mut sim = Sim::new(rules(min_replicas));
+        let mut twin = LighthouseState::new(rules(min_replicas), SEED, Vec::new(), sim.now);
+        let mut live: BTreeMap<Ticket, String> = BTreeMap::new();
+        let mut last: Option<Arc<Quorum>> = None;
+        let mut highest = 0;
+        for (kind, who, n, ms) in steps {
+            let id = IDS[who].to_string();
+            sim.now += Duration::from_millis(ms * 900);
+            let event = match kind {
+                0..=2 => {
+                    sim.tickets += 1;
+                    live.insert(sim.tickets, id.clone());
+                    let member = Member { shrink_only: n == 5, commit_failures: i64::from(n == 4), ..member(&id) };
+                    Event::Join { member, ticket: sim.tickets }
+                }
+                3 => {
+                    let ticket = live.iter().find(|(_, owner)| **owner == id).map_or(0, |(t, _)| *t);
+                    live.remove(&ticket);
+                    Event::Withdraw { ticket }
+                }
+                4 => Event::Attached { replica_id: id, stream: n, last_quorum_id: if n > 3 { highest } else { 0 } },
+                5 => Event::Detached { replica_id: id, stream: n },
+                6 if n == 0 => {
+                    // A restart: every call is lost, the id and the members are not.
+                    live.clear();
+                    let members: Vec<String> =
+                        last.iter().flat_map(|q| q.ids()).map(str::to_string).collect();
+                    sim.state = LighthouseState::new(rules(min_replicas), highest.max(SEED), members.clone(), sim.now);
+                    twin = LighthouseState::new(rules(min_replicas), highest.max(SEED), members, sim.now);
+                    last = None;
+                    continue;
+                }
+                6 => Event::Leave { replica_id: id, reason: String::new() },
+                7 => Event::Report { replica_id: id, quorum_id: highest, reason: String::new() },
+                _ => Event::Heartbeat { replica_id: id },
+            };
+            let gone = match &event {
+                Event::Leave { replica_id, .. } => Some(replica_id.clone()),
+                _ => None,
+            };
+            sim.event(event.clone());
+            let twins = twin.apply(event, sim.now);
+            prop_assert_eq!(format!("{:?}", sim.actions), format!("{twins:?}"), "the same events, the same actions");
+            for action in &sim.actions {
+                match action {
+                    Action::Reject { ticket, .. } => prop_assert!(live.remove(ticket).is_some(), "answered twice"),
+                    Action::Deliver { tickets, quorum } => {
+                        prop_assert!(quorum.participants.len() >= min_replicas.max(1));
+                        prop_assert!(quorum.participants.len() * 2 > sim.state.known.len());
+                        prop_assert_eq!(tickets.len(), quorum.participants.len());
+                        let ids: Vec<_> = quorum.ids().map(str::to_string).collect();
+                        let sorted: BTreeSet<_> = ids.iter().cloned().collect();
+                        prop_assert_eq!(&sorted.into_iter().collect::<Vec<_>>(), &ids);
+                        for (ticket, id) in tickets.iter().zip(&ids) {
+                            let owner = live.remove(ticket);
+                            prop_assert_eq!(owner.as_ref(), Some(id), "only through a live call");
+                            prop_assert!(sim.state.known.contains_key(id));
+                            prop_assert!(gone.as_ref() != Some(id));
+                        }
+                        prop_assert!(!(ids.contains(&"a:1".into()) && ids.contains(&"a:2".into())));
+                        match &last {
+                            Some(l) if l.quorum_id == quorum.quorum_id => {
+                                prop_assert!(l.ids().eq(quorum.ids()), "one id, one set of members");
+                            }
+                            _ => prop_assert!(quorum.quorum_id > highest && quorum.quorum_id > SEED),
+                        }
+                        highest = quorum.quorum_id;
+                        last = Some(quorum.clone());
+                    }
+                    _ => {}
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_peers_text_is_cut_at_a_character(text in "\\PC{0,600}") {
+        let short = cut(&text);
+        prop_assert!(text.starts_with(short) && short.len() <= MAX_REASON_BYTES);
+    }
+}

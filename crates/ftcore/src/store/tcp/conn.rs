@@ -1,0 +1,243 @@
+//! One client connection: finding and greeting the server, and the conversations that take more than one reply.
+//!
+//! Everything here ends by the link's patience. An `io::Error` says what the call above must know: late (see
+//! `link::is_late`), `InvalidData` (not the protocol), anything else (the connection broke).
+
+use std::collections::hash_map::RandomState;
+use std::hash::{BuildHasher, Hasher};
+use std::io::{self, Write};
+use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant};
+
+use super::link::{Link, Patience, is_late};
+use super::wire::{self, Request};
+use crate::store::table::leading_number;
+use crate::{Error, Result, deadline_in, time_left};
+
+/// Pauses between attempts to connect: doubled from the first to the longest, with jitter.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// One attempt: name look-up, connect and greeting each at most this long, then another is made.
+const ATTEMPT: Duration = Duration::from_secs(10);
+/// How long after its deadline a call waits for the server to confirm that the wait is cancelled …
+const CANCEL_GRACE: Duration = Duration::from_millis(100);
+/// … and to say what was missing, for the error text.
+const EXPLAIN_GRACE: Duration = Duration::from_millis(50);
+/// For how many keys it is asked that.
+const EXPLAINED: usize = 64;
+
+/// A connection that greeted the server.
+pub(super) struct Conn {
+    pub(super) link: Link,
+    /// The whole request of this call was handed to the kernel.
+    pub(super) sent: bool,
+    /// A reply may still arrive that belongs to no call: not to be used again.
+    pub(super) spoiled: bool,
+}
+
+impl Conn {
+    /// One attempt: look-up, connect, VALIDATE and PING in one segment.
+    pub(super) fn open(host: &str, port: u16, deadline: Instant) -> io::Result<Self> {
+        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{}'", host));
+        for address in resolve(host, port, deadline)? {
+            let left = time_left(deadline).min(ATTEMPT);
+            if left.is_zero() {
+                break;
+            }
+            let connected = TcpStream::connect_timeout(&address, left).map_err(|e| match is_late(&e) {
+                true => io::Error::other(format!("no answer to the connection attempt in {left:.1?}")),
+                false => e,
+            });
+            let attempt = connected.and_then(|stream| {
+                // Without a listener, a connect within one host can meet itself on the same port.
+                if stream.local_addr()? == stream.peer_addr()? {
+                    return Err(io::ErrorKind::ConnectionRefused.into());
+                }
+                let patience = Patience::Until(deadline.min(deadline_in(ATTEMPT)));
+                let mut conn = Self {
+                    link: Link::new(stream, patience)?,
+                    sent: false,
+                    spoiled: false,
+                };
+                let nonce = random() as u32;
+                conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
+                conn.pong(nonce)?;
+                Ok(conn)
+            });
+            match attempt {
+                Ok(conn) => return Ok(conn),
+                Err(e) => last = e,
+            }
+        }
+        if is_late(&last) {
+            last = io::Error::other("no answer to the greeting");
+        }
+        Err(last)
+    }
+
+    pub(super) fn write(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.link.write_all(bytes)?;
+        self.sent = true;
+        Ok(())
+    }
+
+    pub(super) fn pong(&mut self, nonce: u32) -> io::Result<()> {
+        match wire::read_u32(&mut self.link)? {
+            got if got == nonce => Ok(()),
+            got => Err(wire::bad(format!(
+                "PING {nonce:#010x} was answered with {got:#010x}"
+            ))),
+        }
+    }
+
+    /// True if all keys exist now.
+    pub(super) fn exist(&mut self, keys: &[Vec<u8>]) -> io::Result<bool> {
+        self.write(&encode(&[Request::Check(keys.to_vec())]))?;
+        self.checked()
+    }
+
+    pub(super) fn checked(&mut self) -> io::Result<bool> {
+        match wire::read_u8(&mut self.link)? {
+            wire::READY => Ok(true),
+            wire::NOT_READY => Ok(false),
+            other => Err(wire::bad(format!("CHECK was answered with {other}"))),
+        }
+    }
+
+    /// The end of a WAIT or BARRIER just sent: true if it was reached; at the deadline it is cancelled.
+    pub(super) fn reached(&mut self) -> io::Result<bool> {
+        match wire::read_u8(&mut self.link) {
+            Ok(wire::STOP_WAITING) => return Ok(true),
+            Ok(other) => return Err(wire::bad(format!("a wait was answered with {other}"))),
+            Err(e) if is_late(&e) => {}
+            Err(e) => return Err(e),
+        }
+        self.link.patience = Patience::Until(deadline_in(CANCEL_GRACE));
+        self.write(&encode(&[Request::CancelWait]))?;
+        match wire::read_u8(&mut self.link)? {
+            wire::WAIT_CANCELED => Ok(false),
+            // The end of the wait and the cancellation crossed.
+            wire::STOP_WAITING => match wire::read_u8(&mut self.link)? {
+                wire::WAIT_CANCELED => Ok(true),
+                other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
+            },
+            other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
+        }
+    }
+
+    /// After a wait ran out: the indices of the first keys that are missing, for the error text only.
+    pub(super) fn missing(&mut self, keys: &[Vec<u8>]) -> Vec<usize> {
+        if keys.len() < 2 {
+            return Vec::new();
+        }
+        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
+        let asked = keys.len().min(EXPLAINED);
+        let questions: Vec<_> = keys
+            .iter()
+            .take(asked)
+            .map(|key| Request::Check(vec![key.clone()]))
+            .collect();
+        let answers = self.write(&encode(&questions)).and_then(|()| {
+            (0..asked)
+                .map(|_| self.checked())
+                .collect::<io::Result<Vec<bool>>>()
+        });
+        self.explained(answers)
+            .map(|there| {
+                there
+                    .iter()
+                    .enumerate()
+                    .filter(|(_, there)| !**there)
+                    .map(|(i, _)| i)
+                    .collect()
+            })
+            .unwrap_or_default()
+    }
+
+    /// After a barrier ran out: how many had arrived, for the error text only.
+    pub(super) fn arrived(&mut self, key: &[u8]) -> Option<i64> {
+        self.link.patience = Patience::Until(deadline_in(EXPLAIN_GRACE));
+        let answer = self
+            .write(&encode(&[Request::Get(key.to_vec())]))
+            .and_then(|()| wire::read_value(&mut self.link));
+        self.explained(answer).and_then(|value| leading_number(&value))
+    }
+
+    fn explained<T>(&mut self, answer: io::Result<T>) -> Option<T> {
+        self.spoiled |= answer.is_err();
+        answer.ok()
+    }
+}
+
+/// The requests one after the other.
+pub(super) fn encode(requests: &[Request]) -> Vec<u8> {
+    let mut out = Vec::new();
+    requests.iter().for_each(|request| request.encode(&mut out));
+    out
+}
+
+/// Host and port of `host:port` or `[v6]:port`.
+pub(super) fn parse_address(addr: &str) -> Result<(String, u16)> {
+    let malformed =
+        || Error::invalid(format!("'{addr}' is not of the form host:port")).with_op("store.connect");
+    let (host, port) = addr.rsplit_once(':').ok_or_else(malformed)?;
+    let port = port
+        .parse()
+        .ok()
+        .filter(|port| *port != 0)
+        .ok_or_else(malformed)?;
+    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
+    let host = bare.unwrap_or(host);
+    if host.is_empty() || (bare.is_none() && host.contains(':')) {
+        return Err(malformed());
+    }
+    Ok((host.to_owned(), port))
+}
+
+/// The addresses of `host`. The system's look-up has no deadline, so it runs on a thread that is left behind if it is late.
+fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+    if let Ok(ip) = host.parse::<IpAddr>() {
+        return Ok(vec![SocketAddr::new(ip, port)]);
+    }
+    let (sender, receiver) = mpsc::channel();
+    let name = host.to_owned();
+    thread::Builder::new()
+        .name("ox-store-dns".into())
+        .spawn(move || {
+            let found = (name.as_str(), port)
+                .to_socket_addrs()
+                .map(|found| found.collect::<Vec<_>>());
+            // The caller may have gone; then nobody wants it.
+            let _ = sender.send(found);
+        })?;
+    receiver
+        .recv_timeout(time_left(deadline).min(ATTEMPT))
+        .map_err(|_| io::Error::other(format!("looking up the name '{host}' took too long")))?
+}
+
+/// A random number good enough for jitter and nonces.
+pub(super) fn random() -> u64 {
+    RandomState::new().build_hasher().finish()
+}
+
+/// Pauses between attempts, growing.
+pub(super) struct Backoff {
+    step: Duration,
+}
+
+impl Backoff {
+    pub(super) fn new() -> Self {
+        Self { step: FIRST_PAUSE }
+    }
+
+    /// Sleeps between half and all of the step, so that thousands of ranks do not come at the same moment; false if the
+    /// deadline has then passed.
+    pub(super) fn pause(&mut self, deadline: Instant) -> bool {
+        let jitter = (random() % 512) as u32;
+        thread::sleep((self.step * (512 + jitter) / 1024).min(time_left(deadline)));
+        self.step = (self.step * 2).min(LONGEST_PAUSE);
+        !time_left(deadline).is_zero()
+    }
+}

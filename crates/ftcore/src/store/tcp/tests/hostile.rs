@@ -1,0 +1,164 @@
+//! Peers that break the rules, on either side: the worst they get is a closed connection or an error.
+
+use std::time::Duration;
+
+use proptest::prelude::*;
+
+use super::super::server::Limits;
+use super::*;
+
+#[test]
+fn a_lying_server_cannot_make_the_client_allocate() {
+    let huge = "ffffffffffffff7f";
+    for reply in [huge.to_owned(), format!("0100000000000000 {huge}")] {
+        let (address, thread) = scripted(vec![("11".into(), Some(reply))]);
+        let store = TcpStore::connect(&address, soon()).unwrap();
+        let e = store.list(soon()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+        drop(store);
+        thread.join().unwrap();
+    }
+    let compare = format!("02 {} {} {}", text("/k"), text("a"), text("b"));
+    let (address, thread) = scripted(vec![(compare, Some(huge.into()))]);
+    let store = TcpStore::connect(&address, soon()).unwrap();
+    assert_eq!(
+        store.compare_set("k", b"a", b"b", soon()).unwrap_err().kind(),
+        ErrorKind::Protocol
+    );
+    drop(store);
+    thread.join().unwrap();
+}
+
+#[test]
+fn strangers_and_violations_are_closed_and_change_nothing() {
+    let server = server();
+    let good = client(&server);
+    good.set("k", b"v", soon()).unwrap();
+    for strange in [
+        "47 4554202f20485454502f312e310d0a0d0a",
+        "00 ffffffff",
+        "01 02000000000000002f6b 0100000000000000 78",
+        "ff",
+    ] {
+        let mut raw = Raw::silent(&server);
+        raw.say(strange);
+        raw.ends_closed();
+    }
+    let huge = "ffffffffffffffff";
+    for violation in [
+        "13".to_owned(),
+        "ff".to_owned(),
+        "00 cef7853c".to_owned(),
+        format!("03 {huge}"),
+        format!("06 {huge}"),
+        format!("0a {huge}"),
+        format!("0b {huge}"),
+        format!("01 02000000000000002f6b {huge}"),
+        "01 02000000000000002f6b 0100800000000000".to_owned(),
+        format!("04 {} 0100000000000000", text("/k")),
+    ] {
+        let mut raw = Raw::greeted(&server);
+        raw.say(&violation);
+        raw.ends_closed();
+    }
+    assert_eq!(good.get("k", soon()).unwrap(), b"v");
+    assert_eq!(good.num_keys(soon()).unwrap(), 1);
+    until("only the good client is connected", || server.connections() == 1);
+}
+
+#[test]
+fn half_open_connections_disturb_nobody_and_are_closed_in_the_end() {
+    let limits = Limits {
+        handshake: Duration::from_millis(200),
+        stall: Duration::from_millis(200),
+        ..Limits::default()
+    };
+    let server = TcpStoreServer::bind_with("127.0.0.1:0", limits).unwrap();
+    let silent: Vec<_> = (0..20).map(|_| Raw::silent(&server)).collect();
+    let half: Vec<_> = ["00 cef7", "00 cef7853c 0d 01"]
+        .map(|start| {
+            let mut raw = Raw::silent(&server);
+            raw.say(start);
+            raw
+        })
+        .into();
+    let mut stalled = Raw::greeted(&server);
+    stalled.say("01 02000000000000002f6b 0000100000000000 78");
+    let good = client(&server);
+    good.set("k", b"v", soon()).unwrap();
+    for raw in silent.into_iter().chain(half) {
+        raw.ends_closed();
+    }
+    stalled.ends_closed();
+    // An idle client is not a stalled one.
+    until("only the good client is connected", || server.connections() == 1);
+    assert_eq!(good.get("k", soon()).unwrap(), b"v");
+}
+
+#[test]
+fn connections_beyond_the_limit_are_closed_and_a_place_that_comes_free_is_used() {
+    let server = TcpStoreServer::bind_with(
+        "127.0.0.1:0",
+        Limits {
+            connections: 2,
+            ..Limits::default()
+        },
+    )
+    .unwrap();
+    let (first, mut second) = (Raw::greeted(&server), Raw::greeted(&server));
+    let address = server.local_addr().to_string();
+    assert_eq!(
+        TcpStore::connect(&address, millis(200)).unwrap_err().kind(),
+        ErrorKind::Unavailable
+    );
+    second.say("07");
+    second.hears("0000000000000000");
+    drop(first);
+    TcpStore::connect(&address, soon())
+        .unwrap()
+        .set("k", b"v", soon())
+        .unwrap();
+}
+
+#[test]
+fn a_peer_that_takes_no_replies_is_given_up() {
+    let limits = Limits {
+        stall: Duration::from_millis(300),
+        ..Limits::default()
+    };
+    let server = TcpStoreServer::bind_with("127.0.0.1:0", limits).unwrap();
+    client(&server).set("k", &vec![1; 8 << 20], soon()).unwrap();
+    let mut greedy = Raw::greeted(&server);
+    for _ in 0..16 {
+        greedy.say(&format!("03 {}", text("/k")));
+    }
+    until("the greedy peer is gone", || server.connections() == 0);
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig {
+        cases: 64,
+        rng_seed: proptest::test_runner::RngSeed::Fixed(7),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
+
+    #[test]
+    fn random_bytes_neither_stop_the_server_nor_touch_what_it_holds(
+        greet in any::<bool>(),
+        opcode in 0u8..24,
+        bytes in proptest::collection::vec(any::<u8>(), 0..300),
+    ) {
+        let server = server();
+        let good = client(&server);
+        good.set("kept", b"v", soon()).unwrap();
+        let mut raw = if greet { Raw::greeted(&server) } else { Raw::silent(&server) };
+        // The server may close while this is being written.
+        let _ = raw.0.write_all(&[opcode]);
+        let _ = raw.0.write_all(&bytes);
+        drop(raw);
+        until("the stranger is gone", || server.connections() == 1);
+        prop_assert_eq!(server.waiting(), 0);
+        prop_assert_eq!(good.get("kept", soon()).unwrap(), b"v");
+    }
+}
