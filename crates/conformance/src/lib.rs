@@ -1,1 +1,40 @@
 //! One behaviour suite that every oxccl process group must pass, against a scalar oracle.
+//!
+//! A [`Harness`] can make N ranks (threads, processes) of one backend; [`suite`] turns every [`Case`] that the backend's
+//! capabilities call for into a `libtest_mimic::Trial`. What is advertised must work, what is not must be `Unsupported`
+//! at once; a case that does not apply is reported as ignored, with the reason, never as passed.
+//!
+//! A backend's whole test binary is one call:
+//!
+//! ```no_run
+//! use conformance::{Mode, run};
+//! # fn make(_: ftcore::GroupOptions) -> ftcore::Result<Box<dyn ftcore::ProcessGroup>> { unimplemented!() }
+//! fn main() -> std::process::ExitCode {
+//!     run(&[Mode::Threads, Mode::Processes], make)
+//! }
+//! ```
+//!
+//! Names are `mode::area::case::worldN`, so `threads::` or `processes::all_reduce` as a filter gives one row or one part.
+
+#[macro_use]
+mod failure;
+mod arguments;
+mod barriers;
+mod case;
+mod failures;
+mod harness;
+mod lifetime;
+mod messages;
+mod mismatch;
+mod movement;
+mod oracle;
+mod reductions;
+
+pub use case::{Case, Needs, Rank, cases};
+pub use failure::{Failure, Outcome};
+pub use harness::{Harness, MakeGroup, Mode, Processes, Threads, run, suite};
+
+/// Element counts that every operation is tried with: empty, odd, around vector widths, beyond one piece.
+pub const SIZES: [usize; 10] = [0, 1, 2, 3, 7, 16, 17, 64, 1000, 4099];
+/// The count that is large enough for every algorithm of a backend to be chosen; tried with fewer dtypes.
+pub const LARGE: usize = 70_001;

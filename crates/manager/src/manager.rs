@@ -230,7 +230,7 @@ impl Manager {
     fn publish(&self, answer: &QuorumResult, state: &dyn State) -> Result<()> {
         let mut dict = StateDict::new();
         state.save(&mut dict)?;
-        dict.set_metadata("oxccl.lineage", self.lineage.as_str());
+        dict.set_metadata("manager.lineage", self.lineage.as_str());
         self.transport.publish(Snapshot::new(answer.max_step, answer.quorum_id, &dict)?);
         Ok(())
     }
@@ -255,7 +255,7 @@ impl Manager {
             state.load(&dict)?;
             // Only now: the step advances with the state, never before it (INV-5, L03).
             self.step = answer.max_step;
-            let lineage = dict.metadata().get("oxccl.lineage").cloned().unwrap_or_default();
+            let lineage = dict.metadata().get("manager.lineage").cloned().unwrap_or_default();
             self.lineage = Lineage::from_peer(lineage);
             return Ok(Healed {
                 source: answer.recover_src_replica_rank,
@@ -273,7 +273,11 @@ impl Manager {
             self.transport.retire();
         }
         // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
-        let same = answer.quorum_id == self.epoch && answer.replica_ids == self.members && !self.group_is_broken();
+        let same = answer.quorum_id == self.epoch && answer.replica_ids == self.members;
+        if answer.quorum_id == self.epoch && (!same || self.group_is_broken()) {
+            // It broke after the question was asked: an epoch is never configured twice (INV-1).
+            return Err(Error::new(ErrorKind::Aborted, format!("epoch {} ended before it was used again", self.epoch)));
+        }
         if !same {
             self.epoch = answer.quorum_id;
             self.attempt = 0;

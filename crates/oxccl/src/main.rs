@@ -8,6 +8,15 @@ use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 use oxccl::core::{Error, ErrorKind};
 use tracing_subscriber::EnvFilter;
 
+/// A line on standard error. Unlike `eprintln!` it does not panic when nobody reads there any more: a lighthouse must not
+/// die with the terminal or the pipe that it was started from.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        drop(writeln!(std::io::stderr(), $($text)*));
+    }};
+}
+
 mod command {
     pub(crate) mod launch;
     #[cfg(feature = "lighthouse")]
@@ -57,6 +66,7 @@ fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(std::io::stderr)
+        .log_internal_errors(false)
         .with_ansi(colour && std::io::stderr().is_terminal())
         .init();
     let result = match arguments.command {
@@ -67,7 +77,7 @@ fn main() -> ExitCode {
     match result {
         Ok(code) => code,
         Err(e) => {
-            eprintln!("error: {e}\n  hint: {}", e.kind().advice());
+            say!("error: {e}\n  hint: {}", e.kind().advice());
             exit_code(&e)
         }
     }

@@ -1,4 +1,5 @@
 //! The supervisor with real processes (`sh -c …`): restarts, limits, signals, and the order of what the driver sees.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
 use std::path::Path;
 use std::process::Command;

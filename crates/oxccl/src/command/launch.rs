@@ -129,7 +129,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         command
     };
     let (supervisor, events) = Supervisor::start(config, command, deadline_in(START))?;
-    eprintln!(
+    say!(
         "oxccl: lighthouse {}, logs in {}",
         supervisor.lighthouse(),
         run_dir.display()
@@ -202,13 +202,13 @@ fn show(event: &SupervisorEvent) {
             restart_in_ms,
             ..
         } => {
-            eprintln!("oxccl: the lighthouse ended ({exit}){}", next(restart_in_ms));
+            say!("oxccl: the lighthouse ended ({exit}){}", next(restart_in_ms));
             show_tail(tail);
         }
         SupervisorEvent::Spawned {
             replica, life, pid, ..
         } => {
-            eprintln!("oxccl: replica {replica} started (life {life}, process {pid})");
+            say!("oxccl: replica {replica} started (life {life}, process {pid})");
         }
         SupervisorEvent::Exited {
             replica,
@@ -223,14 +223,14 @@ fn show(event: &SupervisorEvent) {
                 status: *status,
                 signal: *signal,
             };
-            eprintln!(
+            say!(
                 "oxccl: replica {replica} ended (life {life}, {exit}){}",
                 next(restart_in_ms)
             );
             show_tail(tail);
         }
         SupervisorEvent::Replica(event) => match &event.kind {
-            EventKind::Error { text } => eprintln!("oxccl: replica {}: {text}", event.replica),
+            EventKind::Error { text } => say!("oxccl: replica {}: {text}", event.replica),
             EventKind::Step { .. } => tracing::trace!("{event:?}"),
             _ => tracing::debug!("{event:?}"),
         },
@@ -240,12 +240,12 @@ fn show(event: &SupervisorEvent) {
 
 fn show_tail(tail: &str) {
     for line in tail.lines() {
-        eprintln!("  | {line}");
+        say!("  | {line}");
     }
 }
 
 fn report(outcome: &Outcome, json: bool) -> Result<()> {
-    eprintln!(
+    say!(
         "oxccl: {}",
         outcome.to_string().lines().next().unwrap_or_default()
     );

@@ -62,7 +62,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..LighthouseConfig::default()
     })?;
     let url = server.address();
-    eprintln!("oxccl: lighthouse at {url} (dashboard: the same address in a browser)");
+    say!("oxccl: lighthouse at {url} (dashboard: the same address in a browser)");
     oxccl::launch::announce_lighthouse(&url, deadline_in(Duration::from_secs(5)))?;
     let signal = signals.forever().next();
     tracing::info!("lighthouse ends (signal {})", signal.unwrap_or_default());

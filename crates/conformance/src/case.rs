@@ -1,0 +1,175 @@
+//! A case: one behaviour, for one world size, run on every rank at once.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Capabilities, Configuration, DType, Epoch, Feature, GroupOptions, OpKind, ProcessGroup, ReduceOp, Store,
+    deadline_in,
+};
+
+use crate::harness::MakeGroup;
+use crate::{Outcome, arguments, barriers, failures, lifetime, messages, mismatch, movement, reductions};
+
+/// What a case needs of a backend or a harness; without it the case is ignored, with the reason.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum Needs {
+    /// The operation.
+    Op(OpKind),
+    /// The feature.
+    Feature(Feature),
+    /// At least one dtype with that reduction.
+    Reduce(ReduceOp),
+    /// A rank may kill its own process.
+    RealProcesses,
+}
+
+type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
+
+/// One behaviour for one world size.
+#[derive(Clone)]
+pub struct Case {
+    /// `area::case::worldN`.
+    pub name: String,
+    /// How many ranks.
+    pub world: u32,
+    /// What it needs.
+    pub needs: Vec<Needs>,
+    /// The rank whose process ends by SIGKILL, where one does.
+    pub killed: Option<u32>,
+    body: Body,
+}
+
+impl Case {
+    pub(crate) fn new(
+        name: &str,
+        world: u32,
+        needs: &[Needs],
+        body: impl Fn(&Rank) -> Outcome + Send + Sync + 'static,
+    ) -> Self {
+        Self {
+            name: format!("{name}::world{world}"),
+            world,
+            needs: needs.to_vec(),
+            killed: None,
+            body: Arc::new(body),
+        }
+    }
+
+    pub(crate) fn killing(mut self, rank: u32) -> Self {
+        self.killed = Some(rank);
+        self
+    }
+
+    /// Why the case does not apply to a backend; `None` if it does.
+    pub fn unmet(&self, capabilities: &Capabilities, real_processes: bool) -> Option<String> {
+        self.needs.iter().find_map(|need| match need {
+            Needs::Op(op) => (!capabilities.ops.contains(*op)).then(|| format!("{op} is not advertised")),
+            Needs::Feature(f) => (!capabilities.has(*f)).then(|| format!("{f:?} is not advertised")),
+            Needs::Reduce(op) => DType::ALL
+                .iter()
+                .all(|d| !capabilities.reduces(*op, *d))
+                .then(|| format!("no dtype is advertised for {op}")),
+            Needs::RealProcesses => {
+                (!real_processes).then(|| "ranks are threads: none can be killed".to_string())
+            }
+        })
+    }
+
+    /// Runs the case on one rank.
+    pub fn run(&self, rank: &Rank) -> Outcome {
+        (self.body)(rank)
+    }
+}
+
+/// One rank of a case.
+pub struct Rank {
+    /// This rank.
+    pub rank: u32,
+    /// How many there are.
+    pub world: u32,
+    /// Shared by the ranks of this case only.
+    pub store: Arc<dyn Store>,
+    /// Makes groups of the backend under test.
+    pub make: MakeGroup,
+}
+
+impl Rank {
+    /// The deadline of anything that is expected to work.
+    pub fn soon(&self) -> Instant {
+        deadline_in(Duration::from_secs(30))
+    }
+
+    /// An unconfigured group.
+    pub fn unconfigured(&self) -> Outcome<Box<dyn ProcessGroup>> {
+        let options = GroupOptions {
+            timeout: Duration::from_secs(30),
+            ..Default::default()
+        };
+        Ok((self.make)(options)?)
+    }
+
+    /// A group of all ranks at epoch 1.
+    pub fn group(&self) -> Outcome<Box<dyn ProcessGroup>> {
+        let group = self.unconfigured()?;
+        group.configure(self.configuration("main", 1))?;
+        Ok(group)
+    }
+
+    /// How all ranks configure the group `name`.
+    pub fn configuration(&self, name: &str, epoch: u64) -> Configuration {
+        Configuration {
+            store: self.store.clone(),
+            prefix: format!("conformance/{name}"),
+            name: name.to_string(),
+            epoch: Epoch(epoch),
+            rank: self.rank,
+            world_size: self.world,
+            deadline: self.soon(),
+        }
+    }
+
+    /// Waits until all ranks are here. Goes through the store, not through the group under test.
+    pub fn meet(&self, name: &str) -> Outcome {
+        Ok(self
+            .store
+            .barrier(&format!("meet/{name}"), self.world, self.soon())?)
+    }
+
+    /// Waits until `count` ranks are here.
+    pub fn meet_of(&self, name: &str, count: u32) -> Outcome {
+        Ok(self.store.barrier(&format!("meet/{name}"), count, self.soon())?)
+    }
+
+    /// Ends this process as a crash would. Only for cases that need [`Needs::RealProcesses`].
+    pub fn die(&self) -> Outcome {
+        let done = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+        Err(crate::Failure::new(format!("still alive after SIGKILL: {done:?}")))
+    }
+}
+
+/// Polls until `ready` gives something. For conditions that nobody signals; ends with a failure after 30 s.
+pub(crate) fn eventually<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> Outcome<T> {
+    let until = deadline_in(Duration::from_secs(30));
+    loop {
+        if let Some(found) = ready() {
+            return Ok(found);
+        }
+        ensure!(Instant::now() < until, "{what} did not happen within 30 s");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+/// All cases, in a fixed order.
+pub fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    all.extend(reductions::cases());
+    all.extend(movement::cases());
+    all.extend(messages::cases());
+    all.extend(barriers::cases());
+    all.extend(arguments::cases());
+    all.extend(mismatch::cases());
+    all.extend(failures::cases());
+    all.extend(lifetime::cases());
+    all
+}

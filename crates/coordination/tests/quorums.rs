@@ -1,0 +1,466 @@
+//! Lighthouse and manager servers together over loopback: quorums form, deaths are pushed, restarts go on.
+
+mod rig;
+
+use std::time::{Duration, Instant};
+
+use coordination::{
+    CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
+};
+use ftcore::ErrorKind;
+use rig::*;
+
+#[test]
+fn three_replicas_get_one_quorum_and_their_places_in_it() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(3),
+        ..config(1)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b, mut c) = (
+        Replica::start("a:1", &url),
+        Replica::start("b:1", &url),
+        Replica::start("c:1", &url),
+    );
+    let first = quorum(&mut [&mut c, &mut a, &mut b], 0);
+    let ranks: Vec<_> = first.iter().map(|r| r.replica_rank).collect();
+    assert_eq!(ranks, [2, 0, 1]);
+    for r in &first {
+        assert_eq!(
+            (r.quorum_id, r.replica_world_size, r.store_address.as_str()),
+            (first[0].quorum_id, 3, "store-of-a:1")
+        );
+        assert_eq!(r.replica_ids, ["a:1", "b:1", "c:1"]);
+        assert_eq!(
+            r.heal,
+            r.replica_rank != 0,
+            "the first one is the source of the initial state"
+        );
+    }
+    assert_eq!(first[1].recover_dst_replica_ranks, [1, 2]);
+    assert_eq!(first[0].recover_src_manager_address, a.server.address());
+    let second = quorum(&mut [&mut a, &mut b, &mut c], 1);
+    assert_eq!(second[0].quorum_id, first[0].quorum_id, "nothing changed");
+    assert!(second.iter().all(|r| !r.heal && r.max_step == 1));
+}
+
+#[test]
+fn l27_a_killed_manager_is_pushed_to_the_others_long_before_its_heartbeat_is_missed() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(3),
+        ..config(1)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b, mut c) = (
+        Replica::start("a:1", &url),
+        Replica::start("b:1", &url),
+        Replica::start("c:1", &url),
+    );
+    let epoch = quorum(&mut [&mut a, &mut b, &mut c], 0)[0].quorum_id;
+    let killed = Instant::now();
+    drop(c);
+    for survivor in [&a, &b] {
+        let (reason, departed) = survivor.abort_of(epoch);
+        assert_eq!(departed, ["c:1"]);
+        assert!(reason.contains("c:1 is gone"), "{reason}");
+    }
+    let next = quorum(&mut [&mut a, &mut b], 0);
+    // The heartbeat time-out is 30 s, the join time-out 20 s.
+    assert!(
+        killed.elapsed() < Duration::from_secs(5),
+        "{:?}",
+        killed.elapsed()
+    );
+    assert!(next[0].quorum_id > epoch);
+    assert_eq!(next[0].replica_ids, ["a:1", "b:1"]);
+}
+
+#[test]
+fn a_replica_that_was_cut_off_without_a_reset_is_noticed_by_its_silence() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let line = Proxy::to(&url);
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &line.url));
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    let frozen = Instant::now();
+    line.freeze();
+    assert_eq!(a.abort_of(epoch).1, ["b:1"]);
+    assert!(
+        frozen.elapsed() < Duration::from_secs(15),
+        "{:?}",
+        frozen.elapsed()
+    );
+    assert_eq!(quorum(&mut [&mut a], 0)[0].replica_ids, ["a:1"]);
+}
+
+#[test]
+fn l27_a_reported_error_aborts_the_epoch_on_all_replicas_and_removes_none() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(2)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    a.client.report(epoch, "the all-reduce failed", soon()).unwrap();
+    for replica in [&a, &b] {
+        let (reason, departed) = replica.abort_of(epoch);
+        assert!(
+            reason.contains("a:1 reported: rank 0: the all-reduce failed"),
+            "{reason}"
+        );
+        assert_eq!(departed, Vec::<String>::new());
+    }
+    let next = quorum(&mut [&mut a, &mut b], 0);
+    assert_eq!(next[0].replica_world_size, 2);
+    assert!(next[0].quorum_id > epoch, "its groups are dead");
+}
+
+#[test]
+fn a_replica_that_leaves_is_not_waited_for() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    b.server.leave(soon()).unwrap();
+    let (reason, departed) = a.abort_of(epoch);
+    assert_eq!(departed, ["b:1"]);
+    assert!(reason.contains("it left"), "{reason}");
+    let start = Instant::now();
+    assert_eq!(quorum(&mut [&mut a], 0)[0].replica_ids, ["a:1"]);
+    assert!(
+        start.elapsed() < Duration::from_secs(10),
+        "the join time-out is 20 s"
+    );
+    b.server.shutdown(soon()).unwrap();
+}
+
+#[test]
+fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |bind: &str| {
+        LighthouseServer::start(LighthouseConfig {
+            bind: bind.into(),
+            initial_replicas: Some(2),
+            state_file: Some(dir.path().join("state")),
+            ..config(2)
+        })
+    };
+    let lighthouse = start("127.0.0.1:0").unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
+    let before = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    lighthouse.shutdown(soon()).unwrap();
+    let lighthouse = start(&socket_of(&url).to_string()).unwrap();
+    assert_eq!(lighthouse.address(), url);
+    let tool = client(&lighthouse);
+    until(&tool, "both reattach", |s| s.attached == ["a:1", "b:1"]);
+    let healthy = |s: &coordination::LighthouseStatus| {
+        s.healthy.iter().map(|h| h.replica_id.clone()).collect::<Vec<_>>()
+    };
+    assert_eq!(
+        healthy(&tool.status(soon()).unwrap()),
+        ["a:1", "b:1"],
+        "known before they ask"
+    );
+    let after = quorum_of(&mut [&mut a, &mut b], 1);
+    assert!(
+        after[0].quorum_id > before,
+        "{} after {before}",
+        after[0].quorum_id
+    );
+    // And the new one pushes as the old one did.
+    let epoch = after[0].quorum_id;
+    drop(b);
+    assert_eq!(a.abort_of(epoch).1, ["b:1"]);
+}
+
+#[test]
+fn l28_a_lighthouse_that_is_gone_is_told_to_all_ranks_at_once_and_asking_again_works() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let server = ManagerServer::start(manager_config("a:1", &url, 2)).unwrap();
+    let ask = |rank: u32| {
+        let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+        std::thread::spawn(move || {
+            let request = QuorumRequest {
+                group_rank: rank,
+                ..QuorumRequest::default()
+            };
+            let start = Instant::now();
+            (client.quorum(&request, soon()), start.elapsed())
+        })
+    };
+    let calls = [ask(0), ask(1)];
+    until(&client(&lighthouse), "a:1 waits", |s| {
+        s.waiting.iter().any(|w| w.replica_id == "a:1")
+    });
+    lighthouse.shutdown(soon()).unwrap();
+    for call in calls {
+        let (answer, waited) = call.join().unwrap();
+        let error = answer.unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
+        assert!(
+            error.is_retryable() && error.to_string().contains("lighthouse"),
+            "{error}"
+        );
+        assert!(
+            waited < Duration::from_secs(10),
+            "its deadline was 30 s: {waited:?}"
+        );
+    }
+    let again = LighthouseServer::start(LighthouseConfig {
+        bind: socket_of(&url).to_string(),
+        ..config(1)
+    })
+    .unwrap();
+    assert_eq!(again.address(), url);
+    for call in [ask(0), ask(1)] {
+        assert_eq!(call.join().unwrap().0.unwrap().replica_ids, ["a:1"]);
+    }
+}
+
+#[test]
+fn l28_retries_bridge_a_restart_of_the_lighthouse_within_the_callers_deadline() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let mut config_of_a = manager_config("a:1", &url, 1);
+    config_of_a.quorum_retries = 100;
+    let server = ManagerServer::start(config_of_a).unwrap();
+    let rank = ManagerClient::connect(&server.address(), soon()).unwrap();
+    let call = std::thread::spawn(move || rank.quorum(&QuorumRequest::default(), soon()));
+    until(&client(&lighthouse), "a:1 waits", |s| !s.waiting.is_empty());
+    lighthouse.shutdown(soon()).unwrap();
+    let _again = LighthouseServer::start(LighthouseConfig {
+        bind: socket_of(&url).to_string(),
+        ..config(1)
+    })
+    .unwrap();
+    assert_eq!(call.join().unwrap().unwrap().replica_ids, ["a:1"]);
+}
+
+#[test]
+fn l23_min_replicas_holds_for_the_survivor_of_a_quorum() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
+    quorum(&mut [&mut a, &mut b], 0);
+    drop(b);
+    let error = a
+        .client
+        .quorum(&a.request(0), Instant::now() + Duration::from_secs(1))
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    let mut b = Replica::start("b:2", &url);
+    let both = quorum(&mut [&mut a, &mut b], 0);
+    assert_eq!(
+        both[0].replica_ids,
+        ["a:1", "b:2"],
+        "the new life takes the old one's place"
+    );
+}
+
+#[test]
+fn l24_a_rank_whose_connection_broke_is_not_waited_with() {
+    let lighthouse = lighthouse(1);
+    let server = ManagerServer::start(manager_config("a:1", &lighthouse.address(), 2)).unwrap();
+    let line = Proxy::to(&server.address());
+    let through_the_line = ManagerClient::connect(&line.url, soon()).unwrap();
+    let direct = ManagerClient::connect(&server.address(), soon()).unwrap();
+    let ask = |client: &ManagerClient, rank: u32, step: i64, deadline: Instant| {
+        client.quorum(
+            &QuorumRequest {
+                group_rank: rank,
+                step,
+                ..QuorumRequest::default()
+            },
+            deadline,
+        )
+    };
+    let lost = std::thread::spawn({
+        let client = through_the_line.clone();
+        move || {
+            client.quorum(
+                &QuorumRequest {
+                    step: 4,
+                    ..QuorumRequest::default()
+                },
+                soon(),
+            )
+        }
+    });
+    // Rank 1 at another step shows that rank 0's call has arrived: both are told.
+    let end = soon();
+    loop {
+        let error = ask(&direct, 1, 5, Instant::now() + Duration::from_millis(300)).unwrap_err();
+        if error.kind() == ErrorKind::Mismatch {
+            break;
+        }
+        assert!(Instant::now() < end, "{error}");
+    }
+    assert_eq!(
+        lost.join().unwrap().unwrap_err().kind(),
+        ErrorKind::Mismatch,
+        "l08: both are told"
+    );
+    let lost = std::thread::spawn(move || {
+        through_the_line.quorum(
+            &QuorumRequest {
+                step: 5,
+                ..QuorumRequest::default()
+            },
+            soon(),
+        )
+    });
+    // Its arrival shows in the metadata that it leaves behind; the step of its second call is 5.
+    while direct.checkpoint_metadata(0, soon()).is_err() {}
+    std::thread::park_timeout(Duration::from_millis(200));
+    line.cut();
+    assert_eq!(lost.join().unwrap().unwrap_err().kind(), ErrorKind::Unavailable);
+    let error = ask(&direct, 1, 5, Instant::now() + Duration::from_secs(1)).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert!(
+        error.to_string().contains("rank 0 of this replica did not ask"),
+        "{error}"
+    );
+}
+
+#[test]
+fn l08_ranks_of_a_replica_at_different_steps_are_all_told_naming_both() {
+    let lighthouse = lighthouse(1);
+    let server = ManagerServer::start(manager_config("a:1", &lighthouse.address(), 2)).unwrap();
+    let calls: Vec<_> = (0..2)
+        .map(|rank| {
+            let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+            std::thread::spawn(move || {
+                let request = QuorumRequest {
+                    group_rank: rank,
+                    step: 4 + i64::from(rank),
+                    ..QuorumRequest::default()
+                };
+                client.quorum(&request, soon())
+            })
+        })
+        .collect();
+    for call in calls {
+        let error = call.join().unwrap().unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Mismatch, "{error}");
+        assert!(
+            error.to_string().contains("step 4") && error.to_string().contains("step 5"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
+    let lighthouse = lighthouse(1);
+    let server = ManagerServer::start(manager_config("a:1", &lighthouse.address(), 2)).unwrap();
+    let ranks: Vec<_> = (0..2)
+        .map(|_| ManagerClient::connect(&server.address(), soon()).unwrap())
+        .collect();
+    let vote = |rank: u32, step: i64, vote: bool| CommitVote {
+        group_rank: rank,
+        step,
+        quorum_id: 9,
+        attempt: 0,
+        vote,
+    };
+    let short = || Instant::now() + Duration::from_millis(500);
+    let error = ranks[0].should_commit(&vote(0, 5, true), short()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+    assert!(error.to_string().contains("rank 1 did not vote"), "{error}");
+    let error = ranks[1].should_commit(&vote(1, 6, true), short()).unwrap_err();
+    assert_eq!(
+        error.kind(),
+        ErrorKind::Timeout,
+        "one vote alone decides nothing: {error}"
+    );
+    // Together they do, and a repeated call gets the same answer.
+    let other = ranks[1].clone();
+    let call = std::thread::spawn(move || {
+        other.should_commit(
+            &CommitVote {
+                group_rank: 1,
+                step: 6,
+                quorum_id: 9,
+                attempt: 1,
+                vote: true,
+            },
+            soon(),
+        )
+    });
+    let of_rank_0 = CommitVote {
+        attempt: 1,
+        ..vote(0, 6, true)
+    };
+    assert!(ranks[0].should_commit(&of_rank_0, soon()).unwrap());
+    assert!(call.join().unwrap().unwrap());
+    assert!(ranks[0].should_commit(&of_rank_0, soon()).unwrap());
+    let error = ranks[0]
+        .should_commit(
+            &CommitVote {
+                group_rank: 7,
+                ..of_rank_0
+            },
+            soon(),
+        )
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn checkpoint_addresses_are_kept_per_rank() {
+    let lighthouse = lighthouse(1);
+    let mut a = Replica::start("a:1", &lighthouse.address());
+    assert_eq!(
+        a.client.checkpoint_metadata(0, soon()).unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
+    let request = QuorumRequest {
+        checkpoint_metadata: "http://here/7".into(),
+        ..a.request(0)
+    };
+    a.last = a.client.quorum(&request, soon()).unwrap().quorum_id;
+    assert_eq!(a.client.checkpoint_metadata(0, soon()).unwrap(), "http://here/7");
+}
+
+#[test]
+fn a_guard_that_is_dropped_ends_the_watch_and_a_panicking_callback_does_not() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
+    let second = a.client.watch(0, std::sync::Arc::new(|_| panic!("on purpose")));
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    a.client.report(epoch, "one", soon()).unwrap();
+    a.abort_of(epoch);
+    b.abort_of(epoch);
+    drop(second);
+    let (guard, events) = watched(&a.client, 0);
+    events
+        .recv_timeout(PATIENCE)
+        .expect("a new watch begins with the last abort");
+    drop(guard);
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    b.client.report(epoch, "two", soon()).unwrap();
+    a.abort_of(epoch);
+    assert!(
+        events.recv_timeout(PATIENCE).is_err(),
+        "disconnected: the callback is gone with its guard"
+    );
+}

@@ -1,0 +1,238 @@
+//! What the tests share: servers on loopback, waiting on conditions, and a proxy that can cut or freeze a connection.
+
+#![allow(dead_code)] // Each test file uses its part.
+
+use std::io::{Read, Write};
+use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use coordination::{
+    LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus, ManagerClient, ManagerServer,
+    ManagerServerConfig, Member, PushEvent, QuorumRequest, QuorumResult, WatchGuard,
+};
+use ftcore::Result;
+
+/// Generous: only a hang reaches it.
+pub const PATIENCE: Duration = Duration::from_secs(30);
+
+pub fn soon() -> Instant {
+    Instant::now() + PATIENCE
+}
+
+/// Deaths must be noticed by evidence: heartbeats are too slow to help.
+pub fn config(min_replicas: usize) -> LighthouseConfig {
+    LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        min_replicas,
+        join_timeout: Duration::from_secs(20),
+        heartbeat_timeout: Duration::from_secs(30),
+        ..LighthouseConfig::default()
+    }
+}
+
+pub fn lighthouse(min_replicas: usize) -> LighthouseServer {
+    LighthouseServer::start(config(min_replicas)).unwrap()
+}
+
+/// A replica: a manager server, and the client of its rank 0 with its watch.
+pub struct Replica {
+    pub server: ManagerServer,
+    pub client: ManagerClient,
+    pub events: Receiver<PushEvent>,
+    pub watch: WatchGuard,
+    pub last: i64,
+}
+
+pub fn manager_config(id: &str, lighthouse: &str, world_size: u32) -> ManagerServerConfig {
+    ManagerServerConfig {
+        replica_id: id.into(),
+        lighthouse: lighthouse.into(),
+        store_address: format!("store-of-{id}"),
+        world_size,
+        ..ManagerServerConfig::default()
+    }
+}
+
+pub fn watched(client: &ManagerClient, rank: u32) -> (WatchGuard, Receiver<PushEvent>) {
+    let (sender, events) = channel();
+    let sender = Mutex::new(sender);
+    let watch = client.watch(
+        rank,
+        Arc::new(move |event| {
+            let _ = sender.lock().unwrap().send(event);
+        }),
+    );
+    (watch, events)
+}
+
+impl Replica {
+    pub fn start(id: &str, lighthouse: &str) -> Self {
+        let server = ManagerServer::start(manager_config(id, lighthouse, 1)).unwrap();
+        let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+        let (watch, events) = watched(&client, 0);
+        Self {
+            server,
+            client,
+            events,
+            watch,
+            last: 0,
+        }
+    }
+
+    pub fn request(&self, step: i64) -> QuorumRequest {
+        QuorumRequest {
+            step,
+            init_sync: true,
+            last_quorum_id: self.last,
+            ..QuorumRequest::default()
+        }
+    }
+
+    /// The next abort of `epoch`.
+    pub fn abort_of(&self, epoch: i64) -> (String, Vec<String>) {
+        loop {
+            match self.events.recv_timeout(PATIENCE).expect("no abort came") {
+                PushEvent::AbortEpoch {
+                    quorum_id,
+                    reason,
+                    departed,
+                } if quorum_id == epoch => {
+                    return (reason, departed);
+                }
+                _ => {}
+            }
+        }
+    }
+}
+
+/// All replicas ask at the same time, again after retryable errors, until all have an answer.
+pub fn quorum(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
+    let calls: Vec<JoinHandle<Result<QuorumResult>>> = replicas
+        .iter()
+        .map(|r| {
+            let (client, request, deadline) = (r.client.clone(), r.request(step), soon());
+            std::thread::spawn(move || {
+                loop {
+                    match client.quorum(&request, deadline) {
+                        Err(e) if e.is_retryable() && Instant::now() < deadline => {
+                            std::thread::park_timeout(Duration::from_millis(20));
+                        }
+                        other => return other,
+                    }
+                }
+            })
+        })
+        .collect();
+    let results: Vec<_> = calls.into_iter().map(|c| c.join().unwrap().unwrap()).collect();
+    for (replica, result) in replicas.iter_mut().zip(&results) {
+        replica.last = result.quorum_id;
+    }
+    results
+}
+
+/// A quorum of exactly these; asked again (as training would, with a failed step) while members are still missing.
+pub fn quorum_of(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
+    let until = soon();
+    loop {
+        let results = quorum(replicas, step);
+        let complete = |r: &QuorumResult| r.replica_world_size as usize == replicas.len();
+        if results.iter().all(complete) && results.iter().all(|r| r.quorum_id == results[0].quorum_id) {
+            return results;
+        }
+        assert!(Instant::now() < until, "no common quorum: {results:?}");
+    }
+}
+
+pub fn member(id: &str) -> Member {
+    Member {
+        replica_id: id.into(),
+        address: format!("http://{id}"),
+        world_size: 1,
+        ..Member::default()
+    }
+}
+
+pub fn client(lighthouse: &LighthouseServer) -> LighthouseClient {
+    LighthouseClient::connect(&lighthouse.address(), soon()).unwrap()
+}
+
+/// Waits until the lighthouse's state is as wished.
+pub fn until(
+    client: &LighthouseClient,
+    what: &str,
+    wish: impl Fn(&LighthouseStatus) -> bool,
+) -> LighthouseStatus {
+    let end = soon();
+    loop {
+        let status = client.status(soon()).unwrap();
+        if wish(&status) {
+            return status;
+        }
+        assert!(Instant::now() < end, "never happened: {what}; {status:?}");
+        std::thread::park_timeout(Duration::from_millis(10));
+    }
+}
+
+pub fn socket_of(url: &str) -> SocketAddr {
+    url.strip_prefix("http://").unwrap().parse().unwrap()
+}
+
+/// Forwards bytes between a port of its own and `target`, until it is told to cut or to freeze.
+pub struct Proxy {
+    pub url: String,
+    frozen: Arc<AtomicBool>,
+    open: Arc<Mutex<Vec<TcpStream>>>,
+}
+
+impl Proxy {
+    pub fn to(url: &str) -> Self {
+        let target = socket_of(url);
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (frozen, open) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
+        let (frozen_there, open_there) = (frozen.clone(), open.clone());
+        std::thread::spawn(move || {
+            for near in listener.incoming().flatten() {
+                let Ok(far) = TcpStream::connect(target) else {
+                    continue;
+                };
+                for (mut from, mut to) in [
+                    (near.try_clone().unwrap(), far.try_clone().unwrap()),
+                    (far.try_clone().unwrap(), near.try_clone().unwrap()),
+                ] {
+                    let frozen = frozen_there.clone();
+                    std::thread::spawn(move || {
+                        let mut bytes = [0; 4096];
+                        while let Ok(n @ 1..) = from.read(&mut bytes) {
+                            if !frozen.load(Ordering::SeqCst) && to.write_all(&bytes[..n]).is_err() {
+                                break;
+                            }
+                        }
+                        // A frozen line says nothing about its ends.
+                        if !frozen.load(Ordering::SeqCst) {
+                            let _ = to.shutdown(Shutdown::Both);
+                        }
+                    });
+                }
+                open_there.lock().unwrap().extend([near, far]);
+            }
+        });
+        Self { url, frozen, open }
+    }
+
+    /// Resets all connections.
+    pub fn cut(&self) {
+        for stream in self.open.lock().unwrap().drain(..) {
+            let _ = stream.shutdown(Shutdown::Both);
+        }
+    }
+
+    /// Swallows everything from now on; both ends stay open.
+    pub fn freeze(&self) {
+        self.frozen.store(true, Ordering::SeqCst);
+    }
+}
