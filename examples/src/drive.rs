@@ -140,7 +140,7 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
         eprintln!("one replica only: nobody could heal it, so nobody is killed");
         return Ok(None);
     }
-    let kill = args.kill.unwrap_or(Kill { replica: args.replicas - 1, step: run.steps.div_ceil(2) });
+    let kill = args.kill.unwrap_or(Kill { replica: args.replicas - 1, step: run.steps / 2 + 1 });
     if kill.replica >= args.replicas {
         bail!("--kill names replica {}; there are replicas 0 to {}", kill.replica, args.replicas - 1);
     }

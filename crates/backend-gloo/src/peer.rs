@@ -227,7 +227,7 @@ impl ControlLink {
             let header = Control::decode(&self.buffer)
                 .ok_or_else(|| Error::new(ErrorKind::Protocol, "sent something that is not a control frame"))?;
             match header.kind {
-                ControlKind::Offer | ControlKind::Accept => {
+                ControlKind::Offer | ControlKind::Accept | ControlKind::Ready => {
                     return Ok(Some(Incoming::Frame(header, Vec::new())));
                 }
                 ControlKind::Data => return Ok(Some(Incoming::Piece(header))),

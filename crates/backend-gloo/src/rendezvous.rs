@@ -2,7 +2,8 @@
 //!
 //! Every rank listens, publishes its address and a secret under `prefix/epoch` in the store, connects twice to every lower
 //! rank and accepts from every higher one. All of it is one non-blocking loop, so a stranger or a half-open connection
-//! holds nobody up. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
+//! holds nobody up. When a rank has all its connections it says so to all; `configure` ends on a rank once everybody has
+//! said so, so a rank that fails right afterwards cannot break the configuration of a slower one. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
 //! reached, so that they need not wait for their own deadline (L27).
 
 use std::io::IoSlice;
@@ -97,8 +98,8 @@ struct Found {
     address: String,
     data: Option<Link>,
     control: Option<Link>,
-    /// It has sent something other than an abort: no need to look again.
-    busy: bool,
+    /// It has said that it is connected with everybody.
+    ready: bool,
 }
 
 impl Found {
@@ -120,6 +121,8 @@ struct Rendezvous<'a> {
     dialed: Vec<Dialed>,
     strangers: Vec<Stranger>,
     found: Vec<Found>,
+    /// This rank has said that it is connected with everybody.
+    said_ready: bool,
 }
 
 /// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
@@ -201,6 +204,7 @@ impl<'a> Rendezvous<'a> {
             dialed,
             strangers: Vec::new(),
             found: (0..configuration.world_size).map(|_| Found::default()).collect(),
+            said_ready: false,
         })
     }
 
@@ -220,8 +224,9 @@ impl<'a> Rendezvous<'a> {
             self.accept();
             self.greet_strangers()?;
             self.dial()?;
+            self.say_ready()?;
             self.look_at_found()?;
-            if self.missing().is_empty() {
+            if self.said_ready && self.not_ready().is_empty() {
                 return Ok(());
             }
             if time_left(c.deadline).is_zero() {
@@ -245,12 +250,62 @@ impl<'a> Rendezvous<'a> {
             .collect()
     }
 
+    fn not_ready(&self) -> Vec<u32> {
+        (0..self.configuration.world_size)
+            .filter(|&r| r != self.configuration.rank)
+            .filter(|&r| self.found.get(r as usize).is_none_or(|f| !f.ready))
+            .collect()
+    }
+
+    /// Once connected with everybody, tells everybody.
+    fn say_ready(&mut self) -> Result<()> {
+        if self.said_ready || !self.missing().is_empty() {
+            return Ok(());
+        }
+        self.said_ready = true;
+        let header = Control {
+            kind: ControlKind::Ready,
+            code: 0,
+            epoch: self.configuration.epoch.0,
+            id: 0,
+            a: 0,
+            b: self.configuration.rank,
+            length: 0,
+        }
+        .encode();
+        let mut lost = None;
+        for (found, rank) in self.found.iter_mut().zip(0u32..) {
+            let Some(link) = &mut found.control else { continue };
+            // A fresh connection takes these few bytes at once.
+            if link.write(&[IoSlice::new(&header)]) != Moved::Bytes(Control::BYTES) {
+                lost = Some((rank, found.address.clone()));
+            }
+        }
+        match lost {
+            None => Ok(()),
+            Some((rank, address)) => Err(self.gone(rank, address)),
+        }
+    }
+
+    fn gone(&self, rank: u32, address: String) -> Error {
+        let text = "closed its connections while the others were still connecting";
+        self.named(
+            Error::new(ErrorKind::PeerLost, text)
+                .with_peer(rank)
+                .with_peer_address(address),
+        )
+    }
+
     fn timeout(&self) -> Error {
         let c = self.configuration;
-        let missing: Vec<String> = self.missing().iter().map(u32::to_string).collect();
+        let (missing, phase) = match self.missing() {
+            none if none.is_empty() => (self.not_ready(), "ready"),
+            some => (some, "connect"),
+        };
+        let missing: Vec<String> = missing.iter().map(u32::to_string).collect();
         let total = c.deadline.saturating_duration_since(self.began).as_secs_f64();
         self.named(Error::timeout(format!(
-            "waiting for {} {} of {} in phase connect, {:.1} s of {total:.1} s",
+            "waiting for {} {} of {} in phase {phase}, {:.1} s of {total:.1} s",
             if missing.len() == 1 { "rank" } else { "ranks" },
             missing.join(", "),
             c.world_size,
@@ -589,46 +644,50 @@ impl<'a> Rendezvous<'a> {
         Ok(())
     }
 
-    /// A rank that is connected already may give up meanwhile: its abort says why.
+    /// A rank that is connected says that it is ready, or gives up: its abort says why.
     fn look_at_found(&mut self) -> Result<()> {
-        for (rank, found) in self.found.iter_mut().enumerate() {
-            let Some(link) = found.control.as_mut().filter(|_| !found.busy) else {
+        for rank in 0..self.configuration.world_size {
+            let Some(found) = self.found.get_mut(rank as usize).filter(|f| !f.ready) else {
                 continue;
             };
+            let Some(link) = found.control.as_mut() else { continue };
             let mut header = [0u8; Control::BYTES];
+            // Only looked at: what comes after the first frame belongs to the engine.
             let seen = rustix::net::recv(&*link, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
             match seen {
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
                 Ok((n, _)) if n > 0 && n < Control::BYTES => continue,
-                Ok((n, _)) if n > 0 => {
-                    if Control::decode(&header).is_none_or(|h| h.kind != ControlKind::Abort) {
-                        found.busy = true;
-                        continue;
-                    }
-                }
+                Ok((n, _)) if n > 0 => {}
                 Ok(_) | Err(_) => {
-                    let error = Error::new(
-                        ErrorKind::PeerLost,
-                        "closed its connections while the others were still connecting",
-                    );
-                    let error = error
-                        .with_peer(rank as u32)
+                    let address = found.address.clone();
+                    return Err(self.gone(rank, address));
+                }
+            }
+            let epoch = self.configuration.epoch.0;
+            match Control::decode(&header).filter(|h| h.epoch == epoch) {
+                Some(h) if h.kind == ControlKind::Ready => {
+                    found.ready = link.read(&mut header) == Moved::Bytes(Control::BYTES);
+                }
+                Some(h) if h.kind == ControlKind::Abort => {
+                    if let Some(link) = found.control.take() {
+                        let mut control = ControlLink::new(link);
+                        if let Some(Incoming::Frame(frame, text)) = control.next()? {
+                            let text = String::from_utf8_lossy(&text);
+                            let text = format!("rank {} reports: {text}", frame.b);
+                            let error = Error::new(wire::kind_of(frame.code), text).with_peer(frame.b);
+                            return Err(self.named(error));
+                        }
+                    }
+                    let address = found.address.clone();
+                    return Err(self.gone(rank, address));
+                }
+                _ => {
+                    let text = "sent something else than that it is ready";
+                    let error = Error::new(ErrorKind::Protocol, text)
+                        .with_peer(rank)
                         .with_peer_address(found.address.clone());
                     return Err(self.named(error));
                 }
-            }
-            if let Some(link) = found.control.take() {
-                let mut control = ControlLink::new(link);
-                if let Some(Incoming::Frame(frame, text)) = control.next()? {
-                    let text = String::from_utf8_lossy(&text).into_owned();
-                    let error = Error::new(
-                        wire::kind_of(frame.code),
-                        format!("rank {} reports: {text}", frame.b),
-                    )
-                    .with_peer(frame.b);
-                    return Err(self.named(error));
-                }
-                found.control = Some(control.link);
             }
         }
         Ok(())
@@ -657,7 +716,7 @@ impl<'a> Rendezvous<'a> {
                 }
             }
         }
-        for found in self.found.iter().filter(|f| !f.busy) {
+        for found in self.found.iter().filter(|f| !f.ready) {
             if let Some(link) = &found.control {
                 fds.push(PollFd::from_borrowed_fd(link.as_fd(), PollFlags::IN));
             }

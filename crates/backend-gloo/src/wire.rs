@@ -126,6 +126,8 @@ pub(crate) enum ControlKind {
     Abort = 4,
     /// This rank leaves in good order; the text says why.
     Goodbye = 5,
+    /// This rank is connected with all others: the first frame on every control connection.
+    Ready = 6,
 }
 
 /// A control frame without its payload.
@@ -174,6 +176,7 @@ impl Control {
             3 => ControlKind::Data,
             4 => ControlKind::Abort,
             5 => ControlKind::Goodbye,
+            6 => ControlKind::Ready,
             _ => return None,
         };
         let (epoch, id) = (take.u64(), take.u64());
@@ -181,7 +184,7 @@ impl Control {
         let length = take.u64();
         let limit = match kind {
             ControlKind::Offer => u64::MAX,
-            ControlKind::Accept => 0,
+            ControlKind::Accept | ControlKind::Ready => 0,
             ControlKind::Data => SEGMENT as u64,
             ControlKind::Abort | ControlKind::Goodbye => MAX_TEXT as u64,
         };
@@ -318,7 +321,7 @@ mod tests {
         #[test]
         fn control_frames_round_trip_and_too_long_ones_are_refused(code: u8, epoch: u64, id: u64, a: u32, b: u32, length: u64) {
             for (kind, limit) in [
-                (ControlKind::Offer, u64::MAX), (ControlKind::Accept, 0), (ControlKind::Data, SEGMENT as u64),
+                (ControlKind::Offer, u64::MAX), (ControlKind::Accept, 0), (ControlKind::Ready, 0), (ControlKind::Data, SEGMENT as u64),
                 (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Goodbye, MAX_TEXT as u64),
             ] {
                 let c = Control { kind, code, epoch, id, a, b, length };

@@ -99,14 +99,7 @@ impl Harness for Threads {
                         store: store.clone(),
                         make: self.make,
                     };
-                    scope.spawn(move || {
-                        let failure = case.run(&rank).err();
-                        if failure.is_some() {
-                            // The others may be waiting at a meeting point: there is nobody to wait for.
-                            tracing_free(&rank);
-                        }
-                        failure
-                    })
+                    scope.spawn(move || case.run(&rank).err())
                 })
                 .collect();
             ranks

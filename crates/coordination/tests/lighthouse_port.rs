@@ -1,5 +1,7 @@
 //! The lighthouse's port, seen from outside: direct clients, pages, strangers and bad bytes.
 
+#![allow(clippy::unwrap_used)] // Test code, outside of a #[test].
+
 mod rig;
 
 use std::io::{Read, Write};

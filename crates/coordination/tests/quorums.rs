@@ -314,18 +314,16 @@ fn l24_a_rank_whose_connection_broke_is_not_waited_with() {
         ErrorKind::Mismatch,
         "l08: both are told"
     );
-    let lost = std::thread::spawn(move || {
-        through_the_line.quorum(
-            &QuorumRequest {
-                step: 5,
-                ..QuorumRequest::default()
-            },
-            soon(),
-        )
-    });
-    // Its arrival shows in the metadata that it leaves behind; the step of its second call is 5.
-    while direct.checkpoint_metadata(0, soon()).is_err() {}
-    std::thread::park_timeout(Duration::from_millis(200));
+    let second = QuorumRequest {
+        step: 5,
+        checkpoint_metadata: "second".into(),
+        ..QuorumRequest::default()
+    };
+    let lost = std::thread::spawn(move || through_the_line.quorum(&second, soon()));
+    // Its arrival shows in what it leaves behind.
+    while direct.checkpoint_metadata(0, soon()).ok().as_deref() != Some("second") {
+        assert!(Instant::now() < end, "the second call never arrived");
+    }
     line.cut();
     assert_eq!(lost.join().unwrap().unwrap_err().kind(), ErrorKind::Unavailable);
     let error = ask(&direct, 1, 5, Instant::now() + Duration::from_secs(1)).unwrap_err();

@@ -158,7 +158,6 @@ fn both_files_are_valid_and_show_the_same_picture() {
         );
     }
 }
-}
 
 /// Every element is closed in order, and attributes are quoted: what an XML parser insists on, for the few forms used.
 fn well_formed(svg: &str) {

@@ -230,3 +230,113 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         Ok(Response::new(oxccl::ReportResponse {}))
     }
 }
+
+/// What a torchft client sends and what it does not: none of the fields from 100 on, none of our services.
+#[cfg(test)]
+mod tests {
+    use tonic::Code;
+
+    use super::*;
+    use crate::wire::torchft::manager_service_client::ManagerServiceClient;
+    use crate::{LighthouseConfig, LighthouseServer, ManagerServer, ManagerServerConfig};
+
+    fn servers() -> (LighthouseServer, ManagerServer) {
+        let lighthouse = LighthouseServer::start(LighthouseConfig {
+            bind: "127.0.0.1:0".into(),
+            ..LighthouseConfig::default()
+        });
+        let lighthouse = lighthouse.unwrap();
+        let manager = ManagerServer::start(ManagerServerConfig {
+            replica_id: "a:1".into(),
+            lighthouse: lighthouse.address(),
+            ..ManagerServerConfig::default()
+        });
+        (lighthouse, manager.unwrap())
+    }
+
+    /// Runs `test` with a bare client of a manager server.
+    fn with_client<F: Future<Output = ()>>(
+        test: impl FnOnce(ManagerServiceClient<tonic::transport::Channel>) -> F,
+    ) {
+        let (_lighthouse, manager) = servers();
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()
+            .unwrap();
+        runtime
+            .block_on(async { test(ManagerServiceClient::connect(manager.address()).await.unwrap()).await });
+    }
+
+    #[test]
+    fn a_quorum_call_without_a_timeout_is_refused_and_with_one_it_is_answered() {
+        with_client(|mut client| async move {
+            let message = torchft::ManagerQuorumRequest {
+                step: 3,
+                init_sync: true,
+                ..Default::default()
+            };
+            let status = client.quorum(Request::new(message.clone())).await.unwrap_err();
+            assert_eq!(status.code(), Code::InvalidArgument);
+            assert!(status.message().contains("missing timeout"), "{status}");
+            let mut first = 0;
+            for _ in 0..3 {
+                let mut request = Request::new(message.clone());
+                request.set_timeout(Duration::from_secs(30));
+                let answer = client.quorum(request).await.unwrap().into_inner();
+                assert_eq!(
+                    (answer.replica_world_size, answer.max_step, answer.heal),
+                    (1, 3, false)
+                );
+                assert!(
+                    first == 0 || first == answer.quorum_id,
+                    "it tells no last quorum, and keeps its group"
+                );
+                first = answer.quorum_id;
+            }
+        });
+    }
+
+    #[test]
+    fn votes_without_epoch_and_attempt_are_counted_here() {
+        with_client(|mut client| async move {
+            for vote in [true, false, true, true] {
+                let message = torchft::ShouldCommitRequest {
+                    should_commit: vote,
+                    step: 1,
+                    ..Default::default()
+                };
+                assert_eq!(
+                    client
+                        .should_commit(message)
+                        .await
+                        .unwrap()
+                        .into_inner()
+                        .should_commit,
+                    vote
+                );
+            }
+        });
+    }
+
+    #[test]
+    fn l38_nobody_is_killed_over_the_network() {
+        with_client(|mut client| async move {
+            let status = client
+                .kill(torchft::KillRequest { msg: "die".into() })
+                .await
+                .unwrap_err();
+            assert_eq!(status.code(), Code::PermissionDenied);
+            let status = client
+                .checkpoint_metadata(torchft::CheckpointMetadataRequest { rank: 0 })
+                .await
+                .unwrap_err();
+            assert_eq!(status.code(), Code::InvalidArgument, "it still answers");
+            assert!(status.message().contains("rank not found"), "{status}");
+            let bad = torchft::CheckpointMetadataRequest { rank: -1 };
+            assert_eq!(
+                client.checkpoint_metadata(bad).await.unwrap_err().code(),
+                Code::InvalidArgument
+            );
+        });
+    }
+}

@@ -27,7 +27,9 @@ enum Phase {
     /// No quorum was asked for yet: a replica that loads must not hold up others, so it sends no heartbeats.
     Quiet,
     Active,
-    /// It left; nothing more is sent.
+    /// It says goodbye: no heartbeat and no new stream may follow, or it would seem alive again.
+    Leaving,
+    /// The open stream ends as well.
     Over,
 }
 
@@ -212,8 +214,8 @@ impl Uplink {
 
     /// Says goodbye and ends the background tasks.
     pub(crate) async fn leave(&self, deadline: Instant) -> Result<()> {
-        // First, so that no heartbeat or new stream follows the goodbye.
-        self.stop();
+        // The stream stays open until the goodbye has arrived: its break would look like a death.
+        self.inner.phase.send_replace(Phase::Leaving);
         let message = oxccl::LeaveRequest {
             replica_id: self.replica_id().to_string(),
             reason: "the replica ends in order".to_string(),
@@ -226,7 +228,9 @@ impl Uplink {
             message,
             |r| async move { client.leave(r).await },
         );
-        unless_unsupported(answer.await)
+        let answer = answer.await;
+        self.stop();
+        unless_unsupported(answer)
     }
 }
 
@@ -247,7 +251,7 @@ async fn heartbeats(uplink: Uplink) {
     loop {
         tokio::select! {
             _ = beats.tick() => {}
-            _ = phase.wait_for(|p| *p == Phase::Over) => return,
+            _ = phase.wait_for(|p| *p >= Phase::Leaving) => return,
         }
         let message = torchft::LighthouseHeartbeatRequest {
             replica_id: uplink.replica_id().to_string(),
@@ -273,7 +277,7 @@ async fn heartbeats(uplink: Uplink) {
 async fn attach(uplink: &Uplink, manager: &Manager) {
     let inner = &uplink.inner;
     let mut backoff = Backoff::new();
-    loop {
+    while *inner.phase.borrow() < Phase::Leaving {
         let request = oxccl::AttachRequest {
             replica_id: uplink.replica_id().to_string(),
             address: inner.own.address.clone(),

@@ -1,19 +1,20 @@
-//! The quorum rules as tables, the known faults by name, and random lives under virtual time.
+//! The quorum rules as tables, and the known faults by name, under virtual time.
+
+use std::time::Duration;
 
 use super::*;
-use proptest::prelude::*;
 
-const SEED: i64 = 1000;
+pub(super) const SEED: i64 = 1000;
 
 /// A lighthouse under virtual time.
-struct Sim {
-    state: LighthouseState,
-    now: Instant,
-    tickets: Ticket,
-    actions: Vec<Action>,
+pub(super) struct Sim {
+    pub(super) state: LighthouseState,
+    pub(super) now: Instant,
+    pub(super) tickets: Ticket,
+    pub(super) actions: Vec<Action>,
 }
 
-fn rules(min_replicas: usize) -> QuorumRules {
+pub(super) fn rules(min_replicas: usize) -> QuorumRules {
     QuorumRules {
         min_replicas,
         initial_replicas: None,
@@ -22,7 +23,7 @@ fn rules(min_replicas: usize) -> QuorumRules {
     }
 }
 
-fn member(id: &str) -> Member {
+pub(super) fn member(id: &str) -> Member {
     Member {
         replica_id: id.into(),
         address: format!("http://{id}"),
@@ -32,7 +33,7 @@ fn member(id: &str) -> Member {
 }
 
 impl Sim {
-    fn new(rules: QuorumRules) -> Self {
+    pub(super) fn new(rules: QuorumRules) -> Self {
         Self::restarted(rules, SEED, &[])
     }
 
@@ -47,7 +48,7 @@ impl Sim {
         }
     }
 
-    fn event(&mut self, event: Event) -> &mut Self {
+    pub(super) fn event(&mut self, event: Event) -> &mut Self {
         self.actions = self.state.apply(event, self.now);
         self
     }
@@ -609,102 +610,4 @@ fn a_replica_whose_heartbeats_stop_while_it_waits_counts_again_when_they_resume(
     assert_eq!(sim.ids(), None);
     sim.beat(&["a"]);
     assert_eq!(sim.ids().unwrap(), ["a", "b"]);
-}
-
-/// One step of a random life. Ids are few, so that they meet.
-fn step() -> impl Strategy<Value = (u8, usize, u64, u64)> {
-    (0u8..9, 0usize..6, 0u64..6, 0u64..4)
-}
-
-const IDS: [&str; 6] = ["a:1", "a:2", "b:1", "c:1", "d", "e"];
-
-proptest! {
-    #![proptest_config(ProptestConfig::with_cases(400))]
-
-    /// INV-7 on every path, whatever happens in whatever order: joins, silence, broken streams, restarts.
-    #[test]
-    fn every_quorum_is_big_enough_alive_and_of_a_new_or_unchanged_id(
-        min_replicas in 1usize..4,
-        steps in prop::collection::vec(step(), 1..120),
-    ) {
-        let mut sim = Sim::new(rules(min_replicas));
-        let mut twin = LighthouseState::new(rules(min_replicas), SEED, Vec::new(), sim.now);
-        let mut live: BTreeMap<Ticket, String> = BTreeMap::new();
-        let mut last: Option<Arc<Quorum>> = None;
-        let mut highest = 0;
-        for (kind, who, n, ms) in steps {
-            let id = IDS[who].to_string();
-            sim.now += Duration::from_millis(ms * 900);
-            let event = match kind {
-                0..=2 => {
-                    sim.tickets += 1;
-                    live.insert(sim.tickets, id.clone());
-                    let member = Member { shrink_only: n == 5, commit_failures: i64::from(n == 4), ..member(&id) };
-                    Event::Join { member, ticket: sim.tickets }
-                }
-                3 => {
-                    let ticket = live.iter().find(|(_, owner)| **owner == id).map_or(0, |(t, _)| *t);
-                    live.remove(&ticket);
-                    Event::Withdraw { ticket }
-                }
-                4 => Event::Attached { replica_id: id, stream: n, last_quorum_id: if n > 3 { highest } else { 0 } },
-                5 => Event::Detached { replica_id: id, stream: n },
-                6 if n == 0 => {
-                    // A restart: every call is lost, the id and the members are not.
-                    live.clear();
-                    let members: Vec<String> =
-                        last.iter().flat_map(|q| q.ids()).map(str::to_string).collect();
-                    sim.state = LighthouseState::new(rules(min_replicas), highest.max(SEED), members.clone(), sim.now);
-                    twin = LighthouseState::new(rules(min_replicas), highest.max(SEED), members, sim.now);
-                    last = None;
-                    continue;
-                }
-                6 => Event::Leave { replica_id: id, reason: String::new() },
-                7 => Event::Report { replica_id: id, quorum_id: highest, reason: String::new() },
-                _ => Event::Heartbeat { replica_id: id },
-            };
-            let gone = match &event {
-                Event::Leave { replica_id, .. } => Some(replica_id.clone()),
-                _ => None,
-            };
-            sim.event(event.clone());
-            let twins = twin.apply(event, sim.now);
-            prop_assert_eq!(format!("{:?}", sim.actions), format!("{twins:?}"), "the same events, the same actions");
-            for action in &sim.actions {
-                match action {
-                    Action::Reject { ticket, .. } => prop_assert!(live.remove(ticket).is_some(), "answered twice"),
-                    Action::Deliver { tickets, quorum } => {
-                        prop_assert!(quorum.participants.len() >= min_replicas.max(1));
-                        prop_assert!(quorum.participants.len() * 2 > sim.state.known.len());
-                        prop_assert_eq!(tickets.len(), quorum.participants.len());
-                        let ids: Vec<_> = quorum.ids().map(str::to_string).collect();
-                        let sorted: BTreeSet<_> = ids.iter().cloned().collect();
-                        prop_assert_eq!(&sorted.into_iter().collect::<Vec<_>>(), &ids);
-                        for (ticket, id) in tickets.iter().zip(&ids) {
-                            let owner = live.remove(ticket);
-                            prop_assert_eq!(owner.as_ref(), Some(id), "only through a live call");
-                            prop_assert!(sim.state.known.contains_key(id));
-                            prop_assert!(gone.as_ref() != Some(id));
-                        }
-                        prop_assert!(!(ids.contains(&"a:1".into()) && ids.contains(&"a:2".into())));
-                        match &last {
-                            Some(l) if l.quorum_id == quorum.quorum_id => {
-                                prop_assert!(l.ids().eq(quorum.ids()), "one id, one set of members");
-                            }
-                            _ => prop_assert!(quorum.quorum_id > highest && quorum.quorum_id > SEED),
-                        }
-                        highest = quorum.quorum_id;
-                        last = Some(quorum.clone());
-                    }
-                    _ => {}
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn a_peers_text_is_cut_at_a_character(text in "\\PC{0,600}") {
-        let short = cut(&text);
-        prop_assert!(text.starts_with(short) && short.len() <= MAX_REASON_BYTES);
-    }
 }

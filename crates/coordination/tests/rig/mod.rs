@@ -1,6 +1,7 @@
 //! What the tests share: servers on loopback, waiting on conditions, and a proxy that can cut or freeze a connection.
 
 #![allow(dead_code)] // Each test file uses its part.
+#![allow(clippy::unwrap_used, clippy::expect_used)] // Test code, outside of a #[test].
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -17,14 +18,14 @@ use coordination::{
 use ftcore::Result;
 
 /// Generous: only a hang reaches it.
-pub const PATIENCE: Duration = Duration::from_secs(30);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 
-pub fn soon() -> Instant {
+pub(crate) fn soon() -> Instant {
     Instant::now() + PATIENCE
 }
 
 /// Deaths must be noticed by evidence: heartbeats are too slow to help.
-pub fn config(min_replicas: usize) -> LighthouseConfig {
+pub(crate) fn config(min_replicas: usize) -> LighthouseConfig {
     LighthouseConfig {
         bind: "127.0.0.1:0".into(),
         min_replicas,
@@ -34,20 +35,20 @@ pub fn config(min_replicas: usize) -> LighthouseConfig {
     }
 }
 
-pub fn lighthouse(min_replicas: usize) -> LighthouseServer {
+pub(crate) fn lighthouse(min_replicas: usize) -> LighthouseServer {
     LighthouseServer::start(config(min_replicas)).unwrap()
 }
 
 /// A replica: a manager server, and the client of its rank 0 with its watch.
-pub struct Replica {
-    pub server: ManagerServer,
-    pub client: ManagerClient,
-    pub events: Receiver<PushEvent>,
-    pub watch: WatchGuard,
-    pub last: i64,
+pub(crate) struct Replica {
+    pub(crate) server: ManagerServer,
+    pub(crate) client: ManagerClient,
+    pub(crate) events: Receiver<PushEvent>,
+    pub(crate) watch: WatchGuard,
+    pub(crate) last: i64,
 }
 
-pub fn manager_config(id: &str, lighthouse: &str, world_size: u32) -> ManagerServerConfig {
+pub(crate) fn manager_config(id: &str, lighthouse: &str, world_size: u32) -> ManagerServerConfig {
     ManagerServerConfig {
         replica_id: id.into(),
         lighthouse: lighthouse.into(),
@@ -57,7 +58,7 @@ pub fn manager_config(id: &str, lighthouse: &str, world_size: u32) -> ManagerSer
     }
 }
 
-pub fn watched(client: &ManagerClient, rank: u32) -> (WatchGuard, Receiver<PushEvent>) {
+pub(crate) fn watched(client: &ManagerClient, rank: u32) -> (WatchGuard, Receiver<PushEvent>) {
     let (sender, events) = channel();
     let sender = Mutex::new(sender);
     let watch = client.watch(
@@ -70,7 +71,7 @@ pub fn watched(client: &ManagerClient, rank: u32) -> (WatchGuard, Receiver<PushE
 }
 
 impl Replica {
-    pub fn start(id: &str, lighthouse: &str) -> Self {
+    pub(crate) fn start(id: &str, lighthouse: &str) -> Self {
         let server = ManagerServer::start(manager_config(id, lighthouse, 1)).unwrap();
         let client = ManagerClient::connect(&server.address(), soon()).unwrap();
         let (watch, events) = watched(&client, 0);
@@ -83,7 +84,7 @@ impl Replica {
         }
     }
 
-    pub fn request(&self, step: i64) -> QuorumRequest {
+    pub(crate) fn request(&self, step: i64) -> QuorumRequest {
         QuorumRequest {
             step,
             init_sync: true,
@@ -93,7 +94,7 @@ impl Replica {
     }
 
     /// The next abort of `epoch`.
-    pub fn abort_of(&self, epoch: i64) -> (String, Vec<String>) {
+    pub(crate) fn abort_of(&self, epoch: i64) -> (String, Vec<String>) {
         loop {
             match self.events.recv_timeout(PATIENCE).expect("no abort came") {
                 PushEvent::AbortEpoch {
@@ -110,7 +111,7 @@ impl Replica {
 }
 
 /// All replicas ask at the same time, again after retryable errors, until all have an answer.
-pub fn quorum(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
+pub(crate) fn quorum(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
     let calls: Vec<JoinHandle<Result<QuorumResult>>> = replicas
         .iter()
         .map(|r| {
@@ -135,7 +136,7 @@ pub fn quorum(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
 }
 
 /// A quorum of exactly these; asked again (as training would, with a failed step) while members are still missing.
-pub fn quorum_of(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
+pub(crate) fn quorum_of(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> {
     let until = soon();
     loop {
         let results = quorum(replicas, step);
@@ -147,7 +148,7 @@ pub fn quorum_of(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumResult> 
     }
 }
 
-pub fn member(id: &str) -> Member {
+pub(crate) fn member(id: &str) -> Member {
     Member {
         replica_id: id.into(),
         address: format!("http://{id}"),
@@ -156,12 +157,12 @@ pub fn member(id: &str) -> Member {
     }
 }
 
-pub fn client(lighthouse: &LighthouseServer) -> LighthouseClient {
+pub(crate) fn client(lighthouse: &LighthouseServer) -> LighthouseClient {
     LighthouseClient::connect(&lighthouse.address(), soon()).unwrap()
 }
 
 /// Waits until the lighthouse's state is as wished.
-pub fn until(
+pub(crate) fn until(
     client: &LighthouseClient,
     what: &str,
     wish: impl Fn(&LighthouseStatus) -> bool,
@@ -177,19 +178,19 @@ pub fn until(
     }
 }
 
-pub fn socket_of(url: &str) -> SocketAddr {
+pub(crate) fn socket_of(url: &str) -> SocketAddr {
     url.strip_prefix("http://").unwrap().parse().unwrap()
 }
 
 /// Forwards bytes between a port of its own and `target`, until it is told to cut or to freeze.
-pub struct Proxy {
-    pub url: String,
+pub(crate) struct Proxy {
+    pub(crate) url: String,
     frozen: Arc<AtomicBool>,
     open: Arc<Mutex<Vec<TcpStream>>>,
 }
 
 impl Proxy {
-    pub fn to(url: &str) -> Self {
+    pub(crate) fn to(url: &str) -> Self {
         let target = socket_of(url);
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
@@ -225,14 +226,14 @@ impl Proxy {
     }
 
     /// Resets all connections.
-    pub fn cut(&self) {
+    pub(crate) fn cut(&self) {
         for stream in self.open.lock().unwrap().drain(..) {
             let _ = stream.shutdown(Shutdown::Both);
         }
     }
 
     /// Swallows everything from now on; both ends stay open.
-    pub fn freeze(&self) {
+    pub(crate) fn freeze(&self) {
         self.frozen.store(true, Ordering::SeqCst);
     }
 }

@@ -1,0 +1,76 @@
+//! Barriers hold everybody until everybody is there; the monitored one names who is not.
+
+use std::time::Duration;
+
+use ftcore::{ErrorKind, OpKind, ProcessGroupExt, SubmitOptions, deadline_in};
+
+use crate::case::Case;
+use crate::{Needs, Outcome, Rank};
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for world in 1..=4 {
+        all.push(Case::new("barrier::holds_all_ranks", world, &[Needs::Op(OpKind::Barrier)], |rank| {
+            holds(rank, false)
+        }));
+        let monitored = [Needs::Op(OpKind::MonitoredBarrier)];
+        all.push(Case::new("monitored_barrier::holds_all_ranks", world, &monitored, |rank| {
+            holds(rank, true)
+        }));
+    }
+    for world in [3, 4] {
+        let monitored = [Needs::Op(OpKind::MonitoredBarrier)];
+        all.push(Case::new(
+            "monitored_barrier::names_the_missing_ranks_on_every_rank",
+            world,
+            &monitored,
+            missing,
+        ));
+    }
+    all
+}
+
+/// Every rank counts up before it enters; behind the barrier the count is complete.
+fn holds(rank: &Rank, monitored: bool) -> Outcome {
+    let group = rank.group()?;
+    for round in 1..=20i64 {
+        let now = rank.store.add("entered", 1, rank.soon())?;
+        ensure!(now <= round * i64::from(rank.world), "somebody ran ahead");
+        if monitored {
+            group.monitored_barrier(true, SubmitOptions::by(rank.soon()))?;
+        } else {
+            group.barrier()?;
+        }
+        let then = rank.store.add("entered", 0, rank.soon())?;
+        ensure!(
+            then >= round * i64::from(rank.world),
+            "the barrier opened when {then} of {} had entered",
+            round * i64::from(rank.world)
+        );
+    }
+    Ok(())
+}
+
+/// Ranks from 2 on stay away.
+fn missing(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    group.barrier()?;
+    if rank.rank >= 2 {
+        // Told by rank 0 although it did not take part.
+        let e = crate::case::eventually("the news of the time-out", || group.error())?;
+        ensure!(e.kind() == ErrorKind::Timeout, "the absent rank hears {e}");
+        return Ok(());
+    }
+    let by = SubmitOptions::by(deadline_in(Duration::from_millis(300)));
+    let Err(e) = group.monitored_barrier(true, by) else {
+        return Err(crate::Failure::new("the barrier opened without all ranks"));
+    };
+    ensure!(e.kind() == ErrorKind::Timeout, "rank {}: {e}", rank.rank);
+    let absent = if rank.world == 3 { "rank 2 " } else { "ranks 2, 3 " };
+    ensure!(
+        e.to_string().contains(absent),
+        "rank {} does not name {absent}: {e}",
+        rank.rank
+    );
+    Ok(())
+}

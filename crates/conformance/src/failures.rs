@@ -1,0 +1,359 @@
+//! Ranks that die, hang, abort or belong to another epoch: the others learn it at once, by name, and go on.
+
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Collective, Configuration, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
+    SubmitOptions, Tensor, deadline_in,
+};
+
+use crate::case::{Case, eventually};
+use crate::{Failure, Needs, Outcome, Rank};
+
+pub(crate) fn cases() -> Vec<Case> {
+    let abort = Needs::Feature(Feature::Abort);
+    let again = Needs::Feature(Feature::Reconfigure);
+    let reduce = Needs::Op(OpKind::AllReduce);
+    let recv = Needs::Op(OpKind::Recv);
+    let mut all = Vec::new();
+    for world in [2, 3, 4] {
+        all.extend([
+            Case::new("failures::l27_abort_from_another_thread_ends_work_on_all_ranks", world, &[abort, reduce], aborted),
+            Case::new("failures::l27_a_dropped_group_ends_the_work_of_the_others", world, &[abort, reduce], dropped),
+            Case::new("failures::l32_poisoned_with_the_first_cause", world, &[abort, reduce], poisoned),
+            Case::new("failures::l35_timeout_names_who_is_missing", world, &[abort, reduce], timed_out),
+            Case::new("failures::l35_timeout_of_a_receive", world, &[abort, recv], receive_timed_out),
+            Case::new("failures::l30_an_old_deadline_spares_the_next_epoch", world, &[abort, again, recv], old_deadline),
+            Case::new("failures::reconfigure_many_times", world, &[again, reduce], reconfigure),
+            Case::new("failures::reconfigure_after_abort_with_work_in_flight", world, &[abort, again, reduce], in_flight),
+            Case::new("failures::stale_epoch_is_refused", world, &[again, reduce], stale),
+            Case::new("failures::l33_missing_rank_is_named_at_configure", world, &[], missing),
+            Case::new(
+                "failures::killed_process_is_named_and_the_others_go_on",
+                world,
+                &[Needs::RealProcesses, abort, again, reduce],
+                killed,
+            )
+            .killing(world - 1),
+        ]);
+    }
+    all
+}
+
+fn sum_of(rank: &Rank, group: &dyn ProcessGroup, world: u32) -> Outcome {
+    for count in [7usize, 50_000] {
+        let tensor = Tensor::from_vec(vec![rank.rank as i64 + 1; count]);
+        let sum = group.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?.into_vec::<i64>()?;
+        let want = i64::from(world * (world + 1) / 2);
+        ensure!(sum.iter().all(|&x| x == want), "the sum is {:?}, expected {want}", sum.first());
+    }
+    Ok(())
+}
+
+/// A large all-reduce that some other rank does not take part in.
+fn submit_large(group: &dyn ProcessGroup, by: Instant) -> Outcome<Option<ftcore::Work>> {
+    let op = Collective::AllReduce {
+        tensors: vec![Tensor::zeros(DType::F32, 200_000)],
+        op: ReduceOp::Sum,
+    };
+    match group.run(op, SubmitOptions::by(by)) {
+        Ok(work) => Ok(Some(work)),
+        // The news may be faster than the call.
+        Err(rejected) if rejected.error.kind() == ErrorKind::Poisoned => Ok(None),
+        Err(rejected) => Err(rejected.into()),
+    }
+}
+
+/// The error of work that must fail, or of the group if it was refused already.
+fn failure_of(rank: &Rank, group: &dyn ProcessGroup, work: Option<ftcore::Work>) -> Outcome<ftcore::Error> {
+    match work {
+        Some(work) => match work.wait(rank.soon()) {
+            Err(e) => {
+                ensure!(work.recover().len() == 1, "the tensor did not come back after the failure");
+                Ok(e)
+            }
+            Ok(()) => Err(Failure::new("work succeeded that could not")),
+        },
+        None => group.error().ok_or_else(|| Failure::new("a poisoned group has no error")),
+    }
+}
+
+fn aborted(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if rank.rank != 0 {
+        let work = submit_large(group.as_ref(), rank.soon())?;
+        rank.meet("submitted")?;
+        let e = failure_of(rank, group.as_ref(), work)?;
+        ensure!(e.kind() == ErrorKind::Aborted, "rank {}: {e}", rank.rank);
+        ensure!(
+            e.to_string().contains("enough") && e.to_string().contains("rank 0"),
+            "the error names neither reason nor origin: {e}"
+        );
+        return Ok(());
+    }
+    // A receive that nobody serves: only the abort ends it.
+    let op = Collective::Recv {
+        tensor: Tensor::zeros(DType::U8, 1),
+        peer: Some(1),
+        tag: 99,
+    };
+    let work = group.run(op, SubmitOptions::by(rank.soon()))?;
+    rank.meet("submitted")?;
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        let group = group.as_ref();
+        scope.spawn(move || group.abort("enough"));
+    });
+    let Err(e) = work.wait(rank.soon()) else {
+        return Err(Failure::new("a receive without a sender succeeded"));
+    };
+    // INV-2 says 100 ms; the margin is for a machine that is busy with other tests.
+    ensure!(began.elapsed() < Duration::from_secs(5), "the abort took {:?}", began.elapsed());
+    ensure!(e.kind() == ErrorKind::Aborted, "rank 0: {e}");
+    ensure!(e.to_string().contains("enough"), "the reason is lost: {e}");
+    Ok(())
+}
+
+fn dropped(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let last = rank.world - 1;
+    let work = submit_large(group.as_ref(), rank.soon()).map(|w| if rank.rank == last { None } else { w });
+    if rank.rank == last {
+        // All ranks are in the operation; one vanishes with work pending.
+        let pending = group.recv(Tensor::zeros(DType::U8, 1), 0, 42)?;
+        rank.meet("submitted")?;
+        drop(group);
+        let Err(e) = pending.wait(rank.soon()) else {
+            return Err(Failure::new("a receive without a sender succeeded"));
+        };
+        ensure!(e.kind() == ErrorKind::Aborted, "the dropped group's own work: {e}");
+        return Ok(());
+    }
+    rank.meet("submitted")?;
+    // The all-reduce may have come through before the drop; then the next operation cannot.
+    let first = match work? {
+        Some(work) => work.wait(rank.soon()).err(),
+        None => group.error(),
+    };
+    let e = match first {
+        Some(e) => e,
+        None => {
+            let work = submit_large(group.as_ref(), rank.soon())?;
+            failure_of(rank, group.as_ref(), work)?
+        }
+    };
+    ensure!(
+        matches!(e.kind(), ErrorKind::Aborted | ErrorKind::PeerLost),
+        "rank {}: {:?}: {e}",
+        rank.rank,
+        e.kind()
+    );
+    ensure!(
+        e.context().peer == Some(last) || e.to_string().contains(&format!("rank {last}")),
+        "the error does not name rank {last}: {e}"
+    );
+    Ok(())
+}
+
+fn poisoned(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if rank.rank == 0 {
+        group.abort("the first cause");
+    }
+    eventually("the news of the abort", || group.error())?;
+    for _ in 0..3 {
+        let op = Collective::AllReduce {
+            tensors: vec![Tensor::from_vec(vec![1.5f32, 2.5])],
+            op: ReduceOp::Sum,
+        };
+        let Err(rejected) = group.run(op, SubmitOptions::default()) else {
+            return Err(Failure::new("a poisoned group accepted work"));
+        };
+        ensure!(rejected.error.kind() == ErrorKind::Poisoned, "{}", rejected.error);
+        ensure!(
+            rejected.error.to_string().contains("the first cause"),
+            "the first cause is lost: {}",
+            rejected.error
+        );
+        let back = rejected.op.into_tensors();
+        ensure!(
+            back.first().is_some_and(|t| t.as_slice::<f32>().is_ok_and(|s| s == [1.5, 2.5])),
+            "the tensor did not come back"
+        );
+    }
+    // An abort on top changes nothing.
+    group.abort("a second cause");
+    let e = group.error().ok_or_else(|| Failure::new("the error is gone"))?;
+    ensure!(e.to_string().contains("the first cause"), "the first cause was replaced: {e}");
+    Ok(())
+}
+
+fn timed_out(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let last = rank.world - 1;
+    if rank.rank == last {
+        let e = eventually("the news of the time-out", || group.error())?;
+        ensure!(e.kind() == ErrorKind::Timeout, "the absent rank hears {e}");
+        return Ok(());
+    }
+    let began = Instant::now();
+    let short = Duration::from_millis(300);
+    let work = submit_large(group.as_ref(), deadline_in(short))?;
+    let e = failure_of(rank, group.as_ref(), work)?;
+    ensure!(e.kind() == ErrorKind::Timeout, "rank {}: {:?}: {e}", rank.rank, e.kind());
+    ensure!(e.to_string().contains("rank"), "nobody is named: {e}");
+    ensure!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
+    Ok(())
+}
+
+fn receive_timed_out(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if rank.rank != 0 {
+        let e = eventually("the news of the time-out", || group.error())?;
+        ensure!(e.kind() == ErrorKind::Timeout, "rank {} hears {e}", rank.rank);
+        return Ok(());
+    }
+    let op = Collective::Recv {
+        tensor: Tensor::zeros(DType::F32, 9),
+        peer: Some(1),
+        tag: 17,
+    };
+    let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_millis(200))))?;
+    let e = failure_of(rank, group.as_ref(), Some(work))?;
+    ensure!(e.kind() == ErrorKind::Timeout, "{e}");
+    ensure!(
+        e.to_string().contains("rank 1") && e.to_string().contains("17"),
+        "the error names neither the sender nor the tag: {e}"
+    );
+    Ok(())
+}
+
+fn old_deadline(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let peer = (rank.rank + 1) % rank.world;
+    let due = deadline_in(Duration::from_millis(400));
+    let op = Collective::Recv {
+        tensor: Tensor::zeros(DType::U8, 1),
+        peer: Some(peer),
+        tag: 1,
+    };
+    let work = group.run(op, SubmitOptions::by(due))?;
+    rank.meet("pending")?;
+    group.abort("on to the next epoch");
+    ensure!(work.wait(rank.soon()).is_err(), "the receive succeeded");
+    group.configure(rank.configuration("main", 2))?;
+    eventually("the old deadline", || (Instant::now() > due + Duration::from_millis(50)).then_some(()))?;
+    rank.meet("later")?;
+    ensure!(group.error().is_none(), "the old deadline hit the new epoch: {:?}", group.error());
+    sum_of(rank, group.as_ref(), rank.world)
+}
+
+fn reconfigure(rank: &Rank) -> Outcome {
+    let group = rank.unconfigured()?;
+    for epoch in 1..=10 {
+        group.configure(rank.configuration("main", epoch))?;
+        let info = group.info();
+        ensure!(
+            (info.epoch.0, info.rank, info.world_size) == (epoch, rank.rank, rank.world),
+            "after configure: {info:?}"
+        );
+        sum_of(rank, group.as_ref(), rank.world)?;
+    }
+    Ok(())
+}
+
+/// INV-1: frames of an operation that was cut off never show up in the next epoch.
+fn in_flight(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    for epoch in 2..=6u64 {
+        let works: Vec<_> = (0..3)
+            .filter_map(|_| {
+                let op = Collective::AllReduce {
+                    tensors: vec![Tensor::from_vec(vec![-1e9f32; 300_000])],
+                    op: ReduceOp::Sum,
+                };
+                group.run(op, SubmitOptions::by(rank.soon())).ok()
+            })
+            .collect();
+        if u64::from(rank.rank) == epoch % u64::from(rank.world) {
+            group.abort("in the middle");
+        }
+        for work in works {
+            // Some may have come through before the abort; all must end.
+            if let Err(e) = work.wait(rank.soon()) {
+                ensure!(
+                    matches!(e.kind(), ErrorKind::Aborted | ErrorKind::PeerLost),
+                    "rank {}: {:?}: {e}",
+                    rank.rank,
+                    e.kind()
+                );
+            }
+        }
+        group.configure(rank.configuration("main", epoch))?;
+        sum_of(rank, group.as_ref(), rank.world)?;
+    }
+    Ok(())
+}
+
+fn stale(rank: &Rank) -> Outcome {
+    let group = rank.unconfigured()?;
+    group.configure(rank.configuration("main", 5))?;
+    for epoch in [5, 4, 0] {
+        let Err(e) = group.configure(rank.configuration("main", epoch)) else {
+            return Err(Failure::new(format!("epoch {epoch} after 5 was accepted")));
+        };
+        ensure!(e.kind() == ErrorKind::InvalidArgument, "epoch {epoch}: {e}");
+    }
+    let wrong = Configuration {
+        rank: rank.world,
+        ..rank.configuration("main", 6)
+    };
+    let Err(e) = group.configure(wrong) else {
+        return Err(Failure::new("a rank outside the world was accepted"));
+    };
+    ensure!(e.kind() == ErrorKind::InvalidArgument, "rank outside the world: {e}");
+    // Refused before anything was touched.
+    sum_of(rank, group.as_ref(), rank.world)
+}
+
+fn missing(rank: &Rank) -> Outcome {
+    let group = rank.unconfigured()?;
+    if rank.rank == 1 {
+        return rank.meet("given up");
+    }
+    let mut configuration = rank.configuration("main", 1);
+    configuration.deadline = deadline_in(Duration::from_millis(500));
+    let Err(e) = group.configure(configuration) else {
+        return Err(Failure::new("configure succeeded without rank 1"));
+    };
+    ensure!(e.kind() == ErrorKind::Timeout, "rank {}: {e}", rank.rank);
+    ensure!(
+        e.to_string().contains("rank 1 of") && e.to_string().contains("phase"),
+        "the error names neither the missing rank nor the phase: {e}"
+    );
+    rank.meet("given up")
+}
+
+fn killed(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let victim = rank.world - 1;
+    sum_of(rank, group.as_ref(), rank.world)?;
+    if rank.rank == victim {
+        rank.meet("submitted")?;
+        return rank.die();
+    }
+    let began = Instant::now();
+    let work = submit_large(group.as_ref(), rank.soon())?;
+    rank.meet("submitted")?;
+    let e = failure_of(rank, group.as_ref(), work)?;
+    ensure!(e.kind() == ErrorKind::PeerLost, "rank {}: {:?}: {e}", rank.rank, e.kind());
+    ensure!(e.context().peer == Some(victim), "the error does not name rank {victim}: {e}");
+    ensure!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
+    // The survivors go on in the same processes, with one rank less.
+    let smaller = Configuration {
+        world_size: rank.world - 1,
+        ..rank.configuration("main", 2)
+    };
+    group.configure(smaller)?;
+    sum_of(rank, group.as_ref(), rank.world - 1)
+}

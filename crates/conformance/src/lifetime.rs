@@ -1,0 +1,242 @@
+//! Who may let go of what, when: dropped works and groups, many operations in flight, several groups, threads, splits.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::Arc;
+
+use ftcore::{
+    DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Status, SubmitOptions, Tensor,
+};
+
+use crate::case::{Case, eventually};
+use crate::{Failure, Needs, Outcome, Rank};
+
+pub(crate) fn cases() -> Vec<Case> {
+    let reduce = Needs::Op(OpKind::AllReduce);
+    let both = [reduce, Needs::Op(OpKind::Broadcast)];
+    let split = [reduce, Needs::Feature(Feature::Split)];
+    let mut all = Vec::new();
+    for world in 1..=4 {
+        all.extend([
+            Case::new("lifetime::many_operations_in_flight_keep_their_order", world, &both, many),
+            Case::new("lifetime::a_dropped_work_is_detached", world, &[reduce], dropped_work),
+            Case::new("lifetime::results_are_taken_once", world, &[reduce], taken_once),
+            Case::new("lifetime::callbacks_run_once_each", world, &[reduce], callbacks),
+            Case::new("lifetime::several_groups_at_once_from_threads", world, &[reduce], several_groups),
+            Case::new("lifetime::shutdown_lets_pending_work_end", world, &[reduce], shutdown),
+            Case::new("lifetime::shutdown_early_does_not_disturb_the_others", world, &[reduce], leave_early),
+            Case::new("lifetime::split_by_colour_and_key", world, &split, splits),
+            Case::new("lifetime::traffic_is_counted", world, &[reduce], traffic),
+        ]);
+    }
+    for world in [2, 3] {
+        let abort = [Needs::Op(OpKind::Recv), Needs::Feature(Feature::Abort)];
+        all.push(Case::new("lifetime::dropping_a_group_ends_its_pending_work", world, &abort, dropped_group));
+    }
+    all
+}
+
+fn many(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let world = i64::from(rank.world);
+    let mut works = Vec::new();
+    for i in 0..200i64 {
+        let n = (i as usize * 37) % 3000;
+        let root = (i % world) as u32;
+        works.push(if i % 3 == 0 {
+            group.broadcast(Tensor::from_vec(vec![i * 1000 + i64::from(rank.rank); n]), root)?
+        } else {
+            group.allreduce(Tensor::from_vec(vec![i + i64::from(rank.rank); n]), ReduceOp::Sum)?
+        });
+    }
+    for (work, i) in works.iter().zip(0i64..).collect::<Vec<_>>().into_iter().rev() {
+        let got = work.take_tensor()?.into_vec::<i64>()?;
+        let want = if i % 3 == 0 {
+            i * 1000 + i % world
+        } else {
+            i * world + world * (world - 1) / 2
+        };
+        ensure!(got.len() == (i as usize * 37) % 3000, "operation {i} brought another tensor");
+        ensure!(got.iter().all(|&x| x == want), "operation {i} gave {:?}, expected {want}", got.first());
+    }
+    Ok(())
+}
+
+fn ones(rank: &Rank, group: &dyn ProcessGroup, n: usize) -> Outcome {
+    let sum = group
+        .allreduce(Tensor::from_vec(vec![1i32; n]), ReduceOp::Sum)?
+        .take_tensor()?
+        .into_vec::<i32>()?;
+    ensure!(
+        sum.len() == n && sum.iter().all(|&x| x == rank.world as i32),
+        "a sum of ones is {:?}",
+        sum.first()
+    );
+    Ok(())
+}
+
+fn dropped_work(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    for _ in 0..50 {
+        drop(group.allreduce(Tensor::zeros(DType::F32, 5000), ReduceOp::Sum)?);
+    }
+    ones(rank, group.as_ref(), 100)
+}
+
+fn taken_once(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let work = group.allreduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)?;
+    let other = work.clone();
+    work.take_tensor()?;
+    ensure!(matches!(other.status(), Status::Succeeded), "a clone says {:?}", other.status());
+    let Err(e) = other.take() else {
+        return Err(Failure::new("the results were taken twice"));
+    };
+    ensure!(e.kind() == ErrorKind::InvalidState, "{e}");
+    ensure!(other.timings().duration.is_some(), "finished work has no duration");
+    Ok(())
+}
+
+fn callbacks(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let calls = Arc::new(AtomicU32::new(0));
+    let mut works = Vec::new();
+    for _ in 0..20 {
+        let work = group.allreduce(Tensor::zeros(DType::F32, 300), ReduceOp::Sum)?;
+        let calls = calls.clone();
+        work.on_complete(move |status| {
+            if matches!(status, Status::Succeeded) {
+                calls.fetch_add(1, Ordering::SeqCst);
+            }
+        });
+        works.push(work);
+    }
+    works.iter().try_for_each(|w| w.wait_done())?;
+    eventually("the callbacks", || (calls.load(Ordering::SeqCst) == 20).then_some(()))?;
+    rank.meet("called")?;
+    ensure!(calls.load(Ordering::SeqCst) == 20, "a callback ran twice");
+    Ok(())
+}
+
+fn several_groups(rank: &Rank) -> Outcome {
+    let results: Vec<Outcome> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..3u64)
+            .map(|g| {
+                scope.spawn(move || -> Outcome {
+                    let group = rank.unconfigured()?;
+                    group.configure(rank.configuration(&format!("group{g}"), g + 1))?;
+                    for i in 0..30i64 {
+                        let value = i * 10 + g as i64;
+                        let sum = group
+                            .allreduce(Tensor::from_vec(vec![value; 2000]), ReduceOp::Sum)?
+                            .take_tensor()?
+                            .into_vec::<i64>()?;
+                        let want = value * i64::from(rank.world);
+                        ensure!(sum.iter().all(|&x| x == want), "group {g}: {:?}, expected {want}", sum.first());
+                    }
+                    group.shutdown(rank.soon())?;
+                    Ok(())
+                })
+            })
+            .collect();
+        threads
+            .into_iter()
+            .map(|t| t.join().unwrap_or_else(|_| Err(Failure::new("a thread panicked"))))
+            .collect()
+    });
+    results.into_iter().collect()
+}
+
+fn shutdown(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let works: Vec<_> = (0..10)
+        .map(|_| group.allreduce(Tensor::from_vec(vec![1i32; 20_000]), ReduceOp::Sum))
+        .collect::<Result<_, _>>()?;
+    group.shutdown(rank.soon())?;
+    for work in works {
+        let sum = work.take_tensor()?.into_vec::<i32>()?;
+        ensure!(sum.iter().all(|&x| x == rank.world as i32), "work ended wrongly at shutdown");
+    }
+    group.shutdown(rank.soon())?;
+    let op = ftcore::Collective::Barrier;
+    let Err(rejected) = group.run(op, SubmitOptions::default()) else {
+        return Err(Failure::new("a shut-down group accepted work"));
+    };
+    ensure!(rejected.error.kind() == ErrorKind::InvalidState, "{}", rejected.error);
+    Ok(())
+}
+
+/// A rank that has what it needs may leave while the others are still busy with the same operation.
+fn leave_early(rank: &Rank) -> Outcome {
+    for epoch in 1..=10 {
+        let group = rank.unconfigured()?;
+        group.configure(rank.configuration("leaving", epoch))?;
+        let n = if epoch % 2 == 0 { 30 } else { 60_000 };
+        ones(rank, group.as_ref(), n)?;
+        if rank.rank.is_multiple_of(2) {
+            group.shutdown(rank.soon())?;
+        }
+    }
+    Ok(())
+}
+
+fn splits(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    // Even and odd ranks, in reverse order; the last rank of a world above 2 stays out.
+    let outside = rank.world > 2 && rank.rank == rank.world - 1;
+    let color = (!outside).then_some(rank.rank % 2);
+    let child = group.split(color, 100 - rank.rank, rank.soon())?;
+    let Some(child) = child else {
+        ensure!(outside, "rank {} got no group", rank.rank);
+        return ones(rank, group.as_ref(), 10);
+    };
+    ensure!(!outside, "a rank without a colour got a group");
+    let last = if rank.world > 2 { rank.world - 1 } else { rank.world };
+    let members: Vec<u32> = (0..last).rev().filter(|r| r % 2 == rank.rank % 2).collect();
+    let info = child.info();
+    ensure!(info.world_size as usize == members.len(), "{info:?} of members {members:?}");
+    ensure!(
+        members.get(info.rank as usize) == Some(&rank.rank),
+        "rank {} became {} of {members:?}",
+        rank.rank,
+        info.rank
+    );
+    let sum = child
+        .allreduce(Tensor::from_vec(vec![i64::from(rank.rank); 100]), ReduceOp::Sum)?
+        .take_tensor()?
+        .into_vec::<i64>()?;
+    let want: i64 = members.iter().map(|&r| i64::from(r)).sum();
+    ensure!(sum.iter().all(|&x| x == want), "the child sums {:?}, expected {want}", sum.first());
+    // Parent and child are independent.
+    drop(child);
+    ones(rank, group.as_ref(), 10)
+}
+
+fn traffic(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let before = group.traffic();
+    ones(rank, group.as_ref(), 50_000)?;
+    let after = group.traffic();
+    let moved = after.sent - before.sent;
+    if rank.world == 1 {
+        ensure!(moved == 0, "a world of one sent {moved} bytes");
+    } else {
+        ensure!(moved >= 100_000, "an all-reduce of 200 kB sent {moved} bytes");
+        ensure!(after.received > before.received, "nothing was received");
+    }
+    Ok(())
+}
+
+fn dropped_group(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if rank.rank != 0 {
+        eventually("the news", || group.error())?;
+        return Ok(());
+    }
+    let work = group.recv(Tensor::zeros(DType::F32, 4), 1, 9)?;
+    drop(group);
+    let Err(e) = work.wait(rank.soon()) else {
+        return Err(Failure::new("a receive without a sender succeeded"));
+    };
+    ensure!(e.kind() == ErrorKind::Aborted, "{e}");
+    Ok(())
+}

@@ -1,0 +1,180 @@
+//! Point-to-point: matching by peer and tag, order, any source, batches, and independence of collectives.
+
+use ftcore::{Collective, DType, Feature, OpKind, ProcessGroupExt, ReduceOp, Tensor};
+
+use crate::case::Case;
+use crate::oracle::{check_pattern, pattern};
+use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
+
+pub(crate) fn cases() -> Vec<Case> {
+    let both = [Needs::Op(OpKind::Send), Needs::Op(OpKind::Recv)];
+    let tags = [both[0], both[1], Needs::Feature(Feature::Tags)];
+    let any = [both[0], both[1], Needs::Feature(Feature::RecvAny)];
+    let batch = [both[0], both[1], Needs::Op(OpKind::Batch)];
+    let beside = [both[0], both[1], Needs::Op(OpKind::AllReduce)];
+    let mut all = Vec::new();
+    for world in 2..=4 {
+        all.extend([
+            Case::new("p2p::every_dtype_and_size", world, &both, every_dtype),
+            Case::new("p2p::both_receive_first_then_send", world, &both, receive_first),
+            Case::new("p2p::order_per_peer_and_tag", world, &both, order),
+            Case::new("p2p::tags_match_out_of_order", world, &tags, tags_match),
+            Case::new("p2p::receive_from_any_names_the_sender", world, &any, receive_any),
+            Case::new("p2p::batch_in_any_order", world, &batch, batches),
+            Case::new("p2p::beside_collectives", world, &beside, beside_collectives),
+        ]);
+    }
+    all
+}
+
+fn next(rank: &Rank) -> u32 {
+    (rank.rank + 1) % rank.world
+}
+
+fn previous(rank: &Rank) -> u32 {
+    (rank.rank + rank.world - 1) % rank.world
+}
+
+fn every_dtype(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    for dtype in DType::ALL {
+        if !group.capabilities().moves.contains(dtype) {
+            continue;
+        }
+        for count in SIZES.into_iter().chain([LARGE]) {
+            let sent = group.send(pattern(dtype, rank.rank, count), next(rank), 3)?;
+            let received = group.recv(Tensor::zeros(dtype, count), previous(rank), 3)?;
+            let completion = received.take()?;
+            ensure!(
+                completion.source == Some(previous(rank)),
+                "the source is {:?}, expected {}",
+                completion.source,
+                previous(rank)
+            );
+            check_pattern("recv", dtype, completion.into_tensor()?.bytes(), previous(rank), 0)?;
+            check_pattern("the sent tensor", dtype, sent.take_tensor()?.bytes(), rank.rank, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// All ranks wait for a message before they send one: only a group that runs both at once gets through.
+fn receive_first(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 0)?;
+    let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 0)?;
+    check_pattern("recv", DType::F32, received.take_tensor()?.bytes(), previous(rank), 0)?;
+    Ok(sent.wait_done()?)
+}
+
+fn order(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let mut works = Vec::new();
+    for i in 0..50u32 {
+        works.push(group.send(Tensor::from_vec(vec![i; (i as usize * 97) % 500 + 1]), next(rank), 1)?);
+    }
+    for i in 0..50u32 {
+        let n = (i as usize * 97) % 500 + 1;
+        let work = group.recv(Tensor::zeros(DType::U32, n), previous(rank), 1)?;
+        let got = work.take_tensor()?.into_vec::<u32>()?;
+        ensure!(got == vec![i; n], "message {i} holds {:?}", got.first());
+    }
+    works.iter().try_for_each(|w| w.wait_done())?;
+    Ok(())
+}
+
+fn tags_match(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let mut sends = Vec::new();
+    for tag in 0..8u32 {
+        sends.push(group.send(Tensor::from_vec(vec![tag * 10 + rank.rank; 4]), next(rank), tag)?);
+    }
+    for tag in (0..8u32).rev() {
+        let work = group.recv(Tensor::zeros(DType::U32, 4), previous(rank), tag)?;
+        let got = work.take_tensor()?.into_vec::<u32>()?;
+        let want = tag * 10 + previous(rank);
+        ensure!(got == [want; 4], "tag {tag} brought {got:?}, expected {want}");
+    }
+    sends.iter().try_for_each(|w| w.wait_done())?;
+    Ok(())
+}
+
+fn receive_any(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if rank.rank != 0 {
+        for i in 0..10u32 {
+            group
+                .send(Tensor::from_vec(vec![rank.rank, i]), 0, 5)?
+                .wait_done()?;
+        }
+        return Ok(());
+    }
+    let mut seen = vec![0u32; rank.world as usize];
+    for _ in 0..10 * (rank.world - 1) {
+        let completion = group.recv_any(Tensor::zeros(DType::U32, 2), 5)?.take()?;
+        let source = completion.source;
+        let got = completion.into_tensor()?.into_vec::<u32>()?;
+        let [from, i] = got.as_slice() else {
+            return Err(Failure::new("two elements were expected"));
+        };
+        ensure!(source == Some(*from), "a message of rank {from} is said to come from {source:?}");
+        let expected = seen
+            .get_mut(*from as usize)
+            .ok_or_else(|| Failure::new(format!("rank {from} does not exist")))?;
+        ensure!(i == expected, "message {i} of rank {from} came before {expected}");
+        *expected += 1;
+    }
+    Ok(())
+}
+
+fn batches(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let mut ops = Vec::new();
+    // Receives before sends on even ranks, after them on odd ones.
+    for step in 1..rank.world {
+        let to = (rank.rank + step) % rank.world;
+        let from = (rank.rank + rank.world - step) % rank.world;
+        let send = Collective::Send {
+            tensor: pattern(DType::I16, rank.rank, 5000 + step as usize),
+            peer: to,
+            tag: step,
+        };
+        let receive = Collective::Recv {
+            tensor: Tensor::zeros(DType::I16, 5000 + step as usize),
+            peer: Some(from),
+            tag: step,
+        };
+        if rank.rank.is_multiple_of(2) {
+            ops.extend([receive, send]);
+        } else {
+            ops.extend([send, receive]);
+        }
+    }
+    let tensors = group.batch(ops)?.take()?.tensors;
+    for (pair, step) in tensors.chunks_exact(2).zip(1..) {
+        let [first, second] = pair else { continue };
+        let (sent, received) = if rank.rank.is_multiple_of(2) {
+            (second, first)
+        } else {
+            (first, second)
+        };
+        let from = (rank.rank + rank.world - step) % rank.world;
+        check_pattern("sent in a batch", DType::I16, sent.bytes(), rank.rank, 0)?;
+        check_pattern("received in a batch", DType::I16, received.bytes(), from, 0)?;
+    }
+    Ok(())
+}
+
+/// A message that nobody has received yet does not hold up a collective, nor the other way round.
+fn beside_collectives(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 7)?;
+    for _ in 0..5 {
+        let sum = group.allreduce(Tensor::from_vec(vec![1i32; 3000]), ReduceOp::Sum)?;
+        let sum = sum.take_tensor()?.into_vec::<i32>()?;
+        ensure!(sum.iter().all(|&x| x == rank.world as i32), "a sum beside a message is wrong");
+    }
+    let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 7)?;
+    check_pattern("recv", DType::F32, received.take_tensor()?.bytes(), previous(rank), 0)?;
+    Ok(sent.wait_done()?)
+}

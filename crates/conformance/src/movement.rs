@@ -1,0 +1,250 @@
+//! Operations that move data without arithmetic: every dtype that is advertised, every size, every root, byte for byte.
+
+use ftcore::{DType, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
+
+use crate::case::Case;
+use crate::oracle::{check_pattern, pattern};
+use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
+
+type Body = fn(&Rank, &dyn ProcessGroup, DType, usize) -> Outcome;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let forms: [(&str, OpKind, Body); 8] = [
+        ("broadcast", OpKind::Broadcast, broadcast),
+        ("all_gather::uneven", OpKind::AllGather, all_gather),
+        ("all_gather_into", OpKind::AllGatherInto, all_gather_into),
+        ("gather", OpKind::Gather, gather),
+        ("scatter", OpKind::Scatter, scatter),
+        ("all_to_all::uneven", OpKind::AllToAll, all_to_all),
+        ("all_to_all_into::splits", OpKind::AllToAllInto, all_to_all_splits),
+        ("all_to_all_into::even", OpKind::AllToAllInto, all_to_all_even),
+    ];
+    let mut all = Vec::new();
+    for world in 1..=4 {
+        for (name, kind, body) in forms {
+            all.push(Case::new(name, world, &[Needs::Op(kind)], move |rank| {
+                let group = rank.group()?;
+                for dtype in DType::ALL {
+                    if !group.capabilities().moves.contains(dtype) {
+                        continue;
+                    }
+                    for count in SIZES {
+                        body(rank, group.as_ref(), dtype, count)?;
+                    }
+                }
+                body(rank, group.as_ref(), DType::F32, LARGE)
+            }));
+        }
+        all.push(Case::new(
+            "broadcast::coalesced",
+            world,
+            &[Needs::Op(OpKind::Broadcast)],
+            broadcast_coalesced,
+        ));
+        all.push(Case::new(
+            "broadcast::l16_moved_bools_are_canonical",
+            world,
+            &[Needs::Op(OpKind::Broadcast)],
+            canonical_bools,
+        ));
+    }
+    all
+}
+
+/// Part lengths that differ between ranks, some of them zero.
+fn uneven(world: u32, count: usize) -> Vec<usize> {
+    (0..world as usize)
+        .map(|r| if r == 1 { 0 } else { (count + r * 5) % (count * 2 + 1) })
+        .collect()
+}
+
+fn of(lengths: &[usize], rank: u32) -> usize {
+    lengths.get(rank as usize).copied().unwrap_or(0)
+}
+
+fn zeros(dtype: DType, lengths: &[usize]) -> Vec<Tensor> {
+    lengths.iter().map(|&n| Tensor::zeros(dtype, n)).collect()
+}
+
+fn roots(rank: &Rank, count: usize) -> std::ops::Range<u32> {
+    if count <= 17 {
+        0..rank.world
+    } else {
+        rank.world - 1..rank.world
+    }
+}
+
+fn broadcast(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    for root in roots(rank, count) {
+        let work = group.broadcast(pattern(dtype, rank.rank, count), root)?;
+        check_pattern("broadcast", dtype, work.take_tensor()?.bytes(), root, 0)?;
+    }
+    Ok(())
+}
+
+fn broadcast_coalesced(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let counts = [5usize, 0, 3000, 1];
+    for root in 0..rank.world {
+        let tensors = counts.iter().map(|&n| pattern(DType::I32, rank.rank, n)).collect();
+        let op = ftcore::Collective::Broadcast { tensors, root };
+        let results = group.run(op, Default::default())?.take()?.tensors;
+        for (result, count) in results.iter().zip(counts) {
+            ensure!(result.count() == count, "the tensors came back in another order");
+            check_pattern("broadcast", DType::I32, result.bytes(), root, 0)?;
+        }
+    }
+    Ok(())
+}
+
+/// A peer could send any byte as a bool; what arrives is 0 or 1.
+fn canonical_bools(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    if !group.capabilities().moves.contains(DType::Bool) {
+        return Ok(());
+    }
+    let mut tensor = Tensor::zeros(DType::Bool, 600);
+    for (i, b) in tensor.bytes_mut().iter_mut().enumerate() {
+        *b = (i % 7) as u8;
+    }
+    let result = group.broadcast(tensor, 0)?.take_tensor()?;
+    for (i, b) in result.bytes().iter().enumerate() {
+        let want = u8::from(i % 7 != 0);
+        ensure!(*b == want, "bool {i} arrived as {b}, expected {want}");
+    }
+    Ok(())
+}
+
+fn all_gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    let lengths = uneven(rank.world, count);
+    let input = pattern(dtype, rank.rank, of(&lengths, rank.rank));
+    let tensors = group.allgather(input, zeros(dtype, &lengths))?.take()?.tensors;
+    let (input, outputs) = tensors.split_first().ok_or_else(|| Failure::new("nothing came back"))?;
+    check_pattern("all_gather's input", dtype, input.bytes(), rank.rank, 0)?;
+    for (output, r) in outputs.iter().zip(0..) {
+        ensure!(output.count() == of(&lengths, r), "output {r} has another length");
+        check_pattern("all_gather", dtype, output.bytes(), r, 0)?;
+    }
+    Ok(())
+}
+
+fn all_gather_into(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    let world = rank.world as usize;
+    // Two pairs as one operation.
+    let counts = [count, count / 2 + 1];
+    let pairs = counts
+        .iter()
+        .map(|&n| (pattern(dtype, rank.rank, n), Tensor::zeros(dtype, n * world)))
+        .collect();
+    let tensors = group.allgather_into_coalesced(pairs)?.take()?.tensors;
+    for (pair, n) in tensors.chunks_exact(2).zip(counts) {
+        let [_, output] = pair else { continue };
+        let part = n * dtype.size();
+        for (r, bytes) in output.bytes().chunks(part.max(1)).enumerate() {
+            check_pattern("all_gather_into", dtype, bytes, r as u32, 0)?;
+        }
+    }
+    Ok(())
+}
+
+fn gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    let lengths = uneven(rank.world, count);
+    for root in roots(rank, count) {
+        let input = pattern(dtype, rank.rank, of(&lengths, rank.rank));
+        let outputs = if rank.rank == root { zeros(dtype, &lengths) } else { Vec::new() };
+        let tensors = group.gather(input, outputs, root)?.take()?.tensors;
+        for (output, r) in tensors.iter().skip(1).zip(0..) {
+            check_pattern("gather", dtype, output.bytes(), r, 0)?;
+        }
+        let want = if rank.rank == root { 1 + rank.world as usize } else { 1 };
+        ensure!(tensors.len() == want, "{} tensors came back, expected {want}", tensors.len());
+    }
+    Ok(())
+}
+
+fn scatter(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    let lengths = uneven(rank.world, count);
+    for root in roots(rank, count) {
+        // Part r is the beginning of pattern r + 10, so parts cannot be confused.
+        let inputs = if rank.rank == root {
+            (0..rank.world)
+                .map(|r| pattern(dtype, r + 10, of(&lengths, r)))
+                .collect()
+        } else {
+            Vec::new()
+        };
+        let output = Tensor::zeros(dtype, of(&lengths, rank.rank));
+        let result = group.scatter(inputs, output, root)?.take_tensor()?;
+        check_pattern("scatter", dtype, result.bytes(), rank.rank + 10, 0)?;
+    }
+    Ok(())
+}
+
+/// Elements that `from` sends to `to`.
+fn amount(count: usize, from: u32, to: u32) -> usize {
+    (count + from as usize * 3 + to as usize) % (count + 2)
+}
+
+/// Names a pair of ranks in a pattern.
+fn pair_id(from: u32, to: u32) -> u32 {
+    from * 16 + to
+}
+
+fn all_to_all(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    let me = rank.rank;
+    let inputs = (0..rank.world)
+        .map(|to| pattern(dtype, pair_id(me, to), amount(count, me, to)))
+        .collect();
+    let outputs = (0..rank.world)
+        .map(|from| Tensor::zeros(dtype, amount(count, from, me)))
+        .collect();
+    let tensors = group.alltoall(inputs, outputs)?.take()?.tensors;
+    for (output, from) in tensors.iter().skip(rank.world as usize).zip(0..) {
+        ensure!(output.count() == amount(count, from, me), "output {from} has another length");
+        check_pattern("all_to_all", dtype, output.bytes(), pair_id(from, me), 0)?;
+    }
+    Ok(())
+}
+
+/// One tensor with the patterns for all receivers one after the other.
+fn joined(dtype: DType, parts: &[(u32, usize)]) -> Tensor {
+    let mut out = Tensor::zeros(dtype, parts.iter().map(|p| p.1).sum());
+    let bytes: Vec<u8> = parts
+        .iter()
+        .flat_map(|&(id, n)| pattern(dtype, id, n).bytes().to_vec())
+        .collect();
+    out.bytes_mut().copy_from_slice(&bytes);
+    out
+}
+
+fn exchange(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize, even: bool) -> Outcome {
+    let me = rank.rank;
+    let n = |from, to| if even { count } else { amount(count, from, to) };
+    let sent: Vec<(u32, usize)> = (0..rank.world).map(|to| (pair_id(me, to), n(me, to))).collect();
+    let received: Vec<usize> = (0..rank.world).map(|from| n(from, me)).collect();
+    let output = Tensor::zeros(dtype, received.iter().sum());
+    let (input_splits, output_splits) = if even {
+        (Vec::new(), Vec::new())
+    } else {
+        (sent.iter().map(|s| s.1).collect(), received.clone())
+    };
+    let work = group.alltoall_into(joined(dtype, &sent), output, input_splits, output_splits)?;
+    let result = work.take_tensor()?;
+    let mut at = 0;
+    for (n, from) in received.iter().zip(0..) {
+        let len = n * dtype.size();
+        let bytes = result.bytes().get(at..at + len).unwrap_or(&[]);
+        ensure!(bytes.len() == len, "the output is too short");
+        check_pattern("all_to_all_into", dtype, bytes, pair_id(from, me), 0)?;
+        at += len;
+    }
+    Ok(())
+}
+
+fn all_to_all_splits(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    exchange(rank, group, dtype, count, false)
+}
+
+fn all_to_all_even(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
+    exchange(rank, group, dtype, count, true)
+}

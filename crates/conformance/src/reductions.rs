@@ -1,0 +1,426 @@
+//! All-reduce, reduce and reduce-scatter against the oracle: every dtype and operation that is advertised, every size.
+
+use ftcore::{
+    Capabilities, Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
+    Tensor,
+};
+
+use crate::case::Case;
+use crate::oracle::{self, Expected, Inputs};
+use crate::{LARGE, Needs, Outcome, Rank, SIZES};
+
+const OPS: [ReduceOp; 9] = [
+    ReduceOp::Sum,
+    ReduceOp::Avg,
+    ReduceOp::Product,
+    ReduceOp::Min,
+    ReduceOp::Max,
+    ReduceOp::Band,
+    ReduceOp::Bor,
+    ReduceOp::Bxor,
+    ReduceOp::PremulSum(0.5),
+];
+
+/// The dtypes on which the large size is tried, too.
+const LARGE_DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::I64, DType::U8];
+
+type Body = fn(&Rank, &dyn ProcessGroup, DType, ReduceOp, usize, Inputs) -> Outcome;
+
+pub(crate) fn cases() -> Vec<Case> {
+    let mut all = Vec::new();
+    for world in 1..=4 {
+        for op in OPS {
+            let name = ReduceOp::name_of(op.code());
+            let forms: [(&str, OpKind, Body); 4] = [
+                ("all_reduce", OpKind::AllReduce, all_reduce),
+                ("reduce", OpKind::Reduce, reduce),
+                ("reduce_scatter", OpKind::ReduceScatter, reduce_scatter),
+                ("reduce_scatter_into", OpKind::ReduceScatterInto, reduce_scatter_into),
+            ];
+            for (form, kind, body) in forms {
+                let needs = [Needs::Op(kind), Needs::Reduce(op)];
+                all.push(Case::new(&format!("{form}::{name}"), world, &needs, move |rank| {
+                    let group = rank.group()?;
+                    every_input(rank, group.as_ref(), op, body)
+                }));
+            }
+        }
+        let sum = [Needs::Op(OpKind::AllReduce), Needs::Reduce(ReduceOp::Sum)];
+        all.push(Case::new("all_reduce::coalesced", world, &sum, coalesced));
+        let same = [sum[0], sum[1], Needs::Feature(Feature::BitwiseEqual)];
+        all.push(Case::new("all_reduce::bitwise_equal_on_all_ranks", world, &same, bitwise_equal));
+        let premul = [Needs::Op(OpKind::ReduceScatter), Needs::Reduce(ReduceOp::PremulSum(3.0))];
+        all.push(Case::new(
+            "reduce_scatter::l18_premul_leaves_the_input_alone",
+            world,
+            &premul,
+            l18_premul,
+        ));
+        let special = [
+            Needs::Op(OpKind::AllReduce),
+            Needs::Reduce(ReduceOp::Max),
+            Needs::Reduce(ReduceOp::Sum),
+        ];
+        all.push(Case::new(
+            "all_reduce::l16_bool_is_canonical_and_nan_propagates",
+            world,
+            &special,
+            l16_special_values,
+        ));
+        let counted = [
+            Needs::Op(OpKind::AllReduce),
+            Needs::Reduce(ReduceOp::Avg),
+            Needs::Feature(Feature::Contributors),
+        ];
+        all.push(Case::new(
+            "all_reduce::contributors_are_counted_in_the_reduction",
+            world,
+            &counted,
+            contributors,
+        ));
+        let counted = [counted[0], counted[1], counted[2], Needs::Op(OpKind::ReduceScatter), Needs::Op(OpKind::Reduce)];
+        all.push(Case::new(
+            "reduce::contributors_in_reduce_and_reduce_scatter",
+            world,
+            &counted,
+            contributors_elsewhere,
+        ));
+    }
+    all
+}
+
+fn dtypes(capabilities: &Capabilities, op: ReduceOp) -> Vec<DType> {
+    DType::ALL
+        .into_iter()
+        .filter(|d| capabilities.reduces(op, *d))
+        .collect()
+}
+
+/// Runs `body` for all dtypes, sizes and kinds of inputs that make sense for `op`.
+fn every_input(rank: &Rank, group: &dyn ProcessGroup, op: ReduceOp, body: Body) -> Outcome {
+    for dtype in dtypes(group.capabilities(), op) {
+        for count in SIZES {
+            body(rank, group, dtype, op, count, Inputs::Small)?;
+        }
+        if LARGE_DTYPES.contains(&dtype) {
+            body(rank, group, dtype, op, LARGE, Inputs::Small)?;
+        }
+        // An average of wrapped sums is not defined; everything else is.
+        if op != ReduceOp::Avg || dtype.is_float() {
+            body(rank, group, dtype, op, 17, Inputs::Special)?;
+            body(rank, group, dtype, op, 1000, Inputs::Special)?;
+        }
+        if dtype.is_float() {
+            body(rank, group, dtype, op, 1000, Inputs::Fractions)?;
+        }
+    }
+    Ok(())
+}
+
+fn everybody(rank: &Rank) -> Vec<bool> {
+    vec![true; rank.world as usize]
+}
+
+fn check_contributors(group: &dyn ProcessGroup, have: u32, want: u32) -> Outcome {
+    if group.capabilities().has(Feature::Contributors) {
+        ensure!(have == want, "{have} contributors, expected {want}");
+    }
+    Ok(())
+}
+
+fn all_reduce(
+    rank: &Rank,
+    group: &dyn ProcessGroup,
+    dtype: DType,
+    op: ReduceOp,
+    count: usize,
+    kind: Inputs,
+) -> Outcome {
+    let work = group.allreduce(oracle::tensor(kind, dtype, op, rank.rank, count), op)?;
+    let result = work.take_tensor()?;
+    ensure!(result.count() == count, "{} elements came back of {count}", result.count());
+    check_contributors(group, work.contributors(), rank.world)?;
+    let contributes = &everybody(rank);
+    Expected {
+        kind,
+        dtype,
+        op,
+        contributes,
+        first: 0,
+    }
+    .check(&result)
+}
+
+fn reduce(
+    rank: &Rank,
+    group: &dyn ProcessGroup,
+    dtype: DType,
+    op: ReduceOp,
+    count: usize,
+    kind: Inputs,
+) -> Outcome {
+    // Every rank is the root once, for the small sizes; one is, for the others.
+    let roots = if count <= 17 { 0..rank.world } else { rank.world - 1..rank.world };
+    for root in roots {
+        let input = oracle::tensor(kind, dtype, op, rank.rank, count);
+        let work = group.reduce(input, op, root)?;
+        let result = work.take_tensor()?;
+        if rank.rank == root {
+            check_contributors(group, work.contributors(), rank.world)?;
+            let contributes = &everybody(rank);
+            let expected = Expected {
+                kind,
+                dtype,
+                op,
+                contributes,
+                first: 0,
+            };
+            expected.check(&result)?;
+        } else {
+            let own = oracle::tensor(kind, dtype, op, rank.rank, count);
+            ensure!(
+                result.bytes() == own.bytes(),
+                "reduce to {root} changed the tensor of rank {}",
+                rank.rank
+            );
+        }
+    }
+    Ok(())
+}
+
+/// Part lengths that differ between ranks, about `count` in all.
+fn uneven(world: u32, count: usize) -> Vec<usize> {
+    (0..world as usize)
+        .map(|r| (count / world as usize + r * 3) % (count + 1))
+        .collect()
+}
+
+fn reduce_scatter(
+    rank: &Rank,
+    group: &dyn ProcessGroup,
+    dtype: DType,
+    op: ReduceOp,
+    count: usize,
+    kind: Inputs,
+) -> Outcome {
+    let lengths = uneven(rank.world, count);
+    let mut first = 0;
+    let mut own_first = 0;
+    let mut inputs = Vec::new();
+    for (length, owner) in lengths.iter().zip(0u32..) {
+        if owner == rank.rank {
+            own_first = first;
+        }
+        inputs.push(oracle::part(kind, dtype, op, rank.rank, first..first + length));
+        first += length;
+    }
+    let before: Vec<Vec<u8>> = inputs.iter().map(|t| t.bytes().to_vec()).collect();
+    let own = lengths.get(rank.rank as usize).copied().unwrap_or(0);
+    let work = group.reduce_scatter(inputs, Tensor::zeros(dtype, own), op)?;
+    let mut tensors = work.take()?.tensors;
+    let result = tensors.pop().unwrap_or_else(|| Tensor::zeros(dtype, 0));
+    for (after, before) in tensors.iter().zip(before) {
+        ensure!(after.bytes() == before, "reduce_scatter with {op} of {dtype} changed its input");
+    }
+    check_contributors(group, work.contributors(), rank.world)?;
+    let contributes = &everybody(rank);
+    Expected {
+        kind,
+        dtype,
+        op,
+        contributes,
+        first: own_first,
+    }
+    .check(&result)
+}
+
+fn reduce_scatter_into(
+    rank: &Rank,
+    group: &dyn ProcessGroup,
+    dtype: DType,
+    op: ReduceOp,
+    count: usize,
+    kind: Inputs,
+) -> Outcome {
+    // Two pairs as one operation; the second begins where the first one's inputs end.
+    let world = rank.world as usize;
+    let (a, b) = (count / world, 3);
+    let pairs = [(0, a), (a * world, b)]
+        .map(|(first, n)| {
+            let input = oracle::part(kind, dtype, op, rank.rank, first..first + n * world);
+            (input, Tensor::zeros(dtype, n))
+        })
+        .into_iter()
+        .collect();
+    let work = group.reduce_scatter_into_coalesced(pairs, op)?;
+    let tensors = work.take()?.tensors;
+    check_contributors(group, work.contributors(), rank.world)?;
+    let contributes = &everybody(rank);
+    for (pair, (first, n)) in tensors.chunks_exact(2).zip([(0, a), (a * world, b)]) {
+        let [input, output] = pair else { continue };
+        let unchanged = oracle::part(kind, dtype, op, rank.rank, first..first + n * world);
+        ensure!(input.bytes() == unchanged.bytes(), "reduce_scatter_into changed its input");
+        let expected = Expected {
+            kind,
+            dtype,
+            op,
+            contributes,
+            first: first + rank.rank as usize * n,
+        };
+        expected.check(output)?;
+    }
+    Ok(())
+}
+
+fn coalesced(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let op = ReduceOp::Sum;
+    for dtype in dtypes(group.capabilities(), op) {
+        let counts = [3usize, 0, 1000, 1, 20_001];
+        let tensors = counts
+            .iter()
+            .map(|&n| oracle::tensor(Inputs::Small, dtype, op, rank.rank, n))
+            .collect();
+        let work = group.allreduce_coalesced(tensors, op)?;
+        let results = work.take()?.tensors;
+        ensure!(results.len() == counts.len(), "{} tensors came back", results.len());
+        let contributes = &everybody(rank);
+        for (result, count) in results.iter().zip(counts) {
+            ensure!(result.count() == count, "the tensors came back in another order");
+            let expected = Expected {
+                kind: Inputs::Small,
+                dtype,
+                op,
+                contributes,
+                first: 0,
+            };
+            expected.check(result)?;
+        }
+    }
+    Ok(())
+}
+
+/// INV-3: with values whose sum depends on the order, every rank has the same bits.
+fn bitwise_equal(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    for dtype in [DType::F64, DType::F32, DType::F16, DType::BF16] {
+        if !group.capabilities().reduces(ReduceOp::Sum, dtype) {
+            continue;
+        }
+        for count in [5usize, 1000, 70_001] {
+            let tensor = oracle::tensor(Inputs::Fractions, dtype, ReduceOp::Sum, rank.rank, count);
+            let result = group.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?;
+            let key = |r: u32| format!("bits/{}/{count}/{r}", dtype.name());
+            rank.store.set(&key(rank.rank), result.bytes(), rank.soon())?;
+            let first = rank.store.get(&key(0), rank.soon())?;
+            ensure!(first == result.bytes(), "rank {} and rank 0 differ in {dtype} × {count}", rank.rank);
+        }
+    }
+    Ok(())
+}
+
+fn l18_premul(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let op = ReduceOp::PremulSum(3.0);
+    for dtype in dtypes(group.capabilities(), op) {
+        reduce_scatter(rank, group.as_ref(), dtype, op, 100, Inputs::Small)?;
+        reduce(rank, group.as_ref(), dtype, op, 16, Inputs::Small)?;
+    }
+    Ok(())
+}
+
+fn l16_special_values(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    for op in OPS {
+        for dtype in dtypes(group.capabilities(), op) {
+            if op == ReduceOp::Avg && !dtype.is_float() {
+                continue;
+            }
+            // 26 elements: every rank has the NaN at every place once.
+            all_reduce(rank, group.as_ref(), dtype, op, 26, Inputs::Special)?;
+            if dtype == DType::Bool {
+                let tensor = oracle::tensor(Inputs::Special, dtype, op, rank.rank, 5000);
+                let result = group.allreduce(tensor, op)?.take_tensor()?;
+                ensure!(result.bytes().iter().all(|b| *b <= 1), "{op} leaves a bool that is neither 0 nor 1");
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Every subset of ranks contributes once, and nobody at all.
+fn contributors(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    for subset in 0..1u32 << rank.world {
+        let contributes: Vec<bool> = (0..rank.world).map(|r| subset & (1 << r) != 0).collect();
+        let options = SubmitOptions {
+            contribute: subset & (1 << rank.rank) != 0,
+            ..SubmitOptions::by(rank.soon())
+        };
+        for op in [ReduceOp::Avg, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Product, ReduceOp::Band] {
+            for dtype in [DType::F32, DType::I16, DType::BF16] {
+                if !group.capabilities().reduces(op, dtype) {
+                    continue;
+                }
+                for count in [1usize, 100, 40_000] {
+                    let tensors = vec![oracle::tensor(Inputs::Small, dtype, op, rank.rank, count)];
+                    let work = group.run(Collective::AllReduce { tensors, op }, options.clone())?;
+                    let result = work.take_tensor()?;
+                    ensure!(
+                        work.contributors() == subset.count_ones(),
+                        "{} contributors of subset {subset:b}",
+                        work.contributors()
+                    );
+                    let expected = Expected {
+                        kind: Inputs::Small,
+                        dtype,
+                        op,
+                        contributes: &contributes,
+                        first: 0,
+                    };
+                    expected.check(&result)?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+fn contributors_elsewhere(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let (op, dtype, kind) = (ReduceOp::Avg, DType::F32, Inputs::Small);
+    for subset in 0..1u32 << rank.world {
+        let contributes: Vec<bool> = (0..rank.world).map(|r| subset & (1 << r) != 0).collect();
+        let options = SubmitOptions {
+            contribute: subset & (1 << rank.rank) != 0,
+            ..SubmitOptions::by(rank.soon())
+        };
+        let tensor = oracle::tensor(kind, dtype, op, rank.rank, 33);
+        let work = group.run(Collective::Reduce { tensor, op, root: 0 }, options.clone())?;
+        let result = work.take_tensor()?;
+        let expected = |first| Expected {
+            kind,
+            dtype,
+            op,
+            contributes: &contributes,
+            first,
+        };
+        if rank.rank == 0 {
+            ensure!(work.contributors() == subset.count_ones(), "reduce: {} contributors", work.contributors());
+            expected(0).check(&result)?;
+        }
+        let inputs: Vec<Tensor> = (0..rank.world as usize)
+            .map(|r| oracle::part(kind, dtype, op, rank.rank, r * 50..(r + 1) * 50))
+            .collect();
+        let output = Tensor::zeros(dtype, 50);
+        let work = group.run(Collective::ReduceScatter { inputs, output, op }, options)?;
+        let result = work.take_tensor()?;
+        ensure!(
+            work.contributors() == subset.count_ones(),
+            "reduce_scatter: {} contributors",
+            work.contributors()
+        );
+        expected(rank.rank as usize * 50).check(&result)?;
+    }
+    Ok(())
+}

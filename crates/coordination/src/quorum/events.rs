@@ -1,0 +1,135 @@
+//! What goes into the quorum logic and what comes out of it: rules, events, actions, and its state as others see it.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ftcore::Error;
+
+use crate::member::{AbortEpoch, Member, Quorum};
+
+/// Names one live call. Unique in the life of the server.
+pub type Ticket = u64;
+
+/// When a quorum may form.
+#[derive(Debug, Clone)]
+pub struct QuorumRules {
+    /// The least number of members.
+    pub min_replicas: usize,
+    /// The first quorum of a job waits for this many, however long that takes. Not applied when a waiting replica
+    /// reports an earlier quorum: then the lighthouse restarted and the job goes on.
+    pub initial_replicas: Option<usize>,
+    /// How long a quorum waits for healthy replicas that have not asked yet.
+    pub join_timeout: Duration,
+    /// A replica without a heartbeat for this long is dead.
+    pub heartbeat_timeout: Duration,
+}
+
+/// Something that happened.
+#[derive(Debug, Clone)]
+pub enum Event {
+    /// A replica says it is alive. Ignored for ids that never asked for a quorum (L25).
+    Heartbeat {
+        /// Who.
+        replica_id: String,
+    },
+    /// A replica asks for a quorum; its call stays open under `ticket`.
+    Join {
+        /// Who asks.
+        member: Member,
+        /// The call.
+        ticket: Ticket,
+    },
+    /// The call is over (cut, cancelled, or its deadline passed): it no longer takes part (L24).
+    Withdraw {
+        /// The call.
+        ticket: Ticket,
+    },
+    /// The replica opened its event stream.
+    Attached {
+        /// Who.
+        replica_id: String,
+        /// Names the stream; a later stream of the same id replaces it.
+        stream: u64,
+        /// The quorum that the replica is configured for, 0 if none; it counts as healthy if it has one.
+        last_quorum_id: i64,
+    },
+    /// A stream broke. If it is the replica's present one, the replica is gone at once.
+    Detached {
+        /// Who.
+        replica_id: String,
+        /// Which stream.
+        stream: u64,
+    },
+    /// The replica says goodbye.
+    Leave {
+        /// Who.
+        replica_id: String,
+        /// Why, in its own words.
+        reason: String,
+    },
+    /// A member says that its epoch failed: all members are told, nobody is removed.
+    Report {
+        /// Who.
+        replica_id: String,
+        /// The epoch it speaks of; other than the present one is ignored.
+        quorum_id: i64,
+        /// What happened.
+        reason: String,
+    },
+    /// Time passed.
+    Tick,
+}
+
+/// What the server shall do, in this order.
+#[derive(Debug, Clone)]
+pub enum Action {
+    /// Answer these calls with the quorum. Persist its id first.
+    Deliver {
+        /// The calls of the members.
+        tickets: Vec<Ticket>,
+        /// The quorum.
+        quorum: Arc<Quorum>,
+    },
+    /// Answer this call with an error.
+    Reject {
+        /// The call.
+        ticket: Ticket,
+        /// Why.
+        error: Error,
+    },
+    /// Send the event over these replicas' streams.
+    Push {
+        /// Replica ids; those without a stream are left out.
+        to: Vec<String>,
+        /// The event.
+        event: AbortEpoch,
+    },
+    /// End this stream with an error: the replica may not attach.
+    Refuse {
+        /// The stream.
+        stream: u64,
+        /// Why.
+        error: Error,
+    },
+    /// The reason why no quorum forms has changed; worth a log line.
+    Reason(String),
+}
+
+/// What a dashboard shows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Status {
+    /// The present epoch; the seed before the first quorum.
+    pub quorum_id: i64,
+    /// The members of the present quorum.
+    pub participants: Vec<Member>,
+    /// The healthy ids with the age of their last sign of life.
+    pub healthy: Vec<(String, Duration)>,
+    /// The ids whose calls are waiting, with how long they have.
+    pub waiting: Vec<(String, Duration)>,
+    /// The ids with an open event stream.
+    pub attached: Vec<String>,
+    /// Why there is no new quorum.
+    pub reason: String,
+    /// Why the present epoch was aborted, if it was.
+    pub aborted: Option<String>,
+}
