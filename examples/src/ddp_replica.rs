@@ -18,13 +18,13 @@ use crate::replica::{Place, RecentLoss};
 #[derive(Debug, Clone, clap::Args)]
 pub struct DdpArgs {
     /// Steps to commit.
-    #[arg(long, default_value_t = 400, value_parser = clap::value_parser!(i64).range(1..))]
+    #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(i64).range(1..))]
     pub steps: i64,
     /// Images per batch and replica.
     #[arg(long, default_value_t = 32)]
     pub batch: usize,
     /// Learning rate of AdamW.
-    #[arg(long, default_value_t = 3e-3)]
+    #[arg(long, default_value_t = 1e-3)]
     pub lr: f32,
     /// Seed of weights, split and batches.
     #[arg(long, default_value_t = 1)]
@@ -162,7 +162,7 @@ pub fn run(args: &DdpArgs, backend: &str, bind: &str, advertise: Option<&str>) -
             sync,
             hash,
             traffic,
-        );
+        )?;
     }
     ddp.finish(&mut whole)?;
     let test = digits.test();

@@ -206,7 +206,7 @@ pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>
                 r.sync,
                 hash,
                 traffic,
-            );
+            )?;
         }
         if diloco.is_finished() {
             break;

@@ -11,8 +11,8 @@ use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::deadline_in;
 use oxccl::launch::{
-    EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig, SupervisorEvent,
-    announce_lighthouse,
+    EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig,
+    SupervisorEvent, announce_lighthouse,
 };
 
 use crate::chaos::ENV_HOLD;
@@ -33,10 +33,18 @@ impl std::str::FromStr for Kill {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (replica, step) = text.split_once('@').ok_or("write it as REPLICA@STEP, for example 1@20")?;
-        let replica = replica.parse().map_err(|_| format!("'{replica}' is not a replica number"))?;
+        let (replica, step) = text
+            .split_once('@')
+            .ok_or("write it as REPLICA@STEP, for example 1@20")?;
+        let replica = replica
+            .parse()
+            .map_err(|_| format!("'{replica}' is not a replica number"))?;
         let step = step.parse().map_err(|_| format!("'{step}' is not a step"))?;
-        if step < 1 { Err("the first step that can be killed in is 1".into()) } else { Ok(Self { replica, step }) }
+        if step < 1 {
+            Err("the first step that can be killed in is 1".into())
+        } else {
+            Ok(Self { replica, step })
+        }
     }
 }
 
@@ -79,7 +87,12 @@ pub struct NetArgs {
 
 impl NetArgs {
     fn to_args(&self) -> Vec<String> {
-        let mut args = vec!["--backend".into(), self.backend.clone(), "--bind".into(), self.bind.clone()];
+        let mut args = vec![
+            "--backend".into(),
+            self.backend.clone(),
+            "--bind".into(),
+            self.bind.clone(),
+        ];
         if let Some(host) = &self.advertise {
             args.extend(["--advertise".into(), host.clone()]);
         }
@@ -123,9 +136,13 @@ pub fn lighthouse(bind: &str, state_file: &Path, replicas: usize) -> anyhow::Res
 }
 
 fn out_folder(args: &RunArgs, program: &str) -> anyhow::Result<PathBuf> {
-    let out = args.out.clone().unwrap_or_else(|| Path::new("target").join(program));
+    let out = args
+        .out
+        .clone()
+        .unwrap_or_else(|| Path::new("target").join(program));
     std::fs::create_dir_all(&out).with_context(|| format!("cannot make the folder {}", out.display()))?;
-    out.canonicalize().with_context(|| format!("cannot open the folder {}", out.display()))
+    out.canonicalize()
+        .with_context(|| format!("cannot open the folder {}", out.display()))
 }
 
 fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
@@ -140,13 +157,24 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
         eprintln!("one replica only: nobody could heal it, so nobody is killed");
         return Ok(None);
     }
-    let kill = args.kill.unwrap_or(Kill { replica: args.replicas - 1, step: run.steps / 2 + 1 });
+    let kill = args.kill.unwrap_or(Kill {
+        replica: args.replicas - 1,
+        step: run.steps / 2 + 1,
+    });
     if kill.replica >= args.replicas {
-        bail!("--kill names replica {}; there are replicas 0 to {}", kill.replica, args.replicas - 1);
+        bail!(
+            "--kill names replica {}; there are replicas 0 to {}",
+            kill.replica,
+            args.replicas - 1
+        );
     }
     // A replica that dies in the last step could come back when everybody has left.
     if kill.step >= run.steps {
-        bail!("--kill names step {}; choose one from 1 to {}", kill.step, run.steps - 1);
+        bail!(
+            "--kill names step {}; choose one from 1 to {}",
+            kill.step,
+            run.steps - 1
+        );
     }
     Ok(Some(kill))
 }
@@ -163,7 +191,12 @@ pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCod
             bind: "127.0.0.1:0".into(),
             command: Box::new(move |launch: &LighthouseLaunch| {
                 let mut command = Command::new(&program);
-                command.arg("lighthouse").arg("--bind").arg(&launch.bind).arg("--state-file").arg(&launch.state_file);
+                command
+                    .arg("lighthouse")
+                    .arg("--bind")
+                    .arg(&launch.bind)
+                    .arg("--state-file")
+                    .arg(&launch.state_file);
                 command.arg("--replicas").arg(replicas.to_string());
                 command
             }),
@@ -194,7 +227,8 @@ pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCod
     let end = Instant::now() + Duration::from_secs(args.time_limit_s + 30);
     while let Some(event) = stream.next_until(end) {
         if let (Some(kill), SupervisorEvent::Replica(e)) = (kill, &event) {
-            let inside = matches!(e.kind, EventKind::ReduceBegin { step, .. } if i64::try_from(step) == Ok(kill.step));
+            let inside =
+                matches!(e.kind, EventKind::ReduceBegin { step, .. } if i64::try_from(step) == Ok(kill.step));
             if inside && e.replica == kill.replica && e.life == 0 {
                 // It may have died by itself in this very moment; the report will say so.
                 if let Err(error) = supervisor.kill(kill.replica, Some(0)) {
@@ -232,14 +266,21 @@ pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCod
     for picture in &pictures {
         eprintln!("loss curve: {}", picture.display());
     }
-    Ok(if report.ok { ExitCode::SUCCESS } else { ExitCode::FAILURE })
+    Ok(if report.ok {
+        ExitCode::SUCCESS
+    } else {
+        ExitCode::FAILURE
+    })
 }
 
 /// Errors for people on standard error, log lines as `OXCCL_LOG` asks for; 1 for a failed run, 2 for a bad call.
 pub fn main_with(result: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("OXCCL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_writer(std::io::stderr).with_env_filter(filter).init();
+    tracing_subscriber::fmt()
+        .with_writer(std::io::stderr)
+        .with_env_filter(filter)
+        .init();
     match result() {
         Ok(code) => code,
         Err(error) => {

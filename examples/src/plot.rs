@@ -9,7 +9,7 @@ use std::path::Path;
 use ftcore::{Error, Result};
 use oxccl::launch::{EventKind, SupervisorEvent};
 
-use crate::report::Report;
+use crate::report::{Report, thousands};
 
 mod axis;
 mod labels;
@@ -153,14 +153,18 @@ impl Picture {
         let mut stalls: Vec<(f64, f64)> = report
             .deaths
             .iter()
-            .filter_map(|d| d.stall.as_ref())
-            .map(|s| (seconds(s.from_us), seconds(s.to_us)))
+            // The part of the gap in which somebody was missing; before it the survivors computed.
+            .filter_map(|d| {
+                d.stall
+                    .as_ref()
+                    .map(|s| (seconds(s.from_us.max(d.t_us)), seconds(s.to_us)))
+            })
             .collect();
         stalls.dedup();
         let mut subtitle = vec![format!(
-            "{} replicas, {:.2} M parameters, {} s",
+            "{} replicas, {} parameters, {} s",
             report.replicas,
-            report.parameters as f64 / 1e6,
+            thousands(report.parameters),
             report.wall_s.round()
         )];
         if let Some(loss) = report.heldout_loss {

@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 // Linked in for its registration: the registry knows "gloo" through it.
 use backend_gloo as _;
-use ftcore::{GroupOptions, ProcessGroup, Result, Traffic};
+use ftcore::{Error, ErrorKind, GroupOptions, ProcessGroup, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 
@@ -80,6 +80,9 @@ impl Place {
     }
 
     /// Reports a committed step.
+    ///
+    /// Errors: `InvalidState` if this is a restarted life that began from nothing, alone: training on would silently
+    /// be another run.
     #[expect(
         clippy::too_many_arguments,
         reason = "one line of a report; the two kinds of reports differ in type only"
@@ -94,7 +97,16 @@ impl Place {
         sync: Duration,
         hash: String,
         traffic: Traffic,
-    ) {
+    ) -> Result<()> {
+        if self.env.life > 0 && step == 0 && members < 2 && self.env.replicas > 1 {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                format!(
+                    "life {} of replica {} found nobody to heal from: the run is over, or its state is lost. Start a new run",
+                    self.env.life, self.env.replica
+                ),
+            ));
+        }
         let (step, epoch_id) = (
             u64::try_from(step).unwrap_or(0),
             u64::try_from(epoch).unwrap_or(0),
@@ -127,6 +139,7 @@ impl Place {
         self.events.send(EventKind::State {
             state: ReplicaState::Training,
         });
+        Ok(())
     }
 
     /// Reports the end and waits until the report is out.

@@ -3,7 +3,12 @@
 //! The tests stand in `tests/`; here is what they share: [`Worker`], a child process that trains a toy problem for real
 //! (see `bin/worker.rs`), and the lines that it prints about its commits.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, reason = "test support: a failure here is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "test support: a failure here is a failed test"
+)]
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -52,15 +57,21 @@ impl Said {
         let words: Vec<&str> = line.split_whitespace().collect();
         Some(match words.as_slice() {
             ["started"] => Self::Started,
-            ["healed", step] => Self::Healed { step: step.parse().ok()? },
-            ["reducing", step] => Self::Reducing { step: step.parse().ok()? },
+            ["healed", step] => Self::Healed {
+                step: step.parse().ok()?,
+            },
+            ["reducing", step] => Self::Reducing {
+                step: step.parse().ok()?,
+            },
             ["committed", step, epoch, contributors, hash] => Self::Committed {
                 step: step.parse().ok()?,
                 epoch: epoch.parse().ok()?,
                 contributors: contributors.parse().ok()?,
                 hash: (*hash).to_string(),
             },
-            ["finished", hash] => Self::Finished { hash: (*hash).to_string() },
+            ["finished", hash] => Self::Finished {
+                hash: (*hash).to_string(),
+            },
             ["failed", ..] => Self::Failed(line.to_string()),
             _ => return None,
         })
@@ -78,7 +89,13 @@ pub struct Worker {
 
 impl Worker {
     /// Starts `program` (the worker binary) with `args`; everything it says goes to `says` as (replica, life, what).
-    pub fn start(program: &str, replica: usize, life: usize, args: &[String], says: Sender<(usize, usize, Said)>) -> Self {
+    pub fn start(
+        program: &str,
+        replica: usize,
+        life: usize,
+        args: &[String],
+        says: Sender<(usize, usize, Said)>,
+    ) -> Self {
         let mut child = Command::new(program)
             .args(args)
             .stdin(Stdio::null())

@@ -79,8 +79,14 @@ impl Campaign {
     }
 
     fn spawn(&self, replica: usize, life: usize) -> Worker {
-        let args = [self.mode, &self.url, &format!("r{replica}"), &replica.to_string(), &self.rounds.to_string()]
-            .map(String::from);
+        let args = [
+            self.mode,
+            &self.url,
+            &format!("r{replica}"),
+            &replica.to_string(),
+            &self.rounds.to_string(),
+        ]
+        .map(String::from);
         Worker::start(WORKER, replica, life, &args, self.says.clone())
     }
 
@@ -105,7 +111,10 @@ impl Campaign {
                 Said::Failed(text) if alive => panic!("replica {replica} life {life}: {text}"),
                 Said::Healed { .. } => self.heals += 1,
                 Said::Committed { step, hash, .. } => {
-                    let entry = self.hashes.entry(*step).or_insert_with(|| (hash.clone(), Vec::new()));
+                    let entry = self
+                        .hashes
+                        .entry(*step)
+                        .or_insert_with(|| (hash.clone(), Vec::new()));
                     // INV-6. A step that only a life now dead had committed may be done again by the others.
                     let witnesses_alive = entry.1.iter().any(|(r, l)| self.workers[*r].life == *l);
                     if entry.0 != *hash && alive {
@@ -140,7 +149,10 @@ impl Campaign {
                 return;
             }
         }
-        panic!("nothing for {SILENCE:?} while waiting for {what}; committed so far: {:?}", self.committed);
+        panic!(
+            "nothing for {SILENCE:?} while waiting for {what}; committed so far: {:?}",
+            self.committed
+        );
     }
 
     /// Listens for a random moment, so that kills fall anywhere.
@@ -155,10 +167,16 @@ impl Campaign {
 
     fn finish(mut self, replicas: usize) {
         while self.finals.len() < replicas {
-            self.listen("the end", |c, _, said| matches!(said, Said::Finished { .. }) && c.finals.len() <= replicas);
+            self.listen("the end", |c, _, said| {
+                matches!(said, Said::Finished { .. }) && c.finals.len() <= replicas
+            });
         }
         let first = self.finals[&0].clone();
-        assert!(self.finals.values().all(|h| *h == first), "unequal parameters at the end: {:?}", self.finals);
+        assert!(
+            self.finals.values().all(|h| *h == first),
+            "unequal parameters at the end: {:?}",
+            self.finals
+        );
         for w in &mut self.workers {
             assert!(w.succeeded(), "replica {} did not exit cleanly", w.replica);
         }
@@ -172,22 +190,31 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
     let rounds = kills * PACE + 200;
     let mut dice = Dice(seed);
     let mut c = Campaign::new(mode, replicas, rounds, lighthouse.address());
-    c.listen("the first commit of all", |c, _, _| c.committed.iter().all(Option::is_some));
+    c.listen("the first commit of all", |c, _, _| {
+        c.committed.iter().all(Option::is_some)
+    });
     for k in 0..kills {
         c.listen("progress", |c, _, _| c.highest() >= k * PACE);
         assert!(c.highest() < rounds - 50, "the run is too short for its kills");
         // Only a life that others can spare: somebody else must hold the state.
-        let mut victims: Vec<usize> =
-            (0..replicas).filter(|v| (0..replicas).any(|o| o != *v && c.committed[o].is_some())).collect();
+        let mut victims: Vec<usize> = (0..replicas)
+            .filter(|v| (0..replicas).any(|o| o != *v && c.committed[o].is_some()))
+            .collect();
         // Every third kill hits a life that has not committed yet, if there is one: while it starts, joins or heals.
-        let young: Vec<usize> = victims.iter().copied().filter(|v| c.committed[*v].is_none()).collect();
+        let young: Vec<usize> = victims
+            .iter()
+            .copied()
+            .filter(|v| c.committed[*v].is_none())
+            .collect();
         if k % 3 == 0 && !young.is_empty() {
             victims = young;
         }
         let victim = victims[dice.below(victims.len() as u64) as usize];
         match dice.below(3) {
             0 => {}
-            1 => c.listen("a reduction", |_, r, said| r == victim && matches!(said, Said::Reducing { .. }) || r != victim),
+            1 => c.listen("a reduction", |_, r, said| {
+                r == victim && matches!(said, Said::Reducing { .. }) || r != victim
+            }),
             _ => {}
         }
         c.drift(Duration::from_micros(dice.below(30_000)));
@@ -229,7 +256,13 @@ fn two_runs_without_kills_end_in_the_same_bits() {
         while c.finals.len() < 2 {
             c.listen("the end", |_, _, said| matches!(said, Said::Finished { .. }));
         }
-        (c.hashes.iter().map(|(s, (h, _))| (*s, h.clone())).collect::<Vec<_>>(), c.finals[&0].clone())
+        (
+            c.hashes
+                .iter()
+                .map(|(s, (h, _))| (*s, h.clone()))
+                .collect::<Vec<_>>(),
+            c.finals[&0].clone(),
+        )
     };
     let (first, second) = (run(), run());
     assert!(first.0.len() >= 12, "{first:?}");
@@ -241,8 +274,15 @@ fn two_replicas_with_different_shapes_are_both_named_and_nothing_is_corrupted() 
     let lighthouse = lighthouse(2);
     let (says, hears) = channel();
     let start = |replica: usize, width: &str| {
-        let args = ["streaming", &lighthouse.address(), &format!("r{replica}"), &replica.to_string(), "6", width]
-            .map(String::from);
+        let args = [
+            "streaming",
+            &lighthouse.address(),
+            &format!("r{replica}"),
+            &replica.to_string(),
+            "6",
+            width,
+        ]
+        .map(String::from);
         Worker::start(WORKER, replica, 0, &args, says.clone())
     };
     let (_a, _b) = (start(0, "100"), start(1, "101"));
@@ -250,7 +290,10 @@ fn two_replicas_with_different_shapes_are_both_named_and_nothing_is_corrupted() 
     let (mut failed, mut finished) = (None, None);
     while failed.is_none() || finished.is_none() {
         let left = deadline.saturating_duration_since(Instant::now());
-        match hears.recv_timeout(left).expect("one replica fails, the other finishes") {
+        match hears
+            .recv_timeout(left)
+            .expect("one replica fails, the other finishes")
+        {
             (r, _, Said::Failed(text)) => failed = Some((r, text)),
             (r, _, Said::Finished { .. }) => finished = Some(r),
             _ => {}
@@ -258,6 +301,12 @@ fn two_replicas_with_different_shapes_are_both_named_and_nothing_is_corrupted() 
     }
     let (loser, text) = failed.unwrap();
     assert_ne!(Some(loser), finished);
-    assert!(text.contains("replica 'r0:") && text.contains("replica 'r1:"), "{text}");
-    assert!(text.contains("layer0.w[100]") && text.contains("layer0.w[101]"), "{text}");
+    assert!(
+        text.contains("replica 'r0:") && text.contains("replica 'r1:"),
+        "{text}"
+    );
+    assert!(
+        text.contains("layer0.w[100]") && text.contains("layer0.w[101]"),
+        "{text}"
+    );
 }

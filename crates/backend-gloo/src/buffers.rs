@@ -315,10 +315,15 @@ mod tests {
         m.slices(&span, 1, &mut slices);
         let seen: Vec<u8> = slices.iter().flat_map(|s| s.to_vec()).collect();
         assert_eq!(seen, [3, 4, 5, 6]);
-        m.both(&Span::new(Buffer::In, 0..4), &Span::new(Buffer::Out, 2..6), &stop, |a, b| {
-            a.copy_from_slice(b);
-            Ok(())
-        })
+        m.both(
+            &Span::new(Buffer::In, 0..4),
+            &Span::new(Buffer::Out, 2..6),
+            &stop,
+            |a, b| {
+                a.copy_from_slice(b);
+                Ok(())
+            },
+        )
         .unwrap();
         let tensors = m.into_given();
         assert_eq!(tensors[0].bytes(), [1, 2, 10, 40, 7]);
@@ -347,12 +352,16 @@ mod tests {
         let mut m = memory();
         let span = Span::new(Buffer::In, 0..4);
         assert_eq!(
-            m.each(&span, &AtomicBool::new(true), |_| Ok(())).unwrap_err().kind(),
+            m.each(&span, &AtomicBool::new(true), |_| Ok(()))
+                .unwrap_err()
+                .kind(),
             ErrorKind::Aborted
         );
         let span = Span::new(Buffer::In, 2..9);
         assert_eq!(
-            m.each(&span, &AtomicBool::new(false), |_| Ok(())).unwrap_err().kind(),
+            m.each(&span, &AtomicBool::new(false), |_| Ok(()))
+                .unwrap_err()
+                .kind(),
             ErrorKind::Internal
         );
     }

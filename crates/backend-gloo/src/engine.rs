@@ -204,10 +204,12 @@ impl Shared {
         self.stop(Stop::Drain(deadline));
         self.wait_ended(deadline + LAST_WORDS + GRACE)?;
         if self.lock().cut_short {
-            return Err(Error::timeout("pending work did not end by the deadline; it was aborted")
-                .with_op("shutdown")
-                .with_rank(self.place.rank)
-                .with_epoch(self.place.epoch));
+            return Err(
+                Error::timeout("pending work did not end by the deadline; it was aborted")
+                    .with_op("shutdown")
+                    .with_rank(self.place.rank)
+                    .with_epoch(self.place.epoch),
+            );
         }
         Ok(())
     }
@@ -424,7 +426,9 @@ impl Engine {
         let mut moved = false;
         for index in 0..self.peers.len() {
             for _ in 0..FRAMES {
-                let Some(Some(peer)) = self.peers.get_mut(index) else { break };
+                let Some(Some(peer)) = self.peers.get_mut(index) else {
+                    break;
+                };
                 let rank = peer.rank;
                 let place = |e: Error| {
                     if e.context().peer.is_some() {
@@ -449,7 +453,9 @@ impl Engine {
                 }
                 moved = true;
             }
-            let Some(Some(peer)) = self.peers.get_mut(index) else { continue };
+            let Some(Some(peer)) = self.peers.get_mut(index) else {
+                continue;
+            };
             moved |= self.messages.flush(peer);
             // A header that waits says what the peer is doing, whether or not this rank is doing anything.
             peer.data
@@ -543,7 +549,9 @@ impl Engine {
                 }
             }
         }
-        let Some(exec) = &mut self.current else { return Ok(false) };
+        let Some(exec) = &mut self.current else {
+            return Ok(false);
+        };
         let step = exec.progress(&mut self.peers, &self.shared.interrupt)?;
         // Whoever waits looks at everybody's header, not only at those of its own round.
         for peer in self.peers.iter_mut().flatten() {
@@ -688,10 +696,7 @@ impl Engine {
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
             let control = &peer.control;
-            let takes = self
-                .current
-                .as_ref()
-                .is_some_and(|e| e.wants_write(peer.rank))
+            let takes = self.current.as_ref().is_some_and(|e| e.wants_write(peer.rank))
                 && peer.data.link.write_closed.is_none();
             let wants = [
                 (
@@ -733,7 +738,9 @@ impl Engine {
         self.shared.waker.drain();
         let failed = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
         for ((index, is_data), flags) in interest.into_iter().zip(ready.into_iter().skip(1)) {
-            let Some(Some(peer)) = self.peers.get_mut(index) else { continue };
+            let Some(Some(peer)) = self.peers.get_mut(index) else {
+                continue;
+            };
             let link = if is_data {
                 &mut peer.data.link
             } else {
@@ -753,7 +760,11 @@ impl Engine {
             let first = queue.first_error.get_or_insert_with(|| error.clone()).clone();
             (std::mem::take(&mut queue.incoming), first)
         };
-        let error = if first.kind() == ErrorKind::Aborted { first } else { error };
+        let error = if first.kind() == ErrorKind::Aborted {
+            first
+        } else {
+            error
+        };
         tracing::debug!(rank = place.rank, epoch = place.epoch, %error, "the group failed");
         let about = error.context().peer.unwrap_or(u32::MAX);
         let text = self
@@ -843,7 +854,10 @@ impl Engine {
             }
             for peer in self.peers.iter().flatten() {
                 if peer.control.wants_write() {
-                    fds.push(PollFd::from_borrowed_fd(peer.control.link.as_fd(), PollFlags::OUT));
+                    fds.push(PollFd::from_borrowed_fd(
+                        peer.control.link.as_fd(),
+                        PollFlags::OUT,
+                    ));
                 }
             }
             let left = time_left(until);

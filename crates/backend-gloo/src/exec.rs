@@ -208,12 +208,9 @@ impl Exec {
     }
 
     fn op(&self) -> Result<ReduceOp> {
-        self.plan.op.ok_or_else(|| {
-            Error::new(
-                ErrorKind::Internal,
-                "a schedule without a reduction asks for one",
-            )
-        })
+        self.plan
+            .op
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "a schedule without a reduction asks for one"))
     }
 
     fn finish_memory(&mut self, stop: &AtomicBool) -> Result<()> {
@@ -364,10 +361,7 @@ impl Exec {
         let total = receiving.recv.into.len();
         let moved = match &receiving.recv.landing {
             Landing::Copy => {
-                let target = self
-                    .plan
-                    .memory
-                    .slice_mut(&receiving.recv.into, receiving.done)?;
+                let target = self.plan.memory.slice_mut(&receiving.recv.into, receiving.done)?;
                 match peer.data.link.read(target) {
                     Moved::Bytes(n) => {
                         receiving.done += n;
@@ -385,10 +379,7 @@ impl Exec {
                         receiving.filled += n;
                         if receiving.filled >= want {
                             let op = op.ok_or_else(|| {
-                                Error::new(
-                                    ErrorKind::Internal,
-                                    "a schedule without a reduction asks for one",
-                                )
+                                Error::new(ErrorKind::Internal, "a schedule without a reduction asks for one")
                             })?;
                             let with = match landing {
                                 Landing::ReduceWith(with) => Some(with),
@@ -429,9 +420,7 @@ impl Exec {
 
     /// True if it waits for the data connection of `rank` to take bytes.
     pub(crate) fn wants_write(&self, rank: u32) -> bool {
-        self.sends
-            .iter()
-            .any(|s| s.send.peer == rank && !s.is_finished())
+        self.sends.iter().any(|s| s.send.peer == rank && !s.is_finished())
     }
 
     /// "after 3 of 7 rounds".
@@ -501,7 +490,9 @@ impl Exec {
     }
 
     /// For a world of one: runs it here and now.
-    pub(crate) fn run_alone(mut self) -> Result<(Completer, Completion), Box<(Error, Completer, Vec<Tensor>)>> {
+    pub(crate) fn run_alone(
+        mut self,
+    ) -> Result<(Completer, Completion), Box<(Error, Completer, Vec<Tensor>)>> {
         let stop = AtomicBool::new(false);
         match self.progress(&mut [], &stop) {
             Ok(Step::Finished) => {
@@ -576,7 +567,10 @@ fn check_header(
     if header.epoch != place.epoch {
         return Err(peer.error(
             ErrorKind::Protocol,
-            format!("sent a frame of epoch {}; this is epoch {}", header.epoch, place.epoch),
+            format!(
+                "sent a frame of epoch {}; this is epoch {}",
+                header.epoch, place.epoch
+            ),
         ));
     }
     if header.seq != seq {

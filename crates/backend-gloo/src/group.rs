@@ -208,7 +208,11 @@ impl ProcessGroup for GlooGroup {
                 Ok(())
             }
             Err(error) => {
-                let error = if error.context().op.is_none() { named(error) } else { error };
+                let error = if error.context().op.is_none() {
+                    named(error)
+                } else {
+                    error
+                };
                 state.failure = Some(error.clone());
                 Err(error)
             }
@@ -235,7 +239,10 @@ impl ProcessGroup for GlooGroup {
                     return refuse(error, op);
                 }
                 (None, None) => {
-                    return refuse(Error::new(ErrorKind::InvalidState, "the group is not configured"), op);
+                    return refuse(
+                        Error::new(ErrorKind::InvalidState, "the group is not configured"),
+                        op,
+                    );
                 }
             }
         };

@@ -339,9 +339,17 @@ mod tests {
                 let mut neutral = Tensor::zeros(dtype, 4);
                 fill_identity(dtype, op, neutral.bytes_mut()).unwrap();
                 reduce(dtype, op, value.bytes_mut(), neutral.bytes()).unwrap();
-                assert_eq!(value.bytes(), &pattern[..], "{op} on {dtype}, identity on the right");
+                assert_eq!(
+                    value.bytes(),
+                    &pattern[..],
+                    "{op} on {dtype}, identity on the right"
+                );
                 reduce(dtype, op, neutral.bytes_mut(), value.bytes()).unwrap();
-                assert_eq!(neutral.bytes(), &pattern[..], "{op} on {dtype}, identity on the left");
+                assert_eq!(
+                    neutral.bytes(),
+                    &pattern[..],
+                    "{op} on {dtype}, identity on the left"
+                );
             }
         }
     }

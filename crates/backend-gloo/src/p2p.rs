@@ -277,7 +277,9 @@ impl Messages {
             ControlKind::Offer => {
                 let open = self.offers.iter().filter(|o| o.peer == rank).count();
                 if open >= MAX_OFFERS {
-                    return Err(protocol(format!("offers more than {MAX_OFFERS} messages at once")));
+                    return Err(protocol(format!(
+                        "offers more than {MAX_OFFERS} messages at once"
+                    )));
                 }
                 let offer = Offer {
                     peer: rank,
@@ -299,7 +301,10 @@ impl Messages {
                 }
             }
             ControlKind::Accept => {
-                let sent = self.sent.get_mut(&frame.id).filter(|s| s.peer == rank && !s.accepted);
+                let sent = self
+                    .sent
+                    .get_mut(&frame.id)
+                    .filter(|s| s.peer == rank && !s.accepted);
                 let Some(sent) = sent else {
                     return Err(protocol(format!(
                         "accepts message {}, which was not offered to it",
@@ -383,7 +388,9 @@ impl Messages {
     }
 
     fn one_done(&mut self, key: u64) {
-        let Some(batch) = self.batches.get_mut(&key) else { return };
+        let Some(batch) = self.batches.get_mut(&key) else {
+            return;
+        };
         batch.left = batch.left.saturating_sub(1);
         if batch.left == 0
             && let Some(batch) = self.batches.remove(&key)
@@ -465,7 +472,9 @@ impl Messages {
     pub(crate) fn detach(&self, peer: &mut Peer) {
         peer.control.sending.clear();
         peer.control.queue.clear();
-        let Some(frame) = &mut peer.control.current else { return };
+        let Some(frame) = &mut peer.control.current else {
+            return;
+        };
         if frame.done == 0 {
             peer.control.current = None;
         } else if let Payload::Message { id, offset, length } = frame.payload {

@@ -66,7 +66,9 @@ impl Inbox {
     /// Reads towards the next header, if none waits.
     pub(crate) fn fill(&mut self) -> Result<()> {
         while self.header.is_none() && !self.in_payload && self.link.readable {
-            let Some(rest) = self.buffer.get_mut(self.have..) else { break };
+            let Some(rest) = self.buffer.get_mut(self.have..) else {
+                break;
+            };
             match self.link.read(rest) {
                 Moved::Bytes(n) => self.have += n,
                 Moved::Nothing | Moved::Closed => break,
@@ -224,8 +226,9 @@ impl ControlLink {
             }
             self.have = 0;
             // decode has checked the length against the limits of the kind (INV-10).
-            let header = Control::decode(&self.buffer)
-                .ok_or_else(|| Error::new(ErrorKind::Protocol, "sent something that is not a control frame"))?;
+            let header = Control::decode(&self.buffer).ok_or_else(|| {
+                Error::new(ErrorKind::Protocol, "sent something that is not a control frame")
+            })?;
             match header.kind {
                 ControlKind::Offer | ControlKind::Accept | ControlKind::Ready => {
                     return Ok(Some(Incoming::Frame(header, Vec::new())));

@@ -36,12 +36,7 @@ pub(crate) struct Plan {
 /// The whole of tensors `range` one after the other.
 fn whole(tensors: &[Tensor], range: std::ops::Range<usize>) -> Map {
     let mut map = Map::default();
-    for (i, t) in tensors
-        .iter()
-        .enumerate()
-        .skip(range.start)
-        .take(range.len())
-    {
+    for (i, t) in tensors.iter().enumerate().skip(range.start).take(range.len()) {
         map.push(i, 0..t.byte_len());
     }
     map

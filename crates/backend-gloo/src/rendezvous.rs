@@ -44,7 +44,10 @@ struct Card {
 impl Card {
     fn encode(&self) -> String {
         let local = self.local.map_or("-".to_string(), |a| a.to_string());
-        format!("oxccl-gloo {:016x} {} {} {local}", self.nonce, self.host, self.remote)
+        format!(
+            "oxccl-gloo {:016x} {} {} {local}",
+            self.nonce, self.host, self.remote
+        )
     }
 
     /// `None` if it is not what `encode` writes.
@@ -72,9 +75,16 @@ impl Card {
 
 /// One attempt to connect one lane to a lower rank.
 enum Dial {
-    Waiting { retry_at: Instant },
+    Waiting {
+        retry_at: Instant,
+    },
     Connecting(std::os::fd::OwnedFd),
-    Greeting { link: Link, sent: usize, buffer: Box<[u8; Hello::BYTES]>, have: usize },
+    Greeting {
+        link: Link,
+        sent: usize,
+        buffer: Box<[u8; Hello::BYTES]>,
+        have: usize,
+    },
     Done,
 }
 
@@ -143,10 +153,7 @@ pub(crate) fn connect(
 }
 
 fn key(configuration: &Configuration, rank: u32) -> String {
-    format!(
-        "{}/{}/gloo/{rank}",
-        configuration.prefix, configuration.epoch
-    )
+    format!("{}/{}/gloo/{rank}", configuration.prefix, configuration.epoch)
 }
 
 /// Random enough that a stranger does not guess it: the standard library's hash keys come from the system.
@@ -164,7 +171,9 @@ impl<'a> Rendezvous<'a> {
         counters: Arc<Counters>,
         cancel: &'a AtomicBool,
     ) -> Result<Self> {
-        let host = std::env::var(interface::HOST_VARIABLE).ok().filter(|h| !h.is_empty());
+        let host = std::env::var(interface::HOST_VARIABLE)
+            .ok()
+            .filter(|h| !h.is_empty());
         let Addresses {
             bind,
             advertise,
@@ -215,10 +224,7 @@ impl<'a> Rendezvous<'a> {
             .map_err(|e| self.named(e))?;
         loop {
             if self.cancel.load(Ordering::Acquire) {
-                return Err(self.named(Error::new(
-                    ErrorKind::Aborted,
-                    "the configuration was aborted",
-                )));
+                return Err(self.named(Error::new(ErrorKind::Aborted, "the configuration was aborted")));
             }
             let searching = self.look_up()?;
             self.accept();
@@ -346,11 +352,7 @@ impl<'a> Rendezvous<'a> {
                 *slot = Some(card);
             }
         }
-        Ok(self
-            .cards
-            .iter()
-            .take(c.rank as usize)
-            .any(Option::is_none))
+        Ok(self.cards.iter().take(c.rank as usize).any(Option::is_none))
     }
 
     fn present(&self, store: &dyn Store, name: &str) -> Result<bool> {
@@ -407,7 +409,10 @@ impl<'a> Rendezvous<'a> {
     fn compare(&self, theirs: &Hello, address: &str) -> Result<()> {
         let c = self.configuration;
         let text = if theirs.version != VERSION {
-            format!("speaks version {} of the protocol, this rank {VERSION}", theirs.version)
+            format!(
+                "speaks version {} of the protocol, this rank {VERSION}",
+                theirs.version
+            )
         } else if theirs.world != c.world_size {
             format!(
                 "rank {} says the world has {} ranks, rank {} says {}",
@@ -434,7 +439,9 @@ impl<'a> Rendezvous<'a> {
         while let Some(stranger) = self.strangers.get_mut(index) {
             let mut verdict = None;
             while stranger.have < Hello::BYTES {
-                let Some(rest) = stranger.buffer.get_mut(stranger.have..) else { break };
+                let Some(rest) = stranger.buffer.get_mut(stranger.have..) else {
+                    break;
+                };
                 match stranger.link.read(rest) {
                     Moved::Bytes(n) => stranger.have += n,
                     Moved::Nothing => break,
@@ -529,7 +536,9 @@ impl<'a> Rendezvous<'a> {
         let state = std::mem::replace(&mut dialed.state, Dial::Done);
         let (state, more) = match state {
             Dial::Done => (Dial::Done, false),
-            Dial::Waiting { retry_at } if !time_left(retry_at).is_zero() => (Dial::Waiting { retry_at }, false),
+            Dial::Waiting { retry_at } if !time_left(retry_at).is_zero() => {
+                (Dial::Waiting { retry_at }, false)
+            }
             Dial::Waiting { .. } => match begin(address) {
                 Ok(fd) => (Dial::Connecting(fd), true),
                 Err(error) => {
@@ -650,7 +659,9 @@ impl<'a> Rendezvous<'a> {
             let Some(found) = self.found.get_mut(rank as usize).filter(|f| !f.ready) else {
                 continue;
             };
-            let Some(link) = found.control.as_mut() else { continue };
+            let Some(link) = found.control.as_mut() else {
+                continue;
+            };
             let mut header = [0u8; Control::BYTES];
             // Only looked at: what comes after the first frame belongs to the engine.
             let seen = rustix::net::recv(&*link, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
@@ -792,7 +803,10 @@ fn begin(address: SocketAddr) -> std::io::Result<std::os::fd::OwnedFd> {
 /// `None` while the connection is being made.
 fn connected(fd: &std::os::fd::OwnedFd) -> Option<std::io::Result<()>> {
     let mut fds = [PollFd::new(fd, PollFlags::OUT)];
-    let now = Timespec { tv_sec: 0, tv_nsec: 0 };
+    let now = Timespec {
+        tv_sec: 0,
+        tv_nsec: 0,
+    };
     match poll(&mut fds, Some(&now)) {
         Ok(0) | Err(rustix::io::Errno::INTR) => None,
         Ok(_) => Some(match rustix::net::sockopt::socket_error(fd) {

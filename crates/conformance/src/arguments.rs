@@ -2,7 +2,8 @@
 //! back and leaves the group as it was.
 
 use ftcore::{
-    Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor,
+    Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
+    Tensor,
 };
 
 use crate::case::Case;
@@ -11,9 +12,24 @@ use crate::{Failure, Outcome, Rank};
 pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in [1, 2, 3] {
-        all.push(Case::new("arguments::not_advertised_is_unsupported_at_once", world, &[], unsupported));
-        all.push(Case::new("arguments::wrong_ones_give_the_tensors_back", world, &[], wrong));
-        all.push(Case::new("arguments::unconfigured_is_refused", world, &[], unconfigured));
+        all.push(Case::new(
+            "arguments::not_advertised_is_unsupported_at_once",
+            world,
+            &[],
+            unsupported,
+        ));
+        all.push(Case::new(
+            "arguments::wrong_ones_give_the_tensors_back",
+            world,
+            &[],
+            wrong,
+        ));
+        all.push(Case::new(
+            "arguments::unconfigured_is_refused",
+            world,
+            &[],
+            unconfigured,
+        ));
     }
     all
 }
@@ -40,7 +56,10 @@ fn refused(group: &dyn ProcessGroup, what: &str, op: Collective, kind: ErrorKind
         .iter()
         .map(|t| (t.dtype(), t.bytes().to_vec()))
         .collect();
-    ensure!(before == after, "{what} did not give its tensors back as they were");
+    ensure!(
+        before == after,
+        "{what} did not give its tensors back as they were"
+    );
     Ok(())
 }
 
@@ -53,24 +72,65 @@ fn sample(kind: OpKind, rank: &Rank, dtype: DType, op: ReduceOp) -> Option<Colle
     let on_root = || if rank.rank == 0 { all() } else { Vec::new() };
     let peer = (rank.rank + 1) % rank.world;
     Some(match kind {
-        OpKind::AllReduce => Collective::AllReduce { tensors: vec![one()], op },
-        OpKind::Broadcast => Collective::Broadcast { tensors: vec![one()], root: 0 },
-        OpKind::Reduce => Collective::Reduce { tensor: one(), op, root: 0 },
-        OpKind::AllGather => Collective::AllGather { input: one(), outputs: all() },
-        OpKind::AllGatherInto => Collective::AllGatherInto { pairs: vec![(one(), wide())] },
-        OpKind::Gather => Collective::Gather { input: one(), outputs: on_root(), root: 0 },
-        OpKind::Scatter => Collective::Scatter { inputs: on_root(), output: one(), root: 0 },
-        OpKind::ReduceScatter => Collective::ReduceScatter { inputs: all(), output: one(), op },
-        OpKind::ReduceScatterInto => Collective::ReduceScatterInto { pairs: vec![(wide(), one())], op },
-        OpKind::AllToAll => Collective::AllToAll { inputs: all(), outputs: all() },
+        OpKind::AllReduce => Collective::AllReduce {
+            tensors: vec![one()],
+            op,
+        },
+        OpKind::Broadcast => Collective::Broadcast {
+            tensors: vec![one()],
+            root: 0,
+        },
+        OpKind::Reduce => Collective::Reduce {
+            tensor: one(),
+            op,
+            root: 0,
+        },
+        OpKind::AllGather => Collective::AllGather {
+            input: one(),
+            outputs: all(),
+        },
+        OpKind::AllGatherInto => Collective::AllGatherInto {
+            pairs: vec![(one(), wide())],
+        },
+        OpKind::Gather => Collective::Gather {
+            input: one(),
+            outputs: on_root(),
+            root: 0,
+        },
+        OpKind::Scatter => Collective::Scatter {
+            inputs: on_root(),
+            output: one(),
+            root: 0,
+        },
+        OpKind::ReduceScatter => Collective::ReduceScatter {
+            inputs: all(),
+            output: one(),
+            op,
+        },
+        OpKind::ReduceScatterInto => Collective::ReduceScatterInto {
+            pairs: vec![(wide(), one())],
+            op,
+        },
+        OpKind::AllToAll => Collective::AllToAll {
+            inputs: all(),
+            outputs: all(),
+        },
         OpKind::AllToAllInto => Collective::AllToAllInto {
             input: wide(),
             output: wide(),
             input_splits: Vec::new(),
             output_splits: Vec::new(),
         },
-        OpKind::Send if rank.world > 1 => Collective::Send { tensor: one(), peer, tag: 0 },
-        OpKind::Recv if rank.world > 1 => Collective::Recv { tensor: one(), peer: Some(peer), tag: 0 },
+        OpKind::Send if rank.world > 1 => Collective::Send {
+            tensor: one(),
+            peer,
+            tag: 0,
+        },
+        OpKind::Recv if rank.world > 1 => Collective::Recv {
+            tensor: one(),
+            peer: Some(peer),
+            tag: 0,
+        },
         OpKind::Barrier => Collective::Barrier,
         OpKind::MonitoredBarrier => Collective::MonitoredBarrier { wait_all: true },
         _ => return None,
@@ -99,7 +159,9 @@ fn unsupported(rank: &Rank) -> Outcome {
                 ReduceOp::Bxor,
                 ReduceOp::PremulSum(2.0),
             ] {
-                let Some(sample) = sample(kind, rank, dtype, op) else { continue };
+                let Some(sample) = sample(kind, rank, dtype, op) else {
+                    continue;
+                };
                 let has_data = sample.dtype().is_some();
                 let offered = caps.ops.contains(kind)
                     && (!has_data || caps.moves.contains(dtype))
@@ -124,7 +186,11 @@ fn unsupported(rank: &Rank) -> Outcome {
 
 /// Nothing was sent: the group is in step on all ranks.
 fn still_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
-    ensure!(group.error().is_none(), "a refusal poisoned the group: {:?}", group.error());
+    ensure!(
+        group.error().is_none(),
+        "a refusal poisoned the group: {:?}",
+        group.error()
+    );
     let sum = group
         .allreduce(Tensor::from_vec(vec![1i32; 5]), ReduceOp::Sum)?
         .take_tensor()?
@@ -146,7 +212,13 @@ fn wrong(rank: &Rank) -> Outcome {
     let op = ReduceOp::Sum;
     let peers_own = rank.rank;
     let mut tries = vec![
-        ("an empty list", Collective::AllReduce { tensors: Vec::new(), op }),
+        (
+            "an empty list",
+            Collective::AllReduce {
+                tensors: Vec::new(),
+                op,
+            },
+        ),
         (
             "two dtypes in one call",
             Collective::AllReduce {
@@ -154,24 +226,55 @@ fn wrong(rank: &Rank) -> Outcome {
                 op,
             },
         ),
-        ("a root that does not exist", Collective::Broadcast { tensors: vec![filled(2)], root: world }),
-        ("a reduce root that does not exist", Collective::Reduce { tensor: filled(2), op, root: world + 7 }),
-        ("too few outputs", Collective::AllGather { input: filled(2), outputs: many(&vec![2; n - 1]) }),
+        (
+            "a root that does not exist",
+            Collective::Broadcast {
+                tensors: vec![filled(2)],
+                root: world,
+            },
+        ),
+        (
+            "a reduce root that does not exist",
+            Collective::Reduce {
+                tensor: filled(2),
+                op,
+                root: world + 7,
+            },
+        ),
+        (
+            "too few outputs",
+            Collective::AllGather {
+                input: filled(2),
+                outputs: many(&vec![2; n - 1]),
+            },
+        ),
         (
             "an output of another size than the own input",
-            Collective::AllGather { input: filled(2), outputs: many(&vec![3; n]) },
+            Collective::AllGather {
+                input: filled(2),
+                outputs: many(&vec![3; n]),
+            },
         ),
         (
             "an output that is not world times the input",
-            Collective::AllGatherInto { pairs: vec![(filled(2), filled(2 * n + 1))] },
+            Collective::AllGatherInto {
+                pairs: vec![(filled(2), filled(2 * n + 1))],
+            },
         ),
         (
             "an input that is not world times the output",
-            Collective::ReduceScatterInto { pairs: vec![(filled(2 * n + 1), filled(2))], op },
+            Collective::ReduceScatterInto {
+                pairs: vec![(filled(2 * n + 1), filled(2))],
+                op,
+            },
         ),
         (
             "too many inputs",
-            Collective::ReduceScatter { inputs: many(&vec![2; n + 1]), output: filled(2), op },
+            Collective::ReduceScatter {
+                inputs: many(&vec![2; n + 1]),
+                output: filled(2),
+                op,
+            },
         ),
         (
             "splits that do not sum up",
@@ -191,17 +294,51 @@ fn wrong(rank: &Rank) -> Outcome {
                 output_splits: vec![2; n],
             },
         ),
-        ("a peer that does not exist", Collective::Send { tensor: filled(2), peer: world, tag: 0 }),
-        ("a send to oneself", Collective::Send { tensor: filled(2), peer: peers_own, tag: 0 }),
-        ("a receive from oneself", Collective::Recv { tensor: filled(2), peer: Some(peers_own), tag: 0 }),
+        (
+            "a peer that does not exist",
+            Collective::Send {
+                tensor: filled(2),
+                peer: world,
+                tag: 0,
+            },
+        ),
+        (
+            "a send to oneself",
+            Collective::Send {
+                tensor: filled(2),
+                peer: peers_own,
+                tag: 0,
+            },
+        ),
+        (
+            "a receive from oneself",
+            Collective::Recv {
+                tensor: filled(2),
+                peer: Some(peers_own),
+                tag: 0,
+            },
+        ),
         ("an empty batch", Collective::Batch { ops: Vec::new() }),
-        ("a collective in a batch", Collective::Batch { ops: vec![Collective::Barrier] }),
+        (
+            "a collective in a batch",
+            Collective::Batch {
+                ops: vec![Collective::Barrier],
+            },
+        ),
         (
             "a list off the root",
             if rank.rank == 0 {
-                Collective::Gather { input: filled(2), outputs: Vec::new(), root: 0 }
+                Collective::Gather {
+                    input: filled(2),
+                    outputs: Vec::new(),
+                    root: 0,
+                }
             } else {
-                Collective::Gather { input: filled(2), outputs: many(&vec![2; n]), root: 0 }
+                Collective::Gather {
+                    input: filled(2),
+                    outputs: many(&vec![2; n]),
+                    root: 0,
+                }
             },
         ),
     ];
@@ -226,12 +363,21 @@ fn wrong(rank: &Rank) -> Outcome {
 
 fn unconfigured(rank: &Rank) -> Outcome {
     let group = rank.unconfigured()?;
-    ensure!(group.info().world_size == 0, "an unconfigured group says {:?}", group.info());
+    ensure!(
+        group.info().world_size == 0,
+        "an unconfigured group says {:?}",
+        group.info()
+    );
     let op = Collective::AllReduce {
         tensors: vec![filled(3)],
         op: ReduceOp::Sum,
     };
-    refused(group.as_ref(), "an all-reduce before configure", op, ErrorKind::InvalidState)?;
+    refused(
+        group.as_ref(),
+        "an all-reduce before configure",
+        op,
+        ErrorKind::InvalidState,
+    )?;
     // Nothing to end, and not an error.
     group.shutdown(rank.soon())?;
     group.abort("nothing to abort");

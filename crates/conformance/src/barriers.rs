@@ -10,13 +10,19 @@ use crate::{Needs, Outcome, Rank};
 pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in 1..=4 {
-        all.push(Case::new("barrier::holds_all_ranks", world, &[Needs::Op(OpKind::Barrier)], |rank| {
-            holds(rank, false)
-        }));
+        all.push(Case::new(
+            "barrier::holds_all_ranks",
+            world,
+            &[Needs::Op(OpKind::Barrier)],
+            |rank| holds(rank, false),
+        ));
         let monitored = [Needs::Op(OpKind::MonitoredBarrier)];
-        all.push(Case::new("monitored_barrier::holds_all_ranks", world, &monitored, |rank| {
-            holds(rank, true)
-        }));
+        all.push(Case::new(
+            "monitored_barrier::holds_all_ranks",
+            world,
+            &monitored,
+            |rank| holds(rank, true),
+        ));
     }
     for world in [3, 4] {
         let monitored = [Needs::Op(OpKind::MonitoredBarrier)];

@@ -144,7 +144,9 @@ impl Rank {
     /// Ends this process as a crash would. Only for cases that need [`Needs::RealProcesses`].
     pub fn die(&self) -> Outcome {
         let done = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-        Err(crate::Failure::new(format!("still alive after SIGKILL: {done:?}")))
+        Err(crate::Failure::new(format!(
+            "still alive after SIGKILL: {done:?}"
+        )))
     }
 }
 

@@ -18,16 +18,61 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in [2, 3, 4] {
         all.extend([
-            Case::new("failures::l27_abort_from_another_thread_ends_work_on_all_ranks", world, &[abort, reduce], aborted),
-            Case::new("failures::l27_a_dropped_group_ends_the_work_of_the_others", world, &[abort, reduce], dropped),
-            Case::new("failures::l32_poisoned_with_the_first_cause", world, &[abort, reduce], poisoned),
-            Case::new("failures::l35_timeout_names_who_is_missing", world, &[abort, reduce], timed_out),
-            Case::new("failures::l35_timeout_of_a_receive", world, &[abort, recv], receive_timed_out),
-            Case::new("failures::l30_an_old_deadline_spares_the_next_epoch", world, &[abort, again, recv], old_deadline),
-            Case::new("failures::reconfigure_many_times", world, &[again, reduce], reconfigure),
-            Case::new("failures::reconfigure_after_abort_with_work_in_flight", world, &[abort, again, reduce], in_flight),
+            Case::new(
+                "failures::l27_abort_from_another_thread_ends_work_on_all_ranks",
+                world,
+                &[abort, reduce],
+                aborted,
+            ),
+            Case::new(
+                "failures::l27_a_dropped_group_ends_the_work_of_the_others",
+                world,
+                &[abort, reduce],
+                dropped,
+            ),
+            Case::new(
+                "failures::l32_poisoned_with_the_first_cause",
+                world,
+                &[abort, reduce],
+                poisoned,
+            ),
+            Case::new(
+                "failures::l35_timeout_names_who_is_missing",
+                world,
+                &[abort, reduce],
+                timed_out,
+            ),
+            Case::new(
+                "failures::l35_timeout_of_a_receive",
+                world,
+                &[abort, recv],
+                receive_timed_out,
+            ),
+            Case::new(
+                "failures::l30_an_old_deadline_spares_the_next_epoch",
+                world,
+                &[abort, again, recv],
+                old_deadline,
+            ),
+            Case::new(
+                "failures::reconfigure_many_times",
+                world,
+                &[again, reduce],
+                reconfigure,
+            ),
+            Case::new(
+                "failures::reconfigure_after_abort_with_work_in_flight",
+                world,
+                &[abort, again, reduce],
+                in_flight,
+            ),
             Case::new("failures::stale_epoch_is_refused", world, &[again, reduce], stale),
-            Case::new("failures::l33_missing_rank_is_named_at_configure", world, &[], missing),
+            Case::new(
+                "failures::l33_missing_rank_is_named_at_configure",
+                world,
+                &[],
+                missing,
+            ),
             Case::new(
                 "failures::killed_process_is_named_and_the_others_go_on",
                 world,
@@ -43,9 +88,16 @@ pub(crate) fn cases() -> Vec<Case> {
 fn sum_of(rank: &Rank, group: &dyn ProcessGroup, world: u32) -> Outcome {
     for count in [7usize, 50_000] {
         let tensor = Tensor::from_vec(vec![rank.rank as i64 + 1; count]);
-        let sum = group.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?.into_vec::<i64>()?;
+        let sum = group
+            .allreduce(tensor, ReduceOp::Sum)?
+            .take_tensor()?
+            .into_vec::<i64>()?;
         let want = i64::from(world * (world + 1) / 2);
-        ensure!(sum.iter().all(|&x| x == want), "the sum is {:?}, expected {want}", sum.first());
+        ensure!(
+            sum.iter().all(|&x| x == want),
+            "the sum is {:?}, expected {want}",
+            sum.first()
+        );
     }
     Ok(())
 }
@@ -69,12 +121,17 @@ fn failure_of(rank: &Rank, group: &dyn ProcessGroup, work: Option<ftcore::Work>)
     match work {
         Some(work) => match work.wait(rank.soon()) {
             Err(e) => {
-                ensure!(work.recover().len() == 1, "the tensor did not come back after the failure");
+                ensure!(
+                    work.recover().len() == 1,
+                    "the tensor did not come back after the failure"
+                );
                 Ok(e)
             }
             Ok(()) => Err(Failure::new("work succeeded that could not")),
         },
-        None => group.error().ok_or_else(|| Failure::new("a poisoned group has no error")),
+        None => group
+            .error()
+            .ok_or_else(|| Failure::new("a poisoned group has no error")),
     }
 }
 
@@ -108,7 +165,11 @@ fn aborted(rank: &Rank) -> Outcome {
         return Err(Failure::new("a receive without a sender succeeded"));
     };
     // INV-2 says 100 ms; the margin is for a machine that is busy with other tests.
-    ensure!(began.elapsed() < Duration::from_secs(5), "the abort took {:?}", began.elapsed());
+    ensure!(
+        began.elapsed() < Duration::from_secs(5),
+        "the abort took {:?}",
+        began.elapsed()
+    );
     ensure!(e.kind() == ErrorKind::Aborted, "rank 0: {e}");
     ensure!(e.to_string().contains("enough"), "the reason is lost: {e}");
     Ok(())
@@ -126,7 +187,10 @@ fn dropped(rank: &Rank) -> Outcome {
         let Err(e) = pending.wait(rank.soon()) else {
             return Err(Failure::new("a receive without a sender succeeded"));
         };
-        ensure!(e.kind() == ErrorKind::Aborted, "the dropped group's own work: {e}");
+        ensure!(
+            e.kind() == ErrorKind::Aborted,
+            "the dropped group's own work: {e}"
+        );
         return Ok(());
     }
     rank.meet("submitted")?;
@@ -177,14 +241,18 @@ fn poisoned(rank: &Rank) -> Outcome {
         );
         let back = rejected.op.into_tensors();
         ensure!(
-            back.first().is_some_and(|t| t.as_slice::<f32>().is_ok_and(|s| s == [1.5, 2.5])),
+            back.first()
+                .is_some_and(|t| t.as_slice::<f32>().is_ok_and(|s| s == [1.5, 2.5])),
             "the tensor did not come back"
         );
     }
     // An abort on top changes nothing.
     group.abort("a second cause");
     let e = group.error().ok_or_else(|| Failure::new("the error is gone"))?;
-    ensure!(e.to_string().contains("the first cause"), "the first cause was replaced: {e}");
+    ensure!(
+        e.to_string().contains("the first cause"),
+        "the first cause was replaced: {e}"
+    );
     Ok(())
 }
 
@@ -200,9 +268,18 @@ fn timed_out(rank: &Rank) -> Outcome {
     let short = Duration::from_millis(300);
     let work = submit_large(group.as_ref(), deadline_in(short))?;
     let e = failure_of(rank, group.as_ref(), work)?;
-    ensure!(e.kind() == ErrorKind::Timeout, "rank {}: {:?}: {e}", rank.rank, e.kind());
+    ensure!(
+        e.kind() == ErrorKind::Timeout,
+        "rank {}: {:?}: {e}",
+        rank.rank,
+        e.kind()
+    );
     ensure!(e.to_string().contains("rank"), "nobody is named: {e}");
-    ensure!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
+    ensure!(
+        began.elapsed() < Duration::from_secs(10),
+        "it took {:?}",
+        began.elapsed()
+    );
     Ok(())
 }
 
@@ -242,9 +319,15 @@ fn old_deadline(rank: &Rank) -> Outcome {
     group.abort("on to the next epoch");
     ensure!(work.wait(rank.soon()).is_err(), "the receive succeeded");
     group.configure(rank.configuration("main", 2))?;
-    eventually("the old deadline", || (Instant::now() > due + Duration::from_millis(50)).then_some(()))?;
+    eventually("the old deadline", || {
+        (Instant::now() > due + Duration::from_millis(50)).then_some(())
+    })?;
     rank.meet("later")?;
-    ensure!(group.error().is_none(), "the old deadline hit the new epoch: {:?}", group.error());
+    ensure!(
+        group.error().is_none(),
+        "the old deadline hit the new epoch: {:?}",
+        group.error()
+    );
     sum_of(rank, group.as_ref(), rank.world)
 }
 
@@ -311,7 +394,10 @@ fn stale(rank: &Rank) -> Outcome {
     let Err(e) = group.configure(wrong) else {
         return Err(Failure::new("a rank outside the world was accepted"));
     };
-    ensure!(e.kind() == ErrorKind::InvalidArgument, "rank outside the world: {e}");
+    ensure!(
+        e.kind() == ErrorKind::InvalidArgument,
+        "rank outside the world: {e}"
+    );
     // Refused before anything was touched.
     sum_of(rank, group.as_ref(), rank.world)
 }
@@ -346,9 +432,21 @@ fn killed(rank: &Rank) -> Outcome {
     let work = submit_large(group.as_ref(), rank.soon())?;
     rank.meet("submitted")?;
     let e = failure_of(rank, group.as_ref(), work)?;
-    ensure!(e.kind() == ErrorKind::PeerLost, "rank {}: {:?}: {e}", rank.rank, e.kind());
-    ensure!(e.context().peer == Some(victim), "the error does not name rank {victim}: {e}");
-    ensure!(began.elapsed() < Duration::from_secs(10), "it took {:?}", began.elapsed());
+    ensure!(
+        e.kind() == ErrorKind::PeerLost,
+        "rank {}: {:?}: {e}",
+        rank.rank,
+        e.kind()
+    );
+    ensure!(
+        e.context().peer == Some(victim),
+        "the error does not name rank {victim}: {e}"
+    );
+    ensure!(
+        began.elapsed() < Duration::from_secs(10),
+        "it took {:?}",
+        began.elapsed()
+    );
     // The survivors go on in the same processes, with one rank less.
     let smaller = Configuration {
         world_size: rank.world - 1,

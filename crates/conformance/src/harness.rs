@@ -154,8 +154,8 @@ impl Harness for Processes {
 
     fn run(&self, case: &Case) -> Outcome {
         let server = start_server()?;
-        let program = std::env::current_exe()
-            .map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
+        let program =
+            std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
         let mut ranks = Vec::new();
         for rank in 0..case.world {
             let child = Command::new(&program)

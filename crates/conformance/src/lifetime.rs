@@ -1,7 +1,7 @@
 //! Who may let go of what, when: dropped works and groups, many operations in flight, several groups, threads, splits.
 
-use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use ftcore::{
     DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Status, SubmitOptions, Tensor,
@@ -17,20 +17,50 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in 1..=4 {
         all.extend([
-            Case::new("lifetime::many_operations_in_flight_keep_their_order", world, &both, many),
-            Case::new("lifetime::a_dropped_work_is_detached", world, &[reduce], dropped_work),
+            Case::new(
+                "lifetime::many_operations_in_flight_keep_their_order",
+                world,
+                &both,
+                many,
+            ),
+            Case::new(
+                "lifetime::a_dropped_work_is_detached",
+                world,
+                &[reduce],
+                dropped_work,
+            ),
             Case::new("lifetime::results_are_taken_once", world, &[reduce], taken_once),
             Case::new("lifetime::callbacks_run_once_each", world, &[reduce], callbacks),
-            Case::new("lifetime::several_groups_at_once_from_threads", world, &[reduce], several_groups),
-            Case::new("lifetime::shutdown_lets_pending_work_end", world, &[reduce], shutdown),
-            Case::new("lifetime::shutdown_early_does_not_disturb_the_others", world, &[reduce], leave_early),
+            Case::new(
+                "lifetime::several_groups_at_once_from_threads",
+                world,
+                &[reduce],
+                several_groups,
+            ),
+            Case::new(
+                "lifetime::shutdown_lets_pending_work_end",
+                world,
+                &[reduce],
+                shutdown,
+            ),
+            Case::new(
+                "lifetime::shutdown_early_does_not_disturb_the_others",
+                world,
+                &[reduce],
+                leave_early,
+            ),
             Case::new("lifetime::split_by_colour_and_key", world, &split, splits),
             Case::new("lifetime::traffic_is_counted", world, &[reduce], traffic),
         ]);
     }
     for world in [2, 3] {
         let abort = [Needs::Op(OpKind::Recv), Needs::Feature(Feature::Abort)];
-        all.push(Case::new("lifetime::dropping_a_group_ends_its_pending_work", world, &abort, dropped_group));
+        all.push(Case::new(
+            "lifetime::dropping_a_group_ends_its_pending_work",
+            world,
+            &abort,
+            dropped_group,
+        ));
     }
     all
 }
@@ -55,8 +85,15 @@ fn many(rank: &Rank) -> Outcome {
         } else {
             i * world + world * (world - 1) / 2
         };
-        ensure!(got.len() == (i as usize * 37) % 3000, "operation {i} brought another tensor");
-        ensure!(got.iter().all(|&x| x == want), "operation {i} gave {:?}, expected {want}", got.first());
+        ensure!(
+            got.len() == (i as usize * 37) % 3000,
+            "operation {i} brought another tensor"
+        );
+        ensure!(
+            got.iter().all(|&x| x == want),
+            "operation {i} gave {:?}, expected {want}",
+            got.first()
+        );
     }
     Ok(())
 }
@@ -87,12 +124,19 @@ fn taken_once(rank: &Rank) -> Outcome {
     let work = group.allreduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)?;
     let other = work.clone();
     work.take_tensor()?;
-    ensure!(matches!(other.status(), Status::Succeeded), "a clone says {:?}", other.status());
+    ensure!(
+        matches!(other.status(), Status::Succeeded),
+        "a clone says {:?}",
+        other.status()
+    );
     let Err(e) = other.take() else {
         return Err(Failure::new("the results were taken twice"));
     };
     ensure!(e.kind() == ErrorKind::InvalidState, "{e}");
-    ensure!(other.timings().duration.is_some(), "finished work has no duration");
+    ensure!(
+        other.timings().duration.is_some(),
+        "finished work has no duration"
+    );
     Ok(())
 }
 
@@ -111,7 +155,9 @@ fn callbacks(rank: &Rank) -> Outcome {
         works.push(work);
     }
     works.iter().try_for_each(|w| w.wait_done())?;
-    eventually("the callbacks", || (calls.load(Ordering::SeqCst) == 20).then_some(()))?;
+    eventually("the callbacks", || {
+        (calls.load(Ordering::SeqCst) == 20).then_some(())
+    })?;
     rank.meet("called")?;
     ensure!(calls.load(Ordering::SeqCst) == 20, "a callback ran twice");
     Ok(())
@@ -131,7 +177,11 @@ fn several_groups(rank: &Rank) -> Outcome {
                             .take_tensor()?
                             .into_vec::<i64>()?;
                         let want = value * i64::from(rank.world);
-                        ensure!(sum.iter().all(|&x| x == want), "group {g}: {:?}, expected {want}", sum.first());
+                        ensure!(
+                            sum.iter().all(|&x| x == want),
+                            "group {g}: {:?}, expected {want}",
+                            sum.first()
+                        );
                     }
                     group.shutdown(rank.soon())?;
                     Ok(())
@@ -140,7 +190,10 @@ fn several_groups(rank: &Rank) -> Outcome {
             .collect();
         threads
             .into_iter()
-            .map(|t| t.join().unwrap_or_else(|_| Err(Failure::new("a thread panicked"))))
+            .map(|t| {
+                t.join()
+                    .unwrap_or_else(|_| Err(Failure::new("a thread panicked")))
+            })
             .collect()
     });
     results.into_iter().collect()
@@ -154,14 +207,21 @@ fn shutdown(rank: &Rank) -> Outcome {
     group.shutdown(rank.soon())?;
     for work in works {
         let sum = work.take_tensor()?.into_vec::<i32>()?;
-        ensure!(sum.iter().all(|&x| x == rank.world as i32), "work ended wrongly at shutdown");
+        ensure!(
+            sum.iter().all(|&x| x == rank.world as i32),
+            "work ended wrongly at shutdown"
+        );
     }
     group.shutdown(rank.soon())?;
     let op = ftcore::Collective::Barrier;
     let Err(rejected) = group.run(op, SubmitOptions::default()) else {
         return Err(Failure::new("a shut-down group accepted work"));
     };
-    ensure!(rejected.error.kind() == ErrorKind::InvalidState, "{}", rejected.error);
+    ensure!(
+        rejected.error.kind() == ErrorKind::InvalidState,
+        "{}",
+        rejected.error
+    );
     Ok(())
 }
 
@@ -190,10 +250,17 @@ fn splits(rank: &Rank) -> Outcome {
         return ones(rank, group.as_ref(), 10);
     };
     ensure!(!outside, "a rank without a colour got a group");
-    let last = if rank.world > 2 { rank.world - 1 } else { rank.world };
+    let last = if rank.world > 2 {
+        rank.world - 1
+    } else {
+        rank.world
+    };
     let members: Vec<u32> = (0..last).rev().filter(|r| r % 2 == rank.rank % 2).collect();
     let info = child.info();
-    ensure!(info.world_size as usize == members.len(), "{info:?} of members {members:?}");
+    ensure!(
+        info.world_size as usize == members.len(),
+        "{info:?} of members {members:?}"
+    );
     ensure!(
         members.get(info.rank as usize) == Some(&rank.rank),
         "rank {} became {} of {members:?}",
@@ -205,7 +272,11 @@ fn splits(rank: &Rank) -> Outcome {
         .take_tensor()?
         .into_vec::<i64>()?;
     let want: i64 = members.iter().map(|&r| i64::from(r)).sum();
-    ensure!(sum.iter().all(|&x| x == want), "the child sums {:?}, expected {want}", sum.first());
+    ensure!(
+        sum.iter().all(|&x| x == want),
+        "the child sums {:?}, expected {want}",
+        sum.first()
+    );
     // Parent and child are independent.
     drop(child);
     ones(rank, group.as_ref(), 10)

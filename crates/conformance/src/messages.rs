@@ -51,8 +51,20 @@ fn every_dtype(rank: &Rank) -> Outcome {
                 completion.source,
                 previous(rank)
             );
-            check_pattern("recv", dtype, completion.into_tensor()?.bytes(), previous(rank), 0)?;
-            check_pattern("the sent tensor", dtype, sent.take_tensor()?.bytes(), rank.rank, 0)?;
+            check_pattern(
+                "recv",
+                dtype,
+                completion.into_tensor()?.bytes(),
+                previous(rank),
+                0,
+            )?;
+            check_pattern(
+                "the sent tensor",
+                dtype,
+                sent.take_tensor()?.bytes(),
+                rank.rank,
+                0,
+            )?;
         }
     }
     Ok(())
@@ -63,7 +75,13 @@ fn receive_first(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 0)?;
     let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 0)?;
-    check_pattern("recv", DType::F32, received.take_tensor()?.bytes(), previous(rank), 0)?;
+    check_pattern(
+        "recv",
+        DType::F32,
+        received.take_tensor()?.bytes(),
+        previous(rank),
+        0,
+    )?;
     Ok(sent.wait_done()?)
 }
 
@@ -71,7 +89,11 @@ fn order(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let mut works = Vec::new();
     for i in 0..50u32 {
-        works.push(group.send(Tensor::from_vec(vec![i; (i as usize * 97) % 500 + 1]), next(rank), 1)?);
+        works.push(group.send(
+            Tensor::from_vec(vec![i; (i as usize * 97) % 500 + 1]),
+            next(rank),
+            1,
+        )?);
     }
     for i in 0..50u32 {
         let n = (i as usize * 97) % 500 + 1;
@@ -117,7 +139,10 @@ fn receive_any(rank: &Rank) -> Outcome {
         let [from, i] = got.as_slice() else {
             return Err(Failure::new("two elements were expected"));
         };
-        ensure!(source == Some(*from), "a message of rank {from} is said to come from {source:?}");
+        ensure!(
+            source == Some(*from),
+            "a message of rank {from} is said to come from {source:?}"
+        );
         let expected = seen
             .get_mut(*from as usize)
             .ok_or_else(|| Failure::new(format!("rank {from} does not exist")))?;
@@ -172,9 +197,18 @@ fn beside_collectives(rank: &Rank) -> Outcome {
     for _ in 0..5 {
         let sum = group.allreduce(Tensor::from_vec(vec![1i32; 3000]), ReduceOp::Sum)?;
         let sum = sum.take_tensor()?.into_vec::<i32>()?;
-        ensure!(sum.iter().all(|&x| x == rank.world as i32), "a sum beside a message is wrong");
+        ensure!(
+            sum.iter().all(|&x| x == rank.world as i32),
+            "a sum beside a message is wrong"
+        );
     }
     let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 7)?;
-    check_pattern("recv", DType::F32, received.take_tensor()?.bytes(), previous(rank), 0)?;
+    check_pattern(
+        "recv",
+        DType::F32,
+        received.take_tensor()?.bytes(),
+        previous(rank),
+        0,
+    )?;
     Ok(sent.wait_done()?)
 }

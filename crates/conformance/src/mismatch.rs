@@ -2,7 +2,8 @@
 //! sides; nobody hangs, and the next epoch works.
 
 use ftcore::{
-    Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor,
+    Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
+    Tensor,
 };
 
 use crate::case::Case;
@@ -30,13 +31,31 @@ pub(crate) fn cases() -> Vec<Case> {
                 let side = if odd == 0 { "first" } else { "last" };
                 let needs = [Needs::Feature(Feature::MismatchDetection)];
                 let name = format!("mismatch::l15_{name}_differs_on_the_{side}_rank");
-                all.push(Case::new(&name, world, &needs, move |rank| differ(rank, odd, make, words)));
+                all.push(Case::new(&name, world, &needs, move |rank| {
+                    differ(rank, odd, make, words)
+                }));
             }
         }
-        let needs = [Needs::Feature(Feature::MismatchDetection), Needs::Op(OpKind::AllToAllInto)];
-        all.push(Case::new("mismatch::l15_splits_that_do_not_fit", world, &needs, splits));
-        let needs = [Needs::Feature(Feature::MismatchDetection), Needs::Op(OpKind::Recv)];
-        all.push(Case::new("mismatch::l15_message_and_receive_of_other_sizes", world, &needs, message));
+        let needs = [
+            Needs::Feature(Feature::MismatchDetection),
+            Needs::Op(OpKind::AllToAllInto),
+        ];
+        all.push(Case::new(
+            "mismatch::l15_splits_that_do_not_fit",
+            world,
+            &needs,
+            splits,
+        ));
+        let needs = [
+            Needs::Feature(Feature::MismatchDetection),
+            Needs::Op(OpKind::Recv),
+        ];
+        all.push(Case::new(
+            "mismatch::l15_message_and_receive_of_other_sizes",
+            world,
+            &needs,
+            message,
+        ));
     }
     all
 }
@@ -46,7 +65,10 @@ fn operation(_: &Rank, odd: bool) -> Collective {
     if odd {
         Collective::Broadcast { tensors, root: 0 }
     } else {
-        Collective::AllReduce { tensors, op: ReduceOp::Sum }
+        Collective::AllReduce {
+            tensors,
+            op: ReduceOp::Sum,
+        }
     }
 }
 
@@ -111,7 +133,11 @@ fn failure_of(rank: &Rank, group: &dyn ProcessGroup, op: Collective) -> Outcome<
         Err(rejected) => Err(rejected.into()),
         Ok(work) => match work.wait(rank.soon()) {
             Err(e) => Ok(e),
-            Ok(()) => Err(Failure::new(format!("{} succeeded on rank {}", work.kind(), rank.rank))),
+            Ok(()) => Err(Failure::new(format!(
+                "{} succeeded on rank {}",
+                work.kind(),
+                rank.rank
+            ))),
         },
     }
 }
@@ -124,9 +150,18 @@ fn differ(rank: &Rank, odd: u32, make: fn(&Rank, bool) -> Collective, words: [&s
         }
     }
     let e = failure_of(rank, group.as_ref(), make(rank, rank.rank == odd))?;
-    ensure!(e.kind() == ErrorKind::Mismatch, "rank {}: {:?}: {e}", rank.rank, e.kind());
+    ensure!(
+        e.kind() == ErrorKind::Mismatch,
+        "rank {}: {:?}: {e}",
+        rank.rank,
+        e.kind()
+    );
     for word in words {
-        ensure!(e.to_string().contains(word), "rank {} does not name '{word}': {e}", rank.rank);
+        ensure!(
+            e.to_string().contains(word),
+            "rank {} does not name '{word}': {e}",
+            rank.rank
+        );
     }
     next_epoch_works(rank, group.as_ref())
 }
@@ -185,14 +220,26 @@ fn message(rank: &Rank) -> Outcome {
         return next_epoch_works(rank, group.as_ref());
     }
     let op = if rank.rank == 0 {
-        Collective::Send { tensor: Tensor::zeros(DType::F32, 8), peer: 1, tag: 2 }
+        Collective::Send {
+            tensor: Tensor::zeros(DType::F32, 8),
+            peer: 1,
+            tag: 2,
+        }
     } else {
-        Collective::Recv { tensor: Tensor::zeros(DType::F64, 4), peer: Some(0), tag: 2 }
+        Collective::Recv {
+            tensor: Tensor::zeros(DType::F64, 4),
+            peer: Some(0),
+            tag: 2,
+        }
     };
     let e = failure_of(rank, group.as_ref(), op)?;
     ensure!(e.kind() == ErrorKind::Mismatch, "rank {}: {e}", rank.rank);
     for word in ["8 elements of f32", "4 elements of f64"] {
-        ensure!(e.to_string().contains(word), "rank {} does not name '{word}': {e}", rank.rank);
+        ensure!(
+            e.to_string().contains(word),
+            "rank {} does not name '{word}': {e}",
+            rank.rank
+        );
     }
     next_epoch_works(rank, group.as_ref())
 }

@@ -54,7 +54,13 @@ pub(crate) fn cases() -> Vec<Case> {
 /// Part lengths that differ between ranks, some of them zero.
 fn uneven(world: u32, count: usize) -> Vec<usize> {
     (0..world as usize)
-        .map(|r| if r == 1 { 0 } else { (count + r * 5) % (count * 2 + 1) })
+        .map(|r| {
+            if r == 1 {
+                0
+            } else {
+                (count + r * 5) % (count * 2 + 1)
+            }
+        })
         .collect()
 }
 
@@ -86,7 +92,10 @@ fn broadcast_coalesced(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let counts = [5usize, 0, 3000, 1];
     for root in 0..rank.world {
-        let tensors = counts.iter().map(|&n| pattern(DType::I32, rank.rank, n)).collect();
+        let tensors = counts
+            .iter()
+            .map(|&n| pattern(DType::I32, rank.rank, n))
+            .collect();
         let op = ftcore::Collective::Broadcast { tensors, root };
         let results = group.run(op, Default::default())?.take()?.tensors;
         for (result, count) in results.iter().zip(counts) {
@@ -119,7 +128,9 @@ fn all_gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
     let lengths = uneven(rank.world, count);
     let input = pattern(dtype, rank.rank, of(&lengths, rank.rank));
     let tensors = group.allgather(input, zeros(dtype, &lengths))?.take()?.tensors;
-    let (input, outputs) = tensors.split_first().ok_or_else(|| Failure::new("nothing came back"))?;
+    let (input, outputs) = tensors
+        .split_first()
+        .ok_or_else(|| Failure::new("nothing came back"))?;
     check_pattern("all_gather's input", dtype, input.bytes(), rank.rank, 0)?;
     for (output, r) in outputs.iter().zip(0..) {
         ensure!(output.count() == of(&lengths, r), "output {r} has another length");
@@ -151,13 +162,25 @@ fn gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> 
     let lengths = uneven(rank.world, count);
     for root in roots(rank, count) {
         let input = pattern(dtype, rank.rank, of(&lengths, rank.rank));
-        let outputs = if rank.rank == root { zeros(dtype, &lengths) } else { Vec::new() };
+        let outputs = if rank.rank == root {
+            zeros(dtype, &lengths)
+        } else {
+            Vec::new()
+        };
         let tensors = group.gather(input, outputs, root)?.take()?.tensors;
         for (output, r) in tensors.iter().skip(1).zip(0..) {
             check_pattern("gather", dtype, output.bytes(), r, 0)?;
         }
-        let want = if rank.rank == root { 1 + rank.world as usize } else { 1 };
-        ensure!(tensors.len() == want, "{} tensors came back, expected {want}", tensors.len());
+        let want = if rank.rank == root {
+            1 + rank.world as usize
+        } else {
+            1
+        };
+        ensure!(
+            tensors.len() == want,
+            "{} tensors came back, expected {want}",
+            tensors.len()
+        );
     }
     Ok(())
 }
@@ -200,7 +223,10 @@ fn all_to_all(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
         .collect();
     let tensors = group.alltoall(inputs, outputs)?.take()?.tensors;
     for (output, from) in tensors.iter().skip(rank.world as usize).zip(0..) {
-        ensure!(output.count() == amount(count, from, me), "output {from} has another length");
+        ensure!(
+            output.count() == amount(count, from, me),
+            "output {from} has another length"
+        );
         check_pattern("all_to_all", dtype, output.bytes(), pair_id(from, me), 0)?;
     }
     Ok(())

@@ -354,8 +354,19 @@ mod tests {
         assert_eq!(reduce(DType::I8, ReduceOp::Sum, &[i(100), i(100)], 2), i(-56));
         assert_eq!(reduce(DType::I32, ReduceOp::Avg, &[i(-7), i(0)], 2), i(-3));
         assert_eq!(reduce(DType::Bool, ReduceOp::Sum, &[i(2), i(0)], 2), i(1));
-        assert_eq!(reduce(DType::U8, ReduceOp::Band, &[i(6), identity(DType::U8, ReduceOp::Band)], 1), i(6));
-        assert_eq!(reduce(DType::F64, ReduceOp::PremulSum(0.5), &[f(1.0), f(3.0)], 2), f(2.0));
+        assert_eq!(
+            reduce(
+                DType::U8,
+                ReduceOp::Band,
+                &[i(6), identity(DType::U8, ReduceOp::Band)],
+                1
+            ),
+            i(6)
+        );
+        assert_eq!(
+            reduce(DType::F64, ReduceOp::PremulSum(0.5), &[f(1.0), f(3.0)], 2),
+            f(2.0)
+        );
         let Value::Float(nan) = reduce(DType::F32, ReduceOp::Max, &[f(1.0), f(f64::NAN)], 2) else {
             panic!("a float");
         };
@@ -387,7 +398,11 @@ mod tests {
                     v(0) + v(1) + if i == 13 { nudge } else { 0.0 }
                 })
                 .collect();
-            assert_eq!(expected(kind).check(&Tensor::from_vec(sums)).is_ok(), passes, "{kind:?} {nudge}");
+            assert_eq!(
+                expected(kind).check(&Tensor::from_vec(sums)).is_ok(),
+                passes,
+                "{kind:?} {nudge}"
+            );
         }
         let mut moved = pattern(DType::U16, 3, 50);
         check_pattern("same", DType::U16, moved.bytes(), 3, 0).unwrap();

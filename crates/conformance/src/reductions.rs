@@ -35,21 +35,38 @@ pub(crate) fn cases() -> Vec<Case> {
                 ("all_reduce", OpKind::AllReduce, all_reduce),
                 ("reduce", OpKind::Reduce, reduce),
                 ("reduce_scatter", OpKind::ReduceScatter, reduce_scatter),
-                ("reduce_scatter_into", OpKind::ReduceScatterInto, reduce_scatter_into),
+                (
+                    "reduce_scatter_into",
+                    OpKind::ReduceScatterInto,
+                    reduce_scatter_into,
+                ),
             ];
             for (form, kind, body) in forms {
                 let needs = [Needs::Op(kind), Needs::Reduce(op)];
-                all.push(Case::new(&format!("{form}::{name}"), world, &needs, move |rank| {
-                    let group = rank.group()?;
-                    every_input(rank, group.as_ref(), op, body)
-                }));
+                all.push(Case::new(
+                    &format!("{form}::{name}"),
+                    world,
+                    &needs,
+                    move |rank| {
+                        let group = rank.group()?;
+                        every_input(rank, group.as_ref(), op, body)
+                    },
+                ));
             }
         }
         let sum = [Needs::Op(OpKind::AllReduce), Needs::Reduce(ReduceOp::Sum)];
         all.push(Case::new("all_reduce::coalesced", world, &sum, coalesced));
         let same = [sum[0], sum[1], Needs::Feature(Feature::BitwiseEqual)];
-        all.push(Case::new("all_reduce::bitwise_equal_on_all_ranks", world, &same, bitwise_equal));
-        let premul = [Needs::Op(OpKind::ReduceScatter), Needs::Reduce(ReduceOp::PremulSum(3.0))];
+        all.push(Case::new(
+            "all_reduce::bitwise_equal_on_all_ranks",
+            world,
+            &same,
+            bitwise_equal,
+        ));
+        let premul = [
+            Needs::Op(OpKind::ReduceScatter),
+            Needs::Reduce(ReduceOp::PremulSum(3.0)),
+        ];
         all.push(Case::new(
             "reduce_scatter::l18_premul_leaves_the_input_alone",
             world,
@@ -78,7 +95,13 @@ pub(crate) fn cases() -> Vec<Case> {
             &counted,
             contributors,
         ));
-        let counted = [counted[0], counted[1], counted[2], Needs::Op(OpKind::ReduceScatter), Needs::Op(OpKind::Reduce)];
+        let counted = [
+            counted[0],
+            counted[1],
+            counted[2],
+            Needs::Op(OpKind::ReduceScatter),
+            Needs::Op(OpKind::Reduce),
+        ];
         all.push(Case::new(
             "reduce::contributors_in_reduce_and_reduce_scatter",
             world,
@@ -138,7 +161,11 @@ fn all_reduce(
 ) -> Outcome {
     let work = group.allreduce(oracle::tensor(kind, dtype, op, rank.rank, count), op)?;
     let result = work.take_tensor()?;
-    ensure!(result.count() == count, "{} elements came back of {count}", result.count());
+    ensure!(
+        result.count() == count,
+        "{} elements came back of {count}",
+        result.count()
+    );
     check_contributors(group, work.contributors(), rank.world)?;
     let contributes = &everybody(rank);
     Expected {
@@ -160,7 +187,11 @@ fn reduce(
     kind: Inputs,
 ) -> Outcome {
     // Every rank is the root once, for the small sizes; one is, for the others.
-    let roots = if count <= 17 { 0..rank.world } else { rank.world - 1..rank.world };
+    let roots = if count <= 17 {
+        0..rank.world
+    } else {
+        rank.world - 1..rank.world
+    };
     for root in roots {
         let input = oracle::tensor(kind, dtype, op, rank.rank, count);
         let work = group.reduce(input, op, root)?;
@@ -220,7 +251,10 @@ fn reduce_scatter(
     let mut tensors = work.take()?.tensors;
     let result = tensors.pop().unwrap_or_else(|| Tensor::zeros(dtype, 0));
     for (after, before) in tensors.iter().zip(before) {
-        ensure!(after.bytes() == before, "reduce_scatter with {op} of {dtype} changed its input");
+        ensure!(
+            after.bytes() == before,
+            "reduce_scatter with {op} of {dtype} changed its input"
+        );
     }
     check_contributors(group, work.contributors(), rank.world)?;
     let contributes = &everybody(rank);
@@ -259,7 +293,10 @@ fn reduce_scatter_into(
     for (pair, (first, n)) in tensors.chunks_exact(2).zip([(0, a), (a * world, b)]) {
         let [input, output] = pair else { continue };
         let unchanged = oracle::part(kind, dtype, op, rank.rank, first..first + n * world);
-        ensure!(input.bytes() == unchanged.bytes(), "reduce_scatter_into changed its input");
+        ensure!(
+            input.bytes() == unchanged.bytes(),
+            "reduce_scatter_into changed its input"
+        );
         let expected = Expected {
             kind,
             dtype,
@@ -283,7 +320,11 @@ fn coalesced(rank: &Rank) -> Outcome {
             .collect();
         let work = group.allreduce_coalesced(tensors, op)?;
         let results = work.take()?.tensors;
-        ensure!(results.len() == counts.len(), "{} tensors came back", results.len());
+        ensure!(
+            results.len() == counts.len(),
+            "{} tensors came back",
+            results.len()
+        );
         let contributes = &everybody(rank);
         for (result, count) in results.iter().zip(counts) {
             ensure!(result.count() == count, "the tensors came back in another order");
@@ -313,7 +354,11 @@ fn bitwise_equal(rank: &Rank) -> Outcome {
             let key = |r: u32| format!("bits/{}/{count}/{r}", dtype.name());
             rank.store.set(&key(rank.rank), result.bytes(), rank.soon())?;
             let first = rank.store.get(&key(0), rank.soon())?;
-            ensure!(first == result.bytes(), "rank {} and rank 0 differ in {dtype} × {count}", rank.rank);
+            ensure!(
+                first == result.bytes(),
+                "rank {} and rank 0 differ in {dtype} × {count}",
+                rank.rank
+            );
         }
     }
     Ok(())
@@ -341,7 +386,10 @@ fn l16_special_values(rank: &Rank) -> Outcome {
             if dtype == DType::Bool {
                 let tensor = oracle::tensor(Inputs::Special, dtype, op, rank.rank, 5000);
                 let result = group.allreduce(tensor, op)?.take_tensor()?;
-                ensure!(result.bytes().iter().all(|b| *b <= 1), "{op} leaves a bool that is neither 0 nor 1");
+                ensure!(
+                    result.bytes().iter().all(|b| *b <= 1),
+                    "{op} leaves a bool that is neither 0 nor 1"
+                );
             }
         }
     }
@@ -357,7 +405,13 @@ fn contributors(rank: &Rank) -> Outcome {
             contribute: subset & (1 << rank.rank) != 0,
             ..SubmitOptions::by(rank.soon())
         };
-        for op in [ReduceOp::Avg, ReduceOp::Sum, ReduceOp::Min, ReduceOp::Product, ReduceOp::Band] {
+        for op in [
+            ReduceOp::Avg,
+            ReduceOp::Sum,
+            ReduceOp::Min,
+            ReduceOp::Product,
+            ReduceOp::Band,
+        ] {
             for dtype in [DType::F32, DType::I16, DType::BF16] {
                 if !group.capabilities().reduces(op, dtype) {
                     continue;
@@ -406,7 +460,11 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
             first,
         };
         if rank.rank == 0 {
-            ensure!(work.contributors() == subset.count_ones(), "reduce: {} contributors", work.contributors());
+            ensure!(
+                work.contributors() == subset.count_ones(),
+                "reduce: {} contributors",
+                work.contributors()
+            );
             expected(0).check(&result)?;
         }
         let inputs: Vec<Tensor> = (0..rank.world as usize)

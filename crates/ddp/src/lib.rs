@@ -66,7 +66,11 @@ impl<R: Replica> Ddp<R> {
         if config.first_bucket_elements == 0 || config.bucket_elements == 0 {
             return Err(Error::invalid("bucket sizes must be at least one element"));
         }
-        Ok(Self { replica, config, on_reduce: None })
+        Ok(Self {
+            replica,
+            config,
+            on_reduce: None,
+        })
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
@@ -137,7 +141,11 @@ impl<R: Replica> Ddp<R> {
             }
             let closing = closing || self.config.steps.is_some_and(|n| participation.step >= n);
             let gradients = if closing { &[] } else { gradients };
-            let works = if closing { Vec::new() } else { self.submit(gradients, &participation) };
+            let works = if closing {
+                Vec::new()
+            } else {
+                self.submit(gradients, &participation)
+            };
             let averages = self.collect(gradients, works);
             let committed = match self.replica.should_commit(deadline) {
                 Ok(yes) => yes,
@@ -146,7 +154,10 @@ impl<R: Replica> Ddp<R> {
             };
             if committed {
                 let (averages, contributors) = averages.ok_or_else(|| {
-                    Error::new(ErrorKind::Internal, "a step was committed although a reduction failed")
+                    Error::new(
+                        ErrorKind::Internal,
+                        "a step was committed although a reduction failed",
+                    )
                 })?;
                 if !closing {
                     apply(state, &averages)?;
@@ -184,13 +195,19 @@ impl<R: Replica> Ddp<R> {
                 room -= now.len();
                 rest = later;
                 if room == 0 {
-                    works.push(self.replica.allreduce(vec![Tensor::from_vec(std::mem::take(&mut bucket))], ReduceOp::Avg));
+                    works.push(
+                        self.replica
+                            .allreduce(vec![Tensor::from_vec(std::mem::take(&mut bucket))], ReduceOp::Avg),
+                    );
                     room = self.config.bucket_elements;
                 }
             }
         }
         if !bucket.is_empty() {
-            works.push(self.replica.allreduce(vec![Tensor::from_vec(bucket)], ReduceOp::Avg));
+            works.push(
+                self.replica
+                    .allreduce(vec![Tensor::from_vec(bucket)], ReduceOp::Avg),
+            );
         }
         if let Some(f) = &mut self.on_reduce {
             f(participation.step, participation.epoch);

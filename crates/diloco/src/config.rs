@@ -87,7 +87,10 @@ impl Default for DilocoConfig {
             pattern: Pattern::Strided,
             delay: 1,
             mixing: 0.5,
-            outer: OuterOptimizer::Nesterov { lr: 0.4, momentum: 0.9 },
+            outer: OuterOptimizer::Nesterov {
+                lr: 0.4,
+                momentum: 0.9,
+            },
             bucket_elements: 1 << 18,
             rounds: None,
             round_timeout: Duration::from_secs(600),
@@ -103,14 +106,20 @@ impl DilocoConfig {
             fragments: 1,
             delay: 0,
             mixing: 0.0,
-            outer: OuterOptimizer::Nesterov { lr: 0.7, momentum: 0.9 },
+            outer: OuterOptimizer::Nesterov {
+                lr: 0.7,
+                momentum: 0.9,
+            },
             ..Self::default()
         }
     }
 
     /// Plain parameter averaging every `sync_every` steps.
     pub fn local_sgd(sync_every: u64) -> Self {
-        Self { outer: OuterOptimizer::Sgd { lr: 1.0 }, ..Self::diloco(sync_every) }
+        Self {
+            outer: OuterOptimizer::Sgd { lr: 1.0 },
+            ..Self::diloco(sync_every)
+        }
     }
 
     /// Inner steps between two rounds: H / P.
@@ -149,10 +158,16 @@ impl DilocoConfig {
             ));
         }
         if !(0.0..=1.0).contains(&self.mixing) {
-            return bad(format!("mixing {} must be between 0 (adopt the global value) and 1 (keep the local one)", self.mixing));
+            return bad(format!(
+                "mixing {} must be between 0 (adopt the global value) and 1 (keep the local one)",
+                self.mixing
+            ));
         }
         if !(self.outer.lr().is_finite() && self.outer.lr() > 0.0) {
-            return bad(format!("the outer learning rate {} must be a positive number", self.outer.lr()));
+            return bad(format!(
+                "the outer learning rate {} must be a positive number",
+                self.outer.lr()
+            ));
         }
         if self.bucket_elements == 0 {
             return bad("bucket_elements must be at least 1".into());
@@ -170,13 +185,55 @@ mod tests {
         let ok = DilocoConfig::default();
         ok.validate().unwrap();
         let cases = [
-            (DilocoConfig { fragments: 0, ..ok.clone() }, "at least 1"),
-            (DilocoConfig { sync_every: 1, ..ok.clone() }, "raise sync_every"),
-            (DilocoConfig { sync_every: 33, ..ok.clone() }, "32 and 34"),
-            (DilocoConfig { delay: 16, ..ok.clone() }, "must be smaller than sync_every / fragments = 16"),
-            (DilocoConfig { mixing: 1.5, ..ok.clone() }, "between 0"),
-            (DilocoConfig { outer: OuterOptimizer::Sgd { lr: 0.0 }, ..ok.clone() }, "positive"),
-            (DilocoConfig { bucket_elements: 0, ..ok.clone() }, "bucket_elements"),
+            (
+                DilocoConfig {
+                    fragments: 0,
+                    ..ok.clone()
+                },
+                "at least 1",
+            ),
+            (
+                DilocoConfig {
+                    sync_every: 1,
+                    ..ok.clone()
+                },
+                "raise sync_every",
+            ),
+            (
+                DilocoConfig {
+                    sync_every: 33,
+                    ..ok.clone()
+                },
+                "32 and 34",
+            ),
+            (
+                DilocoConfig {
+                    delay: 16,
+                    ..ok.clone()
+                },
+                "must be smaller than sync_every / fragments = 16",
+            ),
+            (
+                DilocoConfig {
+                    mixing: 1.5,
+                    ..ok.clone()
+                },
+                "between 0",
+            ),
+            (
+                DilocoConfig {
+                    outer: OuterOptimizer::Sgd { lr: 0.0 },
+                    ..ok.clone()
+                },
+                "positive",
+            ),
+            (
+                DilocoConfig {
+                    bucket_elements: 0,
+                    ..ok.clone()
+                },
+                "bucket_elements",
+            ),
         ];
         for (config, text) in cases {
             let e = config.validate().unwrap_err().to_string();

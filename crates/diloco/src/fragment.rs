@@ -56,7 +56,11 @@ impl FragmentPlan {
             }
             for &i in members {
                 match seen.get_mut(i) {
-                    None => return Err(Error::invalid(format!("fragment {f} names parameter {i}, which does not exist"))),
+                    None => {
+                        return Err(Error::invalid(format!(
+                            "fragment {f} names parameter {i}, which does not exist"
+                        )));
+                    }
                     Some(Some(other)) => {
                         return Err(Error::invalid(format!(
                             "parameter '{}' is in fragments {other} and {f}",
@@ -106,7 +110,10 @@ mod tests {
         let p = params(6);
         let layer = |n: &str| n[1..].parse::<usize>().unwrap();
         let strided = FragmentPlan::by_layer(&p, 2, Pattern::Strided, &layer).unwrap();
-        assert_eq!((strided.members(0), strided.members(1)), (&[0, 2, 4][..], &[1, 3, 5][..]));
+        assert_eq!(
+            (strided.members(0), strided.members(1)),
+            (&[0, 2, 4][..], &[1, 3, 5][..])
+        );
         let sequential = FragmentPlan::by_layer(&p, 3, Pattern::Sequential, &layer).unwrap();
         assert_eq!(sequential.members(1), [2, 3]);
     }
@@ -114,7 +121,9 @@ mod tests {
     #[test]
     fn a_parameter_in_two_fragments_or_in_none_is_named() {
         let p = params(3);
-        let e = FragmentPlan::new(vec![vec![0, 1], vec![1, 2]], &p).unwrap_err().to_string();
+        let e = FragmentPlan::new(vec![vec![0, 1], vec![1, 2]], &p)
+            .unwrap_err()
+            .to_string();
         assert!(e.contains("'p1' is in fragments 0 and 1"), "{e}");
         let e = FragmentPlan::new(vec![vec![0, 1]], &p).unwrap_err().to_string();
         assert!(e.contains("'p2' is in no fragment"), "{e}");

@@ -32,8 +32,15 @@ fn same_len(slot: usize, param: &[f32], grad: &[f32], state: &[f32]) -> Result<(
     )))
 }
 
-fn save_slots(prefix: &str, name: &str, slots: &BTreeMap<usize, Vec<f32>>, out: &mut StateDict) -> Result<()> {
-    slots.iter().try_for_each(|(slot, v)| out.insert_f32(format!("{prefix}/{name}.{slot}"), &[v.len()], v))
+fn save_slots(
+    prefix: &str,
+    name: &str,
+    slots: &BTreeMap<usize, Vec<f32>>,
+    out: &mut StateDict,
+) -> Result<()> {
+    slots
+        .iter()
+        .try_for_each(|(slot, v)| out.insert_f32(format!("{prefix}/{name}.{slot}"), &[v.len()], v))
 }
 
 fn load_slots(prefix: &str, name: &str, from: &StateDict) -> Result<BTreeMap<usize, Vec<f32>>> {
@@ -63,7 +70,12 @@ pub struct Sgd {
 impl Sgd {
     /// See the type.
     pub fn new(lr: f32, momentum: f32, nesterov: bool) -> Self {
-        Self { lr, momentum, nesterov, velocity: BTreeMap::new() }
+        Self {
+            lr,
+            momentum,
+            nesterov,
+            velocity: BTreeMap::new(),
+        }
     }
 }
 
@@ -76,7 +88,10 @@ impl Optimizer for Sgd {
             param.iter_mut().zip(grad).for_each(|(p, g)| *p -= self.lr * g);
             return Ok(());
         }
-        let velocity = self.velocity.entry(slot).or_insert_with(|| vec![0.0; param.len()]);
+        let velocity = self
+            .velocity
+            .entry(slot)
+            .or_insert_with(|| vec![0.0; param.len()]);
         same_len(slot, param, grad, velocity)?;
         let (lr, mu) = (self.lr, self.momentum);
         for ((p, g), b) in param.iter_mut().zip(grad).zip(velocity) {
@@ -150,7 +165,13 @@ impl Optimizer for AdamW {
         // In f64: at large t the corrections are close to 1 and f32 powers drift.
         let c1 = (1.0 / (1.0 - f64::from(self.beta1).powi(t))) as f32;
         let c2 = (1.0 / (1.0 - f64::from(self.beta2).powi(t))) as f32;
-        let (b1, b2, lr, eps, decay) = (self.beta1, self.beta2, self.lr, self.eps, 1.0 - self.lr * self.weight_decay);
+        let (b1, b2, lr, eps, decay) = (
+            self.beta1,
+            self.beta2,
+            self.lr,
+            self.eps,
+            1.0 - self.lr * self.weight_decay,
+        );
         for (((p, g), m), v) in param.iter_mut().zip(grad).zip(first).zip(second) {
             *m = b1 * *m + (1.0 - b1) * g;
             *v = b2 * *v + (1.0 - b2) * g * g;
@@ -167,7 +188,10 @@ impl Optimizer for AdamW {
 
     fn load(&mut self, prefix: &str, from: &StateDict) -> Result<()> {
         let steps = from.get_i64s(&format!("{prefix}/steps"))?;
-        let (first, second) = (load_slots(prefix, "first", from)?, load_slots(prefix, "second", from)?);
+        let (first, second) = (
+            load_slots(prefix, "first", from)?,
+            load_slots(prefix, "second", from)?,
+        );
         self.steps = steps.first().copied().unwrap_or(0);
         (self.first, self.second) = (first, second);
         Ok(())
@@ -194,7 +218,10 @@ mod tests {
         let mut p = [1.0f32, 1.0];
         o.begin_step();
         o.update(0, &mut p, &[3.0, -0.01]).unwrap();
-        assert!((p[0] - (0.95 - 0.1)).abs() < 1e-5 && (p[1] - (0.95 + 0.1)).abs() < 1e-5, "{p:?}");
+        assert!(
+            (p[0] - (0.95 - 0.1)).abs() < 1e-5 && (p[1] - (0.95 + 0.1)).abs() < 1e-5,
+            "{p:?}"
+        );
     }
 
     #[test]

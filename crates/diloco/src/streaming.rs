@@ -84,8 +84,11 @@ const LAYOUT: &str = "diloco.layout";
 fn layout<P: Parameters>(params: &P, plan: &FragmentPlan) -> String {
     let parts: Vec<String> = (0..plan.len())
         .map(|f| {
-            let members: Vec<String> =
-                plan.members(f).iter().map(|&i| format!("{}[{}]", params.name(i), params.count(i))).collect();
+            let members: Vec<String> = plan
+                .members(f)
+                .iter()
+                .map(|&i| format!("{}[{}]", params.name(i), params.count(i)))
+                .collect();
             members.join(" ")
         })
         .collect();
@@ -98,7 +101,13 @@ fn layout_difference(own: &str, theirs: &str) -> String {
     loop {
         match (a.next(), b.next()) {
             (Some(x), Some(y)) if x == y => {}
-            (x, y) => return format!("here {}, at the source {}", x.unwrap_or("nothing"), y.unwrap_or("nothing")),
+            (x, y) => {
+                return format!(
+                    "here {}, at the source {}",
+                    x.unwrap_or("nothing"),
+                    y.unwrap_or("nothing")
+                );
+            }
         }
     }
 }
@@ -110,7 +119,9 @@ impl<P: Parameters> State for Whole<'_, P> {
         for i in 0..self.params.len() {
             let mut saved = Ok(());
             let name = format!("param/{}", self.params.name(i));
-            self.params.read(i, &mut |values| saved = out.insert_f32(name.clone(), &[values.len()], values))?;
+            self.params.read(i, &mut |values| {
+                saved = out.insert_f32(name.clone(), &[values.len()], values)
+            })?;
             saved?;
         }
         for (f, fragment) in self.fragments.iter().enumerate() {
@@ -133,13 +144,23 @@ impl<P: Parameters> State for Whole<'_, P> {
                 layout_difference(&own, theirs)
             )));
         }
-        let count = from.get_i64s("diloco/count")?.first().copied().and_then(|c| u64::try_from(c).ok());
-        let count = count.ok_or_else(|| Error::new(ErrorKind::Corrupt, "diloco/count is missing or negative"))?;
+        let count = from
+            .get_i64s("diloco/count")?
+            .first()
+            .copied()
+            .and_then(|c| u64::try_from(c).ok());
+        let count =
+            count.ok_or_else(|| Error::new(ErrorKind::Corrupt, "diloco/count is missing or negative"))?;
         let mut locals = Vec::with_capacity(self.params.len());
         let mut globals = Vec::with_capacity(self.params.len());
         for i in 0..self.params.len() {
-            locals.push(from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.count(i)])?);
-            globals.push(from.get_f32_shaped(&format!("global/{}", self.params.name(i)), &[self.params.count(i)])?);
+            locals.push(
+                from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.count(i)])?,
+            );
+            globals.push(from.get_f32_shaped(
+                &format!("global/{}", self.params.name(i)),
+                &[self.params.count(i)],
+            )?);
         }
         self.inner.load(from)?;
         for (i, values) in locals.iter().enumerate() {
@@ -161,7 +182,12 @@ impl<P: Parameters> State for Whole<'_, P> {
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Takes over `params` (handles of them: the training loop goes on changing them between calls) and validates
     /// everything. `layer_of(name)` gives a parameter's layer, for the fragments.
-    pub fn new(replica: R, params: P, config: DilocoConfig, layer_of: &dyn Fn(&str) -> usize) -> Result<Self> {
+    pub fn new(
+        replica: R,
+        params: P,
+        config: DilocoConfig,
+        layer_of: &dyn Fn(&str) -> usize,
+    ) -> Result<Self> {
         config.validate()?;
         let plan = FragmentPlan::by_layer(&params, config.fragments, config.pattern, layer_of)?;
         let mut fragments = Vec::with_capacity(plan.len());
@@ -172,7 +198,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 params.read(i, &mut |v| copy = v.to_vec())?;
                 global.push(copy);
             }
-            fragments.push(Fragment { global, optimizer: config.outer.build() });
+            fragments.push(Fragment {
+                global,
+                optimizer: config.outer.build(),
+            });
         }
         Ok(Self {
             replica,
@@ -229,7 +258,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     fn globals(&self) -> Vec<(usize, &[f32])> {
         let mut all: Vec<(usize, &[f32])> = Vec::with_capacity(self.params.len());
         for (f, fragment) in self.fragments.iter().enumerate() {
-            all.extend(self.plan.members(f).iter().copied().zip(fragment.global.iter().map(Vec::as_slice)));
+            all.extend(
+                self.plan
+                    .members(f)
+                    .iter()
+                    .copied()
+                    .zip(fragment.global.iter().map(Vec::as_slice)),
+            );
         }
         all.sort_by_key(|(i, _)| *i);
         all
@@ -241,7 +276,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         for i in 0..self.params.len() {
             self.params.read(i, &mut |v| locals.push(v.to_vec()))?;
         }
-        let globals: Vec<(usize, Vec<f32>)> = self.globals().into_iter().map(|(i, v)| (i, v.to_vec())).collect();
+        let globals: Vec<(usize, Vec<f32>)> =
+            self.globals().into_iter().map(|(i, v)| (i, v.to_vec())).collect();
         for (i, values) in &globals {
             self.params.write(*i, &mut |p| p.copy_from_slice(values))?;
         }
@@ -282,7 +318,11 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         if self.round.is_none() && self.count >= self.config.round_steps() - self.config.delay {
             self.begin_round(inner)?;
         }
-        if self.is_due() { self.finish_round(inner).map(Some) } else { Ok(None) }
+        if self.is_due() {
+            self.finish_round(inner).map(Some)
+        } else {
+            Ok(None)
+        }
     }
 
     /// True once the configured number of rounds is done and closed; only `finish` is left to call.
@@ -333,7 +373,12 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     fn send(&mut self, participation: Participation, kept: Option<(i64, Vec<f32>)>) -> Result<()> {
         let step = participation.step;
         if step == 0 || self.closing || self.config.rounds.is_some_and(|last| step > last) {
-            self.round = Some(Round { fragment: 0, gradient: Vec::new(), works: Vec::new(), participation });
+            self.round = Some(Round {
+                fragment: 0,
+                gradient: Vec::new(),
+                works: Vec::new(),
+                participation,
+            });
             return Ok(());
         }
         let fragment = usize::try_from(step - 1).unwrap_or(0) % self.plan.len();
@@ -343,12 +388,20 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         };
         let works = gradient
             .chunks(self.config.bucket_elements)
-            .map(|bucket| self.replica.allreduce(vec![Tensor::from_slice(bucket)], ReduceOp::Avg))
+            .map(|bucket| {
+                self.replica
+                    .allreduce(vec![Tensor::from_slice(bucket)], ReduceOp::Avg)
+            })
             .collect();
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
         }
-        self.round = Some(Round { fragment, gradient, works, participation });
+        self.round = Some(Round {
+            fragment,
+            gradient,
+            works,
+            participation,
+        });
         Ok(())
     }
 
@@ -357,7 +410,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let mut flat = Vec::new();
         if let Some(state) = self.fragments.get(fragment) {
             for (&i, global) in self.plan.members(fragment).iter().zip(&state.global) {
-                self.params.read(i, &mut |local| flat.extend(global.iter().zip(local).map(|(g, l)| g - l)))?;
+                self.params.read(i, &mut |local| {
+                    flat.extend(global.iter().zip(local).map(|(g, l)| g - l))
+                })?;
             }
         }
         Ok(flat)
@@ -385,7 +440,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                     return Ok(self.report(&round.participation, contributors));
                 }
                 (true, None) => {
-                    return Err(Error::new(ErrorKind::Internal, "a step was committed although a reduction failed"));
+                    return Err(Error::new(
+                        ErrorKind::Internal,
+                        "a step was committed although a reduction failed",
+                    ));
                 }
                 (false, _) => {}
             }
@@ -422,20 +480,35 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         if mean.is_empty() {
             return Ok(());
         }
-        let Some(state) = self.fragments.get_mut(fragment) else { return Ok(()) };
+        let Some(state) = self.fragments.get_mut(fragment) else {
+            return Ok(());
+        };
         state.optimizer.begin_step();
         let mut rest = mean;
         let alpha = self.config.mixing;
-        for (slot, (&i, global)) in self.plan.members(fragment).iter().zip(&mut state.global).enumerate() {
-            let (gradient, tail) = rest
-                .split_at_checked(global.len())
-                .ok_or_else(|| Error::new(ErrorKind::Internal, "the reduced fragment is shorter than its parameters"))?;
+        for (slot, (&i, global)) in self
+            .plan
+            .members(fragment)
+            .iter()
+            .zip(&mut state.global)
+            .enumerate()
+        {
+            let (gradient, tail) = rest.split_at_checked(global.len()).ok_or_else(|| {
+                Error::new(
+                    ErrorKind::Internal,
+                    "the reduced fragment is shorter than its parameters",
+                )
+            })?;
             rest = tail;
             state.optimizer.update(slot, global, gradient)?;
             self.params.write(i, &mut |local| {
                 for (l, g) in local.iter_mut().zip(global.iter()) {
                     // α = 0 must give the global value exactly, and α = 1 the local one.
-                    *l = if alpha == 0.0 { *g } else { alpha * *l + (1.0 - alpha) * *g };
+                    *l = if alpha == 0.0 {
+                        *g
+                    } else {
+                        alpha * *l + (1.0 - alpha) * *g
+                    };
                 }
             })?;
         }
@@ -461,7 +534,11 @@ fn collect<R: Replica>(round: &mut Round, replica: &mut R) -> Option<(Vec<f32>, 
         }
     }
     if mean.len() != round.gradient.len() {
-        let text = format!("the buckets returned {} of {} values", mean.len(), round.gradient.len());
+        let text = format!(
+            "the buckets returned {} of {} values",
+            mean.len(),
+            round.gradient.len()
+        );
         replica.report_error(Error::new(ErrorKind::Internal, text));
         return None;
     }

@@ -51,7 +51,11 @@ impl Replica for Scripted {
         if let Some((step, dict)) = self.heal.take() {
             state.load(&dict)?;
             self.step = step;
-            healed = Some(Healed { source: Some(0), bytes: 1, took: Duration::ZERO });
+            healed = Some(Healed {
+                source: Some(0),
+                bytes: 1,
+                took: Duration::ZERO,
+            });
         }
         self.snapshot = StateDict::new();
         state.save(&mut self.snapshot)?;
@@ -79,7 +83,14 @@ impl Replica for Scripted {
             .iter()
             .map(|t| Tensor::from_vec((self.world)(t.as_slice::<f32>().unwrap())))
             .collect();
-        ManagedWork::submitted(Work::finished(OpKind::AllReduce, Completion { tensors, source: None, contributors: 2 }))
+        ManagedWork::submitted(Work::finished(
+            OpKind::AllReduce,
+            Completion {
+                tensors,
+                source: None,
+                contributors: 2,
+            },
+        ))
     }
 
     fn should_commit(&mut self, _: Instant) -> Result<bool> {
@@ -117,7 +128,13 @@ impl State for Nothing {
 }
 
 fn params(sizes: &[usize]) -> SliceParameters {
-    SliceParameters::new(sizes.iter().enumerate().map(|(i, n)| (format!("p{i}"), vec![0.0; *n])).collect())
+    SliceParameters::new(
+        sizes
+            .iter()
+            .enumerate()
+            .map(|(i, n)| (format!("p{i}"), vec![0.0; *n]))
+            .collect(),
+    )
 }
 
 fn layer(name: &str) -> usize {
@@ -127,7 +144,11 @@ fn layer(name: &str) -> usize {
 fn begun(replica: Scripted, sizes: &[usize], config: DilocoConfig) -> Diloco<Scripted, SliceParameters> {
     let mut d = Diloco::new(replica, params(sizes), config, &layer).unwrap();
     let reports = d.begin(&mut Nothing).unwrap();
-    assert_eq!(reports.len(), 1, "the initial synchronisation is a round of its own");
+    assert_eq!(
+        reports.len(),
+        1,
+        "the initial synchronisation is a round of its own"
+    );
     assert_eq!(d.step(), 1);
     d
 }
@@ -137,7 +158,9 @@ fn inner_steps(d: &mut Diloco<Scripted, SliceParameters>, n: usize) -> Vec<diloc
     let mut reports = Vec::new();
     for _ in 0..n {
         for i in 0..d.params().len() {
-            d.params_mut().write(i, &mut |w| w.iter_mut().for_each(|w| *w -= 1.0)).unwrap();
+            d.params_mut()
+                .write(i, &mut |w| w.iter_mut().for_each(|w| *w -= 1.0))
+                .unwrap();
         }
         reports.extend(d.after_inner_step(&mut Nothing).unwrap());
     }
@@ -162,8 +185,18 @@ fn local_sgd_adopts_the_mean_of_the_replicas() {
 
 #[test]
 fn nesterov_momentum_follows_the_hand_computed_history() {
-    let outer = OuterOptimizer::Nesterov { lr: 0.5, momentum: 0.5 };
-    let mut d = begun(Scripted::identical(), &[1], DilocoConfig { outer, ..DilocoConfig::diloco(2) });
+    let outer = OuterOptimizer::Nesterov {
+        lr: 0.5,
+        momentum: 0.5,
+    };
+    let mut d = begun(
+        Scripted::identical(),
+        &[1],
+        DilocoConfig {
+            outer,
+            ..DilocoConfig::diloco(2)
+        },
+    );
     inner_steps(&mut d, 2); // gradient 2: b = 2, direction 2 + 1 = 3
     assert_eq!(d.params().get(0).unwrap(), [-1.5]);
     inner_steps(&mut d, 2); // gradient 2: b = 3, direction 2 + 1.5 = 3.5
@@ -174,11 +207,20 @@ fn nesterov_momentum_follows_the_hand_computed_history() {
 fn delay_and_mixing_match_the_closed_form() {
     for (delay, gradient) in [(0u64, 4.0f32), (1, 3.0)] {
         for alpha in [0.0f32, 0.5, 1.0] {
-            let config = DilocoConfig { delay, mixing: alpha, outer: sgd(0.5), ..DilocoConfig::diloco(4) };
+            let config = DilocoConfig {
+                delay,
+                mixing: alpha,
+                outer: sgd(0.5),
+                ..DilocoConfig::diloco(4)
+            };
             let mut d = begun(Scripted::identical(), &[1], config);
             inner_steps(&mut d, 4);
             let global = -0.5 * gradient;
-            assert_eq!(d.params().get(0).unwrap(), [alpha * -4.0 + (1.0 - alpha) * global], "delay {delay} alpha {alpha}");
+            assert_eq!(
+                d.params().get(0).unwrap(),
+                [alpha * -4.0 + (1.0 - alpha) * global],
+                "delay {delay} alpha {alpha}"
+            );
             assert_eq!(d.with_global(|p| p.get(0).unwrap().to_vec()).unwrap(), [global]);
             // The next round's outer gradient starts from the global copy, not from the mix.
             let local = alpha * -4.0 + (1.0 - alpha) * global;
@@ -195,7 +237,13 @@ fn delay_and_mixing_match_the_closed_form() {
 
 #[test]
 fn l13_a_failed_commit_applies_nothing_and_the_same_round_is_done_again() {
-    let config = DilocoConfig { outer: OuterOptimizer::Nesterov { lr: 0.7, momentum: 0.9 }, ..DilocoConfig::diloco(4) };
+    let config = DilocoConfig {
+        outer: OuterOptimizer::Nesterov {
+            lr: 0.7,
+            momentum: 0.9,
+        },
+        ..DilocoConfig::diloco(4)
+    };
     let mut undisturbed = begun(Scripted::identical(), &[3, 5], config.clone());
     inner_steps(&mut undisturbed, 8);
 
@@ -203,7 +251,10 @@ fn l13_a_failed_commit_applies_nothing_and_the_same_round_is_done_again() {
     replica.votes = VecDeque::from([true, false, false, true]);
     let mut d = begun(replica, &[3, 5], config);
     let reports = inner_steps(&mut d, 8);
-    assert_eq!(reports.iter().map(|r| r.failed_attempts).collect::<Vec<_>>(), [2, 0]);
+    assert_eq!(
+        reports.iter().map(|r| r.failed_attempts).collect::<Vec<_>>(),
+        [2, 0]
+    );
     assert_eq!(d.global_hash(), undisturbed.global_hash());
     assert_eq!(d.params(), undisturbed.params());
 }
@@ -212,7 +263,12 @@ fn l13_a_failed_commit_applies_nothing_and_the_same_round_is_done_again() {
 fn a_lost_reduction_never_commits_and_the_kept_gradient_is_sent_again() {
     let mut replica = Scripted::identical();
     replica.reductions = VecDeque::from([false, true]);
-    let config = DilocoConfig { delay: 1, mixing: 0.0, outer: sgd(1.0), ..DilocoConfig::diloco(4) };
+    let config = DilocoConfig {
+        delay: 1,
+        mixing: 0.0,
+        outer: sgd(1.0),
+        ..DilocoConfig::diloco(4)
+    };
     let mut d = begun(replica, &[2], config);
     let reports = inner_steps(&mut d, 4);
     assert_eq!(reports[0].failed_attempts, 1);
@@ -224,11 +280,23 @@ fn a_lost_reduction_never_commits_and_the_kept_gradient_is_sent_again() {
 fn l04_every_element_is_reduced_whatever_the_bucket_size() {
     for sizes in [&[6usize, 6, 6][..], &[12, 3, 3], &[1, 20, 1]] {
         for bucket_elements in [1, 5, 10, 1000] {
-            let config = DilocoConfig { outer: sgd(1.0), bucket_elements, ..DilocoConfig::diloco(1) };
-            let mut d = begun(Scripted::new(|own| own.iter().map(|x| 10.0 * x).collect()), sizes, config);
+            let config = DilocoConfig {
+                outer: sgd(1.0),
+                bucket_elements,
+                ..DilocoConfig::diloco(1)
+            };
+            let mut d = begun(
+                Scripted::new(|own| own.iter().map(|x| 10.0 * x).collect()),
+                sizes,
+                config,
+            );
             inner_steps(&mut d, 1);
             for i in 0..sizes.len() {
-                assert!(d.params().get(i).unwrap().iter().all(|w| *w == -10.0), "{sizes:?} {bucket_elements} {:?}", d.params());
+                assert!(
+                    d.params().get(i).unwrap().iter().all(|w| *w == -10.0),
+                    "{sizes:?} {bucket_elements} {:?}",
+                    d.params()
+                );
             }
         }
     }
@@ -236,18 +304,40 @@ fn l04_every_element_is_reduced_whatever_the_bucket_size() {
 
 #[test]
 fn l05_each_fragment_has_its_own_outer_optimizer_and_leaves_the_others_alone() {
-    let outer = OuterOptimizer::Nesterov { lr: 1.0, momentum: 0.5 };
-    let config = DilocoConfig { sync_every: 4, fragments: 2, delay: 0, mixing: 0.0, outer, ..DilocoConfig::default() };
+    let outer = OuterOptimizer::Nesterov {
+        lr: 1.0,
+        momentum: 0.5,
+    };
+    let config = DilocoConfig {
+        sync_every: 4,
+        fragments: 2,
+        delay: 0,
+        mixing: 0.0,
+        outer,
+        ..DilocoConfig::default()
+    };
     let mut d = begun(Scripted::identical(), &[1, 1], config);
     inner_steps(&mut d, 2); // fragment 0: gradient 2, direction 3
-    assert_eq!((d.params().get(0).unwrap(), d.params().get(1).unwrap()), (&[-3.0][..], &[-2.0][..]));
+    assert_eq!(
+        (d.params().get(0).unwrap(), d.params().get(1).unwrap()),
+        (&[-3.0][..], &[-2.0][..])
+    );
     inner_steps(&mut d, 2); // fragment 1: gradient 4, its own momentum starts from nothing: direction 6
-    assert_eq!((d.params().get(0).unwrap(), d.params().get(1).unwrap()), (&[-5.0][..], &[-6.0][..]));
+    assert_eq!(
+        (d.params().get(0).unwrap(), d.params().get(1).unwrap()),
+        (&[-5.0][..], &[-6.0][..])
+    );
 }
 
 #[test]
 fn a_healed_replica_is_bitwise_equal_and_goes_on_in_step() {
-    let config = DilocoConfig { sync_every: 8, fragments: 2, delay: 1, rounds: Some(50), ..DilocoConfig::default() };
+    let config = DilocoConfig {
+        sync_every: 8,
+        fragments: 2,
+        delay: 1,
+        rounds: Some(50),
+        ..DilocoConfig::default()
+    };
     let mut healthy = begun(Scripted::identical(), &[4, 3], config.clone());
     inner_steps(&mut healthy, 4 * 3 + 3); // three rounds, and the fourth has been begun
     let snapshot = std::mem::replace(&mut healthy.replica().snapshot.clone(), StateDict::new());
@@ -255,7 +345,10 @@ fn a_healed_replica_is_bitwise_equal_and_goes_on_in_step() {
     let mut replica = Scripted::identical();
     replica.heal = Some((healthy.step(), snapshot));
     let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
-    assert!(d.begin(&mut Nothing).unwrap().is_empty(), "one inner step of the round is left");
+    assert!(
+        d.begin(&mut Nothing).unwrap().is_empty(),
+        "one inner step of the round is left"
+    );
     assert_eq!(d.global_hash(), healthy.global_hash());
     let (a, b) = (inner_steps(&mut healthy, 1), inner_steps(&mut d, 1));
     assert_eq!((a.len(), b.len()), (1, 1));
@@ -274,7 +367,10 @@ fn state_of_another_model_is_refused_and_changes_nothing() {
     let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
     let before = d.global_hash();
     let e = d.begin(&mut Nothing).unwrap_err();
-    assert!(e.to_string().contains("p1[3]") && e.to_string().contains("p1[4]"), "{e}");
+    assert!(
+        e.to_string().contains("p1[3]") && e.to_string().contains("p1[4]"),
+        "{e}"
+    );
     assert_eq!(d.global_hash(), before);
     assert_eq!(d.step(), 0);
 }
@@ -288,7 +384,14 @@ fn the_configured_number_of_rounds_ends_with_a_closing_round_without_data() {
         count.set(count.get() + 1);
         own.to_vec()
     });
-    let mut d = begun(replica, &[2], DilocoConfig { rounds: Some(2), ..DilocoConfig::diloco(1) });
+    let mut d = begun(
+        replica,
+        &[2],
+        DilocoConfig {
+            rounds: Some(2),
+            ..DilocoConfig::diloco(1)
+        },
+    );
     inner_steps(&mut d, 2);
     assert!(d.is_finished());
     d.finish(&mut Nothing).unwrap();

@@ -70,7 +70,10 @@ impl ManagerConfig {
     pub(crate) fn validate(&self) -> Result<()> {
         let bad = |text: String| Err(Error::invalid(text));
         if self.name.is_empty() || self.name.contains(':') || self.name.chars().any(char::is_whitespace) {
-            return bad(format!("replica name '{}' must be non-empty and free of ':' and spaces", self.name));
+            return bad(format!(
+                "replica name '{}' must be non-empty and free of ':' and spaces",
+                self.name
+            ));
         }
         if self.group_world_size == 0 || self.group_rank >= self.group_world_size {
             return bad(format!(
@@ -82,7 +85,10 @@ impl ManagerConfig {
             return bad("group rank 0 needs the lighthouse's URL".into());
         }
         if self.group_world_size > 1 && self.replica_store.is_none() {
-            return bad(format!("{} ranks need a replica_store to meet in", self.group_world_size));
+            return bad(format!(
+                "{} ranks need a replica_store to meet in",
+                self.group_world_size
+            ));
         }
         if self.min_replicas == 0 {
             return bad("min_replicas must be at least 1".into());

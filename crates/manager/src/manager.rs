@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use checkpoint::{HttpTransport, Snapshot, StateDict};
 use coordination::{
-    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult, WatchGuard,
+    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
+    WatchGuard,
 };
 use ftcore::{
-    Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store,
-    SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, time_left,
+    Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
+    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, time_left,
 };
 
 use crate::config::{ManagerConfig, WorldSizeMode};
@@ -75,7 +76,10 @@ impl Manager {
                 let replica_id = format!("{}:{}", config.name, random_id()?);
                 let host = config.bind.rsplit_once(':').map_or("127.0.0.1", |(h, _)| h);
                 let store = TcpStoreServer::bind(&format!("{host}:0"))?;
-                let store_host = config.advertise_host.clone().unwrap_or_else(|| reachable_host(host));
+                let store_host = config
+                    .advertise_host
+                    .clone()
+                    .unwrap_or_else(|| reachable_host(host));
                 let manager = ManagerServer::start(ManagerServerConfig {
                     replica_id: replica_id.clone(),
                     lighthouse: lighthouse.clone(),
@@ -95,9 +99,13 @@ impl Manager {
                 (Some(Servers { manager, store }), replica_id, address)
             }
             _ => {
-                let meet = config.replica_store.as_ref().ok_or_else(|| Error::invalid("no replica_store to meet in"))?;
+                let meet = config
+                    .replica_store
+                    .as_ref()
+                    .ok_or_else(|| Error::invalid("no replica_store to meet in"))?;
                 let text = |bytes: Vec<u8>| {
-                    String::from_utf8(bytes).map_err(|_| Error::new(ErrorKind::Protocol, "an address is not text"))
+                    String::from_utf8(bytes)
+                        .map_err(|_| Error::new(ErrorKind::Protocol, "an address is not text"))
                 };
                 let address = text(meet.get(KEY_MANAGER, deadline)?)?;
                 (None, text(meet.get(KEY_REPLICA_ID, deadline)?)?, address)
@@ -113,8 +121,19 @@ impl Manager {
             client.watch(
                 config.group_rank,
                 Arc::new(move |event: PushEvent| {
-                    let PushEvent::AbortEpoch { quorum_id, reason, departed } = event else { return };
-                    let who = if departed.is_empty() { String::new() } else { format!(" (gone: {})", departed.join(", ")) };
+                    let PushEvent::AbortEpoch {
+                        quorum_id,
+                        reason,
+                        departed,
+                    } = event
+                    else {
+                        return;
+                    };
+                    let who = if departed.is_empty() {
+                        String::new()
+                    } else {
+                        format!(" (gone: {})", departed.join(", "))
+                    };
                     let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
                     tracing::info!("{text}");
                     // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
@@ -161,7 +180,10 @@ impl Manager {
     /// Errors: `InvalidState` once a quorum was asked for.
     pub fn restore(&mut self, step: i64, lineage: Lineage) -> Result<()> {
         if self.epoch != NO_EPOCH {
-            return Err(Error::new(ErrorKind::InvalidState, "restore comes before the first quorum"));
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "restore comes before the first quorum",
+            ));
         }
         self.step = step;
         self.lineage = lineage;
@@ -213,8 +235,12 @@ impl Manager {
     }
 
     fn configure(&mut self, answer: &QuorumResult, deadline: Instant) -> Result<()> {
-        let epoch = u64::try_from(answer.quorum_id)
-            .map_err(|_| Error::new(ErrorKind::Protocol, format!("quorum id {} is negative", answer.quorum_id)))?;
+        let epoch = u64::try_from(answer.quorum_id).map_err(|_| {
+            Error::new(
+                ErrorKind::Protocol,
+                format!("quorum id {} is negative", answer.quorum_id),
+            )
+        })?;
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&answer.store_address, deadline)?);
         self.group.configure(Configuration {
             store,
@@ -231,7 +257,8 @@ impl Manager {
         let mut dict = StateDict::new();
         state.save(&mut dict)?;
         dict.set_metadata("manager.lineage", self.lineage.as_str());
-        self.transport.publish(Snapshot::new(answer.max_step, answer.quorum_id, &dict)?);
+        self.transport
+            .publish(Snapshot::new(answer.max_step, answer.quorum_id, &dict)?);
         Ok(())
     }
 
@@ -255,7 +282,11 @@ impl Manager {
             state.load(&dict)?;
             // Only now: the step advances with the state, never before it (INV-5, L03).
             self.step = answer.max_step;
-            let lineage = dict.metadata().get("manager.lineage").cloned().unwrap_or_default();
+            let lineage = dict
+                .metadata()
+                .get("manager.lineage")
+                .cloned()
+                .unwrap_or_default();
             self.lineage = Lineage::from_peer(lineage);
             return Ok(Healed {
                 source: answer.recover_src_replica_rank,
@@ -265,7 +296,12 @@ impl Manager {
         }
     }
 
-    fn follow(&mut self, answer: &QuorumResult, state: &mut dyn State, deadline: Instant) -> Result<Option<Healed>> {
+    fn follow(
+        &mut self,
+        answer: &QuorumResult,
+        state: &mut dyn State,
+        deadline: Instant,
+    ) -> Result<Option<Healed>> {
         // Snapshot first: whoever heals needs it while this replica is still connecting.
         if !answer.recover_dst_replica_ranks.is_empty() {
             self.publish(answer, state)?;
@@ -276,7 +312,10 @@ impl Manager {
         let same = answer.quorum_id == self.epoch && answer.replica_ids == self.members;
         if answer.quorum_id == self.epoch && (!same || self.group_is_broken()) {
             // It broke after the question was asked: an epoch is never configured twice (INV-1).
-            return Err(Error::new(ErrorKind::Aborted, format!("epoch {} ended before it was used again", self.epoch)));
+            return Err(Error::new(
+                ErrorKind::Aborted,
+                format!("epoch {} ended before it was used again", self.epoch),
+            ));
         }
         if !same {
             self.epoch = answer.quorum_id;
@@ -287,7 +326,10 @@ impl Manager {
             self.configure(answer, limit)?;
             // A push that came while the group was connecting had nothing to abort.
             if self.group_is_broken() {
-                return Err(Error::new(ErrorKind::Aborted, "the epoch was aborted while the group was connecting"));
+                return Err(Error::new(
+                    ErrorKind::Aborted,
+                    "the epoch was aborted while the group was connecting",
+                ));
             }
         }
         if !answer.heal {
@@ -295,9 +337,14 @@ impl Manager {
         }
         let limit = deadline_in(self.config.timeout).min(deadline);
         self.heal(answer, state, limit).map(Some).map_err(|e| {
-            let source = answer.recover_src_replica_rank.and_then(|r| answer.replica_ids.get(r as usize));
+            let source = answer
+                .recover_src_replica_rank
+                .and_then(|r| answer.replica_ids.get(r as usize));
             let source = source.map_or(answer.recover_src_manager_address.as_str(), String::as_str);
-            let text = format!("replica '{}' cannot take over the state of replica '{source}': {e}", self.replica_id);
+            let text = format!(
+                "replica '{}' cannot take over the state of replica '{source}': {e}",
+                self.replica_id
+            );
             Error::new(e.kind(), text).with_op("heal").with_source(e)
         })
     }
@@ -317,7 +364,9 @@ impl Replica for Manager {
             match self.follow(&answer, state, deadline) {
                 Ok(healed) => {
                     let spare = self.config.world_size_mode == WorldSizeMode::FixedWithSpares
-                        && answer.max_replica_rank.is_none_or(|r| r >= self.config.min_replicas);
+                        && answer
+                            .max_replica_rank
+                            .is_none_or(|r| r >= self.config.min_replicas);
                     self.contributes = healed.is_none() && !spare;
                     self.in_step = true;
                     return Ok(Participation {
@@ -346,7 +395,11 @@ impl Replica for Manager {
 
     fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
         if !self.in_step {
-            let e = Error::new(ErrorKind::InvalidState, "there is no quorum: call start_quorum first").with_op("all_reduce");
+            let e = Error::new(
+                ErrorKind::InvalidState,
+                "there is no quorum: call start_quorum first",
+            )
+            .with_op("all_reduce");
             return ManagedWork::failed(e, tensors);
         }
         if let Some(e) = self.pending.error() {
@@ -360,7 +413,8 @@ impl Replica for Manager {
         match self.group.run(Collective::AllReduce { tensors, op }, options) {
             Ok(work) => {
                 let (reporter, epoch) = (self.reporter.clone(), self.epoch);
-                self.pending.track(&work, move |error| reporter.send(epoch, &error));
+                self.pending
+                    .track(&work, move |error| reporter.send(epoch, &error));
                 ManagedWork::submitted(work)
             }
             Err(rejected) => {
@@ -372,17 +426,27 @@ impl Replica for Manager {
 
     fn should_commit(&mut self, deadline: Instant) -> Result<bool> {
         if !self.in_step {
-            return Err(Error::new(ErrorKind::InvalidState, "there is no quorum to vote on: call start_quorum first"));
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "there is no quorum to vote on: call start_quorum first",
+            ));
         }
         self.in_step = false;
         if let Err(e) = self.pending.drain(deadline) {
             self.report_error(e);
             self.group.abort("a reduction did not finish in time");
         }
-        if let Some(n) = self.pending.least_contributors().filter(|&n| n < self.config.min_replicas) {
+        if let Some(n) = self
+            .pending
+            .least_contributors()
+            .filter(|&n| n < self.config.min_replicas)
+        {
             self.report_error(Error::new(
                 ErrorKind::Unavailable,
-                format!("{n} replicas contributed; min_replicas is {}", self.config.min_replicas),
+                format!(
+                    "{n} replicas contributed; min_replicas is {}",
+                    self.config.min_replicas
+                ),
             ));
         }
         let local = self.pending.error();
@@ -438,7 +502,10 @@ impl Replica for Manager {
         self.live_epoch.store(NO_EPOCH, Ordering::Release);
         self.group.shutdown(deadline)?;
         if let Some(servers) = &self.servers {
-            servers.manager.leave(deadline)?;
+            // A lighthouse that is gone already needs no good-bye.
+            if let Err(error) = servers.manager.leave(deadline) {
+                tracing::warn!(%error, "the lighthouse did not hear the good-bye");
+            }
         }
         Ok(())
     }

@@ -78,9 +78,16 @@ impl Pending {
             let left = ftcore::time_left(deadline);
             if left.is_zero() {
                 let n = counts.outstanding;
-                return Err(Error::timeout(format!("{n} all-reduces of this step are still running")));
+                return Err(Error::timeout(format!(
+                    "{n} all-reduces of this step are still running"
+                )));
             }
-            counts = self.0.1.wait_timeout(counts, left).unwrap_or_else(PoisonError::into_inner).0;
+            counts = self
+                .0
+                .1
+                .wait_timeout(counts, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
         }
         Ok(())
     }
@@ -150,7 +157,11 @@ mod tests {
         for contributors in [3, 2] {
             let (work, completer) = work_pair(OpKind::AllReduce, deadline_in(Duration::from_secs(5)), |_| {});
             pending.track(&work, |_| {});
-            completer.succeed(Completion { tensors: Vec::new(), source: None, contributors });
+            completer.succeed(Completion {
+                tensors: Vec::new(),
+                source: None,
+                contributors,
+            });
         }
         assert_eq!(pending.least_contributors(), Some(2));
     }

@@ -37,6 +37,9 @@ impl Reporter {
 
     /// Never blocks: with 64 reports waiting, one more says nothing new.
     pub(crate) fn send(&self, quorum_id: i64, error: &Error) {
-        let _ = self.0.try_send(Report { quorum_id, reason: error.to_string() });
+        let _ = self.0.try_send(Report {
+            quorum_id,
+            reason: error.to_string(),
+        });
     }
 }

@@ -4,17 +4,21 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-use oxccl_examples::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
 use oxccl_examples::ddp_replica::{DdpArgs, run};
+use oxccl_examples::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
 
 /// Fault-tolerant data parallel on the 8x8 digits: trains, kills a replica, heals it, reports.
 #[derive(Parser)]
-#[command(version, args_conflicts_with_subcommands = true, after_help = "Examples:
+#[command(
+    version,
+    args_conflicts_with_subcommands = true,
+    after_help = "Examples:
   train_ddp
   train_ddp --replicas 3 --kill 0@100
   oxccl launch --lighthouse http://HOST:29510 --replicas 1 --first-replica 0 -- train_ddp replica
 
-Exit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call was wrong.")]
+Exit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call was wrong."
+)]
 struct Cli {
     #[command(flatten)]
     whole: Whole,
@@ -60,7 +64,11 @@ fn main() -> ExitCode {
             run(&train, &net.backend, &net.bind, net.advertise.as_deref())?;
             Ok(ExitCode::SUCCESS)
         }
-        Some(Part::Lighthouse { bind, state_file, replicas }) => {
+        Some(Part::Lighthouse {
+            bind,
+            state_file,
+            replicas,
+        }) => {
             lighthouse(&bind, &state_file, replicas)?;
             Ok(ExitCode::SUCCESS)
         }

@@ -4,18 +4,22 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Parser, Subcommand};
-use oxccl_examples::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
 use oxccl_examples::diloco_replica::{DilocoArgs, run};
+use oxccl_examples::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
 
 /// Fault-tolerant Streaming DiLoCo on real text: trains, kills a replica, heals it, reports.
 #[derive(Parser)]
-#[command(version, args_conflicts_with_subcommands = true, after_help = "Examples:
+#[command(
+    version,
+    args_conflicts_with_subcommands = true,
+    after_help = "Examples:
   train_diloco                      the whole show in about two minutes
   train_diloco --replicas 3 --kill 0@10
   train_diloco --no-kill --data book.txt --rounds 80
   oxccl launch --lighthouse http://HOST:29510 --replicas 1 --first-replica 0 -- train_diloco replica
 
-Exit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call was wrong.")]
+Exit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call was wrong."
+)]
 struct Cli {
     #[command(flatten)]
     whole: Whole,
@@ -61,7 +65,11 @@ fn main() -> ExitCode {
             run(&train, &net.backend, &net.bind, net.advertise.as_deref())?;
             Ok(ExitCode::SUCCESS)
         }
-        Some(Part::Lighthouse { bind, state_file, replicas }) => {
+        Some(Part::Lighthouse {
+            bind,
+            state_file,
+            replicas,
+        }) => {
             lighthouse(&bind, &state_file, replicas)?;
             Ok(ExitCode::SUCCESS)
         }

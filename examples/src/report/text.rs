@@ -8,10 +8,10 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}: {} replicas, {:.2} M parameters, seed {}, {:.1} s\n",
+            "{}: {} replicas, {} parameters, seed {}, {:.1} s\n",
             self.program,
             self.replicas,
-            self.parameters as f64 / 1e6,
+            thousands(self.parameters),
             self.seed,
             self.wall_s
         )?;

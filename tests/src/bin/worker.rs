@@ -3,7 +3,11 @@
 //! usage: worker MODE LIGHTHOUSE NAME SHARD ROUNDS [WIDTH]
 //! MODE is `diloco`, `streaming` or `ddp`. It prints a line for everything that a test wants to know (`oxccl_tests::Said`).
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "test support: a failure here is a failed test")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "test support: a failure here is a failed test"
+)]
 
 use std::io::Write;
 use std::process::ExitCode;
@@ -41,7 +45,12 @@ fn gradient(params: &SliceParameters, shard: u64, step: u64) -> Vec<Vec<f32>> {
         .map(|i| {
             let w = params.get(i).unwrap();
             let x: Vec<f32> = w.iter().map(|_| noise.next()).collect();
-            let error: f32 = w.iter().zip(&x).enumerate().map(|(k, (w, x))| (w - (k % 7) as f32) * x).sum();
+            let error: f32 = w
+                .iter()
+                .zip(&x)
+                .enumerate()
+                .map(|(k, (w, x))| (w - (k % 7) as f32) * x)
+                .sum();
             x.iter().map(|x| 2.0 * error * x).collect()
         })
         .collect()
@@ -93,12 +102,17 @@ fn hash(params: &SliceParameters) -> String {
 
 fn run(args: &[String]) -> Result<()> {
     let [mode, lighthouse, name, shard, rounds, rest @ ..] = args else {
-        return Err(ftcore::Error::invalid("usage: worker MODE LIGHTHOUSE NAME SHARD ROUNDS [WIDTH]"));
+        return Err(ftcore::Error::invalid(
+            "usage: worker MODE LIGHTHOUSE NAME SHARD ROUNDS [WIDTH]",
+        ));
     };
     let (shard, rounds): (u64, i64) = (shard.parse().unwrap(), rounds.parse().unwrap());
     let width: usize = rest.first().map_or(3001, |w| w.parse().unwrap());
-    let params =
-        SliceParameters::new((0..4).map(|l| (format!("layer{l}.w"), vec![0.1 * l as f32; width + 13 * l])).collect());
+    let params = SliceParameters::new(
+        (0..4)
+            .map(|l| (format!("layer{l}.w"), vec![0.1 * l as f32; width + 13 * l]))
+            .collect(),
+    );
     let group = backend_gloo::GlooGroup::new(name, GroupOptions::default())?;
     let mut config = ManagerConfig::new(name, lighthouse);
     config.timeout = Duration::from_secs(20);
@@ -108,7 +122,12 @@ fn run(args: &[String]) -> Result<()> {
     if mode == "ddp" {
         let mut ddp = Ddp::new(
             manager,
-            DdpConfig { first_bucket_elements: 1000, bucket_elements: 4000, steps: Some(rounds), ..Default::default() },
+            DdpConfig {
+                first_bucket_elements: 1000,
+                bucket_elements: 4000,
+                steps: Some(rounds),
+                ..Default::default()
+            },
         )?;
         ddp.on_reduce(|step, _| say(&format!("reducing {step}")));
         let mut model = Model { params, position };
@@ -116,12 +135,20 @@ fn run(args: &[String]) -> Result<()> {
             let gradients = gradient(&model.params, shard, model.position.step);
             let report = ddp.step(&mut model, &gradients, |model, average| {
                 for (i, g) in average.iter().enumerate() {
-                    model.params.write(i, &mut |w| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 1e-3 * g))?;
+                    model
+                        .params
+                        .write(i, &mut |w| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 1e-3 * g))?;
                 }
                 model.position.step += 1;
                 Ok(())
             })?;
-            say(&format!("committed {} {} {} {}", report.step, report.epoch, report.contributors, hash(&model.params)));
+            say(&format!(
+                "committed {} {} {} {}",
+                report.step,
+                report.epoch,
+                report.contributors,
+                hash(&model.params)
+            ));
         }
         ddp.finish(&mut model)?;
         say(&format!("finished {}", hash(&model.params)));
@@ -133,26 +160,41 @@ fn run(args: &[String]) -> Result<()> {
         fragments: if streaming { 2 } else { 1 },
         delay: u64::from(streaming),
         mixing: if streaming { 0.5 } else { 0.0 },
-        outer: OuterOptimizer::Nesterov { lr: 0.7, momentum: 0.9 },
+        outer: OuterOptimizer::Nesterov {
+            lr: 0.7,
+            momentum: 0.9,
+        },
         bucket_elements: 2000,
         rounds: Some(rounds),
         round_timeout: Duration::from_secs(60),
         ..Default::default()
     };
-    let layer = |name: &str| name.bytes().find(u8::is_ascii_digit).map_or(0, |d| usize::from(d - b'0'));
+    let layer = |name: &str| {
+        name.bytes()
+            .find(u8::is_ascii_digit)
+            .map_or(0, |d| usize::from(d - b'0'))
+    };
     let mut diloco = Diloco::new(manager, params, config, &layer)?;
     diloco.on_reduce(|step, _| say(&format!("reducing {step}")));
     let mut reports = diloco.begin(&mut position)?;
     loop {
         for report in reports.drain(..) {
-            say(&format!("committed {} {} {} {}", report.step, report.epoch, report.contributors, diloco.global_hash()));
+            say(&format!(
+                "committed {} {} {} {}",
+                report.step,
+                report.epoch,
+                report.contributors,
+                diloco.global_hash()
+            ));
         }
         if diloco.is_finished() {
             break;
         }
         let gradients = gradient(diloco.params(), shard, position.step);
         for (i, g) in gradients.iter().enumerate() {
-            diloco.params_mut().write(i, &mut |w| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 1e-3 * g))?;
+            diloco
+                .params_mut()
+                .write(i, &mut |w| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 1e-3 * g))?;
         }
         position.step += 1;
         reports.extend(diloco.after_inner_step(&mut position)?);
@@ -165,7 +207,9 @@ fn run(args: &[String]) -> Result<()> {
 fn main() -> ExitCode {
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
-        .with_env_filter(tracing_subscriber::EnvFilter::try_from_env("OXCCL_LOG").unwrap_or_else(|_| "error".into()))
+        .with_env_filter(
+            tracing_subscriber::EnvFilter::try_from_env("OXCCL_LOG").unwrap_or_else(|_| "error".into()),
+        )
         .init();
     let args: Vec<String> = std::env::args().skip(1).collect();
     match run(&args) {

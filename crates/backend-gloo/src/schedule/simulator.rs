@@ -104,7 +104,13 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
             for s in &schedule.rounds[k].sends {
                 assert_ne!(s.peer as usize, r);
                 let count = s.slot.map_or(0, |slot| ranks[r].counts[slot]);
-                wire.push((r as u32, s.peer, ranks[r].get(&s.from), count, ranks[r].knows.clone()));
+                wire.push((
+                    r as u32,
+                    s.peer,
+                    ranks[r].get(&s.from),
+                    count,
+                    ranks[r].knows.clone(),
+                ));
             }
             // While a range is sent, nothing in the same round may write it.
             for s in &schedule.rounds[k].sends {
@@ -152,7 +158,10 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
     }
     let everybody: BTreeSet<u32> = (0..world as u32).collect();
     for rank in &ranks {
-        assert_eq!(rank.knows, everybody, "nobody finishes before everybody has entered");
+        assert_eq!(
+            rank.knows, everybody,
+            "nobody finishes before everybody has entered"
+        );
     }
     ranks
 }
@@ -295,10 +304,7 @@ fn all_gather_and_reduce_scatter_place_uneven_parts() {
             let own: Vec<u32> = (0..world).map(|r| r % 2).collect();
             for (r, rank) in simulate(&schedules, &inputs, &outputs, &own).iter().enumerate() {
                 assert_eq!(rank.buffers[1], sum_of(n, total / ELEMENT)[parts[r].clone()]);
-                assert_eq!(
-                    rank.counts[schedules[r].result.unwrap()],
-                    own.iter().sum::<u32>()
-                );
+                assert_eq!(rank.counts[schedules[r].result.unwrap()], own.iter().sum::<u32>());
             }
         }
     }

@@ -75,14 +75,7 @@ pub(crate) fn reduce(rank: u32, world: u32, root: u32, bytes: usize) -> Schedule
 }
 
 /// `own` holds this rank's values, `sum` takes the sum; if they differ, `own` is only read.
-fn reduce_rounds(
-    rank: u32,
-    world: u32,
-    root: u32,
-    bytes: usize,
-    own: Buffer,
-    sum: Buffer,
-) -> Vec<Round> {
+fn reduce_rounds(rank: u32, world: u32, root: u32, bytes: usize, own: Buffer, sum: Buffer) -> Vec<Round> {
     let place = down(rank, root, world);
     let mut have_sum = own == sum;
     (0..doublings(world))

@@ -175,15 +175,17 @@ fn address_of(body: &[u8], index: u32) -> Option<IpAddr> {
     let mut rest = body.get(8..)?;
     let mut address = None;
     while let (Some(len), Some(kind)) = (u16_at(rest, 0), u16_at(rest, 2)) {
-        let Some(value) = rest.get(4..usize::from(len)) else { break };
+        let Some(value) = rest.get(4..usize::from(len)) else {
+            break;
+        };
         let ip = match value.len() {
             4 => value.first_chunk::<4>().map(|b| IpAddr::from(*b)),
             16 => value.first_chunk::<16>().map(|b| IpAddr::from(*b)),
             _ => None,
         };
         match kind {
-            2 => return ip,                    // IFA_LOCAL: this end of a point-to-point link
-            1 => address = address.or(ip),     // IFA_ADDRESS
+            2 => return ip,                // IFA_LOCAL: this end of a point-to-point link
+            1 => address = address.or(ip), // IFA_ADDRESS
             _ => {}
         }
         let next = usize::from(len).next_multiple_of(4);
@@ -204,7 +206,10 @@ mod tests {
         let localhost = IpAddr::V4(Ipv4Addr::LOCALHOST);
         for name in ["127.0.0.1", "lo"] {
             let a = addresses(Some(name), None).unwrap();
-            assert_eq!((a.bind, a.advertise, a.loopback_here), (localhost, localhost, false));
+            assert_eq!(
+                (a.bind, a.advertise, a.loopback_here),
+                (localhost, localhost, false)
+            );
         }
         let e = addresses(Some("no-such-if"), None).unwrap_err();
         assert!(e.to_string().contains("no-such-if"), "{e}");

@@ -15,7 +15,9 @@ fn garbage_and_silent_connections_never_hold_up_a_configuration() {
         let first = scope.spawn(|| {
             let group = group();
             group.configure(configuration(&store, 1, 0, 2)).unwrap();
-            let work = group.allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum).unwrap();
+            let work = group
+                .allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
+                .unwrap();
             work.wait(soon()).unwrap();
         });
         // Rank 0 has published its address and waits for rank 1. Strangers come first.
@@ -39,7 +41,9 @@ fn garbage_and_silent_connections_never_hold_up_a_configuration() {
         }
         let second = group();
         second.configure(configuration(&store, 1, 1, 2)).unwrap();
-        let work = second.allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum).unwrap();
+        let work = second
+            .allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
+            .unwrap();
         work.wait(soon()).unwrap();
         first.join().unwrap();
         drop((silent, half));
@@ -62,7 +66,9 @@ fn ranks_that_disagree_about_the_world_fail_on_both_sides_naming_both() {
         for (rank, world) in [(0u32, 2u32), (1, 3)] {
             let store = &store;
             scope.spawn(move || {
-                let e = group().configure(configuration(store, 1, rank, world)).unwrap_err();
+                let e = group()
+                    .configure(configuration(store, 1, rank, world))
+                    .unwrap_err();
                 assert_eq!(e.kind(), ftcore::ErrorKind::Mismatch, "{e}");
                 let text = e.to_string();
                 assert!(text.contains('2') && text.contains('3'), "{text}");

@@ -18,7 +18,10 @@ fn sums_broadcasts_and_barriers_work_between_threads() {
                     .allreduce(Tensor::from_vec(vec![rank as i64 + 1; n]), ReduceOp::Sum)
                     .unwrap();
                 let sum = i64::from(world * (world + 1) / 2);
-                assert_eq!(work.take_tensor().unwrap().into_vec::<i64>().unwrap(), vec![sum; n]);
+                assert_eq!(
+                    work.take_tensor().unwrap().into_vec::<i64>().unwrap(),
+                    vec![sum; n]
+                );
                 assert_eq!(work.contributors(), world);
                 let root = world - 1;
                 let work = group
@@ -55,7 +58,10 @@ fn l27_a_local_abort_ends_the_peers_work_at_once_and_names_the_origin() {
         // Far below the group's 60 s: nobody waits out a time-out for a rank that is known to be gone.
         let e = work.wait(soon()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
-        assert!(e.to_string().contains("rank 2 aborted the group: no money left"), "{e}");
+        assert!(
+            e.to_string().contains("rank 2 aborted the group: no money left"),
+            "{e}"
+        );
         assert_eq!(work.recover().len(), 1);
     });
 }
@@ -72,8 +78,15 @@ fn l32_after_the_first_failure_the_group_is_poisoned_with_its_first_cause() {
                 .allreduce(Tensor::from_vec(vec![1f32, 2.0]), ReduceOp::Sum)
                 .unwrap_err();
             assert_eq!(rejected.error.kind(), ErrorKind::Poisoned);
-            assert!(rejected.error.to_string().contains("first cause"), "{}", rejected.error);
-            assert_eq!(rejected.op.into_tensors()[0].as_slice::<f32>().unwrap(), [1.0, 2.0]);
+            assert!(
+                rejected.error.to_string().contains("first cause"),
+                "{}",
+                rejected.error
+            );
+            assert_eq!(
+                rejected.op.into_tensors()[0].as_slice::<f32>().unwrap(),
+                [1.0, 2.0]
+            );
         }
     });
 }
@@ -135,7 +148,10 @@ fn l33_a_configuration_that_cannot_complete_names_the_missing_ranks_and_the_phas
                 let e = group.configure(c).unwrap_err();
                 assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
                 let text = e.to_string();
-                assert!(text.contains("waiting for ranks 1, 3 of 5 in phase connect"), "{text}");
+                assert!(
+                    text.contains("waiting for ranks 1, 3 of 5 in phase connect"),
+                    "{text}"
+                );
                 assert_eq!(group.info().world_size, 0, "unconfigured after the failure");
                 assert_eq!(group.barrier().unwrap_err().kind(), ErrorKind::InvalidState);
             });
@@ -152,7 +168,9 @@ fn l35_the_clock_of_an_operation_starts_at_submission_even_behind_a_stuck_one() 
             return;
         }
         // The first one may take long; the second one's deadline passes while it is queued behind it.
-        let first = group.allreduce(Tensor::zeros(DType::F32, 8), ReduceOp::Sum).unwrap();
+        let first = group
+            .allreduce(Tensor::zeros(DType::F32, 8), ReduceOp::Sum)
+            .unwrap();
         let op = ftcore::Collective::Barrier;
         let by = SubmitOptions::by(deadline_in(Duration::from_millis(150)));
         let second = group.run(op, by).unwrap();
@@ -179,7 +197,10 @@ fn configuring_again_in_health_ends_pending_work_as_aborted_and_carries_no_byte_
                         let Status::Failed(e) = work.status() else {
                             panic!("still {:?} after configure", work.status());
                         };
-                        assert!(matches!(e.kind(), ErrorKind::Aborted | ErrorKind::PeerLost), "{e}");
+                        assert!(
+                            matches!(e.kind(), ErrorKind::Aborted | ErrorKind::PeerLost),
+                            "{e}"
+                        );
                     }
                     assert_eq!(group.info().epoch.0, epoch);
                     let work = group
@@ -262,7 +283,11 @@ fn an_epoch_that_is_not_larger_is_refused_and_changes_nothing() {
 #[test]
 fn a_dropped_work_is_detached_and_its_operation_still_happens() {
     with_groups(2, |rank, group| {
-        drop(group.allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum).unwrap());
+        drop(
+            group
+                .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)
+                .unwrap(),
+        );
         let work = group
             .allreduce(Tensor::from_vec(vec![rank as i32]), ReduceOp::Sum)
             .unwrap();
@@ -291,7 +316,9 @@ fn traffic_counts_what_goes_over_the_sockets() {
     with_groups(2, |_, group| {
         let before = group.traffic();
         let n = 250_000usize;
-        let work = group.allreduce(Tensor::zeros(DType::F32, n), ReduceOp::Sum).unwrap();
+        let work = group
+            .allreduce(Tensor::zeros(DType::F32, n), ReduceOp::Sum)
+            .unwrap();
         work.wait(soon()).unwrap();
         let after = group.traffic();
         let bytes = (n * 4) as u64;

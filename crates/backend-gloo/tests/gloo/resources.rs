@@ -27,7 +27,9 @@ fn alone() {
     for end in ["shutdown", "drop", "abort", "peer abort"] {
         let finished = std::sync::Barrier::new(3);
         with_groups(3, |rank, group| {
-            let work = group.allreduce(Tensor::zeros(DType::F32, 10_000), ReduceOp::Sum).unwrap();
+            let work = group
+                .allreduce(Tensor::zeros(DType::F32, 10_000), ReduceOp::Sum)
+                .unwrap();
             work.wait(soon()).unwrap();
             if end.ends_with("abort") {
                 finished.wait(); // else the abort may rightly hit a rank that is still in the all-reduce
