@@ -52,6 +52,7 @@ impl Place {
             self.step.clone(),
         )?);
         let mut config = ManagerConfig::new(name, &self.env.lighthouse);
+        config.connect_timeout = Duration::from_secs(10);
         config.bind = bind.to_string();
         config.advertise_host = advertise.map(str::to_string);
         let manager = Manager::new(group, config)?;

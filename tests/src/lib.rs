@@ -118,6 +118,11 @@ impl Worker {
         Self { child, replica, life }
     }
 
+    /// Its process id.
+    pub fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
     /// SIGKILL, and reaps.
     pub fn kill(&mut self) {
         let _ = self.child.kill();

@@ -1,271 +1,31 @@
 //! One thread per configuration: takes submissions, moves bytes, watches deadlines and peers, and ends.
 //!
-//! Submissions enter a queue under a mutex, where collectives get their sequence numbers; the thread takes them out, runs
-//! collectives one after the other and point-to-point messages beside them, and sleeps in `poll` in between. The first
-//! failure ends the engine: everything pending fails with that cause, every peer is told so that nobody waits (L27),
-//! and the thread and its sockets are gone. Deadlines, peers and work belong to this one epoch (L30).
+//! The thread takes submissions out of the `queue`, runs collectives one after the other and point-to-point messages
+//! beside them, and sleeps in `poll` in between. The first failure ends the engine (`farewell`): every peer is told so that
+//! nobody waits (L27), everything pending fails with that cause, and the thread and its sockets are gone. Deadlines, peers
+//! and work belong to this one epoch (L30).
 
 use std::collections::VecDeque;
-use std::io::IoSlice;
 use std::os::fd::AsFd;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use ftcore::{
-    Collective, Completer, Error, ErrorKind, OpKind, Result, Work, deadline_in, time_left, work_pair,
-};
+use ftcore::{Error, ErrorKind, OpKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::exec::{Exec, Label, Place, Step};
+use crate::exec::{Exec, Step};
 use crate::p2p::Messages;
-use crate::peer::{Incoming, Payload, Peer};
-use crate::plan::plan;
-use crate::transport::waker::Waker;
+use crate::peer::{Incoming, Peer};
+use crate::queue::{Ended, Shared, Stop, Submission, later, prepare};
 use crate::wire::{self, Control, ControlKind};
 
 /// A data connection that breaks gets this long until the control connection has said why.
 const GRACE: Duration = Duration::from_millis(50);
-/// How long the last words of a failed engine may take.
-const LAST_WORDS: Duration = Duration::from_millis(200);
 /// Control frames that are read from one peer before the others get their turn.
 const FRAMES: usize = 64;
 /// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
 const VERDICT: Duration = Duration::from_millis(500);
-
-/// How a group ends.
-#[derive(Debug, Clone)]
-enum Stop {
-    /// Pending work fails with this; peers are told.
-    Abort(Error),
-    /// In good order if nothing is pending, else as `Abort` with this text.
-    Leave(String),
-    /// Like `Leave`, once nothing is pending, or at the deadline.
-    Drain(Instant),
-}
-
-struct Submission {
-    op: Collective,
-    /// `None` for point-to-point.
-    seq: Option<u64>,
-    contribute: bool,
-    deadline: Instant,
-    submitted: Instant,
-    completer: Completer,
-}
-
-#[derive(Default)]
-struct Queue {
-    incoming: VecDeque<Submission>,
-    next_seq: u64,
-    stop: Option<Stop>,
-    first_error: Option<Error>,
-    /// The thread has let go of its peers and its work.
-    ended: bool,
-    /// The drain was cut short by its deadline.
-    cut_short: bool,
-}
-
-/// What the group's handle and the engine's thread have in common.
-pub(crate) struct Shared {
-    pub(crate) place: Place,
-    queue: Mutex<Queue>,
-    changed: Condvar,
-    waker: Waker,
-    /// Raised with every stop, so that long local work ends early.
-    interrupt: AtomicBool,
-}
-
-impl Shared {
-    pub(crate) fn new(place: Place) -> Result<Arc<Self>> {
-        Ok(Arc::new(Self {
-            place,
-            queue: Mutex::new(Queue::default()),
-            changed: Condvar::new(),
-            waker: Waker::new()?,
-            interrupt: AtomicBool::new(false),
-        }))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// The first failure.
-    pub(crate) fn error(&self) -> Option<Error> {
-        self.lock().first_error.clone()
-    }
-
-    /// Puts an operation into the queue, or says why not and gives it back.
-    pub(crate) fn submit(
-        self: &Arc<Self>,
-        op: Collective,
-        contribute: bool,
-        deadline: Instant,
-    ) -> Result<Work, (Error, Collective)> {
-        let kind = op.kind();
-        let weak = Arc::downgrade(self);
-        let mut queue = self.lock();
-        if let Some(error) = refusal(&queue) {
-            return Err((error, op));
-        }
-        let (work, completer) = work_pair(kind, deadline, move |reason| {
-            if let Some(shared) = weak.upgrade() {
-                shared.abort(reason);
-            }
-        });
-        let seq = (!kind.is_p2p()).then_some(queue.next_seq);
-        queue.next_seq += u64::from(seq.is_some());
-        let submission = Submission {
-            op,
-            seq,
-            contribute,
-            deadline,
-            submitted: Instant::now(),
-            completer,
-        };
-        if self.place.world == 1 {
-            drop(queue);
-            self.run_alone(submission);
-            return Ok(work);
-        }
-        queue.incoming.push_back(submission);
-        drop(queue);
-        self.waker.wake();
-        Ok(work)
-    }
-
-    /// A world of one needs no thread and no socket.
-    fn run_alone(&self, submission: Submission) {
-        let Some(seq) = submission.seq else {
-            let error = Error::invalid("a world of one has nobody to send to or receive from");
-            submission.completer.fail(error, submission.op.into_tensors());
-            return;
-        };
-        match prepare(submission, seq, self.place) {
-            Ok(exec) => match exec.run_alone() {
-                Ok((completer, completion)) => completer.succeed(completion),
-                Err(failed) => {
-                    let (error, completer, tensors) = *failed;
-                    completer.fail(error, tensors);
-                }
-            },
-            Err(failed) => {
-                let (error, completer) = *failed;
-                completer.fail(error, Vec::new());
-            }
-        }
-    }
-
-    fn stop(&self, stop: Stop) {
-        let mut queue = self.lock();
-        // A group of one has no thread that would act on it.
-        if self.place.world == 1 {
-            if let (Stop::Abort(error), None) = (&stop, &queue.first_error) {
-                queue.first_error = Some(error.clone());
-            }
-            queue.stop.get_or_insert(stop);
-            return;
-        }
-        let stronger = match (&queue.stop, &stop) {
-            (None, _) => true,
-            (Some(Stop::Drain(_)), _) => true,
-            (Some(Stop::Leave(_)), Stop::Abort(_)) => true,
-            _ => false,
-        };
-        if stronger {
-            if let (Stop::Abort(error), None) = (&stop, &queue.first_error) {
-                // At once, so that no submission slips in between the call and the thread's next turn.
-                queue.first_error = Some(error.clone());
-            }
-            if !matches!(stop, Stop::Drain(_)) {
-                self.interrupt.store(true, Ordering::Release);
-            }
-            queue.stop = Some(stop);
-        }
-        drop(queue);
-        self.waker.wake();
-    }
-
-    /// Ends all pending work with `Aborted`. Never blocks.
-    pub(crate) fn abort(&self, reason: &str) {
-        let text = format!("rank {} aborted the group: {reason}", self.place.rank);
-        let error = Error::new(ErrorKind::Aborted, text).with_epoch(self.place.epoch);
-        self.stop(Stop::Abort(error));
-    }
-
-    /// Ends in good order if idle, else aborts. Never blocks.
-    pub(crate) fn leave(&self, reason: &str) {
-        self.stop(Stop::Leave(reason.to_string()));
-    }
-
-    /// Refuses further work, lets pending work end until `deadline`. Waits for it; `Err` if it had to be cut short.
-    pub(crate) fn drain(&self, deadline: Instant) -> Result<()> {
-        self.stop(Stop::Drain(deadline));
-        self.wait_ended(deadline + LAST_WORDS + GRACE)?;
-        if self.lock().cut_short {
-            return Err(
-                Error::timeout("pending work did not end by the deadline; it was aborted")
-                    .with_op("shutdown")
-                    .with_rank(self.place.rank)
-                    .with_epoch(self.place.epoch),
-            );
-        }
-        Ok(())
-    }
-
-    /// Waits until the thread has let go of its sockets and its work.
-    pub(crate) fn wait_ended(&self, deadline: Instant) -> Result<()> {
-        if self.place.world == 1 {
-            return Ok(());
-        }
-        let mut queue = self.lock();
-        while !queue.ended {
-            let left = time_left(deadline);
-            if left.is_zero() {
-                return Err(Error::timeout("the earlier configuration did not end in time")
-                    .with_rank(self.place.rank)
-                    .with_epoch(self.place.epoch));
-            }
-            queue = self
-                .changed
-                .wait_timeout(queue, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
-        }
-        Ok(())
-    }
-}
-
-/// Why nothing can be submitted, if nothing can.
-fn refusal(queue: &Queue) -> Option<Error> {
-    if let Some(first) = &queue.first_error {
-        let text = format!("the group failed earlier and was not configured again: {first}");
-        return Some(Error::new(ErrorKind::Poisoned, text).with_source(first.clone()));
-    }
-    match &queue.stop {
-        Some(_) => Some(Error::new(ErrorKind::InvalidState, "the group is shut down")),
-        None if queue.ended => Some(Error::new(ErrorKind::InvalidState, "the group has ended")),
-        None => None,
-    }
-}
-
-/// Makes the executable form of a collective.
-fn prepare(submission: Submission, seq: u64, place: Place) -> Result<Exec, Box<(Error, Completer)>> {
-    let kind = submission.op.kind();
-    let label = Label {
-        kind,
-        seq,
-        deadline: submission.deadline,
-        submitted: submission.submitted,
-        elements: submission.op.count(),
-        wait_all: matches!(submission.op, Collective::MonitoredBarrier { wait_all: true }),
-    };
-    match plan(submission.op, submission.contribute, place.rank, place.world) {
-        Ok(plan) => Ok(Exec::new(label, place, plan, submission.completer)),
-        Err(e) => Err(Box::new((e, submission.completer))),
-    }
-}
 
 /// How the thread's work came to an end.
 enum End {
@@ -273,31 +33,17 @@ enum End {
     Left(String),
 }
 
-struct Engine {
-    shared: Arc<Shared>,
-    peers: Vec<Option<Peer>>,
-    waiting: VecDeque<Submission>,
-    current: Option<Exec>,
-    messages: Messages,
-    /// The rank that a peer's abort named as the origin, if it was one.
-    reported: Option<(u32, u32)>,
-}
-
-/// Marks the end whatever happens, so that nobody waits for a thread that is gone.
-struct Ended(Arc<Shared>);
-
-impl Drop for Ended {
-    fn drop(&mut self) {
-        let mut queue = self.0.lock();
-        queue.ended = true;
-        if queue.first_error.is_none() && queue.stop.is_none() {
-            queue.first_error = Some(Error::new(ErrorKind::Internal, "the engine ended unexpectedly"));
-        }
-        let left = std::mem::take(&mut queue.incoming);
-        drop(queue);
-        self.0.changed.notify_all();
-        drop(left);
-    }
+/// The state of the thread.
+pub(crate) struct Engine {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) peers: Vec<Option<Peer>>,
+    pub(crate) waiting: VecDeque<Submission>,
+    pub(crate) current: Option<Exec>,
+    pub(crate) messages: Messages,
+    /// The origin and the subject that a peer's abort named, if one came.
+    pub(crate) reported: Option<(u32, u32)>,
+    /// A loss reported by a peer while a collective runs; fails the group as soon as that one ends or is blocked.
+    report: Option<Error>,
 }
 
 /// Starts the engine over connected peers (`None` at the own rank).
@@ -310,6 +56,7 @@ pub(crate) fn start(shared: &Arc<Shared>, peers: Vec<Option<Peer>>) -> Result<()
         current: None,
         messages: Messages::new(place),
         reported: None,
+        report: None,
     };
     let ended = Ended(shared.clone());
     std::thread::Builder::new()
@@ -346,7 +93,7 @@ impl Engine {
             // An order that interrupted the turn is the true cause.
             if let End::Failed(e) = &ended
                 && e.kind() == ErrorKind::Aborted
-                && self.shared.interrupt.load(Ordering::Acquire)
+                && self.shared.interrupt().load(Ordering::Acquire)
                 && let Ok(Some(ordered)) = self.take_orders()
             {
                 return ordered;
@@ -503,6 +250,11 @@ impl Engine {
                 if error.context().peer.is_none() {
                     error = error.with_peer(origin);
                 }
+                // As with a loss that is seen here: what runs may have all it needs already.
+                if kind == ErrorKind::PeerLost && self.current.is_some() {
+                    self.report.get_or_insert(error);
+                    return Ok(());
+                }
                 Err(error)
             }
             _ => self.messages.frame(rank, frame, &mut self.peers),
@@ -510,16 +262,25 @@ impl Engine {
     }
 
     /// The control connection of a peer has ended: with a good-bye that is in order, without it the peer is gone.
+    ///
+    /// A rank may have ended right after its part in the collective that runs here. What it sent before is still in
+    /// the socket, so the collective goes on until it needs more than that; see `blocked`.
     fn control_closed(&mut self, index: usize, how: &str) -> Result<()> {
+        let busy = self.current.is_some();
+        let Some(Some(peer)) = self.peers.get_mut(index) else {
+            return Ok(());
+        };
+        if peer.left.is_none() {
+            peer.gone.get_or_insert_with(|| how.to_string());
+        }
         let Some(Some(peer)) = self.peers.get(index) else {
             return Ok(());
         };
+        let needed = self.messages.needs(peer.rank);
         match &peer.left {
-            None => Err(self.lost(peer, how)),
-            Some(reason) if self.messages.needs(peer.rank) => {
-                Err(self.lost(peer, &format!("left the group ({reason})")))
-            }
-            Some(_) => Ok(()),
+            None if needed || !busy => Err(self.lost(peer, how)),
+            Some(reason) if needed => Err(self.lost(peer, &format!("left the group ({reason})"))),
+            _ => Ok(()),
         }
     }
 
@@ -536,6 +297,9 @@ impl Engine {
     /// Runs the collective at the head. True if one ended.
     fn collective(&mut self) -> Result<bool> {
         if self.current.is_none() {
+            if let Some(report) = self.report.take() {
+                return Err(report);
+            }
             let Some(submission) = self.waiting.pop_front() else {
                 return Ok(false);
             };
@@ -552,7 +316,7 @@ impl Engine {
         let Some(exec) = &mut self.current else {
             return Ok(false);
         };
-        let step = exec.progress(&mut self.peers, &self.shared.interrupt)?;
+        let step = exec.progress(&mut self.peers, self.shared.interrupt())?;
         // Whoever waits looks at everybody's header, not only at those of its own round.
         for peer in self.peers.iter_mut().flatten() {
             peer.data
@@ -579,6 +343,9 @@ impl Engine {
 
     /// The collective needs a rank whose data connection is closed: wait a little for the reason, then give up.
     fn blocked(&mut self, rank: u32) -> Result<()> {
+        if let Some(report) = self.report.take() {
+            return Err(report);
+        }
         let now = Instant::now();
         let Some(Some(peer)) = self.peers.get_mut(rank as usize) else {
             return Ok(());
@@ -591,6 +358,7 @@ impl Engine {
             return Ok(());
         };
         match left {
+            None if peer.gone.is_some() => Err(self.lost(peer, peer.gone.as_deref().unwrap_or_default())),
             Some(reason) => Err(self.lost(peer, &format!("left the group ({reason})"))),
             None if now.duration_since(since) >= GRACE => {
                 Err(self.lost(peer, how.as_deref().unwrap_or("closed the connection")))
@@ -609,7 +377,7 @@ impl Engine {
             .peers
             .iter()
             .flatten()
-            .filter_map(|p| p.suspect.map(|since| since + GRACE));
+            .filter_map(|p| p.suspect.map(|since| later(since, GRACE)));
         let drain = match &self.shared.lock().stop {
             Some(Stop::Drain(deadline)) => Some(*deadline),
             _ => None,
@@ -623,7 +391,7 @@ impl Engine {
 
     fn due(&self, exec: &Exec) -> Instant {
         if exec.kind == OpKind::MonitoredBarrier && self.shared.place.rank != 0 {
-            exec.deadline + VERDICT
+            later(exec.deadline, VERDICT)
         } else {
             exec.deadline
         }
@@ -692,7 +460,7 @@ impl Engine {
     fn sleep(&mut self) -> Result<()> {
         let wake_at = self.next_deadline();
         let mut interest = Vec::with_capacity(self.peers.len() * 2);
-        let mut fds = vec![PollFd::new(&self.shared.waker, PollFlags::IN)];
+        let mut fds = vec![PollFd::new(self.shared.waker(), PollFlags::IN)];
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
             let control = &peer.control;
@@ -723,7 +491,7 @@ impl Engine {
         }
         let timeout = wake_at.map(|at| {
             // Rounded up, so that a deadline has passed when poll returns.
-            let left = time_left(at) + Duration::from_micros(100);
+            let left = time_left(at).saturating_add(Duration::from_micros(100));
             Timespec {
                 tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
                 tv_nsec: left.subsec_nanos().into(),
@@ -735,7 +503,7 @@ impl Engine {
         }
         let ready: Vec<PollFlags> = fds.iter().map(PollFd::revents).collect();
         drop(fds);
-        self.shared.waker.drain();
+        self.shared.waker().drain();
         let failed = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
         for ((index, is_data), flags) in interest.into_iter().zip(ready.into_iter().skip(1)) {
             let Some(Some(peer)) = self.peers.get_mut(index) else {
@@ -750,127 +518,5 @@ impl Engine {
             link.writable |= flags.intersects(PollFlags::OUT | failed);
         }
         Ok(())
-    }
-
-    /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
-    fn fail(mut self, error: Error) {
-        let place = self.shared.place;
-        let (incoming, first) = {
-            let mut queue = self.shared.lock();
-            let first = queue.first_error.get_or_insert_with(|| error.clone()).clone();
-            (std::mem::take(&mut queue.incoming), first)
-        };
-        let error = if first.kind() == ErrorKind::Aborted {
-            first
-        } else {
-            error
-        };
-        tracing::debug!(rank = place.rank, epoch = place.epoch, %error, "the group failed");
-        let about = error.context().peer.unwrap_or(u32::MAX);
-        let text = self
-            .current
-            .as_ref()
-            .map_or_else(|| error.clone(), |exec| exec.context(error.clone()))
-            .to_string();
-        for peer in self.peers.iter_mut().flatten() {
-            self.messages.detach(peer);
-        }
-        if let Some(exec) = self.current.take() {
-            exec.fail(error.clone());
-        }
-        for submission in std::mem::take(&mut self.waiting).into_iter().chain(incoming) {
-            let mut error = error
-                .clone()
-                .with_op(submission.op.kind().name())
-                .with_rank(place.rank)
-                .with_epoch(place.epoch);
-            if let Some(seq) = submission.seq {
-                error = error.with_seq(seq);
-            }
-            if let Some(dtype) = submission.op.dtype() {
-                error = error.with_data(dtype, submission.op.count());
-            }
-            submission.completer.fail(error, submission.op.into_tensors());
-        }
-        self.messages.fail_all(&error);
-        let (origin, about, text) = match self.reported {
-            // Passed on as it came: the origin may not have reached everybody before it closed.
-            Some((origin, about)) => (origin, about, error.message().to_string()),
-            None if error.kind() == ErrorKind::Aborted => (place.rank, about, error.message().to_string()),
-            None => (place.rank, about, text),
-        };
-        self.tell(
-            ControlKind::Abort,
-            wire::code_of(error.kind()),
-            about,
-            origin,
-            &text,
-        );
-        self.last_words();
-    }
-
-    fn tell(&mut self, kind: ControlKind, code: u8, about: u32, origin: u32, text: &str) {
-        let text = wire::cut(text).as_bytes().to_vec();
-        let header = Control {
-            kind,
-            code,
-            epoch: self.shared.place.epoch,
-            id: 0,
-            a: about,
-            b: origin,
-            length: text.len() as u64,
-        };
-        for peer in self.peers.iter_mut().flatten() {
-            peer.control.push(header, text.clone());
-        }
-    }
-
-    /// Writes what is queued on the control connections, for a short time; then the sockets close.
-    fn last_words(&mut self) {
-        let until = deadline_in(LAST_WORDS);
-        loop {
-            let mut fds = Vec::new();
-            for peer in self.peers.iter_mut().flatten() {
-                let control = &mut peer.control;
-                control.link.writable = true;
-                while control.link.writable && control.link.write_closed.is_none() {
-                    if control.current.is_none() {
-                        control.current = control.queue.pop_front();
-                    }
-                    let Some(frame) = &mut control.current else { break };
-                    let (header, out) = frame.rest();
-                    let payload = match &frame.payload {
-                        Payload::Text(text) => text.get(out..).unwrap_or(&[]),
-                        _ => &[],
-                    };
-                    let slices = [IoSlice::new(header), IoSlice::new(payload)];
-                    if let crate::transport::tcp::Moved::Bytes(n) = control.link.write(&slices) {
-                        frame.done += n;
-                    }
-                    if frame.is_finished() {
-                        control.current = None;
-                    }
-                }
-            }
-            for peer in self.peers.iter().flatten() {
-                if peer.control.wants_write() {
-                    fds.push(PollFd::from_borrowed_fd(
-                        peer.control.link.as_fd(),
-                        PollFlags::OUT,
-                    ));
-                }
-            }
-            let left = time_left(until);
-            if fds.is_empty() || left.is_zero() {
-                return;
-            }
-            let timeout = Timespec {
-                tv_sec: 0,
-                tv_nsec: left.subsec_nanos().into(),
-            };
-            if poll(&mut fds, Some(&timeout)).is_err() {
-                return;
-            }
-        }
     }
 }

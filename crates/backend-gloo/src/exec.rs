@@ -8,7 +8,7 @@ use std::io::IoSlice;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
-use ftcore::{Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor};
+use ftcore::{Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result};
 
 use crate::buffers::go_on;
 use crate::kernels;
@@ -489,35 +489,15 @@ impl Exec {
         self.completer.fail(error, self.plan.memory.into_given());
     }
 
-    /// For a world of one: runs it here and now.
-    pub(crate) fn run_alone(
-        mut self,
-    ) -> Result<(Completer, Completion), Box<(Error, Completer, Vec<Tensor>)>> {
-        let stop = AtomicBool::new(false);
-        match self.progress(&mut [], &stop) {
-            Ok(Step::Finished) => {
-                let contributors = match self.plan.op {
-                    Some(_) => u32::from(self.plan.contribute),
-                    None => 0,
-                };
-                let completion = Completion {
-                    tensors: self.plan.memory.into_given(),
-                    source: None,
-                    contributors,
-                };
-                Ok((self.completer, completion))
-            }
-            Ok(_) => {
-                let error = self.context(Error::new(
-                    ErrorKind::Internal,
-                    "a world of one waits for somebody",
-                ));
-                Err(Box::new((error, self.completer, self.plan.memory.into_given())))
-            }
-            Err(e) => {
-                let error = self.context(e);
-                Err(Box::new((error, self.completer, self.plan.memory.into_given())))
-            }
+    /// For a world of one: runs it here and now, to its end.
+    pub(crate) fn run_alone(mut self) {
+        match self.progress(&mut [], &AtomicBool::new(false)) {
+            Ok(Step::Finished) => self.succeed(),
+            Ok(_) => self.fail(Error::new(
+                ErrorKind::Internal,
+                "a world of one waits for somebody",
+            )),
+            Err(error) => self.fail(error),
         }
     }
 }

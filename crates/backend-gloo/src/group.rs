@@ -10,9 +10,10 @@ use ftcore::{
     Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
 };
 
-use crate::engine::{self, Shared};
+use crate::engine;
 use crate::exec::Place;
 use crate::options::{HONOURED, Settings};
+use crate::queue::Shared;
 use crate::transport::tcp::Counters;
 use crate::{kernels, rendezvous};
 
@@ -249,9 +250,7 @@ impl ProcessGroup for GlooGroup {
         let deadline = options
             .deadline
             .unwrap_or_else(|| deadline_in(self.settings.timeout));
-        engine
-            .submit(op, options.contribute, deadline)
-            .or_else(|(error, op)| refuse(error.with_rank(engine.place.rank), op))
+        engine.submit(op, options.contribute, deadline)
     }
 
     fn split(

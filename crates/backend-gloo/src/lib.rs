@@ -14,6 +14,7 @@
 mod buffers;
 mod engine;
 mod exec;
+mod farewell;
 mod group;
 mod kernels;
 mod options;
@@ -21,10 +22,14 @@ mod p2p;
 mod peer;
 mod plan;
 mod probe;
+mod queue;
 mod rendezvous;
 mod schedule;
 mod transport;
 mod wire;
+
+#[cfg(test)]
+mod bad_peer;
 
 use std::sync::Arc;
 

@@ -79,6 +79,8 @@ pub(crate) struct Messages {
     open: Vec<usize>,
     posted: VecDeque<Posted>,
     offers: VecDeque<Offer>,
+    /// How many of them are of each peer.
+    offered: Vec<usize>,
     arriving: BTreeMap<(u32, u64), Arriving>,
 }
 
@@ -98,6 +100,7 @@ impl Messages {
             open: vec![0; place.world as usize],
             posted: VecDeque::new(),
             offers: VecDeque::new(),
+            offered: vec![0; place.world as usize],
             arriving: BTreeMap::new(),
         }
     }
@@ -185,7 +188,12 @@ impl Messages {
                 .iter()
                 .position(|o| o.tag == posted.tag && posted.peer.is_none_or(|p| p == o.peer));
             match found.and_then(|i| self.offers.remove(i)) {
-                Some(offer) => self.meet(offer, posted, peers)?,
+                Some(offer) => {
+                    if let Some(n) = self.offered.get_mut(offer.peer as usize) {
+                        *n = n.saturating_sub(1);
+                    }
+                    self.meet(offer, posted, peers)?;
+                }
                 None => self.posted.push_back(posted),
             }
         }
@@ -275,8 +283,8 @@ impl Messages {
         let protocol = |text: String| Error::new(ErrorKind::Protocol, text);
         match frame.kind {
             ControlKind::Offer => {
-                let open = self.offers.iter().filter(|o| o.peer == rank).count();
-                if open >= MAX_OFFERS {
+                let open = self.offered.get_mut(rank as usize).ok_or_else(lost)?;
+                if *open >= MAX_OFFERS {
                     return Err(protocol(format!(
                         "offers more than {MAX_OFFERS} messages at once"
                     )));
@@ -295,6 +303,7 @@ impl Messages {
                 match found.and_then(|i| self.posted.remove(i)) {
                     Some(posted) => self.meet(offer, posted, peers),
                     None => {
+                        *open += 1;
                         self.offers.push_back(offer);
                         Ok(())
                     }

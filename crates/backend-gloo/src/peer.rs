@@ -22,6 +22,8 @@ pub(crate) struct Peer {
     pub(crate) control: ControlLink,
     /// It said good-bye, and why.
     pub(crate) left: Option<String>,
+    /// Its control connection ended without a good-bye, and how: it is lost.
+    pub(crate) gone: Option<String>,
     /// Its data connection broke then, but its control connection has not said why yet.
     pub(crate) suspect: Option<Instant>,
 }

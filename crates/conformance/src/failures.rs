@@ -374,6 +374,8 @@ fn in_flight(rank: &Rank) -> Outcome {
         }
         group.configure(rank.configuration("main", epoch))?;
         sum_of(rank, group.as_ref(), rank.world)?;
+        // The next abort must not meet a rank that is still in this sum.
+        rank.meet(&format!("epoch {epoch}"))?;
     }
     Ok(())
 }

@@ -1,6 +1,6 @@
 //! Point-to-point: matching by peer and tag, order, any source, batches, and independence of collectives.
 
-use ftcore::{Collective, DType, Feature, OpKind, ProcessGroupExt, ReduceOp, Tensor};
+use ftcore::{Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
 
 use crate::case::Case;
 use crate::oracle::{check_pattern, pattern};
@@ -15,16 +15,45 @@ pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in 2..=4 {
         all.extend([
-            Case::new("p2p::every_dtype_and_size", world, &both, every_dtype),
-            Case::new("p2p::both_receive_first_then_send", world, &both, receive_first),
-            Case::new("p2p::order_per_peer_and_tag", world, &both, order),
-            Case::new("p2p::tags_match_out_of_order", world, &tags, tags_match),
-            Case::new("p2p::receive_from_any_names_the_sender", world, &any, receive_any),
-            Case::new("p2p::batch_in_any_order", world, &batch, batches),
-            Case::new("p2p::beside_collectives", world, &beside, beside_collectives),
+            Case::new("p2p::every_dtype_and_size", world, &both, then_leave(every_dtype)),
+            Case::new(
+                "p2p::both_receive_first_then_send",
+                world,
+                &both,
+                then_leave(receive_first),
+            ),
+            Case::new("p2p::order_per_peer_and_tag", world, &both, then_leave(order)),
+            Case::new(
+                "p2p::tags_match_out_of_order",
+                world,
+                &tags,
+                then_leave(tags_match),
+            ),
+            Case::new(
+                "p2p::receive_from_any_names_the_sender",
+                world,
+                &any,
+                then_leave(receive_any),
+            ),
+            Case::new("p2p::batch_in_any_order", world, &batch, then_leave(batches)),
+            Case::new(
+                "p2p::beside_collectives",
+                world,
+                &beside,
+                then_leave(beside_collectives),
+            ),
         ]);
     }
     all
+}
+
+/// Wraps a case: a rank that is done leaves in good order, since others may still be exchanging messages.
+fn then_leave(body: fn(&Rank, &dyn ProcessGroup) -> Outcome) -> impl Fn(&Rank) -> Outcome {
+    move |rank| {
+        let group = rank.group()?;
+        body(rank, group.as_ref())?;
+        Ok(group.shutdown(rank.soon())?)
+    }
 }
 
 fn next(rank: &Rank) -> u32 {
@@ -35,8 +64,7 @@ fn previous(rank: &Rank) -> u32 {
     (rank.rank + rank.world - 1) % rank.world
 }
 
-fn every_dtype(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn every_dtype(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     for dtype in DType::ALL {
         if !group.capabilities().moves.contains(dtype) {
             continue;
@@ -71,8 +99,7 @@ fn every_dtype(rank: &Rank) -> Outcome {
 }
 
 /// All ranks wait for a message before they send one: only a group that runs both at once gets through.
-fn receive_first(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn receive_first(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 0)?;
     let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 0)?;
     check_pattern(
@@ -85,8 +112,7 @@ fn receive_first(rank: &Rank) -> Outcome {
     Ok(sent.wait_done()?)
 }
 
-fn order(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn order(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let mut works = Vec::new();
     for i in 0..50u32 {
         works.push(group.send(
@@ -105,8 +131,7 @@ fn order(rank: &Rank) -> Outcome {
     Ok(())
 }
 
-fn tags_match(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn tags_match(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let mut sends = Vec::new();
     for tag in 0..8u32 {
         sends.push(group.send(Tensor::from_vec(vec![tag * 10 + rank.rank; 4]), next(rank), tag)?);
@@ -121,8 +146,7 @@ fn tags_match(rank: &Rank) -> Outcome {
     Ok(())
 }
 
-fn receive_any(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn receive_any(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     if rank.rank != 0 {
         for i in 0..10u32 {
             group
@@ -152,8 +176,7 @@ fn receive_any(rank: &Rank) -> Outcome {
     Ok(())
 }
 
-fn batches(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let mut ops = Vec::new();
     // Receives before sends on even ranks, after them on odd ones.
     for step in 1..rank.world {
@@ -191,8 +214,7 @@ fn batches(rank: &Rank) -> Outcome {
 }
 
 /// A message that nobody has received yet does not hold up a collective, nor the other way round.
-fn beside_collectives(rank: &Rank) -> Outcome {
-    let group = rank.group()?;
+fn beside_collectives(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 7)?;
     for _ in 0..5 {
         let sum = group.allreduce(Tensor::from_vec(vec![1i32; 3000]), ReduceOp::Sum)?;

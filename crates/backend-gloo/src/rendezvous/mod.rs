@@ -6,8 +6,12 @@
 //! said so, so a rank that fails right afterwards cannot break the configuration of a slower one. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
 //! reached, so that they need not wait for their own deadline (L27).
 
+mod card;
+mod incoming;
+mod outgoing;
+
 use std::io::IoSlice;
-use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -15,93 +19,21 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{AddressFamily, RecvFlags, SocketFlags, SocketType};
+use rustix::net::RecvFlags;
+
+use card::Card;
+pub(crate) use card::nonce;
+use incoming::Stranger;
+use outgoing::{Dial, Dialed};
 
 use crate::options::Settings;
-use crate::peer::{ControlLink, Inbox, Incoming, Peer};
+use crate::peer::{ControlLink, Inbox, Peer};
 use crate::transport::interface::{self, Addresses};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::{self, Control, ControlKind, Hello, Lane, VERSION};
 
-/// A connection that has not said who it is by then is dropped.
-const GREETING: Duration = Duration::from_secs(5);
-/// Connections that have not said who they are; beyond it new ones are dropped.
-const MAX_STRANGERS: usize = 256;
-/// Between two attempts to reach a rank.
-const RETRY: Duration = Duration::from_millis(30);
 /// The longest uninterrupted wait for the store.
 const STORE_SLICE: Duration = Duration::from_millis(50);
-
-/// What a rank publishes.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Card {
-    nonce: u64,
-    host: String,
-    remote: SocketAddr,
-    local: Option<SocketAddr>,
-}
-
-impl Card {
-    fn encode(&self) -> String {
-        let local = self.local.map_or("-".to_string(), |a| a.to_string());
-        format!(
-            "oxccl-gloo {:016x} {} {} {local}",
-            self.nonce, self.host, self.remote
-        )
-    }
-
-    /// `None` if it is not what `encode` writes.
-    fn decode(bytes: &[u8]) -> Option<Self> {
-        let text = std::str::from_utf8(bytes).ok()?;
-        let mut fields = text.split(' ');
-        if fields.next()? != "oxccl-gloo" {
-            return None;
-        }
-        let nonce = u64::from_str_radix(fields.next()?, 16).ok()?;
-        let host = fields.next()?.to_string();
-        let remote = fields.next()?.parse().ok()?;
-        let local = match fields.next()? {
-            "-" => None,
-            address => Some(address.parse().ok()?),
-        };
-        fields.next().is_none().then_some(Self {
-            nonce,
-            host,
-            remote,
-            local,
-        })
-    }
-}
-
-/// One attempt to connect one lane to a lower rank.
-enum Dial {
-    Waiting {
-        retry_at: Instant,
-    },
-    Connecting(std::os::fd::OwnedFd),
-    Greeting {
-        link: Link,
-        sent: usize,
-        buffer: Box<[u8; Hello::BYTES]>,
-        have: usize,
-    },
-    Done,
-}
-
-struct Dialed {
-    rank: u32,
-    lane: Lane,
-    state: Dial,
-}
-
-/// A connection that came in and has not been recognised yet.
-struct Stranger {
-    link: Link,
-    from: SocketAddr,
-    buffer: [u8; Hello::BYTES],
-    have: usize,
-    until: Instant,
-}
 
 #[derive(Default)]
 struct Found {
@@ -154,14 +86,6 @@ pub(crate) fn connect(
 
 fn key(configuration: &Configuration, rank: u32) -> String {
     format!("{}/{}/gloo/{rank}", configuration.prefix, configuration.epoch)
-}
-
-/// Random enough that a stranger does not guess it: the standard library's hash keys come from the system.
-pub(crate) fn nonce() -> u64 {
-    use std::hash::{BuildHasher, Hasher};
-    let mut hasher = std::hash::RandomState::new().build_hasher();
-    hasher.write_u32(std::process::id());
-    hasher.finish()
 }
 
 impl<'a> Rendezvous<'a> {
@@ -363,36 +287,6 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    fn accept(&mut self) {
-        loop {
-            match self.listener.accept() {
-                Ok((stream, from)) => {
-                    if self.strangers.len() >= MAX_STRANGERS {
-                        tracing::warn!(%from, "too many unrecognised connections; this one is dropped");
-                        continue;
-                    }
-                    match Link::new(stream, self.counters.clone()) {
-                        Ok(link) => self.strangers.push(Stranger {
-                            link,
-                            from,
-                            buffer: [0; Hello::BYTES],
-                            have: 0,
-                            until: deadline_in(GREETING),
-                        }),
-                        Err(error) => tracing::warn!(%from, %error, "a connection was dropped"),
-                    }
-                }
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return,
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    // Transient (a connection that was reset while it waited, no descriptors left): try again later.
-                    tracing::debug!(%error, "accepting a connection failed");
-                    return;
-                }
-            }
-        }
-    }
-
     fn hello(&self, lane: Lane, nonce: u64) -> Hello {
         Hello {
             version: VERSION,
@@ -433,226 +327,6 @@ impl<'a> Rendezvous<'a> {
         ))
     }
 
-    fn greet_strangers(&mut self) -> Result<()> {
-        let now = Instant::now();
-        let mut index = 0;
-        while let Some(stranger) = self.strangers.get_mut(index) {
-            let mut verdict = None;
-            while stranger.have < Hello::BYTES {
-                let Some(rest) = stranger.buffer.get_mut(stranger.have..) else {
-                    break;
-                };
-                match stranger.link.read(rest) {
-                    Moved::Bytes(n) => stranger.have += n,
-                    Moved::Nothing => break,
-                    Moved::Closed => {
-                        verdict = Some("it closed before it said who it is");
-                        break;
-                    }
-                }
-            }
-            if verdict.is_none() && stranger.have < Hello::BYTES {
-                if now < stranger.until {
-                    index += 1;
-                    continue;
-                }
-                verdict = Some("it did not say who it is in time");
-            }
-            let stranger = self.strangers.swap_remove(index);
-            if let Some(why) = verdict {
-                tracing::warn!(from = %stranger.from, why, "a connection was dropped");
-                continue;
-            }
-            self.recognise(stranger)?;
-        }
-        Ok(())
-    }
-
-    /// A connection has said who it is: takes it, drops it, or finds that the ranks do not fit together.
-    fn recognise(&mut self, stranger: Stranger) -> Result<()> {
-        let Stranger {
-            mut link,
-            from,
-            buffer,
-            ..
-        } = stranger;
-        let c = self.configuration;
-        let drop_it = |why: &str| {
-            tracing::warn!(%from, why, "a connection was dropped");
-            Ok(())
-        };
-        let Some(hello) = Hello::decode(&buffer) else {
-            return drop_it("it does not speak this protocol");
-        };
-        if hello.nonce != self.card.nonce {
-            return drop_it("it was meant for another listener");
-        }
-        if hello.epoch != c.epoch.0 {
-            return drop_it("it is of another epoch");
-        }
-        // From here on it is one of ours. The answer lets it see a mismatch, too.
-        let answer = self.hello(hello.lane, hello.nonce).encode();
-        if link.write(&[IoSlice::new(&answer)]) != Moved::Bytes(Hello::BYTES) {
-            return drop_it("it does not take the answer");
-        }
-        self.compare(&hello, &from.to_string())?;
-        if hello.rank <= c.rank || hello.rank >= c.world_size {
-            return drop_it("its rank does not connect to this one");
-        }
-        if let Some(found) = self.found.get_mut(hello.rank as usize) {
-            found.address = from.to_string();
-            // A second connection of a lane replaces the first: its rank did not see the answer and tried again.
-            match hello.lane {
-                Lane::Data => found.data = Some(link),
-                Lane::Control => found.control = Some(link),
-            }
-        }
-        Ok(())
-    }
-
-    fn dial(&mut self) -> Result<()> {
-        for index in 0..self.dialed.len() {
-            while self.dial_one(index)? {}
-        }
-        Ok(())
-    }
-
-    /// One step of one attempt; true if another step may follow at once.
-    fn dial_one(&mut self, index: usize) -> Result<bool> {
-        let Some(dialed) = self.dialed.get_mut(index) else {
-            return Ok(false);
-        };
-        let (rank, lane) = (dialed.rank, dialed.lane);
-        let Some(Some(card)) = self.cards.get(rank as usize).cloned() else {
-            return Ok(false);
-        };
-        let address = match card.local {
-            Some(local) if card.host == self.card.host && card.host != "unknown" => local,
-            _ => card.remote,
-        };
-        let again = || Dial::Waiting {
-            retry_at: deadline_in(RETRY),
-        };
-        let state = std::mem::replace(&mut dialed.state, Dial::Done);
-        let (state, more) = match state {
-            Dial::Done => (Dial::Done, false),
-            Dial::Waiting { retry_at } if !time_left(retry_at).is_zero() => {
-                (Dial::Waiting { retry_at }, false)
-            }
-            Dial::Waiting { .. } => match begin(address) {
-                Ok(fd) => (Dial::Connecting(fd), true),
-                Err(error) => {
-                    tracing::debug!(rank, %address, %error, "connecting failed; trying again");
-                    self.forget(rank);
-                    (again(), false)
-                }
-            },
-            Dial::Connecting(fd) => match connected(&fd) {
-                None => (Dial::Connecting(fd), false),
-                Some(Ok(())) => {
-                    let link = Link::new(TcpStream::from(fd), self.counters.clone())?;
-                    let buffer = Box::new([0; Hello::BYTES]);
-                    let state = Dial::Greeting {
-                        link,
-                        sent: 0,
-                        buffer,
-                        have: 0,
-                    };
-                    (state, true)
-                }
-                Some(Err(error)) => {
-                    tracing::debug!(rank, %address, %error, "connecting failed; trying again");
-                    self.forget(rank);
-                    (again(), false)
-                }
-            },
-            Dial::Greeting {
-                mut link,
-                mut sent,
-                mut buffer,
-                mut have,
-            } => {
-                let greeting = self.hello(lane, card.nonce).encode();
-                let rest = greeting.get(sent..).unwrap_or(&[]);
-                let mut moved = Moved::Nothing;
-                if rest.is_empty() {
-                    if let Some(room) = buffer.get_mut(have..).filter(|r| !r.is_empty()) {
-                        moved = link.read(room);
-                        if let Moved::Bytes(n) = moved {
-                            have += n;
-                        }
-                    }
-                } else {
-                    moved = link.write(&[IoSlice::new(rest)]);
-                    if let Moved::Bytes(n) = moved {
-                        sent += n;
-                    }
-                }
-                if have == Hello::BYTES {
-                    self.answered(rank, lane, link, &buffer, address)?;
-                    (Dial::Done, false)
-                } else if moved == Moved::Closed {
-                    tracing::debug!(rank, %address, "the rank closed the connection; trying again");
-                    self.forget(rank);
-                    (again(), false)
-                } else {
-                    let state = Dial::Greeting {
-                        link,
-                        sent,
-                        buffer,
-                        have,
-                    };
-                    (state, moved != Moved::Nothing)
-                }
-            }
-        };
-        if let Some(dialed) = self.dialed.get_mut(index) {
-            dialed.state = state;
-        }
-        Ok(more)
-    }
-
-    /// Its address may have changed: ask the store again.
-    fn forget(&mut self, rank: u32) {
-        if let Some(slot) = self.cards.get_mut(rank as usize) {
-            *slot = None;
-        }
-    }
-
-    fn answered(
-        &mut self,
-        rank: u32,
-        lane: Lane,
-        link: Link,
-        buffer: &[u8; Hello::BYTES],
-        address: SocketAddr,
-    ) -> Result<()> {
-        let protocol = |text: String| {
-            self.named(
-                Error::new(ErrorKind::Protocol, text)
-                    .with_peer(rank)
-                    .with_peer_address(address.to_string()),
-            )
-        };
-        let hello = Hello::decode(buffer)
-            .ok_or_else(|| protocol("answered with something that is not this protocol".into()))?;
-        self.compare(&hello, &address.to_string())?;
-        if hello.rank != rank || hello.lane != lane || hello.epoch != self.configuration.epoch.0 {
-            return Err(protocol(format!(
-                "answered as rank {} of epoch {}; expected rank {rank} of epoch {}",
-                hello.rank, hello.epoch, self.configuration.epoch
-            )));
-        }
-        if let Some(found) = self.found.get_mut(rank as usize) {
-            found.address = address.to_string();
-            match lane {
-                Lane::Data => found.data = Some(link),
-                Lane::Control => found.control = Some(link),
-            }
-        }
-        Ok(())
-    }
-
     /// A rank that is connected says that it is ready, or gives up: its abort says why.
     fn look_at_found(&mut self) -> Result<()> {
         for rank in 0..self.configuration.world_size {
@@ -662,35 +336,34 @@ impl<'a> Rendezvous<'a> {
             let Some(link) = found.control.as_mut() else {
                 continue;
             };
-            let mut header = [0u8; Control::BYTES];
+            let mut seen = [0u8; Control::BYTES + wire::MAX_TEXT];
             // Only looked at: what comes after the first frame belongs to the engine.
-            let seen = rustix::net::recv(&*link, &mut header[..], RecvFlags::PEEK | RecvFlags::DONTWAIT);
-            match seen {
+            let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+            let length = match rustix::net::recv(&*link, &mut seen[..], flags) {
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
-                Ok((n, _)) if n > 0 && n < Control::BYTES => continue,
-                Ok((n, _)) if n > 0 => {}
+                Ok((n, _)) if n > 0 => n,
                 Ok(_) | Err(_) => {
                     let address = found.address.clone();
                     return Err(self.gone(rank, address));
                 }
-            }
+            };
+            let seen = seen.get(..length).unwrap_or(&[]);
+            let Some((header, rest)) = seen.split_first_chunk::<{ Control::BYTES }>() else {
+                continue; // the rest of the header is on its way
+            };
             let epoch = self.configuration.epoch.0;
-            match Control::decode(&header).filter(|h| h.epoch == epoch) {
+            match Control::decode(header).filter(|h| h.epoch == epoch) {
                 Some(h) if h.kind == ControlKind::Ready => {
-                    found.ready = link.read(&mut header) == Moved::Bytes(Control::BYTES);
+                    let mut taken = [0u8; Control::BYTES];
+                    found.ready = link.read(&mut taken) == Moved::Bytes(Control::BYTES);
                 }
                 Some(h) if h.kind == ControlKind::Abort => {
-                    if let Some(link) = found.control.take() {
-                        let mut control = ControlLink::new(link);
-                        if let Some(Incoming::Frame(frame, text)) = control.next()? {
-                            let text = String::from_utf8_lossy(&text);
-                            let text = format!("rank {} reports: {text}", frame.b);
-                            let error = Error::new(wire::kind_of(frame.code), text).with_peer(frame.b);
-                            return Err(self.named(error));
-                        }
-                    }
-                    let address = found.address.clone();
-                    return Err(self.gone(rank, address));
+                    let Some(text) = usize::try_from(h.length).ok().and_then(|n| rest.get(..n)) else {
+                        continue; // the rest of the text is on its way
+                    };
+                    let text = format!("rank {} reports: {}", h.b, String::from_utf8_lossy(text));
+                    let error = Error::new(wire::kind_of(h.code), text).with_peer(h.b);
+                    return Err(self.named(error));
                 }
                 _ => {
                     let text = "sent something else than that it is ready";
@@ -776,44 +449,13 @@ impl<'a> Rendezvous<'a> {
                         data: Inbox::new(data),
                         control: ControlLink::new(control),
                         left: None,
+                        gone: None,
                         suspect: None,
                     }))
                 }
                 _ => Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
             })
             .collect()
-    }
-}
-
-/// Begins a non-blocking connection.
-fn begin(address: SocketAddr) -> std::io::Result<std::os::fd::OwnedFd> {
-    let family = if address.is_ipv6() {
-        AddressFamily::INET6
-    } else {
-        AddressFamily::INET
-    };
-    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
-    let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
-    match rustix::net::connect(&fd, &address) {
-        Ok(()) | Err(rustix::io::Errno::INPROGRESS | rustix::io::Errno::INTR) => Ok(fd),
-        Err(e) => Err(e.into()),
-    }
-}
-
-/// `None` while the connection is being made.
-fn connected(fd: &std::os::fd::OwnedFd) -> Option<std::io::Result<()>> {
-    let mut fds = [PollFd::new(fd, PollFlags::OUT)];
-    let now = Timespec {
-        tv_sec: 0,
-        tv_nsec: 0,
-    };
-    match poll(&mut fds, Some(&now)) {
-        Ok(0) | Err(rustix::io::Errno::INTR) => None,
-        Ok(_) => Some(match rustix::net::sockopt::socket_error(fd) {
-            Ok(Ok(())) => Ok(()),
-            Ok(Err(e)) | Err(e) => Err(e.into()),
-        }),
-        Err(e) => Some(Err(e.into())),
     }
 }
 

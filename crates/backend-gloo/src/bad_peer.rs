@@ -1,0 +1,295 @@
+//! Tests against a rank 1 that knows the greeting and then breaks every rule (INV-10): rank 0 gets a typed error that
+//! names it, at once, and works again at the next epoch.
+
+use std::io::{Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Configuration, DType, Epoch, Error, ErrorKind, Fingerprint, GroupOptions, InMemoryStore, ProcessGroup,
+    ProcessGroupExt, ReduceOp, Store, Tensor, deadline_in,
+};
+
+use crate::GlooGroup;
+use crate::wire::{Control, ControlKind, DataHeader, Hello, Lane, SEGMENT, VERSION};
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(20))
+}
+
+fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world_size: u32) -> Configuration {
+    Configuration {
+        store: store.clone(),
+        prefix: "bad".into(),
+        name: "bad".into(),
+        epoch: Epoch(epoch),
+        rank,
+        world_size,
+        deadline: soon(),
+    }
+}
+
+/// The two connections of a rank 1 that is not one of ours.
+struct Stranger {
+    data: TcpStream,
+    control: TcpStream,
+}
+
+fn hello(lane: Lane, nonce: u64) -> Hello {
+    Hello {
+        version: VERSION,
+        lane,
+        rank: 1,
+        world: 2,
+        epoch: 1,
+        constants: crate::options::constants(),
+        nonce,
+    }
+}
+
+fn frame(kind: ControlKind, id: u64, length: u64) -> Control {
+    Control {
+        kind,
+        code: DType::U8.code(),
+        epoch: 1,
+        id,
+        a: 0,
+        b: 1,
+        length,
+    }
+}
+
+impl Stranger {
+    fn connect(store: &Arc<dyn Store>) -> Self {
+        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
+        let fields: Vec<&str> = card.split(' ').collect();
+        let nonce = u64::from_str_radix(fields[1], 16).unwrap();
+        let port = fields[3].parse::<SocketAddr>().unwrap().port();
+        let open = |lane| {
+            let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
+            stream.write_all(&hello(lane, nonce).encode()).unwrap();
+            let mut answer = [0; Hello::BYTES];
+            stream.read_exact(&mut answer).unwrap();
+            assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
+            stream
+        };
+        let data = open(Lane::Data);
+        let mut control = open(Lane::Control);
+        control
+            .write_all(&frame(ControlKind::Ready, 0, 0).encode())
+            .unwrap();
+        Self { data, control }
+    }
+}
+
+/// What rank 0's group says after `misbehave`; a collective and a receive are pending on it.
+fn after(misbehave: impl FnOnce(&mut Stranger)) -> Error {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)).unwrap());
+        let mut stranger = Stranger::connect(&store);
+        ours.join().unwrap();
+        let work = group
+            .allreduce(Tensor::zeros(DType::F32, 1000), ReduceOp::Sum)
+            .unwrap();
+        let receive = group.recv(Tensor::zeros(DType::F32, 1000), 1, 3).unwrap();
+        misbehave(&mut stranger);
+        let e = work.wait(soon()).unwrap_err();
+        assert!(receive.wait(soon()).is_err());
+        assert_eq!(work.recover().len() + receive.recover().len(), 2);
+        assert_eq!(group.error().unwrap().kind(), e.kind());
+        group.configure(configuration(&store, 2, 0, 1)).unwrap();
+        group.barrier().unwrap();
+        e
+    })
+}
+
+fn data_header(seq: u64, length: u64) -> DataHeader {
+    let tensors = vec![Tensor::zeros(DType::F32, 1000)];
+    let op = ftcore::Collective::AllReduce {
+        tensors,
+        op: ReduceOp::Sum,
+    };
+    DataHeader {
+        epoch: 1,
+        seq,
+        round: 0,
+        algorithm: 1,
+        contributors: 1,
+        length,
+        fingerprint: op.fingerprint(),
+    }
+}
+
+#[test]
+fn garbage_on_either_connection_is_a_protocol_error_that_names_the_rank() {
+    for control in [false, true] {
+        let e = after(|s| {
+            let stream = if control { &mut s.control } else { &mut s.data };
+            stream.write_all(&[0xAB; 300]).unwrap();
+        });
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+        assert_eq!(e.context().peer, Some(1), "{e}");
+    }
+}
+
+#[test]
+fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim() {
+    type Break = (&'static str, fn(&mut Stranger), ErrorKind);
+    let ways: [Break; 9] = [
+        (
+            "bytes of a message that nobody accepted",
+            |s| {
+                s.control
+                    .write_all(&frame(ControlKind::Data, 5, 100).encode())
+                    .unwrap()
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "a piece larger than pieces are",
+            |s| {
+                let f = frame(ControlKind::Data, 5, SEGMENT as u64 + 1);
+                s.control.write_all(&f.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "an endless text",
+            |s| {
+                let f = frame(ControlKind::Abort, 0, u64::MAX);
+                s.control.write_all(&f.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "an accept of what was not offered",
+            |s| {
+                s.control
+                    .write_all(&frame(ControlKind::Accept, 9, 0).encode())
+                    .unwrap()
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "another epoch on the control connection",
+            |s| {
+                let f = Control {
+                    epoch: 7,
+                    ..frame(ControlKind::Offer, 0, 1)
+                };
+                s.control.write_all(&f.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "more offers than a rank may have open",
+            |s| {
+                let f = frame(ControlKind::Offer, 0, 1).encode();
+                // The group may end before the last one is written.
+                let _ = s.control.write_all(&f.repeat(20_000));
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "another epoch in a collective",
+            |s| {
+                let h = DataHeader {
+                    epoch: 0,
+                    ..data_header(0, 4000)
+                };
+                s.data.write_all(&h.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "a payload of an impossible length",
+            |s| s.data.write_all(&data_header(0, u64::MAX).encode()).unwrap(),
+            ErrorKind::Mismatch,
+        ),
+        (
+            "more contributors than ranks",
+            |s| {
+                let h = DataHeader {
+                    contributors: 1000,
+                    ..data_header(0, 4000)
+                };
+                s.data.write_all(&h.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+    ];
+    for (what, misbehave, kind) in ways {
+        let e = after(misbehave);
+        assert_eq!(e.kind(), kind, "{what}: {e}");
+    }
+}
+
+#[test]
+fn an_unknown_fingerprint_is_a_mismatch_that_shows_both_sides() {
+    let e = after(|s| {
+        let h = DataHeader {
+            fingerprint: Fingerprint::decode(&[0xEE; 24]),
+            ..data_header(0, 4000)
+        };
+        s.data.write_all(&h.encode()).unwrap();
+    });
+    assert_eq!(e.kind(), ErrorKind::Mismatch, "{e}");
+    let text = e.to_string();
+    assert!(
+        text.contains("operation 238") && text.contains("all_reduce(f32, 1000 elements, sum)"),
+        "{text}"
+    );
+}
+
+#[test]
+fn a_rank_that_vanishes_without_a_word_is_lost_by_name() {
+    let e = after(|s| {
+        s.control.shutdown(std::net::Shutdown::Both).unwrap();
+        s.data.shutdown(std::net::Shutdown::Both).unwrap();
+    });
+    assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
+    assert_eq!(e.context().peer, Some(1), "{e}");
+    assert!(e.context().peer_address.is_some(), "{e}");
+}
+
+#[test]
+fn ranks_of_different_builds_fail_on_both_sides() {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    std::thread::scope(|scope| {
+        for rank in 0..2 {
+            let store = &store;
+            scope.spawn(move || {
+                let group = if rank == 0 {
+                    GlooGroup::new("ours", GroupOptions::default()).unwrap()
+                } else {
+                    GlooGroup::of_another_build("theirs").unwrap()
+                };
+                let e = group.configure(configuration(store, 1, rank, 2)).unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::Mismatch, "{e}");
+                assert!(e.to_string().contains("different algorithm constants"), "{e}");
+            });
+        }
+    });
+}
+
+#[test]
+fn the_registry_knows_gloo_for_the_cpu() {
+    let registry = ftcore::Registry::global();
+    registry.is_backend_available("GLOO", None).unwrap();
+    let group = registry
+        .create("gloo", &ftcore::Device::CPU, &GroupOptions::default())
+        .unwrap();
+    assert_eq!(group.info().backend, "gloo");
+    let options = GroupOptions {
+        max_ctas: Some(1),
+        ..Default::default()
+    };
+    let e = registry
+        .create("gloo", &ftcore::Device::CPU, &options)
+        .map(drop)
+        .unwrap_err();
+    assert!(e.to_string().contains("max_ctas"), "{e}");
+}

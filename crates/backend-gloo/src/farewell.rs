@@ -1,0 +1,147 @@
+//! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
+
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::time::Duration;
+
+use ftcore::{Error, ErrorKind, deadline_in, time_left};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::engine::Engine;
+use crate::peer::Payload;
+use crate::transport::tcp::Moved;
+use crate::wire::{self, Control, ControlKind};
+
+/// How long the last words of a failed engine may take.
+pub(crate) const LAST_WORDS: Duration = Duration::from_millis(200);
+
+impl Engine {
+    /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
+    pub(crate) fn fail(mut self, error: Error) {
+        let place = self.shared.place;
+        let (incoming, first) = {
+            let mut queue = self.shared.lock();
+            let first = queue.first_error.get_or_insert_with(|| error.clone()).clone();
+            (std::mem::take(&mut queue.incoming), first)
+        };
+        let error = if first.kind() == ErrorKind::Aborted {
+            first
+        } else {
+            error
+        };
+        tracing::debug!(rank = place.rank, epoch = place.epoch, %error, "the group failed");
+        let about = error.context().peer.unwrap_or(u32::MAX);
+        let text = self
+            .current
+            .as_ref()
+            .map_or_else(|| error.clone(), |exec| exec.context(error.clone()))
+            .to_string();
+        for peer in self.peers.iter_mut().flatten() {
+            self.messages.detach(peer);
+        }
+        // The peers first: once its own work has failed, this process may end.
+        let (origin, about, text) = match self.reported {
+            // Passed on as it came: the origin may not have reached everybody before it closed.
+            Some((origin, about)) => (origin, about, error.message().to_string()),
+            None if error.kind() == ErrorKind::Aborted => (place.rank, about, error.message().to_string()),
+            None => (place.rank, about, text),
+        };
+        self.tell(
+            ControlKind::Abort,
+            wire::code_of(error.kind()),
+            about,
+            origin,
+            &text,
+        );
+        self.speak();
+        if let Some(exec) = self.current.take() {
+            exec.fail(error.clone());
+        }
+        for submission in std::mem::take(&mut self.waiting).into_iter().chain(incoming) {
+            let mut error = error
+                .clone()
+                .with_op(submission.op.kind().name())
+                .with_rank(place.rank)
+                .with_epoch(place.epoch);
+            if let Some(seq) = submission.seq {
+                error = error.with_seq(seq);
+            }
+            if let Some(dtype) = submission.op.dtype() {
+                error = error.with_data(dtype, submission.op.count());
+            }
+            submission.completer.fail(error, submission.op.into_tensors());
+        }
+        self.messages.fail_all(&error);
+        self.last_words();
+    }
+
+    pub(crate) fn tell(&mut self, kind: ControlKind, code: u8, about: u32, origin: u32, text: &str) {
+        let text = wire::cut(text).as_bytes().to_vec();
+        let header = Control {
+            kind,
+            code,
+            epoch: self.shared.place.epoch,
+            id: 0,
+            a: about,
+            b: origin,
+            length: text.len() as u64,
+        };
+        for peer in self.peers.iter_mut().flatten() {
+            peer.control.push(header, text.clone());
+        }
+    }
+
+    /// Writes of what is queued on the control connections as much as goes at once. No message has a piece left.
+    fn speak(&mut self) {
+        for peer in self.peers.iter_mut().flatten() {
+            let control = &mut peer.control;
+            control.link.writable = true;
+            while control.link.writable && control.link.write_closed.is_none() {
+                if control.current.is_none() {
+                    control.current = control.queue.pop_front();
+                }
+                let Some(frame) = &mut control.current else { break };
+                let (header, out) = frame.rest();
+                let payload = match &frame.payload {
+                    Payload::Text(text) => text.get(out..).unwrap_or(&[]),
+                    _ => &[],
+                };
+                let slices = [IoSlice::new(header), IoSlice::new(payload)];
+                if let Moved::Bytes(n) = control.link.write(&slices) {
+                    frame.done += n;
+                }
+                if frame.is_finished() {
+                    control.current = None;
+                }
+            }
+        }
+    }
+
+    /// Writes what is queued on the control connections, for a short time; then the sockets close.
+    pub(crate) fn last_words(&mut self) {
+        let until = deadline_in(LAST_WORDS);
+        loop {
+            self.speak();
+            let mut fds = Vec::new();
+            for peer in self.peers.iter().flatten() {
+                if peer.control.wants_write() {
+                    fds.push(PollFd::from_borrowed_fd(
+                        peer.control.link.as_fd(),
+                        PollFlags::OUT,
+                    ));
+                }
+            }
+            let left = time_left(until);
+            if fds.is_empty() || left.is_zero() {
+                return;
+            }
+            let timeout = Timespec {
+                tv_sec: 0,
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            if poll(&mut fds, Some(&timeout)).is_err() {
+                return;
+            }
+        }
+    }
+}

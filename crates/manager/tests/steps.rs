@@ -1,0 +1,193 @@
+//! The step protocol over a real lighthouse, real manager servers and real gloo groups, replicas as threads.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use coordination::{LighthouseConfig, LighthouseServer};
+use ftcore::{Error, ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use manager::{Manager, ManagerConfig, Replica, State};
+
+fn lighthouse(replicas: usize) -> LighthouseServer {
+    LighthouseServer::start(LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        min_replicas: 1,
+        initial_replicas: Some(replicas),
+        join_timeout: Duration::from_secs(20),
+        heartbeat_timeout: Duration::from_secs(60),
+        ..LighthouseConfig::default()
+    })
+    .unwrap()
+}
+
+fn manager(name: &str, lighthouse: &str) -> Manager {
+    let group = backend_gloo::GlooGroup::new(name, GroupOptions::default()).unwrap();
+    let mut config = ManagerConfig::new(name, lighthouse);
+    config.timeout = Duration::from_secs(20);
+    Manager::new(Arc::new(group), config).unwrap()
+}
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(30))
+}
+
+/// One number; loading it can be made to fail.
+struct Number {
+    value: f32,
+    refuse: bool,
+}
+
+impl State for Number {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_f32("value", &[1], &[self.value])
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        if self.refuse {
+            return Err(Error::invalid("this state is not for me"));
+        }
+        self.value = from.get_f32("value")?[0];
+        Ok(())
+    }
+}
+
+/// One step that adds the average of `input` to the state. Returns the contributors, or `None` if it did not commit.
+fn step(m: &mut Manager, state: &mut Number, input: f32) -> Result<Option<u32>> {
+    m.start_quorum(state, soon())?;
+    let work = m.allreduce(vec![Tensor::from_vec(vec![input; 1000])], ReduceOp::Avg);
+    let sum = work.take();
+    if !m.should_commit(soon())? {
+        return Ok(None);
+    }
+    let done = sum?;
+    let contributors = done.contributors;
+    state.value += done.into_tensor()?.as_slice::<f32>()?[0];
+    Ok(Some(contributors))
+}
+
+#[test]
+fn l07_in_the_first_step_only_the_replica_that_others_heal_from_counts() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let results: Vec<(f32, Option<u32>)> = std::thread::scope(|scope| {
+        let handles: Vec<_> = [(0u32, 4.0f32), (1, 100.0)]
+            .map(|(i, input)| {
+                let url = url.clone();
+                scope.spawn(move || {
+                    let mut m = manager(&format!("r{i}"), &url);
+                    let mut state = Number { value: i as f32, refuse: false };
+                    let first = step(&mut m, &mut state, input).unwrap();
+                    let after_first = state.value;
+                    let second = step(&mut m, &mut state, input).unwrap();
+                    assert_eq!(second, Some(2));
+                    // (4 + 100) / 2 by two contributors.
+                    assert_eq!(state.value, after_first + 52.0);
+                    m.leave(soon()).unwrap();
+                    (after_first, first)
+                })
+            })
+            .into_iter()
+            .collect();
+        handles.into_iter().map(|h| h.join().unwrap()).collect()
+    });
+    // r0 is the source: its state 0 plus its own input 4, divided by one contributor and not by two.
+    assert_eq!(results, [(4.0, Some(1)), (4.0, Some(1))]);
+}
+
+#[test]
+fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
+    let lighthouse = lighthouse(1);
+    let url = lighthouse.address();
+    let mut old = manager("r0", &url);
+    let mut state = Number { value: 0.0, refuse: false };
+    for _ in 0..3 {
+        assert_eq!(step(&mut old, &mut state, 1.0).unwrap(), Some(1));
+    }
+    std::thread::scope(|scope| {
+        let (tx, rx) = std::sync::mpsc::channel();
+        let url = &url;
+        scope.spawn(move || {
+            let mut new = manager("r1", url);
+            let mut state = Number { value: 77.0, refuse: true };
+            let e = new.start_quorum(&mut state, soon()).unwrap_err();
+            assert!(e.to_string().contains("this state is not for me"), "{e}");
+            assert!(e.to_string().contains("r0:") && e.to_string().contains("r1:"), "{e}");
+            // Nothing was applied, so nothing counts as done, and no reduction or vote is possible.
+            assert_eq!((new.current_step(), state.value), (0, 77.0));
+            let refused = new.allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg).take();
+            assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidState);
+            assert_eq!(new.should_commit(soon()).unwrap_err().kind(), ErrorKind::InvalidState);
+            // The next try heals for real, and only then has the replica advanced.
+            state.refuse = false;
+            let p = new.start_quorum(&mut state, soon()).unwrap();
+            assert!(p.healed.is_some() && !p.contributes);
+            assert_eq!(new.current_step(), p.step);
+            assert_eq!(state.value, p.step as f32);
+            tx.send(()).unwrap();
+            new.leave(soon()).unwrap();
+        });
+        // The old one goes on meanwhile; attempts that the newcomer spoils do not commit and are repeated.
+        while rx.try_recv().is_err() {
+            step(&mut old, &mut state, 1.0).unwrap();
+        }
+    });
+    assert_eq!(state.value, old.current_step() as f32);
+}
+
+#[test]
+fn a_dead_replica_costs_the_survivor_one_attempt_and_no_time_out() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    std::thread::scope(|scope| {
+        let victim_url = url.clone();
+        scope.spawn(move || {
+            let mut m = manager("r1", &victim_url);
+            let mut state = Number { value: 0.0, refuse: false };
+            step(&mut m, &mut state, 1.0).unwrap();
+            // It goes into the next step's quorum and is gone before its reduction.
+            m.start_quorum(&mut state, soon()).unwrap();
+            drop(m);
+        });
+        let mut m = manager("r0", &url);
+        let mut state = Number { value: 0.0, refuse: false };
+        step(&mut m, &mut state, 1.0).unwrap();
+        let begun = Instant::now();
+        let mut attempts = 0;
+        while m.current_step() < 2 {
+            attempts += 1;
+            let _ = step(&mut m, &mut state, 1.0).unwrap();
+        }
+        // The collective's time-out is 20 s, the heartbeat's 60 s: neither was waited for.
+        assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
+        assert!((1..=3).contains(&attempts), "{attempts}");
+        m.leave(soon()).unwrap();
+    });
+}
+
+#[test]
+fn a_lighthouse_that_is_not_there_is_named_with_what_to_do() {
+    let group = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
+    let mut config = ManagerConfig::new("r0", "http://127.0.0.1:9");
+    config.connect_timeout = Duration::from_millis(500);
+    let e = Manager::new(Arc::new(group), config).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::Unavailable);
+    assert!(e.to_string().contains("127.0.0.1:9") && e.to_string().contains("oxccl lighthouse"), "{e}");
+}
+
+#[test]
+fn a_configuration_that_cannot_work_is_refused_before_anything_starts() {
+    let cases: [(fn(&mut ManagerConfig), &str); 5] = [
+        (|c| c.name = "a:b".into(), "free of ':'"),
+        (|c| c.group_rank = 1, "group_rank 1"),
+        (|c| c.lighthouse = None, "lighthouse"),
+        (|c| c.group_world_size = 2, "replica_store"),
+        (|c| c.min_replicas = 0, "min_replicas"),
+    ];
+    for (spoil, text) in cases {
+        let mut config = ManagerConfig::new("r0", "http://127.0.0.1:9");
+        spoil(&mut config);
+        let group = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
+        let e = Manager::new(Arc::new(group), config).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+        assert!(e.to_string().contains(text), "{e}");
+    }
+}
