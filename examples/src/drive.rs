@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::deadline_in;
+use ftcore::{ErrorKind, deadline_in};
 use oxccl::launch::{
     EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig,
     SupervisorEvent, announce_lighthouse,
@@ -204,6 +204,7 @@ pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCod
     };
     let mut config = SupervisorConfig::new(replicas, lighthouse, &out);
     config.stop_on_signals = true;
+    config.restart.backoff = Duration::from_millis(100);
     config.deadline = Some(deadline_in(Duration::from_secs(args.time_limit_s)));
     let replica_args: Vec<String> = run.replica_args.iter().cloned().chain(net.to_args()).collect();
     let command = move |launch: &ReplicaLaunch| {
@@ -287,7 +288,7 @@ pub fn main_with(result: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode 
             eprintln!("error: {error:#}");
             let wrong = error
                 .downcast_ref::<ftcore::Error>()
-                .is_none_or(|e| e.kind() == ftcore::ErrorKind::InvalidArgument);
+                .is_none_or(|e| matches!(e.kind(), ErrorKind::InvalidArgument | ErrorKind::NotFound));
             ExitCode::from(if wrong { 2 } else { 1 })
         }
     }
