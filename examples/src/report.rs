@@ -1,7 +1,7 @@
 //! The report of a run: what its replicas did, what a kill cost, and whether all ended with the same parameters.
 //!
 //! Made from the events that the supervisor handed out, after the run; pure, so that it can be tested on a list. It is
-//! shown as text ([`Report::to_string`]) or as data (`--json`), and decides the exit code.
+//! shown as text (its `Display`) or as data (`--json`), and decides the exit code.
 
 use std::collections::BTreeMap;
 

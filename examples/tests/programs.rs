@@ -1,5 +1,12 @@
 //! The two programs as a user runs them: small, with a kill, twice with the same seed, and with the mistakes people make.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
 use std::path::Path;
 use std::process::{Command, Output};
 
@@ -10,7 +17,18 @@ const DDP: &str = env!("CARGO_BIN_EXE_train_ddp");
 
 /// A model and a run small enough for a test; the real text and the real digits all the same.
 const SMALL: &[&str] = &[
-    "--rounds", "300", "--sync-every", "8", "--d-model", "32", "--layers", "2", "--seq", "32", "--batch", "2",
+    "--rounds",
+    "300",
+    "--sync-every",
+    "8",
+    "--d-model",
+    "32",
+    "--layers",
+    "2",
+    "--seq",
+    "32",
+    "--batch",
+    "2",
 ];
 
 fn run(program: &str, out: &Path, args: &[&str]) -> (Output, Option<Value>) {
@@ -23,7 +41,9 @@ fn run(program: &str, out: &Path, args: &[&str]) -> (Output, Option<Value>) {
         .arg(&json)
         .output()
         .unwrap();
-    let value = std::fs::read(&json).ok().map(|b| serde_json::from_slice(&b).unwrap());
+    let value = std::fs::read(&json)
+        .ok()
+        .map(|b| serde_json::from_slice(&b).unwrap());
     (output, value)
 }
 
@@ -40,9 +60,16 @@ fn train_diloco_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     assert_eq!(report["ok"], true, "{report:#}");
     assert!(report["hash"].is_string(), "{report:#}");
     let death = &report["deaths"][0];
-    assert_eq!((&death["replica"], &death["exit"]), (&Value::from(1), &Value::from("SIGKILL")), "{report:#}");
+    assert_eq!(
+        (&death["replica"], &death["exit"]),
+        (&Value::from(1), &Value::from("SIGKILL")),
+        "{report:#}"
+    );
     assert!(death["healed_step"].as_i64().unwrap() >= 60, "{report:#}");
-    assert!(death["restart_to_commit_ms"].is_number() && death["stall"]["stall_ms"].is_number(), "{report:#}");
+    assert!(
+        death["restart_to_commit_ms"].is_number() && death["stall"]["stall_ms"].is_number(),
+        "{report:#}"
+    );
     assert!(report["wire"]["sent"].as_u64().unwrap() > 0);
     for name in ["loss.svg", "loss.png", "report.json"] {
         assert!(dir.path().join(name).metadata().unwrap().len() > 1000, "{name}");
@@ -56,7 +83,10 @@ fn train_ddp_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     assert!(output.status.success(), "{}", text(&output));
     let report = report.unwrap();
     assert_eq!(report["ok"], true, "{report:#}");
-    assert!(report["deaths"][0]["healed_step"].as_i64().unwrap() >= 500, "{report:#}");
+    assert!(
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 500,
+        "{report:#}"
+    );
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
 }
 
@@ -64,7 +94,11 @@ fn train_ddp_survives_a_kill_inside_a_reduction_and_all_end_equal() {
 fn the_same_seed_gives_the_same_bits_and_another_seed_others() {
     let curve = |seed: &str| {
         let dir = tempfile::tempdir().unwrap();
-        let (output, report) = run(DILOCO, dir.path(), &[SMALL, &["--no-kill", "--seed", seed]].concat());
+        let (output, report) = run(
+            DILOCO,
+            dir.path(),
+            &[SMALL, &["--no-kill", "--seed", seed]].concat(),
+        );
         assert!(output.status.success(), "{}", text(&output));
         let report = report.unwrap();
         // The losses themselves, in full precision, as they stand in the picture's data.
@@ -72,7 +106,13 @@ fn the_same_seed_gives_the_same_bits_and_another_seed_others() {
             .as_array()
             .unwrap()
             .iter()
-            .flat_map(|f| [f["train_loss"].to_string(), f["heldout_loss"].to_string(), f["hash"].to_string()])
+            .flat_map(|f| {
+                [
+                    f["train_loss"].to_string(),
+                    f["heldout_loss"].to_string(),
+                    f["hash"].to_string(),
+                ]
+            })
             .collect();
         assert_eq!(losses.len(), 6);
         losses
@@ -85,7 +125,12 @@ fn the_same_seed_gives_the_same_bits_and_another_seed_others() {
 /// Runs `program` with `args` and expects exit code `code` and all of `texts` in what it says.
 fn refused(program: &str, args: &[&str], env: &[(&str, &str)], code: i32, texts: &[&str]) {
     let dir = tempfile::tempdir().unwrap();
-    let output = Command::new(program).args(args).envs(env.iter().copied()).current_dir(dir.path()).output().unwrap();
+    let output = Command::new(program)
+        .args(args)
+        .envs(env.iter().copied())
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
     let said = text(&output);
     assert_eq!(output.status.code(), Some(code), "{args:?}: {said}");
     for t in texts {
@@ -100,16 +145,40 @@ fn mistakes_are_named_with_what_to_change_and_end_with_code_2() {
     let small = dir.path().join("small.txt");
     std::fs::write(&small, b"too small").unwrap();
     let small = small.to_str().unwrap();
-    refused(DILOCO, &["--data", "/nonexistent/book.txt"], &[], 2, &["/nonexistent/book.txt"]);
+    refused(
+        DILOCO,
+        &["--data", "/nonexistent/book.txt"],
+        &[],
+        2,
+        &["/nonexistent/book.txt"],
+    );
     refused(DILOCO, &["--data", small], &[], 2, &["9 bytes", "need at least"]);
-    refused(DILOCO, &["--fragments", "3"], &[], 2, &["not a multiple of fragments 3", "15 and 18"]);
+    refused(
+        DILOCO,
+        &["--fragments", "3"],
+        &[],
+        2,
+        &["not a multiple of fragments 3", "15 and 18"],
+    );
     refused(DILOCO, &["--delay", "8"], &[], 2, &["delay 8 must be smaller"]);
-    refused(DILOCO, &["--replicas", "1", "--kill", "0@3"], &[], 2, &["second replica"]);
+    refused(
+        DILOCO,
+        &["--replicas", "1", "--kill", "0@3"],
+        &[],
+        2,
+        &["second replica"],
+    );
     refused(DILOCO, &["--kill", "7@3"], &[], 2, &["replica 7", "0 to 1"]);
     refused(DILOCO, &["--kill", "1@40"], &[], 2, &["step 40", "1 to 39"]);
     refused(DILOCO, &["--kill", "x"], &[], 2, &["REPLICA@STEP"]);
     refused(DDP, &["--steps", "0"], &[], 2, &["--steps"]);
-    refused(DILOCO, &["replica"], &[], 2, &["OXCCL_LIGHTHOUSE", "oxccl launch"]);
+    refused(
+        DILOCO,
+        &["replica"],
+        &[],
+        2,
+        &["OXCCL_LIGHTHOUSE", "oxccl launch"],
+    );
 }
 
 #[test]
@@ -120,7 +189,13 @@ fn a_lighthouse_that_cannot_be_reached_is_an_error_that_says_so() {
         ("OXCCL_REPLICAS", "2"),
         ("RAYON_NUM_THREADS", "1"),
     ];
-    refused(DDP, &["replica"], &env, 1, &["127.0.0.1:9", "is the lighthouse running"]);
+    refused(
+        DDP,
+        &["replica"],
+        &env,
+        1,
+        &["127.0.0.1:9", "is the lighthouse running"],
+    );
 }
 
 #[test]

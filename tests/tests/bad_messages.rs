@@ -1,5 +1,12 @@
 //! Bad messages to every listening port of a running job change nothing but a log line (INV-10).
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
 use std::collections::BTreeSet;
 use std::io::Write;
 use std::net::TcpStream;
@@ -17,7 +24,14 @@ fn listening_ports(pid: u32) -> BTreeSet<u16> {
         .flatten()
         .flatten()
         .filter_map(|fd| std::fs::read_link(fd.path()).ok())
-        .filter_map(|l| Some(l.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.to_string()))
+        .filter_map(|l| {
+            Some(
+                l.to_str()?
+                    .strip_prefix("socket:[")?
+                    .strip_suffix(']')?
+                    .to_string(),
+            )
+        })
         .collect();
     let mut ports = BTreeSet::new();
     for table in ["tcp", "tcp6"] {
@@ -75,12 +89,20 @@ fn garbage_on_every_port_of_a_running_job_changes_nothing() {
     let (says, hears) = channel();
     let mut workers: Vec<Worker> = (0..2)
         .map(|r| {
-            let args = ["streaming", &lighthouse.address(), &format!("r{r}"), &r.to_string(), "1500"].map(String::from);
+            let args = [
+                "streaming",
+                &lighthouse.address(),
+                &format!("r{r}"),
+                &r.to_string(),
+                "1500",
+            ]
+            .map(String::from);
             Worker::start(env!("CARGO_BIN_EXE_worker"), r, 0, &args, says.clone())
         })
         .collect();
     let lighthouse_port: u16 = lighthouse.address().rsplit(':').next().unwrap().parse().unwrap();
-    let (mut attacked, mut half_open, mut finals, mut epochs) = (BTreeSet::new(), Vec::new(), Vec::new(), BTreeSet::new());
+    let (mut attacked, mut half_open, mut finals, mut epochs) =
+        (BTreeSet::new(), Vec::new(), Vec::new(), BTreeSet::new());
     let deadline = deadline_in(Duration::from_secs(120));
     while finals.len() < 2 {
         let left = deadline.saturating_duration_since(std::time::Instant::now());
@@ -95,7 +117,8 @@ fn garbage_on_every_port_of_a_running_job_changes_nothing() {
                 if step % 100 != 50 {
                     continue;
                 }
-                let mut ports: BTreeSet<u16> = workers.iter().flat_map(|w| listening_ports(w.pid())).collect();
+                let mut ports: BTreeSet<u16> =
+                    workers.iter().flat_map(|w| listening_ports(w.pid())).collect();
                 ports.insert(lighthouse_port);
                 for &port in &ports {
                     for message in garbage() {

@@ -1,6 +1,13 @@
 //! INV-1 to INV-6 under fire: replicas are killed with SIGKILL at random moments, also while they heal, reduce or vote.
 //! Survivors keep committing, nothing hangs, and no two replicas ever hold different parameters for one step.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
 use std::collections::BTreeMap;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::{Duration, Instant};
@@ -212,9 +219,7 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
         let victim = victims[dice.below(victims.len() as u64) as usize];
         match dice.below(3) {
             0 => {}
-            1 => c.listen("a reduction", |_, r, said| {
-                r == victim && matches!(said, Said::Reducing { .. }) || r != victim
-            }),
+            1 => c.listen("a reduction", |_, _, said| matches!(said, Said::Reducing { .. })),
             _ => {}
         }
         c.drift(Duration::from_micros(dice.below(30_000)));

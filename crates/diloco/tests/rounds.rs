@@ -1,5 +1,12 @@
 //! Rounds with hand-computed histories, over a replica that plays the rest of the world.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 

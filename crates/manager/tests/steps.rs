@@ -1,5 +1,12 @@
 //! The step protocol over a real lighthouse, real manager servers and real gloo groups, replicas as threads.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -74,7 +81,10 @@ fn l07_in_the_first_step_only_the_replica_that_others_heal_from_counts() {
                 let url = url.clone();
                 scope.spawn(move || {
                     let mut m = manager(&format!("r{i}"), &url);
-                    let mut state = Number { value: i as f32, refuse: false };
+                    let mut state = Number {
+                        value: i as f32,
+                        refuse: false,
+                    };
                     let first = step(&mut m, &mut state, input).unwrap();
                     let after_first = state.value;
                     let second = step(&mut m, &mut state, input).unwrap();
@@ -98,7 +108,10 @@ fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
     let lighthouse = lighthouse(1);
     let url = lighthouse.address();
     let mut old = manager("r0", &url);
-    let mut state = Number { value: 0.0, refuse: false };
+    let mut state = Number {
+        value: 0.0,
+        refuse: false,
+    };
     for _ in 0..3 {
         assert_eq!(step(&mut old, &mut state, 1.0).unwrap(), Some(1));
     }
@@ -107,15 +120,26 @@ fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
         let url = &url;
         scope.spawn(move || {
             let mut new = manager("r1", url);
-            let mut state = Number { value: 77.0, refuse: true };
+            let mut state = Number {
+                value: 77.0,
+                refuse: true,
+            };
             let e = new.start_quorum(&mut state, soon()).unwrap_err();
             assert!(e.to_string().contains("this state is not for me"), "{e}");
-            assert!(e.to_string().contains("r0:") && e.to_string().contains("r1:"), "{e}");
+            assert!(
+                e.to_string().contains("r0:") && e.to_string().contains("r1:"),
+                "{e}"
+            );
             // Nothing was applied, so nothing counts as done, and no reduction or vote is possible.
             assert_eq!((new.current_step(), state.value), (0, 77.0));
-            let refused = new.allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg).take();
+            let refused = new
+                .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+                .take();
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidState);
-            assert_eq!(new.should_commit(soon()).unwrap_err().kind(), ErrorKind::InvalidState);
+            assert_eq!(
+                new.should_commit(soon()).unwrap_err().kind(),
+                ErrorKind::InvalidState
+            );
             // The next try heals for real, and only then has the replica advanced.
             state.refuse = false;
             let p = new.start_quorum(&mut state, soon()).unwrap();
@@ -141,14 +165,20 @@ fn a_dead_replica_costs_the_survivor_one_attempt_and_no_time_out() {
         let victim_url = url.clone();
         scope.spawn(move || {
             let mut m = manager("r1", &victim_url);
-            let mut state = Number { value: 0.0, refuse: false };
+            let mut state = Number {
+                value: 0.0,
+                refuse: false,
+            };
             step(&mut m, &mut state, 1.0).unwrap();
             // It goes into the next step's quorum and is gone before its reduction.
             m.start_quorum(&mut state, soon()).unwrap();
             drop(m);
         });
         let mut m = manager("r0", &url);
-        let mut state = Number { value: 0.0, refuse: false };
+        let mut state = Number {
+            value: 0.0,
+            refuse: false,
+        };
         step(&mut m, &mut state, 1.0).unwrap();
         let begun = Instant::now();
         let mut attempts = 0;
@@ -170,12 +200,16 @@ fn a_lighthouse_that_is_not_there_is_named_with_what_to_do() {
     config.connect_timeout = Duration::from_millis(500);
     let e = Manager::new(Arc::new(group), config).err().unwrap();
     assert_eq!(e.kind(), ErrorKind::Unavailable);
-    assert!(e.to_string().contains("127.0.0.1:9") && e.to_string().contains("oxccl lighthouse"), "{e}");
+    assert!(
+        e.to_string().contains("127.0.0.1:9") && e.to_string().contains("oxccl lighthouse"),
+        "{e}"
+    );
 }
 
 #[test]
 fn a_configuration_that_cannot_work_is_refused_before_anything_starts() {
-    let cases: [(fn(&mut ManagerConfig), &str); 5] = [
+    type Spoil = fn(&mut ManagerConfig);
+    let cases: [(Spoil, &str); 5] = [
         (|c| c.name = "a:b".into(), "free of ':'"),
         (|c| c.group_rank = 1, "group_rank 1"),
         (|c| c.lighthouse = None, "lighthouse"),

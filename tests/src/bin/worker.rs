@@ -1,6 +1,6 @@
 //! A replica that trains a toy problem for real: least squares by SGD, under DiLoCo or data parallel.
 //!
-//! usage: worker MODE LIGHTHOUSE NAME SHARD ROUNDS [WIDTH]
+//! usage: `worker MODE LIGHTHOUSE NAME SHARD ROUNDS [WIDTH]`
 //! MODE is `diloco`, `streaming` or `ddp`. It prints a line for everything that a test wants to know (`oxccl_tests::Said`).
 
 #![allow(

@@ -1,4 +1,5 @@
-//! Nothing is left behind. One test, alone on its resources: counting threads and descriptors tolerates no neighbours.
+//! Nothing is left behind, nothing spins. Each test has a process of its own: counting threads, descriptors and processor
+//! time tolerates no neighbours.
 
 use std::process::Command;
 
@@ -16,6 +17,84 @@ fn threads() -> usize {
 
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Processor time of all engine threads so far, in clock ticks (10 ms).
+fn ticks() -> u64 {
+    let of = |task: std::path::PathBuf| {
+        let stat = std::fs::read_to_string(task.join("stat")).ok()?;
+        let (name, rest) = stat.rsplit_once(')')?;
+        let fields: Vec<&str> = rest.split_whitespace().collect();
+        let user: u64 = fields.get(11)?.parse().ok()?;
+        let system: u64 = fields.get(12)?.parse().ok()?;
+        name.contains("ox-gloo").then_some(user + system)
+    };
+    std::fs::read_dir("/proc/self/task")
+        .unwrap()
+        .filter_map(|t| of(t.ok()?.path()))
+        .sum()
+}
+
+/// Runs in a process of its own, see below.
+#[test]
+#[ignore = "run by an_engine_that_waits_does_not_spin in a process of its own"]
+fn waiting() {
+    let meet = std::sync::Barrier::new(3);
+    with_groups(3, |rank, group| {
+        let mut pending = Vec::new();
+        for state in ["idle", "a receive waits", "a peer runs ahead"] {
+            meet.wait();
+            match state {
+                "a receive waits" => pending.push(
+                    group
+                        .recv(Tensor::zeros(DType::F32, 9), (rank + 1) % 3, 1)
+                        .unwrap(),
+                ),
+                // Two of three: headers and payload wait on the sockets of the third.
+                "a peer runs ahead" if rank != 2 => {
+                    let tensor = Tensor::zeros(DType::F32, 300_000);
+                    pending.push(group.allreduce(tensor, ReduceOp::Sum).unwrap());
+                }
+                _ => {}
+            }
+            meet.wait();
+            // What follows from that settles first; then nothing may move.
+            std::thread::sleep(std::time::Duration::from_millis(100));
+            let before = ticks();
+            std::thread::sleep(std::time::Duration::from_millis(500));
+            let used = ticks() - before;
+            // One spinning thread alone would use 50.
+            assert!(
+                used <= 15,
+                "while {state} the engines used {used} ticks in 500 ms"
+            );
+            meet.wait();
+            if state == "a peer runs ahead" {
+                group.abort("on to the next state");
+                eventually("the news", || group.error().is_some());
+                return;
+            }
+        }
+    });
+    with_groups(3, |rank, group| {
+        if rank == 2 {
+            group.shutdown(soon()).unwrap();
+        }
+        meet.wait();
+        let before = ticks();
+        std::thread::sleep(std::time::Duration::from_millis(500));
+        let used = ticks() - before;
+        assert!(
+            used <= 15,
+            "after a good-bye the engines used {used} ticks in 500 ms"
+        );
+        meet.wait();
+    });
+}
+
+#[test]
+fn an_engine_that_waits_does_not_spin() {
+    in_a_process_of_its_own("resources::waiting");
 }
 
 /// Runs in a process of its own, see below.
@@ -52,8 +131,12 @@ fn alone() {
 
 #[test]
 fn no_thread_and_no_socket_is_left_after_any_kind_of_end() {
+    in_a_process_of_its_own("resources::alone");
+}
+
+fn in_a_process_of_its_own(test: &str) {
     let output = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "resources::alone", "--ignored", "--test-threads=1"])
+        .args(["--exact", test, "--ignored", "--test-threads=1"])
         .output()
         .unwrap();
     let text = String::from_utf8_lossy(&output.stdout);
