@@ -15,7 +15,7 @@ use oxccl_examples::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with}
     after_help = "Examples:
   train_ddp
   train_ddp --replicas 3 --kill 0@100
-  oxccl launch --lighthouse http://HOST:29510 --replicas 1 --first-replica 0 -- train_ddp replica
+  oxccl launch --lighthouse http://HOST:29510 --total-replicas 2 --first-replica 0 -- train_ddp replica
 
 Exit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call was wrong."
 )]

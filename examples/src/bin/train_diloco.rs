@@ -16,7 +16,7 @@ use oxccl_examples::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with}
   train_diloco                      the whole show in about two minutes
   train_diloco --replicas 3 --kill 0@10
   train_diloco --no-kill --data book.txt --rounds 80
-  oxccl launch --lighthouse http://HOST:29510 --replicas 1 --first-replica 0 -- train_diloco replica
+  oxccl launch --lighthouse http://HOST:29510 --total-replicas 2 --first-replica 0 -- train_diloco replica
 
 Exit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call was wrong."
 )]
