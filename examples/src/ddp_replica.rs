@@ -12,6 +12,8 @@ use manager::State;
 use oxccl_candle::{ParamSet, candle_error};
 
 use crate::digits::{Digits, Mlp};
+use crate::drive::NetArgs;
+use crate::program::Training;
 use crate::replica::{Place, RecentLoss};
 
 /// How to train.
@@ -29,25 +31,6 @@ pub struct DdpArgs {
     /// Seed of weights, split and batches.
     #[arg(long, default_value_t = 1)]
     pub seed: u64,
-}
-
-impl DdpArgs {
-    /// The same arguments on a command line.
-    pub fn to_args(&self) -> Vec<String> {
-        let pairs: [(&str, String); 4] = [
-            ("--steps", self.steps.to_string()),
-            ("--batch", self.batch.to_string()),
-            ("--lr", self.lr.to_string()),
-            ("--seed", self.seed.to_string()),
-        ];
-        pairs.into_iter().flat_map(|(k, v)| [k.to_string(), v]).collect()
-    }
-
-    /// Checks everything that can be checked before processes are started, and returns the model's parameter count.
-    pub fn check(&self, replicas: usize) -> Result<usize> {
-        Digits::embedded(self.seed)?.batch(replicas.saturating_sub(1), replicas, 0, self.batch)?;
-        Ok(Mlp::new(self.seed)?.params().total())
-    }
 }
 
 /// Everything that a healing replica takes over.
@@ -94,13 +77,53 @@ fn hash(params: &ParamSet) -> Result<String> {
     ))
 }
 
-/// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
-pub fn run(args: &DdpArgs, backend: &str, bind: &str, advertise: Option<&str>) -> Result<()> {
+impl Training for DdpArgs {
+    const PROGRAM: &'static str = "train_ddp";
+    const ABOUT: &'static str =
+        "Fault-tolerant data parallel on the 8x8 digits: trains, kills a replica, heals it, reports";
+    const EXAMPLES: &'static str = "\
+  train_ddp
+  train_ddp --replicas 3 --kill 0@100
+  oxccl launch --lighthouse http://HOST:29510 --total-replicas 2 --first-replica 0 -- train_ddp replica";
+
+    fn to_args(&self) -> Vec<String> {
+        let pairs: [(&str, String); 4] = [
+            ("--steps", self.steps.to_string()),
+            ("--batch", self.batch.to_string()),
+            ("--lr", self.lr.to_string()),
+            ("--seed", self.seed.to_string()),
+        ];
+        pairs.into_iter().flat_map(|(k, v)| [k.to_string(), v]).collect()
+    }
+
+    fn check(&self, replicas: usize) -> Result<usize> {
+        Digits::embedded(self.seed)?.batch(replicas.saturating_sub(1), replicas, 0, self.batch)?;
+        Ok(Mlp::new(self.seed)?.params().total())
+    }
+
+    fn steps(&self) -> i64 {
+        self.steps
+    }
+
+    fn inner_steps(&self) -> u64 {
+        self.steps.unsigned_abs()
+    }
+
+    fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    fn replica(&self, net: &NetArgs) -> Result<()> {
+        run(self, net)
+    }
+}
+
+fn run(args: &DdpArgs, net: &NetArgs) -> Result<()> {
     let mut place = Place::take()?;
     let (shard, replicas) = (place.env.replica as usize, place.env.replicas as usize);
     let digits = Digits::embedded(args.seed)?;
     let model = Mlp::new(args.seed)?;
-    let manager = place.manager(backend, bind, advertise)?;
+    let manager = place.manager(net)?;
     // Two buckets or more, so that a step has an inside to be killed in.
     let config = DdpConfig {
         first_bucket_elements: 1 << 10,

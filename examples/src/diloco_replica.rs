@@ -11,6 +11,8 @@ use ftcore::{Error, Result};
 use manager::State;
 use oxccl_candle::{ParamSet, candle_error};
 
+use crate::drive::NetArgs;
+use crate::program::Training;
 use crate::replica::{Place, RecentLoss};
 use crate::text::{Sampler, Text};
 use crate::transformer::{Gpt, GptConfig, layer_of};
@@ -63,31 +65,6 @@ pub struct DilocoArgs {
 }
 
 impl DilocoArgs {
-    /// The same arguments on a command line.
-    pub fn to_args(&self) -> Vec<String> {
-        let mut args = Vec::new();
-        if let Some(path) = &self.data {
-            args.extend(["--data".to_string(), path.display().to_string()]);
-        }
-        let pairs: [(&str, String); 13] = [
-            ("--rounds", self.rounds.to_string()),
-            ("--sync-every", self.sync_every.to_string()),
-            ("--fragments", self.fragments.to_string()),
-            ("--delay", self.delay.to_string()),
-            ("--mixing", self.mixing.to_string()),
-            ("--outer-lr", self.outer_lr.to_string()),
-            ("--outer-momentum", self.outer_momentum.to_string()),
-            ("--lr", self.lr.to_string()),
-            ("--batch", self.batch.to_string()),
-            ("--d-model", self.d_model.to_string()),
-            ("--layers", self.layers.to_string()),
-            ("--seq", self.seq.to_string()),
-            ("--seed", self.seed.to_string()),
-        ];
-        args.extend(pairs.into_iter().flat_map(|(k, v)| [k.to_string(), v]));
-        args
-    }
-
     fn config(&self) -> DilocoConfig {
         DilocoConfig {
             sync_every: self.sync_every,
@@ -103,20 +80,6 @@ impl DilocoArgs {
             rounds: Some(self.rounds),
             round_timeout: Duration::from_secs(300),
         }
-    }
-
-    /// Checks everything that can be checked before processes are started, and returns the model's parameter count.
-    pub fn check(&self, replicas: usize) -> Result<usize> {
-        self.config().validate()?;
-        self.sampler(replicas)?;
-        let model = self.model()?;
-        diloco::FragmentPlan::by_layer(model.params(), self.fragments, Pattern::Strided, &layer_of)?;
-        Ok(model.params().total())
-    }
-
-    /// Inner steps of an undisturbed run.
-    pub fn inner_steps(&self) -> u64 {
-        self.config().round_steps() * self.rounds.unsigned_abs()
     }
 
     fn sampler(&self, replicas: usize) -> Result<Sampler> {
@@ -171,13 +134,71 @@ impl State for Inner {
     }
 }
 
-/// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
-pub fn run(args: &DilocoArgs, backend: &str, bind: &str, advertise: Option<&str>) -> Result<()> {
+impl Training for DilocoArgs {
+    const PROGRAM: &'static str = "train_diloco";
+    const ABOUT: &'static str =
+        "Fault-tolerant Streaming DiLoCo on real text: trains, kills a replica, heals it, reports";
+    const EXAMPLES: &'static str = "\
+  train_diloco                      the whole show, in about a minute
+  train_diloco --replicas 3 --kill 0@10
+  train_diloco --no-kill --data book.txt --rounds 80
+  oxccl launch --lighthouse http://HOST:29510 --total-replicas 2 --first-replica 0 -- train_diloco replica";
+
+    fn to_args(&self) -> Vec<String> {
+        let mut args = Vec::new();
+        if let Some(path) = &self.data {
+            args.extend(["--data".to_string(), path.display().to_string()]);
+        }
+        let pairs: [(&str, String); 13] = [
+            ("--rounds", self.rounds.to_string()),
+            ("--sync-every", self.sync_every.to_string()),
+            ("--fragments", self.fragments.to_string()),
+            ("--delay", self.delay.to_string()),
+            ("--mixing", self.mixing.to_string()),
+            ("--outer-lr", self.outer_lr.to_string()),
+            ("--outer-momentum", self.outer_momentum.to_string()),
+            ("--lr", self.lr.to_string()),
+            ("--batch", self.batch.to_string()),
+            ("--d-model", self.d_model.to_string()),
+            ("--layers", self.layers.to_string()),
+            ("--seq", self.seq.to_string()),
+            ("--seed", self.seed.to_string()),
+        ];
+        args.extend(pairs.into_iter().flat_map(|(k, v)| [k.to_string(), v]));
+        args
+    }
+
+    fn check(&self, replicas: usize) -> Result<usize> {
+        self.config().validate()?;
+        self.sampler(replicas)?;
+        let model = self.model()?;
+        diloco::FragmentPlan::by_layer(model.params(), self.fragments, Pattern::Strided, &layer_of)?;
+        Ok(model.params().total())
+    }
+
+    fn steps(&self) -> i64 {
+        self.rounds
+    }
+
+    fn inner_steps(&self) -> u64 {
+        self.config().round_steps() * self.rounds.unsigned_abs()
+    }
+
+    fn seed(&self) -> u64 {
+        self.seed
+    }
+
+    fn replica(&self, net: &NetArgs) -> Result<()> {
+        run(self, net)
+    }
+}
+
+fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
     let mut place = Place::take()?;
     let shard = place.env.replica as usize;
     let sampler = args.sampler(place.env.replicas as usize)?;
     let model = args.model()?;
-    let manager = place.manager(backend, bind, advertise)?;
+    let manager = place.manager(net)?;
     let params: ParamSet = model.params().clone();
     let mut inner = Inner {
         optimizer: AdamW::new(args.lr, 0.05),

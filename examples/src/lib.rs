@@ -1,6 +1,6 @@
 //! Runnable training programs: train_diloco and train_ddp.
 //!
-//! Each program is a driver ([`drive`]) that starts itself again as replicas ([`diloco_replica`], [`ddp_replica`], with
+//! Each program ([`program`]) is a driver ([`drive`]) that starts itself again as replicas ([`diloco_replica`], [`ddp_replica`], with
 //! [`replica`] in common). Data ([`text`], [`digits`]) and models on candle ([`transformer`], [`digits::Mlp`]) are pure
 //! functions of a seed. What a run reports becomes a [`report`] and a picture ([`plot`]).
 
@@ -10,6 +10,7 @@ pub mod digits;
 pub mod diloco_replica;
 pub mod drive;
 pub mod plot;
+pub mod program;
 pub mod progress;
 pub mod replica;
 pub mod report;

@@ -11,6 +11,7 @@ use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 
 use crate::chaos::HoldGroup;
+use crate::drive::NetArgs;
 
 /// A replica's place, its events and its clock.
 pub struct Place {
@@ -40,11 +41,11 @@ impl Place {
         })
     }
 
-    /// Joins the lighthouse over the backend named `backend`, bound to `bind` and reachable as `advertise`.
-    pub fn manager(&self, backend: &str, bind: &str, advertise: Option<&str>) -> Result<Manager> {
+    /// Joins the lighthouse over the backend and addresses of `net`.
+    pub fn manager(&self, net: &NetArgs) -> Result<Manager> {
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
-        let group = ftcore::Registry::global().create(backend, &ftcore::Device::CPU, &options)?;
+        let group = ftcore::Registry::global().create(&net.backend, &ftcore::Device::CPU, &options)?;
         let group: Arc<dyn ProcessGroup> = Arc::from(group);
         let group = Arc::new(HoldGroup::from_env(
             group,
@@ -53,8 +54,8 @@ impl Place {
         )?);
         let mut config = ManagerConfig::new(name, &self.env.lighthouse);
         config.connect_timeout = Duration::from_secs(10);
-        config.bind = bind.to_string();
-        config.advertise_host = advertise.map(str::to_string);
+        config.bind.clone_from(&net.bind);
+        config.advertise_host.clone_from(&net.advertise);
         let manager = Manager::new(group, config)?;
         let replica_id = manager.replica_id().to_string();
         self.events.send(EventKind::Started {

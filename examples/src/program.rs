@@ -1,0 +1,115 @@
+//! The command line that both training programs share: the whole run, one replica of it, or its lighthouse.
+//!
+//! A program is a [`Training`]: its arguments and what a replica does with them. Everything else is here and in
+//! [`drive`](crate::drive).
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
+use ftcore::Result;
+
+use crate::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
+
+/// What a program trains, as its command-line arguments say.
+pub trait Training: Args + Clone {
+    /// The program's name.
+    const PROGRAM: &'static str;
+    /// One sentence for `--help`.
+    const ABOUT: &'static str;
+    /// Examples for `--help`, a line each.
+    const EXAMPLES: &'static str;
+
+    /// The same arguments on a command line, for the replicas.
+    fn to_args(&self) -> Vec<String>;
+    /// Checks everything that can be checked before processes are started, and returns the model's parameter count.
+    fn check(&self, replicas: usize) -> Result<usize>;
+    /// Steps that the run commits.
+    fn steps(&self) -> i64;
+    /// Inner steps that an undisturbed replica makes.
+    fn inner_steps(&self) -> u64;
+    /// The seed.
+    fn seed(&self) -> u64;
+    /// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
+    fn replica(&self, net: &NetArgs) -> Result<()>;
+}
+
+#[derive(Parser)]
+#[command(version, args_conflicts_with_subcommands = true)]
+struct Cli<T: Training> {
+    #[command(flatten)]
+    whole: Whole<T>,
+    #[command(subcommand)]
+    part: Option<Part<T>>,
+}
+
+#[derive(Args)]
+struct Whole<T: Training> {
+    #[command(flatten)]
+    run: RunArgs,
+    #[command(flatten)]
+    train: T,
+    #[command(flatten)]
+    net: NetArgs,
+}
+
+#[derive(Subcommand)]
+enum Part<T: Training> {
+    /// One replica; its place comes from the environment that the launcher sets.
+    Replica {
+        #[command(flatten)]
+        train: T,
+        #[command(flatten)]
+        net: NetArgs,
+    },
+    /// The lighthouse of a run on this machine (used by the program itself).
+    #[command(hide = true)]
+    Lighthouse {
+        #[arg(long)]
+        bind: String,
+        #[arg(long)]
+        state_file: PathBuf,
+        #[arg(long)]
+        replicas: usize,
+    },
+}
+
+/// The `main` of a program.
+pub fn main<T: Training>() -> ExitCode {
+    let command = Cli::<T>::command().name(T::PROGRAM).about(T::ABOUT).after_help(format!(
+        "Examples:\n{}\n\nExit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call \
+         was wrong.",
+        T::EXAMPLES
+    ));
+    let cli = match Cli::<T>::from_arg_matches(&command.get_matches()) {
+        Ok(cli) => cli,
+        Err(error) => error.exit(),
+    };
+    main_with(|| match cli.part {
+        Some(Part::Replica { train, net }) => {
+            train.replica(&net)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        Some(Part::Lighthouse {
+            bind,
+            state_file,
+            replicas,
+        }) => {
+            lighthouse(&bind, &state_file, replicas)?;
+            Ok(ExitCode::SUCCESS)
+        }
+        None => {
+            let Whole { run, train, net } = cli.whole;
+            let parameters = train.check(run.replicas as usize)?;
+            let facts = Run {
+                program: T::PROGRAM,
+                replica_args: train.to_args(),
+                steps: train.steps(),
+                inner_steps: train.inner_steps(),
+                parameters,
+                seed: train.seed(),
+            };
+            drive(&run, &net, &facts)
+        }
+    })
+}
