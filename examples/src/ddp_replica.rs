@@ -9,6 +9,7 @@ use diloco::optim::{AdamW, Optimizer};
 use diloco::parameters_hash;
 use ftcore::{Error, Result};
 use manager::State;
+use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
 use crate::digits::{Digits, Mlp};
@@ -38,6 +39,7 @@ struct Whole {
     params: ParamSet,
     optimizer: AdamW,
     step: u64,
+    events: EventSender,
 }
 
 impl State for Whole {
@@ -52,6 +54,9 @@ impl State for Whole {
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.events.send(EventKind::State {
+            state: ReplicaState::Healing,
+        });
         let values = (0..self.params.len())
             .map(|i| from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.numel(i)]))
             .collect::<Result<Vec<_>>>()?;
@@ -138,12 +143,13 @@ fn run(args: &DdpArgs, net: &NetArgs) -> Result<()> {
             u64::try_from(step).unwrap_or(0),
             u64::try_from(epoch).unwrap_or(0),
         );
-        events.send(oxccl::launch::EventKind::ReduceBegin { step, epoch });
+        events.send(EventKind::ReduceBegin { step, epoch });
     });
     let mut whole = Whole {
         params: model.params().clone(),
         optimizer: AdamW::new(args.lr, 0.01),
         step: 0,
+        events: place.events.clone(),
     };
     let mut recent = RecentLoss::default();
     while !ddp.is_finished() {

@@ -9,6 +9,7 @@ use diloco::optim::{AdamW, Optimizer};
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Pattern};
 use ftcore::{Error, Result};
 use manager::State;
+use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
 use crate::drive::NetArgs;
@@ -116,6 +117,7 @@ impl DilocoArgs {
 struct Inner {
     optimizer: AdamW,
     step: u64,
+    events: EventSender,
 }
 
 impl State for Inner {
@@ -125,6 +127,9 @@ impl State for Inner {
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.events.send(EventKind::State {
+            state: ReplicaState::Healing,
+        });
         let step = from
             .get_i64s("inner/step")?
             .first()
@@ -203,6 +208,7 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
     let mut inner = Inner {
         optimizer: AdamW::new(args.lr, 0.05),
         step: 0,
+        events: place.events.clone(),
     };
     let mut diloco = Diloco::new(manager, params, args.config(), &layer_of)?;
     let events = place.events.clone();
@@ -211,7 +217,7 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
             u64::try_from(step).unwrap_or(0),
             u64::try_from(epoch).unwrap_or(0),
         );
-        events.send(oxccl::launch::EventKind::ReduceBegin { step, epoch });
+        events.send(EventKind::ReduceBegin { step, epoch });
     });
     let mut recent = RecentLoss::default();
     let mut reports = diloco.begin(&mut inner)?;
@@ -252,7 +258,18 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
         recent.push(value);
         place.inner_step(begun, inner.step, value, batch.tokens().len());
         place.step.store(diloco.step(), Ordering::Release);
+        let syncs = diloco.next_step_syncs();
+        if syncs {
+            place.events.send(EventKind::State {
+                state: ReplicaState::Waiting,
+            });
+        }
         reports.extend(diloco.after_inner_step(&mut inner)?);
+        if syncs {
+            place.events.send(EventKind::State {
+                state: ReplicaState::Training,
+            });
+        }
     }
     diloco.finish(&mut inner)?;
     let held_out = sampler.held_out(16)?;

@@ -309,6 +309,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         }
     }
 
+    /// True if the next [`after_inner_step`](Self::after_inner_step) may wait for other replicas.
+    pub fn next_step_syncs(&self) -> bool {
+        let next = self.count + 1;
+        next >= self.config.round_steps()
+            || (self.round.is_none() && next >= self.config.round_steps() - self.config.delay)
+    }
+
     /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the report of a round
     /// that committed in this call.
     ///
