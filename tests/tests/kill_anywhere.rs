@@ -200,6 +200,7 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
     c.listen("the first commit of all", |c, _, _| {
         c.committed.iter().all(Option::is_some)
     });
+    let mut gaps = Vec::new();
     for k in 0..kills {
         c.listen("progress", |c, _, _| c.highest() >= k * PACE);
         assert!(c.highest() < rounds - 50, "the run is too short for its kills");
@@ -224,6 +225,7 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
         }
         c.drift(Duration::from_micros(dice.below(30_000)));
         let before = c.highest();
+        let killed = Instant::now();
         c.restart(victim);
         if k % 5 == 4 {
             // And once more right away, in the middle of its recovery.
@@ -231,7 +233,16 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
             c.restart(victim);
         }
         c.listen("a commit after the kill", |c, _, _| c.highest() > before);
+        gaps.push(killed.elapsed());
     }
+    gaps.sort();
+    let at = |percent: usize| gaps[(gaps.len() - 1) * percent / 100].as_secs_f64() * 1e3;
+    println!(
+        "{mode}: {kills} kills, {} recoveries; kill to the next commit p50 {:.1} ms, p99 {:.1} ms",
+        c.heals,
+        at(50),
+        at(99)
+    );
     assert!(c.heals > 0, "nobody ever healed: the kills proved nothing");
     c.finish(replicas);
     lighthouse.shutdown(deadline_in(Duration::from_secs(5))).unwrap();

@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{Error, ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
-use manager::{Manager, ManagerConfig, Replica, State};
+use manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
 fn lighthouse(replicas: usize) -> LighthouseServer {
     LighthouseServer::start(LighthouseConfig {
@@ -190,6 +190,39 @@ fn a_dead_replica_costs_the_survivor_one_attempt_and_no_time_out() {
         assert!(begun.elapsed() < Duration::from_secs(10), "{:?}", begun.elapsed());
         assert!((1..=3).contains(&attempts), "{attempts}");
         m.leave(soon()).unwrap();
+    });
+}
+
+#[test]
+fn with_a_fixed_world_size_spares_follow_along_without_counting() {
+    let lighthouse = lighthouse(3);
+    let url = lighthouse.address();
+    std::thread::scope(|scope| {
+        for i in 0..3u32 {
+            let url = url.clone();
+            scope.spawn(move || {
+                let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
+                let mut config = ManagerConfig::new(format!("r{i}"), &url);
+                config.min_replicas = 2;
+                config.world_size_mode = WorldSizeMode::FixedWithSpares;
+                // All start from the same state: nobody has to heal, so that only the mode decides who counts.
+                config.init_sync = false;
+                let mut m = Manager::new(Arc::new(group), config).unwrap();
+                let mut state = Number {
+                    value: 0.0,
+                    refuse: false,
+                };
+                let p = m.start_quorum(&mut state, soon()).unwrap();
+                assert_eq!(p.contributes, i < 2);
+                let work = m.allreduce(vec![Tensor::from_vec(vec![i as f32 + 1.0])], ReduceOp::Avg);
+                assert!(m.should_commit(soon()).unwrap());
+                let done = work.take().unwrap();
+                assert_eq!(done.contributors, 2);
+                // (1 + 2) / 2, on the spare as well.
+                assert_eq!(done.into_tensor().unwrap().as_slice::<f32>().unwrap(), [1.5]);
+                m.leave(soon()).unwrap();
+            });
+        }
     });
 }
 
