@@ -96,7 +96,8 @@ impl LighthouseState {
             }
             Event::Leave { replica_id, reason } => {
                 self.attached.remove(&replica_id);
-                self.depart(&replica_id, &format!("it left: {}", cut(&reason)), &mut actions);
+                // No push: who says good-bye has done its part of the step, and others may still be finishing theirs.
+                self.remove(&replica_id, &format!("it left: {}", cut(&reason)), &mut actions);
             }
             Event::Report {
                 replica_id,
@@ -265,6 +266,13 @@ impl LighthouseState {
 
     /// There is evidence that `id` is gone: it is out of everything, and its epoch is over.
     fn depart(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) {
+        if self.remove(id, why, actions) {
+            self.abort(&format!("{id} is gone: {why}"), Some(id), actions);
+        }
+    }
+
+    /// Takes `id` out of everything. True if it was a member of the present quorum until now.
+    fn remove(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) -> bool {
         self.known.remove(id);
         if let Some(w) = self.waiting.remove(id) {
             let error = Error::new(
@@ -276,9 +284,7 @@ impl LighthouseState {
                 error,
             });
         }
-        if self.is_previous(id) && self.departed.insert(id.to_string()) {
-            self.abort(&format!("{id} is gone: {why}"), Some(id), actions);
-        }
+        self.is_previous(id) && self.departed.insert(id.to_string())
     }
 
     fn report(&mut self, id: &str, quorum_id: i64, reason: &str, actions: &mut Vec<Action>) {

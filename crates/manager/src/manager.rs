@@ -219,6 +219,14 @@ impl Manager {
 
     /// Asks until there is an answer or the deadline passes; what can be retried is (L28).
     fn ask_until(&self, deadline: Instant) -> Result<QuorumResult> {
+        // Epochs that keep failing at once (members that cannot reach each other) must not become a busy loop.
+        if let Some(doublings) = u32::try_from(self.commit_failures)
+            .ok()
+            .and_then(|n| n.checked_sub(3))
+        {
+            let pause = Duration::from_millis(10 << doublings.min(6));
+            std::thread::park_timeout(pause.min(time_left(deadline)));
+        }
         let mut pause = Duration::from_millis(20);
         loop {
             match self.ask(deadline) {
@@ -302,12 +310,6 @@ impl Manager {
         state: &mut dyn State,
         deadline: Instant,
     ) -> Result<Option<Healed>> {
-        // Snapshot first: whoever heals needs it while this replica is still connecting.
-        if !answer.recover_dst_replica_ranks.is_empty() {
-            self.publish(answer, state)?;
-        } else {
-            self.transport.retire();
-        }
         // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
         let same = answer.quorum_id == self.epoch && answer.replica_ids == self.members;
         if answer.quorum_id == self.epoch && (!same || self.group_is_broken()) {
@@ -322,6 +324,14 @@ impl Manager {
             self.attempt = 0;
             self.members = answer.replica_ids.clone();
             self.live_epoch.store(answer.quorum_id, Ordering::Release);
+        }
+        // Snapshot first: whoever heals needs it while this replica is still connecting.
+        if !answer.recover_dst_replica_ranks.is_empty() {
+            self.publish(answer, state)?;
+        } else {
+            self.transport.retire();
+        }
+        if !same {
             let limit = deadline_in(self.config.timeout).min(deadline);
             self.configure(answer, limit)?;
             // A push that came while the group was connecting had nothing to abort.
@@ -359,38 +369,43 @@ impl Replica for Manager {
         }
         self.pending = Pending::default();
         self.in_step = false;
-        loop {
-            let answer = self.ask_until(deadline)?;
-            match self.follow(&answer, state, deadline) {
-                Ok(healed) => {
-                    let spare = self.config.world_size_mode == WorldSizeMode::FixedWithSpares
-                        && answer
-                            .max_replica_rank
-                            .is_none_or(|r| r >= self.config.min_replicas);
-                    self.contributes = healed.is_none() && !spare;
-                    self.in_step = true;
-                    return Ok(Participation {
-                        epoch: self.epoch,
-                        step: self.step,
-                        replica_rank: answer.replica_rank,
-                        replica_world_size: answer.replica_world_size,
-                        contributes: self.contributes,
-                        healed,
-                        members: answer.replica_ids,
-                    });
-                }
-                Err(e) => {
-                    tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; asking for another");
-                    self.reporter.send(answer.quorum_id, &e);
-                    self.group.abort(&e.to_string());
-                    self.commit_failures += 1;
-                    let hopeless = matches!(e.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported);
-                    if hopeless || time_left(deadline).is_zero() {
-                        return Err(e);
-                    }
-                }
+        let answer = self.ask_until(deadline)?;
+        self.in_step = true;
+        let spare = self.config.world_size_mode == WorldSizeMode::FixedWithSpares
+            && answer
+                .max_replica_rank
+                .is_none_or(|r| r >= self.config.min_replicas);
+        let mut healed = None;
+        self.contributes = match self.follow(&answer, state, deadline) {
+            Ok(h) => {
+                healed = h;
+                healed.is_none() && !spare
             }
-        }
+            Err(e) if matches!(e.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported) => {
+                // No other epoch would change that.
+                self.in_step = false;
+                self.group.abort(&e.to_string());
+                self.reporter.send(answer.quorum_id, &e);
+                return Err(e);
+            }
+            Err(e) => {
+                // The other ranks of this replica may be in the step already and will vote on it. So this one votes as
+                // well, with a no, and all of them ask for the next epoch together.
+                tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; it will not commit");
+                self.group.abort(&e.to_string());
+                self.report_error(e);
+                false
+            }
+        };
+        Ok(Participation {
+            epoch: self.epoch,
+            step: self.step,
+            replica_rank: answer.replica_rank,
+            replica_world_size: answer.replica_world_size,
+            contributes: self.contributes,
+            healed,
+            members: answer.replica_ids,
+        })
     }
 
     fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {

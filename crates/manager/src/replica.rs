@@ -51,9 +51,13 @@ pub struct Healed {
 /// One replica's view of a fault-tolerant job. Not thread-safe: one training loop drives it.
 pub trait Replica {
     /// Agrees with the other replicas on who takes part in the current step, connects the group and heals this
-    /// replica if it is behind. Blocks until the quorum stands (retrying what can be retried) or `deadline`.
+    /// replica if it is behind. Blocks until the quorum stands or `deadline`.
+    ///
+    /// A quorum whose epoch does not come up (a member died meanwhile, a transfer broke off) is not an error here: the
+    /// step then fails its vote, on all ranks of the replica, and is done again in the next quorum.
     ///
     /// Errors: `Unavailable` or `Timeout` when no quorum came about; nothing changed then, and it may be called again.
+    /// `InvalidArgument` or `Unsupported` for what no other epoch would change, such as the state of another model.
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation>;
 
     /// Reduces tensors of one dtype over the members. Averages count the contributors in the reduction (INV-4). It never

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{Error, ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use ftcore::{Error, ErrorKind, GroupOptions, InMemoryStore, ReduceOp, Result, Tensor, deadline_in};
 use manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
 fn lighthouse(replicas: usize) -> LighthouseServer {
@@ -191,6 +191,65 @@ fn a_dead_replica_costs_the_survivor_one_attempt_and_no_time_out() {
         assert!((1..=3).contains(&attempts), "{attempts}");
         m.leave(soon()).unwrap();
     });
+}
+
+#[test]
+fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let mut ends: Vec<(u32, i64, f32, usize)> = std::thread::scope(|scope| {
+        let mut handles = Vec::new();
+        for replica in 0..2u32 {
+            let meet = Arc::new(InMemoryStore::new());
+            for group_rank in 0..2u32 {
+                let (url, meet) = (url.clone(), meet.clone());
+                handles.push(scope.spawn(move || {
+                    let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
+                    let mut config = ManagerConfig::new(format!("r{replica}"), &url);
+                    (config.group_rank, config.group_world_size) = (group_rank, 2);
+                    config.replica_store = Some(meet);
+                    let mut m = Manager::new(Arc::new(group), config).unwrap();
+                    let mut state = Number {
+                        value: 0.0,
+                        refuse: false,
+                    };
+                    let mut heals = 0;
+                    let mut spoiled = false;
+                    while m.current_step() < 6 {
+                        let p = m.start_quorum(&mut state, soon()).unwrap();
+                        heals += usize::from(p.healed.is_some() && p.step > 0);
+                        // The ranks of a replica reduce different things, each with its counterpart.
+                        let work = m.allreduce(
+                            vec![Tensor::from_vec(vec![group_rank as f32 + 1.0; 64])],
+                            ReduceOp::Avg,
+                        );
+                        let sum = work.take();
+                        if p.step == 3
+                            && (replica, group_rank) == (0, 1)
+                            && !std::mem::replace(&mut spoiled, true)
+                        {
+                            m.report_error(Error::new(ErrorKind::Backend, "something local to this rank"));
+                        }
+                        if m.should_commit(soon()).unwrap() {
+                            state.value += sum.unwrap().into_tensor().unwrap().as_slice::<f32>().unwrap()[0];
+                        }
+                    }
+                    // Nobody leaves while its counterpart still has to heal.
+                    let _ = m.start_quorum(&mut state, soon());
+                    (group_rank, m.current_step(), state.value, heals)
+                }));
+            }
+        }
+        handles.into_iter().map(|h| h.join().unwrap()).collect()
+    });
+    ends.sort_by(|a, b| a.partial_cmp(b).unwrap());
+    for (group_rank, step, value, _) in &ends {
+        assert_eq!((*step, *value), (6, 6.0 * (*group_rank as f32 + 1.0)), "{ends:?}");
+    }
+    // Either the other replica had committed, and both ranks of this one healed, also the one that had voted yes; or the
+    // reported error reached it in time, and both replicas did the step again. Never one rank alone.
+    let heals: usize = ends.iter().map(|e| e.3).sum();
+    assert!(heals == 0 || heals == 2, "{ends:?}");
 }
 
 #[test]

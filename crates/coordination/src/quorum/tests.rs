@@ -445,6 +445,24 @@ fn l25_heartbeats_of_strangers_count_for_nothing_and_leave_nothing_behind() {
 }
 
 #[test]
+fn a_good_bye_does_not_abort_what_the_others_are_still_finishing() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    let actions = sim.state.apply(
+        Event::Leave {
+            replica_id: "b".into(),
+            reason: "done".into(),
+        },
+        sim.now,
+    );
+    assert!(
+        !actions.iter().any(|a| matches!(a, Action::Push { .. })),
+        "{actions:?}"
+    );
+    sim.join("a");
+    assert_eq!(sim.ids().unwrap(), ["a"], "and nobody waits for it");
+}
+
+#[test]
 fn l25_who_is_silent_is_forgotten_and_who_leaves_is_out_at_once() {
     let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
     sim.event(Event::Leave {
