@@ -21,3 +21,8 @@ pub use manager;
 
 #[cfg(feature = "launch")]
 pub mod launch;
+
+/// The README's program, compiled as a test so that it stays true.
+#[cfg(all(doctest, feature = "diloco", feature = "gloo"))]
+#[doc = include_str!("../../../README.md")]
+struct Readme;
