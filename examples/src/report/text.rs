@@ -75,14 +75,11 @@ impl fmt::Display for Report {
                 Some(replica) => format!(", while replica {replica} died"),
                 None => String::new(),
             };
-            let limit = self
-                .stall_limit_ms
-                .map_or(String::new(), |ms| format!("; {} allowed", time(ms)));
             subject(
                 f,
                 "longest stall",
                 &format!(
-                    "{} (replica {}, before step {}{during}: {} between commits less {} of inner compute{limit})",
+                    "{} (replica {}, before step {}{during}: {} between commits less {} of inner compute)",
                     time(stall.stall_ms),
                     stall.replica,
                     stall.step,
@@ -158,6 +155,9 @@ impl Report {
         }
         if let Some(stall) = &death.stall {
             text += &format!("; survivors waited at most {}", time(stall.stall_ms));
+            if let Some(limit) = self.stall_limit_ms {
+                text += &format!(" ({} allowed)", time(limit));
+            }
         }
         text
     }
