@@ -48,23 +48,11 @@ pub(crate) const ROWS: &[Row] = &[
 
 /// The test targets of this name are conformance suites: they run in rows of their own, never in `unit`.
 const CONFORMANCE: &str = "conformance";
-/// The package of the cross-crate tests, which need the built programs.
+/// The package of the cross-crate tests.
 const CROSS_CRATE: &str = "oxccl-tests";
 
 const UNIT: Run = Run::Workspace;
-const E2E: Run = Run::Package {
-    package: CROSS_CRATE,
-    target: None,
-    filter: None,
-    prepare: &[&[
-        "build",
-        "--package",
-        "oxccl",
-        "--package",
-        "oxccl-examples",
-        "--bins",
-    ]],
-};
+const E2E: Run = Run::CrossCrate;
 
 /// The tests of the suite in `backend-gloo/tests/conformance.rs` whose names contain `filter`.
 const fn gloo(filter: &'static str) -> Run {
@@ -72,7 +60,6 @@ const fn gloo(filter: &'static str) -> Run {
         package: "backend-gloo",
         target: Some(CONFORMANCE),
         filter: Some(filter),
-        prepare: &[],
     }
 }
 
@@ -122,9 +109,10 @@ pub(crate) enum Run {
         target: Option<&'static str>,
         /// Only tests whose name contains this.
         filter: Option<&'static str>,
-        /// cargo calls that build what the tests start.
-        prepare: &'static [&'static [&'static str]],
     },
+    /// The cross-crate tests. They are selected out of the whole workspace, so that dependencies have the features with
+    /// which the unit row built them and are not built again.
+    CrossCrate,
 }
 
 /// A `cargo test` call, in parts, so that the same call can build first (`--no-run`) and run later.
@@ -152,7 +140,7 @@ impl Run {
                 let mut select = strings(&all);
                 select.extend(strings(&["--lib", "--bins"]));
                 // Named one by one: cargo cannot leave out a single target.
-                for target in integration_targets(metadata) {
+                for target in test_targets(metadata, |package| package != CROSS_CRATE) {
                     select.extend(["--test".to_owned(), target]);
                 }
                 let mut doc = strings(&all);
@@ -174,7 +162,6 @@ impl Run {
                 package,
                 target,
                 filter,
-                ..
             } => {
                 let mut select = strings(&["--no-fail-fast", "--package", package]);
                 if let Some(target) = target {
@@ -190,23 +177,30 @@ impl Run {
                     is_doc: false,
                 }]
             }
-        }
-    }
-
-    /// cargo calls that must succeed before the tests are run.
-    pub(crate) fn prepare(&self) -> &'static [&'static [&'static str]] {
-        match self {
-            Self::Workspace => &[],
-            Self::Package { prepare, .. } => prepare,
+            Self::CrossCrate => {
+                if long {
+                    pass.push("--include-ignored".to_owned());
+                }
+                let mut select = strings(&["--no-fail-fast", "--workspace"]);
+                for target in test_targets(metadata, |package| package == CROSS_CRATE) {
+                    select.extend(["--test".to_owned(), target]);
+                }
+                vec![TestCall {
+                    select,
+                    pass,
+                    is_doc: false,
+                }]
+            }
         }
     }
 }
 
-fn integration_targets(metadata: &Metadata) -> BTreeSet<String> {
+/// The names of the integration tests of the packages that `chosen` takes; conformance suites are rows of their own.
+fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<String> {
     metadata
         .packages
         .iter()
-        .filter(|p| p.name != CROSS_CRATE)
+        .filter(|p| chosen(&p.name))
         .flat_map(|p| &p.targets)
         .filter(|t| t.kind.iter().any(|k| k == "test") && t.name != CONFORMANCE)
         .map(|t| t.name.clone())
@@ -279,6 +273,15 @@ mod tests {
             "--no-fail-fast --package backend-gloo --test conformance"
         );
         assert_eq!(call.pass, ["threads", "--include-ignored"]);
+    }
+
+    #[test]
+    fn the_cross_crate_row_selects_the_targets_of_its_package_out_of_the_workspace() {
+        let calls = E2E.calls(&metadata(), false);
+        assert_eq!(
+            calls.first().unwrap().select.join(" "),
+            "--no-fail-fast --workspace --test kill"
+        );
     }
 
     #[test]

@@ -149,11 +149,6 @@ fn execute(row: &Row, metadata: &Metadata, logs: &Path, long: bool) -> Result<Ve
     let log = log_path(logs, row);
     let calls = row.run.calls(metadata, long);
     let root = &metadata.workspace_root;
-    for arguments in row.run.prepare() {
-        if let Some(why) = build(row, cargo_command(root).args(*arguments), &log)? {
-            return Ok(Verdict::Failed { why });
-        }
-    }
     for call in calls.iter().filter(|c| !c.is_doc) {
         let mut command = cargo_command(root);
         command.arg("test").args(&call.select).arg("--no-run");
