@@ -333,6 +333,7 @@ impl Engine {
                 }
                 Ok(true)
             }
+            Step::Busy => Ok(true),
             Step::Waiting => Ok(false),
             Step::Blocked(rank) => {
                 self.blocked(rank)?;

@@ -36,6 +36,8 @@ pub(crate) struct Place {
 pub(crate) enum Step {
     /// All rounds are done.
     Finished,
+    /// Its turn is over, but it can go on at once.
+    Busy,
     /// It waits for sockets.
     Waiting,
     /// It needs this rank, whose data connection is closed.
@@ -161,7 +163,8 @@ impl Exec {
                 return Ok(blocked.map_or(Step::Waiting, Step::Blocked));
             }
         }
-        Ok(Step::Waiting)
+        // The last pass moved something, perhaps the very last piece: nothing may be left that would end a sleep.
+        Ok(Step::Busy)
     }
 
     fn prepare(&mut self, stop: &AtomicBool) -> Result<()> {

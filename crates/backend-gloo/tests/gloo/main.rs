@@ -6,3 +6,4 @@ mod hostile;
 mod lifecycle;
 mod ranks;
 mod resources;
+mod turns;
