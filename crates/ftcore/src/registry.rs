@@ -11,6 +11,10 @@ use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
 use crate::{Capabilities, Device, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup, Result};
 
+mod defaults;
+
+pub use defaults::{DefaultBackends, ENV_DEFAULT_BACKEND};
+
 /// Where a provider comes from, from weakest to strongest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Provenance {
@@ -310,6 +314,14 @@ impl Registry {
         }
     }
 
+    /// The backend for `device` when the caller names none: the built-in table (cpu gloo, cuda nccl, xpu xccl, hpu
+    /// hccl), overridden by `OXCCL_DEFAULT_BACKEND`. What is registered, and when, has no influence.
+    ///
+    /// Errors: `InvalidArgument` if the variable cannot be read; `NotFound` for a device kind without a default.
+    pub fn default_backend(device: &DeviceKind) -> Result<String> {
+        DefaultBackends::from_env()?.of(device).map(str::to_string)
+    }
+
     /// True if the backend is known and its probe passes; the error says why not.
     pub fn is_backend_available(&self, name: &str, device: Option<&DeviceKind>) -> Result<()> {
         self.get(name, device)?.factory.probe()
@@ -458,6 +470,86 @@ mod tests {
             )
             .is_err()
         );
+    }
+
+    /// 64 threads that register one key at the same moment, each as another provider; (who, what came of it).
+    fn race(r: &Registry, provenance: fn(usize) -> Provenance) -> Vec<(Source, Outcome)> {
+        let start = std::sync::Barrier::new(64);
+        std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..64)
+                .map(|i| {
+                    let (start, b) = (
+                        &start,
+                        backend("one", DeviceKind::Cpu, provenance(i), &format!("crate{i}")),
+                    );
+                    scope.spawn(move || {
+                        start.wait();
+                        (b.source.clone(), r.register(b, OnConflict::Keep).unwrap())
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn of_64_threads_that_race_for_a_key_exactly_one_wins_and_all_others_are_told_its_name() {
+        for _ in 0..50 {
+            let r = Registry::new();
+            let outcomes = race(&r, |_| Provenance::Api);
+            let winner = r.get("one", None).unwrap().source;
+            for (source, outcome) in &outcomes {
+                if *source == winner {
+                    assert_eq!(*outcome, Outcome::Registered);
+                } else {
+                    assert_eq!(*outcome, Outcome::Shadowed(winner.clone()));
+                }
+            }
+            let mut losers: Vec<Source> = r.conflicts().into_iter().map(|c| c.loser).collect();
+            losers.sort();
+            losers.dedup();
+            assert_eq!(losers.len(), 63);
+            assert!(r.conflicts().iter().all(|c| c.winner == winner));
+            assert_eq!(r.list().len(), 1);
+        }
+    }
+
+    #[test]
+    fn in_a_race_of_mixed_provenance_the_outcomes_form_one_chain_up_to_the_strongest() {
+        for _ in 0..50 {
+            let r = Registry::new();
+            let outcomes = race(&r, |i| match i % 3 {
+                0 => Provenance::BuiltIn,
+                1 => Provenance::Plugin,
+                _ => Provenance::Api,
+            });
+            let mut chain: Vec<&Source> = outcomes
+                .iter()
+                .filter(|(_, o)| *o == Outcome::Registered)
+                .map(|(s, _)| s)
+                .collect();
+            assert_eq!(chain.len(), 1, "one found the key free");
+            while let Some((next, _)) = outcomes
+                .iter()
+                .find(|(_, o)| matches!(o, Outcome::Replaced(s) if Some(&s) == chain.last()))
+            {
+                assert!(next.provenance > chain[chain.len() - 1].provenance);
+                chain.push(next);
+            }
+            let replaced = outcomes
+                .iter()
+                .filter(|(_, o)| matches!(o, Outcome::Replaced(_)))
+                .count();
+            assert_eq!(replaced + 1, chain.len(), "every replacement is in the chain");
+            let winner = r.get("one", None).unwrap().source;
+            assert_eq!(winner.provenance, Provenance::Api);
+            assert_eq!(chain.last(), Some(&&winner));
+            for (source, outcome) in &outcomes {
+                if let Outcome::Shadowed(by) = outcome {
+                    assert!(chain.contains(&by) && by.provenance >= source.provenance);
+                }
+            }
+        }
     }
 
     #[test]

@@ -1,9 +1,12 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
-//! of one machine. Results go to standard output, everything else to standard error.
+//! of one machine, `backends` lists what can carry data here, `bench` measures it. Results go to standard output, everything else to standard error.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
 
+// Linked for its registration: `backends` and `bench` find it in the registry.
+#[cfg(feature = "gloo")]
+use backend_gloo as _;
 use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 use oxccl::core::{Error, ErrorKind};
 use tracing_subscriber::EnvFilter;
@@ -18,22 +21,26 @@ macro_rules! say {
 }
 
 mod command {
+    pub(crate) mod backends;
+    pub(crate) mod bench;
     pub(crate) mod launch;
     #[cfg(feature = "lighthouse")]
     pub(crate) mod lighthouse;
+    mod scratch;
 }
 
 const EXIT_CODES: &str = "\
 Exit codes:
   0    everything went well
-  1    the run failed (a replica gave up, the deadline passed, an error)
+  1    the run failed (a replica or a rank gave up, the deadline passed, wrong results, an error)
   2    the command line is wrong
   3    a service or an address is not available (lighthouse not reachable, port in use)
   130  interrupted
 
 Environment:
   OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info)
-  NO_COLOR    no colours";
+  NO_COLOR    no colours
+  OXCCL_DEFAULT_BACKEND   the backend of a device kind when none is named, such as `cpu:gloo,hpu:hccl`";
 
 /// Fault-tolerant collectives and low-communication training.
 #[derive(Debug, Parser)]
@@ -48,6 +55,12 @@ enum Command {
     #[cfg(feature = "lighthouse")]
     Lighthouse(command::lighthouse::Arguments),
     Launch(command::launch::Arguments),
+    Backends(command::backends::Arguments),
+    #[command(hide = true)]
+    BackendsProbe(command::backends::ProbeArguments),
+    Bench(command::bench::Arguments),
+    #[command(hide = true)]
+    BenchRank(command::bench::RankArguments),
 }
 
 fn main() -> ExitCode {
@@ -73,6 +86,10 @@ fn main() -> ExitCode {
         #[cfg(feature = "lighthouse")]
         Command::Lighthouse(arguments) => command::lighthouse::run(arguments),
         Command::Launch(arguments) => command::launch::run(arguments),
+        Command::Backends(arguments) => command::backends::run(arguments),
+        Command::BackendsProbe(arguments) => command::backends::probe(arguments),
+        Command::Bench(arguments) => command::bench::run(arguments),
+        Command::BenchRank(arguments) => command::bench::rank(arguments),
     };
     match result {
         Ok(code) => code,

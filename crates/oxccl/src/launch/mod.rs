@@ -8,6 +8,7 @@
 //!
 //! No child outlives its supervisor: Linux kills the children when the thread that started them ends, however it ended.
 
+mod bound;
 mod child;
 mod control;
 mod env;
@@ -19,6 +20,7 @@ mod queue;
 mod sender;
 mod supervisor;
 
+pub use bound::BoundChild;
 pub use env::{
     ENV_EVENTS, ENV_LIFE, ENV_LIGHTHOUSE, ENV_REPLICA, ENV_REPLICAS, ReplicaEnv, announce_lighthouse,
 };

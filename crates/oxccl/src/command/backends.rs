@@ -1,0 +1,360 @@
+//! `oxccl backends`: every backend that this program knows, where it comes from, whether it can be used here and if not
+//! why, and what it offers.
+//!
+//! Each is probed in a child process with a time limit: a vendor library that crashes or hangs is a line in the table.
+
+use std::fmt::Write as _;
+use std::io::Write as _;
+use std::process::{Command, ExitCode};
+use std::time::Duration;
+
+use oxccl::core::registry::{Backend, DefaultBackends, Provenance, Source};
+use oxccl::core::{
+    Capabilities, DType, DTypeSet, DeviceKind, Error, ErrorKind, Feature, OpKind, ReduceOp, Registry, Result,
+    deadline_in,
+};
+use oxccl::launch::BoundChild;
+use serde::Serialize;
+
+use super::scratch::Scratch;
+
+const EXAMPLES: &str = "\
+Examples:
+  What can carry data on this machine, and what it offers:
+    oxccl backends
+
+  For a script, the names of the usable ones:
+    oxccl backends --json | jq -r '.backends[] | select(.usable) | .name'";
+
+/// List the backends: origin, usable or why not, operations, element types, features, conflicts.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// Write the list as JSON.
+    #[arg(long)]
+    json: bool,
+}
+
+/// Asks one backend whether it can be used (how `backends` starts itself).
+#[derive(Debug, clap::Args)]
+pub(crate) struct ProbeArguments {
+    name: String,
+    device: String,
+    /// Where the reason goes if it cannot.
+    reason: std::path::PathBuf,
+}
+
+/// How long one backend may take to say whether it can be used.
+const PROBE: Duration = Duration::from_secs(20);
+
+const FEATURES: [(Feature, &str); 9] = [
+    (Feature::Abort, "abort"),
+    (Feature::Reconfigure, "reconfigure"),
+    (Feature::MismatchDetection, "mismatch_detection"),
+    (Feature::BitwiseEqual, "bitwise_equal"),
+    (Feature::Contributors, "contributors"),
+    (Feature::Tags, "tags"),
+    (Feature::RecvAny, "recv_any"),
+    (Feature::ThreadRanks, "thread_ranks"),
+    (Feature::Split, "split"),
+];
+
+#[derive(Serialize)]
+struct List {
+    backends: Vec<Entry>,
+    conflicts: Vec<Conflict>,
+    defaults: std::collections::BTreeMap<String, String>,
+}
+
+#[derive(Serialize)]
+struct Entry {
+    name: String,
+    device: String,
+    version: String,
+    source: Origin,
+    usable: bool,
+    /// Why it cannot be used.
+    reason: Option<String>,
+    /// True if it serves its device when none is named.
+    default: bool,
+    operations: Vec<&'static str>,
+    moves: Vec<&'static str>,
+    reductions: Vec<Reductions>,
+    features: Vec<&'static str>,
+    options: Vec<String>,
+    devices: Vec<String>,
+    notes: Vec<Note>,
+}
+
+#[derive(Serialize, Clone)]
+struct Origin {
+    kind: &'static str,
+    origin: String,
+    version: String,
+}
+
+/// Operations that take the same element types.
+#[derive(Serialize)]
+struct Reductions {
+    operations: Vec<&'static str>,
+    dtypes: Vec<&'static str>,
+}
+
+#[derive(Serialize)]
+struct Note {
+    subject: String,
+    text: String,
+}
+
+#[derive(Serialize)]
+struct Conflict {
+    name: String,
+    device: String,
+    winner: Origin,
+    loser: Origin,
+}
+
+pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
+    let registry = Registry::global();
+    let defaults = DefaultBackends::from_env()?;
+    let scratch = Scratch::new("backends")?;
+    let mut backends = Vec::new();
+    for backend in registry.list() {
+        let reason = usable(&backend, &scratch).err().map(|e| e.to_string());
+        backends.push(entry(&backend, reason, &defaults));
+    }
+    let list = List {
+        backends,
+        conflicts: registry
+            .conflicts()
+            .into_iter()
+            .map(|c| Conflict {
+                name: c.name,
+                device: c.device.to_string(),
+                winner: origin(&c.winner),
+                loser: origin(&c.loser),
+            })
+            .collect(),
+        defaults: defaults
+            .iter()
+            .map(|(device, name)| (device.to_string(), name.to_string()))
+            .collect(),
+    };
+    let text = if arguments.json {
+        serde_json::to_string_pretty(&list)
+            .map_err(|e| Error::invalid(format!("write the list as JSON: {e}")))?
+            + "\n"
+    } else {
+        table(&list)
+    };
+    std::io::stdout()
+        .write_all(text.as_bytes())
+        .map_err(|e| Error::io("write to standard output", e))?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The child's side: writes why the backend cannot be used, if so, and ends with 0 either way.
+pub(crate) fn probe(arguments: ProbeArguments) -> Result<ExitCode> {
+    let device: DeviceKind = arguments.device.parse()?;
+    let backend = Registry::global().get(&arguments.name, Some(&device))?;
+    if let Err(e) = backend.factory.probe() {
+        std::fs::write(&arguments.reason, e.to_string())
+            .map_err(|e| Error::io(format!("write {}", arguments.reason.display()), e))?;
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Asks in a child process; the error says why not.
+fn usable(backend: &Backend, scratch: &Scratch) -> Result<()> {
+    if backend.source.provenance == Provenance::Api {
+        // Known to this process only; it is this program's own code.
+        return backend.factory.probe();
+    }
+    let this = std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
+    let file = |what: &str| {
+        scratch
+            .path()
+            .join(format!("{}-{}-{what}", backend.device, hex(&backend.name)))
+    };
+    let reason = file("reason");
+    let mut command = Command::new(this);
+    command
+        .args(["backends-probe", &backend.name, backend.device.name()])
+        .arg(&reason);
+    let mut child = BoundChild::spawn(command, &file("log"))?;
+    let exit = child.wait(deadline_in(PROBE)).map_err(|_| {
+        let text = format!("the probe did not answer within {} s", PROBE.as_secs());
+        Error::timeout(text)
+    })?;
+    if !exit.success() {
+        let text = format!("the probe ended with {exit}; {}", child.tail());
+        return Err(Error::new(ErrorKind::Backend, text));
+    }
+    match std::fs::read_to_string(&reason) {
+        Ok(text) => Err(Error::unsupported(text)),
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
+        Err(e) => Err(Error::io(format!("read {}", reason.display()), e)),
+    }
+}
+
+/// A backend's name may hold any character but a few; a file's may not.
+fn hex(name: &str) -> String {
+    name.bytes().fold(String::new(), |mut text, b| {
+        let _ = write!(text, "{b:02x}");
+        text
+    })
+}
+
+fn origin(source: &Source) -> Origin {
+    Origin {
+        kind: match source.provenance {
+            Provenance::BuiltIn => "built in",
+            Provenance::Plugin => "plugin",
+            Provenance::Api => "API",
+        },
+        origin: source.origin.clone(),
+        version: source.version.clone(),
+    }
+}
+
+fn entry(backend: &Backend, reason: Option<String>, defaults: &DefaultBackends) -> Entry {
+    let capabilities = backend.factory.capabilities();
+    Entry {
+        name: backend.name.clone(),
+        device: backend.device.to_string(),
+        version: backend.source.version.clone(),
+        source: origin(&backend.source),
+        usable: reason.is_none(),
+        reason,
+        default: defaults.of(&backend.device).is_ok_and(|n| n == backend.name),
+        operations: OpKind::ALL
+            .into_iter()
+            .filter(|&op| capabilities.ops.contains(op))
+            .map(OpKind::name)
+            .collect(),
+        moves: names(capabilities.moves),
+        reductions: reductions(&capabilities),
+        features: FEATURES
+            .into_iter()
+            .filter(|(f, _)| capabilities.has(*f))
+            .map(|(_, name)| name)
+            .collect(),
+        options: capabilities.options.iter().map(ToString::to_string).collect(),
+        devices: capabilities.devices.iter().map(ToString::to_string).collect(),
+        notes: capabilities
+            .notes
+            .iter()
+            .map(|(subject, text)| Note {
+                subject: (*subject).to_string(),
+                text: (*text).to_string(),
+            })
+            .collect(),
+    }
+}
+
+fn names(set: DTypeSet) -> Vec<&'static str> {
+    DType::ALL
+        .into_iter()
+        .filter(|&d| set.contains(d))
+        .map(DType::name)
+        .collect()
+}
+
+/// One entry per set of element types, in the order of the reductions' codes.
+fn reductions(capabilities: &Capabilities) -> Vec<Reductions> {
+    let mut sets: Vec<(DTypeSet, Vec<&'static str>)> = Vec::new();
+    for (code, &set) in (0u8..).zip(&capabilities.reduces) {
+        if set == DTypeSet::NONE {
+            continue;
+        }
+        let name = ReduceOp::name_of(code);
+        match sets.iter_mut().find(|(s, _)| *s == set) {
+            Some((_, operations)) => operations.push(name),
+            None => sets.push((set, vec![name])),
+        }
+    }
+    sets.into_iter()
+        .map(|(set, operations)| Reductions {
+            operations,
+            dtypes: names(set),
+        })
+        .collect()
+}
+
+fn table(list: &List) -> String {
+    let heads = ["BACKEND", "DEVICE", "VERSION", "SOURCE"].map(String::from);
+    let mut rows: Vec<([String; 4], String)> = vec![(heads, "USABLE".to_string())];
+    rows.extend(list.backends.iter().map(|b| {
+        let cells = [
+            b.name.clone(),
+            b.device.clone(),
+            b.version.clone(),
+            format!("{} ({})", b.source.kind, b.source.origin),
+        ];
+        let usable = match (&b.reason, b.default) {
+            (Some(reason), _) => format!("no: {reason}"),
+            (None, true) => format!("yes, the default for {}", b.device),
+            (None, false) => "yes".to_string(),
+        };
+        (cells, usable)
+    }));
+    let width = |column: usize| {
+        rows.iter()
+            .filter_map(|(cells, _)| cells.get(column))
+            .map(|cell| cell.chars().count())
+            .max()
+            .unwrap_or(0)
+    };
+    let widths = [width(0), width(1), width(2), width(3)];
+    let mut text = String::new();
+    for (i, (cells, usable)) in rows.iter().enumerate() {
+        for (cell, width) in cells.iter().zip(widths) {
+            let _ = write!(text, "{cell:width$}  ");
+        }
+        let _ = writeln!(text, "{usable}");
+        if let Some(backend) = i.checked_sub(1).and_then(|i| list.backends.get(i)) {
+            details(&mut text, backend);
+        }
+    }
+    if list.backends.is_empty() {
+        text.push_str("(no backend is linked into this program)\n");
+    }
+    text.push('\n');
+    if list.conflicts.is_empty() {
+        text.push_str("conflicts: none\n");
+    }
+    for c in &list.conflicts {
+        let show = |o: &Origin| format!("{} {} ({})", o.origin, o.version, o.kind);
+        let _ = writeln!(
+            text,
+            "conflict: {} for {} is provided by {} and by {}; the first is used",
+            c.name,
+            c.device,
+            show(&c.winner),
+            show(&c.loser)
+        );
+    }
+    let defaults: Vec<String> = list.defaults.iter().map(|(d, n)| format!("{d}:{n}")).collect();
+    let _ = writeln!(text, "defaults: {}", defaults.join(", "));
+    text
+}
+
+fn details(text: &mut String, backend: &Entry) {
+    let mut line = |head: &str, body: String| {
+        if !body.is_empty() {
+            let _ = writeln!(text, "  {head:<12} {body}");
+        }
+    };
+    line("operations", backend.operations.join(" "));
+    line("moves", backend.moves.join(" "));
+    for r in &backend.reductions {
+        let body = format!("{}: {}", r.operations.join(" "), r.dtypes.join(" "));
+        line("reduces", body);
+    }
+    line("features", backend.features.join(" "));
+    line("options", backend.options.join(" "));
+    line("memory on", backend.devices.join(" "));
+    for note in &backend.notes {
+        line("note", format!("{}: {}", note.subject, note.text));
+    }
+}

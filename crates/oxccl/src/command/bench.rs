@@ -1,0 +1,306 @@
+//! `oxccl bench`: how fast a backend's operations are here, in the manner of nccl-tests.
+//!
+//! A plan (`plan`) goes to every rank (`ranks`: processes or threads); each measures line by line (`measure`), with data
+//! that it can check (`pattern`), and leaves its times in a store; this side watches over them and shows the figures
+//! (`table`).
+
+mod measure;
+mod pattern;
+mod plan;
+mod ranks;
+mod table;
+
+use std::io::Write;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oxccl::core::{
+    DType, DeviceKind, Error, ErrorKind, Feature, Registry, Result, Store, TcpStore, deadline_in,
+};
+use serde::Serialize;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+
+use measure::Times;
+use plan::{MAX_RANKS, Plan, Row};
+use ranks::Ranks;
+use table::Line;
+
+const EXAMPLES: &str = "\
+Examples:
+  All-reduce of f32 between two processes:
+    oxccl bench
+
+  Everything that the backend offers, checked, from 1 KiB to 64 MiB, for a script:
+    oxccl bench --backend gloo --op all --min 1K --max 64M --factor 4 --check --json
+
+Operations: all_reduce, broadcast, reduce, all_gather_into, reduce_scatter_into, all_to_all_into, send_recv, barrier.
+Each call begins behind a barrier. Its time is that of its slowest rank; shown are the median over the iterations, the least
+and the greatest. The size is that of the larger tensor of a rank. algbw is size / time; busbw is algbw times nccl-tests'
+factor: 2(n-1)/n for all_reduce, (n-1)/n for all_gather_into, reduce_scatter_into and all_to_all_into, else 1.";
+
+/// Measure the operations of a backend: time, bandwidth, and whether the results are right.
+#[derive(Debug, clap::Args)]
+#[command(after_help = EXAMPLES)]
+pub(crate) struct Arguments {
+    /// The backend [default: the one for cpu; see OXCCL_DEFAULT_BACKEND].
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
+    /// Operations, separated by commas; `all` for every one that the backend offers.
+    #[arg(long, default_value = "all_reduce", value_name = "OP,…")]
+    op: String,
+    /// Sizes in bytes, separated by commas, with K, M and G for powers of 1024.
+    #[arg(long, default_value = "4,1K,64K,1M,16M", value_name = "SIZE,…", value_delimiter = ',',
+          value_parser = plan::parse_size)]
+    sizes: Vec<u64>,
+    /// The first size, instead of --sizes.
+    #[arg(long, value_name = "SIZE", value_parser = plan::parse_size, requires = "max", conflicts_with = "sizes")]
+    min: Option<u64>,
+    /// The last size.
+    #[arg(long, value_name = "SIZE", value_parser = plan::parse_size, requires = "min")]
+    max: Option<u64>,
+    /// From --min to --max, each size is this many times the one before it.
+    #[arg(long, default_value_t = 2, value_name = "N", value_parser = clap::value_parser!(u64).range(2..))]
+    factor: u64,
+    /// The element type. Reductions are sums.
+    #[arg(long, default_value = "f32", value_name = "DTYPE", value_parser = |s: &str| s.parse::<DType>())]
+    dtype: DType,
+    /// Ranks, all on this machine.
+    #[arg(long, default_value_t = 2, value_name = "N",
+          value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_RANKS)))]
+    ranks: u32,
+    /// Whether ranks are processes or threads of one.
+    #[arg(long, default_value = "processes", value_enum)]
+    mode: Mode,
+    /// Calls before the measured ones.
+    #[arg(long, default_value_t = 5, value_name = "N", value_parser = clap::value_parser!(u32).range(..=100_000))]
+    warmup: u32,
+    /// Measured calls of each size.
+    #[arg(long, default_value_t = 20, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=100_000))]
+    iters: u32,
+    /// Check the results, before and after the measured calls.
+    #[arg(long)]
+    check: bool,
+    /// How long one line of the table may take, in seconds.
+    #[arg(long, default_value_t = 300, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    line_timeout_s: u64,
+    /// Write the figures as JSON, at the end.
+    #[arg(long)]
+    json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize)]
+#[serde(rename_all = "snake_case")]
+enum Mode {
+    Processes,
+    Threads,
+}
+
+/// One rank of a benchmark (how `bench` starts itself).
+#[derive(Debug, clap::Args)]
+pub(crate) struct RankArguments {
+    #[arg(long)]
+    rank: u32,
+    #[arg(long)]
+    store: String,
+    #[arg(long)]
+    plan: String,
+}
+
+#[derive(Serialize)]
+struct Report<'a> {
+    backend: &'a str,
+    version: &'a str,
+    source: String,
+    device: &'a str,
+    ranks: u32,
+    mode: Mode,
+    dtype: &'a str,
+    reduction: &'a str,
+    warmup: u32,
+    iters: u32,
+    checked: bool,
+    results: &'a [Line],
+}
+
+/// Why a run ended before its last line.
+enum Stop {
+    Interrupted,
+    Failed(String),
+}
+
+/// How often signals and failed ranks are looked for while a line is measured. Rare, to leave the cores to the ranks.
+const LOOK: Duration = Duration::from_millis(200);
+/// A rank ends by itself when its line takes too long; this much later it is ended.
+const MARGIN: Duration = Duration::from_secs(15);
+
+pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
+    // Caught before anything starts, so that an early interrupt ends it in order too.
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+    let device = DeviceKind::Cpu;
+    let name = match &arguments.backend {
+        Some(name) => name.clone(),
+        None => Registry::default_backend(&device)?,
+    };
+    let backend = Registry::global().get(&name, Some(&device))?;
+    backend.factory.probe()?;
+    let capabilities = backend.factory.capabilities();
+    if arguments.mode == Mode::Threads && !capabilities.has(Feature::ThreadRanks) {
+        return Err(Error::unsupported(format!(
+            "ranks of backend '{name}' cannot be threads; leave out --mode threads"
+        )));
+    }
+    let ops = plan::parse_ops(
+        &arguments.op,
+        &backend.name,
+        &capabilities,
+        arguments.dtype,
+        arguments.ranks,
+    )?;
+    let sizes = match (arguments.min, arguments.max) {
+        (Some(min), Some(max)) => plan::sizes_between(min, max, arguments.factor)?,
+        _ => arguments.sizes,
+    };
+    let limit = Duration::from_secs(arguments.line_timeout_s);
+    let plan = Plan {
+        ranks: arguments.ranks,
+        warmup: arguments.warmup,
+        iters: arguments.iters,
+        check: arguments.check,
+        ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
+    };
+    let rows = plan.rows()?;
+    if !arguments.json {
+        show(format_args!(
+            "# oxccl bench: {} from {} on {device}, {} ranks as {}, {} sums, {} warm-ups, {} iterations{}\n{}",
+            backend.name,
+            backend.source,
+            plan.ranks,
+            match arguments.mode {
+                Mode::Processes => "processes",
+                Mode::Threads => "threads",
+            },
+            arguments.dtype,
+            plan.warmup,
+            plan.iters,
+            if plan.check { ", checked" } else { "" },
+            table::HEAD,
+        ))?;
+    }
+    let mut ranks = match arguments.mode {
+        Mode::Processes => Ranks::processes(&plan)?,
+        Mode::Threads => Ranks::threads(&plan)?,
+    };
+    let mut lines = Vec::new();
+    for (index, row) in rows.into_iter().enumerate() {
+        let times = match wait_line(&plan, index, &mut ranks, &mut signals) {
+            Ok(times) => times,
+            Err(stop) => return Ok(give_up(stop, row, &mut ranks)),
+        };
+        let line = table::line(&plan, row, &times)?;
+        if !arguments.json {
+            show(format_args!("{line}"))?;
+        }
+        lines.push(line);
+    }
+    if let Err(text) = ranks.finish() {
+        say!("oxccl bench: {text}");
+        return Ok(ExitCode::from(1));
+    }
+    if arguments.json {
+        let report = Report {
+            backend: &backend.name,
+            version: &backend.source.version,
+            source: backend.source.to_string(),
+            device: device.name(),
+            ranks: plan.ranks,
+            mode: arguments.mode,
+            dtype: arguments.dtype.name(),
+            reduction: "sum",
+            warmup: plan.warmup,
+            iters: plan.iters,
+            checked: plan.check,
+            results: &lines,
+        };
+        let text = serde_json::to_string_pretty(&report)
+            .map_err(|e| Error::invalid(format!("write the figures as JSON: {e}")))?;
+        show(format_args!("{text}"))?;
+    }
+    let wrong: u64 = lines.iter().filter_map(|l| l.wrong).sum();
+    if wrong > 0 {
+        say!("oxccl bench: {wrong} elements are wrong; see the column #wrong");
+        return Ok(ExitCode::from(1));
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+/// The child's side.
+pub(crate) fn rank(arguments: RankArguments) -> Result<ExitCode> {
+    let plan: Plan =
+        serde_json::from_str(&arguments.plan).map_err(|e| Error::invalid(format!("--plan: {e}")))?;
+    let store = TcpStore::connect(&arguments.store, deadline_in(measure::MEET))?;
+    let store: Arc<dyn Store> = Arc::new(store);
+    let group = ranks::group(&plan)?;
+    measure::run(&plan, group.as_ref(), &store, arguments.rank)?;
+    Ok(ExitCode::SUCCESS)
+}
+
+/// Waits until every rank has put its times for line `index` into the store.
+fn wait_line(
+    plan: &Plan,
+    index: usize,
+    ranks: &mut Ranks,
+    signals: &mut Signals,
+) -> Result<Vec<Times>, Stop> {
+    let failed = |e: Error| Stop::Failed(e.to_string());
+    let keys: Vec<String> = (0..plan.ranks).map(|rank| measure::key(index, rank)).collect();
+    let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+    // The first line includes the time in which the ranks meet.
+    let deadline = plan.row_deadline() + measure::MEET + MARGIN;
+    loop {
+        if signals.pending().next().is_some() {
+            return Err(Stop::Interrupted);
+        }
+        if let Some(text) = ranks.failure() {
+            return Err(Stop::Failed(text));
+        }
+        match ranks.store.wait(&keys, deadline_in(LOOK).min(deadline)) {
+            Ok(()) => break,
+            Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < deadline => {}
+            Err(e) => return Err(failed(e)),
+        }
+    }
+    let values = ranks.store.multi_get(&keys, deadline).map_err(failed)?;
+    (0..plan.ranks)
+        .zip(values)
+        .map(|(rank, value)| {
+            serde_json::from_slice(&value)
+                .map_err(|e| Stop::Failed(format!("what rank {rank} measured cannot be read: {e}")))
+        })
+        .collect()
+}
+
+/// Ends the ranks and says why.
+fn give_up(stop: Stop, row: Row, ranks: &mut Ranks) -> ExitCode {
+    match stop {
+        Stop::Interrupted => {
+            ranks.stop("interrupted");
+            say!("oxccl bench: interrupted");
+            ExitCode::from(130)
+        }
+        Stop::Failed(text) => {
+            ranks.stop("the benchmark failed");
+            say!("oxccl bench: {} of {} bytes: {text}", row.op.name(), row.bytes);
+            ExitCode::from(1)
+        }
+    }
+}
+
+/// A line on standard output.
+fn show(text: std::fmt::Arguments<'_>) -> Result<()> {
+    let mut out = std::io::stdout();
+    writeln!(out, "{text}")
+        .and_then(|()| out.flush())
+        .map_err(|e| Error::io("write to standard output", e))
+}

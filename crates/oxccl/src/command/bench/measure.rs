@@ -1,0 +1,208 @@
+//! One rank's side of a benchmark: it joins the group, measures line by line, and puts its times into the store.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use oxccl::core::{
+    Collective, Configuration, Epoch, Error, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store,
+    SubmitOptions, Tensor, deadline_in,
+};
+use serde::{Deserialize, Serialize};
+
+use super::pattern::Pattern;
+use super::plan::{Op, Plan, Row};
+
+/// How long the ranks may take to meet, and to part.
+pub(super) const MEET: Duration = Duration::from_secs(60);
+
+/// What one rank measured for one line.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub(super) struct Times {
+    /// Nanoseconds of each iteration, in order.
+    pub(super) ns: Vec<u64>,
+    /// Elements that were not what they must be; 0 without a check.
+    pub(super) wrong: u64,
+}
+
+/// Where a rank puts what it measured for line `row`.
+pub(super) fn key(row: usize, rank: u32) -> String {
+    format!("bench/row/{row}/{rank}")
+}
+
+/// Carries out `plan` as `rank`: one entry in the store per line, in order.
+pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>, rank: u32) -> Result<()> {
+    group.configure(Configuration {
+        store: store.clone(),
+        prefix: "bench/group".to_string(),
+        name: "bench".to_string(),
+        epoch: Epoch(1),
+        rank,
+        world_size: plan.ranks,
+        deadline: deadline_in(MEET),
+    })?;
+    let mut gates = 0;
+    for (index, row) in plan.rows()?.into_iter().enumerate() {
+        let deadline = plan.row_deadline();
+        let mut seat = Seat {
+            plan,
+            group,
+            store: store.as_ref(),
+            rank,
+            deadline,
+            gates,
+        };
+        let times = seat.measure(row)?;
+        gates = seat.gates;
+        let text = serde_json::to_vec(&times)
+            .map_err(|e| Error::invalid(format!("write what rank {rank} measured: {e}")))?;
+        // The limit is on the measured calls; a line that just made it is told.
+        store.set(&key(index, rank), &text, deadline_in(MEET))?;
+    }
+    // Nobody leaves while another may still be in the last operation.
+    store.barrier("bench/end", plan.ranks, deadline_in(MEET))?;
+    group.shutdown(deadline_in(MEET))
+}
+
+/// One rank in one line.
+struct Seat<'a> {
+    plan: &'a Plan,
+    group: &'a dyn ProcessGroup,
+    store: &'a dyn Store,
+    rank: u32,
+    deadline: Instant,
+    /// Barriers through the store so far; each needs a key of its own.
+    gates: u64,
+}
+
+impl Seat<'_> {
+    fn measure(&mut self, row: Row) -> Result<Times> {
+        let mut wrong = 0;
+        let mut tensors = self.tensors(row)?;
+        if self.plan.check {
+            (tensors, wrong) = self.check(row, tensors, 1)?;
+        }
+        // Written, so that no page is still missing; and zeros, so that sums of sums stay zeros.
+        tensors.iter_mut().for_each(|t| t.bytes_mut().fill(0));
+        for _ in 0..self.plan.warmup {
+            (tensors, _) = self.once(row, tensors)?;
+        }
+        let mut ns = Vec::new();
+        for _ in 0..self.plan.iters {
+            let time;
+            (tensors, time) = self.once(row, tensors)?;
+            ns.push(u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        }
+        if self.plan.check {
+            wrong += self.check(row, tensors, 2)?.1;
+        }
+        Ok(Times { ns, wrong })
+    }
+
+    /// The tensors of a call, in the order of `Collective::tensors`: an input, and an output where it is another one.
+    fn tensors(&self, row: Row) -> Result<Vec<Tensor>> {
+        let dtype = self.plan.dtype()?;
+        let part = row.count / (self.plan.ranks as usize).max(1);
+        let counts: &[usize] = match row.op {
+            Op::AllReduce | Op::Broadcast | Op::Reduce => &[row.count],
+            Op::AllGatherInto => &[part, row.count],
+            Op::ReduceScatterInto => &[row.count, part],
+            Op::AllToAllInto | Op::SendRecv => &[row.count, row.count],
+            Op::Barrier => &[],
+        };
+        Ok(counts.iter().map(|&count| Tensor::zeros(dtype, count)).collect())
+    }
+
+    /// Runs once with known data and counts the wrong elements of the result.
+    fn check(&mut self, row: Row, mut tensors: Vec<Tensor>, round: u64) -> Result<(Vec<Tensor>, u64)> {
+        let pattern = Pattern::new(self.plan.dtype()?, row, self.rank, self.plan.ranks, round);
+        if let Some((input, outputs)) = tensors.split_first_mut() {
+            pattern.fill(input);
+            // No element of the pattern looks like this.
+            outputs.iter_mut().for_each(|t| t.bytes_mut().fill(0xA5));
+        }
+        let (tensors, _) = self.once(row, tensors)?;
+        let wrong = match tensors.last() {
+            Some(output) => pattern.count_wrong(row.op, output)?,
+            None => 0,
+        };
+        Ok((tensors, wrong))
+    }
+
+    /// One call, begun together with the other ranks: from the submission to the result in this rank's hands.
+    fn once(&mut self, row: Row, tensors: Vec<Tensor>) -> Result<(Vec<Tensor>, Duration)> {
+        let call = self.call(row.op, tensors)?;
+        self.gate()?;
+        let start = Instant::now();
+        let work = self.group.run(call, SubmitOptions::by(self.deadline))?;
+        let completion = work.take()?;
+        Ok((completion.tensors, start.elapsed()))
+    }
+
+    /// Returns once every rank is here.
+    fn gate(&mut self) -> Result<()> {
+        if self.group.capabilities().ops.contains(OpKind::Barrier) {
+            let work = self
+                .group
+                .run(Collective::Barrier, SubmitOptions::by(self.deadline))?;
+            return work.wait_done();
+        }
+        self.gates += 1;
+        let key = format!("bench/gate/{}", self.gates);
+        self.store.barrier(&key, self.plan.ranks, self.deadline)
+    }
+
+    fn call(&self, op: Op, tensors: Vec<Tensor>) -> Result<Collective> {
+        let sum = ReduceOp::Sum;
+        let mut tensors = tensors.into_iter();
+        let mut next = || {
+            tensors
+                .next()
+                .ok_or_else(|| Error::invalid("a tensor of the call was not given back").with_op(op.name()))
+        };
+        Ok(match op {
+            Op::AllReduce => Collective::AllReduce {
+                tensors: vec![next()?],
+                op: sum,
+            },
+            Op::Broadcast => Collective::Broadcast {
+                tensors: vec![next()?],
+                root: 0,
+            },
+            Op::Reduce => Collective::Reduce {
+                tensor: next()?,
+                op: sum,
+                root: 0,
+            },
+            Op::AllGatherInto => Collective::AllGatherInto {
+                pairs: vec![(next()?, next()?)],
+            },
+            Op::ReduceScatterInto => Collective::ReduceScatterInto {
+                pairs: vec![(next()?, next()?)],
+                op: sum,
+            },
+            Op::AllToAllInto => Collective::AllToAllInto {
+                input: next()?,
+                output: next()?,
+                input_splits: Vec::new(),
+                output_splits: Vec::new(),
+            },
+            Op::SendRecv => {
+                let ranks = self.plan.ranks;
+                let send = Collective::Send {
+                    tensor: next()?,
+                    peer: (self.rank + 1) % ranks,
+                    tag: 0,
+                };
+                let recv = Collective::Recv {
+                    tensor: next()?,
+                    peer: Some((self.rank + ranks - 1) % ranks),
+                    tag: 0,
+                };
+                Collective::Batch {
+                    ops: vec![send, recv],
+                }
+            }
+            Op::Barrier => Collective::Barrier,
+        })
+    }
+}

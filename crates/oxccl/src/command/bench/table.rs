@@ -1,0 +1,144 @@
+//! The figures of a benchmark and how they are shown: a table in the manner of nccl-tests, or JSON.
+
+use oxccl::core::{Error, ErrorKind, Result};
+use serde::Serialize;
+
+use super::measure::Times;
+use super::plan::{Plan, Row};
+
+/// One line. A gigabyte is 10⁹ bytes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub(super) struct Line {
+    pub(super) op: &'static str,
+    /// Bytes of the larger of the tensors of one rank.
+    pub(super) bytes: u64,
+    /// Elements of that tensor.
+    pub(super) count: usize,
+    /// Median over the iterations of the slowest rank's time, in microseconds.
+    pub(super) time_us: f64,
+    /// The fastest iteration, by its slowest rank.
+    pub(super) min_us: f64,
+    /// The slowest iteration, by its slowest rank.
+    pub(super) max_us: f64,
+    /// bytes / time, in GB/s.
+    pub(super) algbw: f64,
+    /// algbw times the factor that nccl-tests gives to the operation, in GB/s.
+    pub(super) busbw: f64,
+    /// Wrong elements on all ranks; absent without a check.
+    pub(super) wrong: Option<u64>,
+}
+
+/// The figures of a line from what its ranks measured.
+///
+/// Errors: `Internal` if a rank measured another number of iterations than asked for.
+pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times]) -> Result<Line> {
+    let iters = plan.iters as usize;
+    if ranks.is_empty() || iters == 0 || ranks.iter().any(|r| r.ns.len() != iters) {
+        return Err(Error::new(
+            ErrorKind::Internal,
+            "a rank measured another number of iterations than asked for",
+        ));
+    }
+    let mut slowest = vec![0u64; iters];
+    for rank in ranks {
+        for (slowest, &ns) in slowest.iter_mut().zip(&rank.ns) {
+            *slowest = ns.max(*slowest);
+        }
+    }
+    slowest.sort_unstable();
+    let us = |i: usize| slowest.get(i).map_or(0.0, |&ns| ns as f64 / 1000.0);
+    let time_us = (us((iters - 1) / 2) + us(iters / 2)) / 2.0;
+    let algbw = if time_us > 0.0 {
+        row.bytes as f64 / time_us / 1000.0
+    } else {
+        0.0
+    };
+    Ok(Line {
+        op: row.op.name(),
+        bytes: row.bytes,
+        count: row.count,
+        time_us,
+        min_us: us(0),
+        max_us: us(iters - 1),
+        algbw,
+        busbw: algbw * row.op.bus_factor(plan.ranks),
+        wrong: plan.check.then(|| ranks.iter().map(|r| r.wrong).sum()),
+    })
+}
+
+/// The heads of the columns, with their units.
+pub(super) const HEAD: &str = "\
+#         op                     size         count      time       min       max     algbw     busbw  #wrong
+#                                 (B)    (elements)      (us)      (us)      (us)    (GB/s)    (GB/s)";
+
+impl std::fmt::Display for Line {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "  {:<19} {:>13} {:>13} {:>9} {:>9} {:>9} {:>9.3} {:>9.3} {:>7}",
+            self.op,
+            self.bytes,
+            self.count,
+            time(self.time_us),
+            time(self.min_us),
+            time(self.max_us),
+            self.algbw,
+            self.busbw,
+            self.wrong.map_or("-".to_string(), |n| n.to_string()),
+        )
+    }
+}
+
+/// Microseconds with about as many digits as mean something.
+fn time(us: f64) -> String {
+    match us {
+        us if us < 100.0 => format!("{us:.2}"),
+        us if us < 10_000.0 => format!("{us:.1}"),
+        us => format!("{us:.0}"),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use oxccl::core::DType;
+
+    use super::*;
+    use crate::command::bench::plan::Op;
+
+    fn plan(iters: u32) -> Plan {
+        let mut plan = Plan::new(
+            "x",
+            vec![Op::AllReduce],
+            vec![4],
+            DType::F32,
+            Duration::from_secs(1),
+        );
+        (plan.ranks, plan.iters, plan.check) = (4, iters, true);
+        plan
+    }
+
+    fn times(ns: &[u64]) -> Times {
+        Times {
+            ns: ns.to_vec(),
+            wrong: 2,
+        }
+    }
+
+    #[test]
+    fn the_time_is_the_median_over_iterations_of_the_slowest_rank() {
+        let row = Row {
+            op: Op::AllReduce,
+            count: 1000,
+            bytes: 4000,
+        };
+        let ranks = [times(&[1000, 9000, 2000]), times(&[3000, 1000, 8000])];
+        let l = line(&plan(3), row, &ranks).unwrap();
+        assert_eq!((l.min_us, l.time_us, l.max_us), (3.0, 8.0, 9.0));
+        assert_eq!((l.algbw, l.busbw, l.wrong), (0.5, 0.75, Some(4)));
+        let l = line(&plan(2), row, &[times(&[2000, 4000])]).unwrap();
+        assert_eq!(l.time_us, 3.0);
+        assert!(line(&plan(2), row, &ranks).is_err());
+    }
+}

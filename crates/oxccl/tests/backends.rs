@@ -1,0 +1,99 @@
+//! `oxccl backends` as its user meets it: the table, the JSON, and the table of defaults.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+use std::process::Command;
+
+fn backends(arguments: &[&str], defaults: &str) -> (Option<i32>, String, String) {
+    let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+        .arg("backends")
+        .args(arguments)
+        .env_remove("OXCCL_LOG")
+        .env("OXCCL_DEFAULT_BACKEND", defaults)
+        .output()
+        .unwrap();
+    let lossy = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), lossy(&output.stdout), lossy(&output.stderr))
+}
+
+#[test]
+fn the_table_says_where_gloo_is_from_that_it_is_usable_and_what_it_offers() {
+    let (code, out, err) = backends(&[], "");
+    assert_eq!(code, Some(0), "{err}");
+    let line = |head: &str| {
+        let found = out.lines().find(|l| l.trim_start().starts_with(head));
+        found.unwrap_or_else(|| panic!("no line '{head}' in\n{out}"))
+    };
+    let gloo = line("gloo");
+    for cell in [
+        "cpu",
+        env!("CARGO_PKG_VERSION"),
+        "built in (backend-gloo)",
+        "yes, the default for cpu",
+    ] {
+        assert!(gloo.contains(cell), "{gloo}");
+    }
+    assert!(line("operations").contains("all_reduce broadcast"));
+    assert!(line("moves").contains("f8e5m2"));
+    assert!(line("reduces").contains("sum") && line("reduces").contains("bf16"));
+    assert!(line("features").contains("abort reconfigure"));
+    assert_eq!(line("conflicts"), "conflicts: none");
+    assert_eq!(
+        line("defaults"),
+        "defaults: cpu:gloo, cuda:nccl, hpu:hccl, xpu:xccl"
+    );
+}
+
+#[test]
+fn the_json_has_the_same_and_follows_the_default_table() {
+    let (code, out, err) = backends(&["--json"], "CPU: other");
+    assert_eq!(code, Some(0), "{err}");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let gloo = json["backends"].as_array().unwrap();
+    let gloo = gloo.iter().find(|b| b["name"] == "gloo").unwrap();
+    assert_eq!(gloo["device"], "cpu");
+    assert_eq!(gloo["usable"], true);
+    assert_eq!(gloo["reason"], serde_json::Value::Null);
+    assert_eq!(gloo["default"], false);
+    assert_eq!(gloo["source"]["kind"], "built in");
+    assert!(
+        gloo["operations"]
+            .as_array()
+            .unwrap()
+            .iter()
+            .any(|o| o == "all_to_all_into")
+    );
+    // f8 is moved and in no reduction.
+    assert!(gloo["moves"].as_array().unwrap().iter().any(|d| d == "f8e4m3"));
+    assert!(
+        !gloo["reductions"].to_string().contains("f8"),
+        "{}",
+        gloo["reductions"]
+    );
+    assert!(gloo["reductions"].to_string().contains("bf16"));
+    assert_eq!(json["defaults"]["cpu"], "other");
+    assert_eq!(json["conflicts"], serde_json::json!([]));
+}
+
+#[test]
+fn a_wrong_default_table_is_exit_code_2_and_names_variable_and_position() {
+    let (code, out, err) = backends(&[], "cpu:gloo, hpu");
+    assert_eq!(code, Some(2), "{err}");
+    assert!(out.is_empty(), "{out}");
+    assert!(
+        err.contains("OXCCL_DEFAULT_BACKEND") && err.contains("character 11"),
+        "{err}"
+    );
+}
+
+#[test]
+fn a_backend_that_is_not_known_is_an_error_of_the_probe_with_a_suggestion() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+        .args(["backends-probe", "glo", "cpu"])
+        .arg(dir.path().join("reason"))
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    let err = String::from_utf8_lossy(&output.stderr);
+    assert!(err.contains("Did you mean 'gloo'?"), "{err}");
+}
