@@ -77,6 +77,9 @@ pub struct NetArgs {
     /// Backend of the collectives, by its registered name.
     #[arg(long, default_value = "gloo")]
     pub backend: String,
+    /// All-reduce in this format instead of f32: int8, int4, fp8, or another one of docs/quantisation.md.
+    #[arg(long, value_name = "FORMAT")]
+    pub quantize: Option<quant::Codec>,
     /// Address for this replica's servers; port 0 picks free ones. Use 0.0.0.0:0 across machines.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub bind: String,
@@ -93,6 +96,9 @@ impl NetArgs {
             "--bind".into(),
             self.bind.clone(),
         ];
+        if let Some(codec) = self.quantize {
+            args.extend(["--quantize".into(), codec.to_string()]);
+        }
         if let Some(host) = &self.advertise {
             args.extend(["--advertise".into(), host.clone()]);
         }

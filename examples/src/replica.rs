@@ -9,6 +9,7 @@ use backend_gloo as _;
 use ftcore::{Error, ErrorKind, GroupOptions, ProcessGroup, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
+use quant::QuantizedGroup;
 
 use crate::chaos::HoldGroup;
 use crate::drive::NetArgs;
@@ -46,7 +47,10 @@ impl Place {
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
         let group = ftcore::Registry::global().create(&net.backend, &ftcore::Device::CPU, &options)?;
-        let group: Arc<dyn ProcessGroup> = Arc::from(group);
+        let mut group: Arc<dyn ProcessGroup> = Arc::from(group);
+        if let Some(codec) = net.quantize {
+            group = Arc::new(QuantizedGroup::new(group, codec, options.timeout)?);
+        }
         let group = Arc::new(HoldGroup::from_env(
             group,
             self.events.clone(),

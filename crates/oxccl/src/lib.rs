@@ -18,6 +18,8 @@ pub use diloco;
 pub use ftcore as core;
 #[cfg(feature = "manager")]
 pub use manager;
+#[cfg(feature = "quant")]
+pub use quant;
 
 #[cfg(feature = "launch")]
 pub mod launch;
