@@ -36,7 +36,9 @@ fn configure(
         rank,
         world_size: world,
         deadline: soon(),
-    })
+    })?;
+    // What a test does next must not reach a rank that is still configuring.
+    store.barrier(&format!("configured/{epoch}"), world, soon())
 }
 
 /// Runs `body` on `world` ranks, unconfigured; the results in rank order.
