@@ -8,8 +8,8 @@ use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Configuration, Error, GroupInfo, OpKind, ProcessGroup, Rejected, Result,
-    SubmitOptions, Traffic, Work, deadline_in,
+    Capabilities, Checked, Completion, Configuration, Error, Failed, GroupInfo, OpKind, ProcessGroup,
+    Rejected, Result, SubmitOptions, Traffic, Work, deadline_in,
 };
 use oxccl::launch::{EventKind, EventSender};
 
@@ -49,6 +49,15 @@ impl HoldGroup {
         })
     }
 
+    /// Holds if this is the operation to hold at.
+    fn pass(&self, op: &Checked) {
+        let here =
+            self.hold_at == Some(self.step.load(Ordering::Acquire)) && op.get().kind() == OpKind::AllReduce;
+        if here && self.submitted.fetch_add(1, Ordering::AcqRel) == 1 {
+            self.hold();
+        }
+    }
+
     fn hold(&self) {
         let step = u64::try_from(self.step.load(Ordering::Acquire)).unwrap_or(0);
         let epoch = self.inner.info().epoch.0;
@@ -72,12 +81,12 @@ impl ProcessGroup for HoldGroup {
         self.inner.configure(configuration)
     }
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let here =
-            self.hold_at == Some(self.step.load(Ordering::Acquire)) && op.get().kind() == OpKind::AllReduce;
-        if here && self.submitted.fetch_add(1, Ordering::AcqRel) == 1 {
-            self.hold();
-        }
+        self.pass(&op);
         self.inner.submit(op, options)
+    }
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.pass(&op);
+        self.inner.execute(op, options)
     }
     fn split(
         &self,

@@ -7,7 +7,7 @@ use std::time::Instant;
 use ftcore::{
     Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Device, Epoch, Error, ErrorKind,
     Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, ProcessGroupExt, Rejected,
-    Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, names, notes,
 };
 
 use crate::engine;
@@ -63,12 +63,12 @@ pub(crate) fn capabilities() -> Capabilities {
             Feature::ThreadRanks,
             Feature::Split,
         ]),
-        options: HONOURED,
-        devices: &["cpu"],
-        notes: &[
+        options: names(HONOURED),
+        devices: names(&["cpu"]),
+        notes: notes(&[
             ("reduce", "contributors are known on the root only"),
             ("f8", "f8e4m3 and f8e5m2 are moved, not reduced"),
-        ],
+        ]),
     }
 }
 

@@ -2,6 +2,8 @@
 //!
 //! Every capability advertised must pass the suite; what is not advertised returns `Unsupported` at once.
 
+use std::borrow::Cow;
+
 use crate::{DType, OpKind, ReduceOp};
 
 macro_rules! bit_set {
@@ -75,6 +77,9 @@ pub enum Feature {
     ThreadRanks = 7,
     /// `split` works.
     Split = 8,
+    /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nobody touches the
+    /// tensors' memory any more and all of them are given back, so that borrowed memory may be passed.
+    Borrow = 9,
 }
 
 /// The capability table of a group.
@@ -89,11 +94,21 @@ pub struct Capabilities {
     /// Features.
     pub features: FeatureSet,
     /// Names of the options that are honoured (see `GroupOptions::require_honoured`).
-    pub options: &'static [&'static str],
+    pub options: Vec<Cow<'static, str>>,
     /// Device kinds whose memory is served.
-    pub devices: &'static [&'static str],
+    pub devices: Vec<Cow<'static, str>>,
     /// What is composed rather than native, or limited: (operation, in words).
-    pub notes: &'static [(&'static str, &'static str)],
+    pub notes: Vec<(Cow<'static, str>, Cow<'static, str>)>,
+}
+
+/// Names for the lists of [`Capabilities`].
+pub fn names(names: &[&'static str]) -> Vec<Cow<'static, str>> {
+    names.iter().map(|&n| n.into()).collect()
+}
+
+/// Notes for [`Capabilities`]: (operation, in words).
+pub fn notes(notes: &[(&'static str, &'static str)]) -> Vec<(Cow<'static, str>, Cow<'static, str>)> {
+    notes.iter().map(|&(op, text)| (op.into(), text.into())).collect()
 }
 
 impl Capabilities {
@@ -102,6 +117,11 @@ impl Capabilities {
         self.reduces
             .get(usize::from(op.code()))
             .is_some_and(|s| s.contains(dtype))
+    }
+
+    /// True if memory on `kind` is served.
+    pub fn serves(&self, kind: &crate::DeviceKind) -> bool {
+        self.devices.iter().any(|d| d == kind.name())
     }
 
     /// True if the feature is advertised.

@@ -3,12 +3,13 @@
 //! Nothing above the backends names a vendor: a crate that brings a device kind registers an [`Accelerator`]. On the
 //! CPU everything is trivially in order, which is what [`CpuStream`] says.
 
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Once, PoisonError, RwLock};
 use std::time::Instant;
 
-use crate::{Error, ErrorKind, Result};
+use crate::{DType, Error, ErrorKind, Result, Tensor};
 
 /// The kind of a device. Open: an out-of-tree device brings its own name.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -113,6 +114,8 @@ pub trait Event: Send + Sync {
     fn query(&self) -> Result<bool>;
     /// Blocks the host until it is reached; `Timeout` at the deadline.
     fn synchronize(&self, deadline: Instant) -> Result<()>;
+    /// Itself, so that a stream can recognise the events of its own device kind.
+    fn as_any(&self) -> &dyn Any;
 }
 
 /// A queue of work on one device, executed in order.
@@ -123,7 +126,8 @@ pub trait Stream: Send + Sync {
     fn device(&self) -> Device;
     /// Marks the present end of the queue.
     fn record(&self) -> Result<Arc<dyn Event>>;
-    /// Lets later work of this stream start only after `event`; does not block the host on a device stream.
+    /// Lets later work of this stream start only after `event`; does not block the host on a device stream, unless the
+    /// event is of another device kind.
     fn wait(&self, event: &dyn Event) -> Result<()>;
     /// True if nothing is left to do.
     fn query(&self) -> Result<bool>;
@@ -145,6 +149,9 @@ impl Event for ReachedEvent {
     }
     fn synchronize(&self, _deadline: Instant) -> Result<()> {
         Ok(())
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
     }
 }
 
@@ -181,7 +188,33 @@ pub trait Accelerator: Send + Sync {
     fn current_stream(&self, index: u32) -> Result<Arc<dyn Stream>>;
     /// Waits for all work of device `index`.
     fn synchronize(&self, index: u32, deadline: Instant) -> Result<()>;
+    /// What device `index` is called.
+    fn name(&self, index: u32) -> Result<String>;
+    /// A new stream on device `index`.
+    fn new_stream(&self, index: u32, high_priority: bool) -> Result<Arc<dyn Stream>>;
+    /// Memory on device `index` with undefined contents. What the driver refuses is `Backend` with its code.
+    fn alloc(&self, index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor>;
+    /// Copies host bytes into a tensor of the device in the stream's order; returns once `from` may be reused.
+    /// `InvalidArgument` if the lengths differ.
+    fn copy_in(&self, from: &[u8], to: &mut Tensor, stream: &dyn Stream) -> Result<()>;
+    /// Copies a tensor of the device to the host in the stream's order; returns once the bytes are there.
+    /// `InvalidArgument` if the lengths differ.
+    fn copy_out(&self, from: &Tensor, to: &mut [u8], stream: &dyn Stream) -> Result<()>;
+    /// True if device `index` computes in FP8 by itself.
+    fn native_fp8(&self, _index: u32) -> bool {
+        false
+    }
 }
+
+/// A device kind that is linked in. Submit one with `ftcore::inventory::submit!`.
+pub struct StaticAccelerator {
+    /// The kind's name.
+    pub kind: &'static str,
+    /// Makes it; called once, when a device kind is first asked for. It must not ask for one itself.
+    pub make: fn() -> Arc<dyn Accelerator>,
+}
+
+inventory::collect!(StaticAccelerator);
 
 struct CpuAccelerator;
 
@@ -210,12 +243,46 @@ impl Accelerator for CpuAccelerator {
     fn synchronize(&self, _index: u32, _deadline: Instant) -> Result<()> {
         Ok(())
     }
+    fn name(&self, _index: u32) -> Result<String> {
+        Ok("host memory".to_string())
+    }
+    fn new_stream(&self, _index: u32, _high_priority: bool) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(CpuStream))
+    }
+    fn alloc(&self, _index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        let count = shape
+            .iter()
+            .try_fold(1usize, |a, &d| a.checked_mul(d))
+            .filter(|count| isize::try_from(count.saturating_mul(dtype.size())).is_ok())
+            .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
+        Tensor::zeros(dtype, count).reshape(shape)
+    }
+    fn copy_in(&self, from: &[u8], to: &mut Tensor, _stream: &dyn Stream) -> Result<()> {
+        same_length(from.len(), to.byte_len())?;
+        to.bytes_mut().copy_from_slice(from);
+        Ok(())
+    }
+    fn copy_out(&self, from: &Tensor, to: &mut [u8], _stream: &dyn Stream) -> Result<()> {
+        same_length(from.byte_len(), to.len())?;
+        to.copy_from_slice(from.bytes());
+        Ok(())
+    }
+}
+
+/// For [`Accelerator::copy_in`] and [`Accelerator::copy_out`]: both sides must have the same number of bytes.
+fn same_length(from: usize, to: usize) -> Result<()> {
+    if from == to {
+        Ok(())
+    } else {
+        Err(Error::invalid(format!("{from} bytes cannot be copied into {to}")))
+    }
 }
 
 static ACCELERATORS: RwLock<BTreeMap<DeviceKind, Arc<dyn Accelerator>>> = RwLock::new(BTreeMap::new());
 
 /// Makes a device kind known. The first registration of a kind stays; a second one is `Conflict`.
 pub fn register_accelerator(accelerator: Arc<dyn Accelerator>) -> Result<()> {
+    register_linked();
     let kind = accelerator.kind();
     let mut map = ACCELERATORS.write().unwrap_or_else(PoisonError::into_inner);
     if kind == DeviceKind::Cpu || map.contains_key(&kind) {
@@ -228,11 +295,34 @@ pub fn register_accelerator(accelerator: Arc<dyn Accelerator>) -> Result<()> {
     Ok(())
 }
 
+/// Makes the linked-in device kinds known, once. Sorted by name, so that the order of linking has no influence.
+fn register_linked() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        let mut linked: Vec<&StaticAccelerator> = inventory::iter::<StaticAccelerator>.into_iter().collect();
+        linked.sort_by_key(|a| a.kind);
+        for a in linked {
+            let accelerator = (a.make)();
+            let kind = accelerator.kind();
+            let mut map = ACCELERATORS.write().unwrap_or_else(PoisonError::into_inner);
+            if kind == DeviceKind::Cpu || map.contains_key(&kind) {
+                tracing::warn!(
+                    kind = a.kind,
+                    "a linked-in device kind is known already; the first one is kept"
+                );
+            } else {
+                map.insert(kind, accelerator);
+            }
+        }
+    });
+}
+
 /// The accelerator of `kind`; `Unsupported` names the kinds that are known.
 pub fn accelerator(kind: &DeviceKind) -> Result<Arc<dyn Accelerator>> {
     if *kind == DeviceKind::Cpu {
         return Ok(Arc::new(CpuAccelerator));
     }
+    register_linked();
     let map = ACCELERATORS.read().unwrap_or_else(PoisonError::into_inner);
     map.get(kind).cloned().ok_or_else(|| {
         let mut known = vec!["cpu".to_string()];
@@ -247,6 +337,20 @@ pub fn accelerator(kind: &DeviceKind) -> Result<Arc<dyn Accelerator>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn host_memory_is_allocated_and_copied_like_a_device_s() {
+        let cpu = accelerator(&DeviceKind::Cpu).unwrap();
+        let stream = cpu.new_stream(0, false).unwrap();
+        let mut t = cpu.alloc(0, DType::I16, &[2, 2]).unwrap();
+        assert_eq!((t.shape(), t.byte_len()), (&[2usize, 2][..], 8));
+        cpu.copy_in(&[1, 0, 2, 0, 3, 0, 4, 0], &mut t, &*stream).unwrap();
+        assert_eq!(t.as_slice::<i16>().unwrap(), [1, 2, 3, 4]);
+        let e = cpu.copy_out(&t, &mut [0; 7], &*stream).unwrap_err();
+        assert!(e.to_string().contains("8 bytes cannot be copied into 7"), "{e}");
+        assert!(cpu.alloc(0, DType::F64, &[usize::MAX, 2]).is_err());
+        assert!(cpu.alloc(0, DType::F64, &[usize::MAX / 4]).is_err());
+    }
 
     #[test]
     fn device_kinds_parse_in_any_case_and_refuse_separators() {

@@ -1,8 +1,9 @@
 //! The named collectives, written once on top of `submit`.
 
+use crate::memory::lend;
 use crate::{
-    Checked, Collective, Element, Error, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Tensor,
-    Work,
+    Checked, Collective, Completion, Element, Error, Failed, Feature, ProcessGroup, ReduceOp, Rejected,
+    Result, SubmitOptions, Tensor, Work,
 };
 
 /// What to reduce with, over which ranks, from which root: the named collectives of every [`ProcessGroup`].
@@ -180,18 +181,45 @@ pub trait ProcessGroupExt: ProcessGroup {
             .wait_done()
     }
 
-    /// All-reduces borrowed memory and blocks until done. The data is staged through owned memory, so a call that
-    /// times out has stopped touching `data` when it returns; on an error `data` is unchanged.
-    fn allreduce_slice<T: Element>(&self, data: &mut [T], op: ReduceOp, options: SubmitOptions) -> Result<()>
-    where
-        Self: Sized,
-    {
-        let tensors = vec![Tensor::from_slice(data)];
-        let work = self
-            .run(Collective::AllReduce { tensors, op }, options)
-            .map_err(Error::from)?;
-        let result = work.take_tensor()?;
-        data.copy_from_slice(result.as_slice()?);
+    /// Validates `op` and runs it to its end, blocking; see [`ProcessGroup::execute`].
+    fn run_blocking(&self, op: Collective, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        let checked = Checked::new(op, &self.info(), self.capabilities(), &options)?;
+        self.execute(checked, options)
+    }
+
+    /// All-reduces borrowed memory and blocks until done. Without a copy where the group advertises
+    /// [`Feature::Borrow`]; otherwise staged through owned memory. Nobody touches `data` after the return, time-outs included;
+    /// after an error its contents are undefined.
+    fn allreduce_slice<T: Element>(
+        &self,
+        data: &mut [T],
+        op: ReduceOp,
+        options: SubmitOptions,
+    ) -> Result<()> {
+        self.on_slice(data, options, |tensors| Collective::AllReduce { tensors, op })
+    }
+
+    /// Broadcasts the root's memory into borrowed memory, as [`allreduce_slice`](Self::allreduce_slice).
+    fn broadcast_slice<T: Element>(&self, data: &mut [T], root: u32, options: SubmitOptions) -> Result<()> {
+        self.on_slice(data, options, |tensors| Collective::Broadcast { tensors, root })
+    }
+
+    /// Runs a collective that works in place on one tensor, over borrowed memory.
+    #[doc(hidden)]
+    fn on_slice<T: Element>(
+        &self,
+        data: &mut [T],
+        options: SubmitOptions,
+        make: impl FnOnce(Vec<Tensor>) -> Collective,
+    ) -> Result<()> {
+        if self.capabilities().has(Feature::Borrow) {
+            return lend(data, |tensor| {
+                let result = self.run_blocking(make(vec![tensor]), options);
+                result.map(drop).map_err(Error::from)
+            });
+        }
+        let result = self.run_blocking(make(vec![Tensor::from_slice(data)]), options)?;
+        data.copy_from_slice(result.into_tensor()?.as_slice()?);
         Ok(())
     }
 }

@@ -7,7 +7,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
 
-use crate::{Capabilities, Checked, Device, Error, Rejected, Result, Store, SubmitOptions, Work};
+use crate::{
+    Capabilities, Checked, Completion, Device, Error, Failed, Rejected, Result, Store, SubmitOptions, Work,
+};
 
 /// The generation of a group's configuration. Every frame carries it (INV-1).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
@@ -104,6 +106,15 @@ pub trait ProcessGroup: Send + Sync {
     /// not configured) give the tensors back; later failures show in the `Work`.
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>>;
 
+    /// Runs a validated operation and blocks until it has ended; on the calling thread where the backend can, which
+    /// saves the hand-over to another one. Ordered with `submit` as one sequence.
+    ///
+    /// Where the group advertises [`Feature::Borrow`](crate::Feature::Borrow), all tensors come back with success and with
+    /// failure, in the order of [`Collective::tensors`](crate::Collective::tensors), and nobody touches their memory any more.
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
+    }
+
     /// Makes a group of the ranks that pass the same `color`, ordered by (`key`, rank); `None` for ranks that pass no
     /// colour. A collective call of all ranks. `Unsupported` without the `Split` feature.
     fn split(&self, color: Option<u32>, key: u32, deadline: Instant)
@@ -121,4 +132,19 @@ pub trait ProcessGroup: Send + Sync {
 
     /// Bytes moved so far.
     fn traffic(&self) -> Traffic;
+}
+
+/// [`ProcessGroup::execute`] for groups that have nothing quicker than `submit`.
+pub fn execute_by_submit<G: ProcessGroup + ?Sized>(
+    group: &G,
+    op: Checked,
+    options: SubmitOptions,
+) -> Result<Completion, Box<Failed>> {
+    let work = group.submit(op, options)?;
+    work.take().map_err(|error| {
+        Box::new(Failed {
+            error,
+            tensors: work.recover(),
+        })
+    })
 }

@@ -21,17 +21,17 @@ pub mod store;
 mod validate;
 mod work;
 
-pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet};
+pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
 pub use collective::{Collective, Fingerprint, OpKind};
 pub use deadline::{deadline_in, time_left};
 pub use device::{
-    Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, Stream, accelerator,
+    Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, StaticAccelerator, Stream, accelerator,
     register_accelerator,
 };
 pub use dtype::{Bool, DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, ErrorContext, ErrorKind, Result};
 pub use ext::ProcessGroupExt;
-pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic};
+pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic, execute_by_submit};
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;
 pub use memory::{Tensor, leaked_bytes, wrong_device};
@@ -40,4 +40,4 @@ pub use reduce_op::ReduceOp;
 pub use registry::Registry;
 pub use store::{FileStore, InMemoryStore, PrefixStore, Store, TcpStore, TcpStoreServer};
 pub use validate::{Checked, Rejected};
-pub use work::{Completer, Completion, Status, Timings, Work, work_pair};
+pub use work::{Completer, Completion, Failed, Status, Timings, Work, work_pair};

@@ -8,6 +8,7 @@ use std::any::{Any, TypeId};
 use std::fmt;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
+use std::sync::Arc;
 
 use crate::{DType, Device, Element, Error, ErrorKind, Result};
 
@@ -279,6 +280,37 @@ impl Tensor {
     }
 }
 
+/// Ends the process if a lent tensor is still somewhere: whoever has it could write to memory that is not lent any more.
+struct LentGuard(Arc<()>);
+
+impl Drop for LentGuard {
+    fn drop(&mut self) {
+        if Arc::strong_count(&self.0) != 1 {
+            tracing::error!(
+                "a backend that advertises Borrow kept a borrowed tensor after its call; the process is ended \
+                 before memory is corrupted"
+            );
+            std::process::abort();
+        }
+    }
+}
+
+/// Lends `data` as a tensor to `run`, which must have dropped it (and everybody it was given to) when it returns.
+pub(crate) fn lend<T: Element, R>(data: &mut [T], run: impl FnOnce(Tensor) -> R) -> R {
+    let guard = LentGuard(Arc::new(()));
+    let tensor = Tensor {
+        ptr: NonNull::from(&mut *data).cast(),
+        dtype: T::DTYPE,
+        shape: vec![data.len()],
+        count: data.len(),
+        device: Device::CPU,
+        owner: Owner::Foreign(Box::new(guard.0.clone())),
+    };
+    // INV-8: the tensor has the exclusive access that `data` gives until it is dropped, and the guard makes sure that this
+    // was before the borrow ends, unwinding included.
+    run(tensor)
+}
+
 static LEAKED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
 /// Bytes leaked on purpose so far in this process (INV-8).
@@ -384,6 +416,20 @@ mod tests {
         let ok =
             unsafe { Tensor::from_raw(ptr, DType::F32, &[2, 4], Some(&[4, 1]), Device::CPU, Box::new(())) };
         assert_eq!(ok.unwrap().count(), 8);
+    }
+
+    #[test]
+    fn lent_memory_is_written_in_place() {
+        let mut v = vec![1u32, 2, 3];
+        let p = v.as_ptr() as usize;
+        let same = lend(&mut v, |mut t| {
+            t.bytes_mut().fill(1);
+            t.as_ptr() as usize == p
+        });
+        assert!(same);
+        assert_eq!(v, [0x0101_0101; 3]);
+        let mut none: [f64; 0] = [];
+        assert_eq!(lend(&mut none, |t| t.byte_len()), 0);
     }
 
     #[test]

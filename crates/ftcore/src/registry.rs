@@ -55,6 +55,10 @@ pub trait BackendFactory: Send + Sync {
     fn probe(&self) -> Result<()>;
     /// What its groups offer.
     fn capabilities(&self) -> Capabilities;
+    /// The vendor library behind it, in words (name, version, path), if there is one and it was found.
+    fn library(&self) -> Option<String> {
+        None
+    }
     /// A new, unconfigured group on `device`. Options that are not honoured are refused (INV-9).
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>>;
 }
@@ -376,9 +380,9 @@ mod tests {
                 moves: crate::DTypeSet::NONE,
                 reduces: Default::default(),
                 features: crate::FeatureSet::NONE,
-                options: &[],
-                devices: &[],
-                notes: &[],
+                options: Vec::new(),
+                devices: Vec::new(),
+                notes: Vec::new(),
             }
         }
         fn create(&self, _: &Device, _: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {

@@ -118,7 +118,7 @@ fn check(
             )));
         }
         for (i, t) in tensors.iter().enumerate() {
-            if !caps.devices.contains(&t.device().kind.name()) {
+            if !caps.serves(&t.device().kind) {
                 return Err(Error::invalid(format!(
                     "tensor {i} is on {}; backend '{}' serves {}",
                     t.device(),

@@ -4,10 +4,10 @@
 //! hands it out once. Dropping a `Work` detaches it; dropping a `Completer` fails the work rather than leaving it hang.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use crate::{Error, ErrorKind, OpKind, Result, Stream, Tensor};
+use crate::{Error, ErrorKind, Event, OpKind, Rejected, Result, Stream, Tensor};
 
 /// What a finished operation gives back.
 #[derive(Debug)]
@@ -26,6 +26,42 @@ impl Completion {
         self.tensors
             .pop()
             .ok_or_else(|| Error::invalid("the operation has no tensors"))
+    }
+}
+
+/// A blocking call that failed: why, and the tensors that nobody touches any more, with undefined contents.
+#[derive(Debug)]
+pub struct Failed {
+    /// Why.
+    pub error: Error,
+    /// All tensors of the call if the engine could prove that they are free; otherwise none.
+    pub tensors: Vec<Tensor>,
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.error.fmt(f)
+    }
+}
+
+impl std::error::Error for Failed {
+    fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
+        std::error::Error::source(&self.error)
+    }
+}
+
+impl From<Box<Rejected>> for Box<Failed> {
+    fn from(rejected: Box<Rejected>) -> Self {
+        Box::new(Failed {
+            error: rejected.error,
+            tensors: rejected.op.into_tensors(),
+        })
+    }
+}
+
+impl From<Box<Failed>> for Error {
+    fn from(failed: Box<Failed>) -> Self {
+        failed.error
     }
 }
 
@@ -57,12 +93,22 @@ enum State {
     Failed(Error, Vec<Tensor>),
 }
 
+struct Progress {
+    state: State,
+    /// From submission to the end.
+    duration: Option<Duration>,
+    contributors: u32,
+    /// Reached when the device has finished the operation.
+    done: Option<Arc<dyn Event>>,
+}
+
 struct Shared {
     kind: OpKind,
     submitted: Instant,
     deadline: Instant,
-    state: Mutex<(State, Option<Duration>, u32)>,
-    ended: Condvar,
+    progress: Mutex<Progress>,
+    /// Notified when the operation was recorded and when it has ended.
+    moved: Condvar,
     abort: Box<dyn Fn(&str) + Send + Sync>,
 }
 
@@ -83,16 +129,21 @@ pub fn work_pair(
         kind,
         submitted: Instant::now(),
         deadline,
-        state: Mutex::new((State::Pending(Vec::new()), None, 0)),
-        ended: Condvar::new(),
+        progress: Mutex::new(Progress {
+            state: State::Pending(Vec::new()),
+            duration: None,
+            contributors: 0,
+            done: None,
+        }),
+        moved: Condvar::new(),
         abort: Box::new(abort),
     });
     (Work(shared.clone()), Completer(Some(shared)))
 }
 
 impl Shared {
-    fn lock(&self) -> std::sync::MutexGuard<'_, (State, Option<Duration>, u32)> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Progress> {
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn end(&self, state: State, contributors: u32) {
@@ -103,15 +154,15 @@ impl Shared {
         };
         let callbacks = {
             let mut guard = self.lock();
-            let callbacks = match std::mem::replace(&mut guard.0, state) {
+            let callbacks = match std::mem::replace(&mut guard.state, state) {
                 State::Pending(callbacks) => callbacks,
                 _ => Vec::new(),
             };
-            guard.1 = Some(self.submitted.elapsed());
-            guard.2 = contributors;
+            guard.duration = Some(self.submitted.elapsed());
+            guard.contributors = contributors;
             callbacks
         };
-        self.ended.notify_all();
+        self.moved.notify_all();
         for callback in callbacks {
             callback(&status);
         }
@@ -133,7 +184,7 @@ impl Work {
 
     /// Where it stands now.
     pub fn status(&self) -> Status {
-        match &self.0.lock().0 {
+        match &self.0.lock().state {
             State::Pending(_) => Status::Pending,
             State::Succeeded(_) => Status::Succeeded,
             State::Failed(e, _) => Status::Failed(e.clone()),
@@ -143,12 +194,20 @@ impl Work {
     /// Blocks until it has ended. `Err` with the operation's error, or `Timeout` if `deadline` passes first (the
     /// operation itself goes on until its own deadline).
     pub fn wait(&self, deadline: Instant) -> Result<()> {
+        self.wait_until(deadline, |_| None)
+    }
+
+    /// Blocks until it has ended, or until `early` finds something while it is pending.
+    fn wait_until(&self, deadline: Instant, mut early: impl FnMut(&Progress) -> Option<()>) -> Result<()> {
         let mut guard = self.0.lock();
         loop {
-            match &guard.0 {
+            match &guard.state {
                 State::Succeeded(_) => return Ok(()),
                 State::Failed(e, _) => return Err(e.clone()),
                 State::Pending(_) => {}
+            }
+            if early(&guard).is_some() {
+                return Ok(());
             }
             let left = crate::time_left(deadline);
             if left.is_zero() {
@@ -160,7 +219,7 @@ impl Work {
             }
             guard = self
                 .0
-                .ended
+                .moved
                 .wait_timeout(guard, left)
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
@@ -169,30 +228,40 @@ impl Work {
 
     /// As [`wait`](Self::wait), to the operation's own deadline plus a margin in which the engine reports it.
     pub fn wait_done(&self) -> Result<()> {
-        self.wait(
-            self.0
-                .deadline
-                .checked_add(Duration::from_secs(5))
-                .unwrap_or(self.0.deadline),
-        )
+        self.wait(self.patience())
     }
 
-    /// Makes later work of `stream` start after this operation, without blocking the host where the device can.
-    /// On the CPU that is [`wait_done`](Self::wait_done).
+    /// The operation's deadline plus a margin in which the engine reports it.
+    fn patience(&self) -> Instant {
+        self.0
+            .deadline
+            .checked_add(Duration::from_secs(5))
+            .unwrap_or(self.0.deadline)
+    }
+
+    /// Makes later work of `stream` start after this operation. An operation on a device does not block the host for
+    /// longer than until it is enqueued there; one on the CPU is waited for.
+    ///
+    /// Errors of the device after that show in [`wait`](Self::wait), not here.
     pub fn wait_on(&self, stream: &dyn Stream) -> Result<()> {
-        if !stream.device().is_cpu() {
-            return Err(Error::unsupported(format!(
-                "this operation runs on the CPU, the stream on {}",
-                stream.device()
-            )));
+        if stream.device().is_cpu() {
+            return self.wait_done();
         }
-        self.wait_done()
+        let mut recorded = None;
+        self.wait_until(self.patience(), |progress| {
+            recorded.clone_from(&progress.done);
+            recorded.as_ref().map(|_| ())
+        })?;
+        match recorded {
+            Some(done) => stream.wait(&*done),
+            None => Ok(()),
+        }
     }
 
     /// Waits (see [`wait_done`](Self::wait_done)) and takes the results. A second call is `InvalidState`.
     pub fn take(&self) -> Result<Completion> {
         self.wait_done()?;
-        match &mut self.0.lock().0 {
+        match &mut self.0.lock().state {
             State::Succeeded(c) => c.take().ok_or_else(|| {
                 Error::new(ErrorKind::InvalidState, "the results were taken already")
                     .with_op(self.0.kind.name())
@@ -212,7 +281,7 @@ impl Work {
     /// After a failure: the tensors of the call, with undefined contents, if the engine could prove that nobody
     /// touches them any more. Empty otherwise, or if taken before.
     pub fn recover(&self) -> Vec<Tensor> {
-        match &mut self.0.lock().0 {
+        match &mut self.0.lock().state {
             State::Failed(_, tensors) => std::mem::take(tensors),
             _ => Vec::new(),
         }
@@ -220,13 +289,13 @@ impl Work {
 
     /// The contributors of a finished reduction; 0 before and for other operations.
     pub fn contributors(&self) -> u32 {
-        self.0.lock().2
+        self.0.lock().contributors
     }
 
     /// Calls `callback` once it has ended: on the engine's thread, or here and now if it has. It must not block.
     pub fn on_complete(&self, callback: impl FnOnce(&Status) + Send + 'static) {
         let mut guard = self.0.lock();
-        if let State::Pending(callbacks) = &mut guard.0 {
+        if let State::Pending(callbacks) = &mut guard.state {
             callbacks.push(Box::new(callback));
             return;
         }
@@ -243,7 +312,7 @@ impl Work {
     pub fn timings(&self) -> Timings {
         Timings {
             submitted: self.0.submitted,
-            duration: self.0.lock().1,
+            duration: self.0.lock().duration,
         }
     }
 }
@@ -258,6 +327,15 @@ impl fmt::Debug for Work {
 }
 
 impl Completer {
+    /// The operation is enqueued on its device; `done` will be reached when the device has finished it. It still has to
+    /// succeed or fail afterwards.
+    pub fn recorded(&self, done: Arc<dyn Event>) {
+        if let Some(shared) = &self.0 {
+            shared.lock().done = Some(done);
+            shared.moved.notify_all();
+        }
+    }
+
     /// The operation succeeded.
     pub fn succeed(mut self, completion: Completion) {
         if let Some(shared) = self.0.take() {
@@ -332,6 +410,45 @@ mod tests {
         );
         drop(completer);
         assert_eq!(work.wait_done().unwrap_err().kind(), ErrorKind::Internal);
+    }
+
+    /// A stream of a device that notes what it was told to wait for.
+    struct Device(Mutex<u32>);
+
+    impl Stream for Device {
+        fn device(&self) -> crate::Device {
+            crate::Device::new(crate::DeviceKind::Xpu, 0)
+        }
+        fn record(&self) -> Result<Arc<dyn Event>> {
+            Ok(Arc::new(crate::ReachedEvent))
+        }
+        fn wait(&self, _event: &dyn Event) -> Result<()> {
+            *self.0.lock().unwrap() += 1;
+            Ok(())
+        }
+        fn query(&self) -> Result<bool> {
+            Ok(true)
+        }
+        fn synchronize(&self, _deadline: Instant) -> Result<()> {
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn a_device_stream_waits_for_the_event_while_the_operation_is_still_pending() {
+        let (work, completer) = pair();
+        let stream = Device(Mutex::new(0));
+        let other = work.clone();
+        std::thread::scope(|scope| {
+            let waiting = scope.spawn(|| other.wait_on(&stream));
+            completer.recorded(Arc::new(crate::ReachedEvent));
+            waiting.join().unwrap().unwrap();
+        });
+        assert_eq!(*stream.0.lock().unwrap(), 1);
+        assert!(matches!(work.status(), Status::Pending));
+        completer.fail(Error::new(ErrorKind::Backend, "device lost"), Vec::new());
+        assert_eq!(work.wait_on(&stream).unwrap_err().kind(), ErrorKind::Backend);
+        assert_eq!(*stream.0.lock().unwrap(), 1);
     }
 
     #[test]

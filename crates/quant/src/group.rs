@@ -5,8 +5,9 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, DType, Error, ErrorKind, GroupInfo, OpKind,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, work_pair,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, Error, ErrorKind, Failed, GroupInfo,
+    OpKind, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, execute_by_submit,
+    work_pair,
 };
 
 use crate::Codec;
@@ -39,7 +40,7 @@ impl QuantizedGroup {
         let lacks = match missing {
             Some(kind) => Some(kind.name()),
             None if !capabilities.moves.contains(DType::U8) => Some("u8"),
-            None if !capabilities.devices.contains(&"cpu") => Some("cpu"),
+            None if !capabilities.serves(&ftcore::DeviceKind::Cpu) => Some("cpu"),
             None => None,
         };
         if let Some(lacks) = lacks {
@@ -209,6 +210,10 @@ impl ProcessGroup for QuantizedGroup {
         drop(state);
         self.shared.wake();
         Ok(work)
+    }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        execute_by_submit(self, op, options)
     }
 
     fn split(
