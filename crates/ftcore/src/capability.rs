@@ -7,7 +7,7 @@ use std::borrow::Cow;
 use crate::{DType, OpKind, ReduceOp};
 
 macro_rules! bit_set {
-    ($(#[$m:meta])* $name:ident($int:ty) of $item:ty, $bit:expr) => {
+    ($(#[$m:meta])* $name:ident($int:ty) of $item:ty, $bit:expr, $all:expr) => {
         $(#[$m])*
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
         pub struct $name($int);
@@ -37,21 +37,25 @@ macro_rules! bit_set {
             pub fn bits(self) -> $int {
                 self.0
             }
+            /// The set with these raw bits; bits that stand for nothing known here are dropped.
+            pub fn from_bits_truncate(bits: $int) -> Self {
+                Self(bits & Self::of(&$all).0)
+            }
         }
     };
 }
 
 bit_set!(
     /// A set of operations.
-    OpSet(u32) of OpKind, |k: OpKind| k.code()
+    OpSet(u32) of OpKind, |k: OpKind| k.code(), OpKind::ALL
 );
 bit_set!(
     /// A set of element types.
-    DTypeSet(u32) of DType, |d: DType| d.code()
+    DTypeSet(u32) of DType, |d: DType| d.code(), DType::ALL
 );
 bit_set!(
     /// A set of features.
-    FeatureSet(u32) of Feature, |f: Feature| f as u8
+    FeatureSet(u32) of Feature, |f: Feature| f as u8, Feature::ALL
 );
 
 /// Properties beyond single operations.
@@ -80,6 +84,22 @@ pub enum Feature {
     /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nobody touches the
     /// tensors' memory any more and all of them are given back, so that borrowed memory may be passed.
     Borrow = 9,
+}
+
+impl Feature {
+    /// All features, in the order of their codes.
+    pub const ALL: [Self; 10] = [
+        Self::Abort,
+        Self::Reconfigure,
+        Self::MismatchDetection,
+        Self::BitwiseEqual,
+        Self::Contributors,
+        Self::Tags,
+        Self::RecvAny,
+        Self::ThreadRanks,
+        Self::Split,
+        Self::Borrow,
+    ];
 }
 
 /// The capability table of a group.
@@ -127,5 +147,19 @@ impl Capabilities {
     /// True if the feature is advertised.
     pub fn has(&self, feature: Feature) -> bool {
         self.features.contains(feature)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn raw_bits_that_stand_for_nothing_are_dropped() {
+        let set = FeatureSet::of(&[Feature::Abort, Feature::Borrow]);
+        assert_eq!(FeatureSet::from_bits_truncate(set.bits() | 1 << 31), set);
+        assert_eq!(OpSet::from_bits_truncate(u32::MAX), OpSet::of(&OpKind::ALL));
+        let codes: Vec<u8> = Feature::ALL.iter().map(|f| *f as u8).collect();
+        assert_eq!(codes, (0..10).collect::<Vec<u8>>());
     }
 }

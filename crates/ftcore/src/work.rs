@@ -86,6 +86,7 @@ pub struct Timings {
 }
 
 type Callback = Box<dyn FnOnce(&Status) + Send>;
+type OnRecorded = Box<dyn FnOnce(Arc<dyn Event>) + Send>;
 
 enum State {
     Pending(Vec<Callback>),
@@ -100,6 +101,7 @@ struct Progress {
     contributors: u32,
     /// Reached when the device has finished the operation.
     done: Option<Arc<dyn Event>>,
+    on_recorded: Vec<OnRecorded>,
 }
 
 struct Shared {
@@ -134,6 +136,7 @@ pub fn work_pair(
             duration: None,
             contributors: 0,
             done: None,
+            on_recorded: Vec::new(),
         }),
         moved: Condvar::new(),
         abort: Box::new(abort),
@@ -152,6 +155,7 @@ impl Shared {
             State::Succeeded(_) => Status::Succeeded,
             State::Failed(e, _) => Status::Failed(e.clone()),
         };
+        let uncalled;
         let callbacks = {
             let mut guard = self.lock();
             let callbacks = match std::mem::replace(&mut guard.state, state) {
@@ -160,8 +164,11 @@ impl Shared {
             };
             guard.duration = Some(self.submitted.elapsed());
             guard.contributors = contributors;
+            // Dropped outside the lock: a callback may hold another operation's completer.
+            uncalled = std::mem::take(&mut guard.on_recorded);
             callbacks
         };
+        drop(uncalled);
         self.moved.notify_all();
         for callback in callbacks {
             callback(&status);
@@ -303,6 +310,18 @@ impl Work {
         callback(&self.status());
     }
 
+    /// Calls `callback` once the operation is enqueued on its device, or here and now if it is; never if it ends without
+    /// that. For wrappers that pass the event on. It must not block.
+    pub fn on_recorded(&self, callback: impl FnOnce(Arc<dyn Event>) + Send + 'static) {
+        let mut guard = self.0.lock();
+        if let Some(done) = guard.done.clone() {
+            drop(guard);
+            callback(done);
+        } else if matches!(guard.state, State::Pending(_)) {
+            guard.on_recorded.push(Box::new(callback));
+        }
+    }
+
     /// Ends the operation. On groups whose transports cannot cancel one operation alone this aborts the group.
     pub fn abort(&self, reason: &str) {
         (self.0.abort)(reason);
@@ -331,8 +350,15 @@ impl Completer {
     /// succeed or fail afterwards.
     pub fn recorded(&self, done: Arc<dyn Event>) {
         if let Some(shared) = &self.0 {
-            shared.lock().done = Some(done);
+            let callbacks = {
+                let mut guard = shared.lock();
+                guard.done = Some(done.clone());
+                std::mem::take(&mut guard.on_recorded)
+            };
             shared.moved.notify_all();
+            for callback in callbacks {
+                callback(done.clone());
+            }
         }
     }
 
@@ -439,12 +465,17 @@ mod tests {
         let (work, completer) = pair();
         let stream = Device(Mutex::new(0));
         let other = work.clone();
+        let (tx, rx) = std::sync::mpsc::channel();
+        let late = tx.clone();
+        work.on_recorded(move |_| tx.send("early").unwrap());
         std::thread::scope(|scope| {
             let waiting = scope.spawn(|| other.wait_on(&stream));
             completer.recorded(Arc::new(crate::ReachedEvent));
             waiting.join().unwrap().unwrap();
         });
         assert_eq!(*stream.0.lock().unwrap(), 1);
+        work.on_recorded(move |_| late.send("late").unwrap());
+        assert_eq!(rx.iter().collect::<Vec<_>>(), ["early", "late"]);
         assert!(matches!(work.status(), Status::Pending));
         completer.fail(Error::new(ErrorKind::Backend, "device lost"), Vec::new());
         assert_eq!(work.wait_on(&stream).unwrap_err().kind(), ErrorKind::Backend);
