@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
+use ddp::DdpConfig;
 use diloco::optim::{AdamW, Optimizer};
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Pattern};
 use ftcore::{Error, Result};
@@ -12,6 +13,7 @@ use manager::State;
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
+use crate::data_parallel::{Model, train};
 use crate::drive::NetArgs;
 use crate::program::Training;
 use crate::replica::{Place, RecentLoss};
@@ -39,6 +41,13 @@ pub struct DilocoArgs {
     /// Alpha: share of the local value that is kept when a fragment is applied.
     #[arg(long, default_value_t = 0.5)]
     pub mixing: f32,
+    /// Eager updates: a fragment's reduction overlaps with all inner steps of the next round. Needs --delay 0 --mixing 0.
+    #[arg(long)]
+    pub eager: bool,
+    /// Average the gradients after every inner step instead: the baseline that DiLoCo is compared with. Commits as many
+    /// steps as DiLoCo makes inner ones.
+    #[arg(long)]
+    pub data_parallel: bool,
     /// Learning rate of the outer Nesterov optimizer.
     #[arg(long, default_value_t = 0.4)]
     pub outer_lr: f32,
@@ -73,6 +82,7 @@ impl DilocoArgs {
             pattern: Pattern::Strided,
             delay: self.delay,
             mixing: self.mixing,
+            eager: self.eager,
             outer: OuterOptimizer::Nesterov {
                 lr: self.outer_lr,
                 momentum: self.outer_momentum,
@@ -154,6 +164,12 @@ impl Training for DilocoArgs {
         if let Some(path) = &self.data {
             args.extend(["--data".to_string(), path.display().to_string()]);
         }
+        if self.eager {
+            args.push("--eager".to_string());
+        }
+        if self.data_parallel {
+            args.push("--data-parallel".to_string());
+        }
         let pairs: [(&str, String); 13] = [
             ("--rounds", self.rounds.to_string()),
             ("--sync-every", self.sync_every.to_string()),
@@ -182,7 +198,11 @@ impl Training for DilocoArgs {
     }
 
     fn steps(&self) -> i64 {
-        self.rounds
+        if self.data_parallel {
+            i64::try_from(self.inner_steps()).unwrap_or(i64::MAX)
+        } else {
+            self.rounds
+        }
     }
 
     fn inner_steps(&self) -> u64 {
@@ -194,8 +214,44 @@ impl Training for DilocoArgs {
     }
 
     fn replica(&self, net: &NetArgs) -> Result<()> {
-        run(self, net)
+        if self.data_parallel {
+            run_data_parallel(self, net)
+        } else {
+            run(self, net)
+        }
     }
+}
+
+/// How many batches the held-out loss is the mean of.
+const HELD_OUT_BATCHES: usize = 16;
+/// Weight decay of the inner AdamW.
+const WEIGHT_DECAY: f32 = 0.05;
+
+fn run_data_parallel(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
+    let mut place = Place::take()?;
+    let shard = place.env.replica as usize;
+    let sampler = args.sampler(place.env.replicas as usize)?;
+    let model = args.model()?;
+    let manager = place.manager(net)?;
+    let config = DdpConfig {
+        steps: Some(args.steps()),
+        step_timeout: Duration::from_secs(300),
+        ..DdpConfig::default()
+    };
+    let params = model.params().clone();
+    let optimizer = AdamW::new(args.lr, WEIGHT_DECAY);
+    train(
+        &mut place,
+        manager,
+        Model { params, optimizer },
+        config,
+        |step| args.lr_at(step),
+        |step| {
+            let batch = sampler.batch(shard, step)?;
+            Ok((model.loss(&batch)?, batch.tokens().len()))
+        },
+        || Ok((model.mean_loss(&sampler.held_out(HELD_OUT_BATCHES)?)?, None)),
+    )
 }
 
 fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
@@ -206,7 +262,7 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
     let manager = place.manager(net)?;
     let params: ParamSet = model.params().clone();
     let mut inner = Inner {
-        optimizer: AdamW::new(args.lr, 0.05),
+        optimizer: AdamW::new(args.lr, WEIGHT_DECAY),
         step: 0,
         events: place.events.clone(),
     };
@@ -272,7 +328,7 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
         }
     }
     diloco.finish(&mut inner)?;
-    let held_out = sampler.held_out(16)?;
+    let held_out = sampler.held_out(HELD_OUT_BATCHES)?;
     let held_out = diloco.with_global(|_| model.mean_loss(&held_out))??;
     let traffic = diloco.traffic();
     place.finished(

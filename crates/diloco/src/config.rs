@@ -67,6 +67,12 @@ pub struct DilocoConfig {
     pub delay: u64,
     /// α: the share of the local value that is kept when the result is applied; 0 adopts the global value.
     pub mixing: f32,
+    /// Eager updates (arXiv 2502.12996): the reduction of a round overlaps with all inner steps of the next one. When a
+    /// fragment is sent, the local parameters take over all that is known by then: the outer state of the last finished
+    /// round, moved on by this replica's own part (1/M) of the mean that is on its way. The outer state holds finished
+    /// rounds only and stays bitwise equal on all replicas. With plain SGD this is the published rule exactly; with
+    /// momentum the published one also lets each replica's own parts into its momentum. Needs `delay` 0 and `mixing` 0.
+    pub eager: bool,
     /// The outer optimizer.
     pub outer: OuterOptimizer,
     /// Values per all-reduce, so that a fragment travels in pieces that overlap. In elements.
@@ -87,6 +93,7 @@ impl Default for DilocoConfig {
             pattern: Pattern::Strided,
             delay: 1,
             mixing: 0.5,
+            eager: false,
             outer: OuterOptimizer::Nesterov {
                 lr: 0.4,
                 momentum: 0.9,
@@ -163,6 +170,12 @@ impl DilocoConfig {
                 self.mixing
             ));
         }
+        if self.eager && (self.delay > 0 || self.mixing > 0.0) {
+            return bad(format!(
+                "eager updates take the place of delay {} and mixing {}: set both to 0",
+                self.delay, self.mixing
+            ));
+        }
         if !(self.outer.lr().is_finite() && self.outer.lr() > 0.0) {
             return bad(format!(
                 "the outer learning rate {} must be a positive number",
@@ -226,6 +239,13 @@ mod tests {
                     ..ok.clone()
                 },
                 "positive",
+            ),
+            (
+                DilocoConfig {
+                    eager: true,
+                    ..ok.clone()
+                },
+                "set both to 0",
             ),
             (
                 DilocoConfig {

@@ -5,12 +5,13 @@
 //! through a [`manager::Replica`], so that members may die and come back between and during rounds.
 //!
 //! With one fragment, `delay` 0 and `mixing` 0 this is DiLoCo; with an outer optimizer of plain SGD at rate 1 as well it
-//! is LocalSGD ([`DilocoConfig::local_sgd`]).
+//! is LocalSGD ([`DilocoConfig::local_sgd`]). Eager updates (arXiv 2502.12996) are [`DilocoConfig::eager`].
 
 mod config;
 mod fragment;
 pub mod optim;
 mod params;
+mod state;
 mod streaming;
 
 pub use config::{DilocoConfig, OuterOptimizer, Pattern};

@@ -14,6 +14,8 @@ pub trait Optimizer: Send {
     fn begin_step(&mut self);
     /// Updates `param` by `grad`; both have the slot's number of elements, which never changes.
     fn update(&mut self, slot: usize, param: &mut [f32], grad: &[f32]) -> Result<()>;
+    /// A copy with the same state.
+    fn boxed_clone(&self) -> Box<dyn Optimizer>;
     /// Adds the state under `prefix/`.
     fn save(&self, prefix: &str, out: &mut StateDict) -> Result<()>;
     /// Replaces the state by what stands under `prefix/`.
@@ -102,6 +104,10 @@ impl Optimizer for Sgd {
         Ok(())
     }
 
+    fn boxed_clone(&self) -> Box<dyn Optimizer> {
+        Box::new(self.clone())
+    }
+
     fn save(&self, prefix: &str, out: &mut StateDict) -> Result<()> {
         save_slots(prefix, "velocity", &self.velocity, out)
     }
@@ -178,6 +184,10 @@ impl Optimizer for AdamW {
             *p = *p * decay - lr * (*m * c1) / ((*v * c2).sqrt() + eps);
         }
         Ok(())
+    }
+
+    fn boxed_clone(&self) -> Box<dyn Optimizer> {
+        Box::new(self.clone())
     }
 
     fn save(&self, prefix: &str, out: &mut StateDict) -> Result<()> {

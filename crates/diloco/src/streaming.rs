@@ -6,15 +6,18 @@
 //! parameters take `α · local + (1 − α) · global`. On a no nothing is applied: the round begins again at once in a new
 //! quorum, with the outer gradient that was kept, until it commits (the parameters are as they were: L13).
 //!
+//! With *eager updates* (arXiv 2502.12996) a round is begun where the one before it is finished, and overlaps with all inner
+//! steps up to the next: see [`DilocoConfig::eager`] for what the local parameters are meanwhile.
+//!
 //! Step 0 is the initial synchronisation: no data moves but the state of one replica, so that all start bitwise equal.
 
 use std::time::{Duration, Instant};
 
-use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
 
 use crate::optim::Optimizer;
+use crate::state::{Fragment, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters, parameters_hash};
 
 /// What a finished round was like.
@@ -45,13 +48,6 @@ struct Round {
     participation: Participation,
 }
 
-/// One fragment's outer state.
-struct Fragment {
-    /// The global parameters after the last commit, one vector per member.
-    global: Vec<Vec<f32>>,
-    optimizer: Box<dyn Optimizer>,
-}
-
 /// DiLoCo over a [`Replica`] and [`Parameters`]. See the crate for the protocol.
 pub struct Diloco<R, P> {
     replica: R,
@@ -67,116 +63,6 @@ pub struct Diloco<R, P> {
     sync: Duration,
     failed_attempts: u32,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
-}
-
-/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round,
-/// and whatever the training loop adds.
-struct Whole<'a, P> {
-    params: &'a mut P,
-    plan: &'a FragmentPlan,
-    fragments: &'a mut [Fragment],
-    count: &'a mut u64,
-    inner: &'a mut dyn State,
-}
-
-const LAYOUT: &str = "diloco.layout";
-
-fn layout<P: Parameters>(params: &P, plan: &FragmentPlan) -> String {
-    let parts: Vec<String> = (0..plan.len())
-        .map(|f| {
-            let members: Vec<String> = plan
-                .members(f)
-                .iter()
-                .map(|&i| format!("{}[{}]", params.name(i), params.count(i)))
-                .collect();
-            members.join(" ")
-        })
-        .collect();
-    parts.join(" | ")
-}
-
-/// The first place where two layouts differ, in words.
-fn layout_difference(own: &str, theirs: &str) -> String {
-    let (mut a, mut b) = (own.split(' '), theirs.split(' '));
-    loop {
-        match (a.next(), b.next()) {
-            (Some(x), Some(y)) if x == y => {}
-            (x, y) => {
-                return format!(
-                    "here {}, at the source {}",
-                    x.unwrap_or("nothing"),
-                    y.unwrap_or("nothing")
-                );
-            }
-        }
-    }
-}
-
-impl<P: Parameters> State for Whole<'_, P> {
-    fn save(&self, out: &mut StateDict) -> Result<()> {
-        out.set_metadata(LAYOUT, layout(self.params, self.plan));
-        out.insert_i64s("diloco/count", &[i64::try_from(*self.count).unwrap_or(i64::MAX)])?;
-        for i in 0..self.params.len() {
-            let mut saved = Ok(());
-            let name = format!("param/{}", self.params.name(i));
-            self.params.read(i, &mut |values| {
-                saved = out.insert_f32(name.clone(), &[values.len()], values)
-            })?;
-            saved?;
-        }
-        for (f, fragment) in self.fragments.iter().enumerate() {
-            for (&i, values) in self.plan.members(f).iter().zip(&fragment.global) {
-                out.insert_f32(format!("global/{}", self.params.name(i)), &[values.len()], values)?;
-            }
-            fragment.optimizer.save(&format!("outer.{f}"), out)?;
-        }
-        self.inner.save(out)
-    }
-
-    fn load(&mut self, from: &StateDict) -> Result<()> {
-        // Everything is checked and read before anything is written, so that a bad state changes nothing.
-        let own = layout(self.params, self.plan);
-        let theirs = from.metadata().get(LAYOUT).map_or("", String::as_str);
-        if own != theirs {
-            return Err(Error::invalid(format!(
-                "the source's parameters or fragments are not laid out like this replica's: {}. All replicas of a run \
-                 need the same model and fragments",
-                layout_difference(&own, theirs)
-            )));
-        }
-        let count = from
-            .get_i64s("diloco/count")?
-            .first()
-            .copied()
-            .and_then(|c| u64::try_from(c).ok());
-        let count =
-            count.ok_or_else(|| Error::new(ErrorKind::Corrupt, "diloco/count is missing or negative"))?;
-        let mut locals = Vec::with_capacity(self.params.len());
-        let mut globals = Vec::with_capacity(self.params.len());
-        for i in 0..self.params.len() {
-            locals.push(
-                from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.count(i)])?,
-            );
-            globals.push(from.get_f32_shaped(
-                &format!("global/{}", self.params.name(i)),
-                &[self.params.count(i)],
-            )?);
-        }
-        self.inner.load(from)?;
-        for (i, values) in locals.iter().enumerate() {
-            self.params.write(i, &mut |p| p.copy_from_slice(values))?;
-        }
-        for (f, fragment) in self.fragments.iter_mut().enumerate() {
-            for (&i, global) in self.plan.members(f).iter().zip(&mut fragment.global) {
-                if let Some(values) = globals.get_mut(i) {
-                    *global = std::mem::take(values);
-                }
-            }
-            fragment.optimizer.load(&format!("outer.{f}"), from)?;
-        }
-        *self.count = count;
-        Ok(())
-    }
 }
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
@@ -199,6 +85,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 global.push(copy);
             }
             fragments.push(Fragment {
+                base: config.eager.then(|| global.clone()),
                 global,
                 optimizer: config.outer.build(),
             });
@@ -295,15 +182,26 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let mut reports = Vec::new();
         while self.is_due() {
             reports.push(self.finish_round(inner)?);
+            // Healed at the end of its source's round: the next one begins there.
+            if self.config.eager && self.step() > 1 && !self.is_finished() {
+                self.begin_round(inner)?;
+            }
         }
         Ok(reports)
+    }
+
+    /// How many inner steps into a round its fragment is sent.
+    fn send_at(&self) -> u64 {
+        self.config.round_steps() - self.config.delay
     }
 
     /// True if the round in flight has nothing left to overlap with.
     fn is_due(&self) -> bool {
         match &self.round {
-            // The initial synchronisation and the closing round have no inner steps.
+            // The initial synchronisation and the closing round have no inner steps; neither has what follows the
+            // last round.
             Some(round) if round.gradient.is_empty() => true,
+            Some(round) if self.config.eager && self.config.rounds == Some(round.participation.step) => true,
             Some(_) => self.count >= self.config.round_steps(),
             None => false,
         }
@@ -312,24 +210,32 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// True if the next [`after_inner_step`](Self::after_inner_step) may wait for other replicas.
     pub fn next_step_syncs(&self) -> bool {
         let next = self.count + 1;
-        next >= self.config.round_steps()
-            || (self.round.is_none() && next >= self.config.round_steps() - self.config.delay)
+        next >= self.config.round_steps() || (self.round.is_none() && next >= self.send_at())
     }
 
-    /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the report of a round
-    /// that committed in this call.
+    /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the reports of the rounds
+    /// that committed in this call: at most one, or two at the end of a run with eager updates.
     ///
     /// Errors: only what cannot be retried, or a round that did not commit within `round_timeout`.
-    pub fn after_inner_step(&mut self, inner: &mut dyn State) -> Result<Option<RoundReport>> {
+    pub fn after_inner_step(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
         self.count += 1;
-        if self.round.is_none() && self.count >= self.config.round_steps() - self.config.delay {
+        let mut reports = Vec::new();
+        if self.config.eager {
+            if self.count < self.config.round_steps() {
+                return Ok(reports);
+            }
+            if self.round.is_some() {
+                reports.push(self.finish_round(inner)?);
+            }
+            self.count = 0;
+            self.begin_round(inner)?;
+        } else if self.round.is_none() && self.count >= self.send_at() {
             self.begin_round(inner)?;
         }
         if self.is_due() {
-            self.finish_round(inner).map(Some)
-        } else {
-            Ok(None)
+            reports.push(self.finish_round(inner)?);
         }
+        Ok(reports)
     }
 
     /// True once the configured number of rounds is done and closed; only `finish` is left to call.
@@ -389,9 +295,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             return Ok(());
         }
         let fragment = usize::try_from(step - 1).unwrap_or(0) % self.plan.len();
-        let gradient = match kept {
-            Some((of, g)) if step == of && participation.healed.is_none() && !g.is_empty() => g,
-            _ => self.outer_gradient(fragment)?,
+        let (gradient, is_new) = match kept {
+            Some((of, g)) if step == of && participation.healed.is_none() && !g.is_empty() => (g, false),
+            _ => (self.outer_gradient(fragment)?, true),
         };
         let works = gradient
             .chunks(self.config.bucket_elements)
@@ -403,26 +309,54 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
         }
+        let share = if participation.contributes {
+            1.0 / participation.replica_world_size.max(1) as f32
+        } else {
+            0.0
+        };
+        let own: Option<Vec<f32>> =
+            (self.config.eager && is_new).then(|| gradient.iter().map(|g| g * share).collect());
         self.round = Some(Round {
             fragment,
             gradient,
             works,
             participation,
         });
-        Ok(())
+        match own {
+            Some(own) => self.look_ahead(fragment, &own),
+            None => Ok(()),
+        }
     }
 
-    /// `global − local` over the members of `fragment`, flat.
+    /// `global − local` over the members of `fragment`, flat; with eager updates `base − local`.
     fn outer_gradient(&self, fragment: usize) -> Result<Vec<f32>> {
         let mut flat = Vec::new();
         if let Some(state) = self.fragments.get(fragment) {
-            for (&i, global) in self.plan.members(fragment).iter().zip(&state.global) {
+            let from = state.base.as_ref().unwrap_or(&state.global);
+            for (&i, from) in self.plan.members(fragment).iter().zip(from) {
                 self.params.read(i, &mut |local| {
-                    flat.extend(global.iter().zip(local).map(|(g, l)| g - l))
+                    flat.extend(from.iter().zip(local).map(|(g, l)| g - l))
                 })?;
             }
         }
         Ok(flat)
+    }
+
+    /// Lets the local parameters of `fragment` go on from the outer step that this replica's `own` part of the mean alone
+    /// would make. The outer state itself stays as it is.
+    fn look_ahead(&mut self, fragment: usize, own: &[f32]) -> Result<()> {
+        let Some(state) = self.fragments.get_mut(fragment) else {
+            return Ok(());
+        };
+        let mut optimizer = state.optimizer.boxed_clone();
+        optimizer.begin_step();
+        let mut base = state.global.clone();
+        step_fragment(&mut *optimizer, &mut base, own)?;
+        for (&i, values) in self.plan.members(fragment).iter().zip(&base) {
+            self.params.write(i, &mut |local| local.copy_from_slice(values))?;
+        }
+        state.base = Some(base);
+        Ok(())
     }
 
     /// Waits, votes and applies; repeats the round in a new quorum until it commits.
@@ -491,23 +425,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             return Ok(());
         };
         state.optimizer.begin_step();
-        let mut rest = mean;
+        step_fragment(&mut *state.optimizer, &mut state.global, mean)?;
+        if self.config.eager {
+            // The local parameters take the result over when their next part of it is added (`look_ahead`).
+            return Ok(());
+        }
         let alpha = self.config.mixing;
-        for (slot, (&i, global)) in self
-            .plan
-            .members(fragment)
-            .iter()
-            .zip(&mut state.global)
-            .enumerate()
-        {
-            let (gradient, tail) = rest.split_at_checked(global.len()).ok_or_else(|| {
-                Error::new(
-                    ErrorKind::Internal,
-                    "the reduced fragment is shorter than its parameters",
-                )
-            })?;
-            rest = tail;
-            state.optimizer.update(slot, global, gradient)?;
+        for (&i, global) in self.plan.members(fragment).iter().zip(&state.global) {
             self.params.write(i, &mut |local| {
                 for (l, g) in local.iter_mut().zip(global.iter()) {
                     // α = 0 must give the global value exactly, and α = 1 the local one.
@@ -521,6 +445,22 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         }
         Ok(())
     }
+}
+
+/// One step of `optimizer` on the members of a fragment with their flat `gradient`.
+fn step_fragment(optimizer: &mut dyn Optimizer, members: &mut [Vec<f32>], gradient: &[f32]) -> Result<()> {
+    let mut rest = gradient;
+    for (slot, values) in members.iter_mut().enumerate() {
+        let (gradient, tail) = rest.split_at_checked(values.len()).ok_or_else(|| {
+            Error::new(
+                ErrorKind::Internal,
+                "the reduced fragment is shorter than its parameters",
+            )
+        })?;
+        rest = tail;
+        optimizer.update(slot, values, gradient)?;
+    }
+    Ok(())
 }
 
 /// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.

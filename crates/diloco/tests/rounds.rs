@@ -404,3 +404,218 @@ fn the_configured_number_of_rounds_ends_with_a_closing_round_without_data() {
     d.finish(&mut Nothing).unwrap();
     assert_eq!(seen.get(), 2);
 }
+
+/// Eager updates by the published rule for plain SGD, computed for one replica of `m` whose mean gradient is `scale` times
+/// its own: each round applies the rest of the last mean and a fresh own part (arXiv 2502.12996).
+fn published_eager(rounds: usize, h: f32, m: f32, scale: f32, lr: f32) -> Vec<f32> {
+    let (mut base, mut last, mut history) = (0.0f32, None::<f32>, Vec::new());
+    for _ in 0..rounds {
+        let own = base - (base - h);
+        let rest = last.map_or(0.0, |own: f32| scale * own - own / m);
+        base -= lr * (own / m + rest);
+        last = Some(own);
+        history.push(base);
+    }
+    history
+}
+
+#[test]
+fn eager_updates_follow_the_published_rule_and_keep_finished_rounds_apart() {
+    for (scale, lr) in [(1.0f32, 0.5f32), (3.0, 0.25), (0.5, 1.0)] {
+        let config = DilocoConfig {
+            eager: true,
+            outer: sgd(lr),
+            ..DilocoConfig::diloco(4)
+        };
+        let world = Scripted::new(move |own: &[f32]| own.iter().map(|x| scale * x).collect());
+        let mut d = begun(world, &[2], config);
+        for (round, expected) in published_eager(4, 4.0, 2.0, scale, lr).into_iter().enumerate() {
+            inner_steps(&mut d, 4);
+            assert_eq!(
+                d.params().get(0).unwrap(),
+                [expected, expected],
+                "scale {scale} round {round}"
+            );
+            // The outer state holds what is finished: everything up to the round before.
+            let global = d.with_global(|p| p.get(0).unwrap()[0]).unwrap();
+            assert_eq!(global, -lr * scale * 4.0 * round as f32);
+        }
+    }
+}
+
+#[test]
+fn eager_updates_end_with_every_round_finished_and_the_replicas_equal() {
+    let config = |fragments| DilocoConfig {
+        eager: true,
+        fragments,
+        sync_every: 4,
+        rounds: Some(3),
+        outer: OuterOptimizer::Nesterov {
+            lr: 0.5,
+            momentum: 0.5,
+        },
+        ..DilocoConfig::diloco(4)
+    };
+    let mut d = begun(Scripted::identical(), &[1], config(1));
+    let reports = inner_steps(&mut d, 12);
+    let steps: Vec<i64> = reports.iter().map(|r| r.step).collect();
+    assert_eq!(steps, [1, 2, 3], "12 inner steps finish three rounds of four");
+    assert!(d.is_finished());
+    // Gradients 4, 4, 4: b = 4, 6, 7 and directions 6, 7, 7.5.
+    assert_eq!(d.with_global(|p| p.get(0).unwrap()[0]).unwrap(), -0.5 * 20.5);
+    d.finish(&mut Nothing).unwrap();
+
+    let mut two = begun(Scripted::identical(), &[1, 1], config(2));
+    assert_eq!(inner_steps(&mut two, 6).len(), 3);
+    assert!(two.is_finished());
+    two.finish(&mut Nothing).unwrap();
+}
+
+#[test]
+fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
+    let config = DilocoConfig {
+        eager: true,
+        outer: OuterOptimizer::Nesterov {
+            lr: 0.7,
+            momentum: 0.9,
+        },
+        ..DilocoConfig::diloco(4)
+    };
+    let mut source = begun(Scripted::identical(), &[3, 5], config.clone());
+    inner_steps(&mut source, 8);
+    // What a peer gets that heals where the source began its last round.
+    let (step, dict) = (source.step(), source.replica().snapshot.clone());
+
+    let mut replica = Scripted::identical();
+    replica.heal = Some((step, dict));
+    let mut healed = Diloco::new(replica, params(&[3, 5]), config.clone(), &layer).unwrap();
+    assert!(
+        healed.begin(&mut Nothing).unwrap().is_empty(),
+        "there are inner steps to make first"
+    );
+    assert_eq!(healed.global_hash(), source.global_hash());
+    let (a, b) = (inner_steps(&mut source, 4), inner_steps(&mut healed, 4));
+    assert_eq!((a.len(), b.len()), (1, 1));
+    assert_eq!(a[0].step, b[0].step);
+
+    // A state without eager updates is not taken for one with them.
+    let mut plain = begun(
+        Scripted::identical(),
+        &[3, 5],
+        DilocoConfig {
+            eager: false,
+            ..config.clone()
+        },
+    );
+    inner_steps(&mut plain, 4);
+    let mut replica = Scripted::identical();
+    replica.heal = Some((plain.step(), plain.replica().snapshot.clone()));
+    let mut other = Diloco::new(replica, params(&[3, 5]), config, &layer).unwrap();
+    let e = other.begin(&mut Nothing).unwrap_err().to_string();
+    assert!(e.contains("here eager, at the source plain"), "{e}");
+}
+
+#[test]
+fn a_lost_reduction_with_eager_updates_is_sent_again_and_changes_no_bit() {
+    let config = DilocoConfig {
+        eager: true,
+        outer: sgd(0.5),
+        ..DilocoConfig::diloco(4)
+    };
+    let mut undisturbed = begun(Scripted::identical(), &[3], config.clone());
+    inner_steps(&mut undisturbed, 12);
+    let mut replica = Scripted::identical();
+    replica.reductions = VecDeque::from([true, false, false, true]);
+    let mut d = begun(replica, &[3], config);
+    let reports = inner_steps(&mut d, 12);
+    assert_eq!(
+        reports.iter().map(|r| r.failed_attempts).collect::<Vec<_>>(),
+        [0, 2]
+    );
+    assert_eq!(d.global_hash(), undisturbed.global_hash());
+    assert_eq!(d.params(), undisturbed.params());
+}
+
+/// Parameters that a framework holds in bf16: read as f32, rounded to nearest even when written.
+#[derive(Clone)]
+struct Bf16(Vec<f32>);
+
+fn bf16(x: f32) -> f32 {
+    let bits = x.to_bits();
+    f32::from_bits((bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff_0000)
+}
+
+impl Parameters for Bf16 {
+    fn len(&self) -> usize {
+        1
+    }
+    fn name(&self, _: usize) -> &str {
+        "p0"
+    }
+    fn count(&self, _: usize) -> usize {
+        self.0.len()
+    }
+    fn read(&self, _: usize, f: &mut dyn FnMut(&[f32])) -> Result<()> {
+        f(&self.0);
+        Ok(())
+    }
+    fn write(&mut self, _: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()> {
+        f(&mut self.0);
+        self.0.iter_mut().for_each(|x| *x = bf16(*x));
+        Ok(())
+    }
+}
+
+#[test]
+fn bf16_parameters_keep_a_global_copy_in_f32() {
+    // One inner step takes 1/256 off 1.0, which bf16 still shows; a tenth of it bf16 cannot hold, the global copy can.
+    let config = DilocoConfig {
+        outer: sgd(0.1),
+        ..DilocoConfig::diloco(1)
+    };
+    let mut d = Diloco::new(Scripted::identical(), Bf16(vec![1.0]), config, &layer).unwrap();
+    d.begin(&mut Nothing).unwrap();
+    let mut global = 1.0f32;
+    for _ in 0..3 {
+        d.params_mut().write(0, &mut |w| w[0] -= 1.0 / 256.0).unwrap();
+        let mut local = 0.0;
+        d.params().read(0, &mut |w| local = w[0]).unwrap();
+        d.after_inner_step(&mut Nothing).unwrap();
+        global -= 0.1 * (global - local);
+        let mut after = 0.0;
+        d.params().read(0, &mut |w| after = w[0]).unwrap();
+        assert_eq!(after, bf16(global));
+    }
+    assert_ne!(global, bf16(global), "the test would show nothing");
+    let expected = diloco::parameters_hash(std::iter::once(("p0", &[global][..])));
+    assert_eq!(d.global_hash(), expected);
+}
+
+#[test]
+fn one_two_and_three_fragments_send_every_parameter_once_in_h_steps() {
+    for fragments in [1usize, 2, 3] {
+        let config = DilocoConfig {
+            sync_every: 6,
+            fragments,
+            outer: sgd(1.0),
+            ..DilocoConfig::diloco(6)
+        };
+        // The other replica did nothing: the mean is half of this one's.
+        let mut d = begun(
+            Scripted::new(|own| own.iter().map(|x| x / 2.0).collect()),
+            &[1, 1, 1],
+            config,
+        );
+        assert_eq!(inner_steps(&mut d, 6).len(), fragments);
+        for p in 0..3 {
+            // Layer p is fragment p mod P, sent after (p mod P + 1) · 6 / P steps; after that it goes on alone.
+            let sent_after = ((p % fragments + 1) * 6 / fragments) as f32;
+            let expected = -sent_after / 2.0 - (6.0 - sent_after);
+            assert_eq!(
+                d.params().get(p).unwrap(),
+                [expected],
+                "{fragments} fragments, parameter {p}"
+            );
+        }
+    }
+}

@@ -1,0 +1,146 @@
+//! What a replica of DiLoCo is made of, and how it travels to one that heals.
+
+use checkpoint::StateDict;
+use ftcore::{Error, ErrorKind, Result};
+use manager::State;
+
+use crate::optim::Optimizer;
+use crate::{FragmentPlan, Parameters};
+
+/// One fragment's outer state.
+pub(crate) struct Fragment {
+    /// The global parameters after the last commit, one vector per member.
+    pub(crate) global: Vec<Vec<f32>>,
+    pub(crate) optimizer: Box<dyn Optimizer>,
+    /// With eager updates: where the local parameters began the round in flight, one vector per member. It differs
+    /// between replicas.
+    pub(crate) base: Option<Vec<Vec<f32>>>,
+}
+
+/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round,
+/// and whatever the training loop adds.
+pub(crate) struct Whole<'a, P> {
+    pub(crate) params: &'a mut P,
+    pub(crate) plan: &'a FragmentPlan,
+    pub(crate) fragments: &'a mut [Fragment],
+    pub(crate) count: &'a mut u64,
+    pub(crate) inner: &'a mut dyn State,
+}
+
+const LAYOUT: &str = "diloco.layout";
+
+/// Which parameters are in which fragment, and whether updates are eager, in words that are compared.
+fn layout<P: Parameters>(params: &P, plan: &FragmentPlan, fragments: &[Fragment]) -> String {
+    let parts: Vec<String> = (0..plan.len())
+        .map(|f| {
+            let members: Vec<String> = plan
+                .members(f)
+                .iter()
+                .map(|&i| format!("{}[{}]", params.name(i), params.count(i)))
+                .collect();
+            members.join(" ")
+        })
+        .collect();
+    let eager = fragments.iter().any(|f| f.base.is_some());
+    format!("{} {}", if eager { "eager" } else { "plain" }, parts.join(" | "))
+}
+
+/// The first place where two layouts differ, in words.
+fn layout_difference(own: &str, theirs: &str) -> String {
+    let (mut a, mut b) = (own.split(' '), theirs.split(' '));
+    loop {
+        match (a.next(), b.next()) {
+            (Some(x), Some(y)) if x == y => {}
+            (x, y) => {
+                return format!(
+                    "here {}, at the source {}",
+                    x.unwrap_or("nothing"),
+                    y.unwrap_or("nothing")
+                );
+            }
+        }
+    }
+}
+
+impl<P: Parameters> State for Whole<'_, P> {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.set_metadata(LAYOUT, layout(self.params, self.plan, self.fragments));
+        out.insert_i64s("diloco/count", &[i64::try_from(*self.count).unwrap_or(i64::MAX)])?;
+        for i in 0..self.params.len() {
+            let mut saved = Ok(());
+            let name = format!("param/{}", self.params.name(i));
+            self.params.read(i, &mut |values| {
+                saved = out.insert_f32(name.clone(), &[values.len()], values)
+            })?;
+            saved?;
+        }
+        for (f, fragment) in self.fragments.iter().enumerate() {
+            for (&i, values) in self.plan.members(f).iter().zip(&fragment.global) {
+                out.insert_f32(format!("global/{}", self.params.name(i)), &[values.len()], values)?;
+            }
+            for (&i, values) in self.plan.members(f).iter().zip(fragment.base.iter().flatten()) {
+                out.insert_f32(format!("base/{}", self.params.name(i)), &[values.len()], values)?;
+            }
+            fragment.optimizer.save(&format!("outer.{f}"), out)?;
+        }
+        self.inner.save(out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        // Everything is checked and read before anything is written, so that a bad state changes nothing.
+        let own = layout(self.params, self.plan, self.fragments);
+        let theirs = from.metadata().get(LAYOUT).map_or("", String::as_str);
+        if own != theirs {
+            return Err(Error::invalid(format!(
+                "the source's parameters or fragments are not laid out like this replica's: {}. All replicas of a run \
+                 need the same model and fragments",
+                layout_difference(&own, theirs)
+            )));
+        }
+        let count = from
+            .get_i64s("diloco/count")?
+            .first()
+            .copied()
+            .and_then(|c| u64::try_from(c).ok());
+        let count =
+            count.ok_or_else(|| Error::new(ErrorKind::Corrupt, "diloco/count is missing or negative"))?;
+        let mut locals = Vec::with_capacity(self.params.len());
+        let mut globals = Vec::with_capacity(self.params.len());
+        for i in 0..self.params.len() {
+            locals.push(
+                from.get_f32_shaped(&format!("param/{}", self.params.name(i)), &[self.params.count(i)])?,
+            );
+            globals.push(from.get_f32_shaped(
+                &format!("global/{}", self.params.name(i)),
+                &[self.params.count(i)],
+            )?);
+        }
+        let mut bases = Vec::with_capacity(self.fragments.len());
+        for (f, fragment) in self.fragments.iter().enumerate() {
+            let base = fragment.base.as_ref().map(|_| {
+                let names = self.plan.members(f).iter();
+                names
+                    .map(|&i| {
+                        from.get_f32_shaped(&format!("base/{}", self.params.name(i)), &[self.params.count(i)])
+                    })
+                    .collect::<Result<Vec<_>>>()
+            });
+            bases.push(base.transpose()?);
+        }
+        self.inner.load(from)?;
+        for (i, values) in locals.iter().enumerate() {
+            self.params.write(i, &mut |p| p.copy_from_slice(values))?;
+        }
+        for ((f, fragment), base) in self.fragments.iter_mut().enumerate().zip(bases) {
+            fragment.base = base;
+            for (&i, global) in self.plan.members(f).iter().zip(&mut fragment.global) {
+                if let Some(values) = globals.get_mut(i) {
+                    *global = std::mem::take(values);
+                }
+            }
+            fragment.optimizer.load(&format!("outer.{f}"), from)?;
+        }
+        *self.count = count;
+        Ok(())
+    }
+}

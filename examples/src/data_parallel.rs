@@ -1,0 +1,153 @@
+//! Fault-tolerant data-parallel training of a candle model: the loop of `train_ddp`, and of `train_diloco --data-parallel`.
+//!
+//! Per step: loss and gradients of this replica's batch, averaged with whoever is there, and one step of AdamW on what a
+//! healing replica would take over ([`Whole`]).
+
+use std::sync::atomic::Ordering;
+use std::time::Instant;
+
+use candle_core::Tensor;
+use checkpoint::StateDict;
+use ddp::{Ddp, DdpConfig};
+use diloco::optim::{AdamW, Optimizer};
+use diloco::parameters_hash;
+use ftcore::{Error, Result};
+use manager::{Manager, State};
+use oxccl::launch::{EventKind, EventSender, ReplicaState};
+use oxccl_candle::{ParamSet, candle_error};
+
+use crate::replica::{Place, RecentLoss};
+
+/// What is trained, besides the data.
+pub struct Model {
+    /// The parameters, which the loop updates in place.
+    pub params: ParamSet,
+    /// The optimizer.
+    pub optimizer: AdamW,
+}
+
+/// Everything that a healing replica takes over.
+struct Whole {
+    model: Model,
+    step: u64,
+    events: EventSender,
+}
+
+impl State for Whole {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        let params = &self.model.params;
+        for i in 0..params.len() {
+            let name = format!("param/{}", params.name(i));
+            params.with_slice(i, |w| out.insert_f32(name, &[w.len()], w))??;
+        }
+        out.insert_i64s("step", &[i64::try_from(self.step).unwrap_or(i64::MAX)])?;
+        self.model.optimizer.save("optimizer", out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.events.send(EventKind::State {
+            state: ReplicaState::Healing,
+        });
+        let params = &self.model.params;
+        let values = (0..params.len())
+            .map(|i| from.get_f32_shaped(&format!("param/{}", params.name(i)), &[params.numel(i)]))
+            .collect::<Result<Vec<_>>>()?;
+        let step = from
+            .get_i64s("step")?
+            .first()
+            .and_then(|s| u64::try_from(*s).ok());
+        self.step = step.ok_or_else(|| Error::invalid("step is missing or negative"))?;
+        self.model.optimizer.load("optimizer", from)?;
+        for (i, v) in values.iter().enumerate() {
+            self.model.params.with_slice_mut(i, |w| w.copy_from_slice(v))?;
+        }
+        Ok(())
+    }
+}
+
+fn hash(params: &ParamSet) -> Result<String> {
+    let values = (0..params.len())
+        .map(|i| params.with_slice(i, <[f32]>::to_vec))
+        .collect::<Result<Vec<_>>>()?;
+    Ok(parameters_hash(
+        params.names().zip(values.iter().map(Vec::as_slice)),
+    ))
+}
+
+/// Trains to the last step of `config` and reports. `loss_of(step)` gives the loss of this replica's batch and how many
+/// samples (or tokens) it had, `lr_at(step)` the learning rate, `evaluate` the held-out loss and accuracy at the end.
+pub fn train(
+    place: &mut Place,
+    manager: Manager,
+    model: Model,
+    config: DdpConfig,
+    lr_at: impl Fn(u64) -> f32,
+    mut loss_of: impl FnMut(u64) -> Result<(Tensor, usize)>,
+    evaluate: impl FnOnce() -> Result<(f32, Option<f32>)>,
+) -> Result<()> {
+    let last = config.steps.unwrap_or(0);
+    let mut ddp = Ddp::new(manager, config)?;
+    let events = place.events.clone();
+    ddp.on_reduce(move |step, epoch| {
+        let (step, epoch) = (
+            u64::try_from(step).unwrap_or(0),
+            u64::try_from(epoch).unwrap_or(0),
+        );
+        events.send(EventKind::ReduceBegin { step, epoch });
+    });
+    let mut whole = Whole {
+        model,
+        step: 0,
+        events: place.events.clone(),
+    };
+    let mut recent = RecentLoss::default();
+    while !ddp.is_finished() {
+        let begun = Instant::now();
+        let (loss, samples) = loss_of(whole.step)?;
+        let grads = loss
+            .backward()
+            .map_err(|e| candle_error("the backward pass", e))?;
+        let value = loss
+            .to_scalar::<f32>()
+            .map_err(|e| candle_error("reading the loss", e))?;
+        let params = &whole.model.params;
+        params.check_grads(&grads)?;
+        let gradients = (0..params.len())
+            .map(|i| params.with_grad(&grads, i, <[f32]>::to_vec))
+            .collect::<Result<Vec<_>>>()?;
+        recent.push(value);
+        place.inner_step(begun, whole.step, value, samples);
+        place.step.store(ddp.current_step(), Ordering::Release);
+        let synced = Instant::now();
+        let report = ddp.step(&mut whole, &gradients, |whole, averages| {
+            let Model { params, optimizer } = &mut whole.model;
+            optimizer.lr = lr_at(whole.step);
+            optimizer.begin_step();
+            for (i, g) in averages.iter().enumerate() {
+                params.with_slice_mut(i, |w| optimizer.update(i, w, g))??;
+            }
+            whole.step += 1;
+            Ok(())
+        })?;
+        let (sync, traffic) = (synced.elapsed(), ddp.traffic());
+        place.committed(
+            report.step,
+            report.epoch,
+            report.members,
+            report.contributors,
+            report.healed.as_ref(),
+            sync,
+            hash(&whole.model.params)?,
+            traffic,
+        )?;
+    }
+    ddp.finish(&mut whole)?;
+    let held_out = evaluate()?;
+    place.finished(
+        last,
+        hash(&whole.model.params)?,
+        held_out,
+        recent.mean(),
+        ddp.traffic(),
+    )
+}
