@@ -5,6 +5,7 @@
 //! functions of a seed. What a run reports becomes a [`report`] and a picture ([`plot`]).
 
 pub mod chaos;
+pub mod compare;
 pub mod data_parallel;
 pub mod ddp_replica;
 pub mod digits;
