@@ -25,7 +25,7 @@ pub(crate) const ROWS: &[Row] = &[
         Some("gloo"),
         "ranks as threads, over TCP",
         loopback,
-        gloo("threads"),
+        suite("gloo-conformance", "threads::"),
         minutes(5),
     ),
     row(
@@ -33,7 +33,7 @@ pub(crate) const ROWS: &[Row] = &[
         Some("gloo"),
         "ranks as processes, over TCP",
         loopback,
-        gloo("processes"),
+        suite("gloo-conformance", "processes::"),
         minutes(5),
     ),
     row(
@@ -46,21 +46,18 @@ pub(crate) const ROWS: &[Row] = &[
     ),
 ];
 
-/// The test targets of this name are conformance suites: they run in rows of their own, never in `unit`.
-const CONFORMANCE: &str = "conformance";
+/// The test targets with this at the end of their names are conformance suites: they run in rows of their own, never in
+/// `unit`.
+const CONFORMANCE: &str = "-conformance";
 /// The package of the cross-crate tests.
 const CROSS_CRATE: &str = "oxccl-tests";
 
 const UNIT: Run = Run::Workspace;
 const E2E: Run = Run::CrossCrate;
 
-/// The tests of the suite in `backend-gloo/tests/conformance.rs` whose names contain `filter`.
-const fn gloo(filter: &'static str) -> Run {
-    Run::Package {
-        package: "backend-gloo",
-        target: Some(CONFORMANCE),
-        filter: Some(filter),
-    }
+/// The tests of the conformance suite `target` whose names contain `filter`.
+const fn suite(target: &'static str, filter: &'static str) -> Run {
+    Run::Suite { target, filter }
 }
 
 /// One row of the matrix.
@@ -69,8 +66,8 @@ pub(crate) struct Row {
     /// The backend it tests, for `--require`.
     pub(crate) backend: Option<&'static str>,
     pub(crate) about: &'static str,
-    /// Decides before the run whether it can run here.
-    pub(crate) probe: fn() -> Result<(), Skip>,
+    /// Decides before the run whether it can run here, and fetches what it needs.
+    pub(crate) probe: fn() -> Result<Environment, Skip>,
     pub(crate) run: Run,
     /// For the tests themselves; building has its own limit.
     pub(crate) limit: Duration,
@@ -80,7 +77,7 @@ const fn row(
     name: &'static str,
     backend: Option<&'static str>,
     about: &'static str,
-    probe: fn() -> Result<(), Skip>,
+    probe: fn() -> Result<Environment, Skip>,
     run: Run,
     limit: Duration,
 ) -> Row {
@@ -102,18 +99,21 @@ const fn minutes(n: u64) -> Duration {
 pub(crate) enum Run {
     /// Every test of the workspace that no other row has.
     Workspace,
-    /// The tests of one package.
-    Package {
-        package: &'static str,
-        /// One test target of it; all if absent.
-        target: Option<&'static str>,
-        /// Only tests whose name contains this.
-        filter: Option<&'static str>,
+    /// One test target. It is selected out of the whole workspace, so that dependencies have the features with which the
+    /// unit row built them and are not built again.
+    Suite {
+        target: &'static str,
+        /// Only tests whose name contains this; empty for all.
+        filter: &'static str,
     },
-    /// The cross-crate tests. They are selected out of the whole workspace, so that dependencies have the features with
-    /// which the unit row built them and are not built again.
+    /// The cross-crate tests, selected likewise.
     CrossCrate,
+    /// Every test of another workspace in this repository, by its manifest.
+    Apart { manifest: &'static str },
 }
+
+/// Environment variables that a row's tests need.
+pub(crate) type Environment = Vec<(String, String)>;
 
 /// A `cargo test` call, in parts, so that the same call can build first (`--no-run`) and run later.
 #[derive(Debug, PartialEq, Eq)]
@@ -158,21 +158,25 @@ impl Run {
                     },
                 ]
             }
-            Self::Package {
-                package,
-                target,
-                filter,
-            } => {
-                let mut select = strings(&["--no-fail-fast", "--package", package]);
-                if let Some(target) = target {
-                    select.extend(strings(&["--test", target]));
+            Self::Suite { target, filter } => {
+                if !filter.is_empty() {
+                    pass.push((*filter).to_owned());
                 }
-                pass.extend(filter.map(str::to_owned));
                 if long {
                     pass.push("--include-ignored".to_owned());
                 }
                 vec![TestCall {
-                    select,
+                    select: strings(&["--no-fail-fast", "--workspace", "--test", target]),
+                    pass,
+                    is_doc: false,
+                }]
+            }
+            Self::Apart { manifest } => {
+                if long {
+                    pass.push("--include-ignored".to_owned());
+                }
+                vec![TestCall {
+                    select: strings(&["--no-fail-fast", "--locked", "--manifest-path", manifest]),
                     pass,
                     is_doc: false,
                 }]
@@ -202,7 +206,7 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
         .iter()
         .filter(|p| chosen(&p.name))
         .flat_map(|p| &p.targets)
-        .filter(|t| t.kind.iter().any(|k| k == "test") && t.name != CONFORMANCE)
+        .filter(|t| t.kind.iter().any(|k| k == "test") && !t.name.ends_with(CONFORMANCE))
         .map(|t| t.name.clone())
         .collect()
 }
@@ -223,18 +227,18 @@ impl fmt::Display for Skip {
 }
 
 /// Needs nothing.
-fn nothing() -> Result<(), Skip> {
-    Ok(())
+fn nothing() -> Result<Environment, Skip> {
+    Ok(Environment::new())
 }
 
 /// Needs TCP connections over the loopback interface.
-fn loopback() -> Result<(), Skip> {
+fn loopback() -> Result<Environment, Skip> {
     let connect = || {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         TcpStream::connect_timeout(&listener.local_addr()?, Duration::from_secs(5))
     };
     connect()
-        .map(drop)
+        .map(|_| Environment::new())
         .map_err(|e| Skip::NoLoopback { why: e.to_string() })
 }
 
@@ -247,7 +251,7 @@ mod tests {
             {"name":"ftcore","manifest_path":"/w/crates/ftcore/Cargo.toml","dependencies":[],"targets":[
                 {"name":"ftcore","kind":["lib"]},{"name":"stores","kind":["test"]}]},
             {"name":"backend-gloo","manifest_path":"/w/crates/backend-gloo/Cargo.toml","dependencies":[],"targets":[
-                {"name":"conformance","kind":["test"]},{"name":"abort","kind":["test"]}]},
+                {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]}]},
             {"name":"oxccl-tests","manifest_path":"/w/tests/Cargo.toml","dependencies":[],"targets":[
                 {"name":"kill","kind":["test"]}]}]}"#;
         Metadata::parse(json.as_bytes()).unwrap()
@@ -265,14 +269,33 @@ mod tests {
     }
 
     #[test]
-    fn a_package_row_selects_its_target_and_filter() {
-        let calls = gloo("threads").calls(&metadata(), true);
+    fn a_suite_row_selects_its_target_out_of_the_workspace_and_filters() {
+        let calls = suite("gloo-conformance", "threads::").calls(&metadata(), true);
         let call = calls.first().unwrap();
         assert_eq!(
             call.select.join(" "),
-            "--no-fail-fast --package backend-gloo --test conformance"
+            "--no-fail-fast --workspace --test gloo-conformance"
         );
-        assert_eq!(call.pass, ["threads", "--include-ignored"]);
+        assert_eq!(call.pass, ["threads::", "--include-ignored"]);
+        assert!(
+            suite("x", "")
+                .calls(&metadata(), false)
+                .first()
+                .unwrap()
+                .pass
+                .is_empty()
+        );
+    }
+
+    #[test]
+    fn a_row_of_another_workspace_uses_its_own_lock_file() {
+        let run = Run::Apart {
+            manifest: "plugins/hccl/Cargo.toml",
+        };
+        assert_eq!(
+            run.calls(&metadata(), false).first().unwrap().select.join(" "),
+            "--no-fail-fast --locked --manifest-path plugins/hccl/Cargo.toml"
+        );
     }
 
     #[test]

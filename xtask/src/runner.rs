@@ -15,7 +15,7 @@ use anyhow::{Context, Result, bail};
 
 use crate::TestArgs;
 use crate::libtest::Tally;
-use crate::matrix::{ROWS, Row, Skip, TestCall};
+use crate::matrix::{Environment, ROWS, Row, Skip, TestCall};
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output, seconds};
 
@@ -79,9 +79,11 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     for row in rows {
         let started = Instant::now();
         let verdict = match (row.probe)() {
-            Ok(()) => execute(row, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed {
-                why: format!("{e:#}"),
-            }),
+            Ok(environment) => {
+                execute(row, &environment, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed {
+                    why: format!("{e:#}"),
+                })
+            }
             Err(skip) => Verdict::Skipped(skip),
         };
         let verdict = enforce(verdict, row, &args.require);
@@ -123,7 +125,7 @@ fn list(rows: &[&Row]) {
     let width = rows.iter().map(|r| r.name.len()).max().unwrap_or(0);
     for row in rows {
         let state = match (row.probe)() {
-            Ok(()) => "can run".to_owned(),
+            Ok(_) => "can run".to_owned(),
             Err(skip) => format!("would be skipped: {skip}"),
         };
         println!("{:width$}  {}  [{state}]", row.name, row.about);
@@ -145,7 +147,13 @@ fn log_path(logs: &Path, row: &Row) -> PathBuf {
 }
 
 /// Builds and runs one row.
-fn execute(row: &Row, metadata: &Metadata, logs: &Path, long: bool) -> Result<Verdict> {
+fn execute(
+    row: &Row,
+    environment: &Environment,
+    metadata: &Metadata,
+    logs: &Path,
+    long: bool,
+) -> Result<Verdict> {
     let log = log_path(logs, row);
     let calls = row.run.calls(metadata, long);
     let root = &metadata.workspace_root;
@@ -162,7 +170,9 @@ fn execute(row: &Row, metadata: &Metadata, logs: &Path, long: bool) -> Result<Ve
     let mut printed = String::new();
     for call in &calls {
         let part = logs.join(format!("{}.part", row.name));
-        let finished = process::run(&mut test_command(root, call), limit, Output::Log(&part), |time| {
+        let mut command = test_command(root, call);
+        command.envs(environment.iter().map(|(k, v)| (k, v)));
+        let finished = process::run(&mut command, limit, Output::Log(&part), |time| {
             beat(row, "runs", time)
         })?;
         let text = String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
