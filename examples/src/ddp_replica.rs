@@ -81,6 +81,7 @@ fn run(args: &DdpArgs, net: &NetArgs) -> Result<()> {
     let config = DdpConfig {
         first_bucket_elements: 1 << 10,
         bucket_elements: 1 << 12,
+        micro_batches: 1,
         steps: Some(args.steps),
         step_timeout: Duration::from_secs(300),
     };

@@ -1,22 +1,29 @@
 //! Fault-tolerant data parallel: bucketed gradient averaging over plain slices.
 //!
-//! Per step: [`Ddp::step`] takes this replica's gradients, averages them with whoever is there (small first bucket, then
-//! buckets of a fixed size, packed across tensors so that none is left out: L04), votes, and on a yes hands the
-//! averages to the caller's optimizer. A step that fails is done again with the gradients that were kept; a replica that
-//! healed in it follows along without counting.
+//! Per step a quorum, then this replica's gradients go out in `buckets` as they are made ([`Ddp::step_with`]: overlap with
+//! the backward pass, several dtypes, micro-batches, unused parameters) or all at once ([`Ddp::step`]); then a vote, and
+//! on a yes the averages over whoever is there go to the caller's optimizer. A step that fails is done again with the
+//! gradients that were kept; a replica that healed in it follows along without counting.
+
+mod buckets;
 
 use std::time::Duration;
 
-use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
-use manager::{Healed, ManagedWork, Participation, Replica, State};
+use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
+use manager::{Healed, ManagedWork, Replica, State};
+
+use buckets::BucketPlan;
+pub use buckets::{Sink, Slot};
 
 /// How gradients travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct DdpConfig {
-    /// Values in the first bucket; small, so that communication starts early. In elements.
+    /// Values in the first bucket of a dtype; small, so that communication starts early. In elements.
     pub first_bucket_elements: usize,
     /// Values in each further bucket. In elements.
     pub bucket_elements: usize,
+    /// Micro-batches whose gradients are averaged into one step (gradient accumulation).
+    pub micro_batches: u32,
     /// The number of steps of the run, after which it is closed (see [`Ddp::finish`]). `None`: the training loop
     /// decides, the same on every replica.
     pub steps: Option<i64>,
@@ -30,6 +37,7 @@ impl Default for DdpConfig {
         Self {
             first_bucket_elements: 1 << 18,
             bucket_elements: 25 << 18,
+            micro_batches: 1,
             steps: None,
             step_timeout: Duration::from_secs(600),
         }
@@ -57,18 +65,23 @@ pub struct StepReport {
 pub struct Ddp<R> {
     replica: R,
     config: DdpConfig,
+    plan: Option<BucketPlan>,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
 }
 
 impl<R: Replica> Ddp<R> {
-    /// Errors: a bucket size of zero.
+    /// Errors: a bucket size or a number of micro-batches of zero.
     pub fn new(replica: R, config: DdpConfig) -> Result<Self> {
         if config.first_bucket_elements == 0 || config.bucket_elements == 0 {
             return Err(Error::invalid("bucket sizes must be at least one element"));
         }
+        if config.micro_batches == 0 {
+            return Err(Error::invalid("a step has at least one micro-batch"));
+        }
         Ok(Self {
             replica,
             config,
+            plan: None,
             on_reduce: None,
         })
     }
@@ -99,14 +112,48 @@ impl<R: Replica> Ddp<R> {
     /// heals right into the end of the run, `apply` is not called.
     ///
     /// Errors: what cannot be retried, or a step that did not commit within `step_timeout`; the gradients are unchanged
-    /// then and nothing was applied.
+    /// then and nothing was applied. `InvalidState` with several micro-batches, which `step_with` takes.
     pub fn step<S: State>(
         &mut self,
         state: &mut S,
         gradients: &[Vec<f32>],
         apply: impl FnOnce(&mut S, &[Vec<f32>]) -> Result<()>,
     ) -> Result<StepReport> {
-        self.run(state, gradients, false, apply)
+        if self.config.micro_batches != 1 {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "this run accumulates micro-batches: use step_with",
+            ));
+        }
+        let slots: Vec<Slot> = gradients.iter().map(|g| Slot::f32(g.len())).collect();
+        let push_all = |_: &mut S, _: u32, sink: &mut Sink<'_>| {
+            let mut all = gradients.iter().enumerate().rev();
+            all.try_for_each(|(slot, g)| sink.push(slot, g))
+        };
+        self.run(state, &slots, false, push_all, |state, averages| {
+            let averages = averages
+                .into_iter()
+                .map(|t| t.into_vec::<f32>().map_err(Error::from))
+                .collect::<Result<Vec<_>>>()?;
+            apply(state, &averages)
+        })
+    }
+
+    /// One step whose gradients are made while earlier ones already travel. After the quorum (and healing),
+    /// `compute(state, micro_batch, sink)` runs once per micro-batch and pushes the gradients of `slots` as the backward
+    /// pass makes them, the last parameter's first; slots that it leaves out count as zero. `apply` gets the averages, a
+    /// tensor per slot, as in [`step`](Self::step).
+    ///
+    /// A step that has to be done again sends the same gradients and does not compute anew. Errors: as
+    /// [`step`](Self::step), and those of `compute`, after which the step cannot go on.
+    pub fn step_with<S: State>(
+        &mut self,
+        state: &mut S,
+        slots: &[Slot],
+        compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
+        apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
+    ) -> Result<StepReport> {
+        self.run(state, slots, false, compute, apply)
     }
 
     /// True once the configured number of steps is done; only `finish` is left to call.
@@ -119,7 +166,7 @@ impl<R: Replica> Ddp<R> {
     pub fn finish<S: State>(&mut self, state: &mut S) -> Result<()> {
         // A replica that healed right into the closing round has been through it already.
         if self.config.steps.is_none_or(|n| self.current_step() <= n) {
-            self.run(state, &[], true, |_, _| Ok(()))?;
+            self.run(state, &[], true, |_, _, _| Ok(()), |_, _| Ok(()))?;
         }
         self.replica.leave(deadline_in(Duration::from_secs(5)))
     }
@@ -127,26 +174,55 @@ impl<R: Replica> Ddp<R> {
     fn run<S: State>(
         &mut self,
         state: &mut S,
-        gradients: &[Vec<f32>],
+        slots: &[Slot],
         closing: bool,
-        apply: impl FnOnce(&mut S, &[Vec<f32>]) -> Result<()>,
+        mut compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
+        apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
     ) -> Result<StepReport> {
         let deadline = deadline_in(self.config.step_timeout);
+        let plan = match self.plan.take().filter(|plan| plan.is_for(slots)) {
+            Some(plan) => plan,
+            None => BucketPlan::new(
+                slots,
+                self.config.first_bucket_elements,
+                self.config.bucket_elements,
+            )?,
+        };
         let mut failed_attempts = 0;
         let mut healed = None;
+        let mut kept: Option<Vec<Tensor>> = None;
         loop {
             let participation = self.replica.start_quorum(state, deadline)?;
             if participation.healed.is_some() {
                 healed = participation.healed.clone();
             }
             let closing = closing || self.config.steps.is_some_and(|n| participation.step >= n);
-            let gradients = if closing { &[] } else { gradients };
-            let works = if closing {
-                Vec::new()
-            } else {
-                self.submit(gradients, &participation)
+            let works = match &kept {
+                _ if closing => Vec::new(),
+                Some(buckets) => buckets
+                    .iter()
+                    .map(|b| {
+                        self.replica
+                            .allreduce(vec![buckets::copy(b)], ftcore::ReduceOp::Avg)
+                    })
+                    .collect(),
+                None => {
+                    let mut sink = Sink::new(&mut self.replica, &plan, self.config.micro_batches);
+                    for micro_batch in 0..self.config.micro_batches {
+                        if micro_batch > 0 {
+                            sink.next_micro_batch();
+                        }
+                        compute(state, micro_batch, &mut sink)?;
+                    }
+                    let (works, buckets) = sink.finish()?;
+                    kept = Some(buckets);
+                    works
+                }
             };
-            let averages = self.collect(gradients, works);
+            if let Some(f) = self.on_reduce.as_mut().filter(|_| !closing) {
+                f(participation.step, participation.epoch);
+            }
+            let averages = self.collect(works);
             let committed = match self.replica.should_commit(deadline) {
                 Ok(yes) => yes,
                 Err(e) if e.is_retryable() => false,
@@ -160,8 +236,9 @@ impl<R: Replica> Ddp<R> {
                     )
                 })?;
                 if !closing {
-                    apply(state, &averages)?;
+                    apply(state, plan.unpack(&averages)?)?;
                 }
+                self.plan = Some(plan);
                 return Ok(StepReport {
                     step: participation.step,
                     epoch: participation.epoch,
@@ -181,63 +258,23 @@ impl<R: Replica> Ddp<R> {
         }
     }
 
-    fn submit(&mut self, gradients: &[Vec<f32>], participation: &Participation) -> Vec<ManagedWork> {
-        let total: usize = gradients.iter().map(Vec::len).sum();
-        let mut works = Vec::new();
-        let mut bucket = Vec::with_capacity(self.config.first_bucket_elements.min(total));
-        let mut room = self.config.first_bucket_elements;
-        for gradient in gradients {
-            let mut rest = gradient.as_slice();
-            // A tensor may span buckets: what does not fit goes on in the next one.
-            while !rest.is_empty() {
-                let (now, later) = rest.split_at(rest.len().min(room));
-                bucket.extend_from_slice(now);
-                room -= now.len();
-                rest = later;
-                if room == 0 {
-                    works.push(
-                        self.replica
-                            .allreduce(vec![Tensor::from_vec(std::mem::take(&mut bucket))], ReduceOp::Avg),
-                    );
-                    room = self.config.bucket_elements;
-                }
-            }
-        }
-        if !bucket.is_empty() {
-            works.push(
-                self.replica
-                    .allreduce(vec![Tensor::from_vec(bucket)], ReduceOp::Avg),
-            );
-        }
-        if let Some(f) = &mut self.on_reduce {
-            f(participation.step, participation.epoch);
-        }
-        works
-    }
-
-    fn collect(&mut self, gradients: &[Vec<f32>], works: Vec<ManagedWork>) -> Option<(Vec<Vec<f32>>, u32)> {
-        let mut flat = Vec::new();
+    /// The reduced buckets and the least number of contributors, or `None` if any failed.
+    fn collect(&mut self, works: Vec<ManagedWork>) -> Option<(Vec<Tensor>, u32)> {
+        let mut buckets = Vec::with_capacity(works.len());
         let mut contributors = u32::MAX;
         for work in works {
             let bucket = work.take().and_then(|done| {
                 contributors = contributors.min(done.contributors);
-                done.into_tensor()?.into_vec::<f32>().map_err(Error::from)
+                done.into_tensor()
             });
             match bucket {
-                Ok(values) => flat.extend(values),
+                Ok(bucket) => buckets.push(bucket),
                 Err(e) => {
                     self.replica.report_error(e);
                     return None;
                 }
             }
         }
-        let mut rest = flat.as_slice();
-        let mut averages = Vec::with_capacity(gradients.len());
-        for gradient in gradients {
-            let (part, tail) = rest.split_at_checked(gradient.len())?;
-            averages.push(part.to_vec());
-            rest = tail;
-        }
-        Some((averages, if contributors == u32::MAX { 0 } else { contributors }))
+        Some((buckets, if contributors == u32::MAX { 0 } else { contributors }))
     }
 }

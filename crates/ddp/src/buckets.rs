@@ -1,0 +1,396 @@
+//! Which part of which gradient travels in which bucket, and the buckets as they fill.
+//!
+//! A backward pass makes the last parameter's gradient first, so the slots are dealt to buckets from the last to the
+//! first; buckets hold one dtype each, the first of a dtype is small so that communication starts early. What does not
+//! fit into a bucket goes on in the next one: nothing is left out (L04). Buckets are sent strictly in their order, which
+//! follows from the slots alone and is the same on all replicas, whatever the order of the pushes.
+
+use std::collections::BTreeMap;
+
+use ftcore::{DType, Element, Error, ErrorKind, ReduceOp, Result, Tensor};
+use half::{bf16, f16};
+use manager::{ManagedWork, Replica};
+
+/// One gradient's place. The list of slots is the same on every replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Slot {
+    /// The element type: f64, f32, f16 or bf16.
+    pub dtype: DType,
+    /// The number of elements.
+    pub count: usize,
+}
+
+impl Slot {
+    /// A slot of f32.
+    pub const fn f32(count: usize) -> Self {
+        Self {
+            dtype: DType::F32,
+            count,
+        }
+    }
+}
+
+/// A run of elements of a slot and where they stand in a bucket. In elements.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Piece {
+    bucket: usize,
+    at: usize,
+    from: usize,
+    len: usize,
+}
+
+/// How slots are dealt to buckets.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct BucketPlan {
+    slots: Vec<Slot>,
+    pieces: Vec<Vec<Piece>>,
+    buckets: Vec<Slot>,
+}
+
+/// A bucket that is being dealt.
+struct Open {
+    bucket: usize,
+    room: usize,
+}
+
+impl BucketPlan {
+    /// `first` and `rest` are the sizes of the first bucket of a dtype and of the others, in elements, at least 1.
+    pub(crate) fn new(slots: &[Slot], first: usize, rest: usize) -> Result<Self> {
+        let mut open: BTreeMap<DType, Open> = BTreeMap::new();
+        let mut buckets: Vec<Slot> = Vec::new();
+        // The turn in which a bucket got its last piece: it can be sent after that.
+        let mut full_at: Vec<usize> = Vec::new();
+        let mut pieces = vec![Vec::new(); slots.len()];
+        let mut turn = 0;
+        for (slot, own) in slots.iter().zip(&mut pieces).rev() {
+            if !matches!(slot.dtype, DType::F64 | DType::F32 | DType::F16 | DType::BF16) {
+                return Err(Error::invalid(format!(
+                    "gradients are f64, f32, f16 or bf16, not {}",
+                    slot.dtype
+                )));
+            }
+            let mut from = 0;
+            while from < slot.count {
+                let is_first = !open.contains_key(&slot.dtype);
+                let now = open.entry(slot.dtype).or_insert(Open { bucket: 0, room: 0 });
+                if now.room == 0 {
+                    *now = Open {
+                        bucket: buckets.len(),
+                        room: if is_first { first } else { rest },
+                    };
+                    buckets.push(Slot {
+                        dtype: slot.dtype,
+                        count: 0,
+                    });
+                    full_at.push(0);
+                }
+                let len = now.room.min(slot.count - from);
+                if let (Some(bucket), Some(at)) = (buckets.get_mut(now.bucket), full_at.get_mut(now.bucket)) {
+                    own.push(Piece {
+                        bucket: now.bucket,
+                        at: bucket.count,
+                        from,
+                        len,
+                    });
+                    bucket.count += len;
+                    *at = turn;
+                }
+                now.room -= len;
+                from += len;
+                turn += 1;
+            }
+        }
+        let mut order: Vec<usize> = (0..buckets.len()).collect();
+        order.sort_by_key(|&b| full_at.get(b).copied());
+        let mut position = vec![0; buckets.len()];
+        for (new, &old) in order.iter().enumerate() {
+            if let Some(p) = position.get_mut(old) {
+                *p = new;
+            }
+        }
+        for piece in pieces.iter_mut().flatten() {
+            piece.bucket = position.get(piece.bucket).copied().unwrap_or(0);
+        }
+        Ok(Self {
+            slots: slots.to_vec(),
+            pieces,
+            buckets: order.iter().filter_map(|&b| buckets.get(b).copied()).collect(),
+        })
+    }
+
+    pub(crate) fn is_for(&self, slots: &[Slot]) -> bool {
+        self.slots == slots
+    }
+
+    /// The slots' tensors out of the buckets'.
+    pub(crate) fn unpack(&self, buckets: &[Tensor]) -> Result<Vec<Tensor>> {
+        let mut tensors = Vec::with_capacity(self.slots.len());
+        for (slot, pieces) in self.slots.iter().zip(&self.pieces) {
+            let mut tensor = Tensor::zeros(slot.dtype, slot.count);
+            let size = slot.dtype.size();
+            for p in pieces {
+                let from = buckets
+                    .get(p.bucket)
+                    .and_then(|b| b.bytes().get(p.at * size..(p.at + p.len) * size));
+                let to = tensor.bytes_mut().get_mut(p.from * size..(p.from + p.len) * size);
+                match (from, to) {
+                    (Some(from), Some(to)) => to.copy_from_slice(from),
+                    _ => {
+                        return Err(Error::new(
+                            ErrorKind::Internal,
+                            "a bucket came back shorter than it was sent",
+                        ));
+                    }
+                }
+            }
+            tensors.push(tensor);
+        }
+        Ok(tensors)
+    }
+}
+
+/// A copy of a host tensor.
+pub(crate) fn copy(tensor: &Tensor) -> Tensor {
+    let mut copy = Tensor::zeros(tensor.dtype(), tensor.count());
+    copy.bytes_mut().copy_from_slice(tensor.bytes());
+    copy
+}
+
+/// A sum over micro-batches, in a type that loses little.
+enum Sum {
+    Single(Vec<f32>),
+    Double(Vec<f64>),
+}
+
+/// Takes gradients in as the backward pass makes them, and sends every bucket as soon as it is full.
+///
+/// Slots that are never pushed (parameters that were not used) count as zero gradients.
+pub struct Sink<'a> {
+    replica: &'a mut dyn Replica,
+    plan: &'a BucketPlan,
+    micro_batches: u32,
+    micro_batch: u32,
+    /// Per slot, while micro-batches add up.
+    sums: Vec<Option<Sum>>,
+    /// Per slot: pushed in this micro-batch.
+    pushed: Vec<bool>,
+    buckets: Vec<Tensor>,
+    /// Per bucket: elements that have not arrived.
+    missing: Vec<usize>,
+    works: Vec<ManagedWork>,
+}
+
+impl<'a> Sink<'a> {
+    pub(crate) fn new(replica: &'a mut dyn Replica, plan: &'a BucketPlan, micro_batches: u32) -> Self {
+        Self {
+            replica,
+            plan,
+            micro_batches: micro_batches.max(1),
+            micro_batch: 0,
+            sums: plan.slots.iter().map(|_| None).collect(),
+            pushed: vec![false; plan.slots.len()],
+            buckets: plan
+                .buckets
+                .iter()
+                .map(|b| Tensor::zeros(b.dtype, b.count))
+                .collect(),
+            missing: plan.buckets.iter().map(|b| b.count).collect(),
+            works: Vec::with_capacity(plan.buckets.len()),
+        }
+    }
+
+    /// The gradient of `slot` in this micro-batch.
+    ///
+    /// Errors: `InvalidArgument` for a slot that does not exist or was pushed in this micro-batch already, and for another
+    /// dtype or count than the slot's. Nothing was taken in then.
+    pub fn push<T: Element>(&mut self, slot: usize, values: &[T]) -> Result<()> {
+        let Some((place, pushed)) = self.plan.slots.get(slot).zip(self.pushed.get_mut(slot)) else {
+            return Err(Error::invalid(format!(
+                "there is no gradient slot {slot}; there are {}",
+                self.plan.slots.len()
+            )));
+        };
+        if (T::DTYPE, values.len()) != (place.dtype, place.count) {
+            return Err(Error::invalid(format!(
+                "gradient slot {slot} holds {} elements of {}, not {} of {}",
+                place.count,
+                place.dtype,
+                values.len(),
+                T::DTYPE
+            )));
+        }
+        if std::mem::replace(pushed, true) {
+            return Err(Error::invalid(format!(
+                "gradient slot {slot} was pushed twice in micro-batch {}",
+                self.micro_batch
+            )));
+        }
+        if self.micro_batches == 1 {
+            self.place(slot, values)?;
+        } else {
+            self.add(slot, values)?;
+            if self.micro_batch + 1 == self.micro_batches {
+                self.place_mean(slot)?;
+            }
+        }
+        self.send_full();
+        Ok(())
+    }
+
+    /// Begins the next micro-batch.
+    pub(crate) fn next_micro_batch(&mut self) {
+        self.micro_batch += 1;
+        self.pushed.fill(false);
+    }
+
+    fn add<T: Element>(&mut self, slot: usize, values: &[T]) -> Result<()> {
+        let values = Tensor::from_slice(values);
+        let Some(sum) = self.sums.get_mut(slot) else {
+            return Ok(());
+        };
+        let count = values.count();
+        let sum = sum.get_or_insert_with(|| match values.dtype() {
+            DType::F64 => Sum::Double(vec![0.0; count]),
+            _ => Sum::Single(vec![0.0; count]),
+        });
+        match (sum, values.dtype()) {
+            (Sum::Double(s), _) => s
+                .iter_mut()
+                .zip(values.as_slice::<f64>()?)
+                .for_each(|(s, v)| *s += v),
+            (Sum::Single(s), DType::F16) => {
+                s.iter_mut()
+                    .zip(values.as_slice::<f16>()?)
+                    .for_each(|(s, v)| *s += v.to_f32());
+            }
+            (Sum::Single(s), DType::BF16) => {
+                s.iter_mut()
+                    .zip(values.as_slice::<bf16>()?)
+                    .for_each(|(s, v)| *s += v.to_f32());
+            }
+            (Sum::Single(s), _) => s
+                .iter_mut()
+                .zip(values.as_slice::<f32>()?)
+                .for_each(|(s, v)| *s += v),
+        }
+        Ok(())
+    }
+
+    /// The mean over the micro-batches goes into the buckets. Rounds to nearest even in 16-bit slots.
+    fn place_mean(&mut self, slot: usize) -> Result<()> {
+        let Some(sum) = self.sums.get_mut(slot).and_then(Option::take) else {
+            return Ok(());
+        };
+        let n = self.micro_batches;
+        let dtype = self.plan.slots.get(slot).map(|s| s.dtype);
+        match (sum, dtype) {
+            (Sum::Double(s), _) => {
+                self.place(slot, &s.iter().map(|v| v / f64::from(n)).collect::<Vec<f64>>())
+            }
+            (Sum::Single(s), Some(DType::F16)) => {
+                let mean: Vec<f16> = s.iter().map(|v| f16::from_f32(v / n as f32)).collect();
+                self.place(slot, &mean)
+            }
+            (Sum::Single(s), Some(DType::BF16)) => {
+                let mean: Vec<bf16> = s.iter().map(|v| bf16::from_f32(v / n as f32)).collect();
+                self.place(slot, &mean)
+            }
+            (Sum::Single(s), _) => self.place(slot, &s.iter().map(|v| v / n as f32).collect::<Vec<f32>>()),
+        }
+    }
+
+    fn place<T: Element>(&mut self, slot: usize, values: &[T]) -> Result<()> {
+        for p in self.plan.pieces.get(slot).into_iter().flatten() {
+            let (Some(bucket), Some(missing)) =
+                (self.buckets.get_mut(p.bucket), self.missing.get_mut(p.bucket))
+            else {
+                continue;
+            };
+            let to = bucket.as_mut_slice::<T>()?.get_mut(p.at..p.at + p.len);
+            if let (Some(to), Some(from)) = (to, values.get(p.from..p.from + p.len)) {
+                to.copy_from_slice(from);
+                *missing -= p.len;
+            }
+        }
+        Ok(())
+    }
+
+    /// Sends what is full, up to the first bucket that is not.
+    fn send_full(&mut self) {
+        while self.missing.get(self.works.len()) == Some(&0) {
+            self.send_next();
+        }
+    }
+
+    fn send_next(&mut self) {
+        if let Some(bucket) = self.buckets.get(self.works.len()) {
+            // The original stays here, to be sent again if the step fails.
+            self.works
+                .push(self.replica.allreduce(vec![copy(bucket)], ReduceOp::Avg));
+        }
+    }
+
+    /// Sends the rest, parameters that were not used as zeros; gives back what is under way and the buckets themselves.
+    pub(crate) fn finish(mut self) -> Result<(Vec<ManagedWork>, Vec<Tensor>)> {
+        for slot in 0..self.sums.len() {
+            // Pushed in an earlier micro-batch, but not in the last one.
+            self.place_mean(slot)?;
+        }
+        while self.works.len() < self.buckets.len() {
+            self.send_next();
+        }
+        Ok((self.works, self.buckets))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_element_is_in_exactly_one_bucket_from_the_last_slot_to_the_first() {
+        for (first, rest) in [(1, 1), (2, 5), (3, 4), (100, 100)] {
+            let slots = [6usize, 0, 6, 1, 7].map(Slot::f32);
+            let plan = BucketPlan::new(&slots, first, rest).unwrap();
+            let total: usize = plan.buckets.iter().map(|b| b.count).sum();
+            assert_eq!(total, 20);
+            for (slot, pieces) in slots.iter().zip(&plan.pieces) {
+                let mut next = 0;
+                for p in pieces {
+                    assert_eq!(p.from, next);
+                    next += p.len;
+                    assert!(p.at + p.len <= plan.buckets[p.bucket].count);
+                }
+                assert_eq!(next, slot.count);
+            }
+            assert_eq!(plan.pieces[4][0].bucket, 0, "the last gradient is made first");
+            assert!(plan.buckets[0].count <= first);
+            assert!(plan.buckets.iter().skip(1).all(|b| b.count <= rest));
+        }
+    }
+
+    #[test]
+    fn dtypes_have_buckets_of_their_own_and_a_full_one_waits_for_no_open_one() {
+        let slots = [
+            Slot::f32(4),
+            Slot {
+                dtype: DType::BF16,
+                count: 2,
+            },
+            Slot::f32(1),
+        ];
+        let plan = BucketPlan::new(&slots, 2, 8).unwrap();
+        let order: Vec<(DType, usize)> = plan.buckets.iter().map(|b| (b.dtype, b.count)).collect();
+        // The first f32 bucket is opened first, but gets its last element after the bf16 one is full.
+        assert_eq!(order, [(DType::BF16, 2), (DType::F32, 2), (DType::F32, 3)]);
+        let e = BucketPlan::new(
+            &[Slot {
+                dtype: DType::I32,
+                count: 1,
+            }],
+            1,
+            1,
+        );
+        assert!(e.unwrap_err().to_string().contains("not i32"));
+    }
+}
