@@ -194,6 +194,11 @@ pub trait Accelerator: Send + Sync {
     fn new_stream(&self, index: u32, high_priority: bool) -> Result<Arc<dyn Stream>>;
     /// Memory on device `index` with undefined contents. What the driver refuses is `Backend` with its code.
     fn alloc(&self, index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor>;
+    /// Host memory that is quick to copy to and from device `index` (pinned, where the driver has that), with undefined
+    /// contents. Provided: plain host memory.
+    fn alloc_host(&self, _index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        CpuAccelerator.alloc(0, dtype, shape)
+    }
     /// Copies host bytes into a tensor of the device in the stream's order; returns once `from` may be reused.
     /// `InvalidArgument` if the lengths differ.
     fn copy_in(&self, from: &[u8], to: &mut Tensor, stream: &dyn Stream) -> Result<()>;

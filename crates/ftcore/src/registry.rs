@@ -9,11 +9,15 @@ use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::{Arc, OnceLock, PoisonError, RwLock};
 
-use crate::{Capabilities, Device, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup, Result};
+use crate::{Capabilities, Device, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup, Result, Staged};
 
 mod defaults;
+#[cfg(test)]
+mod tests;
+mod unavailable;
 
 pub use defaults::{DefaultBackends, ENV_DEFAULT_BACKEND};
+pub use unavailable::Unavailable;
 
 /// Where a provider comes from, from weakest to strongest.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -140,6 +144,17 @@ pub struct ConflictRecord {
     pub loser: Source,
 }
 
+/// A provider that was named but cannot be used, so that it has no entry.
+#[derive(Debug, Clone)]
+pub struct Unusable {
+    /// The backend that it was named for, in lower case, if that is known.
+    pub name: Option<String>,
+    /// The dylib.
+    pub origin: String,
+    /// Why not; see [`Unavailable::of`].
+    pub error: Error,
+}
+
 /// A map of backends. There is one per process ([`Registry::global`]); tests make their own.
 #[derive(Default)]
 pub struct Registry {
@@ -150,6 +165,15 @@ pub struct Registry {
 struct Inner {
     map: BTreeMap<(String, DeviceKind), Backend>,
     conflicts: Vec<ConflictRecord>,
+    /// Other name to the name that is meant.
+    aliases: BTreeMap<String, Alias>,
+    unusable: Vec<Unusable>,
+}
+
+#[derive(Debug, Clone)]
+struct Alias {
+    name: String,
+    source: Source,
 }
 
 fn check_name(name: &str) -> Result<String> {
@@ -244,6 +268,77 @@ impl Registry {
         }
     }
 
+    /// Makes `alias` another name for backend `name`, which need not be registered yet. Only what a provider declares
+    /// here is an alias; none is guessed. A backend that is registered under the very name goes before the alias.
+    ///
+    /// The same alias again is a no-op; another meaning is decided like a backend's key: the stronger provenance, else the
+    /// first, with one warning. Errors: `InvalidArgument` for a bad name or an alias of itself; `Conflict` with `Strict`.
+    pub fn register_alias(
+        &self,
+        alias: &str,
+        name: &str,
+        source: Source,
+        on_conflict: OnConflict,
+    ) -> Result<Outcome> {
+        let (alias, name) = (check_name(alias)?, check_name(name)?);
+        if alias == name {
+            return Err(Error::invalid(format!("'{alias}' cannot be an alias of itself")));
+        }
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        let new = Alias { name, source };
+        let Some(present) = inner.aliases.get(&alias) else {
+            inner.aliases.insert(alias, new);
+            return Ok(Outcome::Registered);
+        };
+        if present.name == new.name {
+            return Ok(Outcome::AlreadyThere);
+        }
+        let present = present.clone();
+        let text = format!(
+            "alias '{alias}' means '{}' says {} and '{}' says {}",
+            present.name, present.source, new.name, new.source
+        );
+        let replace = match on_conflict {
+            OnConflict::Strict => return Err(Error::new(ErrorKind::Conflict, text)),
+            OnConflict::Replace => true,
+            OnConflict::Keep => new.source.provenance > present.source.provenance,
+        };
+        if replace {
+            tracing::warn!("{text}; the second is used");
+            inner.aliases.insert(alias, new);
+            Ok(Outcome::Replaced(present.source))
+        } else {
+            tracing::warn!("{text}; the first is used");
+            Ok(Outcome::Shadowed(present.source))
+        }
+    }
+
+    /// Remembers that the provider at `origin`, named for backend `name` if that is known, cannot be used: a look-up that
+    /// finds nothing then says why. The last note for an origin counts.
+    pub fn note_unusable(&self, name: Option<&str>, origin: &str, error: Error) {
+        let mut inner = self.inner.write().unwrap_or_else(PoisonError::into_inner);
+        let name = name.map(str::to_lowercase);
+        inner.unusable.retain(|u| u.origin != origin || u.name != name);
+        inner.unusable.push(Unusable {
+            name,
+            origin: origin.to_string(),
+            error,
+        });
+    }
+
+    /// Providers that were named but cannot be used.
+    pub fn unusable(&self) -> Vec<Unusable> {
+        let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+        inner.unusable.clone()
+    }
+
+    /// Other names: (alias, the backend that it means), sorted.
+    pub fn aliases(&self) -> Vec<(String, String)> {
+        let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+        let pairs = inner.aliases.iter();
+        pairs.map(|(alias, a)| (alias.clone(), a.name.clone())).collect()
+    }
+
     /// Every key that two providers claimed, with winner and loser.
     pub fn conflicts(&self) -> Vec<ConflictRecord> {
         self.inner
@@ -264,13 +359,18 @@ impl Registry {
             .collect()
     }
 
-    /// The backend `name` (any case) for `device`; with no device, the only one of that name.
+    /// The backend `name` (any case, or an alias) for `device`; with no device, the only one of that name.
     ///
-    /// Errors: `NotFound` says what is known and which near name was probably meant; `InvalidArgument` if the name is
-    /// ambiguous between devices.
+    /// Errors: `NotFound` says what is known, which near name was probably meant, and what was named for it but cannot be
+    /// used (the reason is the source); `InvalidArgument` if the name is ambiguous between devices.
     pub fn get(&self, name: &str, device: Option<&DeviceKind>) -> Result<Backend> {
-        let name = check_name(name)?;
         let inner = self.inner.read().unwrap_or_else(PoisonError::into_inner);
+        let mut name = check_name(name)?;
+        if !inner.map.keys().any(|(n, _)| *n == name)
+            && let Some(alias) = inner.aliases.get(&name)
+        {
+            name.clone_from(&alias.name);
+        }
         let of_name: Vec<&Backend> = inner.map.values().filter(|b| b.name == name).collect();
         let found: Vec<&Backend> = of_name
             .iter()
@@ -279,32 +379,7 @@ impl Registry {
             .collect();
         match found.as_slice() {
             [one] => Ok((*one).clone()),
-            [] => {
-                let known: Vec<String> = inner
-                    .map
-                    .values()
-                    .map(|b| format!("{}:{}", b.device, b.name))
-                    .collect();
-                let mut text = match device {
-                    Some(d) if !of_name.is_empty() => format!("backend '{name}' does not serve {d}"),
-                    _ => format!("no backend '{name}'"),
-                };
-                text.push_str("; known: ");
-                text.push_str(&if known.is_empty() {
-                    "none".to_string()
-                } else {
-                    known.join(", ")
-                });
-                let near = inner
-                    .map
-                    .values()
-                    .map(|b| (edit_distance(&name, &b.name), &b.name))
-                    .min();
-                if let Some((_, near)) = near.filter(|(distance, _)| of_name.is_empty() && *distance <= 2) {
-                    text.push_str(&format!(". Did you mean '{near}'?"));
-                }
-                Err(Error::new(ErrorKind::NotFound, text))
-            }
+            [] => Err(inner.not_found(&name, device, !of_name.is_empty())),
             several => {
                 let devices: Vec<String> = several
                     .iter()
@@ -332,15 +407,64 @@ impl Registry {
     }
 
     /// A new, unconfigured group of `name` on `device`.
+    ///
+    /// A backend that serves host memory only (gloo) is put behind [`Staged`] for a device whose kind is known in this
+    /// program, so that a group can fall back to it on any device.
     pub fn create(
         &self,
         name: &str,
         device: &Device,
         options: &GroupOptions,
     ) -> Result<Box<dyn ProcessGroup>> {
-        let backend = self.get(name, Some(&device.kind))?;
+        let backend = match self.get(name, Some(&device.kind)) {
+            Err(e) if e.kind() == ErrorKind::NotFound && !device.is_cpu() => {
+                let Ok(host) = self.get(name, Some(&DeviceKind::Cpu)) else {
+                    return Err(e);
+                };
+                crate::accelerator(&device.kind)?;
+                host.factory.probe()?;
+                let inner = host.factory.create(&Device::CPU, options)?;
+                let staged = Staged::new(Arc::from(inner), device, options.timeout)?;
+                return Ok(Box::new(staged));
+            }
+            found => found?,
+        };
         backend.factory.probe()?;
         backend.factory.create(device, options)
+    }
+}
+
+impl Inner {
+    fn not_found(&self, name: &str, device: Option<&DeviceKind>, on_other_devices: bool) -> Error {
+        let known: Vec<String> = self
+            .map
+            .values()
+            .map(|b| format!("{}:{}", b.device, b.name))
+            .collect();
+        let mut text = match device {
+            Some(d) if on_other_devices => format!("backend '{name}' does not serve {d}"),
+            _ => format!("no backend '{name}'"),
+        };
+        text.push_str("; known: ");
+        text.push_str(&if known.is_empty() {
+            "none".to_string()
+        } else {
+            known.join(", ")
+        });
+        let names = self.map.values().map(|b| &b.name).chain(self.aliases.keys());
+        let near = names.map(|n| (edit_distance(name, n), n)).min();
+        if let Some((_, near)) = near.filter(|(distance, _)| !on_other_devices && *distance <= 2) {
+            text.push_str(&format!(". Did you mean '{near}'?"));
+        }
+        let named = |u: &&Unusable| u.name.as_deref() == Some(name);
+        if let Some(meant) = self.unusable.iter().find(named) {
+            text.push_str(&format!(". {} cannot be used: {}", meant.origin, meant.error));
+            return Error::new(ErrorKind::NotFound, text).with_source(meant.error.clone());
+        }
+        for other in self.unusable.iter().filter(|u| u.name.is_none()) {
+            text.push_str(&format!(". Not used: {}: {}", other.origin, other.error));
+        }
+        Error::new(ErrorKind::NotFound, text)
     }
 }
 
@@ -363,210 +487,4 @@ fn edit_distance(a: &str, b: &str) -> usize {
         .copied()
         .unwrap_or(0)
         .max(usize::from(b.is_empty()) * a.chars().count())
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct Nothing;
-    impl BackendFactory for Nothing {
-        fn probe(&self) -> Result<()> {
-            Err(Error::unsupported("libnothing.so not found"))
-        }
-        fn capabilities(&self) -> Capabilities {
-            Capabilities {
-                ops: crate::OpSet::NONE,
-                moves: crate::DTypeSet::NONE,
-                reduces: Default::default(),
-                features: crate::FeatureSet::NONE,
-                options: Vec::new(),
-                devices: Vec::new(),
-                notes: Vec::new(),
-            }
-        }
-        fn create(&self, _: &Device, _: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
-            self.probe().map(|()| unreachable!())
-        }
-    }
-
-    fn backend(name: &str, device: DeviceKind, provenance: Provenance, origin: &str) -> Backend {
-        let source = Source {
-            provenance,
-            origin: origin.into(),
-            version: "1".into(),
-        };
-        Backend {
-            name: name.into(),
-            device,
-            source,
-            factory: Arc::new(Nothing),
-        }
-    }
-
-    #[test]
-    fn l43_a_second_provider_never_replaces_silently_and_the_stronger_provenance_wins_in_any_order() {
-        let plugin = || backend("HCCL", DeviceKind::Hpu, Provenance::Plugin, "/opt/libvendor.so");
-        let built_in = || backend("hccl", DeviceKind::Hpu, Provenance::BuiltIn, "backend-hccl");
-        for order in [true, false] {
-            let r = Registry::new();
-            let (a, b) = if order {
-                (plugin(), built_in())
-            } else {
-                (built_in(), plugin())
-            };
-            assert_eq!(
-                r.register(a.clone(), OnConflict::Keep).unwrap(),
-                Outcome::Registered
-            );
-            assert_eq!(r.register(a, OnConflict::Keep).unwrap(), Outcome::AlreadyThere);
-            r.register(b, OnConflict::Keep).unwrap();
-            assert_eq!(r.get("hccl", None).unwrap().source.provenance, Provenance::Plugin);
-            let c = r.conflicts();
-            assert_eq!(c.len(), 1);
-            assert_eq!(c[0].winner.origin, "/opt/libvendor.so");
-        }
-        let r = Registry::new();
-        r.register(built_in(), OnConflict::Keep).unwrap();
-        let e = r.register(plugin(), OnConflict::Strict).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Conflict);
-    }
-
-    #[test]
-    fn l19_one_name_on_two_devices_is_two_backends_and_a_bare_look_up_says_so() {
-        let r = Registry::new();
-        r.register(
-            backend("hccl", DeviceKind::Hpu, Provenance::Plugin, "gaudi"),
-            OnConflict::Keep,
-        )
-        .unwrap();
-        let npu = DeviceKind::Named("npu".into());
-        r.register(
-            backend("hccl", npu.clone(), Provenance::Plugin, "ascend"),
-            OnConflict::Keep,
-        )
-        .unwrap();
-        assert!(r.conflicts().is_empty());
-        assert_eq!(r.get("hccl", Some(&npu)).unwrap().source.origin, "ascend");
-        let e = r.get("hccl", None).unwrap_err();
-        assert!(
-            e.to_string().contains("hpu:hccl") && e.to_string().contains("npu:hccl"),
-            "{e}"
-        );
-    }
-
-    #[test]
-    fn unknown_names_get_a_suggestion_and_unusable_backends_their_reason() {
-        let r = Registry::new();
-        r.register(
-            backend("gloo", DeviceKind::Cpu, Provenance::BuiltIn, "x"),
-            OnConflict::Keep,
-        )
-        .unwrap();
-        let e = r.get("glo", None).unwrap_err();
-        assert!(e.to_string().contains("Did you mean 'gloo'?"), "{e}");
-        let e = r.is_backend_available("GLOO", None).unwrap_err();
-        assert!(e.to_string().contains("libnothing.so"), "{e}");
-        assert!(
-            r.register(
-                backend("a:b", DeviceKind::Cpu, Provenance::Api, "x"),
-                OnConflict::Keep
-            )
-            .is_err()
-        );
-    }
-
-    /// 64 threads that register one key at the same moment, each as another provider; (who, what came of it).
-    fn race(r: &Registry, provenance: fn(usize) -> Provenance) -> Vec<(Source, Outcome)> {
-        let start = std::sync::Barrier::new(64);
-        std::thread::scope(|scope| {
-            let threads: Vec<_> = (0..64)
-                .map(|i| {
-                    let (start, b) = (
-                        &start,
-                        backend("one", DeviceKind::Cpu, provenance(i), &format!("crate{i}")),
-                    );
-                    scope.spawn(move || {
-                        start.wait();
-                        (b.source.clone(), r.register(b, OnConflict::Keep).unwrap())
-                    })
-                })
-                .collect();
-            threads.into_iter().map(|t| t.join().unwrap()).collect()
-        })
-    }
-
-    #[test]
-    fn of_64_threads_that_race_for_a_key_exactly_one_wins_and_all_others_are_told_its_name() {
-        for _ in 0..50 {
-            let r = Registry::new();
-            let outcomes = race(&r, |_| Provenance::Api);
-            let winner = r.get("one", None).unwrap().source;
-            for (source, outcome) in &outcomes {
-                if *source == winner {
-                    assert_eq!(*outcome, Outcome::Registered);
-                } else {
-                    assert_eq!(*outcome, Outcome::Shadowed(winner.clone()));
-                }
-            }
-            let mut losers: Vec<Source> = r.conflicts().into_iter().map(|c| c.loser).collect();
-            losers.sort();
-            losers.dedup();
-            assert_eq!(losers.len(), 63);
-            assert!(r.conflicts().iter().all(|c| c.winner == winner));
-            assert_eq!(r.list().len(), 1);
-        }
-    }
-
-    #[test]
-    fn in_a_race_of_mixed_provenance_the_outcomes_form_one_chain_up_to_the_strongest() {
-        for _ in 0..50 {
-            let r = Registry::new();
-            let outcomes = race(&r, |i| match i % 3 {
-                0 => Provenance::BuiltIn,
-                1 => Provenance::Plugin,
-                _ => Provenance::Api,
-            });
-            let mut chain: Vec<&Source> = outcomes
-                .iter()
-                .filter(|(_, o)| *o == Outcome::Registered)
-                .map(|(s, _)| s)
-                .collect();
-            assert_eq!(chain.len(), 1, "one found the key free");
-            while let Some((next, _)) = outcomes
-                .iter()
-                .find(|(_, o)| matches!(o, Outcome::Replaced(s) if Some(&s) == chain.last()))
-            {
-                assert!(next.provenance > chain[chain.len() - 1].provenance);
-                chain.push(next);
-            }
-            let replaced = outcomes
-                .iter()
-                .filter(|(_, o)| matches!(o, Outcome::Replaced(_)))
-                .count();
-            assert_eq!(replaced + 1, chain.len(), "every replacement is in the chain");
-            let winner = r.get("one", None).unwrap().source;
-            assert_eq!(winner.provenance, Provenance::Api);
-            assert_eq!(chain.last(), Some(&&winner));
-            for (source, outcome) in &outcomes {
-                if let Outcome::Shadowed(by) = outcome {
-                    assert!(chain.contains(&by) && by.provenance >= source.provenance);
-                }
-            }
-        }
-    }
-
-    #[test]
-    fn edit_distance_is_levenshtein() {
-        for (a, b, d) in [
-            ("", "", 0),
-            ("abc", "", 3),
-            ("", "ab", 2),
-            ("nccl", "xccl", 1),
-            ("gloo", "goo", 1),
-            ("kitten", "sitting", 3),
-        ] {
-            assert_eq!(edit_distance(a, b), d, "{a} {b}");
-        }
-    }
 }

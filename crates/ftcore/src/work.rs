@@ -112,6 +112,9 @@ struct Shared {
     /// Notified when the operation was recorded and when it has ended.
     moved: Condvar,
     abort: Box<dyn Fn(&str) + Send + Sync>,
+    /// Runs the operation on the thread that waits for it, until the instant at most; returns at once if another thread
+    /// runs it or it cannot begin yet.
+    drive: Option<Box<dyn Fn(Instant) + Send + Sync>>,
 }
 
 /// A handle to a submitted operation. Clones refer to the same operation.
@@ -127,6 +130,27 @@ pub fn work_pair(
     deadline: Instant,
     abort: impl Fn(&str) + Send + Sync + 'static,
 ) -> (Work, Completer) {
+    pair(kind, deadline, Box::new(abort), None)
+}
+
+/// As [`work_pair`], for an engine that can run an operation on the thread that waits for it: [`Work::wait`] calls `drive`
+/// with its deadline before it blocks. `drive` returns once the operation has ended, at the deadline, or at once if somebody else
+/// runs it.
+pub fn driven_work_pair(
+    kind: OpKind,
+    deadline: Instant,
+    abort: impl Fn(&str) + Send + Sync + 'static,
+    drive: impl Fn(Instant) + Send + Sync + 'static,
+) -> (Work, Completer) {
+    pair(kind, deadline, Box::new(abort), Some(Box::new(drive)))
+}
+
+fn pair(
+    kind: OpKind,
+    deadline: Instant,
+    abort: Box<dyn Fn(&str) + Send + Sync>,
+    drive: Option<Box<dyn Fn(Instant) + Send + Sync>>,
+) -> (Work, Completer) {
     let shared = Arc::new(Shared {
         kind,
         submitted: Instant::now(),
@@ -139,7 +163,8 @@ pub fn work_pair(
             on_recorded: Vec::new(),
         }),
         moved: Condvar::new(),
-        abort: Box::new(abort),
+        abort,
+        drive,
     });
     (Work(shared.clone()), Completer(Some(shared)))
 }
@@ -198,9 +223,16 @@ impl Work {
         }
     }
 
+    fn is_pending(&self) -> bool {
+        matches!(self.0.lock().state, State::Pending(_))
+    }
+
     /// Blocks until it has ended. `Err` with the operation's error, or `Timeout` if `deadline` passes first (the
-    /// operation itself goes on until its own deadline).
+    /// operation itself goes on until its own deadline). An operation that has not begun may run on this very thread.
     pub fn wait(&self, deadline: Instant) -> Result<()> {
+        if let Some(drive) = self.0.drive.as_ref().filter(|_| self.is_pending()) {
+            drive(deadline);
+        }
         self.wait_until(deadline, |_| None)
     }
 
@@ -436,6 +468,29 @@ mod tests {
         );
         drop(completer);
         assert_eq!(work.wait_done().unwrap_err().kind(), ErrorKind::Internal);
+    }
+
+    #[test]
+    fn waiting_drives_an_operation_that_is_pending_and_only_then() {
+        let slot = Arc::new(Mutex::new(None::<Completer>));
+        let its_slot = slot.clone();
+        let until = deadline_in(Duration::from_secs(5));
+        let (work, completer) = driven_work_pair(
+            OpKind::Barrier,
+            until,
+            |_| {},
+            move |_| {
+                let completer = its_slot.lock().unwrap().take().expect("driven once");
+                completer.succeed(Completion {
+                    tensors: Vec::new(),
+                    source: None,
+                    contributors: 0,
+                });
+            },
+        );
+        *slot.lock().unwrap() = Some(completer);
+        work.wait(until).unwrap();
+        work.wait(until).unwrap();
     }
 
     /// A stream of a device that notes what it was told to wait for.
