@@ -74,7 +74,8 @@ pub struct RunArgs {
 /// Where a replica's servers listen, and the collectives' backend; the same for both programs.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NetArgs {
-    /// Backend of the collectives, by its registered name.
+    /// Backend of the collectives, by its registered name or a plugin's. One that cannot be aborted (xccl) runs in a child
+    /// process of each replica.
     #[arg(long, default_value = "gloo")]
     pub backend: String,
     /// All-reduce in this format instead of f32: int8, int4, fp8, or another one of docs/quantisation.md.

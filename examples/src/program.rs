@@ -76,6 +76,8 @@ enum Part<T: Training> {
 
 /// The `main` of a program.
 pub fn main<T: Training>() -> ExitCode {
+    // A child of an isolated group is this program too.
+    oxccl::backend::init();
     let command = Cli::<T>::command().name(T::PROGRAM).about(T::ABOUT).after_help(format!(
         "Examples:\n{}\n\nExit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call \
          was wrong.",

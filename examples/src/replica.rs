@@ -4,9 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::{Duration, Instant};
 
-// Linked in for its registration: the registry knows "gloo" through it.
-use backend_gloo as _;
-use ftcore::{Error, ErrorKind, GroupOptions, ProcessGroup, Result, Traffic};
+use ftcore::{Error, ErrorKind, GroupOptions, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 use quant::QuantizedGroup;
@@ -46,8 +44,8 @@ impl Place {
     pub fn manager(&self, net: &NetArgs) -> Result<Manager> {
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
-        let group = ftcore::Registry::global().create(&net.backend, &ftcore::Device::CPU, &options)?;
-        let mut group: Arc<dyn ProcessGroup> = Arc::from(group);
+        let mut group =
+            oxccl::backend::fault_tolerant_group(Some(&net.backend), &ftcore::Device::CPU, &options)?;
         if let Some(codec) = net.quantize {
             group = Arc::new(QuantizedGroup::new(group, codec, options.timeout)?);
         }

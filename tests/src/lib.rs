@@ -1,7 +1,7 @@
 //! Cross-crate tests: real processes, real sockets, real kills.
 //!
 //! The tests stand in `tests/`; here is what they share: [`Worker`], a child process that trains a toy problem for real
-//! (see `bin/worker.rs`), and the lines that it prints about its commits.
+//! (see `bin/worker.rs`), and the lines that it prints about its commits; and slow [`links`] between network namespaces.
 
 #![allow(
     clippy::unwrap_used,
@@ -9,6 +9,8 @@
     clippy::panic,
     reason = "test support: a failure here is a failed test"
 )]
+
+pub mod links;
 
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
@@ -139,4 +141,10 @@ impl Drop for Worker {
     fn drop(&mut self) {
         self.kill();
     }
+}
+
+/// Nanoseconds of the clock that all processes of this machine share.
+pub fn monotonic_ns() -> u64 {
+    let now = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    now.tv_sec as u64 * 1_000_000_000 + now.tv_nsec as u64
 }

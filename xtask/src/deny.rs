@@ -82,7 +82,7 @@ fn fetch_database(tool: &Path, metadata: &Metadata) -> Result<(), String> {
 }
 
 /// The innermost cause that an error report names, which is its last line that is not empty.
-fn reason(text: &str) -> Option<String> {
+pub(crate) fn reason(text: &str) -> Option<String> {
     text.lines()
         .map(str::trim)
         .rfind(|l| !l.is_empty())
@@ -90,7 +90,7 @@ fn reason(text: &str) -> Option<String> {
 }
 
 /// Where tools are kept between runs.
-fn cache(metadata: &Metadata) -> PathBuf {
+pub(crate) fn cache(metadata: &Metadata) -> PathBuf {
     let user = env::var_os("XDG_CACHE_HOME")
         .filter(|v| !v.is_empty())
         .map(PathBuf::from)

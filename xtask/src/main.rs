@@ -1,7 +1,8 @@
 //! `cargo xtask`: what a developer and continuous integration run.
 //!
 //! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
-//! dependencies, `ci` all of it with formatting, lints and docs. Every child process has a time limit (`process.rs`).
+//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` compares our speed with others'. Every child
+//! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
 
@@ -13,6 +14,8 @@ mod deny;
 mod libtest;
 mod matrix;
 mod metadata;
+mod oneccl;
+mod peers;
 mod process;
 mod runner;
 mod tidy;
@@ -24,7 +27,7 @@ mod tidy;
     version,
     after_help = "Exit codes: 0 all checks passed, 1 a check failed, 2 bad usage or the task could not run.\n\n\
 Examples:\n  cargo xtask test --list\n  cargo xtask test --row gloo-tcp-threads\n  cargo xtask test --require gloo\n  \
-cargo xtask tidy --lessons\n  cargo xtask ci"
+cargo xtask tidy --lessons\n  cargo xtask bench-peers --ranks 2 --only mpich\n  cargo xtask ci"
 )]
 struct Cli {
     #[command(subcommand)]
@@ -39,6 +42,10 @@ enum Task {
     Tidy(TidyArgs),
     /// Check licences, banned crates and sources of all dependencies (and advisories where the database is reachable).
     Deny,
+    /// Measure our all-reduce against MPICH, Open MPI and PyTorch's Gloo here and now, and print the ratios.
+    BenchPeers(Box<peers::Arguments>),
+    /// Fetch and build the CPU-only oneCCL that the xccl rows test against, and print how to use it.
+    Oneccl,
     /// Run everything that continuous integration runs, and print a table of the steps.
     Ci,
 }
@@ -73,6 +80,8 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Tidy(args) if args.lessons => tidy::print_lessons(),
         Task::Tidy(_) => tidy::check(),
         Task::Deny => deny::check(),
+        Task::BenchPeers(args) => peers::run(*args),
+        Task::Oneccl => Ok(oneccl::run()),
         Task::Ci => ci::run(),
     }
 }

@@ -25,7 +25,7 @@ pub(crate) const ROWS: &[Row] = &[
         Some("gloo"),
         "ranks as threads, over TCP",
         loopback,
-        suite("gloo-conformance", "threads::"),
+        suite("gloo-tcp-conformance", "threads::"),
         minutes(5),
     ),
     row(
@@ -33,8 +33,82 @@ pub(crate) const ROWS: &[Row] = &[
         Some("gloo"),
         "ranks as processes, over TCP",
         loopback,
+        suite("gloo-tcp-conformance", "processes::"),
+        minutes(5),
+    ),
+    row(
+        "gloo-shm-threads",
+        Some("gloo"),
+        "ranks as threads, over shared memory",
+        loopback,
+        suite("gloo-conformance", "threads::"),
+        minutes(5),
+    ),
+    row(
+        "gloo-shm-processes",
+        Some("gloo"),
+        "ranks as processes, over shared memory",
+        loopback,
         suite("gloo-conformance", "processes::"),
         minutes(5),
+    ),
+    row(
+        "gloo-mixed",
+        Some("gloo"),
+        "some pairs of ranks over shared memory, some over TCP",
+        loopback,
+        suite("gloo-mixed-conformance", ""),
+        minutes(5),
+    ),
+    row(
+        "gloo-isolated",
+        Some("isolate"),
+        "gloo in child processes",
+        loopback,
+        suite("isolate-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "gloo-plugin",
+        Some("plugin"),
+        "gloo linked in, registered and as a dylib of itself: the same bits",
+        loopback,
+        suite("plugin-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "gloo-quantised",
+        Some("quant"),
+        "quantised collectives over gloo",
+        loopback,
+        suite("quant-conformance", ""),
+        minutes(5),
+    ),
+    row(
+        "xccl",
+        Some("xccl"),
+        "the real oneCCL on host memory, ranks as processes",
+        oneccl,
+        suite("xccl-conformance", ""),
+        minutes(15),
+    ),
+    row(
+        "nccl-standin",
+        Some("nccl-standin"),
+        "the nccl backend over a stand-in for NCCL and the CUDA driver",
+        nothing,
+        suite("nccl-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "hccl-standin",
+        Some("plugin"),
+        "the out-of-tree hccl plugin over a stand-in for Intel's libraries",
+        nothing,
+        Run::Apart {
+            manifest: "plugins/hccl/Cargo.toml",
+        },
+        minutes(10),
     ),
     row(
         "e2e",
@@ -216,12 +290,15 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
 pub(crate) enum Skip {
     /// TCP over 127.0.0.1 does not work.
     NoLoopback { why: String },
+    /// The real oneCCL cannot be had.
+    NoOneccl { why: String },
 }
 
 impl fmt::Display for Skip {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoLoopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
+            Self::NoOneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
 }
@@ -240,6 +317,12 @@ fn loopback() -> Result<Environment, Skip> {
     connect()
         .map(|_| Environment::new())
         .map_err(|e| Skip::NoLoopback { why: e.to_string() })
+}
+
+/// Needs the real oneCCL, which is fetched and built once.
+fn oneccl() -> Result<Environment, Skip> {
+    let folder = crate::oneccl::prepare().map_err(|e| Skip::NoOneccl { why: e.to_string() })?;
+    Ok(vec![("OXCCL_XCCL_PATH".to_owned(), folder.display().to_string())])
 }
 
 #[cfg(test)]

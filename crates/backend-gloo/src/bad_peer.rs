@@ -116,7 +116,7 @@ fn data_header(seq: u64, length: u64) -> DataHeader {
         epoch: 1,
         seq,
         round: 0,
-        algorithm: 1,
+        algorithm: 8,
         contributors: 1,
         length,
         fingerprint: op.fingerprint(),
@@ -292,4 +292,170 @@ fn the_registry_knows_gloo_for_the_cpu() {
         .map(drop)
         .unwrap_err();
     assert!(e.to_string().contains("max_ctas"), "{e}");
+}
+
+/// A rank 1 that shares memory and is not one of ours.
+struct Neighbour {
+    shared: crate::transport::shm::Shared,
+    control: std::os::unix::net::UnixStream,
+    _region: crate::transport::shm::Region,
+}
+
+impl Neighbour {
+    fn connect(store: &Arc<dyn Store>) -> Self {
+        use std::os::linux::net::SocketAddrExt;
+        let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
+        let fields: Vec<&str> = card.split(' ').collect();
+        let nonce = u64::from_str_radix(fields[1], 16).unwrap();
+        let address = std::os::unix::net::SocketAddr::from_abstract_name(fields[5]).unwrap();
+        let mut control = std::os::unix::net::UnixStream::connect_addr(&address).unwrap();
+        let region = crate::transport::shm::Region::new(2).unwrap();
+        let hello = hello(Lane::Local, nonce).encode();
+        crate::transport::shm::send(&control, &hello, &region.handles()).unwrap();
+        let (mut answer, mut handles) = ([0; Hello::BYTES], Vec::new());
+        let until = soon();
+        while let Err(e) = crate::transport::shm::receive(&control, &mut answer, &mut handles) {
+            assert!(e == rustix::io::Errno::AGAIN && Instant::now() < until, "{e}");
+            std::thread::yield_now();
+        }
+        assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
+        let shared = region.open(1, 0, handles).unwrap();
+        let ready = Control {
+            a: 1,
+            ..frame(ControlKind::Ready, 0, 0)
+        };
+        control.write_all(&ready.encode()).unwrap();
+        Self {
+            shared,
+            control,
+            _region: region,
+        }
+    }
+
+    fn write(&mut self, bytes: &[u8]) {
+        self.shared.writer.put(bytes);
+        self.shared.writer.publish();
+        self.shared.bell.ring();
+    }
+}
+
+/// What rank 0 says after `misbehave` in shared memory, in a blocking call or in submitted work.
+fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Error {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)).unwrap());
+        let mut neighbour = Neighbour::connect(&store);
+        ours.join().unwrap();
+        assert_eq!(group.transport(), "shm");
+        let tensor = Tensor::zeros(DType::F32, 1000);
+        let e = if blocking {
+            let tensors = vec![tensor];
+            let op = ftcore::Collective::AllReduce {
+                tensors,
+                op: ReduceOp::Sum,
+            };
+            let group = &group;
+            let call = scope.spawn(move || group.run_blocking(op, Default::default()).unwrap_err());
+            misbehave(&mut neighbour);
+            let failed = call.join().unwrap();
+            assert_eq!(failed.tensors.len(), 1);
+            failed.error
+        } else {
+            let work = group.allreduce(tensor, ReduceOp::Sum).unwrap();
+            misbehave(&mut neighbour);
+            let e = work.wait(soon()).unwrap_err();
+            assert_eq!(work.recover().len(), 1);
+            e
+        };
+        // The news may be faster than the call.
+        let first = group.error().unwrap();
+        let e = if e.kind() == ErrorKind::Poisoned { first } else { e };
+        group.configure(configuration(&store, 2, 0, 1)).unwrap();
+        group.barrier().unwrap();
+        e
+    })
+}
+
+#[test]
+fn a_neighbour_that_breaks_the_rules_of_shared_memory_is_a_typed_error_that_names_it() {
+    type Break = (&'static str, fn(&mut Neighbour), ErrorKind);
+    let ways: [Break; 9] = [
+        ("garbage", |n| n.write(&[0xAB; 300]), ErrorKind::Protocol),
+        (
+            "more than fits",
+            |n| {
+                n.shared.writer.advance(usize::MAX / 2);
+                n.shared.writer.publish();
+                n.shared.bell.ring();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "read what was never written",
+            |n| {
+                n.shared.reader.take(1 << 40);
+                n.shared.reader.release();
+                // Rank 0 looks at it once it needs room.
+                n.write(&data_header(0, 4000).encode()[..32]);
+                n.control.shutdown(std::net::Shutdown::Both).unwrap();
+            },
+            ErrorKind::PeerLost,
+        ),
+        (
+            "another epoch",
+            |n| {
+                let h = DataHeader {
+                    epoch: 0,
+                    ..data_header(0, 4000)
+                };
+                n.write(&h.encode());
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "another operation number",
+            |n| n.write(&data_header(7, 4000).encode()),
+            ErrorKind::Protocol,
+        ),
+        (
+            "another length",
+            |n| n.write(&data_header(0, u64::MAX).encode()),
+            ErrorKind::Mismatch,
+        ),
+        (
+            "more contributors than ranks",
+            |n| {
+                let h = DataHeader {
+                    contributors: 1000,
+                    ..data_header(0, 4000)
+                };
+                n.write(&h.encode());
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "half a payload and gone",
+            |n| {
+                n.write(&data_header(0, 4000).encode());
+                n.write(&[1; 1001]);
+                n.control.shutdown(std::net::Shutdown::Both).unwrap();
+            },
+            ErrorKind::PeerLost,
+        ),
+        (
+            "silence and gone",
+            |n| n.control.shutdown(std::net::Shutdown::Both).unwrap(),
+            ErrorKind::PeerLost,
+        ),
+    ];
+    for blocking in [true, false] {
+        for (what, misbehave, kind) in ways {
+            let began = Instant::now();
+            let e = after_neighbour(blocking, misbehave);
+            assert_eq!(e.kind(), kind, "{what}, blocking {blocking}: {e}");
+            assert_eq!(e.context().peer, Some(1), "{what}, blocking {blocking}: {e}");
+            assert!(began.elapsed() < Duration::from_secs(10), "{what}");
+        }
+    }
 }

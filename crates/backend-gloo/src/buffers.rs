@@ -131,7 +131,7 @@ impl Memory {
     }
 
     /// The contiguous bytes that begin at `at` of `span`.
-    fn slice(&self, span: &Span, at: usize) -> Option<&[u8]> {
+    pub(crate) fn slice(&self, span: &Span, at: usize) -> Option<&[u8]> {
         let (tensor, range) = self
             .map(span.buffer)
             .find(span.range.start + at, span.range.end)?;
@@ -188,25 +188,32 @@ impl Memory {
         if from.len() != into.len() {
             return Err(gone());
         }
-        // Through a small private piece: both ends may be ranges of the same tensor.
         let mut piece = std::mem::take(&mut self.piece);
         let mut at = 0;
         while at < into.len() {
             go_on(stop)?;
-            let source = self.slice(from, at).ok_or_else(gone)?;
-            piece.clear();
-            piece.extend_from_slice(source.get(..source.len().min(PIECE)).unwrap_or(source));
-            let mut done = 0;
-            while let Some(part) = piece.get(done..).filter(|p| !p.is_empty()) {
-                let target = self.slice_mut(into, at + done)?;
-                let len = target.len().min(part.len());
-                let (Some(target), Some(part)) = (target.get_mut(..len), part.get(..len)) else {
-                    return Err(gone());
-                };
-                f(target, part)?;
-                done += len;
+            let find = |span: &Span| {
+                let map = self.map(span.buffer);
+                map.find(span.range.start + at, span.range.end)
+            };
+            let ((to, target), (source, range)) = find(into).zip(find(from)).ok_or_else(gone)?;
+            let len = target.len().min(range.len()).min(PIECE);
+            let (target, range) = (target.start..target.start + len, range.start..range.start + len);
+            match self.tensors.get_disjoint_mut([to, source]) {
+                Ok([to, source]) => {
+                    let (to, source) = (to.bytes_mut().get_mut(target), source.bytes().get(range));
+                    let (to, source) = to.zip(source).ok_or_else(gone)?;
+                    f(to, source)?;
+                }
+                // Both ends are ranges of one tensor: through a small private piece.
+                Err(_) => {
+                    let tensor = self.tensors.get_mut(to).ok_or_else(gone)?;
+                    piece.clear();
+                    piece.extend_from_slice(tensor.bytes().get(range).ok_or_else(gone)?);
+                    f(tensor.bytes_mut().get_mut(target).ok_or_else(gone)?, &piece)?;
+                }
             }
-            at += piece.len();
+            at += len;
         }
         self.piece = piece;
         Ok(())
@@ -268,6 +275,65 @@ impl Memory {
             done += len;
         }
         Ok(())
+    }
+
+    /// Runs `f(into, data)` over `into` from `at` on; `data` is whole elements.
+    pub(crate) fn fold(
+        &mut self,
+        into: &Span,
+        mut at: usize,
+        mut data: &[u8],
+        f: impl Fn(&mut [u8], &[u8]) -> Result<()>,
+    ) -> Result<()> {
+        while !data.is_empty() {
+            let target = self.slice_mut(into, at)?;
+            let len = target.len().min(data.len());
+            let (Some(target), Some((part, rest))) = (target.get_mut(..len), data.split_at_checked(len))
+            else {
+                return Err(gone());
+            };
+            f(target, part)?;
+            at += len;
+            data = rest;
+        }
+        Ok(())
+    }
+
+    /// Runs `f(into, data, with)`, which writes its first argument, over `into` and `with` (equally long) from `at` on. False
+    /// if both lie in one tensor somewhere: nothing was done then.
+    pub(crate) fn fold_with(
+        &mut self,
+        into: &Span,
+        with: &Span,
+        mut at: usize,
+        mut data: &[u8],
+        f: impl Fn(&mut [u8], &[u8], &[u8]) -> Result<()>,
+    ) -> Result<bool> {
+        let mut done = false;
+        while !data.is_empty() {
+            let find = |span: &Span| {
+                let map = self.map(span.buffer);
+                map.find(span.range.start + at, span.range.end)
+            };
+            let ((to, into), (from, with)) = find(into).zip(find(with)).ok_or_else(gone)?;
+            let Ok([to, from]) = self.tensors.get_disjoint_mut([to, from]) else {
+                // Only whole calls can be done another way.
+                return if done { Err(gone()) } else { Ok(false) };
+            };
+            let (to, from) = (to.bytes_mut().get_mut(into), from.bytes().get(with));
+            let (to, from) = to.zip(from).ok_or_else(gone)?;
+            let len = to.len().min(from.len()).min(data.len());
+            let (Some(to), Some(from), Some((part, rest))) =
+                (to.get_mut(..len), from.get(..len), data.split_at_checked(len))
+            else {
+                return Err(gone());
+            };
+            f(to, part, from)?;
+            done = true;
+            at += len;
+            data = rest;
+        }
+        Ok(true)
     }
 
     /// The caller's tensors, in the order in which they came.

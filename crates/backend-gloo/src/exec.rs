@@ -1,5 +1,5 @@
 //! Carries out one collective: one round at a time, all sends and receives of the round progressing together as their
-//! sockets are ready, receives reduced piece by piece as the bytes arrive.
+//! sockets and rings allow, receives reduced piece by piece as the bytes arrive (out of shared memory without a copy).
 //!
 //! Every frame's header is compared with what this rank expects before a byte of payload is read; a difference is a
 //! `Mismatch` that names both sides (L15). Nothing here blocks.
@@ -11,15 +11,15 @@ use std::time::Instant;
 use ftcore::{Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result};
 
 use crate::buffers::go_on;
+use crate::expected::{Expected, check_header, mismatch};
 use crate::kernels;
-use crate::peer::Peer;
 use crate::plan::{Plan, Prepare};
-use crate::schedule::{Buffer, Count, Landing, Local, Recv, Send, Span};
+use crate::port::{Port, Wire};
+use crate::schedule::{Buffer, Count, Landing, Local, Span};
+use crate::transfer::{PIECE, Receiving, STREAM_FROM, Sending, collect, copy, land, no_reduction, put};
 use crate::transport::tcp::Moved;
 use crate::wire::DataHeader;
 
-/// Receives that reduce collect this many bytes before they run the kernel.
-pub(crate) const PIECE: usize = 128 * 1024;
 /// Passes over all sockets before the engine looks at control frames and aborts again.
 const PASSES: usize = 16;
 
@@ -29,6 +29,8 @@ pub(crate) struct Place {
     pub(crate) rank: u32,
     pub(crate) world: u32,
     pub(crate) epoch: u64,
+    /// All ranks share memory.
+    pub(crate) near: bool,
 }
 
 /// Where an operation stands after some progress.
@@ -38,40 +40,10 @@ pub(crate) enum Step {
     Finished,
     /// Its turn is over, but it can go on at once.
     Busy,
-    /// It waits for sockets.
+    /// It waits for other ranks.
     Waiting,
     /// It needs this rank, whose data connection is closed.
     Blocked(u32),
-}
-
-struct Sending {
-    send: Send,
-    header: [u8; DataHeader::BYTES],
-    /// Of header and payload.
-    done: usize,
-}
-
-impl Sending {
-    fn is_finished(&self) -> bool {
-        self.done >= DataHeader::BYTES + self.send.from.len()
-    }
-}
-
-struct Receiving {
-    recv: Recv,
-    /// The header is here and fits.
-    open: bool,
-    /// Bytes of payload that have landed.
-    done: usize,
-    /// Bytes that wait for the kernel.
-    piece: Vec<u8>,
-    filled: usize,
-}
-
-impl Receiving {
-    fn is_finished(&self) -> bool {
-        self.open && self.done >= self.recv.into.len()
-    }
 }
 
 /// A collective in progress.
@@ -124,7 +96,7 @@ impl Exec {
     }
 
     /// Moves on as far as the sockets allow. `stop` ends long local work early.
-    pub(crate) fn progress(&mut self, peers: &mut [Option<Peer>], stop: &AtomicBool) -> Result<Step> {
+    pub(crate) fn progress(&mut self, ports: &mut [Option<Port>], stop: &AtomicBool) -> Result<Step> {
         if !self.started {
             self.started = true;
             self.prepare(stop)?;
@@ -141,10 +113,13 @@ impl Exec {
             let mut moved = false;
             let mut blocked = None;
             for index in 0..self.sends.len() {
-                moved |= self.push(index, peers, &mut blocked)?;
+                moved |= self.push(index, ports, &mut blocked)?;
             }
             for index in 0..self.recvs.len() {
-                moved |= self.pull(index, peers, &mut blocked)?;
+                moved |= self.pull(index, ports, &mut blocked)?;
+            }
+            if moved {
+                ports.iter_mut().flatten().for_each(Port::ring);
             }
             if self.sends.iter().all(Sending::is_finished) && self.recvs.iter().all(Receiving::is_finished) {
                 let after = self
@@ -187,10 +162,13 @@ impl Exec {
         let dtype = self.plan.dtype;
         for step in steps {
             match step {
-                Local::Copy { from, into } => self.plan.memory.both(from, into, stop, |a, b| {
-                    a.copy_from_slice(b);
-                    Ok(())
-                })?,
+                Local::Copy { from, into } => {
+                    let large = into.len() >= STREAM_FROM;
+                    self.plan.memory.both(from, into, stop, |a, b| {
+                        copy(large, a, b);
+                        Ok(())
+                    })?;
+                }
                 Local::Reduce { from, into } => {
                     let op = self.op()?;
                     self.plan
@@ -211,9 +189,7 @@ impl Exec {
     }
 
     fn op(&self) -> Result<ReduceOp> {
-        self.plan
-            .op
-            .ok_or_else(|| Error::new(ErrorKind::Internal, "a schedule without a reduction asks for one"))
+        self.plan.op.ok_or_else(no_reduction)
     }
 
     fn finish_memory(&mut self, stop: &AtomicBool) -> Result<()> {
@@ -271,57 +247,85 @@ impl Exec {
     }
 
     /// Writes some of a send; true if bytes moved.
-    fn push(&mut self, index: usize, peers: &mut [Option<Peer>], blocked: &mut Option<u32>) -> Result<bool> {
+    fn push(&mut self, index: usize, ports: &mut [Option<Port>], blocked: &mut Option<u32>) -> Result<bool> {
         let Some(sending) = self.sends.get_mut(index).filter(|s| !s.is_finished()) else {
             return Ok(false);
         };
         let rank = sending.send.peer;
-        let peer = at(peers, rank)?;
-        let link = &mut peer.data.link;
-        if link.write_closed.is_some() {
+        let port = at(ports, rank)?;
+        let memory = match &mut port.wire {
+            Wire::Memory(memory) => memory,
+            Wire::Socket(link) => {
+                if link.write_closed.is_some() {
+                    *blocked = Some(rank);
+                    return Ok(false);
+                }
+                if !link.writable {
+                    return Ok(false);
+                }
+                let mut slices = Vec::with_capacity(4);
+                let header = sending.header.get(sending.done..).unwrap_or(&[]);
+                if !header.is_empty() {
+                    slices.push(IoSlice::new(header));
+                }
+                self.plan.memory.slices(
+                    &sending.send.from,
+                    sending.done.saturating_sub(DataHeader::BYTES),
+                    &mut slices,
+                );
+                return match link.write(&slices) {
+                    Moved::Bytes(n) => {
+                        sending.done += n;
+                        Ok(true)
+                    }
+                    Moved::Nothing => Ok(false),
+                    Moved::Closed => {
+                        *blocked = Some(rank);
+                        Ok(false)
+                    }
+                };
+            }
+        };
+        let moved = put(memory, sending, &self.plan.memory);
+        let closed = memory.closed.is_some();
+        let moved = moved.map_err(|e| port.blame(e))?;
+        if !moved && closed {
             *blocked = Some(rank);
-            return Ok(false);
         }
-        if !link.writable {
-            return Ok(false);
-        }
-        let mut slices = Vec::with_capacity(4);
-        let header = sending.header.get(sending.done..).unwrap_or(&[]);
-        if !header.is_empty() {
-            slices.push(IoSlice::new(header));
-        }
-        self.plan.memory.slices(
-            &sending.send.from,
-            sending.done.saturating_sub(DataHeader::BYTES),
-            &mut slices,
-        );
-        match link.write(&slices) {
-            Moved::Bytes(n) => {
-                sending.done += n;
-                Ok(true)
+        Ok(moved)
+    }
+
+    /// The bytes of payload that have gone out to `rank` in this round.
+    fn gone_to(&self, rank: u32) -> usize {
+        let sending = self.sends.iter().find(|s| s.send.peer == rank);
+        sending.map_or(usize::MAX, |s| s.done.saturating_sub(DataHeader::BYTES))
+    }
+
+    /// How far receive `index` may go.
+    fn limit(&self, index: usize) -> usize {
+        match self.recvs.get(index).map(|r| (&r.recv.landing, r.recv.peer)) {
+            Some((Landing::Exchange, rank)) => self.gone_to(rank),
+            Some((Landing::ReduceNext, _)) => {
+                let before = index.checked_sub(1).and_then(|i| self.recvs.get(i));
+                before.map_or(0, |r| r.done)
             }
-            Moved::Nothing => Ok(false),
-            Moved::Closed => {
-                *blocked = Some(rank);
-                Ok(false)
-            }
+            _ => usize::MAX,
         }
     }
 
     /// Reads some of a receive; true if bytes moved.
-    fn pull(&mut self, index: usize, peers: &mut [Option<Peer>], blocked: &mut Option<u32>) -> Result<bool> {
+    fn pull(&mut self, index: usize, ports: &mut [Option<Port>], blocked: &mut Option<u32>) -> Result<bool> {
         let (dtype, op, round) = (self.plan.dtype, self.plan.op, self.round);
+        let limit = self.limit(index);
         let Some(receiving) = self.recvs.get_mut(index).filter(|r| !r.is_finished()) else {
             return Ok(false);
         };
         let rank = receiving.recv.peer;
-        let peer = at(peers, rank)?;
+        let port = at(ports, rank)?;
         if !receiving.open {
-            peer.data
-                .fill()
-                .map_err(|e| peer_context(e, rank, &peer.address))?;
-            let Some(header) = peer.data.header else {
-                if peer.data.link.read_closed.is_some() {
+            port.fill().map_err(|e| port.blame(e))?;
+            let Some(header) = port.header else {
+                if port.read_closed() {
                     *blocked = Some(rank);
                 }
                 return Ok(false);
@@ -330,15 +334,23 @@ impl Exec {
                 return Ok(false);
             }
             let expected = receiving.recv.into.len() as u64;
-            check_header(&header, &self.plan, self.place, self.seq, round, expected, peer)?;
-            peer.data.header = None;
+            let wanted = Expected {
+                epoch: self.place.epoch,
+                seq: self.seq,
+                round,
+                algorithm: self.plan.schedule.algorithm,
+                fingerprint: self.plan.fingerprint,
+                length: expected,
+            };
+            check_header(&header, &wanted, port)?;
+            port.header = None;
             receiving.open = true;
-            peer.data.in_payload = expected > 0;
+            port.in_payload = expected > 0;
             match receiving.recv.count {
                 Count::Ignore => {}
                 Count::Add(slot) | Count::Set(slot) => {
                     if header.contributors > self.place.world {
-                        return Err(peer.error(
+                        return Err(port.error(
                             ErrorKind::Protocol,
                             format!(
                                 "claims {} contributors in a world of {}",
@@ -355,75 +367,56 @@ impl Exec {
                 }
             }
             if expected == 0 {
+                if let Wire::Memory(memory) = &mut port.wire {
+                    memory.release();
+                    memory.count_received(0);
+                }
                 return Ok(true);
             }
         }
-        if !peer.data.link.readable {
-            return Ok(false);
-        }
-        let total = receiving.recv.into.len();
-        let moved = match &receiving.recv.landing {
-            Landing::Copy => {
-                let target = self.plan.memory.slice_mut(&receiving.recv.into, receiving.done)?;
-                match peer.data.link.read(target) {
-                    Moved::Bytes(n) => {
-                        receiving.done += n;
-                        true
-                    }
-                    other => closed(other, rank, blocked),
-                }
+        let reduce = |a: &mut [u8], b: &[u8]| kernels::reduce(dtype, op.ok_or_else(no_reduction)?, a, b);
+        let memory = &mut self.plan.memory;
+        let moved = if let Wire::Memory(ring) = &mut port.wire {
+            let moved = land(ring, receiving, memory, dtype, op, limit);
+            let closed = ring.closed.is_some();
+            let moved = moved.map_err(|e| port.blame(e))?;
+            if !moved && closed {
+                *blocked = Some(rank);
             }
-            landing => {
-                let want = (total - receiving.done).min(PIECE);
-                receiving.piece.resize(want, 0);
-                let rest = receiving.piece.get_mut(receiving.filled..).unwrap_or(&mut []);
-                match peer.data.link.read(rest) {
-                    Moved::Bytes(n) => {
-                        receiving.filled += n;
-                        if receiving.filled >= want {
-                            let op = op.ok_or_else(|| {
-                                Error::new(ErrorKind::Internal, "a schedule without a reduction asks for one")
-                            })?;
-                            let with = match landing {
-                                Landing::ReduceWith(with) => Some(with),
-                                _ => None,
-                            };
-                            self.plan.memory.land(
-                                &receiving.recv.into,
-                                receiving.done,
-                                with,
-                                &mut receiving.piece,
-                                |a, b| kernels::reduce(dtype, op, a, b),
-                            )?;
-                            receiving.done += want;
-                            receiving.filled = 0;
-                        }
-                        true
-                    }
-                    other => closed(other, rank, blocked),
-                }
-            }
+            moved
+        } else {
+            collect(port, receiving, memory, limit, blocked, reduce)?
         };
         if receiving.is_finished() {
-            peer.data.in_payload = false;
+            port.in_payload = false;
         }
         Ok(moved)
     }
 
     /// Compares a header that waits from *any* peer with this operation, so that ranks which never exchange data in
     /// their different schedules still find out about each other.
-    pub(crate) fn inspect(&self, peer: &Peer) -> Result<()> {
-        match &peer.data.header {
+    pub(crate) fn inspect(&self, port: &Port) -> Result<()> {
+        match &port.header {
             Some(h) if h.seq == self.seq && h.fingerprint != self.plan.fingerprint => {
-                Err(mismatch(peer, h, &self.plan))
+                Err(mismatch(port, h, self.plan.fingerprint))
             }
             _ => Ok(()),
         }
     }
 
-    /// True if it waits for the data connection of `rank` to take bytes.
+    /// True if it waits for `rank` to take bytes.
     pub(crate) fn wants_write(&self, rank: u32) -> bool {
         self.sends.iter().any(|s| s.send.peer == rank && !s.is_finished())
+    }
+
+    /// True if what came from `rank` must wait until more has gone out: more bytes of it would not help.
+    pub(crate) fn holds(&self, rank: u32) -> bool {
+        let mut receives = self.recvs.iter().enumerate();
+        let found = receives.find(|(_, r)| r.recv.peer == rank && r.filled > 0);
+        found.is_some_and(|(index, r)| {
+            let want = (r.recv.into.len() - r.done).min(PIECE);
+            r.filled >= want && r.done + want > self.limit(index)
+        })
     }
 
     /// "after 3 of 7 rounds".
@@ -505,15 +498,8 @@ impl Exec {
     }
 }
 
-fn closed(moved: Moved, rank: u32, blocked: &mut Option<u32>) -> bool {
-    if moved == Moved::Closed {
-        *blocked = Some(rank);
-    }
-    false
-}
-
-fn at(peers: &mut [Option<Peer>], rank: u32) -> Result<&mut Peer> {
-    peers
+fn at(ports: &mut [Option<Port>], rank: u32) -> Result<&mut Port> {
+    ports
         .get_mut(rank as usize)
         .and_then(Option::as_mut)
         .ok_or_else(|| {
@@ -522,64 +508,4 @@ fn at(peers: &mut [Option<Peer>], rank: u32) -> Result<&mut Peer> {
                 format!("the schedule names rank {rank}, to which there is no connection"),
             )
         })
-}
-
-fn peer_context(error: Error, rank: u32, address: &str) -> Error {
-    error.with_peer(rank).with_peer_address(address)
-}
-
-fn mismatch(peer: &Peer, header: &DataHeader, plan: &Plan) -> Error {
-    peer.error(
-        ErrorKind::Mismatch,
-        format!(
-            "the ranks called different collectives: rank {} called {}, this rank {}",
-            peer.rank, header.fingerprint, plan.fingerprint
-        ),
-    )
-}
-
-fn check_header(
-    header: &DataHeader,
-    plan: &Plan,
-    place: Place,
-    seq: u64,
-    round: usize,
-    expected: u64,
-    peer: &Peer,
-) -> Result<()> {
-    if header.epoch != place.epoch {
-        return Err(peer.error(
-            ErrorKind::Protocol,
-            format!(
-                "sent a frame of epoch {}; this is epoch {}",
-                header.epoch, place.epoch
-            ),
-        ));
-    }
-    if header.seq != seq {
-        return Err(peer.error(
-            ErrorKind::Protocol,
-            format!("sent a frame of operation #{}; expected #{seq}", header.seq),
-        ));
-    }
-    if header.fingerprint != plan.fingerprint || header.algorithm != plan.schedule.algorithm as u32 {
-        return Err(mismatch(peer, header, plan));
-    }
-    if header.round as usize != round {
-        return Err(peer.error(
-            ErrorKind::Protocol,
-            format!("sent a frame of round {}; expected round {round}", header.round),
-        ));
-    }
-    if header.length != expected {
-        return Err(peer.error(
-            ErrorKind::Mismatch,
-            format!(
-                "the ranks disagree about sizes: rank {} called {} and sends {} bytes to this rank, which called {} and \
-                 expects {expected} bytes from it",
-                peer.rank, header.fingerprint, header.length, plan.fingerprint
-            ),
-        ));
-    }
-    Ok(())
 }

@@ -19,10 +19,14 @@ impl Engine {
     /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
     pub(crate) fn fail(mut self, error: Error) {
         let place = self.shared.place;
-        let (incoming, first) = {
+        let (messages, collectives, first) = {
             let mut queue = self.shared.lock();
             let first = queue.first_error.get_or_insert_with(|| error.clone()).clone();
-            (std::mem::take(&mut queue.incoming), first)
+            (
+                std::mem::take(&mut queue.messages),
+                std::mem::take(&mut queue.collectives),
+                first,
+            )
         };
         let error = if first.kind() == ErrorKind::Aborted {
             first
@@ -31,9 +35,8 @@ impl Engine {
         };
         tracing::debug!(rank = place.rank, epoch = place.epoch, %error, "the group failed");
         let about = error.context().peer.unwrap_or(u32::MAX);
-        let text = self
-            .current
-            .as_ref()
+        let current = self.lane.as_ref().and_then(|lane| lane.current.as_ref());
+        let text = current
             .map_or_else(|| error.clone(), |exec| exec.context(error.clone()))
             .to_string();
         for peer in self.peers.iter_mut().flatten() {
@@ -54,10 +57,14 @@ impl Engine {
             &text,
         );
         self.speak();
-        if let Some(exec) = self.current.take() {
+        // A caller may still be in the lane; what it works on is its own until it has given it back.
+        let lane = self.lane.take().or_else(|| self.shared.recall());
+        if let Some(mut lane) = lane
+            && let Some(exec) = lane.current.take()
+        {
             exec.fail(error.clone());
         }
-        for submission in std::mem::take(&mut self.waiting).into_iter().chain(incoming) {
+        for submission in collectives.into_iter().chain(messages) {
             let mut error = error
                 .clone()
                 .with_op(submission.op.kind().name())

@@ -1,23 +1,25 @@
 //! The process group: its lifecycle (configure, abort, shut down, drop) around one engine per configuration.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Device, Epoch, Error, ErrorKind,
-    Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, ProcessGroupExt, Rejected,
-    Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, names, notes,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Epoch, Error,
+    ErrorKind, Failed, Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup,
+    ProcessGroupExt, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, names, notes,
 };
 
 use crate::engine;
 use crate::exec::Place;
-use crate::options::{HONOURED, Settings};
+use crate::lane::Lane;
+use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
+use crate::transport::shm::Bell;
 use crate::transport::tcp::Counters;
 use crate::{kernels, rendezvous};
 
-/// A group of ranks on CPUs, over TCP.
+/// A group of ranks on CPUs, over shared memory within a host and TCP between hosts.
 ///
 /// Made unconfigured; [`configure`](ProcessGroup::configure) connects it. May be used from any thread, and several groups
 /// may live in one process (ranks as threads included).
@@ -29,7 +31,10 @@ use crate::{kernels, rendezvous};
 /// - `shutdown`, or dropping an idle group, says good-bye: the others fail only if they still need this rank.
 pub struct GlooGroup {
     settings: Settings,
-    capabilities: Capabilities,
+    /// By how the ranks are connected: see [`TRANSPORTS`].
+    capabilities: [Capabilities; 4],
+    /// Which of them stands now.
+    connected: AtomicUsize,
     counters: Arc<Counters>,
     state: Mutex<State>,
     /// Raised by `abort` while `configure` runs.
@@ -46,8 +51,15 @@ struct State {
     configuring: bool,
 }
 
-/// What every gloo group offers.
+/// How ranks can be connected; before `configure`, and in a world of one, they are not.
+const TRANSPORTS: [&str; 4] = ["none", "shm", "tcp", "shm and tcp"];
+
+/// What every gloo group offers, before it is configured.
 pub(crate) fn capabilities() -> Capabilities {
+    capabilities_over("none")
+}
+
+fn capabilities_over(transport: &'static str) -> Capabilities {
     Capabilities {
         ops: OpSet::of(&OpKind::ALL),
         moves: DTypeSet::of(&DType::ALL),
@@ -62,12 +74,14 @@ pub(crate) fn capabilities() -> Capabilities {
             Feature::RecvAny,
             Feature::ThreadRanks,
             Feature::Split,
+            Feature::Borrow,
         ]),
         options: names(HONOURED),
         devices: names(&["cpu"]),
         notes: notes(&[
             ("reduce", "contributors are known on the root only"),
             ("f8", "f8e4m3 and f8e5m2 are moved, not reduced"),
+            ("transport", transport),
         ]),
     }
 }
@@ -83,7 +97,8 @@ impl GlooGroup {
     fn with(name: String, settings: Settings) -> Self {
         Self {
             settings,
-            capabilities: capabilities(),
+            capabilities: TRANSPORTS.map(capabilities_over),
+            connected: AtomicUsize::new(0),
             counters: Arc::default(),
             state: Mutex::new(State {
                 name,
@@ -95,6 +110,22 @@ impl GlooGroup {
             }),
             cancel: AtomicBool::new(false),
         }
+    }
+
+    /// A group that uses shared memory between ranks whose sum is even and TCP between the others, as if they were on two
+    /// hosts. For tests on one host.
+    #[doc(hidden)]
+    pub fn mixed(name: impl Into<String>, options: GroupOptions) -> Result<Self> {
+        let mut settings = Settings::new(options)?;
+        settings.transport = Transport::Mixed;
+        Ok(Self::with(name.into(), settings))
+    }
+
+    /// How the ranks are connected: `shm`, `tcp`, `shm and tcp`, or `none` in a world of one and before `configure`. Also
+    /// the note `transport` of the capabilities.
+    pub fn transport(&self) -> &'static str {
+        let index = self.connected.load(Ordering::Acquire);
+        TRANSPORTS.get(index).copied().unwrap_or("none")
     }
 
     /// A group whose constants differ from every real one's.
@@ -115,18 +146,40 @@ impl GlooGroup {
             old.leave(&format!("configured again at epoch {}", configuration.epoch));
             old.wait_ended(configuration.deadline)?;
         }
-        let place = Place {
+        let mut place = Place {
             rank: configuration.rank,
             world: configuration.world_size,
             epoch: configuration.epoch.0,
+            near: false,
         };
-        let shared = Shared::new(place)?;
-        if place.world > 1 {
-            let peers =
-                rendezvous::connect(configuration, &self.settings, self.counters.clone(), &self.cancel)?;
-            engine::start(&shared, peers)?;
+        if place.world == 1 {
+            return Shared::new(place, Bell::private()?, None);
         }
+        let counters = self.counters.clone();
+        let connected = rendezvous::connect(configuration, &self.settings, counters, &self.cancel)?;
+        place.near = connected.near;
+        let lane = Lane::new(connected.ports);
+        let shared = Shared::new(place, connected.bell, Some(lane))?;
+        engine::start(&shared, connected.peers)?;
         Ok(shared)
+    }
+
+    /// The engine for a call with `options`, and the call's deadline.
+    fn ready(&self, options: &SubmitOptions) -> Result<(Arc<Shared>, Instant)> {
+        if let Some(stream) = options.stream.as_ref().filter(|s| !s.device().is_cpu()) {
+            let text = format!("gloo cannot order itself after a stream on {}", stream.device());
+            return Err(Error::unsupported(text));
+        }
+        let state = self.lock();
+        let deadline = || deadline_in(self.settings.timeout);
+        match (&state.engine, &state.failure) {
+            (Some(engine), _) => Ok((engine.clone(), options.deadline.unwrap_or_else(deadline))),
+            (None, Some(failure)) => {
+                let text = format!("the group is not configured; the last attempt failed: {failure}");
+                Err(Error::new(ErrorKind::InvalidState, text).with_source(failure.clone()))
+            }
+            (None, None) => Err(Error::new(ErrorKind::InvalidState, "the group is not configured")),
+        }
     }
 
     /// What every rank passes, and rank 0's number for this call: names that do not depend on anybody's counters (L34).
@@ -159,7 +212,9 @@ impl ProcessGroup for GlooGroup {
     }
 
     fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
+        let index = self.connected.load(Ordering::Acquire);
+        let [unconnected, ..] = &self.capabilities;
+        self.capabilities.get(index).unwrap_or(unconnected)
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
@@ -204,6 +259,8 @@ impl ProcessGroup for GlooGroup {
                 if self.cancel.load(Ordering::Acquire) {
                     shared.abort("aborted while it was being configured");
                 }
+                let transport = TRANSPORTS.iter().position(|t| *t == shared.transport());
+                self.connected.store(transport.unwrap_or(0), Ordering::Release);
                 state.engine = Some(shared);
                 state.configuration = Some(configuration);
                 Ok(())
@@ -222,35 +279,24 @@ impl ProcessGroup for GlooGroup {
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let op = op.into_inner();
-        let refuse = |error: Error, op: Collective| {
-            let error = error.with_op(op.kind().name());
-            Err(Box::new(Rejected { error, op }))
-        };
-        if let Some(stream) = options.stream.filter(|s| !s.device().is_cpu()) {
-            let text = format!("gloo cannot order itself after a stream on {}", stream.device());
-            return refuse(Error::unsupported(text), op);
-        }
-        let engine = {
-            let state = self.lock();
-            match (&state.engine, &state.failure) {
-                (Some(engine), _) => engine.clone(),
-                (None, Some(failure)) => {
-                    let text = format!("the group is not configured; the last attempt failed: {failure}");
-                    let error = Error::new(ErrorKind::InvalidState, text).with_source(failure.clone());
-                    return refuse(error, op);
-                }
-                (None, None) => {
-                    return refuse(
-                        Error::new(ErrorKind::InvalidState, "the group is not configured"),
-                        op,
-                    );
-                }
+        match self.ready(&options) {
+            Ok((engine, deadline)) => engine.submit(op, options.contribute, deadline),
+            Err(error) => {
+                let error = error.with_op(op.kind().name());
+                Err(Box::new(Rejected { error, op }))
             }
-        };
-        let deadline = options
-            .deadline
-            .unwrap_or_else(|| deadline_in(self.settings.timeout));
-        engine.submit(op, options.contribute, deadline)
+        }
+    }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        let op = op.into_inner();
+        match self.ready(&options) {
+            Ok((engine, deadline)) => engine.execute(op, options.contribute, deadline),
+            Err(error) => Err(Box::new(Failed {
+                error: error.with_op(op.kind().name()),
+                tensors: op.into_tensors(),
+            })),
+        }
     }
 
     fn split(

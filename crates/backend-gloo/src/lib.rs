@@ -1,31 +1,40 @@
-//! oxccl's CPU backend: collectives over TCP in pure Rust.
+//! oxccl's CPU backend: collectives over shared memory and TCP in pure Rust.
 //!
-//! Data flows down: [`GlooGroup`] takes validated operations (`group`), one thread per configuration runs them (`engine`),
-//! a collective becomes a `plan` (which tensors, which `schedule`) that `exec` carries out round by round over the
-//! connections of `peer`, made by `rendezvous`; point-to-point messages go beside it (`p2p`). `wire` has the bytes,
-//! `kernels` the arithmetic.
+//! Data flows down: [`GlooGroup`] takes validated operations (`group`) into the `queue`. Collectives run on the `lane`, one after
+//! the other, driven by whoever waits for them (`caller`) or else by the group's thread (`engine`): each becomes a `plan` (which
+//! tensors, which `schedule`) that `exec` carries out round by round over the `port`s, made by `rendezvous`; the most common ones take
+//! a shorter way through shared memory (`direct`). Point-to-point messages (`p2p`) and control go beside it over the `peer`s'
+//! control connections. `wire` has the bytes, `kernels` the arithmetic.
 //!
 //! Linking this crate registers the backend `gloo` for `cpu`.
 //!
 //! Options: `net_name` is the IP address or interface to listen on and to tell the others. Without it, the environment
 //! variable `OXCCL_GLOO_HOST` is told to the others; without both, ranks of one host use loopback and the others the
-//! address of the default route.
+//! address of the default route. The hint `transport` (or else the variable `OXCCL_GLOO_TRANSPORT`) is `auto` (shared memory within
+//! a host, TCP between hosts), `tcp`, or `shm` (shared memory everywhere, or an error).
 
 mod buffers;
+mod caller;
+mod direct;
 mod engine;
 mod exec;
+mod expected;
 mod farewell;
 mod group;
 mod kernels;
+mod lane;
 mod options;
 mod p2p;
 mod peer;
 mod plan;
+mod port;
 mod probe;
 mod queue;
 mod rendezvous;
 mod schedule;
+mod transfer;
 mod transport;
+mod waiter;
 mod wire;
 
 #[cfg(test)]

@@ -2,13 +2,44 @@
 
 use std::time::Duration;
 
-use ftcore::{GroupOptions, Result};
+use ftcore::{Error, GroupOptions, Result};
 
-use crate::schedule::{DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, TREE_MAX_BYTES};
+use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, TREE_MAX_BYTES};
+use crate::transport::shm;
 use crate::wire::{SEGMENT, VERSION};
 
-/// The typed options that are acted on; any other is refused (INV-9).
-pub(crate) const HONOURED: &[&str] = &["net_name"];
+/// The options that are acted on; any other is refused (INV-9).
+pub(crate) const HONOURED: &[&str] = &["net_name", "hint:transport"];
+/// The environment variable that decides where the hint `transport` does not.
+pub(crate) const TRANSPORT_VARIABLE: &str = "OXCCL_GLOO_TRANSPORT";
+
+/// How pairs of ranks are connected.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Transport {
+    /// Shared memory within a host, TCP between hosts.
+    Auto,
+    /// TCP between all pairs.
+    Tcp,
+    /// Shared memory between all pairs, or an error.
+    Shm,
+    /// Shared memory between ranks whose sum is even, TCP between the others: for tests on one host.
+    Mixed,
+}
+
+impl std::str::FromStr for Transport {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text.trim().to_ascii_lowercase().as_str() {
+            "auto" => Ok(Self::Auto),
+            "tcp" => Ok(Self::Tcp),
+            "shm" => Ok(Self::Shm),
+            _ => Err(Error::invalid(format!(
+                "transport '{text}' is not known; known: auto, tcp, shm"
+            ))),
+        }
+    }
+}
 
 /// The options of a group, in the form in which they are used.
 #[derive(Debug, Clone)]
@@ -17,6 +48,8 @@ pub(crate) struct Settings {
     pub(crate) timeout: Duration,
     /// The interface or address to use.
     pub(crate) net_name: Option<String>,
+    /// How pairs are connected.
+    pub(crate) transport: Transport,
     /// See [`constants`]; a field so that a test can make ranks disagree.
     pub(crate) constants: u64,
     /// As given: a split group is made with the same.
@@ -24,10 +57,18 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
-    /// Errors: `InvalidArgument` for an option that is not honoured.
+    /// Errors: `InvalidArgument` for an option that is not honoured, or a value that is not known.
     pub(crate) fn new(options: GroupOptions) -> Result<Self> {
         options.require_honoured("gloo", HONOURED)?;
+        let transport = match options.hints.get("transport") {
+            Some(hint) => hint.parse()?,
+            None => match std::env::var(TRANSPORT_VARIABLE) {
+                Ok(text) if !text.is_empty() => text.parse()?,
+                _ => Transport::Auto,
+            },
+        };
         Ok(Self {
+            transport,
             timeout: options.timeout,
             net_name: options.net_name.clone(),
             constants: constants(),
@@ -44,6 +85,8 @@ pub(crate) fn constants() -> u64 {
         u64::from(DIRECT_MAX_WORLD),
         TREE_MAX_BYTES as u64,
         SEGMENT as u64,
+        BLOCK_BYTES as u64,
+        shm::CAPACITY as u64,
         // Payloads are in the machine's byte order.
         u64::from(u16::from_ne_bytes([1, 0])),
         size_of::<usize>() as u64,
@@ -71,5 +114,18 @@ mod tests {
             ..options
         };
         assert_eq!(Settings::new(lenient).unwrap().net_name.as_deref(), Some("lo"));
+    }
+
+    #[test]
+    fn the_hint_decides_about_the_transport_and_an_unknown_one_is_refused() {
+        let with = |value: &str| {
+            let mut options = GroupOptions::default();
+            options.hints.insert("transport".into(), value.into());
+            Settings::new(options).map(|s| s.transport)
+        };
+        assert_eq!(with("TCP").unwrap(), Transport::Tcp);
+        assert_eq!(with("shm").unwrap(), Transport::Shm);
+        let e = with("mixed").unwrap_err();
+        assert!(e.to_string().contains("auto, tcp, shm"), "{e}");
     }
 }

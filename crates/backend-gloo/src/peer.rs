@@ -1,14 +1,12 @@
-//! One other rank: its two connections, the header that waits on the data connection, and the frames that go in and out
-//! on the control connection.
+//! One other rank as the engine's thread sees it: its control connection and the frames that go in and out on it.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
-use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::transport::tcp::{Link, Moved};
-use crate::wire::{Control, ControlKind, DataHeader};
+use crate::wire::{Control, ControlKind};
 
 /// Writes to one peer before the others get their turn.
 const TURNS: usize = 64;
@@ -18,14 +16,11 @@ const TURNS: usize = 64;
 pub(crate) struct Peer {
     pub(crate) rank: u32,
     pub(crate) address: String,
-    pub(crate) data: Inbox,
     pub(crate) control: ControlLink,
     /// It said good-bye, and why.
     pub(crate) left: Option<String>,
     /// Its control connection ended without a good-bye, and how: it is lost.
     pub(crate) gone: Option<String>,
-    /// Its data connection broke then, but its control connection has not said why yet.
-    pub(crate) suspect: Option<Instant>,
 }
 
 impl Peer {
@@ -34,59 +29,6 @@ impl Peer {
         Error::new(kind, text)
             .with_peer(self.rank)
             .with_peer_address(self.address.clone())
-    }
-}
-
-/// The data connection with its header buffer: whoever runs ahead waits here with one header, the rest waits in TCP.
-#[derive(Debug)]
-pub(crate) struct Inbox {
-    pub(crate) link: Link,
-    buffer: [u8; DataHeader::BYTES],
-    have: usize,
-    /// A header that was read and not yet taken by a receive.
-    pub(crate) header: Option<DataHeader>,
-    /// A receive has taken its header and reads the payload.
-    pub(crate) in_payload: bool,
-}
-
-impl Inbox {
-    pub(crate) fn new(link: Link) -> Self {
-        Self {
-            link,
-            buffer: [0; DataHeader::BYTES],
-            have: 0,
-            header: None,
-            in_payload: false,
-        }
-    }
-
-    /// True if bytes that arrive now would be read.
-    pub(crate) fn wants_read(&self) -> bool {
-        self.link.read_closed.is_none() && (self.in_payload || self.header.is_none())
-    }
-
-    /// Reads towards the next header, if none waits.
-    pub(crate) fn fill(&mut self) -> Result<()> {
-        while self.header.is_none() && !self.in_payload && self.link.readable {
-            let Some(rest) = self.buffer.get_mut(self.have..) else {
-                break;
-            };
-            match self.link.read(rest) {
-                Moved::Bytes(n) => self.have += n,
-                Moved::Nothing | Moved::Closed => break,
-            }
-            if self.have >= DataHeader::BYTES {
-                self.have = 0;
-                let header = DataHeader::decode(&self.buffer).ok_or_else(|| {
-                    Error::new(
-                        ErrorKind::Protocol,
-                        "sent something that is not a frame of a collective",
-                    )
-                })?;
-                self.header = Some(header);
-            }
-        }
-        Ok(())
     }
 }
 

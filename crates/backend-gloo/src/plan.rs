@@ -4,6 +4,7 @@
 use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor};
 
 use crate::buffers::{Map, Memory};
+use crate::exec::Place;
 use crate::schedule::{self, Buffer, Schedule};
 
 /// What is done to this rank's values before anything is sent.
@@ -57,7 +58,10 @@ fn split_bytes(splits: &[usize], tensor: &Tensor, world: u32) -> Vec<usize> {
 }
 
 /// The plan of `collective` on `rank` of `world`. Point-to-point operations have none.
-pub(crate) fn plan(collective: Collective, contribute: bool, rank: u32, world: u32) -> Result<Plan> {
+pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Result<Plan> {
+    let Place {
+        rank, world, near, ..
+    } = place;
     let fingerprint = collective.fingerprint();
     let dtype = collective.dtype().unwrap_or(DType::U8);
     let element = dtype.size();
@@ -68,7 +72,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, rank: u32, world: u
         Collective::AllReduce { tensors, op: reduce } => {
             op = Some(*reduce);
             let out = whole(tensors, 0..tensors.len());
-            let s = schedule::all_reduce(rank, world, out.len(), element);
+            let s = schedule::all_reduce(rank, world, out.len(), element, near);
             (s, Map::default(), out, true)
         }
         Collective::Broadcast { tensors, root } => {

@@ -1,18 +1,23 @@
-//! Where callers and the engine's thread meet: the queue of submissions, the order to stop, and the first failure.
+//! Where callers and the engine's thread meet: the queue of submissions, the lane while nobody drives it, the order to stop,
+//! and the first failure.
 //!
 //! Collectives get their sequence numbers here, under the lock, so the order of submission is the order of execution. All
 //! calls return at once, except those that say that they wait, which have a deadline.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Collective, Completer, Error, ErrorKind, Rejected, Result, Work, time_left, work_pair};
+use ftcore::{
+    Collective, Completer, Error, ErrorKind, OpKind, Rejected, Result, Work, driven_work_pair, time_left,
+};
 
 use crate::exec::{Exec, Label, Place};
 use crate::farewell::LAST_WORDS;
+use crate::lane::Lane;
 use crate::plan::plan;
+use crate::transport::shm::Bell;
 use crate::transport::waker::Waker;
 
 /// `at` and a bit; `at` itself where that cannot be represented.
@@ -42,10 +47,26 @@ pub(crate) struct Submission {
     pub(crate) completer: Completer,
 }
 
+/// What became of a peer.
+#[derive(Debug, Clone)]
+pub(crate) struct Fate {
+    /// It said good-bye; otherwise it is lost.
+    pub(crate) left: bool,
+    /// Why, or how that showed.
+    pub(crate) text: String,
+}
+
 /// What the lock protects.
 #[derive(Default)]
 pub(crate) struct Queue {
-    pub(crate) incoming: VecDeque<Submission>,
+    /// Point-to-point messages on their way to the engine's thread.
+    pub(crate) messages: VecDeque<Submission>,
+    /// Collectives that have not begun.
+    pub(crate) collectives: VecDeque<Submission>,
+    /// The collective that began last.
+    pub(crate) running: Option<(OpKind, u64)>,
+    /// `None` while somebody drives it.
+    pub(crate) lane: Option<Box<Lane>>,
     next_seq: u64,
     pub(crate) stop: Option<Stop>,
     pub(crate) first_error: Option<Error>,
@@ -58,21 +79,67 @@ pub(crate) struct Queue {
 /// What the group's handle and the engine's thread have in common.
 pub(crate) struct Shared {
     pub(crate) place: Place,
+    transport: &'static str,
     queue: Mutex<Queue>,
     changed: Condvar,
     waker: Waker,
-    /// Raised with every stop, so that long local work ends early.
+    /// Raised with every stop and failure, so that whoever drives the lane gives it back.
     interrupt: AtomicBool,
+    /// Wakes whoever drives the lane.
+    bell: Bell,
+    /// Raised when a fate or a report is new.
+    attention: AtomicBool,
+    /// A peer is gone or was reported: decided upon once the lane is free.
+    trouble: AtomicBool,
+    news: Mutex<News>,
+    /// Collectives that were submitted and have not ended.
+    unfinished: AtomicUsize,
+}
+
+/// What the engine's thread has learnt that the driver of the lane needs to know.
+#[derive(Default)]
+struct News {
+    fates: Vec<(u32, Fate)>,
+    report: Option<Error>,
+}
+
+/// Who drove the lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Taken {
+    Caller,
+    Engine,
+}
+
+/// What a blocking call finds.
+pub(crate) enum Begin {
+    /// The group is idle: the caller drives operation number so-and-so itself.
+    Here(Box<Lane>, u64),
+    /// Others are ahead: through the queue.
+    Queued,
+    /// Nothing can be submitted.
+    Refused(Error),
 }
 
 impl Shared {
-    pub(crate) fn new(place: Place) -> Result<Arc<Self>> {
+    /// `lane` is `None` in a world of one.
+    pub(crate) fn new(place: Place, bell: Bell, lane: Option<Lane>) -> Result<Arc<Self>> {
+        let transport = lane.as_ref().map_or("none", Lane::transport);
+        let queue = Queue {
+            lane: lane.map(Box::new),
+            ..Queue::default()
+        };
         Ok(Arc::new(Self {
             place,
-            queue: Mutex::new(Queue::default()),
+            transport,
+            queue: Mutex::new(queue),
             changed: Condvar::new(),
             waker: Waker::new()?,
             interrupt: AtomicBool::new(false),
+            bell,
+            attention: AtomicBool::new(false),
+            trouble: AtomicBool::new(false),
+            news: Mutex::default(),
+            unfinished: AtomicUsize::new(0),
         }))
     }
 
@@ -90,6 +157,178 @@ impl Shared {
         &self.interrupt
     }
 
+    /// How the ranks are connected.
+    pub(crate) fn transport(&self) -> &'static str {
+        self.transport
+    }
+
+    pub(crate) fn bell(&self) -> &Bell {
+        &self.bell
+    }
+
+    fn news(&self) -> MutexGuard<'_, News> {
+        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Tells the driver of the lane what became of a peer.
+    pub(crate) fn tell_fate(&self, rank: u32, fate: Fate) {
+        let mut news = self.news();
+        if news.fates.iter().any(|(r, _)| *r == rank) {
+            return;
+        }
+        news.fates.push((rank, fate));
+        drop(news);
+        self.raise();
+    }
+
+    /// Tells the driver of the lane that another rank reports a loss: the group fails once the lane is free or blocked.
+    pub(crate) fn tell_report(&self, report: Error) {
+        self.news().report.get_or_insert(report);
+        self.raise();
+    }
+
+    fn raise(&self) {
+        self.trouble.store(true, Ordering::Release);
+        self.attention.store(true, Ordering::Release);
+        self.bell.alarm();
+    }
+
+    /// True if there is news, once.
+    pub(crate) fn heed(&self) -> bool {
+        self.attention.load(Ordering::Acquire) && self.attention.swap(false, Ordering::AcqRel)
+    }
+
+    /// True once any peer is gone or was reported.
+    pub(crate) fn in_trouble(&self) -> bool {
+        self.trouble.load(Ordering::Acquire)
+    }
+
+    pub(crate) fn fate(&self, rank: u32) -> Option<Fate> {
+        let news = self.news();
+        let found = news.fates.iter().find(|(r, _)| *r == rank);
+        found.map(|(_, fate)| fate.clone())
+    }
+
+    /// A loss that another rank reported.
+    pub(crate) fn report(&self) -> Option<Error> {
+        if !self.in_trouble() {
+            return None;
+        }
+        self.news().report.clone()
+    }
+
+    /// For a blocking call: the lane, if the group is idle.
+    pub(crate) fn begin(&self, kind: OpKind) -> Begin {
+        let mut queue = self.lock();
+        if let Some(error) = refusal(&queue) {
+            return Begin::Refused(error);
+        }
+        if !queue.collectives.is_empty() || !queue.lane.as_ref().is_some_and(|l| l.is_idle()) {
+            return Begin::Queued;
+        }
+        let Some(lane) = queue.lane.take() else {
+            return Begin::Queued;
+        };
+        let seq = queue.next_seq;
+        queue.next_seq += 1;
+        queue.running = Some((kind, seq));
+        self.unfinished.fetch_add(1, Ordering::AcqRel);
+        Begin::Here(lane, seq)
+    }
+
+    /// A collective has ended. Said before anybody can see it: whoever sees it may end the group, and must not be told that
+    /// something is pending.
+    pub(crate) fn finished(&self) {
+        self.unfinished.fetch_sub(1, Ordering::AcqRel);
+    }
+
+    /// True if a collective runs or waits, whoever drives it.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.unfinished.load(Ordering::Acquire) > 0
+    }
+
+    /// The lane for whoever waits for operation `last`, if nobody drives it and it has something to do up to there.
+    pub(crate) fn take_lane_for(&self, last: u64) -> Option<Box<Lane>> {
+        let mut queue = self.lock();
+        let lane = queue.lane.as_ref()?;
+        let next = queue.collectives.front().and_then(|s| s.seq);
+        let wanted = lane.current.is_some() || next.is_some_and(|next| next <= last);
+        if !wanted || lane.failure.is_some() {
+            return None;
+        }
+        queue.lane.take()
+    }
+
+    /// The lane for the engine's thread, if nobody drives it and it has something to do.
+    pub(crate) fn take_busy_lane(&self) -> Option<Box<Lane>> {
+        let mut queue = self.lock();
+        let lane = queue.lane.as_ref()?;
+        if lane.is_idle() && queue.collectives.is_empty() {
+            return None;
+        }
+        queue.lane.take()
+    }
+
+    /// The lane, whatever it does; waits until its driver, which is told to hurry, gives it back.
+    pub(crate) fn recall(&self) -> Option<Box<Lane>> {
+        if self.place.world == 1 {
+            return None;
+        }
+        self.interrupt.store(true, Ordering::Release);
+        let mut queue = self.lock();
+        loop {
+            if let Some(lane) = queue.lane.take() {
+                return Some(lane);
+            }
+            // A driver looks at the interrupt between two pieces, and wakes for it; the alarm is repeated to be sure. It
+            // works on memory that may be borrowed, so there is no giving up.
+            self.bell.alarm();
+            queue = self
+                .changed
+                .wait_timeout(queue, Duration::from_millis(20))
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+    }
+
+    /// Puts the lane back.
+    pub(crate) fn give_back(&self, lane: Box<Lane>, by: Taken) {
+        let mut queue = self.lock();
+        let more = !lane.is_idle() || !queue.collectives.is_empty() || queue.stop.is_some();
+        queue.lane = Some(lane);
+        drop(queue);
+        if self.interrupt.load(Ordering::Acquire) {
+            self.changed.notify_all();
+        }
+        if by == Taken::Caller && (more || self.in_trouble()) {
+            self.waker.wake();
+        }
+    }
+
+    /// The next collective, if there is one up to number `last`.
+    pub(crate) fn pop(&self, last: Option<u64>) -> Result<Option<Exec>> {
+        let Some(last) = last else { return Ok(None) };
+        let mut queue = self.lock();
+        let next = queue.collectives.front().and_then(|s| s.seq);
+        if next.is_none_or(|next| next > last) {
+            return Ok(None);
+        }
+        let Some(submission) = queue.collectives.pop_front() else {
+            return Ok(None);
+        };
+        let seq = submission.seq.unwrap_or(0);
+        queue.running = Some((submission.op.kind(), seq));
+        drop(queue);
+        match prepare(submission, seq, self.place) {
+            Ok(exec) => Ok(Some(exec)),
+            Err(failed) => {
+                let (error, completer) = *failed;
+                completer.fail(error.clone(), Vec::new());
+                Err(error)
+            }
+        }
+    }
+
     /// The first failure.
     pub(crate) fn error(&self) -> Option<Error> {
         self.lock().first_error.clone()
@@ -103,19 +342,14 @@ impl Shared {
         deadline: Instant,
     ) -> Result<Work, Box<Rejected>> {
         let kind = op.kind();
-        let weak = Arc::downgrade(self);
         let mut queue = self.lock();
         if let Some(error) = refusal(&queue) {
             let error = error.with_op(kind.name()).with_rank(self.place.rank);
             return Err(Box::new(Rejected { error, op }));
         }
-        let (work, completer) = work_pair(kind, deadline, move |reason| {
-            if let Some(shared) = weak.upgrade() {
-                shared.abort(reason);
-            }
-        });
         let seq = (!kind.is_p2p()).then_some(queue.next_seq);
         queue.next_seq += u64::from(seq.is_some());
+        let (work, completer) = self.work(kind, deadline, seq);
         let submission = Submission {
             op,
             seq,
@@ -129,10 +363,35 @@ impl Shared {
             self.run_alone(submission);
             return Ok(work);
         }
-        queue.incoming.push_back(submission);
+        if seq.is_some() {
+            self.unfinished.fetch_add(1, Ordering::AcqRel);
+            queue.collectives.push_back(submission);
+        } else {
+            queue.messages.push_back(submission);
+        }
         drop(queue);
         self.waker.wake();
         Ok(work)
+    }
+
+    /// A work whose abort is the group's, and which whoever waits for it may run.
+    pub(crate) fn work(
+        self: &Arc<Self>,
+        kind: OpKind,
+        deadline: Instant,
+        seq: Option<u64>,
+    ) -> (Work, Completer) {
+        let (to_abort, to_drive) = (Arc::downgrade(self), Arc::downgrade(self));
+        let abort = move |reason: &str| {
+            if let Some(shared) = to_abort.upgrade() {
+                shared.abort(reason);
+            }
+        };
+        driven_work_pair(kind, deadline, abort, move |until| {
+            if let (Some(seq), Some(shared)) = (seq, to_drive.upgrade()) {
+                shared.help(seq, until);
+            }
+        })
     }
 
     /// A world of one needs no thread and no socket.
@@ -177,6 +436,9 @@ impl Shared {
         }
         drop(queue);
         self.waker.wake();
+        if self.interrupt.load(Ordering::Acquire) {
+            self.bell.alarm();
+        }
     }
 
     /// Ends all pending work with `Aborted`. Never blocks.
@@ -257,7 +519,7 @@ pub(crate) fn prepare(
         elements: submission.op.count(),
         wait_all: matches!(submission.op, Collective::MonitoredBarrier { wait_all: true }),
     };
-    match plan(submission.op, submission.contribute, place.rank, place.world) {
+    match plan(submission.op, submission.contribute, place) {
         Ok(plan) => Ok(Exec::new(label, place, plan, submission.completer)),
         Err(e) => Err(Box::new((e, submission.completer))),
     }
@@ -273,9 +535,11 @@ impl Drop for Ended {
         if queue.first_error.is_none() && queue.stop.is_none() {
             queue.first_error = Some(Error::new(ErrorKind::Internal, "the engine ended unexpectedly"));
         }
-        let left = std::mem::take(&mut queue.incoming);
+        let messages = std::mem::take(&mut queue.messages);
+        let collectives = std::mem::take(&mut queue.collectives);
+        let lane = queue.lane.take();
         drop(queue);
         self.0.changed.notify_all();
-        drop(left);
+        drop((messages, collectives, lane));
     }
 }

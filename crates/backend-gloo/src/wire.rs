@@ -15,7 +15,7 @@ const DATA_MAGIC: u32 = 0x4F58_4744; // "OXGD"
 const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -139,7 +139,7 @@ pub(crate) struct Control {
     pub(crate) epoch: u64,
     /// The sender's number of the message.
     pub(crate) id: u64,
-    /// Offer: tag. Abort: the rank the report is about, or `u32::MAX`.
+    /// Offer: tag. Abort: the rank the report is about, or `u32::MAX`. Ready: 1 if it shares memory with every rank.
     pub(crate) a: u32,
     /// Abort: the rank that saw it first.
     pub(crate) b: u32,
@@ -238,6 +238,8 @@ pub(crate) enum Lane {
     Data,
     /// Point-to-point, aborts and good-byes.
     Control,
+    /// As `Control`, over a Unix socket with the handles of shared memory that stands for `Data`.
+    Local,
 }
 
 /// The first bytes in both directions of every connection.
@@ -265,6 +267,7 @@ impl Hello {
         put.u32(match self.lane {
             Lane::Data => 1,
             Lane::Control => 2,
+            Lane::Local => 3,
         });
         put.u32(self.rank);
         put.u32(self.world);
@@ -284,6 +287,7 @@ impl Hello {
         let lane = match take.u32() {
             1 => Lane::Data,
             2 => Lane::Control,
+            3 => Lane::Local,
             _ => return None,
         };
         Some(Self {
@@ -312,7 +316,7 @@ mod tests {
 
         #[test]
         fn hellos_round_trip(rank: u32, world: u32, epoch: u64, constants: u64, nonce: u64) {
-            for lane in [Lane::Data, Lane::Control] {
+            for lane in [Lane::Data, Lane::Control, Lane::Local] {
                 let h = Hello { version: VERSION, lane, rank, world, epoch, constants, nonce };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }

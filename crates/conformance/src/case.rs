@@ -4,12 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Configuration, DType, Epoch, Feature, GroupOptions, OpKind, ProcessGroup, ReduceOp, Store,
-    deadline_in,
+    Capabilities, Configuration, DType, Device, Epoch, Feature, GroupOptions, OpKind, ProcessGroup, ReduceOp,
+    Store, deadline_in,
 };
 
-use crate::harness::MakeGroup;
-use crate::{Outcome, arguments, barriers, failures, lifetime, messages, mismatch, movement, reductions};
+use crate::harness::MakeOn;
+use crate::staged::staged;
+use crate::{
+    Outcome, arguments, barriers, failures, lifetime, messages, mismatch, movement, reductions, streams,
+};
 
 /// What a case needs of a backend or a harness; without it the case is ignored, with the reason.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -22,6 +25,8 @@ pub enum Needs {
     Reduce(ReduceOp),
     /// A rank may kill its own process.
     RealProcesses,
+    /// Memory and streams of a device, on which work goes on while the host does something else.
+    Device,
 }
 
 type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
@@ -73,6 +78,11 @@ impl Case {
             Needs::RealProcesses => {
                 (!real_processes).then(|| "ranks are threads: none can be killed".to_string())
             }
+            Needs::Device => capabilities
+                .devices
+                .iter()
+                .any(|d| d == "cpu")
+                .then(|| "the group serves host memory: work on it has no stream".to_string()),
         })
     }
 
@@ -90,8 +100,10 @@ pub struct Rank {
     pub world: u32,
     /// Shared by the ranks of this case only.
     pub store: Arc<dyn Store>,
+    /// The device of this rank's tensors and group.
+    pub device: Device,
     /// Makes groups of the backend under test.
-    pub make: MakeGroup,
+    pub make: MakeOn,
 }
 
 impl Rank {
@@ -100,13 +112,18 @@ impl Rank {
         deadline_in(Duration::from_secs(30))
     }
 
-    /// An unconfigured group.
+    /// An unconfigured group that takes host tensors, wherever it works on them (see `staged`).
     pub fn unconfigured(&self) -> Outcome<Box<dyn ProcessGroup>> {
+        Ok(staged(self.bare()?, &self.device)?)
+    }
+
+    /// An unconfigured group that takes tensors of this rank's device.
+    pub fn bare(&self) -> Outcome<Box<dyn ProcessGroup>> {
         let options = GroupOptions {
             timeout: Duration::from_secs(30),
             ..Default::default()
         };
-        Ok((self.make)(options)?)
+        Ok((self.make)(&self.device, options)?)
     }
 
     /// A group of all ranks at epoch 1.
@@ -173,5 +190,6 @@ pub fn cases() -> Vec<Case> {
     all.extend(mismatch::cases());
     all.extend(failures::cases());
     all.extend(lifetime::cases());
+    all.extend(streams::cases());
     all
 }

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, GroupOptions, InMemoryStore, ProcessGroup, Result, Store, TcpStore, TcpStoreServer,
+    Capabilities, Device, GroupOptions, InMemoryStore, ProcessGroup, Result, Store, TcpStore, TcpStoreServer,
     deadline_in,
 };
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -26,6 +26,19 @@ const PATIENCE: Duration = Duration::from_secs(90);
 
 /// Makes a new, unconfigured group of the backend under test.
 pub type MakeGroup = fn(GroupOptions) -> Result<Box<dyn ProcessGroup>>;
+
+/// Makes a new, unconfigured group of the backend under test on the device of one rank.
+pub type MakeOn = Arc<dyn Fn(&Device, GroupOptions) -> Result<Box<dyn ProcessGroup>> + Send + Sync>;
+
+/// Rank `rank`'s device when `first` is rank 0's: the next of its kind, and from the start again when there are no more.
+pub fn device_of(first: &Device, rank: u32) -> Result<Device> {
+    if first.is_cpu() {
+        return Ok(first.clone());
+    }
+    let count = ftcore::accelerator(&first.kind)?.count().max(1);
+    let index = first.index.wrapping_add(rank) % count;
+    Ok(Device::new(first.kind.clone(), index))
+}
 
 /// Something that can run a case on N ranks of one backend.
 pub trait Harness: Send + Sync {
@@ -50,7 +63,8 @@ pub enum Mode {
 
 /// Ranks as threads of this process.
 pub struct Threads {
-    make: MakeGroup,
+    make: MakeOn,
+    device: Device,
     capabilities: Capabilities,
 }
 
@@ -60,17 +74,22 @@ pub struct Processes {
 }
 
 impl Threads {
-    /// Asks a group of the backend for its capabilities.
-    pub fn new(make: MakeGroup) -> Result<Self> {
-        let capabilities = make(GroupOptions::default())?.capabilities().clone();
-        Ok(Self { make, capabilities })
+    /// Asks a group of the backend for its capabilities. `device` is rank 0's (see [`device_of`]).
+    pub fn new(device: Device, make: MakeOn) -> Result<Self> {
+        let capabilities = make(&device, GroupOptions::default())?.capabilities().clone();
+        Ok(Self {
+            make,
+            device,
+            capabilities,
+        })
     }
 }
 
 impl Processes {
-    /// Asks a group of the backend for its capabilities. The binary must call [`run`] first thing in `main`.
-    pub fn new(make: MakeGroup) -> Result<Self> {
-        let capabilities = make(GroupOptions::default())?.capabilities().clone();
+    /// Asks a group of the backend for its capabilities. The binary must call [`run`] or [`run_on`] first thing in
+    /// `main`: that is where its ranks begin.
+    pub fn new(device: &Device, make: &MakeOn) -> Result<Self> {
+        let capabilities = make(device, GroupOptions::default())?.capabilities().clone();
         Ok(Self { capabilities })
     }
 }
@@ -93,21 +112,25 @@ impl Harness for Threads {
         let failures: Vec<String> = std::thread::scope(|scope| {
             let ranks: Vec<_> = (0..case.world)
                 .map(|rank| {
-                    let rank = Rank {
-                        rank,
-                        world: case.world,
-                        store: store.clone(),
-                        make: self.make,
-                    };
-                    scope.spawn(move || case.run(&rank).err())
+                    let store = store.clone();
+                    scope.spawn(move || {
+                        let rank = Rank {
+                            rank,
+                            world: case.world,
+                            store,
+                            device: device_of(&self.device, rank)?,
+                            make: self.make.clone(),
+                        };
+                        case.run(&rank)
+                    })
                 })
                 .collect();
             ranks
                 .into_iter()
                 .enumerate()
                 .filter_map(|(rank, thread)| match thread.join() {
-                    Ok(None) => None,
-                    Ok(Some(failure)) => Some(format!("rank {rank}: {failure}")),
+                    Ok(Ok(())) => None,
+                    Ok(Err(failure)) => Some(format!("rank {rank}: {failure}")),
                     Err(_) => Some(format!("rank {rank} panicked")),
                 })
                 .collect()
@@ -213,7 +236,7 @@ fn start_server() -> Outcome<TcpStoreServer> {
 }
 
 /// The child's side of [`Processes`]: the verdict of the one case that this process was started for.
-fn child(name: &str, make: MakeGroup) -> Outcome {
+fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
     let number = |variable: &str| {
         std::env::var(variable)
             .ok()
@@ -221,11 +244,13 @@ fn child(name: &str, make: MakeGroup) -> Outcome {
             .ok_or_else(|| Failure::new(format!("{variable} is not set")))
     };
     let address = std::env::var(STORE).map_err(|e| Failure::new(format!("{STORE}: {e}")))?;
+    let rank = number(RANK)?;
     let rank = Rank {
-        rank: number(RANK)?,
+        rank,
         world: number(WORLD)?,
         store: Arc::new(TcpStore::connect(&address, deadline_in(Duration::from_secs(30)))?),
-        make,
+        device: device_of(first, rank)?,
+        make: make.clone(),
     };
     let case = cases()
         .into_iter()
@@ -236,12 +261,37 @@ fn child(name: &str, make: MakeGroup) -> Outcome {
 
 /// The trials of one harness: every case, ignored with its reason where it does not apply.
 pub fn suite(harness: Arc<dyn Harness>) -> Vec<Trial> {
+    suite_up_to(harness, Limit::NONE)
+}
+
+/// How many ranks can run here at most, and why not more.
+#[derive(Debug, Clone, Copy)]
+pub struct Limit {
+    /// Cases of more ranks are ignored.
+    pub ranks: u32,
+    /// The reason that is given.
+    pub why: &'static str,
+}
+
+impl Limit {
+    /// As many as a case wants.
+    pub const NONE: Self = Self {
+        ranks: u32::MAX,
+        why: "",
+    };
+}
+
+fn suite_up_to(harness: Arc<dyn Harness>, limit: Limit) -> Vec<Trial> {
     cases()
         .into_iter()
         .map(|case| {
             let harness = harness.clone();
             let name = format!("{}::{}", harness.name(), case.name);
             Trial::ignorable_test(name, move || {
+                if case.world > limit.ranks {
+                    let reason = format!("{} ranks, {} at most: {}", case.world, limit.ranks, limit.why);
+                    return Ok(Completion::ignored_with(reason));
+                }
                 if let Some(reason) = case.unmet(harness.capabilities(), harness.real_processes()) {
                     return Ok(Completion::ignored_with(reason));
                 }
@@ -252,10 +302,20 @@ pub fn suite(harness: Arc<dyn Harness>) -> Vec<Trial> {
         .collect()
 }
 
-/// A whole test binary: the suite of a backend in each of `modes`, with libtest's arguments.
+/// A whole test binary: the suite of a CPU backend in each of `modes`, with libtest's arguments.
 pub fn run(modes: &[Mode], make: MakeGroup) -> ExitCode {
+    run_on(&Device::CPU, modes, Arc::new(move |_, options| make(options)))
+}
+
+/// As [`run`] for a backend of any device kind; `device` is rank 0's (see [`device_of`]).
+pub fn run_on(device: &Device, modes: &[Mode], make: MakeOn) -> ExitCode {
+    run_limited(device, modes, make, Limit::NONE)
+}
+
+/// As [`run_on`] where only so many ranks can run.
+pub fn run_limited(device: &Device, modes: &[Mode], make: MakeOn, limit: Limit) -> ExitCode {
     if let Ok(name) = std::env::var(CASE) {
-        return match child(&name, make) {
+        return match child(&name, device, &make) {
             Ok(()) => ExitCode::SUCCESS,
             Err(failure) => {
                 eprintln!("{failure}");
@@ -267,11 +327,11 @@ pub fn run(modes: &[Mode], make: MakeGroup) -> ExitCode {
     let mut trials = Vec::new();
     for mode in modes {
         let harness: Result<Arc<dyn Harness>> = match mode {
-            Mode::Threads => Threads::new(make).map(|h| Arc::new(h) as _),
-            Mode::Processes => Processes::new(make).map(|h| Arc::new(h) as _),
+            Mode::Threads => Threads::new(device.clone(), make.clone()).map(|h| Arc::new(h) as _),
+            Mode::Processes => Processes::new(device, &make).map(|h| Arc::new(h) as _),
         };
         match harness {
-            Ok(harness) => trials.extend(suite(harness)),
+            Ok(harness) => trials.extend(suite_up_to(harness, limit)),
             Err(error) => {
                 eprintln!("the backend cannot be used here: {error}");
                 return ExitCode::FAILURE;

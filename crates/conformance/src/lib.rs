@@ -14,6 +14,9 @@
 //! }
 //! ```
 //!
+//! A backend of another device kind calls [`run_on`]: the same cases, whose tensors are then allocated, filled and read through
+//! that kind's [`ftcore::Accelerator`].
+//!
 //! Names are `mode::area::case::worldN`, so `threads::` or `processes::all_reduce` as a filter gives one row or one part.
 
 #[macro_use]
@@ -29,10 +32,14 @@ mod mismatch;
 mod movement;
 mod oracle;
 mod reductions;
+mod staged;
+mod streams;
 
 pub use case::{Case, Needs, Rank, cases};
 pub use failure::{Failure, Outcome};
-pub use harness::{Harness, MakeGroup, Mode, Processes, Threads, run, suite};
+pub use harness::{
+    Harness, Limit, MakeGroup, MakeOn, Mode, Processes, Threads, device_of, run, run_limited, run_on, suite,
+};
 
 /// Element counts that every operation is tried with: empty, odd, around vector widths, beyond one piece.
 pub const SIZES: [usize; 10] = [0, 1, 2, 3, 7, 16, 17, 64, 1000, 4099];

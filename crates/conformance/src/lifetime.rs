@@ -67,19 +67,19 @@ pub(crate) fn cases() -> Vec<Case> {
 
 fn many(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    let world = i64::from(rank.world);
+    let world = rank.world as i32;
     let mut works = Vec::new();
-    for i in 0..200i64 {
+    for i in 0..200i32 {
         let n = (i as usize * 37) % 3000;
         let root = (i % world) as u32;
         works.push(if i % 3 == 0 {
-            group.broadcast(Tensor::from_vec(vec![i * 1000 + i64::from(rank.rank); n]), root)?
+            group.broadcast(Tensor::from_vec(vec![i * 1000 + rank.rank as i32; n]), root)?
         } else {
-            group.allreduce(Tensor::from_vec(vec![i + i64::from(rank.rank); n]), ReduceOp::Sum)?
+            group.allreduce(Tensor::from_vec(vec![i + rank.rank as i32; n]), ReduceOp::Sum)?
         });
     }
-    for (work, i) in works.iter().zip(0i64..).collect::<Vec<_>>().into_iter().rev() {
-        let got = work.take_tensor()?.into_vec::<i64>()?;
+    for (work, i) in works.iter().zip(0i32..).collect::<Vec<_>>().into_iter().rev() {
+        let got = work.take_tensor()?.into_vec::<i32>()?;
         let want = if i % 3 == 0 {
             i * 1000 + i % world
         } else {
@@ -170,13 +170,13 @@ fn several_groups(rank: &Rank) -> Outcome {
                 scope.spawn(move || -> Outcome {
                     let group = rank.unconfigured()?;
                     group.configure(rank.configuration(&format!("group{g}"), g + 1))?;
-                    for i in 0..30i64 {
-                        let value = i * 10 + g as i64;
+                    for i in 0..30i32 {
+                        let value = i * 10 + g as i32;
                         let sum = group
                             .allreduce(Tensor::from_vec(vec![value; 2000]), ReduceOp::Sum)?
                             .take_tensor()?
-                            .into_vec::<i64>()?;
-                        let want = value * i64::from(rank.world);
+                            .into_vec::<i32>()?;
+                        let want = value * rank.world as i32;
                         ensure!(
                             sum.iter().all(|&x| x == want),
                             "group {g}: {:?}, expected {want}",
@@ -268,10 +268,10 @@ fn splits(rank: &Rank) -> Outcome {
         info.rank
     );
     let sum = child
-        .allreduce(Tensor::from_vec(vec![i64::from(rank.rank); 100]), ReduceOp::Sum)?
+        .allreduce(Tensor::from_vec(vec![rank.rank as i32; 100]), ReduceOp::Sum)?
         .take_tensor()?
-        .into_vec::<i64>()?;
-    let want: i64 = members.iter().map(|&r| i64::from(r)).sum();
+        .into_vec::<i32>()?;
+    let want: i32 = members.iter().map(|&r| r as i32).sum();
     ensure!(
         sum.iter().all(|&x| x == want),
         "the child sums {:?}, expected {want}",

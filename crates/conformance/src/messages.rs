@@ -183,12 +183,12 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
         let to = (rank.rank + step) % rank.world;
         let from = (rank.rank + rank.world - step) % rank.world;
         let send = Collective::Send {
-            tensor: pattern(DType::I16, rank.rank, 5000 + step as usize),
+            tensor: pattern(DType::I32, rank.rank, 5000 + step as usize),
             peer: to,
             tag: step,
         };
         let receive = Collective::Recv {
-            tensor: Tensor::zeros(DType::I16, 5000 + step as usize),
+            tensor: Tensor::zeros(DType::I32, 5000 + step as usize),
             peer: Some(from),
             tag: step,
         };
@@ -207,8 +207,8 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
             (first, second)
         };
         let from = (rank.rank + rank.world - step) % rank.world;
-        check_pattern("sent in a batch", DType::I16, sent.bytes(), rank.rank, 0)?;
-        check_pattern("received in a batch", DType::I16, received.bytes(), from, 0)?;
+        check_pattern("sent in a batch", DType::I32, sent.bytes(), rank.rank, 0)?;
+        check_pattern("received in a batch", DType::I32, received.bytes(), from, 0)?;
     }
     Ok(())
 }

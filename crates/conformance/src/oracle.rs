@@ -2,7 +2,8 @@
 //! i128.
 //!
 //! Inputs come in kinds. `Small` integers keep every float type exact, so equality is demanded. `Fractions` round; the
-//! tolerance is a few units of the type's precision per rank. `Special` holds what breaks shortcuts: NaN, infinities,
+//! tolerance is a few units of the type's precision per rank; the 8-bit floats are too coarse even for small sums and always
+//! get a step of the format per hop. `Special` holds what breaks shortcuts: NaN, infinities,
 //! overflow, bytes of bool that are neither 0 nor 1.
 
 use ftcore::{DType, ReduceOp, Tensor};
@@ -38,6 +39,11 @@ pub(crate) fn input(kind: Inputs, dtype: DType, op: ReduceOp, rank: u32, index: 
         Inputs::Fractions => number(dtype, ((seed % 101) as f64 - 50.0) / 7.0),
         Inputs::Special => match dtype {
             DType::Bool => Value::Integer([0, 2, 1, 255, 0, 0][(seed % 6) as usize]),
+            // What a library makes of infinities and overflow in 8 bits is its own affair; NaN must stay visible.
+            DType::F8E4M3 | DType::F8E5M2 => Value::Float(match (index + rank as usize) % 13 {
+                0 => f64::NAN,
+                n => (n % 3) as f64 - 1.0,
+            }),
             d if d.is_float() => {
                 let at = (index + rank as usize) % 13;
                 let v = match at {
@@ -82,8 +88,48 @@ fn rounded(dtype: DType, v: f64) -> f64 {
         DType::F32 => f64::from(v as f32),
         DType::F16 => f16::from_f32(v as f32).to_f64(),
         DType::BF16 => bf16::from_f32(v as f32).to_f64(),
+        DType::F8E4M3 | DType::F8E5M2 => eighth(dtype, nearest_eighth(dtype, v)),
         _ => v,
     }
+}
+
+/// The value of an 8-bit float (OCP OFP8).
+fn eighth(dtype: DType, bits: u8) -> f64 {
+    let (mantissa_bits, bias) = if dtype == DType::F8E4M3 { (3, 7) } else { (2, 15) };
+    let magnitude = i32::from(bits & 0x7F);
+    let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1));
+    let sign = if bits & 0x80 == 0 { 1.0 } else { -1.0 };
+    let fraction = f64::from(mantissa) / f64::from(1 << mantissa_bits);
+    let top = (1 << (7 - mantissa_bits)) - 1;
+    let value = match exponent {
+        _ if dtype == DType::F8E4M3 && magnitude == 0x7F => f64::NAN,
+        e if dtype == DType::F8E5M2 && e == top && mantissa == 0 => f64::INFINITY,
+        e if dtype == DType::F8E5M2 && e == top => f64::NAN,
+        0 => fraction * f64::from(1 - bias).exp2(),
+        e => (1.0 + fraction) * f64::from(e - bias).exp2(),
+    };
+    sign * value
+}
+
+/// The bits of the finite 8-bit float that is nearest to `v`, ties to even; NaN stays NaN.
+fn nearest_eighth(dtype: DType, v: f64) -> u8 {
+    if v.is_nan() {
+        return 0x7F;
+    }
+    let far = |bits: u8| (eighth(dtype, bits) - v.abs()).abs();
+    let nearest = (0..0x7Fu8)
+        .filter(|b| eighth(dtype, *b).is_finite())
+        .min_by(|a, b| far(*a).total_cmp(&far(*b)).then((a & 1).cmp(&(b & 1))))
+        .unwrap_or(0);
+    if v.is_sign_negative() {
+        nearest | 0x80
+    } else {
+        nearest
+    }
+}
+
+fn is_eighth(dtype: DType) -> bool {
+    matches!(dtype, DType::F8E4M3 | DType::F8E5M2)
 }
 
 /// The relative rounding error of one operation.
@@ -92,6 +138,8 @@ fn precision(dtype: DType) -> f64 {
         DType::F64 => f64::EPSILON,
         DType::F32 => f64::from(f32::EPSILON),
         DType::F16 => f64::from(f16::EPSILON),
+        DType::F8E4M3 => 0.125,
+        DType::F8E5M2 => 0.25,
         _ => f64::from(bf16::EPSILON),
     }
 }
@@ -206,6 +254,7 @@ fn store(dtype: DType, value: Value, slot: &mut [u8]) {
         (DType::F64, Value::Float(f)) => f.to_ne_bytes(),
         (DType::F32, Value::Float(f)) => widened((f as f32).to_ne_bytes()),
         (DType::F16, Value::Float(f)) => widened(f16::from_f64(f).to_ne_bytes()),
+        (DType::F8E4M3 | DType::F8E5M2, Value::Float(f)) => widened([nearest_eighth(dtype, f)]),
         (_, Value::Float(f)) => widened(bf16::from_f64(f).to_ne_bytes()),
         (_, Value::Integer(i)) => match dtype.size() {
             8 => (i as u64).to_ne_bytes(),
@@ -233,6 +282,7 @@ fn load(dtype: DType, slot: &[u8]) -> Value {
         DType::F32 => Value::Float(f32::from_ne_bytes(four).into()),
         DType::F16 => Value::Float(f16::from_ne_bytes(two).to_f64()),
         DType::BF16 => Value::Float(bf16::from_ne_bytes(two).to_f64()),
+        DType::F8E4M3 | DType::F8E5M2 => Value::Float(eighth(dtype, b(0))),
         DType::I64 => Value::Integer(i64::from_ne_bytes(eight).into()),
         DType::I32 => Value::Integer(i32::from_ne_bytes(four).into()),
         DType::I16 => Value::Integer(i16::from_ne_bytes(two).into()),
@@ -294,7 +344,7 @@ impl Expected<'_> {
             (Value::Integer(a), Value::Integer(b)) => a == b,
             (Value::Float(a), Value::Float(b)) if a.is_nan() || b.is_nan() => a.is_nan() && b.is_nan(),
             (Value::Float(a), Value::Float(b)) if a == b => true,
-            (Value::Float(a), Value::Float(b)) if self.kind == Inputs::Fractions => {
+            (Value::Float(a), Value::Float(b)) if self.kind == Inputs::Fractions || is_eighth(self.dtype) => {
                 // Every hop rounds once, relative to the largest sum or product on the way.
                 let size = |v: &Value| match v {
                     Value::Float(f) => f.abs(),
@@ -305,7 +355,12 @@ impl Expected<'_> {
                     ReduceOp::PremulSum(factor) => values.iter().map(|v| size(v) * factor.abs()).sum(),
                     _ => values.iter().map(size).sum(),
                 };
-                (a - b).abs() <= precision(self.dtype) * (largest + b.abs()) * (values.len() as f64 + 1.0)
+                let hops = if is_eighth(self.dtype) {
+                    1.0
+                } else {
+                    values.len() as f64 + 1.0
+                };
+                (a - b).abs() <= precision(self.dtype) * (largest + b.abs()) * hops
             }
             _ => false,
         }
@@ -371,6 +426,29 @@ mod tests {
             panic!("a float");
         };
         assert!(nan.is_nan());
+    }
+
+    #[test]
+    fn the_eight_bit_floats_have_their_published_values() {
+        use DType::{F8E4M3, F8E5M2};
+        for (dtype, bits, value) in [
+            (F8E4M3, 0x38, 1.0),
+            (F8E4M3, 0x7E, 448.0),
+            (F8E4M3, 0x01, 0.001953125),
+            (F8E4M3, 0xC0, -2.0),
+            (F8E5M2, 0x3C, 1.0),
+            (F8E5M2, 0x7B, 57344.0),
+            (F8E5M2, 0x01, 2f64.powi(-16)),
+        ] {
+            assert_eq!(eighth(dtype, bits), value, "{dtype} {bits:#x}");
+            assert_eq!(nearest_eighth(dtype, value), bits, "{dtype} {value}");
+        }
+        assert!(eighth(F8E4M3, 0x7F).is_nan() && eighth(F8E5M2, 0x7C).is_infinite());
+        assert_eq!(
+            nearest_eighth(F8E4M3, 17.0),
+            nearest_eighth(F8E4M3, 16.0),
+            "ties to even"
+        );
     }
 
     #[test]

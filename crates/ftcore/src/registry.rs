@@ -7,7 +7,12 @@
 
 use std::collections::BTreeMap;
 use std::fmt;
-use std::sync::{Arc, OnceLock, PoisonError, RwLock};
+#[cfg(not(feature = "shuttle"))]
+use std::sync::RwLock;
+use std::sync::{Arc, OnceLock, PoisonError};
+
+#[cfg(feature = "shuttle")]
+use shuttle::sync::RwLock;
 
 use crate::{Capabilities, Device, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup, Result, Staged};
 

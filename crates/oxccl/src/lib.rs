@@ -2,11 +2,15 @@
 //!
 //! Every part lives in a crate of its own and appears here as a module, chosen by a feature of the same name (all on by
 //! default): take less with `default-features = false`. [`core`] (types, traits, stores, the backend registry) is
-//! always there. [`launch`] is the facade's own: it starts and watches the processes of a run on one machine, and
+//! always there. [`backend`] and [`launch`] are the facade's own: the first chooses a backend as the programs do, the second starts and watches the processes of a run on one machine, and
 //! carries the events that they send; the `oxccl` command and the examples are built on it.
 
 #[cfg(feature = "gloo")]
 pub use backend_gloo as gloo;
+#[cfg(feature = "nccl")]
+pub use backend_nccl as nccl;
+#[cfg(feature = "xccl")]
+pub use backend_xccl as xccl;
 #[cfg(feature = "checkpoint")]
 pub use checkpoint;
 #[cfg(feature = "coordination")]
@@ -16,11 +20,17 @@ pub use ddp;
 #[cfg(feature = "diloco")]
 pub use diloco;
 pub use ftcore as core;
+#[cfg(feature = "isolate")]
+pub use isolate;
 #[cfg(feature = "manager")]
 pub use manager;
+#[cfg(feature = "plugin")]
+pub use plugin;
 #[cfg(feature = "quant")]
 pub use quant;
 
+#[cfg(feature = "backend")]
+pub mod backend;
 #[cfg(feature = "launch")]
 pub mod launch;
 

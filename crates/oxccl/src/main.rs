@@ -7,6 +7,10 @@ use std::process::ExitCode;
 // Linked for its registration: `backends` and `bench` find it in the registry.
 #[cfg(feature = "gloo")]
 use backend_gloo as _;
+#[cfg(feature = "nccl")]
+use backend_nccl as _;
+#[cfg(feature = "xccl")]
+use backend_xccl as _;
 use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 use oxccl::core::{Error, ErrorKind};
 use tracing_subscriber::EnvFilter;
@@ -64,6 +68,8 @@ enum Command {
 }
 
 fn main() -> ExitCode {
+    // A child of an isolated group is this program too.
+    oxccl::backend::init();
     let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
     let choice = if colour {
         ColorChoice::Auto

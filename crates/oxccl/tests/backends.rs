@@ -97,3 +97,85 @@ fn a_backend_that_is_not_known_is_an_error_of_the_probe_with_a_suggestion() {
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(err.contains("Did you mean 'gloo'?"), "{err}");
 }
+
+/// Gloo as a dylib of itself, built by the cargo that runs this test.
+fn gloo_plugin() -> String {
+    let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
+    let output = Command::new(env!("CARGO"))
+        .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
+        .args([
+            "build",
+            "--message-format=json",
+            "--package",
+            "gloo-plugin",
+            "--lib",
+        ])
+        .args(["--profile", profile])
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    let built = text.lines().filter(|l| l.contains("\"cdylib\""));
+    built
+        .flat_map(|l| l.split('"'))
+        .rfind(|part| part.ends_with(".so"))
+        .unwrap()
+        .to_string()
+}
+
+#[test]
+fn plugins_are_listed_with_who_wins_and_why_the_others_are_not_used() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("libtext.so");
+    std::fs::write(&text, "no library").unwrap();
+    let plugin = gloo_plugin();
+    let list = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+            .arg("backends")
+            .args(arguments)
+            .env("OXCCL_LOG", "off")
+            .env(
+                "OXCCL_PLUGIN_PATH",
+                format!("{plugin}:{}", folder.path().display()),
+            )
+            .env("OXCCL_PLUGIN_LIB_HCCL", "/nowhere/libhccl.so")
+            .output()
+            .unwrap();
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    };
+    let json: serde_json::Value = serde_json::from_str(&list(&["--json"])).unwrap();
+    let gloo = json["backends"].as_array().unwrap();
+    let gloo = gloo.iter().find(|b| b["name"] == "gloo").unwrap();
+    assert_eq!(gloo["source"]["kind"], "plugin");
+    assert_eq!(gloo["source"]["origin"], plugin);
+    assert_eq!((&gloo["usable"], &gloo["default"]), (&true.into(), &true.into()));
+    assert_eq!(json["conflicts"][0]["winner"]["kind"], "plugin");
+    assert_eq!(json["conflicts"][0]["loser"]["origin"], "backend-gloo");
+    let plugins = json["plugins"].as_array().unwrap();
+    let of = |path: &str| plugins.iter().find(|p| p["path"] == path).unwrap();
+    assert_eq!(
+        (&of(&plugin)["used"], &of(&plugin)["abi_minor"]),
+        (&true.into(), &1.into())
+    );
+    assert_eq!(of(text.to_str().unwrap())["unavailable"], "library_not_loadable");
+    let missing = of("/nowhere/libhccl.so");
+    assert_eq!(missing["unavailable"], "library_not_found");
+    assert_eq!(missing["variable"], "OXCCL_PLUGIN_LIB_HCCL");
+
+    let table = list(&[]);
+    assert!(table.contains(&format!("plugin ({plugin})")), "{table}");
+    assert!(
+        table.contains("plugin: /nowhere/libhccl.so (OXCCL_PLUGIN_LIB_HCCL): not used:"),
+        "{table}"
+    );
+    assert!(table.contains("conflict: gloo for cpu"), "{table}");
+}

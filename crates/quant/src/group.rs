@@ -1,61 +1,92 @@
 //! The process group around another one: agreement on the format, then every collective in order through the queue.
 
+use std::borrow::Cow;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DType, Error, ErrorKind, Failed, GroupInfo,
-    OpKind, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, execute_by_submit,
-    work_pair,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Error, ErrorKind, Failed,
+    Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
+    Work, deadline_in, execute_by_submit, work_pair, wrong_device,
 };
 
-use crate::Codec;
-use crate::queue::{Job, Shared, quantised};
-use crate::reduce::Place;
+use crate::agree::{Agreement, may_be_mismatch};
+use crate::exchange::Place;
+use crate::kernels::{block_kernels, device_kinds};
+use crate::options::{Accuracy, CodecChoice, Moves, QuantizeOptions};
+use crate::plan::{FLOATS, REDUCTIONS, is_reduction, unsupported};
+use crate::queue::{Job, Shared, Turn};
+use crate::{Codec, ErrorFeedback};
 
-/// How long one look at the store takes before abort and lost peers are looked for.
-const LOOK: Duration = Duration::from_millis(50);
-
-/// A group whose all-reduces of f32 with `Sum` and `Avg` travel in a [`Codec`]; everything else is forwarded as it is.
+/// A group whose reductions travel in a [`Codec`].
 ///
-/// - All ranks hold bitwise equal results, and the ranks' values are summed in f32 in rank order (INV-3).
+/// - `all_reduce`, `reduce_scatter` and `reduce_scatter_into` of f32, f16 and bf16 with `Sum` and `Avg` are quantised; other reductions are
+///   `Unsupported` with the reason. `all_gather`, `all_gather_into` and `broadcast` of those types are quantised with [`Moves::Quantized`]. Everything
+///   else is forwarded as it is.
+/// - All ranks of an all-reduce hold bitwise equal results, and the ranks' values are summed in f32 in rank order (INV-3).
 /// - Averages divide by the contributors counted in the same exchange (INV-4).
-/// - `configure` compares the format with every other rank's through the store: `Mismatch` names both (L12).
+/// - `configure` compares format, accuracy and moves with every other rank's through the store: `Mismatch` on all ranks names both (L12).
 /// - A world of one exchanges nothing, so nothing is quantised.
-/// - The memory of quantised tensors must be on the host, and streams of devices are `Unsupported` for them.
+/// - Tensors are on the host, or on a device that [`BlockKernels`](crate::BlockKernels) are linked in for; streams of devices are `Unsupported` for
+///   quantised operations.
 pub struct QuantizedGroup {
     shared: Arc<Shared>,
-    timeout: Duration,
+    capabilities: Capabilities,
 }
 
 impl QuantizedGroup {
-    /// Wraps `inner`, which must not be used directly any more. `timeout` is that of calls that name no deadline.
+    /// Wraps `inner`, which must not be used directly any more, with default options but for these. `timeout` is that of calls that name no
+    /// deadline.
     ///
-    /// Errors: `Unsupported` if `inner` lacks what this needs (u8, all_gather, all_gather_into, all_to_all_into on cpu).
-    pub fn new(inner: Arc<dyn ProcessGroup>, codec: Codec, timeout: Duration) -> Result<Self> {
+    /// Errors: as [`with_options`](Self::with_options).
+    pub fn new(
+        inner: Arc<dyn ProcessGroup>,
+        codec: impl Into<CodecChoice>,
+        timeout: Duration,
+    ) -> Result<Self> {
+        let options = QuantizeOptions {
+            codec: codec.into(),
+            timeout,
+            ..QuantizeOptions::default()
+        };
+        Self::with_options(inner, options)
+    }
+
+    /// Wraps `inner`, which must not be used directly any more.
+    ///
+    /// Errors: `Unsupported` if `inner` lacks what this needs (u8, all_gather, all_gather_into, all_to_all_into on the host, and broadcast to
+    /// quantise moves); `InvalidArgument` for options that do not go together.
+    pub fn with_options(inner: Arc<dyn ProcessGroup>, options: QuantizeOptions) -> Result<Self> {
+        let info = inner.info();
+        let codec = options.codec.on(&info.device);
+        options.check(codec)?;
         let capabilities = inner.capabilities();
-        let needed = [OpKind::AllGather, OpKind::AllGatherInto, OpKind::AllToAllInto];
+        let mut needed = vec![OpKind::AllGather, OpKind::AllGatherInto, OpKind::AllToAllInto];
+        if options.moves == Moves::Quantized {
+            needed.push(OpKind::Broadcast);
+        }
         let missing = needed.iter().find(|k| !capabilities.ops.contains(**k));
         let lacks = match missing {
             Some(kind) => Some(kind.name()),
             None if !capabilities.moves.contains(DType::U8) => Some("u8"),
-            None if !capabilities.serves(&ftcore::DeviceKind::Cpu) => Some("cpu"),
+            None if !capabilities.serves(&ftcore::DeviceKind::Cpu) => Some("host memory"),
             None => None,
         };
         if let Some(lacks) = lacks {
-            let backend = inner.info().backend;
             return Err(Error::unsupported(format!(
-                "quantised collectives need {lacks}, which backend '{backend}' does not offer"
+                "quantised collectives need {lacks}, which backend '{}' does not offer",
+                info.backend
             )));
         }
-        let shared = Arc::new(Shared::new(inner, codec));
+        let capabilities = offered(capabilities, codec, options.moves);
+        let shared = Arc::new(Shared::new(inner, codec, options));
         let served = shared.clone();
         std::thread::Builder::new()
             .name("ox-quant".to_string())
             .spawn(move || served.serve())
             .map_err(|e| Error::io("cannot start the thread ox-quant", e))?;
-        Ok(Self { shared, timeout })
+        Ok(Self { shared, capabilities })
     }
 
     /// The format.
@@ -63,49 +94,142 @@ impl QuantizedGroup {
         self.shared.codec
     }
 
-    /// How many values that are not finite this rank has put into quantised reductions so far (INV-11).
+    /// How many values that are not finite this rank has put into quantised operations so far (INV-11).
     pub fn non_finite(&self) -> u64 {
         self.shared.non_finite.load(Ordering::Relaxed)
     }
 
-    /// Compares the format with every other rank's.
-    fn agree(&self, c: &Configuration) -> Result<()> {
-        let key = |rank: u32| format!("{}/quant/{}/{rank}", c.prefix, c.epoch);
-        let mine = self.shared.codec.to_string();
-        c.store.set(&key(c.rank), mine.as_bytes(), c.deadline)?;
-        for peer in (0..c.world_size).filter(|r| *r != c.rank) {
-            let theirs = loop {
-                if let Some(e) = self.shared.inner.error() {
-                    return Err(e);
-                }
-                match c.store.get(&key(peer), deadline_in(LOOK).min(c.deadline)) {
-                    Ok(value) => break value,
-                    Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < c.deadline => {}
-                    Err(e) => return Err(e.with_peer(peer)),
-                }
-            };
-            if theirs != mine.as_bytes() {
-                let theirs: String = String::from_utf8_lossy(&theirs).chars().take(64).collect();
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    format!("rank {peer} quantises as {theirs}, rank {} as {mine}", c.rank),
-                )
-                .with_peer(peer));
-            }
-        }
-        Ok(())
+    /// This rank's residuals, if the options ask for error feedback.
+    pub fn error_feedback(&self) -> Option<Arc<ErrorFeedback>> {
+        self.shared.feedback.clone()
     }
 
-    fn connect(&self, c: &Configuration) -> Result<()> {
+    /// Names the round that the next calls belong to, for stochastic rounding: the same seed, round, rank and number of the call in
+    /// its round draw the same random numbers, so that a step that is done again gives the same bytes. Round 0 begins with every `configure`.
+    pub fn start_round(&self, round: u64) {
+        let mut state = self.shared.lock();
+        (state.next.round, state.next.in_round) = (round, 0);
+    }
+
+    fn connect(&self, c: &Configuration, agreement: &Agreement) -> Result<()> {
         if !self.shared.idle() {
             self.shared
                 .abort(&format!("configured again at epoch {}", c.epoch));
         }
         self.shared.wait_idle(c.deadline)?;
         self.shared.interrupt.store(false, Ordering::Release);
-        self.shared.inner.configure(c.clone())?;
-        self.agree(c)
-            .inspect_err(|e| self.shared.inner.abort(&e.to_string()))
+        agreement.publish()?;
+        let inner = &self.shared.inner;
+        let connected = inner.configure(c.clone()).map_err(|e| match e.kind() {
+            // Another rank may have found out first and left.
+            ErrorKind::PeerLost | ErrorKind::Aborted | ErrorKind::Timeout | ErrorKind::Poisoned => {
+                agreement.known_mismatch().unwrap_or(e)
+            }
+            _ => e,
+        });
+        connected?;
+        agreement
+            .compare_all(&self.shared.interrupt)
+            .inspect_err(|e| inner.abort(&e.to_string()))
+    }
+
+    /// Why `op` is not carried out; `None` if it is.
+    fn refusal(&self, op: &Collective, options: &SubmitOptions, place: Place) -> Option<Error> {
+        if let Some(reason) = unsupported(op) {
+            return Some(Error::unsupported(reason));
+        }
+        let inner = self.shared.inner.capabilities();
+        if place.world == 1 || self.shared.plan(op, place.world).is_none() {
+            // Kernels may serve devices that the group below does not.
+            let odd = op.tensors().into_iter().find(|t| !inner.serves(&t.device().kind));
+            return odd.map(|t| wrong_device(t, &inner.devices.join(", ")));
+        }
+        let device = op.tensors().first().map(|t| t.device().clone());
+        if let Some(device) = device.filter(|d| !d.is_cpu()) {
+            if let Err(e) = block_kernels(&device.kind) {
+                return Some(e);
+            }
+            if self.shared.feedback.is_some() {
+                return Some(Error::unsupported(format!(
+                    "error feedback keeps its residuals on the host; the values are on {device}"
+                )));
+            }
+        }
+        let stream = options.stream.as_ref().filter(|s| !s.device().is_cpu())?;
+        Some(Error::unsupported(format!(
+            "quantising cannot order itself after a stream on {}; synchronise it first",
+            stream.device()
+        )))
+    }
+}
+
+/// What the wrapper offers over a group that offers `inner`.
+fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
+    let floats = DTypeSet::of(&FLOATS);
+    let mut reduces = [DTypeSet::NONE; ReduceOp::COUNT];
+    for op in REDUCTIONS {
+        if let Some(set) = reduces.get_mut(usize::from(op.code())) {
+            *set = floats;
+        }
+    }
+    let kept = [
+        Feature::Abort,
+        Feature::Reconfigure,
+        Feature::MismatchDetection,
+        Feature::Tags,
+        Feature::RecvAny,
+        Feature::ThreadRanks,
+        Feature::Split,
+    ];
+    let features = kept.into_iter().filter(|f| inner.has(*f));
+    let features = features.fold(FeatureSet::NONE, FeatureSet::with);
+    let mut devices = inner.devices.clone();
+    for kind in device_kinds() {
+        if !devices.iter().any(|d| d == kind) {
+            devices.push(kind.into());
+        }
+    }
+    let reduction =
+        |shots: &str| format!("sum and avg of f32, f16 and bf16 in {codec}, {shots}; others are unsupported");
+    let moved = match moves {
+        Moves::Exact => "forwarded bit for bit".to_string(),
+        Moves::Quantized => format!("f32, f16 and bf16 in {codec}, others bit for bit"),
+    };
+    let mut notes: Vec<(Cow<'static, str>, Cow<'static, str>)> = vec![
+        (
+            "all_reduce".into(),
+            reduction("rounded twice from three ranks on").into(),
+        ),
+        ("reduce_scatter".into(), reduction("rounded once").into()),
+        ("reduce".into(), "unsupported: use all_reduce".into()),
+        ("all_gather".into(), moved.clone().into()),
+        ("broadcast".into(), moved.into()),
+    ];
+    // What the group below says of operations that are forwarded to it holds here too.
+    let forwarded = |name: &str| {
+        let kind = OpKind::ALL.into_iter().find(|k| k.name() == name);
+        kind.is_some_and(|k| !is_reduction(k)) && !notes.iter().any(|(n, _)| n == name)
+    };
+    let kept: Vec<_> = inner
+        .notes
+        .iter()
+        .filter(|(name, _)| forwarded(name))
+        .cloned()
+        .collect();
+    notes.extend(kept);
+    Capabilities {
+        ops: inner
+            .ops
+            .without(OpKind::Reduce)
+            .with(OpKind::AllReduce)
+            .with(OpKind::ReduceScatter)
+            .with(OpKind::ReduceScatterInto),
+        moves: inner.moves,
+        reduces,
+        features: features.with(Feature::BitwiseEqual).with(Feature::Contributors),
+        options: inner.options.clone(),
+        devices,
+        notes,
     }
 }
 
@@ -113,6 +237,7 @@ impl QuantizedGroup {
 impl ProcessGroup for QuantizedGroup {
     fn info(&self) -> GroupInfo {
         let mut info = self.shared.inner.info();
+        info.backend = format!("{}+{}", info.backend, self.shared.codec.name());
         if self.shared.lock().place.is_none() {
             (info.rank, info.world_size) = (0, 0);
         }
@@ -120,7 +245,7 @@ impl ProcessGroup for QuantizedGroup {
     }
 
     fn capabilities(&self) -> &Capabilities {
-        self.shared.inner.capabilities()
+        &self.capabilities
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
@@ -135,12 +260,38 @@ impl ProcessGroup for QuantizedGroup {
                 let text = "another thread is configuring this group right now";
                 return Err(named(Error::new(ErrorKind::InvalidState, text)));
             }
+            // A wrong call leaves the group as it is.
+            let (rank, world) = (configuration.rank, configuration.world_size);
+            if rank >= world {
+                let text = format!("rank {rank} does not exist in a world of {world}");
+                return Err(named(Error::invalid(text)));
+            }
+            if let Some(last) = state.epoch.filter(|last| configuration.epoch <= *last) {
+                let text = format!(
+                    "epoch {} is not larger than {last}, the group's present one",
+                    configuration.epoch
+                );
+                return Err(named(Error::invalid(text)));
+            }
             state.configuring = true;
             state.place = None;
+            state.agreement = None;
             state.failure = None;
             state.closing = false;
         }
-        let connected = self.connect(&configuration).map_err(named);
+        let options = &self.shared.options;
+        let shots = match options.accuracy {
+            Accuracy::Economic => "economic",
+            Accuracy::Best => "best",
+        };
+        let moves = match options.moves {
+            Moves::Exact => "exact",
+            Moves::Quantized => "quantised",
+        };
+        // The format first: see Agreement.
+        let mine = format!("{}, accuracy {shots}, moves {moves}", self.shared.codec);
+        let agreement = Agreement::new(&configuration, mine);
+        let connected = self.connect(&configuration, &agreement).map_err(named);
         let mut state = self.shared.lock();
         state.configuring = false;
         state.failure = connected.clone().err();
@@ -149,63 +300,72 @@ impl ProcessGroup for QuantizedGroup {
                 rank: configuration.rank,
                 world: configuration.world_size,
             });
+            state.agreement = Some(agreement);
+            state.epoch = Some(configuration.epoch);
+            state.next = Turn::default();
         }
         connected
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let kind = op.get().kind();
-        let refuse = |error: Error, op: Collective| {
+        let refuse = |error: Error, op: Checked| {
             let error = error.with_op(kind.name());
+            let op = op.into_inner();
             Err(Box::new(Rejected { error, op }))
         };
-        let first = self.shared.error();
+        let below = self.shared.inner.error();
         let mut state = self.shared.lock();
         let Some(place) = state.place else {
             let text = match &state.failure {
                 Some(e) => format!("the group is not configured; the last attempt failed: {e}"),
                 None => "the group is not configured".to_string(),
             };
-            return refuse(Error::new(ErrorKind::InvalidState, text), op.into_inner());
+            return refuse(Error::new(ErrorKind::InvalidState, text), op);
         };
-        if let Some(first) = first {
+        // A mismatch that only the group below knows of is first put into this group's own words by the thread; the call is this rank's side of it.
+        let below = below.filter(|e| kind.is_p2p() || !may_be_mismatch(e));
+        if let Some(first) = state.failure.clone().or(below) {
             let text = format!("the group failed earlier and was not configured again: {first}");
             let error = Error::new(ErrorKind::Poisoned, text).with_source(first);
-            return refuse(error, op.into_inner());
+            return refuse(error, op);
         }
         if state.closing {
-            let error = Error::new(ErrorKind::InvalidState, "the group is shut down");
-            return refuse(error, op.into_inner());
+            return refuse(Error::new(ErrorKind::InvalidState, "the group is shut down"), op);
+        }
+        if let Some(error) = self.refusal(op.get(), &options, place) {
+            return refuse(error, op);
         }
         if kind.is_p2p() || place.world == 1 {
             drop(state);
             return self.shared.inner.submit(op, options);
         }
-        if quantised(op.get()).is_some() {
-            if op.get().tensors().iter().any(|t| !t.device().is_cpu()) {
-                let error = Error::unsupported("only values in host memory can be quantised");
-                return refuse(error, op.into_inner());
-            }
-            if let Some(stream) = options.stream.as_ref().filter(|s| !s.device().is_cpu()) {
-                let text = format!(
-                    "quantising cannot order itself after a stream on {}",
-                    stream.device()
-                );
-                return refuse(Error::unsupported(text), op.into_inner());
-            }
-        }
-        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
+        let slot = match &self.shared.feedback {
+            Some(feedback) if is_reduction(kind) => match feedback.slot(kind, op.get().count()) {
+                Ok(slot) => Some(slot),
+                Err(e) => return refuse(e, op),
+            },
+            _ => None,
+        };
+        let deadline = options
+            .deadline
+            .unwrap_or_else(|| deadline_in(self.shared.options.timeout));
         let weak = Arc::downgrade(&self.shared);
         let (work, completer) = work_pair(kind, deadline, move |reason| {
             if let Some(shared) = weak.upgrade() {
                 shared.abort(reason);
             }
         });
+        let turn = state.next;
+        state.next.seq += 1;
+        state.next.in_round += 1;
         state.jobs.push_back(Job {
             op,
             options,
             deadline,
             completer,
+            turn,
+            slot,
         });
         drop(state);
         self.shared.wake();
@@ -227,7 +387,11 @@ impl ProcessGroup for QuantizedGroup {
         let Some(child) = self.shared.inner.split(color, key, deadline)? else {
             return Ok(None);
         };
-        let child = Self::new(Arc::from(child), self.shared.codec, self.timeout)?;
+        let options = QuantizeOptions {
+            codec: CodecChoice::Exactly(self.shared.codec),
+            ..self.shared.options.clone()
+        };
+        let child = Self::with_options(Arc::from(child), options)?;
         let info = child.shared.inner.info();
         child.shared.lock().place = Some(Place {
             rank: info.rank,

@@ -1,13 +1,22 @@
-//! Quantised collectives: the formats, and a process group that all-reduces in them over any other group.
+//! Quantised collectives: the formats, and a process group that carries reductions in them over any other group.
 //!
-//! Data flow: [`QuantizedGroup`] (`group`) puts calls into a `queue`; its thread turns an all-reduce of f32 into byte
-//! collectives of the group below (`reduce`), whose `chunk`s hold values encoded by a [`Codec`].
+//! Data flow: [`QuantizedGroup`] (`group`) puts calls into a `queue`; its thread makes a `plan` of each and turns it into byte
+//! collectives of the group below (`exchange`), whose `chunk`s hold values encoded by a [`Codec`] through the `kernels` of the values' device.
+//! `agree` is what ranks tell each other through the store, `feedback` keeps what rounding loses.
 
+mod agree;
 mod chunk;
 mod codec;
+mod exchange;
+mod feedback;
 mod group;
+mod kernels;
+mod options;
+mod plan;
 mod queue;
-mod reduce;
 
-pub use codec::Codec;
+pub use codec::{Codec, Encoding, Rounding, Simd};
+pub use feedback::ErrorFeedback;
 pub use group::QuantizedGroup;
+pub use kernels::{BlockKernels, Piece, StaticBlockKernels, block_kernels};
+pub use options::{Accuracy, CodecChoice, Moves, QuantizeOptions, supports_native_fp8};

@@ -1,7 +1,7 @@
 //! The queue between callers and the thread `ox-quant`, which carries collectives out in the order of submission.
 //!
 //! Every collective passes through it, forwarded ones too: otherwise one of them could overtake the second half of a quantised
-//! reduction on one rank and not on another. Nothing here blocks a caller, except waits that say so.
+//! operation on one rank and not on another. Nothing here blocks a caller, except waits that say so.
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -9,13 +9,19 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Checked, Collective, Completer, Completion, Error, ErrorKind, OpKind, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Result, Status, SubmitOptions, Tensor, Work, time_left,
+    Checked, Collective, Completer, Completion, Epoch, Error, ErrorKind, Fingerprint, ProcessGroup,
+    ProcessGroupExt, Result, Status, SubmitOptions, Tensor, time_left,
 };
 
-use crate::Codec;
+use crate::agree::{Agreement, DISPUTED, may_be_mismatch};
 use crate::chunk::Frame;
-use crate::reduce::{self, Place};
+use crate::codec::rounding::splitmix64;
+use crate::codec::{Codec, Rounding};
+use crate::exchange::{Exchange, Place};
+use crate::feedback::{ErrorFeedback, Slot};
+use crate::kernels::block_kernels;
+use crate::options::QuantizeOptions;
+use crate::plan::{Plan, plan};
 
 /// How long the group below may take to report an operation's own deadline, or an abort.
 const REPORT: Duration = Duration::from_secs(5);
@@ -26,18 +32,44 @@ pub(crate) struct Job {
     pub(crate) options: SubmitOptions,
     pub(crate) deadline: Instant,
     pub(crate) completer: Completer,
+    pub(crate) turn: Turn,
+    pub(crate) slot: Option<Slot>,
+}
+
+/// Which call of the group a job is.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct Turn {
+    /// The number since `configure`.
+    pub(crate) seq: u64,
+    /// The caller's round, and the number in it.
+    pub(crate) round: u64,
+    pub(crate) in_round: u64,
+}
+
+/// A forwarded call that failed because ranks called different things; the thread finds out what.
+struct Dispute {
+    completer: Completer,
+    error: Error,
+    tensors: Vec<Tensor>,
+    turn: Turn,
+    fingerprint: Fingerprint,
 }
 
 #[derive(Default)]
 pub(crate) struct State {
     pub(crate) jobs: VecDeque<Job>,
+    disputes: VecDeque<Dispute>,
     /// The thread has a job in hand.
     busy: bool,
-    /// That job is a quantised reduction whose caller does not know of its end yet.
-    reducing: bool,
+    /// That job is a quantised operation whose caller does not know of its end yet.
+    exchanging: bool,
     ended: bool,
     /// `None`: not configured.
     pub(crate) place: Option<Place>,
+    pub(crate) agreement: Option<Agreement>,
+    /// Of the last `configure` that worked.
+    pub(crate) epoch: Option<Epoch>,
+    pub(crate) next: Turn,
     pub(crate) configuring: bool,
     pub(crate) closing: bool,
     /// The first failure of this layer, or why `configure` failed.
@@ -48,6 +80,8 @@ pub(crate) struct State {
 pub(crate) struct Shared {
     pub(crate) inner: Arc<dyn ProcessGroup>,
     pub(crate) codec: Codec,
+    pub(crate) options: QuantizeOptions,
+    pub(crate) feedback: Option<Arc<ErrorFeedback>>,
     pub(crate) non_finite: AtomicU64,
     /// Raised while an order to stop stands.
     pub(crate) interrupt: AtomicBool,
@@ -56,10 +90,13 @@ pub(crate) struct Shared {
 }
 
 impl Shared {
-    pub(crate) fn new(inner: Arc<dyn ProcessGroup>, codec: Codec) -> Self {
+    pub(crate) fn new(inner: Arc<dyn ProcessGroup>, codec: Codec, options: QuantizeOptions) -> Self {
+        let feedback = options.error_feedback.then(Arc::default);
         Self {
             inner,
             codec,
+            options,
+            feedback,
             non_finite: AtomicU64::new(0),
             interrupt: AtomicBool::new(false),
             state: Mutex::default(),
@@ -79,6 +116,11 @@ impl Shared {
     pub(crate) fn error(&self) -> Option<Error> {
         let own = self.lock().failure.clone();
         own.or_else(|| self.inner.error())
+    }
+
+    /// How `op` is quantised over `world` ranks; `None` if it is forwarded.
+    pub(crate) fn plan(&self, op: &Collective, world: u32) -> Option<Plan> {
+        plan(op, world, self.options.moves)
     }
 
     /// Ends everything that is pending. Never blocks.
@@ -107,7 +149,7 @@ impl Shared {
     pub(crate) fn end(&self) {
         let mut state = self.lock();
         state.ended = true;
-        let pending = state.reducing || !state.jobs.is_empty();
+        let pending = state.exchanging || !state.jobs.is_empty();
         drop(state);
         if pending {
             self.abort("the group was dropped");
@@ -115,16 +157,16 @@ impl Shared {
         self.wake();
     }
 
-    /// True if nothing is queued or being reduced. What was forwarded is the group below's.
+    /// True if nothing is queued or being exchanged. What was forwarded is the group below's.
     pub(crate) fn idle(&self) -> bool {
         let state = self.lock();
-        !state.reducing && state.jobs.is_empty()
+        !state.exchanging && state.jobs.is_empty()
     }
 
     /// Waits until nothing is queued or running.
     pub(crate) fn wait_idle(&self, deadline: Instant) -> Result<()> {
         let mut state = self.lock();
-        while state.busy || !state.jobs.is_empty() {
+        while state.busy || !state.jobs.is_empty() || !state.disputes.is_empty() {
             let left = time_left(deadline);
             if left.is_zero() {
                 return Err(Error::timeout("pending work did not end by the deadline"));
@@ -145,6 +187,15 @@ impl Shared {
             state.busy = false;
             self.wake();
             let job = loop {
+                if let Some(dispute) = state.disputes.pop_front() {
+                    state.busy = true;
+                    drop(state);
+                    self.settle(dispute);
+                    state = self.lock();
+                    state.busy = false;
+                    self.wake();
+                    continue;
+                }
                 if let Some(job) = state.jobs.pop_front() {
                     break job;
                 }
@@ -154,17 +205,22 @@ impl Shared {
                 state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
             };
             state.busy = true;
-            // Before the lock is let go, so that a group dropped now finds it pending.
-            state.reducing = quantised(job.op.get()).is_some();
             let place = state.place;
+            let plan = place.and_then(|p| self.plan(job.op.get(), p.world));
+            // Before the lock is let go, so that a group dropped now finds it pending.
+            state.exchanging = plan.is_some();
             drop(state);
-            self.carry_out(job, place);
+            self.carry_out(job, place, plan);
         }
     }
 
-    fn carry_out(self: &Arc<Self>, job: Job, place: Option<Place>) {
+    fn carry_out(self: &Arc<Self>, job: Job, place: Option<Place>, plan: Option<Plan>) {
         let kind = job.op.get().kind();
         let stopped = match (self.error(), place) {
+            (Some(e), _) if may_be_mismatch(&e) => {
+                // The news came before the call: this call is this rank's side of it.
+                Some(self.disputed(e, job.turn, job.op.get().fingerprint()))
+            }
             (Some(e), _) => Some(e),
             (None, None) => Some(Error::new(ErrorKind::Aborted, "the group was configured again")),
             (None, Some(_)) if self.interrupt.load(Ordering::Acquire) => {
@@ -178,49 +234,130 @@ impl Shared {
             (None, Some(_)) => None,
         };
         if let Some(error) = stopped {
-            self.lock().reducing = false;
+            self.lock().exchanging = false;
             job.completer
                 .fail(error.with_op(kind.name()), job.op.into_inner().into_tensors());
             return;
         }
-        match (quantised(job.op.get()), place) {
-            (Some(op), Some(place)) => self.reduce(job, op, place),
+        match (plan, place) {
+            (Some(plan), Some(place)) => self.exchange(job, &plan, place),
             _ => self.forward(job),
         }
     }
 
-    fn forward(&self, job: Job) {
+    /// The outcome of the group below becomes the job's.
+    fn forward(self: &Arc<Self>, job: Job) {
         let options = SubmitOptions {
             deadline: Some(job.deadline),
             ..job.options
         };
-        match self.inner.submit(job.op, options) {
-            Ok(work) => follow(&work, job.completer),
-            Err(rejected) => job.completer.fail(rejected.error, rejected.op.into_tensors()),
+        let (turn, fingerprint, completer) = (job.turn, job.op.get().fingerprint(), job.completer);
+        let work = match self.inner.submit(job.op, options) {
+            Ok(work) => work,
+            Err(rejected) => {
+                let error = self.first_cause(rejected.error);
+                return completer.fail(error, rejected.op.into_tensors());
+            }
+        };
+        let (source, weak) = (work.clone(), Arc::downgrade(self));
+        work.on_complete(move |status| match status {
+            Status::Failed(error) => {
+                let (error, tensors) = (error.clone(), source.recover());
+                match weak.upgrade() {
+                    Some(shared) if may_be_mismatch(&error) => {
+                        shared.lock().disputes.push_back(Dispute {
+                            completer,
+                            error,
+                            tensors,
+                            turn,
+                            fingerprint,
+                        });
+                        shared.wake();
+                    }
+                    _ => completer.fail(error, tensors),
+                }
+            }
+            _ => match source.take() {
+                Ok(completion) => completer.succeed(completion),
+                Err(e) => completer.fail(e, Vec::new()),
+            },
+        });
+    }
+
+    /// A call that was accepted before the group failed ends with the cause, not with a refusal because of it.
+    fn first_cause(&self, refusal: Error) -> Error {
+        match refusal.kind() {
+            ErrorKind::Poisoned => self.inner.error().unwrap_or(refusal),
+            _ => refusal,
         }
     }
 
-    fn reduce(self: &Arc<Self>, job: Job, op: ReduceOp, place: Place) {
-        let fingerprint = job.op.get().fingerprint();
-        let count = job.op.get().count();
-        let frame = Frame {
-            codec: self.codec,
-            fingerprint,
-            interrupt: &self.interrupt,
+    fn settle(&self, dispute: Dispute) {
+        let error = self.disputed(dispute.error, dispute.turn, dispute.fingerprint);
+        dispute.completer.fail(error, dispute.tensors);
+    }
+
+    /// Names both sides of a mismatch by what was called; it becomes the group's error if there is none of this layer yet.
+    fn disputed(&self, error: Error, turn: Turn, fingerprint: Fingerprint) -> Error {
+        let (agreement, known) = {
+            let state = self.lock();
+            (state.agreement.clone(), state.failure.clone())
         };
+        match (known, agreement) {
+            (Some(known), _) => known,
+            (None, Some(agreement)) => {
+                let named = agreement.name_both(turn.seq, fingerprint, &error, &self.interrupt);
+                self.lock().failure.get_or_insert(named).clone()
+            }
+            (None, None) => error,
+        }
+    }
+
+    fn exchange(self: &Arc<Self>, job: Job, plan: &Plan, place: Place) {
+        let op = job.op.get();
+        let (fingerprint, count, dtype, kind) = (op.fingerprint(), op.count(), op.dtype(), op.kind());
+        let device = op.tensors().first().map(|t| t.device().kind.clone());
         let mut tensors = job.op.into_inner().into_tensors();
         let deadline = job.deadline;
         let mut run = |collective| self.run(collective, deadline);
-        let contribute = job.options.contribute;
-        let done = with_values(&mut tensors, |values| {
-            reduce::all_reduce(&frame, place, op, contribute, values, &mut run)
+        let done = device
+            .map_or(Ok(ftcore::DeviceKind::Cpu), Ok)
+            .and_then(|kind| block_kernels(&kind))
+            .and_then(|kernels| {
+                let exchange = Exchange {
+                    frame: Frame {
+                        codec: self.codec,
+                        rounding: rounding(self.options.rounding, job.turn),
+                        rank: place.rank,
+                        fingerprint,
+                        interrupt: &self.interrupt,
+                        kernels: &*kernels,
+                    },
+                    place,
+                    accuracy: self.options.accuracy,
+                    contribute: job.options.contribute,
+                    feedback: self.feedback.as_deref().zip(job.slot.as_ref()),
+                };
+                exchange.carry_out(plan, &mut tensors, &mut run)
+            });
+        let done = done.map_err(|error| {
+            if may_be_mismatch(&error) {
+                // The others first, so that nobody waits while the ranks compare notes.
+                let agreement = self.lock().agreement.clone();
+                if let Some(Err(e)) = agreement.map(|a| a.say_call(job.turn.seq, fingerprint)) {
+                    tracing::warn!(error = %e, "the other ranks cannot be told of a mismatch");
+                }
+                if self.inner.error().is_none() {
+                    self.inner.abort(&format!("{DISPUTED}: {error}"));
+                }
+                return self.disputed(error, job.turn, fingerprint);
+            }
+            self.poison(&error);
+            error
         });
-        if let Err(error) = &done {
-            self.poison(error);
-        }
-        // Before the caller is told: a group dropped at once after its last reduction says good-bye, and does not abort peers
+        // Before the caller is told: a group dropped at once after its last operation says good-bye, and does not abort peers
         // that are still finishing it.
-        self.lock().reducing = false;
+        self.lock().exchanging = false;
         match done {
             Ok(outcome) => {
                 if outcome.non_finite > 0 {
@@ -230,7 +367,7 @@ impl Shared {
                         rank = place.rank,
                         count = outcome.non_finite,
                         codec = %self.codec,
-                        "values that are not finite went into a quantised all-reduce"
+                        "values that are not finite went into a quantised {kind}"
                     );
                 }
                 job.completer.succeed(Completion {
@@ -240,10 +377,8 @@ impl Shared {
                 });
             }
             Err(error) => {
-                let error = error
-                    .with_op(OpKind::AllReduce.name())
-                    .with_rank(place.rank)
-                    .with_data(ftcore::DType::F32, count);
+                let error = error.with_op(kind.name()).with_rank(place.rank);
+                let error = dtype.map_or(error.clone(), |d| error.with_data(d, count));
                 job.completer.fail(error, tensors);
             }
         }
@@ -257,7 +392,7 @@ impl Shared {
         let work = self
             .inner
             .run(collective, SubmitOptions::by(deadline))
-            .map_err(Error::from)?;
+            .map_err(|rejected| self.first_cause(rejected.error))?;
         let ended = Arc::new(AtomicBool::new(false));
         let (flag, weak): (_, Weak<Self>) = (ended.clone(), Arc::downgrade(self));
         work.on_complete(move |_| {
@@ -267,84 +402,59 @@ impl Shared {
                 shared.wake();
             }
         });
-        let mut last = deadline.checked_add(REPORT).unwrap_or(deadline);
-        let mut overdue = None;
-        let mut state = self.lock();
-        while !ended.load(Ordering::Acquire) {
-            let earliest = state.jobs.iter().map(|j| j.deadline).min();
-            let until = earliest
-                .filter(|_| overdue.is_none())
-                .map_or(last, |e| e.min(last));
-            let left = time_left(until);
-            if left.is_zero() {
-                let text = match overdue {
-                    None if until < last => "an operation queued behind this one timed out",
-                    _ => "the group below did not report the end of a step",
-                };
-                let error = Error::timeout(text);
-                if overdue.is_some() || until == last {
-                    return Err(overdue.unwrap_or(error));
-                }
-                drop(state);
-                self.poison(&error);
-                overdue = Some(error);
-                last = Instant::now().checked_add(REPORT).unwrap_or(last);
-                state = self.lock();
-                continue;
-            }
-            state = self
-                .changed
-                .wait_timeout(state, left)
-                .unwrap_or_else(PoisonError::into_inner)
-                .0;
+        let overdue = self.watch(&ended, deadline);
+        if !ended.load(Ordering::Acquire) {
+            return Err(
+                overdue.unwrap_or_else(|| Error::timeout("the group below did not report the end of a step"))
+            );
         }
-        drop(state);
         match work.take() {
             Ok(completion) => Ok(completion.tensors),
             Err(e) => Err(overdue.unwrap_or(e)),
         }
     }
-}
 
-/// The reduction of an operation that is quantised; `None` for those that are forwarded.
-pub(crate) fn quantised(op: &Collective) -> Option<ReduceOp> {
-    match op {
-        Collective::AllReduce {
-            tensors,
-            op: op @ (ReduceOp::Sum | ReduceOp::Avg),
-        } if tensors.iter().all(|t| t.dtype() == ftcore::DType::F32) => Some(*op),
-        _ => None,
-    }
-}
-
-/// The outcome of `work` becomes `completer`'s.
-fn follow(work: &Work, completer: Completer) {
-    let source = work.clone();
-    work.on_complete(move |status| match status {
-        Status::Failed(e) => completer.fail(e.clone(), source.recover()),
-        _ => match source.take() {
-            Ok(completion) => completer.succeed(completion),
-            Err(e) => completer.fail(e, Vec::new()),
-        },
-    });
-}
-
-/// Calls `f` with the values of all tensors as one slice.
-fn with_values<T>(tensors: &mut [Tensor], f: impl FnOnce(&mut [f32]) -> Result<T>) -> Result<T> {
-    if let [only] = tensors {
-        return f(only.as_mut_slice::<f32>()?);
-    }
-    let mut flat = Vec::with_capacity(tensors.iter().map(Tensor::count).sum());
-    for tensor in &*tensors {
-        flat.extend_from_slice(tensor.as_slice::<f32>()?);
-    }
-    let result = f(&mut flat)?;
-    let mut rest = flat.as_slice();
-    for tensor in tensors {
-        if let Some((part, behind)) = rest.split_at_checked(tensor.count()) {
-            tensor.as_mut_slice::<f32>()?.copy_from_slice(part);
-            rest = behind;
+    /// Waits for `ended`. If something queued behind it is overdue first, the group is ended and that is the error; if nothing is heard of the
+    /// end for a while after that or after the step's own `deadline`, it is waited for no longer.
+    fn watch(&self, ended: &AtomicBool, deadline: Instant) -> Option<Error> {
+        let mut last = deadline.checked_add(REPORT).unwrap_or(deadline);
+        let mut overdue = None;
+        let mut state = self.lock();
+        while !ended.load(Ordering::Acquire) {
+            let earliest = state.jobs.iter().map(|j| j.deadline).min();
+            let until = match (&overdue, earliest) {
+                (None, Some(earliest)) => earliest.min(last),
+                _ => last,
+            };
+            let left = time_left(until);
+            if !left.is_zero() {
+                state = self
+                    .changed
+                    .wait_timeout(state, left)
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .0;
+                continue;
+            }
+            if overdue.is_some() || until == last {
+                break;
+            }
+            drop(state);
+            let error = Error::timeout("an operation queued behind this one timed out");
+            self.poison(&error);
+            overdue = Some(error);
+            last = Instant::now().checked_add(REPORT).unwrap_or(last);
+            state = self.lock();
         }
+        overdue
     }
-    Ok(result)
+}
+
+/// The rounding of one call.
+fn rounding(seed: Rounding, turn: Turn) -> Rounding {
+    match seed {
+        Rounding::Nearest => Rounding::Nearest,
+        Rounding::Stochastic { key } => Rounding::Stochastic {
+            key: splitmix64(splitmix64(key, turn.round), turn.in_round),
+        },
+    }
 }

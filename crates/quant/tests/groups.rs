@@ -1,121 +1,78 @@
-//! The quantised group over gloo, with ranks as threads.
+//! The quantised group over gloo: what its results are, with ranks as threads.
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+mod ranks;
 
-use backend_gloo::GlooGroup;
+use std::time::Duration;
+
 use ftcore::{
-    Collective, Configuration, Epoch, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, deadline_in,
+    Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
+    Tensor,
 };
-use quant::{Codec, QuantizedGroup};
+use half::{bf16, f16};
+use quant::{Accuracy, Codec, CodecChoice, Moves, QuantizeOptions, QuantizedGroup, Rounding};
+use ranks::{bits, configure, configured, error_of, group, ranks, reduce, soon, values};
 
-fn soon() -> Instant {
-    deadline_in(Duration::from_secs(20))
+fn with(codec: Codec) -> QuantizeOptions {
+    QuantizeOptions {
+        codec: codec.into(),
+        error_feedback: codec == Codec::Int2B64,
+        ..QuantizeOptions::default()
+    }
 }
 
-fn group(codec: Codec) -> QuantizedGroup {
-    let inner = GlooGroup::new("q", GroupOptions::default()).unwrap();
-    QuantizedGroup::new(Arc::new(inner), codec, Duration::from_secs(20)).unwrap()
-}
-
-fn configure(
-    group: &QuantizedGroup,
-    store: &Arc<dyn Store>,
-    epoch: u64,
-    rank: u32,
-    world: u32,
-) -> Result<()> {
-    group.configure(Configuration {
-        store: store.clone(),
-        prefix: "t".to_string(),
-        name: "q".to_string(),
-        epoch: Epoch(epoch),
-        rank,
-        world_size: world,
-        deadline: soon(),
-    })?;
-    // What a test does next must not reach a rank that is still configuring.
-    store.barrier(&format!("configured/{epoch}"), world, soon())
-}
-
-/// Runs `body` on `world` ranks, unconfigured; the results in rank order.
-fn ranks<T: Send>(world: u32, body: impl Fn(u32, Arc<dyn Store>) -> T + Sync) -> Vec<T> {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
-    std::thread::scope(|scope| {
-        let body = &body;
-        let threads: Vec<_> = (0..world)
-            .map(|rank| {
-                let store = store.clone();
-                scope.spawn(move || body(rank, store))
-            })
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
-}
-
-fn values(rank: u32, count: usize) -> Vec<f32> {
+/// The sum or average of the ranks' values, exactly.
+fn exact(world: u32, count: usize, op: ReduceOp) -> Vec<f32> {
+    let inputs: Vec<_> = (0..world).map(|r| values(r, count)).collect();
+    let divisor = if op == ReduceOp::Avg { world as f32 } else { 1.0 };
     (0..count)
-        .map(|i| ((i * 7 + 3) as f32 * (rank as f32 + 0.3)).sin())
+        .map(|i| inputs.iter().map(|v| v[i]).sum::<f32>() / divisor)
         .collect()
 }
 
-fn reduce(g: &QuantizedGroup, values: Vec<f32>, op: ReduceOp, contribute: bool) -> Result<(Vec<f32>, u32)> {
-    let options = SubmitOptions {
-        contribute,
-        ..SubmitOptions::by(soon())
-    };
-    let tensors = vec![Tensor::from_vec(values)];
-    let work = g
-        .run(Collective::AllReduce { tensors, op }, options)
-        .map_err(Error::from)?;
-    let done = work.take()?;
-    let contributors = done.contributors;
-    Ok((done.into_tensor()?.as_slice::<f32>()?.to_vec(), contributors))
-}
-
-fn bits(values: &[f32]) -> Vec<u32> {
-    values.iter().map(|v| v.to_bits()).collect()
+/// The most by which a reduction of `values` may miss.
+fn bound(codec: Codec, world: u32, op: ReduceOp) -> f32 {
+    if world == 1 {
+        return 0.0;
+    }
+    let divisor = if op == ReduceOp::Avg { world as f32 } else { 1.0 };
+    let once = world as f32 * error_of(codec, 1.0);
+    (once + error_of(codec, world as f32 + once)) / divisor
 }
 
 #[test]
 fn all_ranks_hold_the_same_bits_close_to_the_exact_result() {
+    let counts = [0, 1, 127, 129, 1000, 20_001];
     for world in 1..=4 {
-        for codec in Codec::ALL {
-            let counts = [0, 1, 127, 129, 1000, 40_001];
-            let all = ranks(world, |rank, store| {
-                let g = group(codec);
-                configure(&g, &store, 1, rank, world).unwrap();
-                let done: Vec<_> = counts
+        for (codec, accuracy) in Codec::ALL
+            .into_iter()
+            .map(|c| (c, Accuracy::Economic))
+            .chain([(Codec::Int8B64, Accuracy::Best), (Codec::Int2B64, Accuracy::Best)])
+        {
+            let options = QuantizeOptions {
+                accuracy,
+                ..with(codec)
+            };
+            let all = configured(world, &options, |rank, g, _| {
+                let calls = counts
                     .iter()
-                    .flat_map(|&n| [ReduceOp::Sum, ReduceOp::Avg].map(|op| (n, op)))
-                    .map(|(n, op)| (n, op, reduce(&g, values(rank, n), op, true).unwrap()))
-                    .collect();
-                g.shutdown(soon()).unwrap();
-                done
+                    .flat_map(|&n| [ReduceOp::Sum, ReduceOp::Avg].map(|op| (n, op)));
+                calls
+                    .map(|(n, op)| (n, op, reduce(g, values(rank, n), op, true).unwrap()))
+                    .collect::<Vec<_>>()
             });
             for (i, (n, op, (first, contributors))) in all[0].iter().enumerate() {
                 assert_eq!(*contributors, world);
                 for other in &all[1..] {
                     assert_eq!(bits(&other[i].2.0), bits(first), "{codec} {world} {n}");
                 }
-                let divisor = if *op == ReduceOp::Avg { world as f32 } else { 1.0 };
-                let inputs: Vec<_> = (0..world).map(|r| values(r, *n)).collect();
-                for (j, got) in first.iter().enumerate() {
-                    let exact: f32 = inputs.iter().map(|v| v[j]).sum::<f32>() / divisor;
-                    let bound = match codec {
-                        Codec::Int4Hadamard { .. } => 0.6,
-                        Codec::MxE4M3 | Codec::MxE5M2 => 0.26,
-                        _ => 0.03,
-                    };
-                    let bound = if world == 1 {
-                        0.0
-                    } else {
-                        bound * 2.0 * world as f32 / divisor
-                    };
-                    assert!((exact - got).abs() <= bound, "{codec} {world} {n}: {exact} {got}");
+                let bound = bound(codec, world, *op);
+                for (exact, got) in exact(world, *n, *op).iter().zip(first) {
+                    assert!(
+                        (exact - got).abs() <= bound,
+                        "{codec} {world} {n} {op}: {exact} {got}"
+                    );
                 }
             }
         }
@@ -126,10 +83,8 @@ fn all_ranks_hold_the_same_bits_close_to_the_exact_result() {
 fn averages_divide_by_the_contributors_of_the_same_exchange() {
     for world in 2..=4 {
         for idle in [1, world] {
-            let all = ranks(world, |rank, store| {
-                let g = group(Codec::Int8B64);
-                configure(&g, &store, 1, rank, world).unwrap();
-                reduce(&g, vec![127.0; 300], ReduceOp::Avg, rank >= idle).unwrap()
+            let all = configured(world, &with(Codec::Int8B64), |rank, g, _| {
+                reduce(g, vec![127.0; 300], ReduceOp::Avg, rank >= idle).unwrap()
             });
             let expected = if idle == world { 0.0 } else { 127.0 };
             for (values, contributors) in all {
@@ -141,165 +96,377 @@ fn averages_divide_by_the_contributors_of_the_same_exchange() {
 }
 
 #[test]
+fn halves_are_summed_in_f32_and_come_back_in_their_type() {
+    for world in [2u32, 3] {
+        configured(world, &with(Codec::Bf16), |rank, g, _| {
+            let long: Vec<_> = (0..700).map(|i| f16::from_f32(i as f32 + rank as f32)).collect();
+            let short = vec![f16::from_f32(60_000.0)];
+            let tensors = vec![
+                Tensor::from_vec(long).reshape(&[7, 100]).unwrap(),
+                Tensor::zeros(DType::F16, 0),
+                Tensor::from_vec(short),
+            ];
+            let done = g
+                .allreduce_coalesced(tensors, ReduceOp::Sum)
+                .unwrap()
+                .take()
+                .unwrap();
+            assert_eq!(done.tensors[0].shape(), [7, 100]);
+            let offset: u32 = (0..world).sum();
+            let sum = done.tensors[0].as_slice::<f16>().unwrap();
+            // Up to 700 + 2 values of 8 significant bits each way: half a step at 512 per rank, one at the sum.
+            let (want, got) = (500.0 * world as f32 + offset as f32, sum[500].to_f32());
+            assert!((want - got).abs() <= 2.0 * world as f32 + 8.0, "{want} {got}");
+            // What the narrow type cannot hold shows as infinity.
+            assert_eq!(done.tensors[2].as_slice::<f16>().unwrap(), [f16::INFINITY]);
+            let average = g
+                .allreduce(Tensor::from_vec(vec![bf16::from_f32(3.0); 9]), ReduceOp::Avg)
+                .unwrap();
+            let average = average.take_tensor().unwrap();
+            assert_eq!(average.as_slice::<bf16>().unwrap(), [bf16::from_f32(3.0); 9]);
+        });
+    }
+}
+
+#[test]
+fn reduce_scatter_rounds_once_and_gives_every_rank_its_part() {
+    for world in 2..=4u32 {
+        for codec in [
+            Codec::Int8B64,
+            Codec::Int4Hadamard { seed: 5 },
+            Codec::RowInt8 {
+                row: 7.try_into().unwrap(),
+            },
+        ] {
+            configured(world, &with(codec), |rank, g, _| {
+                let (n, m) = (world as usize, 301);
+                let bound = world as f32 * error_of(codec, 1.0);
+                // One pair: no copies.
+                let exact_sum = exact(world, n * m, ReduceOp::Sum);
+                let mine = rank as usize * m..(rank as usize + 1) * m;
+                let input = Tensor::from_vec(values(rank, n * m));
+                let done = g
+                    .reduce_scatter_into(input, Tensor::zeros(DType::F32, m), ReduceOp::Sum)
+                    .unwrap()
+                    .take()
+                    .unwrap();
+                assert_eq!(done.contributors, world);
+                assert_eq!(
+                    bits(done.tensors[0].as_slice::<f32>().unwrap()),
+                    bits(&values(rank, n * m))
+                );
+                for (a, b) in exact_sum[mine]
+                    .iter()
+                    .zip(done.tensors[1].as_slice::<f32>().unwrap())
+                {
+                    assert!((a - b).abs() <= bound, "{codec} {world}: {a} {b}");
+                }
+                // Two pairs of different sizes, averaged.
+                let pairs = [5usize, 130].map(|m| {
+                    (
+                        Tensor::from_vec(values(rank, n * m)),
+                        Tensor::zeros(DType::F32, m),
+                    )
+                });
+                let done = g
+                    .reduce_scatter_into_coalesced(Vec::from(pairs), ReduceOp::Avg)
+                    .unwrap()
+                    .take()
+                    .unwrap();
+                for (i, m) in [5usize, 130].into_iter().enumerate() {
+                    let exact = exact(world, n * m, ReduceOp::Avg);
+                    let got = done.tensors[2 * i + 1].as_slice::<f32>().unwrap();
+                    for (a, b) in exact[rank as usize * m..][..m].iter().zip(got) {
+                        assert!((a - b).abs() <= bound, "{codec} {world} {m}: {a} {b}");
+                    }
+                }
+                // A list with parts of different sizes, one of them empty.
+                let size = |r: u32| if r == 1 { 0 } else { 40 + r as usize };
+                let inputs = (0..world)
+                    .map(|r| Tensor::from_vec(values(rank, size(r))))
+                    .collect();
+                let output = Tensor::zeros(DType::F32, size(rank));
+                let got = g
+                    .reduce_scatter(inputs, output, ReduceOp::Sum)
+                    .unwrap()
+                    .take_tensor()
+                    .unwrap();
+                let exact = exact(world, size(rank), ReduceOp::Sum);
+                for (a, b) in exact.iter().zip(got.as_slice::<f32>().unwrap()) {
+                    assert!((a - b).abs() <= bound, "{codec} {world}: {a} {b}");
+                }
+            });
+        }
+    }
+}
+
+#[test]
+fn a_rank_that_does_not_contribute_is_not_counted_in_reduce_scatter_either() {
+    configured(3, &with(Codec::Int8B64), |rank, g, _| {
+        let op = Collective::ReduceScatterInto {
+            pairs: vec![(Tensor::from_vec(vec![127.0f32; 9]), Tensor::zeros(DType::F32, 3))],
+            op: ReduceOp::Avg,
+        };
+        let options = SubmitOptions {
+            contribute: rank != 0,
+            ..SubmitOptions::by(soon())
+        };
+        let done = g.run(op, options).unwrap().take().unwrap();
+        assert_eq!(done.contributors, 2);
+        assert_eq!(done.tensors[1].as_slice::<f32>().unwrap(), [127.0; 3]);
+    });
+}
+
+#[test]
+fn moves_are_exact_unless_asked_for_and_then_equal_on_all_ranks() {
+    for moves in [Moves::Exact, Moves::Quantized] {
+        for world in [2u32, 3] {
+            let options = QuantizeOptions {
+                moves,
+                ..with(Codec::Int8B64)
+            };
+            let all = configured(world, &options, |rank, g, _| {
+                let before = g.traffic().sent;
+                let sent = g.broadcast(Tensor::from_vec(values(7, 50_000)), 1).unwrap();
+                let sent = sent.take_tensor().unwrap().into_vec::<f32>().unwrap();
+                let bytes = g.traffic().sent - before;
+                let n = world as usize;
+                let into = g
+                    .allgather_into(
+                        Tensor::from_vec(values(rank, 500)),
+                        Tensor::zeros(DType::F32, 500 * n),
+                    )
+                    .unwrap();
+                let into = into.take_tensor().unwrap().into_vec::<f32>().unwrap();
+                let outputs = (0..n).map(|r| Tensor::zeros(DType::F32, 10 * r)).collect();
+                let list = g
+                    .allgather(Tensor::from_vec(values(rank, 10 * rank as usize)), outputs)
+                    .unwrap()
+                    .take()
+                    .unwrap();
+                let list: Vec<_> = list.tensors[1..]
+                    .iter()
+                    .map(|t| t.as_slice::<f32>().unwrap().to_vec())
+                    .collect();
+                // Integers are never rounded.
+                let ints = g
+                    .broadcast(Tensor::from_vec(vec![i64::MAX - i64::from(rank); 3]), 0)
+                    .unwrap();
+                assert_eq!(
+                    ints.take_tensor().unwrap().as_slice::<i64>().unwrap(),
+                    [i64::MAX; 3]
+                );
+                (sent, into, list, bytes)
+            });
+            let quantised = moves == Moves::Quantized;
+            for (sent, into, list, _) in &all {
+                assert_eq!(bits(sent), bits(&all[0].0));
+                assert_eq!(bits(into), bits(&all[0].1));
+                assert_eq!(list, &all[0].2);
+                assert_eq!(bits(sent) == bits(&values(7, 50_000)), !quantised);
+                for r in 0..world as usize {
+                    let own = values(r as u32, 500);
+                    assert_eq!(bits(&into[500 * r..][..500]) == bits(&own), !quantised);
+                    for (a, b) in into[500 * r..].iter().zip(&own).chain(list[r].iter().zip(&own)) {
+                        assert!((a - b).abs() <= 0.005, "{a} {b}");
+                    }
+                }
+            }
+            let root = all[1].3;
+            assert!(
+                if quantised {
+                    root < 120_000
+                } else {
+                    root >= 200_000
+                },
+                "{root}"
+            );
+        }
+    }
+}
+
+#[test]
 fn calls_run_in_order_and_what_is_not_quantised_is_exact() {
-    ranks(3, |rank, store| {
-        let g = group(Codec::Int8B64);
-        configure(&g, &store, 1, rank, 3).unwrap();
+    configured(3, &with(Codec::Int8B64), |rank, g, _| {
         let parts = vec![
             Tensor::from_vec(vec![1.0f32; 5]).reshape(&[5, 1]).unwrap(),
             Tensor::from_vec(vec![2.0f32; 200]),
         ];
         let sum = g.allreduce_coalesced(parts, ReduceOp::Sum).unwrap();
         let cast = g.broadcast(Tensor::from_vec(vec![rank as f32 + 0.1]), 2).unwrap();
-        let ints = g
-            .allreduce(Tensor::from_vec(vec![1_000_001i64]), ReduceOp::Sum)
-            .unwrap();
-        let max = g
-            .allreduce(Tensor::from_vec(vec![0.1f32 + rank as f32]), ReduceOp::Max)
+        let next = g.send(Tensor::from_vec(vec![rank]), (rank + 1) % 3, 4).unwrap();
+        let back = g.recv(Tensor::zeros(DType::U32, 1), (rank + 2) % 3, 4).unwrap();
+        let all = g
+            .alltoall_into(
+                Tensor::from_vec(vec![f64::from(rank); 3]),
+                Tensor::zeros(DType::F64, 3),
+                Vec::new(),
+                Vec::new(),
+            )
             .unwrap();
         let again = g
             .allreduce(Tensor::from_vec(vec![1.0f32; 9]), ReduceOp::Avg)
             .unwrap();
+        g.barrier().unwrap();
         let sum = sum.take().unwrap().tensors;
         assert_eq!((sum[0].shape(), sum[1].count()), (&[5usize, 1][..], 200));
         assert!((sum[0].as_slice::<f32>().unwrap()[4] - 3.0).abs() < 0.1);
         assert!((sum[1].as_slice::<f32>().unwrap()[199] - 6.0).abs() < 0.1);
         assert_eq!(cast.take_tensor().unwrap().as_slice::<f32>().unwrap(), [2.1]);
+        next.take().unwrap();
         assert_eq!(
-            ints.take_tensor().unwrap().as_slice::<i64>().unwrap(),
-            [3_000_003]
+            back.take_tensor().unwrap().as_slice::<u32>().unwrap(),
+            [(rank + 2) % 3]
         );
-        assert_eq!(max.take_tensor().unwrap().as_slice::<f32>().unwrap(), [2.1]);
-        assert_eq!(again.contributors().max(again.take().unwrap().contributors), 3);
-        g.shutdown(soon()).unwrap();
+        assert_eq!(
+            all.take_tensor().unwrap().as_slice::<f64>().unwrap(),
+            [0.0, 1.0, 2.0]
+        );
+        assert_eq!(again.take().unwrap().contributors, 3);
     });
 }
 
 #[test]
-fn l12_a_rank_with_another_format_is_named_at_configure() {
-    for other in [Codec::MxE4M3, Codec::Int4Hadamard { seed: 1 }] {
-        let all = ranks(3, |rank, store| {
-            let g = group(if rank == 1 {
-                other
-            } else {
-                Codec::Int4Hadamard { seed: 2 }
-            });
-            let e = configure(&g, &store, 1, rank, 3).unwrap_err();
+fn reductions_that_rounding_would_falsify_are_unsupported_at_every_world_size() {
+    for world in [1u32, 2] {
+        configured(world, &with(Codec::Int8B64), |_, g, _| {
+            for (tensor, op) in [
+                (Tensor::zeros(DType::I32, 4), ReduceOp::Sum),
+                (Tensor::zeros(DType::I64, 4), ReduceOp::Avg),
+                (Tensor::zeros(DType::F64, 4), ReduceOp::Sum),
+                (Tensor::zeros(DType::F32, 4), ReduceOp::Max),
+                (Tensor::zeros(DType::F32, 4), ReduceOp::PremulSum(2.0)),
+            ] {
+                let dtype = tensor.dtype();
+                let refused = g.allreduce(tensor, op).unwrap_err();
+                assert_eq!(refused.error.kind(), ErrorKind::Unsupported, "{refused}");
+                assert_eq!(refused.op.tensors().len(), 1);
+                let text = refused.to_string();
+                assert!(
+                    text.contains(&dtype.to_string()) && text.contains("int8-b64"),
+                    "{text}"
+                );
+            }
             let refused = g
-                .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+                .reduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum, 0)
                 .unwrap_err();
-            assert_eq!(refused.error.kind(), ErrorKind::InvalidState);
-            (rank, e)
-        });
-        // The last to look may be told by a rank that found out before.
-        let typed = all
-            .iter()
-            .filter(|(_, e)| e.kind() == ErrorKind::Mismatch)
-            .count();
-        assert!(typed >= 1, "{all:?}");
-        for (_, e) in all {
-            let text = e.to_string();
-            assert!(
-                text.contains("rank 1") && text.contains(&other.to_string()),
-                "{text}"
+            assert_eq!(refused.error.kind(), ErrorKind::Unsupported, "{refused}");
+            // The group is as good as before.
+            assert_eq!(
+                reduce(g, vec![127.0; 3], ReduceOp::Avg, true).unwrap().0,
+                [127.0; 3]
             );
-        }
+        });
     }
+}
+
+#[test]
+fn capabilities_are_those_of_the_wrapper() {
+    let inner = ranks::gloo();
+    let g = group(Codec::Int8B64);
+    let c = g.capabilities();
+    assert!(c.reduces(ReduceOp::Avg, DType::BF16) && !c.reduces(ReduceOp::Max, DType::F32));
+    assert!(!c.reduces(ReduceOp::Sum, DType::I64) && c.moves.contains(DType::I64));
+    assert!(!c.ops.contains(OpKind::Reduce) && c.ops.contains(OpKind::Send));
+    assert!(c.has(Feature::BitwiseEqual) && c.has(Feature::Contributors) && !c.has(Feature::Borrow));
+    for (op, text) in &c.notes {
+        // Gloo's note on reduce and on f8 sums would be a lie here.
+        assert!(
+            !inner.capabilities().notes.iter().any(|(_, t)| t == text),
+            "{op}: {text}"
+        );
+    }
+    let note = |op: &str| c.notes.iter().find(|(o, _)| o == op).map(|(_, t)| t.to_string());
+    assert!(note("all_reduce").unwrap().contains("int8-b64"));
+    assert!(note("reduce").unwrap().contains("unsupported"));
+    assert_eq!(g.info().backend, "gloo+int8-b64");
+    // `auto` on the host.
+    let auto = QuantizedGroup::new(ranks::gloo(), CodecChoice::Auto, Duration::from_secs(1)).unwrap();
+    assert_eq!(auto.codec(), Codec::Int8B64);
+    let refused = QuantizedGroup::new(ranks::gloo(), Codec::Int2B64, Duration::from_secs(1))
+        .err()
+        .unwrap();
+    assert!(refused.to_string().contains("error_feedback"), "{refused}");
 }
 
 #[test]
 fn l22_an_infinity_or_nan_of_one_rank_reaches_all() {
     for world in [2, 3] {
-        let all = ranks(world, |rank, store| {
-            let g = group(Codec::Int8B64);
-            configure(&g, &store, 1, rank, world).unwrap();
-            let mut v = vec![1.0; 500];
-            if rank == 1 {
-                (v[7], v[490]) = (f32::NEG_INFINITY, f32::NAN);
+        for codec in [
+            Codec::Int8B64,
+            Codec::Int4Hadamard { seed: 1 },
+            Codec::Int2B64,
+            Codec::MxE5M2,
+        ] {
+            let all = configured(world, &with(codec), |rank, g, _| {
+                let mut v = vec![1.0; 500];
+                if rank == 1 {
+                    (v[7], v[490]) = (f32::NEG_INFINITY, f32::NAN);
+                }
+                let done = reduce(g, v, ReduceOp::Sum, true).unwrap().0;
+                (done, g.non_finite())
+            });
+            for (rank, (v, counted)) in all.into_iter().enumerate() {
+                assert_eq!(v[7], f32::NEG_INFINITY, "{codec}");
+                assert!(v[490].is_nan() && v[8].is_finite(), "{codec}");
+                assert_eq!(counted, if rank == 1 { 2 } else { 0 });
             }
-            let done = reduce(&g, v, ReduceOp::Sum, true).unwrap().0;
-            (done, g.non_finite())
-        });
-        for (rank, (v, counted)) in all.into_iter().enumerate() {
-            assert_eq!(v[7], f32::NEG_INFINITY);
-            assert!(v[490].is_nan() && v[8].is_finite());
-            assert_eq!(counted, if rank == 1 { 2 } else { 0 });
         }
     }
 }
 
 #[test]
-fn a_lost_peer_fails_the_others_and_the_group_works_again_after_configure() {
-    ranks(3, |rank, store| {
-        let mut g = group(Codec::Int8B64);
-        configure(&g, &store, 1, rank, 3).unwrap();
-        reduce(&g, values(rank, 100), ReduceOp::Sum, true).unwrap();
-        if rank == 2 {
-            drop(g);
-            g = group(Codec::Int8B64);
-        } else {
-            let e = reduce(&g, values(rank, 100), ReduceOp::Sum, true).unwrap_err();
-            // Refused at once on a rank that the other survivor told before it called.
-            let (kind, first) = (e.kind(), g.error().unwrap());
-            assert!(kind == ErrorKind::PeerLost || kind == ErrorKind::Poisoned, "{e}");
-            assert_eq!(first.kind(), ErrorKind::PeerLost, "{first}");
-            assert!(e.to_string().contains("all_reduce"), "{e}");
-            assert!(g.error().is_some());
-            let e = reduce(&g, values(rank, 1), ReduceOp::Sum, true).unwrap_err();
-            assert_eq!(e.kind(), ErrorKind::Poisoned, "{e}");
-        }
-        configure(&g, &store, 2, rank, 3).unwrap();
-        let (_, contributors) = reduce(&g, values(rank, 100), ReduceOp::Sum, true).unwrap();
-        assert_eq!(contributors, 3);
-        g.shutdown(soon()).unwrap();
-    });
-}
-
-#[test]
-fn ranks_that_call_different_reductions_are_told_both() {
-    for world in [2, 3] {
-        let all = ranks(world, |rank, store| {
-            let g = group(Codec::Int4Hadamard { seed: 0 });
-            configure(&g, &store, 1, rank, world).unwrap();
-            // One and two values take the same number of bytes.
-            reduce(&g, vec![1.0; 1 + rank as usize % 2], ReduceOp::Sum, true).unwrap_err()
-        });
-        assert!(all.iter().any(|e| e.kind() == ErrorKind::Mismatch), "{all:?}");
-        for e in all {
-            assert!(
-                e.to_string().contains("1 elements") && e.to_string().contains("2 elements"),
-                "{e}"
-            );
+fn bytes_on_the_wire_are_within_a_hundredth_of_the_formats() {
+    let count = 1 << 18;
+    for world in [2u32, 4] {
+        for codec in [
+            Codec::Int8B64,
+            Codec::Int4Hadamard { seed: 0 },
+            Codec::Int2B64,
+            Codec::Bf16,
+        ] {
+            configured(world, &with(codec), |rank, g, _| {
+                reduce(g, values(rank, 1), ReduceOp::Sum, true).unwrap();
+                let before = g.traffic().sent;
+                reduce(g, values(rank, count), ReduceOp::Sum, true).unwrap();
+                let sent = (g.traffic().sent - before) as f64;
+                let shares = 2.0 * f64::from(world - 1) / f64::from(world);
+                let ideal = shares * count as f64 * codec.bits() / 8.0;
+                assert!(sent <= 1.01 * ideal, "{codec} {world}: {sent} {ideal}");
+                assert!(
+                    sent >= 0.99 * ideal,
+                    "{codec} {world}: counted too little: {sent} {ideal}"
+                );
+            });
         }
     }
 }
 
 #[test]
-fn abort_ends_what_is_pending_and_queued_and_gives_the_tensors_back() {
-    ranks(2, |rank, store| {
-        let g = group(Codec::Int8B64);
-        configure(&g, &store, 1, rank, 2).unwrap();
-        if rank == 0 {
-            let a = g
-                .allreduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
-                .unwrap();
-            let b = g
-                .allreduce(Tensor::from_vec(vec![1.0f32; 20]), ReduceOp::Sum)
-                .unwrap();
-            a.abort("enough");
-            for (work, n) in [(a, 10), (b, 20)] {
-                let e = work.wait(soon()).unwrap_err();
-                assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
-                assert_eq!(work.recover().first().map(Tensor::count), Some(n));
+fn stochastic_rounding_repeats_a_round_and_differs_between_rounds() {
+    let options = QuantizeOptions {
+        rounding: Rounding::Stochastic { key: 11 },
+        ..with(Codec::Int4B64)
+    };
+    for world in [2u32, 3] {
+        let all = configured(world, &options, |rank, g, _| {
+            let mut results = Vec::new();
+            for round in [1, 2, 1] {
+                g.start_round(round);
+                for _ in 0..2 {
+                    results.push(bits(
+                        &reduce(g, values(rank, 3000), ReduceOp::Sum, true).unwrap().0,
+                    ));
+                }
             }
-        } else {
-            let deadline = soon();
-            while g.error().is_none() && Instant::now() < deadline {
-                std::thread::yield_now();
-            }
-            assert!(g.error().is_some());
+            results
+        });
+        for other in &all[1..] {
+            assert_eq!(other, &all[0]);
         }
-    });
+        assert_eq!(all[0][..2], all[0][4..]);
+        assert!(all[0][0] != all[0][1] && all[0][0] != all[0][2]);
+    }
 }
 
 #[test]
@@ -319,5 +486,89 @@ fn split_groups_are_quantised_too() {
             // A thousandth of the peak is below half a step.
             assert!((sum[0] - 2.0).abs() < 0.02 && sum[1] == 0.0, "{sum:?}");
         }
+    });
+}
+
+/// The relative squared error of the mean of `steps` reductions of the same values.
+fn error_of_the_mean(options: &QuantizeOptions, world: u32, committed: bool) -> f64 {
+    let (steps, count) = (30, 2000);
+    let all = configured(world, options, |rank, g, _| {
+        let feedback = g.error_feedback();
+        let mut mean = vec![0.0f64; count];
+        for _ in 0..steps {
+            if let Some(feedback) = &feedback {
+                feedback.begin("weights", committed);
+            }
+            let sum = reduce(g, values(rank, count), ReduceOp::Sum, true).unwrap().0;
+            for (to, v) in mean.iter_mut().zip(sum) {
+                *to += f64::from(v) / f64::from(steps);
+            }
+        }
+        mean
+    });
+    let exact = exact(world, count, ReduceOp::Sum);
+    let square = |v: f64| v * v;
+    let error: f64 = exact
+        .iter()
+        .zip(&all[0])
+        .map(|(a, b)| square(f64::from(*a) - b))
+        .sum();
+    error / exact.iter().map(|a| square(f64::from(*a))).sum::<f64>()
+}
+
+#[test]
+fn error_feedback_delivers_over_time_what_one_reduction_loses() {
+    for world in [2u32, 3] {
+        let options = with(Codec::Int2B64);
+        let with_feedback = error_of_the_mean(&options, world, true);
+        // Steps that never count start from nothing each time.
+        let forgotten = error_of_the_mean(&options, world, false);
+        assert!(forgotten > 0.1, "{forgotten}");
+        assert!(with_feedback < forgotten / 20.0, "{with_feedback} {forgotten}");
+    }
+}
+
+/// One rank's residuals by name.
+type Residuals = Vec<(String, Vec<f32>)>;
+
+#[test]
+fn saved_residuals_continue_the_same_bits_and_without_a_step_there_is_an_error() {
+    let run = |saved: Option<Vec<Residuals>>| {
+        configured(3, &with(Codec::Int2B64), |rank, g, _| {
+            let feedback = g.error_feedback().unwrap();
+            let first = if let Some(saved) = &saved {
+                feedback.load(saved[rank as usize].clone()).unwrap();
+                Vec::new()
+            } else {
+                feedback.begin("w", true);
+                bits(&reduce(g, values(rank, 900), ReduceOp::Sum, true).unwrap().0)
+            };
+            feedback.begin("w", saved.is_none());
+            let state = feedback.state();
+            assert_eq!(state.len(), 2, "what it sends and what it owns");
+            let second = bits(&reduce(g, values(rank, 900), ReduceOp::Sum, true).unwrap().0);
+            (first, second, state)
+        })
+    };
+    let whole = run(None);
+    let resumed = run(Some(whole.iter().map(|w| w.2.clone()).collect()));
+    for (a, b) in whole.iter().zip(&resumed) {
+        assert_eq!(a.1, b.1);
+        assert_ne!(a.0, a.1);
+    }
+    ranks(1, |_, store| {
+        let g = QuantizedGroup::with_options(ranks::gloo(), with(Codec::Int2B64)).unwrap();
+        configure(&g, &store, 1, 0, 1).unwrap();
+        // A world of one rounds nothing and needs no step.
+        assert_eq!(reduce(&g, vec![0.1], ReduceOp::Sum, true).unwrap().0, [0.1]);
+    });
+    ranks(2, |rank, store| {
+        let g = QuantizedGroup::with_options(ranks::gloo(), with(Codec::Int2B64)).unwrap();
+        configure(&g, &store, 1, rank, 2).unwrap();
+        let e = reduce(&g, vec![0.1], ReduceOp::Sum, true).unwrap_err();
+        assert!(
+            e.kind() == ErrorKind::InvalidState && e.to_string().contains("begin"),
+            "{e}"
+        );
     });
 }

@@ -1,4 +1,4 @@
-//! What a rank publishes in the store: where it listens, on which host it is, and its secret.
+//! What a rank publishes in the store: where it listens, on which host it is, its secret, and the name of its Unix socket.
 
 use std::net::SocketAddr;
 
@@ -9,14 +9,17 @@ pub(super) struct Card {
     pub(super) host: String,
     pub(super) remote: SocketAddr,
     pub(super) local: Option<SocketAddr>,
+    /// The abstract name at which ranks of this host are given shared memory.
+    pub(super) memory: Option<String>,
 }
 
 impl Card {
     /// One line of text.
     pub(super) fn encode(&self) -> String {
         let local = self.local.map_or("-".to_string(), |a| a.to_string());
+        let memory = self.memory.as_deref().unwrap_or("-");
         format!(
-            "oxccl-gloo {:016x} {} {} {local}",
+            "oxccl-gloo {:016x} {} {} {local} {memory}",
             self.nonce, self.host, self.remote
         )
     }
@@ -35,11 +38,16 @@ impl Card {
             "-" => None,
             address => Some(address.parse().ok()?),
         };
+        let memory = match fields.next()? {
+            "-" => None,
+            name => Some(name.to_string()),
+        };
         fields.next().is_none().then_some(Self {
             nonce,
             host,
             remote,
             local,
+            memory,
         })
     }
 }
@@ -63,10 +71,15 @@ mod tests {
             host: "boot+net:[4026531840]".into(),
             remote: "10.0.0.4:4103".parse().unwrap(),
             local: Some("127.0.0.1:4103".parse().unwrap()),
+            memory: Some("oxccl-gloo-12-ab".into()),
         };
         let text = card.encode();
         assert_eq!(Card::decode(text.as_bytes()), Some(card.clone()));
-        let remote_only = Card { local: None, ..card };
+        let remote_only = Card {
+            local: None,
+            memory: None,
+            ..card
+        };
         assert_eq!(
             Card::decode(remote_only.encode().as_bytes()),
             Some(remote_only.clone())

@@ -1,12 +1,12 @@
 //! Connections that come in: taken, asked who they are, recognised or dropped. None of them can hold up the others.
 
-use std::io::IoSlice;
-use std::net::SocketAddr;
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
-use ftcore::{Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use super::Rendezvous;
+use crate::options::Transport;
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::{Hello, Lane};
 
@@ -18,7 +18,11 @@ const MAX_STRANGERS: usize = 256;
 /// A connection that came in and has not been recognised yet.
 pub(super) struct Stranger {
     pub(super) link: Link,
-    from: SocketAddr,
+    from: String,
+    /// It came over the Unix socket.
+    local: bool,
+    /// What it handed over.
+    handles: Vec<OwnedFd>,
     buffer: [u8; Hello::BYTES],
     have: usize,
     pub(super) until: Instant,
@@ -28,32 +32,51 @@ impl Rendezvous<'_> {
     /// Takes what has come in.
     pub(super) fn accept(&mut self) {
         loop {
-            match self.listener.accept() {
-                Ok((stream, from)) => {
-                    if self.strangers.len() >= MAX_STRANGERS {
-                        tracing::warn!(%from, "too many unrecognised connections; this one is dropped");
-                        continue;
-                    }
-                    match Link::new(stream, self.counters.clone()) {
-                        Ok(link) => self.strangers.push(Stranger {
-                            link,
-                            from,
-                            buffer: [0; Hello::BYTES],
-                            have: 0,
-                            until: deadline_in(GREETING),
-                        }),
-                        Err(error) => tracing::warn!(%from, %error, "a connection was dropped"),
-                    }
-                }
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return,
-                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
-                Err(error) => {
-                    // Transient (a connection that was reset while it waited, no descriptors left): try again later.
-                    tracing::debug!(%error, "accepting a connection failed");
-                    return;
-                }
+            let next = self.listener.accept().map(|(stream, from)| {
+                let link = Link::new(stream, self.counters.clone());
+                (link, from.to_string(), false)
+            });
+            if !self.greet(next) {
+                break;
             }
         }
+        loop {
+            let Some((listener, _)) = &self.near else { return };
+            let next = listener.accept().map(|(stream, _)| {
+                let link = Link::local(stream, self.counters.clone());
+                (link, "shared memory".to_string(), true)
+            });
+            if !self.greet(next) {
+                return;
+            }
+        }
+    }
+
+    /// Takes one connection, if there is one. True if there may be more.
+    fn greet(&mut self, next: std::io::Result<(Result<Link>, String, bool)>) -> bool {
+        match next {
+            Ok((_, from, _)) if self.strangers.len() >= MAX_STRANGERS => {
+                tracing::warn!(%from, "too many unrecognised connections; this one is dropped");
+            }
+            Ok((Ok(link), from, local)) => self.strangers.push(Stranger {
+                link,
+                from,
+                local,
+                handles: Vec::new(),
+                buffer: [0; Hello::BYTES],
+                have: 0,
+                until: deadline_in(GREETING),
+            }),
+            Ok((Err(error), from, _)) => tracing::warn!(%from, %error, "a connection was dropped"),
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return false,
+            Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) => {
+                // Transient (a connection that was reset while it waited, no descriptors left): try again later.
+                tracing::debug!(%error, "accepting a connection failed");
+                return false;
+            }
+        }
+        true
     }
 
     /// Reads towards the greetings of all strangers.
@@ -66,7 +89,12 @@ impl Rendezvous<'_> {
                 let Some(rest) = stranger.buffer.get_mut(stranger.have..) else {
                     break;
                 };
-                match stranger.link.read(rest) {
+                let moved = if stranger.local {
+                    stranger.link.read_handles(rest, &mut stranger.handles)
+                } else {
+                    stranger.link.read(rest)
+                };
+                match moved {
                     Moved::Bytes(n) => stranger.have += n,
                     Moved::Nothing => break,
                     Moved::Closed => {
@@ -97,6 +125,8 @@ impl Rendezvous<'_> {
         let Stranger {
             mut link,
             from,
+            local,
+            handles,
             buffer,
             ..
         } = stranger;
@@ -114,22 +144,43 @@ impl Rendezvous<'_> {
         if hello.epoch != c.epoch.0 {
             return drop_it("it is of another epoch");
         }
+        if (hello.lane == Lane::Local) != local {
+            return drop_it("it came in at the wrong socket");
+        }
         // From here on it is one of ours. The answer lets it see a mismatch, too.
         let answer = self.hello(hello.lane, hello.nonce).encode();
-        if link.write(&[IoSlice::new(&answer)]) != Moved::Bytes(Hello::BYTES) {
+        let own = match self.near.as_ref().filter(|_| local) {
+            Some((_, region)) => region.handles().to_vec(),
+            None => Vec::new(),
+        };
+        if link.write_handles(&answer, &own) != Moved::Bytes(Hello::BYTES) {
             return drop_it("it does not take the answer");
         }
-        self.compare(&hello, &from.to_string())?;
+        self.compare(&hello, &from)?;
         if hello.rank <= c.rank || hello.rank >= c.world_size {
             return drop_it("its rank does not connect to this one");
         }
+        if !local && self.settings.transport == Transport::Shm {
+            let text = "transport=shm was asked for here, but it came over TCP";
+            return Err(self.named(
+                Error::new(ErrorKind::Unsupported, text)
+                    .with_peer(hello.rank)
+                    .with_peer_address(from),
+            ));
+        }
+        let memory = match self.near.as_ref().filter(|_| local) {
+            Some((_, region)) => match region.open(c.rank, hello.rank, handles) {
+                Ok(shared) => Some(shared),
+                Err(error) => {
+                    let error = error.with_peer(hello.rank);
+                    return Err(self.named(error));
+                }
+            },
+            None => None,
+        };
         if let Some(found) = self.found.get_mut(hello.rank as usize) {
-            found.address = from.to_string();
             // A second connection of a lane replaces the first: its rank did not see the answer and tried again.
-            match hello.lane {
-                Lane::Data => found.data = Some(link),
-                Lane::Control => found.control = Some(link),
-            }
+            found.take(hello.lane, link, memory, from);
         }
         Ok(())
     }

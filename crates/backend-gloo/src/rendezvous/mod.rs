@@ -1,7 +1,8 @@
 //! How the ranks of a configuration find and connect each other.
 //!
-//! Every rank listens, publishes its address and a secret under `prefix/epoch` in the store, connects twice to every lower
-//! rank and accepts from every higher one. All of it is one non-blocking loop, so a stranger or a half-open connection
+//! Every rank listens, publishes its addresses and a secret under `prefix/epoch` in the store, connects to every lower
+//! rank and accepts from every higher one: over a Unix socket with the handles of shared memory where both are on one host, else
+//! twice over TCP. All of it is one non-blocking loop, so a stranger or a half-open connection
 //! holds nobody up. When a rank has all its connections it says so to all; `configure` ends on a rank once everybody has
 //! said so, so a rank that fails right afterwards cannot break the configuration of a slower one. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
 //! reached, so that they need not wait for their own deadline (L27).
@@ -13,6 +14,8 @@ mod outgoing;
 use std::io::IoSlice;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -26,9 +29,11 @@ pub(crate) use card::nonce;
 use incoming::Stranger;
 use outgoing::{Dial, Dialed};
 
-use crate::options::Settings;
-use crate::peer::{ControlLink, Inbox, Peer};
+use crate::options::{Settings, Transport};
+use crate::peer::{ControlLink, Peer};
+use crate::port::{Memory, Port, Wire};
 use crate::transport::interface::{self, Addresses};
+use crate::transport::shm::{Bell, Region, Shared};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::{self, Control, ControlKind, Hello, Lane, VERSION};
 
@@ -40,13 +45,38 @@ struct Found {
     address: String,
     data: Option<Link>,
     control: Option<Link>,
+    /// In place of `data`.
+    memory: Option<Shared>,
     /// It has said that it is connected with everybody.
     ready: bool,
+    /// It shares memory with every rank.
+    near: bool,
 }
 
 impl Found {
     fn complete(&self) -> bool {
-        self.data.is_some() && self.control.is_some()
+        (self.data.is_some() || self.memory.is_some()) && self.control.is_some()
+    }
+}
+
+impl Found {
+    /// A connection of `lane` is there.
+    fn take(&mut self, lane: Lane, link: Link, memory: Option<Shared>, address: String) {
+        self.address = address;
+        if self.memory.is_some() && lane != Lane::Local {
+            // The rank gave up on shared memory and comes over TCP.
+            self.memory = None;
+            self.control = None;
+        }
+        match lane {
+            Lane::Data => self.data = Some(link),
+            Lane::Control => self.control = Some(link),
+            Lane::Local => {
+                self.data = None;
+                self.control = Some(link);
+                self.memory = memory;
+            }
+        }
     }
 }
 
@@ -57,14 +87,29 @@ struct Rendezvous<'a> {
     cancel: &'a AtomicBool,
     began: Instant,
     listener: TcpListener,
+    /// Where ranks of this host come in, and what they are given; `None` without shared memory.
+    near: Option<(UnixListener, Region)>,
     card: Card,
     /// By rank; `None` where not known yet.
     cards: Vec<Option<Card>>,
     dialed: Vec<Dialed>,
     strangers: Vec<Stranger>,
     found: Vec<Found>,
+    /// By rank: how often the way through shared memory failed.
+    refused: Vec<u32>,
     /// This rank has said that it is connected with everybody.
     said_ready: bool,
+}
+
+/// What a rank has once it is connected.
+pub(crate) struct Connected {
+    /// By rank; `None` at the own one.
+    pub(crate) peers: Vec<Option<Peer>>,
+    /// Likewise.
+    pub(crate) ports: Vec<Option<Port>>,
+    pub(crate) bell: Bell,
+    /// All ranks share memory with all others. The same on every rank.
+    pub(crate) near: bool,
 }
 
 /// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
@@ -73,15 +118,26 @@ pub(crate) fn connect(
     settings: &Settings,
     counters: Arc<Counters>,
     cancel: &AtomicBool,
-) -> Result<Vec<Option<Peer>>> {
+) -> Result<Connected> {
     let mut rendezvous = Rendezvous::new(configuration, settings, counters, cancel)?;
     match rendezvous.run() {
-        Ok(()) => rendezvous.into_peers(),
+        Ok(()) => rendezvous.into_connected(),
         Err(error) => {
             rendezvous.give_up(&error);
             Err(error)
         }
     }
+}
+
+/// Shared memory and the socket at which it is handed out, under a name of its own.
+fn open_near(world: u32) -> Result<(UnixListener, Region, String)> {
+    let region = Region::new(world)?;
+    let name = format!("oxccl-gloo-{}-{:016x}", std::process::id(), nonce());
+    let listener = std::os::unix::net::SocketAddr::from_abstract_name(&name)
+        .and_then(|address| UnixListener::bind_addr(&address))
+        .and_then(|l| l.set_nonblocking(true).map(|()| l))
+        .map_err(|e| Error::io("listening on a Unix socket", e))?;
+    Ok((listener, region, name))
 }
 
 fn key(configuration: &Configuration, rank: u32) -> String {
@@ -110,15 +166,27 @@ impl<'a> Rendezvous<'a> {
             .local_addr()
             .map_err(|e| Error::io("asking for the listener's port", e))?
             .port();
+        let near = match settings.transport {
+            Transport::Tcp => None,
+            Transport::Shm => Some(open_near(configuration.world_size)?),
+            Transport::Auto | Transport::Mixed => open_near(configuration.world_size)
+                .inspect_err(|error| tracing::warn!(%error, "no shared memory here; using TCP"))
+                .ok(),
+        };
+        let (near, name) = match near {
+            Some((listener, region, name)) => (Some((listener, region)), Some(name)),
+            None => (None, None),
+        };
         let card = Card {
             nonce: nonce(),
             host: interface::host_identity(),
             remote: SocketAddr::new(advertise, port),
             local: loopback_here.then_some(SocketAddr::from(([127, 0, 0, 1], port))),
+            memory: name,
         };
         let now = Instant::now();
         let dialed = (0..configuration.rank)
-            .flat_map(|rank| [Lane::Data, Lane::Control].map(|lane| (rank, lane)))
+            .flat_map(|rank| [Lane::Local, Lane::Data, Lane::Control].map(|lane| (rank, lane)))
             .map(|(rank, lane)| Dialed {
                 rank,
                 lane,
@@ -132,11 +200,13 @@ impl<'a> Rendezvous<'a> {
             cancel,
             began: now,
             listener,
+            near,
             card,
             cards: (0..configuration.world_size).map(|_| None).collect(),
             dialed,
             strangers: Vec::new(),
             found: (0..configuration.world_size).map(|_| Found::default()).collect(),
+            refused: vec![0; configuration.world_size as usize],
             said_ready: false,
         })
     }
@@ -187,18 +257,25 @@ impl<'a> Rendezvous<'a> {
             .collect()
     }
 
+    fn shares_memory_with_all(&self) -> bool {
+        let own = self.configuration.rank as usize;
+        let others = self.found.iter().enumerate().filter(|(rank, _)| *rank != own);
+        others.into_iter().all(|(_, found)| found.memory.is_some())
+    }
+
     /// Once connected with everybody, tells everybody.
     fn say_ready(&mut self) -> Result<()> {
         if self.said_ready || !self.missing().is_empty() {
             return Ok(());
         }
         self.said_ready = true;
+        let near = self.shares_memory_with_all();
         let header = Control {
             kind: ControlKind::Ready,
             code: 0,
             epoch: self.configuration.epoch.0,
             id: 0,
-            a: 0,
+            a: u32::from(near),
             b: self.configuration.rank,
             length: 0,
         }
@@ -355,6 +432,7 @@ impl<'a> Rendezvous<'a> {
             match Control::decode(header).filter(|h| h.epoch == epoch) {
                 Some(h) if h.kind == ControlKind::Ready => {
                     let mut taken = [0u8; Control::BYTES];
+                    found.near = h.a == 1;
                     found.ready = link.read(&mut taken) == Moved::Bytes(Control::BYTES);
                 }
                 Some(h) if h.kind == ControlKind::Abort => {
@@ -384,11 +462,14 @@ impl<'a> Rendezvous<'a> {
             wake_at = now; // the store is where this rank waits
         }
         let mut fds = vec![PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN)];
+        if let Some((listener, _)) = &self.near {
+            fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
+        }
         for stranger in &self.strangers {
             fds.push(PollFd::from_borrowed_fd(stranger.link.as_fd(), PollFlags::IN));
             wake_at = wake_at.min(stranger.until);
         }
-        for dialed in &self.dialed {
+        for dialed in self.dialed.iter().filter(|d| self.is_wanted(d)) {
             match &dialed.state {
                 Dial::Done => {}
                 Dial::Waiting { retry_at } => wake_at = wake_at.min(*retry_at),
@@ -430,32 +511,57 @@ impl<'a> Rendezvous<'a> {
         }
     }
 
-    fn into_peers(self) -> Result<Vec<Option<Peer>>> {
+    fn into_connected(self) -> Result<Connected> {
         let own = self.configuration.rank;
-        self.found
-            .into_iter()
-            .zip(0u32..)
-            .map(|(found, rank)| match (found.data, found.control) {
-                _ if rank == own => Ok(None),
-                (Some(mut data), Some(mut control)) => {
-                    // Whatever arrived before the engine looks must be seen.
-                    for link in [&mut data, &mut control] {
-                        link.readable = true;
-                        link.writable = true;
-                    }
-                    Ok(Some(Peer {
-                        rank,
-                        address: found.address,
-                        data: Inbox::new(data),
-                        control: ControlLink::new(control),
-                        left: None,
-                        gone: None,
-                        suspect: None,
-                    }))
+        let near = self.shares_memory_with_all() && {
+            let others = self
+                .found
+                .iter()
+                .enumerate()
+                .filter(|(rank, _)| *rank != own as usize);
+            others.into_iter().all(|(_, found)| found.near)
+        };
+        let bell = match &self.near {
+            Some((_, region)) => region.bell()?,
+            None => Bell::private()?,
+        };
+        let (mut peers, mut ports) = (Vec::new(), Vec::new());
+        for (found, rank) in self.found.into_iter().zip(0u32..) {
+            if rank == own {
+                peers.push(None);
+                ports.push(None);
+                continue;
+            }
+            let wire = match (found.data, found.memory) {
+                (_, Some(shared)) => Wire::Memory(Memory::new(shared, self.counters.clone())),
+                (Some(mut data), None) => {
+                    data.readable = true;
+                    data.writable = true;
+                    Wire::Socket(data)
                 }
-                _ => Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
-            })
-            .collect()
+                (None, None) => return Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
+            };
+            let Some(mut control) = found.control else {
+                return Err(Error::new(ErrorKind::Internal, "a rank is connected by half"));
+            };
+            // Whatever arrived before the engine looks must be seen.
+            control.readable = true;
+            control.writable = true;
+            ports.push(Some(Port::new(rank, found.address.clone(), wire)));
+            peers.push(Some(Peer {
+                rank,
+                address: found.address,
+                control: ControlLink::new(control),
+                left: None,
+                gone: None,
+            }));
+        }
+        Ok(Connected {
+            peers,
+            ports,
+            bell,
+            near,
+        })
     }
 }
 

@@ -3,18 +3,23 @@
 use std::io::IoSlice;
 use std::net::{SocketAddr, TcpStream};
 use std::os::fd::OwnedFd;
+use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::{AddressFamily, SocketFlags, SocketType};
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use super::Rendezvous;
+use super::card::Card;
+use crate::options::Transport;
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::{Hello, Lane};
 
 /// Between two attempts to reach a rank.
 const RETRY: Duration = Duration::from_millis(30);
+/// Attempts to get shared memory from a rank of this host, before it is reached over TCP.
+const LOCAL_ATTEMPTS: u32 = 3;
 
 /// One attempt to connect one lane to a lower rank.
 pub(super) enum Dial {
@@ -27,6 +32,8 @@ pub(super) enum Dial {
         sent: usize,
         buffer: Box<[u8; Hello::BYTES]>,
         have: usize,
+        /// What the rank handed over.
+        handles: Vec<OwnedFd>,
     },
     Done,
 }
@@ -47,18 +54,55 @@ impl Rendezvous<'_> {
         Ok(())
     }
 
+    /// True if `rank` is to be reached through shared memory.
+    fn is_near(&self, rank: u32, card: &Card) -> bool {
+        let reachable = self.near.is_some()
+            && card.memory.is_some()
+            && card.host == self.card.host
+            && card.host != "unknown";
+        let failures = self.refused.get(rank as usize).copied().unwrap_or(0);
+        reachable
+            && match self.settings.transport {
+                Transport::Tcp => false,
+                Transport::Shm => true,
+                Transport::Auto => failures < LOCAL_ATTEMPTS,
+                Transport::Mixed => {
+                    failures < LOCAL_ATTEMPTS && (rank + self.configuration.rank).is_multiple_of(2)
+                }
+            }
+    }
+
+    /// True if this lane is the way to its rank.
+    pub(super) fn is_wanted(&self, dialed: &Dialed) -> bool {
+        match self.cards.get(dialed.rank as usize) {
+            Some(Some(card)) => (dialed.lane == Lane::Local) == self.is_near(dialed.rank, card),
+            // Its address is being asked for again.
+            _ => !matches!(dialed.state, Dial::Waiting { .. }),
+        }
+    }
+
     /// One step of one attempt; true if another step may follow at once.
     fn dial_one(&mut self, index: usize) -> Result<bool> {
         let Some(dialed) = self.dialed.get_mut(index) else {
             return Ok(false);
         };
         let (rank, lane) = (dialed.rank, dialed.lane);
-        let Some(Some(card)) = self.cards.get(rank as usize).cloned() else {
+        let Some(Some(card)) = self.cards.get(rank as usize) else {
             return Ok(false);
         };
-        let address = match card.local {
-            Some(local) if card.host == self.card.host && card.host != "unknown" => local,
-            _ => card.remote,
+        let near = self.is_near(rank, card);
+        if self.settings.transport == Transport::Shm && !near {
+            let text =
+                "transport=shm was asked for, but that rank is on another host or offers no shared memory";
+            return Err(self.named(Error::new(ErrorKind::Unsupported, text).with_peer(rank)));
+        }
+        if (lane == Lane::Local) != near {
+            return Ok(false);
+        }
+        let card = card.clone();
+        let address = self.address_of(&card);
+        let Some(dialed) = self.dialed.get_mut(index) else {
+            return Ok(false);
         };
         let again = || Dial::Waiting {
             retry_at: deadline_in(RETRY),
@@ -68,6 +112,19 @@ impl Rendezvous<'_> {
             Dial::Done => (Dial::Done, false),
             Dial::Waiting { retry_at } if !time_left(retry_at).is_zero() => {
                 (Dial::Waiting { retry_at }, false)
+            }
+            Dial::Waiting { .. } if lane == Lane::Local => {
+                match begin_local(card.memory.as_deref().unwrap_or_default()) {
+                    Ok(stream) => {
+                        let link = Link::local(stream, self.counters.clone())?;
+                        (greeting(link), true)
+                    }
+                    Err(error) => {
+                        tracing::debug!(rank, %error, "no way to its shared memory; trying again");
+                        self.refuse(rank);
+                        (again(), false)
+                    }
+                }
             }
             Dial::Waiting { .. } => match begin(address) {
                 Ok(fd) => (Dial::Connecting(fd), true),
@@ -81,14 +138,7 @@ impl Rendezvous<'_> {
                 None => (Dial::Connecting(fd), false),
                 Some(Ok(())) => {
                     let link = Link::new(TcpStream::from(fd), self.counters.clone())?;
-                    let buffer = Box::new([0; Hello::BYTES]);
-                    let state = Dial::Greeting {
-                        link,
-                        sent: 0,
-                        buffer,
-                        have: 0,
-                    };
-                    (state, true)
+                    (greeting(link), true)
                 }
                 Some(Err(error)) => {
                     tracing::debug!(rank, %address, %error, "connecting failed; trying again");
@@ -101,28 +151,42 @@ impl Rendezvous<'_> {
                 mut sent,
                 mut buffer,
                 mut have,
+                mut handles,
             } => {
                 let greeting = self.hello(lane, card.nonce).encode();
                 let rest = greeting.get(sent..).unwrap_or(&[]);
                 let mut moved = Moved::Nothing;
                 if rest.is_empty() {
                     if let Some(room) = buffer.get_mut(have..).filter(|r| !r.is_empty()) {
-                        moved = link.read(room);
+                        moved = if lane == Lane::Local {
+                            link.read_handles(room, &mut handles)
+                        } else {
+                            link.read(room)
+                        };
                         if let Moved::Bytes(n) = moved {
                             have += n;
                         }
                     }
                 } else {
-                    moved = link.write(&[IoSlice::new(rest)]);
+                    moved = match &self.near {
+                        Some((_, region)) if lane == Lane::Local => {
+                            // All of it goes at once into a fresh socket, the handles with it.
+                            link.write_handles(rest, &region.handles())
+                        }
+                        _ => link.write(&[IoSlice::new(rest)]),
+                    };
                     if let Moved::Bytes(n) = moved {
                         sent += n;
                     }
                 }
                 if have == Hello::BYTES {
-                    self.answered(rank, lane, link, &buffer, address)?;
+                    self.answered(rank, lane, link, &buffer, handles)?;
                     (Dial::Done, false)
                 } else if moved == Moved::Closed {
                     tracing::debug!(rank, %address, "the rank closed the connection; trying again");
+                    if lane == Lane::Local {
+                        self.refuse(rank);
+                    }
                     self.forget(rank);
                     (again(), false)
                 } else {
@@ -131,6 +195,7 @@ impl Rendezvous<'_> {
                         sent,
                         buffer,
                         have,
+                        handles,
                     };
                     (state, moved != Moved::Nothing)
                 }
@@ -149,39 +214,81 @@ impl Rendezvous<'_> {
         }
     }
 
+    /// The way through shared memory failed once more.
+    fn refuse(&mut self, rank: u32) {
+        if let Some(failures) = self.refused.get_mut(rank as usize) {
+            *failures = failures.saturating_add(1);
+        }
+        self.forget(rank);
+    }
+
     fn answered(
         &mut self,
         rank: u32,
         lane: Lane,
         link: Link,
         buffer: &[u8; Hello::BYTES],
-        address: SocketAddr,
+        handles: Vec<OwnedFd>,
     ) -> Result<()> {
+        let address = match self.cards.get(rank as usize) {
+            _ if lane == Lane::Local => "shared memory".to_string(),
+            Some(Some(card)) => self.address_of(card).to_string(),
+            _ => String::new(),
+        };
         let protocol = |text: String| {
             self.named(
                 Error::new(ErrorKind::Protocol, text)
                     .with_peer(rank)
-                    .with_peer_address(address.to_string()),
+                    .with_peer_address(address.clone()),
             )
         };
         let hello = Hello::decode(buffer)
             .ok_or_else(|| protocol("answered with something that is not this protocol".into()))?;
-        self.compare(&hello, &address.to_string())?;
+        self.compare(&hello, &address)?;
         if hello.rank != rank || hello.lane != lane || hello.epoch != self.configuration.epoch.0 {
             return Err(protocol(format!(
                 "answered as rank {} of epoch {}; expected rank {rank} of epoch {}",
                 hello.rank, hello.epoch, self.configuration.epoch
             )));
         }
-        if let Some(found) = self.found.get_mut(rank as usize) {
-            found.address = address.to_string();
-            match lane {
-                Lane::Data => found.data = Some(link),
-                Lane::Control => found.control = Some(link),
+        let memory = match &self.near {
+            Some((_, region)) if lane == Lane::Local => {
+                let own = self.configuration.rank;
+                let opened = region.open(own, rank, handles);
+                Some(opened.map_err(|e| self.named(e.with_peer(rank)))?)
             }
+            _ => None,
+        };
+        if let Some(found) = self.found.get_mut(rank as usize) {
+            found.take(lane, link, memory, address);
         }
         Ok(())
     }
+
+    fn address_of(&self, card: &Card) -> SocketAddr {
+        match card.local {
+            Some(local) if card.host == self.card.host && card.host != "unknown" => local,
+            _ => card.remote,
+        }
+    }
+}
+
+fn greeting(link: Link) -> Dial {
+    Dial::Greeting {
+        link,
+        sent: 0,
+        buffer: Box::new([0; Hello::BYTES]),
+        have: 0,
+        handles: Vec::new(),
+    }
+}
+
+/// Connects to a Unix socket of this host: done at once, or refused.
+fn begin_local(name: &str) -> std::io::Result<UnixStream> {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    let fd = rustix::net::socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)?;
+    rustix::net::connect(&fd, &SocketAddrUnix::new_abstract_name(name.as_bytes())?)?;
+    Ok(UnixStream::from(fd))
 }
 
 /// Begins a non-blocking connection.

@@ -4,12 +4,13 @@
 //! which tensors those are, `exec` carries the rounds out over any transport, and the tests run all ranks in a
 //! simulator. Rules that every schedule keeps (the tests check them):
 //! - a round has at most one send and one receive per peer, and both ends of a transfer have it in the same round;
-//! - which algorithm runs is a function of world size and bytes only, so all ranks agree, and so is the order of
-//!   reduction (INV-3);
+//! - which algorithm runs is a function of world size, bytes and the agreed topology only, so all ranks agree, and so is the
+//!   order of reduction (INV-3);
 //! - a rank cannot finish before every other rank has entered with the same fingerprint, directly or through others;
 //!   frames without payload are added where the data alone would not say so. That is what lets a mismatch fail on *all*
 //!   ranks, a broadcast's root included (L15).
 
+mod exchange;
 mod linear;
 mod ring;
 mod tree;
@@ -24,6 +25,9 @@ pub(crate) use tree::{broadcast, reduce};
 pub(crate) const DIRECT_MAX_BYTES: usize = 64 * 1024;
 /// Up to this many ranks, likewise.
 pub(crate) const DIRECT_MAX_WORLD: u32 = 16;
+/// Larger all-reduces between ranks that share memory go block by block of this many bytes, so that a block is still in the
+/// cache when its sum comes back.
+pub(crate) const BLOCK_BYTES: usize = 4 << 20;
 /// Up to this many bytes a larger world reduces to one rank and broadcasts.
 pub(crate) const TREE_MAX_BYTES: usize = 16 * 1024;
 
@@ -39,6 +43,8 @@ pub(crate) enum Algorithm {
     Pairwise = 5,
     Linear = 6,
     Star = 7,
+    Exchange = 8,
+    Cross = 9,
 }
 
 /// A logical buffer.
@@ -92,6 +98,11 @@ pub(crate) enum Landing {
     Reduce,
     /// `into = wire ∘ with`; equally long.
     ReduceWith(Span),
+    /// `into = into ∘ wire` over the very bytes that this round sends to the same peer: never further than these have gone
+    /// out.
+    Exchange,
+    /// As `Reduce`, never further than the receive before it in the round: the order of reduction is that of the list.
+    ReduceNext,
 }
 
 /// What happens with the contributors that arrive.
@@ -203,9 +214,9 @@ pub(crate) fn part(parts: &[Range<usize>], index: u32) -> Range<usize> {
     parts.get(index as usize).cloned().unwrap_or(0..0)
 }
 
-/// All-reduce of `bytes` bytes in place in `Out`.
-pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize) -> Schedule {
-    match all_reduce_algorithm(world, bytes) {
+/// All-reduce of `bytes` bytes in place in `Out`. `near`: all ranks share memory.
+pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, near: bool) -> Schedule {
+    match all_reduce_algorithm(world, bytes, near) {
         Algorithm::Local => {
             let mut s = Schedule::new(Algorithm::Local);
             let span = Span::new(Buffer::Out, 0..bytes);
@@ -215,18 +226,24 @@ pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize) ->
         }
         Algorithm::Direct => linear::all_reduce_direct(rank, world, bytes),
         Algorithm::Tree => tree::all_reduce_tree(rank, world, bytes),
+        Algorithm::Exchange => exchange::all_reduce_exchange(rank, bytes),
+        Algorithm::Cross => exchange::all_reduce_cross(rank, world, bytes, element),
         _ => ring::all_reduce_ring(rank, world, bytes, element),
     }
 }
 
-/// A function of world size and bytes only (INV-3).
-pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize) -> Algorithm {
+/// A function of what all ranks agree on: world size, bytes, and whether all share memory (INV-3).
+pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize, near: bool) -> Algorithm {
     if world <= 1 {
         Algorithm::Local
+    } else if world == 2 {
+        Algorithm::Exchange
     } else if world <= DIRECT_MAX_WORLD && bytes.saturating_mul(world as usize - 1) <= DIRECT_MAX_BYTES {
         Algorithm::Direct
     } else if world > 4 && bytes <= TREE_MAX_BYTES {
         Algorithm::Tree
+    } else if near {
+        Algorithm::Cross
     } else {
         Algorithm::Ring
     }

@@ -78,7 +78,8 @@ pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>]) -> S
     s.result = Some(rank as usize);
     // Partial sums travel through two halves of the scratch in turn: one is sent while the other fills.
     let half = parts.iter().map(ExactSizeIterator::len).max().unwrap_or(0);
-    s.scratch = half * 2;
+    // Two ranks have no partial sums to pass on.
+    s.scratch = if world > 2 { half * 2 } else { 0 };
     let scratch = |k: u32, len: usize| {
         let start = if k.is_multiple_of(2) { 0 } else { half };
         Span::new(Buffer::Scratch, start..start + len)
@@ -137,7 +138,12 @@ pub(crate) fn all_gather(rank: u32, world: u32, parts: &[Range<usize>]) -> Sched
         s.rounds.push(Round {
             sends: vec![Send {
                 peer: up(rank, 1, world),
-                from: out(down(rank, k, world)),
+                // What is sent first stands in the input, too, and that is in the cache if anything is.
+                from: if k == 0 {
+                    Span::new(Buffer::In, 0..part(parts, rank).len())
+                } else {
+                    out(down(rank, k, world))
+                },
                 slot: None,
             }],
             recvs: vec![Recv {

@@ -119,7 +119,10 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
                         || s.from.range.end <= v.into.range.start
                         || v.into.range.end <= s.from.range.start;
                     assert!(
-                        apart || s.from.len() == 0 || v.into.len() == 0,
+                        apart
+                            || s.from.len() == 0
+                            || v.into.len() == 0
+                            || (matches!(v.landing, Landing::Exchange) && s.from == v.into),
                         "a round overwrites what it sends"
                     );
                 }
@@ -135,7 +138,9 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
                 assert_eq!(data.len(), v.into.len(), "both ends agree on the length");
                 match &v.landing {
                     Landing::Copy => ranks[r].at(&v.into).copy_from_slice(&data),
-                    Landing::Reduce => add(ranks[r].at(&v.into), &data),
+                    Landing::Reduce | Landing::ReduceNext | Landing::Exchange => {
+                        add(ranks[r].at(&v.into), &data)
+                    }
                     Landing::ReduceWith(with) => {
                         let mut sum = ranks[r].get(with);
                         assert_eq!(sum.len(), data.len());
@@ -198,12 +203,15 @@ fn every_all_reduce_algorithm_sums_every_element_and_every_contributor_once() {
             let data: Vec<_> = (0..n).map(|r| values(r, count)).collect();
             let nothing = vec![Vec::new(); n];
             type Make = fn(u32, u32, usize) -> Schedule;
-            let mut makers: Vec<Make> = vec![|r, w, b| all_reduce(r, w, b, ELEMENT)];
+            let mut makers: Vec<Make> = vec![|r, w, b| all_reduce(r, w, b, ELEMENT, false), |r, w, b| {
+                all_reduce(r, w, b, ELEMENT, true)
+            }];
             if world > 1 {
                 makers.extend([
                     linear::all_reduce_direct as Make,
                     tree::all_reduce_tree,
                     |r, w, b| ring::all_reduce_ring(r, w, b, ELEMENT),
+                    |r, w, b| exchange::all_reduce_cross(r, w, b, ELEMENT),
                 ]);
             }
             for make in makers {
@@ -224,12 +232,16 @@ fn every_all_reduce_algorithm_sums_every_element_and_every_contributor_once() {
 
 #[test]
 fn the_choice_of_algorithm_covers_all_of_them_and_depends_on_nothing_but_world_and_bytes() {
-    assert_eq!(all_reduce_algorithm(1, 1 << 30), Algorithm::Local);
-    assert_eq!(all_reduce_algorithm(2, 1024), Algorithm::Direct);
-    assert_eq!(all_reduce_algorithm(2, DIRECT_MAX_BYTES + 1), Algorithm::Ring);
-    assert_eq!(all_reduce_algorithm(9, TREE_MAX_BYTES), Algorithm::Tree);
-    assert_eq!(all_reduce_algorithm(100, 4), Algorithm::Tree);
-    assert_eq!(all_reduce_algorithm(100, 1 << 20), Algorithm::Ring);
+    for near in [false, true] {
+        let large = if near { Algorithm::Cross } else { Algorithm::Ring };
+        assert_eq!(all_reduce_algorithm(1, 1 << 30, near), Algorithm::Local);
+        assert_eq!(all_reduce_algorithm(2, 1024, near), Algorithm::Exchange);
+        assert_eq!(all_reduce_algorithm(3, 1024, near), Algorithm::Direct);
+        assert_eq!(all_reduce_algorithm(3, DIRECT_MAX_BYTES + 1, near), large);
+        assert_eq!(all_reduce_algorithm(9, TREE_MAX_BYTES, near), Algorithm::Tree);
+        assert_eq!(all_reduce_algorithm(100, 4, near), Algorithm::Tree);
+        assert_eq!(all_reduce_algorithm(100, 1 << 20, near), large);
+    }
 }
 
 #[test]

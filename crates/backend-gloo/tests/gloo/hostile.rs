@@ -4,9 +4,9 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
+use ftcore::{DType, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor, deadline_in};
 
-use crate::ranks::{configuration, group, soon, store};
+use crate::ranks::{configuration, group, group_over, soon, store};
 
 #[test]
 fn garbage_and_silent_connections_never_hold_up_a_configuration() {
@@ -72,6 +72,54 @@ fn ranks_that_disagree_about_the_world_fail_on_both_sides_naming_both() {
                 assert_eq!(e.kind(), ftcore::ErrorKind::Mismatch, "{e}");
                 let text = e.to_string();
                 assert!(text.contains('2') && text.contains('3'), "{text}");
+            });
+        }
+    });
+}
+
+#[test]
+fn ranks_that_cannot_meet_over_the_transport_asked_for_fail_naming_each_other() {
+    // (rank 0, rank 1): one insists on shared memory, the other has none.
+    for (first, second) in [("shm", "tcp"), ("tcp", "shm")] {
+        let store = store();
+        std::thread::scope(|scope| {
+            for (rank, transport) in [(0u32, first), (1, second)] {
+                let store = &store;
+                scope.spawn(move || {
+                    let mut c = configuration(store, 1, rank, 2);
+                    c.deadline = deadline_in(Duration::from_secs(2));
+                    let e = group_over(transport).configure(c).unwrap_err();
+                    let text = e.to_string();
+                    if transport == "shm" {
+                        assert_eq!(e.kind(), ErrorKind::Unsupported, "{e}");
+                        assert_eq!(e.context().peer, Some(1 - rank), "{e}");
+                        assert!(text.contains("transport=shm"), "{text}");
+                    } else {
+                        let kinds = [ErrorKind::PeerLost, ErrorKind::Timeout];
+                        assert!(kinds.contains(&e.kind()), "{e}");
+                        assert!(text.contains(&format!("{}", 1 - rank)), "{text}");
+                    }
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn a_rank_that_offers_no_shared_memory_is_met_over_tcp() {
+    let store = store();
+    std::thread::scope(|scope| {
+        for (rank, transport) in [(0u32, "auto"), (1, "tcp"), (2, "auto")] {
+            let store = &store;
+            scope.spawn(move || {
+                let group = group_over(transport);
+                group.configure(configuration(store, 1, rank, 3)).unwrap();
+                let expected = if rank == 1 { "tcp" } else { "shm and tcp" };
+                assert_eq!(group.transport(), expected);
+                let mut data = vec![rank as f32; 100_000];
+                let by = SubmitOptions::by(soon());
+                group.allreduce_slice(&mut data, ReduceOp::Sum, by).unwrap();
+                assert!(data.iter().all(|x| *x == 3.0));
             });
         }
     });

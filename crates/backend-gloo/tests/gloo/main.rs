@@ -2,8 +2,10 @@
 //! gloo's own: lifecycle, resources, hostile connections, and the lessons behind them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod blocking;
 mod hostile;
 mod lifecycle;
+mod many;
 mod ranks;
 mod resources;
 mod turns;

@@ -14,6 +14,16 @@ pub(crate) fn group() -> GlooGroup {
     GlooGroup::new("test", GroupOptions::default()).unwrap()
 }
 
+/// A group over `auto`, `shm`, `tcp` or `mixed`.
+pub(crate) fn group_over(transport: &str) -> GlooGroup {
+    if transport == "mixed" {
+        return GlooGroup::mixed("test", GroupOptions::default()).unwrap();
+    }
+    let mut options = GroupOptions::default();
+    options.hints.insert("transport".into(), transport.into());
+    GlooGroup::new("test", options).unwrap()
+}
+
 pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world_size: u32) -> Configuration {
     Configuration {
         store: store.clone(),
@@ -32,13 +42,22 @@ pub(crate) fn store() -> Arc<dyn Store> {
 
 /// Runs `body` on `world` threads with configured groups; results by rank.
 pub(crate) fn with_groups<T: Send>(world: u32, body: impl Fn(u32, GlooGroup) -> T + Sync) -> Vec<T> {
+    with_groups_over("auto", world, body)
+}
+
+/// Likewise, over one transport.
+pub(crate) fn with_groups_over<T: Send>(
+    transport: &str,
+    world: u32,
+    body: impl Fn(u32, GlooGroup) -> T + Sync,
+) -> Vec<T> {
     let store = store();
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..world)
             .map(|rank| {
                 let (store, body) = (&store, &body);
                 scope.spawn(move || {
-                    let group = group();
+                    let group = group_over(transport);
                     group.configure(configuration(store, 1, rank, world)).unwrap();
                     body(rank, group)
                 })

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
+use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor};
 
 use crate::ranks::{eventually, soon, with_groups};
 
@@ -17,6 +17,28 @@ fn threads() -> usize {
 
 fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
+}
+
+/// Mappings of shared memory in this process, and their resident kilobytes.
+fn shared_memory() -> (usize, u64) {
+    let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+    let (mut count, mut resident, mut ours) = (0, 0, false);
+    for line in smaps.lines() {
+        if let Some(rss) = line.strip_prefix("Rss:") {
+            let kilobytes: u64 = rss.trim().trim_end_matches(" kB").parse().unwrap();
+            resident += if ours { kilobytes } else { 0 };
+        } else if line.contains('-') && line.contains(' ') && !line.starts_with("VmFlags") {
+            let is_range = line
+                .split('-')
+                .next()
+                .is_some_and(|a| u64::from_str_radix(a, 16).is_ok());
+            if is_range {
+                ours = line.contains("memfd:oxccl-gloo");
+                count += usize::from(ours);
+            }
+        }
+    }
+    (count, resident)
 }
 
 /// Processor time of all engine threads so far, in clock ticks (10 ms).
@@ -126,7 +148,43 @@ fn alone() {
         });
         eventually("the end of the threads", || threads() == 0);
         eventually("the end of the sockets", || descriptors() <= before);
+        eventually("the end of the mappings", || shared_memory() == (0, 0));
     }
+}
+
+/// Runs in a process of its own, see below.
+#[test]
+#[ignore = "run by a_group_costs_little_memory in a process of its own"]
+fn at_rest() {
+    const WORLD: u32 = 4;
+    let meet = std::sync::Barrier::new(WORLD as usize);
+    with_groups(WORLD, |rank, group| {
+        assert_eq!(group.transport(), "shm");
+        // Every ring has been used over its whole length.
+        let mut data = vec![1f32; 3_000_000];
+        group
+            .allreduce_slice(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
+            .unwrap();
+        drop(data);
+        meet.wait();
+        if rank == 0 {
+            let (mappings, resident) = shared_memory();
+            let per_rank = resident / u64::from(WORLD);
+            let most = 4096 + 1024 * u64::from(WORLD - 1);
+            println!("{mappings} mappings, {per_rank} kB per rank of {WORLD}, allowed {most}");
+            // A panic here would leave the others waiting.
+            if mappings == 0 || per_rank < 512 || per_rank > most {
+                eprintln!("too much memory, or none found");
+                std::process::exit(1);
+            }
+        }
+        meet.wait();
+    });
+}
+
+#[test]
+fn a_group_costs_little_memory() {
+    in_a_process_of_its_own("resources::at_rest");
 }
 
 #[test]

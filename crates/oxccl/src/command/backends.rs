@@ -1,20 +1,21 @@
 //! `oxccl backends`: every backend that this program knows, where it comes from, whether it can be used here and if not
 //! why, and what it offers.
 //!
-//! Each is probed in a child process with a time limit: a vendor library that crashes or hangs is a line in the table.
+//! Each is probed in a child process with a time limit: a vendor library that crashes or hangs is a line in the table, and
+//! so is a plugin that cannot be used.
 
 use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use oxccl::core::registry::{Backend, DefaultBackends, Provenance, Source};
+use oxccl::core::registry::{Backend, DefaultBackends, OnConflict, Provenance, Source, Unavailable};
 use oxccl::core::{
-    Capabilities, DType, DTypeSet, DeviceKind, Error, ErrorKind, Feature, OpKind, ReduceOp, Registry, Result,
+    Capabilities, DType, DTypeSet, DeviceKind, Error, Feature, OpKind, ReduceOp, Registry, Result,
     deadline_in,
 };
 use oxccl::launch::BoundChild;
-use serde::Serialize;
+use serde::{Deserialize, Serialize};
 
 use super::scratch::Scratch;
 
@@ -40,30 +41,65 @@ pub(crate) struct Arguments {
 pub(crate) struct ProbeArguments {
     name: String,
     device: String,
-    /// Where the reason goes if it cannot.
-    reason: std::path::PathBuf,
+    /// Where the verdict goes.
+    verdict: std::path::PathBuf,
+    /// The plugin that brings it, which the caller has tried already.
+    #[arg(long)]
+    plugin: Option<std::path::PathBuf>,
+}
+
+/// What a backend's child found out.
+#[derive(Default, Serialize, Deserialize)]
+struct Verdict {
+    /// The vendor library behind it.
+    library: Option<String>,
+    /// Why it cannot be used.
+    reason: Option<String>,
+    /// The typed reason, where there is one: code and parts.
+    unavailable: Option<(u32, Vec<String>)>,
+}
+
+impl Verdict {
+    fn because(error: &Error) -> Self {
+        Self {
+            library: None,
+            reason: Some(error.to_string()),
+            unavailable: Unavailable::of(error).map(Unavailable::encode),
+        }
+    }
+
+    fn typed(&self) -> Option<Unavailable> {
+        let (code, parts) = self.unavailable.as_ref()?;
+        Unavailable::decode(*code, parts)
+    }
 }
 
 /// How long one backend may take to say whether it can be used.
 const PROBE: Duration = Duration::from_secs(20);
 
-const FEATURES: [(Feature, &str); 9] = [
-    (Feature::Abort, "abort"),
-    (Feature::Reconfigure, "reconfigure"),
-    (Feature::MismatchDetection, "mismatch_detection"),
-    (Feature::BitwiseEqual, "bitwise_equal"),
-    (Feature::Contributors, "contributors"),
-    (Feature::Tags, "tags"),
-    (Feature::RecvAny, "recv_any"),
-    (Feature::ThreadRanks, "thread_ranks"),
-    (Feature::Split, "split"),
-];
-
 #[derive(Serialize)]
 struct List {
     backends: Vec<Entry>,
     conflicts: Vec<Conflict>,
+    plugins: Vec<Plugin>,
+    /// Other names: (alias, the backend that it means).
+    aliases: std::collections::BTreeMap<String, String>,
     defaults: std::collections::BTreeMap<String, String>,
+}
+
+/// A file that a variable named as a plugin.
+#[derive(Serialize)]
+struct Plugin {
+    path: String,
+    variable: String,
+    name: Option<String>,
+    version: Option<String>,
+    /// The minor version of the plugin ABI that both sides use.
+    abi_minor: Option<u32>,
+    used: bool,
+    /// Why it is not used.
+    reason: Option<String>,
+    unavailable: Option<&'static str>,
 }
 
 #[derive(Serialize)]
@@ -75,12 +111,16 @@ struct Entry {
     usable: bool,
     /// Why it cannot be used.
     reason: Option<String>,
+    /// The same as a word that a script can rely on, such as `library_not_found`.
+    unavailable: Option<&'static str>,
+    /// The vendor library behind it.
+    library: Option<String>,
     /// True if it serves its device when none is named.
     default: bool,
     operations: Vec<&'static str>,
     moves: Vec<&'static str>,
     reductions: Vec<Reductions>,
-    features: Vec<&'static str>,
+    features: Vec<String>,
     options: Vec<String>,
     devices: Vec<String>,
     notes: Vec<Note>,
@@ -117,11 +157,12 @@ struct Conflict {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let registry = Registry::global();
     let defaults = DefaultBackends::from_env()?;
+    let plugins = plugin::discover(registry).into_iter().map(found).collect();
     let scratch = Scratch::new("backends")?;
     let mut backends = Vec::new();
     for backend in registry.list() {
-        let reason = usable(&backend, &scratch).err().map(|e| e.to_string());
-        backends.push(entry(&backend, reason, &defaults));
+        let verdict = ask(&backend, &scratch).unwrap_or_else(|e| Verdict::because(&e));
+        backends.push(entry(&backend, verdict, &defaults));
     }
     let list = List {
         backends,
@@ -135,6 +176,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
                 loser: origin(&c.loser),
             })
             .collect(),
+        plugins,
+        aliases: registry.aliases().into_iter().collect(),
         defaults: defaults
             .iter()
             .map(|(device, name)| (device.to_string(), name.to_string()))
@@ -153,22 +196,38 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The child's side: writes why the backend cannot be used, if so, and ends with 0 either way.
+/// The child's side: writes whether the backend can be used, and ends with 0 either way.
 pub(crate) fn probe(arguments: ProbeArguments) -> Result<ExitCode> {
     let device: DeviceKind = arguments.device.parse()?;
-    let backend = Registry::global().get(&arguments.name, Some(&device))?;
-    if let Err(e) = backend.factory.probe() {
-        std::fs::write(&arguments.reason, e.to_string())
-            .map_err(|e| Error::io(format!("write {}", arguments.reason.display()), e))?;
+    let registry = Registry::global();
+    if let Some(path) = &arguments.plugin {
+        plugin::open_trusted(path)?.register(registry, OnConflict::Replace)?;
     }
+    let backend = registry.get(&arguments.name, Some(&device))?;
+    let mut verdict = match backend.factory.probe() {
+        Ok(()) => Verdict::default(),
+        Err(e) => Verdict::because(&e),
+    };
+    verdict.library = backend.factory.library();
+    let text =
+        serde_json::to_string(&verdict).map_err(|e| Error::invalid(format!("write a verdict: {e}")))?;
+    std::fs::write(&arguments.verdict, text)
+        .map_err(|e| Error::io(format!("write {}", arguments.verdict.display()), e))?;
     Ok(ExitCode::SUCCESS)
 }
 
-/// Asks in a child process; the error says why not.
-fn usable(backend: &Backend, scratch: &Scratch) -> Result<()> {
+/// Asks in a child process. An error is a verdict too: the child crashed, hung or could not be started.
+fn ask(backend: &Backend, scratch: &Scratch) -> Result<Verdict> {
     if backend.source.provenance == Provenance::Api {
         // Known to this process only; it is this program's own code.
-        return backend.factory.probe();
+        let mut verdict = backend
+            .factory
+            .probe()
+            .err()
+            .map(|e| Verdict::because(&e))
+            .unwrap_or_default();
+        verdict.library = backend.factory.library();
+        return Ok(verdict);
     }
     let this = std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
     let file = |what: &str| {
@@ -176,24 +235,42 @@ fn usable(backend: &Backend, scratch: &Scratch) -> Result<()> {
             .path()
             .join(format!("{}-{}-{what}", backend.device, hex(&backend.name)))
     };
-    let reason = file("reason");
+    let answer = file("verdict");
     let mut command = Command::new(this);
     command
         .args(["backends-probe", &backend.name, backend.device.name()])
-        .arg(&reason);
-    let mut child = BoundChild::spawn(command, &file("log"))?;
-    let exit = child.wait(deadline_in(PROBE)).map_err(|_| {
-        let text = format!("the probe did not answer within {} s", PROBE.as_secs());
-        Error::timeout(text)
-    })?;
-    if !exit.success() {
-        let text = format!("the probe ended with {exit}; {}", child.tail());
-        return Err(Error::new(ErrorKind::Backend, text));
+        .arg(&answer);
+    if backend.source.provenance == Provenance::Plugin {
+        command.arg("--plugin").arg(&backend.source.origin);
     }
-    match std::fs::read_to_string(&reason) {
-        Ok(text) => Err(Error::unsupported(text)),
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(()),
-        Err(e) => Err(Error::io(format!("read {}", reason.display()), e)),
+    let mut child = BoundChild::spawn(command, &file("log"))?;
+    let exit = child
+        .wait(deadline_in(PROBE))
+        .map_err(|_| Unavailable::ProbeTimedOut {
+            milliseconds: u64::try_from(PROBE.as_millis()).unwrap_or(u64::MAX),
+        })?;
+    if let Some(signal) = exit.signal {
+        let output = child.tail();
+        return Err(Unavailable::ProbeCrashed { signal, output }.into());
+    }
+    let text = std::fs::read_to_string(&answer).unwrap_or_default();
+    serde_json::from_str(&text).map_err(|_| {
+        let text = format!("it ended with {exit}; {}", child.tail());
+        Unavailable::ProbeFailed { text }.into()
+    })
+}
+
+fn found(report: plugin::Report) -> Plugin {
+    let error = report.result.as_ref().err();
+    Plugin {
+        path: report.path.display().to_string(),
+        variable: report.variable,
+        name: report.loaded.map(|l| l.name().to_string()),
+        version: report.loaded.map(|l| l.version().to_string()),
+        abi_minor: report.loaded.map(|l| l.abi_minor()),
+        used: error.is_none(),
+        unavailable: error.and_then(Unavailable::of).map(Unavailable::name),
+        reason: error.map(ToString::to_string),
     }
 }
 
@@ -217,15 +294,17 @@ fn origin(source: &Source) -> Origin {
     }
 }
 
-fn entry(backend: &Backend, reason: Option<String>, defaults: &DefaultBackends) -> Entry {
+fn entry(backend: &Backend, verdict: Verdict, defaults: &DefaultBackends) -> Entry {
     let capabilities = backend.factory.capabilities();
     Entry {
         name: backend.name.clone(),
         device: backend.device.to_string(),
         version: backend.source.version.clone(),
         source: origin(&backend.source),
-        usable: reason.is_none(),
-        reason,
+        usable: verdict.reason.is_none(),
+        unavailable: verdict.typed().map(|u| u.name()),
+        reason: verdict.reason,
+        library: verdict.library,
         default: defaults.of(&backend.device).is_ok_and(|n| n == backend.name),
         operations: OpKind::ALL
             .into_iter()
@@ -234,10 +313,10 @@ fn entry(backend: &Backend, reason: Option<String>, defaults: &DefaultBackends) 
             .collect(),
         moves: names(capabilities.moves),
         reductions: reductions(&capabilities),
-        features: FEATURES
+        features: Feature::ALL
             .into_iter()
-            .filter(|(f, _)| capabilities.has(*f))
-            .map(|(_, name)| name)
+            .filter(|f| capabilities.has(*f))
+            .map(snake)
             .collect(),
         options: capabilities.options.iter().map(ToString::to_string).collect(),
         devices: capabilities.devices.iter().map(ToString::to_string).collect(),
@@ -250,6 +329,18 @@ fn entry(backend: &Backend, reason: Option<String>, defaults: &DefaultBackends) 
             })
             .collect(),
     }
+}
+
+/// `MismatchDetection` to `mismatch_detection`.
+fn snake(feature: Feature) -> String {
+    let mut name = String::new();
+    for c in format!("{feature:?}").chars() {
+        if c.is_ascii_uppercase() && !name.is_empty() {
+            name.push('_');
+        }
+        name.push(c.to_ascii_lowercase());
+    }
+    name
 }
 
 fn names(set: DTypeSet) -> Vec<&'static str> {
@@ -320,6 +411,18 @@ fn table(list: &List) -> String {
         text.push_str("(no backend is linked into this program)\n");
     }
     text.push('\n');
+    for p in &list.plugins {
+        let said = match (&p.reason, &p.name) {
+            (Some(reason), _) => format!("not used: {reason}"),
+            (None, name) => format!(
+                "{} {}, ABI 1.{}",
+                name.as_deref().unwrap_or("?"),
+                p.version.as_deref().unwrap_or("?"),
+                p.abi_minor.unwrap_or(0)
+            ),
+        };
+        let _ = writeln!(text, "plugin: {} ({}): {said}", p.path, p.variable);
+    }
     if list.conflicts.is_empty() {
         text.push_str("conflicts: none\n");
     }
@@ -334,6 +437,9 @@ fn table(list: &List) -> String {
             show(&c.loser)
         );
     }
+    for (alias, name) in &list.aliases {
+        let _ = writeln!(text, "alias: {alias} is {name}");
+    }
     let defaults: Vec<String> = list.defaults.iter().map(|(d, n)| format!("{d}:{n}")).collect();
     let _ = writeln!(text, "defaults: {}", defaults.join(", "));
     text
@@ -345,6 +451,7 @@ fn details(text: &mut String, backend: &Entry) {
             let _ = writeln!(text, "  {head:<12} {body}");
         }
     };
+    line("library", backend.library.clone().unwrap_or_default());
     line("operations", backend.operations.join(" "));
     line("moves", backend.moves.join(" "));
     for r in &backend.reductions {

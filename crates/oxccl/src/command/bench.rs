@@ -15,6 +15,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use oxccl::core::registry::Backend;
 use oxccl::core::{
     DType, DeviceKind, Error, ErrorKind, Feature, Registry, Result, Store, TcpStore, deadline_in,
 };
@@ -36,7 +37,7 @@ Examples:
     oxccl bench --backend gloo --op all --min 1K --max 64M --factor 4 --check --json
 
 Operations: all_reduce, broadcast, reduce, all_gather_into, reduce_scatter_into, all_to_all_into, send_recv, barrier.
-Each call begins behind a barrier. Its time is that of its slowest rank; shown are the median over the iterations, the least
+Each call blocks and begins behind a barrier. Its time is that of its slowest rank; shown are the median over the iterations, the least
 and the greatest. The size is that of the larger tensor of a rank. algbw is size / time; busbw is algbw times nccl-tests'
 factor: 2(n-1)/n for all_reduce, (n-1)/n for all_gather_into, reduce_scatter_into and all_to_all_into, else 1.";
 
@@ -47,6 +48,12 @@ pub(crate) struct Arguments {
     /// The backend [default: the one for cpu; see OXCCL_DEFAULT_BACKEND].
     #[arg(long, value_name = "NAME")]
     backend: Option<String>,
+    /// The device kind whose memory is moved [default: that of the backend, or cpu if it serves several].
+    #[arg(long, value_name = "KIND", value_parser = |s: &str| s.parse::<DeviceKind>())]
+    device: Option<DeviceKind>,
+    /// Run every rank's backend in a child process of that rank.
+    #[arg(long)]
+    isolated: bool,
     /// Operations, separated by commas; `all` for every one that the backend offers.
     #[arg(long, default_value = "all_reduce", value_name = "OP,…")]
     op: String,
@@ -116,6 +123,9 @@ struct Report<'a> {
     device: &'a str,
     ranks: u32,
     mode: Mode,
+    isolated: bool,
+    /// How the ranks were connected, where the backend says so.
+    transport: Option<&'a str>,
     dtype: &'a str,
     reduction: &'a str,
     warmup: u32,
@@ -135,20 +145,38 @@ const LOOK: Duration = Duration::from_millis(200);
 /// A rank ends by itself when its line takes too long; this much later it is ended.
 const MARGIN: Duration = Duration::from_secs(15);
 
+/// The backend to measure.
+fn choose(arguments: &Arguments) -> Result<Backend> {
+    oxccl::backend::load_plugins();
+    let registry = Registry::global();
+    let default = arguments.device.clone().unwrap_or(DeviceKind::Cpu);
+    let name = match &arguments.backend {
+        Some(name) => name.clone(),
+        None => Registry::default_backend(&default)?,
+    };
+    match &arguments.device {
+        // One for host memory serves other devices through staging.
+        Some(device) => registry
+            .get(&name, Some(device))
+            .or_else(|e| registry.get(&name, Some(&DeviceKind::Cpu)).map_err(|_| e)),
+        None => match registry.get(&name, None) {
+            Err(e) if e.kind() == ErrorKind::InvalidArgument => registry.get(&name, Some(&DeviceKind::Cpu)),
+            found => found,
+        },
+    }
+}
+
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Caught before anything starts, so that an early interrupt ends it in order too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
-    let device = DeviceKind::Cpu;
-    let name = match &arguments.backend {
-        Some(name) => name.clone(),
-        None => Registry::default_backend(&device)?,
-    };
-    let backend = Registry::global().get(&name, Some(&device))?;
+    let backend = choose(&arguments)?;
+    let name = &backend.name;
+    let device = arguments.device.clone().unwrap_or_else(|| backend.device.clone());
     backend.factory.probe()?;
     let capabilities = backend.factory.capabilities();
-    if arguments.mode == Mode::Threads && !capabilities.has(Feature::ThreadRanks) {
+    if arguments.mode == Mode::Threads && !arguments.isolated && !capabilities.has(Feature::ThreadRanks) {
         return Err(Error::unsupported(format!(
-            "ranks of backend '{name}' cannot be threads; leave out --mode threads"
+            "ranks of backend '{name}' cannot be threads; leave out --mode threads, or add --isolated"
         )));
     }
     let ops = plan::parse_ops(
@@ -168,12 +196,14 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         warmup: arguments.warmup,
         iters: arguments.iters,
         check: arguments.check,
+        device: device.to_string(),
+        isolated: arguments.isolated,
         ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
     };
     let rows = plan.rows()?;
     if !arguments.json {
         show(format_args!(
-            "# oxccl bench: {} from {} on {device}, {} ranks as {}, {} sums, {} warm-ups, {} iterations{}\n{}",
+            "# oxccl bench: {} from {} on {device}, {} ranks as {}{}, {} sums, {} warm-ups, {} iterations{}\n{}",
             backend.name,
             backend.source,
             plan.ranks,
@@ -181,6 +211,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
                 Mode::Processes => "processes",
                 Mode::Threads => "threads",
             },
+            if plan.isolated { ", isolated" } else { "" },
             arguments.dtype,
             plan.warmup,
             plan.iters,
@@ -193,12 +224,19 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         Mode::Threads => Ranks::threads(&plan)?,
     };
     let mut lines = Vec::new();
+    let mut transport = None;
     for (index, row) in rows.into_iter().enumerate() {
         let times = match wait_line(&plan, index, &mut ranks, &mut signals) {
             Ok(times) => times,
             Err(stop) => return Ok(give_up(stop, row, &mut ranks)),
         };
         let line = table::line(&plan, row, &times)?;
+        if index == 0 {
+            transport = times.iter().find_map(|t| t.transport.clone());
+        }
+        if let Some(how) = transport.as_ref().filter(|_| index == 0 && !arguments.json) {
+            show(format_args!("# connected over {how}"))?;
+        }
         if !arguments.json {
             show(format_args!("{line}"))?;
         }
@@ -216,6 +254,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             device: device.name(),
             ranks: plan.ranks,
             mode: arguments.mode,
+            isolated: plan.isolated,
+            transport: transport.as_deref(),
             dtype: arguments.dtype.name(),
             reduction: "sum",
             warmup: plan.warmup,
@@ -241,7 +281,7 @@ pub(crate) fn rank(arguments: RankArguments) -> Result<ExitCode> {
         serde_json::from_str(&arguments.plan).map_err(|e| Error::invalid(format!("--plan: {e}")))?;
     let store = TcpStore::connect(&arguments.store, deadline_in(measure::MEET))?;
     let store: Arc<dyn Store> = Arc::new(store);
-    let group = ranks::group(&plan)?;
+    let group = ranks::group(&plan, arguments.rank)?;
     measure::run(&plan, group.as_ref(), &store, arguments.rank)?;
     Ok(ExitCode::SUCCESS)
 }

@@ -1,5 +1,7 @@
 //! Test data that is the same everywhere: four distributions from one small generator.
 
+use quant::Codec;
+
 /// Values per row of the data with outliers.
 const ROW: usize = 2048;
 
@@ -88,4 +90,37 @@ pub(crate) fn nmse(exact: impl IntoIterator<Item = f64>, got: &[f32]) -> f64 {
         power += a * a;
     }
     error / power
+}
+
+/// What one rank's values become on the way to another.
+pub(crate) fn through(codec: Codec, values: &[f32]) -> ftcore::Result<Vec<f32>> {
+    let mut bytes = Vec::new();
+    codec.encode(values, &mut bytes);
+    let mut back = vec![0.0; values.len()];
+    codec.decode(&bytes, &mut back)?;
+    Ok(back)
+}
+
+/// The errors of (quantised once, two-shot) for the sum of `count` values over `ranks`.
+pub(crate) fn reduced(
+    codec: Codec,
+    distribution: Distribution,
+    count: usize,
+    ranks: u64,
+) -> ftcore::Result<(f64, f64)> {
+    let (mut exact, mut sum) = (vec![0.0f64; count], vec![0.0f32; count]);
+    for rank in 0..ranks {
+        let values = distribution.values(count, &mut Random::new(1000 + rank));
+        for (to, v) in exact.iter_mut().zip(&values) {
+            *to += f64::from(*v);
+        }
+        for (to, v) in sum.iter_mut().zip(through(codec, &values)?) {
+            *to += v;
+        }
+    }
+    let two_shot = through(codec, &sum)?;
+    Ok((
+        nmse(exact.iter().copied(), &sum),
+        nmse(exact.iter().copied(), &two_shot),
+    ))
 }

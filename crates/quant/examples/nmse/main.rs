@@ -4,39 +4,11 @@
 
 mod data;
 
-use data::{Distribution, Random, nmse};
+use data::{Distribution, Random, nmse, reduced, through};
 use quant::Codec;
 
 const COUNT: usize = 1 << 20;
 const RANKS: u64 = 16;
-
-/// What one rank's values become on the way to another.
-fn through(codec: Codec, values: &[f32]) -> ftcore::Result<Vec<f32>> {
-    let mut bytes = Vec::new();
-    codec.encode(values, &mut bytes);
-    let mut back = vec![0.0; values.len()];
-    codec.decode(&bytes, &mut back)?;
-    Ok(back)
-}
-
-/// (quantised once, two-shot) for the sum over `RANKS` ranks.
-fn reduced(codec: Codec, distribution: Distribution) -> ftcore::Result<(f64, f64)> {
-    let (mut exact, mut sum) = (vec![0.0f64; COUNT], vec![0.0f32; COUNT]);
-    for rank in 0..RANKS {
-        let values = distribution.values(COUNT, &mut Random::new(1000 + rank));
-        for (to, v) in exact.iter_mut().zip(&values) {
-            *to += f64::from(*v);
-        }
-        for (to, v) in sum.iter_mut().zip(through(codec, &values)?) {
-            *to += v;
-        }
-    }
-    let two_shot = through(codec, &sum)?;
-    Ok((
-        nmse(exact.iter().copied(), &sum),
-        nmse(exact.iter().copied(), &two_shot),
-    ))
-}
 
 fn main() -> ftcore::Result<()> {
     println!("| format | bits | shape | gauss | laplace | t3 | mixed |");
@@ -46,7 +18,7 @@ fn main() -> ftcore::Result<()> {
         for distribution in Distribution::ALL {
             let values = distribution.values(COUNT, &mut Random::new(20));
             let e = nmse(values.iter().map(|&v| f64::from(v)), &through(codec, &values)?);
-            let (a, b) = reduced(codec, distribution)?;
+            let (a, b) = reduced(codec, distribution, COUNT, RANKS)?;
             single += &format!(" {e:.2e} |");
             once += &format!(" {a:.2e} |");
             two += &format!(" {b:.2e} |");

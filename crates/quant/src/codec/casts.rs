@@ -1,54 +1,55 @@
 //! The two 16-bit float types, little-endian, without scales.
 
+use std::marker::PhantomData;
+
+use super::rounding::Round;
 use super::scale::put;
+use super::simd::Isa;
+use super::small::{self, Small};
+use super::tiles::{Layout, TILE};
 
-/// A 16-bit float type.
-pub(super) trait Half {
-    /// To nearest even.
-    fn bits(v: f32) -> u16;
-    /// Exact.
-    fn value(bits: u16) -> f32;
-}
+/// Plain casts.
+pub(super) struct Cast<S>(PhantomData<S>);
 
-impl Half for half::f16 {
-    #[inline(always)]
-    fn bits(v: f32) -> u16 {
-        Self::from_f32(v).to_bits()
-    }
-
-    #[inline(always)]
-    fn value(bits: u16) -> f32 {
-        Self::from_bits(bits).to_f32()
+impl<S> Cast<S> {
+    pub(super) fn new() -> Self {
+        Self(PhantomData)
     }
 }
 
-impl Half for half::bf16 {
-    #[inline(always)]
-    fn bits(v: f32) -> u16 {
-        Self::from_f32(v).to_bits()
+impl<S: Small> Layout for Cast<S> {
+    fn grain(&self) -> usize {
+        TILE
+    }
+
+    fn encoded_len(&self, count: usize) -> usize {
+        2 * count
     }
 
     #[inline(always)]
-    fn value(bits: u16) -> f32 {
-        Self::from_bits(bits).to_f32()
+    fn encode<R: Round, I: Isa>(&self, values: &[f32], (round, first): (R, u64), out: &mut [u8]) -> usize {
+        let mut non_finite = 0u32;
+        let out = out.as_chunks_mut::<2>().0;
+        let n = values.len().min(out.len());
+        let (values, out) = (&values[..n], &mut out[..n]);
+        for i in 0..n {
+            let code = small::encode::<S, R>(values[i], round, first + i as u64);
+            non_finite += u32::from(code & ((1 << S::SIGN) - 1) > S::LARGEST);
+            out[i] = (code as u16).to_le_bytes();
+        }
+        non_finite as usize
     }
-}
 
-/// Appends `values`; returns how many are not finite in the narrow type.
-pub(super) fn encode<T: Half>(values: &[f32], out: &mut Vec<u8>) -> usize {
-    let mut non_finite = 0;
-    out.reserve(2 * values.len());
-    out.extend(values.iter().flat_map(|&v| {
-        let bits = T::bits(v);
-        non_finite += usize::from(!T::value(bits).is_finite());
-        bits.to_le_bytes()
-    }));
-    non_finite
-}
-
-/// Decodes as many values as `out` has.
-pub(super) fn decode<T: Half, const ADD: bool>(bytes: &[u8], out: &mut [f32]) {
-    for (&bits, to) in bytes.as_chunks::<2>().0.iter().zip(out) {
-        put::<ADD>(to, T::value(u16::from_le_bytes(bits)));
+    #[inline(always)]
+    fn decode<const ADD: bool, I: Isa>(&self, bytes: &[u8], out: &mut [f32]) {
+        let codes = bytes.as_chunks::<2>().0;
+        let n = codes.len().min(out.len());
+        let (codes, out) = (&codes[..n], &mut out[..n]);
+        for i in 0..n {
+            put::<ADD>(
+                &mut out[i],
+                small::value::<S>(u32::from(u16::from_le_bytes(codes[i]))),
+            );
+        }
     }
 }

@@ -1,234 +1,274 @@
 //! The formats: how f32 values become bytes and values again. One exact definition each; tests hold golden vectors.
 //!
-//! Data flow: [`Codec`] picks the format; `tiles` cuts a flat slice into tiles and blocks and lays out scales and codes;
-//! `int8`, `int4` (with `hadamard`) and `mx` encode one block, `scale` has the rules that the integer formats share, and
-//! `casts` is the two 16-bit types. Every step is a plain IEEE f32 operation in a fixed order, never a fused one, so the
+//! Data flow: [`Codec`] picks the format; `tiles` says how encodings lie in the bytes; `grid` (integers and powers of two, with `scale` and
+//! `pack`), `rotated` (with `hadamard`), `mx`, `rows` and `casts` (with `small`) are the formats; `rounding` picks between two codes; `simd` runs it
+//! all with the machine's instructions. Every step is a plain IEEE f32 operation in a fixed order, never a fused one, so the
 //! bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
 
 mod casts;
+mod grid;
 mod hadamard;
-mod int4;
-mod int8;
 mod mx;
+mod names;
+mod pack;
+mod rotated;
+pub(crate) mod rounding;
+mod rows;
 mod scale;
+mod simd;
+mod small;
 #[cfg(test)]
 mod tests;
 mod tiles;
 
-use std::fmt;
-use std::str::FromStr;
+use std::num::NonZeroU32;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use int4::Int4;
-use int8::Int8;
-use mx::{E4M3, E5M2, Mx};
+pub use rounding::Rounding;
+pub use simd::Simd;
 
-/// Values per tile. Scales lie before the codes tile by tile, so encodings of whole tiles can be put one after the other.
-pub(crate) const TILE: usize = tiles::TILE;
+use casts::Cast;
+use grid::{Int2, Int4, Int6, Int8, PowersOfTwo, Scaled};
+use mx::Mx;
+use rotated::Rotated;
+use rounding::{Nearest, Round, Stochastic};
+use rows::{Float, Integer, Rows};
+use small::{Bf16, E4M3, E5M2, F16};
+use tiles::Layout;
 
 /// A format for f32 values. Blocks follow each other in the flat slice; the last one may be shorter.
 ///
-/// In the integer formats a block has a bf16 scale `s`, at least 0: `amax / L` in f32 (`amax`: the largest magnitude), rounded
+/// In the formats with a bf16 scale a block's scale `s`, at least 0, is `amax / L` in f32 (`amax`: the largest magnitude), rounded
 /// to bf16, to nearest even; one step less if `s · L` would overflow; 0 if below 2⁻¹²⁶. A code is `x · (1 / s)` in f32, limited to
-/// ±L and rounded to nearest even; the value is `code · s`, which is exact. `-0` becomes 0. A block with values that
-/// are not finite has the sign bit of its scale set and `L − 1` in place of L; in it code L means +Inf, −L means −Inf and −L − 1 NaN.
+/// ±M (M = L except for `Int2B64`) and rounded (see [`Rounding`]); the value is `code · s`, which is exact. `-0` becomes 0. A block with values
+/// that are not finite is marked by the sign bit of its scale and has `M − 1` in place of L and M; in it code M means +Inf, −M means −Inf and
+/// −M − 1 NaN.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Codec {
-    /// IEEE binary16, to nearest even: what is too large becomes infinite, visibly. 16 bits.
+    /// IEEE binary16: what is too large becomes infinite, visibly. 16 bits.
     F16,
-    /// bfloat16, to nearest even. 16 bits.
+    /// bfloat16. 16 bits.
     Bf16,
     /// Integers of 8 bits in blocks of 64, L = 127. 8.25 bits.
     Int8B64,
     /// Integers of 8 bits in blocks of 32, L = 127. 8.5 bits.
     Int8B32,
-    /// Integers of 4 bits in blocks of 64, L = 7, after a Hadamard rotation over 128 values with random signs. 4.25 bits.
+    /// Integers of 6 bits in blocks of 64, L = 31. 6.25 bits.
+    ///
+    /// A block of m values has ⌈m/2⌉ bytes with the lower 4 bits of the codes, then ⌈m/4⌉ with the upper 2: byte i of the first plane holds
+    /// codes i (low half) and i + ⌈m/2⌉, byte i of the second codes i, i + q, i + 2q, i + 3q from the lowest bits up, with q = ⌈m/4⌉.
+    Int6B64,
+    /// Integers of 4 bits in blocks of 64, L = 7. 4.25 bits.
+    ///
+    /// Byte i of a block of m holds code i in its low and code i + ⌈m/2⌉ in its high half.
+    Int4B64,
+    /// As `Int4B64`, after a Hadamard rotation over 128 values with random signs. 4.25 bits.
     ///
     /// `y = H · (sign · x / 128)`, with H in natural (Sylvester) order, strides 1, 2, … 64; back: `x = sign · (H · y)`. Value i of every group is
     /// negated if bit `i mod 64` of word `i / 64` of splitmix64(seed) is set. A group of less than 128 values at the end is not rotated;
     /// nor is one with values that are not finite or at least 2¹²⁰, whose two blocks are then marked in their scales as above.
-    /// Byte i of a block of m holds code i in its low and code i + ⌈m/2⌉ in its high half.
     Int4Hadamard {
         /// Chooses the signs; the same on all ranks.
         seed: u64,
     },
+    /// −1, 0 and 1 in blocks of 64: L = 2 and M = 1, so that the largest magnitudes lose up to half. 2.25 bits. Meant for error feedback: the
+    /// error of no value exceeds the value. Finite values of a marked block become 0.
+    ///
+    /// Byte i of a block of m holds codes i, i + q, i + 2q, i + 3q from the lowest bits up, with q = ⌈m/4⌉.
+    Int2B64,
+    /// 0 and ±1, 2, 4 … 64 (a sign, 3 bits of exponent, no mantissa) in blocks of 64, L = M = 64. 4.25 bits.
+    ///
+    /// Codes 0 to 7 are 0, 1, 2 … 64, codes 9 to 15 the negative ones; between two powers of two the nearest is taken, ties to the even code.
+    /// Marked blocks have L = M = 32, and 7 means +Inf, 15 −Inf, 8 NaN. Packed as `Int4B64`.
+    E3M0B64,
     /// OCP MX v1.0 MXFP8 E4M3: blocks of 32 with a scale `2^(floor(log2 amax) − 8)` as E8M0 (at least 2⁻¹²⁷). 8.25 bits.
     ///
-    /// `x / scale` is rounded to nearest even and saturates at ±448. The format has no infinity: ±Inf become NaN.
+    /// `x / scale` is rounded and saturates at ±448. The format has no infinity: ±Inf become NaN.
     MxE4M3,
     /// OCP MX v1.0 MXFP8 E5M2: as `MxE4M3` with `floor(log2 amax) − 15`, saturating at ±57344; ±Inf stay. 8.25 bits.
     MxE5M2,
+    /// torchft's layout in FP8 E4M3: per row of `row` values a little-endian f32 scale `448 / amax`, the codes, zeros up to a multiple of 4
+    /// bytes. 8 + 32 / row bits.
+    ///
+    /// The code is that of `x · scale` in f32, saturating at ±448; the value is `code / scale`. A scale that would be infinite is 1, and a
+    /// scale of 0 is read as 1. `amax` is taken over the finite values; ±Inf and NaN become NaN, and the rest of the row stays.
+    RowE4M3 {
+        /// Values per row: the last dimension of the tensor that torchft would quantise.
+        row: NonZeroU32,
+    },
+    /// torchft's layout in 8-bit integers: as `RowE4M3` with 127 in place of 448. 8 + 32 / row bits.
+    ///
+    /// There is no code for what is not finite: such a row gets the scale NaN and thereby decodes as NaN throughout, with any decoder.
+    RowInt8 {
+        /// Values per row.
+        row: NonZeroU32,
+    },
 }
 
-/// Calls `$body` with `$f` bound to the block format of `$codec`, or `$cast` with the 16-bit type's name.
-macro_rules! with_format {
-    ($codec:expr, $f:ident => $body:expr, $t:ident => $cast:expr) => {
+/// Calls `$body` with `$f` bound to the layout of `$codec`.
+macro_rules! with_layout {
+    ($codec:expr, $f:ident => $body:expr) => {
         match $codec {
-            Codec::F16 => {
-                type $t = half::f16;
-                $cast
-            }
-            Codec::Bf16 => {
-                type $t = half::bf16;
-                $cast
-            }
-            Codec::Int8B64 => {
-                let $f = Int8::<64>;
-                $body
-            }
-            Codec::Int8B32 => {
-                let $f = Int8::<32>;
-                $body
-            }
-            Codec::Int4Hadamard { seed } => {
-                let $f = Int4::new(seed);
-                $body
-            }
-            Codec::MxE4M3 => {
-                let $f = Mx::<E4M3>::new();
-                $body
-            }
-            Codec::MxE5M2 => {
-                let $f = Mx::<E5M2>::new();
-                $body
-            }
+            Codec::F16 => with_layout!(@ $f = Cast::<F16>::new(), $body),
+            Codec::Bf16 => with_layout!(@ $f = Cast::<Bf16>::new(), $body),
+            Codec::Int8B64 => with_layout!(@ $f = Scaled::<Int8, 64>::new(), $body),
+            Codec::Int8B32 => with_layout!(@ $f = Scaled::<Int8, 32>::new(), $body),
+            Codec::Int6B64 => with_layout!(@ $f = Scaled::<Int6, 64>::new(), $body),
+            Codec::Int4B64 => with_layout!(@ $f = Scaled::<Int4, 64>::new(), $body),
+            Codec::Int4Hadamard { seed } => with_layout!(@ $f = Rotated::new(seed), $body),
+            Codec::Int2B64 => with_layout!(@ $f = Scaled::<Int2, 64>::new(), $body),
+            Codec::E3M0B64 => with_layout!(@ $f = Scaled::<PowersOfTwo, 64>::new(), $body),
+            Codec::MxE4M3 => with_layout!(@ $f = Mx::<E4M3>::new(), $body),
+            Codec::MxE5M2 => with_layout!(@ $f = Mx::<E5M2>::new(), $body),
+            Codec::RowE4M3 { row } => with_layout!(@ $f = Rows::<Float>::new(row.get()), $body),
+            Codec::RowInt8 { row } => with_layout!(@ $f = Rows::<Integer>::new(row.get()), $body),
         }
     };
+    (@ $f:ident = $layout:expr, $body:expr) => {{
+        let $f = $layout;
+        $body
+    }};
+}
+
+struct Encode<'a, L, R> {
+    layout: &'a L,
+    values: &'a [f32],
+    at: (R, u64),
+    out: &'a mut [u8],
+}
+
+impl<L: Layout, R: Round> simd::Pass for Encode<'_, L, R> {
+    type Output = usize;
+
+    #[inline(always)]
+    fn run<I: simd::Isa>(self) -> usize {
+        self.layout.encode::<R, I>(self.values, self.at, self.out)
+    }
+}
+
+struct Decode<'a, L, const ADD: bool> {
+    layout: &'a L,
+    bytes: &'a [u8],
+    out: &'a mut [f32],
+}
+
+impl<L: Layout, const ADD: bool> simd::Pass for Decode<'_, L, ADD> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<I: simd::Isa>(self) {
+        self.layout.decode::<ADD, I>(self.bytes, self.out);
+    }
+}
+
+/// How values are encoded besides the format; the default is what [`Codec::encode`] does.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Encoding {
+    /// How a value between two codes is rounded.
+    pub rounding: Rounding,
+    /// The number of the first value, by which stochastic rounding picks its random numbers.
+    pub first: u64,
+    /// The instructions to use; the bytes do not depend on it.
+    pub simd: Simd,
+}
+
+impl Default for Encoding {
+    fn default() -> Self {
+        Self {
+            rounding: Rounding::Nearest,
+            first: 0,
+            simd: Simd::best(),
+        }
+    }
 }
 
 impl Codec {
-    /// One of each format, with signs from seed 0.
-    pub const ALL: [Self; 7] = [
-        Self::F16,
-        Self::Bf16,
-        Self::Int8B64,
-        Self::Int8B32,
-        Self::Int4Hadamard { seed: 0 },
-        Self::MxE4M3,
-        Self::MxE5M2,
-    ];
-
-    /// The lower-case name, without the seed; [`FromStr`] reads it.
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::F16 => "f16",
-            Self::Bf16 => "bf16",
-            Self::Int8B64 => "int8-b64",
-            Self::Int8B32 => "int8-b32",
-            Self::Int4Hadamard { .. } => "int4-h128",
-            Self::MxE4M3 => "mx-e4m3",
-            Self::MxE5M2 => "mx-e5m2",
-        }
-    }
-
-    /// The stable code in frames.
-    pub const fn code(self) -> u8 {
-        match self {
-            Self::F16 => 1,
-            Self::Bf16 => 2,
-            Self::Int8B64 => 3,
-            Self::Int8B32 => 4,
-            Self::Int4Hadamard { .. } => 5,
-            Self::MxE4M3 => 6,
-            Self::MxE5M2 => 7,
-        }
-    }
-
-    /// Bits per value of a long slice, scales included.
-    pub const fn bits(self) -> f64 {
-        match self {
-            Self::F16 | Self::Bf16 => 16.0,
-            Self::Int8B64 | Self::MxE4M3 | Self::MxE5M2 => 8.25,
-            Self::Int8B32 => 8.5,
-            Self::Int4Hadamard { .. } => 4.25,
-        }
-    }
-
     /// The bytes that [`encode`](Self::encode) makes of `count` values.
     pub fn encoded_len(self, count: usize) -> usize {
-        fn of<F: tiles::Blocks>(_: &F, count: usize) -> usize {
-            tiles::encoded_len::<F>(count)
-        }
-        with_format!(self, f => of(&f, count), T => count * size_of::<T>())
+        with_layout!(self, f => f.encoded_len(count))
     }
 
-    /// Appends the encoding of `values` to `out`. Returns how many of the values are not finite in it: those that were not
-    /// (INV-11), and in f16 also those that were too large.
+    /// Encodings of slices cut at multiples of this, one after the other, are the encoding of the whole.
+    pub fn grain(self) -> usize {
+        with_layout!(self, f => f.grain())
+    }
+
+    /// Appends the encoding of `values` to `out`, rounded to nearest even. Returns how many of the values are not finite in it: those that
+    /// were not (INV-11), and in f16 also those that were too large.
     pub fn encode(&self, values: &[f32], out: &mut Vec<u8>) -> usize {
-        with_format!(*self, f => tiles::encode(&f, values, out), T => casts::encode::<T>(values, out))
+        self.encode_with(Encoding::default(), values, out)
+    }
+
+    /// As [`encode`](Self::encode), with choices.
+    pub fn encode_with(&self, how: Encoding, values: &[f32], out: &mut Vec<u8>) -> usize {
+        with_layout!(*self, f => match how.rounding {
+            Rounding::Nearest => append(&f, Nearest, how, values, out),
+            Rounding::Stochastic { key } => append(&f, Stochastic { key }, how, values, out),
+        })
     }
 
     /// Writes the values of `bytes` to `out`.
     ///
     /// Errors: `Protocol` if `bytes` is not exactly what `out.len()` values encode to.
     pub fn decode(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
-        self.check(bytes, out)?;
-        with_format!(*self, f => tiles::decode::<_, false>(&f, bytes, out), T => casts::decode::<T, false>(bytes, out));
-        Ok(())
+        self.decode_with(Simd::best(), false, bytes, out)
     }
 
     /// Adds the values of `bytes` to `out`, in f32.
     ///
     /// Errors: as [`decode`](Self::decode).
     pub fn decode_add(&self, bytes: &[u8], out: &mut [f32]) -> Result<()> {
-        self.check(bytes, out)?;
-        with_format!(*self, f => tiles::decode::<_, true>(&f, bytes, out), T => casts::decode::<T, true>(bytes, out));
+        self.decode_with(Simd::best(), true, bytes, out)
+    }
+
+    /// As [`decode`](Self::decode), or [`decode_add`](Self::decode_add) if `add`, with the instructions of choice.
+    pub fn decode_with(&self, simd: Simd, add: bool, bytes: &[u8], out: &mut [f32]) -> Result<()> {
+        let expected = self.encoded_len(out.len());
+        if bytes.len() != expected {
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                format!(
+                    "{} bytes of {self}; {} values take {expected}",
+                    bytes.len(),
+                    out.len()
+                ),
+            ));
+        }
+        with_layout!(*self, layout => if add {
+            simd::run(simd, Decode::<_, true> { layout: &layout, bytes, out });
+        } else {
+            simd::run(simd, Decode::<_, false> { layout: &layout, bytes, out });
+        });
         Ok(())
     }
-
-    fn check(&self, bytes: &[u8], out: &[f32]) -> Result<()> {
-        let expected = self.encoded_len(out.len());
-        if bytes.len() == expected {
-            return Ok(());
-        }
-        Err(Error::new(
-            ErrorKind::Protocol,
-            format!(
-                "{} bytes of {self}; {} values take {expected}",
-                bytes.len(),
-                out.len()
-            ),
-        ))
-    }
 }
 
-impl fmt::Display for Codec {
-    /// The name, and for the rotated format the seed: what ranks must agree on.
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())?;
-        match self {
-            Self::Int4Hadamard { seed } => write!(f, ":{seed:016x}"),
-            _ => Ok(()),
-        }
+/// Encodes piece by piece, so that room is made for each piece while it is in the cache.
+fn append<L: Layout, R: Round>(
+    layout: &L,
+    round: R,
+    how: Encoding,
+    values: &[f32],
+    out: &mut Vec<u8>,
+) -> usize {
+    out.reserve(layout.encoded_len(values.len()));
+    let grain = layout.grain();
+    let mut non_finite = 0;
+    for (values, first) in values.chunks(grain).zip((how.first..).step_by(grain)) {
+        let start = out.len();
+        out.resize(start + layout.encoded_len(values.len()), 0);
+        let (_, to) = out.split_at_mut(start);
+        non_finite += simd::run(
+            how.simd,
+            Encode {
+                layout,
+                values,
+                at: (round, first),
+                out: to,
+            },
+        );
     }
-}
-
-impl FromStr for Codec {
-    type Err = Error;
-
-    /// A [`name`](Codec::name); `int8`, `int4` and `fp8` are the default of their width. `int4-h128:` may be followed by a seed in hexadecimal.
-    fn from_str(s: &str) -> Result<Self> {
-        if let Some(seed) = s.strip_prefix("int4-h128:") {
-            return u64::from_str_radix(seed, 16)
-                .map(|seed| Self::Int4Hadamard { seed })
-                .map_err(|e| {
-                    Error::invalid(format!("'{seed}' is not a seed in hexadecimal")).with_source(e)
-                });
-        }
-        let name = match s {
-            "int8" => "int8-b64",
-            "int4" => "int4-h128",
-            "fp8" => "mx-e4m3",
-            name => name,
-        };
-        Self::ALL.into_iter().find(|c| c.name() == name).ok_or_else(|| {
-            let known: Vec<_> = Self::ALL.iter().map(|c| c.name()).collect();
-            Error::invalid(format!(
-                "unknown format '{s}'; known: int8, int4, fp8, {}",
-                known.join(", ")
-            ))
-        })
-    }
+    non_finite
 }

@@ -4,108 +4,26 @@
 
 use std::marker::PhantomData;
 
-use super::scale::{self, INFINITE, put};
+use super::rounding::Round;
+use super::scale::{self, put};
+use super::simd::Isa;
+use super::small::{self, INFINITE, Small};
 use super::tiles::Blocks;
 
 const BLOCK: usize = 32;
 
-/// An 8-bit float type.
-pub(super) trait Float8 {
-    /// Bits of mantissa.
-    const MANTISSA: u32;
-    /// The exponent of 1 is stored as this.
-    const BIAS: u32;
-    /// The exponent of the largest value.
-    const EMAX: u32;
-    /// The code of the largest finite value.
-    const LARGEST: u8;
-    /// The code for infinity.
-    const INFINITY: u8;
-    /// The value of a code without its sign from [`LARGEST`](Self::LARGEST) + 1 on.
-    fn special(code: u8) -> f32;
-}
+/// See the module.
+pub(super) struct Mx<S>(PhantomData<S>);
 
-/// 4 bits of exponent, 3 of mantissa, NaN but no infinity.
-pub(super) struct E4M3;
-/// 5 bits of exponent, 2 of mantissa.
-pub(super) struct E5M2;
-
-impl Float8 for E4M3 {
-    const MANTISSA: u32 = 3;
-    const BIAS: u32 = 7;
-    const EMAX: u32 = 8;
-    const LARGEST: u8 = 0x7e;
-    const INFINITY: u8 = 0x7f;
-
-    #[inline(always)]
-    fn special(_: u8) -> f32 {
-        f32::NAN
+impl<S: Small> Mx<S> {
+    pub(super) fn new() -> Self {
+        Self(PhantomData)
     }
 }
 
-impl Float8 for E5M2 {
-    const MANTISSA: u32 = 2;
-    const BIAS: u32 = 15;
-    const EMAX: u32 = 15;
-    const LARGEST: u8 = 0x7b;
-    const INFINITY: u8 = 0x7c;
-
-    #[inline(always)]
-    fn special(code: u8) -> f32 {
-        if code == Self::INFINITY {
-            f32::INFINITY
-        } else {
-            f32::NAN
-        }
-    }
-}
-
-/// The code of NaN in both types.
-const NAN: u8 = 0x7f;
-
-/// The code of a finite value: to nearest even, saturating.
-#[inline(always)]
-pub(super) fn encode_finite<E: Float8>(v: f32) -> u8 {
-    let shift = 23 - E::MANTISSA;
-    let magnitude = v.to_bits() & 0x7fff_ffff;
-    // Normal: cut the mantissa with rounding, and change the bias.
-    let odd = magnitude >> shift & 1;
-    let rounded = (magnitude + (1 << (shift - 1)) - 1 + odd) >> shift;
-    let normal = rounded.wrapping_sub((127 - E::BIAS) << E::MANTISSA);
-    // Subnormal: at this size the last bit of an f32 is the smallest code, so that an addition rounds.
-    let unit = f32::from_bits((127 + 24 - E::BIAS - E::MANTISSA) << 23);
-    let subnormal = (f32::from_bits(magnitude) + unit).to_bits() - unit.to_bits();
-    let smallest_normal = (128 - E::BIAS) << 23;
-    let code = if magnitude < smallest_normal {
-        subnormal
-    } else {
-        normal
-    };
-    code.min(u32::from(E::LARGEST)) as u8 | (v.to_bits() >> 24) as u8 & 0x80
-}
-
-/// The code of any value.
-fn encode_any<E: Float8>(v: f32) -> u8 {
-    if v.is_finite() {
-        return encode_finite::<E>(v);
-    }
-    let sign = (v.to_bits() >> 24) as u8 & 0x80;
-    sign | if v.is_nan() { NAN } else { E::INFINITY }
-}
-
-/// The value of a code.
-#[inline(always)]
-pub(super) fn value<E: Float8>(code: u8) -> f32 {
-    let magnitude = code & 0x7f;
-    // As an f32 with the same fields the value is too small by a power of two; subnormals come out right too.
-    let small = f32::from_bits(u32::from(magnitude) << (23 - E::MANTISSA));
-    let finite = small * f32::from_bits((254 - E::BIAS) << 23);
-    let v = if magnitude > E::LARGEST {
-        E::special(magnitude)
-    } else {
-        finite
-    };
-    f32::from_bits(v.to_bits() | u32::from(code & 0x80) << 24)
+/// The exponent of the largest value of the type.
+const fn emax<S: Small>() -> u32 {
+    (S::LARGEST >> S::MANTISSA) - S::BIAS
 }
 
 /// The value of an E8M0 scale: `2^(code − 127)`; 255 is NaN.
@@ -118,17 +36,12 @@ pub(super) fn scale_value(code: u8) -> f32 {
     }
 }
 
-/// See the module.
-pub(super) struct Mx<E>(PhantomData<E>);
-
-impl<E: Float8> Mx<E> {
-    pub(super) fn new() -> Self {
-        Self(PhantomData)
-    }
-}
-
 #[inline(always)]
-fn encode_block<E: Float8>(values: &[f32], codes: &mut [u8]) -> (u8, usize) {
+fn encode_block<S: Small, R: Round>(
+    values: &[f32],
+    (round, first): (R, u64),
+    codes: &mut [u8],
+) -> (u8, usize) {
     let peak = scale::peak(values);
     let finite = if peak < INFINITE {
         peak
@@ -136,28 +49,32 @@ fn encode_block<E: Float8>(values: &[f32], codes: &mut [u8]) -> (u8, usize) {
         scale::finite_peak(values).to_bits()
     };
     // The biased exponent of the peak is floor(log2) + 127, and so is the scale's code.
-    let code = (finite >> 23).saturating_sub(E::EMAX);
+    let code = (finite >> 23).saturating_sub(emax::<S>());
     let inverse = f32::from_bits((254 - code) << 23);
+    let n = values.len().min(codes.len());
+    let (values, codes) = (&values[..n], &mut codes[..n]);
     if peak < INFINITE {
-        for (v, to) in values.iter().zip(codes) {
-            *to = encode_finite::<E>(v * inverse);
+        for i in 0..n {
+            codes[i] = small::encode_finite::<S, R>(values[i] * inverse, round, first + i as u64) as u8;
         }
         return (code as u8, 0);
     }
-    for (v, to) in values.iter().zip(codes) {
-        *to = encode_any::<E>(v * inverse);
+    for i in 0..n {
+        codes[i] = small::encode::<S, R>(values[i] * inverse, round, first + i as u64) as u8;
     }
-    (code as u8, values.iter().filter(|v| !v.is_finite()).count())
+    (code as u8, scale::non_finite(values))
 }
 
 #[inline(always)]
-fn decode_block<E: Float8, const ADD: bool>(scale: f32, codes: &[u8], out: &mut [f32]) {
-    for (code, to) in codes.iter().zip(out) {
-        put::<ADD>(to, value::<E>(*code) * scale);
+fn decode_block<S: Small, const ADD: bool>(scale: f32, codes: &[u8], out: &mut [f32]) {
+    let n = codes.len().min(out.len());
+    let (codes, out) = (&codes[..n], &mut out[..n]);
+    for i in 0..n {
+        put::<ADD>(&mut out[i], small::value::<S>(u32::from(codes[i])) * scale);
     }
 }
 
-impl<E: Float8> Blocks for Mx<E> {
+impl<S: Small> Blocks for Mx<S> {
     const BLOCK: usize = BLOCK;
 
     #[inline(always)]
@@ -171,13 +88,13 @@ impl<E: Float8> Blocks for Mx<E> {
     }
 
     #[inline(always)]
-    fn encode(&self, values: &[f32], scales: &mut [u8], codes: &mut [u8]) -> usize {
+    fn encode<R: Round>(&self, values: &[f32], at: (R, u64), scales: &mut [u8], codes: &mut [u8]) -> usize {
         let (scale, non_finite) = match (
             <&[f32; BLOCK]>::try_from(values),
             <&mut [u8; BLOCK]>::try_from(&mut *codes),
         ) {
-            (Ok(values), Ok(codes)) => encode_block::<E>(values, codes),
-            _ => encode_block::<E>(values, codes),
+            (Ok(values), Ok(codes)) => encode_block::<S, R>(values, at, codes),
+            _ => encode_block::<S, R>(values, at, codes),
         };
         if let Some(to) = scales.first_mut() {
             *to = scale;
@@ -186,14 +103,14 @@ impl<E: Float8> Blocks for Mx<E> {
     }
 
     #[inline(always)]
-    fn decode<const ADD: bool>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]) {
+    fn decode<const ADD: bool, I: Isa>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]) {
         let scale = scale_value(scales.first().copied().unwrap_or(0));
         match (
             <&[u8; BLOCK]>::try_from(codes),
             <&mut [f32; BLOCK]>::try_from(&mut *out),
         ) {
-            (Ok(codes), Ok(out)) => decode_block::<E, ADD>(scale, codes, out),
-            _ => decode_block::<E, ADD>(scale, codes, out),
+            (Ok(codes), Ok(out)) => decode_block::<S, ADD>(scale, codes, out),
+            _ => decode_block::<S, ADD>(scale, codes, out),
         }
     }
 }

@@ -1,10 +1,27 @@
-//! How blocks lie in the bytes: per tile of 8192 values first all scales, then all codes.
+//! How an encoding lies in the bytes ([`Layout`]), and the layout of formats by blocks: per tile of 8192 values first all scales, then
+//! all codes.
 //!
 //! Two planes keep the codes aligned and contiguous; tiles keep both in the cache, and let whole tiles be encoded or decoded
 //! one after the other, with the same bytes as all at once.
 
+use super::rounding::Round;
+use super::simd::Isa;
+
 /// Values per tile; a multiple of every block.
 pub(super) const TILE: usize = 8192;
+
+/// A format of flat slices.
+pub(super) trait Layout {
+    /// Slices may be cut at multiples of this without a change of the bytes.
+    fn grain(&self) -> usize;
+    /// Bytes of `count` values.
+    fn encoded_len(&self, count: usize) -> usize;
+    /// Encodes `values`, of which the first is number `at.1`, into `out`, which has their encoded length. Returns how many are not
+    /// finite in it.
+    fn encode<R: Round, I: Isa>(&self, values: &[f32], at: (R, u64), out: &mut [u8]) -> usize;
+    /// Decodes `bytes`, which has the length of `out`'s encoding; with `ADD`, adds to `out`.
+    fn decode<const ADD: bool, I: Isa>(&self, bytes: &[u8], out: &mut [f32]);
+}
 
 /// A format by blocks.
 pub(super) trait Blocks {
@@ -15,61 +32,114 @@ pub(super) trait Blocks {
     fn scales(count: usize) -> usize;
     /// Bytes of codes of a block of `count` values, 1 to `BLOCK`.
     fn codes(count: usize) -> usize;
-    /// Encodes one block. The slices have the lengths above. Returns the number of values that are not finite.
-    fn encode(&self, values: &[f32], scales: &mut [u8], codes: &mut [u8]) -> usize;
+    /// Encodes one block, of which the first value is number `at.1`. The slices have the lengths above. Returns the number of values
+    /// that are not finite.
+    fn encode<R: Round>(&self, values: &[f32], at: (R, u64), scales: &mut [u8], codes: &mut [u8]) -> usize;
     /// Decodes one block; with `ADD`, adds to `out`.
-    fn decode<const ADD: bool>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]);
+    fn decode<const ADD: bool, I: Isa>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]);
+
+    /// Encodes a whole tile; gives up by `false` where block by block is the way. A format may have a faster way for ordinary tiles.
+    #[inline(always)]
+    fn encode_tile<R: Round, I: Isa>(
+        &self,
+        tile: &[f32; TILE],
+        at: (R, u64),
+        scales: &mut [u8],
+        codes: &mut [u8],
+    ) -> bool {
+        let _ = (tile, at, scales, codes);
+        false
+    }
 }
 
 /// Bytes of (scales, codes) of a slice of `count` values.
+#[inline(always)]
 fn planes<F: Blocks>(count: usize) -> (usize, usize) {
     let (full, tail) = (count / F::BLOCK, count % F::BLOCK);
     let of = |part: fn(usize) -> usize| full * part(F::BLOCK) + if tail == 0 { 0 } else { part(tail) };
     (of(F::scales), of(F::codes))
 }
 
-/// Bytes of `count` values.
-pub(super) fn encoded_len<F: Blocks>(count: usize) -> usize {
-    let (scales, codes) = planes::<F>(count);
-    scales + codes
+impl<F: Blocks> Layout for F {
+    fn grain(&self) -> usize {
+        TILE
+    }
+
+    fn encoded_len(&self, count: usize) -> usize {
+        let (scales, codes) = planes::<F>(count);
+        scales + codes
+    }
+
+    #[inline(always)]
+    fn encode<R: Round, I: Isa>(&self, values: &[f32], (round, first): (R, u64), out: &mut [u8]) -> usize {
+        let mut non_finite = 0;
+        let mut rest = out;
+        for (tile, begins) in values.chunks(TILE).zip((first..).step_by(TILE)) {
+            let (scales, codes) = planes::<F>(tile.len());
+            let Some((bytes, behind)) = rest.split_at_mut_checked(scales + codes) else {
+                return non_finite;
+            };
+            rest = behind;
+            let (scales, codes) = bytes.split_at_mut(scales);
+            if let Ok(tile) = <&[f32; TILE]>::try_from(tile)
+                && self.encode_tile::<R, I>(tile, (round, begins), scales, codes)
+            {
+                continue;
+            }
+            non_finite += blocks(self, tile, (round, begins), scales, codes);
+        }
+        non_finite
+    }
+
+    #[inline(always)]
+    fn decode<const ADD: bool, I: Isa>(&self, bytes: &[u8], out: &mut [f32]) {
+        let mut rest = bytes;
+        for tile in out.chunks_mut(TILE) {
+            let count = tile.len();
+            let (scales, codes) = planes::<F>(count);
+            let Some((bytes, behind)) = rest.split_at_checked(scales + codes) else {
+                return;
+            };
+            rest = behind;
+            let (scales, codes) = bytes.split_at(scales);
+            let (size, of_scales, of_codes) = (F::BLOCK, F::scales(F::BLOCK), F::codes(F::BLOCK));
+            // Exact chunks have a constant length, which makes the loop over a block straight vector code.
+            let mut whole = tile.chunks_exact_mut(size);
+            let (mut whole_scales, mut whole_codes) =
+                (scales.chunks_exact(of_scales), codes.chunks_exact(of_codes));
+            for block in whole.by_ref() {
+                let (Some(scales), Some(codes)) = (whole_scales.next(), whole_codes.next()) else {
+                    return;
+                };
+                Blocks::decode::<ADD, I>(self, scales, codes, block);
+            }
+            let full = count / size;
+            let tail = whole.into_remainder();
+            if !tail.is_empty() {
+                let scales = scales.get(full * of_scales..).unwrap_or_default();
+                let codes = codes.get(full * of_codes..).unwrap_or_default();
+                Blocks::decode::<ADD, I>(self, scales, codes, tail);
+            }
+        }
+    }
 }
 
-/// Appends the encoding of `values`.
-pub(super) fn encode<F: Blocks>(format: &F, values: &[f32], out: &mut Vec<u8>) -> usize {
+/// Encodes a tile block by block.
+#[inline(always)]
+fn blocks<F: Blocks, R: Round>(
+    format: &F,
+    tile: &[f32],
+    (round, first): (R, u64),
+    scales: &mut [u8],
+    codes: &mut [u8],
+) -> usize {
+    let planes = scales
+        .chunks_mut(F::scales(F::BLOCK))
+        .zip(codes.chunks_mut(F::codes(F::BLOCK)));
+    let numbered = tile.chunks(F::BLOCK).zip((first..).step_by(F::BLOCK));
     let mut non_finite = 0;
-    out.reserve(encoded_len::<F>(values.len()));
-    for tile in values.chunks(TILE) {
-        let start = out.len();
-        let (scales, codes) = planes::<F>(tile.len());
-        out.resize(start + scales + codes, 0);
-        let (_, bytes) = out.split_at_mut(start);
-        let (scales, codes) = bytes.split_at_mut(scales);
-        let blocks = tile.chunks(F::BLOCK);
-        let planes = scales
-            .chunks_mut(F::scales(F::BLOCK))
-            .zip(codes.chunks_mut(F::codes(F::BLOCK)));
-        for (block, (scales, codes)) in blocks.zip(planes) {
-            non_finite += format.encode(block, scales, codes);
-        }
+    for ((block, begins), (scales, codes)) in numbered.zip(planes) {
+        non_finite += Blocks::encode(format, block, (round, begins), scales, codes);
     }
     non_finite
-}
-
-/// Decodes `bytes`, which has the length of `out`'s encoding.
-pub(super) fn decode<F: Blocks, const ADD: bool>(format: &F, bytes: &[u8], out: &mut [f32]) {
-    let mut rest = bytes;
-    for tile in out.chunks_mut(TILE) {
-        let (scales, codes) = planes::<F>(tile.len());
-        let Some((bytes, behind)) = rest.split_at_checked(scales + codes) else {
-            return;
-        };
-        rest = behind;
-        let (scales, codes) = bytes.split_at(scales);
-        let planes = scales
-            .chunks(F::scales(F::BLOCK))
-            .zip(codes.chunks(F::codes(F::BLOCK)));
-        for (block, (scales, codes)) in tile.chunks_mut(F::BLOCK).zip(planes) {
-            format.decode::<ADD>(scales, codes, block);
-        }
-    }
 }

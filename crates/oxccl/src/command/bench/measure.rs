@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oxccl::core::{
-    Collective, Configuration, Epoch, Error, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store,
-    SubmitOptions, Tensor, deadline_in,
+    Accelerator, Collective, Configuration, Device, Epoch, Error, OpKind, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, accelerator, deadline_in,
 };
 use serde::{Deserialize, Serialize};
 
@@ -22,6 +22,9 @@ pub(super) struct Times {
     pub(super) ns: Vec<u64>,
     /// Elements that were not what they must be; 0 without a check.
     pub(super) wrong: u64,
+    /// How the ranks were connected, where the backend says so.
+    #[serde(default)]
+    pub(super) transport: Option<String>,
 }
 
 /// Where a rank puts what it measured for line `row`.
@@ -40,12 +43,18 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
         world_size: plan.ranks,
         deadline: deadline_in(MEET),
     })?;
+    let device = plan.device(rank)?;
+    let memory = match device.is_cpu() {
+        true => None,
+        false => Some(Memory::new(device)?),
+    };
     let mut gates = 0;
     for (index, row) in plan.rows()?.into_iter().enumerate() {
         let deadline = plan.row_deadline();
         let mut seat = Seat {
             plan,
             group,
+            memory: memory.as_ref(),
             store: store.as_ref(),
             rank,
             deadline,
@@ -63,10 +72,31 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
     group.shutdown(deadline_in(MEET))
 }
 
+/// The memory of a device and the stream of the copies to and from it.
+struct Memory {
+    device: Device,
+    accelerator: Arc<dyn Accelerator>,
+    stream: Arc<dyn Stream>,
+}
+
+impl Memory {
+    fn new(device: Device) -> Result<Self> {
+        let accelerator = accelerator(&device.kind)?;
+        let stream = accelerator.new_stream(device.index, false)?;
+        Ok(Self {
+            device,
+            accelerator,
+            stream,
+        })
+    }
+}
+
 /// One rank in one line.
 struct Seat<'a> {
     plan: &'a Plan,
     group: &'a dyn ProcessGroup,
+    /// The device's memory; host memory without.
+    memory: Option<&'a Memory>,
     store: &'a dyn Store,
     rank: u32,
     deadline: Instant,
@@ -82,7 +112,9 @@ impl Seat<'_> {
             (tensors, wrong) = self.check(row, tensors, 1)?;
         }
         // Written, so that no page is still missing; and zeros, so that sums of sums stay zeros.
-        tensors.iter_mut().for_each(|t| t.bytes_mut().fill(0));
+        for tensor in &mut tensors {
+            self.set(tensor, |t| t.bytes_mut().fill(0))?;
+        }
         for _ in 0..self.plan.warmup {
             (tensors, _) = self.once(row, tensors)?;
         }
@@ -95,7 +127,10 @@ impl Seat<'_> {
         if self.plan.check {
             wrong += self.check(row, tensors, 2)?.1;
         }
-        Ok(Times { ns, wrong })
+        let notes = &self.group.capabilities().notes;
+        let transport = notes.iter().find(|(what, _)| what == "transport");
+        let transport = transport.map(|(_, how)| how.to_string());
+        Ok(Times { ns, wrong, transport })
     }
 
     /// The tensors of a call, in the order of `Collective::tensors`: an input, and an output where it is another one.
@@ -109,42 +144,73 @@ impl Seat<'_> {
             Op::AllToAllInto | Op::SendRecv => &[row.count, row.count],
             Op::Barrier => &[],
         };
-        Ok(counts.iter().map(|&count| Tensor::zeros(dtype, count)).collect())
+        let make = |&count: &usize| match self.memory {
+            Some(memory) => memory.accelerator.alloc(memory.device.index, dtype, &[count]),
+            None => Ok(Tensor::zeros(dtype, count)),
+        };
+        counts.iter().map(make).collect()
+    }
+
+    /// Writes a tensor through its bytes on the host.
+    fn set(&self, tensor: &mut Tensor, write: impl FnOnce(&mut Tensor)) -> Result<()> {
+        let Some(memory) = self.memory else {
+            write(tensor);
+            return Ok(());
+        };
+        let mut host = Tensor::zeros(tensor.dtype(), tensor.count());
+        write(&mut host);
+        memory
+            .accelerator
+            .copy_in(host.bytes(), tensor, &*memory.stream)?;
+        memory.stream.synchronize(self.deadline)
+    }
+
+    /// The elements that are not what they must be.
+    fn count_wrong(&self, pattern: &Pattern, op: Op, output: &Tensor) -> Result<u64> {
+        let Some(memory) = self.memory else {
+            return pattern.count_wrong(op, output);
+        };
+        let mut host = Tensor::zeros(output.dtype(), output.count());
+        memory
+            .accelerator
+            .copy_out(output, host.bytes_mut(), &*memory.stream)?;
+        pattern.count_wrong(op, &host)
     }
 
     /// Runs once with known data and counts the wrong elements of the result.
     fn check(&mut self, row: Row, mut tensors: Vec<Tensor>, round: u64) -> Result<(Vec<Tensor>, u64)> {
         let pattern = Pattern::new(self.plan.dtype()?, row, self.rank, self.plan.ranks, round);
         if let Some((input, outputs)) = tensors.split_first_mut() {
-            pattern.fill(input);
-            // No element of the pattern looks like this.
-            outputs.iter_mut().for_each(|t| t.bytes_mut().fill(0xA5));
+            self.set(input, |t| pattern.fill(t))?;
+            for output in outputs {
+                // No element of the pattern looks like this.
+                self.set(output, |t| t.bytes_mut().fill(0xA5))?;
+            }
         }
         let (tensors, _) = self.once(row, tensors)?;
         let wrong = match tensors.last() {
-            Some(output) => pattern.count_wrong(row.op, output)?,
+            Some(output) => self.count_wrong(&pattern, row.op, output)?,
             None => 0,
         };
         Ok((tensors, wrong))
     }
 
-    /// One call, begun together with the other ranks: from the submission to the result in this rank's hands.
+    /// One blocking call, begun together with the other ranks: from the call to the result in this rank's hands.
     fn once(&mut self, row: Row, tensors: Vec<Tensor>) -> Result<(Vec<Tensor>, Duration)> {
         let call = self.call(row.op, tensors)?;
         self.gate()?;
         let start = Instant::now();
-        let work = self.group.run(call, SubmitOptions::by(self.deadline))?;
-        let completion = work.take()?;
-        Ok((completion.tensors, start.elapsed()))
+        let completion = self.group.run_blocking(call, SubmitOptions::by(self.deadline))?;
+        let time = start.elapsed();
+        Ok((completion.tensors, time))
     }
 
     /// Returns once every rank is here.
     fn gate(&mut self) -> Result<()> {
         if self.group.capabilities().ops.contains(OpKind::Barrier) {
-            let work = self
-                .group
-                .run(Collective::Barrier, SubmitOptions::by(self.deadline))?;
-            return work.wait_done();
+            let options = SubmitOptions::by(self.deadline);
+            self.group.run_blocking(Collective::Barrier, options)?;
+            return Ok(());
         }
         self.gates += 1;
         let key = format!("bench/gate/{}", self.gates);

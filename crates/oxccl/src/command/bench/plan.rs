@@ -3,7 +3,9 @@
 use std::str::FromStr;
 use std::time::{Duration, Instant};
 
-use oxccl::core::{Capabilities, DType, Error, OpKind, ReduceOp, Result, deadline_in};
+use oxccl::core::{
+    Capabilities, DType, Device, DeviceKind, Error, OpKind, ReduceOp, Result, accelerator, deadline_in,
+};
 use serde::{Deserialize, Serialize};
 
 /// The most ranks: up to here every sum of the check pattern is exact in every element type.
@@ -187,6 +189,10 @@ pub(super) struct Row {
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct Plan {
     pub(super) backend: String,
+    /// The device kind whose memory is moved.
+    pub(super) device: String,
+    /// Every rank's backend runs in a child process of that rank.
+    pub(super) isolated: bool,
     pub(super) ops: Vec<Op>,
     pub(super) sizes: Vec<u64>,
     /// The name of the element type.
@@ -209,6 +215,8 @@ impl Plan {
     ) -> Self {
         Self {
             backend: backend.to_string(),
+            device: "cpu".to_string(),
+            isolated: false,
             ops,
             sizes,
             dtype: dtype.to_string(),
@@ -218,6 +226,17 @@ impl Plan {
             check: false,
             row_limit_ms: u64::try_from(row_limit.as_millis()).unwrap_or(u64::MAX),
         }
+    }
+
+    /// The device of `rank`: the kind's devices are dealt out in turn.
+    pub(super) fn device(&self, rank: u32) -> Result<Device> {
+        let kind: DeviceKind = self.device.parse()?;
+        let count = if kind == DeviceKind::Cpu {
+            1
+        } else {
+            accelerator(&kind)?.count()
+        };
+        Ok(Device::new(kind, rank % count.max(1)))
     }
 
     pub(super) fn dtype(&self) -> Result<DType> {

@@ -8,10 +8,12 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
+use oxccl::backend;
 use oxccl::core::{
-    Device, Error, GroupOptions, InMemoryStore, ProcessGroup, Registry, Result, Store, TcpStore,
-    TcpStoreServer, deadline_in,
+    Error, GroupOptions, InMemoryStore, ProcessGroup, Registry, Result, Store, TcpStore, TcpStoreServer,
+    deadline_in,
 };
+use oxccl::isolate::{self, IsolateOptions};
 use oxccl::launch::BoundChild;
 
 use super::measure::{self, MEET};
@@ -52,9 +54,20 @@ pub(super) struct Ranks {
     _scratch: Option<Scratch>,
 }
 
-/// A new group of the plan's backend.
-pub(super) fn group(plan: &Plan) -> Result<Arc<dyn ProcessGroup>> {
-    let group = Registry::global().create(&plan.backend, &Device::CPU, &GroupOptions::default())?;
+/// A new group of the plan's backend, on the device of `rank`.
+pub(super) fn group(plan: &Plan, rank: u32) -> Result<Arc<dyn ProcessGroup>> {
+    backend::load_plugins();
+    let device = plan.device(rank)?;
+    let options = GroupOptions::default();
+    let group = if plan.isolated {
+        let found = backend::find(Some(&plan.backend), &device)?;
+        let template = IsolateOptions::new(plan.backend.clone(), device.clone());
+        isolate::wrap(&found, template)
+            .factory
+            .create(&device, &options)?
+    } else {
+        Registry::global().create(&plan.backend, &device, &options)?
+    };
     Ok(Arc::from(group))
 }
 
@@ -70,7 +83,7 @@ impl Ranks {
             _scratch: None,
         };
         for rank in 0..plan.ranks {
-            let group = group(plan)?;
+            let group = group(plan, rank)?;
             let (plan, store, its_group) = (plan.clone(), store.clone(), group.clone());
             let thread = std::thread::Builder::new()
                 .name(format!("ox-bench-{rank}"))

@@ -123,6 +123,7 @@ mod tests {
         Times {
             ns: ns.to_vec(),
             wrong: 2,
+            transport: None,
         }
     }
 

@@ -1,0 +1,171 @@
+//! Blocking calls on an idle group, and waiting for an operation that has not begun: run by the thread that waits.
+//!
+//! A hand-over to another thread and back costs more than a whole small all-reduce. When a blocking call returns, nobody touches its
+//! tensors any more (`Feature::Borrow`): either this thread ran the operation itself, or the engine has ended it.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Collective, Completion, Error, ErrorKind, Failed, Result, Status, Work, deadline_in, time_left,
+};
+
+use crate::direct;
+use crate::farewell::LAST_WORDS;
+use crate::lane::{Seat, Turn};
+use crate::queue::{Begin, Shared, Submission, later, prepare};
+use crate::waiter::Waiter;
+
+/// A driver without any deadline of its own looks again after this long.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
+
+impl Shared {
+    /// Runs an operation to its end.
+    pub(crate) fn execute(
+        self: &Arc<Self>,
+        mut op: Collective,
+        contribute: bool,
+        deadline: Instant,
+    ) -> Result<Completion, Box<Failed>> {
+        let kind = op.kind();
+        if kind.is_p2p() || self.place.world == 1 {
+            return outcome(&self.submit(op, contribute, deadline)?);
+        }
+        let (lane, seq) = match self.begin(kind) {
+            Begin::Here(lane, seq) => (lane, seq),
+            Begin::Queued => return outcome(&self.submit(op, contribute, deadline)?),
+            Begin::Refused(error) => {
+                let error = error.with_op(kind.name()).with_rank(self.place.rank);
+                let tensors = op.into_tensors();
+                return Err(Box::new(Failed { error, tensors }));
+            }
+        };
+        let mut seat = Seat::new(self, lane);
+        if let Some(done) = direct::run(&mut seat, self, &mut op, contribute, seq, deadline) {
+            return match done {
+                Ok(contributors) => {
+                    self.finished();
+                    drop(seat);
+                    Ok(Completion {
+                        tensors: op.into_tensors(),
+                        source: None,
+                        contributors,
+                    })
+                }
+                Err(error) => {
+                    seat.fail(error.clone());
+                    let mut error = self.verdict(error);
+                    error = error
+                        .with_op(kind.name())
+                        .with_seq(seq)
+                        .with_epoch(self.place.epoch)
+                        .with_rank(self.place.rank);
+                    if let Some(dtype) = op.dtype() {
+                        error = error.with_data(dtype, op.count());
+                    }
+                    let tensors = op.into_tensors();
+                    Err(Box::new(Failed { error, tensors }))
+                }
+            };
+        }
+        let (work, completer) = self.work(kind, deadline, Some(seq));
+        let submission = Submission {
+            op,
+            seq: Some(seq),
+            contribute,
+            deadline,
+            submitted: Instant::now(),
+            completer,
+        };
+        let driven = match prepare(submission, seq, self.place) {
+            Ok(exec) => match seat.lane() {
+                Ok(lane) => {
+                    lane.current = Some(exec);
+                    self.drive(&mut seat, None, None)
+                }
+                Err(error) => Err(error),
+            },
+            Err(failed) => {
+                let (error, completer) = *failed;
+                completer.fail(error.clone(), Vec::new());
+                Err(error)
+            }
+        };
+        match driven {
+            Ok(()) => drop(seat),
+            Err(error) => seat.fail(error),
+        }
+        outcome(&work)
+    }
+
+    /// Runs what is queued up to operation `last`, if nobody does, until that has ended or `until`.
+    pub(crate) fn help(&self, last: u64, until: Instant) {
+        if time_left(until).is_zero() {
+            return;
+        }
+        let Some(lane) = self.take_lane_for(last) else {
+            return;
+        };
+        let mut seat = Seat::new(self, lane);
+        if let Err(error) = self.drive(&mut seat, Some(last), Some(until)) {
+            seat.fail(error);
+        }
+    }
+
+    /// Drives the lane until what it runs has ended, and what is queued up to operation `last`; or until `until`.
+    fn drive(&self, seat: &mut Seat<'_>, last: Option<u64>, until: Option<Instant>) -> Result<()> {
+        let mut waiter = Waiter::default();
+        loop {
+            let lane = seat.lane()?;
+            match lane.turn(self, last)? {
+                Turn::Ended if last.is_some() => waiter.moved(lane, self),
+                Turn::Ended | Turn::Idle => {
+                    waiter.moved(lane, self);
+                    return Ok(());
+                }
+                Turn::Moved => waiter.moved(lane, self),
+                Turn::Waiting => {
+                    if until.is_some_and(|until| time_left(until).is_zero()) {
+                        waiter.moved(lane, self);
+                        return Ok(());
+                    }
+                    let due = lane.next_deadline(self).into_iter().chain(until).min();
+                    let due = due.unwrap_or_else(|| deadline_in(LOOK_AGAIN));
+                    waiter.wait(lane, self, due)?;
+                }
+            }
+        }
+    }
+
+    /// Why an operation failed that this thread ran: waits until the peers have been told.
+    fn verdict(&self, error: Error) -> Error {
+        // The engine ends at once; this thread has given the lane back.
+        let _ = self.wait_ended(later(Instant::now(), LAST_WORDS * 5));
+        match self.error() {
+            Some(first) if error.kind() == ErrorKind::Aborted => first,
+            _ => error,
+        }
+    }
+}
+
+/// The result of a work, once it has ended. Its memory may be borrowed, so this does not give up before.
+fn outcome(work: &Work) -> Result<Completion, Box<Failed>> {
+    loop {
+        match work.take() {
+            Ok(completion) => return Ok(completion),
+            Err(error) => match work.status() {
+                // The engine ends every operation at its deadline; its thread is only slow to run.
+                Status::Pending => {
+                    tracing::warn!(%error, "an operation is overdue");
+                    let _ = work.wait(deadline_in(LOOK_AGAIN));
+                }
+                Status::Succeeded | Status::Failed(_) => {
+                    return Err(Box::new(Failed {
+                        error,
+                        tensors: work.recover(),
+                    }));
+                }
+            },
+        }
+    }
+}

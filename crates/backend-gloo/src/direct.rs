@@ -1,0 +1,406 @@
+//! The short way for what is called most: an all-reduce of one tensor, or a barrier, between ranks that share memory, run by
+//! the caller. The same frames in the same order as `exec` would write, so a rank that takes the long way notices nothing.
+//!
+//! No schedule is made and nothing is allocated. Anything out of the ordinary (premul, a rank that does not contribute, larger
+//! worlds with more than fits at once) goes the long way.
+
+use std::time::Instant;
+
+use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor, time_left};
+
+use crate::expected::{Expected, check_header, mismatch};
+use crate::kernels;
+use crate::lane::{Lane, Seat, timed_out};
+use crate::port::{Memory, Port, Wire, decoded};
+use crate::queue::Shared;
+use crate::schedule::{Algorithm, all_reduce_algorithm, doublings, down, up};
+use crate::transfer::CHUNK;
+use crate::transport::shm::CAPACITY;
+use crate::waiter::Waiter;
+use crate::wire::DataHeader;
+
+/// Runs `op` if it can go the short way: `None` if it cannot, else the contributors.
+pub(crate) fn run(
+    seat: &mut Seat<'_>,
+    shared: &Shared,
+    op: &mut Collective,
+    contribute: bool,
+    seq: u64,
+    deadline: Instant,
+) -> Option<Result<u32>> {
+    if !shared.place.near || !contribute {
+        return None;
+    }
+    let fingerprint = op.fingerprint();
+    let lane = match seat.lane() {
+        Ok(lane) => lane,
+        Err(error) => return Some(Err(error)),
+    };
+    // The long way would refuse to begin with it.
+    if let Some(report) = shared.report() {
+        return Some(Err(report));
+    }
+    let mut call = Call {
+        lane,
+        shared,
+        waiter: Waiter::default(),
+        seq,
+        deadline,
+        fingerprint,
+        began: None,
+    };
+    let done = match op {
+        Collective::Barrier => call.barrier().map(|()| 0),
+        Collective::AllReduce { tensors, op } if !matches!(op, ReduceOp::PremulSum(_)) => {
+            let [tensor] = tensors.as_mut_slice() else {
+                return None;
+            };
+            let algorithm = all_reduce_algorithm(shared.place.world, tensor.byte_len(), true);
+            match algorithm {
+                Algorithm::Exchange => {
+                    let peer = 1 - shared.place.rank.min(1);
+                    let done = call.exchange(tensor, *op, peer);
+                    done.map_err(|e| blame(call.lane, peer, e))
+                }
+                Algorithm::Direct if call.fits(tensor.byte_len()) => call.all_to_all(tensor, *op),
+                _ => return None,
+            }
+        }
+        _ => return None,
+    };
+    call.waiter.moved(call.lane, shared);
+    Some(done)
+}
+
+/// One operation on its short way.
+struct Call<'a> {
+    lane: &'a mut Lane,
+    shared: &'a Shared,
+    waiter: Waiter,
+    seq: u64,
+    deadline: Instant,
+    fingerprint: Fingerprint,
+    /// When the first wait began, for the text of a time-out.
+    began: Option<Instant>,
+}
+
+fn port_of(lane: &mut Lane, rank: u32) -> Result<&mut Port> {
+    let port = lane.ports.get_mut(rank as usize).and_then(Option::as_mut);
+    port.ok_or_else(|| {
+        Error::new(
+            ErrorKind::Internal,
+            format!("there is no connection to rank {rank}"),
+        )
+    })
+}
+
+/// Names the rank whose ring an error came out of, if it does not name one.
+fn blame(lane: &mut Lane, rank: u32, error: Error) -> Error {
+    match lane.ports.get(rank as usize) {
+        Some(Some(port)) if error.kind() == ErrorKind::Protocol && error.context().peer.is_none() => {
+            port.blame(error)
+        }
+        _ => error,
+    }
+}
+
+/// The rings of a port; on the short way every port has them.
+fn rings(port: &mut Port) -> Result<&mut Memory> {
+    match &mut port.wire {
+        Wire::Memory(memory) => Ok(memory),
+        Wire::Socket(_) => Err(Error::new(
+            ErrorKind::Internal,
+            "the short way leads over a socket",
+        )),
+    }
+}
+
+impl Call<'_> {
+    fn header(&self, round: u32, algorithm: Algorithm, length: usize) -> [u8; DataHeader::BYTES] {
+        DataHeader {
+            epoch: self.shared.place.epoch,
+            seq: self.seq,
+            round,
+            algorithm: algorithm as u32,
+            contributors: u32::from(algorithm != Algorithm::Dissemination),
+            length: length as u64,
+            fingerprint: self.fingerprint,
+        }
+        .encode()
+    }
+
+    /// Nothing moved: waits a little. `from` is whom this rank waits for.
+    fn wait(&mut self, from: u32, sends: bool) -> Result<()> {
+        let known = self.lane.ports.get(from as usize).and_then(Option::as_ref);
+        let closed = known.is_some_and(Port::read_closed);
+        let Some(began) = self.began else {
+            self.began = Some(Instant::now());
+            return Ok(());
+        };
+        if closed {
+            self.lane.blocked(self.shared, from)?;
+        }
+        self.compare_others()?;
+        self.waiter.wait(self.lane, self.shared, self.deadline)?;
+        if self.waiter.is_slow() && time_left(self.deadline).is_zero() {
+            let elapsed = began.elapsed().as_secs_f64();
+            let (senders, takers) = if sends {
+                (vec![], vec![from])
+            } else {
+                (vec![from], vec![])
+            };
+            let world = self.shared.place.world;
+            let text = timed_out(elapsed, "after 0 of 1 rounds", &senders, &takers, world);
+            return Err(Error::timeout(text).with_epoch(self.shared.place.epoch));
+        }
+        Ok(())
+    }
+
+    /// After a sleep: a rank from which this one expects nothing now may have called something else.
+    fn compare_others(&mut self) -> Result<()> {
+        if !self.waiter.is_slow() {
+            return Ok(());
+        }
+        for port in self.lane.ports.iter_mut().flatten() {
+            let header = match port.header {
+                Some(header) => header,
+                // What comes next there is not a header.
+                None if port.in_payload => continue,
+                None => {
+                    let memory = rings(port)?;
+                    let found = memory.reader.available(DataHeader::BYTES);
+                    let bytes = memory.reader.peek();
+                    found.map_err(|e| port.blame(e))?;
+                    let Some(bytes) = bytes else { continue };
+                    decoded(&bytes).map_err(|e| port.blame(e))?
+                }
+            };
+            if header.seq == self.seq && header.fingerprint != self.fingerprint {
+                return Err(mismatch(port, &header, self.fingerprint));
+            }
+        }
+        Ok(())
+    }
+
+    /// Waits for a frame of `rank` and checks its header: the number of contributors it speaks for.
+    fn expect(&mut self, rank: u32, round: usize, algorithm: Algorithm, length: usize) -> Result<u32> {
+        loop {
+            let port = port_of(self.lane, rank)?;
+            port.fill().map_err(|e| port.blame(e))?;
+            let Some(header) = port.header.take() else {
+                self.wait(rank, false)?;
+                continue;
+            };
+            let expected = Expected {
+                epoch: self.shared.place.epoch,
+                seq: self.seq,
+                round,
+                algorithm,
+                fingerprint: self.fingerprint,
+                length: length as u64,
+            };
+            check_header(&header, &expected, port)?;
+            if header.contributors > self.shared.place.world {
+                let text = format!("claims {} contributors", header.contributors);
+                return Err(port.error(ErrorKind::Protocol, text));
+            }
+            port.in_payload = length > 0;
+            self.waiter.moved(self.lane, self.shared);
+            return Ok(header.contributors);
+        }
+    }
+
+    /// Waits until a header fits into the ring to `rank`, and puts it there, not yet shown.
+    fn put_header(&mut self, rank: u32, header: &[u8; DataHeader::BYTES]) -> Result<()> {
+        loop {
+            let port = port_of(self.lane, rank)?;
+            let memory = rings(port)?;
+            let room = memory.writer.room(DataHeader::BYTES);
+            if room.map_err(|e| port.blame(e))? >= DataHeader::BYTES {
+                rings(port)?.writer.put(header);
+                return Ok(());
+            }
+            self.wait(rank, true)?;
+        }
+    }
+
+    /// Everybody waits for everybody, as `schedule::barrier`.
+    fn barrier(&mut self) -> Result<()> {
+        let (rank, world) = (self.shared.place.rank, self.shared.place.world);
+        for round in 0..doublings(world) {
+            let (to, from) = (up(rank, 1 << round, world), down(rank, 1 << round, world));
+            let header = self.header(round, Algorithm::Dissemination, 0);
+            self.put_header(to, &header)?;
+            let memory = rings(port_of(self.lane, to)?)?;
+            memory.publish();
+            memory.count_sent(0);
+            memory.ring();
+            self.expect(from, round as usize, Algorithm::Dissemination, 0)?;
+            let memory = rings(port_of(self.lane, from)?)?;
+            memory.release();
+            memory.count_received(0);
+            memory.ring();
+        }
+        Ok(())
+    }
+
+    /// Two ranks, any length: chunk by chunk out of the tensor and back into it.
+    fn exchange(&mut self, tensor: &mut Tensor, op: ReduceOp, peer: u32) -> Result<u32> {
+        let (dtype, element) = (tensor.dtype(), tensor.dtype().size());
+        let data = tensor.bytes_mut();
+        let total = data.len();
+        let header = self.header(0, Algorithm::Exchange, total);
+        self.put_header(peer, &header)?;
+        let (mut sent, mut got) = (0, 0);
+        let mut theirs = None;
+        let mut shown = false;
+        loop {
+            let port = port_of(self.lane, peer)?;
+            let memory = rings(port)?;
+            let mut moved = !shown;
+            if sent < total || !shown {
+                let want = CHUNK.min(total - sent);
+                let room = memory.writer.room(want)?.min(want);
+                if let Some(chunk) = data.get(sent..sent + room) {
+                    memory.writer.put(chunk);
+                    sent += room;
+                    moved |= room > 0;
+                }
+                if moved {
+                    if sent == total {
+                        memory.writer.pad();
+                        memory.count_sent(total);
+                    }
+                    memory.publish();
+                    memory.ring();
+                    shown = true;
+                }
+            }
+            let there = memory.reader.available(DataHeader::BYTES)? >= DataHeader::BYTES;
+            if theirs.is_none() && (there || port.header.is_some()) {
+                theirs = Some(self.expect(peer, 0, Algorithm::Exchange, total)?);
+                moved = true;
+            }
+            let memory = rings(port_of(self.lane, peer)?)?;
+            if let Some(theirs) = theirs {
+                let most = CHUNK.min(sent - got);
+                let have = memory.reader.available(most)?.min(most);
+                let chunk = memory.reader.data(0, have - have % element);
+                let len = chunk.len();
+                if let Some(into) = data.get_mut(got..got + len).filter(|i| !i.is_empty()) {
+                    kernels::reduce(dtype, op, into, chunk)?;
+                    if op == ReduceOp::Avg {
+                        kernels::divide(dtype, into, theirs + 1)?;
+                    }
+                    got += len;
+                    memory.reader.take(len);
+                    moved = true;
+                }
+                if got == total {
+                    memory.reader.pad();
+                    memory.count_received(total);
+                }
+                if moved {
+                    memory.release();
+                    memory.ring();
+                }
+                if got == total {
+                    port_of(self.lane, peer)?.in_payload = false;
+                    return Ok(theirs + 1);
+                }
+            }
+            if moved {
+                self.waiter.moved(self.lane, self.shared);
+            } else {
+                self.wait(peer, theirs.is_some() && sent < total)?;
+            }
+        }
+    }
+
+    /// True if a frame of that length fits into every ring right now.
+    fn fits(&mut self, bytes: usize) -> bool {
+        let frame = DataHeader::BYTES + bytes;
+        frame <= CAPACITY
+            && self
+                .lane
+                .ports
+                .iter_mut()
+                .flatten()
+                .all(|port| match &mut port.wire {
+                    Wire::Memory(memory) => memory.writer.room(frame).is_ok_and(|room| room >= frame),
+                    Wire::Socket(_) => false,
+                })
+    }
+
+    /// Several ranks, short: everybody's vector to everybody, reduced in rank order, as `schedule::linear`.
+    fn all_to_all(&mut self, tensor: &mut Tensor, op: ReduceOp) -> Result<u32> {
+        let (rank, world) = (self.shared.place.rank, self.shared.place.world);
+        let dtype = tensor.dtype();
+        let data = tensor.bytes_mut();
+        let header = self.header(0, Algorithm::Direct, data.len());
+        for k in 1..world {
+            let memory = rings(port_of(self.lane, up(rank, k, world))?)?;
+            memory.writer.put(&header);
+            memory.writer.put(data);
+            memory.writer.pad();
+            memory.publish();
+            memory.count_sent(data.len());
+            memory.ring();
+        }
+        let mut own = std::mem::take(&mut self.lane.scratch);
+        own.clear();
+        if rank != 0 {
+            own.extend_from_slice(data);
+        }
+        let mut contributors = 1;
+        for from in 0..world {
+            if from == rank {
+                if rank != 0 {
+                    kernels::reduce(dtype, op, data, &own)?;
+                }
+                continue;
+            }
+            contributors += self.expect(from, 0, Algorithm::Direct, data.len())?;
+            let op = Some(op).filter(|_| from != 0);
+            self.take(from, data, dtype, op)
+                .map_err(|e| blame(self.lane, from, e))?;
+        }
+        self.lane.scratch = own;
+        if op == ReduceOp::Avg {
+            kernels::divide(dtype, data, contributors)?;
+        }
+        Ok(contributors)
+    }
+
+    /// The payload of `from`: into `data`, or reduced into it.
+    fn take(&mut self, from: u32, data: &mut [u8], dtype: DType, op: Option<ReduceOp>) -> Result<()> {
+        let mut done = 0;
+        while done < data.len() {
+            let memory = rings(port_of(self.lane, from)?)?;
+            let have = memory.reader.available(data.len() - done)?;
+            let chunk = memory
+                .reader
+                .data(0, (have - have % dtype.size()).min(data.len() - done));
+            let len = chunk.len();
+            let Some(into) = data.get_mut(done..done + len).filter(|i| !i.is_empty()) else {
+                self.wait(from, false)?;
+                continue;
+            };
+            match op {
+                Some(op) => kernels::reduce(dtype, op, into, chunk)?,
+                None => into.copy_from_slice(chunk),
+            }
+            memory.reader.take(len);
+            done += len;
+        }
+        let port = port_of(self.lane, from)?;
+        port.in_payload = false;
+        let memory = rings(port)?;
+        memory.reader.pad();
+        memory.release();
+        memory.count_received(data.len());
+        memory.ring();
+        self.waiter.moved(self.lane, self.shared);
+        Ok(())
+    }
+}

@@ -1,0 +1,367 @@
+//! The lane of a group: everything that its collectives need, driven by one thread at a time.
+//!
+//! Collectives run one after the other. Whoever takes the lane out of the queue drives it: the engine's thread for what was
+//! submitted, or the caller of a blocking call on an idle group, which saves two hand-overs. Control connections, point-to-point
+//! messages and orders stay with the engine's thread, so they go on whoever drives.
+
+use std::os::fd::AsFd;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind, OpKind, Result, time_left};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+
+use crate::exec::{Exec, Step};
+use crate::port::{Port, Wire};
+use crate::queue::{Shared, Taken, later};
+use crate::transport::shm::Sleep;
+use crate::waiter::Patience;
+
+/// A data connection that breaks gets this long until the control connection has said why.
+const GRACE: Duration = Duration::from_millis(50);
+/// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
+const VERDICT: Duration = Duration::from_millis(500);
+
+/// What came of a turn.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Turn {
+    /// Something moved.
+    Moved,
+    /// A collective has ended.
+    Ended,
+    /// It waits for other ranks.
+    Waiting,
+    /// There is nothing to do.
+    Idle,
+}
+
+/// The state of a group's collectives.
+pub(crate) struct Lane {
+    /// By rank; `None` at the own one.
+    pub(crate) ports: Vec<Option<Port>>,
+    pub(crate) current: Option<Exec>,
+    /// Why the driver gave up: the engine's thread ends the group with it.
+    pub(crate) failure: Option<Error>,
+    /// How often a driver looks again before it sleeps.
+    pub(crate) patience: Patience,
+    /// Private memory of short operations.
+    pub(crate) scratch: Vec<u8>,
+}
+
+impl Lane {
+    pub(crate) fn new(ports: Vec<Option<Port>>) -> Self {
+        let near = ports
+            .iter()
+            .flatten()
+            .filter(|p| matches!(p.wire, Wire::Memory(_)))
+            .count();
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self {
+            // With more ranks than cores a rank that spins keeps another from what it waits for.
+            patience: Patience::new(near < cores),
+            ports,
+            current: None,
+            failure: None,
+            scratch: Vec::new(),
+        }
+    }
+
+    /// True if nobody is in the middle of anything.
+    pub(crate) fn is_idle(&self) -> bool {
+        self.current.is_none() && self.failure.is_none()
+    }
+
+    /// Takes in what the engine's thread has learnt about the peers.
+    pub(crate) fn look(&mut self, shared: &Shared) {
+        if !shared.heed() {
+            return;
+        }
+        for port in self.ports.iter_mut().flatten() {
+            if let Wire::Memory(memory) = &mut port.wire
+                && memory.closed.is_none()
+            {
+                memory.closed = shared.fate(port.rank).map(|fate| fate.text);
+            }
+        }
+    }
+
+    /// One turn: starts the next collective up to number `last` if none runs, and moves it on.
+    pub(crate) fn turn(&mut self, shared: &Shared, last: Option<u64>) -> Result<Turn> {
+        self.look(shared);
+        if self.current.is_none() {
+            if let Some(report) = shared.report() {
+                return Err(report);
+            }
+            match shared.pop(last)? {
+                Some(exec) => self.current = Some(exec),
+                None => return Ok(Turn::Idle),
+            }
+        }
+        let Some(exec) = &mut self.current else {
+            return Ok(Turn::Idle);
+        };
+        let step = exec.progress(&mut self.ports, shared.interrupt())?;
+        if step == Step::Finished {
+            if let Some(exec) = self.current.take() {
+                shared.finished();
+                exec.succeed();
+            }
+            return Ok(Turn::Ended);
+        }
+        // Whoever waits looks at everybody's header, not only at those of its own round.
+        for port in self.ports.iter_mut().flatten() {
+            port.fill().map_err(|e| port.blame(e))?;
+            exec.inspect(port)?;
+        }
+        match step {
+            Step::Busy => Ok(Turn::Moved),
+            Step::Blocked(rank) => {
+                self.blocked(shared, rank)?;
+                self.check_deadline(shared)?;
+                Ok(Turn::Waiting)
+            }
+            _ => {
+                self.check_deadline(shared)?;
+                Ok(Turn::Waiting)
+            }
+        }
+    }
+
+    /// `rank` is needed and nothing more comes from it: wait a little for the reason, then give up.
+    pub(crate) fn blocked(&mut self, shared: &Shared, rank: u32) -> Result<()> {
+        if let Some(report) = shared.report() {
+            return Err(report);
+        }
+        let progress = self
+            .current
+            .as_ref()
+            .map(|e| format!(" {}", e.progress_text(e.rounds())))
+            .unwrap_or_default();
+        let lost = |port: &Port, how: &str| {
+            let text = format!("{how}{progress}");
+            Err(port
+                .error(ErrorKind::PeerLost, text)
+                .with_epoch(shared.place.epoch))
+        };
+        let Some(Some(port)) = self.ports.get_mut(rank as usize) else {
+            return Ok(());
+        };
+        let now = Instant::now();
+        let since = *port.suspect.get_or_insert(now);
+        match shared.fate(rank) {
+            Some(fate) if fate.left => lost(port, &format!("left the group ({})", fate.text)),
+            Some(fate) => lost(port, &fate.text),
+            None if now.duration_since(since) >= GRACE => {
+                let how = port.closed().unwrap_or("closed the connection").to_string();
+                lost(port, &how)
+            }
+            None => Ok(()),
+        }
+    }
+
+    fn due(&self, shared: &Shared) -> Option<Instant> {
+        self.current.as_ref().map(|exec| {
+            if exec.kind == OpKind::MonitoredBarrier && shared.place.rank != 0 {
+                later(exec.deadline, VERDICT)
+            } else {
+                exec.deadline
+            }
+        })
+    }
+
+    /// When the driver must look again, whatever happens.
+    pub(crate) fn next_deadline(&self, shared: &Shared) -> Option<Instant> {
+        let suspects = self
+            .ports
+            .iter()
+            .flatten()
+            .filter_map(|p| p.suspect.map(|since| later(since, GRACE)));
+        suspects.chain(self.due(shared)).min()
+    }
+
+    fn check_deadline(&self, shared: &Shared) -> Result<()> {
+        match (&self.current, self.due(shared)) {
+            (Some(exec), Some(due)) if due <= Instant::now() => Err(overdue(exec, shared)),
+            _ => Ok(()),
+        }
+    }
+
+    /// How the ranks are connected, in words.
+    pub(crate) fn transport(&self) -> &'static str {
+        let near = |p: &Port| matches!(p.wire, Wire::Memory(_));
+        let mut ports = self.ports.iter().flatten();
+        match (ports.clone().any(near), ports.all(near)) {
+            (_, true) => "shm",
+            (true, false) => "shm and tcp",
+            (false, _) => "tcp",
+        }
+    }
+
+    /// True if every rank shares memory: a driver needs to watch no socket.
+    pub(crate) fn is_near(&self) -> bool {
+        let mut ports = self.ports.iter().flatten();
+        ports.all(|p| matches!(p.wire, Wire::Memory(_)))
+    }
+
+    /// The sockets that the current collective waits for, with what it waits for; `None` if one has something already.
+    pub(crate) fn interest<'a>(&'a self, fds: &mut Vec<PollFd<'a>>, ranks: &mut Vec<u32>) -> Option<()> {
+        let Some(exec) = &self.current else {
+            return Some(());
+        };
+        for port in self.ports.iter().flatten() {
+            let Wire::Socket(link) = &port.wire else { continue };
+            let read = link.read_closed.is_none() && port.wants_read() && !exec.holds(port.rank);
+            let write = exec.wants_write(port.rank) && link.write_closed.is_none();
+            if (read && port.is_readable()) || (write && link.writable) {
+                return None;
+            }
+            let mut flags = PollFlags::empty();
+            flags.set(PollFlags::IN, read);
+            flags.set(PollFlags::OUT, write);
+            if !flags.is_empty() {
+                fds.push(PollFd::from_borrowed_fd(link.as_fd(), flags));
+                ranks.push(port.rank);
+            }
+        }
+        Some(())
+    }
+
+    /// Between two looks without a sleep nobody says what is ready: the sockets are simply tried.
+    pub(crate) fn try_sockets(&mut self) {
+        for port in self.ports.iter_mut().flatten() {
+            if let Wire::Socket(link) = &mut port.wire {
+                link.readable = link.read_closed.is_none();
+                link.writable = link.write_closed.is_none();
+            }
+        }
+    }
+
+    /// What poll said about the sockets of [`interest`](Self::interest).
+    pub(crate) fn heard(&mut self, ranks: &[u32], ready: &[PollFlags]) {
+        let failed = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
+        for (rank, flags) in ranks.iter().zip(ready) {
+            if let Some(Some(port)) = self.ports.get_mut(*rank as usize)
+                && let Wire::Socket(link) = &mut port.wire
+            {
+                link.readable |= flags.intersects(PollFlags::IN | failed);
+                link.writable |= flags.intersects(PollFlags::OUT | failed);
+            }
+        }
+    }
+
+    /// Sleeps until something may have happened, or `until`. The bell is armed and everything was looked at since.
+    pub(crate) fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()> {
+        if self.is_near() {
+            shared.bell().sleep(until);
+            return Ok(());
+        }
+        let mut fds = vec![PollFd::new(shared.bell(), PollFlags::IN)];
+        let mut ranks = Vec::new();
+        if self.interest(&mut fds, &mut ranks).is_none() {
+            shared.bell().disarm();
+            return Ok(());
+        }
+        wait_for(&mut fds, Some(until))?;
+        shared.bell().disarm();
+        shared.bell().drain();
+        let ready: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();
+        drop(fds);
+        self.heard(&ranks, &ready);
+        Ok(())
+    }
+
+    /// How a driver on this lane sleeps.
+    pub(crate) fn way_to_sleep(&self) -> Sleep {
+        if self.is_near() {
+            Sleep::Word
+        } else {
+            Sleep::Descriptor
+        }
+    }
+}
+
+/// Blocks until a descriptor is ready or `until`, which is rounded up so that it has passed when this returns.
+pub(crate) fn wait_for(fds: &mut [PollFd<'_>], until: Option<Instant>) -> Result<()> {
+    let timeout = until.map(|at| {
+        let left = time_left(at).saturating_add(Duration::from_micros(100));
+        Timespec {
+            tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+            tv_nsec: left.subsec_nanos().into(),
+        }
+    });
+    match poll(fds, timeout.as_ref()) {
+        Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
+        Err(e) => Err(Error::io("waiting for sockets", e.into())),
+    }
+}
+
+fn overdue(exec: &Exec, shared: &Shared) -> Error {
+    let (senders, takers) = exec.waiting_for();
+    let world = shared.place.world;
+    let elapsed = exec.submitted.elapsed().as_secs_f64();
+    let text = if exec.kind == OpKind::MonitoredBarrier && shared.place.rank == 0 {
+        let missing = match senders.as_slice() {
+            [first, ..] if !exec.wait_all => format!("rank {first} (the first one found)"),
+            all => list(all),
+        };
+        format!("{missing} of {world} did not reach the barrier within {elapsed:.1} s")
+    } else {
+        let progress = exec.progress_text(exec.rounds());
+        timed_out(elapsed, &progress, &senders, &takers, world)
+    };
+    Error::timeout(text).with_epoch(shared.place.epoch)
+}
+
+fn list(ranks: &[u32]) -> String {
+    let names: Vec<String> = ranks.iter().map(u32::to_string).collect();
+    let what = if names.len() == 1 { "rank" } else { "ranks" };
+    format!("{what} {}", names.join(", "))
+}
+
+/// What a time-out says: how far the operation came and who was waited for.
+pub(crate) fn timed_out(elapsed: f64, progress: &str, senders: &[u32], takers: &[u32], world: u32) -> String {
+    let mut waits = Vec::new();
+    if !senders.is_empty() {
+        waits.push(format!("waiting for {} of {world}", list(senders)));
+    }
+    if !takers.is_empty() {
+        waits.push(format!("{} of {world} not taking data", list(takers)));
+    }
+    format!("timed out after {elapsed:.1} s, {progress}: {}", waits.join("; "))
+}
+
+/// What a driver takes out of the queue, and gives back whatever happens.
+pub(crate) struct Seat<'a> {
+    shared: &'a Shared,
+    lane: Option<Box<Lane>>,
+}
+
+impl<'a> Seat<'a> {
+    pub(crate) fn new(shared: &'a Shared, lane: Box<Lane>) -> Self {
+        Self {
+            shared,
+            lane: Some(lane),
+        }
+    }
+
+    /// The lane. An error only after it was given back.
+    pub(crate) fn lane(&mut self) -> Result<&mut Lane> {
+        self.lane
+            .as_deref_mut()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "the lane was given back"))
+    }
+
+    /// The driver gives up: the engine's thread ends the group with `error`.
+    pub(crate) fn fail(mut self, error: Error) {
+        if let Some(lane) = &mut self.lane {
+            lane.failure.get_or_insert(error);
+        }
+    }
+}
+
+impl Drop for Seat<'_> {
+    fn drop(&mut self) {
+        if let Some(lane) = self.lane.take() {
+            self.shared.give_back(lane, Taken::Caller);
+        }
+    }
+}

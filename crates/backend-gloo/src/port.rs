@@ -1,0 +1,232 @@
+//! One other rank as a collective sees it: the way its data goes in and out, and the header that waits there.
+//!
+//! A frame is a header of 64 bytes and its payload. Over a socket whoever runs ahead waits with one header read and the rest in
+//! TCP; in shared memory everything waits in the ring. Frames in a ring begin on a line of their own.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ftcore::{Error, ErrorKind, Result};
+
+use crate::transport::shm::{Reader, Ringer, Shared, Writer};
+use crate::transport::tcp::{Counters, Link, Moved};
+use crate::wire::DataHeader;
+
+/// Bytes that are read of a socket in the hope that a whole small frame is among them.
+const INBOX: usize = 16 * 1024;
+
+/// The way to a rank.
+#[derive(Debug)]
+pub(crate) enum Wire {
+    /// A TCP connection.
+    Socket(Link),
+    /// Rings in shared memory.
+    Memory(Memory),
+}
+
+/// Rings to and from a rank of this host.
+#[derive(Debug)]
+pub(crate) struct Memory {
+    pub(crate) writer: Writer,
+    pub(crate) reader: Reader,
+    bell: Ringer,
+    counters: Arc<Counters>,
+    /// Written or taken since the peer's bell was last rung.
+    pub(crate) stirred: bool,
+    /// The peer is gone or has left, and how: what is in the ring is all there will be.
+    pub(crate) closed: Option<String>,
+}
+
+impl Memory {
+    pub(crate) fn new(shared: Shared, counters: Arc<Counters>) -> Self {
+        Self {
+            writer: shared.writer,
+            reader: shared.reader,
+            bell: shared.bell,
+            counters,
+            stirred: false,
+            closed: None,
+        }
+    }
+
+    /// Shows the peer what was written.
+    pub(crate) fn publish(&mut self) {
+        self.writer.publish();
+        self.stirred = true;
+    }
+
+    /// Gives the room of what was taken back.
+    pub(crate) fn release(&mut self) {
+        self.reader.release();
+        self.stirred = true;
+    }
+
+    /// Wakes the peer if it waits and something was written or taken.
+    pub(crate) fn ring(&mut self) {
+        if std::mem::take(&mut self.stirred) {
+            self.bell.ring();
+        }
+    }
+
+    /// A frame with that many bytes of payload has gone out.
+    pub(crate) fn count_sent(&self, payload: usize) {
+        self.counters.add_sent(DataHeader::BYTES + payload);
+    }
+
+    /// A frame with that many bytes of payload has come in.
+    pub(crate) fn count_received(&self, payload: usize) {
+        self.counters.add_received(DataHeader::BYTES + payload);
+    }
+}
+
+/// Another rank's data.
+#[derive(Debug)]
+pub(crate) struct Port {
+    pub(crate) rank: u32,
+    pub(crate) address: String,
+    pub(crate) wire: Wire,
+    /// What was read of a socket and not yet taken: a header and what came with it. Begins at `from`, ends at `to`.
+    inbox: Vec<u8>,
+    from: usize,
+    to: usize,
+    /// A header that was read and not yet taken by a receive.
+    pub(crate) header: Option<DataHeader>,
+    /// A receive has taken its header and reads the payload.
+    pub(crate) in_payload: bool,
+    /// Since when it is needed and closed, without a word on the control connection.
+    pub(crate) suspect: Option<Instant>,
+}
+
+impl Port {
+    pub(crate) fn new(rank: u32, address: String, wire: Wire) -> Self {
+        Self {
+            rank,
+            address,
+            inbox: match wire {
+                Wire::Socket(_) => vec![0; INBOX],
+                Wire::Memory(_) => Vec::new(),
+            },
+            wire,
+            from: 0,
+            to: 0,
+            header: None,
+            in_payload: false,
+            suspect: None,
+        }
+    }
+
+    /// An error about this peer.
+    pub(crate) fn error(&self, kind: ErrorKind, text: impl Into<String>) -> Error {
+        self.blame(Error::new(kind, text))
+    }
+
+    /// Names this peer in an error that came out of its wire.
+    pub(crate) fn blame(&self, error: Error) -> Error {
+        error.with_peer(self.rank).with_peer_address(self.address.clone())
+    }
+
+    /// How it showed that nothing more comes or goes, if it did.
+    pub(crate) fn closed(&self) -> Option<&str> {
+        match &self.wire {
+            Wire::Socket(link) => link.read_closed.as_deref().or(link.write_closed.as_deref()),
+            Wire::Memory(memory) => memory.closed.as_deref(),
+        }
+    }
+
+    /// Nothing more will come in.
+    pub(crate) fn read_closed(&self) -> bool {
+        match &self.wire {
+            Wire::Socket(link) => link.read_closed.is_some(),
+            Wire::Memory(memory) => memory.closed.is_some(),
+        }
+    }
+
+    /// True if bytes that arrive now on a socket would be read.
+    pub(crate) fn wants_read(&self) -> bool {
+        self.in_payload || self.header.is_none()
+    }
+
+    /// Reads towards the next header, if none waits.
+    pub(crate) fn fill(&mut self) -> Result<()> {
+        if self.header.is_some() || self.in_payload {
+            return Ok(());
+        }
+        match &mut self.wire {
+            Wire::Memory(memory) => {
+                let found = memory.reader.available(DataHeader::BYTES);
+                let found = found.map_err(|e| e.with_peer(self.rank))?;
+                let Some(bytes) = memory.reader.peek().filter(|_| found >= DataHeader::BYTES) else {
+                    return Ok(());
+                };
+                memory.reader.take(DataHeader::BYTES);
+                self.header = Some(decoded(&bytes)?);
+            }
+            Wire::Socket(link) => loop {
+                let waiting = self.inbox.get(self.from..self.to).unwrap_or(&[]);
+                if let Some((bytes, _)) = waiting.split_first_chunk() {
+                    self.header = Some(decoded(bytes)?);
+                    self.from += DataHeader::BYTES;
+                    break;
+                }
+                if !link.readable {
+                    break;
+                }
+                self.inbox.copy_within(self.from..self.to, 0);
+                (self.from, self.to) = (0, self.to - self.from);
+                let Some(rest) = self.inbox.get_mut(self.to..) else {
+                    break;
+                };
+                match link.read(rest) {
+                    Moved::Bytes(n) => self.to += n,
+                    Moved::Nothing | Moved::Closed => break,
+                }
+            },
+        }
+        Ok(())
+    }
+
+    /// Reads payload of a socket into `target`, which is not empty.
+    pub(crate) fn read(&mut self, target: &mut [u8]) -> Moved {
+        let Wire::Socket(link) = &mut self.wire else {
+            return Moved::Nothing;
+        };
+        let waiting = self.inbox.get(self.from..self.to).unwrap_or(&[]);
+        let len = waiting.len().min(target.len());
+        if let (Some(target), Some(waiting)) = (target.get_mut(..len), waiting.get(..len))
+            && len > 0
+        {
+            target.copy_from_slice(waiting);
+            self.from += len;
+            return Moved::Bytes(len);
+        }
+        if !link.readable {
+            return Moved::Nothing;
+        }
+        link.read(target)
+    }
+
+    /// True if a read would give something, or might.
+    pub(crate) fn is_readable(&self) -> bool {
+        match &self.wire {
+            Wire::Socket(link) => link.readable || self.to > self.from,
+            Wire::Memory(_) => false,
+        }
+    }
+
+    /// Wakes the peer if it shares memory, waits, and something was written or taken.
+    pub(crate) fn ring(&mut self) {
+        if let Wire::Memory(memory) = &mut self.wire {
+            memory.ring();
+        }
+    }
+}
+
+/// A header that was read; an error if it is none.
+pub(crate) fn decoded(bytes: &[u8; DataHeader::BYTES]) -> Result<DataHeader> {
+    DataHeader::decode(bytes).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Protocol,
+            "sent something that is not a frame of a collective",
+        )
+    })
+}

@@ -1,0 +1,220 @@
+//! Moves the bytes of one send or receive as far as its way allows: into a ring, out of a ring straight into the reduction, off a
+//! socket by way of a private piece.
+
+use ftcore::{DType, Error, ErrorKind, ReduceOp, Result};
+
+use crate::buffers::Memory;
+use crate::kernels;
+use crate::port::{Memory as Rings, Port};
+use crate::schedule::{Landing, Recv, Send};
+use crate::transport::tcp::Moved;
+use crate::wire::DataHeader;
+
+/// Receives that reduce collect this many bytes off a socket before they run the kernel.
+pub(crate) const PIECE: usize = 128 * 1024;
+/// What goes into a ring, or out of it, before the peer is shown.
+pub(crate) const CHUNK: usize = 32 * 1024;
+/// Results of at least this many bytes are written past the caches: with the inputs, and on every rank of the host, they are
+/// more than these hold.
+pub(crate) const STREAM_FROM: usize = kernels::STREAM_FROM / 2;
+
+/// A send in progress.
+pub(crate) struct Sending {
+    pub(crate) send: Send,
+    pub(crate) header: [u8; DataHeader::BYTES],
+    /// Of header and payload.
+    pub(crate) done: usize,
+}
+
+impl Sending {
+    pub(crate) fn is_finished(&self) -> bool {
+        self.done >= DataHeader::BYTES + self.send.from.len()
+    }
+}
+
+/// A receive in progress.
+pub(crate) struct Receiving {
+    pub(crate) recv: Recv,
+    /// The header is here and fits.
+    pub(crate) open: bool,
+    /// Bytes of payload that have landed.
+    pub(crate) done: usize,
+    /// Bytes that wait for the kernel.
+    pub(crate) piece: Vec<u8>,
+    pub(crate) filled: usize,
+}
+
+impl Receiving {
+    pub(crate) fn is_finished(&self) -> bool {
+        self.open && self.done >= self.recv.into.len()
+    }
+}
+
+/// `into = from`, past the caches if it is part of something large.
+pub(crate) fn copy(large: bool, into: &mut [u8], from: &[u8]) {
+    if large {
+        kernels::copy_stream(into, from);
+    } else {
+        into.copy_from_slice(from);
+    }
+}
+
+pub(crate) fn no_reduction() -> Error {
+    Error::new(ErrorKind::Internal, "a schedule without a reduction asks for one")
+}
+
+/// Puts some of a send into a ring; true if bytes moved.
+pub(crate) fn put(ring: &mut Rings, sending: &mut Sending, memory: &Memory) -> Result<bool> {
+    let mut moved = false;
+    if sending.done == 0 {
+        if ring.writer.room(DataHeader::BYTES)? < DataHeader::BYTES {
+            return Ok(false);
+        }
+        ring.writer.put(&sending.header);
+        sending.done = DataHeader::BYTES;
+        moved = true;
+    }
+    while !sending.is_finished() {
+        let room = ring.writer.room(CHUNK)?.min(CHUNK);
+        let slice = memory.slice(&sending.send.from, sending.done - DataHeader::BYTES);
+        let slice = slice
+            .map(|s| s.get(..s.len().min(room)).unwrap_or(s))
+            .unwrap_or(&[]);
+        if slice.is_empty() {
+            break;
+        }
+        ring.writer.put(slice);
+        sending.done += slice.len();
+        moved = true;
+        if !sending.is_finished() {
+            ring.publish();
+            ring.ring();
+        }
+    }
+    if sending.is_finished() {
+        ring.writer.pad();
+        ring.count_sent(sending.send.from.len());
+    }
+    if moved {
+        ring.publish();
+    }
+    Ok(moved)
+}
+
+/// Takes what a ring has for a receive, up to `limit`; true if bytes moved.
+pub(crate) fn land(
+    ring: &mut Rings,
+    receiving: &mut Receiving,
+    memory: &mut Memory,
+    dtype: DType,
+    op: Option<ReduceOp>,
+    limit: usize,
+) -> Result<bool> {
+    let total = receiving.recv.into.len();
+    let element = dtype.size();
+    // What does not fit into the cache goes past it, unless it is about to be sent on.
+    let large = total >= STREAM_FROM;
+    let op = || op.ok_or_else(no_reduction);
+    let mut moved = false;
+    while !receiving.is_finished() {
+        let most = total.min(limit).saturating_sub(receiving.done).min(CHUNK);
+        let have = ring.reader.available(most)?.min(most);
+        // Whole elements: the writer may have been cut short in one.
+        let data = ring.reader.data(0, have - have % element.max(1));
+        if data.is_empty() {
+            break;
+        }
+        let (into, done, len) = (&receiving.recv.into, receiving.done, data.len());
+        match &receiving.recv.landing {
+            Landing::Copy => memory.fold(into, done, data, |into, data| {
+                copy(large, into, data);
+                Ok(())
+            })?,
+            Landing::Reduce | Landing::ReduceNext | Landing::Exchange => {
+                memory.fold(into, done, data, |into, data| {
+                    kernels::reduce(dtype, op()?, into, data)
+                })?;
+            }
+            Landing::ReduceWith(with) => {
+                let apart = memory.fold_with(into, with, done, data, |into, wire, own| {
+                    if large {
+                        kernels::reduce_into_stream(dtype, op()?, into, wire, own)
+                    } else {
+                        kernels::reduce_into(dtype, op()?, into, wire, own)
+                    }
+                })?;
+                if !apart {
+                    receiving.piece.clear();
+                    receiving.piece.extend_from_slice(data);
+                    memory.land(into, done, Some(with), &mut receiving.piece, |a, b| {
+                        kernels::reduce(dtype, op()?, a, b)
+                    })?;
+                }
+            }
+        }
+        receiving.done += len;
+        ring.reader.take(len);
+        moved = true;
+        if receiving.is_finished() {
+            ring.reader.pad();
+            ring.count_received(total);
+        }
+        ring.release();
+        if !receiving.is_finished() {
+            ring.ring();
+        }
+    }
+    Ok(moved)
+}
+
+/// Reads some of a receive from a socket; true if bytes moved.
+pub(crate) fn collect(
+    port: &mut Port,
+    receiving: &mut Receiving,
+    memory: &mut Memory,
+    limit: usize,
+    blocked: &mut Option<u32>,
+    reduce: impl Fn(&mut [u8], &[u8]) -> Result<()>,
+) -> Result<bool> {
+    let rank = receiving.recv.peer;
+    let mut closed = |moved: Moved| {
+        if moved == Moved::Closed {
+            *blocked = Some(rank);
+        }
+        Ok(false)
+    };
+    if receiving.recv.landing == Landing::Copy {
+        let target = memory.slice_mut(&receiving.recv.into, receiving.done)?;
+        return match port.read(target) {
+            Moved::Bytes(n) => {
+                receiving.done += n;
+                Ok(true)
+            }
+            other => closed(other),
+        };
+    }
+    let want = (receiving.recv.into.len() - receiving.done).min(PIECE);
+    let mut moved = false;
+    if receiving.filled < want {
+        receiving.piece.resize(want, 0);
+        let rest = receiving.piece.get_mut(receiving.filled..).unwrap_or(&mut []);
+        match port.read(rest) {
+            Moved::Bytes(n) => receiving.filled += n,
+            other => return closed(other),
+        }
+        moved = true;
+    }
+    if receiving.filled < want || receiving.done + want > limit {
+        return Ok(moved);
+    }
+    let into = &receiving.recv.into;
+    let with = match &receiving.recv.landing {
+        Landing::ReduceWith(with) => Some(with),
+        _ => None,
+    };
+    let piece = receiving.piece.get_mut(..want).unwrap_or(&mut []);
+    memory.land(into, receiving.done, with, piece, reduce)?;
+    receiving.done += want;
+    receiving.filled = 0;
+    Ok(true)
+}

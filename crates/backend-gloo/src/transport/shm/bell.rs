@@ -1,0 +1,135 @@
+//! How a rank that waits is woken: one word that says how it sleeps, and an eventfd for sleepers that watch sockets too.
+//!
+//! The sleeper arms the bell, looks once more for what it waits for, and sleeps. The ringer publishes what it did and then looks
+//! at the word. Both put a full fence in between, so one of them sees the other: no wake-up is lost. A rank that does not
+//! sleep costs its peers one read of a line that nobody writes.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::{Ordering, fence};
+use std::time::Instant;
+
+use ftcore::{Error, Result, time_left};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::thread::futex;
+use rustix::time::Timespec;
+
+use super::map::{Mapping, PAGE};
+
+const AWAKE: u32 = 0;
+const ON_WORD: u32 = 1;
+const ON_DESCRIPTOR: u32 = 2;
+
+/// How the owner of a bell sleeps.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sleep {
+    /// In [`Bell::sleep`].
+    Word,
+    /// In a `poll` over the bell's descriptor.
+    Descriptor,
+}
+
+/// The other side of a bell: rings it.
+#[derive(Debug)]
+pub(crate) struct Ringer {
+    page: Mapping,
+    descriptor: OwnedFd,
+}
+
+impl Ringer {
+    pub(super) fn new(page: Mapping, descriptor: OwnedFd) -> Self {
+        Self { page, descriptor }
+    }
+
+    /// Wakes the owner if it sleeps. Whatever it is to see must have been written before.
+    pub(crate) fn ring(&self) {
+        fence(Ordering::SeqCst);
+        let word = self.page.word32::<0>();
+        if word.load(Ordering::Relaxed) == AWAKE {
+            return;
+        }
+        match word.swap(AWAKE, Ordering::AcqRel) {
+            ON_WORD => {
+                let _ = futex::wake(word, futex::Flags::empty(), 1);
+            }
+            ON_DESCRIPTOR => {
+                // If the counter is full, the owner is about to wake anyway.
+                let _ = rustix::io::write(&self.descriptor, &1u64.to_ne_bytes());
+            }
+            _ => {}
+        }
+    }
+}
+
+/// A rank's own bell. One thread at a time sleeps on it.
+#[derive(Debug)]
+pub(crate) struct Bell(Ringer);
+
+pub(super) fn descriptor() -> Result<OwnedFd> {
+    eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+        .map_err(|e| Error::io("creating an eventfd", e.into()))
+}
+
+impl Bell {
+    /// A bell that only this process rings.
+    pub(crate) fn private() -> Result<Self> {
+        Ok(Self(Ringer::new(Mapping::private(PAGE)?, descriptor()?)))
+    }
+
+    pub(super) fn new(page: Mapping, descriptor: OwnedFd) -> Self {
+        Self(Ringer::new(page, descriptor))
+    }
+
+    /// From now on peers ring. Look for what is waited for between this and the sleep.
+    pub(crate) fn arm(&self, how: Sleep) {
+        let word = match how {
+            Sleep::Word => ON_WORD,
+            Sleep::Descriptor => ON_DESCRIPTOR,
+        };
+        self.0.page.word32::<0>().store(word, Ordering::SeqCst);
+        fence(Ordering::SeqCst);
+    }
+
+    /// No sleep after all, or it is over.
+    pub(crate) fn disarm(&self) {
+        self.0.page.word32::<0>().store(AWAKE, Ordering::Relaxed);
+    }
+
+    /// Sleeps until somebody rings, or `until`. Returns at once if somebody rang since [`arm`](Self::arm).
+    pub(crate) fn sleep(&self, until: Instant) {
+        let left = time_left(until);
+        if !left.is_zero() {
+            let timeout = Timespec {
+                tv_sec: i64::try_from(left.as_secs()).unwrap_or(i64::MAX),
+                tv_nsec: left.subsec_nanos().into(),
+            };
+            let _ = futex::wait(
+                self.0.page.word32::<0>(),
+                futex::Flags::empty(),
+                ON_WORD,
+                Some(&timeout),
+            );
+        }
+        self.disarm();
+    }
+
+    /// Forgets rings that reached the descriptor.
+    pub(crate) fn drain(&self) {
+        let mut count = [0u8; 8];
+        let _ = rustix::io::read(&self.0.descriptor, &mut count);
+    }
+
+    /// Wakes whoever sleeps on it, whatever the word says: a peer may have cleared it and died before it woke anybody.
+    pub(crate) fn alarm(&self) {
+        fence(Ordering::SeqCst);
+        let word = self.0.page.word32::<0>();
+        word.store(AWAKE, Ordering::SeqCst);
+        let _ = futex::wake(word, futex::Flags::empty(), u32::MAX);
+        let _ = rustix::io::write(&self.0.descriptor, &1u64.to_ne_bytes());
+    }
+}
+
+impl AsFd for Bell {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.0.descriptor.as_fd()
+    }
+}

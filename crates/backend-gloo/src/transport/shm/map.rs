@@ -1,0 +1,106 @@
+//! A mapping of shared (or of private) zero-initialised memory, and the only ways in which it is touched.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, AtomicU64};
+
+use ftcore::{Error, ErrorKind, Result};
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+
+/// The size of a page: sections of a region begin at multiples of it.
+pub(super) const PAGE: usize = 4096;
+
+/// Mapped memory, unmapped when dropped.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+}
+
+// SAFETY: INV-8 the mapping belongs to this value and stays valid until it is dropped, on whichever thread.
+unsafe impl Send for Mapping {}
+// SAFETY: INV-8 through a shared reference only atomics and `copy_out` are reachable.
+unsafe impl Sync for Mapping {}
+
+fn made(result: rustix::io::Result<*mut std::ffi::c_void>, len: usize) -> Result<Mapping> {
+    let base = result.map_err(|e| Error::io(format!("mapping {len} bytes of shared memory"), e.into()))?;
+    let base = NonNull::new(base.cast::<u8>())
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "a mapping at address zero"))?;
+    Ok(Mapping { base, len })
+}
+
+impl Mapping {
+    /// Maps `len` bytes of `fd` from `offset` (both multiples of [`PAGE`]) on. The caller has checked that `fd` is that
+    /// long and sealed against shrinking: otherwise the peer could make every access a bus error.
+    pub(super) fn of(fd: BorrowedFd<'_>, offset: usize, len: usize) -> Result<Self> {
+        // SAFETY: INV-8 a new mapping at an address of the kernel's choice overlaps nothing.
+        let result = unsafe {
+            mmap(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::SHARED,
+                fd,
+                offset as u64,
+            )
+        };
+        made(result, len)
+    }
+
+    /// `len` bytes of this process only.
+    pub(super) fn private(len: usize) -> Result<Self> {
+        // SAFETY: INV-8 as above.
+        let result = unsafe {
+            mmap_anonymous(
+                std::ptr::null_mut(),
+                len,
+                ProtFlags::READ | ProtFlags::WRITE,
+                MapFlags::PRIVATE,
+            )
+        };
+        made(result, len)
+    }
+
+    /// The 32-bit word at `AT`, which lies in the first page of every mapping.
+    pub(super) fn word32<const AT: usize>(&self) -> &AtomicU32 {
+        const { assert!(AT.is_multiple_of(4) && AT + 4 <= PAGE) };
+        // SAFETY: INV-8 inside the mapping (a page at least), aligned, valid for every bit pattern, and only ever used as an
+        // atomic by all who share it.
+        unsafe { &*self.base.as_ptr().add(AT).cast::<AtomicU32>() }
+    }
+
+    /// The 64-bit word at `AT`, likewise.
+    pub(super) fn word64<const AT: usize>(&self) -> &AtomicU64 {
+        const { assert!(AT.is_multiple_of(8) && AT + 8 <= PAGE) };
+        // SAFETY: INV-8 as above.
+        unsafe { &*self.base.as_ptr().add(AT).cast::<AtomicU64>() }
+    }
+
+    /// Bytes to read. The caller's protocol says that their writer is done with them; a peer that breaks it changes
+    /// numbers under the reader's feet and nothing else: no index, length or pointer is ever taken from here unchecked.
+    pub(super) fn read(&self, at: usize, len: usize) -> &[u8] {
+        let end = at.saturating_add(len);
+        if end > self.len {
+            return &[];
+        }
+        // SAFETY: INV-8, INV-10 inside the mapping (checked); plain bytes; see above for the other side.
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
+    }
+
+    /// Bytes to write. The caller's protocol says that nobody reads them now.
+    pub(super) fn write(&mut self, at: usize, len: usize) -> &mut [u8] {
+        let end = at.saturating_add(len);
+        if end > self.len {
+            return &mut [];
+        }
+        // SAFETY: INV-8, INV-10 inside the mapping (checked); &mut self is the only writer on this side.
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(at), len) }
+    }
+}
+
+impl Drop for Mapping {
+    fn drop(&mut self) {
+        // SAFETY: INV-8 mapped by `made`, unmapped once; every reference into it borrowed self.
+        let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
+    }
+}

@@ -1,0 +1,22 @@
+//! Shared memory between ranks of one host.
+//!
+//! Every rank makes one sealed memfd: a page with its bell, then one ring per rank of the world into which it writes for
+//! that rank (`region`). The memfd and the bell's eventfd travel over the Unix socket of the pair (`passing`), which stays
+//! the pair's control connection: its end says that the peer is gone. A ring has one writer and one reader; both keep their own
+//! position to themselves and check the other's before every use (INV-10), so a damaged peer is an error, not a crash. Whoever
+//! waits arms its bell; whoever writes or frees room rings it.
+//!
+//! All unsafe code of this crate's transports stands in this folder.
+
+mod bell;
+mod map;
+mod passing;
+mod region;
+mod ring;
+#[cfg(test)]
+mod tests;
+
+pub(crate) use bell::{Bell, Ringer, Sleep};
+pub(crate) use passing::{receive, send};
+pub(crate) use region::{Region, Shared};
+pub(crate) use ring::{CAPACITY, Reader, Writer};

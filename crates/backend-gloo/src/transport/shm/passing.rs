@@ -1,0 +1,53 @@
+//! Handing descriptors over a Unix socket, together with the bytes of a greeting.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use rustix::io::Errno;
+use rustix::net::{
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
+    SendFlags, recvmsg, sendmsg,
+};
+
+/// Sends `bytes` with `handles`; the number of bytes that went out (the handles go with the first one).
+pub(crate) fn send(socket: impl AsFd, bytes: &[u8], handles: &[BorrowedFd<'_>]) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = SendAncillaryBuffer::new(&mut space);
+    if !handles.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(handles)) {
+        return Err(Errno::NOBUFS);
+    }
+    sendmsg(
+        socket,
+        &[IoSlice::new(bytes)],
+        &mut ancillary,
+        SendFlags::NOSIGNAL | SendFlags::DONTWAIT,
+    )
+}
+
+/// Receives into `buffer`; at most two handles are taken, further ones are closed by the kernel.
+pub(crate) fn receive(
+    socket: impl AsFd,
+    buffer: &mut [u8],
+    handles: &mut Vec<OwnedFd>,
+) -> Result<usize, Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut ancillary = RecvAncillaryBuffer::new(&mut space);
+    let message = recvmsg(
+        socket,
+        &mut [IoSliceMut::new(buffer)],
+        &mut ancillary,
+        RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
+    )?;
+    for part in ancillary.drain() {
+        if let RecvAncillaryMessage::ScmRights(fds) = part {
+            for fd in fds {
+                // A peer that sends more than the two of a region gains nothing by it.
+                if handles.len() < 2 {
+                    handles.push(fd);
+                }
+            }
+        }
+    }
+    Ok(message.bytes)
+}

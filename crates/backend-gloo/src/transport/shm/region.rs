@@ -1,0 +1,99 @@
+//! The memory that one rank shares with its neighbours: made, sealed, and opened on the other side after checks.
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use ftcore::{Error, ErrorKind, Result};
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::bell::{Bell, Ringer, descriptor};
+use super::map::{Mapping, PAGE};
+use super::ring::{RING, Reader, Writer};
+
+/// The seals without which a region is refused: its size cannot change any more, so no access can fault.
+const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+fn size(world: u32) -> usize {
+    PAGE + world as usize * RING
+}
+
+fn offset(rank: u32) -> usize {
+    PAGE + rank as usize * RING
+}
+
+/// This rank's memory before it is connected: what is handed to the neighbours.
+#[derive(Debug)]
+pub(crate) struct Region {
+    memory: OwnedFd,
+    descriptor: OwnedFd,
+    world: u32,
+}
+
+/// Both directions to one neighbour, and its bell.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) writer: Writer,
+    pub(crate) reader: Reader,
+    pub(crate) bell: Ringer,
+}
+
+fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
+    move |e| Error::io(what, e.into())
+}
+
+impl Region {
+    /// Makes and seals the memory for a world of `world` ranks. Only pages that are touched cost anything.
+    pub(crate) fn new(world: u32) -> Result<Self> {
+        let memory = rustix::fs::memfd_create("oxccl-gloo", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
+            .map_err(failed("creating shared memory"))?;
+        rustix::fs::ftruncate(&memory, size(world) as u64).map_err(failed("sizing shared memory"))?;
+        rustix::fs::fcntl_add_seals(&memory, SEALS).map_err(failed("sealing shared memory"))?;
+        Ok(Self {
+            memory,
+            descriptor: descriptor()?,
+            world,
+        })
+    }
+
+    /// What a neighbour is given: the memory and the bell's descriptor.
+    pub(crate) fn handles(&self) -> [BorrowedFd<'_>; 2] {
+        [self.memory.as_fd(), self.descriptor.as_fd()]
+    }
+
+    /// The bell of this rank.
+    pub(crate) fn bell(&self) -> Result<Bell> {
+        let descriptor = self
+            .descriptor
+            .try_clone()
+            .map_err(|e| Error::io("duplicating an eventfd", e))?;
+        Ok(Bell::new(Mapping::of(self.memory.as_fd(), 0, PAGE)?, descriptor))
+    }
+
+    /// Both directions between this rank (`own`) and `peer`, whose handles came over the socket.
+    ///
+    /// Errors: `Protocol` if they are not a sealed region of the right size and an eventfd.
+    pub(crate) fn open(&self, own: u32, peer: u32, handles: Vec<OwnedFd>) -> Result<Shared> {
+        let wrong = |text: &str| Error::new(ErrorKind::Protocol, text.to_string());
+        let Ok([memory, descriptor]) = <[OwnedFd; 2]>::try_from(handles) else {
+            return Err(wrong("did not hand over its shared memory"));
+        };
+        let seals = rustix::fs::fcntl_get_seals(&memory)
+            .map_err(|_| wrong("handed over something that is not shared memory"))?;
+        if !seals.contains(SEALS) {
+            return Err(wrong("handed over shared memory that it could still shrink"));
+        }
+        let stat = rustix::fs::fstat(&memory).map_err(failed("looking at shared memory"))?;
+        if u64::try_from(stat.st_size).ok() != Some(size(self.world) as u64) {
+            return Err(wrong("handed over shared memory of another size"));
+        }
+        // A descriptor on which a write would block must never hold up a ring.
+        let flags = rustix::fs::fcntl_getfl(&descriptor).map_err(failed("looking at an eventfd"))?;
+        if !flags.contains(rustix::fs::OFlags::NONBLOCK) {
+            return Err(wrong("handed over a bell that blocks"));
+        }
+        Ok(Shared {
+            writer: Writer::new(Mapping::of(self.memory.as_fd(), offset(peer), RING)?),
+            reader: Reader::new(Mapping::of(memory.as_fd(), offset(own), RING)?),
+            bell: Ringer::new(Mapping::of(memory.as_fd(), 0, PAGE)?, descriptor),
+        })
+    }
+}

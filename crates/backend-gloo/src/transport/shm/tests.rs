@@ -1,0 +1,160 @@
+//! Rings between two threads, and what a region refuses.
+
+use std::os::fd::OwnedFd;
+use std::time::{Duration, Instant};
+
+use ftcore::{ErrorKind, deadline_in};
+use rustix::event::EventfdFlags;
+use rustix::fs::{MemfdFlags, SealFlags};
+
+use super::*;
+
+/// Both ends of the pair (0, 1).
+fn pair() -> (Shared, Shared, Region, Region) {
+    let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
+    let at_a = a.open(0, 1, handles(&b)).unwrap();
+    let at_b = b.open(1, 0, handles(&a)).unwrap();
+    (at_a, at_b, a, b)
+}
+
+fn handles(of: &Region) -> Vec<OwnedFd> {
+    Vec::from(of.handles().map(|fd| fd.try_clone_to_owned().unwrap()))
+}
+
+fn byte(i: usize) -> u8 {
+    (i % 251) as u8 ^ (i / 251) as u8
+}
+
+#[test]
+fn bytes_come_out_in_order_whatever_the_pieces_and_however_often_the_ring_wraps() {
+    let (mut a, mut b, _keep_a, bell_of_b) = pair();
+    let bell = bell_of_b.bell().unwrap();
+    let total = 5 * CAPACITY + 777;
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let (mut sent, mut piece) = (0, 1);
+            while sent < total {
+                piece = (piece * 7 + 3) % 70_000 + 1;
+                let room = a.writer.room(piece).unwrap().min(piece).min(total - sent);
+                let data: Vec<u8> = (sent..sent + room).map(byte).collect();
+                a.writer.put(&data);
+                a.writer.publish();
+                a.bell.ring();
+                sent += room;
+                if room == 0 {
+                    std::thread::yield_now();
+                }
+            }
+        });
+        let (mut got, mut want) = (0, 1);
+        let until = deadline_in(Duration::from_secs(20));
+        while got < total {
+            want = (want * 5 + 1) % 50_000 + 1;
+            bell.arm(Sleep::Word);
+            if b.reader.available(1).unwrap() == 0 {
+                bell.sleep(until);
+                assert!(Instant::now() < until, "a ring was lost");
+            }
+            bell.disarm();
+            let data = b.reader.data(0, want);
+            for (i, x) in data.iter().enumerate() {
+                assert_eq!(*x, byte(got + i), "at {}", got + i);
+            }
+            let len = data.len();
+            got += len;
+            b.reader.take(len);
+            b.reader.release();
+        }
+    });
+}
+
+#[test]
+fn positions_that_cannot_be_are_an_error_on_the_other_side() {
+    // A writer that claims more than fits, and one that goes back.
+    let (mut a, mut b, ..) = pair();
+    a.writer.advance(CAPACITY + 1);
+    a.writer.publish();
+    assert_eq!(b.reader.available(1).unwrap_err().kind(), ErrorKind::Protocol);
+    let (mut a, mut b, ..) = pair();
+    a.writer.put(&[1; 200]);
+    a.writer.publish();
+    assert_eq!(b.reader.available(200).unwrap(), 200);
+    a.writer.rewind(100);
+    a.writer.publish();
+    assert_eq!(b.reader.available(201).unwrap_err().kind(), ErrorKind::Protocol);
+    // A reader that has read what was never written.
+    let (mut a, mut b, ..) = pair();
+    b.reader.take(640);
+    b.reader.release();
+    assert_eq!(
+        a.writer.room(CAPACITY + 1).unwrap_err().kind(),
+        ErrorKind::Protocol
+    );
+}
+
+#[test]
+fn a_full_ring_has_no_room_until_something_is_taken_and_padding_always_fits() {
+    let (mut a, mut b, ..) = pair();
+    a.writer.put(&vec![7; CAPACITY - 63]);
+    a.writer.pad();
+    a.writer.publish();
+    assert_eq!(a.writer.room(1).unwrap(), 0);
+    assert!(a.writer.space(10).is_empty());
+    assert_eq!(b.reader.available(CAPACITY).unwrap(), CAPACITY);
+    b.reader.take(100);
+    b.reader.release();
+    // Whole lines only.
+    assert_eq!(a.writer.room(CAPACITY).unwrap(), 64);
+}
+
+#[test]
+fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused() {
+    let ours = Region::new(2).unwrap();
+    let good = || handles(&Region::new(2).unwrap());
+    let memory = |seals: SealFlags| {
+        let fd = rustix::fs::memfd_create("x", MemfdFlags::ALLOW_SEALING).unwrap();
+        rustix::fs::ftruncate(&fd, rustix::fs::fstat(ours.handles()[0]).unwrap().st_size as u64).unwrap();
+        rustix::fs::fcntl_add_seals(&fd, seals).unwrap();
+        fd
+    };
+    let bell = || good().pop().unwrap();
+    let blocking = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let file = OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
+    let ways: Vec<(&str, Vec<OwnedFd>)> = vec![
+        ("nothing", Vec::new()),
+        ("no bell", good().into_iter().take(1).collect()),
+        ("no seals", vec![memory(SealFlags::empty()), bell()]),
+        (
+            "may shrink",
+            vec![memory(SealFlags::GROW | SealFlags::SEAL), bell()],
+        ),
+        ("another size", handles(&Region::new(3).unwrap())),
+        ("a file", vec![file, bell()]),
+        ("a bell that blocks", vec![good().remove(0), blocking]),
+    ];
+    for (what, handles) in ways {
+        let e = ours.open(0, 1, handles).map(drop).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{what}: {e}");
+    }
+    ours.open(0, 1, good()).unwrap();
+}
+
+#[test]
+fn an_alarm_wakes_a_sleeper_whose_word_a_peer_has_cleared() {
+    let (a, _b, _region_a, region_b) = pair();
+    let bell = region_b.bell().unwrap();
+    std::thread::scope(|scope| {
+        let sleeper = scope.spawn(|| {
+            let began = Instant::now();
+            bell.arm(Sleep::Word);
+            bell.sleep(deadline_in(Duration::from_secs(20)));
+            began.elapsed()
+        });
+        while !sleeper.is_finished() {
+            bell.alarm();
+            std::thread::yield_now();
+        }
+        assert!(sleeper.join().unwrap() < Duration::from_secs(10));
+    });
+    drop(a);
+}

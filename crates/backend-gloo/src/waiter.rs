@@ -1,0 +1,122 @@
+//! How a driver waits: it looks again for a while, then arms the bell, looks once more, and sleeps.
+
+use std::time::Instant;
+
+use ftcore::Result;
+
+use crate::buffers::go_on;
+use crate::lane::Lane;
+use crate::queue::Shared;
+
+/// How often a driver looks again before it sleeps, at most: some tens of microseconds, more than a chunk takes.
+pub(crate) const PATIENCE: u32 = 2000;
+/// At least, where spinning did not pay: the peer may share this very core with us.
+const LEAST: u32 = 50;
+/// One wait in so many tries the full patience again.
+const TRY_AGAIN: u32 = 64;
+/// How often a driver lets others run before it sleeps, where there are more ranks than cores: the rank it waits for is likely
+/// to be the next on this core, and a switch costs less than a sleep and a wake-up.
+const YIELDS: u32 = 20;
+/// A look at a socket takes as long as that many at memory.
+const SYSTEM_CALL: u32 = 15;
+
+/// How long looking again has paid so far; kept from one operation to the next.
+#[derive(Debug)]
+pub(crate) struct Patience {
+    most: u32,
+    now: u32,
+    slept: u32,
+    yields: u32,
+}
+
+impl Patience {
+    /// `spin` is false where a rank that spins would keep another from what it waits for.
+    pub(crate) fn new(spin: bool) -> Self {
+        let most = if spin { PATIENCE } else { 0 };
+        Self {
+            most,
+            now: most,
+            slept: 0,
+            yields: if spin { 0 } else { YIELDS },
+        }
+    }
+
+    fn paid(&mut self) {
+        self.now = (self.now * 2).min(self.most);
+    }
+
+    fn did_not_pay(&mut self) {
+        self.slept = self.slept.wrapping_add(1);
+        self.now = if self.slept.is_multiple_of(TRY_AGAIN) {
+            self.most
+        } else {
+            (self.now / 2).max(LEAST.min(self.most))
+        };
+    }
+}
+
+/// The wait of one driver. Call [`moved`](Self::moved) after progress and [`wait`](Self::wait) without.
+#[derive(Debug, Default)]
+pub(crate) struct Waiter {
+    looked: u32,
+    armed: bool,
+    yielded: u32,
+    slow: bool,
+}
+
+impl Waiter {
+    /// Something moved: the next wait begins anew.
+    pub(crate) fn moved(&mut self, lane: &mut Lane, shared: &Shared) {
+        if self.looked == 0 {
+            return;
+        }
+        if !self.slow && self.looked > LEAST {
+            lane.patience.paid();
+        }
+        self.looked = 0;
+        self.yielded = 0;
+        self.slow = false;
+        if std::mem::take(&mut self.armed) {
+            shared.bell().disarm();
+        }
+    }
+
+    /// True after a sleep, and while the bell is armed: time to look at everything.
+    pub(crate) fn is_slow(&self) -> bool {
+        self.slow
+    }
+
+    /// Nothing moved. Returns when it is worth looking again; by `until` at the latest.
+    ///
+    /// Errors: `Aborted` once the engine's thread wants the lane back.
+    pub(crate) fn wait(&mut self, lane: &mut Lane, shared: &Shared, until: Instant) -> Result<()> {
+        go_on(shared.interrupt())?;
+        lane.look(shared);
+        self.looked = self.looked.saturating_add(1);
+        if self.looked < lane.patience.now {
+            if lane.is_near() {
+                std::hint::spin_loop();
+            } else {
+                self.looked = self.looked.saturating_add(SYSTEM_CALL);
+                lane.try_sockets();
+            }
+            return Ok(());
+        }
+        if self.yielded < lane.patience.yields {
+            self.yielded += 1;
+            rustix::thread::sched_yield();
+            return Ok(());
+        }
+        if !self.slow {
+            self.slow = true;
+            lane.patience.did_not_pay();
+        }
+        if !self.armed {
+            self.armed = true;
+            shared.bell().arm(lane.way_to_sleep());
+            return Ok(());
+        }
+        self.armed = false;
+        lane.sleep(shared, until)
+    }
+}

@@ -1,0 +1,121 @@
+//! What a group offers, which depends on the library's version, the device and the group's options.
+
+use ftcore::{Capabilities, DType, DTypeSet, Feature, FeatureSet, OpKind, OpSet, ReduceOp, names, notes};
+use nccl_sys::Version;
+
+use crate::options::honoured;
+
+/// The first version whose reductions know the 8-bit floats.
+const FP8: Version = Version::new(2, 24, 0);
+
+const WHOLE: [DType; 6] = [
+    DType::I64,
+    DType::I32,
+    DType::I8,
+    DType::U64,
+    DType::U32,
+    DType::U8,
+];
+const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
+const EIGHTHS: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
+
+/// The table for `version` on a chip that reduces 8-bit floats or not.
+pub(crate) fn capabilities(
+    version: Version,
+    chip_reduces_fp8: bool,
+    counts_contributors: bool,
+) -> Capabilities {
+    let numbers: Vec<DType> = WHOLE.into_iter().chain(FLOATS).collect();
+    let with_bool: Vec<DType> = numbers.iter().copied().chain([DType::Bool]).collect();
+    let fp8 = chip_reduces_fp8 && version >= FP8;
+    let and_fp8 = |list: &[DType]| {
+        let eighths = if fp8 { EIGHTHS.as_slice() } else { &[] };
+        DTypeSet::of(&list.iter().chain(eighths).copied().collect::<Vec<_>>())
+    };
+    let mut reduces = [DTypeSet::NONE; ReduceOp::COUNT];
+    let table = [
+        (ReduceOp::Sum, and_fp8(&with_bool)),
+        (ReduceOp::Product, and_fp8(&with_bool)),
+        (ReduceOp::Avg, DTypeSet::of(&numbers)),
+        (ReduceOp::Min, DTypeSet::of(&with_bool)),
+        (ReduceOp::Max, DTypeSet::of(&with_bool)),
+        (ReduceOp::Band, DTypeSet::of(&[DType::Bool])),
+        (ReduceOp::Bor, DTypeSet::of(&[DType::Bool])),
+        (ReduceOp::Bxor, DTypeSet::of(&[DType::Bool])),
+        (ReduceOp::PremulSum(1.0), DTypeSet::of(&FLOATS)),
+    ];
+    for (op, set) in table {
+        if let Some(slot) = reduces.get_mut(usize::from(op.code())) {
+            *slot = set;
+        }
+    }
+    let mut features = vec![
+        Feature::Abort,
+        Feature::Reconfigure,
+        Feature::ThreadRanks,
+        Feature::Split,
+    ];
+    if counts_contributors {
+        features.push(Feature::Contributors);
+    }
+    Capabilities {
+        ops: OpSet::of(&OpKind::ALL),
+        moves: DTypeSet::of(&DType::ALL),
+        reduces,
+        features: FeatureSet::of(&features),
+        options: names(&honoured(version)),
+        devices: names(&["cuda"]),
+        notes: notes(&[
+            (
+                "all_reduce",
+                "that all ranks hold equal bits is NCCL's habit, not its promise",
+            ),
+            (
+                "all_gather, reduce_scatter",
+                "lists are composed of grouped broadcasts and reductions",
+            ),
+            (
+                "gather, scatter, all_to_all",
+                "grouped sends and receives; native where parts lie side by side (2.28)",
+            ),
+            (
+                "min, max",
+                "floats are reduced as ordered integers, so that NaN wins (NCCL lets it lose)",
+            ),
+            (
+                "bool",
+                "reduced as bytes that are made 0 or 1 first; integers have no band, bor and bxor in NCCL",
+            ),
+            (
+                "send, recv, batch",
+                "a communicator per pair and direction; in order per peer, tags are not matched",
+            ),
+            (
+                "monitored_barrier",
+                "runs over the control connections, not on the device",
+            ),
+            (
+                "traffic",
+                "computed from sizes and the ring algorithm, not measured",
+            ),
+        ]),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn eight_bit_floats_need_a_new_library_and_a_new_chip() {
+        let reduces = |version, chip| capabilities(version, chip, true).reduces(ReduceOp::Sum, DType::F8E4M3);
+        assert!(reduces(Version::new(2, 24, 3), true));
+        assert!(!reduces(Version::new(2, 23, 4), true));
+        assert!(!reduces(Version::new(2, 30, 7), false));
+        assert!(
+            capabilities(Version::new(2, 19, 3), false, true)
+                .moves
+                .contains(DType::F8E5M2)
+        );
+    }
+}

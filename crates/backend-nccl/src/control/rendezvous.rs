@@ -1,0 +1,359 @@
+//! How the ranks of a configuration meet: rank 0 publishes its address, a token and NCCL's unique id in the store; the others connect
+//! and greet; rank 0 lets all go on at once, or tells all what is wrong.
+
+use std::fs::File;
+use std::io::Read;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
+use nccl_sys::UniqueId;
+
+use super::wire::{Frame, Hello, Kind, TOKEN};
+
+/// The address that the other hosts are told; without it the one of the default route.
+pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
+
+/// What came of it: the unique id (if rank 0 had one to give) and the connections with whom they are.
+pub(crate) struct Meeting {
+    pub(crate) id: Option<UniqueId>,
+    pub(crate) streams: Vec<(u32, TcpStream)>,
+}
+
+struct Published {
+    token: [u8; TOKEN],
+    port: u16,
+    host: String,
+    address: IpAddr,
+    id: Option<UniqueId>,
+}
+
+fn hex(bytes: &[u8]) -> String {
+    bytes.iter().map(|b| format!("{b:02x}")).collect()
+}
+
+fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+    let mut out = [0u8; N];
+    if text.len() != 2 * N {
+        return None;
+    }
+    for (i, slot) in out.iter_mut().enumerate() {
+        *slot = u8::from_str_radix(text.get(2 * i..2 * i + 2)?, 16).ok()?;
+    }
+    Some(out)
+}
+
+impl Published {
+    fn encode(&self) -> String {
+        let id = self.id.as_ref().map_or_else(|| "-".to_string(), |id| hex(&id.0));
+        format!(
+            "1 {} {} {} {} {id}",
+            hex(&self.token),
+            self.port,
+            self.host,
+            self.address
+        )
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(bytes).ok()?;
+        let mut parts = text.split(' ');
+        if parts.next() != Some("1") {
+            return None;
+        }
+        let token = unhex(parts.next()?)?;
+        let port = parts.next()?.parse().ok()?;
+        let host = parts.next()?.to_string();
+        let address = parts.next()?.parse().ok()?;
+        let id = match parts.next()? {
+            "-" => None,
+            hex => Some(UniqueId(unhex(hex)?)),
+        };
+        Some(Self {
+            token,
+            port,
+            host,
+            address,
+            id,
+        })
+    }
+}
+
+/// What tells two hosts (and two network namespaces of one host) apart.
+fn host_name() -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    let network = std::fs::read_link("/proc/self/ns/net").unwrap_or_default();
+    let network: String = network
+        .to_string_lossy()
+        .chars()
+        .filter(char::is_ascii_digit)
+        .collect();
+    format!("{}-{network}", boot.trim())
+}
+
+/// The address under which other hosts reach this one.
+fn own_address() -> Result<IpAddr> {
+    if let Ok(host) = std::env::var(ENV_HOST) {
+        return host
+            .parse()
+            .map_err(|_| Error::invalid(format!("{ENV_HOST}={host} is not an IP address")));
+    }
+    // Nothing is sent: connecting a datagram socket only chooses the route.
+    let probe = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|s| {
+        s.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
+        s.local_addr()
+    });
+    Ok(probe.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()))
+}
+
+/// Meets the other ranks. `id`: what rank 0 gives out; `cancel` ends the wait.
+pub(crate) fn meet(
+    c: &Configuration,
+    constants: u64,
+    id: Option<UniqueId>,
+    cancel: &AtomicBool,
+) -> Result<Meeting> {
+    if c.world_size == 1 {
+        return Ok(Meeting {
+            id,
+            streams: Vec::new(),
+        });
+    }
+    let key = format!("{}/{}/nccl", c.prefix, c.epoch);
+    let hello = |token| Hello {
+        token,
+        rank: c.rank,
+        world: c.world_size,
+        epoch: c.epoch.0,
+        constants,
+    };
+    if c.rank == 0 {
+        let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))
+            .map_err(|e| Error::io("listening for control connections", e))?;
+        let port = listener
+            .local_addr()
+            .map_err(|e| Error::io("reading the port", e))?
+            .port();
+        let mut token = [0u8; TOKEN];
+        File::open("/dev/urandom")
+            .and_then(|mut f| f.read_exact(&mut token))
+            .map_err(|e| Error::io("asking for random bytes", e))?;
+        let published = Published {
+            token,
+            port,
+            host: host_name(),
+            address: own_address()?,
+            id,
+        };
+        c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
+        let streams = collect(c, &listener, &hello(token), cancel)?;
+        return Ok(Meeting { id, streams });
+    }
+    let bytes = from_store(c, &key, cancel)?;
+    let published = Published::decode(&bytes).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Protocol,
+            format!("what stands at '{key}' is not rank 0's address"),
+        )
+    })?;
+    let stream = connect(c, &published, &hello(published.token), cancel)?;
+    Ok(Meeting {
+        id: published.id,
+        streams: vec![(0, stream)],
+    })
+}
+
+fn cancelled() -> Error {
+    Error::new(ErrorKind::Aborted, "aborted while it was being configured")
+}
+
+/// Rank 0's record, asked for in short turns so that an abort is noticed.
+fn from_store(c: &Configuration, key: &str, cancel: &AtomicBool) -> Result<Vec<u8>> {
+    let mut pause = Duration::from_micros(200);
+    while !c.store.check(&[key], c.deadline)? {
+        if cancel.load(Ordering::Acquire) {
+            return Err(cancelled());
+        }
+        if time_left(c.deadline).is_zero() {
+            return Err(Error::timeout(format!(
+                "rank 0 of {} has not published its address (phase: rendezvous)",
+                c.world_size
+            )));
+        }
+        std::thread::sleep(pause.min(time_left(c.deadline)));
+        pause = (pause * 2).min(Duration::from_millis(5));
+    }
+    c.store.get(key, c.deadline)
+}
+
+/// Rank 0's side: everybody's connection, or the same verdict for everybody.
+fn collect(
+    c: &Configuration,
+    listener: &TcpListener,
+    own: &Hello,
+    cancel: &AtomicBool,
+) -> Result<Vec<(u32, TcpStream)>> {
+    let io = |e| Error::io("accepting control connections", e);
+    listener.set_nonblocking(true).map_err(io)?;
+    let mut streams: Vec<(u32, TcpStream)> = Vec::new();
+    let mut verdict = Ok(());
+    while verdict.is_ok() && streams.len() + 1 < c.world_size as usize {
+        if cancel.load(Ordering::Acquire) {
+            verdict = Err(cancelled());
+        } else if time_left(c.deadline).is_zero() {
+            let missing: Vec<String> = (1..c.world_size)
+                .filter(|r| streams.iter().all(|s| s.0 != *r))
+                .map(|r| format!("rank {r} of {}", c.world_size))
+                .collect();
+            let text = format!("{} did not come (phase: control connections)", missing.join(", "));
+            verdict = Err(Error::timeout(text));
+        } else {
+            match listener.accept() {
+                Ok((stream, _)) => match greet(stream, own, c.deadline) {
+                    Ok(Some((rank, stream))) if streams.iter().all(|s| s.0 != rank) => {
+                        streams.push((rank, stream))
+                    }
+                    // A stranger, or a rank that is there already.
+                    Ok(_) => {}
+                    Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
+                    Err(error) => tracing::debug!(%error, "a stranger at the control port was turned away"),
+                },
+                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                    std::thread::sleep(Duration::from_micros(300))
+                }
+                Err(e) => verdict = Err(io(e)),
+            }
+        }
+    }
+    let frame = match &verdict {
+        Ok(()) => Frame::new(Kind::Ready, 0, 0, ""),
+        Err(e) => Frame::of_error(Kind::Refused, 0, e, None),
+    };
+    for (_, stream) in &mut streams {
+        // Who cannot be told finds its connection closed.
+        let _ = frame.write(stream);
+    }
+    verdict.map(|()| streams)
+}
+
+/// Reads one greeting. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
+fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option<(u32, TcpStream)>> {
+    let io = |e| Error::io("a control connection", e);
+    stream.set_nonblocking(false).map_err(io)?;
+    // A stranger that says nothing must not hold the others up for long.
+    let patience = time_left(deadline).clamp(Duration::from_millis(1), Duration::from_secs(2));
+    stream.set_read_timeout(Some(patience)).map_err(io)?;
+    stream
+        .set_write_timeout(Some(Duration::from_secs(1)))
+        .map_err(io)?;
+    let hello = Hello::read(&mut stream)?;
+    if hello.token != own.token || hello.rank == 0 || hello.rank >= own.world.max(hello.world) {
+        return Ok(None);
+    }
+    if hello.world != own.world || hello.epoch != own.epoch || hello.constants != own.constants {
+        let e = Error::new(
+            ErrorKind::Mismatch,
+            format!(
+                "rank {} is set up for a world of {}, epoch {} and constants {:016x}; rank 0 for {}, {} and {:016x} (NCCL \
+                 versions and options must be the same on all ranks)",
+                hello.rank, hello.world, hello.epoch, hello.constants, own.world, own.epoch, own.constants
+            ),
+        );
+        let _ = Frame::of_error(Kind::Refused, 0, &e, None).write(&mut stream);
+        return Err(e);
+    }
+    Ok(Some((hello.rank, stream)))
+}
+
+/// The other ranks' side.
+fn connect(
+    c: &Configuration,
+    published: &Published,
+    hello: &Hello,
+    cancel: &AtomicBool,
+) -> Result<TcpStream> {
+    let ip = if published.host == host_name() {
+        IpAddr::V4(Ipv4Addr::LOCALHOST)
+    } else {
+        published.address
+    };
+    let address = SocketAddr::new(ip, published.port);
+    let left = time_left(c.deadline).max(Duration::from_millis(1));
+    let mut stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
+        Error::io(
+            format!(
+                "rank 0 of {} cannot be reached at {address} (phase: control connections)",
+                c.world_size
+            ),
+            e,
+        )
+    })?;
+    let io = |e| Error::io("greeting rank 0", e);
+    hello.write(&mut stream).map_err(io)?;
+    // Rank 0 gives its verdict at its own deadline, which may be a little later; only it knows who is missing.
+    let until = c.deadline + Duration::from_secs(1);
+    stream.set_nonblocking(true).map_err(io)?;
+    let mut byte = [0u8; 1];
+    loop {
+        match stream.peek(&mut byte) {
+            Ok(0) => {
+                return Err(Error::new(
+                    ErrorKind::PeerLost,
+                    "rank 0 closed the connection (phase: control connections)",
+                )
+                .with_peer(0));
+            }
+            Ok(_) => break,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
+                if cancel.load(Ordering::Acquire) {
+                    return Err(cancelled());
+                }
+                if Instant::now() >= until {
+                    return Err(Error::timeout(format!(
+                        "rank 0 of {} has not let anybody go on (phase: control connections)",
+                        c.world_size
+                    )));
+                }
+                std::thread::sleep(Duration::from_micros(300));
+            }
+            Err(e) => return Err(Error::io("waiting for rank 0", e)),
+        }
+    }
+    stream.set_nonblocking(false).map_err(io)?;
+    stream
+        .set_read_timeout(Some(Duration::from_secs(1)))
+        .map_err(io)?;
+    match Frame::read(&mut stream)? {
+        Some(frame) if frame.kind == Kind::Ready => Ok(stream),
+        Some(frame) if frame.kind == Kind::Refused => Err(frame.error()),
+        _ => Err(Error::new(
+            ErrorKind::Protocol,
+            "rank 0 answered with something else",
+        )),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_record_survives_the_store_and_garbage_does_not() {
+        let p = Published {
+            token: [7; TOKEN],
+            port: 4103,
+            host: "boot-1".into(),
+            address: IpAddr::V4(Ipv4Addr::LOCALHOST),
+            id: Some(UniqueId([9; UniqueId::BYTES])),
+        };
+        let back = Published::decode(p.encode().as_bytes()).unwrap();
+        assert_eq!(
+            (back.token, back.port, back.host, back.id),
+            (p.token, p.port, p.host, p.id)
+        );
+        for garbage in ["", "1", "1 00 1 h 127.0.0.1 -", "2 x", "1 zz"] {
+            assert!(Published::decode(garbage.as_bytes()).is_none(), "{garbage}");
+        }
+    }
+}

@@ -1,0 +1,257 @@
+//! Bytes of the control connections: a greeting of fixed size, then frames of {kind, origin, number, text}.
+//!
+//! Nothing is believed: lengths are bounded before anything is allocated, unknown kinds end the connection (INV-10).
+
+use std::io::{Read, Write};
+use std::net::TcpStream;
+
+use ftcore::{Error, ErrorKind, Result};
+
+/// Changes with the meaning of any byte here.
+pub(crate) const VERSION: u32 = 1;
+const MAGIC: &[u8; 8] = b"oxnccl\x00\x01";
+/// A longer text is cut before it is sent; a longer one that arrives ends the connection.
+const MAX_TEXT: usize = 4096;
+pub(crate) const TOKEN: usize = 16;
+
+/// What a rank says first.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Hello {
+    /// Proves that the rank read the store.
+    pub(crate) token: [u8; TOKEN],
+    pub(crate) rank: u32,
+    pub(crate) world: u32,
+    pub(crate) epoch: u64,
+    /// Everything else that all ranks must have in common (see `options`).
+    pub(crate) constants: u64,
+}
+
+impl Hello {
+    const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8;
+
+    pub(crate) fn write(&self, stream: &mut TcpStream) -> std::io::Result<()> {
+        let mut bytes = Vec::with_capacity(Self::BYTES);
+        bytes.extend(MAGIC);
+        bytes.extend(VERSION.to_le_bytes());
+        bytes.extend(self.token);
+        bytes.extend(self.rank.to_le_bytes());
+        bytes.extend(self.world.to_le_bytes());
+        bytes.extend(self.epoch.to_le_bytes());
+        bytes.extend(self.constants.to_le_bytes());
+        stream.write_all(&bytes)
+    }
+
+    /// Reads and checks the form; a stranger is `Protocol`.
+    pub(crate) fn read(stream: &mut TcpStream) -> Result<Self> {
+        let mut bytes = [0u8; Self::BYTES];
+        stream
+            .read_exact(&mut bytes)
+            .map_err(|e| Error::io("reading a greeting", e))?;
+        let mut at = Reader(&bytes);
+        let magic: [u8; 8] = at.take();
+        let version = u32::from_le_bytes(at.take());
+        if &magic != MAGIC || version != VERSION {
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                format!("not a rank of this job, or of another version ({version} instead of {VERSION})"),
+            ));
+        }
+        Ok(Self {
+            token: at.take(),
+            rank: u32::from_le_bytes(at.take()),
+            world: u32::from_le_bytes(at.take()),
+            epoch: u64::from_le_bytes(at.take()),
+            constants: u64::from_le_bytes(at.take()),
+        })
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> [u8; N] {
+        match self.0.split_first_chunk::<N>() {
+            Some((head, rest)) => {
+                self.0 = rest;
+                *head
+            }
+            None => [0; N],
+        }
+    }
+}
+
+/// What a frame means.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Kind {
+    /// Everybody is there: go on.
+    Ready = 1,
+    /// The configuration failed; number: the kind of error.
+    Refused = 2,
+    /// Something failed; number: kind of error and the rank that is to blame.
+    Failed = 3,
+    /// The origin leaves in good order.
+    Bye = 4,
+    /// The origin entered monitored barrier `number`.
+    Enter = 5,
+    /// Monitored barrier `number` opens.
+    Release = 6,
+}
+
+impl Kind {
+    const ALL: [Self; 6] = [
+        Self::Ready,
+        Self::Refused,
+        Self::Failed,
+        Self::Bye,
+        Self::Enter,
+        Self::Release,
+    ];
+}
+
+/// One frame.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Frame {
+    pub(crate) kind: Kind,
+    pub(crate) origin: u32,
+    pub(crate) number: u64,
+    pub(crate) text: String,
+}
+
+impl Frame {
+    pub(crate) fn new(kind: Kind, origin: u32, number: u64, text: impl Into<String>) -> Self {
+        Self {
+            kind,
+            origin,
+            number,
+            text: text.into(),
+        }
+    }
+
+    /// The failure of a group as a frame.
+    pub(crate) fn of_error(kind: Kind, origin: u32, error: &Error, blamed: Option<u32>) -> Self {
+        let number = u64::from(error_code(error.kind())) << 32 | u64::from(blamed.unwrap_or(u32::MAX));
+        Self::new(kind, origin, number, error.to_string())
+    }
+
+    /// And back: the error as this rank tells it.
+    pub(crate) fn error(&self) -> Error {
+        let kind = error_kind((self.number >> 32) as u8);
+        let blamed = Some(self.number as u32).filter(|r| *r != u32::MAX);
+        let text = match kind {
+            ErrorKind::Aborted => format!("aborted by rank {}: {}", self.origin, self.text),
+            _ => format!("rank {} reports: {}", self.origin, self.text),
+        };
+        let error = Error::new(kind, text);
+        match blamed {
+            Some(peer) => error.with_peer(peer),
+            None => error,
+        }
+    }
+
+    pub(crate) fn write(&self, stream: &mut TcpStream) -> std::io::Result<()> {
+        let mut end = self.text.len().min(MAX_TEXT);
+        while !self.text.is_char_boundary(end) {
+            end -= 1;
+        }
+        let text = self.text.as_bytes().get(..end).unwrap_or(&[]);
+        let mut bytes = vec![self.kind as u8];
+        bytes.extend(self.origin.to_le_bytes());
+        bytes.extend(self.number.to_le_bytes());
+        bytes.extend((text.len() as u32).to_le_bytes());
+        bytes.extend(text);
+        stream.write_all(&bytes)
+    }
+
+    /// `Ok(None)` at the end of the connection.
+    pub(crate) fn read(stream: &mut impl Read) -> Result<Option<Self>> {
+        let mut head = [0u8; 17];
+        match stream.read_exact(&mut head) {
+            Ok(()) => {}
+            Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
+            Err(e) => return Err(Error::io("reading a control frame", e)),
+        }
+        let mut at = Reader(&head);
+        let [code] = at.take();
+        let origin = u32::from_le_bytes(at.take());
+        let number = u64::from_le_bytes(at.take());
+        let length = u32::from_le_bytes(at.take()) as usize;
+        let kind = Kind::ALL.into_iter().find(|k| *k as u8 == code);
+        let kind = kind.filter(|_| length <= MAX_TEXT).ok_or_else(|| {
+            Error::new(
+                ErrorKind::Protocol,
+                format!("a control frame of kind {code} with {length} bytes of text"),
+            )
+        })?;
+        let mut text = vec![0u8; length];
+        stream
+            .read_exact(&mut text)
+            .map_err(|e| Error::io("reading a control frame", e))?;
+        Ok(Some(Self {
+            kind,
+            origin,
+            number,
+            text: String::from_utf8_lossy(&text).into_owned(),
+        }))
+    }
+}
+
+/// The kinds that travel, in the order of their codes.
+const KINDS: [ErrorKind; 9] = [
+    ErrorKind::Internal,
+    ErrorKind::Aborted,
+    ErrorKind::Timeout,
+    ErrorKind::PeerLost,
+    ErrorKind::Mismatch,
+    ErrorKind::Backend,
+    ErrorKind::Unavailable,
+    ErrorKind::InvalidArgument,
+    ErrorKind::Unsupported,
+];
+
+fn error_code(kind: ErrorKind) -> u8 {
+    KINDS.iter().position(|k| *k == kind).map_or(5, |i| i as u8)
+}
+
+fn error_kind(code: u8) -> ErrorKind {
+    KINDS
+        .get(usize::from(code))
+        .copied()
+        .unwrap_or(ErrorKind::Backend)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_error_keeps_its_kind_its_words_and_whom_it_blames() {
+        let e = Error::new(ErrorKind::PeerLost, "closed its connection");
+        let told = Frame::of_error(Kind::Failed, 3, &e, Some(7)).error();
+        assert_eq!(told.kind(), ErrorKind::PeerLost);
+        assert_eq!(told.context().peer, Some(7));
+        assert!(
+            told.to_string().contains("rank 3") && told.to_string().contains("closed its"),
+            "{told}"
+        );
+        let told = Frame::of_error(Kind::Failed, 0, &Error::new(ErrorKind::Aborted, "enough"), None).error();
+        assert_eq!(told.message(), "aborted by rank 0: enough");
+    }
+
+    #[test]
+    fn garbage_is_refused_before_anything_is_allocated() {
+        let mut huge = vec![3u8];
+        huge.extend([0; 12]);
+        huge.extend(u32::MAX.to_le_bytes());
+        assert_eq!(
+            Frame::read(&mut huge.as_slice()).unwrap_err().kind(),
+            ErrorKind::Protocol
+        );
+        let unknown = [0xEEu8; 17];
+        assert_eq!(
+            Frame::read(&mut unknown.as_slice()).unwrap_err().kind(),
+            ErrorKind::Protocol
+        );
+        assert_eq!(Frame::read(&mut [].as_slice()).unwrap(), None);
+    }
+}

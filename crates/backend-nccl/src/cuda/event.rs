@@ -1,0 +1,86 @@
+//! CUDA events: taken from the device's cache, given back when the last reference goes.
+
+use std::any::Any;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, Event, Result, time_left};
+
+use super::gpu::Gpu;
+use super::raw::{EventHandle, StreamHandle};
+
+/// A recorded point in a stream.
+pub(crate) struct CudaEvent {
+    gpu: Arc<Gpu>,
+    handle: EventHandle,
+    stream: StreamHandle,
+}
+
+impl CudaEvent {
+    /// The present end of `stream`. The device must be current (see [`Gpu::enter`]).
+    pub(crate) fn record(gpu: &Arc<Gpu>, stream: StreamHandle) -> Result<Arc<Self>> {
+        let event = Self {
+            gpu: gpu.clone(),
+            handle: gpu.take_event()?,
+            stream,
+        };
+        gpu.driver.record(event.handle, stream)?;
+        Ok(Arc::new(event))
+    }
+
+    pub(crate) fn handle(&self) -> EventHandle {
+        self.handle
+    }
+
+    /// The stream on which it was recorded; the caller knows that it is alive.
+    pub(crate) fn stream(&self) -> StreamHandle {
+        self.stream
+    }
+
+    pub(crate) fn gpu(&self) -> &Arc<Gpu> {
+        &self.gpu
+    }
+}
+
+/// Polls `ready` until it says true: without sleeping at first, then ever longer, at most half a millisecond.
+pub(crate) fn poll(deadline: Instant, what: &str, mut ready: impl FnMut() -> Result<bool>) -> Result<()> {
+    let mut pause = Duration::from_micros(5);
+    for round in 0u32.. {
+        if ready()? {
+            return Ok(());
+        }
+        if time_left(deadline).is_zero() {
+            return Err(Error::timeout(format!("{what} was not reached by the deadline")));
+        }
+        if round < 20 {
+            std::thread::yield_now();
+        } else {
+            std::thread::sleep(pause.min(time_left(deadline)));
+            pause = (pause * 2).min(Duration::from_micros(500));
+        }
+    }
+    Ok(())
+}
+
+impl Event for CudaEvent {
+    fn query(&self) -> Result<bool> {
+        self.gpu.enter()?;
+        self.gpu.driver.event_query(self.handle)
+    }
+
+    fn synchronize(&self, deadline: Instant) -> Result<()> {
+        self.gpu.enter()?;
+        poll(deadline, "an event", || self.gpu.driver.event_query(self.handle))
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl Drop for CudaEvent {
+    fn drop(&mut self) {
+        // A stream that was told to wait keeps what was recorded, so the handle may serve again at once.
+        self.gpu.put_event(self.handle);
+    }
+}

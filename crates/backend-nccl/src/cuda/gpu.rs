@@ -1,0 +1,181 @@
+//! One opened device: its context, its kernels and its caches. Opened once per process and index, and kept.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+
+use ftcore::{Device, DeviceKind, Error, Result};
+
+use super::driver::driver;
+use super::event::CudaEvent;
+use super::kernels::{self, Kernel};
+use super::memory::Slots;
+use super::raw::{Attribute, Context, Driver, EventHandle, Function, Span, StreamHandle};
+
+/// Events kept for reuse; making one costs a microsecond and sometimes a lock of the driver.
+const CACHED_EVENTS: usize = 1024;
+
+/// A device.
+pub(crate) struct Gpu {
+    pub(crate) index: u32,
+    pub(crate) driver: &'static Driver,
+    context: Context,
+    /// (major, minor) of the compute capability.
+    pub(crate) capability: (i32, i32),
+    pub(crate) name: String,
+    /// Allocations are enqueued here and nothing else is, so that waiting for one never waits for a collective.
+    pub(crate) alloc_stream: StreamHandle,
+    /// Blocks are freed here, after the events of their last uses.
+    pub(crate) free_stream: StreamHandle,
+    events: Mutex<Vec<EventHandle>>,
+    /// Copies that may still be under way, by the address of the block.
+    uses: Mutex<HashMap<u64, Arc<CudaEvent>>>,
+    functions: OnceLock<Result<Vec<Function>>>,
+    slots: OnceLock<Result<Slots>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Gpu {
+    /// The device `index`, opened at the first call.
+    pub(crate) fn open(index: u32) -> Result<Arc<Self>> {
+        static OPENED: Mutex<Option<HashMap<u32, Arc<Gpu>>>> = Mutex::new(None);
+        let mut opened = lock(&OPENED);
+        let map = opened.get_or_insert_with(HashMap::new);
+        if let Some(gpu) = map.get(&index) {
+            return Ok(gpu.clone());
+        }
+        let gpu = Arc::new(Self::new(index)?);
+        map.insert(index, gpu.clone());
+        Ok(gpu)
+    }
+
+    fn new(index: u32) -> Result<Self> {
+        let driver = driver()?;
+        let count = driver.device_count()?;
+        if index >= count {
+            return Err(Error::unsupported(format!(
+                "there is no cuda:{index}; the driver sees {count} device{}",
+                if count == 1 { "" } else { "s" }
+            )));
+        }
+        let name = driver.device_name(index)?;
+        if driver.attribute(index, Attribute::MemoryPools)? == 0 {
+            return Err(Error::unsupported(format!(
+                "cuda:{index} ({name}) has no memory pools, without which memory cannot be freed without blocking"
+            )));
+        }
+        let capability = (
+            driver.attribute(index, Attribute::ComputeMajor)?,
+            driver.attribute(index, Attribute::ComputeMinor)?,
+        );
+        let context = driver.context(index)?;
+        driver.set_current(context)?;
+        Ok(Self {
+            index,
+            driver,
+            context,
+            capability,
+            name,
+            alloc_stream: driver.stream(false)?,
+            free_stream: driver.stream(false)?,
+            events: Mutex::default(),
+            uses: Mutex::default(),
+            functions: OnceLock::new(),
+            slots: OnceLock::new(),
+        })
+    }
+
+    /// As ftcore names it.
+    pub(crate) fn device(&self) -> Device {
+        Device::new(DeviceKind::Cuda, self.index)
+    }
+
+    /// Makes the device current on the calling thread; every entry from outside begins with this.
+    pub(crate) fn enter(&self) -> Result<()> {
+        self.driver.set_current(self.context)
+    }
+
+    /// True if NCCL reduces 8-bit floats on this chip.
+    pub(crate) fn reduces_fp8(&self) -> bool {
+        self.capability.0 >= 9
+    }
+
+    /// True if the chip computes in FP8 by itself.
+    pub(crate) fn native_fp8(&self) -> bool {
+        self.capability >= (8, 9)
+    }
+
+    pub(crate) fn take_event(&self) -> Result<EventHandle> {
+        let cached = lock(&self.events).pop();
+        match cached {
+            Some(event) => Ok(event),
+            None => self.driver.event(),
+        }
+    }
+
+    pub(crate) fn put_event(&self, event: EventHandle) {
+        let mut events = lock(&self.events);
+        if events.len() < CACHED_EVENTS {
+            events.push(event);
+        } else {
+            drop(events);
+            self.driver.destroy_event(event);
+        }
+    }
+
+    /// Notes that the block at `address` is in use until `event`.
+    pub(crate) fn note_use(&self, address: u64, event: Arc<CudaEvent>) {
+        lock(&self.uses).insert(address, event);
+    }
+
+    /// The event of the last copy of that block, if there was one; forgets it.
+    pub(crate) fn last_use(&self, address: u64) -> Option<Arc<CudaEvent>> {
+        lock(&self.uses).remove(&address)
+    }
+
+    /// The result slots.
+    pub(crate) fn slots(&self) -> Result<&Slots> {
+        let slots = self.slots.get_or_init(|| Slots::new(self));
+        slots.as_ref().map_err(Clone::clone)
+    }
+
+    /// Compiles the kernels if that was not done yet.
+    pub(crate) fn prepare(&self) -> Result<()> {
+        self.function(Kernel::Bool).map(drop)
+    }
+
+    fn function(&self, kernel: Kernel) -> Result<Function> {
+        let functions = self.functions.get_or_init(|| {
+            let names: Vec<String> = kernels::all().into_iter().map(Kernel::name).collect();
+            self.driver.functions(&kernels::source(), &names)
+        });
+        let functions = functions.as_ref().map_err(Clone::clone)?;
+        let place = kernels::all().iter().position(|k| *k == kernel);
+        place
+            .and_then(|i| functions.get(i))
+            .copied()
+            .ok_or_else(|| Error::unsupported(format!("there is no kernel {}", kernel.name())))
+    }
+
+    /// Enqueues `kernel` over `count` elements of `a` and `b`.
+    pub(crate) fn launch(
+        &self,
+        kernel: Kernel,
+        a: Span,
+        b: Span,
+        count: usize,
+        stream: StreamHandle,
+    ) -> Result<()> {
+        if count == 0 {
+            return Ok(());
+        }
+        const THREADS: u32 = 256;
+        // Enough blocks to fill a large chip; each thread takes several elements beyond that.
+        let blocks = count.div_ceil(THREADS as usize).min(2048) as u32;
+        let mut arguments = [a.start(), b.start(), count as u64];
+        self.driver
+            .launch(self.function(kernel)?, blocks, THREADS, &mut arguments, stream)
+    }
+}

@@ -1,0 +1,13 @@
+//! CUDA as the backend needs it: devices, streams, events, memory and a few kernels, over the driver API.
+//!
+//! `driver` finds the library, `raw` is its table (the only unsafe part), `gpu` one opened device with its caches, `stream` and
+//! `event` the traits of ftcore, `memory` tensors and result slots, `kernels` the PTX, `accelerator` what ftcore asks.
+
+pub(crate) mod accelerator;
+pub(crate) mod driver;
+pub(crate) mod event;
+pub(crate) mod gpu;
+pub(crate) mod kernels;
+pub(crate) mod memory;
+pub(crate) mod raw;
+pub(crate) mod stream;

@@ -1,0 +1,473 @@
+//! Collectives as work on the group's stream: preparation, one group of NCCL calls, finishing touches, an event. The host waits for
+//! none of it.
+//!
+//! A reduction may need its input as something else (identity elements of a rank that does not contribute, floats as ordered integers,
+//! bytes made 0 or 1) and its output turned back; `Reduction` says what. The contributors are one integer reduced in the same group.
+
+use std::sync::Arc;
+
+use ftcore::{Collective, DType, Error, Event, ReduceOp, Result, Stream, Tensor};
+use nccl_sys::{DataType, RedOp, dtype, redop};
+
+use crate::cuda::event::CudaEvent;
+use crate::cuda::kernels::{Extreme, Kernel, key_dtype};
+use crate::cuda::memory::Block;
+use crate::cuda::raw::{Span, StreamHandle};
+use crate::engine::Engine;
+use crate::flight::Flight;
+use crate::raw::{Calls, native};
+
+/// Enqueues `op`. Whatever goes wrong on the way fails the group: the other ranks have enqueued theirs.
+pub(crate) fn collective(
+    engine: &Engine,
+    op: Collective,
+    contribute: bool,
+    flight: &Flight,
+    ready: Option<&dyn Event>,
+) {
+    let enqueued = {
+        let mut job = Job {
+            engine,
+            flight,
+            stream: engine.stream.handle(),
+        };
+        flight.begin();
+        job.run(&op, contribute, ready)
+    };
+    // The flight owns the tensors before anybody can take it for finished.
+    flight.own(op.into_tensors(), None);
+    // Without an event there is no proof that the device lets go of the memory: after an error in the middle it is leaked.
+    let recorded = enqueued.and_then(|()| {
+        let done = CudaEvent::record(&engine.gpu, engine.stream.handle())?;
+        flight.enqueued(done.clone(), |_| Ok(done as Arc<dyn Event>))
+    });
+    if let Err(error) = recorded {
+        engine.fail(flight.label.name(error));
+    }
+}
+
+/// How a reduction is carried out by NCCL.
+#[derive(Debug, Clone, Copy)]
+struct Reduction {
+    /// Of the elements that NCCL sees.
+    wire: DType,
+    element: DataType,
+    op: RedOp,
+    /// Made of the caller's factor, to be freed.
+    made: bool,
+    before: Before,
+    after: After,
+    identity: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Before {
+    Nothing,
+    Key(Extreme),
+    Bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum After {
+    Nothing,
+    Unkey(Extreme),
+    Parity,
+    Divide,
+}
+
+/// The bits of one in `d`.
+fn one(d: DType) -> u64 {
+    match d {
+        DType::F64 => 1f64.to_bits(),
+        DType::F32 => u64::from(1f32.to_bits()),
+        DType::F16 => 0x3C00,
+        DType::BF16 => 0x3F80,
+        DType::F8E4M3 => 0x38,
+        DType::F8E5M2 => 0x3C,
+        _ => 1,
+    }
+}
+
+/// The bits of the value that loses every comparison.
+fn loser(extreme: Extreme, wire: DType, keyed: Option<DType>) -> u64 {
+    if let Some(float) = keyed {
+        // Minus or plus infinity as a key: below NaN's, above everything else of its side.
+        return match (float, extreme) {
+            (DType::F64, Extreme::Max) => f64::NEG_INFINITY.to_bits() ^ (u64::MAX >> 1),
+            (DType::F64, Extreme::Min) => f64::INFINITY.to_bits(),
+            (_, Extreme::Max) => u64::from(f32::NEG_INFINITY.to_bits() ^ (u32::MAX >> 1)),
+            (_, Extreme::Min) => u64::from(f32::INFINITY.to_bits()),
+        };
+    }
+    let bits = 8 * wire.size() as u32;
+    let all = u64::MAX >> (64 - bits);
+    let signed = matches!(wire, DType::I64 | DType::I32 | DType::I8);
+    match (extreme, signed) {
+        (Extreme::Max, true) => 1 << (bits - 1),
+        (Extreme::Max, false) => 0,
+        (Extreme::Min, true) => all >> 1,
+        (Extreme::Min, false) => all,
+    }
+}
+
+struct Job<'a> {
+    engine: &'a Engine,
+    flight: &'a Flight,
+    stream: StreamHandle,
+}
+
+type Finish = Vec<(Kernel, Span, Span, usize)>;
+
+impl Job<'_> {
+    fn run(&mut self, op: &Collective, contribute: bool, ready: Option<&dyn Event>) -> Result<()> {
+        self.engine.gpu.enter()?;
+        if let Some(event) = ready {
+            self.engine.stream.wait(event)?;
+        }
+        match op {
+            Collective::AllReduce { tensors, op } => {
+                let spans = tensors
+                    .iter()
+                    .map(|t| (Span::of(t), Span::of(t), t.count()))
+                    .collect();
+                self.reduction(
+                    *op,
+                    dtype_of(tensors.first()),
+                    contribute,
+                    spans,
+                    true,
+                    |calls, r, at, s| calls.all_reduce(at.from, at.to, at.count, r.element, r.op, s),
+                )
+            }
+            Collective::Reduce { tensor, op, root } => {
+                let spans = vec![(Span::of(tensor), Span::of(tensor), tensor.count())];
+                let is_root = self.engine.place.rank == *root;
+                self.reduction(
+                    *op,
+                    tensor.dtype(),
+                    contribute,
+                    spans,
+                    is_root,
+                    |calls, r, at, s| calls.reduce(at.from, at.to, at.count, r.element, r.op, *root, s),
+                )
+            }
+            Collective::ReduceScatter { inputs, output, op } => {
+                let own = self.engine.place.rank as usize;
+                let out = Span::of(output);
+                let spans = inputs.iter().map(|i| (Span::of(i), out, i.count())).collect();
+                // One reduction per part, each with its owner as the root.
+                self.rooted_parts(*op, output.dtype(), contribute, spans, own)
+            }
+            Collective::ReduceScatterInto { pairs, op } => {
+                let spans = pairs
+                    .iter()
+                    .map(|(i, o)| (Span::of(i), Span::of(o), i.count()))
+                    .collect();
+                let world = self.engine.place.world as usize;
+                let d = dtype_of(pairs.first().map(|p| &p.0));
+                self.reduction(*op, d, contribute, spans, true, move |calls, r, at, s| {
+                    calls.reduce_scatter(at.from, at.to, at.count / world, r.element, r.op, s)
+                })
+            }
+            Collective::Barrier => self.counted(true, |_, _| Ok(()), Vec::new(), true),
+            movement => self.movement(movement),
+        }
+    }
+
+    fn scratch(&self, bytes: usize) -> Result<Span> {
+        let block = Block::on(&self.engine.gpu, bytes, self.stream)?;
+        let span = block.span();
+        self.flight.keep(block);
+        Ok(span)
+    }
+
+    /// What `op` on `d` means for NCCL.
+    fn plan(&self, op: ReduceOp, d: DType) -> Result<Reduction> {
+        let engine = self.engine;
+        let simple = |op: RedOp, identity: u64| -> Result<Reduction> {
+            Ok(Reduction {
+                wire: d,
+                element: native(d).ok_or_else(|| Error::unsupported(format!("NCCL does not reduce {d}")))?,
+                op,
+                made: false,
+                before: Before::Nothing,
+                after: After::Nothing,
+                identity,
+            })
+        };
+        if d == DType::Bool {
+            let (op, identity, after) = match op {
+                ReduceOp::Sum | ReduceOp::Max | ReduceOp::Bor => (redop::MAX, 0, After::Nothing),
+                // A sum of truths keeps its parity when it wraps around.
+                ReduceOp::Bxor => (redop::SUM, 0, After::Parity),
+                _ => (redop::MIN, 1, After::Nothing),
+            };
+            return Ok(Reduction {
+                wire: DType::U8,
+                element: dtype::UINT8,
+                op,
+                made: false,
+                before: Before::Bool,
+                after,
+                identity,
+            });
+        }
+        let extreme = match op {
+            ReduceOp::Max => Some((Extreme::Max, redop::MAX)),
+            ReduceOp::Min => Some((Extreme::Min, redop::MIN)),
+            _ => None,
+        };
+        match (op, extreme) {
+            (_, Some((extreme, op))) if d.is_float() => {
+                let wire = key_dtype(d);
+                Ok(Reduction {
+                    wire,
+                    element: native(wire).unwrap_or(dtype::INT32),
+                    op,
+                    made: false,
+                    before: Before::Key(extreme),
+                    after: After::Unkey(extreme),
+                    identity: loser(extreme, wire, Some(d)),
+                })
+            }
+            (_, Some((extreme, op))) => simple(op, loser(extreme, d, None)),
+            (ReduceOp::Sum, _) => simple(redop::SUM, 0),
+            (ReduceOp::Product, _) => simple(redop::PROD, one(d)),
+            (ReduceOp::Avg, _) if !engine.settings.count_contributors => simple(redop::AVG, 0),
+            (ReduceOp::Avg, _) => Ok(Reduction {
+                after: After::Divide,
+                ..simple(redop::SUM, 0)?
+            }),
+            (ReduceOp::PremulSum(factor), _) => Ok(Reduction {
+                made: true,
+                ..simple(engine.comm.premul_sum(factor, d)?, 0)?
+            }),
+            (other, _) => Err(Error::unsupported(format!("NCCL does not reduce with {other}"))),
+        }
+    }
+
+    /// The input as NCCL is to see it. `in_place`: it may be changed, because the result replaces it.
+    fn wire_input(
+        &self,
+        r: &Reduction,
+        from: Span,
+        count: usize,
+        contribute: bool,
+        in_place: bool,
+    ) -> Result<Span> {
+        let gpu = &self.engine.gpu;
+        let bytes = count * r.wire.size();
+        if !contribute {
+            let to = if in_place && r.wire.size() * count == from.bytes() {
+                from
+            } else {
+                self.scratch(bytes)?
+            };
+            gpu.driver.fill(to, r.wire.size(), r.identity, self.stream)?;
+            return Ok(to);
+        }
+        match r.before {
+            Before::Nothing => Ok(from),
+            Before::Bool => {
+                let to = if in_place { from } else { self.scratch(bytes)? };
+                gpu.launch(Kernel::Bool, from, to, count, self.stream)?;
+                Ok(to)
+            }
+            Before::Key(extreme) => {
+                let to = self.scratch(bytes)?;
+                let d = element_of(from, count);
+                gpu.launch(Kernel::Key(extreme, self.float(d)?), from, to, count, self.stream)?;
+                Ok(to)
+            }
+        }
+    }
+
+    /// The float type of this flight, whose size is `size`.
+    fn float(&self, size: usize) -> Result<DType> {
+        self.flight
+            .label
+            .dtype
+            .filter(|d| d.is_float() && (size == 0 || d.size() == size))
+            .ok_or_else(|| Error::invalid("the elements are not floats"))
+    }
+
+    /// A reduction of `spans` (input, output, elements of the input). `writes`: this rank gets a result.
+    fn reduction(
+        &self,
+        op: ReduceOp,
+        d: DType,
+        contribute: bool,
+        spans: Vec<(Span, Span, usize)>,
+        writes: bool,
+        call: impl Fn(&Calls<'_>, &Reduction, Wire, StreamHandle) -> Result<()>,
+    ) -> Result<()> {
+        let r = self.plan(op, d)?;
+        let mut wires = Vec::new();
+        let mut finish: Finish = Vec::new();
+        for (from, to, count) in spans {
+            let outputs = to.bytes() / d.size();
+            let same = from == to;
+            let wire_from = self.wire_input(&r, from, count, contribute, same && writes)?;
+            let keyed = matches!(r.before, Before::Key(_));
+            let wire_to = match (writes, keyed) {
+                (true, true) => self.scratch(outputs * r.wire.size())?,
+                (true, false) => to,
+                // Not written on this rank, but NCCL wants an address.
+                (false, _) => wire_from,
+            };
+            if writes {
+                self.finishing(&r, d, wire_to, to, outputs, &mut finish);
+            }
+            wires.push(Wire {
+                from: wire_from,
+                to: wire_to,
+                count,
+            });
+            let ring = count * d.size();
+            self.engine.counters.add(self.share(ring), self.share(ring));
+        }
+        let done = self.counted(
+            contribute,
+            |calls, s| {
+                wires
+                    .iter()
+                    .filter(|w| w.count > 0)
+                    .try_for_each(|w| call(calls, &r, *w, s))
+            },
+            finish,
+            true,
+        );
+        if r.made {
+            self.engine.comm.drop_op(r.op);
+        }
+        done
+    }
+
+    fn finishing(&self, r: &Reduction, d: DType, wire: Span, to: Span, count: usize, finish: &mut Finish) {
+        match r.after {
+            After::Nothing => {}
+            After::Unkey(extreme) => finish.push((Kernel::Unkey(extreme, d), wire, to, count)),
+            After::Parity => finish.push((Kernel::Parity, to, to, count)),
+            // The second address is filled in by `counted`.
+            After::Divide => finish.push((Kernel::Div(d), to, to, count)),
+        }
+    }
+
+    /// Parts of different sizes, each reduced to its owner.
+    fn rooted_parts(
+        &self,
+        op: ReduceOp,
+        d: DType,
+        contribute: bool,
+        spans: Vec<(Span, Span, usize)>,
+        own: usize,
+    ) -> Result<()> {
+        let r = self.plan(op, d)?;
+        let keyed = matches!(r.before, Before::Key(_));
+        let mut wires = Vec::new();
+        let mut finish: Finish = Vec::new();
+        for (owner, (from, to, count)) in spans.into_iter().enumerate() {
+            let wire_from = self.wire_input(&r, from, count, contribute, false)?;
+            let mine = owner == own;
+            let wire_to = match (mine, keyed) {
+                (true, true) => self.scratch(count * r.wire.size())?,
+                (true, false) => to,
+                (false, _) => wire_from,
+            };
+            if mine {
+                self.finishing(&r, d, wire_to, to, count, &mut finish);
+            }
+            wires.push(Wire {
+                from: wire_from,
+                to: wire_to,
+                count,
+            });
+            self.engine.counters.add(count * d.size() * usize::from(!mine), 0);
+        }
+        let done = self.counted(
+            contribute,
+            |calls, s| {
+                (0u32..)
+                    .zip(&wires)
+                    .filter(|(_, w)| w.count > 0)
+                    .try_for_each(|(owner, w)| calls.reduce(w.from, w.to, w.count, r.element, r.op, owner, s))
+            },
+            finish,
+            true,
+        );
+        if r.made {
+            self.engine.comm.drop_op(r.op);
+        }
+        done
+    }
+
+    /// One group of `calls`, with the number of contributors reduced beside them if this is a reduction that counts, and `finish`
+    /// afterwards.
+    fn counted(
+        &self,
+        contribute: bool,
+        calls: impl FnOnce(&Calls<'_>, StreamHandle) -> Result<()>,
+        finish: Finish,
+        reduction: bool,
+    ) -> Result<()> {
+        let engine = self.engine;
+        let gpu = &engine.gpu;
+        let barrier = self.flight.label.kind == ftcore::OpKind::Barrier;
+        let slot = match reduction && (engine.settings.count_contributors || barrier) {
+            true => Some(gpu.slots()?.take()?),
+            false => None,
+        };
+        let count = slot.as_ref().map(|s| gpu.slots()?.span(s)).transpose()?;
+        let result = (|| {
+            engine
+                .comm
+                .group(self.flight.deadline, &|| engine.failure(), |c| {
+                    calls(c, self.stream)?;
+                    if let Some(count) = count {
+                        let own = gpu.slots()?.constant(contribute)?;
+                        c.all_reduce(own, count, 1, dtype::INT32, redop::SUM, self.stream)?;
+                    }
+                    Ok(())
+                })?;
+            for (kernel, a, b, n) in finish {
+                let b = match (kernel, count) {
+                    (Kernel::Div(_), Some(count)) => count,
+                    _ => b,
+                };
+                gpu.launch(kernel, a, b, n, self.stream)?;
+            }
+            if let Some(slot) = slot.as_ref().filter(|_| !barrier) {
+                gpu.slots()?.fetch(gpu, slot, self.stream)?;
+            }
+            Ok(())
+        })();
+        // Kept on failure, too: whether it comes back depends on what the device still does.
+        self.flight
+            .count(slot, if barrier { 0 } else { engine.place.world });
+        result
+    }
+
+    /// This rank's part of the bytes that a ring moves for `bytes` per rank.
+    fn share(&self, bytes: usize) -> usize {
+        let world = self.engine.place.world as usize;
+        2 * bytes * (world - 1) / world.max(1)
+    }
+}
+
+/// What NCCL sees of one tensor.
+#[derive(Debug, Clone, Copy)]
+struct Wire {
+    from: Span,
+    to: Span,
+    count: usize,
+}
+
+fn dtype_of(tensor: Option<&Tensor>) -> DType {
+    tensor.map_or(DType::U8, Tensor::dtype)
+}
+
+fn element_of(span: Span, count: usize) -> usize {
+    span.bytes().checked_div(count).unwrap_or(0)
+}
+
+mod movement;

@@ -1,0 +1,74 @@
+//! oxccl's CUDA backend: NCCL, opened at run time. Nothing of CUDA is needed to build, and a machine without it gets a reason.
+//!
+//! Data flows down: [`NcclGroup`] takes validated operations (`group`); an `engine` per configuration enqueues collectives on its
+//! stream (`enqueue`) and hands messages to lanes (`lanes`); each operation is a `flight` that owns its memory until the device is done,
+//! which the watchdog notices (`watch`). `control` carries the news that NCCL does not: who died, who aborted, who is missing. `raw` is
+//! NCCL and `cuda/raw` the driver; nothing else is unsafe.
+//!
+//! Linking this crate registers the backend `nccl` and the device kind `cuda`.
+//!
+//! Options: all typed options of [`ftcore::GroupOptions`] reach the library as they are (`traffic_class` from 2.26 on); calls are
+//! non-blocking unless `blocking` says otherwise. The hint `contributors=all` leaves out the counting of contributors: averages are then
+//! NCCL's own and nobody may abstain.
+//!
+//! Environment: `OXCCL_NCCL_PATH` (the library, see `nccl_sys::locate`), `OXCCL_CUDA_PATH` (the driver library instead of the loader's
+//! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
+
+mod capability;
+mod control;
+mod cuda;
+mod engine;
+mod enqueue;
+mod flight;
+mod group;
+mod lanes;
+mod options;
+mod probe;
+mod raw;
+mod raw_peer;
+mod watch;
+
+use std::sync::Arc;
+
+use ftcore::registry::{BackendFactory, StaticBackend};
+use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
+use nccl_sys::OLDEST;
+
+pub use cuda::accelerator::CudaAccelerator;
+pub use group::NcclGroup;
+#[doc(hidden)]
+pub use raw_peer::RawPeer;
+
+/// Makes NCCL groups for the registry.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct NcclFactory;
+
+impl BackendFactory for NcclFactory {
+    fn probe(&self) -> Result<()> {
+        probe::probe()
+    }
+
+    /// What the library at hand offers on device 0; without a library, what the oldest supported one would.
+    fn capabilities(&self) -> Capabilities {
+        let version = raw::nccl().map_or(OLDEST, raw::Nccl::version);
+        capability::capabilities(version, probe::reduces_fp8(), true)
+    }
+
+    fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
+        Ok(Box::new(NcclGroup::new("nccl", device, options.clone())?))
+    }
+
+    fn library(&self) -> Option<String> {
+        probe::library()
+    }
+}
+
+ftcore::inventory::submit! {
+    StaticBackend {
+        name: "nccl",
+        device: "cuda",
+        origin: "backend-nccl",
+        version: env!("CARGO_PKG_VERSION"),
+        factory: || Arc::new(NcclFactory),
+    }
+}

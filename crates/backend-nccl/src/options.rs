@@ -1,0 +1,165 @@
+//! What a group is told when it is made, as the library is told it, and what all ranks must have in common.
+
+use std::time::Duration;
+
+use ftcore::{Error, GroupOptions, Result};
+use nccl_sys::{Config, Version};
+
+use crate::raw::Wish;
+
+/// `hint:contributors`: `count` (the default) adds a reduction of one integer to every reduction, so that averages divide by who
+/// contributed; `all` leaves it out: everybody always contributes and averages are NCCL's own.
+pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
+
+/// The options that are acted on with `version`; any other is refused (INV-9).
+pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
+    let mut names = vec![
+        "is_high_priority_stream",
+        "cga_cluster_size",
+        "min_ctas",
+        "max_ctas",
+        "net_name",
+        "split_share",
+        "blocking",
+        HINT_CONTRIBUTORS,
+    ];
+    if version >= Config::TRAFFIC_CLASS {
+        names.push("traffic_class");
+    }
+    names
+}
+
+/// The options in the form in which they are used.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    /// The time-out of calls that name no deadline.
+    pub(crate) timeout: Duration,
+    pub(crate) high_priority: bool,
+    /// False: everybody always contributes.
+    pub(crate) count_contributors: bool,
+    wish: Wish,
+    version: Version,
+    /// As given: a split group is made with the same (L42).
+    pub(crate) options: GroupOptions,
+}
+
+impl Settings {
+    /// Errors: `InvalidArgument` for an option that is not honoured, or a value out of range.
+    pub(crate) fn new(options: GroupOptions, version: Version) -> Result<Self> {
+        let dropped = options.require_honoured("nccl", &honoured(version))?;
+        let count_contributors = match options.hints.get("contributors").map(String::as_str) {
+            None | Some("count") => true,
+            Some("all") => false,
+            Some(other) => {
+                return Err(Error::invalid(format!(
+                    "{HINT_CONTRIBUTORS} is '{other}'; it is 'count' or 'all'"
+                )));
+            }
+        };
+        if let (Some(min), Some(max)) = (options.min_ctas, options.max_ctas)
+            && min > max
+        {
+            return Err(Error::invalid(format!(
+                "min_ctas {min} is larger than max_ctas {max}"
+            )));
+        }
+        for (name, value) in [("min_ctas", options.min_ctas), ("max_ctas", options.max_ctas)] {
+            if value == Some(0) {
+                return Err(Error::invalid(format!("{name} is 0; it is at least 1")));
+            }
+        }
+        let keeps = |name: &str| !dropped.iter().any(|d| d == name);
+        let wish = Wish {
+            // Deadlines need calls that return: blocking ones are made only if asked for.
+            blocking: options.blocking.unwrap_or(false),
+            cga_cluster_size: options.cga_cluster_size,
+            min_ctas: options.min_ctas,
+            max_ctas: options.max_ctas,
+            net_name: options.net_name.clone(),
+            split_share: options.split_share,
+            traffic_class: options.traffic_class.filter(|_| keeps("traffic_class")),
+            name: String::new(),
+        };
+        Ok(Self {
+            timeout: options.timeout,
+            high_priority: options.is_high_priority_stream.unwrap_or(false),
+            count_contributors,
+            wish,
+            version,
+            options,
+        })
+    }
+
+    /// What a communicator called `name` is made with.
+    pub(crate) fn wish(&self, name: &str) -> Wish {
+        Wish {
+            name: name.to_string(),
+            ..self.wish.clone()
+        }
+    }
+
+    /// A hash of what all ranks must have in common.
+    pub(crate) fn constants(&self) -> u64 {
+        let parts = [
+            u64::from(crate::control::VERSION),
+            u64::from(self.version.0 / 100),
+            u64::from(self.count_contributors),
+            u64::from(u16::from_ne_bytes([1, 0])),
+        ];
+        parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
+            (hash ^ part).wrapping_mul(0x0000_0100_0000_01B3)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const NEW: Version = Version::new(2, 30, 7);
+    const OLD: Version = Version::new(2, 21, 5);
+
+    #[test]
+    fn an_option_that_this_version_does_not_read_is_refused_or_dropped_aloud() {
+        let options = GroupOptions {
+            traffic_class: Some(3),
+            ..Default::default()
+        };
+        assert_eq!(
+            Settings::new(options.clone(), NEW)
+                .unwrap()
+                .wish("a")
+                .traffic_class,
+            Some(3)
+        );
+        let e = Settings::new(options.clone(), OLD).unwrap_err();
+        assert!(e.to_string().contains("traffic_class"), "{e}");
+        let lenient = GroupOptions {
+            lenient: true,
+            ..options
+        };
+        assert_eq!(Settings::new(lenient, OLD).unwrap().wish("a").traffic_class, None);
+    }
+
+    #[test]
+    fn values_out_of_range_are_refused_by_name() {
+        let bad = |f: fn(&mut GroupOptions)| {
+            let mut options = GroupOptions::default();
+            f(&mut options);
+            Settings::new(options, NEW).unwrap_err().to_string()
+        };
+        assert!(bad(|o| o.min_ctas = Some(0)).contains("min_ctas"));
+        assert!(bad(|o| (o.min_ctas, o.max_ctas) = (Some(5), Some(4))).contains("larger than max_ctas"));
+        assert!(bad(|o| drop(o.hints.insert("contributors".into(), "some".into()))).contains("'some'"));
+        assert!(bad(|o| drop(o.hints.insert("nonsense".into(), "1".into()))).contains("hint:nonsense"));
+    }
+
+    #[test]
+    fn groups_that_count_and_groups_that_do_not_cannot_meet() {
+        let mut all = GroupOptions::default();
+        all.hints.insert("contributors".into(), "all".into());
+        let a = Settings::new(GroupOptions::default(), NEW).unwrap().constants();
+        let b = Settings::new(all, NEW).unwrap().constants();
+        assert_ne!(a, b);
+    }
+}

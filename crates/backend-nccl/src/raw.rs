@@ -1,0 +1,556 @@
+//! NCCL behind safe methods: the opened library, communicators, and the calls that enqueue work.
+//!
+//! A communicator is used by many threads and may be aborted by one more at any moment. Every call holds `gate` for reading; abort
+//! and destroy close it first and then wait a little for callers to leave, so that a freed communicator is never touched.
+
+use std::ffi::{CString, c_int, c_void};
+use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::time::{Duration, Instant};
+
+use ftcore::{DType, Error, ErrorKind, Result, deadline_in, time_left};
+use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Version, code, dtype};
+
+use crate::cuda::raw::{Span, StreamHandle};
+
+/// How long an abort waits for a thread that is inside a call before it goes ahead without it.
+const COURTESY: Duration = Duration::from_millis(30);
+
+/// The opened library.
+pub(crate) struct Nccl {
+    library: Library,
+}
+
+/// NCCL, opened at the first question. The first failure is kept.
+pub(crate) fn nccl() -> Result<&'static Nccl> {
+    static NCCL: OnceLock<Result<Nccl>> = OnceLock::new();
+    NCCL.get_or_init(|| match Library::open() {
+        Ok(library) => Ok(Nccl { library }),
+        Err(e) => Err(Error::unsupported(e.to_string()).with_source(e)),
+    })
+    .as_ref()
+    .map_err(Clone::clone)
+}
+
+/// What a communicator is made with, in C's terms.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Wish {
+    pub(crate) blocking: bool,
+    pub(crate) cga_cluster_size: Option<u32>,
+    pub(crate) min_ctas: Option<u32>,
+    pub(crate) max_ctas: Option<u32>,
+    pub(crate) net_name: Option<String>,
+    pub(crate) split_share: Option<bool>,
+    pub(crate) traffic_class: Option<u32>,
+    pub(crate) name: String,
+}
+
+impl Nccl {
+    pub(crate) fn version(&self) -> Version {
+        self.library.version()
+    }
+
+    /// The library in words.
+    pub(crate) fn describe(&self) -> String {
+        let text = format!("NCCL {} ({})", self.version(), self.library.path().display());
+        match self.library.stand_in() {
+            Some(what) => format!("{what}, as {text}"),
+            None => text,
+        }
+    }
+
+    /// The functions beyond those that every version has.
+    pub(crate) fn api(&self) -> &Api {
+        self.library.api()
+    }
+
+    fn error(&self, call: &str, result: ResultCode) -> Error {
+        let kind = match result {
+            code::REMOTE_ERROR => ErrorKind::PeerLost,
+            code::TIMEOUT => ErrorKind::Timeout,
+            _ => ErrorKind::Backend,
+        };
+        let last = self.library.last_error();
+        let last = if last.is_empty() {
+            String::new()
+        } else {
+            format!(" ({})", last.trim())
+        };
+        let text = format!(
+            "NCCL {}: {call}: {}{last}",
+            self.version(),
+            self.library.describe(result)
+        );
+        Error::new(kind, text).with_code(i64::from(result))
+    }
+
+    fn check(&self, call: &str, result: ResultCode) -> Result<()> {
+        if result == code::SUCCESS || result == code::IN_PROGRESS {
+            return Ok(());
+        }
+        Err(self.error(call, result))
+    }
+
+    /// A new unique id.
+    pub(crate) fn unique_id(&self) -> Result<UniqueId> {
+        let mut id = UniqueId([0; UniqueId::BYTES]);
+        // SAFETY: INV-12 writes one id.
+        self.check("ncclGetUniqueId", unsafe {
+            (self.api().get_unique_id)(&raw mut id)
+        })?;
+        Ok(id)
+    }
+
+    /// The configuration; the strings must live as long as it is used.
+    fn config(&self, wish: &Wish, net: Option<&CString>, name: &CString) -> Config {
+        let int =
+            |v: Option<u32>| v.map_or(nccl_sys::UNDEFINED, |v| c_int::try_from(v).unwrap_or(c_int::MAX));
+        let mut config = Config::new(self.version());
+        config.blocking = c_int::from(wish.blocking);
+        config.cga_cluster_size = int(wish.cga_cluster_size);
+        config.min_ctas = int(wish.min_ctas);
+        config.max_ctas = int(wish.max_ctas);
+        config.net_name = net.map_or(ptr::null(), |n| n.as_ptr());
+        config.split_share = int(wish.split_share.map(u32::from));
+        config.traffic_class = int(wish.traffic_class);
+        config.comm_name = name.as_ptr();
+        config
+    }
+
+    fn with_config<T>(&self, wish: &Wish, f: impl FnOnce(&mut Config) -> Result<T>) -> Result<T> {
+        let c_string =
+            |s: &str| CString::new(s).map_err(|_| Error::invalid(format!("'{s}' holds a zero byte")));
+        let net = wish.net_name.as_deref().map(c_string).transpose()?;
+        let name = c_string(&wish.name)?;
+        f(&mut self.config(wish, net.as_ref(), &name))
+    }
+}
+
+/// NCCL's type for arithmetic; `None` if it has none.
+pub(crate) fn native(d: DType) -> Option<DataType> {
+    Some(match d {
+        DType::F64 => dtype::FLOAT64,
+        DType::F32 => dtype::FLOAT32,
+        DType::F16 => dtype::FLOAT16,
+        DType::BF16 => dtype::BFLOAT16,
+        DType::F8E4M3 => dtype::FLOAT8_E4M3,
+        DType::F8E5M2 => dtype::FLOAT8_E5M2,
+        DType::I64 => dtype::INT64,
+        DType::I32 => dtype::INT32,
+        DType::I8 => dtype::INT8,
+        DType::U64 => dtype::UINT64,
+        DType::U32 => dtype::UINT32,
+        DType::U8 => dtype::UINT8,
+        _ => return None,
+    })
+}
+
+/// Operations that came with 2.28.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Native {
+    AllToAll,
+    Gather,
+    Scatter,
+}
+
+/// A communicator.
+pub(crate) struct Comm {
+    nccl: &'static Nccl,
+    handle: *mut c_void,
+    closed: AtomicBool,
+    gate: RwLock<()>,
+}
+
+// SAFETY: INV-12 NCCL allows calls from any thread, one at a time per communicator for enqueuing (the caller's order lock), and
+// abort and async-error queries beside them.
+unsafe impl Send for Comm {}
+// SAFETY: INV-12 as above.
+unsafe impl Sync for Comm {}
+
+impl Comm {
+    /// Joins. Non-blocking communicators are usually still in progress: see [`settle`](Self::settle).
+    pub(crate) fn init(
+        nccl: &'static Nccl,
+        id: UniqueId,
+        rank: u32,
+        world: u32,
+        wish: &Wish,
+    ) -> Result<Self> {
+        let (rank, world) = (c_int::try_from(rank), c_int::try_from(world));
+        let (Ok(rank), Ok(world)) = (rank, world) else {
+            return Err(Error::invalid("the world is too large for NCCL"));
+        };
+        let mut handle = ptr::null_mut();
+        let result = nccl.with_config(wish, |config| {
+            // SAFETY: INV-12 writes one handle; the configuration and its strings live over the call, which copies them.
+            Ok(unsafe { (nccl.api().comm_init_rank_config)(&raw mut handle, world, id, rank, config) })
+        })?;
+        Self::of(nccl, handle, "ncclCommInitRankConfig", result)
+    }
+
+    fn of(nccl: &'static Nccl, handle: *mut c_void, call: &str, result: ResultCode) -> Result<Self> {
+        let comm = Self {
+            nccl,
+            handle,
+            closed: AtomicBool::new(handle.is_null()),
+            gate: RwLock::new(()),
+        };
+        if let Err(error) = nccl.check(call, result) {
+            comm.abort();
+            return Err(error);
+        }
+        if handle.is_null() {
+            return Err(Error::new(
+                ErrorKind::Backend,
+                format!("{call} gave no communicator"),
+            ));
+        }
+        Ok(comm)
+    }
+
+    /// Divides this communicator; a collective call of all ranks. `None` for ranks without a colour.
+    pub(crate) fn split(&self, color: Option<u32>, key: u32, wish: &Wish) -> Result<Option<Self>> {
+        let _inside = self.enter()?;
+        let color = match color {
+            Some(c) => {
+                c_int::try_from(c).map_err(|_| Error::invalid(format!("colour {c} is too large for NCCL")))?
+            }
+            None => nccl_sys::SPLIT_NOCOLOR,
+        };
+        let key =
+            c_int::try_from(key).map_err(|_| Error::invalid(format!("key {key} is too large for NCCL")))?;
+        let mut handle = ptr::null_mut();
+        let result = self.nccl.with_config(wish, |config| {
+            // SAFETY: INV-12 the gate keeps the parent; writes one handle; the configuration lives over the call.
+            Ok(unsafe { (self.nccl.api().comm_split)(self.handle, color, key, &raw mut handle, config) })
+        })?;
+        if color < 0 {
+            self.nccl.check("ncclCommSplit", result)?;
+            return Ok(None);
+        }
+        Self::of(self.nccl, handle, "ncclCommSplit", result).map(Some)
+    }
+
+    /// Holds the communicator open for one call.
+    fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
+        let gate = self.gate.try_read().ok();
+        match gate {
+            Some(gate) if !self.closed.load(Ordering::Acquire) => Ok(gate),
+            _ => Err(Error::new(ErrorKind::Aborted, "the communicator was aborted")),
+        }
+    }
+
+    /// `Ok(true)` if nothing is in progress; the communicator's error otherwise.
+    pub(crate) fn state(&self) -> Result<bool> {
+        let _inside = self.enter()?;
+        let mut state = code::SUCCESS;
+        // SAFETY: INV-12 the gate keeps the communicator; writes one code.
+        let result = unsafe { (self.nccl.api().comm_get_async_error)(self.handle, &raw mut state) };
+        self.nccl.check("ncclCommGetAsyncError", result)?;
+        match state {
+            code::IN_PROGRESS => Ok(false),
+            state => self.nccl.check("the communicator", state).map(|()| true),
+        }
+    }
+
+    /// Waits until nothing is in progress, `stop` says why not to go on, or the deadline passes.
+    pub(crate) fn settle(&self, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<()> {
+        let mut round = 0u32;
+        while !self.state()? {
+            if let Some(error) = stop() {
+                return Err(error);
+            }
+            if time_left(deadline).is_zero() {
+                return Err(Error::timeout(
+                    "NCCL was still busy with the call at the deadline",
+                ));
+            }
+            round += 1;
+            if round < 50 {
+                std::hint::spin_loop();
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        Ok(())
+    }
+
+    /// True if the library has that operation.
+    pub(crate) fn has(&self, native: Native) -> bool {
+        let api = self.nccl.api();
+        match native {
+            Native::AllToAll => api.all_to_all.is_some(),
+            Native::Gather => api.gather.is_some(),
+            Native::Scatter => api.scatter.is_some(),
+        }
+    }
+
+    /// The number of ranks as NCCL sees it.
+    pub(crate) fn count(&self) -> Result<u32> {
+        let _inside = self.enter()?;
+        let mut count = 0;
+        // SAFETY: INV-12 the gate keeps the communicator; writes one int.
+        let result = unsafe { (self.nccl.api().comm_count)(self.handle, &raw mut count) };
+        self.nccl.check("ncclCommCount", result)?;
+        Ok(u32::try_from(count).unwrap_or(0))
+    }
+
+    /// Runs `calls` as one group and waits until they are enqueued, so that an event recorded afterwards lies behind them.
+    pub(crate) fn group(
+        &self,
+        deadline: Instant,
+        stop: &dyn Fn() -> Option<Error>,
+        calls: impl FnOnce(&Calls<'_>) -> Result<()>,
+    ) -> Result<()> {
+        {
+            let _inside = self.enter()?;
+            // SAFETY: INV-12 a group belongs to the calling thread; it is always ended below.
+            let started = unsafe { (self.nccl.api().group_start)() };
+            self.nccl.check("ncclGroupStart", started)?;
+            let made = calls(&Calls(self));
+            // SAFETY: INV-12 ends the group begun above.
+            let ended = self
+                .nccl
+                .check("ncclGroupEnd", unsafe { (self.nccl.api().group_end)() });
+            made.and(ended)?;
+        }
+        self.settle(deadline, stop)
+    }
+
+    /// One call outside any group.
+    pub(crate) fn plain(&self, call: impl FnOnce(&Calls<'_>) -> Result<()>) -> Result<()> {
+        let _inside = self.enter()?;
+        call(&Calls(self))
+    }
+
+    /// A sum whose inputs are multiplied by `factor` first; freed by [`drop_op`](Self::drop_op).
+    pub(crate) fn premul_sum(&self, factor: f64, d: DType) -> Result<RedOp> {
+        let _inside = self.enter()?;
+        let mut bytes = match d {
+            DType::F64 => factor.to_ne_bytes().to_vec(),
+            DType::F32 => (factor as f32).to_ne_bytes().to_vec(),
+            DType::F16 => half::f16::from_f64(factor).to_ne_bytes().to_vec(),
+            DType::BF16 => half::bf16::from_f64(factor).to_ne_bytes().to_vec(),
+            other => return Err(Error::unsupported(format!("NCCL does not scale {other}"))),
+        };
+        // As large as any element, whatever NCCL reads.
+        bytes.resize(8, 0);
+        let mut op = 0;
+        let element = native(d).unwrap_or(dtype::FLOAT32);
+        // SAFETY: INV-12 the gate keeps the communicator; the scalar is read before the call returns; writes one handle.
+        let result = unsafe {
+            (self.nccl.api().red_op_create_pre_mul_sum)(
+                &raw mut op,
+                bytes.as_mut_ptr().cast(),
+                element,
+                nccl_sys::SCALAR_HOST_IMMEDIATE,
+                self.handle,
+            )
+        };
+        self.nccl.check("ncclRedOpCreatePreMulSum", result)?;
+        Ok(op)
+    }
+
+    /// Frees it; operations that were enqueued with it keep what they need.
+    pub(crate) fn drop_op(&self, op: RedOp) {
+        if let Ok(_inside) = self.enter() {
+            // SAFETY: INV-12 the gate keeps the communicator; made by `premul_sum` and freed once.
+            let _ = unsafe { (self.nccl.api().red_op_destroy)(op, self.handle) };
+        }
+    }
+
+    /// Closes the gate. False if it was closed before. `alone`: nobody is inside any more.
+    fn close(&self) -> Option<bool> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return None;
+        }
+        let until = deadline_in(COURTESY);
+        loop {
+            if self.gate.try_write().is_ok() {
+                return Some(true);
+            }
+            if time_left(until).is_zero() {
+                return Some(false);
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+    }
+
+    /// Ends everything that runs and frees the communicator. May block for as long as the library likes: call it on a thread
+    /// that can be given up. Idempotent.
+    pub(crate) fn abort(&self) {
+        let Some(alone) = self.close() else { return };
+        if !alone && let Some(revoke) = self.nccl.api().comm_revoke {
+            // Somebody is stuck inside. Revoking lets them out without freeing anything under them.
+            // SAFETY: INV-12 the handle is freed only below.
+            let _ = unsafe { revoke(self.handle, 0) };
+            let until = deadline_in(COURTESY);
+            while self.gate.try_write().is_err() && !time_left(until).is_zero() {
+                std::thread::sleep(Duration::from_micros(200));
+            }
+        }
+        // SAFETY: INV-8 freed once (close). Callers have left, or are stuck in a call, which is what abort exists for.
+        let result = unsafe { (self.nccl.api().comm_abort)(self.handle) };
+        if let Err(error) = self.nccl.check("ncclCommAbort", result) {
+            tracing::warn!(%error, "a communicator could not be aborted");
+        }
+    }
+
+    /// Flushes and frees an idle communicator; aborts it if that takes longer than `patience`. Call it on a thread of its own.
+    pub(crate) fn retire(&self, patience: Duration) {
+        let until = deadline_in(patience);
+        let flushed = self.enter().and_then(|_inside| {
+            // SAFETY: INV-12 the gate keeps the communicator.
+            self.nccl.check("ncclCommFinalize", unsafe {
+                (self.nccl.api().comm_finalize)(self.handle)
+            })
+        });
+        let flushed = flushed.and_then(|()| self.settle(until, &|| None));
+        if flushed.is_err() {
+            return self.abort();
+        }
+        if self.close() == Some(true) {
+            // SAFETY: INV-8 freed once (close), nobody is inside.
+            let _ = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
+        }
+    }
+}
+
+/// The calls that may stand in a group.
+pub(crate) struct Calls<'a>(&'a Comm);
+
+fn rank(r: u32) -> c_int {
+    c_int::try_from(r).unwrap_or(c_int::MAX)
+}
+
+macro_rules! calls {
+    ($($(#[$m:meta])* $f:ident($($a:ident: $t:ty),*) = $api:ident, $name:literal, ($($c:expr),*);)*) => {
+        impl Calls<'_> {
+            $(
+                $(#[$m])*
+                #[allow(clippy::too_many_arguments, reason = "as many as the C function")]
+                pub(crate) fn $f(&self, $($a: $t,)* stream: StreamHandle) -> Result<()> {
+                    let comm = self.0;
+                    // SAFETY: INV-8 the gate keeps the communicator over the group; the spans' owners live until the operation's
+                    // event is reached (see Span), and their lengths were computed from the same counts.
+                    let result = unsafe { (comm.nccl.api().$api)($($c,)* comm.handle, stream.pointer()) };
+                    comm.nccl.check($name, result)
+                }
+            )*
+        }
+    };
+}
+
+calls! {
+    /// `count` elements of every rank become one.
+    all_reduce(from: Span, to: Span, count: usize, d: DataType, op: RedOp) = all_reduce, "ncclAllReduce",
+        (from.pointer(), to.pointer(), count, d, op);
+    /// As above on `root` only.
+    reduce(from: Span, to: Span, count: usize, d: DataType, op: RedOp, root: u32) = reduce, "ncclReduce",
+        (from.pointer(), to.pointer(), count, d, op, rank(root));
+    /// The root's elements everywhere.
+    broadcast(from: Span, to: Span, count: usize, d: DataType, root: u32) = broadcast, "ncclBroadcast",
+        (from.pointer(), to.pointer(), count, d, rank(root));
+    /// Everybody's elements everywhere.
+    all_gather(from: Span, to: Span, count: usize, d: DataType) = all_gather, "ncclAllGather",
+        (from.pointer(), to.pointer(), count, d);
+    /// Everybody's share of the reduction.
+    reduce_scatter(from: Span, to: Span, count: usize, d: DataType, op: RedOp) = reduce_scatter, "ncclReduceScatter",
+        (from.pointer(), to.pointer(), count, d, op);
+    /// To one rank.
+    send(from: Span, count: usize, d: DataType, peer: u32) = send, "ncclSend",
+        (from.pointer(), count, d, rank(peer));
+    /// From one rank.
+    recv(to: Span, count: usize, d: DataType, peer: u32) = recv, "ncclRecv",
+        (to.pointer(), count, d, rank(peer));
+}
+
+impl Calls<'_> {
+    /// `count` elements from every rank to every rank; `None` if the library is too old for it.
+    pub(crate) fn all_to_all(
+        &self,
+        from: Span,
+        to: Span,
+        count: usize,
+        d: DataType,
+        stream: StreamHandle,
+    ) -> Option<Result<()>> {
+        let f = self.0.nccl.api().all_to_all?;
+        // SAFETY: INV-8 as for the calls above.
+        let result = unsafe {
+            f(
+                from.pointer(),
+                to.pointer(),
+                count,
+                d,
+                self.0.handle,
+                stream.pointer(),
+            )
+        };
+        Some(self.0.nccl.check("ncclAlltoAll", result))
+    }
+
+    /// Equal parts to one rank, one after the other; `None` if the library is too old for it.
+    pub(crate) fn gather(
+        &self,
+        from: Span,
+        to: Span,
+        count: usize,
+        d: DataType,
+        root: u32,
+        stream: StreamHandle,
+    ) -> Option<Result<()>> {
+        let f = self.0.nccl.api().gather?;
+        // SAFETY: INV-8 as for the calls above; only the root's `to` is written.
+        let result = unsafe {
+            f(
+                from.pointer(),
+                to.pointer(),
+                count,
+                d,
+                rank(root),
+                self.0.handle,
+                stream.pointer(),
+            )
+        };
+        Some(self.0.nccl.check("ncclGather", result))
+    }
+
+    /// Equal parts from one rank, one after the other; `None` if the library is too old for it.
+    pub(crate) fn scatter(
+        &self,
+        from: Span,
+        to: Span,
+        count: usize,
+        d: DataType,
+        root: u32,
+        stream: StreamHandle,
+    ) -> Option<Result<()>> {
+        let f = self.0.nccl.api().scatter?;
+        // SAFETY: INV-8 as for the calls above; only the root's `from` is read.
+        let result = unsafe {
+            f(
+                from.pointer(),
+                to.pointer(),
+                count,
+                d,
+                rank(root),
+                self.0.handle,
+                stream.pointer(),
+            )
+        };
+        Some(self.0.nccl.check("ncclScatter", result))
+    }
+}
+
+impl Drop for Comm {
+    fn drop(&mut self) {
+        // Freed by abort or retire; a communicator that neither reached is left to the process (dropping must not block).
+        if !*self.closed.get_mut() {
+            tracing::debug!("a communicator was dropped without being freed");
+        }
+        let _ = self.gate.get_mut().map_err(PoisonError::into_inner);
+    }
+}

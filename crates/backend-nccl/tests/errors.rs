@@ -1,0 +1,112 @@
+//! Every way to fail, on the stand-in: each scenario is this program started again with faults injected by environment variables (see
+//! `fixtures/nccl-standin`), with ranks as threads. The parent checks how the process ended; the child checks everything else.
+
+#![allow(clippy::expect_used, reason = "a test binary that cannot start ends")]
+
+#[path = "scenarios/mod.rs"]
+mod scenarios;
+#[path = "standin/mod.rs"]
+mod standin;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use ftcore::deadline_in;
+use libtest_mimic::{Arguments, Failed, Trial};
+use scenarios::{Scenario, scenarios};
+
+const SCENARIO: &str = "OXCCL_STANDIN_SCENARIO";
+const PATIENCE: Duration = Duration::from_secs(60);
+
+fn main() -> ExitCode {
+    if let Ok(name) = std::env::var(SCENARIO) {
+        let found = scenarios().into_iter().find(|s| s.name == name);
+        return match found.map(|s| (s.body)()) {
+            Some(Ok(())) => ExitCode::SUCCESS,
+            Some(Err(failed)) => {
+                eprintln!("{}", failed.message().unwrap_or("failed"));
+                ExitCode::FAILURE
+            }
+            None => ExitCode::from(3),
+        };
+    }
+    let arguments = Arguments::from_args();
+    let library = standin::library();
+    let folder = std::env::temp_dir().join(format!("oxccl-nccl-errors-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).expect("a temporary folder");
+    let trials = scenarios()
+        .into_iter()
+        .map(|s| {
+            let (library, folder) = (library.clone(), folder.clone());
+            Trial::test(s.name, move || run(&s, &library, &folder))
+        })
+        .collect();
+    let conclusion = libtest_mimic::run(&arguments, trials);
+    let _ = std::fs::remove_dir_all(&folder);
+    conclusion.exit_code()
+}
+
+/// A copy of the library in which functions have other names, so that looking them up fails.
+fn without(library: &Path, to: PathBuf, functions: &[&str]) -> PathBuf {
+    let mut bytes = std::fs::read(library).expect("the stand-in can be read");
+    for function in functions {
+        let name = format!("\0{function}\0");
+        let mut at = 0;
+        while let Some(found) = bytes[at..].windows(name.len()).position(|w| w == name.as_bytes()) {
+            // The hash table still holds the old name's hash, so neither name is found.
+            bytes[at + found + 1] = b'X';
+            at += found + 1;
+        }
+    }
+    std::fs::write(&to, bytes).expect("a copy of the stand-in");
+    to
+}
+
+fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
+    let path = |name: &str| folder.join(format!("{}-{name}", s.name));
+    let values: Vec<(&str, String)> = s
+        .environment
+        .iter()
+        .map(|(name, value)| {
+            let value = match *value {
+                "@log" => path("log").display().to_string(),
+                "@old" => {
+                    let newer = ["ncclAlltoAll", "ncclGather", "ncclScatter", "ncclCommRevoke"];
+                    without(library, path("old.so"), &newer).display().to_string()
+                }
+                "@broken" => without(library, path("broken.so"), &["ncclReduceScatter"])
+                    .display()
+                    .to_string(),
+                value => value.to_string(),
+            };
+            (*name, value)
+        })
+        .collect();
+    let environment: Vec<(&str, &str)> = values.iter().map(|(n, v)| (*n, v.as_str())).collect();
+    let mut child = standin::command(library, &environment)
+        .env(SCENARIO, s.name)
+        .stdout(std::process::Stdio::null())
+        .stderr(std::process::Stdio::piped())
+        .spawn()?;
+    let until = deadline_in(PATIENCE);
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if Instant::now() > until {
+            child.kill()?;
+            return Err("the process did not end".into());
+        }
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let mut text = String::new();
+    if let Some(mut stderr) = child.stderr.take() {
+        std::io::Read::read_to_string(&mut stderr, &mut text)?;
+    }
+    if status.success() {
+        Ok(())
+    } else {
+        Err(format!("{status}: {text}").into())
+    }
+}

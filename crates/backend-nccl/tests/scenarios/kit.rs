@@ -1,0 +1,152 @@
+//! What the scenarios are made of: two ranks as threads, tensors on the stand-in's devices, and checks that say what they saw.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use backend_nccl::{CudaAccelerator, NcclGroup};
+use ftcore::{
+    Accelerator, Collective, Configuration, DType, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions,
+    InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Store, SubmitOptions, Tensor, Work, deadline_in,
+};
+use libtest_mimic::Failed;
+
+/// Longer than anything here takes.
+pub(super) const PATIENCE: Duration = Duration::from_secs(60);
+
+pub(super) type Outcome = Result<(), Failed>;
+
+pub(super) fn cuda(index: u32) -> Device {
+    Device::new(DeviceKind::Cuda, index)
+}
+
+pub(super) fn group(index: u32, options: GroupOptions) -> Result<NcclGroup, Error> {
+    NcclGroup::new("errors", &cuda(index), options)
+}
+
+pub(super) fn configuration(
+    store: &Arc<dyn Store>,
+    rank: u32,
+    world: u32,
+    epoch: u64,
+    patience: Duration,
+) -> Configuration {
+    Configuration {
+        store: store.clone(),
+        prefix: "errors".to_string(),
+        name: "errors".to_string(),
+        epoch: Epoch(epoch),
+        rank,
+        world_size: world,
+        deadline: deadline_in(patience),
+    }
+}
+
+/// Runs `body` as rank 0 and 1 with configured groups.
+pub(super) fn two(
+    options: GroupOptions,
+    body: impl Fn(u32, &NcclGroup, &Arc<dyn Store>) -> Outcome + Sync,
+) -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let (store, body, options) = (&store, &body, &options);
+    std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..2u32)
+            .map(|rank| {
+                scope.spawn(move || -> Outcome {
+                    let group = group(rank, options.clone())?;
+                    group.configure(configuration(store, rank, 2, 1, Duration::from_secs(20)))?;
+                    body(rank, &group, store)
+                })
+            })
+            .collect();
+        for (rank, thread) in ranks.into_iter().enumerate() {
+            match thread.join() {
+                Ok(Ok(())) => {}
+                Ok(Err(e)) => return Err(format!("rank {rank}: {}", e.message().unwrap_or("failed")).into()),
+                Err(_) => return Err(format!("rank {rank} panicked").into()),
+            }
+        }
+        Ok(())
+    })
+}
+
+pub(super) fn filled(index: u32, value: f32, count: usize) -> Result<Tensor, Error> {
+    let mut tensor = CudaAccelerator.alloc(index, DType::F32, &[count])?;
+    let stream = CudaAccelerator.new_stream(index, false)?;
+    CudaAccelerator.copy_in(&value.to_ne_bytes().repeat(count), &mut tensor, &*stream)?;
+    stream.synchronize(deadline_in(Duration::from_secs(20)))?;
+    Ok(tensor)
+}
+
+pub(super) fn read(tensor: &Tensor) -> Result<Vec<f32>, Error> {
+    let index = tensor.device().index;
+    let mut bytes = vec![0u8; tensor.byte_len()];
+    let stream = CudaAccelerator.new_stream(index, false)?;
+    CudaAccelerator.copy_out(tensor, &mut bytes, &*stream)?;
+    Ok(bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .map(|b| f32::from_ne_bytes(*b))
+        .collect())
+}
+
+pub(super) fn submit(rank: u32, group: &NcclGroup, by: Duration) -> Result<Work, Error> {
+    let op = Collective::AllReduce {
+        tensors: vec![filled(rank, 1.0, 1000)?],
+        op: ReduceOp::Sum,
+    };
+    Ok(group.run(op, SubmitOptions::by(deadline_in(by)))?)
+}
+
+pub(super) fn sum_works(rank: u32, group: &NcclGroup) -> Outcome {
+    let result = read(&submit(rank, group, Duration::from_secs(20))?.take_tensor()?)?;
+    check(result.iter().all(|&x| x == 2.0), || {
+        format!("the sum is {:?}", result.first())
+    })
+}
+
+pub(super) fn check(ok: bool, text: impl FnOnce() -> String) -> Outcome {
+    if ok { Ok(()) } else { Err(text().into()) }
+}
+
+pub(super) fn says(e: &Error, kind: ErrorKind, words: &[&str]) -> Outcome {
+    check(e.kind() == kind, || {
+        format!("{:?} instead of {kind:?}: {e}", e.kind())
+    })?;
+    words.iter().try_for_each(|w| {
+        check(e.to_string().contains(w), || {
+            format!("the error does not say '{w}': {e}")
+        })
+    })
+}
+
+/// Works until it fails; the first failure.
+pub(super) fn until_failure(rank: u32, group: &NcclGroup) -> Result<Error, Failed> {
+    for _ in 0..50 {
+        let work = match submit(rank, group, Duration::from_secs(10)) {
+            Ok(work) => work,
+            Err(_) => break,
+        };
+        if let Err(e) = work.wait(deadline_in(Duration::from_secs(20))) {
+            return Ok(e);
+        }
+    }
+    group.error().ok_or_else(|| "nothing failed".into())
+}
+
+/// After a failure the same process goes on in the next epoch.
+pub(super) fn next_epoch(rank: u32, group: &NcclGroup, store: &Arc<dyn Store>) -> Outcome {
+    group.configure(configuration(store, rank, 2, 2, Duration::from_secs(20)))?;
+    sum_works(rank, group)
+}
+
+pub(super) fn group_error(group: &NcclGroup) -> Result<Error, Failed> {
+    let until = deadline_in(Duration::from_secs(30));
+    while Instant::now() < until {
+        if let Some(e) = group.error() {
+            return Ok(e);
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    Err("the group heard of nothing".into())
+}

@@ -1,0 +1,183 @@
+//! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
+
+mod failures;
+mod kit;
+mod set_up;
+
+use kit::Outcome;
+
+/// A name, what is injected, and what must be seen.
+pub(crate) struct Scenario {
+    pub(crate) name: &'static str,
+    pub(crate) environment: Vec<(&'static str, &'static str)>,
+    pub(crate) body: fn() -> Outcome,
+}
+
+fn scenario(
+    name: &'static str,
+    environment: &[(&'static str, &'static str)],
+    body: fn() -> Outcome,
+) -> Scenario {
+    Scenario {
+        name,
+        environment: environment.to_vec(),
+        body,
+    }
+}
+
+const FAIL: &str = "OXCCL_STANDIN_NCCL_FAIL";
+const HANG: &str = "OXCCL_STANDIN_NCCL_HANG";
+const ASYNC: &str = "OXCCL_STANDIN_NCCL_ASYNC";
+
+/// All of them.
+pub(crate) fn scenarios() -> Vec<Scenario> {
+    vec![
+        scenario(
+            "a_call_that_fails_names_the_call_its_code_and_the_operation",
+            &[(FAIL, "ncclAllReduce@1:3:1")],
+            failures::call_fails,
+        ),
+        scenario(
+            "a_call_that_fails_at_group_end_fails_the_group",
+            &[(FAIL, "ncclGroupEnd:5:3")],
+            failures::group_end_fails,
+        ),
+        scenario(
+            "init_that_fails_fails_configure_on_that_rank",
+            &[(FAIL, "ncclCommInitRankConfig@1:1:2")],
+            failures::init_fails,
+        ),
+        scenario(
+            "init_that_hangs_ends_at_the_deadline_and_names_the_phase",
+            &[(HANG, "call:ncclCommInitRankConfig@1:1")],
+            failures::init_hangs,
+        ),
+        scenario(
+            "l36_an_asynchronous_error_fails_the_group_and_not_the_process",
+            &[(ASYNC, "ncclAllReduce@0:3:6")],
+            failures::asynchronous,
+        ),
+        scenario(
+            "l35_the_deadline_counts_from_submission_even_behind_a_blocked_stream",
+            &[(HANG, "device:ncclAllReduce@0:1")],
+            failures::blocked_stream,
+        ),
+        scenario(
+            "work_that_never_ends_is_ended_at_its_deadline_and_gives_its_tensor_back",
+            &[(HANG, "device:ncclAllReduce@0:1")],
+            failures::device_hangs,
+        ),
+        scenario(
+            "l27_an_abort_that_hangs_leaks_the_memory_and_is_given_up",
+            &[(HANG, "device:ncclAllReduce@0:1,call:ncclCommAbort@0:1")],
+            failures::abort_hangs,
+        ),
+        scenario(
+            "a_call_that_hangs_fails_the_work_of_the_others_and_ends_with_the_abort",
+            &[(HANG, "call:ncclAllReduce@0:3")],
+            failures::call_hangs,
+        ),
+        scenario(
+            "no_memory_on_the_device_is_an_error_of_the_driver",
+            &[(FAIL, "cuMemAllocAsync:8:2")],
+            set_up::no_memory,
+        ),
+        scenario(
+            "a_lost_event_fails_the_group",
+            &[(FAIL, "cuEventQuery:40:700")],
+            failures::event_fails,
+        ),
+        scenario(
+            "kernels_that_do_not_compile_fail_the_creation",
+            &[(FAIL, "cuModuleLoadData:1:218")],
+            set_up::no_kernels,
+        ),
+        scenario(
+            "no_device_is_said_by_the_probe",
+            &[("OXCCL_STANDIN_CUDA_DEVICES", "0")],
+            set_up::no_device,
+        ),
+        scenario(
+            "no_driver_is_said_by_the_probe",
+            &[("OXCCL_CUDA_PATH", "/nowhere/libcuda.so.1")],
+            set_up::no_driver,
+        ),
+        scenario(
+            "no_library_is_said_by_the_probe",
+            &[("OXCCL_NCCL_PATH", "/nowhere/libnccl.so.2")],
+            set_up::no_library,
+        ),
+        scenario(
+            "an_old_library_is_refused_with_both_versions",
+            &[("OXCCL_STANDIN_NCCL_VERSION", "21803")],
+            set_up::too_old,
+        ),
+        scenario(
+            "a_library_without_its_version_is_refused",
+            &[(FAIL, "ncclGetVersion:1:3")],
+            set_up::no_version,
+        ),
+        scenario(
+            "a_device_that_does_not_exist_is_named",
+            &[],
+            set_up::no_such_device,
+        ),
+        scenario(
+            "l42_every_option_reaches_the_library_at_create_reconfigure_and_split",
+            &[("OXCCL_STANDIN_NCCL_LOG", "@log")],
+            set_up::options_arrive,
+        ),
+        scenario(
+            "l42_an_old_library_gets_the_configuration_of_its_version",
+            &[
+                ("OXCCL_STANDIN_NCCL_LOG", "@log"),
+                ("OXCCL_STANDIN_NCCL_VERSION", "21903"),
+            ],
+            set_up::old_configuration,
+        ),
+        scenario(
+            "contributors_may_be_left_out_of_the_count",
+            &[],
+            set_up::without_counting,
+        ),
+        scenario(
+            "l09_slow_streams_show_no_missing_order",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "1500")],
+            failures::slow_streams,
+        ),
+        scenario(
+            "an_old_chip_does_not_reduce_8_bit_floats",
+            &[("OXCCL_STANDIN_CUDA_CC", "80")],
+            set_up::old_chip,
+        ),
+        scenario(
+            "the_description_says_that_this_is_a_stand_in",
+            &[],
+            set_up::says_what_it_is,
+        ),
+        scenario(
+            "split_that_fails_says_so_and_poisons_nobody_silently",
+            &[(FAIL, "ncclCommSplit@1:1:5")],
+            failures::split_fails,
+        ),
+        scenario(
+            "dropping_memory_while_a_copy_is_under_way_is_safe",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "3000")],
+            failures::early_drop,
+        ),
+        scenario(
+            "a_library_without_the_newer_functions_works",
+            &[
+                ("OXCCL_NCCL_PATH", "@old"),
+                ("OXCCL_CUDA_PATH", "@old"),
+                ("OXCCL_STANDIN_NCCL_VERSION", "21903"),
+            ],
+            set_up::old_functions,
+        ),
+        scenario(
+            "a_library_without_a_required_function_is_refused_by_its_name",
+            &[("OXCCL_NCCL_PATH", "@broken")],
+            set_up::missing_function,
+        ),
+    ]
+}

@@ -1,0 +1,255 @@
+//! Libraries, drivers and devices that are missing or old, and options on every path.
+
+use std::time::Duration;
+
+use backend_nccl::{CudaAccelerator, NcclFactory, NcclGroup};
+use ftcore::registry::BackendFactory;
+use ftcore::{
+    Accelerator, Collective, DType, Device, ErrorKind, GroupOptions, OpKind, ProcessGroup, ProcessGroupExt,
+    ReduceOp, SubmitOptions, deadline_in,
+};
+use libtest_mimic::Failed;
+
+use super::kit::*;
+
+pub(super) fn no_memory() -> Outcome {
+    let mut refused = None;
+    for _ in 0..20 {
+        match CudaAccelerator.alloc(0, DType::F32, &[10]) {
+            Ok(_) => {}
+            Err(e) => refused = Some(e),
+        }
+    }
+    says(
+        &refused.ok_or("no allocation failed")?,
+        ErrorKind::Backend,
+        &["cuMemAllocAsync", "out of memory", "code 2"],
+    )
+}
+
+pub(super) fn no_kernels() -> Outcome {
+    let e = group(0, GroupOptions::default())
+        .err()
+        .ok_or("a group was made")?;
+    says(&e, ErrorKind::Backend, &["cuModuleLoadData", "code 218"])
+}
+
+pub(super) fn no_device() -> Outcome {
+    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
+    says(&e, ErrorKind::Unsupported, &["cuInit", "no CUDA-capable device"])?;
+    check(CudaAccelerator.count() == 0, || {
+        "devices are counted without a driver".into()
+    })
+}
+
+pub(super) fn no_driver() -> Outcome {
+    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
+    says(
+        &e,
+        ErrorKind::Unsupported,
+        &["CUDA driver was not found", "/nowhere/libcuda.so.1"],
+    )?;
+    let e = group(0, GroupOptions::default())
+        .err()
+        .ok_or("a group was made")?;
+    says(&e, ErrorKind::Unsupported, &["/nowhere/libcuda.so.1"])
+}
+
+pub(super) fn no_library() -> Outcome {
+    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
+    says(
+        &e,
+        ErrorKind::Unsupported,
+        &["/nowhere/libnccl.so.2", "OXCCL_NCCL_PATH"],
+    )?;
+    check(NcclFactory.library().is_none(), || {
+        "a library that is not there is described".into()
+    })
+}
+
+pub(super) fn too_old() -> Outcome {
+    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
+    says(&e, ErrorKind::Unsupported, &["2.18.3", "2.19.0"])
+}
+
+pub(super) fn no_version() -> Outcome {
+    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
+    says(
+        &e,
+        ErrorKind::Unsupported,
+        &["does not tell its version", "code 3"],
+    )
+}
+
+pub(super) fn missing_function() -> Outcome {
+    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
+    says(&e, ErrorKind::Unsupported, &["ncclReduceScatter", "2.19"])
+}
+
+pub(super) fn no_such_device() -> Outcome {
+    let e = group(9, GroupOptions::default())
+        .err()
+        .ok_or("a group was made")?;
+    says(&e, ErrorKind::Unsupported, &["cuda:9", "4 devices"])?;
+    let e = NcclGroup::new("x", &Device::CPU, GroupOptions::default())
+        .err()
+        .ok_or("a group was made")?;
+    says(&e, ErrorKind::InvalidArgument, &["cpu"])
+}
+
+fn unusual() -> GroupOptions {
+    GroupOptions {
+        is_high_priority_stream: Some(true),
+        cga_cluster_size: Some(2),
+        min_ctas: Some(3),
+        max_ctas: Some(7),
+        net_name: Some("Socket".into()),
+        split_share: Some(true),
+        blocking: Some(true),
+        traffic_class: Some(105),
+        ..Default::default()
+    }
+}
+
+fn log_lines() -> Result<Vec<String>, Failed> {
+    let path = std::env::var("OXCCL_STANDIN_NCCL_LOG")?;
+    Ok(std::fs::read_to_string(path)?
+        .lines()
+        .map(str::to_string)
+        .collect())
+}
+
+const ALL: [&str; 7] = [
+    "blocking=1",
+    "cga=2",
+    "min_ctas=3",
+    "max_ctas=7",
+    "net=Socket",
+    "split_share=1",
+    "traffic_class=105",
+];
+
+pub(super) fn options_arrive() -> Outcome {
+    two(unusual(), |rank, group, store| {
+        sum_works(rank, group)?;
+        next_epoch(rank, group, store)?;
+        let child = group
+            .split(Some(7), rank, deadline_in(Duration::from_secs(20)))?
+            .ok_or("no child")?;
+        let tensor = filled(rank, 1.0, 10)?;
+        let sum = read(&child.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?)?;
+        check(sum == [2.0; 10], || format!("the child sums {sum:?}"))?;
+        // The child makes its own communicators with the same options: a lane.
+        let peer = 1 - rank;
+        let work = if rank == 0 {
+            child.send(filled(rank, 5.0, 3)?, peer, 0)?
+        } else {
+            child.recv(filled(rank, 0.0, 3)?, peer, 0)?
+        };
+        work.wait_done()?;
+        Ok(())
+    })?;
+    let lines = log_lines()?;
+    let configurations: Vec<&String> = lines.iter().filter(|l| !l.starts_with("stream")).collect();
+    let count = |prefix: &str| configurations.iter().filter(|l| l.starts_with(prefix)).count();
+    // Two epochs and a lane of two ranks each, and the split.
+    check((count("init"), count("split")) == (6, 2), || {
+        format!("{configurations:#?}")
+    })?;
+    for line in configurations {
+        for word in ALL {
+            check(line.split(' ').any(|w| w == word), || {
+                format!("'{word}' did not arrive: {line}")
+            })?;
+        }
+    }
+    // Two epochs and a child per rank, and the lanes.
+    let high = lines.iter().filter(|l| *l == "stream priority=-5").count();
+    check(high >= 8, || format!("{high} streams with high priority"))
+}
+
+pub(super) fn old_configuration() -> Outcome {
+    let e = group(0, unusual()).err().ok_or("traffic_class was accepted")?;
+    says(&e, ErrorKind::InvalidArgument, &["traffic_class"])?;
+    let options = GroupOptions {
+        traffic_class: None,
+        ..unusual()
+    };
+    two(options, |rank, group, _| sum_works(rank, group))?;
+    let lines = log_lines()?;
+    let inits: Vec<&String> = lines.iter().filter(|l| l.starts_with("init")).collect();
+    check(
+        inits.len() == 2
+            && inits
+                .iter()
+                .all(|l| l.contains("size=48") && l.contains("version=21903")),
+        || format!("{inits:#?}"),
+    )
+}
+
+pub(super) fn without_counting() -> Outcome {
+    let mut options = GroupOptions::default();
+    options.hints.insert("contributors".into(), "all".into());
+    two(options, |rank, group, _| {
+        check(!group.capabilities().has(ftcore::Feature::Contributors), || {
+            "counting is advertised".into()
+        })?;
+        let work = group.allreduce(filled(rank, 1.0 + rank as f32, 100)?, ReduceOp::Avg)?;
+        let mean = read(&work.take_tensor()?)?;
+        check(mean == [1.5; 100], || format!("the mean is {:?}", mean.first()))?;
+        check(work.contributors() == 2, || "all contribute".into())?;
+        let op = Collective::AllReduce {
+            tensors: vec![filled(rank, 1.0, 1)?],
+            op: ReduceOp::Sum,
+        };
+        let options = SubmitOptions {
+            contribute: false,
+            ..SubmitOptions::default()
+        };
+        let rejected = group.run(op, options).err().ok_or("abstaining was accepted")?;
+        says(&rejected.error, ErrorKind::Unsupported, &["contributors"])
+    })
+}
+
+pub(super) fn old_chip() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    check(
+        !group.capabilities().reduces(ReduceOp::Sum, DType::F8E4M3),
+        || "8-bit floats are advertised".into(),
+    )?;
+    check(group.capabilities().moves.contains(DType::F8E4M3), || {
+        "8-bit floats are not moved".into()
+    })?;
+    check(!CudaAccelerator.native_fp8(0), || {
+        "the chip is said to compute in FP8".into()
+    })
+}
+
+pub(super) fn says_what_it_is() -> Outcome {
+    let text = NcclFactory.library().ok_or("no description")?;
+    check(text.contains("stand-in"), || text.clone())?;
+    let name = CudaAccelerator.name(0)?;
+    check(name.contains("stand-in"), || name.clone())
+}
+
+pub(super) fn old_functions() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        check(group.capabilities().ops.contains(OpKind::AllToAllInto), || {
+            "all-to-all is gone".into()
+        })?;
+        let input = filled(rank, 1.0 + rank as f32, 6)?;
+        let output = CudaAccelerator.alloc(rank, DType::F32, &[6])?;
+        let result = read(
+            &group
+                .alltoall_into(input, output, Vec::new(), Vec::new())?
+                .take_tensor()?,
+        )?;
+        check(result == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], || format!("{result:?}"))?;
+        // Without a revoke an abort goes the old way.
+        if rank == 0 {
+            group.abort("enough");
+        }
+        let e = group_error(group)?;
+        says(&e, ErrorKind::Aborted, &["enough"])
+    })
+}

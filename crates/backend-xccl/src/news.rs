@@ -1,0 +1,358 @@
+//! What ranks tell each other beside oneCCL, through the store: failures, a barrier that names who is missing, good-byes, and
+//! that both ends of a message are there.
+//!
+//! oneCCL tells nobody anything: a rank whose peer is gone waits for ever. So the first rank that fails writes why, and all
+//! others, who look for it a few times a second, fail with the same cause at once instead of at their deadlines (L27).
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
+
+/// How long one look for news lasts: what a rank's own failure may take until it is told from another thread.
+const LOOK: Duration = Duration::from_millis(200);
+/// A store that does not answer by then is not told.
+const TELLING: Duration = Duration::from_millis(500);
+/// Beyond the deadline of a monitored barrier, for rank 0's verdict.
+const GRACE: Duration = Duration::from_secs(2);
+/// Longer texts are cut: they come from another process.
+const LONGEST: usize = 4096;
+
+/// The store of one configuration.
+#[derive(Clone)]
+pub(crate) struct Channel {
+    store: Arc<dyn Store>,
+    prefix: String,
+    rank: u32,
+    world: u32,
+}
+
+impl Channel {
+    /// `prefix` is unique per configuration and epoch.
+    pub(crate) fn new(store: Arc<dyn Store>, prefix: String, rank: u32, world: u32) -> Self {
+        Self {
+            store,
+            prefix,
+            rank,
+            world,
+        }
+    }
+
+    pub(crate) fn store(&self) -> &Arc<dyn Store> {
+        &self.store
+    }
+
+    pub(crate) fn key(&self, name: &str) -> String {
+        format!("{}/{name}", self.prefix)
+    }
+
+    /// Tells the others why this rank failed, unless somebody told already. Waits for the store only briefly.
+    pub(crate) fn tell(&self, error: &Error) {
+        let text: String = error.to_string().chars().take(LONGEST / 4).collect();
+        let value = format!("{}\n{}\n{text}", kind_name(error.kind()), self.rank);
+        let told = self
+            .store
+            .compare_set(&self.key("news"), b"", value.as_bytes(), deadline_in(TELLING));
+        if let Err(e) = told {
+            tracing::debug!(error = %e, "the other ranks could not be told of a failure");
+        }
+    }
+
+    /// Waits a moment for news.
+    pub(crate) fn news(&self) -> Option<Error> {
+        let until = deadline_in(LOOK);
+        let key = self.key("news");
+        match self.store.wait(&[&key], until) {
+            Ok(()) => {
+                let value = self.store.get(&key, deadline_in(TELLING)).ok()?;
+                Some(read_news(&value))
+            }
+            Err(e) => {
+                if e.kind() != ErrorKind::Timeout {
+                    // A store that is away answers at once: do not ask it without pause.
+                    std::thread::sleep(ftcore::time_left(until));
+                }
+                None
+            }
+        }
+    }
+
+    /// Every rank enters; rank 0 finds out who does not until `deadline`, and everybody is told.
+    pub(crate) fn monitored_barrier(&self, seq: u64, wait_all: bool, deadline: Instant) -> Result<()> {
+        let entered = |rank: u32| self.key(&format!("monitored/{seq}/{rank}"));
+        let verdict = self.key(&format!("monitored/{seq}/verdict"));
+        if self.rank != 0 {
+            self.store.set(&entered(self.rank), b"1", deadline)?;
+            let late = deadline.checked_add(GRACE).unwrap_or(deadline);
+            let answer = self.store.get(&verdict, late).map_err(|e| match e.kind() {
+                ErrorKind::Timeout => Error::timeout("rank 0 has not entered the barrier").with_peer(0),
+                _ => e,
+            })?;
+            return match answer.as_slice() {
+                b"ok" => Ok(()),
+                text => Err(Error::timeout(clean(text))),
+            };
+        }
+        let mut missing = Vec::new();
+        for rank in 1..self.world {
+            match self.store.wait(&[&entered(rank)], deadline) {
+                Ok(()) => {}
+                Err(e) if e.kind() == ErrorKind::Timeout => {
+                    let here = self
+                        .store
+                        .check(&[&entered(rank)], deadline_in(TELLING))
+                        .unwrap_or(false);
+                    if !here {
+                        missing.push(rank);
+                        if !wait_all {
+                            break;
+                        }
+                    }
+                }
+                Err(e) => return Err(e),
+            }
+        }
+        let text = if missing.is_empty() {
+            None
+        } else {
+            Some(format!(
+                "{} of {} did not enter the monitored barrier by its deadline",
+                ranks(&missing),
+                self.world
+            ))
+        };
+        let answer = text.as_deref().unwrap_or("ok");
+        self.store
+            .set(&verdict, answer.as_bytes(), deadline_in(TELLING))?;
+        match text {
+            None => Ok(()),
+            Some(text) => Err(Error::timeout(text)),
+        }
+    }
+
+    /// Says that this rank leaves, and waits until all have.
+    pub(crate) fn all_have_left(&self, deadline: Instant) -> Result<()> {
+        self.all("left", deadline)
+    }
+
+    /// Says that this rank has destroyed its communicators, and waits until all have.
+    pub(crate) fn all_have_destroyed(&self, deadline: Instant) -> Result<()> {
+        self.all("destroyed", deadline)
+    }
+
+    fn all(&self, what: &str, deadline: Instant) -> Result<()> {
+        let key = |rank: u32| self.key(&format!("{what}/{rank}"));
+        self.store.set(&key(self.rank), b"1", deadline)?;
+        let keys: Vec<String> = (0..self.world).map(key).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        self.store.wait(&keys, deadline)
+    }
+}
+
+/// The place of a message: the `number`th from one rank to another.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Message {
+    pub(crate) from: u32,
+    pub(crate) to: u32,
+    pub(crate) number: u64,
+}
+
+impl Channel {
+    fn message(&self, message: Message, what: &str) -> String {
+        let Message { from, to, number } = message;
+        self.key(&format!("message/{from}-{to}/{number}/{what}"))
+    }
+
+    /// The sender's half of meeting the receiver: says what it has (`content`), and waits until that is wanted. `over` is asked
+    /// a few times a second whether there is no point any more.
+    pub(crate) fn offer(
+        &self,
+        message: Message,
+        content: &str,
+        deadline: Instant,
+        over: impl Fn() -> bool,
+    ) -> Result<()> {
+        self.store
+            .set(&self.message(message, "offer"), content.as_bytes(), deadline)?;
+        let answer = self.await_key(&self.message(message, "answer"), deadline, over)?;
+        match answer.as_slice() {
+            b"go" => Ok(()),
+            other => Err(mismatch(content, &clean(other), message.to)),
+        }
+    }
+
+    /// The receiver's half: waits for the sender, and refuses what does not fit.
+    pub(crate) fn accept(
+        &self,
+        message: Message,
+        content: &str,
+        deadline: Instant,
+        over: impl Fn() -> bool,
+    ) -> Result<()> {
+        let offered = self.await_key(&self.message(message, "offer"), deadline, over)?;
+        let fits = offered == content.as_bytes();
+        let answer = if fits { "go" } else { content };
+        self.store
+            .set(&self.message(message, "answer"), answer.as_bytes(), deadline)?;
+        if fits {
+            return Ok(());
+        }
+        Err(mismatch(&clean(&offered), content, message.from))
+    }
+
+    /// Forgets a message that has arrived.
+    pub(crate) fn forget(&self, message: Message) {
+        for what in ["offer", "answer"] {
+            let _ = self
+                .store
+                .delete(&self.message(message, what), deadline_in(TELLING));
+        }
+    }
+
+    fn await_key(&self, key: &str, deadline: Instant, over: impl Fn() -> bool) -> Result<Vec<u8>> {
+        loop {
+            match self.store.get(key, deadline.min(deadline_in(LOOK))) {
+                Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < deadline && !over() => {}
+                result => return result,
+            }
+        }
+    }
+}
+
+fn mismatch(sent: &str, received: &str, peer: u32) -> Error {
+    let text = format!("the sender has {sent}, the receiver expects {received}");
+    Error::new(ErrorKind::Mismatch, text).with_peer(peer)
+}
+
+/// "rank 2" or "ranks 2, 3".
+pub(crate) fn ranks(list: &[u32]) -> String {
+    let names: Vec<String> = list.iter().map(ToString::to_string).collect();
+    match list {
+        [_] => format!("rank {}", names.join(", ")),
+        _ => format!("ranks {}", names.join(", ")),
+    }
+}
+
+/// Text from another process, cut and without control characters.
+fn clean(bytes: &[u8]) -> String {
+    let bytes = bytes.get(..bytes.len().min(LONGEST)).unwrap_or(bytes);
+    String::from_utf8_lossy(bytes)
+        .chars()
+        .filter(|c| !c.is_control())
+        .collect()
+}
+
+fn kind_name(kind: ErrorKind) -> &'static str {
+    match kind {
+        ErrorKind::Timeout => "timeout",
+        ErrorKind::Aborted => "aborted",
+        ErrorKind::Backend => "backend",
+        ErrorKind::Mismatch => "mismatch",
+        _ => "peer",
+    }
+}
+
+/// Any bytes give an error that makes sense.
+fn read_news(value: &[u8]) -> Error {
+    let mut parts = value.splitn(3, |b| *b == b'\n');
+    let kind = match parts.next() {
+        Some(b"timeout") => ErrorKind::Timeout,
+        Some(b"aborted") => ErrorKind::Aborted,
+        Some(b"backend") => ErrorKind::Backend,
+        Some(b"mismatch") => ErrorKind::Mismatch,
+        _ => ErrorKind::PeerLost,
+    };
+    let rank = parts
+        .next()
+        .and_then(|r| std::str::from_utf8(r).ok())
+        .and_then(|r| r.parse::<u32>().ok());
+    let text = clean(parts.next().unwrap_or(b"it failed without saying why"));
+    match rank {
+        Some(rank) => Error::new(kind, format!("rank {rank} reports: {text}")).with_peer(rank),
+        None => Error::new(kind, text),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use ftcore::InMemoryStore;
+
+    fn channels(world: u32) -> Vec<Channel> {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        (0..world)
+            .map(|rank| Channel::new(store.clone(), "x".into(), rank, world))
+            .collect()
+    }
+
+    #[test]
+    fn the_first_failure_is_heard_by_all_with_kind_and_origin() {
+        let all = channels(3);
+        assert!(all[0].news().is_none());
+        all[2].tell(&Error::timeout("nobody came"));
+        all[1].tell(&Error::new(ErrorKind::Aborted, "later"));
+        for channel in &all {
+            let e = channel.news().unwrap();
+            assert_eq!((e.kind(), e.context().peer), (ErrorKind::Timeout, Some(2)));
+            assert!(e.to_string().contains("nobody came"), "{e}");
+        }
+    }
+
+    #[test]
+    fn damaged_news_are_an_error_that_makes_sense() {
+        for bytes in [
+            &b""[..],
+            b"\n\n\n",
+            b"timeout",
+            b"\xff\xfe\nx\n\x07",
+            &[b'a'; 100_000],
+        ] {
+            let e = read_news(bytes);
+            assert!(e.to_string().len() < 2 * LONGEST);
+        }
+    }
+
+    #[test]
+    fn messages_meet_and_those_that_do_not_fit_are_refused_on_both_sides() {
+        let all = channels(2);
+        let message = |number| Message {
+            from: 0,
+            to: 1,
+            number,
+        };
+        let soon = || deadline_in(Duration::from_secs(10));
+        std::thread::scope(|scope| {
+            let sender = scope.spawn(|| {
+                all[0].offer(message(0), "f32 × 3", soon(), || false).unwrap();
+                all[0].forget(message(0));
+                all[0].offer(message(1), "f32 × 3", soon(), || false).unwrap_err()
+            });
+            all[1].accept(message(0), "f32 × 3", soon(), || false).unwrap();
+            let here = all[1]
+                .accept(message(1), "f32 × 4", soon(), || false)
+                .unwrap_err();
+            for e in [here, sender.join().unwrap()] {
+                assert_eq!(e.kind(), ErrorKind::Mismatch);
+                assert!(
+                    e.to_string().contains("f32 × 3") && e.to_string().contains("f32 × 4"),
+                    "{e}"
+                );
+            }
+        });
+        let e = all[0].offer(message(2), "x", soon(), || true).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout);
+    }
+
+    #[test]
+    fn a_monitored_barrier_names_everybody_who_is_missing() {
+        let all = channels(4);
+        std::thread::scope(|scope| {
+            let one =
+                scope.spawn(|| all[1].monitored_barrier(7, true, deadline_in(Duration::from_millis(200))));
+            let zero = all[0].monitored_barrier(7, true, deadline_in(Duration::from_millis(200)));
+            for e in [zero.unwrap_err(), one.join().unwrap().unwrap_err()] {
+                assert!(e.to_string().contains("ranks 2, 3 of 4"), "{e}");
+            }
+        });
+    }
+}

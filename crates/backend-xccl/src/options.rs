@@ -1,0 +1,87 @@
+//! Options of a group on host memory, and what each becomes (INV-9).
+//!
+//! - `net_name`: the network interface, for oneCCL's rendezvous and its TCP provider. It is chosen by environment variables
+//!   that are read once, so all groups of a process have the same one, and one that the user set there wins over nothing.
+//! - `blocking`: calls always block a thread of ours; `true` says so, `false` is refused.
+//! - hint `contributors`: `count` (the default) or `off`. Counting costs small all-reduces nothing and large ones a second,
+//!   tiny one; off, averages divide by the world size and the feature is not advertised.
+//!
+//! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels: there are none here.
+
+use std::time::Duration;
+
+use ftcore::{Error, ErrorKind, GroupOptions, Result};
+
+/// What groups on host memory act on.
+pub(crate) const HONOURED: &[&str] = &["net_name", "blocking", "hint:contributors"];
+
+/// The options of a group, read; the children of a split have the same.
+#[derive(Debug, Clone)]
+pub(crate) struct Settings {
+    pub(crate) timeout: Duration,
+    pub(crate) counted: bool,
+}
+
+impl Settings {
+    /// Reads the options; what is not honoured is `InvalidArgument`, an interface that cannot be chosen any more `Conflict`.
+    pub(crate) fn new(options: GroupOptions) -> Result<Self> {
+        options.require_honoured("xccl", HONOURED)?;
+        if options.blocking == Some(false) && !options.lenient {
+            return Err(Error::invalid(
+                "backend 'xccl' does not honour blocking = false: oneCCL has no other calls than blocking ones",
+            ));
+        }
+        let counted = match options.hints.get("contributors").map(String::as_str) {
+            None | Some("count") => true,
+            Some("off") => false,
+            Some(other) => {
+                return Err(Error::invalid(format!(
+                    "hint contributors is '{other}'; it can be 'count' or 'off'"
+                )));
+            }
+        };
+        if let Some(name) = &options.net_name {
+            oneccl_sys::environment::use_interface(name).map_err(|(variable, value)| {
+                Error::new(
+                    ErrorKind::Conflict,
+                    format!(
+                        "net_name is '{name}', but {variable}={value} was set before: oneCCL takes one interface per process"
+                    ),
+                )
+            })?;
+        }
+        Ok(Self {
+            timeout: options.timeout,
+            counted,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn l42_options_are_honoured_or_refused_by_name() {
+        let mut o = GroupOptions {
+            blocking: Some(true),
+            ..Default::default()
+        };
+        o.hints.insert("contributors".into(), "off".into());
+        assert!(!Settings::new(o.clone()).unwrap().counted);
+        o.hints.insert("contributors".into(), "perhaps".into());
+        assert!(Settings::new(o.clone()).is_err());
+        o.hints.clear();
+        o.blocking = Some(false);
+        assert!(
+            Settings::new(o.clone())
+                .unwrap_err()
+                .to_string()
+                .contains("blocking")
+        );
+        o.blocking = None;
+        o.max_ctas = Some(4);
+        let e = Settings::new(o).unwrap_err();
+        assert!(e.to_string().contains("max_ctas"), "{e}");
+    }
+}

@@ -1,0 +1,53 @@
+//! oneCCL's calls as they are, over slices: for measurements and for the differential test, which must see the library itself
+//! and not what this backend makes of it.
+//!
+//! Every call blocks its thread until all ranks have made it, for ever if one never does. Use [`XcclGroup`](crate::XcclGroup)
+//! for anything else.
+
+use ftcore::{Configuration, DType, Result};
+use oneccl_sys::Flavour;
+pub use oneccl_sys::RedOp;
+
+use crate::link::Link;
+use crate::raw::comm::{Comm, native};
+use crate::{probe, rendezvous};
+
+/// A communicator and nothing else. One rank per process.
+#[derive(Debug)]
+pub struct Plain(Comm);
+
+/// True if oneCCL has `dtype` itself.
+pub fn is_native(dtype: DType) -> bool {
+    native(dtype).is_some()
+}
+
+impl Plain {
+    /// Meets the other ranks and makes the communicator. A world of at least two.
+    pub fn join(configuration: &Configuration) -> Result<Self> {
+        let comms = rendezvous::connect(configuration, probe::library(Flavour::Host)?)?;
+        match comms.collectives {
+            Link::Comm(comm) => Ok(Self(comm)),
+            Link::Alone => Err(ftcore::Error::invalid("a world of one has no communicator")),
+        }
+    }
+
+    /// `onecclAllReduce`, in place.
+    pub fn all_reduce(&self, data: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
+        self.0.all_reduce(data, dtype, op)
+    }
+
+    /// `onecclReduce`; `into` has the length of `from` on every rank.
+    pub fn reduce(&self, from: &[u8], into: &mut [u8], dtype: DType, op: RedOp, root: u32) -> Result<()> {
+        self.0.reduce(from, into, dtype, op, root)
+    }
+
+    /// `onecclReduceScatter`; `from` is world times as long as `into`.
+    pub fn reduce_scatter(&self, from: &[u8], into: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
+        self.0.reduce_scatter(from, into, dtype, op)
+    }
+
+    /// `onecclBroadcast`, in place.
+    pub fn broadcast(&self, data: &mut [u8], dtype: DType, root: u32) -> Result<()> {
+        self.0.broadcast(data, dtype, root)
+    }
+}

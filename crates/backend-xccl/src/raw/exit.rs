@@ -1,0 +1,128 @@
+//! The end of the process while threads are in oneCCL, or leaving it.
+//!
+//! oneCCL takes itself apart in a destructor that runs inside `exit`: a thread that is in a call at that moment crashes the
+//! process. Data that a finished call left in a send buffer is lost with the process, and the peers hang. And when the
+//! process that has the key-value server goes while a peer destroys its communicator, that peer is aborted. (All three were
+//! seen.) So calls and good-byes are counted, and a handler that runs before that destructor waits for the good-byes, lets
+//! no new call begin, waits for those under way, and ends the process without destructors if one is stuck.
+
+use std::ffi::{c_int, c_void};
+use std::sync::Once;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+/// Calls under way.
+static CALLS: AtomicUsize = AtomicUsize::new(0);
+/// Groups that say good-bye.
+static LEAVING: AtomicUsize = AtomicUsize::new(0);
+/// Threads that were given up inside a call and have not come back.
+static STUCK: AtomicUsize = AtomicUsize::new(0);
+/// The process is ending: no new calls.
+static CLOSING: AtomicBool = AtomicBool::new(false);
+
+/// How long the end of the process waits for the other ranks of groups that were left.
+const FOR_GOODBYES: Duration = Duration::from_secs(5);
+/// How long it waits for calls.
+const FOR_CALLS: Duration = Duration::from_millis(1500);
+
+macro_rules! counted {
+    ($(#[$m:meta])* $name:ident in $counter:ident) => {
+        $(#[$m])*
+        #[derive(Debug)]
+        pub(crate) struct $name(());
+
+        impl $name {
+            /// Begins.
+            pub(crate) fn begin() -> Self {
+                $counter.fetch_add(1, Ordering::SeqCst);
+                Self(())
+            }
+        }
+
+        impl Drop for $name {
+            fn drop(&mut self) {
+                $counter.fetch_sub(1, Ordering::SeqCst);
+            }
+        }
+    };
+}
+
+counted! {
+    /// A call under way.
+    Call in CALLS
+}
+counted! {
+    /// A group that leaves in good order, until its communicators are gone on all ranks.
+    Leaving in LEAVING
+}
+counted! {
+    /// A thread that was given up; ends when it comes back.
+    Stuck in STUCK
+}
+
+impl Call {
+    /// Begins a call. Never returns once the process is ending: its thread ends with it.
+    pub(super) fn enter() -> Self {
+        let call = Self::begin();
+        if CLOSING.load(Ordering::SeqCst) {
+            drop(call);
+            loop {
+                std::thread::park();
+            }
+        }
+        call
+    }
+}
+
+/// How many threads are stuck in oneCCL.
+pub(crate) fn stuck() -> usize {
+    STUCK.load(Ordering::SeqCst)
+}
+
+unsafe extern "C" {
+    #[cfg(target_env = "gnu")]
+    fn on_exit(function: extern "C" fn(c_int, *mut c_void), argument: *mut c_void) -> c_int;
+    #[cfg(target_env = "gnu")]
+    fn fflush(stream: *mut c_void) -> c_int;
+    #[cfg(target_env = "gnu")]
+    fn _exit(status: c_int) -> !;
+}
+
+/// Installs the handler, once. After the library has made its first communicator, so that its own destructors come later
+/// (they run in reverse order of registration).
+pub(super) fn install() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        #[cfg(target_env = "gnu")]
+        // SAFETY: INV-12 the handler is a function that lives as long as the program and takes no argument of ours.
+        unsafe {
+            on_exit(at_exit, std::ptr::null_mut());
+        }
+    });
+}
+
+/// Waits until `done` or for `patience`.
+fn settle(patience: Duration, done: impl Fn() -> bool) -> bool {
+    let began = Instant::now();
+    while !done() {
+        if began.elapsed() > patience {
+            return false;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    true
+}
+
+#[cfg(target_env = "gnu")]
+extern "C" fn at_exit(status: c_int, _: *mut c_void) {
+    settle(FOR_GOODBYES, || LEAVING.load(Ordering::SeqCst) == 0);
+    CLOSING.store(true, Ordering::SeqCst);
+    settle(FOR_CALLS, || CALLS.load(Ordering::SeqCst) <= stuck());
+    if CALLS.load(Ordering::SeqCst) > 0 {
+        // SAFETY: INV-12 what C streams hold is written out, then the process ends at once with its own status.
+        unsafe {
+            fflush(std::ptr::null_mut());
+            _exit(status);
+        }
+    }
+}

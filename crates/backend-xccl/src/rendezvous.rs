@@ -1,0 +1,327 @@
+//! How ranks find each other and start a communicator, with deadlines where oneCCL has none.
+//!
+//! Every rank says who it is and waits for the others, so that a missing one is named (L33) and two ranks in one process,
+//! which would hang, are refused. Starting communicators one beside the other in a process hangs too. So a process starts
+//! one at a time, and the ranks of a group pass their gates one after the other, in an order that is the same for all
+//! groups (by process), so that two groups can never wait for each other.
+
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
+
+use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
+use oneccl_sys::{Library, UniqueId};
+
+use crate::engine::{Comms, with_messages};
+use crate::news::{Channel, ranks};
+use crate::raw::comm::{self, Comm};
+use crate::raw::exit::Stuck;
+
+/// One for every process and life; forked children inherit it, and are refused as the duplicates that they are.
+fn process_id() -> u64 {
+    static ID: OnceLock<u64> = OnceLock::new();
+    *ID.get_or_init(random)
+}
+
+/// A number that no other process comes up with.
+pub(crate) fn random() -> u64 {
+    let time = std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0, |d| d.as_nanos());
+    // The hasher's keys come from the operating system.
+    RandomState::new().hash_one((time, std::process::id()))
+}
+
+/// What a rank says about itself.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Hello {
+    world: u32,
+    process: u64,
+    library: String,
+}
+
+impl Hello {
+    fn encode(&self) -> Vec<u8> {
+        format!(
+            "oxccl-xccl-1 {} {:016x} {}",
+            self.world, self.process, self.library
+        )
+        .into_bytes()
+    }
+
+    fn decode(bytes: &[u8]) -> Option<Self> {
+        let text = std::str::from_utf8(bytes.get(..bytes.len().min(256))?).ok()?;
+        let mut parts = text.splitn(4, ' ');
+        if parts.next()? != "oxccl-xccl-1" {
+            return None;
+        }
+        Some(Self {
+            world: parts.next()?.parse().ok()?,
+            process: u64::from_str_radix(parts.next()?, 16).ok()?,
+            library: parts.next()?.to_string(),
+        })
+    }
+}
+
+/// The gate of this process: one start at a time.
+static GATE: Mutex<bool> = Mutex::new(false);
+static OPENED: Condvar = Condvar::new();
+
+/// Held while a communicator is being started.
+struct Gate;
+
+impl Gate {
+    fn pass(deadline: Instant) -> Result<Self> {
+        let mut taken = GATE.lock().unwrap_or_else(PoisonError::into_inner);
+        while *taken {
+            let left = time_left(deadline);
+            if left.is_zero() {
+                return Err(Error::timeout(
+                    "phase gate: another group of this process was still being started",
+                ));
+            }
+            taken = OPENED
+                .wait_timeout(taken, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        *taken = true;
+        Ok(Self)
+    }
+}
+
+impl Drop for Gate {
+    fn drop(&mut self) {
+        *GATE.lock().unwrap_or_else(PoisonError::into_inner) = false;
+        OPENED.notify_all();
+    }
+}
+
+/// The prefix of everything that belongs to one configuration.
+pub(crate) fn channel(configuration: &Configuration) -> Channel {
+    Channel::new(
+        configuration.store.clone(),
+        format!("{}/xccl/{}", configuration.prefix, configuration.epoch),
+        configuration.rank,
+        configuration.world_size,
+    )
+}
+
+/// What is known about the thread that starts a communicator.
+#[derive(Debug, Default)]
+struct GivenUp {
+    back: bool,
+    stuck: Option<Stuck>,
+}
+
+/// Meets the other ranks and starts the communicators, on a thread that is given up at the deadline.
+pub(crate) fn connect(configuration: &Configuration, library: &'static Library) -> Result<Comms> {
+    let channel = channel(configuration);
+    let hellos = meet(configuration, &channel, library)?;
+    let gate = pass_in_order(configuration, &channel, &hellos)?;
+    let (reply, answer) = std::sync::mpsc::channel();
+    let (rank, world, deadline) = (
+        configuration.rank,
+        configuration.world_size,
+        configuration.deadline,
+    );
+    let given_up: Arc<Mutex<GivenUp>> = Arc::default();
+    let shared = given_up.clone();
+    let start = move || {
+        let made = start(&channel, library, rank, world, deadline);
+        drop(gate);
+        let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.back = true;
+        shared.stuck = None;
+        // Nobody listens any more after the deadline; then the communicators stay undestroyed.
+        let _ = reply.send(made);
+    };
+    std::thread::Builder::new()
+        .name("ox-xccl-init".to_string())
+        .spawn(start)
+        .map_err(|e| Error::io("cannot start thread ox-xccl-init", e))?;
+    answer.recv_timeout(time_left(deadline)).unwrap_or_else(|_| {
+        let mut shared = given_up.lock().unwrap_or_else(PoisonError::into_inner);
+        if !shared.back {
+            shared.stuck = Some(Stuck::begin());
+        }
+        Err(Error::timeout(
+            "phase init: all ranks are here, but oneCCL did not start its communicator by the deadline. It cannot be \
+             cancelled: this process cannot use oneCCL again (an isolated group can)",
+        ))
+    })
+}
+
+fn start(
+    channel: &Channel,
+    library: &'static Library,
+    rank: u32,
+    world: u32,
+    deadline: Instant,
+) -> Result<Comms> {
+    let key = channel.key("id");
+    let id = if rank == 0 {
+        let id = comm::unique_id(library)?;
+        channel.store().set(&key, &id.to_bytes(), deadline)?;
+        id
+    } else {
+        let bytes = channel.store().get(&key, deadline).map_err(|e| phase(e, "id"))?;
+        UniqueId::from_bytes(&bytes).ok_or_else(|| {
+            let text = format!("rank 0's id has {} bytes, not {}", bytes.len(), UniqueId::BYTES);
+            Error::new(ErrorKind::Protocol, text).with_peer(0)
+        })?
+    };
+    tracing::debug!(?id, rank, world, "starting a oneCCL communicator");
+    with_messages(Comm::init(library, id, rank, world)?)
+}
+
+fn phase(error: Error, name: &str) -> Error {
+    match error.kind() {
+        ErrorKind::Timeout => Error::timeout(format!("phase {name}: {}", error.message())),
+        _ => error,
+    }
+}
+
+/// Everybody's hello, by rank.
+fn meet(configuration: &Configuration, channel: &Channel, library: &Library) -> Result<Vec<Hello>> {
+    let Configuration {
+        rank,
+        world_size: world,
+        deadline,
+        ..
+    } = *configuration;
+    let began = Instant::now();
+    let key = |rank: u32| channel.key(&format!("hello/{rank}"));
+    let own = Hello {
+        world,
+        process: process_id(),
+        library: library.version.to_string(),
+    };
+    let store = channel.store();
+    store.set(&key(rank), &own.encode(), deadline)?;
+    let mut hellos = Vec::new();
+    for peer in 0..world {
+        let bytes = match store.get(&key(peer), deadline) {
+            Ok(bytes) => bytes,
+            Err(e) if e.kind() == ErrorKind::Timeout => {
+                let soon = ftcore::deadline_in(std::time::Duration::from_millis(500));
+                let missing: Vec<u32> = (peer..world)
+                    .filter(|&r| r == peer || !store.check(&[&key(r)], soon).unwrap_or(false))
+                    .collect();
+                return Err(Error::timeout(format!(
+                    "phase hello: {} of {world} did not come within {:.1} s",
+                    ranks(&missing),
+                    began.elapsed().as_secs_f64()
+                )));
+            }
+            Err(e) => return Err(e),
+        };
+        let hello = Hello::decode(&bytes).ok_or_else(|| {
+            Error::new(
+                ErrorKind::Protocol,
+                "what it says about itself is not a hello of this backend",
+            )
+            .with_peer(peer)
+        })?;
+        if hello.world != world || hello.library != own.library {
+            let text = format!(
+                "this rank has a world of {world} and oneCCL {}, rank {peer} has {} and {}",
+                own.library, hello.world, hello.library
+            );
+            return Err(Error::new(ErrorKind::Mismatch, text).with_peer(peer));
+        }
+        hellos.push(hello);
+    }
+    refuse_shared_processes(&hellos)?;
+    Ok(hellos)
+}
+
+fn refuse_shared_processes(hellos: &[Hello]) -> Result<()> {
+    for (a, first) in hellos.iter().enumerate() {
+        if let Some(b) = hellos.iter().skip(a + 1).position(|h| h.process == first.process) {
+            return Err(Error::new(
+                ErrorKind::Unsupported,
+                format!(
+                    "ranks {a} and {} are in one process: oneCCL takes one rank per process and would hang. Run them as \
+                     processes, or isolated (each in a child process)",
+                    a + 1 + b
+                ),
+            ));
+        }
+    }
+    Ok(())
+}
+
+/// Passes this process's gate when it is this rank's turn: all groups take their processes' gates in the same order.
+fn pass_in_order(configuration: &Configuration, channel: &Channel, hellos: &[Hello]) -> Result<Gate> {
+    let Configuration { rank, deadline, .. } = *configuration;
+    let mut order: Vec<(u64, u32)> = hellos.iter().map(|h| h.process).zip(0u32..).collect();
+    order.sort_unstable();
+    let place = order.iter().position(|(_, r)| *r == rank).unwrap_or(0);
+    let key = |place: usize| channel.key(&format!("gate/{place}"));
+    if place > 0 {
+        let before = channel.store().wait(&[&key(place - 1)], deadline);
+        before.map_err(|e| match e.kind() {
+            ErrorKind::Timeout => {
+                let waiting_for = order.get(place - 1).map_or(0, |(_, r)| *r);
+                Error::timeout(format!(
+                    "phase gate: rank {waiting_for} of {} is still starting another group",
+                    order.len()
+                ))
+                .with_peer(waiting_for)
+            }
+            _ => e,
+        })?;
+    }
+    let gate = Gate::pass(deadline)?;
+    channel.store().set(&key(place), b"1", deadline)?;
+    Ok(gate)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hello_round_trips_and_anything_else_is_refused() {
+        let hello = Hello {
+            world: 4,
+            process: 7,
+            library: "2022.2.0".into(),
+        };
+        assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+        for bytes in [
+            &b""[..],
+            b"oxccl-xccl-1",
+            b"oxccl-xccl-2 4 7 x",
+            b"\xff\xff",
+            &[b' '; 9999],
+        ] {
+            assert_eq!(Hello::decode(bytes), None);
+        }
+    }
+
+    #[test]
+    fn two_ranks_in_one_process_are_refused_by_name() {
+        let hello = |process| Hello {
+            world: 3,
+            process,
+            library: String::new(),
+        };
+        refuse_shared_processes(&[hello(1), hello(2), hello(3)]).unwrap();
+        let e = refuse_shared_processes(&[hello(1), hello(2), hello(1)]).unwrap_err();
+        assert!(
+            e.to_string().contains("ranks 0 and 2") && e.to_string().contains("isolated"),
+            "{e}"
+        );
+    }
+
+    #[test]
+    fn a_second_start_waits_for_the_first_until_its_deadline() {
+        let first = Gate::pass(ftcore::deadline_in(std::time::Duration::from_secs(1))).unwrap();
+        let e = Gate::pass(ftcore::deadline_in(std::time::Duration::from_millis(30)));
+        assert_eq!(e.err().unwrap().kind(), ErrorKind::Timeout);
+        drop(first);
+        Gate::pass(ftcore::deadline_in(std::time::Duration::from_secs(1))).unwrap();
+    }
+}

@@ -1,0 +1,28 @@
+//! xccl in child processes against the one suite: data, failure and reconfigure cases, all on the real oneCCL. What oneCCL
+//! cannot do (abort, start again, several ranks in one program) comes from isolation.
+
+use std::process::ExitCode;
+
+use backend_xccl::XcclFactory;
+use conformance::{Mode, run};
+use ftcore::Device;
+use ftcore::registry::BackendFactory;
+use isolate::{IsolateOptions, IsolatedGroup};
+use libtest_mimic::{Arguments, Completion, Trial};
+
+fn main() -> ExitCode {
+    isolate::run_child_if_asked();
+    if let Err(reason) = XcclFactory.probe() {
+        let trial = Trial::ignorable_test("threads::all_of_it", move || {
+            Ok(Completion::ignored_with(reason.to_string()))
+        });
+        return libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code();
+    }
+    // Ranks as threads of this process: each has a oneCCL of its own all the same.
+    run(&[Mode::Threads], |options| {
+        Ok(Box::new(IsolatedGroup::new(IsolateOptions {
+            options,
+            ..IsolateOptions::new("xccl", Device::CPU)
+        })?))
+    })
+}

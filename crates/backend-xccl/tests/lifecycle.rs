@@ -1,0 +1,316 @@
+//! What happens where oneCCL itself offers nothing: deadlines, two ranks in one process, options, the environment, the end
+//! of a process with a thread stuck in the library. On the real oneCCL; ranks are this binary started again.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a rank that panics is a failed rank, and says where"
+)]
+
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use backend_xccl::{XcclFactory, XcclGroup};
+use ftcore::registry::BackendFactory;
+use ftcore::{
+    Collective, Configuration, DType, Epoch, ErrorKind, Feature, GroupOptions, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
+};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+
+const CASE: &str = "OXCCL_LIFECYCLE_CASE";
+const RANK: &str = "OXCCL_LIFECYCLE_RANK";
+const STORE: &str = "OXCCL_LIFECYCLE_STORE";
+
+type Outcome = Result<(), Failed>;
+
+struct Rank {
+    rank: u32,
+    store: Arc<dyn Store>,
+}
+
+struct Case {
+    name: &'static str,
+    world: u32,
+    environment: &'static [(&'static str, &'static str)],
+    body: fn(&Rank) -> Outcome,
+}
+
+const CASES: [Case; 5] = [
+    Case {
+        name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
+        world: 2,
+        environment: &[],
+        body: stuck,
+    },
+    Case {
+        name: "l39_two_ranks_in_one_process_are_refused_instead_of_hanging",
+        world: 1,
+        environment: &[],
+        body: threads,
+    },
+    Case {
+        name: "l42_options_reach_the_library_and_the_children_of_a_split",
+        world: 2,
+        environment: &[],
+        body: options,
+    },
+    Case {
+        name: "the_users_environment_is_never_overridden",
+        world: 1,
+        environment: &[("CCL_YIELD", "pause"), ("CCL_KVS_IFACE", "lo")],
+        body: environment,
+    },
+    Case {
+        name: "messages_of_other_sizes_fail_on_both_sides_and_nobody_is_stuck",
+        world: 2,
+        environment: &[],
+        body: messages,
+    },
+];
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(30))
+}
+
+fn ensure(ok: bool, text: impl FnOnce() -> String) -> Outcome {
+    if ok { Ok(()) } else { Err(text().into()) }
+}
+
+fn configuration(rank: &Rank, world: u32, epoch: u64) -> Configuration {
+    Configuration {
+        store: rank.store.clone(),
+        prefix: "lifecycle".into(),
+        name: "lifecycle".into(),
+        epoch: Epoch(epoch),
+        rank: rank.rank,
+        world_size: world,
+        deadline: soon(),
+    }
+}
+
+fn group(rank: &Rank, options: GroupOptions) -> Result<XcclGroup, Failed> {
+    let group = XcclGroup::new("lifecycle", options)?;
+    group.configure(configuration(rank, 2, 1))?;
+    Ok(group)
+}
+
+fn stuck(rank: &Rank) -> Outcome {
+    let group = group(rank, GroupOptions::default())?;
+    if rank.rank == 1 {
+        // It never calls; the failure of the other one is told to it.
+        let until = soon();
+        while group.error().is_none() {
+            ensure(Instant::now() < until, || "the failure was not told".into())?;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        let e = group.error().unwrap();
+        return ensure(
+            e.kind() == ErrorKind::Timeout && e.context().peer == Some(0),
+            || format!("{e}"),
+        );
+    }
+    let op = Collective::AllReduce {
+        tensors: vec![Tensor::zeros(DType::F32, 200_000)],
+        op: ReduceOp::Sum,
+    };
+    let before = ftcore::leaked_bytes();
+    let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_millis(600))))?;
+    let later = group.allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?;
+    let e = work.wait(soon()).expect_err("nobody joined");
+    ensure(
+        e.kind() == ErrorKind::Timeout && e.to_string().contains("all_reduce #0"),
+        || format!("{e}"),
+    )?;
+    ensure(ftcore::leaked_bytes() - before == 800_000, || {
+        "the memory was not leaked and counted".into()
+    })?;
+    ensure(work.recover().is_empty(), || "memory in use came back".into())?;
+    // What had not begun comes back whole.
+    later.wait(soon()).expect_err("the group is poisoned");
+    ensure(later.recover().len() == 1, || "an idle tensor was lost".into())?;
+    let refused = group
+        .configure(configuration(rank, 2, 2))
+        .expect_err("a thread is stuck");
+    ensure(
+        refused.kind() == ErrorKind::InvalidState && refused.to_string().contains("replace the process"),
+        || format!("{refused}"),
+    )
+}
+
+fn threads(rank: &Rank) -> Outcome {
+    let began = Instant::now();
+    let results: Vec<_> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..2)
+            .map(|own| {
+                scope.spawn(move || {
+                    let rank = Rank {
+                        rank: own,
+                        store: rank.store.clone(),
+                    };
+                    XcclGroup::new("threads", GroupOptions::default())?.configure(configuration(&rank, 2, 1))
+                })
+            })
+            .collect();
+        ranks.into_iter().map(|r| r.join().expect("no panic")).collect()
+    });
+    for result in results {
+        let e = result.expect_err("two ranks in one process");
+        ensure(
+            e.kind() == ErrorKind::Unsupported && e.to_string().contains("one process"),
+            || format!("{e}"),
+        )?;
+    }
+    ensure(began.elapsed() < Duration::from_secs(15), || {
+        "it took too long".into()
+    })
+}
+
+fn options(rank: &Rank) -> Outcome {
+    let mut options = GroupOptions {
+        net_name: Some("lo".into()),
+        ..Default::default()
+    };
+    options.hints.insert("contributors".into(), "off".into());
+    let group = group(rank, options)?;
+    for variable in oneccl_sys::environment::INTERFACE {
+        ensure(std::env::var(variable).is_ok_and(|v| v == "lo"), || {
+            format!("{variable} is not set")
+        })?;
+    }
+    let child = group
+        .split(Some(7), rank.rank, soon())?
+        .expect("a colour was given");
+    for g in [&group as &dyn ProcessGroup, child.as_ref()] {
+        ensure(!g.capabilities().has(Feature::Contributors), || {
+            "contributors are counted".into()
+        })?;
+        let average = g.allreduce(Tensor::from_vec(vec![rank.rank as f32]), ReduceOp::Avg)?;
+        let average = average.take_tensor()?;
+        let average = average.as_slice::<f32>()?;
+        ensure(average == [0.5], || format!("the average is {average:?}"))?;
+    }
+    // One interface per process.
+    let other = XcclGroup::new(
+        "other",
+        GroupOptions {
+            net_name: Some("eth7".into()),
+            ..Default::default()
+        },
+    );
+    let e = other.err().expect("another interface");
+    ensure(e.kind() == ErrorKind::Conflict, || format!("{e}"))?;
+    let refused = XcclGroup::new(
+        "other",
+        GroupOptions {
+            cga_cluster_size: Some(2),
+            ..Default::default()
+        },
+    );
+    ensure(refused.is_err(), || "cga_cluster_size was accepted".into())?;
+    child.shutdown(soon())?;
+    Ok(group.shutdown(soon())?)
+}
+
+fn environment(_: &Rank) -> Outcome {
+    XcclFactory.probe()?;
+    let is = |name: &str, value: &str| {
+        let found = std::env::var(name);
+        ensure(found.as_deref() == Ok(value), || {
+            format!("{name} is {found:?}, not {value}")
+        })
+    };
+    is("CCL_YIELD", "pause")?;
+    is("CCL_KVS_IFACE", "lo")?;
+    is("CCL_PLUGIN", "ONECCL_LEGACY_CPU")
+}
+
+fn messages(rank: &Rank) -> Outcome {
+    let group = group(rank, GroupOptions::default())?;
+    let e = if rank.rank == 0 {
+        group.send(Tensor::from_vec(vec![1f32; 3]), 1, 0)?.wait(soon())
+    } else {
+        group.recv(Tensor::zeros(DType::F32, 4), 0, 0)?.wait(soon())
+    }
+    .expect_err("three elements are not four");
+    ensure(
+        e.kind() == ErrorKind::Mismatch && e.to_string().contains("3 elements"),
+        || format!("{e}"),
+    )?;
+    // Neither side was in a call: the process is as good as new.
+    rank.store.barrier("failed", 2, soon())?;
+    group.configure(configuration(rank, 2, 2))?;
+    let sum = group
+        .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)?
+        .take_tensor()?;
+    ensure(sum.as_slice::<i32>()? == [2], || {
+        "the next epoch sums wrongly".into()
+    })?;
+    Ok(group.shutdown(soon())?)
+}
+
+fn run(case: &Case) -> Outcome {
+    let server = TcpStoreServer::bind("127.0.0.1:0")?;
+    let program = std::env::current_exe()?;
+    let children: Vec<_> = (0..case.world)
+        .map(|rank| {
+            let mut command = Command::new(&program);
+            // What this shell has set for oneCCL must not decide a test about the environment.
+            for (name, _) in std::env::vars().filter(|(n, _)| n.starts_with("CCL_") || n.starts_with("FI_")) {
+                command.env_remove(name);
+            }
+            command
+                .env(CASE, case.name)
+                .env(RANK, rank.to_string())
+                .env(STORE, format!("127.0.0.1:{}", server.port()))
+                .envs(case.environment.iter().copied())
+                .stdin(Stdio::null())
+                .stdout(Stdio::null())
+                .stderr(Stdio::piped())
+                .spawn()
+        })
+        .collect::<Result<_, _>>()?;
+    let mut failures = String::new();
+    for child in children {
+        let output = child.wait_with_output()?;
+        if !output.status.success() {
+            failures += &format!("{}: {}\n", output.status, String::from_utf8_lossy(&output.stderr));
+        }
+    }
+    ensure(failures.is_empty(), || failures.clone())
+}
+
+fn child(name: &str) -> Outcome {
+    let address = std::env::var(STORE)?;
+    let rank = Rank {
+        rank: std::env::var(RANK)?.parse()?,
+        store: Arc::new(TcpStore::connect(&address, soon())?),
+    };
+    let case = CASES.iter().find(|c| c.name == name).ok_or("no such case")?;
+    (case.body)(&rank)
+}
+
+fn main() -> ExitCode {
+    if let Ok(name) = std::env::var(CASE) {
+        return match child(&name) {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(failed) => {
+                eprintln!("{}", failed.message().unwrap_or("failed"));
+                ExitCode::FAILURE
+            }
+        };
+    }
+    let reason = XcclFactory.probe().err().map(|e| e.to_string());
+    let trials = CASES
+        .iter()
+        .map(|case| {
+            let reason = reason.clone();
+            Trial::ignorable_test(case.name, move || match reason {
+                Some(reason) => Ok(Completion::ignored_with(reason)),
+                None => run(case).map(|()| Completion::Completed),
+            })
+        })
+        .collect();
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}

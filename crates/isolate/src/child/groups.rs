@@ -1,0 +1,493 @@
+//! The groups in a child: their operations, calls and failures.
+
+use std::collections::HashMap;
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Checked, Configuration, Epoch, Error, ErrorKind, ProcessGroup, Result, Status, Store, SubmitOptions,
+};
+
+use crate::channel::send;
+use crate::child::reading::Seat;
+use crate::clock;
+use crate::shm::{Mapping, foreign};
+use crate::store::proxy::{Line, ProxyStore};
+use crate::wire::frames::{Done, Order, Report, Settled, Submission};
+use crate::wire::{odd, op};
+
+/// How often failures that no operation has seen are looked for. INV-2 gives them 100 ms.
+const WATCH: Duration = Duration::from_millis(20);
+/// A parent that has not read a report for this long is stopped or stuck; this process then ends.
+const PATIENCE: Duration = Duration::from_secs(600);
+
+/// The way back to the parent, for all threads.
+pub(crate) struct Reporter {
+    socket: Arc<OwnedFd>,
+    sending: Mutex<()>,
+    /// For operations that a caller waits for.
+    express: Mutex<OwnedFd>,
+}
+
+impl Reporter {
+    pub(crate) fn new(socket: Arc<OwnedFd>, express: OwnedFd) -> Self {
+        Self {
+            socket,
+            sending: Mutex::new(()),
+            express: Mutex::new(express),
+        }
+    }
+
+    /// The end of an operation, on the socket on which it is waited for.
+    fn done(&self, done: Done, express: bool) {
+        if !express {
+            return self.send(&Report::Done(done));
+        }
+        let sent = Report::Done(done).encode().and_then(|frame| {
+            let socket = self.express.lock().unwrap_or_else(PoisonError::into_inner);
+            send(&socket, &frame, &[], clock::later(Instant::now(), PATIENCE))
+        });
+        if let Err(error) = sent {
+            eprintln!("isolated child: the parent cannot be told: {error}");
+        }
+    }
+
+    /// Sends a report. A parent that cannot be told is gone; then this process ends.
+    pub(crate) fn send(&self, report: &Report) {
+        let sent = report.encode().and_then(|frame| {
+            let _sending = self.sending.lock().unwrap_or_else(PoisonError::into_inner);
+            send(&self.socket, &frame, &[], clock::later(Instant::now(), PATIENCE))
+        });
+        if let Err(error) = sent {
+            eprintln!("isolated child: the parent cannot be told: {error}");
+            // The reading thread sees the same and ends the process.
+            let _ = rustix::net::shutdown(&*self.socket, rustix::net::Shutdown::Both);
+        }
+    }
+}
+
+/// One group.
+pub(crate) struct Member {
+    group: Arc<dyn ProcessGroup>,
+    /// What the watch may say of it: nothing while it is configured, and each failure once.
+    said: Mutex<Said>,
+}
+
+#[derive(Default)]
+struct Said {
+    configuring: bool,
+    poisoned: bool,
+}
+
+impl Member {
+    fn new(group: Arc<dyn ProcessGroup>) -> Arc<Self> {
+        Arc::new(Self {
+            group,
+            said: Mutex::default(),
+        })
+    }
+
+    fn said(&self) -> MutexGuard<'_, Said> {
+        self.said.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// An operation that may begin.
+pub(crate) struct Ready {
+    id: u64,
+    group: u32,
+    express: bool,
+    member: Arc<Member>,
+    checked: Checked,
+    options: SubmitOptions,
+    addresses: Vec<usize>,
+}
+
+impl Ready {
+    /// True if it is to be run on the thread that read it: somebody waits for it, and the backend needs no other thread.
+    pub(crate) fn is_express(&self) -> bool {
+        self.express && self.member.group.capabilities().has(ftcore::Feature::Borrow)
+    }
+}
+
+/// (sender of a receive and contributors of a reduction; whether the memory is free again).
+type Ended = (Result<(Option<u32>, u32)>, bool);
+
+/// All groups of this process.
+pub(crate) struct Groups {
+    reporter: Arc<Reporter>,
+    line: Arc<Line>,
+    members: Mutex<HashMap<u32, Arc<Member>>>,
+    segments: Mutex<HashMap<u32, Arc<Mapping>>>,
+    pub(crate) seat: Mutex<Seat>,
+}
+
+impl Groups {
+    pub(crate) fn new(
+        reporter: Arc<Reporter>,
+        line: Arc<Line>,
+        first: Box<dyn ProcessGroup>,
+    ) -> Result<Arc<Self>> {
+        let groups = Arc::new(Self {
+            reporter,
+            line,
+            members: Mutex::new([(0, Member::new(first.into()))].into()),
+            segments: Mutex::default(),
+            seat: Mutex::default(),
+        });
+        let weak = Arc::downgrade(&groups);
+        std::thread::Builder::new()
+            .name("ox-iwatch".to_string())
+            .spawn(move || {
+                while let Some(groups) = weak.upgrade() {
+                    groups.look();
+                    crate::child::reading::take_over(&groups);
+                    drop(groups);
+                    // Nobody signals a group's failure; this is the one poll of this crate.
+                    std::thread::sleep(WATCH);
+                }
+            })
+            .map_err(|e| Error::io("start the thread that watches for failures", e))?;
+        Ok(groups)
+    }
+
+    fn members(&self) -> MutexGuard<'_, HashMap<u32, Arc<Member>>> {
+        self.members.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn member(&self, group: u32) -> Option<Arc<Member>> {
+        self.members().get(&group).cloned()
+    }
+
+    /// Reports failures that are news.
+    fn look(&self) {
+        let all: Vec<(u32, Arc<Member>)> = self.members().iter().map(|(n, m)| (*n, m.clone())).collect();
+        for (number, member) in all {
+            let mut said = member.said();
+            if said.configuring || said.poisoned || member.group.info().world_size == 0 {
+                continue;
+            }
+            if let Some(error) = member.group.error() {
+                said.poisoned = true;
+                self.reporter.send(&Report::Poison { group: number, error });
+            }
+        }
+    }
+
+    pub(crate) fn add_segment(&self, id: u32, fd: OwnedFd, bytes: u64) -> Result<()> {
+        let mapping = Arc::new(Mapping::open(fd, bytes)?);
+        let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        segments.insert(id, mapping);
+        Ok(())
+    }
+
+    // ---- operations
+
+    /// Finds the operation's memory and checks it; an operation that is refused is reported here.
+    pub(crate) fn check(&self, submission: Submission<'_>) -> Result<Option<Ready>> {
+        let Submission {
+            id,
+            group,
+            contribute,
+            express,
+            deadline,
+            op: mut reader,
+        } = submission;
+        let collective = {
+            let segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+            op::get(&mut reader, &mut |place| {
+                if place.count == 0 {
+                    return Ok(ftcore::Tensor::zeros(place.dtype, 0));
+                }
+                let mapping = segments
+                    .get(&place.segment)
+                    .ok_or_else(|| odd(format_args!("the unknown segment {}", place.segment)))?;
+                foreign(mapping, place.offset, place.dtype, place.count)
+            })?
+        };
+        reader.end()?;
+        let Some(member) = self.member(group) else {
+            let error = Error::new(ErrorKind::InvalidState, "the group is gone");
+            self.refused(id, group, express, error);
+            return Ok(None);
+        };
+        let options = SubmitOptions {
+            deadline: Some(deadline),
+            contribute,
+            stream: None,
+        };
+        let addresses: Vec<usize> = collective.tensors().iter().map(|t| t.as_ptr() as usize).collect();
+        let info = member.group.info();
+        match Checked::new(collective, &info, member.group.capabilities(), &options) {
+            Ok(checked) => Ok(Some(Ready {
+                id,
+                group,
+                express,
+                member,
+                checked,
+                options,
+                addresses,
+            })),
+            Err(rejected) => {
+                self.refused(id, group, express, rejected.error);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Submits an operation; its end is reported from wherever the backend ends it.
+    pub(crate) fn submit(self: &Arc<Self>, ready: Ready) {
+        let Ready {
+            id,
+            group,
+            express,
+            member,
+            checked,
+            options,
+            addresses,
+        } = ready;
+        match member.group.submit(checked, options) {
+            Err(rejected) => self.refused(id, group, express, rejected.error),
+            Ok(work) => {
+                let (this, done) = (self.clone(), work.clone());
+                work.on_complete(move |status| {
+                    let ended = match status {
+                        Status::Failed(error) => {
+                            (Err(error.clone()), done.recover().len() == addresses.len())
+                        }
+                        _ => ended_well(done.take(), &addresses),
+                    };
+                    this.ended(id, group, express, &member, ended);
+                });
+            }
+        }
+    }
+
+    /// Runs an operation on this thread, for backends that do so without a hand-over to one of their own.
+    pub(crate) fn execute(&self, ready: Ready) {
+        let Ready {
+            id,
+            group,
+            express,
+            member,
+            checked,
+            options,
+            addresses,
+        } = ready;
+        match member.group.execute(checked, options) {
+            Ok(completion) => {
+                let ended = ended_well(Ok(completion), &addresses);
+                self.ended(id, group, express, &member, ended);
+            }
+            Err(failed) if is_refusal(&failed.error, &*member.group) => {
+                self.refused(id, group, express, failed.error);
+            }
+            Err(failed) => {
+                let released = failed.tensors.len() == addresses.len();
+                self.ended(id, group, express, &member, (Err(failed.error), released));
+            }
+        }
+    }
+
+    /// The operation never began.
+    fn refused(&self, id: u64, group: u32, express: bool, error: Error) {
+        // A group that failed before says so with every refusal. The parent did not know yet, so for its caller the operation
+        // was under way when the group failed: it fails with the first cause, as all others do.
+        let poison = self.member(group).and_then(|m| m.group.error());
+        let error = match &poison {
+            Some(first) if error.kind() == ErrorKind::Poisoned => first.clone(),
+            _ => error,
+        };
+        let done = Done {
+            id,
+            group,
+            released: true,
+            result: Err(error),
+            poison,
+            sent: 0,
+            received: 0,
+        };
+        self.reporter.done(done, express);
+    }
+
+    fn ended(&self, id: u64, group: u32, express: bool, member: &Member, (result, released): Ended) {
+        // The first failure of the group, which an operation that it failed may know before the group says it.
+        let poison = result.as_ref().err().map(|e| {
+            let first = member.group.error().unwrap_or_else(|| e.clone());
+            let mut said = member.said();
+            said.poisoned = !said.configuring;
+            first
+        });
+        let traffic = member.group.traffic();
+        let done = Done {
+            id,
+            group,
+            released,
+            result,
+            poison,
+            sent: traffic.sent,
+            received: traffic.received,
+        };
+        self.reporter.done(done, express);
+    }
+
+    // ---- calls
+
+    /// Everything that is not an operation.
+    pub(crate) fn obey(self: &Arc<Self>, order: Order) -> Result<()> {
+        match order {
+            Order::Configure {
+                call,
+                group,
+                store,
+                prefix,
+                name,
+                epoch,
+                rank,
+                world,
+                deadline,
+            } => {
+                let store: Arc<dyn Store> = Arc::new(ProxyStore::new(self.line.clone(), store));
+                let configuration = Configuration {
+                    store,
+                    prefix,
+                    name,
+                    epoch: Epoch(epoch),
+                    rank,
+                    world_size: world,
+                    deadline,
+                };
+                self.aside(call, group, move |_, member| {
+                    member.said().configuring = true;
+                    let result = member.group.configure(configuration);
+                    *member.said() = Said::default();
+                    result.map(|()| Settled::of(&member.group.info(), member.group.traffic()))
+                })
+            }
+            Order::Split {
+                call,
+                group,
+                new,
+                color,
+                key,
+                deadline,
+            } => self.aside(call, group, move |groups, member| {
+                let Some(part) = member.group.split(color, key, deadline)? else {
+                    return Ok(Settled::default());
+                };
+                let settled = Settled::of(&part.info(), part.traffic());
+                groups.members().insert(new, Member::new(part.into()));
+                Ok(settled)
+            }),
+            Order::Shutdown {
+                call,
+                group,
+                deadline,
+            } => self.aside(call, group, move |_, member| {
+                let result = member.group.shutdown(deadline);
+                result.map(|()| Settled::of(&member.group.info(), member.group.traffic()))
+            }),
+            Order::Abort { group, reason } => {
+                if let Some(member) = self.member(group) {
+                    member.group.abort(&reason);
+                }
+                Ok(())
+            }
+            Order::Release { group } => {
+                let gone = self.members().remove(&group);
+                drop(gone);
+                Ok(())
+            }
+            Order::Forget { id } => {
+                let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+                segments.remove(&id);
+                Ok(())
+            }
+            Order::Hello { .. } | Order::Segment { .. } | Order::Leave => {
+                Err(odd("an order where it cannot be"))
+            }
+        }
+    }
+
+    /// Runs a call on a thread of its own and reports its answer.
+    fn aside(
+        self: &Arc<Self>,
+        call: u32,
+        group: u32,
+        run: impl FnOnce(&Self, &Member) -> Result<Settled> + Send + 'static,
+    ) -> Result<()> {
+        let this = self.clone();
+        let answer = move || {
+            let result = match this.member(group) {
+                Some(member) => run(&this, &member),
+                None => Err(Error::new(ErrorKind::InvalidState, "the group is gone")),
+            };
+            this.reporter.send(&Report::Answer { call, result });
+        };
+        std::thread::Builder::new()
+            .name("ox-icall".to_string())
+            .spawn(answer)
+            .map(drop)
+            .map_err(|e| Error::io("start a thread for a call", e))
+    }
+
+    // ---- the end
+
+    fn all(&self) -> Vec<Arc<Member>> {
+        std::mem::take(&mut *self.members()).into_values().collect()
+    }
+
+    /// Says good-bye to the other ranks, or that this one left with work pending.
+    pub(crate) fn leave(&self, deadline: Instant) {
+        for member in self.all() {
+            if let Err(error) = member.group.shutdown(deadline) {
+                tracing::debug!(%error, "left with work pending");
+            }
+        }
+    }
+
+    /// Tells the other ranks why, where the backend can.
+    pub(crate) fn abort_all(&self, reason: &str, deadline: Instant) {
+        let members = self.all();
+        members.iter().for_each(|m| m.group.abort(reason));
+        for member in members {
+            drop(member.group.shutdown(deadline));
+        }
+    }
+}
+
+/// True if a blocking call never began: the group had failed before, or the call cannot be.
+fn is_refusal(error: &Error, group: &dyn ProcessGroup) -> bool {
+    match error.kind() {
+        ErrorKind::Poisoned => true,
+        ErrorKind::InvalidArgument | ErrorKind::Unsupported | ErrorKind::InvalidState => {
+            group.error().is_none()
+        }
+        _ => false,
+    }
+}
+
+fn ended_well(completion: Result<ftcore::Completion>, addresses: &[usize]) -> Ended {
+    match completion.and_then(|c| in_place(c, addresses)) {
+        Ok(result) => (Ok(result), true),
+        Err(error) => (Err(error), false),
+    }
+}
+
+/// The results lie where the parent looks for them, or else the operation has failed.
+fn in_place(completion: ftcore::Completion, addresses: &[usize]) -> Result<(Option<u32>, u32)> {
+    let same = completion.tensors.len() == addresses.len()
+        && completion
+            .tensors
+            .iter()
+            .zip(addresses)
+            .all(|(t, &a)| t.byte_len() == 0 || t.as_ptr() as usize == a);
+    if same {
+        return Ok((completion.source, completion.contributors));
+    }
+    Err(Error::new(
+        ErrorKind::Internal,
+        "the backend gave back other tensors than it was given",
+    ))
+}

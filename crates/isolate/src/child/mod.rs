@@ -1,0 +1,148 @@
+//! The child process: opens the backend, carries out the parent's orders, reports.
+//!
+//! One thread reads orders and submits operations, in the order in which they came (`reading`); what blocks (configure,
+//! split, shutdown) runs on threads of its own, so that an abort is always heard (`groups`). A watch thread reports failures
+//! that no operation of this rank has seen. When the parent's socket closes, the process ends.
+
+mod groups;
+mod reading;
+
+use std::os::fd::OwnedFd;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use ftcore::{Device, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result};
+use rustix::io::fcntl_dupfd_cloexec;
+
+use crate::channel::{Filled, Receiver};
+use crate::options::ENV_CHILD;
+use crate::store::proxy::Line;
+use crate::wire::frames::{Either, Order, Report};
+use crate::wire::odd;
+use groups::{Groups, Reporter};
+
+/// Run in every child before its backend is opened: to load plugins, to register backends by call, to set up logging.
+/// Submit one with `ftcore::inventory::submit!`; they run in the order of their names.
+///
+/// Environment variables are inherited, so what reads `OXCCL_PLUGIN_PATH` works in the child as in the parent.
+pub struct ChildInit {
+    /// For the order and for messages.
+    pub name: &'static str,
+    /// An error makes the child refuse to start, with this as the reason.
+    pub run: fn() -> Result<()>,
+}
+
+ftcore::inventory::collect!(ChildInit);
+
+/// True in a process that was started as a child of an isolated group.
+pub(crate) fn is_child() -> bool {
+    let parent = rustix::process::getppid().map(|p| p.as_raw_nonzero().to_string());
+    std::env::var(ENV_CHILD).is_ok_and(|asked| Some(asked) == parent)
+}
+
+/// Returns at once in an ordinary process. In one that an isolated group started it never returns: the process serves as
+/// the group's child and exits with it.
+///
+/// Call it first thing in `main`, before arguments are read or anything is printed; in a test binary too. Whatever the
+/// child needs beyond linked-in backends (plugins, logging) goes before it, or into a [`ChildInit`].
+pub fn run_child_if_asked() {
+    if !is_child() {
+        return;
+    }
+    let code = match serve() {
+        Ok(()) => 0,
+        Err(error) => {
+            // Captured by the parent, into its log and its errors.
+            eprintln!("isolated child: {error}");
+            1
+        }
+    };
+    std::process::exit(code);
+}
+
+/// As [`run_child_if_asked`], for a program that does nothing else: says so if it was started by hand.
+pub fn child_main() -> ExitCode {
+    run_child_if_asked();
+    eprintln!(
+        "this program serves as the child process of an isolated oxccl group; it is not started by hand"
+    );
+    ExitCode::from(2)
+}
+
+/// Takes the socket off standard input, so that nothing else in this process can read from it by mistake.
+fn take_socket() -> Result<OwnedFd> {
+    let io = |e: rustix::io::Errno| Error::io("take over the socket to the parent", e.into());
+    let socket = fcntl_dupfd_cloexec(rustix::stdio::stdin(), 3).map_err(io)?;
+    let null = std::fs::File::open("/dev/null").map_err(|e| Error::io("open /dev/null", e))?;
+    rustix::stdio::dup2_stdin(&null).map_err(io)?;
+    Ok(socket)
+}
+
+fn serve() -> Result<()> {
+    let mut receiver = Receiver::new(Arc::new(take_socket()?), true);
+    let (backend, device, options, line, express) = hello(&mut receiver)?;
+    let reporter = Arc::new(Reporter::new(receiver.shared(), express));
+    let group = match open(&backend, &device, &options) {
+        Ok((group, library)) => {
+            let capabilities = group.capabilities().clone();
+            reporter.send(&Report::Ready {
+                capabilities,
+                library,
+            });
+            group
+        }
+        Err(error) => {
+            reporter.send(&Report::Refused(error));
+            return Ok(());
+        }
+    };
+    let groups = Groups::new(reporter, line, group)?;
+    reading::follow(receiver, &groups)
+}
+
+type Hello = (String, Device, GroupOptions, Arc<Line>, OwnedFd);
+
+/// The first frame, and the sockets for store calls and express reports.
+fn hello(receiver: &mut Receiver) -> Result<Hello> {
+    loop {
+        if let Some(body) = receiver.next()? {
+            let Either::Order(Order::Hello {
+                backend,
+                device,
+                options,
+            }) = Order::decode(body)?
+            else {
+                return Err(odd("no greeting in the first frame"));
+            };
+            let line = Line::open(receiver.next_fd()?)?;
+            return Ok((backend, device, options, line, receiver.next_fd()?));
+        }
+        if receiver.fill(true)? == Filled::Closed {
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                "the parent is gone before its first words",
+            ));
+        }
+    }
+}
+
+type Opened = (Box<dyn ProcessGroup>, Option<String>);
+
+fn open(backend: &str, device: &Device, options: &GroupOptions) -> Result<Opened> {
+    let mut inits: Vec<&ChildInit> = ftcore::inventory::iter::<ChildInit>.into_iter().collect();
+    inits.sort_by_key(|i| i.name);
+    for init in inits {
+        (init.run)().map_err(|e| {
+            let text = format!(
+                "'{}' failed before the backend was opened: {}",
+                init.name,
+                e.message()
+            );
+            Error::new(e.kind(), text).with_source(e)
+        })?;
+    }
+    let found = Registry::global().get(backend, Some(&device.kind))?;
+    found.factory.probe()?;
+    let group = found.factory.create(device, options)?;
+    Ok((group, found.factory.library()))
+}

@@ -1,0 +1,725 @@
+//! The process group whose backend runs in a child process.
+//!
+//! A call is checked here, its tensors are put into shared memory (or lie there already), and the `link` carries it over; the
+//! child's `keeper` ends it. The lifecycle: a child is started with the group; `configure` uses it, or the spare, or a new
+//! one; `abort` ends it.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Capabilities, Checked, Collective, Completion, Configuration, DType, Epoch, Error, ErrorKind, Failed,
+    Feature, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    work_pair,
+};
+
+use crate::front::Front;
+use crate::link::Link;
+use crate::nursery;
+use crate::options::IsolateOptions;
+use crate::peers::{self, Peers};
+use crate::pending::{Pending, Slot};
+use crate::pool::{Pool, Segment};
+use crate::spare::Spare;
+use crate::wire::frames::{Order, Settled, submit};
+use crate::wire::op::{Place, flows, put};
+use crate::{child, clock, crossing};
+
+/// What a backend gets to tell the other ranks of an abort before SIGKILL. INV-2 gives 100 ms in all.
+const LAST_WORDS: Duration = Duration::from_millis(60);
+/// What a child gets to say good-bye and exit.
+const GOODBYE: Duration = Duration::from_millis(500);
+/// A backend reports the end of a call by its deadline; after this much more it is not going to.
+const MARGIN: Duration = Duration::from_secs(2);
+
+/// Any registered backend in a child process, behind the same trait.
+///
+/// Beyond the common contract of [`ProcessGroup`]:
+/// - `abort` ends the child (SIGKILL, after at most 60 ms in which a backend that can tells the other ranks why); pending
+///   work fails with `Aborted` at once, tensors in shared memory come back when the child is gone; the next `configure` uses
+///   the spare or a new child;
+/// - a child that ends by itself fails all pending work with `Unavailable`: its exit status or signal (also as code:
+///   the status, or minus the signal) and the last lines that it printed;
+/// - an operation whose end the child does not report within 1.5 s after its deadline fails with `Timeout`, and the child is killed;
+/// - tensors cross with one copy in and one out; those of [`alloc`](Self::alloc) with none;
+/// - groups made by `split` live in the same child: what kills it ends them all. They have no spare of their own; after the
+///   child's end, split again;
+/// - ranks may be threads, whatever the backend: each has a child of its own.
+pub struct IsolatedGroup(Arc<Handle>);
+
+struct Handle {
+    core: Arc<Core>,
+    /// The group's number in its child; 0 for the first.
+    number: u32,
+    front: Arc<Front>,
+    state: Mutex<State>,
+}
+
+/// What all groups of one child have in common.
+struct Core {
+    options: IsolateOptions,
+    capabilities: Capabilities,
+    library: Option<String>,
+    /// The backend can be configured again in one process.
+    reuses: bool,
+    /// The backend tells the other ranks of an abort.
+    tells: bool,
+    pool: Arc<Pool>,
+    spare: Arc<Spare>,
+}
+
+#[derive(Default)]
+struct State {
+    link: Option<Arc<Link>>,
+    settled: Option<Settled>,
+    name: String,
+    last_epoch: Option<Epoch>,
+    /// Why the last `configure` failed.
+    failure: Option<Error>,
+    configuring: bool,
+    /// Aborted while it was being configured.
+    cancelled: Option<Error>,
+    shut: bool,
+    /// Watches the other ranks, where the backend does not tell them.
+    peers: Option<Peers>,
+    /// Of earlier children.
+    traffic: Traffic,
+}
+
+impl IsolatedGroup {
+    /// Starts a child and opens the backend in it; with a spare, a second one in the background.
+    ///
+    /// Errors: the backend's own (`NotFound`, `InvalidArgument` for options that it does not honour, `Unsupported`, …);
+    /// `Unsupported` for a device whose memory cannot cross; `Timeout` if the child's program does not serve; `Unavailable`
+    /// if it cannot be started or ends.
+    pub fn new(options: IsolateOptions) -> Result<Self> {
+        crossing::require(&options.device)?;
+        if child::is_child() {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "this process is itself the child of an isolated group; its program must call \
+                 isolate::run_child_if_asked() before anything else",
+            ));
+        }
+        let pool = Arc::new(Pool::default());
+        let started = nursery::start(&options, &pool, deadline_in(options.start_timeout))?;
+        let inner = started.capabilities;
+        let core = Arc::new(Core {
+            reuses: inner.has(Feature::Reconfigure),
+            tells: inner.has(Feature::Abort),
+            capabilities: isolated(inner),
+            library: started.library,
+            pool,
+            spare: Arc::default(),
+            options,
+        });
+        let front = Arc::new(Front::default());
+        started.link.attach_first(&front);
+        if core.options.spare {
+            core.spare.prepare(&core.options, &core.pool);
+        }
+        let state = State {
+            link: Some(started.link),
+            name: core.options.backend.clone(),
+            ..State::default()
+        };
+        Ok(Self(Arc::new(Handle {
+            core,
+            number: 0,
+            front,
+            state: Mutex::new(state),
+        })))
+    }
+
+    /// A zeroed tensor of `shape` in the memory that the child sees: operations on it copy nothing. Errors: `Io` if there is no
+    /// memory, `InvalidArgument` if the shape is too large.
+    pub fn alloc(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        self.0.core.pool.tensor(dtype, shape)
+    }
+
+    /// The child's process id, while there is one.
+    pub fn child_pid(&self) -> Option<u32> {
+        let state = self.0.lock();
+        let link = state.link.as_ref().filter(|l| l.unusable().is_none())?;
+        Some(link.pid.as_raw_nonzero().get().cast_unsigned())
+    }
+
+    /// The spare child's process id, once it is ready.
+    pub fn spare_pid(&self) -> Option<u32> {
+        self.0.core.spare.pid()
+    }
+
+    /// The vendor library behind the backend, as the child found it.
+    pub fn library(&self) -> Option<&str> {
+        self.0.core.library.as_deref()
+    }
+}
+
+/// What a backend offers when it is isolated: abort and reconfigure whatever it can by itself.
+pub(crate) fn isolated(inner: Capabilities) -> Capabilities {
+    let mut capabilities = inner;
+    capabilities.features = capabilities
+        .features
+        .with(Feature::Abort)
+        .with(Feature::Reconfigure)
+        .with(Feature::ThreadRanks)
+        .with(Feature::Borrow);
+    capabilities.devices.retain(|d| d == "cpu");
+    capabilities
+        .notes
+        .push(("*".into(), "runs in a child process; abort ends it".into()));
+    capabilities
+}
+
+impl Handle {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn info(&self) -> GroupInfo {
+        let state = self.lock();
+        let mut info = state
+            .settled
+            .clone()
+            .unwrap_or_default()
+            .info(&self.core.options.backend, &self.core.options.device);
+        if state.settled.is_none() {
+            info.name.clone_from(&state.name);
+        }
+        info
+    }
+
+    // ---- operations
+
+    /// The child and the place in the group, or why nothing can be submitted.
+    fn ready(&self) -> Result<(Arc<Link>, u32, u64)> {
+        let state = self.lock();
+        let invalid = |text: &str| Error::new(ErrorKind::InvalidState, text);
+        if state.shut {
+            return Err(invalid("the group is shut down"));
+        }
+        match (&state.settled, &state.link, &state.failure) {
+            (Some(settled), Some(link), _) => {
+                if let Some(first) = self.front.error() {
+                    let text = format!("the group failed earlier and was not configured again: {first}");
+                    return Err(Error::new(ErrorKind::Poisoned, text).with_source(first));
+                }
+                Ok((link.clone(), settled.rank, settled.epoch))
+            }
+            (_, _, Some(failure)) => {
+                let text = format!("the group is not configured; the last attempt failed: {failure}");
+                Err(Error::new(ErrorKind::InvalidState, text).with_source(failure.clone()))
+            }
+            _ => Err(invalid("the group is not configured")),
+        }
+    }
+
+    /// Puts the tensors where the child sees them. Errors give them back.
+    fn stage(&self, op: &Collective, rank: u32) -> Result<Staged> {
+        let mut places = Vec::new();
+        let mut stagings = Vec::new();
+        let mut segments: Vec<Arc<Segment>> = Vec::new();
+        for (tensor, flow) in op.tensors().into_iter().zip(flows(op, rank)) {
+            let mut place = Place {
+                segment: 0,
+                offset: 0,
+                dtype: tensor.dtype(),
+                count: tensor.count() as u64,
+            };
+            let bytes = tensor.byte_len();
+            let mut staging = Staging::Nothing;
+            if bytes > 0 {
+                let (segment, offset) = match self.core.pool.locate(tensor) {
+                    Some(at) => {
+                        staging = Staging::Direct;
+                        at
+                    }
+                    None => {
+                        let region = self.core.pool.take(bytes)?;
+                        if flow.read {
+                            region.segment.mapping.copy_in(region.offset, tensor.bytes())?;
+                        }
+                        let at = (region.segment.clone(), region.offset);
+                        staging = Staging::Copy(region, flow.written);
+                        at
+                    }
+                };
+                place.segment = segment.id;
+                place.offset = offset as u64;
+                if !segments.iter().any(|s| s.id == segment.id) {
+                    segments.push(segment);
+                }
+            }
+            places.push(place);
+            stagings.push(staging);
+        }
+        Ok((places, stagings, segments))
+    }
+
+    /// Blocking: the caller itself takes the child's report, if no other caller does so already.
+    fn execute(self: &Arc<Self>, op: Checked, options: &SubmitOptions) -> Result<Completion, Box<Failed>> {
+        let link = self.lock().link.clone();
+        let mut express = link.as_ref().and_then(|link| Some((link, link.express()?)));
+        let work = self.submit(op, options, express.as_ref().map(|(link, _)| *link))?;
+        if let Some((link, receiver)) = &mut express {
+            link.await_express(receiver, &work);
+        }
+        drop(express);
+        work.take().map_err(|error| {
+            Box::new(Failed {
+                error,
+                tensors: work.recover(),
+            })
+        })
+    }
+
+    /// `express`: the child on whose express socket the caller will wait.
+    fn submit(
+        self: &Arc<Self>,
+        op: Checked,
+        options: &SubmitOptions,
+        express: Option<&Arc<Link>>,
+    ) -> Result<Work, Box<Rejected>> {
+        let op = op.into_inner();
+        let kind = op.kind();
+        let deadline = options
+            .deadline
+            .unwrap_or_else(|| deadline_in(self.core.options.options.timeout));
+        let refuse = |error: Error, op: Collective| {
+            let error = error.with_op(kind.name());
+            Err(Box::new(Rejected { error, op }))
+        };
+        let ordered = options
+            .stream
+            .as_ref()
+            .map_or(Ok(()), |s| crossing::order_after(&**s, deadline));
+        if let Err(error) = ordered {
+            return refuse(error, op);
+        }
+        let (link, rank, epoch) = match self.ready() {
+            Ok(ready) => ready,
+            Err(error) => return refuse(error, op),
+        };
+        let (places, stagings, segments) = match self.stage(&op, rank) {
+            Ok(staged) => staged,
+            Err(error) => return refuse(error.with_rank(rank).with_epoch(epoch), op),
+        };
+        let express = express.is_some_and(|e| Arc::ptr_eq(e, &link));
+        let mut frame = submit(self.number, options.contribute, express, deadline);
+        if let Err(error) = put(&mut frame, &op, &mut places.into_iter()) {
+            return refuse(error, op);
+        }
+        let weak: Weak<Self> = Arc::downgrade(self);
+        let (work, completer) = work_pair(kind, deadline, move |reason| {
+            if let Some(this) = weak.upgrade() {
+                this.abort(reason);
+            }
+        });
+        let seq = (!kind.is_p2p()).then(|| self.front.seq.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        let slots = op
+            .into_tensors()
+            .into_iter()
+            .zip(stagings)
+            .map(|(tensor, staging)| match staging {
+                Staging::Direct => Slot::Direct(tensor),
+                Staging::Nothing => Slot::Staged {
+                    tensor,
+                    region: None,
+                    written: false,
+                },
+                Staging::Copy(region, written) => Slot::Staged {
+                    tensor,
+                    region: Some(region),
+                    written,
+                },
+            });
+        let pending = Pending {
+            group: self.number,
+            kind,
+            seq,
+            rank,
+            epoch,
+            submitted: Instant::now(),
+            deadline,
+            slots: slots.collect(),
+            completer,
+        };
+        match link.submit(pending, &segments, |id| frame.numbered(id).finish()) {
+            Ok(()) => Ok(work),
+            Err(refused) => {
+                // The child ended between the check above and here: the operation fails as all others did.
+                let (error, pending) = *refused;
+                pending.refuse(error);
+                Ok(work)
+            }
+        }
+    }
+
+    // ---- lifecycle
+
+    /// A child to configure, and whether it is another one than before.
+    fn child_for(&self, epoch: Epoch, deadline: Instant) -> Result<Arc<Link>> {
+        let old = {
+            let mut state = self.lock();
+            match &state.link {
+                Some(link) if self.core.reuses && link.is_fresh() && !state.shut => return Ok(link.clone()),
+                // Not configured yet: whatever the backend, a first time is always possible.
+                Some(link) if state.last_epoch.is_none() && link.is_fresh() && !state.shut => {
+                    return Ok(link.clone());
+                }
+                _ => state.link.take(),
+            }
+        };
+        if self.number != 0 {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "this group was split from one whose child process has ended; configure that one and split again",
+            ));
+        }
+        if let Some(old) = old {
+            let text = format!("configured again at epoch {epoch}");
+            old.detach(0, Error::new(ErrorKind::Aborted, text));
+        }
+        let spent = self.front.take_traffic();
+        {
+            let mut state = self.lock();
+            state.traffic.sent += spent.sent;
+            state.traffic.received += spent.received;
+        }
+        let link = match self.core.spare.take(deadline) {
+            Some(link) => link,
+            None => nursery::start(&self.core.options, &self.core.pool, deadline)?.link,
+        };
+        link.attach_first(&self.front);
+        let mut state = self.lock();
+        state.link = Some(link.clone());
+        if let Some(cancelled) = &state.cancelled {
+            link.end(cancelled.clone(), None, Duration::ZERO);
+        }
+        Ok(link)
+    }
+
+    fn connect(&self, configuration: &Configuration) -> Result<Settled> {
+        let deadline = configuration.deadline;
+        let link = self.child_for(configuration.epoch, deadline)?;
+        let watched = !self.core.tells && configuration.world_size > 1;
+        if watched {
+            peers::publish(configuration, &link)?;
+        }
+        let store = link.stores()?.offer(configuration.store.clone());
+        let result = link.call(
+            |call| Order::Configure {
+                call,
+                group: self.number,
+                store,
+                prefix: configuration.prefix.clone(),
+                name: configuration.name.clone(),
+                epoch: configuration.epoch.0,
+                rank: configuration.rank,
+                world: configuration.world_size,
+                deadline,
+            },
+            Some(self.front.clone()),
+            clock::later(deadline, MARGIN),
+        );
+        if let Err(e) = &result {
+            let unanswered =
+                e.kind() == ErrorKind::Timeout && ftcore::time_left(clock::later(deadline, MARGIN)).is_zero();
+            if unanswered || !self.core.reuses {
+                link.end(e.clone(), None, Duration::ZERO);
+            }
+        }
+        if watched && result.is_ok() {
+            let peers = Peers::watch(configuration, link, self.front.clone())?;
+            self.lock().peers = Some(peers);
+        }
+        result
+    }
+
+    fn configure(&self, configuration: &Configuration) -> Result<()> {
+        let named = |e: Error| {
+            if e.context().op.is_some() {
+                return e;
+            }
+            e.with_op("configure")
+                .with_rank(configuration.rank)
+                .with_epoch(configuration.epoch.0)
+        };
+        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
+            return Err(named(Error::invalid(format!(
+                "rank {} does not exist in a world of {}",
+                configuration.rank, configuration.world_size
+            ))));
+        }
+        {
+            let mut state = self.lock();
+            if state.configuring {
+                return Err(named(Error::new(
+                    ErrorKind::InvalidState,
+                    "another thread is configuring this group right now",
+                )));
+            }
+            if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
+                return Err(named(Error::invalid(format!(
+                    "epoch {} is not larger than {last}, which this group had already",
+                    configuration.epoch
+                ))));
+            }
+            state.configuring = true;
+            state.peers = None;
+            state.cancelled = None;
+            state.failure = None;
+            state.settled = None;
+            state.name.clone_from(&configuration.name);
+        }
+        let connected = self.connect(configuration);
+        let mut state = self.lock();
+        state.configuring = false;
+        state.last_epoch = Some(configuration.epoch);
+        state.shut = false;
+        match connected {
+            Ok(settled) => {
+                state.settled = Some(settled);
+                // The answer and an abort may have crossed.
+                if let Some(cancelled) = state.cancelled.take() {
+                    self.front.poison(&cancelled);
+                }
+                drop(state);
+                if self.core.options.spare {
+                    self.core.spare.prepare(&self.core.options, &self.core.pool);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let error = named(state.cancelled.take().unwrap_or(error));
+                state.failure = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    fn abort(&self, reason: &str) {
+        let mut state = self.lock();
+        let (rank, epoch) = state.settled.as_ref().map_or((0, 0), |s| (s.rank, s.epoch));
+        let text = format!("rank {rank} aborted the group: {reason}");
+        let error = Error::new(ErrorKind::Aborted, text).with_epoch(epoch);
+        if state.configuring {
+            state.cancelled.get_or_insert_with(|| {
+                Error::new(
+                    ErrorKind::Aborted,
+                    format!("aborted while it was being configured: {reason}"),
+                )
+            });
+        } else if state.settled.is_none() || state.shut {
+            return;
+        } else {
+            self.front.poison(&error);
+        }
+        let watched = state
+            .peers
+            .as_ref()
+            .map(|peers| peers.tell(error.clone()))
+            .is_some();
+        let Some(link) = state.link.clone() else { return };
+        drop(state);
+        let tell = Order::Abort {
+            group: self.number,
+            reason: reason.to_string(),
+        };
+        match (self.number, self.core.tells) {
+            (0, true) => link.end_after_words(error, Some(tell), LAST_WORDS),
+            (_, false) if watched => link.end_after_words(error, None, LAST_WORDS),
+            (_, false) => link.end(error, None, Duration::ZERO),
+            (_, true) => link.abort_group(self.number, reason, error, LAST_WORDS),
+        }
+    }
+
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        let link = {
+            let mut state = self.lock();
+            if std::mem::replace(&mut state.shut, true) || state.settled.is_none() {
+                return Ok(());
+            }
+            state.link.clone()
+        };
+        let Some(link) = link.filter(|l| l.unusable().is_none()) else {
+            return Ok(());
+        };
+        if let Some(peers) = &self.lock().peers {
+            peers.leave();
+        }
+        let number = self.number;
+        let result = link.call(
+            |call| Order::Shutdown {
+                call,
+                group: number,
+                deadline,
+            },
+            None,
+            clock::later(deadline, MARGIN),
+        );
+        if self.number == 0 && link.is_alone() {
+            let error = Error::new(ErrorKind::InvalidState, "the group is shut down");
+            // Its end is no failure of the group.
+            link.mute(self.number);
+            link.end(error, Some(Order::Leave), GOODBYE);
+            // Its end is on its way; whoever counts processes may want to see it.
+            link.wait_gone(clock::later(Instant::now(), GOODBYE * 2));
+        }
+        match result {
+            // It ended meanwhile: nothing is left to shut down.
+            Err(e) if e.kind() == ErrorKind::Aborted => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    fn split(
+        self: &Arc<Self>,
+        color: Option<u32>,
+        key: u32,
+        deadline: Instant,
+    ) -> Result<Option<IsolatedGroup>> {
+        let (link, ..) = self.ready().map_err(|e| e.with_op("split"))?;
+        if !self.core.capabilities.has(Feature::Split) {
+            let text = format!("backend '{}' cannot split", self.core.options.backend);
+            return Err(Error::unsupported(text).with_op("split"));
+        }
+        let front = Arc::new(Front::default());
+        let new = link.attach(&front);
+        let result = link.call(
+            |call| Order::Split {
+                call,
+                group: self.number,
+                new,
+                color,
+                key,
+                deadline,
+            },
+            None,
+            clock::later(deadline, MARGIN),
+        );
+        let unneeded = || Error::new(ErrorKind::Aborted, "the split gave this rank no group");
+        match result {
+            Ok(settled) if settled.exists => {
+                let epoch = Epoch(settled.epoch);
+                Ok(Some(IsolatedGroup(Arc::new(Self {
+                    core: self.core.clone(),
+                    number: new,
+                    front,
+                    state: Mutex::new(State {
+                        link: Some(link),
+                        name: settled.name.clone(),
+                        settled: Some(settled),
+                        last_epoch: Some(epoch),
+                        ..State::default()
+                    }),
+                }))))
+            }
+            Ok(_) => {
+                link.detach(new, unneeded());
+                Ok(None)
+            }
+            Err(e) => {
+                link.detach(new, unneeded());
+                Err(e)
+            }
+        }
+    }
+
+    fn traffic(&self) -> Traffic {
+        let state = self.lock();
+        let now = self.front.traffic();
+        Traffic {
+            sent: state.traffic.sent + now.sent,
+            received: state.traffic.received + now.received,
+        }
+    }
+}
+
+/// Where the tensors of an operation lie, how they got there, and in which segments.
+type Staged = (Vec<Place>, Vec<Staging>, Vec<Arc<Segment>>);
+
+/// How one tensor gets to the child.
+enum Staging {
+    Nothing,
+    Direct,
+    Copy(crate::pool::Region, bool),
+}
+
+impl ProcessGroup for IsolatedGroup {
+    fn info(&self) -> GroupInfo {
+        self.0.info()
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.0.core.capabilities
+    }
+
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        self.0.configure(&configuration)
+    }
+
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.0.submit(op, &options, None)
+    }
+
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.0.execute(op, &options)
+    }
+
+    fn split(
+        &self,
+        color: Option<u32>,
+        key: u32,
+        deadline: Instant,
+    ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        let part = self.0.split(color, key, deadline)?;
+        Ok(part.map(|g| Box::new(g) as Box<dyn ProcessGroup>))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+    }
+
+    fn error(&self) -> Option<Error> {
+        let state = self.0.lock();
+        match (&state.settled, &state.failure) {
+            (Some(_), _) => self.0.front.error(),
+            (None, failure) => failure.clone(),
+        }
+    }
+
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.0.shutdown(deadline)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.0.traffic()
+    }
+}
+
+impl Drop for IsolatedGroup {
+    fn drop(&mut self) {
+        let (link, peers) = {
+            let mut state = self.0.lock();
+            (state.link.take(), state.peers.take())
+        };
+        if let (Some(link), Some(peers)) = (&link, &peers)
+            && link.is_busy()
+        {
+            let info = self.0.info();
+            let text = format!("rank {} dropped the group while work was pending", info.rank);
+            peers.tell(Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0));
+        }
+        drop(peers);
+        if let Some(link) = link {
+            link.detach(
+                self.0.number,
+                Error::new(ErrorKind::Aborted, "the group was dropped"),
+            );
+        }
+        if self.0.number == 0 {
+            self.0.core.spare.close();
+        }
+    }
+}

@@ -1,0 +1,278 @@
+//! The thread beside each child: takes its reports and its output, watches deadlines, and sees to its end.
+//!
+//! It sleeps in `poll` on the socket, the pidfd, both outputs and a waker. It ends when the child is collected, so that no
+//! zombie is left; whatever was pending has failed by then.
+
+use std::os::fd::OwnedFd;
+use std::process::{Child, ChildStderr, ChildStdout, ExitStatus};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind, Result, time_left};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::io::Errno;
+use rustix::process::{Signal, kill_process_group};
+
+use crate::channel::{Filled, Receiver};
+use crate::clock;
+use crate::link::{LOST, Link};
+use crate::output::Output;
+use crate::wire::frames::Report;
+
+/// How often an idle keeper looks at deadlines and unused memory.
+const IDLE: Duration = Duration::from_millis(500);
+/// A child that closed its socket is about to end; it is helped after this.
+const LAST_BREATH: Duration = Duration::from_millis(200);
+/// Output that is taken in one turn.
+const OUTPUT: usize = 256 << 10;
+
+/// The state of the thread.
+pub(crate) struct Keeper {
+    link: Arc<Link>,
+    child: Child,
+    receiver: Receiver,
+    stdout: Output<ChildStdout>,
+    stderr: Output<ChildStderr>,
+    /// The child closed its end of the socket.
+    closed: bool,
+    /// The end was ordered, and this is when the child is killed.
+    kill_at: Option<Instant>,
+    killed: Option<Instant>,
+    given_up: bool,
+}
+
+impl Keeper {
+    /// Starts the thread. On an error the child is killed and collected.
+    pub(crate) fn start(link: Arc<Link>, mut child: Child, socket: Arc<OwnedFd>) -> Result<()> {
+        let outputs = Output::new(child.stdout.take(), "stdout")
+            .and_then(|out| Ok((out, Output::new(child.stderr.take(), "stderr")?)));
+        let (stdout, stderr) = match outputs {
+            Ok(outputs) => outputs,
+            Err(e) => {
+                drop(child.kill());
+                drop(child.wait());
+                return Err(e);
+            }
+        };
+        let keeper = Self {
+            receiver: Receiver::new(socket, false),
+            stdout,
+            stderr,
+            closed: false,
+            kill_at: None,
+            killed: None,
+            given_up: false,
+            link,
+            child,
+        };
+        let pid = keeper.link.pid;
+        std::thread::Builder::new()
+            .name(format!("ox-isolate-{pid}"))
+            .spawn(move || keeper.run())
+            .map(drop)
+            // The closure is dropped with the error, and the pipes and the socket with it: the child sees that and exits.
+            .map_err(|e| Error::io("start the thread that watches a child process", e))
+    }
+
+    fn run(mut self) {
+        loop {
+            let exited = self.sleep();
+            if let Err(error) = self.turn() {
+                tracing::warn!(pid = %self.link.pid, %error, "a child process is ended");
+                self.link.end(error, None, Duration::ZERO);
+                self.ordered();
+            }
+            if exited {
+                break;
+            }
+        }
+        self.collect();
+    }
+
+    /// Until something happens; true if the child has ended.
+    fn sleep(&mut self) -> bool {
+        let mut wake_at = clock::later(Instant::now(), IDLE);
+        let due = self.link.check_deadlines();
+        for at in [due, self.kill_at.filter(|_| self.killed.is_none())]
+            .into_iter()
+            .flatten()
+        {
+            wake_at = wake_at.min(at);
+        }
+        let mut fds = vec![
+            PollFd::new(&self.link.pidfd, PollFlags::IN),
+            PollFd::from_borrowed_fd(self.link.waker(), PollFlags::IN),
+        ];
+        if !self.closed {
+            fds.push(PollFd::from_borrowed_fd(self.receiver.fd(), PollFlags::IN));
+        }
+        fds.extend(
+            self.stdout
+                .fd()
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
+        );
+        fds.extend(
+            self.stderr
+                .fd()
+                .map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)),
+        );
+        match poll(&mut fds, Timespec::try_from(time_left(wake_at)).ok().as_ref()) {
+            Ok(_) => fds.first().is_some_and(|pidfd| !pidfd.revents().is_empty()),
+            Err(Errno::INTR) => false,
+            Err(e) => {
+                let error = Error::io("watch a child process", e.into());
+                self.link.end(error, None, Duration::ZERO);
+                // Out of kernel memory: not in a tight loop.
+                std::thread::sleep(Duration::from_millis(10));
+                matches!(self.child.try_wait(), Ok(Some(_)))
+            }
+        }
+    }
+
+    fn turn(&mut self) -> Result<()> {
+        let mut count = [0u8; 8];
+        let _ = rustix::io::read(self.link.waker(), &mut count);
+        let told = self.link.flush(false);
+        let reports = self.reports();
+        self.stdout.drain(self.link.pid, &self.link.tail, OUTPUT);
+        self.stderr.drain(self.link.pid, &self.link.tail, OUTPUT);
+        self.ordered();
+        if self.kill_at.is_none() {
+            told?;
+            self.link.flush(true)?;
+        }
+        reports
+    }
+
+    fn reports(&mut self) -> Result<()> {
+        while !self.closed {
+            match self.receiver.fill(false)? {
+                Filled::Nothing => return Ok(()),
+                Filled::Closed => {
+                    self.closed = true;
+                    // Nothing is pending for long: its end brings the true reason.
+                    self.kill_at
+                        .get_or_insert_with(|| clock::later(Instant::now(), LAST_BREATH));
+                }
+                Filled::Some => {
+                    while let Some(body) = self.receiver.next()? {
+                        match Report::decode(body)? {
+                            Report::Done(done) => self.link.done(done)?,
+                            Report::Answer { call, result } => self.link.answered(call, result),
+                            Report::Poison { group, error } => self.link.poisoned(group, &error),
+                            Report::Ready {
+                                capabilities,
+                                library,
+                            } => self.link.greeted(Ok((capabilities, library))),
+                            Report::Refused(error) => self.link.greeted(Err(error)),
+                        }
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Carries out the order to end the child, and kills it when its time is up.
+    fn ordered(&mut self) {
+        if let Some(ending) = self.link.ending() {
+            let first = self.kill_at.is_none_or(|at| at > ending.kill_at) || self.closed;
+            if self.kill_at.is_none()
+                && let Some(farewell) = &ending.farewell
+            {
+                self.link.farewell(farewell, ending.kill_at);
+            }
+            if first {
+                self.kill_at = Some(ending.kill_at);
+            }
+            if !ending.hold || ending.kill_at <= Instant::now() {
+                self.link.fail_all(&ending.error);
+            }
+        }
+        let Some(kill_at) = self.kill_at else { return };
+        let now = Instant::now();
+        if self.killed.is_none() && kill_at <= now {
+            self.killed = Some(now);
+            self.kill();
+        }
+        if let Some(killed) = self.killed
+            && !self.given_up
+            && now.duration_since(killed) > LOST
+        {
+            self.given_up = true;
+            tracing::warn!(pid = %self.link.pid, "a killed child process does not end");
+            self.link.give_up();
+        }
+    }
+
+    fn kill(&mut self) {
+        // With whatever it started. It is not collected yet, so the number is still its own.
+        if let Err(e) = kill_process_group(self.link.pid, Signal::KILL) {
+            tracing::debug!(pid = %self.link.pid, error = %e, "the child's process group cannot be killed");
+        }
+        drop(self.child.kill());
+    }
+
+    /// The child has ended: its last words, then everything that is pending fails.
+    fn collect(mut self) {
+        drop(self.reports());
+        let by_us = self.killed.is_some();
+        self.kill();
+        let status = self.child.wait();
+        self.stdout.drain(self.link.pid, &self.link.tail, OUTPUT);
+        self.stderr.drain(self.link.pid, &self.link.tail, OUTPUT);
+        let error = match self.link.ending() {
+            Some(ending) => ending.error,
+            None => self.died(status),
+        };
+        tracing::debug!(pid = %self.link.pid, by_us, reason = %error, "a child process has ended");
+        self.link.collected(&error);
+    }
+
+    fn died(&self, status: std::io::Result<ExitStatus>) -> Error {
+        use std::os::unix::process::ExitStatusExt;
+        let (how, code) = match &status {
+            Ok(s) => match (s.code(), s.signal()) {
+                (Some(code), _) => (format!("exited with status {code}"), Some(i64::from(code))),
+                (None, Some(signal)) => (
+                    format!("was killed by signal {signal}{}", name_of(signal)),
+                    Some(-i64::from(signal)),
+                ),
+                _ => (s.to_string(), None),
+            },
+            Err(e) => (format!("ended ({e})"), None),
+        };
+        let text = format!(
+            "the child process (pid {}) that runs '{}' {how}{}",
+            self.link.pid,
+            self.link.backend,
+            self.link.tail_text()
+        );
+        let error = Error::new(ErrorKind::Unavailable, text);
+        match code {
+            Some(code) => error.with_code(code),
+            None => error,
+        }
+    }
+}
+
+fn name_of(signal: i32) -> &'static str {
+    match signal {
+        4 => " (SIGILL)",
+        6 => " (SIGABRT)",
+        7 => " (SIGBUS)",
+        8 => " (SIGFPE)",
+        9 => " (SIGKILL)",
+        11 => " (SIGSEGV)",
+        15 => " (SIGTERM)",
+        _ => "",
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        // Only if the thread could not be started, or after the end.
+        drop(self.child.kill());
+        drop(self.child.try_wait());
+    }
+}

@@ -1,0 +1,50 @@
+//! Any registered backend in a child process behind the process group trait: abort is SIGKILL, the parent lives.
+//!
+//! For libraries that cannot cancel an operation in process, that crash, or of which one process can hold only one rank.
+//! [`IsolatedGroup`] is the group (`group`); it starts a child (`nursery`, `spare`), whose parent side is a `link` (what is
+//! pending) and a `keeper` (the thread that hears the child). Ranks of a backend that cannot abort hear of each other's
+//! failures through `peers`. Orders and reports go over a socket (`channel`, `wire`),
+//! tensors through shared memory (`shm`, `pool`), the rendezvous store over a second socket (`store`). The child's side is
+//! `child`: the same executable started again, which must call [`run_child_if_asked`] first thing in `main`:
+//!
+//! ```no_run
+//! use ftcore::{Device, ProcessGroup};
+//! use isolate::{IsolateOptions, IsolatedGroup};
+//!
+//! fn main() -> ftcore::Result<()> {
+//!     isolate::run_child_if_asked();
+//!     let group = IsolatedGroup::new(IsolateOptions::new("gloo", Device::CPU))?;
+//!     println!("{:?} in process {:?}", group.info(), group.child_pid());
+//!     Ok(())
+//! }
+//! ```
+//!
+//! A program that cannot do so (a plugin in someone else's process) names a helper program that does: `OXCCL_ISOLATE_HELPER`, or
+//! [`Helper::Program`]. A helper knows only the backends that are linked into it or that it loads; see [`ChildInit`].
+
+mod channel;
+mod child;
+mod clock;
+mod crossing;
+mod factory;
+mod front;
+mod group;
+mod keeper;
+mod link;
+mod nursery;
+mod options;
+mod output;
+mod peers;
+mod pending;
+mod pool;
+mod raw;
+mod shm;
+mod spare;
+mod store;
+mod wire;
+
+pub use child::{ChildInit, child_main, run_child_if_asked};
+pub use crossing::{Crossing, StaticCrossing};
+pub use factory::{IsolatedFactory, wrap};
+pub use group::IsolatedGroup;
+pub use options::{ENV_HELPER, Helper, IsolateOptions};

@@ -1,0 +1,164 @@
+//! The thread `ox-isolate` that starts all children of this process, and the first words with a new child.
+//!
+//! Linux sends the death signal of `raw` when the thread that started a child ends, so children are started by one thread
+//! that never ends before the process does.
+
+use std::os::fd::OwnedFd;
+use std::process::{Child, Command, Stdio};
+use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{Capabilities, Error, ErrorKind, Result, time_left};
+
+use crate::keeper::Keeper;
+use crate::link::Link;
+use crate::options::{ENV_CHILD, IsolateOptions};
+use crate::pool::Pool;
+use crate::store::serve::Stores;
+use crate::wire::frames::Order;
+use crate::{channel, clock, raw};
+
+struct Job {
+    command: Command,
+    answer: SyncSender<std::io::Result<Child>>,
+}
+
+static NURSERY: Mutex<Option<Sender<Job>>> = Mutex::new(None);
+
+/// Starts `command` on the thread that outlives everything.
+fn spawn(command: Command, deadline: Instant) -> Result<Child> {
+    let (answer, started) = sync_channel(1);
+    {
+        let mut nursery = NURSERY.lock().unwrap_or_else(PoisonError::into_inner);
+        let sender = match &*nursery {
+            Some(sender) => sender,
+            None => {
+                let (sender, jobs) = channel::<Job>();
+                std::thread::Builder::new()
+                    .name("ox-isolate".to_string())
+                    .spawn(move || {
+                        // The sender above is never dropped: this ends with the process.
+                        for mut job in jobs {
+                            drop(job.answer.send(job.command.spawn()));
+                        }
+                    })
+                    .map_err(|e| Error::io("start the thread that starts child processes", e))?;
+                nursery.insert(sender)
+            }
+        };
+        drop(sender.send(Job { command, answer }));
+    }
+    started
+        .recv_timeout(time_left(deadline))
+        .map_err(|_| Error::timeout("starting a child process took too long"))?
+        .map_err(|e| Error::io("start a child process", e))
+}
+
+/// A child whose backend is loaded.
+pub(crate) struct Started {
+    pub(crate) link: Arc<Link>,
+    pub(crate) capabilities: Capabilities,
+    pub(crate) library: Option<String>,
+}
+
+/// Starts a child and waits until its backend is loaded, `start_timeout` or until `deadline`.
+pub(crate) fn start(options: &IsolateOptions, pool: &Arc<Pool>, deadline: Instant) -> Result<Started> {
+    let began = Instant::now();
+    let deadline = deadline.min(clock::later(began, options.start_timeout));
+    let program = options.helper.program()?;
+    let (socket, childs) = channel::pair()?;
+    let (store, childs_store) = channel::pair()?;
+    let (express, childs_express) = channel::pair()?;
+    let mut command = Command::new(&program);
+    // For people who look at the list of processes.
+    std::os::unix::process::CommandExt::arg0(&mut command, format!("ox-isolate:{}", options.backend));
+    command
+        .env(ENV_CHILD, std::process::id().to_string())
+        // The socket is the only descriptor that is inherited; all others are sent through it.
+        .stdin(Stdio::from(childs))
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped());
+    // A group of its own: an interrupt typed at the terminal reaches the parent alone, and what the child starts is ended
+    // with it.
+    std::os::unix::process::CommandExt::process_group(&mut command, 0);
+    raw::die_with_parent(&mut command);
+    let child = spawn(command, deadline).map_err(|e| named(e, options, &program))?;
+    let link = adopt(child, socket, express, store, options, pool)?;
+    let hello = Order::Hello {
+        backend: options.backend.clone(),
+        device: options.device.clone(),
+        options: options.options.clone(),
+    };
+    let (greeting, ready) = sync_channel(1);
+    link.expect_greeting(greeting);
+    let greeted = link
+        .send_with(&hello, &[childs_store, childs_express], deadline)
+        .and_then(|()| match ready.recv_timeout(time_left(deadline)) {
+            Ok(result) => result,
+            Err(_) => Err(Error::timeout(format!(
+                "the child process did not say within {:.1} s that backend '{}' is loaded; does {} call \
+                 isolate::run_child_if_asked() first thing in main?{}",
+                began.elapsed().as_secs_f64(),
+                options.backend,
+                program.display(),
+                link.tail_text(),
+            ))),
+        });
+    match greeted {
+        Ok((capabilities, library)) => Ok(Started {
+            link,
+            capabilities,
+            library,
+        }),
+        Err(e) => {
+            link.end(e.clone(), None, Duration::ZERO);
+            Err(named(e, options, &program))
+        }
+    }
+}
+
+fn named(e: Error, options: &IsolateOptions, program: &std::path::Path) -> Error {
+    match e.kind() {
+        ErrorKind::Io => Error::new(
+            ErrorKind::Unavailable,
+            format!(
+                "isolated '{}': cannot run {}: {}",
+                options.backend,
+                program.display(),
+                e.message()
+            ),
+        )
+        .with_source(e),
+        _ => e,
+    }
+}
+
+/// Takes over a process that was just started: from here on its keeper sees to its end.
+fn adopt(
+    mut child: Child,
+    socket: OwnedFd,
+    express: OwnedFd,
+    store: OwnedFd,
+    options: &IsolateOptions,
+    pool: &Arc<Pool>,
+) -> Result<Arc<Link>> {
+    let socket = Arc::new(socket);
+    let made = Link::new(&child, socket.clone(), express, options, pool.clone()).and_then(|link| {
+        let link = Arc::new(link);
+        let stores = Stores::serve(store, link.pid)?;
+        link.set_stores(stores);
+        Ok(link)
+    });
+    let link = match made {
+        Ok(link) => link,
+        Err(e) => {
+            // Nobody would watch over it.
+            drop(child.kill());
+            drop(child.wait());
+            return Err(e);
+        }
+    };
+    Keeper::start(link.clone(), child, socket)?;
+    Ok(link)
+}

@@ -1,0 +1,361 @@
+//! What the ranks tell each other where the backend does not: aborts, failures and deaths.
+//!
+//! A library without abort leaves the survivors of a death hanging. So each rank of such a group publishes its child's process in
+//! the configuration's store and watches the others': on the same host by pidfd, which is evidence at once; for reasons (an abort,
+//! a time-out) and for other hosts by a `news` key in the store, where the first word counts. Whoever learns of a failure ends its own child.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::front::Front;
+use crate::link::Link;
+use crate::wire::{Reader, Writer, error};
+
+/// How often the watch looks at what nobody signals: a failure of its own group, a rank that is needed although it left.
+const LOOK: Duration = Duration::from_millis(50);
+/// The store is asked for news again after this; news itself comes at once.
+const SLICE: Duration = Duration::from_millis(500);
+/// Between the news of a failure and the end of a child, so that all ranks hear the reason before they see a death.
+const AHEAD: Duration = Duration::from_millis(20);
+/// A process that ended gets this long until the reason is found in the store.
+const GRACE: Duration = Duration::from_millis(300);
+/// Work that is still pending this long after a rank has left in good order needed that rank.
+const NEEDED: Duration = Duration::from_secs(2);
+/// A store call of the watch. A store that does not answer does not end a group.
+const CALL: Duration = Duration::from_secs(2);
+
+/// How the watch is to end.
+enum Stop {
+    /// Tell the others this, then end the child.
+    Tell(Error),
+    /// This rank leaves in good order.
+    Left,
+}
+
+#[derive(Default)]
+struct Control {
+    stop: Option<Stop>,
+    /// From now on nothing that is found concerns the group: it may be in another epoch already.
+    closed: bool,
+}
+
+struct Shared {
+    store: Arc<dyn Store>,
+    /// Before every key.
+    prefix: String,
+    rank: u32,
+    world: u32,
+    control: Mutex<Control>,
+    waker: OwnedFd,
+    link: Arc<Link>,
+    front: Arc<Front>,
+}
+
+/// The watch over the other ranks of one configuration. Dropped, it ends quietly.
+pub(crate) struct Peers(Arc<Shared>);
+
+/// (boot, process id, start time): the same process, if it is on this host and can be seen.
+fn card(pid: u32) -> String {
+    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    format!("{} {pid} {}", boot.trim(), start_time(pid).unwrap_or_default())
+}
+
+fn start_time(pid: u32) -> Option<String> {
+    let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
+    stat.rsplit_once(')')?
+        .1
+        .split_whitespace()
+        .nth(19)
+        .map(str::to_string)
+}
+
+/// A pidfd of the process of `card`; `None` if it is on another host or cannot be seen from here.
+fn watchable(card: &str) -> Option<OwnedFd> {
+    let mut parts = card.split(' ');
+    let (boot, pid, started) = (parts.next()?, parts.next()?, parts.next()?);
+    let here = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let number: i32 = pid.parse().ok()?;
+    if boot.is_empty() || boot != here.trim() || started.is_empty() {
+        return None;
+    }
+    let fd = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
+    // Looked at after the descriptor holds the process: another process namespace or a number used again shows here.
+    (start_time(number.unsigned_abs()).as_deref() == Some(started)).then_some(fd)
+}
+
+fn prefix(configuration: &Configuration) -> String {
+    format!("{}/isolate/{}", configuration.prefix, configuration.epoch)
+}
+
+/// Says before `configure` which process this rank's child is.
+pub(crate) fn publish(configuration: &Configuration, link: &Link) -> Result<()> {
+    let key = format!("{}/{}", prefix(configuration), configuration.rank);
+    let pid = link.pid.as_raw_nonzero().get().unsigned_abs();
+    configuration
+        .store
+        .set(&key, card(pid).as_bytes(), configuration.deadline)
+}
+
+impl Peers {
+    /// Watches the other ranks from now on; all of them have published.
+    pub(crate) fn watch(configuration: &Configuration, link: Arc<Link>, front: Arc<Front>) -> Result<Self> {
+        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::io("make an eventfd", e.into()))?;
+        let shared = Arc::new(Shared {
+            store: configuration.store.clone(),
+            prefix: prefix(configuration),
+            rank: configuration.rank,
+            world: configuration.world_size,
+            control: Mutex::default(),
+            waker,
+            link,
+            front,
+        });
+        let others: Vec<u32> = (0..shared.world).filter(|&r| r != shared.rank).collect();
+        let keys: Vec<String> = others.iter().map(|r| format!("{}/{r}", shared.prefix)).collect();
+        let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let cards = configuration.store.multi_get(&keys, configuration.deadline)?;
+        let peers = others
+            .into_iter()
+            .zip(&cards)
+            .map(|(rank, card)| Peer {
+                rank,
+                process: watchable(&String::from_utf8_lossy(card)),
+                left: None,
+            })
+            .collect();
+        let watch = Watch {
+            shared: shared.clone(),
+            peers,
+        };
+        let listener = shared.clone();
+        std::thread::Builder::new()
+            .name("ox-inews".to_string())
+            .spawn(move || listener.listen())
+            .map_err(|e| Error::io("start the thread that waits for news of other ranks", e))?;
+        std::thread::Builder::new()
+            .name("ox-ipeers".to_string())
+            .spawn(move || watch.run())
+            .map_err(|e| Error::io("start the thread that watches the other ranks", e))?;
+        Ok(Self(shared))
+    }
+
+    /// Tells the others why this rank ends. Never blocks.
+    pub(crate) fn tell(&self, error: Error) {
+        self.0.stop(Stop::Tell(error));
+    }
+
+    /// Tells the others that this rank leaves in good order. Never blocks.
+    pub(crate) fn leave(&self) {
+        self.0.stop(Stop::Left);
+    }
+}
+
+impl Drop for Peers {
+    fn drop(&mut self) {
+        self.0.stop(Stop::Left);
+    }
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Control> {
+        self.control.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The first reason counts.
+    fn stop(&self, stop: Stop) {
+        let mut control = self.lock();
+        if !control.closed {
+            control.closed = true;
+            control.stop = Some(stop);
+        }
+        drop(control);
+        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+    }
+
+    /// Another rank has failed: so has this group. True unless the watch is over.
+    fn failed(&self, error: Error) -> bool {
+        let mut control = self.lock();
+        if control.closed {
+            return false;
+        }
+        control.closed = true;
+        self.front.poison(&error);
+        // Not at once: a child that ends is a death to ranks that have not heard the reason yet.
+        self.link.end_after_words(error, None, AHEAD);
+        true
+    }
+
+    /// Waits for the others' news, in slices, so that the thread ends with the watch.
+    fn listen(&self) {
+        let key = self.news_key();
+        while !self.lock().closed {
+            match self.store.wait(&[&key], deadline_in(SLICE)) {
+                Ok(()) => match self.news() {
+                    Some(error) => {
+                        self.failed(error);
+                        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+                        return;
+                    }
+                    // This rank's own.
+                    None => return,
+                },
+                Err(e) if e.kind() == ErrorKind::Timeout => {}
+                Err(error) => {
+                    tracing::warn!(rank = self.rank, %error, "no news of other ranks: the store does not answer");
+                    std::thread::sleep(SLICE);
+                }
+            }
+        }
+    }
+
+    fn news_key(&self) -> String {
+        format!("{}/news", self.prefix)
+    }
+
+    /// The first failure of the group, by whoever saw it.
+    fn post(&self, error: &Error) {
+        let mut w = Writer::new(0);
+        w.u32(self.rank);
+        error::put(&mut w, error);
+        let posted = w.finish().and_then(|bytes| {
+            self.store
+                .compare_set(&self.news_key(), b"", &bytes, deadline_in(CALL))
+        });
+        if let Err(error) = posted {
+            tracing::warn!(rank = self.rank, %error, "the other ranks could not be told of a failure");
+        }
+    }
+
+    /// What another rank posted, as this rank's error.
+    fn news(&self) -> Option<Error> {
+        let key = self.news_key();
+        if !self.store.check(&[&key], deadline_in(CALL)).ok()? {
+            return None;
+        }
+        let bytes = self.store.get(&key, deadline_in(CALL)).ok()?;
+        let mut r = Reader::new(bytes.get(5..)?);
+        let (origin, told) = (r.u32().ok()?, error::get(&mut r).ok()?);
+        if origin == self.rank {
+            return None;
+        }
+        let text = match told.kind() {
+            // Its own text names the rank.
+            ErrorKind::Aborted => told.message().to_string(),
+            _ => format!("rank {origin} reports: {told}"),
+        };
+        let mut error = Error::new(told.kind(), text).with_peer(told.context().peer.unwrap_or(origin));
+        if let Some(epoch) = told.context().epoch {
+            error = error.with_epoch(epoch);
+        }
+        Some(error)
+    }
+
+    fn left_key(&self, rank: u32) -> String {
+        format!("{}/{rank}/left", self.prefix)
+    }
+}
+
+struct Peer {
+    rank: u32,
+    /// `None` for a process that cannot be watched, or that has ended.
+    process: Option<OwnedFd>,
+    /// Since when it is known to have left in good order.
+    left: Option<Instant>,
+}
+
+struct Watch {
+    shared: Arc<Shared>,
+    peers: Vec<Peer>,
+}
+
+impl Watch {
+    fn run(mut self) {
+        loop {
+            let (stop, closed) = {
+                let mut control = self.shared.lock();
+                (control.stop.take(), control.closed)
+            };
+            match stop {
+                Some(Stop::Tell(error)) => {
+                    self.shared.post(&error);
+                    return self.shared.link.end(error, None, AHEAD);
+                }
+                Some(Stop::Left) => {
+                    let key = self.shared.left_key(self.shared.rank);
+                    if let Err(error) = self.shared.store.set(&key, b"1", deadline_in(CALL)) {
+                        tracing::debug!(%error, "the other ranks could not be told of a good-bye");
+                    }
+                    return;
+                }
+                None if closed => return,
+                None => {}
+            }
+            // A failure that is this rank's own.
+            if let Some(error) = self.shared.front.error() {
+                return self.shared.post(&error);
+            }
+            if self.lost().is_some_and(|error| self.shared.failed(error)) {
+                return;
+            }
+            self.sleep();
+        }
+    }
+
+    fn sleep(&self) {
+        let mut fds = vec![PollFd::new(&self.shared.waker, PollFlags::IN)];
+        fds.extend(
+            self.peers
+                .iter()
+                .filter_map(|p| p.process.as_ref())
+                .map(|p| PollFd::from_borrowed_fd(p.as_fd(), PollFlags::IN)),
+        );
+        let _ = poll(&mut fds, Timespec::try_from(LOOK).ok().as_ref());
+    }
+
+    /// A rank whose process has ended without a word, or that left while it was needed.
+    fn lost(&mut self) -> Option<Error> {
+        let ended = |fd: &OwnedFd| {
+            let now = Timespec::default();
+            matches!(poll(&mut [PollFd::new(fd, PollFlags::IN)], Some(&now)), Ok(n) if n > 0)
+        };
+        let (shared, link) = (&self.shared, &self.shared.link);
+        for peer in &mut self.peers {
+            if peer.process.as_ref().is_some_and(ended) {
+                peer.process = None;
+                let until = deadline_in(GRACE);
+                loop {
+                    if let Some(error) = shared.news() {
+                        return Some(error);
+                    }
+                    if shared
+                        .store
+                        .check(&[&shared.left_key(peer.rank)], deadline_in(CALL))
+                        .unwrap_or(false)
+                    {
+                        peer.left = Some(Instant::now());
+                        break;
+                    }
+                    if Instant::now() >= until {
+                        let text = "its child process has ended";
+                        return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));
+                    }
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+            }
+            if peer
+                .left
+                .is_some_and(|at| at.elapsed() > NEEDED && link.pending_since(at))
+            {
+                let text = "left the group, which still needed it";
+                return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));
+            }
+        }
+        None
+    }
+}

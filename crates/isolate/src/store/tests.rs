@@ -1,0 +1,149 @@
+//! The proxied store behaves as the store behind it; answers find their callers.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{ErrorKind, InMemoryStore, Store, deadline_in};
+
+use super::proxy::{Line, ProxyStore};
+use super::serve::Stores;
+use super::*;
+use crate::channel::pair;
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(20))
+}
+
+/// A store and the same one through a socket.
+fn proxied() -> (Arc<InMemoryStore>, Arc<ProxyStore>, Arc<Stores>) {
+    let (parents, childs) = pair().unwrap();
+    let stores = Stores::serve(parents, "test").unwrap();
+    let real = Arc::new(InMemoryStore::new());
+    let number = stores.offer(real.clone());
+    let line = Line::open(childs).unwrap();
+    (real, Arc::new(ProxyStore::new(line, number)), stores)
+}
+
+#[test]
+fn every_call_gives_what_the_store_itself_gives() {
+    let (real, far, _stores) = proxied();
+    far.set("a", &[1, 2], soon()).unwrap();
+    assert_eq!(real.get("a", soon()).unwrap(), [1, 2]);
+    assert_eq!(far.get("a", soon()).unwrap(), [1, 2]);
+    assert_eq!(far.add("n", 5, soon()).unwrap(), 5);
+    assert_eq!(far.add("n", -7, soon()).unwrap(), -2);
+    assert_eq!(far.compare_set("c", &[], &[9], soon()).unwrap(), [9]);
+    assert_eq!(far.compare_set("c", &[1], &[2], soon()).unwrap(), [9]);
+    assert!(far.check(&["a", "n"], soon()).unwrap());
+    assert!(!far.check(&["a", "z"], soon()).unwrap());
+    far.wait(&["a", "c"], soon()).unwrap();
+    far.append("a", &[3], soon()).unwrap();
+    assert_eq!(
+        far.multi_get(&["a", "c"], soon()).unwrap(),
+        [vec![1, 2, 3], vec![9]]
+    );
+    far.multi_set(&[("x", &[1][..]), ("y", &[])], soon()).unwrap();
+    assert_eq!(far.num_keys(soon()).unwrap(), real.num_keys(soon()).unwrap());
+    assert_eq!(far.list(soon()).unwrap(), real.list(soon()).unwrap());
+    assert!(far.delete("x", soon()).unwrap());
+    assert!(!far.delete("x", soon()).unwrap());
+    far.barrier("b", 1, soon()).unwrap();
+    let big = vec![7u8; 8 << 20];
+    far.set("big", &big, soon()).unwrap();
+    assert!(far.get("big", soon()).unwrap() == big);
+    let e = far.set("", &[], soon()).unwrap_err();
+    assert_eq!(e.kind(), real.set("", &[], soon()).unwrap_err().kind());
+    let began = Instant::now();
+    let e = far
+        .get("never", deadline_in(Duration::from_millis(350)))
+        .unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Timeout);
+    assert!(e.to_string().contains("never"), "{e}");
+    assert!(began.elapsed() >= Duration::from_millis(350));
+}
+
+/// L39: torchft's child-process groups swap replies when two threads wait.
+#[test]
+fn l39_answers_find_their_callers_and_a_blocked_call_delays_no_other() {
+    let (real, far, _stores) = proxied();
+    std::thread::scope(|scope| {
+        for i in 0..16u8 {
+            let far = &far;
+            scope.spawn(move || {
+                let key = format!("key{i}");
+                assert_eq!(far.get(&key, soon()).unwrap(), [i]);
+                for j in 0..50u8 {
+                    far.set(&key, &[i, j], soon()).unwrap();
+                    assert_eq!(far.get(&key, soon()).unwrap(), [i, j]);
+                }
+            });
+        }
+        // In the opposite order of the calls; each is blocked until now.
+        far.set("free", b"yes", soon()).unwrap();
+        for i in (0..16u8).rev() {
+            real.set(&format!("key{i}"), &[i], soon()).unwrap();
+        }
+    });
+}
+
+#[test]
+fn a_store_that_is_released_or_whose_parent_is_gone_is_an_error_at_once() {
+    let (_real, far, stores) = proxied();
+    let none = ProxyStore::new(Line::open(pair().unwrap().0).unwrap(), 0);
+    assert_eq!(none.get("a", soon()).unwrap_err().kind(), ErrorKind::Unavailable);
+    far.set("a", &[], soon()).unwrap();
+    let waiting = {
+        let far = far.clone();
+        std::thread::spawn(move || far.get("never", soon()).unwrap_err())
+    };
+    let until = soon();
+    while stores.waiting() == 0 && Instant::now() < until {
+        std::thread::yield_now();
+    }
+    stores.hang_up();
+    assert_eq!(waiting.join().unwrap().kind(), ErrorKind::Unavailable);
+    assert_eq!(far.get("a", soon()).unwrap_err().kind(), ErrorKind::Unavailable);
+}
+
+#[test]
+fn requests_and_answers_cross_and_damaged_ones_are_refused() {
+    let k = || "key".to_string();
+    let all = [
+        Request::Set(k(), vec![1]),
+        Request::Get(k()),
+        Request::Add(k(), i64::MIN),
+        Request::CompareSet(k(), vec![], vec![2]),
+        Request::Check(vec![k(), k()]),
+        Request::Wait(vec![]),
+        Request::Delete(k()),
+        Request::Append(k(), vec![]),
+        Request::MultiGet(vec![k()]),
+        Request::MultiSet(vec![(k(), vec![3])]),
+        Request::NumKeys,
+        Request::List,
+        Request::Barrier(k(), 7),
+        Request::Release,
+    ];
+    for (i, request) in all.iter().enumerate() {
+        let frame = encode(i as u64, 3, soon(), request).unwrap();
+        let (number, store, _, back) = decode(&frame[4..]).unwrap();
+        assert_eq!((number, store, &back), (i as u64, 3, request));
+        for n in 4..frame.len() {
+            assert!(decode(&frame[4..n]).is_err());
+        }
+    }
+    for value in [
+        Value::Nothing,
+        Value::Bytes(vec![1]),
+        Value::Number(-1),
+        Value::Truth(true),
+        Value::Many(vec![vec![], vec![1]]),
+        Value::Names(vec![k()]),
+    ] {
+        let frame = encode_answer(9, &Ok(value.clone())).unwrap();
+        assert_eq!(decode_answer(&frame[4..]).unwrap().1.unwrap(), value);
+        for n in 4..frame.len() {
+            assert!(decode_answer(&frame[4..n]).is_err());
+        }
+    }
+}

@@ -1,0 +1,31 @@
+//! Isolated groups where it hurts: killed children, killed parents, wedged and crashing backends, noise, leaks, options.
+//!
+//! One test at a time: many count the processes, threads and descriptors of this process.
+#![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
+
+mod lessons;
+mod lives;
+mod odd;
+mod rig;
+
+use std::process::ExitCode;
+
+use backend_gloo as _;
+use libtest_mimic::{Arguments, Trial};
+
+fn main() -> ExitCode {
+    isolate::run_child_if_asked();
+    if let Some(code) = lives::as_victim() {
+        return code;
+    }
+    let mut arguments = Arguments::from_args();
+    arguments.test_threads = Some(1);
+    let tests: Vec<(&str, fn())> = [lives::TESTS, lessons::TESTS].concat();
+    let trials = tests.into_iter().map(|(name, test)| {
+        Trial::test(name, move || {
+            test();
+            Ok(())
+        })
+    });
+    libtest_mimic::run(&arguments, trials.collect()).exit_code()
+}

@@ -1,0 +1,255 @@
+//! Opening the library and filling the table.
+//!
+//! A required function that is missing fails the opening and is named; an optional one leaves `None`. The library is never
+//! closed: it starts threads of its own and its functions may be on any stack.
+
+use std::ffi::{c_char, c_int, c_void};
+use std::path::{Path, PathBuf};
+
+use crate::locate;
+use crate::types::{Comm, Config, DataType, RedOp, ResultCode, Stream, UniqueId, Version};
+
+/// The oldest version that is used: the first with `ncclMemAlloc` and everything in the required half of [`Api`].
+pub const OLDEST: Version = Version::new(2, 19, 0);
+
+/// Why there is no library.
+#[derive(Debug, thiserror::Error)]
+pub enum OpenError {
+    /// No candidate could be loaded.
+    #[error(
+        "NCCL was not found: {tried}. Install it (pip install nvidia-nccl-cu12) or set {} to libnccl.so.2",
+        locate::ENV_PATH
+    )]
+    NotFound {
+        /// Each candidate with the loader's text.
+        tried: String,
+    },
+    /// The file is a library, but not (a whole) NCCL.
+    #[error("{} has no function {symbol}: it is not NCCL 2.19 or later", path.display())]
+    MissingSymbol {
+        /// The file.
+        path: PathBuf,
+        /// The first function that is missing.
+        symbol: &'static str,
+    },
+    /// The library is older than [`OLDEST`].
+    #[error("{} is NCCL {version}; {OLDEST} or later is needed", path.display())]
+    TooOld {
+        /// The file.
+        path: PathBuf,
+        /// Its version.
+        version: Version,
+    },
+    /// `ncclGetVersion` failed.
+    #[error("{} does not tell its version (code {code})", path.display())]
+    NoVersion {
+        /// The file.
+        path: PathBuf,
+        /// What the call returned.
+        code: ResultCode,
+    },
+}
+
+macro_rules! table {
+    (
+        required { $($(#[$rm:meta])* $r:ident = $rs:literal : fn($($ra:ty),*) -> $rr:ty;)* }
+        optional { $($(#[$om:meta])* $o:ident = $os:literal : fn($($oa:ty),*) -> $or:ty;)* }
+    ) => {
+        /// NCCL's functions. Arguments, units and errors are NCCL's own; see its documentation.
+        #[derive(Debug, Clone, Copy)]
+        pub struct Api {
+            $($(#[$rm])* pub $r: unsafe extern "C" fn($($ra),*) -> $rr,)*
+            $($(#[$om])* pub $o: Option<unsafe extern "C" fn($($oa),*) -> $or>,)*
+        }
+
+        impl Api {
+            /// The names of the optional functions that this library has.
+            pub fn present(&self) -> Vec<&'static str> {
+                let mut names = Vec::new();
+                $(if self.$o.is_some() { names.push($os); })*
+                names
+            }
+
+            fn load(library: &libloading::Library) -> Result<Self, &'static str> {
+                Ok(Self {
+                    // SAFETY: INV-12 the signatures are those of NCCL's public header for these names.
+                    $($r: *unsafe { library.get(concat!($rs, "\0").as_bytes()) }.map_err(|_| $rs)?,)*
+                    // SAFETY: INV-12 as above.
+                    $($o: unsafe { library.get(concat!($os, "\0").as_bytes()) }.ok().map(|f| *f),)*
+                })
+            }
+        }
+    };
+}
+
+table! {
+    required {
+        /// The version as a number.
+        get_version = "ncclGetVersion": fn(*mut c_int) -> ResultCode;
+        /// A new id for one communicator.
+        get_unique_id = "ncclGetUniqueId": fn(*mut UniqueId) -> ResultCode;
+        /// Joins a communicator.
+        comm_init_rank_config = "ncclCommInitRankConfig": fn(*mut Comm, c_int, UniqueId, c_int, *mut Config) -> ResultCode;
+        /// Flushes; needed before destroy on non-blocking communicators.
+        comm_finalize = "ncclCommFinalize": fn(Comm) -> ResultCode;
+        /// Frees a communicator.
+        comm_destroy = "ncclCommDestroy": fn(Comm) -> ResultCode;
+        /// Ends whatever runs, then frees it.
+        comm_abort = "ncclCommAbort": fn(Comm) -> ResultCode;
+        /// Divides a communicator by colour.
+        comm_split = "ncclCommSplit": fn(Comm, c_int, c_int, *mut Comm, *mut Config) -> ResultCode;
+        /// How a communicator is.
+        comm_get_async_error = "ncclCommGetAsyncError": fn(Comm, *mut ResultCode) -> ResultCode;
+        /// The number of ranks.
+        comm_count = "ncclCommCount": fn(Comm, *mut c_int) -> ResultCode;
+        /// A code in words.
+        get_error_string = "ncclGetErrorString": fn(ResultCode) -> *const c_char;
+        /// The library's last error in words; the communicator may be null.
+        get_last_error = "ncclGetLastError": fn(Comm) -> *const c_char;
+        /// A sum whose inputs are multiplied first.
+        red_op_create_pre_mul_sum = "ncclRedOpCreatePreMulSum": fn(*mut RedOp, *mut c_void, DataType, c_int, Comm) -> ResultCode;
+        /// Frees it.
+        red_op_destroy = "ncclRedOpDestroy": fn(RedOp, Comm) -> ResultCode;
+        /// send, recv, count, dtype, op, communicator, stream.
+        all_reduce = "ncclAllReduce": fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
+        /// send, recv, count, dtype, root, communicator, stream.
+        broadcast = "ncclBroadcast": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+        /// send, recv, count, dtype, op, root, communicator, stream.
+        reduce = "ncclReduce": fn(*const c_void, *mut c_void, usize, DataType, RedOp, c_int, Comm, Stream) -> ResultCode;
+        /// send, recv, count of send, dtype, communicator, stream.
+        all_gather = "ncclAllGather": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
+        /// send, recv, count of recv, dtype, op, communicator, stream.
+        reduce_scatter = "ncclReduceScatter": fn(*const c_void, *mut c_void, usize, DataType, RedOp, Comm, Stream) -> ResultCode;
+        /// send, count, dtype, peer, communicator, stream.
+        send = "ncclSend": fn(*const c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+        /// recv, count, dtype, peer, communicator, stream.
+        recv = "ncclRecv": fn(*mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+        /// Begins a group of calls.
+        group_start = "ncclGroupStart": fn() -> ResultCode;
+        /// Ends it, and starts what was called in between.
+        group_end = "ncclGroupEnd": fn() -> ResultCode;
+    }
+    optional {
+        /// Ends whatever runs, without freeing (2.28.7).
+        comm_revoke = "ncclCommRevoke": fn(Comm, c_int) -> ResultCode;
+        /// A communicator without some ranks (2.27).
+        comm_shrink = "ncclCommShrink": fn(Comm, *mut c_int, c_int, *mut Comm, *mut Config, c_int) -> ResultCode;
+        /// A communicator with more ranks (2.29).
+        comm_grow = "ncclCommGrow": fn(Comm, c_int, *const UniqueId, c_int, *mut Comm, *mut Config) -> ResultCode;
+        /// send, recv, count per rank, dtype, communicator, stream (2.28).
+        all_to_all = "ncclAlltoAll": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
+        /// send, recv, count per rank, dtype, root, communicator, stream (2.28).
+        gather = "ncclGather": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+        /// send, recv, count per rank, dtype, root, communicator, stream (2.28).
+        scatter = "ncclScatter": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
+        /// Memory that the library likes best.
+        mem_alloc = "ncclMemAlloc": fn(*mut *mut c_void, usize) -> ResultCode;
+        /// Frees it.
+        mem_free = "ncclMemFree": fn(*mut c_void) -> ResultCode;
+        /// Symmetric memory (2.27).
+        comm_window_register = "ncclCommWindowRegister": fn(Comm, *mut c_void, usize, *mut *mut c_void, c_int) -> ResultCode;
+        /// Only a stand-in has this: what it is, in words.
+        standin_description = "oxccl_standin_description": fn() -> *const c_char;
+        /// Ends it.
+        comm_window_deregister = "ncclCommWindowDeregister": fn(Comm, *mut c_void) -> ResultCode;
+    }
+}
+
+/// An opened library.
+#[derive(Debug)]
+pub struct Library {
+    path: PathBuf,
+    version: Version,
+    api: Api,
+}
+
+impl Library {
+    /// Opens the first candidate that loads (see [`locate`]). A candidate that loads but is no usable NCCL ends the search:
+    /// taking another one silently would hide which library runs.
+    pub fn open() -> Result<Self, OpenError> {
+        let mut tried = Vec::new();
+        for path in locate::candidates() {
+            // SAFETY: INV-12 loading runs the library's initialisers; the path is the user's own choice or the system's.
+            match unsafe { libloading::Library::new(&path) } {
+                Ok(library) => return Self::of(path, library),
+                Err(e) => tried.push(format!("{}: {e}", path.display())),
+            }
+        }
+        Err(OpenError::NotFound {
+            tried: tried.join("; "),
+        })
+    }
+
+    /// Opens that file.
+    pub fn open_at(path: &Path) -> Result<Self, OpenError> {
+        // SAFETY: INV-12 as above.
+        let library = unsafe { libloading::Library::new(path) }.map_err(|e| OpenError::NotFound {
+            tried: format!("{}: {e}", path.display()),
+        })?;
+        Self::of(path.to_path_buf(), library)
+    }
+
+    fn of(path: PathBuf, library: libloading::Library) -> Result<Self, OpenError> {
+        let api = Api::load(&library);
+        // Never closed, whatever comes: the library may have started threads.
+        std::mem::forget(library);
+        let api = api.map_err(|symbol| OpenError::MissingSymbol {
+            path: path.clone(),
+            symbol,
+        })?;
+        let mut number: c_int = 0;
+        // SAFETY: INV-12 writes one int; needs no device.
+        let code = unsafe { (api.get_version)(&raw mut number) };
+        let version = match u32::try_from(number) {
+            Ok(n) if code == 0 => Version(n),
+            _ => return Err(OpenError::NoVersion { path, code }),
+        };
+        if version < OLDEST {
+            return Err(OpenError::TooOld { path, version });
+        }
+        Ok(Self { path, version, api })
+    }
+
+    /// The file, or the bare name if the loader found it.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// The library's version.
+    pub fn version(&self) -> Version {
+        self.version
+    }
+
+    /// The functions.
+    pub fn api(&self) -> &Api {
+        &self.api
+    }
+
+    /// What a stand-in for tests says of itself; `None` for NCCL.
+    pub fn stand_in(&self) -> Option<String> {
+        // SAFETY: INV-12 returns a static string.
+        self.api.standin_description.map(|f| text(unsafe { f() }))
+    }
+
+    /// A result code in words.
+    pub fn describe(&self, code: ResultCode) -> String {
+        // SAFETY: INV-12 the library returns a static string for every code.
+        text(unsafe { (self.api.get_error_string)(code) })
+    }
+
+    /// The library's last error in words; empty if it keeps none.
+    pub fn last_error(&self) -> String {
+        // SAFETY: INV-12 a null communicator asks for the process's last error; the string is static.
+        text(unsafe { (self.api.get_last_error)(std::ptr::null_mut()) })
+    }
+}
+
+fn text(s: *const c_char) -> String {
+    if s.is_null() {
+        return String::new();
+    }
+    // SAFETY: INV-12 not null; the library's strings end with a zero and stay where they are.
+    unsafe { std::ffi::CStr::from_ptr(s) }
+        .to_string_lossy()
+        .into_owned()
+}

@@ -1,0 +1,218 @@
+//! NCCL's C types, written by hand from its documentation and checked against the headers of 2.19 to 2.30.
+
+use std::ffi::{c_char, c_int, c_uint};
+use std::fmt;
+use std::ptr;
+
+/// A communicator; null is none.
+pub type Comm = *mut std::ffi::c_void;
+/// A `cudaStream_t`, which is a `CUstream`; null is the legacy default stream.
+pub type Stream = *mut std::ffi::c_void;
+/// What a call returns. Not an enum: a library newer than this file may return codes that are not known here.
+pub type ResultCode = c_int;
+/// An element type; see [`dtype`].
+pub type DataType = c_int;
+/// A reduction; see [`redop`], or made by `ncclRedOpCreatePreMulSum`.
+pub type RedOp = c_int;
+
+/// Result codes.
+pub mod code {
+    use super::ResultCode;
+    /// Done.
+    pub const SUCCESS: ResultCode = 0;
+    /// A CUDA call failed.
+    pub const UNHANDLED_CUDA_ERROR: ResultCode = 1;
+    /// A call to the operating system failed.
+    pub const SYSTEM_ERROR: ResultCode = 2;
+    /// A defect or corrupted memory in NCCL.
+    pub const INTERNAL_ERROR: ResultCode = 3;
+    /// An argument has a value that is never right.
+    pub const INVALID_ARGUMENT: ResultCode = 4;
+    /// The call is wrong in this state or combination.
+    pub const INVALID_USAGE: ResultCode = 5;
+    /// A peer failed, or the network towards it.
+    pub const REMOTE_ERROR: ResultCode = 6;
+    /// A non-blocking communicator is still at it.
+    pub const IN_PROGRESS: ResultCode = 7;
+    /// Something took too long (2.30).
+    pub const TIMEOUT: ResultCode = 8;
+}
+
+/// Element types.
+pub mod dtype {
+    use super::DataType;
+    /// Signed, 8 bits.
+    pub const INT8: DataType = 0;
+    /// Unsigned, 8 bits.
+    pub const UINT8: DataType = 1;
+    /// Signed, 32 bits.
+    pub const INT32: DataType = 2;
+    /// Unsigned, 32 bits.
+    pub const UINT32: DataType = 3;
+    /// Signed, 64 bits.
+    pub const INT64: DataType = 4;
+    /// Unsigned, 64 bits.
+    pub const UINT64: DataType = 5;
+    /// IEEE binary16.
+    pub const FLOAT16: DataType = 6;
+    /// IEEE binary32.
+    pub const FLOAT32: DataType = 7;
+    /// IEEE binary64.
+    pub const FLOAT64: DataType = 8;
+    /// bfloat16.
+    pub const BFLOAT16: DataType = 9;
+    /// OCP E4M3 (2.24; reduced on compute capability 9.0 and later).
+    pub const FLOAT8_E4M3: DataType = 10;
+    /// OCP E5M2 (as above).
+    pub const FLOAT8_E5M2: DataType = 11;
+}
+
+/// Built-in reductions.
+pub mod redop {
+    use super::RedOp;
+    /// The sum.
+    pub const SUM: RedOp = 0;
+    /// The product.
+    pub const PROD: RedOp = 1;
+    /// The maximum; of floats, NaN loses.
+    pub const MAX: RedOp = 2;
+    /// The minimum; of floats, NaN loses.
+    pub const MIN: RedOp = 3;
+    /// The mean over all ranks.
+    pub const AVG: RedOp = 4;
+}
+
+/// `ncclScalarHostImmediate`: the scalar is read from host memory before the call returns.
+pub const SCALAR_HOST_IMMEDIATE: c_int = 1;
+/// The colour of a rank that gets no communicator from a split.
+pub const SPLIT_NOCOLOR: c_int = -1;
+
+/// What rank 0 makes and all ranks of a communicator share.
+#[derive(Clone, Copy, PartialEq, Eq)]
+#[repr(C)]
+pub struct UniqueId(pub [u8; UniqueId::BYTES]);
+
+impl UniqueId {
+    /// Its size.
+    pub const BYTES: usize = 128;
+}
+
+impl fmt::Debug for UniqueId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        // It is as good as a key to the job.
+        f.write_str("UniqueId(…)")
+    }
+}
+
+/// A version as `ncclGetVersion` gives it: 10000 × major + 100 × minor + patch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Version(pub u32);
+
+impl Version {
+    /// `major.minor.patch`.
+    pub const fn new(major: u32, minor: u32, patch: u32) -> Self {
+        Self(major * 10_000 + minor * 100 + patch)
+    }
+}
+
+impl fmt::Display for Version {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}.{}.{}", self.0 / 10_000, self.0 / 100 % 100, self.0 % 100)
+    }
+}
+
+/// "Not said": NCCL takes its own default.
+pub const UNDEFINED: c_int = c_int::MIN;
+const MAGIC: c_uint = 0xCAFE_BEEF;
+
+/// `ncclConfig_t`. Newer versions append fields; a library reads `size` bytes and takes its defaults for the rest, so
+/// [`Config::new`] states the size that the version at hand knows.
+#[derive(Debug, Clone, Copy)]
+#[repr(C)]
+pub struct Config {
+    size: usize,
+    magic: c_uint,
+    version: c_uint,
+    /// 0: calls return [`code::IN_PROGRESS`] rather than wait.
+    pub blocking: c_int,
+    /// Thread blocks per cluster.
+    pub cga_cluster_size: c_int,
+    /// The least number of blocks.
+    pub min_ctas: c_int,
+    /// The largest number of blocks.
+    pub max_ctas: c_int,
+    /// The network module; a C string that outlives the call.
+    pub net_name: *const c_char,
+    /// 1: a split communicator shares its parent's resources.
+    pub split_share: c_int,
+    /// The traffic class of the network (2.26).
+    pub traffic_class: c_int,
+    /// The communicator's name in the library's own reports (2.27); a C string that outlives the call.
+    pub comm_name: *const c_char,
+}
+
+impl Config {
+    /// The first version that reads `traffic_class`.
+    pub const TRAFFIC_CLASS: Version = Version::new(2, 26, 0);
+    /// The first version that reads `comm_name`.
+    pub const COMM_NAME: Version = Version::new(2, 27, 0);
+
+    /// Everything undefined, as large as `version` reads it.
+    pub fn new(version: Version) -> Self {
+        let whole = if version >= Self::COMM_NAME {
+            size_of::<Self>()
+        } else if version >= Self::TRAFFIC_CLASS {
+            // The padding after the last field belongs to the struct of that version.
+            std::mem::offset_of!(Self, comm_name)
+        } else {
+            std::mem::offset_of!(Self, traffic_class).next_multiple_of(align_of::<Self>())
+        };
+        Self {
+            size: whole,
+            magic: MAGIC,
+            version: version.0,
+            blocking: UNDEFINED,
+            cga_cluster_size: UNDEFINED,
+            min_ctas: UNDEFINED,
+            max_ctas: UNDEFINED,
+            net_name: ptr::null(),
+            split_share: UNDEFINED,
+            traffic_class: UNDEFINED,
+            comm_name: ptr::null(),
+        }
+    }
+
+    /// The stated size in bytes.
+    pub fn size(&self) -> usize {
+        self.size
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn versions_print_and_compare_as_numbers() {
+        assert_eq!(Version(22105).to_string(), "2.21.5");
+        assert_eq!(Version(23203), Version::new(2, 32, 3));
+        assert!(Version::new(2, 9, 9) < Version::new(2, 19, 0));
+    }
+
+    #[test]
+    fn a_config_is_as_large_as_its_version_reads_it() {
+        // Offsets of the C struct on 64-bit machines; before 2.26 the last four bytes are padding.
+        for (version, size) in [
+            ((2, 19, 3), 48),
+            ((2, 25, 1), 48),
+            ((2, 26, 2), 48),
+            ((2, 27, 3), 56),
+            ((2, 30, 7), 56),
+        ] {
+            let config = Config::new(Version::new(version.0, version.1, version.2));
+            assert_eq!(config.size(), size, "{version:?}");
+        }
+        assert_eq!(std::mem::offset_of!(Config, net_name), 32);
+        assert_eq!(std::mem::offset_of!(Config, traffic_class), 44);
+    }
+}

@@ -1,0 +1,110 @@
+//! The environment variables without which oneCCL does not work, or works slowly: set in this process before the
+//! library is opened, never over a value that the user set.
+//!
+//! `setenv` is not safe while another thread reads the environment outside Rust's own lock (C's `getenv`). A program
+//! that cares calls [`prepare`] first thing in `main`, before it starts threads; where everything is set already (by
+//! the launcher, or in a child process of `isolate`), nothing is written.
+
+use std::sync::{Mutex, PoisonError};
+
+/// Which memory a process works on. oneCCL chooses its plugin by an environment variable, so a process has one.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Flavour {
+    /// Host memory.
+    Host,
+    /// Device memory through SYCL queues.
+    Sycl,
+}
+
+impl Flavour {
+    /// The value of `CCL_PLUGIN`.
+    pub fn plugin(self) -> &'static str {
+        match self {
+            Self::Host => "ONECCL_LEGACY_CPU",
+            Self::Sycl => "ONECCL_LEGACY",
+        }
+    }
+
+    /// The plugin's file beside `libccl.so.2`.
+    pub fn plugin_file(self) -> &'static str {
+        match self {
+            Self::Host => "libccl_legacy_cpu.so",
+            Self::Sycl => "libccl_legacy.so",
+        }
+    }
+
+    /// What is set unless the user did, and why.
+    pub fn defaults(self) -> [(&'static str, &'static str); 4] {
+        [
+            // Without it no plugin is found at all.
+            ("CCL_PLUGIN", self.plugin()),
+            // The other transport needs an MPI launcher and ends the process without one.
+            ("CCL_ATL_TRANSPORT", "ofi"),
+            // Caller and worker thread spin: with the default, ranks that share cores take 9 ms for 1 KB instead of 54 µs.
+            ("CCL_YIELD", "sched_yield"),
+            ("CCL_LOG_LEVEL", "error"),
+        ]
+    }
+}
+
+/// Names of the variables by which a network interface is chosen.
+pub const INTERFACE: [&str; 2] = ["CCL_KVS_IFACE", "FI_TCP_IFACE"];
+
+static WRITING: Mutex<()> = Mutex::new(());
+
+/// Sets what is not set, for `flavour`; returns the names that were written.
+pub fn prepare(flavour: Flavour) -> Vec<&'static str> {
+    let defaults = flavour.defaults();
+    defaults
+        .into_iter()
+        .filter(|(name, value)| set_if_absent(name, value))
+        .map(|(name, _)| name)
+        .collect()
+}
+
+/// Lets oneCCL use the network interface `name`, unless the user chose one. `Err` has the variable and its value where
+/// that is another one.
+pub fn use_interface(name: &str) -> Result<(), (&'static str, String)> {
+    for variable in INTERFACE {
+        set_if_absent(variable, name);
+        match std::env::var(variable) {
+            Ok(present) if present != name => return Err((variable, present)),
+            _ => {}
+        }
+    }
+    Ok(())
+}
+
+fn set_if_absent(name: &str, value: &str) -> bool {
+    let _one_at_a_time = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
+    if std::env::var_os(name).is_some() {
+        return false;
+    }
+    // SAFETY: INV-12 Rust's own readers and writers share a lock; C code that reads the environment in another thread at
+    // this moment is what the module's documentation warns of, and `prepare` early in `main` avoids.
+    unsafe { std::env::set_var(name, value) };
+    true
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_variable_that_the_user_set_is_left_alone() {
+        // SAFETY: INV-12 a name that nothing else reads.
+        unsafe { std::env::set_var("OXCCL_TEST_ENVIRONMENT", "mine") };
+        assert!(!set_if_absent("OXCCL_TEST_ENVIRONMENT", "theirs"));
+        assert_eq!(std::env::var("OXCCL_TEST_ENVIRONMENT").unwrap(), "mine");
+        assert!(set_if_absent("OXCCL_TEST_ENVIRONMENT_2", "ours"));
+        assert!(!set_if_absent("OXCCL_TEST_ENVIRONMENT_2", "later"));
+        assert_eq!(std::env::var("OXCCL_TEST_ENVIRONMENT_2").unwrap(), "ours");
+    }
+
+    #[test]
+    fn the_two_flavours_differ_in_the_plugin_only() {
+        let (host, sycl) = (Flavour::Host.defaults(), Flavour::Sycl.defaults());
+        assert_ne!(host[0], sycl[0]);
+        assert_eq!(host[1..], sycl[1..]);
+    }
+}

@@ -1,0 +1,319 @@
+//! A store of this program as a C table, for a plugin's `configure`.
+
+use std::ffi::c_void;
+use std::sync::Arc;
+
+use ftcore::{Error, Result, Store};
+
+use super::library::guarded;
+use crate::abi::{self, Bytes, FAILED, Fault, Growing, Sink, Str};
+use crate::{fault, text};
+
+/// What `ctx` points to, in an `Arc`.
+struct Shared(Arc<dyn Store>);
+
+/// A table with one reference of its own, which is given back when this is dropped.
+pub(super) struct Lent {
+    pub(super) table: abi::Store,
+}
+
+impl Lent {
+    pub(super) fn new(store: Arc<dyn Store>) -> Self {
+        let mut table = abi::Store::empty();
+        table.ctx = Arc::into_raw(Arc::new(Shared(store))).cast_mut().cast();
+        table.retain = Some(retain);
+        table.release = Some(release);
+        table.set = Some(set);
+        table.get = Some(get);
+        table.add = Some(add);
+        table.compare_set = Some(compare_set);
+        table.check = Some(check);
+        table.wait = Some(wait);
+        table.remove = Some(remove);
+        table.append = Some(append);
+        table.multi_get = Some(multi_get);
+        table.multi_set = Some(multi_set);
+        table.num_keys = Some(num_keys);
+        table.list = Some(list);
+        table.barrier = Some(barrier);
+        Self { table }
+    }
+}
+
+impl Drop for Lent {
+    fn drop(&mut self) {
+        // SAFETY: INV-8 the reference that `new` made.
+        unsafe { release(self.table.ctx) }
+    }
+}
+
+unsafe extern "C" fn retain(ctx: *mut c_void) {
+    if !ctx.is_null() {
+        // SAFETY: INV-8 the plugin holds a reference, or the call does in which the table was passed.
+        unsafe { Arc::increment_strong_count(ctx.cast_const().cast::<Shared>()) }
+    }
+}
+
+unsafe extern "C" fn release(ctx: *mut c_void) {
+    guarded((), || {
+        if !ctx.is_null() {
+            // SAFETY: INV-8 gives back a reference that was taken.
+            unsafe { Arc::decrement_strong_count(ctx.cast_const().cast::<Shared>()) }
+        }
+    });
+}
+
+/// Runs one call. Errors in words are the plugin's breach of the ABI.
+///
+/// # Safety
+/// `ctx` is a table's with a reference held, `fault` the call's.
+unsafe fn call(ctx: *mut c_void, fault: *mut Fault, run: impl FnOnce(&dyn Store) -> Result<()>) -> i32 {
+    guarded(FAILED, || {
+        // SAFETY: INV-8 by the contract.
+        let result = match unsafe { ctx.cast::<Shared>().as_ref() } {
+            Some(shared) => run(&*shared.0),
+            None => Err(Error::invalid("a store call without its ctx")),
+        };
+        // SAFETY: INV-10 by the contract.
+        unsafe { fault::answer(result, fault) }
+    })
+}
+
+fn wrong(what: String) -> Error {
+    Error::invalid(format!("the plugin called the store with {what}"))
+}
+
+/// # Safety
+/// Readable for the call.
+unsafe fn key(key: Str) -> Result<String> {
+    // SAFETY: INV-10 by the contract.
+    unsafe { text::read(key) }.map_err(wrong)
+}
+
+/// # Safety
+/// Readable for the call.
+unsafe fn bytes<'a>(bytes: Bytes) -> Result<&'a [u8]> {
+    // SAFETY: INV-10 by the contract.
+    unsafe { text::read_bytes(bytes) }.map_err(wrong)
+}
+
+/// # Safety
+/// Readable for the call.
+unsafe fn keys(first: *const Str, count: u64) -> Result<Vec<String>> {
+    // SAFETY: INV-10 by the contract.
+    unsafe { text::texts(first, count, "keys") }.map_err(wrong)
+}
+
+fn borrowed(keys: &[String]) -> Vec<&str> {
+    keys.iter().map(String::as_str).collect()
+}
+
+/// # Safety
+/// `to` is null or writable.
+unsafe fn put<T>(to: *mut T, value: T) -> Result<()> {
+    if to.is_null() {
+        return Err(wrong("no place for the answer".into()));
+    }
+    // SAFETY: INV-10 by the contract.
+    unsafe { to.write(value) };
+    Ok(())
+}
+
+unsafe extern "C" fn set(ctx: *mut c_void, k: Str, value: Bytes, timeout_ms: i64, fault: *mut Fault) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            s.set(&key(k)?, bytes(value)?, fault::deadline(timeout_ms))
+        })
+    }
+}
+
+unsafe extern "C" fn get(ctx: *mut c_void, k: Str, timeout_ms: i64, value: Sink, fault: *mut Fault) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            text::give(&value, &s.get(&key(k)?, fault::deadline(timeout_ms))?);
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn add(
+    ctx: *mut c_void,
+    k: Str,
+    amount: i64,
+    timeout_ms: i64,
+    result: *mut i64,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            put(result, s.add(&key(k)?, amount, fault::deadline(timeout_ms))?)
+        })
+    }
+}
+
+unsafe extern "C" fn compare_set(
+    ctx: *mut c_void,
+    k: Str,
+    expected: Bytes,
+    desired: Bytes,
+    timeout_ms: i64,
+    value: Sink,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            let deadline = fault::deadline(timeout_ms);
+            let stands = s.compare_set(&key(k)?, bytes(expected)?, bytes(desired)?, deadline)?;
+            text::give(&value, &stands);
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn check(
+    ctx: *mut c_void,
+    first: *const Str,
+    count: u64,
+    timeout_ms: i64,
+    result: *mut u32,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            let keys = keys(first, count)?;
+            let all = s.check(&borrowed(&keys), fault::deadline(timeout_ms))?;
+            put(result, u32::from(all))
+        })
+    }
+}
+
+unsafe extern "C" fn wait(
+    ctx: *mut c_void,
+    first: *const Str,
+    count: u64,
+    timeout_ms: i64,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            let keys = keys(first, count)?;
+            s.wait(&borrowed(&keys), fault::deadline(timeout_ms))
+        })
+    }
+}
+
+unsafe extern "C" fn remove(
+    ctx: *mut c_void,
+    k: Str,
+    timeout_ms: i64,
+    result: *mut u32,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            let existed = s.delete(&key(k)?, fault::deadline(timeout_ms))?;
+            put(result, u32::from(existed))
+        })
+    }
+}
+
+unsafe extern "C" fn append(
+    ctx: *mut c_void,
+    k: Str,
+    value: Bytes,
+    timeout_ms: i64,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            s.append(&key(k)?, bytes(value)?, fault::deadline(timeout_ms))
+        })
+    }
+}
+
+unsafe extern "C" fn multi_get(
+    ctx: *mut c_void,
+    first: *const Str,
+    count: u64,
+    timeout_ms: i64,
+    values: Sink,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            let keys = keys(first, count)?;
+            for value in s.multi_get(&borrowed(&keys), fault::deadline(timeout_ms))? {
+                text::give(&values, &value);
+            }
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn multi_set(
+    ctx: *mut c_void,
+    first: *const Str,
+    values: *const Bytes,
+    count: u64,
+    timeout_ms: i64,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            let keys = keys(first, count)?;
+            let values = text::list(values, count, "values").map_err(wrong)?;
+            let pairs: Vec<(&str, &[u8])> = keys
+                .iter()
+                .zip(values)
+                .map(|(k, v)| Ok((k.as_str(), bytes(*v)?)))
+                .collect::<Result<_>>()?;
+            s.multi_set(&pairs, fault::deadline(timeout_ms))
+        })
+    }
+}
+
+unsafe extern "C" fn num_keys(ctx: *mut c_void, timeout_ms: i64, result: *mut i64, fault: *mut Fault) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            put(result, s.num_keys(fault::deadline(timeout_ms))?)
+        })
+    }
+}
+
+unsafe extern "C" fn list(ctx: *mut c_void, timeout_ms: i64, sink: Sink, fault: *mut Fault) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            for key in s.list(fault::deadline(timeout_ms))? {
+                text::give(&sink, key.as_bytes());
+            }
+            Ok(())
+        })
+    }
+}
+
+unsafe extern "C" fn barrier(
+    ctx: *mut c_void,
+    k: Str,
+    world_size: u32,
+    timeout_ms: i64,
+    fault: *mut Fault,
+) -> i32 {
+    // SAFETY: INV-10 the plugin keeps to the ABI.
+    unsafe {
+        call(ctx, fault, |s| {
+            s.barrier(&key(k)?, world_size, fault::deadline(timeout_ms))
+        })
+    }
+}

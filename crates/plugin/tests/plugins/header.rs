@@ -1,0 +1,392 @@
+//! Makes the C header out of the Rust structs, and checks that what is checked in is what they say.
+#![allow(
+    clippy::panic,
+    reason = "a struct that the generator cannot read is a failure of the test"
+)]
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use ftcore::{DType, Feature, OpKind, ReduceOp};
+use plugin::abi::{self, FieldLayout, StructLayout};
+
+use crate::build;
+
+/// The header of a minor version.
+pub(crate) fn path(minor: u32) -> PathBuf {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    if minor == abi::MINOR {
+        root.join("include/oxccl_plugin.h")
+    } else {
+        root.join(format!("include/1.{minor}/oxccl_plugin.h"))
+    }
+}
+
+/// Compares every header with what the structs say; `OXCCL_BLESS=1` writes them. A header of an older minor version is
+/// frozen: plugins were built with it, so a difference means that the ABI was broken.
+pub(crate) fn is_what_the_structs_say() -> Result<(), String> {
+    for minor in abi::MINIMUM_MINOR..=abi::MINOR {
+        let (path, wanted) = (path(minor), generate(minor));
+        if std::env::var("OXCCL_BLESS").is_ok_and(|v| v == "1") {
+            std::fs::create_dir_all(path.parent().unwrap_or(&path)).map_err(|e| e.to_string())?;
+            std::fs::write(&path, &wanted).map_err(|e| e.to_string())?;
+        }
+        let found = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+        if let Some((n, (a, b))) = (1..)
+            .zip(found.lines().zip(wanted.lines()))
+            .find(|(_, (a, b))| a != b)
+        {
+            return Err(format!(
+                "{}:{n} is not what the structs say (OXCCL_BLESS=1 writes it)\n  file:    {a}\n  structs: {b}",
+                path.display()
+            ));
+        }
+        if found != wanted {
+            return Err(format!("{} has another length than it should", path.display()));
+        }
+    }
+    Ok(())
+}
+
+/// Compiles the headers with all layout assertions.
+pub(crate) fn compiles_with_the_same_layout() -> Result<(), String> {
+    for minor in abi::MINIMUM_MINOR..=abi::MINOR {
+        let folder = path(minor).parent().map(Path::to_path_buf).unwrap_or_default();
+        let text = "#define OXCCL_PLUGIN_CHECK_LAYOUT\n#include \"oxccl_plugin.h\"\nint oxccl_nothing;\n";
+        build::c_object(&format!("layout-1.{minor}"), text, &folder)?;
+    }
+    // The assertions can fail: one number that is wrong does not compile.
+    let folder = std::env::temp_dir().join(format!("oxccl-wrong-header-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
+    let wrong = generate(abi::MINOR).replace("sizeof(oxccl_buffer) == ", "sizeof(oxccl_buffer) == 1");
+    std::fs::write(folder.join("oxccl_plugin.h"), wrong).map_err(|e| e.to_string())?;
+    let text = "#define OXCCL_PLUGIN_CHECK_LAYOUT\n#include \"oxccl_plugin.h\"\n";
+    let result = build::c_object("layout-wrong", text, &folder);
+    let _ = std::fs::remove_dir_all(&folder);
+    match result {
+        Err(_) => Ok(()),
+        Ok(()) => Err("a wrong layout compiled".to_string()),
+    }
+}
+
+/// `QueryReply` to `query_reply`.
+fn snake(name: &str) -> String {
+    let mut out = String::new();
+    for (i, c) in name.char_indices() {
+        if c.is_ascii_uppercase() && i > 0 {
+            out.push('_');
+        }
+        out.push(c.to_ascii_lowercase());
+    }
+    out
+}
+
+fn base(ty: &str) -> String {
+    match ty {
+        "u8" => "uint8_t".into(),
+        "u32" => "uint32_t".into(),
+        "u64" => "uint64_t".into(),
+        "i32" => "int32_t".into(),
+        "i64" => "int64_t".into(),
+        "f64" => "double".into(),
+        "c_char" => "char".into(),
+        "c_void" => "void".into(),
+        name => format!("oxccl_{}", snake(name)),
+    }
+}
+
+/// Splits at commas that are not inside brackets.
+fn arguments(list: &str) -> Vec<String> {
+    let (mut depth, mut from, mut out) = (0i32, 0, Vec::new());
+    for (i, c) in list.char_indices() {
+        match c {
+            '(' | '<' | '[' => depth += 1,
+            ')' | ']' => depth -= 1,
+            '>' if !list[..i].ends_with('-') => depth -= 1,
+            ',' if depth == 0 => {
+                out.push(list[from..i].trim().to_string());
+                from = i + 1;
+            }
+            _ => {}
+        }
+    }
+    let last = list[from..].trim();
+    if !last.is_empty() {
+        out.push(last.to_string());
+    }
+    out
+}
+
+/// A C declaration of `name` with a Rust type.
+fn declare(ty: &str, name: &str) -> String {
+    let ty = ty.trim();
+    if let Some(inner) = ty.strip_prefix("Option<").and_then(|t| t.strip_suffix('>')) {
+        let function = inner
+            .trim()
+            .strip_prefix("unsafe extern \"C\" fn(")
+            .unwrap_or_else(|| panic!("an Option that is no function: {ty}"));
+        let mut depth = 1;
+        let end = function
+            .char_indices()
+            .find(|(_, c)| {
+                depth += i32::from(*c == '(') - i32::from(*c == ')');
+                depth == 0
+            })
+            .map(|(i, _)| i)
+            .unwrap_or_else(|| panic!("unbalanced: {ty}"));
+        let list: Vec<String> = arguments(&function[..end])
+            .iter()
+            .map(|a| {
+                let (name, ty) = a
+                    .split_once(':')
+                    .unwrap_or_else(|| panic!("no name: {a} in {ty}"));
+                declare(ty, name.trim())
+            })
+            .collect();
+        let returns = function[end + 1..]
+            .trim()
+            .strip_prefix("->")
+            .map_or("void".to_string(), |r| base(r.trim()));
+        return format!("{returns} (*{name})({})", list.join(", "));
+    }
+    if let Some(to) = ty.strip_prefix("*const ") {
+        return if to.trim().starts_with('*') {
+            declare(to, &format!("const *{name}"))
+        } else {
+            format!("const {} *{name}", base(to.trim()))
+        };
+    }
+    if let Some(to) = ty.strip_prefix("*mut ") {
+        return declare(to, &format!("*{name}"));
+    }
+    if let Some((element, count)) = ty
+        .strip_prefix('[')
+        .and_then(|t| t.strip_suffix(']'))
+        .and_then(|t| t.split_once(';'))
+    {
+        return format!("{} {name}[{}]", base(element.trim()), count.trim());
+    }
+    format!("{} {name}", base(ty))
+}
+
+fn comment(out: &mut String, indent: &str, docs: &[&str]) {
+    let text: Vec<&str> = docs.iter().map(|d| d.trim()).collect();
+    let mut line = format!("{indent}/* ");
+    for word in text.join(" ").replace('`', "").split(' ') {
+        if line.len() + word.len() > 110 {
+            let _ = writeln!(out, "{}", line.trim_end());
+            line = format!("{indent} * ");
+        }
+        line += word;
+        line += " ";
+    }
+    let _ = writeln!(out, "{}*/", line);
+}
+
+fn since(field: &FieldLayout) -> u32 {
+    let text = field.docs.join(" ");
+    let version = text
+        .trim()
+        .strip_prefix("Since 1.")
+        .and_then(|t| t.split('.').next());
+    version.map_or(0, |v| v.parse().unwrap_or_else(|_| panic!("{text}")))
+}
+
+fn structure(out: &mut String, s: &StructLayout, minor: u32) {
+    let name = format!("oxccl_{}", snake(s.name));
+    out.push('\n');
+    comment(out, "", s.docs);
+    let _ = writeln!(out, "struct {name} {{");
+    for f in s.fields.iter().filter(|f| since(f) <= minor) {
+        comment(out, "    ", f.docs);
+        // As the compiler shows a type, it may have line breaks.
+        let ty =
+            f.ty.split_whitespace()
+                .collect::<Vec<_>>()
+                .join(" ")
+                .replace("( ", "(");
+        let _ = writeln!(out, "    {};", declare(&ty, f.name));
+    }
+    let _ = writeln!(out, "}};");
+}
+
+fn layout(out: &mut String, s: &StructLayout, minor: u32) {
+    let name = format!("oxccl_{}", snake(s.name));
+    let fields: Vec<&FieldLayout> = s.fields.iter().filter(|f| since(f) <= minor).collect();
+    // Without its newest fields a struct ends where the first of those begins.
+    let size = s.fields.get(fields.len()).map_or(s.size, |next| next.offset);
+    let _ = writeln!(out, "OXCCL_ASSERT(sizeof({name}) == {size}, \"size of {name}\");");
+    for f in fields {
+        let _ = writeln!(
+            out,
+            "OXCCL_ASSERT(offsetof({name}, {}) == {}, \"{name}.{}\");",
+            f.name, f.offset, f.name
+        );
+    }
+}
+
+/// `MismatchDetection` or `all_reduce` to upper case with underscores.
+fn upper(name: &str) -> String {
+    snake(name).to_uppercase()
+}
+
+fn enumeration(out: &mut String, name: &str, docs: &str, items: &[(String, u32)]) {
+    out.push('\n');
+    comment(out, "", &[docs]);
+    let _ = writeln!(out, "enum oxccl_{name} {{");
+    for (item, value) in items {
+        let _ = writeln!(out, "    OXCCL_{item} = {value},");
+    }
+    let _ = writeln!(out, "}};");
+}
+
+/// The whole header of a minor version.
+pub(crate) fn generate(minor: u32) -> String {
+    let mut out = String::new();
+    let _ = write!(
+        out,
+        "/* oxccl plugin ABI {}.{minor}: backends and device kinds as shared libraries.\n *\n \
+         * Generated from crates/plugin/src/abi.rs; do not edit. The rules are in docs/plugins.md.\n *\n \
+         * A plugin exports two functions:\n *\n \
+         *   int32_t oxccl_plugin_query_v1(oxccl_query_reply *reply);\n \
+         *   int32_t oxccl_plugin_open_v1(const oxccl_host *host, oxccl_plugin *plugin, oxccl_fault *fault);\n *\n \
+         * Functions return 0 if they did their work. Structs with a `size` grow at their end only: set `size` to what\n \
+         * you know, and take at most what both sides know.\n */\n\
+         #ifndef OXCCL_PLUGIN_H\n#define OXCCL_PLUGIN_H\n\n#include <stddef.h>\n#include <stdint.h>\n#include <string.h>\n\n\
+         #ifdef __cplusplus\nextern \"C\" {{\n#endif\n\n",
+        abi::MAJOR
+    );
+    let constants: [(&str, String); 24] = [
+        ("PLUGIN_MAGIC", format!("UINT64_C({:#x})", abi::MAGIC)),
+        ("PLUGIN_MAJOR", format!("{}u", abi::MAJOR)),
+        ("PLUGIN_MINOR", format!("{minor}u")),
+        ("PLUGIN_MINIMUM_MINOR", format!("{}u", abi::MINIMUM_MINOR)),
+        ("NONE", "UINT32_MAX".into()),
+        ("OK", abi::OK.to_string()),
+        ("FAILED", abi::FAILED.to_string()),
+        ("WORK_POLLED", format!("{}u", abi::WORK_POLLED)),
+        ("FAULT_CODE", format!("{}u", abi::FAULT_CODE)),
+        ("FAULT_RANK", format!("{}u", abi::FAULT_RANK)),
+        ("FAULT_PEER", format!("{}u", abi::FAULT_PEER)),
+        ("FAULT_EPOCH", format!("{}u", abi::FAULT_EPOCH)),
+        ("FAULT_SEQ", format!("{}u", abi::FAULT_SEQ)),
+        ("FAULT_DATA", format!("{}u", abi::FAULT_DATA)),
+        ("FAULT_RETRYABLE", format!("{}u", abi::FAULT_RETRYABLE)),
+        ("OPTION_HIGH_PRIORITY", format!("{}u", abi::OPTION_HIGH_PRIORITY)),
+        (
+            "OPTION_CGA_CLUSTER_SIZE",
+            format!("{}u", abi::OPTION_CGA_CLUSTER_SIZE),
+        ),
+        ("OPTION_MIN_CTAS", format!("{}u", abi::OPTION_MIN_CTAS)),
+        ("OPTION_MAX_CTAS", format!("{}u", abi::OPTION_MAX_CTAS)),
+        ("OPTION_NET_NAME", format!("{}u", abi::OPTION_NET_NAME)),
+        ("OPTION_SPLIT_SHARE", format!("{}u", abi::OPTION_SPLIT_SHARE)),
+        ("OPTION_BLOCKING", format!("{}u", abi::OPTION_BLOCKING)),
+        ("OPTION_TRAFFIC_CLASS", format!("{}u", abi::OPTION_TRAFFIC_CLASS)),
+        ("DETAIL_END", "0x1f".into()),
+    ];
+    for (name, value) in constants {
+        let _ = writeln!(out, "#define OXCCL_{name} {value}");
+    }
+    let numbered = |names: &mut dyn Iterator<Item = (String, u32)>| names.collect::<Vec<_>>();
+    let ops = numbered(
+        &mut OpKind::ALL
+            .iter()
+            .map(|o| (format!("OP_{}", o.name().to_uppercase()), o.code().into())),
+    );
+    enumeration(&mut out, "op", "Operations.", &ops);
+    let dtypes = numbered(
+        &mut DType::ALL
+            .iter()
+            .map(|d| (format!("DTYPE_{}", d.name().to_uppercase()), d.code().into())),
+    );
+    enumeration(&mut out, "dtype", "Element types.", &dtypes);
+    let count = u8::try_from(ReduceOp::COUNT).unwrap_or(u8::MAX);
+    let reduces = numbered(&mut (0..count).map(|c| (ReduceOp::name_of(c).to_uppercase(), c.into())));
+    enumeration(&mut out, "reduce", "Reductions.", &reduces);
+    let features = numbered(
+        &mut Feature::ALL
+            .iter()
+            .map(|f| (format!("FEATURE_{}", upper(&format!("{f:?}"))), *f as u32)),
+    );
+    enumeration(&mut out, "feature", "Features of a group.", &features);
+    let kinds = numbered(
+        &mut plugin::abi::ERROR_KINDS
+            .iter()
+            .map(|(code, name)| ((*name).to_string(), *code)),
+    );
+    enumeration(
+        &mut out,
+        "error_kind",
+        "What a caller can do about a fault.",
+        &kinds,
+    );
+    let reasons = numbered(
+        &mut plugin::abi::REASONS
+            .iter()
+            .map(|(code, name)| (format!("REASON_{name}"), *code)),
+    );
+    enumeration(
+        &mut out,
+        "reason",
+        "Why a backend cannot be used; parts in oxccl_fault.detail.",
+        &reasons,
+    );
+    let levels = ["ERROR", "WARN", "INFO", "DEBUG", "TRACE"];
+    let levels = numbered(&mut (1..).zip(levels).map(|(n, l)| (format!("LEVEL_{l}"), n)));
+    enumeration(
+        &mut out,
+        "level",
+        "Levels of log events, from the gravest.",
+        &levels,
+    );
+    out.push('\n');
+    for s in abi::STRUCTS {
+        let name = format!("oxccl_{}", snake(s.name));
+        let _ = writeln!(out, "typedef struct {name} {name};");
+    }
+    for s in abi::STRUCTS {
+        structure(&mut out, s, minor);
+    }
+    out.push_str(EPILOGUE);
+    out.push_str(
+        "\n#ifdef OXCCL_PLUGIN_CHECK_LAYOUT\n#ifdef __cplusplus\n#define OXCCL_ASSERT static_assert\n#else\n\
+         #define OXCCL_ASSERT _Static_assert\n#endif\n",
+    );
+    for s in abi::STRUCTS {
+        layout(&mut out, s, minor);
+    }
+    out.push_str("#endif\n\n#ifdef __cplusplus\n}\n#endif\n\n#endif\n");
+    out
+}
+
+const EPILOGUE: &str = r#"
+#if defined(__GNUC__)
+#define OXCCL_EXPORT __attribute__((visibility("default")))
+#else
+#define OXCCL_EXPORT
+#endif
+
+/* The two functions of a plugin. */
+OXCCL_EXPORT int32_t oxccl_plugin_query_v1(oxccl_query_reply *reply);
+OXCCL_EXPORT int32_t oxccl_plugin_open_v1(const oxccl_host *host, oxccl_plugin *plugin, oxccl_fault *fault);
+
+/* A text that ends with a zero, lent. */
+static inline oxccl_str oxccl_text(const char *text) {
+    oxccl_str s;
+    s.ptr = text;
+    s.len = text ? strlen(text) : 0;
+    return s;
+}
+
+/* Fills in a fault and returns what the failing function has to return. */
+static inline int32_t oxccl_fail(oxccl_fault *fault, uint32_t kind, const char *text) {
+    if (fault) {
+        size_t len = strlen(text);
+        fault->kind = kind;
+        fault->text_len = (uint32_t)(len < sizeof fault->text ? len : sizeof fault->text);
+        memcpy(fault->text, text, fault->text_len);
+    }
+    return OXCCL_FAILED;
+}
+"#;

@@ -1,0 +1,54 @@
+//! Device memory as tensors.
+
+use std::ptr::NonNull;
+
+use crate::ftcore::{DType, Device, DeviceKind, Error, Result, Tensor};
+use crate::raw::hccl::Span;
+use crate::runtime::Runtime;
+
+/// An allocation; retired when its tensor is dropped.
+struct Allocation {
+    runtime: &'static Runtime,
+    address: u64,
+    bytes: u64,
+}
+
+impl Drop for Allocation {
+    fn drop(&mut self) {
+        self.runtime.retire(self.address, self.bytes);
+    }
+}
+
+/// The device that all memory of this plugin is on.
+pub(crate) const DEVICE: Device = Device::new(DeviceKind::Hpu, 0);
+
+/// A tensor in device memory with undefined contents.
+pub(crate) fn tensor(runtime: &'static Runtime, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    let bytes = shape
+        .iter()
+        .try_fold(dtype.size(), |bytes, &dim| bytes.checked_mul(dim))
+        .and_then(|bytes| u64::try_from(bytes).ok())
+        .ok_or_else(|| Error::invalid(format!("shape {shape:?} of {dtype} does not fit in memory")))?;
+    let (address, bytes) = runtime.allocate(bytes)?;
+    let owner = Allocation {
+        runtime,
+        address,
+        bytes,
+    };
+    let pointer = usize::try_from(address)
+        .ok()
+        .and_then(|a| NonNull::new(a as *mut u8))
+        .ok_or_else(|| Error::invalid("the driver's address does not fit a pointer"))?;
+    // SAFETY: INV-8 the allocation is ours alone, large enough, aligned to 128 bytes, and lives as long as its owner; it
+    // is never dereferenced on the host since its device is not the CPU.
+    unsafe { Tensor::from_raw(pointer, dtype, shape, None, DEVICE, Box::new(owner)) }
+}
+
+/// Where a tensor's data is. The pointer stays valid while the tensor lives.
+pub(crate) fn span(tensor: &Tensor) -> Span {
+    Span {
+        address: tensor.as_ptr() as usize as u64,
+        count: tensor.count(),
+        dtype: tensor.dtype(),
+    }
+}

@@ -1,0 +1,45 @@
+//! The vendor libraries as they are: types, functions looked up at run time, and thin calls. The only module with
+//! unsafe code.
+//!
+//! `library` finds and opens, `synapse` is the runtime (device, memory, streams, events), `hccl` the collectives. Calls
+//! take addresses; that the memory behind them lives until the operation is finished is the engine's promise (INV-8:
+//! it owns the tensors and leaks them when in doubt).
+//!
+//! Names, signatures and numbers are from what Intel publishes: the HCCL C API page of the Intel Gaudi documentation
+//! (`API_Reference_Guides/HCCL_APIs/C_API`), `hccl.h` and `hccl_types.h` in the HCL repository, `synapse_api.h` and
+//! `synapse_common_types.h` beside them, and the order of calls in the hccl_demo repository.
+
+pub(crate) mod hccl;
+pub(crate) mod library;
+pub(crate) mod memory;
+pub(crate) mod synapse;
+
+/// Declares a table of C functions: required ones are plain, optional ones are `Option`.
+macro_rules! functions {
+    (
+        $(#[$m:meta])* $table:ident;
+        required { $($name:ident: fn($($arg:ty),*) -> $ret:ty;)* }
+        optional { $($oname:ident: fn($($oarg:ty),*) -> $oret:ty;)* }
+    ) => {
+        $(#[$m])*
+        #[allow(non_snake_case, reason = "fields are named as the C functions")]
+        struct $table {
+            $($name: unsafe extern "C" fn($($arg),*) -> $ret,)*
+            $($oname: Option<unsafe extern "C" fn($($oarg),*) -> $oret>,)*
+        }
+
+        impl $table {
+            /// Looks all functions up in `library`; a required one that is missing is named.
+            fn load(library: &$crate::raw::library::Opened) -> $crate::ftcore::Result<Self> {
+                Ok(Self {
+                    // SAFETY: INV-8 the symbols have the C signatures written here, as the published headers say, and
+                    // the library is never unloaded.
+                    $($name: unsafe { library.required(stringify!($name)) }?,)*
+                    // SAFETY: INV-8 as above.
+                    $($oname: unsafe { library.optional(stringify!($oname)) },)*
+                })
+            }
+        }
+    };
+}
+pub(crate) use functions;

@@ -1,0 +1,414 @@
+//! Work that fails: everything pending ends by its deadline with the cause, the group is poisoned, memory is not reused.
+
+use std::time::{Duration, Instant};
+
+use oxccl_hccl::HpuAccelerator;
+use oxccl_hccl::ftcore::{
+    Accelerator, Collective, DType, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Work,
+    leaked_bytes,
+};
+
+use crate::ranks::{Outcome, Rank, Scenario, ensure, scenario, text, within};
+
+pub(crate) fn scenarios() -> Vec<Scenario> {
+    vec![
+        scenario(
+            "l35_work_that_stalls_on_the_device_ends_at_its_deadline",
+            2,
+            stalls,
+        )
+        .faults(&[(0, "STALL", "2"), (1, "STALL", "2")]),
+        scenario("l35_work_behind_a_stalled_one_keeps_its_own_deadline", 1, behind)
+            .faults(&[(0, "DELAY_US", "3000000")]),
+        scenario("a_call_that_never_returns_ends_at_the_deadline", 2, call_hangs).faults(&[(
+            0,
+            "HANG",
+            "hcclAllReduce#2",
+        )]),
+        scenario("l32_a_call_that_fails_poisons_with_code_and_words", 2, call_fails)
+            .faults(&[(0, "FAIL", "hcclAllReduce#2=6"), (1, "FAIL", "hcclAllReduce#2=6")]),
+        scenario(
+            "an_error_of_the_runtime_poisons_with_code_and_words",
+            1,
+            runtime_fails,
+        )
+        .faults(&[(0, "FAIL", "synEventQuery#40=17")]),
+        scenario(
+            "an_asynchronous_error_ends_work_long_before_its_deadline",
+            2,
+            reported,
+        )
+        .faults(&[(0, "ASYNC", "2=9"), (1, "ASYNC", "2=9")]),
+        scenario("a_killed_peer_ends_work_long_before_its_deadline", 3, killed).killing(2),
+        scenario(
+            "a_killed_peer_that_nobody_reports_is_a_time_out",
+            2,
+            killed_silently,
+        )
+        .faults(&[(0, "SILENT", "1")])
+        .killing(1),
+        scenario("l36_abort_from_another_thread_ends_work_at_once", 2, aborted)
+            .faults(&[(0, "STALL", "2"), (1, "STALL", "2")]),
+        scenario("an_abort_that_hangs_blocks_nobody", 2, abort_hangs).faults(&[
+            (0, "HANG", "hcclCommAbort#1"),
+            (0, "STALL", "2"),
+            (1, "HANG", "hcclCommAbort#1"),
+            (1, "STALL", "2"),
+        ]),
+        scenario("memory_is_leaked_when_the_abort_fails", 2, abort_fails).faults(&[
+            (0, "FAIL", "hcclCommAbort#1=6"),
+            (0, "STALL", "2"),
+            (1, "FAIL", "hcclCommAbort#1=6"),
+            (1, "STALL", "2"),
+        ]),
+        scenario("a_dropped_group_does_not_block_and_fails_its_work", 2, dropped)
+            .faults(&[(0, "STALL", "2"), (1, "STALL", "2")]),
+        scenario("shutdown_ends_at_its_deadline", 2, shutdown)
+            .faults(&[(0, "STALL", "2"), (1, "STALL", "2")]),
+    ]
+}
+
+/// The group refuses new work, with the first cause, and gives the tensors back.
+fn is_poisoned(rank: &Rank, group: &dyn ProcessGroup, cause: &str) -> Outcome {
+    let op = Collective::AllReduce {
+        tensors: vec![rank.tensor(&[7.0f32, 8.0])?],
+        op: ReduceOp::Sum,
+    };
+    let Err(rejected) = group.run(op, SubmitOptions::default()) else {
+        return Err("a poisoned group accepted work".to_string());
+    };
+    ensure!(rejected.error.kind() == ErrorKind::Poisoned, "{}", rejected.error);
+    ensure!(
+        rejected.error.to_string().contains(cause),
+        "the first cause '{cause}' is not in: {}",
+        rejected.error
+    );
+    let back = rejected.op.into_tensors();
+    let first = back.first().ok_or("the tensor did not come back")?;
+    let contents = rank.read::<f32>(first)?;
+    ensure!(contents == [7.0, 8.0], "the tensor came back as {contents:?}");
+    let error = group.error().ok_or("a poisoned group has no error")?;
+    ensure!(error.to_string().contains(cause), "error() says {error}");
+    Ok(())
+}
+
+/// Over the stand-in, which gives a communicator back when it is aborted, the group can be configured again.
+fn next_epoch_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
+    group.configure(rank.configuration(2)).map_err(text)?;
+    rank.sum_of_ones(group)
+}
+
+/// Waits until the operation is on the device, where the ordered fault finds it.
+fn on_the_device(work: &Work) -> Outcome {
+    let stream = HpuAccelerator.new_stream(0, false).map_err(text)?;
+    work.wait_on(&*stream).map_err(text)
+}
+
+fn stalls(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let began = Instant::now();
+    let work = rank.submit(&group, within(800))?;
+    let later = rank.submit(&group, rank.soon())?;
+    let e = rank.failure(&work)?;
+    ensure!(e.kind() == ErrorKind::Timeout, "{:?}: {e}", e.kind());
+    let said = e.to_string();
+    for word in [
+        "all_reduce #2",
+        "3000 elements",
+        "epoch 1",
+        "on the device",
+        "2 ranks",
+    ] {
+        ensure!(said.contains(word), "'{word}' is not in: {said}");
+    }
+    ensure!(
+        began.elapsed() >= Duration::from_millis(800),
+        "too early: {:?}",
+        began.elapsed()
+    );
+    ensure!(
+        began.elapsed() < Duration::from_secs(10),
+        "too late: {:?}",
+        began.elapsed()
+    );
+    // The one behind it fails with it; the device may still hold both.
+    let e = rank.failure(&later)?;
+    ensure!(e.kind() == ErrorKind::Timeout, "the later one: {e}");
+    ensure!(
+        work.recover().is_empty() && later.recover().is_empty(),
+        "memory was given back that the device may touch"
+    );
+    is_poisoned(rank, &group, "on the device")?;
+    rank.meet("failed")?;
+    next_epoch_works(rank, &group)?;
+    ensure!(
+        leaked_bytes() == 0,
+        "{} bytes leaked, the stand-in gave all back",
+        leaked_bytes()
+    );
+    Ok(())
+}
+
+/// Every job of the device takes three seconds: what matters is when the call was made.
+fn behind(rank: &Rank) -> Outcome {
+    let group = rank.unconfigured()?;
+    group.configure(rank.configuration(1)).map_err(text)?;
+    let (input, output) = (rank.any(DType::F32)?, rank.any(DType::F32)?);
+    // A copy keeps the stream busy; the barrier behind it has only 300 ms.
+    let first = group.allgather_into(input, output).map_err(text)?;
+    let began = Instant::now();
+    let second = group
+        .run(Collective::Barrier, SubmitOptions::by(within(300)))
+        .map_err(text)?;
+    let e = rank.failure(&second)?;
+    ensure!(
+        e.kind() == ErrorKind::Timeout && e.to_string().contains("barrier #2"),
+        "{e}"
+    );
+    ensure!(
+        began.elapsed() < Duration::from_millis(2500),
+        "it took {:?}",
+        began.elapsed()
+    );
+    ensure!(
+        rank.failure(&first)?.kind() == ErrorKind::Timeout,
+        "the first one is still there"
+    );
+    Ok(())
+}
+
+fn call_hangs(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let work = rank.submit(&group, within(800))?;
+    let queued = rank.submit(&group, rank.soon())?;
+    let e = rank.failure(&work)?;
+    ensure!(e.kind() == ErrorKind::Timeout, "{:?}: {e}", e.kind());
+    let stands = if rank.rank == 0 {
+        "inside a call of the library"
+    } else {
+        "on the device"
+    };
+    ensure!(e.to_string().contains(stands), "'{stands}' is not in: {e}");
+    rank.failure(&queued)?;
+    if rank.rank == 0 {
+        // What is inside the library stays there; what never got there comes back.
+        ensure!(
+            work.recover().is_empty(),
+            "memory inside the library was given back"
+        );
+        ensure!(
+            queued.recover().len() == 1,
+            "memory that the library never saw was kept"
+        );
+    }
+    is_poisoned(rank, &group, stands)
+}
+
+fn call_fails(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let work = rank.submit(&group, rank.soon())?;
+    let e = rank.failure(&work)?;
+    ensure!(
+        e.kind() == ErrorKind::Backend && e.code() == Some(6),
+        "{:?} {:?}: {e}",
+        e.kind(),
+        e.code()
+    );
+    for word in ["hcclAllReduce failed", "ordered to fail", "all_reduce #2"] {
+        ensure!(e.to_string().contains(word), "'{word}' is not in: {e}");
+    }
+    is_poisoned(rank, &group, "hcclAllReduce failed")?;
+    rank.meet("failed")?;
+    next_epoch_works(rank, &group)
+}
+
+fn runtime_fails(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    // Many small ones: one of their events is the one that fails.
+    for _ in 0..200 {
+        let work = match group.run(Collective::Barrier, SubmitOptions::by(rank.soon())) {
+            Ok(work) => work,
+            Err(rejected) => return Err(format!("refused before it failed: {}", rejected.error)),
+        };
+        if let Err(e) = work.wait(rank.soon()) {
+            ensure!(
+                e.kind() == ErrorKind::Backend && e.code() == Some(17),
+                "{:?}: {e}",
+                e.code()
+            );
+            ensure!(e.to_string().contains("synEventQuery failed"), "{e}");
+            return is_poisoned(rank, &group, "synEventQuery");
+        }
+    }
+    Err("no event failed".to_string())
+}
+
+fn reported(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let began = Instant::now();
+    let work = rank.submit(&group, rank.soon())?;
+    let e = rank.failure(&work)?;
+    ensure!(
+        e.kind() == ErrorKind::PeerLost && e.code() == Some(9),
+        "{:?}: {e}",
+        e.kind()
+    );
+    ensure!(e.to_string().contains("asynchronous error"), "{e}");
+    ensure!(
+        began.elapsed() < Duration::from_secs(10),
+        "it took {:?}",
+        began.elapsed()
+    );
+    is_poisoned(rank, &group, "asynchronous error")?;
+    rank.meet("failed")?;
+    next_epoch_works(rank, &group)
+}
+
+fn killed(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    if rank.rank == 2 {
+        rank.meet("submitted")?;
+        return rank.die();
+    }
+    let began = Instant::now();
+    let work = rank.submit(&group, rank.soon())?;
+    rank.meet("submitted")?;
+    let e = rank.failure(&work)?;
+    ensure!(e.kind() == ErrorKind::PeerLost, "{:?}: {e}", e.kind());
+    ensure!(
+        began.elapsed() < Duration::from_secs(10),
+        "it took {:?}",
+        began.elapsed()
+    );
+    // The survivors go on, over the stand-in.
+    let mut smaller = rank.configuration(2);
+    smaller.world_size = 2;
+    group.configure(smaller).map_err(text)?;
+    rank.sum_of_ones(&group)
+}
+
+fn killed_silently(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    if rank.rank == 1 {
+        rank.meet("submitted")?;
+        return rank.die();
+    }
+    let work = rank.submit(&group, within(500))?;
+    rank.meet("submitted")?;
+    let e = rank.failure(&work)?;
+    ensure!(e.kind() == ErrorKind::Timeout, "{:?}: {e}", e.kind());
+    Ok(())
+}
+
+fn aborted(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let work = rank.submit(&group, rank.soon())?;
+    on_the_device(&work)?;
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        scope.spawn(|| group.abort("enough"));
+    });
+    let e = rank.failure(&work)?;
+    ensure!(e.kind() == ErrorKind::Aborted, "{:?}: {e}", e.kind());
+    let who = format!("aborted by rank {}: enough", rank.rank);
+    ensure!(e.to_string().contains(&who), "{e}");
+    // Meant are 100 ms; the margin is for a machine that is busy with other tests.
+    ensure!(
+        began.elapsed() < Duration::from_secs(5),
+        "it took {:?}",
+        began.elapsed()
+    );
+    is_poisoned(rank, &group, "enough")?;
+    // A second abort changes nothing.
+    group.abort("more than enough");
+    is_poisoned(rank, &group, ": enough")?;
+    rank.meet("aborted")?;
+    next_epoch_works(rank, &group)
+}
+
+fn abort_hangs(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let began = Instant::now();
+    let work = rank.submit(&group, rank.soon())?;
+    group.abort("and the library hangs in it");
+    ensure!(
+        rank.failure(&work)?.kind() == ErrorKind::Aborted,
+        "the work was not aborted"
+    );
+    let mut configuration = rank.configuration(2);
+    configuration.deadline = within(300);
+    let Err(e) = group.configure(configuration) else {
+        return Err("configured again although the abort has not returned".to_string());
+    };
+    ensure!(e.kind() == ErrorKind::Timeout, "{:?}: {e}", e.kind());
+    ensure!(e.to_string().contains("epoch 1"), "{e}");
+    drop(group);
+    ensure!(
+        began.elapsed() < Duration::from_secs(10),
+        "it took {:?}",
+        began.elapsed()
+    );
+    Ok(())
+}
+
+fn abort_fails(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let before = leaked_bytes();
+    let work = rank.submit(&group, within(300))?;
+    let e = rank.failure(&work)?;
+    ensure!(e.kind() == ErrorKind::Timeout, "{e}");
+    let Err(e) = group.configure(rank.configuration(2)) else {
+        return Err("configured again although the library kept the old communicator".to_string());
+    };
+    ensure!(e.kind() == ErrorKind::InvalidState, "{:?}: {e}", e.kind());
+    for word in ["did not end cleanly", "hcclCommAbort failed", "isolated"] {
+        ensure!(e.to_string().contains(word), "'{word}' is not in: {e}");
+    }
+    let leaked = leaked_bytes() - before;
+    ensure!(leaked == 12_000, "{leaked} bytes leaked, 12000 are in doubt");
+    Ok(())
+}
+
+fn dropped(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let work = rank.submit(&group, rank.soon())?;
+    on_the_device(&work)?;
+    let began = Instant::now();
+    drop(group);
+    ensure!(
+        began.elapsed() < Duration::from_secs(2),
+        "the drop took {:?}",
+        began.elapsed()
+    );
+    let e = rank.failure(&work)?;
+    ensure!(
+        e.kind() == ErrorKind::Aborted && e.to_string().contains("dropped"),
+        "{e}"
+    );
+    Ok(())
+}
+
+fn shutdown(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    rank.sum_of_ones(&group)?;
+    let work = rank.submit(&group, rank.soon())?;
+    let Err(e) = group.shutdown(within(300)) else {
+        return Err("shut down although work is stuck".to_string());
+    };
+    ensure!(e.kind() == ErrorKind::Timeout, "{e}");
+    ensure!(
+        rank.failure(&work)?.kind() == ErrorKind::Aborted,
+        "the stuck work was not aborted"
+    );
+    Ok(())
+}

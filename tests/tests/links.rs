@@ -1,0 +1,152 @@
+//! All-reduce of 64 MiB over links that are slower than the machine: how much of the link it uses, and that it is right.
+//!
+//! Network namespaces of this machine with 1 Gbit/s for each (`tc tbf`), or with 50 ms between two (`wan_link`). The share
+//! is 2(n−1)/n·S / rate over the time, so headers count against it: a plain TCP stream has 95.7 % on the switch. Where
+//! namespaces cannot be made the tests are ignored and say why. The asserted share is far below the goal, because the
+//! machine may be busy; the ignored trials (`cargo xtask test --long`) measure longer. Each prints its share.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
+use std::path::Path;
+use std::process::ExitCode;
+use std::time::{Duration, Instant};
+
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use oxccl_tests::links::{self, Network};
+
+const RANK: &str = env!("CARGO_BIN_EXE_link_rank");
+const LINE: &str = env!("CARGO_BIN_EXE_wan_link");
+
+const BYTES: usize = 64 << 20;
+const GIGABIT: f64 = 1e9;
+/// A rank that has not ended by then is killed, and the test has failed.
+const PATIENCE: Duration = Duration::from_secs(90);
+/// What must be reached on any machine, busy or not.
+const ASSERTED: f64 = 0.60;
+
+/// The median over the calls of the slowest rank's time, in seconds.
+fn time(network: &Network, calls: usize, raw: bool) -> Result<f64, Failed> {
+    let mut arguments = vec![BYTES.to_string(), calls.to_string()];
+    if raw {
+        arguments.push("raw".to_string());
+    }
+    let texts = network.run(RANK, &arguments, Instant::now() + PATIENCE)?;
+    let mut slowest = vec![0u64; calls];
+    for (rank, text) in texts.iter().enumerate() {
+        let times: Vec<u64> = text.lines().map(str::parse).collect::<Result<_, _>>()?;
+        if times.len() != calls {
+            return Err(format!("rank {rank} measured {} of {calls} calls", times.len()).into());
+        }
+        for (slowest, time) in slowest.iter_mut().zip(times) {
+            *slowest = time.max(*slowest);
+        }
+    }
+    slowest.sort_unstable();
+    Ok(slowest[calls / 2] as f64 / 1e6)
+}
+
+fn check(name: &str, network: &Network, calls: usize, goal: f64) -> Result<(), Failed> {
+    let ranks = network.hosts().len() as f64;
+    let best = 2.0 * (ranks - 1.0) / ranks * BYTES as f64 * 8.0 / GIGABIT;
+    let time_taken = time(network, calls, false)?;
+    let share = best / time_taken;
+    let plain = match network.hosts().len() {
+        2 => format!(
+            ", a plain stream {:.1} %",
+            100.0 * BYTES as f64 * 8.0 / GIGABIT / time(network, calls, true)?
+        ),
+        _ => String::new(),
+    };
+    println!(
+        "{name}: 64 MiB in {:.1} ms, {:.1} % of the link (goal {:.0} %{plain})",
+        time_taken * 1e3,
+        100.0 * share,
+        100.0 * goal
+    );
+    // More than the link carries means that the bytes took another way.
+    if !(ASSERTED..=1.02).contains(&share) {
+        return Err(format!("{:.1} % of the link", 100.0 * share).into());
+    }
+    Ok(())
+}
+
+fn gigabit(name: &str, world: usize, calls: usize) -> Result<(), Failed> {
+    check(name, &Network::switch(world, "1gbit")?, calls, 0.95)
+}
+
+fn far_away(name: &str, calls: usize) -> Result<(), Failed> {
+    let line = Network::line(Path::new(LINE), Duration::from_millis(25), GIGABIT)?;
+    check(name, &line, calls, 0.85)
+}
+
+/// Namespaces end with the processes that hold them.
+fn nothing_stays() -> Result<(), Failed> {
+    let network = Network::switch(3, "1gbit")?;
+    let namespaces: Vec<_> = network
+        .hosts()
+        .iter()
+        .map(|h| std::fs::read_link(format!("/proc/{}/ns/net", h.pid())))
+        .collect::<Result<_, _>>()?;
+    drop(network);
+    for entry in std::fs::read_dir("/proc")?.flatten() {
+        let held = std::fs::read_link(entry.path().join("ns/net"));
+        if held.is_ok_and(|ns| namespaces.contains(&ns)) {
+            return Err(format!("{} is still in a namespace of the test", entry.path().display()).into());
+        }
+    }
+    Ok(())
+}
+
+fn main() -> ExitCode {
+    let mut arguments = Arguments::from_args();
+    // Two at a time would share the cores, and measure each other.
+    arguments.test_threads = Some(1);
+    let (no_switch, no_line) = (links::missing(), links::missing_for_a_line());
+    type Test = Box<dyn Fn(&str) -> Result<(), Failed> + Send>;
+    let trial = |name: &'static str, missing: &Option<String>, test: Test| {
+        let missing = missing.clone();
+        Trial::ignorable_test(name, move || match missing {
+            Some(why) => Ok(Completion::ignored_with(why)),
+            None => test(name).map(|()| Completion::Completed),
+        })
+    };
+    let mut trials = vec![trial(
+        "links::namespaces_leave_nothing",
+        &no_switch,
+        Box::new(|_| nothing_stays()),
+    )];
+    for (calls, names) in [
+        (
+            3,
+            [
+                "links::gigabit::world2",
+                "links::gigabit::world4",
+                "links::round_trip_50ms::world2",
+            ],
+        ),
+        (
+            15,
+            [
+                "links::gigabit::world2_long",
+                "links::gigabit::world4_long",
+                "links::round_trip_50ms::world2_long",
+            ],
+        ),
+    ] {
+        let [two, four, far] = names;
+        let tests: [(&str, &Option<String>, Test); 3] = [
+            (two, &no_switch, Box::new(move |name| gigabit(name, 2, calls))),
+            (four, &no_switch, Box::new(move |name| gigabit(name, 4, calls))),
+            (far, &no_line, Box::new(move |name| far_away(name, calls))),
+        ];
+        for (name, missing, test) in tests {
+            trials.push(trial(name, missing, test).with_ignored_flag(calls > 3));
+        }
+    }
+    libtest_mimic::run(&arguments, trials).exit_code()
+}

@@ -1,0 +1,127 @@
+//! What the machine could do at best, measured in the same session.
+//!
+//! In an all-reduce of S bytes on n ranks, each rank must take in 2(n−1)/n·S bytes that others made, and each of those bytes
+//! is copied at least once. The limit is that many bytes at the rate at which all ranks' cores copy at the same time, plus
+//! two hand-overs of a cache line (each rank's data, and that it has been taken), where every rank has a core of its own.
+
+use std::collections::BTreeMap;
+use std::hint::{black_box, spin_loop};
+use std::sync::Barrier;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use anyhow::{Context, Result, anyhow};
+
+const ROUNDS: usize = 7;
+/// How much each thread copies in a round, at least, so that starting them does not count.
+const COPIED: usize = 32 << 20;
+const HAND_OVERS: u32 = 20_000;
+
+/// The limit in microseconds for each size.
+pub(super) fn measure(ranks: usize, cores: usize, sizes: &[u64]) -> Result<BTreeMap<u64, f64>> {
+    let hand_overs = if ranks <= cores { two_hand_overs()? } else { 0.0 };
+    let mut limits = BTreeMap::new();
+    for &size in sizes {
+        let bytes = usize::try_from(size).context("a size out of range")?;
+        let moved = 2.0 * (ranks as f64 - 1.0) / ranks as f64 * size as f64;
+        limits.insert(size, hand_overs + moved / copy_rate(ranks, bytes)? * 1e6);
+    }
+    Ok(limits)
+}
+
+/// Bytes per second and thread at which `threads` threads copy buffers of their own of `bytes` bytes at the same time.
+fn copy_rate(threads: usize, bytes: usize) -> Result<f64> {
+    let copies = COPIED.div_ceil(bytes);
+    let barrier = Barrier::new(threads);
+    let work = || {
+        let (from, mut to) = (vec![1u8; bytes], vec![2u8; bytes]);
+        (0..ROUNDS)
+            .map(|_| {
+                barrier.wait();
+                let start = Instant::now();
+                for _ in 0..copies {
+                    black_box(&mut to[..]).copy_from_slice(black_box(&from[..]));
+                }
+                barrier.wait();
+                start.elapsed().as_secs_f64()
+            })
+            .collect::<Vec<f64>>()
+    };
+    let rounds = thread::scope(|scope| -> Result<Vec<f64>> {
+        let spawn = |_| {
+            let builder = thread::Builder::new().name("ox-copy".to_owned());
+            builder
+                .spawn_scoped(scope, work)
+                .context("no thread to copy with")
+        };
+        let threads = (0..threads).map(spawn).collect::<Result<Vec<_>>>()?;
+        // A thread that got its core late sees a short round; the first to start sees all of it.
+        let mut rounds = vec![0.0; ROUNDS];
+        for thread in threads {
+            let times = thread.join().map_err(|_| anyhow!("a copying thread failed"))?;
+            for (round, time) in rounds.iter_mut().zip(times) {
+                *round = time.max(*round);
+            }
+        }
+        Ok(rounds)
+    })?;
+    let slowest = rounds.into_iter().fold(f64::MAX, f64::min);
+    Ok(copies as f64 * bytes as f64 / slowest.max(1e-12))
+}
+
+/// Microseconds for a word to another core and back.
+fn two_hand_overs() -> Result<f64> {
+    let word = AtomicU32::new(0);
+    let deadline = Instant::now() + Duration::from_secs(10);
+    // Waits for `value`; false at the deadline (the other thread may have failed to start).
+    let wait = |value: u32| {
+        let mut spins = 0u32;
+        while word.load(Ordering::Acquire) != value {
+            spin_loop();
+            spins = spins.wrapping_add(1);
+            if spins.is_multiple_of(1 << 16) && Instant::now() >= deadline {
+                return false;
+            }
+        }
+        true
+    };
+    thread::scope(|scope| {
+        let echo =
+            || (0..HAND_OVERS).all(|i| wait(2 * i + 1) && (word.store(2 * i + 2, Ordering::Release), true).1);
+        let builder = thread::Builder::new().name("ox-echo".to_owned());
+        let echo = builder
+            .spawn_scoped(scope, echo)
+            .context("no thread to measure with")?;
+        let start = Instant::now();
+        let mut best = f64::MAX;
+        let mut from = start;
+        for i in 0..HAND_OVERS {
+            word.store(2 * i + 1, Ordering::Release);
+            if !wait(2 * i + 2) {
+                return Err(anyhow!("the other core does not answer"));
+            }
+            // In blocks: an interrupt in one of them does not count.
+            if i % 500 == 499 {
+                let now = Instant::now();
+                best = best.min((now - from).as_secs_f64() / 500.0);
+                from = now;
+            }
+        }
+        echo.join().map_err(|_| anyhow!("the echoing thread failed"))?;
+        Ok(best * 1e6)
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_limit_grows_with_the_bytes_and_with_the_ranks() {
+        let two = measure(2, 64, &[4, 1 << 20]).unwrap();
+        assert!(two[&4] > 0.0 && two[&(1 << 20)] > two[&4]);
+        let four = measure(4, 1, &[1 << 20]).unwrap();
+        assert!(four[&(1 << 20)] > 0.0);
+    }
+}

@@ -1,0 +1,302 @@
+//! The programs that are compared: where each comes from, how it is started, and why it cannot be.
+//!
+//! MPICH is a wheel pinned by hash, in a virtual environment in the user's cache; Open MPI is the system's (installed through
+//! apt where we are root); PyTorch is used where it is, or installed on request. Our C program is compiled with each MPI.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+
+use crate::deny;
+use crate::metadata::Metadata;
+use crate::process::{self, Output};
+
+const MPICH_VERSION: &str = "5.0.2";
+/// Of its build for Linux x86-64.
+const MPICH_HASH: &str = "8fed465ebff269ea2ebac179a25de02671ddf8df476e0f115be089015015cfd4";
+const TORCH: &str = "torch>=2.8";
+const SOURCE: &str = include_str!("../../peers/allreduce.c");
+const SCRIPT: &str = include_str!("../../peers/allreduce.py");
+
+const INSTALL_LIMIT: Duration = Duration::from_secs(5 * 60);
+const TORCH_LIMIT: Duration = Duration::from_secs(30 * 60);
+const COMPILE_LIMIT: Duration = Duration::from_secs(60);
+
+/// Who is measured.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, clap::ValueEnum)]
+pub(crate) enum Which {
+    /// oxccl's gloo, with the transport that it chooses.
+    Ours,
+    /// oxccl's gloo over TCP on loopback.
+    OursTcp,
+    /// MPICH in shared memory.
+    Mpich,
+    /// Open MPI in shared memory.
+    Openmpi,
+    /// Open MPI over TCP on loopback.
+    OpenmpiTcp,
+    /// PyTorch's Gloo over TCP on loopback.
+    Gloo,
+}
+
+impl Which {
+    pub(super) const ALL: [Self; 6] = [
+        Self::Ours,
+        Self::Mpich,
+        Self::Openmpi,
+        Self::OursTcp,
+        Self::OpenmpiTcp,
+        Self::Gloo,
+    ];
+
+    pub(super) fn is_ours(self) -> bool {
+        matches!(self, Self::Ours | Self::OursTcp)
+    }
+
+    /// What of ours it is compared with.
+    pub(super) fn rival(self) -> Self {
+        match self {
+            Self::Ours | Self::Mpich | Self::Openmpi => Self::Ours,
+            Self::OursTcp | Self::OpenmpiTcp | Self::Gloo => Self::OursTcp,
+        }
+    }
+
+    /// Whether so many ranks make sense on so many cores.
+    pub(super) fn can_run(self, ranks: usize, cores: usize) -> Result<(), String> {
+        if self == Self::Mpich && ranks > cores {
+            return Err(format!(
+                "MPICH spins for ever: with {ranks} ranks on {cores} cores a call takes milliseconds"
+            ));
+        }
+        Ok(())
+    }
+}
+
+impl fmt::Display for Which {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Ours => "oxccl",
+            Self::OursTcp => "oxccl tcp",
+            Self::Mpich => "MPICH",
+            Self::Openmpi => "Open MPI",
+            Self::OpenmpiTcp => "Open MPI tcp",
+            Self::Gloo => "PyTorch Gloo",
+        })
+    }
+}
+
+/// How a program is started.
+#[derive(Debug, Clone)]
+pub(super) enum Program {
+    /// `oxccl bench`.
+    Oxccl { path: PathBuf, transport: &'static str },
+    /// The compiled C program under its launcher.
+    Mpi { launch: Vec<String>, binary: PathBuf },
+    /// The script under a Python that has PyTorch.
+    Torch { python: PathBuf, script: PathBuf },
+}
+
+/// Finds or installs `which`; the error says in words why it cannot be measured here.
+pub(super) fn find(which: Which, ours: &Path, metadata: &Metadata, torch: bool) -> Result<Program, String> {
+    let cache = deny::cache(metadata).with_file_name("peers");
+    let oxccl = |transport| {
+        Ok(Program::Oxccl {
+            path: ours.to_owned(),
+            transport,
+        })
+    };
+    let found = match which {
+        Which::Ours => oxccl("auto"),
+        Which::OursTcp => oxccl("tcp"),
+        Which::Mpich => mpich(&cache),
+        Which::Openmpi => openmpi(&cache, &[]),
+        Which::OpenmpiTcp => openmpi(
+            &cache,
+            &[
+                "--mca",
+                "pml",
+                "ob1",
+                "--mca",
+                "btl",
+                "tcp,self",
+                "--mca",
+                "btl_tcp_if_include",
+                "lo",
+            ],
+        ),
+        Which::Gloo => gloo(&cache, torch),
+    };
+    found.map_err(|e| format!("{e:#}"))
+}
+
+/// Runs a command whose output only matters if it fails.
+fn quietly(what: &str, command: &mut Command, limit: Duration, log: &Path) -> Result<()> {
+    let finished = process::run(command, limit, Output::Log(log), |_| {})?;
+    if !finished.is_success() {
+        let said = fs::read_to_string(log).unwrap_or_default();
+        bail!(
+            "{what}: {}",
+            deny::reason(&said).unwrap_or_else(|| finished.describe())
+        );
+    }
+    Ok(())
+}
+
+/// A virtual environment in `folder` with what `requirements` (pip's format) name; made once.
+fn environment(folder: &Path, requirements: &str, extra: &[&str], limit: Duration) -> Result<()> {
+    let done = folder.join("complete");
+    if fs::read_to_string(&done).is_ok_and(|t| t == requirements) {
+        return Ok(());
+    }
+    // What an interrupted installation left is not to be trusted. Environments cannot be moved: their scripts hold paths.
+    let _ = fs::remove_dir_all(folder);
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let log = folder.join("install.log");
+    let mut venv = Command::new("python3");
+    venv.args(["-m", "venv"]).arg(folder);
+    quietly("python3 -m venv", &mut venv, INSTALL_LIMIT, &log)?;
+    let wanted = folder.join("requirements.txt");
+    fs::write(&wanted, requirements).with_context(|| format!("cannot write {}", wanted.display()))?;
+    let mut pip = Command::new(folder.join("bin/pip"));
+    pip.args(["install", "--disable-pip-version-check", "--only-binary", ":all:"])
+        .args(extra)
+        .arg("--requirement")
+        .arg(&wanted);
+    quietly("pip", &mut pip, limit, &log)?;
+    fs::write(&done, requirements).with_context(|| format!("cannot write {}", done.display()))
+}
+
+/// Compiles our C program with an MPI's compiler wrapper.
+fn compile(mpicc: &Path, folder: &Path) -> Result<PathBuf> {
+    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let source = folder.join("allreduce.c");
+    let binary = folder.join("allreduce");
+    fs::write(&source, SOURCE).with_context(|| format!("cannot write {}", source.display()))?;
+    let mut command = Command::new(mpicc);
+    command.arg("-O2").arg("-o").arg(&binary).arg(&source);
+    let what = mpicc.display().to_string();
+    quietly(&what, &mut command, COMPILE_LIMIT, &folder.join("compile.log"))?;
+    Ok(binary)
+}
+
+fn mpich(cache: &Path) -> Result<Program> {
+    if cfg!(not(all(target_os = "linux", target_arch = "x86_64"))) {
+        bail!("the pinned wheel is for Linux on x86-64");
+    }
+    let folder = cache.join(format!("mpich-{MPICH_VERSION}"));
+    let requirements = format!("mpich=={MPICH_VERSION} --hash=sha256:{MPICH_HASH}\n");
+    environment(
+        &folder,
+        &requirements,
+        &["--no-deps", "--require-hashes"],
+        INSTALL_LIMIT,
+    )?;
+    let binary = compile(&folder.join("bin/mpicc"), &folder.join("program"))?;
+    let launch = vec![folder.join("bin/mpiexec").display().to_string(), "-n".to_owned()];
+    Ok(Program::Mpi { launch, binary })
+}
+
+fn openmpi(cache: &Path, transport: &[&str]) -> Result<Program> {
+    // Debian's names, so that no other MPI on the path is taken for it.
+    let mut found = on_path(&["mpicc.openmpi"]).zip(on_path(&["mpirun.openmpi"]));
+    if found.is_none() {
+        install_openmpi(cache)?;
+        found = on_path(&["mpicc.openmpi"]).zip(on_path(&["mpirun.openmpi"]));
+    }
+    let (mpicc, mpirun) =
+        found.ok_or_else(|| anyhow!("mpicc.openmpi and mpirun.openmpi are not on the path"))?;
+    let binary = compile(&mpicc, &cache.join("openmpi"))?;
+    let mut launch = vec![mpirun.display().to_string()];
+    launch.extend(["--allow-run-as-root", "--oversubscribe"].map(str::to_owned));
+    launch.extend(transport.iter().map(|&a| a.to_owned()));
+    launch.push("-n".to_owned());
+    Ok(Program::Mpi { launch, binary })
+}
+
+fn install_openmpi(cache: &Path) -> Result<()> {
+    if !rustix::process::geteuid().is_root() {
+        bail!("not installed, and only root can install it (apt-get install openmpi-bin libopenmpi-dev)");
+    }
+    if on_path(&["apt-get"]).is_none() {
+        bail!("not installed, and there is no apt-get");
+    }
+    fs::create_dir_all(cache).with_context(|| format!("cannot make {}", cache.display()))?;
+    let mut apt = Command::new("apt-get");
+    apt.args([
+        "install",
+        "--yes",
+        "--no-install-recommends",
+        "openmpi-bin",
+        "libopenmpi-dev",
+    ])
+    .env("DEBIAN_FRONTEND", "noninteractive");
+    quietly("apt-get", &mut apt, INSTALL_LIMIT, &cache.join("apt.log"))
+}
+
+fn gloo(cache: &Path, may_install: bool) -> Result<Program> {
+    let has_torch = |python: &Path| {
+        let said = Command::new(python)
+            .args(["-c", "import torch.distributed"])
+            .output();
+        said.is_ok_and(|out| out.status.success())
+    };
+    let folder = cache.join("torch");
+    let installed = folder.join("bin/python");
+    let python = match on_path(&["python3"]) {
+        Some(python) if has_torch(&python) => python,
+        _ if has_torch(&installed) => installed,
+        _ if may_install => {
+            environment(&folder, &format!("{TORCH}\nnumpy\n"), &[], TORCH_LIMIT)?;
+            installed
+        }
+        _ => bail!("PyTorch is not installed (--with-torch installs it, gigabytes)"),
+    };
+    fs::create_dir_all(&folder).with_context(|| format!("cannot make {}", folder.display()))?;
+    let script = folder.join("allreduce.py");
+    fs::write(&script, SCRIPT).with_context(|| format!("cannot write {}", script.display()))?;
+    Ok(Program::Torch { python, script })
+}
+
+/// The first of `names` that is a file in a folder of PATH.
+fn on_path(names: &[&str]) -> Option<PathBuf> {
+    let path = std::env::var_os("PATH")?;
+    std::env::split_paths(&path)
+        .flat_map(|folder| names.iter().map(move |name| folder.join(name)))
+        .find(|file| file.is_file())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn peers_are_compared_over_the_same_kind_of_transport() {
+        for which in Which::ALL {
+            assert!(which.rival().is_ours());
+            let tcp = which.to_string().contains("tcp") || which == Which::Gloo;
+            assert_eq!(which.rival() == Which::OursTcp, tcp, "{which}");
+        }
+    }
+
+    #[test]
+    fn a_spinning_peer_is_not_run_with_more_ranks_than_cores() {
+        assert!(Which::Mpich.can_run(2, 2).is_ok());
+        assert!(
+            Which::Mpich
+                .can_run(4, 2)
+                .unwrap_err()
+                .contains("4 ranks on 2 cores")
+        );
+        assert!(Which::Openmpi.can_run(4, 2).is_ok());
+    }
+
+    #[test]
+    fn what_is_not_on_the_path_is_not_found() {
+        assert!(on_path(&["no-such-program-of-ours"]).is_none());
+        assert!(on_path(&["no-such-program-of-ours", "sh"]).is_some());
+    }
+}
