@@ -78,7 +78,7 @@ const STEPS: &[Step] = &[
 
 fn test() -> Result<bool> {
     runner::test(&TestArgs {
-        require: vec!["gloo".to_owned()],
+        require: ["gloo", "isolate", "plugin", "xccl"].map(str::to_owned).to_vec(),
         ..TestArgs::default()
     })
 }

@@ -69,6 +69,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(10),
     ),
     row(
+        "gloo-library",
+        Some("isolate"),
+        "isolated gloo that hides its own abort, as a stand-in for a vendor library",
+        loopback,
+        suite("isolate-library-conformance", ""),
+        minutes(10),
+    ),
+    row(
         "gloo-plugin",
         Some("plugin"),
         "gloo linked in, registered and as a dylib of itself: the same bits",
@@ -93,12 +101,44 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(15),
     ),
     row(
+        "xccl-isolated",
+        Some("xccl"),
+        "oneCCL in child processes: data, failures, reconfigure",
+        oneccl,
+        suite("xccl-isolated-conformance", ""),
+        minutes(15),
+    ),
+    row(
+        "xccl-table",
+        Some("xccl"),
+        "every reduction and dtype of oneCCL against the scalar oracle",
+        oneccl,
+        suite("xccl-table-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "xccl-lifecycle",
+        Some("xccl"),
+        "what oneCCL cannot do is said and bounded",
+        oneccl,
+        suite("xccl-lifecycle-conformance", ""),
+        minutes(10),
+    ),
+    row(
         "nccl-standin",
         Some("nccl-standin"),
         "the nccl backend over a stand-in for NCCL and the CUDA driver",
         nothing,
         suite("nccl-conformance", ""),
         minutes(10),
+    ),
+    row(
+        "nccl",
+        Some("nccl"),
+        "the real NCCL on a GPU",
+        gpu,
+        suite("nccl-real-conformance", ""),
+        minutes(15),
     ),
     row(
         "hccl-standin",
@@ -292,12 +332,15 @@ pub(crate) enum Skip {
     NoLoopback { why: String },
     /// The real oneCCL cannot be had.
     NoOneccl { why: String },
+    /// No NVIDIA driver runs here.
+    NoGpu,
 }
 
 impl fmt::Display for Skip {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::NoLoopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
+            Self::NoGpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NoOneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
@@ -317,6 +360,16 @@ fn loopback() -> Result<Environment, Skip> {
     connect()
         .map(|_| Environment::new())
         .map_err(|e| Skip::NoLoopback { why: e.to_string() })
+}
+
+/// Needs an NVIDIA GPU with its driver.
+fn gpu() -> Result<Environment, Skip> {
+    if std::path::Path::new("/dev/nvidiactl").exists() {
+        // Several ranks on one GPU, where the library allows it.
+        Ok(vec![("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned())])
+    } else {
+        Err(Skip::NoGpu)
+    }
 }
 
 /// Needs the real oneCCL, which is fetched and built once.

@@ -108,12 +108,17 @@ impl Lane {
             return Ok(Turn::Ended);
         }
         // Whoever waits looks at everybody's header, not only at those of its own round.
+        let mut closed = false;
         for port in self.ports.iter_mut().flatten() {
+            let open = !port.read_closed();
             port.fill().map_err(|e| port.blame(e))?;
             exec.inspect(port)?;
+            closed |= open && port.read_closed();
         }
         match step {
             Step::Busy => Ok(Turn::Moved),
+            // Found only now, and a closed socket is watched no more: the operation must hear of it before anybody sleeps.
+            _ if closed => Ok(Turn::Moved),
             Step::Blocked(rank) => {
                 self.blocked(shared, rank)?;
                 self.check_deadline(shared)?;

@@ -199,7 +199,8 @@ impl Port {
             self.from += len;
             return Moved::Bytes(len);
         }
-        if !link.readable {
+        // Closed counts whether or not it was found readable: nobody watches a closed socket, so nobody would say so again.
+        if !link.readable && link.read_closed.is_none() {
             return Moved::Nothing;
         }
         link.read(target)

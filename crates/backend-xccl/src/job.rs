@@ -18,6 +18,8 @@ pub(crate) struct Label {
     pub(crate) seq: Option<u64>,
     pub(crate) dtype: Option<DType>,
     pub(crate) count: usize,
+    /// The other end of a message, and its tag (which is only for messages to the user: oneCCL matches none).
+    pub(crate) message: Option<(u32, u32)>,
     pub(crate) submitted: Instant,
     pub(crate) deadline: Instant,
 }

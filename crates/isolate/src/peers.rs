@@ -22,8 +22,9 @@ const LOOK: Duration = Duration::from_millis(50);
 const SLICE: Duration = Duration::from_millis(500);
 /// Between the news of a failure and the end of a child, so that all ranks hear the reason before they see a death.
 const AHEAD: Duration = Duration::from_millis(20);
-/// A process that ended gets this long until the reason is found in the store.
-const GRACE: Duration = Duration::from_millis(300);
+/// A process that ended without a word is lost after this, unless what is pending ends meanwhile without it: the reason, or a
+/// good-bye, may still be on its way.
+const SILENT: Duration = Duration::from_secs(1);
 /// Work that is still pending this long after a rank has left in good order needed that rank.
 const NEEDED: Duration = Duration::from_secs(2);
 /// A store call of the watch. A store that does not answer does not end a group.
@@ -126,7 +127,8 @@ impl Peers {
             .map(|(rank, card)| Peer {
                 rank,
                 process: watchable(&String::from_utf8_lossy(card)),
-                left: None,
+                ended: None,
+                left: false,
             })
             .collect();
         let watch = Watch {
@@ -265,8 +267,10 @@ struct Peer {
     rank: u32,
     /// `None` for a process that cannot be watched, or that has ended.
     process: Option<OwnedFd>,
-    /// Since when it is known to have left in good order.
-    left: Option<Instant>,
+    /// When it was seen to have ended.
+    ended: Option<Instant>,
+    /// It said good-bye.
+    left: bool,
 }
 
 struct Watch {
@@ -328,33 +332,22 @@ impl Watch {
         for peer in &mut self.peers {
             if peer.process.as_ref().is_some_and(ended) {
                 peer.process = None;
-                let until = deadline_in(GRACE);
-                loop {
-                    if let Some(error) = shared.news() {
-                        return Some(error);
-                    }
-                    if shared
-                        .store
-                        .check(&[&shared.left_key(peer.rank)], deadline_in(CALL))
-                        .unwrap_or(false)
-                    {
-                        peer.left = Some(Instant::now());
-                        break;
-                    }
-                    if Instant::now() >= until {
-                        let text = "its child process has ended";
-                        return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));
-                    }
-                    std::thread::sleep(Duration::from_millis(5));
-                }
+                peer.ended = Some(Instant::now());
             }
-            if peer
-                .left
-                .is_some_and(|at| at.elapsed() > NEEDED && link.pending_since(at))
-            {
-                let text = "left the group, which still needed it";
-                return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));
+            let Some(at) = peer.ended else { continue };
+            if !peer.left {
+                let key = shared.left_key(peer.rank);
+                peer.left = shared.store.check(&[&key], deadline_in(CALL)).unwrap_or(false);
             }
+            let needed = link.pending_since(at);
+            let text = match (peer.left, link.is_busy()) {
+                (true, _) if needed && at.elapsed() > NEEDED => "left the group, which still needed it",
+                // A program that ends right after its last operation may not get to say good-bye.
+                (false, true) if needed && at.elapsed() > SILENT => "its child process has ended",
+                (false, false) if at.elapsed() > SILENT => "its child process has ended",
+                _ => continue,
+            };
+            return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));
         }
         None
     }

@@ -5,11 +5,11 @@
 
 use std::ffi::c_void;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use ftcore::{
-    Checked, Completion, Configuration, Epoch, Error, ErrorKind, Event, ProcessGroup, Result, Status, Tensor,
-    Work,
+    Checked, Collective, Completion, Configuration, Epoch, Error, ErrorKind, Event, GroupInfo, ProcessGroup,
+    Result, Status, SubmitOptions, Tensor, Work,
 };
 
 use super::{breach, device, operation, panicked, quiet, store};
@@ -18,6 +18,8 @@ use crate::{fault, offer, text};
 
 struct Exported {
     inner: Box<dyn ProcessGroup>,
+    /// What the group says since the last `configure`, once somebody needs it: every call is checked against it.
+    info: RwLock<Option<GroupInfo>>,
     /// Set by the first panic. The group's own state may be half changed, so it is never asked again for anything but its
     /// end; the host makes another one.
     dead: OnceLock<Error>,
@@ -34,6 +36,18 @@ impl Exported {
             });
         }
         error
+    }
+
+    fn check(&self, op: Collective, options: &SubmitOptions) -> Result<Checked> {
+        let known = self.info.read().unwrap_or_else(PoisonError::into_inner);
+        if let Some(info) = &*known {
+            return Ok(Checked::new(op, info, self.inner.capabilities(), options)?);
+        }
+        drop(known);
+        // Asked and kept under the lock: `configure` forgets it afterwards, never before.
+        let mut known = self.info.write().unwrap_or_else(PoisonError::into_inner);
+        let info = known.insert(self.inner.info());
+        Ok(Checked::new(op, info, self.inner.capabilities(), options)?)
     }
 
     fn alive(&self) -> Result<()> {
@@ -54,6 +68,7 @@ impl Exported {
 /// `table` is the host's, of the call that is running.
 pub(super) unsafe fn export(inner: Box<dyn ProcessGroup>, table: *mut abi::Group) -> Result<()> {
     let exported = Arc::new(Exported {
+        info: RwLock::new(None),
         inner,
         dead: OnceLock::new(),
     });
@@ -162,7 +177,7 @@ unsafe extern "C" fn configure(
     unsafe {
         entry(ctx, "it was configured", fault, |g| {
             let c = abi::read(configuration).map_err(breach)?;
-            g.inner.configure(Configuration {
+            let result = g.inner.configure(Configuration {
                 store: store::hold(c.store)?,
                 prefix: text::read(c.prefix).map_err(breach)?,
                 name: text::read(c.name).map_err(breach)?,
@@ -170,7 +185,9 @@ unsafe extern "C" fn configure(
                 rank: c.rank,
                 world_size: c.world_size,
                 deadline: fault::deadline(c.timeout_ms),
-            })
+            });
+            *g.info.write().unwrap_or_else(PoisonError::into_inner) = None;
+            result
         })
     }
 }
@@ -273,13 +290,7 @@ unsafe extern "C" fn submit(
             let callbacks = abi::read(completion).map_err(breach)?;
             let incoming = operation::read(operation)?;
             let addresses = incoming.addresses;
-            let checked = Checked::new(
-                incoming.op,
-                &g.inner.info(),
-                g.inner.capabilities(),
-                &incoming.options,
-            )
-            .map_err(Error::from)?;
+            let checked = g.check(incoming.op, &incoming.options)?;
             let work = g.inner.submit(checked, incoming.options).map_err(Error::from)?;
             let status = work.status();
             if !matches!(status, Status::Pending) {
@@ -337,13 +348,7 @@ unsafe extern "C" fn execute(
     unsafe {
         entry(ctx, "an operation was executed", fault, |g| {
             let incoming = operation::read(operation)?;
-            let checked = Checked::new(
-                incoming.op,
-                &g.inner.info(),
-                g.inner.capabilities(),
-                &incoming.options,
-            )
-            .map_err(Error::from)?;
+            let checked = g.check(incoming.op, &incoming.options)?;
             match g.inner.execute(checked, incoming.options) {
                 Ok(completion) => {
                     let ended = succeeded(completion, incoming.addresses)?;

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use ftcore::{Collective, DType, Error, OpKind, ReduceOp, Result, Stream, SubmitOptions, Tensor};
 
 use super::{breach, read_device};
-use crate::abi::{self, Growing};
+use crate::abi::{self, Buffer, Growing};
 use crate::{fault, text};
 
 /// The host's memory, held for as long as this value lives.
@@ -148,13 +148,14 @@ pub(super) unsafe fn read(operation: *const abi::Operation) -> Result<Incoming> 
     // SAFETY: INV-10 by the contract.
     let o = unsafe { abi::read(operation) }.map_err(breach)?;
     // SAFETY: INV-10 by the contract; a stream handle is one of ours.
-    let (op, stream) = unsafe { (collective(&o, true)?, stream(o.stream)) };
+    let mut addresses = 0;
+    // SAFETY: INV-10 by the contract; a stream handle is one of ours.
+    let (op, stream) = unsafe { (collective(&o, true, &mut addresses)?, stream(o.stream)) };
     let options = SubmitOptions {
         deadline: Some(fault::deadline(o.timeout_ms)),
         contribute: o.contribute != 0,
         stream,
     };
-    let addresses = op.tensors().into_iter().fold(0, mix);
     Ok(Incoming {
         op,
         options,
@@ -202,13 +203,20 @@ fn pairs(tensors: Vec<Tensor>) -> Result<Vec<(Tensor, Tensor)>> {
 
 /// # Safety
 /// As [`read`].
-unsafe fn collective(o: &abi::Operation, batches: bool) -> Result<Collective> {
+unsafe fn collective(o: &abi::Operation, batches: bool, addresses: &mut u64) -> Result<Collective> {
     let kind = OpKind::ALL
         .get(o.kind as usize)
         .copied()
         .ok_or_else(|| Error::unsupported(format!("operation {} is not known to this plugin", o.kind)))?;
     // SAFETY: INV-10 by the contract.
-    let mut tensors = unsafe { each(o.buffers, o.buffer_count, o.buffer_stride, "buffers", |b| hold(b)) }?;
+    let held = |b: &Buffer| {
+        // SAFETY: INV-10 by the contract.
+        let tensor = unsafe { hold(b) }?;
+        *addresses = mix(*addresses, &tensor);
+        Ok(tensor)
+    };
+    // SAFETY: INV-10 by the contract.
+    let mut tensors = unsafe { each(o.buffers, o.buffer_count, o.buffer_stride, "buffers", held) }?;
     let splits = |first, count| -> Result<Vec<usize>> {
         // SAFETY: INV-10 by the contract.
         let list = unsafe { text::list::<u64>(first, count, "splits") }.map_err(breach)?;
@@ -309,7 +317,7 @@ unsafe fn collective(o: &abi::Operation, batches: bool) -> Result<Collective> {
         },
         OpKind::Batch if batches => {
             // SAFETY: INV-10 by the contract.
-            let read = |child: &abi::Operation| unsafe { collective(child, false) };
+            let read = |child: &abi::Operation| unsafe { collective(child, false, addresses) };
             // SAFETY: INV-10 by the contract.
             let ops = unsafe {
                 each(

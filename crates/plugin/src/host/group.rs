@@ -150,6 +150,17 @@ impl PluginGroup {
         })
     }
 
+    /// When a call must have ended: as an instant, and from now in milliseconds.
+    fn time(&self, options: &SubmitOptions) -> (Instant, i64) {
+        match options.deadline {
+            Some(deadline) => (deadline, fault::milliseconds(deadline)),
+            None => {
+                let ms = i64::try_from(self.timeout.as_millis()).unwrap_or(i64::MAX);
+                (deadline_in(self.timeout), ms)
+            }
+        }
+    }
+
     fn devices(&self, kind: &DeviceKind) -> Option<Devices> {
         if *kind == DeviceKind::Cpu {
             return None;
@@ -248,7 +259,7 @@ impl ProcessGroup for PluginGroup {
             (Err(error), _) => return Err(Self::refuse(error, op)),
             (Ok(_), None) => return Err(Self::refuse(Error::unsupported("no submit"), op)),
         };
-        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
+        let (deadline, timeout_ms) = self.time(&options);
         let mut outgoing = Outgoing::new(&op);
         let group = Arc::downgrade(&self.raw);
         let devices = match self.raw.library.devices.is_empty() {
@@ -273,7 +284,7 @@ impl ProcessGroup for PluginGroup {
             let error = Error::new(ErrorKind::Internal, "no work was made");
             return Err(Self::taken_back(&pending, error));
         };
-        let operation = *outgoing.lend(&pending, options.contribute, deadline, stream);
+        let operation = *outgoing.lend(&pending, options.contribute, timeout_ms, stream);
         let completion = pending.completion();
         let mut handle = abi::WorkHandle::empty();
         // SAFETY: INV-10 the plugin's own function and context; INV-8 the structs live for the call, the memory in
@@ -316,10 +327,10 @@ impl ProcessGroup for PluginGroup {
             Ok(stream) => stream,
             Err(error) => return Err(Self::refuse(error, op).into()),
         };
-        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
+        let (_, timeout_ms) = self.time(&options);
         let mut outgoing = Outgoing::new(&op);
         let pending = Arc::new(Pending::new(op, None, &self.raw.library.name, None));
-        let operation = *outgoing.lend(&pending, options.contribute, deadline, stream);
+        let operation = *outgoing.lend(&pending, options.contribute, timeout_ms, stream);
         let mut outcome = abi::Outcome::empty();
         outcome.source = NONE;
         // SAFETY: INV-10 and INV-8 as in `submit`.

@@ -7,7 +7,6 @@
 use std::ffi::c_void;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
 
 use ftcore::{Collective, Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor};
 
@@ -350,7 +349,7 @@ impl Outgoing {
         &mut self,
         owner: &Arc<Pending>,
         contribute: bool,
-        deadline: Instant,
+        timeout_ms: i64,
         stream: *mut c_void,
     ) -> &Operation {
         for buffer in &mut self.buffers {
@@ -359,12 +358,12 @@ impl Outgoing {
             buffer.release = Some(release);
         }
         for child in &mut self.children {
-            let child = *child.lend(owner, contribute, deadline, stream);
+            let child = *child.lend(owner, contribute, timeout_ms, stream);
             self.child_operations.push(child);
         }
         let o = &mut self.operation;
         o.contribute = u32::from(contribute);
-        o.timeout_ms = fault::milliseconds(deadline);
+        o.timeout_ms = timeout_ms;
         o.stream = stream;
         o.buffers = self.buffers.as_ptr();
         o.buffer_count = self.buffers.len() as u64;
