@@ -1,7 +1,7 @@
 //! Fault-tolerant data-parallel training of a candle model: the loop of `train_ddp`, and of `train_diloco --data-parallel`.
 //!
 //! Per step: loss and gradients of this replica's batch, averaged with whoever is there, and one step of AdamW on what a
-//! healing replica would take over ([`Whole`]).
+//! healing replica would take over (`Whole`).
 
 use std::sync::atomic::Ordering;
 use std::time::Instant;

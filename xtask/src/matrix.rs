@@ -329,19 +329,19 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Skip {
     /// TCP over 127.0.0.1 does not work.
-    NoLoopback { why: String },
+    Loopback { why: String },
     /// The real oneCCL cannot be had.
-    NoOneccl { why: String },
+    Oneccl { why: String },
     /// No NVIDIA driver runs here.
-    NoGpu,
+    Gpu,
 }
 
 impl fmt::Display for Skip {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::NoLoopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
-            Self::NoGpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
-            Self::NoOneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
+            Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
+            Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
+            Self::Oneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
 }
@@ -359,7 +359,7 @@ fn loopback() -> Result<Environment, Skip> {
     };
     connect()
         .map(|_| Environment::new())
-        .map_err(|e| Skip::NoLoopback { why: e.to_string() })
+        .map_err(|e| Skip::Loopback { why: e.to_string() })
 }
 
 /// Needs an NVIDIA GPU with its driver.
@@ -368,13 +368,13 @@ fn gpu() -> Result<Environment, Skip> {
         // Several ranks on one GPU, where the library allows it.
         Ok(vec![("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned())])
     } else {
-        Err(Skip::NoGpu)
+        Err(Skip::Gpu)
     }
 }
 
 /// Needs the real oneCCL, which is fetched and built once.
 fn oneccl() -> Result<Environment, Skip> {
-    let folder = crate::oneccl::prepare().map_err(|e| Skip::NoOneccl { why: e.to_string() })?;
+    let folder = crate::oneccl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
     Ok(vec![("OXCCL_XCCL_PATH".to_owned(), folder.display().to_string())])
 }
 

@@ -368,7 +368,7 @@ mod tests {
     #[test]
     fn a_skip_is_no_pass_and_a_required_one_is_a_failure() {
         let row = ROWS.iter().find(|r| r.backend == Some("gloo")).unwrap();
-        let skip = Verdict::Skipped(Skip::NoLoopback {
+        let skip = Verdict::Skipped(Skip::Loopback {
             why: "denied".to_owned(),
         });
         let kept = enforce(skip.clone(), row, &[]);
