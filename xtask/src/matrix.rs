@@ -21,6 +21,18 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(10),
     ),
     row(
+        "registry-model",
+        None,
+        "every interleaving of the registry's calls that a scheduler finds",
+        nothing,
+        Run::Feature {
+            package: "ftcore",
+            feature: "shuttle",
+            target: "registry_model",
+        },
+        minutes(5),
+    ),
+    row(
         "gloo-tcp-threads",
         Some("gloo"),
         "ranks as threads, over TCP",
@@ -220,6 +232,12 @@ pub(crate) enum Run {
         /// Only tests whose name contains this; empty for all.
         filter: &'static str,
     },
+    /// One test target with a feature that is otherwise off.
+    Feature {
+        package: &'static str,
+        feature: &'static str,
+        target: &'static str,
+    },
     /// The cross-crate tests, selected likewise.
     CrossCrate,
     /// Every test of another workspace in this repository, by its manifest.
@@ -285,6 +303,23 @@ impl Run {
                     is_doc: false,
                 }]
             }
+            Self::Feature {
+                package,
+                feature,
+                target,
+            } => vec![TestCall {
+                select: strings(&[
+                    "--no-fail-fast",
+                    "--package",
+                    package,
+                    "--features",
+                    feature,
+                    "--test",
+                    target,
+                ]),
+                pass,
+                is_doc: false,
+            }],
             Self::Apart { manifest } => {
                 if long {
                     pass.push("--include-ignored".to_owned());
@@ -319,7 +354,7 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
         .packages
         .iter()
         .filter(|p| chosen(&p.name))
-        .flat_map(|p| &p.targets)
+        .flat_map(|p| p.targets.iter().filter(|t| p.builds_by_default(t)))
         .filter(|t| t.kind.iter().any(|k| k == "test") && !t.name.ends_with(CONFORMANCE))
         .map(|t| t.name.clone())
         .collect()
@@ -387,7 +422,10 @@ mod tests {
             {"name":"ftcore","manifest_path":"/w/crates/ftcore/Cargo.toml","dependencies":[],"targets":[
                 {"name":"ftcore","kind":["lib"]},{"name":"stores","kind":["test"]}]},
             {"name":"backend-gloo","manifest_path":"/w/crates/backend-gloo/Cargo.toml","dependencies":[],"targets":[
-                {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]}]},
+                {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]},
+                {"name":"model","kind":["test"],"required-features":["odd"]},
+                {"name":"host","kind":["test"],"required-features":["host"]}],
+                "features":{"default":["all"],"all":["host"],"odd":[]}},
             {"name":"oxccl-tests","manifest_path":"/w/tests/Cargo.toml","dependencies":[],"targets":[
                 {"name":"kill","kind":["test"]}]}]}"#;
         Metadata::parse(json.as_bytes()).unwrap()
@@ -399,7 +437,7 @@ mod tests {
         let text = calls.first().unwrap().select.join(" ");
         assert_eq!(
             text,
-            "--no-fail-fast --workspace --exclude oxccl-tests --lib --bins --test abort --test stores"
+            "--no-fail-fast --workspace --exclude oxccl-tests --lib --bins --test abort --test host --test stores"
         );
         assert!(calls.iter().any(|c| c.is_doc));
     }

@@ -2,6 +2,7 @@
 //!
 //! The stairs rule reads the dependencies, the test matrix the test targets, the source rules the folders.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
@@ -23,6 +24,8 @@ pub(crate) struct Package {
     pub(crate) manifest_path: PathBuf,
     pub(crate) dependencies: Vec<Dependency>,
     pub(crate) targets: Vec<Target>,
+    #[serde(default)]
+    pub(crate) features: BTreeMap<String, Vec<String>>,
 }
 
 /// A declared dependency; `kind` is absent for a normal one, else `dev` or `build`.
@@ -37,9 +40,29 @@ pub(crate) struct Dependency {
 pub(crate) struct Target {
     pub(crate) name: String,
     pub(crate) kind: Vec<String>,
+    #[serde(default, rename = "required-features")]
+    pub(crate) required_features: Vec<String>,
 }
 
 impl Package {
+    /// True if the package's default features suffice for `target`.
+    pub(crate) fn builds_by_default(&self, target: &Target) -> bool {
+        let mut on: BTreeSet<&str> = BTreeSet::new();
+        let mut new = vec!["default"];
+        while let Some(feature) = new.pop() {
+            if on.insert(feature) {
+                new.extend(
+                    self.features
+                        .get(feature)
+                        .into_iter()
+                        .flatten()
+                        .map(String::as_str),
+                );
+            }
+        }
+        target.required_features.iter().all(|f| on.contains(f.as_str()))
+    }
+
     /// The package's folder.
     pub(crate) fn folder(&self) -> &Path {
         self.manifest_path.parent().unwrap_or(Path::new("."))
