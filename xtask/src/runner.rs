@@ -385,8 +385,8 @@ mod tests {
             err.contains("\"unti\"") && err.contains("unit, registry-model, gloo-tcp-threads"),
             "{err}"
         );
-        let err = choose(ROWS, &[], &strings(&["nccl"])).err().unwrap().to_string();
-        assert!(err.contains("nccl") && err.contains("gloo"), "{err}");
+        let err = choose(ROWS, &[], &strings(&["tpu"])).err().unwrap().to_string();
+        assert!(err.contains("tpu") && err.contains("gloo"), "{err}");
         // A required backend without a chosen row would otherwise pass by not running.
         assert!(choose(ROWS, &strings(&["unit"]), &strings(&["gloo"])).is_err());
     }

@@ -31,10 +31,11 @@ pub(crate) fn cases() -> Vec<Case> {
             ),
             Case::new("lifetime::results_are_taken_once", world, &[reduce], taken_once),
             Case::new("lifetime::callbacks_run_once_each", world, &[reduce], callbacks),
+            // A library of which a process can hold one rank only promises no second group beside the first either.
             Case::new(
                 "lifetime::several_groups_at_once_from_threads",
                 world,
-                &[reduce],
+                &[reduce, Needs::Feature(Feature::ThreadRanks)],
                 several_groups,
             ),
             Case::new(

@@ -193,6 +193,7 @@ mod tests {
                 })
                 .collect(),
             targets: Vec::new(),
+            features: Default::default(),
         };
         check_package(&package, MEMBERS)
     }

@@ -228,6 +228,10 @@ pub(super) fn event_fails() -> Outcome {
             // The one call that failed was the test's own.
             return Ok(());
         };
+        if e.kind() == ErrorKind::Timeout && e.to_string().contains("has left") {
+            // It was the other rank's own, which is done with that.
+            return Ok(());
+        }
         says(&e, ErrorKind::Backend, &["cuEventQuery", "illegal memory access"])?;
         next_epoch(rank, group, store)
     })
