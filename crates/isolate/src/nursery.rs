@@ -62,6 +62,9 @@ pub(crate) struct Started {
     pub(crate) library: Option<String>,
 }
 
+/// How long the end of a child that closed its socket may take to be known.
+const LAST_NEWS: Duration = Duration::from_secs(5);
+
 /// Starts a child and waits until its backend is loaded, `start_timeout` or until `deadline`.
 pub(crate) fn start(options: &IsolateOptions, pool: &Arc<Pool>, deadline: Instant) -> Result<Started> {
     let began = Instant::now();
@@ -92,19 +95,25 @@ pub(crate) fn start(options: &IsolateOptions, pool: &Arc<Pool>, deadline: Instan
     };
     let (greeting, ready) = sync_channel(1);
     link.expect_greeting(greeting);
-    let greeted = link
-        .send_with(&hello, &[childs_store, childs_express], deadline)
-        .and_then(|()| match ready.recv_timeout(time_left(deadline)) {
-            Ok(result) => result,
-            Err(_) => Err(Error::timeout(format!(
+    let sent = link.send_with(&hello, &[childs_store, childs_express], deadline);
+    let patience = match &sent {
+        Ok(()) => time_left(deadline),
+        // It ended before it was asked anything: its keeper knows how.
+        Err(_) => time_left(deadline).min(LAST_NEWS),
+    };
+    let greeted = match ready.recv_timeout(patience) {
+        Ok(result) => result,
+        Err(_) => Err(sent.err().unwrap_or_else(|| {
+            Error::timeout(format!(
                 "the child process did not say within {:.1} s that backend '{}' is loaded; does {} call \
                  isolate::run_child_if_asked() first thing in main?{}",
                 began.elapsed().as_secs_f64(),
                 options.backend,
                 program.display(),
                 link.tail_text(),
-            ))),
-        });
+            ))
+        })),
+    };
     match greeted {
         Ok((capabilities, library)) => Ok(Started {
             link,
