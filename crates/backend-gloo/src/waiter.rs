@@ -10,8 +10,8 @@ use crate::queue::Shared;
 
 /// How often a driver looks again before it sleeps, at most: some tens of microseconds, more than a chunk takes.
 pub(crate) const PATIENCE: u32 = 2000;
-/// At least, where spinning did not pay: the peer may share this very core with us.
-const LEAST: u32 = 50;
+/// At least, where spinning did not pay: longer than a wake-up takes, or two ranks that have begun to sleep keep each other at it.
+const LEAST: u32 = 1000;
 /// One wait in so many tries the full patience again.
 const TRY_AGAIN: u32 = 64;
 /// How often a driver lets others run before it sleeps, where there are more ranks than cores: the rank it waits for is likely
