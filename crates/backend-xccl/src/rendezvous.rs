@@ -5,10 +5,10 @@
 //! one at a time, and the ranks of a group pass their gates one after the other, in an order that is the same for all
 //! groups (by process), so that two groups can never wait for each other.
 
-use std::hash::{BuildHasher, RandomState};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::time::Instant;
 
+use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use oneccl_sys::{Library, UniqueId};
 
@@ -20,16 +20,7 @@ use crate::raw::exit::Stuck;
 /// One for every process and life; forked children inherit it, and are refused as the duplicates that they are.
 fn process_id() -> u64 {
     static ID: OnceLock<u64> = OnceLock::new();
-    *ID.get_or_init(random)
-}
-
-/// A number that no other process comes up with.
-pub(crate) fn random() -> u64 {
-    let time = std::time::SystemTime::now()
-        .duration_since(std::time::UNIX_EPOCH)
-        .map_or(0, |d| d.as_nanos());
-    // The hasher's keys come from the operating system.
-    RandomState::new().hash_one((time, std::process::id()))
+    *ID.get_or_init(nonce)
 }
 
 /// What a rank says about itself.

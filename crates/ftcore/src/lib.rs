@@ -13,6 +13,7 @@ mod dtype;
 mod error;
 mod ext;
 mod group;
+pub mod lifecycle;
 mod memory;
 mod options;
 mod reduce_op;

@@ -1,14 +1,14 @@
-//! The process group: its lifecycle (configure, abort, shut down, drop) around one engine per configuration.
+//! The process group: what it offers, how it connects, and its calls to the engine of the current configuration.
 
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use crate::engine::{Engine, Place};
+use crate::ftcore::lifecycle::{self, Lifecycle};
 use crate::ftcore::{
-    Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Epoch, Error, ErrorKind, FeatureSet,
-    GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
-    Work, deadline_in, names, notes, wrong_device,
+    Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Error, FeatureSet, GroupInfo,
+    GroupOptions, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic, Work,
+    deadline_in, names, notes, wrong_device,
 };
 use crate::issue::{Counters, Issuer};
 use crate::raw::memory::DEVICE;
@@ -96,18 +96,7 @@ pub struct HcclGroup {
     timeout: Duration,
     capabilities: Capabilities,
     counters: Arc<Counters>,
-    state: Mutex<State>,
-    /// Raised by `abort` while `configure` runs.
-    cancel: AtomicBool,
-}
-
-struct State {
-    name: String,
-    engine: Option<Arc<Engine>>,
-    last_epoch: Option<Epoch>,
-    /// Why the last `configure` failed.
-    failure: Option<Error>,
-    configuring: bool,
+    lifecycle: Lifecycle<Engine>,
 }
 
 impl HcclGroup {
@@ -120,28 +109,13 @@ impl HcclGroup {
             timeout: options.timeout,
             capabilities: capabilities(),
             counters: Arc::default(),
-            state: Mutex::new(State {
-                name: name.into(),
-                engine: None,
-                last_epoch: None,
-                failure: None,
-                configuring: false,
-            }),
-            cancel: AtomicBool::new(false),
+            lifecycle: Lifecycle::new(name),
         })
     }
 
-    fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Ends the old engine and makes the new one. Runs outside the lock, so that abort and submit stay responsive.
-    fn connect(&self, configuration: &Configuration, old: Option<Arc<Engine>>) -> Result<Arc<Engine>> {
-        if let Some(old) = old {
-            old.leave(&format!("configured again at epoch {}", configuration.epoch));
-            old.wait_ended(configuration.deadline)?;
-        }
-        let (runtime, comm) = rendezvous::connect(configuration, &self.cancel)?;
+    /// Makes the engine of a new configuration.
+    fn connect(&self, configuration: &Configuration) -> Result<Arc<Engine>> {
+        let (runtime, comm) = rendezvous::connect(configuration, self.lifecycle.cancelled())?;
         let place = Place {
             rank: configuration.rank,
             world: configuration.world_size,
@@ -174,18 +148,27 @@ fn on_own_device(op: &Collective) -> Result<()> {
     }
 }
 
+impl lifecycle::Engine for Engine {
+    fn abort(self: &Arc<Self>, reason: &str) {
+        Self::abort(self, reason);
+    }
+    fn leave(self: &Arc<Self>, reason: &str) {
+        Self::leave(self, reason);
+    }
+    fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::wait_ended(self, deadline)
+    }
+    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        Self::drain(self, deadline)
+    }
+    fn error(&self) -> Option<Error> {
+        Self::error(self)
+    }
+}
+
 impl ProcessGroup for HcclGroup {
     fn info(&self) -> GroupInfo {
-        let state = self.lock();
-        let place = state.engine.as_ref().map(|e| e.place);
-        GroupInfo {
-            backend: "hccl".to_string(),
-            name: state.name.clone(),
-            rank: place.map_or(0, |p| p.rank),
-            world_size: place.map_or(0, |p| p.world),
-            epoch: place.map_or(Epoch(0), |p| Epoch(p.epoch)),
-            device: DEVICE,
-        }
+        self.lifecycle.info("hccl", DEVICE)
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -193,72 +176,13 @@ impl ProcessGroup for HcclGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        let named = |e: Error| {
-            e.with_op("configure")
-                .with_rank(configuration.rank)
-                .with_epoch(configuration.epoch.0)
-        };
-        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
-            return Err(named(Error::invalid(format!(
-                "rank {} does not exist in a world of {}",
-                configuration.rank, configuration.world_size
-            ))));
-        }
-        let old = {
-            let mut state = self.lock();
-            if state.configuring {
-                return Err(named(Error::new(
-                    ErrorKind::InvalidState,
-                    "another thread is configuring this group right now",
-                )));
-            }
-            if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
-                return Err(named(Error::invalid(format!(
-                    "epoch {} is not larger than {last}, which this group had already",
-                    configuration.epoch
-                ))));
-            }
-            state.configuring = true;
-            state.last_epoch = Some(configuration.epoch);
-            state.name.clone_from(&configuration.name);
-            state.failure = None;
-            self.cancel.store(false, Ordering::Release);
-            state.engine.take()
-        };
-        let connected = self.connect(&configuration, old);
-        let mut state = self.lock();
-        state.configuring = false;
-        match connected {
-            Ok(engine) => {
-                if self.cancel.load(Ordering::Acquire) {
-                    engine.abort("aborted while it was being configured");
-                }
-                state.engine = Some(engine);
-                Ok(())
-            }
-            Err(error) => {
-                let error = named(error);
-                state.failure = Some(error.clone());
-                Err(error)
-            }
-        }
+        self.lifecycle.configure(configuration, |c| self.connect(c))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let op = op.into_inner();
-        let engine = {
-            let state = self.lock();
-            state.engine.clone().ok_or_else(|| match &state.failure {
-                Some(failure) => Error::new(
-                    ErrorKind::InvalidState,
-                    format!("the group is not configured; the last attempt failed: {failure}"),
-                )
-                .with_source(failure.clone()),
-                None => Error::new(ErrorKind::InvalidState, "the group is not configured"),
-            })
-        };
         // The stream's present end is marked here and now, on the caller's thread.
-        let ready = engine.and_then(|engine| {
+        let ready = self.lifecycle.engine().and_then(|engine| {
             on_own_device(&op)?;
             let after = options.stream.as_ref().map(|s| s.record()).transpose()?;
             Ok((engine, after))
@@ -288,38 +212,18 @@ impl ProcessGroup for HcclGroup {
     }
 
     fn abort(&self, reason: &str) {
-        let state = self.lock();
-        if state.configuring {
-            self.cancel.store(true, Ordering::Release);
-        }
-        if let Some(engine) = &state.engine {
-            engine.abort(reason);
-        }
+        self.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        let state = self.lock();
-        match &state.engine {
-            Some(engine) => engine.error(),
-            None => state.failure.clone(),
-        }
+        self.lifecycle.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        let engine = self.lock().engine.clone();
-        engine.map_or(Ok(()), |engine| engine.drain(deadline))
+        self.lifecycle.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {
         self.counters.traffic()
-    }
-}
-
-impl Drop for HcclGroup {
-    fn drop(&mut self) {
-        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Some(engine) = state.engine.take() {
-            engine.leave("the group was dropped");
-        }
     }
 }

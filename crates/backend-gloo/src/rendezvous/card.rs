@@ -52,14 +52,6 @@ impl Card {
     }
 }
 
-/// Random enough that a stranger does not guess it: the standard library's hash keys come from the system.
-pub(crate) fn nonce() -> u64 {
-    use std::hash::{BuildHasher, Hasher};
-    let mut hasher = std::hash::RandomState::new().build_hasher();
-    hasher.write_u32(std::process::id());
-    hasher.finish()
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

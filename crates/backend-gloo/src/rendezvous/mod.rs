@@ -20,12 +20,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::RecvFlags;
 
 use card::Card;
-pub(crate) use card::nonce;
 use incoming::Stranger;
 use outgoing::{Dial, Dialed};
 
@@ -440,7 +440,9 @@ impl<'a> Rendezvous<'a> {
                         continue; // the rest of the text is on its way
                     };
                     let text = format!("rank {} reports: {}", h.b, String::from_utf8_lossy(text));
-                    let error = Error::new(wire::kind_of(h.code), text).with_peer(h.b);
+                    let named = h.a != u32::MAX && h.a != self.configuration.rank;
+                    let blamed = if named { h.a } else { h.b };
+                    let error = Error::new(wire::kind_of(h.code), text).with_peer(blamed);
                     return Err(self.named(error));
                 }
                 _ => {
@@ -498,7 +500,7 @@ impl<'a> Rendezvous<'a> {
             code: wire::code_of(error.kind()),
             epoch: self.configuration.epoch.0,
             id: 0,
-            a: u32::MAX,
+            a: error.context().peer.unwrap_or(u32::MAX),
             b: self.configuration.rank,
             length: text.len() as u64,
         }
@@ -554,6 +556,7 @@ impl<'a> Rendezvous<'a> {
                 control: ControlLink::new(control),
                 left: None,
                 gone: None,
+                words: None,
             }));
         }
         Ok(Connected {

@@ -10,9 +10,10 @@ use std::io;
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::conn::{Backoff, Conn, encode, parse_address, random};
+use super::conn::{Backoff, Conn, encode, parse_address};
 use super::link::{Patience, is_late};
 use super::wire::{self, Request};
+use crate::lifecycle::nonce;
 use crate::store::Store;
 use crate::store::keys::{self, MAX_KEY};
 use crate::store::table::{Refusal, appended_len, sum};
@@ -229,7 +230,7 @@ impl TcpStore {
 
     /// A call that reads nothing but the confirmation.
     fn confirmed(&self, call: &Call<'_>, request: Request) -> Result<()> {
-        let nonce = random() as u32;
+        let nonce = nonce() as u32;
         let bytes = sized(call.op, encode(&[request, Request::Ping(nonce)]))?;
         self.call(call, |conn| {
             conn.write(&bytes)?;

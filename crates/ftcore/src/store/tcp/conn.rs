@@ -3,8 +3,6 @@
 //! Everything here ends by the link's patience. An `io::Error` says what the call above must know: late (see
 //! `link::is_late`), `InvalidData` (not the protocol), anything else (the connection broke).
 
-use std::collections::hash_map::RandomState;
-use std::hash::{BuildHasher, Hasher};
 use std::io::{self, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
 use std::sync::mpsc;
@@ -13,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use super::link::{Link, Patience, is_late};
 use super::wire::{self, Request};
+use crate::lifecycle::nonce;
 use crate::store::table::leading_number;
 use crate::{Error, Result, deadline_in, time_left};
 
@@ -61,7 +60,7 @@ impl Conn {
                     sent: false,
                     spoiled: false,
                 };
-                let nonce = random() as u32;
+                let nonce = nonce() as u32;
                 conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
                 conn.pong(nonce)?;
                 Ok(conn)
@@ -217,11 +216,6 @@ fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAdd
         .map_err(|_| io::Error::other(format!("looking up the name '{host}' took too long")))?
 }
 
-/// A random number good enough for jitter and nonces.
-pub(super) fn random() -> u64 {
-    RandomState::new().build_hasher().finish()
-}
-
 /// Pauses between attempts, growing.
 pub(super) struct Backoff {
     step: Duration,
@@ -235,7 +229,7 @@ impl Backoff {
     /// Sleeps between half and all of the step, so that thousands of ranks do not come at the same moment; false if the
     /// deadline has then passed.
     pub(super) fn pause(&mut self, deadline: Instant) -> bool {
-        let jitter = (random() % 512) as u32;
+        let jitter = (nonce() % 512) as u32;
         thread::sleep((self.step * (512 + jitter) / 1024).min(time_left(deadline)));
         self.step = (self.step * 2).min(LONGEST_PAUSE);
         !time_left(deadline).is_zero()

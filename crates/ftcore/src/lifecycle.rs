@@ -1,0 +1,522 @@
+//! What every backend's group does around its engine: one configuration after another, at growing epochs.
+//!
+//! For authors of backends. A group owns a [`Lifecycle`]; `configure` ends the old [`Engine`] and puts the one in its place that
+//! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
+//! [`Split`] is the agreement of all ranks on who goes where.
+
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use crate::{
+    Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
+    ProcessGroupExt, Result, SubmitOptions, accelerator,
+};
+
+/// What stands behind a configured group: its connections, threads, communicator.
+pub trait Engine: Send + Sync + 'static {
+    /// Ends all pending work with `Aborted`. Does not block.
+    fn abort(self: &Arc<Self>, reason: &str);
+    /// Ends in good order if nothing is pending, otherwise as [`abort`](Self::abort). Does not block.
+    fn leave(self: &Arc<Self>, reason: &str);
+    /// After [`leave`](Self::leave): waits until nothing of it is left that the next configuration could meet. `Timeout` at the deadline.
+    fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()>;
+    /// Refuses further work, lets pending work end until `deadline`, then ends. `Timeout` if it had to be cut short.
+    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()>;
+    /// The first failure.
+    fn error(&self) -> Option<Error>;
+}
+
+/// The configurations of one group. See the module.
+pub struct Lifecycle<E: Engine> {
+    state: Mutex<State<E>>,
+    cancel: Arc<AtomicBool>,
+}
+
+struct State<E> {
+    name: String,
+    standing: Standing<E>,
+    last_epoch: Option<Epoch>,
+    configuring: bool,
+}
+
+enum Standing<E> {
+    Unconfigured,
+    /// The last `configure` failed like this.
+    Failed(Error),
+    Configured(Arc<E>, Configuration),
+}
+
+impl<E: Engine> Lifecycle<E> {
+    /// Unconfigured. `name` is for messages until a configuration gives another.
+    pub fn new(name: impl Into<String>) -> Self {
+        Self {
+            state: Mutex::new(State {
+                name: name.into(),
+                standing: Standing::Unconfigured,
+                last_epoch: None,
+                configuring: false,
+            }),
+            cancel: Arc::default(),
+        }
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<E>> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Ends the engine that stands, if one does, and puts the one in its place that `connect` makes. `connect` runs outside
+    /// the lock, so that `abort` and `submit` stay responsive; it looks at [`cancelled`](Self::cancelled) while it waits.
+    ///
+    /// Errors, with op, rank and epoch: `InvalidArgument` (no such rank, an epoch that is not larger), `InvalidState` (another thread is at it),
+    /// what the old engine's end or `connect` say; the group is unconfigured then and remembers why.
+    pub fn configure(
+        &self,
+        configuration: Configuration,
+        connect: impl FnOnce(&Configuration) -> Result<Arc<E>>,
+    ) -> Result<()> {
+        let named = |e: Error| {
+            if e.context().op.is_some() {
+                return e;
+            }
+            e.with_op("configure")
+                .with_rank(configuration.rank)
+                .with_epoch(configuration.epoch.0)
+        };
+        let old = self.begin(&configuration).map_err(named)?;
+        let ended = old.map_or(Ok(()), |old| {
+            old.leave(&format!("configured again at epoch {}", configuration.epoch));
+            old.wait_ended(configuration.deadline)
+        });
+        let connected = ended.and_then(|()| connect(&configuration)).map_err(named);
+        let mut state = self.lock();
+        state.configuring = false;
+        match connected {
+            Ok(engine) => {
+                if self.cancel.load(Ordering::Acquire) {
+                    engine.abort("aborted while it was being configured");
+                }
+                state.standing = Standing::Configured(engine, configuration);
+                Ok(())
+            }
+            Err(error) => {
+                state.standing = Standing::Failed(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    fn begin(&self, configuration: &Configuration) -> Result<Option<Arc<E>>> {
+        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
+            return Err(Error::invalid(format!(
+                "rank {} does not exist in a world of {}",
+                configuration.rank, configuration.world_size
+            )));
+        }
+        let mut state = self.lock();
+        if state.configuring {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "another thread is configuring this group right now",
+            ));
+        }
+        if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
+            return Err(Error::invalid(format!(
+                "epoch {} is not larger than {last}, which this group had already",
+                configuration.epoch
+            )));
+        }
+        state.configuring = true;
+        state.last_epoch = Some(configuration.epoch);
+        state.name.clone_from(&configuration.name);
+        self.cancel.store(false, Ordering::Release);
+        match std::mem::replace(&mut state.standing, Standing::Unconfigured) {
+            Standing::Configured(engine, _) => Ok(Some(engine)),
+            Standing::Unconfigured | Standing::Failed(_) => Ok(None),
+        }
+    }
+
+    /// Raised by [`abort`](Self::abort) while `configure` runs.
+    pub fn cancelled(&self) -> &Arc<AtomicBool> {
+        &self.cancel
+    }
+
+    /// The engine and the configuration that it stands for. `InvalidState` if there is none, with what the last attempt died of.
+    pub fn configured(&self) -> Result<(Arc<E>, Configuration)> {
+        match &self.lock().standing {
+            Standing::Configured(engine, configuration) => Ok((engine.clone(), configuration.clone())),
+            Standing::Failed(failure) => Err(Error::new(
+                ErrorKind::InvalidState,
+                format!("the group is not configured; the last attempt failed: {failure}"),
+            )
+            .with_source(failure.clone())),
+            Standing::Unconfigured => Err(Error::new(ErrorKind::InvalidState, "the group is not configured")),
+        }
+    }
+
+    /// The engine. Errors as [`configured`](Self::configured).
+    pub fn engine(&self) -> Result<Arc<E>> {
+        match &self.lock().standing {
+            // Without the configuration's clone: this is on the path of every call.
+            Standing::Configured(engine, _) => return Ok(engine.clone()),
+            Standing::Unconfigured | Standing::Failed(_) => {}
+        }
+        self.configured().map(|(engine, _)| engine)
+    }
+
+    /// For [`ProcessGroup::info`].
+    pub fn info(&self, backend: &str, device: Device) -> GroupInfo {
+        let state = self.lock();
+        let (rank, world_size, epoch) = match &state.standing {
+            Standing::Configured(_, c) => (c.rank, c.world_size, c.epoch),
+            Standing::Unconfigured | Standing::Failed(_) => (0, 0, Epoch(0)),
+        };
+        GroupInfo {
+            backend: backend.to_string(),
+            name: state.name.clone(),
+            rank,
+            world_size,
+            epoch,
+            device,
+        }
+    }
+
+    /// For [`ProcessGroup::abort`]: also ends a `configure` that is under way.
+    pub fn abort(&self, reason: &str) {
+        let engine = {
+            let state = self.lock();
+            if state.configuring {
+                self.cancel.store(true, Ordering::Release);
+            }
+            match &state.standing {
+                Standing::Configured(engine, _) => Some(engine.clone()),
+                Standing::Unconfigured | Standing::Failed(_) => None,
+            }
+        };
+        if let Some(engine) = engine {
+            engine.abort(reason);
+        }
+    }
+
+    /// For [`ProcessGroup::error`].
+    pub fn error(&self) -> Option<Error> {
+        match &self.lock().standing {
+            Standing::Configured(engine, _) => engine.error(),
+            Standing::Failed(failure) => Some(failure.clone()),
+            Standing::Unconfigured => None,
+        }
+    }
+
+    /// For [`ProcessGroup::shutdown`]: drains the engine; nothing to do without one.
+    pub fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.engine().map_or(Ok(()), |engine| engine.drain(deadline))
+    }
+}
+
+impl<E: Engine> Drop for Lifecycle<E> {
+    fn drop(&mut self) {
+        let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Standing::Configured(engine, _) = &state.standing {
+            engine.leave("the group was dropped");
+        }
+    }
+}
+
+/// A number that nobody guesses or comes up with again: the standard library's hash keys come from the system.
+pub fn nonce() -> u64 {
+    use std::hash::BuildHasher;
+    std::hash::RandomState::new().hash_one(std::process::id())
+}
+
+/// Who goes where in a split: what every rank of the parent passed, in rank order.
+///
+/// The child's prefix has rank 0's nonce in it and so depends on nobody's counters (L34).
+#[derive(Debug, Clone)]
+pub struct Split {
+    parent: Configuration,
+    ballots: Vec<Ballot>,
+}
+
+/// What one rank passes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Ballot {
+    color: Option<u32>,
+    key: u32,
+    nonce: u64,
+}
+
+impl Ballot {
+    const WORDS: usize = 5;
+
+    fn encode(self) -> [u32; Self::WORDS] {
+        let (high, low) = ((self.nonce >> 32) as u32, self.nonce as u32);
+        let color = self.color.unwrap_or(0);
+        [u32::from(self.color.is_some()), color, self.key, high, low]
+    }
+
+    fn decode([has, color, key, high, low]: [u32; Self::WORDS]) -> Self {
+        Self {
+            color: (has != 0).then_some(color),
+            key,
+            nonce: u64::from(high) << 32 | u64::from(low),
+        }
+    }
+}
+
+impl Split {
+    /// A collective call of all ranks of `group`, whose configuration is `parent`: one all-gather on its own device.
+    ///
+    /// Errors: what the all-gather, or the device's copies, say.
+    pub fn agree(
+        group: &dyn ProcessGroup,
+        parent: Configuration,
+        color: Option<u32>,
+        key: u32,
+        deadline: Instant,
+    ) -> Result<Self> {
+        let device = group.info().device;
+        let memory = accelerator(&device.kind)?;
+        let stream = memory.new_stream(device.index, false)?;
+        let mine = Ballot {
+            color,
+            key,
+            nonce: nonce(),
+        };
+        let bytes: Vec<u8> = mine.encode().iter().flat_map(|w| w.to_ne_bytes()).collect();
+        let mut input = memory.alloc(device.index, DType::U32, &[Ballot::WORDS])?;
+        memory.copy_in(&bytes, &mut input, &*stream)?;
+        let count = Ballot::WORDS * parent.world_size as usize;
+        let output = memory.alloc(device.index, DType::U32, &[count])?;
+        let options = SubmitOptions {
+            stream: Some(stream.clone()),
+            ..SubmitOptions::by(deadline)
+        };
+        let pairs = vec![(input, output)];
+        let gathered = group
+            .run(Collective::AllGatherInto { pairs }, options)
+            .map_err(Error::from)?
+            .take_tensor()?;
+        let mut bytes = vec![0u8; gathered.byte_len()];
+        memory.copy_out(&gathered, &mut bytes, &*stream)?;
+        let words: Vec<u32> = bytes
+            .as_chunks::<4>()
+            .0
+            .iter()
+            .map(|w| u32::from_ne_bytes(*w))
+            .collect();
+        let ballots = words.as_chunks().0.iter().map(|w| Ballot::decode(*w)).collect();
+        Ok(Self { parent, ballots })
+    }
+
+    /// The colours in use, ascending: for libraries that want small ones.
+    pub fn colors(&self) -> Vec<u32> {
+        let mut colors: Vec<u32> = self.ballots.iter().filter_map(|b| b.color).collect();
+        colors.sort_unstable();
+        colors.dedup();
+        colors
+    }
+
+    /// The child group of this rank: its members are the ranks that passed the same colour, ordered by (key, rank). `None` if this rank passed no colour.
+    pub fn child(&self, deadline: Instant) -> Option<Configuration> {
+        let me = self.parent.rank as usize;
+        let color = self.ballots.get(me)?.color?;
+        let mut members: Vec<(u32, usize)> = self
+            .ballots
+            .iter()
+            .enumerate()
+            .filter(|(_, b)| b.color == Some(color))
+            .map(|(rank, b)| (b.key, rank))
+            .collect();
+        members.sort_unstable();
+        let rank = members.iter().position(|&(_, rank)| rank == me)?;
+        let nonce = self.ballots.first()?.nonce;
+        Some(Configuration {
+            store: self.parent.store.clone(),
+            prefix: format!("{}/split-{nonce:016x}/{color}", self.parent.prefix),
+            name: format!("{}/{color}", self.parent.name),
+            epoch: self.parent.epoch,
+            rank: u32::try_from(rank).ok()?,
+            world_size: u32::try_from(members.len()).ok()?,
+            deadline,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc;
+    use std::time::Duration;
+
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::{InMemoryStore, deadline_in};
+
+    /// Writes down what it is told.
+    #[derive(Default)]
+    struct Diary(Mutex<Vec<String>>);
+
+    impl Diary {
+        fn note(&self, text: String) {
+            self.0.lock().unwrap().push(text);
+        }
+        fn read(&self) -> Vec<String> {
+            self.0.lock().unwrap().clone()
+        }
+    }
+
+    impl Engine for Diary {
+        fn abort(self: &Arc<Self>, reason: &str) {
+            self.note(format!("abort: {reason}"));
+        }
+        fn leave(self: &Arc<Self>, reason: &str) {
+            self.note(format!("leave: {reason}"));
+        }
+        fn wait_ended(self: &Arc<Self>, _: Instant) -> Result<()> {
+            self.note("ended".to_string());
+            Ok(())
+        }
+        fn drain(self: &Arc<Self>, _: Instant) -> Result<()> {
+            self.note("drain".to_string());
+            Ok(())
+        }
+        fn error(&self) -> Option<Error> {
+            None
+        }
+    }
+
+    fn at(epoch: u64, rank: u32, world_size: u32) -> Configuration {
+        Configuration {
+            store: Arc::new(InMemoryStore::new()),
+            prefix: "p".to_string(),
+            name: "n".to_string(),
+            epoch: Epoch(epoch),
+            rank,
+            world_size,
+            deadline: deadline_in(Duration::from_secs(10)),
+        }
+    }
+
+    #[test]
+    fn one_engine_follows_another_and_the_old_one_has_ended_before_the_new_one_connects() {
+        let group = Lifecycle::new("g");
+        assert_eq!(group.info("x", Device::CPU).world_size, 0);
+        let (first, second) = (Arc::new(Diary::default()), Arc::new(Diary::default()));
+        group.configure(at(1, 0, 2), |_| Ok(first.clone())).unwrap();
+        group
+            .configure(at(2, 1, 3), |_| {
+                assert_eq!(first.read(), ["leave: configured again at epoch 2", "ended"]);
+                Ok(second.clone())
+            })
+            .unwrap();
+        let info = group.info("x", Device::CPU);
+        assert_eq!(
+            (info.rank, info.world_size, info.epoch, &*info.name),
+            (1, 3, Epoch(2), "n")
+        );
+        group.abort("why");
+        group.shutdown(deadline_in(Duration::ZERO)).unwrap();
+        drop(group);
+        assert_eq!(
+            second.read(),
+            ["abort: why", "drain", "leave: the group was dropped"]
+        );
+    }
+
+    #[test]
+    fn bad_ranks_and_epochs_that_do_not_grow_are_refused_and_lose_nothing() {
+        let group = Lifecycle::new("g");
+        let engine = Arc::new(Diary::default());
+        group.configure(at(5, 0, 1), |_| Ok(engine.clone())).unwrap();
+        for (bad, says) in [
+            (at(6, 2, 2), "rank 2 does not exist in a world of 2"),
+            (at(6, 0, 0), "world of 0"),
+            (at(5, 0, 1), "epoch 5 is not larger than 5"),
+        ] {
+            let e = group.configure(bad, |_| unreachable!()).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.to_string().contains(says), "{e}");
+            assert_eq!(e.context().op.as_deref(), Some("configure"));
+        }
+        assert!(group.engine().is_ok());
+        assert_eq!(engine.read(), [""; 0]);
+    }
+
+    #[test]
+    fn a_failed_attempt_is_what_later_calls_are_told() {
+        let group = Lifecycle::<Diary>::new("g");
+        let e = group.engine().err().unwrap();
+        assert!(e.to_string().contains("the group is not configured"), "{e}");
+        let e = group
+            .configure(at(1, 0, 1), |_| Err(Error::timeout("nobody came")))
+            .unwrap_err();
+        assert_eq!((e.kind(), e.context().rank), (ErrorKind::Timeout, Some(0)));
+        assert_eq!(group.error().unwrap().kind(), ErrorKind::Timeout);
+        let e = group.engine().err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::InvalidState);
+        assert!(e.to_string().contains("nobody came"), "{e}");
+        // The epoch is used up: others may have seen it.
+        assert!(group.configure(at(1, 0, 1), |_| unreachable!()).is_err());
+    }
+
+    #[test]
+    fn an_abort_during_configure_raises_the_flag_and_ends_the_engine_that_comes_of_it() {
+        let group = Lifecycle::new("g");
+        let engine = Arc::new(Diary::default());
+        let (inside, entered) = mpsc::channel();
+        let (go, gone) = mpsc::channel::<()>();
+        std::thread::scope(|scope| {
+            let (group, engine) = (&group, engine.clone());
+            let configuring = scope.spawn(move || {
+                group.configure(at(1, 0, 1), |_| {
+                    inside.send(()).unwrap();
+                    gone.recv().unwrap();
+                    assert!(group.cancelled().load(Ordering::Acquire));
+                    Ok(engine)
+                })
+            });
+            entered.recv().unwrap();
+            let e = group.configure(at(2, 0, 1), |_| unreachable!()).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidState);
+            group.abort("now");
+            go.send(()).unwrap();
+            configuring.join().unwrap().unwrap();
+        });
+        assert_eq!(engine.read(), ["abort: aborted while it was being configured"]);
+        // The flag belongs to that attempt.
+        let next = Arc::new(Diary::default());
+        group.configure(at(3, 0, 1), |_| Ok(next.clone())).unwrap();
+        assert_eq!(next.read(), [""; 0]);
+    }
+
+    proptest! {
+        #[test]
+        fn every_rank_of_a_split_finds_itself_once_and_all_of_a_colour_agree(
+            said in proptest::collection::vec((proptest::option::of(0u32..4), 0u32..3), 1..12),
+            nonces in any::<u64>(),
+        ) {
+            let world = said.len() as u32;
+            let ballots: Vec<Ballot> = said
+                .iter()
+                .zip(nonces..=u64::MAX)
+                .map(|(&(color, key), nonce)| Ballot::decode(Ballot { color, key, nonce }.encode()))
+                .collect();
+            let children: Vec<Option<Configuration>> = (0..world)
+                .map(|rank| Split { parent: at(7, rank, world), ballots: ballots.clone() }.child(deadline_in(Duration::ZERO)))
+                .collect();
+            for (a, ((color, key), child)) in said.iter().zip(&children).enumerate() {
+                prop_assert_eq!(color.is_some(), child.is_some());
+                let Some(child) = child else { continue };
+                prop_assert!(child.rank < child.world_size);
+                for (b, ((other, its), sibling)) in said.iter().zip(&children).enumerate().skip(a + 1) {
+                    let Some(sibling) = sibling else { continue };
+                    prop_assert_eq!(color == other, child.prefix == sibling.prefix);
+                    if color == other {
+                        prop_assert_eq!(child.world_size, sibling.world_size);
+                        prop_assert_eq!((key, a) < (its, b), child.rank < sibling.rank);
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,133 @@
+//! The real torchft, for the tests of the wire: its wheel from PyPI (2.4 MB), of which only the extension module with its gRPC clients
+//! and servers is kept. It needs no torch. There is one wheel for each version of Python.
+
+use std::fmt;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use anyhow::{Context, Result, anyhow};
+
+use crate::wheels::{self, Place, Wheel};
+
+const VERSION: &str = "0.2.0";
+/// Python's minor version, and the hash of its wheel.
+const WHEELS: [(u32, &str); 5] = [
+    (
+        9,
+        "efc5674156da64ed8cc7d5ec1fa57099715523eba9b13eb24b53fd55eddcdf0f",
+    ),
+    (
+        10,
+        "7be6d504990dfdb5db5ea1ee7e101657d12577266d827738396c846c46e6b36d",
+    ),
+    (
+        11,
+        "61be4719c9a96e208fe09f2bf194b51327cd5958278990926e7dea060fe34af9",
+    ),
+    (
+        12,
+        "b886da6bc57d706d4dd5ea709873ae8006a38f918799140ff57a3d5415b87fb6",
+    ),
+    (
+        13,
+        "6ede2b097ac0c81b419193b708056cd56c0877d6a1310725f9304ded40baabf7",
+    ),
+];
+
+/// Why torchft cannot be had here.
+#[derive(Debug)]
+pub(crate) enum NotHere {
+    /// The wheels are for Linux on x86-64.
+    Platform,
+    /// There is no Python to run it in.
+    Python,
+    /// There is no wheel for this Python.
+    PythonVersion { minor: u32 },
+    /// Downloading or unpacking failed.
+    Failed { error: anyhow::Error },
+}
+
+impl fmt::Display for NotHere {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Platform => f.write_str("torchft's wheels are for Linux on x86-64 only"),
+            Self::Python => f.write_str("python3 is missing (torchft runs in it)"),
+            Self::PythonVersion { minor } => write!(f, "torchft {VERSION} has no wheel for Python 3.{minor}"),
+            Self::Failed { error } => write!(f, "torchft {VERSION} could not be prepared: {error:#}"),
+        }
+    }
+}
+
+/// `cargo xtask torchft`: prepares the module and says where it is.
+pub(crate) fn run() -> bool {
+    match prepare() {
+        Ok(folder) => {
+            println!("torchft {VERSION} is ready. To use it:");
+            println!("export OXCCL_TORCHFT_PATH={}", folder.display());
+            true
+        }
+        Err(why) => {
+            eprintln!("xtask: {why}");
+            false
+        }
+    }
+}
+
+/// The folder for `OXCCL_TORCHFT_PATH`; made on the first call, found by later ones.
+pub(crate) fn prepare() -> Result<PathBuf, NotHere> {
+    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        return Err(NotHere::Platform);
+    }
+    if !wheels::is_program("python3") {
+        return Err(NotHere::Python);
+    }
+    let failed = |error| NotHere::Failed { error };
+    let minor = python().map_err(failed)?;
+    let (_, sha256) = WHEELS
+        .into_iter()
+        .find(|(m, _)| *m == minor)
+        .ok_or(NotHere::PythonVersion { minor })?;
+    let place = Place {
+        folder: &format!("torchft-{VERSION}-cp3{minor}"),
+        recipe: "1",
+        notice: "torchft 0.2.0: fetching its wheel (2.4 MB, once)",
+    };
+    let wheel = Wheel {
+        name: "torchft",
+        version: VERSION,
+        sha256,
+    };
+    wheels::make_once(&place, |fresh| build(wheel, fresh)).map_err(failed)
+}
+
+/// The minor version of python3.
+fn python() -> Result<u32> {
+    let said = Command::new("python3")
+        .args(["-c", "import sys; print(sys.version_info.minor)"])
+        .output()
+        .context("cannot start python3")?;
+    let text = String::from_utf8_lossy(&said.stdout);
+    text.trim()
+        .parse()
+        .map_err(|_| anyhow!("python3 does not say its version but {text:?}"))
+}
+
+fn build(wheel: Wheel, fresh: &Path) -> Result<()> {
+    let (work, log) = (fresh.join("work"), fresh.join("build.log"));
+    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+    wheels::download(&[wheel], &work, &log)?;
+    wheels::unpack(&work, "torchft", fresh, &[".so=_torchft.so"], &log)?;
+    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_python_has_one_wheel_with_a_whole_hash() {
+        assert!(WHEELS.windows(2).all(|w| w[0].0 < w[1].0));
+        assert!(WHEELS.iter().all(|(_, hash)| hash.len() == 64));
+    }
+}

