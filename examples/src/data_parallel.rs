@@ -87,6 +87,9 @@ pub fn train(
 ) -> Result<()> {
     let last = config.steps.unwrap_or(0);
     let mut ddp = Ddp::new(manager, config)?;
+    if let Some(debts) = place.debts.take() {
+        ddp = ddp.with_error_feedback(debts);
+    }
     let events = place.events.clone();
     ddp.on_reduce(move |step, epoch| {
         let (step, epoch) = (

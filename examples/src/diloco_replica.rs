@@ -267,6 +267,9 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
         events: place.events.clone(),
     };
     let mut diloco = Diloco::new(manager, params, args.config(), &layer_of)?;
+    if let Some(debts) = place.debts.take() {
+        diloco = diloco.with_error_feedback(debts);
+    }
     let events = place.events.clone();
     diloco.on_reduce(move |step, epoch| {
         let (step, epoch) = (

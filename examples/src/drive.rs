@@ -14,6 +14,7 @@ use oxccl::launch::{
     EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig,
     SupervisorEvent, announce_lighthouse,
 };
+use quant::{Codec, QuantizeOptions};
 
 use crate::chaos::ENV_HOLD;
 use crate::plot::Picture;
@@ -80,7 +81,10 @@ pub struct NetArgs {
     pub backend: String,
     /// All-reduce in this format instead of f32: int8, int4, fp8, or another one of docs/quantisation.md.
     #[arg(long, value_name = "FORMAT")]
-    pub quantize: Option<quant::Codec>,
+    pub quantize: Option<Codec>,
+    /// Keep what the format rounds away and add it in the next round. Always so with int2, which needs it.
+    #[arg(long, requires = "quantize")]
+    pub error_feedback: bool,
     /// Address for this replica's servers; port 0 picks free ones. Use 0.0.0.0:0 across machines.
     #[arg(long, default_value = "127.0.0.1:0")]
     pub bind: String,
@@ -90,6 +94,16 @@ pub struct NetArgs {
 }
 
 impl NetArgs {
+    /// How the group quantises, if it does.
+    pub fn quantisation(&self, timeout: Duration) -> Option<QuantizeOptions> {
+        self.quantize.map(|codec| QuantizeOptions {
+            codec: codec.into(),
+            error_feedback: self.error_feedback || codec == Codec::Int2B64,
+            timeout,
+            ..QuantizeOptions::default()
+        })
+    }
+
     fn to_args(&self) -> Vec<String> {
         let mut args = vec![
             "--backend".into(),
@@ -99,6 +113,9 @@ impl NetArgs {
         ];
         if let Some(codec) = self.quantize {
             args.extend(["--quantize".into(), codec.to_string()]);
+        }
+        if self.error_feedback {
+            args.push("--error-feedback".into());
         }
         if let Some(host) = &self.advertise {
             args.extend(["--advertise".into(), host.clone()]);

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use ftcore::{Error, ErrorKind, GroupOptions, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
-use quant::QuantizedGroup;
+use quant::{ErrorFeedback, QuantizedGroup};
 
 use crate::chaos::HoldGroup;
 use crate::drive::NetArgs;
@@ -20,6 +20,8 @@ pub struct Place {
     pub events: EventSender,
     /// The step being worked on, for the chaos wrapper.
     pub step: Arc<AtomicI64>,
+    /// What this replica's quantised group owes, if it feeds errors back.
+    pub debts: Option<Arc<ErrorFeedback>>,
     epoch: i64,
     inner: Duration,
     inner_steps: u64,
@@ -34,20 +36,23 @@ impl Place {
             env,
             events: EventSender::from_env(),
             step: Arc::new(AtomicI64::new(-1)),
+            debts: None,
             epoch: -1,
             inner: Duration::ZERO,
             inner_steps: 0,
         })
     }
 
-    /// Joins the lighthouse over the backend and addresses of `net`.
-    pub fn manager(&self, net: &NetArgs) -> Result<Manager> {
+    /// Joins the lighthouse over the backend, the format and the addresses of `net`.
+    pub fn manager(&mut self, net: &NetArgs) -> Result<Manager> {
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
         let mut group =
             oxccl::backend::fault_tolerant_group(Some(&net.backend), &ftcore::Device::CPU, &options)?;
-        if let Some(codec) = net.quantize {
-            group = Arc::new(QuantizedGroup::new(group, codec, options.timeout)?);
+        if let Some(quantisation) = net.quantisation(options.timeout) {
+            let quantized = QuantizedGroup::with_options(group, quantisation)?;
+            self.debts = quantized.error_feedback();
+            group = Arc::new(quantized);
         }
         let group = Arc::new(HoldGroup::from_env(
             group,

@@ -110,6 +110,30 @@ fn a_quantised_run_ends_equal_too_with_a_kill_and_far_fewer_bytes() {
 }
 
 #[test]
+fn two_bits_with_error_feedback_end_equal_too_with_a_kill() {
+    let dir = tempfile::tempdir().unwrap();
+    let three = ["--replicas", "3", "--kill", "1@60", "--quantize", "int2"];
+    let (output, report) = run(DILOCO, dir.path(), &[SMALL, &three].concat());
+    assert!(output.status.success(), "{}", text(&output));
+    let report = report.unwrap();
+    assert_eq!(report["ok"], true, "{report:#}");
+    assert!(
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 60,
+        "{report:#}"
+    );
+    let first = report["figures"][0]["heldout_loss"].as_f64().unwrap();
+    // A byte is 5.5 nats before training; without error feedback two bits stay above 4.
+    assert!(first < 4.0, "{report:#}");
+    let (output, report) = run(
+        DDP,
+        dir.path(),
+        &["--kill", "1@500", "--quantize", "int4", "--error-feedback"],
+    );
+    assert!(output.status.success(), "{}", text(&output));
+    assert_eq!(report.unwrap()["ok"], true);
+}
+
+#[test]
 fn the_same_seed_gives_the_same_bits_and_another_seed_others() {
     let curve = |seed: &str| {
         let dir = tempfile::tempdir().unwrap();
@@ -191,6 +215,7 @@ fn mistakes_are_named_with_what_to_change_and_end_with_code_2() {
     refused(DILOCO, &["--kill", "1@40"], &[], 2, &["step 40", "1 to 39"]);
     refused(DILOCO, &["--kill", "x"], &[], 2, &["REPLICA@STEP"]);
     refused(DILOCO, &["--quantize", "int9"], &[], 2, &["int9", "known: int8"]);
+    refused(DILOCO, &["--error-feedback"], &[], 2, &["--quantize"]);
     refused(DDP, &["--steps", "0"], &[], 2, &["--steps"]);
     refused(
         DILOCO,

@@ -3,8 +3,9 @@
 //! survivors (and who is alive of those at fault) connect again by themselves, and reduce right.
 //!
 //! Short by default, 250 faults for each transport in the ignored tests (`cargo xtask test --long`). Each prints how long it
-//! took from the fault to each survivor's error, and the survivors' `configure`. The goals are 100 ms and 50 ms on a machine
-//! of its own; what is asserted leaves room for one that builds other things at the same time.
+//! took from the fault to each survivor's error, and the survivors' `configure`. The goals are 100 ms and 50 ms. In the median
+//! a tenth of that is asserted; at worst ten times the goal, since a rank that makes its next megabytes while five processes
+//! and a compiler want the same two cores hears of nothing. That nobody is blamed but the rank at fault has no margin.
 
 #![allow(
     clippy::unwrap_used,
@@ -27,11 +28,10 @@ const LIFE: &str = env!("CARGO_BIN_EXE_gloo_life");
 const MOST: usize = 5;
 /// A hang shows as this.
 const SILENCE: Duration = Duration::from_secs(25);
-/// From a fault to a survivor's error, at most, and in the median.
-const WORST: Duration = Duration::from_secs(2);
-const MEDIAN: Duration = Duration::from_millis(200);
-/// One error in so many may name a rank that only passed the news on.
-const MISNAMED: usize = 20;
+/// From a fault to a survivor's error; what takes longer is listed.
+const GOAL: Duration = Duration::from_millis(100);
+/// The same for the survivors' `configure`.
+const CONNECT: Duration = Duration::from_millis(50);
 
 /// xorshift: the faults are random but the same on every run.
 struct Dice(u64);
@@ -89,17 +89,18 @@ impl Drop for Life {
     }
 }
 
-/// Sorted times, and what is said about them.
-fn summary(what: &str, times: &mut [Duration]) -> (Duration, Duration) {
+/// Prints how long something took; true if that is close enough to the goal on a machine that has other work.
+fn summary(what: &str, times: &mut [Duration], goal: Duration) -> bool {
     times.sort_unstable();
     let at = |share: usize| times.get((times.len() * share / 100).min(times.len().saturating_sub(1)));
     let (p50, p99) = (*at(50).unwrap(), *at(99).unwrap());
     let worst = *times.last().unwrap();
+    let late = times.iter().filter(|t| **t > goal).count();
     println!(
-        "{what}: {} times, p50 {p50:.1?}, p99 {p99:.1?}, worst {worst:.1?}",
+        "{what}: {} times, p50 {p50:.1?}, p99 {p99:.1?}, worst {worst:.1?}, {late} over {goal:.0?}",
         times.len()
     );
-    (p50, worst)
+    p50 <= goal / 10 && worst <= goal * 10
 }
 
 struct Campaign {
@@ -228,6 +229,9 @@ fn campaign(name: &str, transport: &str, faults: u32, seed: u64) {
             let noticed: u64 = words[2].parse().unwrap();
             let time = Duration::from_nanos(noticed.saturating_sub(at));
             errors.entry(what).or_default().push(time);
+            if time > GOAL {
+                println!("{context}: {what} to life {id}'s error took {time:.1?}: {text}");
+            }
             // Poisoned with that cause, if the news came between two calls.
             let expected: &[&str] = match what {
                 "kill" => &["PeerLost", "Aborted", "Poisoned"],
@@ -252,20 +256,16 @@ fn campaign(name: &str, transport: &str, faults: u32, seed: u64) {
     }
     let all = errors.values().map(Vec::len).sum::<usize>();
     for (what, times) in &mut errors {
-        let (p50, worst) = summary(&format!("{name}: {what} to error"), times);
-        let in_time = p50 <= MEDIAN && worst <= WORST;
-        assert!(
-            in_time,
-            "{name}, {what}: {p50:?} in the median, {worst:?} at worst"
-        );
+        let in_time = summary(&format!("{name}: {what} to error"), times, GOAL);
+        assert!(in_time, "{name}: {what} to error takes too long: {times:.1?}");
     }
-    summary(&format!("{name}: survivors' configure"), &mut connects);
+    let in_time = summary(&format!("{name}: survivors' configure"), &mut connects, CONNECT);
+    assert!(in_time, "{name}: configure takes too long: {connects:.1?}");
     println!(
         "{name}: {} of {all} errors name another rank than the one at fault",
         misnamed.len()
     );
-    // A rank that learns of a death from another survivor may see that one's closed connection before its words.
-    assert!(misnamed.len() <= 1 + all / MISNAMED, "{}", misnamed.join("\n"));
+    assert!(misnamed.is_empty(), "{}", misnamed.join("\n"));
 }
 
 #[test]

@@ -59,7 +59,11 @@ const DPCTL_PYTHON: &str = "3.11";
 
 /// What is kept: of which wheel, the files of its `lib` folder. OpenCL picks its built-in functions by what the processor can do.
 const KEPT: [(&str, &[&str]); 6] = [
-    ("oneccl", &["libccl.so.2", "libccl.so.1", "libccl_legacy.so"]),
+    // The last one is for host memory: groups of both kinds are wanted where one is isolated.
+    (
+        "oneccl",
+        &["libccl.so.2", "libccl.so.1", "libccl_legacy.so", "libccl_legacy_cpu.so"],
+    ),
     ("intel-sycl-rt", &["libsycl.so.9"]),
     (
         "intel-opencl-rt",
@@ -96,7 +100,7 @@ const KEPT: [(&str, &[&str]); 6] = [
 ];
 const PLACE: Place<'_> = Place {
     folder: "oneccl-sycl-2022.1.2",
-    recipe: "1",
+    recipe: "2",
     notice: "oneCCL 2022.1.2 on SYCL: fetching its wheels and those of the SYCL and OpenCL runtimes (560 MB, once; 650 MB are kept)",
 };
 /// What is loaded at run time besides, and the Debian package that has it.

@@ -14,11 +14,11 @@ use ftcore::{
 use crate::GlooGroup;
 use crate::wire::{Control, ControlKind, DataHeader, Hello, Lane, SEGMENT, VERSION};
 
-fn soon() -> Instant {
+pub(crate) fn soon() -> Instant {
     deadline_in(Duration::from_secs(20))
 }
 
-fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world_size: u32) -> Configuration {
+pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world_size: u32) -> Configuration {
     Configuration {
         store: store.clone(),
         prefix: "bad".into(),
@@ -30,10 +30,10 @@ fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world_size: u32)
     }
 }
 
-/// The two connections of a rank 1 that is not one of ours.
-struct Stranger {
-    data: TcpStream,
-    control: TcpStream,
+/// The two connections of a rank that is not one of ours.
+pub(crate) struct Stranger {
+    pub(crate) data: TcpStream,
+    pub(crate) control: TcpStream,
 }
 
 fn hello(lane: Lane, nonce: u64) -> Hello {
@@ -48,7 +48,7 @@ fn hello(lane: Lane, nonce: u64) -> Hello {
     }
 }
 
-fn frame(kind: ControlKind, id: u64, length: u64) -> Control {
+pub(crate) fn frame(kind: ControlKind, id: u64, length: u64) -> Control {
     Control {
         kind,
         code: DType::U8.code(),
@@ -61,14 +61,25 @@ fn frame(kind: ControlKind, id: u64, length: u64) -> Control {
 }
 
 impl Stranger {
+    /// As rank 1 of 2.
     fn connect(store: &Arc<dyn Store>) -> Self {
+        Self::connect_as(store, 1, 2)
+    }
+
+    /// With rank 0 only: nobody else listens.
+    pub(crate) fn connect_as(store: &Arc<dyn Store>, rank: u32, world: u32) -> Self {
         let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
         let fields: Vec<&str> = card.split(' ').collect();
         let nonce = u64::from_str_radix(fields[1], 16).unwrap();
         let port = fields[3].parse::<SocketAddr>().unwrap().port();
         let open = |lane| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
-            stream.write_all(&hello(lane, nonce).encode()).unwrap();
+            let greeting = Hello {
+                rank,
+                world,
+                ..hello(lane, nonce)
+            };
+            stream.write_all(&greeting.encode()).unwrap();
             let mut answer = [0; Hello::BYTES];
             stream.read_exact(&mut answer).unwrap();
             assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
@@ -106,7 +117,7 @@ fn after(misbehave: impl FnOnce(&mut Stranger)) -> Error {
     })
 }
 
-fn data_header(seq: u64, length: u64) -> DataHeader {
+pub(crate) fn data_header(seq: u64, length: u64) -> DataHeader {
     let tensors = vec![Tensor::zeros(DType::F32, 1000)];
     let op = ftcore::Collective::AllReduce {
         tensors,
@@ -296,7 +307,7 @@ fn the_registry_knows_gloo_for_the_cpu() {
 
 /// A rank 1 that shares memory and is not one of ours.
 struct Neighbour {
-    shared: crate::transport::shm::Shared,
+    shared: crate::transport::shm::Rings<{ crate::transport::shm::LANE }>,
     control: std::os::unix::net::UnixStream,
     _region: crate::transport::shm::Region,
 }
@@ -319,7 +330,7 @@ impl Neighbour {
             std::thread::yield_now();
         }
         assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
-        let shared = region.open(1, 0, handles).unwrap();
+        let shared = region.open(1, 0, handles).unwrap().lane;
         let ready = Control {
             a: 1,
             ..frame(ControlKind::Ready, 0, 0)

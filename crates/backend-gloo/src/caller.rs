@@ -13,11 +13,12 @@ use ftcore::{
 use crate::direct;
 use crate::farewell::LAST_WORDS;
 use crate::lane::{Seat, Turn};
+use crate::postman;
 use crate::queue::{Begin, Shared, Submission, later, prepare};
 use crate::waiter::Waiter;
 
 /// A driver without any deadline of its own looks again after this long.
-const LOOK_AGAIN: Duration = Duration::from_secs(1);
+pub(crate) const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 impl Shared {
     /// Runs an operation to its end.
@@ -28,17 +29,25 @@ impl Shared {
         deadline: Instant,
     ) -> Result<Completion, Box<Failed>> {
         let kind = op.kind();
+        let refused = |op: Collective, error: Error| {
+            let error = error.with_op(kind.name()).with_rank(self.place.rank);
+            let tensors = op.into_tensors();
+            Err(Box::new(Failed { error, tensors }))
+        };
+        if kind.is_p2p() && self.place.near {
+            return match self.begin_mail() {
+                postman::Begin::Here(mail) => self.carry(mail, op, deadline),
+                postman::Begin::Queued => outcome(&self.submit(op, contribute, deadline)?),
+                postman::Begin::Refused(error) => refused(op, error),
+            };
+        }
         if kind.is_p2p() || self.place.world == 1 {
             return outcome(&self.submit(op, contribute, deadline)?);
         }
         let (lane, seq) = match self.begin(kind) {
             Begin::Here(lane, seq) => (lane, seq),
             Begin::Queued => return outcome(&self.submit(op, contribute, deadline)?),
-            Begin::Refused(error) => {
-                let error = error.with_op(kind.name()).with_rank(self.place.rank);
-                let tensors = op.into_tensors();
-                return Err(Box::new(Failed { error, tensors }));
-            }
+            Begin::Refused(error) => return refused(op, error),
         };
         let mut seat = Seat::new(self, lane);
         if let Some(done) = direct::run(&mut seat, self, &mut op, contribute, seq, deadline) {
@@ -149,7 +158,7 @@ impl Shared {
 }
 
 /// The result of a work, once it has ended. Its memory may be borrowed, so this does not give up before.
-fn outcome(work: &Work) -> Result<Completion, Box<Failed>> {
+pub(crate) fn outcome(work: &Work) -> Result<Completion, Box<Failed>> {
     loop {
         match work.take() {
             Ok(completion) => return Ok(completion),

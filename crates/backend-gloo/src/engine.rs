@@ -5,6 +5,7 @@
 //! nobody waits (L27), everything pending fails with that cause, and the thread and its sockets are gone. Deadlines, peers
 //! and work belong to this one epoch (L30).
 
+use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -14,6 +15,7 @@ use ftcore::{Error, ErrorKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::lane::{Lane, Turn, wait_for};
+use crate::mail::Mail;
 use crate::p2p::Messages;
 use crate::peer::{Incoming, Peer};
 use crate::queue::{Ended, Fate, Shared, Stop, Submission, Taken};
@@ -35,6 +37,9 @@ pub(crate) struct Engine {
     pub(crate) peers: Vec<Option<Peer>>,
     /// While this thread drives it.
     pub(crate) lane: Option<Box<Lane>>,
+    /// Likewise, where all ranks share memory.
+    pub(crate) mail: Option<Box<Mail>>,
+    /// Over the control connections: none where all ranks share memory.
     pub(crate) messages: Messages,
     /// The origin and the subject that a peer's abort named, if one came.
     pub(crate) reported: Option<(u32, u32)>,
@@ -47,6 +52,7 @@ pub(crate) fn start(shared: &Arc<Shared>, peers: Vec<Option<Peer>>) -> Result<()
         shared: shared.clone(),
         peers,
         lane: None,
+        mail: None,
         messages: Messages::new(place),
         reported: None,
     };
@@ -70,7 +76,7 @@ impl Engine {
                 tracing::debug!(rank = self.shared.place.rank, epoch = self.shared.place.epoch, %reason, "leaving");
                 self.tell(ControlKind::Goodbye, 0, u32::MAX, self.shared.place.rank, &reason);
                 self.last_words();
-                drop(self.lane.take().or_else(|| self.shared.recall()));
+                drop(self.shared.recall((self.lane.take(), self.mail.take())));
             }
         }
         // The sockets close here and the memory goes, before the end is announced.
@@ -101,6 +107,8 @@ impl Engine {
             return Ok(Some(end));
         }
         let mut moved = self.control()?;
+        self.shared.looked();
+        moved |= self.carry_mail()?;
         moved |= self.collectives()?;
         self.check_deadlines()?;
         if !moved {
@@ -110,13 +118,51 @@ impl Engine {
     }
 
     fn is_idle(&self) -> bool {
-        !self.shared.is_busy() && self.messages.is_idle()
+        !self.shared.is_busy() && self.messages.is_idle() && self.mail_is_idle()
+    }
+
+    /// True unless messages are pending in shared memory, whoever drives them.
+    fn mail_is_idle(&self) -> bool {
+        if !self.shared.place.near {
+            return true;
+        }
+        let queue = self.shared.lock();
+        let mail = self.mail.as_ref().or(queue.mail.as_ref());
+        queue.messages.is_empty() && mail.is_some_and(|mail| mail.is_idle())
+    }
+
+    /// Drives the messages in shared memory, unless a caller does. True if anything moved.
+    fn carry_mail(&mut self) -> Result<bool> {
+        if self.mail.is_none() {
+            self.mail = self.shared.take_busy_mail();
+        }
+        let Some(mail) = &mut self.mail else {
+            return Ok(false);
+        };
+        if let Some(error) = mail.failure.take() {
+            return Err(error);
+        }
+        let moved = mail.turn(&self.shared)?;
+        mail.check_deadlines()?;
+        if mail.is_idle()
+            && let Some(mail) = self.mail.take()
+        {
+            self.shared.give_back_mail(mail, Taken::Engine);
+            // Another turn: orders that waited for this, and what came in between.
+            return Ok(true);
+        }
+        Ok(moved)
     }
 
     fn take_orders(&mut self) -> Result<Option<End>> {
         let (incoming, stop) = {
             let mut queue = self.shared.lock();
-            (std::mem::take(&mut queue.messages), queue.stop.clone())
+            let messages = if self.shared.place.near {
+                VecDeque::new() // for whoever drives the mail
+            } else {
+                std::mem::take(&mut queue.messages)
+            };
+            (messages, queue.stop.clone())
         };
         for submission in incoming {
             let Submission {
@@ -222,36 +268,51 @@ impl Engine {
                 Ok(())
             }
             ControlKind::Abort => {
-                let origin = frame.b;
-                self.reported = Some((origin, frame.a));
-                let kind = wire::kind_of(frame.code);
-                let text = if kind == ErrorKind::Aborted {
-                    text.into_owned()
-                } else {
-                    format!("rank {origin} reports: {text}")
-                };
-                let mut error = Error::new(kind, text).with_epoch(self.shared.place.epoch);
-                if frame.a != u32::MAX && frame.a != self.shared.place.rank {
-                    error = error.with_peer(frame.a);
-                }
-                if error.context().peer.is_none() {
-                    error = error.with_peer(origin);
+                let about = (frame.b, frame.a);
+                let error = self.words(frame, text.into_owned());
+                if let Some(Some(peer)) = self.peers.get_mut(rank as usize) {
+                    peer.words.get_or_insert_with(|| error.clone());
                 }
                 // As with a loss that is seen here: what runs may have all it needs already.
-                if kind == ErrorKind::PeerLost && self.shared.is_busy() {
+                if error.kind() == ErrorKind::PeerLost && self.shared.is_busy() {
+                    self.reported.get_or_insert(about);
                     self.shared.tell_report(error);
                     return Ok(());
                 }
+                self.reported = Some(about);
                 Err(error)
+            }
+            _ if self.shared.place.near => {
+                let text = "sent a message beside the shared memory";
+                Err(Error::new(ErrorKind::Protocol, text))
             }
             _ => self.messages.frame(rank, frame, &mut self.peers),
         }
+    }
+
+    /// What a rank says before it ends: the cause, and whom it blames.
+    fn words(&self, frame: &Control, text: String) -> Error {
+        let (origin, subject) = (frame.b, frame.a);
+        let kind = wire::kind_of(frame.code);
+        let prefix = format!("rank {origin} reports: ");
+        // Whoever passed it on has put that before it already.
+        let text = if kind == ErrorKind::Aborted || text.starts_with(&prefix) {
+            text
+        } else {
+            prefix + &text
+        };
+        let named = subject != u32::MAX && subject != self.shared.place.rank;
+        Error::new(kind, text)
+            .with_epoch(self.shared.place.epoch)
+            .with_peer(if named { subject } else { origin })
     }
 
     /// The control connection of a peer has ended: with a good-bye that is in order, without it the peer is gone.
     ///
     /// A rank may have ended right after its part in the collective that runs here. What it sent before is still in
     /// the socket or the ring, so the collective goes on until it needs more than that; see `Lane::blocked`.
+    ///
+    /// A peer that ended because of another one has said so: that one is blamed, not the peer that passed it on.
     fn control_closed(&mut self, index: usize, how: &str) -> Result<()> {
         let busy = self.shared.is_busy();
         let Some(Some(peer)) = self.peers.get_mut(index) else {
@@ -268,7 +329,10 @@ impl Engine {
             Err(error.with_epoch(self.shared.place.epoch))
         };
         match &peer.left {
-            None if needed || !busy => lost(how),
+            None if needed || !busy => match peer.words.clone().or_else(|| self.shared.report()) {
+                Some(words) => Err(words),
+                None => lost(how),
+            },
             Some(reason) if needed => lost(&format!("left the group ({reason})")),
             _ => Ok(()),
         }
@@ -316,6 +380,7 @@ impl Engine {
         collectives
             .chain(lane)
             .chain(self.messages.deadline())
+            .chain(self.mail.as_ref().and_then(|mail| mail.messages.deadline()))
             .chain(drain)
             .min()
     }
@@ -348,17 +413,35 @@ impl Engine {
             match lane.turn(&self.shared, Some(u64::MAX)) {
                 Ok(Turn::Waiting) => {}
                 other => {
-                    self.shared.bell().disarm();
+                    self.disarm();
                     return other.map(drop);
                 }
             }
         }
+        if let Some(mail) = &mut self.mail {
+            self.shared.mail_bell().arm(Sleep::Descriptor);
+            let moved = mail.turn(&self.shared);
+            if !matches!(moved, Ok(false)) {
+                self.disarm();
+                return moved.map(drop);
+            }
+        }
         let slept = self.sleep_on_descriptors();
+        self.disarm();
+        slept
+    }
+
+    /// No sleep, or it is over.
+    fn disarm(&self) {
         if self.lane.is_some() {
             self.shared.bell().disarm();
+        }
+        if self.mail.is_some() {
+            self.shared.mail_bell().disarm();
+        }
+        if self.lane.is_some() || self.mail.is_some() {
             self.shared.bell().drain();
         }
-        slept
     }
 
     fn sleep_on_descriptors(&mut self) -> Result<()> {
@@ -382,11 +465,13 @@ impl Engine {
                 controls.push(index);
             }
         }
-        if let Some(lane) = &self.lane {
+        if self.lane.is_some() || self.mail.is_some() {
             fds.push(PollFd::new(self.shared.bell(), PollFlags::IN));
-            if lane.interest(&mut fds, &mut ports).is_none() {
-                return Ok(());
-            }
+        }
+        if let Some(lane) = &self.lane
+            && lane.interest(&mut fds, &mut ports).is_none()
+        {
+            return Ok(());
         }
         wait_for(&mut fds, wake_at)?;
         let mut ready: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();

@@ -15,6 +15,9 @@ use crate::wire::{self, Control, ControlKind};
 /// How long the last words of a failed engine may take.
 pub(crate) const LAST_WORDS: Duration = Duration::from_millis(200);
 
+/// Reads of what a peer still says, at most, before its socket is closed.
+const UNREAD: usize = 64;
+
 impl Engine {
     /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
     pub(crate) fn fail(mut self, error: Error) {
@@ -57,8 +60,8 @@ impl Engine {
             &text,
         );
         self.speak();
-        // A caller may still be in the lane; what it works on is its own until it has given it back.
-        let lane = self.lane.take().or_else(|| self.shared.recall());
+        // A caller may still be in the lane or in the mail; what it works on is its own until it has given it back.
+        let (lane, mail) = self.shared.recall((self.lane.take(), self.mail.take()));
         if let Some(mut lane) = lane
             && let Some(exec) = lane.current.take()
         {
@@ -79,6 +82,9 @@ impl Engine {
             submission.completer.fail(error, submission.op.into_tensors());
         }
         self.messages.fail_all(&error);
+        if let Some(mut mail) = mail {
+            mail.messages.fail_all(&error);
+        }
         self.last_words();
     }
 
@@ -140,14 +146,24 @@ impl Engine {
             }
             let left = time_left(until);
             if fds.is_empty() || left.is_zero() {
-                return;
+                break;
             }
             let timeout = Timespec {
                 tv_sec: 0,
                 tv_nsec: left.subsec_nanos().into(),
             };
             if poll(&mut fds, Some(&timeout)).is_err() {
-                return;
+                break;
+            }
+        }
+        // A socket that is closed with something unread breaks instead of ending, and may take the words with it.
+        let mut rest = [0; 4096];
+        for peer in self.peers.iter_mut().flatten() {
+            let link = &mut peer.control.link;
+            for _ in 0..UNREAD {
+                if !matches!(link.read(&mut rest), Moved::Bytes(_)) {
+                    break;
+                }
             }
         }
     }

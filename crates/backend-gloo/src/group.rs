@@ -16,7 +16,7 @@ use crate::exec::Place;
 use crate::lane::Lane;
 use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
-use crate::transport::shm::Bell;
+use crate::transport::shm::Bells;
 use crate::transport::tcp::Counters;
 use crate::{kernels, rendezvous};
 
@@ -126,14 +126,14 @@ impl GlooGroup {
             near: false,
         };
         let shared = if place.world == 1 {
-            Shared::new(place, Bell::private()?, None)?
+            Shared::new(place, Bells::private()?, None, Vec::new())?
         } else {
             let counters = self.counters.clone();
             let cancel = self.lifecycle.cancelled();
             let connected = rendezvous::connect(configuration, &self.settings, counters, cancel)?;
             place.near = connected.near;
             let lane = Lane::new(connected.ports);
-            let shared = Shared::new(place, connected.bell, Some(lane))?;
+            let shared = Shared::new(place, connected.bells, Some(lane), connected.posts)?;
             engine::start(&shared, connected.peers)?;
             shared
         };

@@ -13,11 +13,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::exec::{Exec, Step};
 use crate::port::{Port, Wire};
 use crate::queue::{Shared, Taken, later};
-use crate::transport::shm::Sleep;
 use crate::waiter::Patience;
 
 /// A data connection that breaks gets this long until the control connection has said why.
 const GRACE: Duration = Duration::from_millis(50);
+/// As long again and again, at most, if the engine's thread does not get to look there.
+const LAST_GRACE: Duration = Duration::from_secs(1);
 /// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
 const VERDICT: Duration = Duration::from_millis(500);
 
@@ -54,10 +55,8 @@ impl Lane {
             .flatten()
             .filter(|p| matches!(p.wire, Wire::Memory(_)))
             .count();
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self {
-            // With more ranks than cores a rank that spins keeps another from what it waits for.
-            patience: Patience::new(near < cores),
+            patience: Patience::of(near),
             ports,
             current: None,
             failure: None,
@@ -132,7 +131,12 @@ impl Lane {
     }
 
     /// `rank` is needed and nothing more comes from it: wait a little for the reason, then give up.
+    ///
+    /// A rank that has ended because of another one said so on its control connection before, so that is read to its end first
+    /// (by the engine's thread): whoever is blamed is who was lost, not who passed the loss on.
     pub(crate) fn blocked(&mut self, shared: &Shared, rank: u32) -> Result<()> {
+        // The engine's thread tells what a rank said before it tells that the rank is gone.
+        let fate = shared.fate(rank);
         if let Some(report) = shared.report() {
             return Err(report);
         }
@@ -151,11 +155,20 @@ impl Lane {
             return Ok(());
         };
         let now = Instant::now();
-        let since = *port.suspect.get_or_insert(now);
-        match shared.fate(rank) {
+        if port.suspect.is_none() {
+            shared.waker().wake();
+        }
+        let (since, looks) = *port.suspect.get_or_insert_with(|| (now, shared.looks()));
+        let waited = now.duration_since(since);
+        // One look may have begun before.
+        let looked = shared.looks() >= looks + 2;
+        if waited >= GRACE && !looked {
+            shared.waker().wake();
+        }
+        match fate {
             Some(fate) if fate.left => lost(port, &format!("left the group ({})", fate.text)),
             Some(fate) => lost(port, &fate.text),
-            None if now.duration_since(since) >= GRACE => {
+            None if waited >= LAST_GRACE || (waited >= GRACE && looked) => {
                 let how = port.closed().unwrap_or("closed the connection").to_string();
                 lost(port, &how)
             }
@@ -175,11 +188,17 @@ impl Lane {
 
     /// When the driver must look again, whatever happens.
     pub(crate) fn next_deadline(&self, shared: &Shared) -> Option<Instant> {
-        let suspects = self
-            .ports
-            .iter()
-            .flatten()
-            .filter_map(|p| p.suspect.map(|since| later(since, GRACE)));
+        let now = Instant::now();
+        let suspects = self.ports.iter().flatten().filter_map(|p| {
+            let (since, _) = p.suspect?;
+            let waited = now.saturating_duration_since(since);
+            // Past the grace it is up to the engine's thread, which does not ring for every look.
+            Some(if waited < GRACE {
+                later(since, GRACE)
+            } else {
+                later(now, GRACE / 10)
+            })
+        });
         suspects.chain(self.due(shared)).min()
     }
 
@@ -272,15 +291,6 @@ impl Lane {
         drop(fds);
         self.heard(&ranks, &ready);
         Ok(())
-    }
-
-    /// How a driver on this lane sleeps.
-    pub(crate) fn way_to_sleep(&self) -> Sleep {
-        if self.is_near() {
-            Sleep::Word
-        } else {
-            Sleep::Descriptor
-        }
     }
 }
 

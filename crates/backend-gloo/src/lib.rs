@@ -23,11 +23,13 @@ mod farewell;
 mod group;
 mod kernels;
 mod lane;
+mod mail;
 mod options;
 mod p2p;
 mod peer;
 mod plan;
 mod port;
+mod postman;
 mod probe;
 mod queue;
 mod rendezvous;
@@ -39,6 +41,8 @@ mod wire;
 
 #[cfg(test)]
 mod bad_peer;
+#[cfg(test)]
+mod last_words;
 
 use std::sync::Arc;
 

@@ -6,7 +6,7 @@ use ftcore::{Error, GroupOptions, Result};
 
 use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, TREE_MAX_BYTES};
 use crate::transport::shm;
-use crate::wire::{SEGMENT, VERSION};
+use crate::wire::{INLINE, SEGMENT, VERSION};
 
 /// The options that are acted on; any other is refused (INV-9).
 pub(crate) const HONOURED: &[&str] = &["net_name", "hint:transport"];
@@ -85,6 +85,7 @@ pub(crate) fn constants() -> u64 {
         u64::from(DIRECT_MAX_WORLD),
         TREE_MAX_BYTES as u64,
         SEGMENT as u64,
+        INLINE as u64,
         BLOCK_BYTES as u64,
         shm::CAPACITY as u64,
         // Payloads are in the machine's byte order.

@@ -1,14 +1,18 @@
-//! Point-to-point messages: offer, accept, data over the control connections, matched by (peer, tag).
+//! Point-to-point messages: offer, accept, data, matched by (peer, tag), over the control connections or through shared memory.
 //!
-//! Nothing is sent before its receive is posted, so no rank ever buffers a message for another (INV-10), and the bytes go
-//! from the sender's tensor to the socket and from the socket into the receiver's tensor. Messages of one (peer,
+//! No rank ever buffers a message for another (INV-10): what is sent before its receive is posted is an offer only, and the bytes go
+//! from the sender's tensor to the socket or ring, and from there into the receiver's tensor. Messages of one (peer,
 //! direction, tag) match in order; different messages interleave piece by piece, so two ranks that both receive first
-//! and then send make progress.
+//! and then send make progress. `near` has what goes through shared memory only.
+
+mod near;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use ftcore::{Collective, Completer, Completion, DType, Error, ErrorKind, OpKind, Result, Tensor};
+
+pub(crate) use near::{Begun, Runs, copy};
 
 use crate::exec::Place;
 use crate::peer::{Outgoing, Payload, Peer};
@@ -18,6 +22,18 @@ use crate::wire::{Control, ControlKind, SEGMENT};
 /// Offers that one peer may have open here, and that are sent to one peer before the first is accepted. More sends wait
 /// at their sender.
 const MAX_OFFERS: usize = 16 * 1024;
+
+/// The way to another rank, as messages use it.
+pub(crate) trait Way {
+    /// Sends a frame without payload.
+    fn push(&mut self, frame: Control);
+    /// Sends an offer; true if the bytes went along with it.
+    fn offer(&mut self, frame: Control, bytes: &[u8]) -> bool;
+    /// The bytes of that message may go out.
+    fn begin(&mut self, id: u64);
+    /// Names that rank in an error.
+    fn blame(&self, error: Error) -> Error;
+}
 
 /// A send, a receive, or several that were submitted together.
 struct Batch {
@@ -40,6 +56,8 @@ struct Sent {
     cut: usize,
     /// The tensor of the batch this is; accepted by the receiver.
     accepted: bool,
+    /// The bytes went along with the offer.
+    inline: bool,
 }
 
 /// A receive that waits for an offer.
@@ -84,7 +102,7 @@ pub(crate) struct Messages {
     arriving: BTreeMap<(u32, u64), Arriving>,
 }
 
-fn lost() -> Error {
+pub(crate) fn lost() -> Error {
     Error::new(ErrorKind::Internal, "a message lost its tensor")
 }
 
@@ -115,13 +133,13 @@ impl Messages {
     }
 
     /// Takes a send, a receive or a batch.
-    pub(crate) fn submit(
+    pub(crate) fn submit<W: Way>(
         &mut self,
         op: Collective,
         completer: Completer,
         deadline: Instant,
         submitted: Instant,
-        peers: &mut [Option<Peer>],
+        peers: &mut [Option<W>],
     ) -> Result<()> {
         let kind = op.kind();
         let ops = match op {
@@ -175,6 +193,7 @@ impl Messages {
                     tag,
                     cut: 0,
                     accepted: false,
+                    inline: false,
                 },
             );
             if let Some(held) = self.held.get_mut(peer as usize) {
@@ -201,14 +220,14 @@ impl Messages {
     }
 
     /// Sends offers to `rank` as far as its window allows.
-    fn offer(&mut self, rank: u32, peers: &mut [Option<Peer>]) -> Result<()> {
+    fn offer<W: Way>(&mut self, rank: u32, peers: &mut [Option<W>]) -> Result<()> {
         let at = rank as usize;
         let peer = peers.get_mut(at).and_then(Option::as_mut).ok_or_else(lost)?;
         while self.open.get(at).is_some_and(|&n| n < MAX_OFFERS) {
             let Some(id) = self.held.get_mut(at).and_then(VecDeque::pop_front) else {
                 break;
             };
-            let sent = self.sent.get(&id).ok_or_else(lost)?;
+            let sent = self.sent.get_mut(&id).ok_or_else(lost)?;
             let tensor = self
                 .batches
                 .get(&sent.batch)
@@ -223,7 +242,7 @@ impl Messages {
                 b: self.place.rank,
                 length: tensor.count() as u64,
             };
-            peer.control.push(header, Vec::new());
+            sent.inline = peer.offer(header, tensor.bytes());
             if let Some(n) = self.open.get_mut(at) {
                 *n += 1;
             }
@@ -232,16 +251,40 @@ impl Messages {
     }
 
     /// An offer and a receive have found each other.
-    fn meet(&mut self, offer: Offer, posted: Posted, peers: &mut [Option<Peer>]) -> Result<()> {
+    fn meet<W: Way>(&mut self, offer: Offer, posted: Posted, peers: &mut [Option<W>]) -> Result<()> {
         let peer = peers
             .get_mut(offer.peer as usize)
             .and_then(Option::as_mut)
             .ok_or_else(lost)?;
+        self.check(&offer, &posted).map_err(|e| peer.blame(e))?;
+        let header = Control {
+            kind: ControlKind::Accept,
+            code: 0,
+            epoch: self.place.epoch,
+            id: offer.id,
+            a: 0,
+            b: self.place.rank,
+            length: 0,
+        };
+        peer.push(header);
+        self.arriving.insert(
+            (offer.peer, offer.id),
+            Arriving {
+                batch: posted.batch,
+                index: posted.index,
+                done: 0,
+            },
+        );
+        Ok(())
+    }
+
+    /// An offer and the receive that it met must speak of the same.
+    fn check(&mut self, offer: &Offer, posted: &Posted) -> Result<()> {
         let batch = self.batches.get_mut(&posted.batch).ok_or_else(lost)?;
         let tensor = batch.tensors.get(posted.index).ok_or_else(lost)?;
         if tensor.dtype().code() != offer.dtype || tensor.count() as u64 != offer.count {
             let theirs = DType::from_code(offer.dtype).map_or("an unknown dtype", DType::name);
-            return Err(peer.error(
+            return Err(Error::new(
                 ErrorKind::Mismatch,
                 format!(
                     "rank {} sends {} elements of {theirs} with tag {}; rank {} receives {} elements of {}",
@@ -257,29 +300,16 @@ impl Messages {
         if batch.kind == OpKind::Recv {
             batch.source = Some(offer.peer);
         }
-        let header = Control {
-            kind: ControlKind::Accept,
-            code: 0,
-            epoch: self.place.epoch,
-            id: offer.id,
-            a: 0,
-            b: self.place.rank,
-            length: 0,
-        };
-        peer.control.push(header, Vec::new());
-        self.arriving.insert(
-            (offer.peer, offer.id),
-            Arriving {
-                batch: posted.batch,
-                index: posted.index,
-                done: 0,
-            },
-        );
         Ok(())
     }
 
     /// Takes an offer or an accept that came in from `rank`.
-    pub(crate) fn frame(&mut self, rank: u32, frame: &Control, peers: &mut [Option<Peer>]) -> Result<()> {
+    pub(crate) fn frame<W: Way>(
+        &mut self,
+        rank: u32,
+        frame: &Control,
+        peers: &mut [Option<W>],
+    ) -> Result<()> {
         let protocol = |text: String| Error::new(ErrorKind::Protocol, text);
         match frame.kind {
             ControlKind::Offer => {
@@ -325,7 +355,7 @@ impl Messages {
                     *n = n.saturating_sub(1);
                 }
                 if let Some(peer) = peers.get_mut(rank as usize).and_then(Option::as_mut) {
-                    peer.control.sending.push_back(frame.id);
+                    peer.begin(frame.id);
                 }
                 self.offer(rank, peers)
             }

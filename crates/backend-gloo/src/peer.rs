@@ -5,6 +5,7 @@ use std::io::IoSlice;
 
 use ftcore::{Error, ErrorKind, Result};
 
+use crate::p2p::Way;
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::{Control, ControlKind};
 
@@ -21,14 +22,33 @@ pub(crate) struct Peer {
     pub(crate) left: Option<String>,
     /// Its control connection ended without a good-bye, and how: it is lost.
     pub(crate) gone: Option<String>,
+    /// Why it ended, in its own words, and whom it blames.
+    pub(crate) words: Option<Error>,
+}
+
+impl Way for Peer {
+    fn push(&mut self, frame: Control) {
+        self.control.push(frame, Vec::new());
+    }
+
+    fn offer(&mut self, frame: Control, _: &[u8]) -> bool {
+        self.control.push(frame, Vec::new());
+        false
+    }
+
+    fn begin(&mut self, id: u64) {
+        self.control.sending.push_back(id);
+    }
+
+    fn blame(&self, error: Error) -> Error {
+        error.with_peer(self.rank).with_peer_address(self.address.clone())
+    }
 }
 
 impl Peer {
     /// An error about this peer.
     pub(crate) fn error(&self, kind: ErrorKind, text: impl Into<String>) -> Error {
-        Error::new(kind, text)
-            .with_peer(self.rank)
-            .with_peer_address(self.address.clone())
+        self.blame(Error::new(kind, text))
     }
 }
 
@@ -178,6 +198,10 @@ impl ControlLink {
                     return Ok(Some(Incoming::Frame(header, Vec::new())));
                 }
                 ControlKind::Data => return Ok(Some(Incoming::Piece(header))),
+                ControlKind::Inline | ControlKind::Taken => {
+                    let text = "sent on a socket what only goes through shared memory";
+                    return Err(Error::new(ErrorKind::Protocol, text));
+                }
                 ControlKind::Abort | ControlKind::Goodbye => {
                     let length = usize::try_from(header.length).unwrap_or(0);
                     if length == 0 {

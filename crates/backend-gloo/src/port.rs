@@ -8,7 +8,7 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use crate::transport::shm::{Reader, Ringer, Shared, Writer};
+use crate::transport::shm::{LANE, Reader, Ringer, Rings, Writer};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::DataHeader;
 
@@ -29,7 +29,7 @@ pub(crate) enum Wire {
 pub(crate) struct Memory {
     pub(crate) writer: Writer,
     pub(crate) reader: Reader,
-    bell: Ringer,
+    bell: Ringer<LANE>,
     counters: Arc<Counters>,
     /// Written or taken since the peer's bell was last rung.
     pub(crate) stirred: bool,
@@ -38,11 +38,11 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(shared: Shared, counters: Arc<Counters>) -> Self {
+    pub(crate) fn new(rings: Rings<LANE>, counters: Arc<Counters>) -> Self {
         Self {
-            writer: shared.writer,
-            reader: shared.reader,
-            bell: shared.bell,
+            writer: rings.writer,
+            reader: rings.reader,
+            bell: rings.bell,
             counters,
             stirred: false,
             closed: None,
@@ -93,8 +93,9 @@ pub(crate) struct Port {
     pub(crate) header: Option<DataHeader>,
     /// A receive has taken its header and reads the payload.
     pub(crate) in_payload: bool,
-    /// Since when it is needed and closed, without a word on the control connection.
-    pub(crate) suspect: Option<Instant>,
+    /// Since when it is needed and closed, without a word on the control connection, and how often the engine's thread had
+    /// looked there by then.
+    pub(crate) suspect: Option<(Instant, u64)>,
 }
 
 impl Port {

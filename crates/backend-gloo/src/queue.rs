@@ -5,7 +5,7 @@
 //! calls return at once, except those that say that they wait, which have a deadline.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,8 +16,9 @@ use ftcore::{
 use crate::exec::{Exec, Label, Place};
 use crate::farewell::LAST_WORDS;
 use crate::lane::Lane;
+use crate::mail::{Mail, Post};
 use crate::plan::plan;
-use crate::transport::shm::Bell;
+use crate::transport::shm::{Bell, Bells, LANE, MAIL};
 use crate::transport::waker::Waker;
 
 /// `at` and a bit; `at` itself where that cannot be represented.
@@ -59,7 +60,7 @@ pub(crate) struct Fate {
 /// What the lock protects.
 #[derive(Default)]
 pub(crate) struct Queue {
-    /// Point-to-point messages on their way to the engine's thread.
+    /// Point-to-point messages on their way to the engine's thread, or to whoever drives the mail.
     pub(crate) messages: VecDeque<Submission>,
     /// Collectives that have not begun.
     pub(crate) collectives: VecDeque<Submission>,
@@ -67,6 +68,8 @@ pub(crate) struct Queue {
     pub(crate) running: Option<(OpKind, u64)>,
     /// `None` while somebody drives it.
     pub(crate) lane: Option<Box<Lane>>,
+    /// Likewise, and where ranks do not share memory.
+    pub(crate) mail: Option<Box<Mail>>,
     next_seq: u64,
     pub(crate) stop: Option<Stop>,
     pub(crate) first_error: Option<Error>,
@@ -81,12 +84,14 @@ pub(crate) struct Shared {
     pub(crate) place: Place,
     transport: &'static str,
     queue: Mutex<Queue>,
-    changed: Condvar,
+    pub(crate) changed: Condvar,
     waker: Waker,
     /// Raised with every stop and failure, so that whoever drives the lane gives it back.
     interrupt: AtomicBool,
-    /// Wakes whoever drives the lane.
-    bell: Bell,
+    /// Wakes whoever drives the lane, and whoever drives the mail.
+    bells: Bells,
+    /// Raised when messages are new, and whoever drives the mail does not know.
+    pub(crate) incoming: AtomicBool,
     /// Raised when a fate or a report is new.
     attention: AtomicBool,
     /// A peer is gone or was reported: decided upon once the lane is free.
@@ -94,6 +99,8 @@ pub(crate) struct Shared {
     news: Mutex<News>,
     /// Collectives that were submitted and have not ended.
     unfinished: AtomicUsize,
+    /// How often the engine's thread has read every control connection as far as it goes.
+    looks: AtomicU64,
 }
 
 /// What the engine's thread has learnt that the driver of the lane needs to know.
@@ -103,7 +110,10 @@ struct News {
     report: Option<Error>,
 }
 
-/// Who drove the lane.
+/// What is driven, where it is at hand.
+pub(crate) type Drivable = (Option<Box<Lane>>, Option<Box<Mail>>);
+
+/// Who drove the lane, or the mail.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Taken {
     Caller,
@@ -121,11 +131,17 @@ pub(crate) enum Begin {
 }
 
 impl Shared {
-    /// `lane` is `None` in a world of one.
-    pub(crate) fn new(place: Place, bell: Bell, lane: Option<Lane>) -> Result<Arc<Self>> {
+    /// `lane` is `None` in a world of one; `posts` is empty unless all ranks share memory.
+    pub(crate) fn new(
+        place: Place,
+        bells: Bells,
+        lane: Option<Lane>,
+        posts: Vec<Option<Post>>,
+    ) -> Result<Arc<Self>> {
         let transport = lane.as_ref().map_or("none", Lane::transport);
         let queue = Queue {
             lane: lane.map(Box::new),
+            mail: place.near.then(|| Box::new(Mail::new(place, posts))),
             ..Queue::default()
         };
         Ok(Arc::new(Self {
@@ -135,11 +151,13 @@ impl Shared {
             changed: Condvar::new(),
             waker: Waker::new()?,
             interrupt: AtomicBool::new(false),
-            bell,
+            bells,
+            incoming: AtomicBool::new(false),
             attention: AtomicBool::new(false),
             trouble: AtomicBool::new(false),
             news: Mutex::default(),
             unfinished: AtomicUsize::new(0),
+            looks: AtomicU64::new(0),
         }))
     }
 
@@ -162,8 +180,12 @@ impl Shared {
         self.transport
     }
 
-    pub(crate) fn bell(&self) -> &Bell {
-        &self.bell
+    pub(crate) fn bell(&self) -> &Bell<LANE> {
+        &self.bells.lane
+    }
+
+    pub(crate) fn mail_bell(&self) -> &Bell<MAIL> {
+        &self.bells.mail
     }
 
     fn news(&self) -> MutexGuard<'_, News> {
@@ -187,10 +209,28 @@ impl Shared {
         self.raise();
     }
 
+    /// The engine's thread has read every control connection as far as it goes.
+    pub(crate) fn looked(&self) {
+        self.looks.fetch_add(1, Ordering::AcqRel);
+    }
+
+    /// How often it has.
+    pub(crate) fn looks(&self) -> u64 {
+        self.looks.load(Ordering::Acquire)
+    }
+
     fn raise(&self) {
         self.trouble.store(true, Ordering::Release);
         self.attention.store(true, Ordering::Release);
-        self.bell.alarm();
+        self.alarm();
+    }
+
+    /// Wakes whoever drives anything.
+    fn alarm(&self) {
+        self.bells.lane.alarm();
+        if self.place.near {
+            self.bells.mail.alarm();
+        }
     }
 
     /// True if there is news, once.
@@ -269,20 +309,24 @@ impl Shared {
         queue.lane.take()
     }
 
-    /// The lane, whatever it does; waits until its driver, which is told to hurry, gives it back.
-    pub(crate) fn recall(&self) -> Option<Box<Lane>> {
+    /// The lane and the mail, whatever they do; waits until their drivers, who are told to hurry, give them back. `own`: those
+    /// that the caller has.
+    pub(crate) fn recall(&self, own: Drivable) -> Drivable {
+        let (mut lane, mut mail) = own;
         if self.place.world == 1 {
-            return None;
+            return (lane, mail);
         }
         self.interrupt.store(true, Ordering::Release);
         let mut queue = self.lock();
         loop {
-            if let Some(lane) = queue.lane.take() {
-                return Some(lane);
+            lane = lane.or_else(|| queue.lane.take());
+            mail = mail.or_else(|| queue.mail.take());
+            if lane.is_some() && (mail.is_some() || !self.place.near) {
+                return (lane, mail);
             }
             // A driver looks at the interrupt between two pieces, and wakes for it; the alarm is repeated to be sure. It
             // works on memory that may be borrowed, so there is no giving up.
-            self.bell.alarm();
+            self.alarm();
             queue = self
                 .changed
                 .wait_timeout(queue, Duration::from_millis(20))
@@ -368,6 +412,11 @@ impl Shared {
             queue.collectives.push_back(submission);
         } else {
             queue.messages.push_back(submission);
+            self.incoming.store(true, Ordering::Release);
+            if self.place.near && queue.mail.is_none() {
+                // Whoever drives it may sleep; if it is the engine's thread, that is told below.
+                self.bells.mail.alarm();
+            }
         }
         drop(queue);
         self.waker.wake();
@@ -437,7 +486,7 @@ impl Shared {
         drop(queue);
         self.waker.wake();
         if self.interrupt.load(Ordering::Acquire) {
-            self.bell.alarm();
+            self.alarm();
         }
     }
 
@@ -492,7 +541,7 @@ impl Shared {
 }
 
 /// Why nothing can be submitted, if nothing can.
-fn refusal(queue: &Queue) -> Option<Error> {
+pub(crate) fn refusal(queue: &Queue) -> Option<Error> {
     if let Some(first) = &queue.first_error {
         let text = format!("the group failed earlier and was not configured again: {first}");
         return Some(Error::new(ErrorKind::Poisoned, text).with_source(first.clone()));
@@ -537,9 +586,9 @@ impl Drop for Ended {
         }
         let messages = std::mem::take(&mut queue.messages);
         let collectives = std::mem::take(&mut queue.collectives);
-        let lane = queue.lane.take();
+        let driven = (queue.lane.take(), queue.mail.take());
         drop(queue);
         self.0.changed.notify_all();
-        drop((messages, collectives, lane));
+        drop((messages, collectives, driven));
     }
 }

@@ -7,6 +7,7 @@ use ftcore::Result;
 use crate::buffers::go_on;
 use crate::lane::Lane;
 use crate::queue::Shared;
+use crate::transport::shm::Sleep;
 
 /// How often a driver looks again before it sleeps, at most: some tens of microseconds, more than a chunk takes.
 pub(crate) const PATIENCE: u32 = 2000;
@@ -31,7 +32,7 @@ pub(crate) struct Patience {
 
 impl Patience {
     /// `spin` is false where a rank that spins would keep another from what it waits for.
-    pub(crate) fn new(spin: bool) -> Self {
+    fn new(spin: bool) -> Self {
         let most = if spin { PATIENCE } else { 0 };
         Self {
             most,
@@ -39,6 +40,18 @@ impl Patience {
             slept: 0,
             yields: if spin { 0 } else { YIELDS },
         }
+    }
+
+    /// For whoever waits for that many ranks of its own host. With more ranks than cores a rank that spins keeps another from
+    /// what it waits for.
+    pub(crate) fn of(near: usize) -> Self {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        Self::new(near < cores)
+    }
+
+    /// True where looking again keeps nobody from what is waited for.
+    pub(crate) fn spins(&self) -> bool {
+        self.most > 0
     }
 
     fn paid(&mut self) {
@@ -55,6 +68,57 @@ impl Patience {
     }
 }
 
+/// What is driven by one thread at a time: the lane, or the mail.
+pub(crate) trait Driven {
+    fn patience(&mut self) -> &mut Patience;
+    /// Takes in what the engine's thread has learnt.
+    fn look(&mut self, shared: &Shared);
+    /// Between two looks without a sleep. How many looks at memory it took.
+    fn glance(&mut self) -> u32;
+    /// From now on others ring.
+    fn arm(&self, shared: &Shared);
+    /// No sleep after all.
+    fn disarm(&self, shared: &Shared);
+    /// Sleeps until something may have happened, or `until`. The bell is armed and everything was looked at since.
+    fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()>;
+}
+
+impl Driven for Lane {
+    fn patience(&mut self) -> &mut Patience {
+        &mut self.patience
+    }
+
+    fn look(&mut self, shared: &Shared) {
+        Lane::look(self, shared);
+    }
+
+    fn glance(&mut self) -> u32 {
+        if self.is_near() {
+            std::hint::spin_loop();
+            return 0;
+        }
+        self.try_sockets();
+        SYSTEM_CALL
+    }
+
+    fn arm(&self, shared: &Shared) {
+        let how = if self.is_near() {
+            Sleep::Word
+        } else {
+            Sleep::Descriptor
+        };
+        shared.bell().arm(how);
+    }
+
+    fn disarm(&self, shared: &Shared) {
+        shared.bell().disarm();
+    }
+
+    fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()> {
+        Lane::sleep(self, shared, until)
+    }
+}
+
 /// The wait of one driver. Call [`moved`](Self::moved) after progress and [`wait`](Self::wait) without.
 #[derive(Debug, Default)]
 pub(crate) struct Waiter {
@@ -66,18 +130,18 @@ pub(crate) struct Waiter {
 
 impl Waiter {
     /// Something moved: the next wait begins anew.
-    pub(crate) fn moved(&mut self, lane: &mut Lane, shared: &Shared) {
+    pub(crate) fn moved<D: Driven>(&mut self, driven: &mut D, shared: &Shared) {
         if self.looked == 0 {
             return;
         }
         if !self.slow && self.looked > LEAST {
-            lane.patience.paid();
+            driven.patience().paid();
         }
         self.looked = 0;
         self.yielded = 0;
         self.slow = false;
         if std::mem::take(&mut self.armed) {
-            shared.bell().disarm();
+            driven.disarm(shared);
         }
     }
 
@@ -88,35 +152,30 @@ impl Waiter {
 
     /// Nothing moved. Returns when it is worth looking again; by `until` at the latest.
     ///
-    /// Errors: `Aborted` once the engine's thread wants the lane back.
-    pub(crate) fn wait(&mut self, lane: &mut Lane, shared: &Shared, until: Instant) -> Result<()> {
+    /// Errors: `Aborted` once the engine's thread wants back what is driven.
+    pub(crate) fn wait<D: Driven>(&mut self, driven: &mut D, shared: &Shared, until: Instant) -> Result<()> {
         go_on(shared.interrupt())?;
-        lane.look(shared);
+        driven.look(shared);
         self.looked = self.looked.saturating_add(1);
-        if self.looked < lane.patience.now {
-            if lane.is_near() {
-                std::hint::spin_loop();
-            } else {
-                self.looked = self.looked.saturating_add(SYSTEM_CALL);
-                lane.try_sockets();
-            }
+        if self.looked < driven.patience().now {
+            self.looked = self.looked.saturating_add(driven.glance());
             return Ok(());
         }
-        if self.yielded < lane.patience.yields {
+        if self.yielded < driven.patience().yields {
             self.yielded += 1;
             rustix::thread::sched_yield();
             return Ok(());
         }
         if !self.slow {
             self.slow = true;
-            lane.patience.did_not_pay();
+            driven.patience().did_not_pay();
         }
         if !self.armed {
             self.armed = true;
-            shared.bell().arm(lane.way_to_sleep());
+            driven.arm(shared);
             return Ok(());
         }
         self.armed = false;
-        lane.sleep(shared, until)
+        driven.sleep(shared, until)
     }
 }

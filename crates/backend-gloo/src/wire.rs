@@ -10,12 +10,14 @@ use ftcore::{ErrorKind, Fingerprint};
 pub(crate) const MAX_TEXT: usize = 4096;
 /// The largest payload of one point-to-point data frame.
 pub(crate) const SEGMENT: usize = 128 * 1024;
+/// The largest message whose bytes go through shared memory together with its offer.
+pub(crate) const INLINE: usize = 8 * 1024;
 
 const DATA_MAGIC: u32 = 0x4F58_4744; // "OXGD"
 const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -128,22 +130,26 @@ pub(crate) enum ControlKind {
     Goodbye = 5,
     /// This rank is connected with all others: the first frame on every control connection.
     Ready = 6,
+    /// An offer with the message itself behind it; only through shared memory.
+    Inline = 7,
+    /// "I have it": the answer to that, if the receive was posted. Otherwise it counts as an offer.
+    Taken = 8,
 }
 
 /// A control frame without its payload.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Control {
     pub(crate) kind: ControlKind,
-    /// Offer: dtype code. Abort: error code.
+    /// Offer, Inline: dtype code. Abort: error code.
     pub(crate) code: u8,
     pub(crate) epoch: u64,
     /// The sender's number of the message.
     pub(crate) id: u64,
-    /// Offer: tag. Abort: the rank the report is about, or `u32::MAX`. Ready: 1 if it shares memory with every rank.
+    /// Offer, Inline: tag. Abort: the rank the report is about, or `u32::MAX`. Ready: 1 if it shares memory with every rank.
     pub(crate) a: u32,
     /// Abort: the rank that saw it first.
     pub(crate) b: u32,
-    /// Offer: number of elements. Otherwise: bytes of payload that follow.
+    /// Offer, Inline: number of elements. Otherwise: bytes of payload that follow.
     pub(crate) length: u64,
 }
 
@@ -163,6 +169,27 @@ impl Control {
         out
     }
 
+    /// "I have it", about message `id` of the rank that this goes to.
+    pub(crate) fn taken(epoch: u64, rank: u32, id: u64) -> Self {
+        Self {
+            kind: ControlKind::Taken,
+            code: 0,
+            epoch,
+            id,
+            a: 0,
+            b: rank,
+            length: 0,
+        }
+    }
+
+    /// The same without the bytes that came along.
+    pub(crate) fn as_offer(&self) -> Self {
+        Self {
+            kind: ControlKind::Offer,
+            ..*self
+        }
+    }
+
     /// `None` if the magic, the kind or the length is not one that is written here.
     pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
         let mut take = Take(bytes);
@@ -177,6 +204,8 @@ impl Control {
             4 => ControlKind::Abort,
             5 => ControlKind::Goodbye,
             6 => ControlKind::Ready,
+            7 => ControlKind::Inline,
+            8 => ControlKind::Taken,
             _ => return None,
         };
         let (epoch, id) = (take.u64(), take.u64());
@@ -184,7 +213,8 @@ impl Control {
         let length = take.u64();
         let limit = match kind {
             ControlKind::Offer => u64::MAX,
-            ControlKind::Accept | ControlKind::Ready => 0,
+            ControlKind::Accept | ControlKind::Ready | ControlKind::Taken => 0,
+            ControlKind::Inline => INLINE as u64,
             ControlKind::Data => SEGMENT as u64,
             ControlKind::Abort | ControlKind::Goodbye => MAX_TEXT as u64,
         };
@@ -327,6 +357,7 @@ mod tests {
             for (kind, limit) in [
                 (ControlKind::Offer, u64::MAX), (ControlKind::Accept, 0), (ControlKind::Ready, 0), (ControlKind::Data, SEGMENT as u64),
                 (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Goodbye, MAX_TEXT as u64),
+                (ControlKind::Inline, INLINE as u64), (ControlKind::Taken, 0),
             ] {
                 let c = Control { kind, code, epoch, id, a, b, length };
                 prop_assert_eq!(Control::decode(&c.encode()), (length <= limit).then_some(c));

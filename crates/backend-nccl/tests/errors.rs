@@ -20,6 +20,7 @@ const SCENARIO: &str = "OXCCL_STANDIN_SCENARIO";
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn main() -> ExitCode {
+    isolate::run_child_if_asked();
     if let Ok(name) = std::env::var(SCENARIO) {
         let found = scenarios().into_iter().find(|s| s.name == name);
         return match found.map(|s| (s.body)()) {

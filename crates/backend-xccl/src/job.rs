@@ -9,6 +9,7 @@ use ftcore::{Completer, Completion, DType, Error, OpKind, Result, Tensor};
 use crate::engine::Comms;
 use crate::raw::lent::Held;
 use crate::recipe::Recipe;
+use crate::xpu::event::Order;
 
 /// What an operation is called in messages, and until when it may take.
 #[derive(Debug, Clone)]
@@ -22,6 +23,8 @@ pub(crate) struct Label {
     pub(crate) message: Option<(u32, u32)>,
     pub(crate) submitted: Instant,
     pub(crate) deadline: Instant,
+    /// On a device: after what it begins, and who waits for it to be enqueued.
+    pub(crate) order: Option<Order>,
 }
 
 /// A monitored barrier finds out by itself who is missing at its deadline, and gets this long to say so.

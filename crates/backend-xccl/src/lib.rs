@@ -1,11 +1,12 @@
-//! oxccl's backend over Intel's oneCCL, on host memory.
+//! oxccl's backend over Intel's oneCCL, on host memory and on xpu.
 //!
 //! Data flows down: [`XcclGroup`] (`group`) takes validated operations; one `engine` per configuration queues them in lanes;
 //! a lane's thread runs a `recipe` through `ops`, which makes it of oneCCL's calls (`link`, `raw::comm`) and, for reductions
 //! that the library lacks or gets wrong, of a `route`. `rendezvous` starts communicators, `news` carries failures between
-//! ranks. oneCCL has no abort: see [`XcclGroup`] for what that means, and `docs/xccl.md` for users.
+//! ranks. `xpu` is the device kind: [`XpuGroup`] runs on the same engine, over SYCL queues and USM memory. oneCCL has no abort: see
+//! [`XcclGroup`] for what that means, and `docs/xccl.md` for users.
 //!
-//! Linking this crate registers the backend `xccl` for `cpu`, and for `xpu` with a probe that says what is missing.
+//! Linking this crate registers the backend `xccl` for `cpu` and `xpu`, and the device kind `xpu`.
 
 mod engine;
 mod group;
@@ -21,13 +22,15 @@ mod recipe;
 mod rendezvous;
 mod route;
 mod traffic;
+pub mod xpu;
 
 use std::sync::Arc;
 
-use ftcore::registry::{BackendFactory, StaticBackend, Unavailable};
+use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, Error, GroupOptions, ProcessGroup, Result};
 
 pub use group::XcclGroup;
+pub use xpu::{XcclXpuFactory, XpuGroup};
 
 /// Makes xccl groups on host memory for the registry.
 #[derive(Debug, Clone, Copy, Default)]
@@ -61,45 +64,5 @@ ftcore::inventory::submit! {
         origin: "backend-xccl",
         version: env!("CARGO_PKG_VERSION"),
         factory: || Arc::new(XcclFactory),
-    }
-}
-
-/// The place of xccl on Intel GPUs. Never usable in this version: USM memory and SYCL queues are not served yet.
-#[derive(Debug, Clone, Copy, Default)]
-pub struct XcclXpuFactory;
-
-impl BackendFactory for XcclXpuFactory {
-    fn probe(&self) -> Result<()> {
-        Err(Unavailable::InitFailed {
-            code: None,
-            text: "this version of backend-xccl serves host memory only: it has no SYCL queues and no USM memory. Stage \
-                   through the CPU (xccl or gloo on cpu)"
-                .to_string(),
-        }
-        .into())
-    }
-
-    fn capabilities(&self) -> Capabilities {
-        Capabilities {
-            devices: ftcore::names(&["xpu"]),
-            ..group::capabilities(true)
-        }
-    }
-
-    fn create(&self, _device: &Device, _options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
-        Err(self
-            .probe()
-            .err()
-            .unwrap_or_else(|| Error::unsupported("xccl does not serve xpu")))
-    }
-}
-
-ftcore::inventory::submit! {
-    StaticBackend {
-        name: "xccl",
-        device: "xpu",
-        origin: "backend-xccl",
-        version: env!("CARGO_PKG_VERSION"),
-        factory: || Arc::new(XcclXpuFactory),
     }
 }

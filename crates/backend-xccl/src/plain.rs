@@ -4,17 +4,17 @@
 //! Every call blocks its thread until all ranks have made it, for ever if one never does. Use [`XcclGroup`](crate::XcclGroup)
 //! for anything else.
 
-use ftcore::{Configuration, DType, Result};
+use ftcore::{Configuration, DType, Device, DeviceKind, Error, Result};
 use oneccl_sys::Flavour;
 pub use oneccl_sys::RedOp;
 
 use crate::link::Link;
-use crate::raw::comm::{Comm, native};
-use crate::{probe, rendezvous};
+use crate::raw::comm::native;
+use crate::{probe, rendezvous, xpu};
 
 /// A communicator and nothing else. One rank per process.
 #[derive(Debug)]
-pub struct Plain(Comm);
+pub struct Plain(Link);
 
 /// True if oneCCL has `dtype` itself.
 pub fn is_native(dtype: DType) -> bool {
@@ -24,10 +24,19 @@ pub fn is_native(dtype: DType) -> bool {
 impl Plain {
     /// Meets the other ranks and makes the communicator. A world of at least two.
     pub fn join(configuration: &Configuration) -> Result<Self> {
-        let comms = rendezvous::connect(configuration, probe::library(Flavour::Host)?)?;
+        Self::join_on(configuration, &Device::CPU)
+    }
+
+    /// As [`join`](Self::join), for the library's calls on memory of `device`: slices go through device memory.
+    pub fn join_on(configuration: &Configuration, device: &Device) -> Result<Self> {
+        let comms = match &device.kind {
+            DeviceKind::Cpu => rendezvous::connect(configuration, probe::library(Flavour::Host)?)?,
+            DeviceKind::Xpu => xpu::connect(configuration, device.index)?,
+            other => return Err(Error::invalid(format!("oneCCL knows no {other}"))),
+        };
         match comms.collectives {
-            Link::Comm(comm) => Ok(Self(comm)),
-            Link::Alone => Err(ftcore::Error::invalid("a world of one has no communicator")),
+            Link::Alone => Err(Error::invalid("a world of one has no communicator")),
+            link => Ok(Self(link)),
         }
     }
 

@@ -107,6 +107,15 @@ struct GivenUp {
 
 /// Meets the other ranks and starts the communicators, on a thread that is given up at the deadline.
 pub(crate) fn connect(configuration: &Configuration, library: &'static Library) -> Result<Comms> {
+    connect_with(configuration, library, with_messages)
+}
+
+/// As [`connect`]; `complete` makes what a group needs of its first communicator, on the same thread.
+pub(crate) fn connect_with(
+    configuration: &Configuration,
+    library: &'static Library,
+    complete: impl FnOnce(Comm) -> Result<Comms> + Send + 'static,
+) -> Result<Comms> {
     let channel = channel(configuration);
     let hellos = meet(configuration, &channel, library)?;
     let gate = pass_in_order(configuration, &channel, &hellos)?;
@@ -119,7 +128,7 @@ pub(crate) fn connect(configuration: &Configuration, library: &'static Library) 
     let given_up: Arc<Mutex<GivenUp>> = Arc::default();
     let shared = given_up.clone();
     let start = move || {
-        let made = start(&channel, library, rank, world, deadline);
+        let made = start(&channel, library, rank, world, deadline).and_then(complete);
         drop(gate);
         let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
         shared.back = true;
@@ -149,7 +158,7 @@ fn start(
     rank: u32,
     world: u32,
     deadline: Instant,
-) -> Result<Comms> {
+) -> Result<Comm> {
     let key = channel.key("id");
     let id = if rank == 0 {
         let id = comm::unique_id(library)?;
@@ -163,7 +172,7 @@ fn start(
         })?
     };
     tracing::debug!(?id, rank, world, "starting a oneCCL communicator");
-    with_messages(Comm::init(library, id, rank, world)?)
+    Comm::init(library, id, rank, world)
 }
 
 fn phase(error: Error, name: &str) -> Error {

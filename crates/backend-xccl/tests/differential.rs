@@ -12,16 +12,26 @@ use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::Duration;
 
-use backend_xccl::XcclFactory;
 use backend_xccl::plain::{Plain, RedOp, is_native};
+use backend_xccl::{XcclFactory, XcclXpuFactory};
 use ftcore::registry::BackendFactory;
-use ftcore::{Configuration, DType, Epoch, Store, TcpStore, TcpStoreServer, Tensor, deadline_in};
+use ftcore::{
+    Configuration, DType, Device, DeviceKind, Epoch, Store, TcpStore, TcpStoreServer, Tensor, deadline_in,
+};
 use half::{bf16, f16};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 const RANK: &str = "OXCCL_DIFFERENTIAL_RANK";
 const WORLD: &str = "OXCCL_DIFFERENTIAL_WORLD";
 const STORE: &str = "OXCCL_DIFFERENTIAL_STORE";
+
+/// Host memory; where the environment chooses xpu devices, those.
+fn device() -> Device {
+    match std::env::var_os("OXCCL_XPU_DEVICES") {
+        Some(_) => Device::new(DeviceKind::Xpu, 0),
+        None => Device::CPU,
+    }
+}
 
 const OPS: [(&str, RedOp); 4] = [
     ("sum", RedOp::SUM),
@@ -130,7 +140,7 @@ fn same(a: Value, b: Value) -> bool {
 fn rank(rank: u32, world: u32, address: &str) -> ftcore::Result<BTreeSet<String>> {
     let soon = || deadline_in(Duration::from_secs(60));
     let store_of_all: Arc<dyn Store> = Arc::new(TcpStore::connect(address, soon())?);
-    let plain = Plain::join(&Configuration {
+    let configuration = Configuration {
         store: store_of_all.clone(),
         prefix: "differential".into(),
         name: "differential".into(),
@@ -138,7 +148,8 @@ fn rank(rank: u32, world: u32, address: &str) -> ftcore::Result<BTreeSet<String>
         rank,
         world_size: world,
         deadline: soon(),
-    })?;
+    };
+    let plain = Plain::join_on(&configuration, &device())?;
     let mut wrong = BTreeSet::new();
     for dtype in DType::ALL.into_iter().filter(|d| is_native(*d)) {
         for (name, op) in OPS {
@@ -229,7 +240,11 @@ fn main() -> ExitCode {
             }
         };
     }
-    let reason = XcclFactory.probe().err().map(|e| e.to_string());
+    let usable = match device().is_cpu() {
+        true => XcclFactory.probe(),
+        false => XcclXpuFactory.probe(),
+    };
+    let reason = usable.err().map(|e| e.to_string());
     let trials = [2, 3]
         .into_iter()
         .map(|world| {

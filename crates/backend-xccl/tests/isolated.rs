@@ -1,10 +1,13 @@
 //! xccl in child processes against the one suite: data, failure and reconfigure cases, all on the real oneCCL. What oneCCL
 //! cannot do (abort, start again, several ranks in one program) comes from isolation.
+//!
+//! The data cases of a world share one group; those in which something fails, ends or is configured again have their own.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use backend_xccl::XcclFactory;
-use conformance::{Mode, run};
+use conformance::{Mode, Plan};
 use ftcore::Device;
 use ftcore::registry::BackendFactory;
 use isolate::{IsolateOptions, IsolatedGroup};
@@ -19,10 +22,21 @@ fn main() -> ExitCode {
         return libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code();
     }
     // Ranks as threads of this process: each has a oneCCL of its own all the same.
-    run(&[Mode::Threads], |options| {
-        Ok(Box::new(IsolatedGroup::new(IsolateOptions {
-            options,
-            ..IsolateOptions::new("xccl", Device::CPU)
-        })?))
-    })
+    let plan = Plan::new(
+        Device::CPU,
+        &[Mode::Threads],
+        Arc::new(|device, options| {
+            Ok(Box::new(IsolatedGroup::new(IsolateOptions {
+                options,
+                ..IsolateOptions::new("xccl", device.clone())
+            })?))
+        }),
+    );
+    Plan {
+        lasting: true,
+        // A start of oneCCL is mostly sleep.
+        at_once: Some(4),
+        ..plan
+    }
+    .run()
 }

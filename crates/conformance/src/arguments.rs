@@ -12,24 +12,12 @@ use crate::{Failure, Outcome, Rank};
 pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in [1, 2, 3] {
-        all.push(Case::new(
-            "arguments::not_advertised_is_unsupported_at_once",
-            world,
-            &[],
-            unsupported,
-        ));
-        all.push(Case::new(
-            "arguments::wrong_ones_give_the_tensors_back",
-            world,
-            &[],
-            wrong,
-        ));
-        all.push(Case::new(
-            "arguments::unconfigured_is_refused",
-            world,
-            &[],
-            unconfigured,
-        ));
+        let refused = "arguments::not_advertised_is_unsupported_at_once";
+        all.push(Case::new(refused, world, &[], unsupported).sharing());
+        let refused = "arguments::wrong_ones_give_the_tensors_back";
+        all.push(Case::new(refused, world, &[], wrong).sharing());
+        let refused = "arguments::unconfigured_is_refused";
+        all.push(Case::new(refused, world, &[], unconfigured));
     }
     all
 }

@@ -10,19 +10,13 @@ use crate::{Needs, Outcome, Rank};
 pub(crate) fn cases() -> Vec<Case> {
     let mut all = Vec::new();
     for world in 1..=4 {
-        all.push(Case::new(
-            "barrier::holds_all_ranks",
-            world,
-            &[Needs::Op(OpKind::Barrier)],
-            |rank| holds(rank, false),
-        ));
+        let plain = [Needs::Op(OpKind::Barrier)];
+        let all_come = Case::new("barrier::holds_all_ranks", world, &plain, |r| holds(r, false));
+        all.push(all_come.sharing());
         let monitored = [Needs::Op(OpKind::MonitoredBarrier)];
-        all.push(Case::new(
-            "monitored_barrier::holds_all_ranks",
-            world,
-            &monitored,
-            |rank| holds(rank, true),
-        ));
+        let name = "monitored_barrier::holds_all_ranks";
+        let all_come = Case::new(name, world, &monitored, |r| holds(r, true));
+        all.push(all_come.sharing());
     }
     for world in [3, 4] {
         let monitored = [Needs::Op(OpKind::MonitoredBarrier)];

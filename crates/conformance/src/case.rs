@@ -9,6 +9,7 @@ use ftcore::{
 };
 
 use crate::harness::MakeOn;
+use crate::lent::{Lasting, Lent};
 use crate::staged::staged;
 use crate::{
     Outcome, arguments, barriers, failures, lifetime, messages, mismatch, movement, reductions, streams,
@@ -27,6 +28,8 @@ pub enum Needs {
     RealProcesses,
     /// Memory and streams of a device, on which work goes on while the host does something else.
     Device,
+    /// `Work::wait_on` orders a device stream without the host: no note `wait_on` that says otherwise.
+    WaitOn,
 }
 
 type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
@@ -42,6 +45,8 @@ pub struct Case {
     pub needs: Vec<Needs>,
     /// The rank whose process ends by SIGKILL, where one does.
     pub killed: Option<u32>,
+    /// It leaves its group as it found it, and so may run on one that other cases have used and will use.
+    pub shares: bool,
     body: Body,
 }
 
@@ -57,12 +62,18 @@ impl Case {
             world,
             needs: needs.to_vec(),
             killed: None,
+            shares: false,
             body: Arc::new(body),
         }
     }
 
     pub(crate) fn killing(mut self, rank: u32) -> Self {
         self.killed = Some(rank);
+        self
+    }
+
+    pub(crate) fn sharing(mut self) -> Self {
+        self.shares = true;
         self
     }
 
@@ -83,6 +94,10 @@ impl Case {
                 .iter()
                 .any(|d| d == "cpu")
                 .then(|| "the group serves host memory: work on it has no stream".to_string()),
+            Needs::WaitOn => {
+                let note = capabilities.notes.iter().find(|(key, _)| key == "wait_on");
+                note.map(|(_, says)| format!("Work::wait_on {says}"))
+            }
         })
     }
 
@@ -104,6 +119,8 @@ pub struct Rank {
     pub device: Device,
     /// Makes groups of the backend under test.
     pub make: MakeOn,
+    /// The group that this case shares with others, if it does.
+    pub(crate) lent: Option<Arc<Lasting>>,
 }
 
 impl Rank {
@@ -126,11 +143,22 @@ impl Rank {
         Ok((self.make)(&self.device, options)?)
     }
 
-    /// A group of all ranks at epoch 1.
+    /// A group of all ranks at epoch 1: a new one, or the one that cases of this world share.
     pub fn group(&self) -> Outcome<Box<dyn ProcessGroup>> {
+        if let Some(lasting) = &self.lent {
+            return Ok(Box::new(Lent(lasting.clone())));
+        }
         let group = self.unconfigured()?;
         group.configure(self.configuration("main", 1))?;
         Ok(group)
+    }
+
+    /// Leaves a group in good order; one that cases share stays.
+    pub(crate) fn leave(&self, group: &dyn ProcessGroup) -> Outcome {
+        match self.lent {
+            Some(_) => Ok(()),
+            None => Ok(group.shutdown(self.soon())?),
+        }
     }
 
     /// How all ranks configure the group `name`.

@@ -212,10 +212,10 @@ fn dropped(rank: &Rank) -> Outcome {
         rank.rank,
         e.kind()
     );
-    // Every rank ends in this case, one after the other: who saw the first one go may be gone before its words arrive.
+    // Every rank ends in this case, one after the other. Who is blamed is the first one that went.
     ensure!(
-        e.context().peer.is_some_and(|p| p != rank.rank) || e.to_string().contains(&format!("rank {last}")),
-        "the error names no rank that is gone: {e}"
+        e.context().peer == Some(last) || e.to_string().contains(&format!("rank {last}")),
+        "the error does not name rank {last}: {e}"
     );
     Ok(())
 }

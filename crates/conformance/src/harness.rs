@@ -1,10 +1,11 @@
 //! Ranks as threads of this process or as processes of their own, and the test binary around them.
 //!
 //! A process rank is this very binary started again with `OXCCL_CONFORMANCE_CASE` and three more variables; it meets the
-//! others at a TCP store of the parent, runs the one case and ends with its verdict as exit code.
+//! others at a TCP store of the parent, runs the one case and ends with its verdict as exit code. Where ranks are dear to
+//! start, those of the cases that can share them live on (`lasting`, `living`).
 
 use std::io::Read;
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -14,15 +15,19 @@ use ftcore::{
 };
 use libtest_mimic::{Arguments, Completion, Trial};
 
-use crate::{Case, Failure, Outcome, Rank, cases};
+use crate::lasting::{self, Place, side_by_side};
+use crate::{Case, Failure, Outcome, Rank, cases, living};
 
 const CASE: &str = "OXCCL_CONFORMANCE_CASE";
 const RANK: &str = "OXCCL_CONFORMANCE_RANK";
 const WORLD: &str = "OXCCL_CONFORMANCE_WORLD";
 const STORE: &str = "OXCCL_CONFORMANCE_STORE";
 
+/// Instead of a case: the rank lives through many.
+pub(crate) const LASTING: &str = "many";
+
 /// A process rank that has not ended by then is killed, and the case has failed.
-const PATIENCE: Duration = Duration::from_secs(90);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
 
 /// Makes a new, unconfigured group of the backend under test.
 pub type MakeGroup = fn(GroupOptions) -> Result<Box<dyn ProcessGroup>>;
@@ -66,11 +71,13 @@ pub struct Threads {
     make: MakeOn,
     device: Device,
     capabilities: Capabilities,
+    lasting: Option<Place<lasting::Threads>>,
 }
 
 /// Ranks as processes: this binary started again.
 pub struct Processes {
     capabilities: Capabilities,
+    lasting: Option<Place<living::Processes>>,
 }
 
 impl Threads {
@@ -81,7 +88,16 @@ impl Threads {
             make,
             device,
             capabilities,
+            lasting: None,
         })
+    }
+
+    /// The same with one group per world for all cases that share theirs ([`Case::shares`]).
+    pub fn lasting(self) -> Self {
+        Self {
+            lasting: Some(Place::new()),
+            ..self
+        }
     }
 }
 
@@ -90,7 +106,18 @@ impl Processes {
     /// `main`: that is where its ranks begin.
     pub fn new(device: &Device, make: &MakeOn) -> Result<Self> {
         let capabilities = make(device, GroupOptions::default())?.capabilities().clone();
-        Ok(Self { capabilities })
+        Ok(Self {
+            capabilities,
+            lasting: None,
+        })
+    }
+
+    /// The same with one set of processes and one group per world for all cases that share theirs ([`Case::shares`]).
+    pub fn lasting(self) -> Self {
+        Self {
+            lasting: Some(Place::new()),
+            ..self
+        }
     }
 }
 
@@ -108,38 +135,29 @@ impl Harness for Threads {
     }
 
     fn run(&self, case: &Case) -> Outcome {
+        if let Some(place) = &self.lasting {
+            if case.shares {
+                let start = || lasting::Threads::start(case.world, &self.device, &self.make);
+                return place.run(case, start);
+            }
+            place.clear()?;
+        }
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        let failures: Vec<String> = std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..case.world)
-                .map(|rank| {
-                    let store = store.clone();
-                    scope.spawn(move || {
-                        let rank = Rank {
-                            rank,
-                            world: case.world,
-                            store,
-                            device: device_of(&self.device, rank)?,
-                            make: self.make.clone(),
-                        };
-                        case.run(&rank)
-                    })
-                })
-                .collect();
-            ranks
-                .into_iter()
-                .enumerate()
-                .filter_map(|(rank, thread)| match thread.join() {
-                    Ok(Ok(())) => None,
-                    Ok(Err(failure)) => Some(format!("rank {rank}: {failure}")),
-                    Err(_) => Some(format!("rank {rank} panicked")),
-                })
-                .collect()
-        });
-        verdict(failures)
+        side_by_side(0..case.world, |rank| {
+            let rank = Rank {
+                rank,
+                world: case.world,
+                store: store.clone(),
+                device: device_of(&self.device, rank)?,
+                make: self.make.clone(),
+                lent: None,
+            };
+            case.run(&rank)
+        })
     }
 }
 
-fn verdict(failures: Vec<String>) -> Outcome {
+pub(crate) fn verdict(failures: Vec<String>) -> Outcome {
     if failures.is_empty() {
         Ok(())
     } else {
@@ -148,9 +166,23 @@ fn verdict(failures: Vec<String>) -> Outcome {
 }
 
 /// A running process rank; killed if the harness gives up on it.
-struct Running {
-    rank: u32,
-    child: Child,
+pub(crate) struct Running {
+    pub(crate) rank: u32,
+    pub(crate) child: Child,
+}
+
+impl Running {
+    /// How it ended, or why that is not known.
+    pub(crate) fn wait(&mut self, until: Instant) -> std::result::Result<ExitStatus, String> {
+        loop {
+            match self.child.try_wait() {
+                Ok(Some(status)) => return Ok(status),
+                Ok(None) if Instant::now() >= until => return Err("did not end in time".to_string()),
+                Ok(None) => std::thread::sleep(Duration::from_millis(3)),
+                Err(e) => return Err(format!("cannot be waited for: {e}")),
+            }
+        }
+    }
 }
 
 impl Drop for Running {
@@ -160,6 +192,22 @@ impl Drop for Running {
             let _ = self.child.wait();
         }
     }
+}
+
+/// How rank `rank` is started for `case`.
+pub(crate) fn command(case: &str, rank: u32, world: u32, server: &TcpStoreServer) -> Outcome<Command> {
+    let program =
+        std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
+    let mut command = Command::new(program);
+    command
+        .env(CASE, case)
+        .env(RANK, rank.to_string())
+        .env(WORLD, world.to_string())
+        .env(STORE, format!("127.0.0.1:{}", server.port()))
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .stderr(Stdio::piped());
+    Ok(command)
 }
 
 impl Harness for Processes {
@@ -176,19 +224,16 @@ impl Harness for Processes {
     }
 
     fn run(&self, case: &Case) -> Outcome {
-        let server = start_server()?;
-        let program =
-            std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
+        if let Some(place) = &self.lasting {
+            if case.shares {
+                return place.run(case, || living::Processes::start(case.world));
+            }
+            place.clear()?;
+        }
+        let server = server()?;
         let mut ranks = Vec::new();
         for rank in 0..case.world {
-            let child = Command::new(&program)
-                .env(CASE, &case.name)
-                .env(RANK, rank.to_string())
-                .env(WORLD, case.world.to_string())
-                .env(STORE, format!("127.0.0.1:{}", server.port()))
-                .stdin(Stdio::null())
-                .stdout(Stdio::null())
-                .stderr(Stdio::piped())
+            let child = command(&case.name, rank, case.world, &server)?
                 .spawn()
                 .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;
             ranks.push(Running { rank, child });
@@ -207,15 +252,9 @@ impl Harness for Processes {
 /// Waits for one rank; `None` if it did what it should.
 fn finish(running: &mut Running, case: &Case, until: Instant) -> Option<String> {
     use std::os::unix::process::ExitStatusExt;
-    let status = loop {
-        match running.child.try_wait() {
-            Ok(Some(status)) => break status,
-            Ok(None) if Instant::now() >= until => {
-                return Some(format!("did not end within {} s", PATIENCE.as_secs()));
-            }
-            Ok(None) => std::thread::sleep(Duration::from_millis(3)),
-            Err(e) => return Some(format!("cannot be waited for: {e}")),
-        }
+    let status = match running.wait(until) {
+        Ok(status) => status,
+        Err(why) => return Some(why),
     };
     let killed = status.signal() == Some(9);
     if case.killed == Some(running.rank) {
@@ -231,26 +270,50 @@ fn finish(running: &mut Running, case: &Case, until: Instant) -> Option<String> 
     Some(format!("{status}: {}", text.trim()))
 }
 
-fn start_server() -> Outcome<TcpStoreServer> {
+/// The store at which process ranks meet.
+pub(crate) fn server() -> Outcome<TcpStoreServer> {
     Ok(TcpStoreServer::bind("127.0.0.1:0")?)
 }
 
-/// The child's side of [`Processes`]: the verdict of the one case that this process was started for.
-fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
-    let number = |variable: &str| {
+/// What a process rank was told by its parent.
+pub(crate) mod variable {
+    use super::{Failure, Outcome, RANK, WORLD};
+
+    fn number(variable: &str) -> Outcome<u32> {
         std::env::var(variable)
             .ok()
-            .and_then(|v| v.parse::<u32>().ok())
+            .and_then(|v| v.parse().ok())
             .ok_or_else(|| Failure::new(format!("{variable} is not set")))
-    };
+    }
+
+    pub(crate) fn rank() -> Outcome<u32> {
+        number(RANK)
+    }
+
+    pub(crate) fn world() -> Outcome<u32> {
+        number(WORLD)
+    }
+}
+
+/// The parent's store, as a process rank reaches it.
+pub(crate) fn store_of_parent() -> Outcome<TcpStore> {
     let address = std::env::var(STORE).map_err(|e| Failure::new(format!("{STORE}: {e}")))?;
-    let rank = number(RANK)?;
+    Ok(TcpStore::connect(&address, deadline_in(Duration::from_secs(30)))?)
+}
+
+/// The child's side of [`Processes`]: the verdict of the case or cases that this process was started for.
+fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
+    if name == LASTING {
+        return living::serve(first, make);
+    }
+    let rank = variable::rank()?;
     let rank = Rank {
         rank,
-        world: number(WORLD)?,
-        store: Arc::new(TcpStore::connect(&address, deadline_in(Duration::from_secs(30)))?),
+        world: variable::world()?,
+        store: Arc::new(store_of_parent()?),
         device: device_of(first, rank)?,
         make: make.clone(),
+        lent: None,
     };
     let case = cases()
         .into_iter()
@@ -261,7 +324,7 @@ fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
 
 /// The trials of one harness: every case, ignored with its reason where it does not apply.
 pub fn suite(harness: Arc<dyn Harness>) -> Vec<Trial> {
-    suite_up_to(harness, Limit::NONE)
+    suite_of(cases(), harness, Limit::NONE)
 }
 
 /// How many ranks can run here at most, and why not more.
@@ -281,8 +344,8 @@ impl Limit {
     };
 }
 
-fn suite_up_to(harness: Arc<dyn Harness>, limit: Limit) -> Vec<Trial> {
-    cases()
+fn suite_of(cases: Vec<Case>, harness: Arc<dyn Harness>, limit: Limit) -> Vec<Trial> {
+    cases
         .into_iter()
         .map(|case| {
             let harness = harness.clone();
@@ -314,29 +377,97 @@ pub fn run_on(device: &Device, modes: &[Mode], make: MakeOn) -> ExitCode {
 
 /// As [`run_on`] where only so many ranks can run.
 pub fn run_limited(device: &Device, modes: &[Mode], make: MakeOn, limit: Limit) -> ExitCode {
-    if let Ok(name) = std::env::var(CASE) {
-        return match child(&name, device, &make) {
-            Ok(()) => ExitCode::SUCCESS,
-            Err(failure) => {
-                eprintln!("{failure}");
-                ExitCode::FAILURE
-            }
-        };
-    }
-    let arguments = Arguments::from_args();
-    let mut trials = Vec::new();
-    for mode in modes {
-        let harness: Result<Arc<dyn Harness>> = match mode {
-            Mode::Threads => Threads::new(device.clone(), make.clone()).map(|h| Arc::new(h) as _),
-            Mode::Processes => Processes::new(device, &make).map(|h| Arc::new(h) as _),
-        };
-        match harness {
-            Ok(harness) => trials.extend(suite_up_to(harness, limit)),
-            Err(error) => {
-                eprintln!("the backend cannot be used here: {error}");
-                return ExitCode::FAILURE;
-            }
+    let plan = Plan {
+        limit,
+        ..Plan::new(device.clone(), modes, make)
+    };
+    plan.run()
+}
+
+/// How a whole test binary runs the suite, where [`run`], [`run_on`] and [`run_limited`] are not enough.
+pub struct Plan {
+    /// Rank 0's device (see [`device_of`]).
+    pub device: Device,
+    /// The suite runs in each.
+    pub modes: Vec<Mode>,
+    /// Makes groups of the backend under test.
+    pub make: MakeOn,
+    /// How many ranks can run.
+    pub limit: Limit,
+    /// Ranks are dear to start: the cases that leave their group as they found it ([`Case::shares`]) run on one set of ranks
+    /// per world, world after world and before all others.
+    pub lasting: bool,
+    /// How many cases run at once unless `--test-threads` says it; `None` is one per core. More, where starting mostly sleeps.
+    pub at_once: Option<usize>,
+}
+
+impl Plan {
+    /// New ranks for each case, one case per core at once, no limit.
+    pub fn new(device: Device, modes: &[Mode], make: MakeOn) -> Self {
+        Self {
+            device,
+            modes: modes.to_vec(),
+            make,
+            limit: Limit::NONE,
+            lasting: false,
+            at_once: None,
         }
     }
-    libtest_mimic::run(&arguments, trials).exit_code()
+
+    fn harness(&self, mode: Mode) -> Result<Arc<dyn Harness>> {
+        Ok(match mode {
+            Mode::Threads => {
+                let threads = Threads::new(self.device.clone(), self.make.clone())?;
+                Arc::new(if self.lasting { threads.lasting() } else { threads })
+            }
+            Mode::Processes => {
+                let processes = Processes::new(&self.device, &self.make)?;
+                Arc::new(if self.lasting {
+                    processes.lasting()
+                } else {
+                    processes
+                })
+            }
+        })
+    }
+
+    /// The whole test binary. First thing in `main`: process ranks begin here.
+    pub fn run(self) -> ExitCode {
+        if let Ok(name) = std::env::var(CASE) {
+            return match child(&name, &self.device, &self.make) {
+                Ok(()) => ExitCode::SUCCESS,
+                Err(failure) => {
+                    eprintln!("{failure}");
+                    ExitCode::FAILURE
+                }
+            };
+        }
+        let mut arguments = Arguments::from_args();
+        arguments.test_threads = arguments.test_threads.or(self.at_once);
+        let mut cases = cases();
+        if self.lasting {
+            // Of those with ranks of their own the largest first: they take longest.
+            cases.sort_by_key(|case| {
+                (
+                    !case.shares,
+                    if case.shares {
+                        case.world
+                    } else {
+                        u32::MAX - case.world
+                    },
+                )
+            });
+        }
+        let mut trials = Vec::new();
+        for mode in &self.modes {
+            match self.harness(*mode) {
+                Ok(harness) => trials.extend(suite_of(cases.clone(), harness, self.limit)),
+                Err(error) => {
+                    eprintln!("the backend cannot be used here: {error}");
+                    return ExitCode::FAILURE;
+                }
+            }
+        }
+        libtest_mimic::run(&arguments, trials).exit_code()
+    }
 }

@@ -17,6 +17,8 @@
 //! A backend of another device kind calls [`run_on`]: the same cases, whose tensors are then allocated, filled and read through
 //! that kind's [`ftcore::Accelerator`].
 //!
+//! Where ranks take long to start, [`Plan::lasting`] lets the cases that leave their group as they found it share one.
+//!
 //! Names are `mode::area::case::worldN`, so `threads::` or `processes::all_reduce` as a filter gives one row or one part.
 
 #[macro_use]
@@ -26,7 +28,10 @@ mod barriers;
 mod case;
 mod failures;
 mod harness;
+mod lasting;
+mod lent;
 mod lifetime;
+mod living;
 mod messages;
 mod mismatch;
 mod movement;
@@ -38,7 +43,8 @@ mod streams;
 pub use case::{Case, Needs, Rank, cases};
 pub use failure::{Failure, Outcome};
 pub use harness::{
-    Harness, Limit, MakeGroup, MakeOn, Mode, Processes, Threads, device_of, run, run_limited, run_on, suite,
+    Harness, Limit, MakeGroup, MakeOn, Mode, Plan, Processes, Threads, device_of, run, run_limited, run_on,
+    suite,
 };
 
 /// Element counts that every operation is tried with: empty, odd, around vector widths, beyond one piece.

@@ -22,15 +22,17 @@ pub(crate) fn cases() -> Vec<Case> {
                 world,
                 &both,
                 many,
-            ),
+            )
+            .sharing(),
             Case::new(
                 "lifetime::a_dropped_work_is_detached",
                 world,
                 &[reduce],
                 dropped_work,
-            ),
-            Case::new("lifetime::results_are_taken_once", world, &[reduce], taken_once),
-            Case::new("lifetime::callbacks_run_once_each", world, &[reduce], callbacks),
+            )
+            .sharing(),
+            Case::new("lifetime::results_are_taken_once", world, &[reduce], taken_once).sharing(),
+            Case::new("lifetime::callbacks_run_once_each", world, &[reduce], callbacks).sharing(),
             // A library of which a process can hold one rank only promises no second group beside the first either.
             Case::new(
                 "lifetime::several_groups_at_once_from_threads",
@@ -50,8 +52,8 @@ pub(crate) fn cases() -> Vec<Case> {
                 &[reduce],
                 leave_early,
             ),
-            Case::new("lifetime::split_by_colour_and_key", world, &split, splits),
-            Case::new("lifetime::traffic_is_counted", world, &[reduce], traffic),
+            Case::new("lifetime::split_by_colour_and_key", world, &split, splits).sharing(),
+            Case::new("lifetime::traffic_is_counted", world, &[reduce], traffic).sharing(),
         ]);
     }
     for world in [2, 3] {

@@ -48,7 +48,7 @@ pub(crate) fn cases() -> Vec<Case> {
             canonical_bools,
         ));
     }
-    all
+    all.into_iter().map(Case::sharing).collect()
 }
 
 /// Part lengths that differ between ranks, some of them zero.

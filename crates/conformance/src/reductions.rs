@@ -109,7 +109,7 @@ pub(crate) fn cases() -> Vec<Case> {
             contributors_elsewhere,
         ));
     }
-    all
+    all.into_iter().map(Case::sharing).collect()
 }
 
 fn dtypes(capabilities: &Capabilities, op: ReduceOp) -> Vec<DType> {

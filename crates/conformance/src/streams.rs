@@ -32,11 +32,12 @@ pub(crate) fn cases() -> Vec<Case> {
             other_threads,
         ));
     }
+    let ordered = [reduce.as_slice(), &[Needs::WaitOn]].concat();
     for world in 2..=4 {
         all.push(Case::new(
             "streams::l09_wait_on_holds_a_stream_until_the_others_are_there",
             world,
-            &reduce,
+            &ordered,
             wait_on,
         ));
     }

@@ -6,14 +6,19 @@
 //! gradients that were kept; a replica that healed in it follows along without counting.
 
 mod buckets;
+mod feedback;
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Replica, State};
 
 use buckets::BucketPlan;
 pub use buckets::{Sink, Slot};
+use feedback::{Feedback, Whole};
+use quant::ErrorFeedback;
 
 /// How gradients travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,6 +71,7 @@ pub struct Ddp<R> {
     replica: R,
     config: DdpConfig,
     plan: Option<BucketPlan>,
+    feedback: Feedback,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
 }
 
@@ -82,8 +88,34 @@ impl<R: Replica> Ddp<R> {
             replica,
             config,
             plan: None,
+            feedback: Feedback::default(),
             on_reduce: None,
         })
+    }
+
+    /// Lets the steps keep and pay what `debts`, those of the quantised group under the replica, owe: they are part of the
+    /// state that heals from then on. All replicas of a run do so, or none. Call it before the first step.
+    #[must_use]
+    pub fn with_error_feedback(mut self, debts: Arc<ErrorFeedback>) -> Self {
+        self.feedback = Feedback::new(debts);
+        self
+    }
+
+    /// `state` and what is owed, for a checkpoint on disk between two steps. Errors: those of `state`.
+    pub fn save(&self, state: &mut dyn State) -> Result<StateDict> {
+        let mut out = StateDict::new();
+        let feedback = &self.feedback;
+        let own = true;
+        Whole { state, feedback, own }.save(&mut out)?;
+        Ok(out)
+    }
+
+    /// Takes over what [`save`](Self::save) gave on this replica, before the first step; the [`Replica`] must stand at the same step
+    /// (`Manager::restore`). Errors: those of `state`; `InvalidArgument` for debts that are none.
+    pub fn restore(&self, from: &StateDict, state: &mut dyn State) -> Result<()> {
+        let feedback = &self.feedback;
+        let own = true;
+        Whole { state, feedback, own }.load(from)
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
@@ -192,11 +224,17 @@ impl<R: Replica> Ddp<R> {
         let mut healed = None;
         let mut kept: Option<Vec<Tensor>> = None;
         loop {
-            let participation = self.replica.start_quorum(state, deadline)?;
+            let mut whole = Whole {
+                state,
+                feedback: &self.feedback,
+                own: false,
+            };
+            let participation = self.replica.start_quorum(&mut whole, deadline)?;
             if participation.healed.is_some() {
                 healed = participation.healed.clone();
             }
             let closing = closing || self.config.steps.is_some_and(|n| participation.step >= n);
+            self.feedback.begin();
             let works = match &kept {
                 _ if closing => Vec::new(),
                 Some(buckets) => buckets
@@ -228,6 +266,7 @@ impl<R: Replica> Ddp<R> {
                 Err(e) if e.is_retryable() => false,
                 Err(e) => return Err(e),
             };
+            self.feedback.end(committed);
             if committed {
                 let (averages, contributors) = averages.ok_or_else(|| {
                     Error::new(

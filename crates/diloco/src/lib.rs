@@ -8,6 +8,7 @@
 //! is LocalSGD ([`DilocoConfig::local_sgd`]). Eager updates (arXiv 2502.12996) are [`DilocoConfig::eager`].
 
 mod config;
+mod feedback;
 mod fragment;
 pub mod optim;
 mod params;

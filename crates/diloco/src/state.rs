@@ -4,6 +4,7 @@ use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
 use manager::State;
 
+use crate::feedback::Feedback;
 use crate::optim::Optimizer;
 use crate::{FragmentPlan, Parameters};
 
@@ -17,32 +18,46 @@ pub(crate) struct Fragment {
     pub(crate) base: Option<Vec<Vec<f32>>>,
 }
 
-/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round,
-/// and whatever the training loop adds.
+/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round, what
+/// error feedback owes, and whatever the training loop adds.
 pub(crate) struct Whole<'a, P> {
     pub(crate) params: &'a mut P,
     pub(crate) plan: &'a FragmentPlan,
     pub(crate) fragments: &'a mut [Fragment],
     pub(crate) count: &'a mut u64,
+    pub(crate) feedback: &'a Feedback,
+    /// Values per all-reduce: debts are kept by all-reduce.
+    pub(crate) bucket_elements: usize,
+    /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
+    pub(crate) own: bool,
     pub(crate) inner: &'a mut dyn State,
 }
 
 const LAYOUT: &str = "diloco.layout";
 
-/// Which parameters are in which fragment, and whether updates are eager, in words that are compared.
-fn layout<P: Parameters>(params: &P, plan: &FragmentPlan, fragments: &[Fragment]) -> String {
-    let parts: Vec<String> = (0..plan.len())
-        .map(|f| {
-            let members: Vec<String> = plan
-                .members(f)
-                .iter()
-                .map(|&i| format!("{}[{}]", params.name(i), params.count(i)))
-                .collect();
-            members.join(" ")
-        })
-        .collect();
-    let eager = fragments.iter().any(|f| f.base.is_some());
-    format!("{} {}", if eager { "eager" } else { "plain" }, parts.join(" | "))
+impl<P: Parameters> Whole<'_, P> {
+    /// Which parameters are in which fragment, whether updates are eager and errors fed back, in words that are compared.
+    fn layout(&self) -> String {
+        let parts: Vec<String> = (0..self.plan.len())
+            .map(|f| {
+                let members: Vec<String> = self
+                    .plan
+                    .members(f)
+                    .iter()
+                    .map(|&i| format!("{}[{}]", self.params.name(i), self.params.count(i)))
+                    .collect();
+                members.join(" ")
+            })
+            .collect();
+        let eager = self.fragments.iter().any(|f| f.base.is_some());
+        let updates = if eager { "eager" } else { "plain" };
+        let feedback = if self.feedback.is_on() {
+            format!("error-feedback-per-{}", self.bucket_elements)
+        } else {
+            "no-error-feedback".to_string()
+        };
+        format!("{updates} {feedback} {}", parts.join(" | "))
+    }
 }
 
 /// The first place where two layouts differ, in words.
@@ -64,7 +79,7 @@ fn layout_difference(own: &str, theirs: &str) -> String {
 
 impl<P: Parameters> State for Whole<'_, P> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
-        out.set_metadata(LAYOUT, layout(self.params, self.plan, self.fragments));
+        out.set_metadata(LAYOUT, self.layout());
         out.insert_i64s("diloco/count", &[i64::try_from(*self.count).unwrap_or(i64::MAX)])?;
         for i in 0..self.params.len() {
             let mut saved = Ok(());
@@ -83,17 +98,18 @@ impl<P: Parameters> State for Whole<'_, P> {
             }
             fragment.optimizer.save(&format!("outer.{f}"), out)?;
         }
+        self.feedback.save(out)?;
         self.inner.save(out)
     }
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
         // Everything is checked and read before anything is written, so that a bad state changes nothing.
-        let own = layout(self.params, self.plan, self.fragments);
+        let own = self.layout();
         let theirs = from.metadata().get(LAYOUT).map_or("", String::as_str);
         if own != theirs {
             return Err(Error::invalid(format!(
                 "the source's parameters or fragments are not laid out like this replica's: {}. All replicas of a run \
-                 need the same model and fragments",
+                 need the same model, fragments and error feedback",
                 layout_difference(&own, theirs)
             )));
         }
@@ -127,6 +143,7 @@ impl<P: Parameters> State for Whole<'_, P> {
             });
             bases.push(base.transpose()?);
         }
+        self.feedback.load(from, self.own)?;
         self.inner.load(from)?;
         for (i, values) in locals.iter().enumerate() {
             self.params.write(i, &mut |p| p.copy_from_slice(values))?;

@@ -9,16 +9,26 @@
 //! With *eager updates* (arXiv 2502.12996) a round is begun where the one before it is finished, and overlaps with all inner
 //! steps up to the next: see [`DilocoConfig::eager`] for what the local parameters are meanwhile.
 //!
+//! What a quantised group owes of earlier rounds (`feedback`) follows the rounds: a commit keeps what the round changed, anything
+//! else forgets it.
+//!
 //! Step 0 is the initial synchronisation: no data moves but the state of one replica, so that all start bitwise equal.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
+use quant::ErrorFeedback;
 
+use crate::feedback::Feedback;
 use crate::optim::Optimizer;
 use crate::state::{Fragment, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters, parameters_hash};
+
+mod resume;
+
+use resume::Resumed;
 
 /// What a finished round was like.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -55,9 +65,11 @@ pub struct Diloco<R, P> {
     config: DilocoConfig,
     plan: FragmentPlan,
     fragments: Vec<Fragment>,
+    feedback: Feedback,
     /// Inner steps made in the current round.
     count: u64,
     round: Option<Round>,
+    resumed: Option<Resumed>,
     closing: bool,
     healed: Option<Healed>,
     sync: Duration,
@@ -96,14 +108,24 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             config,
             plan,
             fragments,
+            feedback: Feedback::default(),
             count: 0,
             round: None,
+            resumed: None,
             closing: false,
             healed: None,
             sync: Duration::ZERO,
             failed_attempts: 0,
             on_reduce: None,
         })
+    }
+
+    /// Lets the rounds keep and pay what `debts`, those of the quantised group under the replica, owe: they are part of the
+    /// state from then on. All replicas of a run do so, or none. Call it before `begin`.
+    #[must_use]
+    pub fn with_error_feedback(mut self, debts: Arc<ErrorFeedback>) -> Self {
+        self.feedback = Feedback::new(debts);
+        self
     }
 
     /// The parameters.
@@ -175,10 +197,37 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Ok(result)
     }
 
-    /// Joins the job: the initial synchronisation of a new one, or healing into a running one. Call once, before the
-    /// first inner step. Returns the committed rounds (several if this replica healed and had no inner steps to make).
+    /// The number of the fragment of round `step`.
+    fn fragment_at(&self, step: i64) -> usize {
+        usize::try_from(step - 1).unwrap_or(0) % self.plan.len().max(1)
+    }
+
+    fn whole<'a>(&'a mut self, inner: &'a mut dyn State, own: bool) -> Whole<'a, P> {
+        Whole {
+            params: &mut self.params,
+            plan: &self.plan,
+            fragments: &mut self.fragments,
+            count: &mut self.count,
+            feedback: &self.feedback,
+            bucket_elements: self.config.bucket_elements,
+            own,
+            inner,
+        }
+    }
+
+    /// Joins the job: the initial synchronisation of a new one, healing into a running one, or the place where a restored one
+    /// was stopped. Call once, before the first inner step. Returns the committed rounds (several if this replica healed and
+    /// had no inner steps to make).
     pub fn begin(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
-        self.begin_round(inner)?;
+        match self.resumed.take() {
+            Some(Resumed { gradient: Some(kept) }) => {
+                let step = self.step();
+                let participation = self.quorum(inner, deadline_in(self.config.round_timeout))?;
+                self.send(participation, Some((step, kept)))?;
+            }
+            Some(_) if self.step() > 0 => return Ok(Vec::new()),
+            _ => self.begin_round(inner)?,
+        }
         let mut reports = Vec::new();
         while self.is_due() {
             reports.push(self.finish_round(inner)?);
@@ -265,6 +314,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             plan: &self.plan,
             fragments: &mut self.fragments,
             count: &mut self.count,
+            feedback: &self.feedback,
+            bucket_elements: self.config.bucket_elements,
+            own: false,
             inner,
         };
         let participation = self.replica.start_quorum(&mut whole, deadline)?;
@@ -294,11 +346,12 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             });
             return Ok(());
         }
-        let fragment = usize::try_from(step - 1).unwrap_or(0) % self.plan.len();
+        let fragment = self.fragment_at(step);
         let (gradient, is_new) = match kept {
             Some((of, g)) if step == of && participation.healed.is_none() && !g.is_empty() => (g, false),
             _ => (self.outer_gradient(fragment)?, true),
         };
+        self.feedback.begin(fragment);
         let works = gradient
             .chunks(self.config.bucket_elements)
             .map(|bucket| {
@@ -374,6 +427,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 Err(e) if e.is_retryable() => false,
                 Err(e) => return Err(e),
             };
+            self.feedback.end(committed);
             self.sync += begun.elapsed();
             match (committed, mean) {
                 (true, Some((mean, contributors))) => {

@@ -7,6 +7,7 @@
 
 mod capability;
 mod collective;
+mod crossing;
 mod deadline;
 mod device;
 mod dtype;
@@ -25,6 +26,7 @@ mod validate;
 mod work;
 
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
+pub use crossing::{Crossing, StaticCrossing, crossing};
 pub use collective::{Collective, Fingerprint, OpKind};
 pub use deadline::{deadline_in, time_left};
 pub use device::{

@@ -1,64 +1,149 @@
-//! How tensors and events of a device kind get into a child process and back: the seam for device memory.
+//! How tensors get to a child process and back.
 //!
 //! Host memory crosses in shared memory, and its events are trivial: work on the CPU is done before a call returns, so an
-//! event that is not reached yet is waited for *before* the inputs are read (L09: elsewhere an event that does not really
-//! cross is silently empty, and the order is lost). A device kind that is to cross brings both halves: memory by the
-//! driver's IPC handles, and events by the driver's inter-process events; one without the other is not enough.
+//! event that is not reached yet is waited for *before* the inputs are read. Device memory crosses where a crate brings both halves
+//! for the kind ([`ftcore::Crossing`]): operations then work on device memory that both processes have open, the inputs are copied
+//! there on the device in the order of the caller's stream, and the event behind those copies crosses with the operation, so that
+//! nobody's host waits (L09: elsewhere an event that does not really cross is silently empty). Results are copied back once the
+//! child says that they are there: a stream of this process never waits for an event of a child, which may be killed.
+//! Where device memory cannot cross, the tensors are staged through host memory on both sides, and a note says why.
 
-use std::time::Instant;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use ftcore::{Device, DeviceKind, Error, Event, Result, Stream, Tensor};
+use ftcore::{
+    Accelerator, Crossing, Device, Error, Event, ProcessGroup, Result, Staged, Stream, Tensor, accelerator,
+    crossing, deadline_in,
+};
 
-/// What a device kind needs to cross. For device memory implemented by the crate that knows the driver.
-///
-/// Contract: an imported tensor is the exporter's memory, not a copy; the exporter keeps it until the child has reported the
-/// end of the operation or is gone (INV-8). An imported event is reached when, and only when, the exported one is. What
-/// cannot be exported is `Unsupported` with the reason, never an empty handle.
-pub trait Crossing: Send + Sync {
-    /// The device kind.
-    fn kind(&self) -> DeviceKind;
-    /// In the parent: a handle by which another process of this host can open the tensor's memory.
-    fn export(&self, tensor: &Tensor) -> Result<Vec<u8>>;
-    /// In the child: the memory of a handle.
-    fn import(&self, handle: &[u8]) -> Result<Tensor>;
-    /// A handle of an event.
-    fn export_event(&self, event: &dyn Event) -> Result<Vec<u8>>;
-    /// In the other process: the event of a handle.
-    fn import_event(&self, handle: &[u8]) -> Result<std::sync::Arc<dyn Event>>;
+use crate::group::IsolatedGroup;
+use crate::options::IsolateOptions;
+use crate::pool::Region;
+
+/// How long copies on the device may take that nothing holds up.
+const COPY_LIMIT: Duration = Duration::from_secs(10);
+
+/// How tensors get to the child.
+#[derive(Clone, Default)]
+pub(crate) enum Mode {
+    /// Host tensors, in shared memory.
+    #[default]
+    Host,
+    /// Device tensors, in device memory that both processes have open.
+    Shared(Arc<Shared>),
+    /// Host tensors, which the child copies to its device and back.
+    Landed,
 }
 
-/// A crossing that is linked in. Submit one with `ftcore::inventory::submit!`.
-pub struct StaticCrossing {
-    /// The device kind's name.
-    pub kind: &'static str,
-    /// Makes it.
-    pub make: fn() -> std::sync::Arc<dyn Crossing>,
+/// What the parent needs for device memory.
+pub(crate) struct Shared {
+    pub(crate) crossing: Arc<dyn Crossing>,
+    pub(crate) device: Device,
+    accelerator: Arc<dyn Accelerator>,
+    /// Streams for copies of inputs, each with the last event on it: one per operation whose stream has not got there yet.
+    outgoing: Mutex<Vec<(Arc<dyn Stream>, Arc<dyn Event>)>>,
+    /// For copies of results: it never waits for anything else.
+    incoming: Arc<dyn Stream>,
+    /// Memory that the child opens before anything else, to find out whether it can.
+    probe: (Tensor, Vec<u8>),
 }
 
-ftcore::inventory::collect!(StaticCrossing);
+/// The probe's size: one page.
+pub(crate) const PROBE: usize = 4096;
 
-/// `Unsupported` with the reason if tensors of `device` cannot cross into a child process.
-pub(crate) fn require(device: &Device) -> Result<()> {
-    if device.is_cpu() {
-        return Ok(());
+impl Shared {
+    /// Errors: why memory of `device` cannot cross, as far as this process can tell.
+    fn new(device: &Device) -> Result<Self> {
+        let crossing = crossing(&device.kind).ok_or_else(|| {
+            Error::unsupported(format!(
+                "no crate in this program can pass memory and events of {} between processes",
+                device.kind
+            ))
+        })?;
+        let accelerator = accelerator(&device.kind)?;
+        let incoming = accelerator.new_stream(device.index, true)?;
+        let probe = crossing.create(device.index, PROBE)?;
+        // Events are exported apart from memory.
+        drop(crossing.mark(&*incoming)?);
+        Ok(Self {
+            crossing,
+            device: device.clone(),
+            accelerator,
+            outgoing: Mutex::default(),
+            incoming,
+            probe,
+        })
     }
-    let known = ftcore::inventory::iter::<StaticCrossing>
-        .into_iter()
-        .any(|c| c.kind == device.kind.name());
-    Err(Error::unsupported(if known {
-        format!(
-            "memory of {device} can cross between processes, but isolated groups carry host memory only in this version"
-        )
-    } else {
-        format!(
-            "isolated groups carry host memory; for {} no crate in this program can pass memory and events between \
-             processes. Stage through host memory, or use the backend directly",
-            device.kind
-        )
-    }))
+
+    pub(crate) fn probe(&self) -> &[u8] {
+        &self.probe.1
+    }
+
+    /// A stream on which nothing is left to do.
+    pub(crate) fn stream(&self) -> Result<Arc<dyn Stream>> {
+        let mut streams = self.outgoing.lock().unwrap_or_else(PoisonError::into_inner);
+        let free = streams.iter().position(|(_, last)| last.query().unwrap_or(false));
+        match free.map(|at| streams.swap_remove(at)) {
+            Some((stream, _)) => Ok(stream),
+            None => self.accelerator.new_stream(self.device.index, true),
+        }
+    }
+
+    /// Takes the stream back, to be used again after `last`.
+    pub(crate) fn give_back(&self, stream: Arc<dyn Stream>, last: Arc<dyn Event>) {
+        let mut streams = self.outgoing.lock().unwrap_or_else(PoisonError::into_inner);
+        streams.push((stream, last));
+    }
+
+    /// A region as a tensor like `tensor`, for a copy on the device.
+    pub(crate) fn view(&self, region: &Region, tensor: &Tensor) -> Result<Tensor> {
+        let whole = region.segment.device_memory()?;
+        let shape = [tensor.count()];
+        self.crossing
+            .part(whole, region.offset, tensor.dtype(), &shape, Box::new(()))
+    }
+
+    /// Copies results back: from regions into tensors. They are there when this returns.
+    pub(crate) fn bring_back(&self, list: &mut [(&Region, &mut Tensor)]) -> Result<()> {
+        for (region, tensor) in list.iter_mut() {
+            let from = self.view(region, tensor)?;
+            self.crossing.copy(&from, tensor, &*self.incoming)?;
+        }
+        self.incoming.synchronize(deadline_in(COPY_LIMIT))
+    }
 }
 
-/// Orders an operation after the present end of `stream`, before its inputs are read.
+impl Mode {
+    /// For tensors on `device`, without staging. Errors: why not.
+    pub(crate) fn direct(device: &Device) -> Result<Self> {
+        if device.is_cpu() {
+            return Ok(Self::Host);
+        }
+        Shared::new(device).map(|shared| Self::Shared(Arc::new(shared)))
+    }
+}
+
+/// An isolated group, whatever its device: with device memory that crosses, where it can, otherwise staged through host memory on
+/// both sides; a note `crossing` in its capabilities says which, and why.
+///
+/// Errors: as [`IsolatedGroup::new`].
+pub fn open(options: IsolateOptions) -> Result<Box<dyn ProcessGroup>> {
+    if options.device.is_cpu() {
+        return Ok(Box::new(IsolatedGroup::new(options)?));
+    }
+    let why = match IsolatedGroup::new(options.clone()) {
+        Ok(group) => return Ok(Box::new(group)),
+        Err(why) => why,
+    };
+    let (device, timeout) = (options.device.clone(), options.options.timeout);
+    let backend = options.backend.clone();
+    // What is wrong with more than the crossing fails here too, with the same words.
+    let inner = IsolatedGroup::with(options, Mode::Landed, Some(&why))?;
+    tracing::warn!(backend, %device, %why, "tensors of an isolated group are staged through host memory");
+    Ok(Box::new(Staged::new(Arc::new(inner), &device, timeout)?))
+}
+
+/// Orders an operation on host memory after the present end of `stream`, before its inputs are read.
 pub(crate) fn order_after(stream: &dyn Stream, deadline: Instant) -> Result<()> {
     if !stream.device().is_cpu() {
         return Err(Error::unsupported(format!(
@@ -71,5 +156,33 @@ pub(crate) fn order_after(stream: &dyn Stream, deadline: Instant) -> Result<()> 
         Ok(())
     } else {
         event.synchronize(deadline)
+    }
+}
+
+/// In the child: the point of a stream in the parent after which the inputs are there, as a stream that has come to it.
+pub(crate) struct Arrival {
+    pub(crate) device: Device,
+    pub(crate) event: Arc<dyn Event>,
+}
+
+impl Stream for Arrival {
+    fn device(&self) -> Device {
+        self.device.clone()
+    }
+
+    fn record(&self) -> Result<Arc<dyn Event>> {
+        Ok(self.event.clone())
+    }
+
+    fn wait(&self, _event: &dyn Event) -> Result<()> {
+        Err(Error::unsupported("nothing can be enqueued on a stream of another process"))
+    }
+
+    fn query(&self) -> Result<bool> {
+        self.event.query()
+    }
+
+    fn synchronize(&self, deadline: Instant) -> Result<()> {
+        self.event.synchronize(deadline)
     }
 }

@@ -5,9 +5,10 @@ use std::sync::Arc;
 use ftcore::registry::{Backend, BackendFactory};
 use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
 
+use crate::crossing::{Mode, open};
 use crate::group::isolated;
 use crate::options::IsolateOptions;
-use crate::{IsolatedGroup, child};
+use crate::child;
 
 /// Makes isolated groups of one backend.
 pub struct IsolatedFactory {
@@ -46,7 +47,7 @@ impl BackendFactory for IsolatedFactory {
         if child::is_child() {
             self.inner.factory.capabilities()
         } else {
-            isolated(self.inner.factory.capabilities())
+            isolated(self.inner.factory.capabilities(), &Mode::Host, None)
         }
     }
 
@@ -58,11 +59,11 @@ impl BackendFactory for IsolatedFactory {
         if child::is_child() {
             return self.inner.factory.create(device, options);
         }
-        Ok(Box::new(IsolatedGroup::new(IsolateOptions {
+        open(IsolateOptions {
             backend: self.inner.name.clone(),
             device: device.clone(),
             options: options.clone(),
             ..self.template.clone()
-        })?))
+        })
     }
 }

@@ -13,17 +13,19 @@ use ftcore::{
     work_pair,
 };
 
+use crate::crossing::Mode;
 use crate::front::Front;
 use crate::link::Link;
 use crate::nursery;
 use crate::options::IsolateOptions;
 use crate::peers::{self, Peers};
-use crate::pending::{Pending, Slot};
-use crate::pool::{Pool, Segment};
+use crate::pending::Pending;
+use crate::pool::Pool;
 use crate::spare::Spare;
+use crate::staging::stage;
 use crate::wire::frames::{Order, Settled, submit};
-use crate::wire::op::{Place, flows, put};
-use crate::{child, clock, crossing};
+use crate::wire::op::put;
+use crate::{child, clock};
 
 /// What a backend gets to tell the other ranks of an abort before SIGKILL. INV-2 gives 100 ms in all.
 const LAST_WORDS: Duration = Duration::from_millis(60);
@@ -93,7 +95,12 @@ impl IsolatedGroup {
     /// `Unsupported` for a device whose memory cannot cross; `Timeout` if the child's program does not serve; `Unavailable`
     /// if it cannot be started or ends.
     pub fn new(options: IsolateOptions) -> Result<Self> {
-        crossing::require(&options.device)?;
+        let mode = Mode::direct(&options.device)?;
+        Self::with(options, mode, None)
+    }
+
+    /// `why`: device memory does not cross, so that tensors are staged.
+    pub(crate) fn with(options: IsolateOptions, mode: Mode, why: Option<&Error>) -> Result<Self> {
         if child::is_child() {
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -101,13 +108,13 @@ impl IsolatedGroup {
                  isolate::run_child_if_asked() before anything else",
             ));
         }
-        let pool = Arc::new(Pool::default());
+        let pool = Arc::new(Pool::new(mode));
         let started = nursery::start(&options, &pool, deadline_in(options.start_timeout))?;
         let inner = started.capabilities;
         let core = Arc::new(Core {
             reuses: inner.has(Feature::Reconfigure),
             tells: inner.has(Feature::Abort),
-            capabilities: isolated(inner),
+            capabilities: isolated(inner, pool.mode(), why),
             library: started.library,
             pool,
             spare: Arc::default(),
@@ -156,7 +163,7 @@ impl IsolatedGroup {
 }
 
 /// What a backend offers when it is isolated: abort and reconfigure whatever it can by itself.
-pub(crate) fn isolated(inner: Capabilities) -> Capabilities {
+pub(crate) fn isolated(inner: Capabilities, mode: &Mode, why: Option<&Error>) -> Capabilities {
     let mut capabilities = inner;
     capabilities.features = capabilities
         .features
@@ -164,7 +171,17 @@ pub(crate) fn isolated(inner: Capabilities) -> Capabilities {
         .with(Feature::Reconfigure)
         .with(Feature::ThreadRanks)
         .with(Feature::Borrow);
-    capabilities.devices.retain(|d| d == "cpu");
+    if let Mode::Shared(shared) = mode {
+        capabilities.features = capabilities.features.without(Feature::Borrow);
+        capabilities.devices = vec![shared.device.kind.name().to_string().into()];
+        let note = "inputs and results are copied on the device, to and from memory that the child has open";
+        capabilities.notes.push(("crossing".into(), note.into()));
+        let note = "waits on the host for the whole operation: a stream must not wait for a process that may be killed";
+        capabilities.notes.push(("wait_on".into(), note.into()));
+    } else if let Some(why) = why {
+        let note = format!("staged through host memory on both sides, because memory cannot cross: {why}");
+        capabilities.notes.push(("crossing".into(), note.into()));
+    }
     capabilities
         .notes
         .push(("*".into(), "runs in a child process; abort ends it".into()));
@@ -214,48 +231,6 @@ impl Handle {
         }
     }
 
-    /// Puts the tensors where the child sees them. Errors give them back.
-    fn stage(&self, op: &Collective, rank: u32) -> Result<Staged> {
-        let mut places = Vec::new();
-        let mut stagings = Vec::new();
-        let mut segments: Vec<Arc<Segment>> = Vec::new();
-        for (tensor, flow) in op.tensors().into_iter().zip(flows(op, rank)) {
-            let mut place = Place {
-                segment: 0,
-                offset: 0,
-                dtype: tensor.dtype(),
-                count: tensor.count() as u64,
-            };
-            let bytes = tensor.byte_len();
-            let mut staging = Staging::Nothing;
-            if bytes > 0 {
-                let (segment, offset) = match self.core.pool.locate(tensor) {
-                    Some(at) => {
-                        staging = Staging::Direct;
-                        at
-                    }
-                    None => {
-                        let region = self.core.pool.take(bytes)?;
-                        if flow.read {
-                            region.segment.mapping.copy_in(region.offset, tensor.bytes())?;
-                        }
-                        let at = (region.segment.clone(), region.offset);
-                        staging = Staging::Copy(region, flow.written);
-                        at
-                    }
-                };
-                place.segment = segment.id;
-                place.offset = offset as u64;
-                if !segments.iter().any(|s| s.id == segment.id) {
-                    segments.push(segment);
-                }
-            }
-            places.push(place);
-            stagings.push(staging);
-        }
-        Ok((places, stagings, segments))
-    }
-
     /// Blocking: the caller itself takes the child's report, if no other caller does so already.
     fn execute(self: &Arc<Self>, op: Checked, options: &SubmitOptions) -> Result<Completion, Box<Failed>> {
         let link = self.lock().link.clone();
@@ -289,25 +264,25 @@ impl Handle {
             let error = error.with_op(kind.name());
             Err(Box::new(Rejected { error, op }))
         };
-        let ordered = options
-            .stream
-            .as_ref()
-            .map_or(Ok(()), |s| crossing::order_after(&**s, deadline));
-        if let Err(error) = ordered {
-            return refuse(error, op);
-        }
         let (link, rank, epoch) = match self.ready() {
             Ok(ready) => ready,
             Err(error) => return refuse(error, op),
         };
-        let (places, stagings, segments) = match self.stage(&op, rank) {
+        let staged = match stage(&self.core.pool, &op, rank, options.stream.as_ref(), deadline) {
             Ok(staged) => staged,
-            Err(error) => return refuse(error.with_rank(rank).with_epoch(epoch), op),
+            Err(unstaged) if unstaged.touched => {
+                return Ok(failed(op, deadline, unstaged.error.with_rank(rank).with_epoch(epoch)));
+            }
+            Err(unstaged) => return refuse(unstaged.error.with_rank(rank).with_epoch(epoch), op),
         };
         let express = express.is_some_and(|e| Arc::ptr_eq(e, &link));
-        let mut frame = submit(self.number, options.contribute, express, deadline);
-        if let Err(error) = put(&mut frame, &op, &mut places.into_iter()) {
-            return refuse(error, op);
+        let arrival = staged.copied.as_ref().map(|(_, _, handle)| handle.as_slice());
+        let mut frame = submit(self.number, options.contribute, express, deadline, arrival);
+        if let Err(error) = put(&mut frame, &op, &mut staged.places.iter().copied()) {
+            return match staged.settle(deadline) {
+                true => refuse(error, op),
+                false => Ok(failed(op, deadline, error)),
+            };
         }
         let weak: Weak<Self> = Arc::downgrade(self);
         let (work, completer) = work_pair(kind, deadline, move |reason| {
@@ -316,23 +291,7 @@ impl Handle {
             }
         });
         let seq = (!kind.is_p2p()).then(|| self.front.seq.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
-        let slots = op
-            .into_tensors()
-            .into_iter()
-            .zip(stagings)
-            .map(|(tensor, staging)| match staging {
-                Staging::Direct => Slot::Direct(tensor),
-                Staging::Nothing => Slot::Staged {
-                    tensor,
-                    region: None,
-                    written: false,
-                },
-                Staging::Copy(region, written) => Slot::Staged {
-                    tensor,
-                    region: Some(region),
-                    written,
-                },
-            });
+        let slots = op.into_tensors().into_iter().zip(staged.stagings);
         let pending = Pending {
             group: self.number,
             kind,
@@ -341,10 +300,11 @@ impl Handle {
             epoch,
             submitted: Instant::now(),
             deadline,
-            slots: slots.collect(),
+            slots: slots.map(|(tensor, staging)| staging.slot(tensor)).collect(),
+            copied: staged.copied.map(|(shared, event, _)| (shared, event)),
             completer,
         };
-        match link.submit(pending, &segments, |id| frame.numbered(id).finish()) {
+        match link.submit(pending, &staged.segments, |id| frame.numbered(id).finish()) {
             Ok(()) => Ok(work),
             Err(refused) => {
                 // The child ended between the check above and here: the operation fails as all others did.
@@ -636,14 +596,15 @@ impl Handle {
     }
 }
 
-/// Where the tensors of an operation lie, how they got there, and in which segments.
-type Staged = (Vec<Place>, Vec<Staging>, Vec<Arc<Segment>>);
-
-/// How one tensor gets to the child.
-enum Staging {
-    Nothing,
-    Direct,
-    Copy(crate::pool::Region, bool),
+/// An operation that failed before it reached the child, with copies under way that nobody can take back (INV-8).
+fn failed(op: Collective, deadline: Instant, error: Error) -> Work {
+    let kind = op.kind();
+    for tensor in op.into_tensors() {
+        tensor.leak("a copy from it did not end");
+    }
+    let (work, completer) = work_pair(kind, deadline, |_| {});
+    completer.fail(error.with_op(kind.name()), Vec::new());
+    work
 }
 
 impl ProcessGroup for IsolatedGroup {

@@ -3,7 +3,7 @@
 //! It sleeps in `poll` on the socket, the pidfd, both outputs and a waker. It ends when the child is collected, so that no
 //! zombie is left; whatever was pending has failed by then.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, ChildStderr, ChildStdout, ExitStatus};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,13 +11,13 @@ use std::time::{Duration, Instant};
 use ftcore::{Error, ErrorKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::Errno;
-use rustix::process::{Signal, kill_process_group};
+use rustix::process::{Signal, WaitId, WaitIdOptions, kill_process_group, waitid};
 
 use crate::channel::{Filled, Receiver};
-use crate::clock;
 use crate::link::{LOST, Link};
 use crate::output::Output;
 use crate::wire::frames::Report;
+use crate::{clock, litter};
 
 /// How often an idle keeper looks at deadlines and unused memory.
 const IDLE: Duration = Duration::from_millis(500);
@@ -124,7 +124,9 @@ impl Keeper {
                 self.link.end(error, None, Duration::ZERO);
                 // Out of kernel memory: not in a tight loop.
                 std::thread::sleep(Duration::from_millis(10));
-                matches!(self.child.try_wait(), Ok(Some(_)))
+                // Without collecting it: that is for the end.
+                let look = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
+                !matches!(waitid(WaitId::PidFd(self.link.pidfd.as_fd()), look), Ok(None))
             }
         }
     }
@@ -218,6 +220,7 @@ impl Keeper {
         drop(self.reports());
         let by_us = self.killed.is_some();
         self.kill();
+        litter::sweep(self.link.pid);
         let status = self.child.wait();
         self.stdout.drain(self.link.pid, &self.link.tail, OUTPUT);
         self.stderr.drain(self.link.pid, &self.link.tail, OUTPUT);

@@ -4,7 +4,7 @@
 //! [`IsolatedGroup`] is the group (`group`); it starts a child (`nursery`, `spare`), whose parent side is a `link` (what is
 //! pending) and a `keeper` (the thread that hears the child). Ranks of a backend that cannot abort hear of each other's
 //! failures through `peers`. Orders and reports go over a socket (`channel`, `wire`),
-//! tensors through shared memory (`shm`, `pool`), the rendezvous store over a second socket (`store`). The child's side is
+//! tensors through shared memory (`shm`, `pool`, `staging`) or memory of a device (`crossing`), the rendezvous store over a second socket (`store`). The child's side is
 //! `child`: the same executable started again, which must call [`run_child_if_asked`] first thing in `main`:
 //!
 //! ```no_run
@@ -31,6 +31,7 @@ mod front;
 mod group;
 mod keeper;
 mod link;
+mod litter;
 mod nursery;
 mod options;
 mod output;
@@ -40,11 +41,12 @@ mod pool;
 mod raw;
 mod shm;
 mod spare;
+mod staging;
 mod store;
 mod wire;
 
 pub use child::{ChildInit, child_main, run_child_if_asked};
-pub use crossing::{Crossing, StaticCrossing};
+pub use crossing::open;
 pub use factory::{IsolatedFactory, wrap};
 pub use group::IsolatedGroup;
 pub use options::{ENV_HELPER, Helper, IsolateOptions};

@@ -20,7 +20,7 @@ use crate::front::Front;
 use crate::options::IsolateOptions;
 use crate::output::Tail;
 use crate::pending::Pending;
-use crate::pool::{Known, Pool, Region};
+use crate::pool::{Known, Memory, Pool, Region};
 use crate::store::serve::Stores;
 use crate::wire::frames::{Done, Order, Report, Settled};
 use crate::{channel, clock};
@@ -444,16 +444,16 @@ impl Link {
     ) -> Result<()> {
         for segment in segments {
             if known.is_new(segment) {
-                let order = Order::Segment {
-                    id: segment.id,
-                    bytes: segment.mapping.bytes() as u64,
+                let (id, bytes) = (segment.id, segment.bytes() as u64);
+                let (order, fd) = match &segment.memory {
+                    Memory::Host(mapping) => (Order::Segment { id, bytes }, mapping.fd()),
+                    Memory::Device(_, handle) => {
+                        let handle = handle.clone();
+                        (Order::DeviceSegment { id, bytes, handle }, None)
+                    }
                 };
-                channel::send(
-                    &self.socket,
-                    &order.encode()?,
-                    &segment.mapping.fd().into_iter().collect::<Vec<_>>(),
-                    until,
-                )?;
+                let fds: Vec<_> = fd.into_iter().collect();
+                channel::send(&self.socket, &order.encode()?, &fds, until)?;
             }
         }
         Ok(())

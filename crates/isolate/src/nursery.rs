@@ -11,12 +11,13 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Capabilities, Error, ErrorKind, Result, time_left};
 
+use crate::crossing::Mode;
 use crate::keeper::Keeper;
 use crate::link::Link;
 use crate::options::{ENV_CHILD, IsolateOptions};
 use crate::pool::Pool;
 use crate::store::serve::Stores;
-use crate::wire::frames::Order;
+use crate::wire::frames::{Carry, Order};
 use crate::{channel, clock, raw};
 
 struct Job {
@@ -92,6 +93,11 @@ pub(crate) fn start(options: &IsolateOptions, pool: &Arc<Pool>, deadline: Instan
         backend: options.backend.clone(),
         device: options.device.clone(),
         options: options.options.clone(),
+        carry: match pool.mode() {
+            Mode::Host => Carry::Host,
+            Mode::Shared(shared) => Carry::Device(shared.probe().to_vec()),
+            Mode::Landed => Carry::Land,
+        },
     };
     let (greeting, ready) = sync_channel(1);
     link.expect_greeting(greeting);

@@ -2,8 +2,11 @@
 
 use std::time::Instant;
 
-use ftcore::{Completer, Completion, Error, OpKind, Tensor};
+use std::sync::Arc;
 
+use ftcore::{Completer, Completion, Error, Event, OpKind, Tensor};
+
+use crate::crossing::Shared;
 use crate::pool::Region;
 
 /// One tensor of a pending operation.
@@ -28,10 +31,20 @@ pub(crate) struct Pending {
     pub(crate) submitted: Instant,
     pub(crate) deadline: Instant,
     pub(crate) slots: Vec<Slot>,
+    /// With device memory: reached when the inputs are copied; kept until the child has waited for it.
+    pub(crate) copied: Option<(Arc<Shared>, Arc<dyn Event>)>,
     pub(crate) completer: Completer,
 }
 
 impl Pending {
+    /// False if a copy of the inputs may still be waiting for the caller's stream: then the caller's memory and the regions are
+    /// in use, whatever becomes of the child.
+    fn is_copied(&self) -> bool {
+        self.copied
+            .as_ref()
+            .is_none_or(|(_, event)| event.query().unwrap_or(false))
+    }
+
     /// True if the child works on memory that the caller would get back.
     pub(crate) fn is_direct(&self) -> bool {
         self.slots.iter().any(|s| matches!(s, Slot::Direct(_)))
@@ -56,13 +69,22 @@ impl Pending {
 
     /// Fails it; what the child may still touch is returned, to be kept.
     pub(crate) fn fail(self, error: Error) -> Vec<Region> {
+        if !self.is_copied() {
+            let (tensors, regions) = Self::dissolve(self.slots);
+            leak(tensors, regions);
+            self.completer.fail(error, Vec::new());
+            return Vec::new();
+        }
         let (tensors, regions) = Self::dissolve(self.slots);
         self.completer.fail(error, tensors);
         regions
     }
 
     /// The child has finished it and does not touch its memory any more.
-    pub(crate) fn succeed(self, source: Option<u32>, contributors: u32) {
+    pub(crate) fn succeed(mut self, source: Option<u32>, contributors: u32) {
+        if let Some((shared, _)) = self.copied.take() {
+            return self.succeed_on(&shared, source, contributors);
+        }
         let mut tensors = Vec::with_capacity(self.slots.len());
         let mut bad = None;
         for slot in self.slots {
@@ -74,7 +96,10 @@ impl Pending {
                     written,
                 } => {
                     if let Some(region) = region.filter(|_| written)
-                        && let Err(e) = region.segment.mapping.copy_out(region.offset, tensor.bytes_mut())
+                        && let Err(e) = region
+                            .segment
+                            .mapping()
+                            .and_then(|m| m.copy_out(region.offset, tensor.bytes_mut()))
                     {
                         bad = Some(e);
                     }
@@ -91,4 +116,44 @@ impl Pending {
             }),
         }
     }
+
+    /// As above with device memory: the results are copied back on the device.
+    fn succeed_on(mut self, shared: &Shared, source: Option<u32>, contributors: u32) {
+        let mut results: Vec<(&Region, &mut Tensor)> = self
+            .slots
+            .iter_mut()
+            .filter_map(|slot| match slot {
+                Slot::Staged {
+                    tensor,
+                    region: Some(region),
+                    written: true,
+                } => Some((&*region, tensor)),
+                _ => None,
+            })
+            .collect();
+        let copied = match results.is_empty() {
+            true => Ok(()),
+            false => shared.bring_back(&mut results),
+        };
+        let (tensors, regions) = Self::dissolve(self.slots);
+        match copied {
+            Ok(()) => self.completer.succeed(Completion {
+                tensors,
+                source,
+                contributors,
+            }),
+            Err(error) => {
+                leak(tensors, regions);
+                self.completer.fail(error.with_op(self.kind.name()), Vec::new());
+            }
+        }
+    }
+}
+
+/// Gives up memory that a copy on the device may still touch (INV-8).
+fn leak(tensors: Vec<Tensor>, regions: Vec<Region>) {
+    for tensor in tensors {
+        tensor.leak("a copy between it and memory that a child process sees did not end");
+    }
+    std::mem::forget(regions);
 }

@@ -1,14 +1,15 @@
 //! The shared memory of a group: segments that are mapped in parent and child, cut into regions.
 //!
-//! A region goes back when it is dropped; who holds it while a child may still touch it is the link's business (INV-8).
+//! Memory of the host, or of a device where that crosses. A region goes back when it is dropped; who holds it while a child may still touch it is the link's business (INV-8).
 //! Segments are large and lazily provided by the kernel, so that there are few; those that stay unused are given up.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
-use ftcore::{DType, Error, Result, Tensor};
+use ftcore::{DType, Error, ErrorKind, Result, Tensor};
 
+use crate::crossing::Mode;
 use crate::shm::Mapping;
 
 /// The least size of a segment. Pages that are not touched cost nothing.
@@ -21,8 +22,16 @@ const IDLE: Duration = Duration::from_secs(10);
 /// One segment: its memory and its free parts (offset to length), kept merged.
 pub(crate) struct Segment {
     pub(crate) id: u32,
-    pub(crate) mapping: Arc<Mapping>,
+    pub(crate) memory: Memory,
+    bytes: usize,
     free: Mutex<Free>,
+}
+
+/// What a segment is made of.
+pub(crate) enum Memory {
+    Host(Arc<Mapping>),
+    /// Device memory that both processes open, and the handle by which the child does.
+    Device(Arc<Tensor>, Vec<u8>),
 }
 
 struct Free {
@@ -41,6 +50,7 @@ pub(crate) struct Region {
 /// All segments of a group.
 #[derive(Default)]
 pub(crate) struct Pool {
+    mode: Mode,
     segments: Mutex<Segments>,
 }
 
@@ -75,7 +85,38 @@ impl Segment {
     }
 
     fn is_unused(&self) -> bool {
-        self.lock().parts.get(&0) == Some(&self.mapping.bytes())
+        self.lock().parts.get(&0) == Some(&self.bytes)
+    }
+
+    /// The memory of the host.
+    pub(crate) fn mapping(&self) -> Result<&Arc<Mapping>> {
+        match &self.memory {
+            Memory::Host(mapping) => Ok(mapping),
+            Memory::Device(..) => Err(Error::new(ErrorKind::Internal, "device memory where the host's belongs")),
+        }
+    }
+
+    /// The memory of the device.
+    pub(crate) fn device_memory(&self) -> Result<&Arc<Tensor>> {
+        match &self.memory {
+            Memory::Device(whole, _) => Ok(whole),
+            Memory::Host(_) => Err(Error::new(ErrorKind::Internal, "host memory where the device's belongs")),
+        }
+    }
+
+    /// How long it is.
+    pub(crate) fn bytes(&self) -> usize {
+        self.bytes
+    }
+
+    fn offset_of(&self, ptr: *const u8, length: usize) -> Option<usize> {
+        match &self.memory {
+            Memory::Host(mapping) => mapping.offset_of(ptr, length),
+            Memory::Device(whole, _) => {
+                let offset = (ptr as usize).checked_sub(whole.as_ptr() as usize)?;
+                (offset.checked_add(length)? <= self.bytes).then_some(offset)
+            }
+        }
     }
 }
 
@@ -97,8 +138,30 @@ impl Drop for Region {
 }
 
 impl Pool {
+    pub(crate) fn new(mode: Mode) -> Self {
+        Self {
+            mode,
+            segments: Mutex::default(),
+        }
+    }
+
+    /// How tensors get to the child.
+    pub(crate) fn mode(&self) -> &Mode {
+        &self.mode
+    }
+
     fn lock(&self) -> MutexGuard<'_, Segments> {
         self.segments.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn memory(&self, bytes: usize) -> Result<Memory> {
+        Ok(match &self.mode {
+            Mode::Host | Mode::Landed => Memory::Host(Arc::new(Mapping::create(bytes)?)),
+            Mode::Shared(shared) => {
+                let (whole, handle) = shared.crossing.create(shared.device.index, bytes)?;
+                Memory::Device(Arc::new(whole), handle)
+            }
+        })
     }
 
     /// A region of at least `bytes` (not 0) bytes with undefined contents.
@@ -118,7 +181,8 @@ impl Pool {
             .max(SEGMENT);
         let segment = Arc::new(Segment {
             id: segments.next,
-            mapping: Arc::new(Mapping::create(size)?),
+            memory: self.memory(size)?,
+            bytes: size,
             free: Mutex::new(Free {
                 parts: [(0, size)].into(),
                 last_used: Instant::now(),
@@ -135,17 +199,22 @@ impl Pool {
         self.lock()
             .list
             .iter()
-            .find_map(|s| s.mapping.offset_of(ptr, length).map(|o| (s.clone(), o)))
+            .find_map(|s| s.offset_of(ptr, length).map(|o| (s.clone(), o)))
     }
 
-    /// A tensor of `shape` in shared memory, zeroed.
+    /// A tensor of `shape` in shared memory: zeroed on the host, with undefined contents on a device.
     pub(crate) fn tensor(&self, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         let bytes = shape
             .iter()
             .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
             .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
         let region = self.take(bytes)?;
-        let (mapping, offset) = (region.segment.mapping.clone(), region.offset);
+        let offset = region.offset;
+        if let (Mode::Shared(shared), Ok(whole)) = (&self.mode, region.segment.device_memory()) {
+            let whole = whole.clone();
+            return shared.crossing.part(&whole, offset, dtype, shape, Box::new(region));
+        }
+        let mapping = region.segment.mapping()?.clone();
         let mut tensor = mapping.tensor(offset, dtype, shape, Box::new(region))?;
         tensor.bytes_mut().fill(0);
         Ok(tensor)
@@ -156,7 +225,11 @@ impl Pool {
         let mut gone = Vec::new();
         let mut first = true;
         self.lock().list.retain(|s| {
-            let keep = std::mem::take(&mut first) || !s.is_unused() || s.lock().last_used.elapsed() < IDLE;
+            // A device's memory must not be freed while the child has it open.
+            let keep = std::mem::take(&mut first)
+                || matches!(s.memory, Memory::Device(..))
+                || !s.is_unused()
+                || s.lock().last_used.elapsed() < IDLE;
             if !keep {
                 gone.push(s.id);
             }

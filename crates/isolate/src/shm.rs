@@ -86,10 +86,6 @@ impl Mapping {
         self.fd.as_ref().map(AsFd::as_fd)
     }
 
-    pub(crate) fn bytes(&self) -> usize {
-        self.bytes
-    }
-
     /// Where `ptr` lies in here, if all `length` bytes from it do.
     pub(crate) fn offset_of(&self, ptr: *const u8, length: usize) -> Option<usize> {
         let offset = (ptr as usize).checked_sub(self.base.as_ptr() as usize)?;

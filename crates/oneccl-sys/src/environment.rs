@@ -5,6 +5,7 @@
 //! that cares calls [`prepare`] first thing in `main`, before it starts threads; where everything is set already (by
 //! the launcher, or in a child process of `isolate`), nothing is written.
 
+use std::ffi::OsStr;
 use std::sync::{Mutex, PoisonError};
 
 /// Which memory a process works on. oneCCL chooses its plugin by an environment variable, so a process has one.
@@ -54,15 +55,34 @@ impl Flavour {
 pub const INTERFACE: [&str; 2] = ["CCL_KVS_IFACE", "FI_TCP_IFACE"];
 
 static WRITING: Mutex<()> = Mutex::new(());
+/// What `prepare` wrote.
+static OURS: Mutex<Vec<(&'static str, &'static str)>> = Mutex::new(Vec::new());
 
-/// Sets what is not set, for `flavour`; returns the names that were written.
+/// Sets what is not set, for `flavour`; returns the names that were written. What an attempt with the other flavour wrote, whose
+/// library could not be opened, is not the user's and gives way.
 pub fn prepare(flavour: Flavour) -> Vec<&'static str> {
-    let defaults = flavour.defaults();
-    defaults
-        .into_iter()
-        .filter(|(name, value)| set_if_absent(name, value))
-        .map(|(name, _)| name)
-        .collect()
+    let mut ours = OURS.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut written = Vec::new();
+    for (name, value) in flavour.defaults() {
+        let is_ours = ours.contains(&(name, other(flavour, name)));
+        if set_if(name, value, |present| {
+            present.is_none_or(|p| is_ours && p == other(flavour, name))
+        }) {
+            ours.push((name, value));
+            written.push(name);
+        }
+    }
+    written
+}
+
+/// What the other flavour wants there.
+fn other(flavour: Flavour, name: &str) -> &'static str {
+    let other = match flavour {
+        Flavour::Host => Flavour::Sycl,
+        Flavour::Sycl => Flavour::Host,
+    };
+    let found = other.defaults().into_iter().find(|(n, _)| *n == name);
+    found.map_or("", |(_, value)| value)
 }
 
 /// Lets oneCCL use the network interface `name`, unless the user chose one. `Err` has the variable and its value where
@@ -79,8 +99,13 @@ pub fn use_interface(name: &str) -> Result<(), (&'static str, String)> {
 }
 
 fn set_if_absent(name: &str, value: &str) -> bool {
+    set_if(name, value, |present| present.is_none())
+}
+
+fn set_if(name: &str, value: &str, may: impl FnOnce(Option<&OsStr>) -> bool) -> bool {
     let _one_at_a_time = WRITING.lock().unwrap_or_else(PoisonError::into_inner);
-    if std::env::var_os(name).is_some() {
+    let present = std::env::var_os(name);
+    if !may(present.as_deref()) || present.is_some_and(|p| p == value) {
         return false;
     }
     // SAFETY: INV-12 Rust's own readers and writers share a lock; C code that reads the environment in another thread at
@@ -102,6 +127,23 @@ mod tests {
         assert!(set_if_absent("OXCCL_TEST_ENVIRONMENT_2", "ours"));
         assert!(!set_if_absent("OXCCL_TEST_ENVIRONMENT_2", "later"));
         assert_eq!(std::env::var("OXCCL_TEST_ENVIRONMENT_2").unwrap(), "ours");
+    }
+
+    #[test]
+    fn what_an_attempt_with_the_other_flavour_wrote_gives_way_and_what_the_user_wrote_does_not() {
+        // The whole process shares these: nothing else in this test binary sets them.
+        let names = || std::env::var("CCL_PLUGIN").ok();
+        if names().is_some() {
+            return;
+        }
+        prepare(Flavour::Host);
+        assert_eq!(names().as_deref(), Some("ONECCL_LEGACY_CPU"));
+        assert!(prepare(Flavour::Sycl).contains(&"CCL_PLUGIN"));
+        assert_eq!(names().as_deref(), Some("ONECCL_LEGACY"));
+        // SAFETY: INV-12 nothing else reads it here.
+        unsafe { std::env::set_var("CCL_PLUGIN", "MINE") };
+        assert!(!prepare(Flavour::Host).contains(&"CCL_PLUGIN"));
+        assert_eq!(names().as_deref(), Some("MINE"));
     }
 
     #[test]

@@ -168,6 +168,9 @@ const COMPANIONS: [&str; 8] = [
     "libfabric.so.1",
 ];
 
+/// What the plugins are linked to, beside them; opened first where the loader would not find it by itself.
+const ENGINE: &str = "libccl.so.1";
+
 impl Library {
     /// Prepares the process, finds the library and opens it with its plugin. What the library prints while it is opened goes
     /// to standard error (see [`output`]).
@@ -194,15 +197,15 @@ impl Library {
 
     fn open_file(file: PathBuf, flavour: Flavour) -> Result<Self, OpenError> {
         let folder = file.parent().filter(|p| !p.as_os_str().is_empty());
-        if let Some(folder) = folder
-            && !(flavour == Flavour::Host && folder.join("ccl/cpu/lib/libccl.so.1").is_file())
-        {
-            for companion in COMPANIONS {
-                // Whether it was needed shows when the library itself is opened.
-                let _ = open_for_good(&folder.join(companion));
-            }
+        // The CPU-only build lies where the plugin looks for it, and needs nothing.
+        let around =
+            folder.filter(|f| !(flavour == Flavour::Host && f.join("ccl/cpu/lib").join(ENGINE).is_file()));
+        for companion in COMPANIONS {
+            // Whether it was needed shows when the library itself is opened.
+            let _ = around.map(|folder| open_for_good(&folder.join(companion)));
         }
         let library = open_for_good(&file)?;
+        let _ = around.map(|folder| open_for_good(&folder.join(ENGINE)));
         // By its full path: oneCCL asks the loader for the bare name later, which then finds what is open already.
         let plugin = match folder {
             Some(folder) => folder.join(flavour.plugin_file()),
@@ -267,6 +270,14 @@ fn open_for_good(file: &Path) -> Result<ManuallyDrop<dl::Library>, OpenError> {
     let opened = unsafe { dl::Library::open(Some(file), dl::RTLD_NOW | dl::RTLD_GLOBAL) };
     opened.map(ManuallyDrop::new).map_err(|e| OpenError::NotLoadable {
         library: file.display().to_string(),
-        text: e.to_string(),
+        text: words(&e),
     })
+}
+
+/// The loader's own words, which the error has as its source.
+fn words(error: &libloading::Error) -> String {
+    match std::error::Error::source(error) {
+        Some(source) => source.to_string(),
+        None => error.to_string(),
+    }
 }

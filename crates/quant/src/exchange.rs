@@ -10,7 +10,7 @@ use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tens
 
 use crate::chunk::{Frame, Shot};
 use crate::codec::Codec;
-use crate::feedback::{self, ErrorFeedback, Slot};
+use crate::feedback::{Debts, ErrorFeedback, Slot};
 use crate::kernels::Piece;
 use crate::options::Accuracy;
 use crate::plan::{Plan, Shape};
@@ -132,27 +132,29 @@ impl Exchange<'_> {
             .collect()
     }
 
-    /// Encodes `parts` of this rank's `values`, one chunk each, with the residual of `name` added before and kept after.
+    /// Encodes `parts` of this rank's `values`, one chunk each. With `owed`, those debts are paid first, and what rounding takes is owed then.
     fn encode(
         &self,
         shot: Shot,
         contributors: u32,
-        name: &str,
         values: &Tensor,
         parts: &[Range<usize>],
+        owed: Option<&mut Vec<f32>>,
     ) -> Result<(Vec<u8>, usize)> {
         let frame = &self.frame;
         let mut bytes = Vec::with_capacity(parts.iter().map(|p| frame.len(p.len())).sum());
         let mut non_finite = 0;
-        let feedback = self.feedback.filter(|_| contributors > 0);
-        let Some((feedback, slot)) = feedback else {
+        // Whoever contributes nothing pays nothing.
+        let Some(owed) = owed.filter(|_| contributors > 0) else {
             for part in parts {
                 non_finite += frame.write(shot, contributors, values, part.clone(), &mut bytes)?;
             }
             return Ok((bytes, non_finite));
         };
-        let mut whole = values.as_slice::<f32>()?.to_vec();
-        feedback.add(slot, name, &mut whole);
+        let mut whole = std::mem::take(owed);
+        for (debt, value) in whole.iter_mut().zip(values.as_slice::<f32>()?) {
+            *debt += value;
+        }
         let whole = Tensor::from_vec(whole);
         for part in parts {
             non_finite += frame.write(shot, contributors, &whole, part.clone(), &mut bytes)?;
@@ -167,14 +169,23 @@ impl Exchange<'_> {
             let opened = frame.open(chunk, shot, part.len(), contributors)?;
             frame.read(opened, false, &mut received, part.clone())?;
         }
-        let residual = whole
-            .as_slice::<f32>()?
-            .iter()
-            .zip(received.as_slice::<f32>()?)
-            .map(|(sent, received)| sent - received)
-            .collect();
-        feedback.put(slot, name, residual);
+        *owed = whole.into_vec::<f32>()?;
+        for (sent, received) in owed.iter_mut().zip(received.as_slice::<f32>()?) {
+            *sent -= received;
+        }
         Ok((bytes, non_finite))
+    }
+
+    /// What this rank owes of `count` values if it sums `part` of them; `None` without error feedback.
+    fn debts(&self, count: usize, part: &Range<usize>) -> Option<Debts> {
+        self.feedback.map(|(f, slot)| f.debts(slot, count, part))
+    }
+
+    /// What this rank owes after an operation that worked.
+    fn owe(&self, debts: Option<Debts>) {
+        if let Some(((feedback, slot), debts)) = self.feedback.zip(debts) {
+            feedback.put(slot, debts);
+        }
     }
 
     /// Sums the contributed `chunks` in rank order into `out`; an average is divided.
@@ -239,17 +250,16 @@ impl Exchange<'_> {
         let world = self.place.world as usize;
         if world == 2 || self.accuracy == Accuracy::Best {
             let length = frame.len(count);
-            let (bytes, non_finite) = self.encode(
-                Shot::Inputs,
-                own,
-                feedback::SENT,
-                values,
-                std::slice::from_ref(&(0..count)),
-            )?;
+            let mut debts = self.debts(count, &(0..0));
+            let owed = debts.as_mut().map(|d| &mut d.contributed);
+            let whole = 0..count;
+            let (bytes, non_finite) =
+                self.encode(Shot::Inputs, own, values, std::slice::from_ref(&whole), owed)?;
             let output = Tensor::zeros(DType::U8, length * world);
             let pairs = vec![(Tensor::from_vec(bytes), output)];
             let gathered = last(run(Collective::AllGatherInto { pairs })?)?;
             let contributors = self.sum(&mut gathered.bytes().chunks(length), op, values)?;
+            self.owe(debts);
             return Ok(Outcome {
                 contributors,
                 non_finite,
@@ -260,7 +270,9 @@ impl Exchange<'_> {
         let lengths: Vec<usize> = parts.iter().map(|p| frame.len(p.len())).collect();
         let mine = parts.get(self.place.rank as usize).cloned().unwrap_or_default();
         let length = frame.len(mine.len());
-        let (bytes, non_finite) = self.encode(Shot::Inputs, own, feedback::SENT, values, &parts)?;
+        let mut debts = self.debts(count, &mine);
+        let owed = debts.as_mut().map(|d| &mut d.contributed);
+        let (bytes, non_finite) = self.encode(Shot::Inputs, own, values, &parts, owed)?;
         let exchanged = self.exchange(bytes, lengths.clone(), length, run)?;
         let mut sum = frame.kernels.zeros(values.device(), mine.len())?;
         let contributors = self.sum(&mut exchanged.bytes().chunks(length), op, &mut sum)?;
@@ -268,14 +280,14 @@ impl Exchange<'_> {
 
         // At least one, so that the zeros of a reduction of nothing are written like any values.
         let counted = contributors.max(1);
-        let part = feedback::owned(self.place.rank, self.place.world);
-        let (bytes, _) = self.encode(
-            Shot::Results,
-            counted,
-            &part,
-            &sum,
-            std::slice::from_ref(&(0..mine.len())),
-        )?;
+        // Debts are in units of a contribution, of which an average is only a part.
+        let share = if op == ReduceOp::Avg { counted as f32 } else { 1.0 };
+        let mut owed = debts.as_mut().map(|d| &mut d.summed);
+        if let Some(owed) = &mut owed {
+            owed.iter_mut().for_each(|d| *d /= share);
+        }
+        let whole = 0..mine.len();
+        let (bytes, _) = self.encode(Shot::Results, counted, &sum, std::slice::from_ref(&whole), owed)?;
         let outputs = self.gather(bytes, &lengths, run)?;
         for (rank, (chunk, part)) in (0u32..).zip(outputs.iter().zip(parts)) {
             let named = |e: Error| e.with_peer(rank);
@@ -291,6 +303,10 @@ impl Exchange<'_> {
             }
             frame.read(opened, false, values, part).map_err(named)?;
         }
+        if let Some(debts) = &mut debts {
+            debts.summed.iter_mut().for_each(|d| *d *= share);
+        }
+        self.owe(debts);
         Ok(Outcome {
             contributors,
             non_finite,
@@ -337,20 +353,24 @@ impl Exchange<'_> {
                 from - n..from
             })
             .collect();
-        let (bytes, non_finite) = self.encode(Shot::Inputs, own, feedback::SENT, values, &parts)?;
+        let mut debts = self.debts(values.count(), &(0..0));
+        let owed = debts.as_mut().map(|d| &mut d.contributed);
+        let (bytes, non_finite) = self.encode(Shot::Inputs, own, values, &parts, owed)?;
         drop(whole);
         let mine = counts.get(self.place.rank as usize).copied().unwrap_or(0);
         let length = frame.len(mine);
         let exchanged = self.exchange(bytes, lengths, length, run)?;
         let none = Vec::new();
         let target = plan.targets.first().unwrap_or(&none);
-        self.with_values(tensors, target, false, |x, sum| {
+        let outcome = self.with_values(tensors, target, false, |x, sum| {
             let contributors = x.sum(&mut exchanged.bytes().chunks(length), op, sum)?;
             Ok(Outcome {
                 contributors,
                 non_finite,
             })
-        })
+        })?;
+        self.owe(debts);
+        Ok(outcome)
     }
 
     fn all_gather(&self, plan: &Plan, tensors: &mut [Tensor], run: &mut Run<'_>) -> Result<Outcome> {

@@ -1,18 +1,23 @@
-//! Error feedback: what rounding lost of a reduction's values is kept and added to the values of the same reduction in the next step.
+//! Error feedback: what rounding took from a reduction's values is kept as a debt and added to the values of the same reduction in the next step.
 //!
-//! The group cannot know which reduction is "the same": the caller says where a step begins and what it is about
-//! ([`ErrorFeedback::begin`]), and within a step reductions are told apart by their order. What a step that did not count has
-//! changed is forgotten, so that its repetition starts from the same residuals.
+//! The group cannot know which reduction is "the same": the caller says where a step begins and what it is about ([`ErrorFeedback::begin`]),
+//! and within a step reductions are told apart by their order. The caller says too whether a step counted: what one that did not has
+//! changed is forgotten, so that its repetition starts from the same debts.
+//!
+//! A rank rounds in two roles, and what it owes is kept by place in the reduction, not by rank: for all values what it contributes, and
+//! for the part that it sums what it makes known of the sum. When parts move, because the world changed, a rank pays what it owes of
+//! sums that another one makes now with its own contribution.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ftcore::{Error, ErrorKind, OpKind, Result};
 
-/// The residuals of one rank. Get it from [`QuantizedGroup::error_feedback`](crate::QuantizedGroup::error_feedback).
+/// What one rank owes. Get it from [`QuantizedGroup::error_feedback`](crate::QuantizedGroup::error_feedback).
 ///
-/// Residuals are f32, one per value that this rank rounds: as many as the values it contributes and, in a two-shot all-reduce, as
-/// the part that it sums. They belong to the rank: each saves and loads its own.
+/// Debts are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-shot all-reduce, as many again as
+/// the part that this rank sums. Every debt is paid once, by the rank that has it: each saves and loads its own.
 #[derive(Debug, Default)]
 pub struct ErrorFeedback {
     state: Mutex<State>,
@@ -20,22 +25,70 @@ pub struct ErrorFeedback {
 
 #[derive(Debug, Default)]
 struct State {
-    /// The scope of the present step; `None` before the first.
+    /// The scope of the present step; `None` between steps.
     scope: Option<String>,
     /// Which step this is, so that an operation that ends late cannot write into a later one.
     step: u64,
     /// How many reductions the step had so far.
     ordinal: u32,
-    kept: BTreeMap<String, Vec<f32>>,
-    /// Residuals of this step, kept once it counts.
-    pending: BTreeMap<String, Vec<f32>>,
+    kept: BTreeMap<String, Debts>,
+    /// Debts of this step, kept once it counts.
+    pending: BTreeMap<String, Debts>,
 }
 
-/// The place of one reduction's residuals.
+/// What one rank owes of one reduction.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct Debts {
+    /// Of what it contributed; one per value of the reduction.
+    pub(crate) contributed: Vec<f32>,
+    /// Of the sums that it made; they begin at `from`.
+    pub(crate) summed: Vec<f32>,
+    from: usize,
+}
+
+/// The place of one reduction's debts.
 #[derive(Debug, Clone)]
 pub(crate) struct Slot {
     step: u64,
     name: String,
+}
+
+/// How the names in a saved state end.
+const CONTRIBUTED: &str = ".contributed";
+const SUMMED: &str = ".summed@";
+
+impl Debts {
+    fn none(count: usize) -> Self {
+        Self {
+            contributed: vec![0.0; count],
+            summed: Vec::new(),
+            from: 0,
+        }
+    }
+
+    /// The same debts for a rank that sums `part` now: what it owes of other sums is paid with what it contributes.
+    fn for_part(mut self, part: &Range<usize>) -> Self {
+        if self.from == part.start && self.summed.len() == part.len() {
+            return self;
+        }
+        let mut summed = vec![0.0; part.len()];
+        for (debt, place) in self.summed.iter().zip(self.from..) {
+            let inside = place.checked_sub(part.start).and_then(|i| summed.get_mut(i));
+            match inside {
+                Some(to) => *to = *debt,
+                None => {
+                    if let Some(to) = self.contributed.get_mut(place) {
+                        *to += debt;
+                    }
+                }
+            }
+        }
+        Self {
+            contributed: self.contributed,
+            summed,
+            from: part.start,
+        }
+    }
 }
 
 impl ErrorFeedback {
@@ -43,60 +96,71 @@ impl ErrorFeedback {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Begins a step. `committed` says whether the step before counted: if so its residuals are kept, otherwise they are forgotten.
+    /// Begins a step; one that was begun before and neither committed nor rolled back is rolled back.
     ///
     /// `scope` names what the step reduces, for instance a fragment: reductions in steps of the same scope with the same number in their step
-    /// and the same count share residuals. Call it when the work of the step before has ended and before the first reduction of the new
+    /// and the same count share debts. Call it when the work of the step before has ended and before the first reduction of the new
     /// one is submitted; every rank on its own.
-    pub fn begin(&self, scope: &str, committed: bool) {
+    pub fn begin(&self, scope: &str) {
         let mut state = self.lock();
-        let pending = std::mem::take(&mut state.pending);
-        if committed {
-            for (name, residual) in pending {
-                // The owner's residual belongs to a part, and parts move when the world changes.
-                if let Some((base, _)) = name.split_once(OWNED) {
-                    let stale: Vec<_> = state
-                        .kept
-                        .keys()
-                        .filter(|k| k.split_once(OWNED).is_some_and(|(b, _)| b == base) && **k != name)
-                        .cloned()
-                        .collect();
-                    for name in stale {
-                        state.kept.remove(&name);
-                    }
-                }
-                state.kept.insert(name, residual);
-            }
-        }
+        state.pending.clear();
         state.scope = Some(scope.to_string());
         state.step += 1;
         state.ordinal = 0;
     }
 
-    /// The residuals as of the last step that counted, by name: this rank's part of a checkpoint.
-    pub fn state(&self) -> Vec<(String, Vec<f32>)> {
-        let state = self.lock();
-        state.kept.iter().map(|(n, r)| (n.clone(), r.clone())).collect()
+    /// Ends the step: it counted, and its debts replace those from before. Without a step nothing happens.
+    pub fn commit(&self) {
+        let mut state = self.lock();
+        let pending = std::mem::take(&mut state.pending);
+        state.kept.extend(pending);
+        state.end();
     }
 
-    /// Replaces all residuals by those of [`state`](Self::state).
-    ///
-    /// Errors: `InvalidArgument` naming a residual with values that are not finite; nothing is changed then.
-    pub fn load(&self, residuals: Vec<(String, Vec<f32>)>) -> Result<()> {
-        if let Some((name, _)) = residuals.iter().find(|(_, r)| r.iter().any(|v| !v.is_finite())) {
-            return Err(Error::invalid(format!(
-                "residual '{name}' has values that are not finite"
-            )));
-        }
+    /// Ends the step: it did not count, and what it changed is forgotten. Without a step nothing happens.
+    pub fn rollback(&self) {
         let mut state = self.lock();
         state.pending.clear();
-        state.kept = residuals.into_iter().collect();
+        state.end();
+    }
+
+    /// The debts as of the last step that counted, by name, in the order of the names: this rank's part of a checkpoint.
+    pub fn state(&self) -> Vec<(String, Vec<f32>)> {
+        let state = self.lock();
+        let mut all = Vec::with_capacity(2 * state.kept.len());
+        for (name, debts) in &state.kept {
+            all.push((format!("{name}{CONTRIBUTED}"), debts.contributed.clone()));
+            if !debts.summed.is_empty() {
+                all.push((format!("{name}{SUMMED}{}", debts.from), debts.summed.clone()));
+            }
+        }
+        all
+    }
+
+    /// Replaces all debts by this rank's own as [`state`](Self::state) gave them, for a run that goes on where it stopped: the next step gives the
+    /// same bits. A step that was begun is rolled back.
+    ///
+    /// Errors: `InvalidArgument` naming what is not of a state, or not finite; nothing is changed then.
+    pub fn load(&self, saved: Vec<(String, Vec<f32>)>) -> Result<()> {
+        let kept = parse(saved)?;
+        let mut state = self.lock();
+        state.pending.clear();
+        state.end();
+        state.kept = kept;
         Ok(())
     }
 
-    /// The place of the next reduction's residuals.
+    /// Replaces all debts by those of another rank whose state this one takes over as a whole (it heals from it): what that rank owes of its
+    /// contributions, which the healed one will go on with. What it owes of sums stays its own alone, because it will pay it.
     ///
-    /// Errors: `InvalidState` if no step was begun.
+    /// Errors: as [`load`](Self::load).
+    pub fn adopt(&self, saved: Vec<(String, Vec<f32>)>) -> Result<()> {
+        self.load(saved.into_iter().filter(|(n, _)| !n.contains(SUMMED)).collect())
+    }
+
+    /// The place of the next reduction's debts.
+    ///
+    /// Errors: `InvalidState` between steps.
     pub(crate) fn slot(&self, kind: OpKind, count: usize) -> Result<Slot> {
         let mut state = self.lock();
         let Some(scope) = &state.scope else {
@@ -113,110 +177,184 @@ impl ErrorFeedback {
         })
     }
 
-    /// Adds the residual of `part` of the slot, if there is one of that length, to `values`.
-    pub(crate) fn add(&self, slot: &Slot, part: &str, values: &mut [f32]) {
-        let state = self.lock();
-        if let Some(residual) = state.kept.get(&format!("{}{part}", slot.name))
-            && residual.len() == values.len()
-        {
-            for (v, r) in values.iter_mut().zip(residual) {
-                *v += r;
-            }
-        }
+    /// What this rank owes of the slot's `count` values if it sums `part` of them.
+    pub(crate) fn debts(&self, slot: &Slot, count: usize, part: &Range<usize>) -> Debts {
+        let kept = self.lock().kept.get(&slot.name).cloned();
+        kept.filter(|d| d.contributed.len() == count)
+            .unwrap_or_else(|| Debts::none(count))
+            .for_part(part)
     }
 
-    /// Keeps `residual` for `part` of the slot until the step's fate is known.
-    pub(crate) fn put(&self, slot: &Slot, part: &str, mut residual: Vec<f32>) {
+    /// Keeps `debts` for the slot until the step's fate is known.
+    pub(crate) fn put(&self, slot: &Slot, mut debts: Debts) {
         // What is not finite was visible once; it must not come back for ever.
-        for r in &mut residual {
-            if !r.is_finite() {
-                *r = 0.0;
-            }
-        }
+        let both = debts.contributed.iter_mut().chain(&mut debts.summed);
+        both.filter(|d| !d.is_finite()).for_each(|d| *d = 0.0);
         let mut state = self.lock();
-        if state.step == slot.step {
-            state.pending.insert(format!("{}{part}", slot.name), residual);
+        if state.step == slot.step && state.scope.is_some() {
+            state.pending.insert(slot.name.clone(), debts);
         }
     }
 }
 
-/// The part that a rank contributes.
-pub(crate) const SENT: &str = ".sent";
+impl State {
+    fn end(&mut self) {
+        self.scope = None;
+        self.step += 1;
+    }
+}
 
-/// What the name of a part that a rank sums begins with.
-const OWNED: &str = ".owned.";
-
-/// The part that `rank` of `world` sums.
-pub(crate) fn owned(rank: u32, world: u32) -> String {
-    format!("{OWNED}{rank}of{world}")
+/// Reads what [`ErrorFeedback::state`] gave; it may come from a file or a peer (INV-10).
+fn parse(saved: Vec<(String, Vec<f32>)>) -> Result<BTreeMap<String, Debts>> {
+    let bad = |name: &str, what: &str| Err(Error::invalid(format!("debt '{name}' {what}")));
+    let mut kept: BTreeMap<String, Debts> = BTreeMap::new();
+    let mut sums = Vec::new();
+    for (name, values) in saved {
+        if !values.iter().all(|v| v.is_finite()) {
+            return bad(&name, "has values that are not finite");
+        }
+        if let Some(reduction) = name.strip_suffix(CONTRIBUTED) {
+            let count = reduction.rsplit_once('.').and_then(|(_, n)| n.parse().ok());
+            if count != Some(values.len()) {
+                return bad(&name, &format!("has {} values, not as many as it says", values.len()));
+            }
+            let debts = Debts {
+                contributed: values,
+                ..Debts::none(0)
+            };
+            kept.insert(reduction.to_string(), debts);
+        } else {
+            sums.push((name, values));
+        }
+    }
+    for (name, values) in sums {
+        let place = name.rsplit_once(SUMMED);
+        let place = place.and_then(|(reduction, from)| Some((reduction, from.parse::<usize>().ok()?)));
+        let Some((debts, from)) = place.and_then(|(r, from)| Some((kept.get_mut(r)?, from))) else {
+            return bad(&name, "does not belong to a saved state");
+        };
+        let end = from.checked_add(values.len());
+        if !debts.summed.is_empty() || end.is_none_or(|end| end > debts.contributed.len()) {
+            return bad(&name, "is not a part of its reduction");
+        }
+        (debts.summed, debts.from) = (values, from);
+    }
+    Ok(kept)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn residual(feedback: &ErrorFeedback, slot: &Slot, part: &str) -> f32 {
-        let mut v = [0.0];
-        feedback.add(slot, part, &mut v);
-        v[0]
+    fn slot(f: &ErrorFeedback, count: usize) -> Slot {
+        f.slot(OpKind::AllReduce, count).unwrap()
+    }
+
+    fn contributed(f: &ErrorFeedback, slot: &Slot) -> f32 {
+        f.debts(slot, 1, &(0..0)).contributed[0]
+    }
+
+    fn debts(contributed: &[f32], from: usize, summed: &[f32]) -> Debts {
+        Debts {
+            contributed: contributed.to_vec(),
+            summed: summed.to_vec(),
+            from,
+        }
     }
 
     #[test]
-    fn residuals_of_a_step_that_did_not_count_are_forgotten() {
+    fn l13_debts_of_a_step_that_did_not_count_are_forgotten() {
         let f = ErrorFeedback::default();
-        let e = f.slot(OpKind::AllReduce, 1).unwrap_err();
-        assert!(
-            e.kind() == ErrorKind::InvalidState && e.to_string().contains("begin"),
-            "{e}"
-        );
-        f.begin("a", true);
-        let first = f.slot(OpKind::AllReduce, 1).unwrap();
-        f.put(&first, SENT, vec![0.5]);
-        assert_eq!(residual(&f, &first, SENT), 0.0);
-        f.begin("a", false);
-        let again = f.slot(OpKind::AllReduce, 1).unwrap();
-        assert_eq!(residual(&f, &again, SENT), 0.0);
-        f.put(&again, SENT, vec![0.25]);
+        let between = |f: &ErrorFeedback| {
+            let e = f.slot(OpKind::AllReduce, 1).unwrap_err();
+            assert!(
+                e.kind() == ErrorKind::InvalidState && e.to_string().contains("begin"),
+                "{e}"
+            );
+        };
+        between(&f);
+        f.begin("a");
+        let first = slot(&f, 1);
+        f.put(&first, debts(&[0.5], 0, &[]));
+        assert_eq!(contributed(&f, &first), 0.0, "not before the step counts");
+        f.rollback();
+        between(&f);
+        f.begin("a");
+        let again = slot(&f, 1);
+        assert_eq!(contributed(&f, &again), 0.0);
+        f.put(&again, debts(&[0.25], 0, &[]));
         // An operation of the step before that ends only now has no say.
-        f.put(&first, SENT, vec![9.0]);
-        f.begin("a", true);
-        let next = f.slot(OpKind::AllReduce, 1).unwrap();
-        assert_eq!(residual(&f, &next, SENT), 0.25);
+        f.put(&first, debts(&[9.0], 0, &[]));
+        f.commit();
+        between(&f);
+        f.put(&again, debts(&[8.0], 0, &[]));
+        f.commit();
+        f.begin("a");
+        let next = slot(&f, 1);
+        assert_eq!(contributed(&f, &next), 0.25);
         // The second of the step, another count and another scope have their own.
-        assert_eq!(residual(&f, &f.slot(OpKind::AllReduce, 1).unwrap(), SENT), 0.0);
-        f.begin("b", true);
-        assert_eq!(residual(&f, &f.slot(OpKind::AllReduce, 1).unwrap(), SENT), 0.0);
+        assert_eq!(contributed(&f, &slot(&f, 1)), 0.0);
+        f.put(&next, debts(&[7.0], 0, &[]));
+        f.begin("b");
+        assert_eq!(contributed(&f, &slot(&f, 1)), 0.0);
+        // What was neither committed nor rolled back was rolled back.
+        f.begin("a");
+        assert_eq!(contributed(&f, &slot(&f, 1)), 0.25);
     }
 
     #[test]
     fn state_is_loaded_back_and_what_is_not_finite_never_stays() {
         let f = ErrorFeedback::default();
-        f.begin("a", true);
-        let slot = f.slot(OpKind::AllReduce, 2).unwrap();
-        f.put(&slot, SENT, vec![f32::NAN, 0.5]);
+        f.begin("a");
+        f.put(&slot(&f, 2), debts(&[f32::NAN, 0.5], 1, &[f32::INFINITY]));
         assert!(f.state().is_empty());
-        f.begin("a", true);
+        f.commit();
         let state = f.state();
-        assert_eq!(state, [("a/0.all_reduce.2.sent".to_string(), vec![0.0, 0.5])]);
+        let name = "a/0.all_reduce.2";
+        let expected = [
+            (format!("{name}.contributed"), vec![0.0, 0.5]),
+            (format!("{name}.summed@1"), vec![0.0]),
+        ];
+        assert_eq!(state, expected);
         let g = ErrorFeedback::default();
         g.load(state.clone()).unwrap();
         assert_eq!(g.state(), state);
-        let e = g.load(vec![("x".to_string(), vec![f32::INFINITY])]).unwrap_err();
-        assert!(e.to_string().contains("'x'"), "{e}");
-        assert_eq!(g.state(), state);
+        // Another rank's sums are not owed twice.
+        let h = ErrorFeedback::default();
+        h.adopt(state.clone()).unwrap();
+        assert_eq!(h.state(), state[..1]);
+        let bad = |name: &str, values: &[f32], text: &str| {
+            let more = state.iter().cloned().chain([(name.to_string(), values.to_vec())]);
+            let e = g.load(more.collect()).unwrap_err().to_string();
+            assert!(e.contains(name) && e.contains(text), "{e}");
+            assert_eq!(g.state(), state);
+        };
+        bad("x/0.all_reduce.1.contributed", &[f32::INFINITY], "not finite");
+        bad("x/0.all_reduce.2.contributed", &[0.0], "not as many");
+        bad("x/0.all_reduce.2.summed@0", &[0.0], "does not belong");
+        bad("a/0.all_reduce.2.summed@2", &[0.0], "not a part");
+        bad("weights", &[0.0], "does not belong");
     }
 
     #[test]
-    fn an_owned_part_of_another_world_is_dropped() {
+    fn what_is_owed_of_sums_that_others_make_now_is_paid_with_the_contribution() {
         let f = ErrorFeedback::default();
-        for world in [4, 3] {
-            f.begin("a", true);
-            let slot = f.slot(OpKind::AllReduce, 8).unwrap();
-            f.put(&slot, &owned(1, world), vec![0.5; 2]);
-            f.put(&slot, SENT, vec![0.5; 8]);
+        f.begin("a");
+        let at = slot(&f, 6);
+        f.put(&at, debts(&[1.0; 6], 2, &[10.0, 20.0]));
+        f.commit();
+        let total = |d: &Debts| d.contributed.iter().sum::<f32>() + d.summed.iter().sum::<f32>();
+        for (part, contributed, summed) in [
+            (2..4, [1.0; 6], vec![10.0, 20.0]),
+            (3..6, [1.0, 1.0, 11.0, 1.0, 1.0, 1.0], vec![20.0, 0.0, 0.0]),
+            (0..3, [1.0, 1.0, 1.0, 21.0, 1.0, 1.0], vec![0.0, 0.0, 10.0]),
+            (0..0, [1.0, 1.0, 11.0, 21.0, 1.0, 1.0], vec![]),
+            (4..6, [1.0, 1.0, 11.0, 21.0, 1.0, 1.0], vec![0.0, 0.0]),
+        ] {
+            let d = f.debts(&at, 6, &part);
+            assert_eq!(d, debts(&contributed, part.start, &summed), "{part:?}");
+            assert_eq!(total(&d), 36.0, "every debt is there once");
         }
-        f.begin("a", true);
-        let names: Vec<_> = f.state().into_iter().map(|(n, _)| n).collect();
-        assert_eq!(names, ["a/0.all_reduce.8.owned.1of3", "a/0.all_reduce.8.sent"]);
+        assert_eq!(f.debts(&at, 5, &(0..5)), debts(&[0.0; 5], 0, &[0.0; 5]));
     }
 }

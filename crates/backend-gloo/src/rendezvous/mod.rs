@@ -29,11 +29,12 @@ use card::Card;
 use incoming::Stranger;
 use outgoing::{Dial, Dialed};
 
+use crate::mail::Post;
 use crate::options::{Settings, Transport};
 use crate::peer::{ControlLink, Peer};
 use crate::port::{Memory, Port, Wire};
 use crate::transport::interface::{self, Addresses};
-use crate::transport::shm::{Bell, Region, Shared};
+use crate::transport::shm::{Bells, Region, Shared};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::{self, Control, ControlKind, Hello, Lane, VERSION};
 
@@ -107,7 +108,9 @@ pub(crate) struct Connected {
     pub(crate) peers: Vec<Option<Peer>>,
     /// Likewise.
     pub(crate) ports: Vec<Option<Port>>,
-    pub(crate) bell: Bell,
+    /// The ways of messages, likewise; empty unless all ranks share memory.
+    pub(crate) posts: Vec<Option<Post>>,
+    pub(crate) bells: Bells,
     /// All ranks share memory with all others. The same on every rank.
     pub(crate) near: bool,
 }
@@ -523,19 +526,24 @@ impl<'a> Rendezvous<'a> {
                 .filter(|(rank, _)| *rank != own as usize);
             others.into_iter().all(|(_, found)| found.near)
         };
-        let bell = match &self.near {
-            Some((_, region)) => region.bell()?,
-            None => Bell::private()?,
+        let bells = match &self.near {
+            Some((_, region)) => region.bells()?,
+            None => Bells::private()?,
         };
-        let (mut peers, mut ports) = (Vec::new(), Vec::new());
+        let (mut peers, mut ports, mut posts) = (Vec::new(), Vec::new(), Vec::new());
         for (found, rank) in self.found.into_iter().zip(0u32..) {
             if rank == own {
                 peers.push(None);
                 ports.push(None);
+                posts.push(None);
                 continue;
             }
             let wire = match (found.data, found.memory) {
-                (_, Some(shared)) => Wire::Memory(Memory::new(shared, self.counters.clone())),
+                (_, Some(shared)) => {
+                    let (counters, address) = (self.counters.clone(), found.address.clone());
+                    posts.push(Some(Post::new(rank, address, shared.mail, counters)));
+                    Wire::Memory(Memory::new(shared.lane, self.counters.clone()))
+                }
                 (Some(mut data), None) => {
                     data.readable = true;
                     data.writable = true;
@@ -559,10 +567,14 @@ impl<'a> Rendezvous<'a> {
                 words: None,
             }));
         }
+        if !near {
+            posts.clear();
+        }
         Ok(Connected {
             peers,
             ports,
-            bell,
+            posts,
+            bells,
             near,
         })
     }

@@ -6,6 +6,7 @@ mod blocking;
 mod hostile;
 mod lifecycle;
 mod many;
+mod messages;
 mod ranks;
 mod resources;
 mod turns;

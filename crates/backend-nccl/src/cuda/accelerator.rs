@@ -25,7 +25,7 @@ ftcore::inventory::submit! {
 }
 
 /// The device and the handle of a stream that is known by its trait only: an event recorded on it tells.
-fn handle_of(stream: &dyn Stream) -> Result<(Arc<Gpu>, StreamHandle)> {
+pub(super) fn handle_of(stream: &dyn Stream) -> Result<(Arc<Gpu>, StreamHandle)> {
     let event = stream.record()?;
     event
         .as_any()

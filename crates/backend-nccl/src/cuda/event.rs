@@ -7,25 +7,58 @@ use std::time::{Duration, Instant};
 use ftcore::{Error, Event, Result, time_left};
 
 use super::gpu::Gpu;
-use super::raw::{EventHandle, StreamHandle};
+use super::raw::{EventHandle, IpcHandle, StreamHandle};
 
 /// A recorded point in a stream.
 pub(crate) struct CudaEvent {
     gpu: Arc<Gpu>,
     handle: EventHandle,
     stream: StreamHandle,
+    origin: Origin,
+}
+
+/// Where the handle comes from, and so where it goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Origin {
+    /// The device's cache.
+    Own,
+    /// The cache of those that another process waits for, with its name there.
+    Shared(IpcHandle),
+    /// Another process.
+    Opened,
 }
 
 impl CudaEvent {
     /// The present end of `stream`. The device must be current (see [`Gpu::enter`]).
     pub(crate) fn record(gpu: &Arc<Gpu>, stream: StreamHandle) -> Result<Arc<Self>> {
+        Self::record_on(gpu, gpu.take_event()?, Origin::Own, stream)
+    }
+
+    /// As [`record`](Self::record) with a handle from elsewhere.
+    pub(crate) fn record_on(
+        gpu: &Arc<Gpu>,
+        handle: EventHandle,
+        origin: Origin,
+        stream: StreamHandle,
+    ) -> Result<Arc<Self>> {
         let event = Self {
             gpu: gpu.clone(),
-            handle: gpu.take_event()?,
+            handle,
             stream,
+            origin,
         };
         gpu.driver.record(event.handle, stream)?;
         Ok(Arc::new(event))
+    }
+
+    /// An event that another process has recorded.
+    pub(crate) fn opened(gpu: &Arc<Gpu>, handle: EventHandle) -> Arc<Self> {
+        Arc::new(Self {
+            gpu: gpu.clone(),
+            handle,
+            stream: StreamHandle::DEFAULT,
+            origin: Origin::Opened,
+        })
     }
 
     pub(crate) fn handle(&self) -> EventHandle {
@@ -81,6 +114,11 @@ impl Event for CudaEvent {
 impl Drop for CudaEvent {
     fn drop(&mut self) {
         // A stream that was told to wait keeps what was recorded, so the handle may serve again at once.
-        self.gpu.put_event(self.handle);
+        match self.origin {
+            Origin::Own => self.gpu.put_event(self.handle),
+            Origin::Shared(name) => self.gpu.put_shared_event(self.handle, name),
+            // Kept, because the other process uses it again.
+            Origin::Opened => {}
+        }
     }
 }

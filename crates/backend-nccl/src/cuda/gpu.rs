@@ -9,7 +9,7 @@ use super::driver::driver;
 use super::event::CudaEvent;
 use super::kernels::{self, Kernel};
 use super::memory::Slots;
-use super::raw::{Attribute, Context, Driver, EventHandle, Function, Span, StreamHandle};
+use super::raw::{Attribute, Context, Driver, EventHandle, Function, IpcHandle, Span, StreamHandle};
 
 /// Events kept for reuse; making one costs a microsecond and sometimes a lock of the driver.
 const CACHED_EVENTS: usize = 1024;
@@ -27,6 +27,8 @@ pub(crate) struct Gpu {
     /// Blocks are freed here, after the events of their last uses.
     pub(crate) free_stream: StreamHandle,
     events: Mutex<Vec<EventHandle>>,
+    /// Those that other processes may wait for. Never destroyed: they have them open.
+    shared_events: Mutex<Vec<(EventHandle, IpcHandle)>>,
     /// Copies that may still be under way, by the address of the block.
     uses: Mutex<HashMap<u64, Arc<CudaEvent>>>,
     functions: OnceLock<Result<Vec<Function>>>,
@@ -81,6 +83,7 @@ impl Gpu {
             alloc_stream: driver.stream(false)?,
             free_stream: driver.stream(false)?,
             events: Mutex::default(),
+            shared_events: Mutex::default(),
             uses: Mutex::default(),
             functions: OnceLock::new(),
             slots: OnceLock::new(),
@@ -123,6 +126,19 @@ impl Gpu {
             drop(events);
             self.driver.destroy_event(event);
         }
+    }
+
+    /// An event that another process can open, and the handle by which it does.
+    pub(crate) fn take_shared_event(&self) -> Result<(EventHandle, IpcHandle)> {
+        let cached = lock(&self.shared_events).pop();
+        match cached {
+            Some(event) => Ok(event),
+            None => self.driver.shared_event(),
+        }
+    }
+
+    pub(crate) fn put_shared_event(&self, event: EventHandle, name: IpcHandle) {
+        lock(&self.shared_events).push((event, name));
     }
 
     /// Notes that the block at `address` is in use until `event`.

@@ -7,6 +7,7 @@ pub(crate) mod accelerator;
 pub(crate) mod driver;
 pub(crate) mod event;
 pub(crate) mod gpu;
+mod ipc;
 pub(crate) mod kernels;
 pub(crate) mod memory;
 pub(crate) mod raw;

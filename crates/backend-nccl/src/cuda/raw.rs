@@ -97,6 +97,26 @@ handle!(
     Function
 );
 
+/// A `CUipcMemHandle` or `CUipcEventHandle`: 64 bytes that mean something to the driver only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[repr(C)]
+pub(crate) struct IpcHandle([u8; 64]);
+
+impl IpcHandle {
+    /// From another process; `InvalidArgument` if it cannot be one.
+    pub(crate) fn of(bytes: &[u8]) -> Result<Self> {
+        let handle = bytes.try_into().map_err(|_| {
+            Error::invalid(format!("{} bytes are no handle of the CUDA driver", bytes.len()))
+        })?;
+        Ok(Self(handle))
+    }
+
+    /// To pass on.
+    pub(crate) fn bytes(&self) -> &[u8] {
+        &self.0
+    }
+}
+
 impl StreamHandle {
     /// The legacy default stream.
     pub(crate) const DEFAULT: Self = Self(ptr::null_mut());
@@ -162,6 +182,14 @@ table! {
     event_destroy = "cuEventDestroy_v2": fn(Opaque);
     alloc_async = "cuMemAllocAsync": fn(*mut u64, usize, Opaque);
     free_async = "cuMemFreeAsync": fn(u64, Opaque);
+    alloc = "cuMemAlloc_v2": fn(*mut u64, usize);
+    free = "cuMemFree_v2": fn(u64);
+    ipc_export = "cuIpcGetMemHandle": fn(*mut IpcHandle, u64);
+    ipc_import = "cuIpcOpenMemHandle_v2": fn(*mut u64, IpcHandle, c_uint);
+    address_range = "cuMemGetAddressRange_v2": fn(*mut u64, *mut usize, u64);
+    ipc_close = "cuIpcCloseMemHandle": fn(u64);
+    ipc_export_event = "cuIpcGetEventHandle": fn(*mut IpcHandle, Opaque);
+    ipc_import_event = "cuIpcOpenEventHandle": fn(*mut Opaque, IpcHandle);
     host_alloc = "cuMemHostAlloc": fn(*mut Opaque, usize, c_uint);
     pointer_attribute = "cuPointerGetAttribute": fn(*mut c_void, c_int, u64);
     copy_in = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, Opaque);
@@ -180,6 +208,8 @@ table! {
 const NOT_READY: c_int = 600;
 const STREAM_NON_BLOCKING: c_uint = 1;
 const EVENT_DISABLE_TIMING: c_uint = 2;
+const EVENT_INTERPROCESS: c_uint = 4;
+const IPC_LAZY_PEER_ACCESS: c_uint = 1;
 const POINTER_MEMORY_TYPE: c_int = 2;
 
 /// What the backend asks about a device; the numbers are the driver's.
@@ -377,6 +407,83 @@ impl Driver {
         let code = unsafe { (self.table.event_create)(&raw mut event, EVENT_DISABLE_TIMING) };
         self.check("cuEventCreate", code)?;
         Ok(EventHandle(event))
+    }
+
+    /// An event that another process can open, and its handle there.
+    pub(crate) fn shared_event(&self) -> Result<(EventHandle, IpcHandle)> {
+        let mut event = ptr::null_mut();
+        let flags = EVENT_DISABLE_TIMING | EVENT_INTERPROCESS;
+        // SAFETY: INV-12 writes one handle.
+        let code = unsafe { (self.table.event_create)(&raw mut event, flags) };
+        self.check("cuEventCreate", code)?;
+        let mut handle = IpcHandle([0; 64]);
+        // SAFETY: INV-12 made above, for this; writes 64 bytes.
+        let code = unsafe { (self.table.ipc_export_event)(&raw mut handle, event) };
+        match self.check("cuIpcGetEventHandle", code) {
+            Ok(()) => Ok((EventHandle(event), handle)),
+            Err(error) => {
+                self.destroy_event(EventHandle(event));
+                Err(error)
+            }
+        }
+    }
+
+    /// Another process's event. Never closed.
+    pub(crate) fn import_event(&self, handle: IpcHandle) -> Result<EventHandle> {
+        let mut event = ptr::null_mut();
+        // SAFETY: INV-12 the driver checks the handle; writes one handle.
+        let code = unsafe { (self.table.ipc_import_event)(&raw mut event, handle) };
+        self.check("cuIpcOpenEventHandle", code)?;
+        Ok(EventHandle(event))
+    }
+
+    /// Device memory that another process can open.
+    pub(crate) fn alloc_shared(&self, bytes: usize) -> Result<Span> {
+        let mut address = 0;
+        // SAFETY: INV-12 writes one address.
+        let code = unsafe { (self.table.alloc)(&raw mut address, bytes) };
+        self.check("cuMemAlloc", code)?;
+        Ok(Span { address, bytes })
+    }
+
+    /// The handle by which another process opens `span`, the whole of what `alloc_shared` made.
+    pub(crate) fn export(&self, span: Span) -> Result<IpcHandle> {
+        let mut handle = IpcHandle([0; 64]);
+        // SAFETY: INV-12 the block is alive (see Span); writes 64 bytes.
+        let code = unsafe { (self.table.ipc_export)(&raw mut handle, span.address) };
+        self.check("cuIpcGetMemHandle", code)?;
+        Ok(handle)
+    }
+
+    /// The memory of a handle, of which the other process says that it is `bytes` long.
+    pub(crate) fn import(&self, handle: IpcHandle, bytes: usize) -> Result<Span> {
+        let mut address = 0;
+        // SAFETY: INV-12 the driver checks the handle; writes one address.
+        let code = unsafe { (self.table.ipc_import)(&raw mut address, handle, IPC_LAZY_PEER_ACCESS) };
+        self.check("cuIpcOpenMemHandle", code)?;
+        let span = Span { address, bytes };
+        let (mut base, mut length) = (0, 0);
+        // SAFETY: INV-12 opened above; writes an address and a length.
+        let code = unsafe { (self.table.address_range)(&raw mut base, &raw mut length, address) };
+        let found = self.check("cuMemGetAddressRange", code);
+        if found.is_ok() && base == address && length >= bytes {
+            return Ok(span);
+        }
+        let closed = self.unshare(span, false);
+        found.and(closed)?;
+        Err(Error::invalid(format!(
+            "another process says that its memory has {bytes} bytes; it has {length}"
+        )))
+    }
+
+    /// Frees what `alloc_shared` made (`own`), or lets go of what `import` opened. Waits for the device.
+    pub(crate) fn unshare(&self, span: Span, own: bool) -> Result<()> {
+        if own {
+            // SAFETY: INV-8 made by `alloc_shared`, freed once by its only owner.
+            return self.check("cuMemFree", unsafe { (self.table.free)(span.address) });
+        }
+        // SAFETY: INV-8 opened by `import`, closed once by its only owner.
+        self.check("cuIpcCloseMemHandle", unsafe { (self.table.ipc_close)(span.address) })
     }
 
     /// Marks the present end of `stream`.

@@ -1,8 +1,10 @@
 //! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
 
 mod failures;
+mod isolated;
 mod kit;
 mod set_up;
+mod staged;
 
 use kit::Outcome;
 
@@ -31,6 +33,10 @@ const ASYNC: &str = "OXCCL_STANDIN_NCCL_ASYNC";
 
 /// All of them.
 pub(crate) fn scenarios() -> Vec<Scenario> {
+    [of_groups(), staged::scenarios(), isolated::scenarios()].into_iter().flatten().collect()
+}
+
+fn of_groups() -> Vec<Scenario> {
     vec![
         scenario(
             "a_call_that_fails_names_the_call_its_code_and_the_operation",

@@ -17,6 +17,8 @@ use crate::ops::{self, Count};
 use crate::raw::comm::Comm;
 use crate::raw::lent::{Lent, lend};
 use crate::recipe::Recipe;
+use crate::xpu;
+use crate::xpu::comm::{Side, XpuComm};
 
 /// A lane's turn.
 struct Turn {
@@ -238,8 +240,13 @@ impl Engine {
                 _ => e,
             })?;
         }
-        let mut lent = self.borrow(id).ok_or_else(ended)?;
-        ops::run(link, recipe, label.dtype, &mut lent, count)
+        let Some(side) = &self.side else {
+            let mut lent = self.borrow(id).ok_or_else(ended)?;
+            return ops::run(link, recipe, label.dtype, &mut lent, count);
+        };
+        side.begin(recipe, label)?;
+        let lent = self.borrow(id).ok_or_else(ended)?;
+        xpu::ops::run(side, link, recipe, label, &lent, count)
     }
 
     fn message_to(&self, peer: u32, number: u64) -> Message {
@@ -315,6 +322,7 @@ impl Engine {
         let links = [comms.messages, Some(comms.collectives)];
         let comms = links.into_iter().flatten().filter_map(|link| match link {
             Link::Comm(comm) => Some(comm),
+            Link::Xpu(on_device) => Some(on_device.comm),
             Link::Alone => None,
         });
         for comm in comms {
@@ -331,16 +339,49 @@ impl Engine {
 
 /// The communicators of a split group, and those of its messages.
 fn split_comms(comms: &Comms, color: Option<u32>, rank: u32, world: u32) -> Result<Option<Comms>> {
-    let Link::Comm(parent) = &comms.collectives else {
-        return Ok(color.map(|_| Comms {
+    match &comms.collectives {
+        Link::Alone => Ok(color.map(|_| Comms {
             collectives: Link::Alone,
             messages: None,
-        }));
+        })),
+        Link::Comm(parent) => {
+            let made = parent.split(color, rank, rank, world)?;
+            made.map(with_messages).transpose()
+        }
+        Link::Xpu(parent) => {
+            let made = parent.comm.split(color, rank, rank, world)?;
+            made.map(|made| on_device(made, &parent.side)).transpose()
+        }
+    }
+}
+
+/// As [`with_messages`] for a group on a device: the communicator for messages is made where messages work.
+pub(crate) fn on_device(made: Comm, side: &Arc<Side>) -> Result<Comms> {
+    let side = side.sibling()?;
+    let link = |comm| {
+        Link::Xpu(XpuComm {
+            comm,
+            side: side.clone(),
+        })
     };
-    let Some(made) = parent.split(color, rank, rank, world)? else {
-        return Ok(None);
-    };
-    with_messages(made).map(Some)
+    if made.world() == 1 || side.has_messages() {
+        let Comms {
+            collectives,
+            messages,
+        } = with_messages(made)?;
+        let moved = |l| match l {
+            Link::Comm(comm) => link(comm),
+            other => other,
+        };
+        return Ok(Comms {
+            collectives: moved(collectives),
+            messages: messages.map(moved),
+        });
+    }
+    Ok(Comms {
+        collectives: link(made),
+        messages: None,
+    })
 }
 
 /// Adds the communicator for messages to one that is for collectives from now on. A call of all its ranks.

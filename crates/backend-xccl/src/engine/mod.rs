@@ -10,7 +10,10 @@ use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Collective, Error, ErrorKind, Rejected, Result, Tensor, Work, time_left, work_pair};
+use ftcore::{
+    Collective, Completer, Error, ErrorKind, Event, OpKind, Rejected, Result, Tensor, Work, time_left,
+    work_pair,
+};
 
 use crate::job::{Active, Batch, Job, Label, Memory, Sink, Task};
 use crate::link::Link;
@@ -20,16 +23,21 @@ use crate::raw::exit::{self, Leaving, Stuck};
 use crate::raw::lent::{Lent, lend};
 use crate::recipe::Recipe;
 use crate::traffic::Counters;
+use crate::xpu;
+use crate::xpu::comm::Side;
+use crate::xpu::event::{Order, Promise, XpuEvent};
 
 mod lane;
 mod watch;
 
-pub(crate) use lane::with_messages;
+pub(crate) use lane::{on_device, with_messages};
 
 /// How long a rank that leaves waits for the others, so that communicators can be destroyed (a call of all ranks).
 const FAREWELL: Duration = Duration::from_secs(60);
 /// How long it then waits until they all have.
 const LAST_ONES: Duration = Duration::from_secs(4);
+/// How long after its deadline an operation on a device has been reported, so that nobody waits for its event any more.
+const PROMISED: Duration = Duration::from_secs(5);
 /// The part of that for which `shutdown` waits.
 const COURTESY: Duration = Duration::from_secs(2);
 
@@ -110,6 +118,8 @@ pub(crate) struct Engine {
     counted: bool,
     /// `None` in a world of one.
     channel: Option<Channel>,
+    /// Of a group on a device.
+    side: Option<Arc<Side>>,
 }
 
 impl Engine {
@@ -120,6 +130,18 @@ impl Engine {
         channel: Option<Channel>,
         counters: Arc<Counters>,
         counted: bool,
+    ) -> Result<Arc<Self>> {
+        Self::start_on(place, comms, channel, counters, counted, None)
+    }
+
+    /// As [`start`](Self::start), for memory of a device if there is a `side`.
+    pub(crate) fn start_on(
+        place: Place,
+        comms: Comms,
+        channel: Option<Channel>,
+        counters: Arc<Counters>,
+        counted: bool,
+        side: Option<Arc<Side>>,
     ) -> Result<Arc<Self>> {
         let engine = Arc::new(Self {
             place,
@@ -132,6 +154,7 @@ impl Engine {
             counters,
             counted,
             channel,
+            side,
         });
         if place.world > 1 {
             engine.lock().lanes.insert(LaneId::Collectives, Lane::default());
@@ -181,6 +204,17 @@ impl Engine {
         contribute: bool,
         deadline: Instant,
     ) -> Result<Work, Box<Rejected>> {
+        self.submit_after(op, contribute, deadline, None)
+    }
+
+    /// As [`submit`](Self::submit); on a device it begins after the point `after`.
+    pub(crate) fn submit_after(
+        self: &Arc<Self>,
+        op: Collective,
+        contribute: bool,
+        deadline: Instant,
+        after: Option<Arc<dyn Event>>,
+    ) -> Result<Work, Box<Rejected>> {
         let kind = op.kind();
         let refuse = |error: Error, op| {
             let error = self.named(error).with_op(kind.name());
@@ -204,6 +238,7 @@ impl Engine {
             message: None,
             submitted: Instant::now(),
             deadline,
+            order: self.order(kind, after, deadline, &work, &completer),
         };
         state.next_seq += u64::from(label.seq.is_some());
         let parts = match op {
@@ -239,6 +274,28 @@ impl Engine {
             self.watch.notify_one();
         }
         Ok(work)
+    }
+
+    /// On a device: the event of a collective is promised at once, so that streams can wait for what is not enqueued yet.
+    /// Messages, and what needs no device, are waited for on the host.
+    fn order(
+        &self,
+        kind: OpKind,
+        after: Option<Arc<dyn Event>>,
+        deadline: Instant,
+        work: &Work,
+        completer: &Completer,
+    ) -> Option<Order> {
+        self.side.as_ref()?;
+        let promised = !kind.is_p2p() && kind != OpKind::MonitoredBarrier;
+        let promise = promised.then(|| {
+            let promise = Promise::new(deadline.checked_add(PROMISED).unwrap_or(deadline));
+            completer.recorded(Arc::new(XpuEvent::promised(promise.clone())));
+            let ended = promise.clone();
+            work.on_complete(move |status| ended.ended(status));
+            promise
+        });
+        Some(Order { after, promise })
     }
 
     fn accept(
@@ -305,9 +362,16 @@ impl Engine {
             counted: self.counted,
             contribute,
         };
-        let result = match (&recipe, comms) {
-            (Recipe::MonitoredBarrier { .. }, _) | (_, None) => Ok(0),
-            (_, Some(comms)) => ops::run(&comms.collectives, &recipe, dtype, &mut lent, count),
+        let label = &Label {
+            dtype,
+            ..label.clone()
+        };
+        let result = match (&recipe, comms, &self.side) {
+            (Recipe::MonitoredBarrier { .. }, ..) | (_, None, _) => Ok(0),
+            (_, Some(comms), None) => ops::run(&comms.collectives, &recipe, dtype, &mut lent, count),
+            (_, Some(comms), Some(side)) => side
+                .begin(&recipe, label)
+                .and_then(|()| xpu::ops::run(side, &comms.collectives, &recipe, label, &lent, count)),
         };
         drop(lent);
         match result {
@@ -331,13 +395,14 @@ impl Engine {
                 return Err(self.named(error).with_op("split"));
             }
             let label = Label {
-                kind: ftcore::OpKind::Barrier,
+                kind: OpKind::Barrier,
                 seq: None,
                 dtype: None,
                 count: 0,
                 message: None,
                 submitted: Instant::now(),
                 deadline,
+                order: None,
             };
             if let Some(lane) = state.lanes.get_mut(&LaneId::Collectives) {
                 let task = Task::Split {

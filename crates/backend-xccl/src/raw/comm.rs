@@ -12,8 +12,8 @@ use super::exit::{Call, install};
 /// A communicator. Not destroyed when dropped: that would wait for the peers (see [`destroy`](Self::destroy)).
 #[derive(Debug)]
 pub(crate) struct Comm {
-    library: &'static Library,
-    raw: oneccl_sys::Comm,
+    pub(super) library: &'static Library,
+    pub(super) raw: oneccl_sys::Comm,
     /// What CommCount and CommUserRank say is wrong after a split: these are our own numbers.
     rank: u32,
     world: u32,
@@ -43,14 +43,14 @@ pub(crate) fn native(dtype: DType) -> Option<DataType> {
 }
 
 /// How bytes of `dtype` are moved: as that type where oneCCL has it, else as bytes. With the number of elements.
-fn moved(dtype: DType, bytes: usize) -> (DataType, usize) {
+pub(super) fn moved(dtype: DType, bytes: usize) -> (DataType, usize) {
     match native(dtype) {
         Some(d) => (d, bytes / dtype.size()),
         None => (DataType::U8, bytes),
     }
 }
 
-fn sizes(ok: bool, what: &str) -> Result<()> {
+pub(super) fn sizes(ok: bool, what: &str) -> Result<()> {
     if ok {
         Ok(())
     } else {
@@ -81,7 +81,7 @@ fn outcome(library: &Library, comm: oneccl_sys::Comm, call: &str, code: ResultCo
     Err(Error::new(ErrorKind::Backend, text).with_code(code.0.into()))
 }
 
-fn int(n: u32) -> i32 {
+pub(super) fn int(n: u32) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
 
@@ -164,15 +164,15 @@ impl Comm {
         self.library.functions.all_to_all_v.is_some()
     }
 
-    fn outcome(&self, call: &str, code: ResultCode) -> Result<()> {
+    pub(super) fn outcome(&self, call: &str, code: ResultCode) -> Result<()> {
         outcome(self.library, self.raw, call, code)
     }
 
-    fn lacks(&self, call: &str) -> Error {
+    pub(super) fn lacks(&self, call: &str) -> Error {
         Error::unsupported(format!("oneCCL {} has no {call}", self.library.version))
     }
 
-    fn reducible(dtype: DType) -> Result<DataType> {
+    pub(super) fn reducible(dtype: DType) -> Result<DataType> {
         native(dtype).ok_or_else(|| {
             Error::new(
                 ErrorKind::Internal,

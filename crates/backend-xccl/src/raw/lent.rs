@@ -8,6 +8,8 @@ use std::sync::Arc;
 
 use ftcore::Tensor;
 
+use super::sycl;
+
 /// The tensors, out of reach until the [`Lent`] is gone.
 pub(crate) struct Held {
     tensors: Vec<Tensor>,
@@ -24,22 +26,21 @@ pub(crate) struct Lent {
 struct Span {
     at: *mut u8,
     bytes: usize,
+    is_host: bool,
 }
 
 // SAFETY: INV-8 the memory is reachable through this one value only, and is kept alive by `Held` or leaked by it.
 unsafe impl Send for Lent {}
 
-/// Lends host tensors. Tensors elsewhere have no bytes here.
+/// Lends tensors. Those on a device have no bytes here, only a [`device_span`](Lent::device_span).
 pub(crate) fn lend(mut tensors: Vec<Tensor>) -> (Held, Lent) {
     let out = Arc::new(());
     let spans = tensors
         .iter_mut()
-        .map(|t| {
-            let bytes = t.bytes_mut();
-            Span {
-                at: bytes.as_mut_ptr(),
-                bytes: bytes.len(),
-            }
+        .map(|t| Span {
+            at: t.as_mut_ptr(),
+            bytes: t.byte_len(),
+            is_host: t.device().is_cpu(),
         })
         .collect();
     let lent = Lent {
@@ -77,10 +78,20 @@ impl Lent {
     }
 
     fn span(&self, index: usize) -> Span {
-        self.spans.get(index).copied().unwrap_or(Span {
+        let host = self.spans.get(index).copied().filter(|s| s.is_host);
+        host.unwrap_or(Span {
             at: std::ptr::NonNull::dangling().as_ptr(),
             bytes: 0,
+            is_host: true,
         })
+    }
+
+    /// The memory of tensor `index` for commands of a device; empty for one that is not there. Valid for as long as self.
+    pub(crate) fn device_span(&self, index: usize) -> sycl::Span {
+        match self.spans.get(index) {
+            Some(span) => sycl::Span::new(span.at, span.bytes),
+            None => sycl::Span::new(std::ptr::null_mut(), 0),
+        }
     }
 
     /// The bytes of tensor `index`; empty for one that is not there.

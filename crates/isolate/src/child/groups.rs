@@ -6,12 +6,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Checked, Configuration, Epoch, Error, ErrorKind, ProcessGroup, Result, Status, Store, SubmitOptions,
+    Checked, Configuration, Crossing, DType, Device, Epoch, Error, ErrorKind, ProcessGroup, Result, Status, Store,
+    Stream, SubmitOptions, Tensor,
 };
 
 use crate::channel::send;
 use crate::child::reading::Seat;
 use crate::clock;
+use crate::crossing::Arrival;
 use crate::shm::{Mapping, foreign};
 use crate::store::proxy::{Line, ProxyStore};
 use crate::wire::frames::{Done, Order, Report, Settled, Submission};
@@ -114,12 +116,20 @@ impl Ready {
 /// (sender of a receive and contributors of a reduction; whether the memory is free again).
 type Ended = (Result<(Option<u32>, u32)>, bool);
 
+/// A segment of the parent's.
+enum Held {
+    Host(Arc<Mapping>),
+    Device(Arc<Tensor>),
+}
+
 /// All groups of this process.
 pub(crate) struct Groups {
     reporter: Arc<Reporter>,
     line: Arc<Line>,
     members: Mutex<HashMap<u32, Arc<Member>>>,
-    segments: Mutex<HashMap<u32, Arc<Mapping>>>,
+    segments: Mutex<HashMap<u32, Held>>,
+    /// With device memory: how it is opened, and which device.
+    crossing: Option<(Arc<dyn Crossing>, Device)>,
     pub(crate) seat: Mutex<Seat>,
 }
 
@@ -128,12 +138,14 @@ impl Groups {
         reporter: Arc<Reporter>,
         line: Arc<Line>,
         first: Box<dyn ProcessGroup>,
+        crossing: Option<(Arc<dyn Crossing>, Device)>,
     ) -> Result<Arc<Self>> {
         let groups = Arc::new(Self {
             reporter,
             line,
             members: Mutex::new([(0, Member::new(first.into()))].into()),
             segments: Mutex::default(),
+            crossing,
             seat: Mutex::default(),
         });
         let weak = Arc::downgrade(&groups);
@@ -178,8 +190,23 @@ impl Groups {
     pub(crate) fn add_segment(&self, id: u32, fd: OwnedFd, bytes: u64) -> Result<()> {
         let mapping = Arc::new(Mapping::open(fd, bytes)?);
         let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
-        segments.insert(id, mapping);
+        segments.insert(id, Held::Host(mapping));
         Ok(())
+    }
+
+    pub(crate) fn add_device_segment(&self, id: u32, bytes: u64, handle: &[u8]) -> Result<()> {
+        let (crossing, device) = self.crossing()?;
+        let bytes = usize::try_from(bytes).map_err(|_| odd("a size beyond this machine's memory"))?;
+        let whole = Arc::new(crossing.open(device.index, handle, bytes)?);
+        let mut segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
+        segments.insert(id, Held::Device(whole));
+        Ok(())
+    }
+
+    fn crossing(&self) -> Result<&(Arc<dyn Crossing>, Device)> {
+        self.crossing
+            .as_ref()
+            .ok_or_else(|| odd("device memory, which was not agreed on"))
     }
 
     // ---- operations
@@ -192,18 +219,26 @@ impl Groups {
             contribute,
             express,
             deadline,
+            arrival,
             op: mut reader,
         } = submission;
+        let stream = arrival.map(|handle| self.arrival(&handle)).transpose()?;
         let collective = {
             let segments = self.segments.lock().unwrap_or_else(PoisonError::into_inner);
             op::get(&mut reader, &mut |place| {
                 if place.count == 0 {
-                    return Ok(ftcore::Tensor::zeros(place.dtype, 0));
+                    return self.nothing(place.dtype);
                 }
-                let mapping = segments
-                    .get(&place.segment)
-                    .ok_or_else(|| odd(format_args!("the unknown segment {}", place.segment)))?;
-                foreign(mapping, place.offset, place.dtype, place.count)
+                match segments.get(&place.segment) {
+                    Some(Held::Host(mapping)) => foreign(mapping, place.offset, place.dtype, place.count),
+                    Some(Held::Device(whole)) => {
+                        let size = |n: u64| usize::try_from(n).map_err(|_| odd("a size beyond this machine's memory"));
+                        let (offset, shape) = (size(place.offset)?, [size(place.count)?]);
+                        let (crossing, _) = self.crossing()?;
+                        crossing.part(whole, offset, place.dtype, &shape, Box::new(()))
+                    }
+                    None => Err(odd(format_args!("the unknown segment {}", place.segment))),
+                }
             })?
         };
         reader.end()?;
@@ -215,7 +250,7 @@ impl Groups {
         let options = SubmitOptions {
             deadline: Some(deadline),
             contribute,
-            stream: None,
+            stream,
         };
         let addresses: Vec<usize> = collective.tensors().iter().map(|t| t.as_ptr() as usize).collect();
         let info = member.group.info();
@@ -234,6 +269,23 @@ impl Groups {
                 Ok(None)
             }
         }
+    }
+
+    /// A tensor without elements, of which there is nothing in any segment.
+    fn nothing(&self, dtype: DType) -> Result<Tensor> {
+        match &self.crossing {
+            None => Ok(Tensor::zeros(dtype, 0)),
+            Some((_, device)) => ftcore::accelerator(&device.kind)?.alloc(device.index, dtype, &[0]),
+        }
+    }
+
+    /// The point of the parent's stream after which the inputs are there.
+    fn arrival(&self, handle: &[u8]) -> Result<Arc<dyn Stream>> {
+        let (crossing, device) = self.crossing()?;
+        Ok(Arc::new(Arrival {
+            device: device.clone(),
+            event: crossing.open_mark(device.index, handle)?,
+        }))
     }
 
     /// Submits an operation; its end is reported from wherever the backend ends it.
@@ -404,7 +456,7 @@ impl Groups {
                 segments.remove(&id);
                 Ok(())
             }
-            Order::Hello { .. } | Order::Segment { .. } | Order::Leave => {
+            Order::Hello { .. } | Order::Segment { .. } | Order::DeviceSegment { .. } | Order::Leave => {
                 Err(odd("an order where it cannot be"))
             }
         }

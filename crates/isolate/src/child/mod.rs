@@ -5,6 +5,7 @@
 //! that no operation of this rank has seen. When the parent's socket closes, the process ends.
 
 mod groups;
+mod landed;
 mod reading;
 
 use std::os::fd::OwnedFd;
@@ -15,9 +16,10 @@ use ftcore::{Device, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Res
 use rustix::io::fcntl_dupfd_cloexec;
 
 use crate::channel::{Filled, Receiver};
+use crate::crossing::PROBE;
 use crate::options::ENV_CHILD;
 use crate::store::proxy::Line;
-use crate::wire::frames::{Either, Order, Report};
+use crate::wire::frames::{Carry, Either, Order, Report};
 use crate::wire::odd;
 use groups::{Groups, Reporter};
 
@@ -80,9 +82,10 @@ fn take_socket() -> Result<OwnedFd> {
 
 fn serve() -> Result<()> {
     let mut receiver = Receiver::new(Arc::new(take_socket()?), true);
-    let (backend, device, options, line, express) = hello(&mut receiver)?;
+    let (backend, device, options, carry, line, express) = hello(&mut receiver)?;
     let reporter = Arc::new(Reporter::new(receiver.shared(), express));
-    let group = match open(&backend, &device, &options) {
+    let opened = open(&backend, &device, &options, &carry);
+    let group = match opened {
         Ok((group, library)) => {
             let capabilities = group.capabilities().clone();
             reporter.send(&Report::Ready {
@@ -96,11 +99,15 @@ fn serve() -> Result<()> {
             return Ok(());
         }
     };
-    let groups = Groups::new(reporter, line, group)?;
+    let crossing = match carry {
+        Carry::Device(_) => ftcore::crossing(&device.kind).map(|c| (c, device)),
+        Carry::Host | Carry::Land => None,
+    };
+    let groups = Groups::new(reporter, line, group, crossing)?;
     reading::follow(receiver, &groups)
 }
 
-type Hello = (String, Device, GroupOptions, Arc<Line>, OwnedFd);
+type Hello = (String, Device, GroupOptions, Carry, Arc<Line>, OwnedFd);
 
 /// The first frame, and the sockets for store calls and express reports.
 fn hello(receiver: &mut Receiver) -> Result<Hello> {
@@ -110,12 +117,13 @@ fn hello(receiver: &mut Receiver) -> Result<Hello> {
                 backend,
                 device,
                 options,
+                carry,
             }) = Order::decode(body)?
             else {
                 return Err(odd("no greeting in the first frame"));
             };
             let line = Line::open(receiver.next_fd()?)?;
-            return Ok((backend, device, options, line, receiver.next_fd()?));
+            return Ok((backend, device, options, carry, line, receiver.next_fd()?));
         }
         if receiver.fill(true)? == Filled::Closed {
             return Err(Error::new(
@@ -128,7 +136,7 @@ fn hello(receiver: &mut Receiver) -> Result<Hello> {
 
 type Opened = (Box<dyn ProcessGroup>, Option<String>);
 
-fn open(backend: &str, device: &Device, options: &GroupOptions) -> Result<Opened> {
+fn open(backend: &str, device: &Device, options: &GroupOptions, carry: &Carry) -> Result<Opened> {
     let mut inits: Vec<&ChildInit> = ftcore::inventory::iter::<ChildInit>.into_iter().collect();
     inits.sort_by_key(|i| i.name);
     for init in inits {
@@ -143,6 +151,16 @@ fn open(backend: &str, device: &Device, options: &GroupOptions) -> Result<Opened
     }
     let found = Registry::global().get(backend, Some(&device.kind))?;
     found.factory.probe()?;
-    let group = found.factory.create(device, options)?;
+    let mut group = found.factory.create(device, options)?;
+    match carry {
+        Carry::Host => {}
+        Carry::Device(probe) => {
+            let crossing = ftcore::crossing(&device.kind).ok_or_else(|| {
+                Error::unsupported(format!("the child's program cannot open memory of {}", device.kind))
+            })?;
+            drop(crossing.open(device.index, probe, PROBE)?);
+        }
+        Carry::Land => group = Box::new(landed::Landed::new(group, device)?),
+    }
     Ok((group, found.factory.library()))
 }

@@ -56,6 +56,9 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                     let fd = receiver.next_fd()?;
                     groups.add_segment(id, fd, bytes)?;
                 }
+                Either::Order(Order::DeviceSegment { id, bytes, handle }) => {
+                    groups.add_device_segment(id, bytes, &handle)?;
+                }
                 Either::Order(Order::Leave) => {
                     groups.leave(deadline_in(FAREWELL));
                     return Ok(true);

@@ -10,7 +10,7 @@ use crate::clock;
 /// In the first frame, so that a program that is no child of ours is recognised.
 const MAGIC: u32 = 0x4953_4F31;
 /// Parent and child are usually one executable; a helper may be another build.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// What a group in the child was configured as.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -50,6 +50,17 @@ impl Settled {
     }
 }
 
+/// How tensors come to the child.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Carry {
+    /// In host memory, on which the group works.
+    Host,
+    /// In device memory; what this handle names is opened first, to find out whether that works.
+    Device(Vec<u8>),
+    /// In host memory, to be copied to the group's device and back.
+    Land,
+}
+
 /// Parent to child. `Submit` is not here: it is read in place, see [`submit`].
 #[derive(Debug)]
 pub(crate) enum Order {
@@ -58,11 +69,18 @@ pub(crate) enum Order {
         backend: String,
         device: Device,
         options: GroupOptions,
+        carry: Carry,
     },
     /// A segment of shared memory; its memfd comes with it.
     Segment {
         id: u32,
         bytes: u64,
+    },
+    /// A segment of device memory, which the child opens by its handle.
+    DeviceSegment {
+        id: u32,
+        bytes: u64,
+        handle: Vec<u8>,
     },
     /// The segment is not used any more.
     Forget {
@@ -115,6 +133,7 @@ impl Order {
                 backend,
                 device,
                 options,
+                carry,
             } => {
                 w = Writer::new(1);
                 w.u32(MAGIC);
@@ -122,6 +141,20 @@ impl Order {
                 w.text(backend);
                 settings::put_device(&mut w, device);
                 settings::put_options(&mut w, options);
+                match carry {
+                    Carry::Host => w.u8(0),
+                    Carry::Device(probe) => {
+                        w.u8(1);
+                        w.bytes(probe);
+                    }
+                    Carry::Land => w.u8(2),
+                }
+            }
+            Self::DeviceSegment { id, bytes, handle } => {
+                w = Writer::new(11);
+                w.u32(*id);
+                w.u64(*bytes);
+                w.bytes(handle);
             }
             Self::Segment { id, bytes } => {
                 w = Writer::new(2);
@@ -212,6 +245,12 @@ impl Order {
                     backend: r.text()?,
                     device: settings::get_device(&mut r)?,
                     options: settings::get_options(&mut r)?,
+                    carry: match r.u8()? {
+                        0 => Carry::Host,
+                        1 => Carry::Device(r.bytes()?.to_vec()),
+                        2 => Carry::Land,
+                        other => return Err(odd(format_args!("the unknown way {other} for tensors"))),
+                    },
                 }
             }
             2 => Self::Segment {
@@ -236,6 +275,7 @@ impl Order {
                     contribute: r.bool()?,
                     express: r.bool()?,
                     deadline: clock::from_wire(r.u64()?),
+                    arrival: r.option(|r| r.bytes().map(<[u8]>::to_vec))?,
                     op: r,
                 }));
             }
@@ -259,6 +299,11 @@ impl Order {
             8 => Self::Release { group: r.u32()? },
             9 => Self::Forget { id: r.u32()? },
             10 => Self::Leave,
+            11 => Self::DeviceSegment {
+                id: r.u32()?,
+                bytes: r.u64()?,
+                handle: r.bytes()?.to_vec(),
+            },
             other => return Err(odd(format_args!("the unknown order {other}"))),
         };
         r.end()?;
@@ -280,11 +325,19 @@ pub(crate) struct Submission<'a> {
     /// A caller waits for this one alone: run it at once where possible, and report on the express socket.
     pub(crate) express: bool,
     pub(crate) deadline: Instant,
+    /// The event after which inputs in device memory are there.
+    pub(crate) arrival: Option<Vec<u8>>,
     pub(crate) op: Reader<'a>,
 }
 
 /// Begins the frame of a submission; the operation follows.
-pub(crate) fn submit(group: u32, contribute: bool, express: bool, deadline: Instant) -> Writer {
+pub(crate) fn submit(
+    group: u32,
+    contribute: bool,
+    express: bool,
+    deadline: Instant,
+    arrival: Option<&[u8]>,
+) -> Writer {
     let mut w = Writer::new(SUBMIT);
     // Its number is not known yet; see `Writer::numbered`.
     w.u64(0);
@@ -292,6 +345,7 @@ pub(crate) fn submit(group: u32, contribute: bool, express: bool, deadline: Inst
     w.bool(contribute);
     w.bool(express);
     w.u64(clock::to_wire(deadline));
+    w.option(arrival, Writer::bytes);
     w
 }
 

@@ -26,6 +26,8 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         dies_in_configure,
     ),
     ("lives::shared_tensors_outlive_child_and_group", shared_tensors),
+    ("lives::files_that_a_killed_child_left_are_removed", litter),
+    ("lives::a_helper_is_found_by_its_name_on_the_path", helper_on_path),
 ];
 
 /// A small generator, so that a failure can be repeated.
@@ -124,10 +126,19 @@ fn pids_of(pids: &[AtomicU32; 2], rank: usize) -> u32 {
 }
 
 const VICTIM: &str = "OXCCL_ISOLATE_TEST_VICTIM";
+const TELLS: &str = "tells";
 
-/// The program that is killed by `dies_with_parent`: this very binary, started again.
+/// What this program is started again for: to be killed by `dies_with_parent`, or to say which program its child runs.
 pub(crate) fn as_victim() -> Option<ExitCode> {
-    std::env::var_os(VICTIM)?;
+    let role = std::env::var_os(VICTIM)?;
+    if role == TELLS {
+        let told = isolate::IsolatedGroup::new(options("gloo")).map(|group| {
+            let exe = format!("/proc/{}/exe", group.child_pid().unwrap());
+            std::fs::read_link(exe).unwrap().display().to_string()
+        });
+        println!("{}", told.unwrap_or_else(|e| e.to_string()));
+        return Some(ExitCode::SUCCESS);
+    }
     let mut o = options("gloo");
     o.spare = true;
     let group = alone(o);
@@ -309,3 +320,58 @@ fn shared_tensors() {
 }
 
 static KEPT: std::sync::Mutex<Option<Tensor>> = std::sync::Mutex::new(None);
+
+fn litter() {
+    // Whoever it belongs to, it is not the child's.
+    let others = format!("/dev/shm/{}:0:0", std::process::id());
+    std::fs::write(&others, "").unwrap();
+    for end in ["abort", "kill"] {
+        let group = alone(odd("litter"));
+        let pid = group.child_pid().unwrap();
+        let own = format!("/dev/shm/{pid}:0:0");
+        let work = group
+            .allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
+            .unwrap();
+        eventually("the child's file", || std::fs::exists(&own).unwrap());
+        match end {
+            "abort" => group.abort("the end"),
+            _ => kill(pid),
+        }
+        work.wait(soon()).unwrap_err();
+        eventually("the end of the child", || state_of(pid).is_none());
+        assert!(!std::fs::exists(&own).unwrap(), "{end}: {own} is still there");
+    }
+    assert!(
+        std::fs::exists(&others).unwrap(),
+        "a file of another process is gone"
+    );
+    std::fs::remove_file(&others).unwrap();
+}
+
+fn helper_on_path() {
+    let folder =
+        std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("helper-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    let helper = folder.join("ox-helper");
+    std::fs::hard_link(std::env::current_exe().unwrap(), &helper).unwrap();
+    let told = |name: &str| {
+        let output = Command::new(std::env::current_exe().unwrap())
+            .env(VICTIM, TELLS)
+            .env(isolate::ENV_HELPER, name)
+            .env("PATH", &folder)
+            .output()
+            .unwrap();
+        assert!(output.status.success(), "{output:?}");
+        String::from_utf8_lossy(&output.stdout).trim().to_string()
+    };
+    let full = helper.display().to_string();
+    let (by_name, by_path, missing, none) = (told("ox-helper"), told(&full), told("ox-nowhere"), told(""));
+    std::fs::remove_dir_all(&folder).unwrap();
+    assert_eq!(by_name, full);
+    assert_eq!(by_path, full);
+    assert!(
+        missing.contains("ox-nowhere") && missing.contains("cannot run"),
+        "{missing}"
+    );
+    assert_eq!(none, std::env::current_exe().unwrap().display().to_string());
+}

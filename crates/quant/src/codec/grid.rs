@@ -8,7 +8,7 @@ use super::rounding::Round;
 use super::scale::{self, Scale, put};
 use super::simd::Isa;
 use super::small::{self, INFINITE};
-use super::tiles::{Blocks, TILE};
+use super::tiles::{Blocks, PART};
 
 /// The codes of a format and their values.
 pub(super) trait Grid {
@@ -120,31 +120,34 @@ pub(super) fn encode_block<G: Grid, R: Round, const B: usize>(
     non_finite
 }
 
-/// Encodes a tile of blocks of `B` values if they are all ordinary: all peaks first, then all scales, which divides in vectors, then all
-/// codes. The same bytes as block by block.
+/// The most blocks in a part: those of 32 values.
+const MOST: usize = PART / 32;
+
+/// Encodes a part of blocks of `B` values whose peaks are known and finite: all scales first, which divides in vectors, then all codes. The
+/// same bytes as block by block. False, with nothing written, if the slices are not as long as they are to be.
 #[inline(always)]
-pub(super) fn encode_tile<G: Grid, R: Round, I: Isa, const B: usize>(
-    tile: &[f32; TILE],
+pub(super) fn encode_part<G: Grid, R: Round, const B: usize>(
+    part: &[f32; PART],
+    peaks: &[u32],
     (round, first): (R, u64),
     scales: &mut [u8],
     codes: &mut [u8],
 ) -> bool {
-    // 256 is enough for blocks of 32.
-    let (mut peaks, mut inverses) = ([0u32; 256], [0f32; 256]);
-    let blocks = tile.as_chunks::<B>().0;
-    let (peaks, inverses) = (&mut peaks[..TILE / B], &mut inverses[..TILE / B]);
-    let highest = I::peaks(blocks, peaks);
+    let mut inverses = [0f32; MOST];
+    let blocks = part.as_chunks::<B>().0;
     let scales = scales.as_chunks_mut::<{ Scale::BYTES }>().0;
     let bytes = pack::bytes(G::BITS, B);
-    if highest >= INFINITE || scales.len() != TILE / B || codes.len() != TILE / B * bytes {
+    let count = PART / B;
+    if peaks.len() != count || scales.len() != count || codes.len() != count * bytes {
         return false;
     }
-    for k in 0..TILE / B {
+    let inverses = &mut inverses[..count];
+    for k in 0..count {
         let s = Scale::of(f32::from_bits(peaks[k]), G::LEVELS);
         scales[k] = s.bytes();
         inverses[k] = s.inverse();
     }
-    for k in 0..TILE / B {
+    for k in 0..count {
         let (block, inverse, begins) = (&blocks[k], inverses[k], first + (k * B) as u64);
         let mut all = [0i8; B];
         for i in 0..B {
@@ -272,14 +275,18 @@ impl<G: Grid, const B: usize> Blocks for Scaled<G, B> {
             Err(_) => decode_block::<G, ADD, B>(scale, codes, out),
         }
     }
+
     #[inline(always)]
-    fn encode_tile<R: Round, I: Isa>(
+    fn encode_part<R: Round, I: Isa>(
         &self,
-        tile: &[f32; TILE],
+        part: &[f32; PART],
         at: (R, u64),
         scales: &mut [u8],
         codes: &mut [u8],
     ) -> bool {
-        encode_tile::<G, R, I, B>(tile, at, scales, codes)
+        let mut peaks = [0; MOST];
+        let peaks = &mut peaks[..PART / B];
+        let highest = I::peaks(part.as_chunks::<B>().0, peaks);
+        highest < INFINITE && encode_part::<G, R, B>(part, peaks, at, scales, codes)
     }
 }

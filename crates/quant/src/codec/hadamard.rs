@@ -3,12 +3,15 @@
 //! Forward it divides by 128, backward by nothing: no intermediate of a group below 2¹²⁰ overflows, and both factors are exact.
 
 use super::rounding::splitmix64;
-use super::simd::Isa;
+use super::scale;
 
 /// Values per group.
 pub(super) const GROUP: usize = 128;
 
 const _: () = assert!(GROUP == 128, "the strides and the factor below are for 128");
+
+/// The bits of 2¹²⁰. Groups with larger values are not rotated, so that sums cannot overflow.
+pub(super) const TOO_LARGE: u32 = (120 + 127) << 23;
 
 /// The signs of one group, as what values are multiplied with on the way there: ±1/128.
 pub(super) struct Signs([f32; GROUP]);
@@ -25,27 +28,31 @@ impl Signs {
         }))
     }
 
-    /// `H · (sign · x / 128)`.
-    #[inline(always)]
-    #[expect(
-        clippy::needless_range_loop,
-        reason = "plain indices become vector code in every instruction set"
-    )]
-    pub(super) fn rotate<I: Isa>(&self, values: &mut [f32; GROUP]) {
-        for i in 0..GROUP {
-            values[i] *= self.0[i];
-        }
-        I::transform(values);
+    /// The factors themselves.
+    pub(super) fn factors(&self) -> &[f32; GROUP] {
+        &self.0
     }
+}
 
-    /// The inverse of [`rotate`](Self::rotate), up to rounding.
-    #[inline(always)]
-    #[expect(clippy::needless_range_loop, reason = "as above")]
-    pub(super) fn rotate_back<I: Isa>(&self, values: &mut [f32; GROUP]) {
-        I::transform(values);
-        for i in 0..GROUP {
-            values[i] = f32::from_bits(values[i].to_bits() ^ (self.0[i].to_bits() & 0x8000_0000));
-        }
+/// `to = H · (sign · from / 128)` and the peaks of its halves; false if a value is [`TOO_LARGE`] for that.
+#[inline(always)]
+pub(super) fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
+    for i in 0..GROUP {
+        to[i] = from[i] * signs.0[i];
+    }
+    transform(to);
+    let (first, second) = to.split_at(GROUP / 2);
+    *peaks = [scale::peak(first), scale::peak(second)];
+    scale::peak(from) < TOO_LARGE
+}
+
+/// The inverse of [`rotate`], up to rounding.
+#[inline(always)]
+pub(super) fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
+    *to = *from;
+    transform(to);
+    for i in 0..GROUP {
+        to[i] = f32::from_bits(to[i].to_bits() ^ (signs.0[i].to_bits() & 0x8000_0000));
     }
 }
 
@@ -62,7 +69,7 @@ fn stage(from: &[f32; GROUP], to: &mut [f32; GROUP]) {
 /// Strides 1, 2, … 64. Every stage takes neighbours and thereby moves the lowest bit of all places to the top: after seven of them each
 /// value is where it belongs, and none needed to be shuffled within a register.
 #[inline(always)]
-pub(super) fn transform(values: &mut [f32; GROUP]) {
+fn transform(values: &mut [f32; GROUP]) {
     let mut other = [0.0; GROUP];
     stage(values, &mut other);
     stage(&other, values);
@@ -76,15 +83,17 @@ pub(super) fn transform(values: &mut [f32; GROUP]) {
 
 #[cfg(test)]
 mod tests {
-    use super::super::simd::Reference;
+    use super::super::simd::{self, Simd};
     use super::*;
 
     #[test]
     fn the_rotation_is_its_definition_and_its_own_inverse() {
         let signs = Signs::new(7);
         let x: [f32; GROUP] = std::array::from_fn(|i| (i as f32 - 50.0) * 0.25);
-        let mut y = x;
-        signs.rotate::<Reference>(&mut y);
+        let (mut y, mut peaks) = ([0.0; GROUP], [0; 2]);
+        assert!(rotate(&signs, &x, &mut y, &mut peaks));
+        let most = |half: &[f32]| half.iter().fold(0f32, |most, v| most.max(v.abs()));
+        assert_eq!(peaks.map(f32::from_bits), [most(&y[..64]), most(&y[64..])]);
         for (row, y) in y.iter().enumerate() {
             let sum: f64 = (0..GROUP)
                 .map(|i| {
@@ -99,9 +108,37 @@ mod tests {
                 .sum();
             assert!((sum - f64::from(*y)).abs() < 1e-5, "row {row}: {sum} {y}");
         }
-        signs.rotate_back::<Reference>(&mut y);
-        for (a, b) in x.iter().zip(y) {
+        let mut back = [0.0; GROUP];
+        rotate_back(&signs, &y, &mut back);
+        for (a, b) in x.iter().zip(back) {
             assert!((a - b).abs() < 1e-4, "{a} {b}");
+        }
+    }
+
+    #[test]
+    fn a_group_with_a_value_that_is_too_large_is_told_from_others_in_every_instruction_set() {
+        let fits = |x: f32| {
+            let answers = Simd::available().into_iter().map(|simd| simd::run(simd, Fits(x)));
+            let answers: Vec<bool> = answers.collect();
+            assert!(answers.iter().all(|a| *a == answers[0]), "{x:e}: {answers:?}");
+            answers[0]
+        };
+        let limit = f32::from_bits(TOO_LARGE);
+        assert!(fits(limit.next_down()) && fits(-limit.next_down()) && fits(0.0));
+        assert!(!fits(limit) && !fits(-limit) && !fits(f32::NEG_INFINITY) && !fits(f32::NAN) && !fits(-f32::NAN));
+    }
+
+    /// A group of ones with this value in it.
+    struct Fits(f32);
+
+    impl simd::Pass for Fits {
+        type Output = bool;
+
+        #[inline(always)]
+        fn run<I: simd::Isa>(self) -> bool {
+            let mut from = [1.0; GROUP];
+            from[77] = self.0;
+            I::rotate(&Signs::new(7), &from, &mut [0.0; GROUP], &mut [0; 2])
         }
     }
 

@@ -8,7 +8,7 @@ use super::rounding::Round;
 use super::scale::{self, put};
 use super::simd::Isa;
 use super::small::{self, INFINITE, Small};
-use super::tiles::Blocks;
+use super::tiles::{Blocks, PART};
 
 const BLOCK: usize = 32;
 
@@ -112,5 +112,35 @@ impl<S: Small> Blocks for Mx<S> {
             (Ok(codes), Ok(out)) => decode_block::<S, ADD>(scale, codes, out),
             _ => decode_block::<S, ADD>(scale, codes, out),
         }
+    }
+
+    #[inline(always)]
+    fn encode_part<R: Round, I: Isa>(
+        &self,
+        part: &[f32; PART],
+        (round, first): (R, u64),
+        scales: &mut [u8],
+        codes: &mut [u8],
+    ) -> bool {
+        let (mut peaks, mut inverses) = ([0u32; PART / BLOCK], [0f32; PART / BLOCK]);
+        let blocks = part.as_chunks::<BLOCK>().0;
+        let highest = I::peaks(blocks, &mut peaks);
+        let codes = codes.as_chunks_mut::<BLOCK>().0;
+        if highest >= INFINITE || scales.len() != PART / BLOCK || codes.len() != PART / BLOCK {
+            return false;
+        }
+        for k in 0..PART / BLOCK {
+            let code = (peaks[k] >> 23).saturating_sub(emax::<S>());
+            scales[k] = code as u8;
+            inverses[k] = f32::from_bits((254 - code) << 23);
+        }
+        for k in 0..PART / BLOCK {
+            let (block, inverse, begins) = (&blocks[k], inverses[k], first + (k * BLOCK) as u64);
+            for i in 0..BLOCK {
+                codes[k][i] =
+                    small::encode_finite::<S, R>(block[i] * inverse, round, begins + i as u64) as u8;
+            }
+        }
+        true
     }
 }

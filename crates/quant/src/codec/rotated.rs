@@ -1,17 +1,15 @@
 //! Integers of 4 bits after a rotation over two blocks of 64. The rules are at [`Codec`](super::Codec).
 
-use super::grid::{Int4, decode_block, encode_block, encode_tile};
-use super::hadamard::{GROUP, Signs};
+use super::grid::{Int4, decode_block, encode_block, encode_part};
+use super::hadamard::{GROUP, Signs, TOO_LARGE};
 use super::pack;
 use super::rounding::Round;
 use super::scale::{self, Scale, put};
 use super::simd::{Isa, Reference};
-use super::tiles::{Blocks, TILE};
+use super::tiles::{Blocks, PART};
 
 const BLOCK: usize = 64;
 const BITS: u32 = 4;
-/// The bits of 2¹²⁰. Groups with larger values are not rotated, so that sums cannot overflow.
-const TOO_LARGE: u32 = (120 + 127) << 23;
 
 /// See the module.
 pub(super) struct Rotated {
@@ -23,6 +21,15 @@ impl Rotated {
         Self {
             signs: Signs::new(seed),
         }
+    }
+}
+
+/// Decodes blocks that were not rotated.
+#[cold]
+fn decode_short<const ADD: bool>(scales: &[u8], codes: &[u8], out: &mut [f32]) {
+    let planes = scales.chunks(Scale::BYTES).zip(codes.chunks(BLOCK / 2));
+    for (block, (scale, codes)) in out.chunks_mut(BLOCK).zip(planes) {
+        decode_block::<Int4, ADD, BLOCK>(Scale::read(scale), codes, block);
     }
 }
 
@@ -54,8 +61,8 @@ impl Blocks for Rotated {
         if let Ok(whole) = <&[f32; GROUP]>::try_from(values)
             && scale::peak(whole) < TOO_LARGE
         {
-            let mut group = *whole;
-            self.signs.rotate::<Reference>(&mut group);
+            let mut group = [0.0; GROUP];
+            Reference::rotate(&self.signs, whole, &mut group, &mut [0; 2]);
             for (block, ((scale, codes), at)) in group.as_chunks::<BLOCK>().0.iter().zip(planes) {
                 encode_block::<Int4, R, BLOCK>(block, false, (round, at), scale, codes);
             }
@@ -70,41 +77,46 @@ impl Blocks for Rotated {
 
     #[inline(always)]
     fn decode<const ADD: bool, I: Isa>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]) {
-        let marked = scales.chunks(Scale::BYTES).any(|s| Scale::read(s).is_marked());
-        let planes = scales
-            .chunks(Scale::BYTES)
-            .map(Scale::read)
-            .zip(codes.chunks(BLOCK / 2));
-        if out.len() < GROUP || marked {
-            for (block, (scale, codes)) in out.chunks_mut(BLOCK).zip(planes) {
-                decode_block::<Int4, ADD, BLOCK>(scale, codes, block);
-            }
-            return;
+        let whole = (<&[u8; GROUP / 2]>::try_from(codes), scales.as_chunks::<{ Scale::BYTES }>().0);
+        let (Ok(codes), [first, second]) = whole else {
+            return decode_short::<ADD>(scales, codes, out);
+        };
+        let (first, second) = (Scale::read(first), Scale::read(second));
+        if out.len() < GROUP || first.is_marked() || second.is_marked() {
+            return decode_short::<ADD>(scales, codes, out);
         }
         let mut group = [0.0; GROUP];
-        for (block, (scale, codes)) in group.as_chunks_mut::<BLOCK>().0.iter_mut().zip(planes) {
-            decode_block::<Int4, false, BLOCK>(scale, codes, block);
-        }
-        self.signs.rotate_back::<I>(&mut group);
-        for i in 0..out.len() {
-            put::<ADD>(&mut out[i], group[i]);
+        let (low, high) = group.split_at_mut(BLOCK);
+        decode_block::<Int4, false, BLOCK>(first, &codes[..BLOCK / 2], low);
+        decode_block::<Int4, false, BLOCK>(second, &codes[BLOCK / 2..], high);
+        match <&mut [f32; GROUP]>::try_from(&mut *out) {
+            Ok(out) if !ADD => I::rotate_back(&self.signs, &group, out),
+            _ => {
+                let mut values = [0.0; GROUP];
+                I::rotate_back(&self.signs, &group, &mut values);
+                for i in 0..out.len() {
+                    put::<ADD>(&mut out[i], values[i]);
+                }
+            }
         }
     }
+
     #[inline(always)]
-    fn encode_tile<R: Round, I: Isa>(
+    fn encode_part<R: Round, I: Isa>(
         &self,
-        tile: &[f32; TILE],
+        part: &[f32; PART],
         at: (R, u64),
         scales: &mut [u8],
         codes: &mut [u8],
     ) -> bool {
-        if scale::peak(tile) >= TOO_LARGE {
-            return false;
+        let mut rotated = [0.0; PART];
+        let mut peaks = [0; PART / BLOCK];
+        let (from, to) = (part.as_chunks::<GROUP>().0, rotated.as_chunks_mut::<GROUP>().0);
+        let of_halves = peaks.as_chunks_mut::<2>().0;
+        let mut fits = true;
+        for k in 0..PART / GROUP {
+            fits &= I::rotate(&self.signs, &from[k], &mut to[k], &mut of_halves[k]);
         }
-        let mut rotated = *tile;
-        for group in rotated.as_chunks_mut::<GROUP>().0 {
-            self.signs.rotate::<I>(group);
-        }
-        encode_tile::<Int4, R, I, BLOCK>(&rotated, at, scales, codes)
+        fits && encode_part::<Int4, R, BLOCK>(&rotated, &peaks, at, scales, codes)
     }
 }

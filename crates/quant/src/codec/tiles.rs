@@ -10,6 +10,11 @@ use super::simd::Isa;
 /// Values per tile; a multiple of every block.
 pub(super) const TILE: usize = 8192;
 
+/// Values that are encoded together: few enough that they and what is made of them on the way stay in the smallest cache.
+pub(super) const PART: usize = 2048;
+
+const _: () = assert!(TILE.is_multiple_of(PART), "a tile is made of whole parts");
+
 /// A format of flat slices.
 pub(super) trait Layout {
     /// Slices may be cut at multiples of this without a change of the bytes.
@@ -38,16 +43,17 @@ pub(super) trait Blocks {
     /// Decodes one block; with `ADD`, adds to `out`.
     fn decode<const ADD: bool, I: Isa>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]);
 
-    /// Encodes a whole tile; gives up by `false` where block by block is the way. A format may have a faster way for ordinary tiles.
+    /// Encodes a whole part of a tile; gives up by `false` where block by block is the way, whatever was written by then. A format may have
+    /// a faster way for ordinary values.
     #[inline(always)]
-    fn encode_tile<R: Round, I: Isa>(
+    fn encode_part<R: Round, I: Isa>(
         &self,
-        tile: &[f32; TILE],
+        part: &[f32; PART],
         at: (R, u64),
         scales: &mut [u8],
         codes: &mut [u8],
     ) -> bool {
-        let _ = (tile, at, scales, codes);
+        let _ = (part, at, scales, codes);
         false
     }
 }
@@ -81,12 +87,17 @@ impl<F: Blocks> Layout for F {
             };
             rest = behind;
             let (scales, codes) = bytes.split_at_mut(scales);
-            if let Ok(tile) = <&[f32; TILE]>::try_from(tile)
-                && self.encode_tile::<R, I>(tile, (round, begins), scales, codes)
-            {
-                continue;
+            let (of_scales, of_codes) = planes::<F>(PART);
+            let planes = scales.chunks_mut(of_scales).zip(codes.chunks_mut(of_codes));
+            let parts = tile.chunks(PART).zip((begins..).step_by(PART));
+            for ((part, begins), (scales, codes)) in parts.zip(planes) {
+                if let Ok(part) = <&[f32; PART]>::try_from(part)
+                    && self.encode_part::<R, I>(part, (round, begins), scales, codes)
+                {
+                    continue;
+                }
+                non_finite += blocks(self, part, (round, begins), scales, codes);
             }
-            non_finite += blocks(self, tile, (round, begins), scales, codes);
         }
         non_finite
     }
@@ -124,11 +135,11 @@ impl<F: Blocks> Layout for F {
     }
 }
 
-/// Encodes a tile block by block.
+/// Encodes a part of a tile block by block.
 #[inline(always)]
 fn blocks<F: Blocks, R: Round>(
     format: &F,
-    tile: &[f32],
+    part: &[f32],
     (round, first): (R, u64),
     scales: &mut [u8],
     codes: &mut [u8],
@@ -136,7 +147,7 @@ fn blocks<F: Blocks, R: Round>(
     let planes = scales
         .chunks_mut(F::scales(F::BLOCK))
         .zip(codes.chunks_mut(F::codes(F::BLOCK)));
-    let numbered = tile.chunks(F::BLOCK).zip((first..).step_by(F::BLOCK));
+    let numbered = part.chunks(F::BLOCK).zip((first..).step_by(F::BLOCK));
     let mut non_finite = 0;
     for ((block, begins), (scales, codes)) in numbered.zip(planes) {
         non_finite += Blocks::encode(format, block, (round, begins), scales, codes);

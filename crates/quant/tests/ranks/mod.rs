@@ -39,7 +39,7 @@ pub(crate) fn with_options(options: QuantizeOptions) -> QuantizedGroup {
     };
     let group = QuantizedGroup::with_options(gloo(), options).unwrap();
     if let Some(feedback) = group.error_feedback() {
-        feedback.begin("test", true);
+        feedback.begin("test");
     }
     group
 }

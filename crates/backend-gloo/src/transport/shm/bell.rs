@@ -5,6 +5,7 @@
 //! sleep costs its peers one read of a line that nobody writes.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 use std::time::Instant;
 
@@ -28,22 +29,33 @@ pub(crate) enum Sleep {
     Descriptor,
 }
 
-/// The other side of a bell: rings it.
+/// Where the words of a rank's bells stand in its page: that of its collectives,
+pub(crate) const LANE: usize = 0;
+/// and that of its messages, on a line of its own.
+pub(crate) const MAIL: usize = 256;
+
+/// The other side of a bell: rings it. `AT`: [`LANE`] or [`MAIL`].
 #[derive(Debug)]
-pub(crate) struct Ringer {
-    page: Mapping,
-    descriptor: OwnedFd,
+pub(crate) struct Ringer<const AT: usize> {
+    page: Arc<Mapping>,
+    descriptor: Arc<OwnedFd>,
 }
 
-impl Ringer {
-    pub(super) fn new(page: Mapping, descriptor: OwnedFd) -> Self {
-        Self { page, descriptor }
-    }
+/// Both bells of a neighbour.
+pub(super) fn ringers(page: Mapping, descriptor: OwnedFd) -> (Ringer<LANE>, Ringer<MAIL>) {
+    let (page, descriptor) = (Arc::new(page), Arc::new(descriptor));
+    let lane = Ringer {
+        page: page.clone(),
+        descriptor: descriptor.clone(),
+    };
+    (lane, Ringer { page, descriptor })
+}
 
+impl<const AT: usize> Ringer<AT> {
     /// Wakes the owner if it sleeps. Whatever it is to see must have been written before.
     pub(crate) fn ring(&self) {
         fence(Ordering::SeqCst);
-        let word = self.page.word32::<0>();
+        let word = self.page.word32::<AT>();
         if word.load(Ordering::Relaxed) == AWAKE {
             return;
         }
@@ -53,7 +65,7 @@ impl Ringer {
             }
             ON_DESCRIPTOR => {
                 // If the counter is full, the owner is about to wake anyway.
-                let _ = rustix::io::write(&self.descriptor, &1u64.to_ne_bytes());
+                let _ = rustix::io::write(&*self.descriptor, &1u64.to_ne_bytes());
             }
             _ => {}
         }
@@ -62,36 +74,51 @@ impl Ringer {
 
 /// A rank's own bell. One thread at a time sleeps on it.
 #[derive(Debug)]
-pub(crate) struct Bell(Ringer);
+pub(crate) struct Bell<const AT: usize>(Ringer<AT>);
+
+/// A rank's own bells.
+#[derive(Debug)]
+pub(crate) struct Bells {
+    /// For whoever drives the collectives.
+    pub(crate) lane: Bell<LANE>,
+    /// For whoever drives the messages.
+    pub(crate) mail: Bell<MAIL>,
+}
+
+impl Bells {
+    /// Bells that only this process rings.
+    pub(crate) fn private() -> Result<Self> {
+        Ok(Self::new(Mapping::private(PAGE)?, descriptor()?))
+    }
+
+    pub(super) fn new(page: Mapping, descriptor: OwnedFd) -> Self {
+        let (lane, mail) = ringers(page, descriptor);
+        Self {
+            lane: Bell(lane),
+            mail: Bell(mail),
+        }
+    }
+}
 
 pub(super) fn descriptor() -> Result<OwnedFd> {
     eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
         .map_err(|e| Error::io("creating an eventfd", e.into()))
 }
 
-impl Bell {
-    /// A bell that only this process rings.
-    pub(crate) fn private() -> Result<Self> {
-        Ok(Self(Ringer::new(Mapping::private(PAGE)?, descriptor()?)))
-    }
-
-    pub(super) fn new(page: Mapping, descriptor: OwnedFd) -> Self {
-        Self(Ringer::new(page, descriptor))
-    }
-
+impl<const AT: usize> Bell<AT> {
     /// From now on peers ring. Look for what is waited for between this and the sleep.
     pub(crate) fn arm(&self, how: Sleep) {
         let word = match how {
             Sleep::Word => ON_WORD,
             Sleep::Descriptor => ON_DESCRIPTOR,
         };
-        self.0.page.word32::<0>().store(word, Ordering::SeqCst);
+        self.0.page.word32::<AT>().store(word, Ordering::SeqCst);
         fence(Ordering::SeqCst);
     }
 
     /// No sleep after all, or it is over.
     pub(crate) fn disarm(&self) {
-        self.0.page.word32::<0>().store(AWAKE, Ordering::Relaxed);
+        self.0.page.word32::<AT>().store(AWAKE, Ordering::Relaxed);
     }
 
     /// Sleeps until somebody rings, or `until`. Returns at once if somebody rang since [`arm`](Self::arm).
@@ -103,7 +130,7 @@ impl Bell {
                 tv_nsec: left.subsec_nanos().into(),
             };
             let _ = futex::wait(
-                self.0.page.word32::<0>(),
+                self.0.page.word32::<AT>(),
                 futex::Flags::empty(),
                 ON_WORD,
                 Some(&timeout),
@@ -115,20 +142,20 @@ impl Bell {
     /// Forgets rings that reached the descriptor.
     pub(crate) fn drain(&self) {
         let mut count = [0u8; 8];
-        let _ = rustix::io::read(&self.0.descriptor, &mut count);
+        let _ = rustix::io::read(&*self.0.descriptor, &mut count);
     }
 
     /// Wakes whoever sleeps on it, whatever the word says: a peer may have cleared it and died before it woke anybody.
     pub(crate) fn alarm(&self) {
         fence(Ordering::SeqCst);
-        let word = self.0.page.word32::<0>();
+        let word = self.0.page.word32::<AT>();
         word.store(AWAKE, Ordering::SeqCst);
         let _ = futex::wake(word, futex::Flags::empty(), u32::MAX);
-        let _ = rustix::io::write(&self.0.descriptor, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&*self.0.descriptor, &1u64.to_ne_bytes());
     }
 }
 
-impl AsFd for Bell {
+impl<const AT: usize> AsFd for Bell<AT> {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.0.descriptor.as_fd()
     }

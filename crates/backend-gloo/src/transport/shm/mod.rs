@@ -1,7 +1,7 @@
 //! Shared memory between ranks of one host.
 //!
-//! Every rank makes one sealed memfd: a page with its bell, then one ring per rank of the world into which it writes for
-//! that rank (`region`). The memfd and the bell's eventfd travel over the Unix socket of the pair (`passing`), which stays
+//! Every rank makes one sealed memfd: a page with its bells, then two rings per rank of the world into which it writes for
+//! that rank, one for collectives and one for messages (`region`). The memfd and the bell's eventfd travel over the Unix socket of the pair (`passing`), which stays
 //! the pair's control connection: its end says that the peer is gone. A ring has one writer and one reader; both keep their own
 //! position to themselves and check the other's before every use (INV-10), so a damaged peer is an error, not a crash. Whoever
 //! waits arms its bell; whoever writes or frees room rings it.
@@ -16,7 +16,7 @@ mod ring;
 #[cfg(test)]
 mod tests;
 
-pub(crate) use bell::{Bell, Ringer, Sleep};
+pub(crate) use bell::{Bell, Bells, LANE, MAIL, Ringer, Sleep};
 pub(crate) use passing::{receive, send};
-pub(crate) use region::{Region, Shared};
+pub(crate) use region::{Region, Rings, Shared};
 pub(crate) use ring::{CAPACITY, Reader, Writer};

@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use ftcore::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::bell::{Bell, Ringer, descriptor};
+use super::bell::{Bells, LANE, MAIL, Ringer, descriptor, ringers};
 use super::map::{Mapping, PAGE};
 use super::ring::{RING, Reader, Writer};
 
@@ -13,11 +13,12 @@ use super::ring::{RING, Reader, Writer};
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
 fn size(world: u32) -> usize {
-    PAGE + world as usize * RING
+    PAGE + world as usize * 2 * RING
 }
 
+/// Of the ring for collectives; that for messages follows.
 fn offset(rank: u32) -> usize {
-    PAGE + rank as usize * RING
+    PAGE + rank as usize * 2 * RING
 }
 
 /// This rank's memory before it is connected: what is handed to the neighbours.
@@ -28,12 +29,19 @@ pub(crate) struct Region {
     world: u32,
 }
 
-/// Both directions to one neighbour, and its bell.
+/// Both directions to one neighbour, and the bell that goes with them. `AT`: for collectives or for messages.
 #[derive(Debug)]
-pub(crate) struct Shared {
+pub(crate) struct Rings<const AT: usize> {
     pub(crate) writer: Writer,
     pub(crate) reader: Reader,
-    pub(crate) bell: Ringer,
+    pub(crate) bell: Ringer<AT>,
+}
+
+/// What is shared with one neighbour.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) lane: Rings<LANE>,
+    pub(crate) mail: Rings<MAIL>,
 }
 
 fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
@@ -59,16 +67,16 @@ impl Region {
         [self.memory.as_fd(), self.descriptor.as_fd()]
     }
 
-    /// The bell of this rank.
-    pub(crate) fn bell(&self) -> Result<Bell> {
+    /// The bells of this rank.
+    pub(crate) fn bells(&self) -> Result<Bells> {
         let descriptor = self
             .descriptor
             .try_clone()
             .map_err(|e| Error::io("duplicating an eventfd", e))?;
-        Ok(Bell::new(Mapping::of(self.memory.as_fd(), 0, PAGE)?, descriptor))
+        Ok(Bells::new(Mapping::of(self.memory.as_fd(), 0, PAGE)?, descriptor))
     }
 
-    /// Both directions between this rank (`own`) and `peer`, whose handles came over the socket.
+    /// The rings between this rank (`own`) and `peer`, whose handles came over the socket.
     ///
     /// Errors: `Protocol` if they are not a sealed region of the right size and an eventfd.
     pub(crate) fn open(&self, own: u32, peer: u32, handles: Vec<OwnedFd>) -> Result<Shared> {
@@ -90,10 +98,20 @@ impl Region {
         if !flags.contains(rustix::fs::OFlags::NONBLOCK) {
             return Err(wrong("handed over a bell that blocks"));
         }
+        let (lane, mail) = ringers(Mapping::of(memory.as_fd(), 0, PAGE)?, descriptor);
+        let out = |at| Mapping::of(self.memory.as_fd(), at, RING).map(Writer::new);
+        let back = |at| Mapping::of(memory.as_fd(), at, RING).map(Reader::new);
         Ok(Shared {
-            writer: Writer::new(Mapping::of(self.memory.as_fd(), offset(peer), RING)?),
-            reader: Reader::new(Mapping::of(memory.as_fd(), offset(own), RING)?),
-            bell: Ringer::new(Mapping::of(memory.as_fd(), 0, PAGE)?, descriptor),
+            lane: Rings {
+                writer: out(offset(peer))?,
+                reader: back(offset(own))?,
+                bell: lane,
+            },
+            mail: Rings {
+                writer: out(offset(peer) + RING)?,
+                reader: back(offset(own) + RING)?,
+                bell: mail,
+            },
         })
     }
 }

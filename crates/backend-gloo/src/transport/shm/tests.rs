@@ -10,11 +10,11 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use super::*;
 
 /// Both ends of the pair (0, 1).
-fn pair() -> (Shared, Shared, Region, Region) {
+fn pair() -> (Rings<LANE>, Rings<LANE>, Region, Region) {
     let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
     let at_a = a.open(0, 1, handles(&b)).unwrap();
     let at_b = b.open(1, 0, handles(&a)).unwrap();
-    (at_a, at_b, a, b)
+    (at_a.lane, at_b.lane, a, b)
 }
 
 fn handles(of: &Region) -> Vec<OwnedFd> {
@@ -28,7 +28,7 @@ fn byte(i: usize) -> u8 {
 #[test]
 fn bytes_come_out_in_order_whatever_the_pieces_and_however_often_the_ring_wraps() {
     let (mut a, mut b, _keep_a, bell_of_b) = pair();
-    let bell = bell_of_b.bell().unwrap();
+    let bell = bell_of_b.bells().unwrap().lane;
     let total = 5 * CAPACITY + 777;
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -142,7 +142,7 @@ fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused()
 #[test]
 fn an_alarm_wakes_a_sleeper_whose_word_a_peer_has_cleared() {
     let (a, _b, _region_a, region_b) = pair();
-    let bell = region_b.bell().unwrap();
+    let bell = region_b.bells().unwrap().lane;
     std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| {
             let began = Instant::now();

@@ -9,7 +9,7 @@ mod x86;
 
 use std::fmt;
 
-use super::hadamard::{self, GROUP};
+use super::hadamard::{self, GROUP, Signs};
 use super::scale;
 
 /// An instruction set that the formats are compiled for.
@@ -80,8 +80,11 @@ pub(super) trait Pass {
 pub(super) trait Isa {
     /// The peaks of `blocks`, as many as `peaks` has room for; the highest of them.
     fn peaks<const B: usize>(blocks: &[[f32; B]], peaks: &mut [u32]) -> u32;
-    /// The Hadamard transform of a group.
-    fn transform(values: &mut [f32; GROUP]);
+    /// Rotates a group, for [`Rotated`](super::rotated): `to = H · (sign · from / 128)` and the peaks of its
+    /// halves; false if a value is too large for that.
+    fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool;
+    /// The inverse, up to rounding.
+    fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]);
 }
 
 /// The reference.
@@ -99,8 +102,13 @@ impl Isa for Reference {
     }
 
     #[inline(always)]
-    fn transform(values: &mut [f32; GROUP]) {
-        hadamard::transform(values);
+    fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
+        hadamard::rotate(signs, from, to, peaks)
+    }
+
+    #[inline(always)]
+    fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
+        hadamard::rotate_back(signs, from, to);
     }
 }
 

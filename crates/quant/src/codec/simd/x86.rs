@@ -3,10 +3,11 @@
 use std::arch::x86_64::*;
 
 use super::{Isa, Pass, Reference};
-use crate::codec::hadamard::GROUP;
+use crate::codec::hadamard::{GROUP, Signs, TOO_LARGE};
+use crate::codec::tiles::PART;
 
 pub(super) fn has_avx2() -> bool {
-    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2")
+    is_x86_feature_detected!("avx2") && is_x86_feature_detected!("bmi2") && is_x86_feature_detected!("fma")
 }
 
 pub(super) fn has_avx512() -> bool {
@@ -17,12 +18,12 @@ pub(super) fn has_avx512() -> bool {
         && is_x86_feature_detected!("avx512vl")
 }
 
-#[target_feature(enable = "avx2,bmi2")]
+#[target_feature(enable = "avx2,bmi2,fma")]
 fn avx2<P: Pass>(pass: P) -> P::Output {
     pass.run::<Avx2>()
 }
 
-#[target_feature(enable = "avx2,bmi2,avx512f,avx512bw,avx512dq,avx512vl")]
+#[target_feature(enable = "avx2,bmi2,fma,avx512f,avx512bw,avx512dq,avx512vl")]
 fn avx512<P: Pass>(pass: P) -> P::Output {
     pass.run::<Avx512>()
 }
@@ -58,9 +59,15 @@ impl Isa for Avx2 {
     }
 
     #[inline(always)]
-    fn transform(values: &mut [f32; GROUP]) {
+    fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
         // SAFETY: INV-12 as above.
-        unsafe { transform_avx2(values) }
+        unsafe { rotate_avx2(signs, from, to, peaks) }
+    }
+
+    #[inline(always)]
+    fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
+        // SAFETY: INV-12 as above.
+        unsafe { rotate_back_avx2(signs, from, to) }
     }
 }
 
@@ -72,9 +79,15 @@ impl Isa for Avx512 {
     }
 
     #[inline(always)]
-    fn transform(values: &mut [f32; GROUP]) {
+    fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
         // SAFETY: INV-12 as above.
-        unsafe { transform_avx512(values) }
+        unsafe { rotate_avx512(signs, from, to, peaks) }
+    }
+
+    #[inline(always)]
+    fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
+        // SAFETY: INV-12 as above.
+        unsafe { rotate_back_avx512(signs, from, to) }
     }
 }
 
@@ -106,6 +119,16 @@ fn store16(to: &mut [f32; 16], v: __m512) {
     unsafe { _mm512_storeu_ps(to.as_mut_ptr(), v) }
 }
 
+/// Asks for the values that come a part after `from`: memory is read in steps of pages otherwise, with a wait at each of them.
+#[inline(always)]
+fn fetch_ahead(from: &[f32]) {
+    for line in from.chunks(16) {
+        let ahead = line.as_ptr().wrapping_add(PART);
+        // SAFETY: INV-8 a hint, which reads nothing; any address will do.
+        unsafe { _mm_prefetch::<_MM_HINT_T0>(ahead.cast()) };
+    }
+}
+
 #[inline]
 #[target_feature(enable = "avx2")]
 fn highest8(v: __m256i) -> u32 {
@@ -121,6 +144,7 @@ fn peaks_avx2<const B: usize>(blocks: &[[f32; B]], peaks: &mut [u32]) -> u32 {
     let magnitude = _mm256_set1_epi32(0x7fff_ffff);
     let mut highest = _mm256_setzero_si256();
     for (block, peak) in blocks.iter().zip(peaks) {
+        fetch_ahead(block);
         let mut most = _mm256_setzero_si256();
         for row in block.as_chunks::<8>().0 {
             let bits = _mm256_and_si256(_mm256_castps_si256(load8(row)), magnitude);
@@ -138,6 +162,7 @@ fn peaks_avx512<const B: usize>(blocks: &[[f32; B]], peaks: &mut [u32]) -> u32 {
     let magnitude = _mm512_set1_epi32(0x7fff_ffff);
     let mut highest = _mm512_setzero_si512();
     for (block, peak) in blocks.iter().zip(peaks) {
+        fetch_ahead(block);
         let mut most = _mm512_setzero_si512();
         for row in block.as_chunks::<16>().0 {
             let bits = _mm512_and_si512(_mm512_castps_si512(load16(row)), magnitude);
@@ -149,147 +174,127 @@ fn peaks_avx512<const B: usize>(blocks: &[[f32; B]], peaks: &mut [u32]) -> u32 {
     _mm512_reduce_max_epu32(highest)
 }
 
-/// The sign bit in the lanes whose number has `BIT` set: where a pair's difference goes.
-const fn signs<const LANES: usize>(bit: usize) -> [i32; LANES] {
-    let mut signs = [0; LANES];
+/// −1 in the lanes whose number has `bit` set, where a pair's difference goes, and 1 in the others.
+const fn ones<const LANES: usize>(bit: usize) -> [f32; LANES] {
+    let mut ones = [1.0; LANES];
     let mut i = 0;
     while i < LANES {
         if i & bit != 0 {
-            signs[i] = i32::MIN;
+            ones[i] = -1.0;
         }
         i += 1;
     }
-    signs
+    ones
 }
 
-/// Each lane plus its partner, or the partner minus it where `signs` says so: one stage within a register. `a + b` and `b + a`, and
-/// `a − b` and `a + (−b)`, have the same bits.
-macro_rules! within {
-    ($v:expr, $swapped:expr, $add:ident, $xor:ident, $cast:ident, $back:ident, $signs:expr) => {
-        $add($swapped, $back($xor($cast($v), $signs)))
-    };
+/// The stages within a register. Each lane is multiplied by ±1 and its partner added: the product is exact, so that the fused step rounds as
+/// an addition or a subtraction does, and `a + b` and `b + a` have the same bits.
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn within8(v: __m256) -> __m256 {
+    let v = _mm256_fmadd_ps(v, load8(&const { ones(1) }), _mm256_permute_ps::<0b10_11_00_01>(v));
+    let v = _mm256_fmadd_ps(v, load8(&const { ones(2) }), _mm256_permute_ps::<0b01_00_11_10>(v));
+    _mm256_fmadd_ps(v, load8(&const { ones(4) }), _mm256_permute2f128_ps::<0x01>(v, v))
+}
+
+/// Two stages across four registers.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn across8([a, b, c, d]: [__m256; 4]) -> [__m256; 4] {
+    let (a, b) = (_mm256_add_ps(a, b), _mm256_sub_ps(a, b));
+    let (c, d) = (_mm256_add_ps(c, d), _mm256_sub_ps(c, d));
+    [
+        _mm256_add_ps(a, c),
+        _mm256_add_ps(b, d),
+        _mm256_sub_ps(a, c),
+        _mm256_sub_ps(b, d),
+    ]
 }
 
 #[inline]
 #[target_feature(enable = "avx2")]
-fn transform_avx2(values: &mut [f32; GROUP]) {
-    let load = |s: &[i32; 8]| _mm256_setr_epi32(s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7]);
-    let (one, two, four) = (
-        load(&const { signs(1) }),
-        load(&const { signs(2) }),
-        load(&const { signs(4) }),
-    );
-    let rows = values.as_chunks_mut::<8>().0;
-    for row in &mut *rows {
-        let v = load8(row);
-        let swapped = _mm256_permute_ps::<0b10_11_00_01>(v);
-        let v = within!(
-            v,
-            swapped,
-            _mm256_add_ps,
-            _mm256_xor_si256,
-            _mm256_castps_si256,
-            _mm256_castsi256_ps,
-            one
-        );
-        let swapped = _mm256_permute_ps::<0b01_00_11_10>(v);
-        let v = within!(
-            v,
-            swapped,
-            _mm256_add_ps,
-            _mm256_xor_si256,
-            _mm256_castps_si256,
-            _mm256_castsi256_ps,
-            two
-        );
-        let swapped = _mm256_permute2f128_ps::<0x01>(v, v);
-        let v = within!(
-            v,
-            swapped,
-            _mm256_add_ps,
-            _mm256_xor_si256,
-            _mm256_castps_si256,
-            _mm256_castsi256_ps,
-            four
-        );
-        store8(row, v);
-    }
-    let mut v = [_mm256_setzero_ps(); GROUP / 8];
-    for i in 0..GROUP / 8 {
-        v[i] = load8(&rows[i]);
-    }
-    let mut apart = 1;
-    while apart < GROUP / 8 {
-        for i in 0..GROUP / 8 {
-            if i & apart == 0 {
-                let (a, b) = (v[i], v[i + apart]);
-                v[i] = _mm256_add_ps(a, b);
-                v[i + apart] = _mm256_sub_ps(a, b);
-            }
-        }
-        apart *= 2;
-    }
-    for i in 0..GROUP / 8 {
-        store8(&mut rows[i], v[i]);
-    }
+fn magnitude8(v: __m256) -> __m256i {
+    _mm256_and_si256(_mm256_castps_si256(v), _mm256_set1_epi32(0x7fff_ffff))
 }
 
 #[inline]
-#[target_feature(enable = "avx512f")]
-fn transform_avx512(values: &mut [f32; GROUP]) {
-    let load = |s: &[i32; 16]| {
-        _mm512_setr_epi32(
-            s[0], s[1], s[2], s[3], s[4], s[5], s[6], s[7], s[8], s[9], s[10], s[11], s[12], s[13], s[14],
-            s[15],
-        )
-    };
-    let (one, two) = (load(&const { signs(1) }), load(&const { signs(2) }));
-    let (four, eight) = (load(&const { signs(4) }), load(&const { signs(8) }));
-    let rows = values.as_chunks_mut::<16>().0;
-    let mut v = [_mm512_setzero_ps(); GROUP / 16];
-    for i in 0..GROUP / 16 {
-        let x = load16(&rows[i]);
-        let swapped = _mm512_permute_ps::<0b10_11_00_01>(x);
-        let x = within!(
-            x,
-            swapped,
-            _mm512_add_ps,
-            _mm512_xor_si512,
-            _mm512_castps_si512,
-            _mm512_castsi512_ps,
-            one
-        );
-        let swapped = _mm512_permute_ps::<0b01_00_11_10>(x);
-        let x = within!(
-            x,
-            swapped,
-            _mm512_add_ps,
-            _mm512_xor_si512,
-            _mm512_castps_si512,
-            _mm512_castsi512_ps,
-            two
-        );
-        let swapped = _mm512_shuffle_f32x4::<0b10_11_00_01>(x, x);
-        let x = within!(
-            x,
-            swapped,
-            _mm512_add_ps,
-            _mm512_xor_si512,
-            _mm512_castps_si512,
-            _mm512_castsi512_ps,
-            four
-        );
-        let swapped = _mm512_shuffle_f32x4::<0b01_00_11_10>(x, x);
-        v[i] = within!(
-            x,
-            swapped,
-            _mm512_add_ps,
-            _mm512_xor_si512,
-            _mm512_castps_si512,
-            _mm512_castsi512_ps,
-            eight
-        );
+#[target_feature(enable = "avx2,fma")]
+fn rotate_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
+    fetch_ahead(from);
+    let (from, signs) = (from.as_chunks::<8>().0, signs.factors().as_chunks::<8>().0);
+    let rows = to.as_chunks_mut::<8>().0;
+    let zero = _mm256_setzero_si256();
+    let (mut highest, mut first, mut second) = (zero, zero, zero);
+    // Sixteen registers are one group, but not with anything beside it: so twice four times four.
+    for k in 0..4 {
+        let mut v = [_mm256_setzero_ps(); 4];
+        for i in 0..4 {
+            let x = load8(&from[4 * k + i]);
+            highest = _mm256_max_epu32(highest, magnitude8(x));
+            v[i] = within8(_mm256_mul_ps(x, load8(&signs[4 * k + i])));
+        }
+        let v = across8(v);
+        for i in 0..4 {
+            store8(&mut rows[4 * k + i], v[i]);
+        }
     }
+    for k in 0..4 {
+        let v = [load8(&rows[k]), load8(&rows[k + 4]), load8(&rows[k + 8]), load8(&rows[k + 12])];
+        let v = across8(v);
+        first = _mm256_max_epu32(first, _mm256_max_epu32(magnitude8(v[0]), magnitude8(v[1])));
+        second = _mm256_max_epu32(second, _mm256_max_epu32(magnitude8(v[2]), magnitude8(v[3])));
+        for i in 0..4 {
+            store8(&mut rows[k + 4 * i], v[i]);
+        }
+    }
+    *peaks = [highest8(first), highest8(second)];
+    // As signed integers: no magnitude has the highest bit.
+    let limit = _mm256_set1_epi32((TOO_LARGE - 1).cast_signed());
+    _mm256_movemask_epi8(_mm256_cmpgt_epi32(highest, limit)) == 0
+}
+
+#[inline]
+#[target_feature(enable = "avx2,fma")]
+fn rotate_back_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
+    let (from, signs) = (from.as_chunks::<8>().0, signs.factors().as_chunks::<8>().0);
+    let rows = to.as_chunks_mut::<8>().0;
+    for k in 0..4 {
+        let mut v = [_mm256_setzero_ps(); 4];
+        for i in 0..4 {
+            v[i] = within8(load8(&from[4 * k + i]));
+        }
+        let v = across8(v);
+        for i in 0..4 {
+            store8(&mut rows[4 * k + i], v[i]);
+        }
+    }
+    let sign = _mm256_set1_ps(-0.0);
+    for k in 0..4 {
+        let v = [load8(&rows[k]), load8(&rows[k + 4]), load8(&rows[k + 8]), load8(&rows[k + 12])];
+        let v = across8(v);
+        for i in 0..4 {
+            let turned = _mm256_and_ps(load8(&signs[k + 4 * i]), sign);
+            store8(&mut rows[k + 4 * i], _mm256_xor_ps(v[i], turned));
+        }
+    }
+}
+
+/// As [`within8`].
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn within16(v: __m512) -> __m512 {
+    let v = _mm512_fmadd_ps(v, load16(&const { ones(1) }), _mm512_permute_ps::<0b10_11_00_01>(v));
+    let v = _mm512_fmadd_ps(v, load16(&const { ones(2) }), _mm512_permute_ps::<0b01_00_11_10>(v));
+    let swapped = _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v);
+    let v = _mm512_fmadd_ps(v, load16(&const { ones(4) }), swapped);
+    let swapped = _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v);
+    _mm512_fmadd_ps(v, load16(&const { ones(8) }), swapped)
+}
+
+/// The three stages across the eight registers of a group.
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn across16(v: &mut [__m512; GROUP / 16]) {
     let mut apart = 1;
     while apart < GROUP / 16 {
         for i in 0..GROUP / 16 {
@@ -301,7 +306,52 @@ fn transform_avx512(values: &mut [f32; GROUP]) {
         }
         apart *= 2;
     }
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn magnitude16(v: __m512) -> __m512i {
+    _mm512_and_si512(_mm512_castps_si512(v), _mm512_set1_epi32(0x7fff_ffff))
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn rotate_avx512(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
+    fetch_ahead(from);
+    let (from, signs) = (from.as_chunks::<16>().0, signs.factors().as_chunks::<16>().0);
+    let rows = to.as_chunks_mut::<16>().0;
+    let zero = _mm512_setzero_si512();
+    let (mut highest, mut halves) = (zero, [zero; 2]);
+    let mut v = [_mm512_setzero_ps(); GROUP / 16];
     for i in 0..GROUP / 16 {
+        let x = load16(&from[i]);
+        highest = _mm512_max_epu32(highest, magnitude16(x));
+        v[i] = within16(_mm512_mul_ps(x, load16(&signs[i])));
+    }
+    across16(&mut v);
+    for i in 0..GROUP / 16 {
+        halves[i / 4] = _mm512_max_epu32(halves[i / 4], magnitude16(v[i]));
         store16(&mut rows[i], v[i]);
+    }
+    *peaks = [_mm512_reduce_max_epu32(halves[0]), _mm512_reduce_max_epu32(halves[1])];
+    let limit = _mm512_set1_epi32(TOO_LARGE.cast_signed());
+    _mm512_cmpge_epu32_mask(highest, limit) == 0
+}
+
+#[inline]
+#[target_feature(enable = "avx512f")]
+fn rotate_back_avx512(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
+    let (from, signs) = (from.as_chunks::<16>().0, signs.factors().as_chunks::<16>().0);
+    let rows = to.as_chunks_mut::<16>().0;
+    let mut v = [_mm512_setzero_ps(); GROUP / 16];
+    for i in 0..GROUP / 16 {
+        v[i] = within16(load16(&from[i]));
+    }
+    across16(&mut v);
+    let sign = _mm512_set1_epi32(i32::MIN);
+    for i in 0..GROUP / 16 {
+        let turned = _mm512_and_si512(_mm512_castps_si512(load16(&signs[i])), sign);
+        let turned = _mm512_xor_si512(_mm512_castps_si512(v[i]), turned);
+        store16(&mut rows[i], _mm512_castsi512_ps(turned));
     }
 }

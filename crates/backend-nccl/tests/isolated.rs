@@ -1,0 +1,29 @@
+//! NCCL in child processes against the one suite: tensors and events really cross by the driver's IPC handles. On the stand-in of
+//! `fixtures/nccl-standin`, whose handles name shared memory. What fails on purpose is in `scenarios/isolated.rs`.
+
+#[path = "standin/mod.rs"]
+mod standin;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use backend_nccl as _;
+use conformance::{Mode, run_on};
+use ftcore::{Device, DeviceKind};
+use isolate::{IsolateOptions, IsolatedGroup};
+
+fn main() -> ExitCode {
+    isolate::run_child_if_asked();
+    // Work on streams comes late, so that an order that was forgotten shows as wrong data.
+    standin::or_restart(&[("OXCCL_STANDIN_CUDA_DELAY_US", "50")]);
+    run_on(
+        &Device::new(DeviceKind::Cuda, 0),
+        &[Mode::Threads],
+        Arc::new(|device, options| {
+            Ok(Box::new(IsolatedGroup::new(IsolateOptions {
+                options,
+                ..IsolateOptions::new("nccl", device.clone())
+            })?))
+        }),
+    )
+}

@@ -1,0 +1,25 @@
+//! Gloo behind CUDA tensors (`ftcore::Staged`, which the registry falls back to) against the one suite. The device is the stand-in of
+//! `fixtures/nccl-standin`: host memory behind the driver's C interface, with real asynchrony. What fails on purpose is in
+//! `scenarios/staged.rs`.
+
+#[path = "standin/mod.rs"]
+mod standin;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+
+// Links the backend and the device kind, which register themselves.
+use backend_gloo as _;
+use backend_nccl as _;
+use conformance::{Mode, run_on};
+use ftcore::{Device, DeviceKind, Registry};
+
+fn main() -> ExitCode {
+    // Work on streams comes late, so that an order that was forgotten shows as wrong data.
+    standin::or_restart(&[("OXCCL_STANDIN_CUDA_DELAY_US", "50")]);
+    run_on(
+        &Device::new(DeviceKind::Cuda, 0),
+        &[Mode::Threads, Mode::Processes],
+        Arc::new(|device, options| Registry::global().create("gloo", device, &options)),
+    )
+}

@@ -1,0 +1,257 @@
+//! A communicator on a device, and the queues and scratch memory of its group.
+//!
+//! Two faces: spans of device memory, enqueued on a queue (the ops of `xpu::ops`), and slices of host memory (what `link` offers to
+//! the compositions of the host path), which go through scratch memory on the device and are done when the call returns.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use ftcore::{DType, Event, Result, deadline_in};
+use oneccl_sys::RedOp;
+
+use super::device::Xpu;
+use super::event::XpuEvent;
+use super::memory::Block;
+use crate::job::Label;
+use crate::raw::comm::Comm;
+use crate::raw::sycl::{Queue, Span, Usm};
+use crate::recipe::Recipe;
+
+/// Scratch memory that is kept for later operations, in bytes for each group.
+const KEPT_BYTES: usize = 256 << 20;
+/// Scratch smaller than this is all of one size.
+const SMALLEST: usize = 64 << 10;
+/// How long work that failed half-way may take to leave its scratch memory alone.
+const SETTLING: Duration = Duration::from_secs(5);
+
+/// The device's side of a group.
+pub(crate) struct Side {
+    pub(crate) xpu: Arc<Xpu>,
+    /// Of the collectives.
+    queue: Arc<Queue>,
+    /// Of messages: one per peer and direction, so that none waits behind another.
+    messages: Mutex<BTreeMap<(bool, u32), Arc<Queue>>>,
+    kept: Mutex<Vec<Block>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Side {
+    pub(crate) fn new(xpu: &Arc<Xpu>) -> Result<Arc<Self>> {
+        Ok(Arc::new(Self {
+            xpu: xpu.clone(),
+            queue: Arc::new(xpu.queue()?),
+            messages: Mutex::default(),
+            kept: Mutex::default(),
+        }))
+    }
+
+    /// One for another group on the same device.
+    pub(crate) fn sibling(&self) -> Result<Arc<Self>> {
+        Self::new(&self.xpu)
+    }
+
+    /// True if oneCCL's messages work on this device. On SYCL's CPU device they end the process with SIGSEGV.
+    pub(crate) fn has_messages(&self) -> bool {
+        !self.xpu.is_cpu
+    }
+
+    /// The queue on which `recipe` runs.
+    pub(crate) fn lane(&self, recipe: &Recipe) -> Result<Arc<Queue>> {
+        let key = match recipe {
+            Recipe::Send { peer } => (true, *peer),
+            Recipe::Recv { peer } => (false, *peer),
+            _ => return Ok(self.queue.clone()),
+        };
+        let mut messages = lock(&self.messages);
+        if let Some(queue) = messages.get(&key) {
+            return Ok(queue.clone());
+        }
+        let queue = Arc::new(self.xpu.queue()?);
+        messages.insert(key, queue.clone());
+        Ok(queue)
+    }
+
+    /// Lets an operation begin after the point that its caller named. Waits on the host only for points that are in no queue of
+    /// this kind of device, until the operation's deadline.
+    pub(crate) fn begin(&self, recipe: &Recipe, label: &Label) -> Result<()> {
+        let Some(after) = label.order.as_ref().and_then(|o| o.after.as_ref()) else {
+            return Ok(());
+        };
+        let (queue, deadline) = (self.lane(recipe)?, label.deadline);
+        match after.as_any().downcast_ref::<XpuEvent>() {
+            Some(event) => {
+                if let Some(event) = event.settle(deadline)? {
+                    queue.wait_for(&event)?;
+                }
+                Ok(())
+            }
+            None => after.synchronize(deadline),
+        }
+    }
+
+    fn take(&self, bytes: usize) -> Result<Block> {
+        let fitting = {
+            let mut kept = lock(&self.kept);
+            let limit = bytes.max(SMALLEST).saturating_mul(2);
+            let found = kept
+                .iter()
+                .position(|b| (bytes..=limit).contains(&b.span().bytes()));
+            found.map(|i| kept.swap_remove(i))
+        };
+        match fitting {
+            Some(block) => Ok(block),
+            None => Block::new(&self.xpu, Usm::Device, bytes.max(SMALLEST)),
+        }
+    }
+
+    fn put(&self, block: Block) {
+        let mut kept = lock(&self.kept);
+        let bytes: usize = kept.iter().map(|b| b.span().bytes()).sum();
+        if bytes + block.span().bytes() <= KEPT_BYTES {
+            kept.push(block);
+        }
+    }
+}
+
+/// The scratch memory of one operation, given back when nothing uses it any more.
+pub(crate) struct Scratch<'a> {
+    side: &'a Side,
+    queue: &'a Queue,
+    blocks: Vec<Block>,
+    /// Whether everything on the queue is known to be done.
+    pub(crate) is_idle: bool,
+}
+
+impl<'a> Scratch<'a> {
+    pub(crate) fn new(side: &'a Side, queue: &'a Queue) -> Self {
+        Self {
+            side,
+            queue,
+            blocks: Vec::new(),
+            is_idle: false,
+        }
+    }
+
+    /// Device memory with undefined contents.
+    pub(crate) fn take(&mut self, bytes: usize) -> Result<Span> {
+        let block = self.side.take(bytes)?;
+        let span = block.span().part(0, bytes)?;
+        self.blocks.push(block);
+        Ok(span)
+    }
+}
+
+impl Drop for Scratch<'_> {
+    fn drop(&mut self) {
+        let mut idle = self.is_idle;
+        if !idle && !self.blocks.is_empty() {
+            // After a failure: what was enqueued may still use it.
+            let end = self.queue.barrier().map(|e| XpuEvent::recorded(e, None));
+            idle = end.is_ok_and(|e| e.synchronize(deadline_in(SETTLING)).is_ok());
+        }
+        for block in self.blocks.drain(..) {
+            if idle {
+                self.side.put(block);
+            } else {
+                tracing::warn!(
+                    bytes = block.span().bytes(),
+                    "scratch memory is leaked on purpose: a command that failed may still use it"
+                );
+                std::mem::forget(block);
+            }
+        }
+    }
+}
+
+/// A communicator and its device.
+pub(crate) struct XpuComm {
+    pub(crate) comm: Comm,
+    pub(crate) side: Arc<Side>,
+}
+
+impl std::fmt::Debug for XpuComm {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("XpuComm")
+            .field("comm", &self.comm)
+            .field("device", &self.side.xpu.device())
+            .finish()
+    }
+}
+
+/// Slices of host memory. Every call is done when it returns.
+impl XpuComm {
+    /// Runs `f` on device memory that has the bytes of `from`, and on as much as `into` is long, which is then copied there.
+    fn through(
+        &self,
+        from: &[u8],
+        into: &mut [u8],
+        f: impl FnOnce(&Queue, Span, Span) -> Result<()>,
+    ) -> Result<()> {
+        let queue = &*self.side.queue;
+        let mut scratch = Scratch::new(&self.side, queue);
+        let source = scratch.take(from.len())?;
+        queue.copy_in(from, source)?;
+        let target = scratch.take(into.len())?;
+        // `reduce` leaves it alone on all ranks but the root, and all of it is copied back.
+        queue.copy_in(into, target)?;
+        f(queue, source, target)?;
+        queue.copy_out(target, into)?;
+        scratch.is_idle = true;
+        Ok(())
+    }
+
+    /// As [`through`](Self::through) in place.
+    fn in_place(&self, data: &mut [u8], f: impl FnOnce(&Queue, Span) -> Result<()>) -> Result<()> {
+        let queue = &*self.side.queue;
+        let mut scratch = Scratch::new(&self.side, queue);
+        let span = scratch.take(data.len())?;
+        queue.copy_in(data, span)?;
+        f(queue, span)?;
+        queue.copy_out(span, data)?;
+        scratch.is_idle = true;
+        Ok(())
+    }
+
+    pub(crate) fn all_reduce(&self, data: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
+        self.in_place(data, |q, span| self.comm.all_reduce_on(q, span, dtype, op))
+    }
+
+    pub(crate) fn reduce(
+        &self,
+        from: &[u8],
+        into: &mut [u8],
+        dtype: DType,
+        op: RedOp,
+        root: u32,
+    ) -> Result<()> {
+        self.through(from, into, |q, from, into| {
+            self.comm.reduce_on(q, from, into, dtype, op, root)
+        })
+    }
+
+    pub(crate) fn broadcast(&self, data: &mut [u8], dtype: DType, root: u32) -> Result<()> {
+        self.in_place(data, |q, span| self.comm.broadcast_on(q, span, dtype, root))
+    }
+
+    pub(crate) fn all_gather(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
+        self.through(from, into, |q, from, into| {
+            self.comm.all_gather_on(q, from, into, dtype)
+        })
+    }
+
+    pub(crate) fn reduce_scatter(&self, from: &[u8], into: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
+        self.through(from, into, |q, from, into| {
+            self.comm.reduce_scatter_on(q, from, into, dtype, op)
+        })
+    }
+
+    pub(crate) fn all_to_all(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
+        self.through(from, into, |q, from, into| {
+            self.comm.all_to_all_on(q, from, into, dtype)
+        })
+    }
+}

@@ -1,0 +1,106 @@
+//! USM memory: blocks that free themselves without blocking, tensors over them, and copies.
+
+use std::sync::Arc;
+
+use ftcore::{DType, Device, Error, Result, Tensor};
+
+use super::device::Xpu;
+use super::event::XpuEvent;
+use super::stream::Core;
+use crate::raw::sycl::{self, Span, Usm};
+
+/// Owns memory of a device. Freed after its last noted use, so dropping it never waits.
+pub(crate) struct Block {
+    xpu: Arc<Xpu>,
+    span: Span,
+}
+
+impl Block {
+    pub(crate) fn new(xpu: &Arc<Xpu>, kind: Usm, bytes: usize) -> Result<Self> {
+        Ok(Self {
+            xpu: xpu.clone(),
+            span: xpu.alloc(kind, bytes)?,
+        })
+    }
+
+    pub(crate) fn span(&self) -> Span {
+        self.span
+    }
+}
+
+impl Drop for Block {
+    fn drop(&mut self) {
+        self.xpu.free(self.span);
+    }
+}
+
+/// A tensor with undefined contents. Host memory is the CPU's to name; the other kinds are the device's.
+pub(crate) fn tensor(xpu: &Arc<Xpu>, kind: Usm, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+    let bytes = shape
+        .iter()
+        .try_fold(dtype.size(), |a, &d| a.checked_mul(d))
+        .filter(|b| isize::try_from(*b).is_ok())
+        .ok_or_else(|| Error::invalid(format!("shape {shape:?} has more elements than fit in memory")))?;
+    let block = Block::new(xpu, kind, bytes)?;
+    let device = match kind {
+        Usm::Host => Device::CPU,
+        Usm::Device | Usm::Shared => xpu.device(),
+    };
+    sycl::tensor(block.span, dtype, shape, device, Box::new(block))
+}
+
+fn same_length(from: usize, to: usize) -> Result<()> {
+    if from == to {
+        Ok(())
+    } else {
+        Err(Error::invalid(format!("{from} bytes cannot be copied into {to}")))
+    }
+}
+
+/// Copies host bytes into a tensor in the order of `core`; `from` may be reused when this returns, the copy is under way.
+pub(crate) fn copy_in(core: &Arc<Core>, from: &[u8], to: &mut Tensor) -> Result<()> {
+    same_length(from.len(), to.byte_len())?;
+    if from.is_empty() {
+        return Ok(());
+    }
+    // A copy of its own that the queue may read whenever it gets there.
+    let mut source = tensor(&core.xpu, Usm::Host, DType::U8, &[from.len()])?;
+    source.bytes_mut().copy_from_slice(from);
+    let queue = core.command()?;
+    let event = queue.copy(Span::of(&source), Span::of(to))?;
+    let event = XpuEvent::recorded(event, None);
+    core.xpu.keep(Box::new(source), &event);
+    core.xpu.note_use(Span::of(to), &event)
+}
+
+/// Copies between tensors of one device in the order of `core`; returns at once.
+pub(crate) fn copy(core: &Arc<Core>, from: &Tensor, to: &mut Tensor) -> Result<()> {
+    same_length(from.byte_len(), to.byte_len())?;
+    for tensor in [from, &*to] {
+        // Host memory could be looked at while the copy is under way.
+        if *tensor.device() != core.xpu.device() {
+            let text = format!(
+                "a tensor on {} in a copy on {}",
+                tensor.device(),
+                core.xpu.device()
+            );
+            return Err(Error::invalid(text));
+        }
+    }
+    if from.byte_len() == 0 {
+        return Ok(());
+    }
+    let event = core.command()?.copy(Span::of(from), Span::of(to))?;
+    let event = XpuEvent::recorded(event, None);
+    core.xpu.note_use(Span::of(from), &event)?;
+    core.xpu.note_use(Span::of(to), &event)
+}
+
+/// Copies a tensor to the host in the order of `core`; the bytes are there when this returns.
+pub(crate) fn copy_out(core: &Arc<Core>, from: &Tensor, to: &mut [u8]) -> Result<()> {
+    same_length(from.byte_len(), to.len())?;
+    if to.is_empty() {
+        return Ok(());
+    }
+    core.command()?.copy_out(Span::of(from), to)
+}

@@ -1,0 +1,183 @@
+//! What happens in which order on a queue.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use backend_xccl::xpu::XpuStream;
+use ftcore::{
+    Collective, Device, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Stream,
+    SubmitOptions, Tensor, Work, accelerator, deadline_in,
+};
+
+use super::{Memory, Outcome, Rank, ensure, group, soon};
+
+/// 16 MB.
+const COUNT: usize = 4 << 20;
+/// Copies before the one that counts: a good part of a second of work, while a reduction that does not wait begins at once.
+const BALLAST: usize = 60;
+
+/// An xpu stream with its own methods.
+fn stream(memory: &Memory) -> Outcome<Arc<XpuStream>> {
+    Ok(Arc::new(XpuStream::of(memory.index)?))
+}
+
+fn sum(group: &dyn ProcessGroup, tensor: Tensor, after: Option<Arc<dyn Stream>>) -> Outcome<Work> {
+    let op = Collective::AllReduce {
+        tensors: vec![tensor],
+        op: ReduceOp::Sum,
+    };
+    let options = SubmitOptions {
+        stream: after,
+        ..SubmitOptions::by(soon())
+    };
+    Ok(group.run(op, options)?)
+}
+
+/// Fills a tensor behind a lot of other work on a stream, reduces it, copies the result; nothing waits. How many elements of the
+/// copy are wrong.
+fn round(rank: &Rank, group: &dyn ProcessGroup, heeded: bool) -> Outcome<usize> {
+    let memory = Memory::on(0)?;
+    let queue = stream(&memory)?;
+    let values = memory.with(&vec![rank.rank as f32 + 1.0; COUNT])?;
+    let mut ballast = memory.empty(COUNT)?;
+    let mut tensor = memory.with(&vec![-5.0; COUNT])?;
+    // Neither rank may be ahead of the other by more than its own queue is long.
+    group.barrier()?;
+    for _ in 0..BALLAST {
+        queue.copy(&values, &mut ballast)?;
+    }
+    queue.copy(&values, &mut tensor)?;
+    let after = heeded.then(|| queue.clone() as Arc<dyn Stream>);
+    let work = sum(group, tensor, after)?;
+    work.wait_on(&*queue)?;
+    let result = memory.read(&work.take_tensor()?, &*queue)?;
+    queue.synchronize(soon())?;
+    Ok(result.iter().filter(|v| **v != 3.0).count())
+}
+
+pub(crate) fn one_queue(rank: &Rank) -> Outcome {
+    let group = group(rank, 0)?;
+    for turn in 0..4 {
+        let wrong = round(rank, &group, true)?;
+        ensure(wrong == 0, || format!("run {turn}: {wrong} of {COUNT} are wrong"))?;
+    }
+    Ok(group.shutdown(soon())?)
+}
+
+/// The same with the stream ignored: it must show, or the case above proves nothing.
+pub(crate) fn queue_ignored(rank: &Rank) -> Outcome {
+    let group = group(rank, 0)?;
+    let mut wrong = 0;
+    for _ in 0..4 {
+        wrong += round(rank, &group, false)?;
+    }
+    ensure(wrong > 0, || {
+        "the reduction waited for a stream that it was not told of".into()
+    })?;
+    Ok(group.shutdown(soon())?)
+}
+
+pub(crate) fn adopted(rank: &Rank) -> Outcome {
+    let group = group(rank, 0)?;
+    let memory = Memory::on(0)?;
+    let own = stream(&memory)?;
+    let foreign = Arc::new(own.brought_by_the_caller()?);
+    ensure(
+        foreign.device() == memory.device() && foreign.queue() != own.queue(),
+        || "it is a handle of its own to a queue of the same device".into(),
+    )?;
+    let values = memory.with(&vec![rank.rank as f32 + 1.0; COUNT])?;
+    let mut tensor = memory.with(&vec![-5.0; COUNT])?;
+    for _ in 0..BALLAST {
+        foreign.copy(&values, &mut tensor)?;
+    }
+    let work = sum(&group, tensor, Some(foreign.clone()))?;
+    work.wait_on(&*foreign)?;
+    // The operation is in a queue, so this point is behind it.
+    let point = foreign.record()?;
+    point.synchronize(soon())?;
+    let result = memory.read(&work.take_tensor()?, &*own)?;
+    ensure(result.iter().all(|v| *v == 3.0), || {
+        format!("the sum is {:?}", result.first())
+    })?;
+    Ok(group.shutdown(soon())?)
+}
+
+/// Nobody joins: the operation fails at its deadline, what may still be used is leaked and counted, and the stream that waits
+/// for it says so once and goes on.
+pub(crate) fn failed(rank: &Rank) -> Outcome {
+    let group = group(rank, 0)?;
+    if rank.rank == 1 {
+        let until = soon();
+        while group.error().is_none() {
+            ensure(Instant::now() < until, || "the failure was not told".into())?;
+            std::thread::sleep(Duration::from_millis(5));
+        }
+        return Ok(());
+    }
+    let memory = Memory::on(0)?;
+    let (tensor, before) = (memory.with(&[1.0; 1000])?, ftcore::leaked_bytes());
+    let op = Collective::AllReduce {
+        tensors: vec![tensor],
+        op: ReduceOp::Sum,
+    };
+    let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_millis(700))))?;
+    let reader = memory.stream()?;
+    work.wait_on(&*reader)?;
+    let point = reader.record()?;
+    ensure(!point.query()?, || "the stream passed what nobody joined".into())?;
+    let e = work.wait(soon()).expect_err("nobody joined");
+    ensure(e.kind() == ErrorKind::Timeout, || format!("{e}"))?;
+    ensure(ftcore::leaked_bytes() - before == 4000, || {
+        "the memory was not leaked and counted".into()
+    })?;
+    let e = point.synchronize(soon()).expect_err("it never came");
+    ensure(e.to_string().contains("all_reduce"), || format!("{e}"))?;
+    let other = memory.with(&[2.0; 10])?;
+    let first = memory.read(&other, &*reader);
+    ensure(first.is_err(), || "the stream hides the failure".into())?;
+    let again = memory.read(&other, &*reader)?;
+    ensure(again == [2.0; 10], || format!("{again:?}"))?;
+    let refused = group
+        .configure(super::configuration(rank, 2, 2))
+        .expect_err("a thread is stuck");
+    ensure(refused.kind() == ErrorKind::InvalidState, || format!("{refused}"))
+}
+
+/// Tensors that go while copies use them, and memory that somebody else frees.
+pub(crate) fn given_up(_: &Rank) -> Outcome {
+    let memory = Memory::on(0)?;
+    let queue = stream(&memory)?;
+    let mut last = memory.empty(COUNT)?;
+    for turn in 0..20u8 {
+        let values = memory.with(&vec![f32::from(turn); COUNT])?;
+        let mut gone = memory.empty(COUNT)?;
+        queue.copy(&values, &mut gone)?;
+        queue.copy(&gone, &mut last)?;
+        // `values` and `gone` go here, long before the queue gets to them; new memory is asked for at once.
+    }
+    let result = memory.read(&last, &*queue)?;
+    ensure(result.iter().all(|v| *v == 19.0), || {
+        format!(
+            "{:?} was left by a copy out of memory that was used again",
+            result.first()
+        )
+    })?;
+    let host = Tensor::from_vec(vec![0f32; COUNT]);
+    let e = queue.copy(&host, &mut last).expect_err("host memory");
+    ensure(e.kind() == ErrorKind::InvalidArgument, || format!("{e}"))?;
+    // A world of one, on the caller's thread.
+    let device = Device::new(ftcore::DeviceKind::Xpu, 0);
+    let group = backend_xccl::XpuGroup::new("alone", &device, GroupOptions::default())?;
+    let rank = Rank {
+        rank: 0,
+        store: Arc::new(ftcore::InMemoryStore::new()),
+    };
+    group.configure(super::configuration(&rank, 1, 1))?;
+    let sum = sum(&group, last, Some(queue.clone()))?.take_tensor()?;
+    ensure(memory.read(&sum, &*queue)?.iter().all(|v| *v == 19.0), || {
+        "a world of one changes its values".into()
+    })?;
+    accelerator(&ftcore::DeviceKind::Xpu)?.synchronize(0, soon())?;
+    Ok(())
+}

@@ -1,0 +1,191 @@
+//! Process ranks that live through many cases: this very binary, started again and told the names of cases on its standard
+//! input; verdicts come back through the store, since libraries print to standard output.
+
+use std::io::{BufRead, Read, Write};
+use std::process::{ChildStdin, Stdio};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{Device, ErrorKind, Store, TcpStore, TcpStoreServer, deadline_in};
+
+use crate::harness::{
+    LASTING, MakeOn, PATIENCE, Running, command, server, store_of_parent, variable, verdict,
+};
+use crate::lasting::{Member, Ranks};
+use crate::{Case, Failure, Outcome, cases};
+
+/// How long the parent waits for a verdict before it looks whether the process still lives.
+const LOOK: Duration = Duration::from_millis(100);
+/// What ranks get to end after the last case.
+const END: Duration = Duration::from_secs(30);
+/// As much of what a rank prints is kept for messages.
+const NOISE: usize = 16 << 10;
+
+/// A rank's process, what it reads and what it printed.
+struct Living {
+    running: Running,
+    orders: Option<ChildStdin>,
+    noise: Arc<Mutex<Vec<u8>>>,
+}
+
+/// Ranks as processes that live on.
+pub(crate) struct Processes {
+    world: u32,
+    ranks: Vec<Living>,
+    verdicts: TcpStore,
+    served: u64,
+    /// Holds the store; goes last.
+    _server: TcpStoreServer,
+}
+
+impl Processes {
+    pub(crate) fn start(world: u32) -> Outcome<Self> {
+        let server = server()?;
+        let ranks = (0..world)
+            .map(|rank| {
+                let mut child = command(LASTING, rank, world, &server)?
+                    .stdin(Stdio::piped())
+                    .spawn()
+                    .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;
+                let orders = child.stdin.take();
+                let noise = Arc::default();
+                if let Some(stderr) = child.stderr.take() {
+                    let noise = Arc::clone(&noise);
+                    // Ends with the process.
+                    std::thread::Builder::new()
+                        .name(format!("ox-noise-{rank}"))
+                        .spawn(move || collect(stderr, &noise))
+                        .map_err(|e| Failure::new(format!("cannot start a thread: {e}")))?;
+                }
+                let running = Running { rank, child };
+                Ok(Living {
+                    running,
+                    orders,
+                    noise,
+                })
+            })
+            .collect::<Outcome<_>>()?;
+        let address = format!("127.0.0.1:{}", server.port());
+        Ok(Self {
+            world,
+            ranks,
+            verdicts: TcpStore::connect(&address, deadline_in(END))?,
+            served: 0,
+            _server: server,
+        })
+    }
+}
+
+impl Ranks for Processes {
+    fn world(&self) -> u32 {
+        self.world
+    }
+
+    fn run(&mut self, case: &Case) -> Outcome {
+        self.served += 1;
+        for living in &mut self.ranks {
+            if let Some(orders) = &mut living.orders {
+                // One that has died is reported below, with its status.
+                let _ = writeln!(orders, "{} {}", self.served, case.name);
+            }
+        }
+        let until = deadline_in(PATIENCE);
+        let failures = self.ranks.iter_mut().filter_map(|living| {
+            let key = key(self.served, living.running.rank);
+            let failure = living.verdict(&self.verdicts, &key, until)?;
+            Some(format!("rank {}: {failure}", living.running.rank))
+        });
+        verdict(failures.collect())
+    }
+
+    fn end(mut self) -> Outcome {
+        for living in &mut self.ranks {
+            living.orders = None;
+        }
+        let until = deadline_in(END);
+        let failures = self.ranks.iter_mut().filter_map(|living| {
+            let failure = match living.running.wait(until) {
+                Ok(status) if status.success() => return None,
+                Ok(status) => status.to_string(),
+                Err(why) => why,
+            };
+            let rank = living.running.rank;
+            Some(format!(
+                "after the last case of world {}, rank {rank}: {failure}: {}",
+                self.world,
+                living.noise()
+            ))
+        });
+        verdict(failures.collect())
+    }
+}
+
+impl Living {
+    /// `None` if the case passed on this rank.
+    fn verdict(&mut self, verdicts: &TcpStore, key: &str, until: Instant) -> Option<String> {
+        loop {
+            match verdicts.get(key, deadline_in(LOOK)) {
+                Ok(text) if text.is_empty() => return None,
+                Ok(text) => return Some(String::from_utf8_lossy(&text).into_owned()),
+                Err(e) if e.kind() == ErrorKind::Timeout => {}
+                Err(e) => return Some(format!("no verdict: {e}")),
+            }
+            match self.running.child.try_wait() {
+                Ok(Some(status)) => return Some(format!("{status}: {}", self.noise())),
+                Ok(None) if Instant::now() >= until => {
+                    return Some(format!("no verdict within {} s", PATIENCE.as_secs()));
+                }
+                Ok(None) => {}
+                Err(e) => return Some(format!("cannot be waited for: {e}")),
+            }
+        }
+    }
+
+    fn noise(&self) -> String {
+        let noise = self.noise.lock().unwrap_or_else(PoisonError::into_inner);
+        String::from_utf8_lossy(&noise).trim().to_string()
+    }
+}
+
+/// Where a rank's verdict of its `number`th case is found.
+fn key(number: u64, rank: u32) -> String {
+    format!("verdict/{number}/{rank}")
+}
+
+/// Takes what the process prints, so that its pipe never fills.
+fn collect(mut from: impl Read, into: &Mutex<Vec<u8>>) {
+    let mut piece = [0u8; 4096];
+    while let Ok(n @ 1..) = from.read(&mut piece) {
+        let mut kept = into.lock().unwrap_or_else(PoisonError::into_inner);
+        kept.extend(piece.iter().take(n));
+        let surplus = kept.len().saturating_sub(NOISE);
+        kept.drain(..surplus);
+    }
+}
+
+/// The rank's side: joins the group, then runs what it is told to until its standard input is closed.
+pub(crate) fn serve(first: &Device, make: &MakeOn) -> Outcome {
+    let (rank, world, store) = (variable::rank()?, variable::world()?, store_of_parent()?);
+    let store: Arc<dyn Store> = Arc::new(store);
+    let all = cases();
+    let mut member = None;
+    for line in std::io::stdin().lock().lines() {
+        let line = line.map_err(|e| Failure::new(format!("the parent cannot be heard: {e}")))?;
+        let (number, name) = line
+            .split_once(' ')
+            .and_then(|(number, name)| Some((number.parse::<u64>().ok()?, name)))
+            .ok_or_else(|| Failure::new(format!("'{line}' is no order")))?;
+        let case = all
+            .iter()
+            .find(|c| c.name == name)
+            .ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
+        let outcome = match &member {
+            Some(member) => Ok(member),
+            None => Member::join(rank, world, first, make, store.clone()).map(|m| &*member.insert(m)),
+        }
+        .and_then(|member| member.run(case, number));
+        let text = outcome.err().map(|f| f.to_string()).unwrap_or_default();
+        store.set(&key(number, rank), text.as_bytes(), deadline_in(END))?;
+    }
+    member.map_or(Ok(()), |m| m.leave())
+}

@@ -1,0 +1,69 @@
+//! A run that is stopped and goes on: what a checkpoint on disk holds besides the state that heals, and how it is taken up again.
+
+use checkpoint::StateDict;
+use ftcore::{Error, ErrorKind, Result};
+use manager::{Replica, State};
+
+use crate::{Diloco, Parameters};
+
+/// Where a run that was stopped goes on.
+pub(super) struct Resumed {
+    /// The outer gradient of the round that was in flight, if there was one.
+    pub(super) gradient: Option<Vec<f32>>,
+}
+
+/// Names in a saved run, besides those of the state that heals.
+const STEP: &str = "diloco/step";
+const GRADIENT: &str = "diloco/gradient";
+
+impl<R: Replica, P: Parameters> Diloco<R, P> {
+    /// Everything that this replica goes on from, for a checkpoint on disk: the state that also heals, the step, and the outer
+    /// gradient of a round in flight. Between any two inner steps.
+    pub fn save(&mut self, inner: &mut dyn State) -> Result<StateDict> {
+        let mut out = StateDict::new();
+        out.insert_i64s(STEP, &[self.step()])?;
+        let gradient = self
+            .round
+            .as_ref()
+            .map(|r| &r.gradient)
+            .filter(|g| !g.is_empty());
+        if let Some(gradient) = gradient {
+            out.insert_f32(GRADIENT, &[gradient.len()], gradient)?;
+        }
+        self.whole(inner, true).save(&mut out)?;
+        Ok(out)
+    }
+
+    /// Goes on from what [`save`](Self::save) gave on this replica; `begin` comes next. If all replicas of a run do so, the run ends with
+    /// the same bits as if it had never been stopped; one that is behind the others heals. The [`Replica`] must stand at the saved step
+    /// (`Manager::restore`, with the lineage that was the manager's then).
+    ///
+    /// Errors: `InvalidState` if the replica stands at another step; `InvalidArgument` or `NotFound` for a state that is not of
+    /// such a run, with nothing changed.
+    pub fn restore(&mut self, from: &StateDict, inner: &mut dyn State) -> Result<()> {
+        let (saved, now) = (from.get_i64s(STEP)?, self.step());
+        if saved != [now] {
+            let text = format!("the saved state is of step {saved:?}, the replica stands at {now}: restore the replica first");
+            return Err(Error::new(ErrorKind::InvalidState, text));
+        }
+        let gradient = match from.get(GRADIENT) {
+            Some(_) => Some(from.get_f32(GRADIENT)?),
+            None => None,
+        };
+        let fragment = self.fragments.get(self.fragment_at(now));
+        let expected = fragment.map(|f| f.global.iter().map(Vec::len).sum::<usize>());
+        if let (Some(gradient), Some(expected)) = (&gradient, expected)
+            && gradient.len() != expected
+        {
+            let text = format!(
+                "the saved outer gradient has {} values, its fragment {expected}",
+                gradient.len()
+            );
+            return Err(Error::invalid(text));
+        }
+        self.whole(inner, true).load(from)?;
+        self.round = None;
+        self.resumed = Some(Resumed { gradient });
+        Ok(())
+    }
+}

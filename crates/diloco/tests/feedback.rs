@@ -1,0 +1,394 @@
+//! Rounds over quantised groups that feed errors back, with every rank there: failed commits, healing and restarts change no bit.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
+use std::collections::VecDeque;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use backend_gloo::GlooGroup;
+use checkpoint::StateDict;
+use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
+use ftcore::{
+    Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp,
+    Result, Store, SubmitOptions, Tensor, Traffic, deadline_in,
+};
+use manager::{Healed, ManagedWork, Participation, Replica, State};
+use quant::{Codec, ErrorFeedback, QuantizeOptions, QuantizedGroup};
+
+const WORLD: u32 = 3;
+
+/// A member of a fixed world: its quorums and votes are scripted, its reductions are real.
+struct Member {
+    group: Arc<QuantizedGroup>,
+    rank: u32,
+    step: i64,
+    contributes: bool,
+    error: Option<Error>,
+    votes: VecDeque<bool>,
+    /// Who waits for this rank's state at its next quorum.
+    offer: Mutex<Option<Sender<(i64, StateDict)>>>,
+    /// Where the state to heal from comes from.
+    heal: Option<Receiver<(i64, StateDict)>>,
+    /// What was owed right after healing.
+    adopted: Vec<(String, Vec<f32>)>,
+}
+
+impl Replica for Member {
+    fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
+        self.error = None;
+        let healed = self.heal.take();
+        let healed = healed.map(|source| source.recv_timeout(Duration::from_secs(60)).unwrap());
+        self.contributes = healed.is_none();
+        if let Some((step, dict)) = &healed {
+            state.load(dict)?;
+            self.step = *step;
+            self.adopted = self.group.error_feedback().unwrap().state();
+        }
+        if let Some(waiting) = self.offer.lock().unwrap().take() {
+            let mut snapshot = StateDict::new();
+            state.save(&mut snapshot)?;
+            waiting.send((self.step, snapshot)).unwrap();
+        }
+        Ok(Participation {
+            epoch: 1,
+            step: self.step,
+            replica_rank: self.rank,
+            replica_world_size: WORLD,
+            contributes: self.contributes,
+            healed: healed.map(|_| Healed {
+                source: Some(0),
+                bytes: 1,
+                took: Duration::ZERO,
+            }),
+            members: (0..WORLD).map(|r| r.to_string()).collect(),
+        })
+    }
+
+    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
+        let options = SubmitOptions {
+            contribute: self.contributes,
+            ..SubmitOptions::by(soon())
+        };
+        let work = self.group.run(Collective::AllReduce { tensors, op }, options);
+        ManagedWork::submitted(work.map_err(Error::from).unwrap())
+    }
+
+    fn should_commit(&mut self, _: Instant) -> Result<bool> {
+        let yes = self.error.is_none() && self.votes.pop_front().unwrap_or(true);
+        self.step += i64::from(yes);
+        Ok(yes)
+    }
+
+    fn current_step(&self) -> i64 {
+        self.step
+    }
+    fn report_error(&mut self, error: Error) {
+        self.error = Some(error);
+    }
+    fn error(&self) -> Option<Error> {
+        self.error.clone()
+    }
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+    fn leave(&mut self, _: Instant) -> Result<()> {
+        Ok(())
+    }
+}
+
+/// The inner loop: its steps depend on the rank and on how many it has made.
+struct Walk {
+    rank: u32,
+    made: i64,
+}
+
+impl State for Walk {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_i64s("made", &[self.made])
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.made = from.get_i64s("made")?[0];
+        Ok(())
+    }
+}
+
+impl Walk {
+    fn step(&mut self, params: &mut SliceParameters) {
+        self.made += 1;
+        for i in 0..params.len() {
+            let (at, own) = (self.made as f32 + 0.31 * self.rank as f32, i as f32);
+            let moved = |(k, w): (usize, &mut f32)| *w -= (at * (k as f32 + 0.5) + own).sin() * 0.1 + 0.02;
+            params
+                .write(i, &mut |w| w.iter_mut().enumerate().for_each(moved))
+                .unwrap();
+        }
+    }
+}
+
+type Run = Diloco<Member, SliceParameters>;
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+fn configuration(epoch: u64, store: &Arc<dyn Store>, rank: u32) -> Configuration {
+    Configuration {
+        store: store.clone(),
+        prefix: "t".to_string(),
+        name: "d".to_string(),
+        epoch: Epoch(epoch),
+        rank,
+        world_size: WORLD,
+        deadline: soon(),
+    }
+}
+
+/// One rank of a run, not begun.
+struct Rank {
+    rank: u32,
+    diloco: Run,
+    walk: Walk,
+    debts: Arc<ErrorFeedback>,
+}
+
+impl Rank {
+    fn make(store: &Arc<dyn Store>, rank: u32, config: &DilocoConfig, prepare: impl FnOnce(&mut Member)) -> Self {
+        Self::make_at(1, store, rank, config, prepare)
+    }
+
+    fn make_at(
+        epoch: u64,
+        store: &Arc<dyn Store>,
+        rank: u32,
+        config: &DilocoConfig,
+        prepare: impl FnOnce(&mut Member),
+    ) -> Self {
+        let options = QuantizeOptions {
+            codec: Codec::Int2B64.into(),
+            error_feedback: true,
+            timeout: Duration::from_secs(60),
+            ..QuantizeOptions::default()
+        };
+        let gloo = Arc::new(GlooGroup::new("d", GroupOptions::default()).unwrap());
+        let group = Arc::new(QuantizedGroup::with_options(gloo, options).unwrap());
+        group.configure(configuration(epoch, store, rank)).unwrap();
+        let debts = group.error_feedback().unwrap();
+        let mut member = Member {
+            group,
+            rank,
+            step: 0,
+            contributes: true,
+            error: None,
+            votes: VecDeque::new(),
+            offer: Mutex::new(None),
+            heal: None,
+            adopted: Vec::new(),
+        };
+        prepare(&mut member);
+        let sizes = [700usize, 500, 177];
+        let params = sizes.iter().zip(0..).map(|(n, i)| (format!("p{i}"), vec![0.0; *n]));
+        let layer = |name: &str| name[1..].parse().unwrap();
+        let diloco = Diloco::new(member, SliceParameters::new(params.collect()), config.clone(), &layer).unwrap();
+        Self {
+            rank,
+            diloco: diloco.with_error_feedback(debts.clone()),
+            walk: Walk { rank, made: 0 },
+            debts,
+        }
+    }
+
+    fn begin(&mut self) {
+        self.diloco.begin(&mut self.walk).unwrap();
+    }
+
+    fn steps(&mut self, n: usize) -> u32 {
+        let mut failed = 0;
+        for _ in 0..n {
+            self.walk.step(self.diloco.params_mut());
+            let reports = self.diloco.after_inner_step(&mut self.walk).unwrap();
+            failed += reports.iter().map(|r| r.failed_attempts).sum::<u32>();
+        }
+        failed
+    }
+
+    /// Waits until nobody needs this rank for a round in flight.
+    fn settle(&self) {
+        self.diloco.replica().group.barrier().unwrap();
+    }
+
+    /// Everything that must not differ: the global and the local parameters, and what is owed.
+    fn end(&mut self) -> (String, SliceParameters, Vec<(String, Vec<u32>)>) {
+        self.settle();
+        let debts = self.debts.state().into_iter();
+        let debts = debts.map(|(n, d)| (n, d.iter().map(|v| v.to_bits()).collect()));
+        (self.diloco.global_hash(), self.diloco.params().clone(), debts.collect())
+    }
+}
+
+/// Runs `body` on every rank; the results in rank order.
+fn world<T: Send>(body: impl Fn(u32, &Arc<dyn Store>) -> T + Sync) -> Vec<T> {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
+    std::thread::scope(|scope| {
+        let (body, store) = (&body, &store);
+        let threads: Vec<_> = (0..WORLD).map(|rank| scope.spawn(move || body(rank, store))).collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+fn configs() -> [DilocoConfig; 3] {
+    let streaming = DilocoConfig {
+        sync_every: 6,
+        fragments: 2,
+        delay: 1,
+        mixing: 0.5,
+        bucket_elements: 600,
+        ..DilocoConfig::default()
+    };
+    let blocking = DilocoConfig {
+        fragments: 1,
+        delay: 0,
+        mixing: 0.0,
+        sync_every: 3,
+        ..streaming.clone()
+    };
+    let eager = DilocoConfig {
+        eager: true,
+        ..blocking.clone()
+    };
+    [streaming, blocking, eager]
+}
+
+/// 14 inner steps, undisturbed.
+fn undisturbed(config: &DilocoConfig) -> Vec<(String, SliceParameters, Vec<(String, Vec<u32>)>)> {
+    let all = world(|rank, store| {
+        let mut r = Rank::make(store, rank, config, |_| {});
+        r.begin();
+        r.steps(14);
+        r.end()
+    });
+    assert!(all.iter().all(|r| r.0 == all[0].0));
+    assert!(all.iter().all(|r| r.2.iter().any(|(n, _)| n.contains("summed"))), "both roles owe");
+    all
+}
+
+#[test]
+fn two_bits_with_error_feedback_follow_the_hand_computed_history() {
+    // All replicas move by 4 and 1 in a round. First shots: 4, 1 → 2, 0 owing 2, 1; 6, 2 → 3, 3 owing 3, −1; 7, 0 → 3.5, 0.
+    // The owner of the mean: 2, 0 → 1, 0 owing 1, 0; 4, 3 → 2, 2 owing 2, 1; 5.5, 1 → 2.75, 0.
+    let config = DilocoConfig {
+        outer: OuterOptimizer::Sgd { lr: 1.0 },
+        ..DilocoConfig::diloco(1)
+    };
+    let histories = world(|rank, store| {
+        let mut r = Rank::make(store, rank, &config, |_| {});
+        r.begin();
+        (0..3)
+            .map(|_| {
+                let moved = |w: &mut [f32]| {
+                    w[0] -= 4.0;
+                    w[1] -= 1.0;
+                };
+                r.diloco.params_mut().write(0, &mut |w| moved(w)).unwrap();
+                r.diloco.after_inner_step(&mut r.walk).unwrap();
+                let w = r.diloco.params().get(0).unwrap();
+                [w[0], w[1]]
+            })
+            .collect::<Vec<_>>()
+    });
+    for history in histories {
+        assert_eq!(history, [[-1.0, 0.0], [-3.0, -2.0], [-5.75, -2.0]]);
+    }
+}
+
+#[test]
+fn l13_a_failed_commit_leaves_what_is_owed_as_it_was() {
+    for config in configs() {
+        let disturbed = world(|rank, store| {
+            let votes = [true, true, false, false, true, false];
+            let mut r = Rank::make(store, rank, &config, |m| m.votes = VecDeque::from(votes));
+            r.begin();
+            let failed = r.steps(14);
+            assert_eq!(failed, 3);
+            r.end()
+        });
+        assert!(disturbed == undisturbed(&config), "{config:?}");
+    }
+}
+
+#[test]
+fn a_restarted_run_ends_with_the_same_bits_wherever_it_was_stopped() {
+    for config in configs() {
+        let expected = undisturbed(&config);
+        let folder = tempfile::tempdir().unwrap();
+        for stop in [1usize, 2, 3, 8] {
+            let path = |rank: u32| folder.path().join(format!("{rank}.{stop}"));
+            world(|rank, store| {
+                let mut r = Rank::make(store, rank, &config, |_| {});
+                r.begin();
+                r.steps(stop);
+                checkpoint::save(path(rank), &r.diloco.save(&mut r.walk).unwrap()).unwrap();
+                r.settle();
+            });
+            let resumed = world(|rank, store| {
+                let saved = checkpoint::load(path(rank)).unwrap();
+                let step = saved.get_i64s("diloco/step").unwrap()[0];
+                let mut early = Rank::make(store, rank, &config, |_| {});
+                let e = early.diloco.restore(&saved, &mut early.walk);
+                assert!(step == 0 || e.unwrap_err().to_string().contains("restore the replica first"));
+                drop(early);
+                let other: Arc<dyn Store> = Arc::new(ftcore::PrefixStore::new(store.clone(), "again"));
+                let mut r = Rank::make(&other, rank, &config, |m| m.step = step);
+                r.diloco.restore(&saved, &mut r.walk).unwrap();
+                r.begin();
+                r.steps(14 - stop);
+                r.end()
+            });
+            assert!(resumed == expected, "stopped after {stop}: {config:?}");
+        }
+    }
+}
+
+#[test]
+fn a_healed_replica_owes_what_its_source_owes_of_contributions_and_all_stay_bitwise_equal() {
+    for config in configs() {
+        let (offer, heal) = channel();
+        let (offer, heal) = (Mutex::new(Some(offer)), Mutex::new(Some(heal)));
+        let ends = world(|rank, store| {
+            let mut r = Rank::make(store, rank, &config, |_| {});
+            r.begin();
+            r.steps(6);
+            r.settle();
+            let group = r.diloco.replica().group.clone();
+            if rank == 0 {
+                *r.diloco.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
+            }
+            if rank < WORLD - 1 {
+                group.configure(configuration(2, store, rank)).unwrap();
+                r.steps(8);
+            } else {
+                // The last rank dies and comes back in the next round.
+                drop(r);
+                drop(group);
+                let heal = heal.lock().unwrap().take();
+                r = Rank::make_at(2, store, rank, &config, |m| m.heal = heal);
+                r.begin();
+                let made = usize::try_from(r.walk.made).unwrap();
+                r.steps(14 - made);
+            }
+            r.settle();
+            let adopted = r.diloco.replica().adopted.clone();
+            (r.diloco.step(), r.diloco.global_hash(), adopted, r.debts.state())
+        });
+        assert!(ends.iter().all(|e| (e.0, &e.1) == (ends[0].0, &ends[0].1)), "{config:?}");
+        let (adopted, after) = (&ends[2].2, &ends[2].3);
+        assert!(!adopted.is_empty() && adopted.iter().all(|(name, _)| name.ends_with(".contributed")));
+        assert!(after.iter().any(|(name, _)| name.contains(".summed@")), "it owes of its own sums since");
+    }
+}
