@@ -11,18 +11,16 @@ use oxccl::launch::{EventKind, SupervisorEvent};
 
 use crate::report::{Report, thousands};
 
-mod axis;
+mod font;
 mod labels;
 mod png;
-mod scene;
-mod svg;
 
+pub use font::Font;
+pub use oxccl::plot::{Anchor, Axis, Colour, Scene, Shape, to_svg};
 pub use png::to_png;
-pub use scene::{Anchor, Colour, Font, Scene, Shape};
-pub use svg::to_svg;
 
-use axis::Axis;
 use labels::label_places;
+use oxccl::plot::{CURVES, GRID, INK, SOFT_INK};
 
 /// The losses of one replica.
 #[derive(Debug, Clone, PartialEq)]
@@ -83,13 +81,7 @@ const SMALL: f32 = 12.0;
 /// Text in an SVG is set in whatever typeface the reader has; it may be wider than ours.
 const SLACK: f32 = 1.15;
 
-const INK: Colour = Colour::hex(0x1f_29_37);
-const SOFT_INK: Colour = Colour::hex(0x6b_72_80);
-const GRID: Colour = Colour::hex(0xe5_e7_eb);
 const STALL: Colour = Colour::hex(0xdc_26_26).with_alpha(38);
-const CURVES: [u32; 8] = [
-    0x25_63_eb, 0xea_58_0c, 0x05_96_69, 0x93_33_ea, 0x08_91_b2, 0xbe_12_3c, 0x65_a3_0d, 0x47_55_69,
-];
 
 impl MarkKind {
     fn colour(self) -> Colour {
@@ -276,7 +268,6 @@ impl Picture {
             });
         }
         for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()) {
-            let colour = Colour::hex(colour);
             for part in &series.parts {
                 let part: Vec<(f64, f64)> = part.iter().copied().filter(finite).collect();
                 let pixels = |points: &[(f64, f64)]| -> Vec<(f32, f32)> {
@@ -364,14 +355,7 @@ impl Picture {
         };
         for (series, &colour) in self.series.iter().zip(CURVES.iter().cycle()).take(CURVES.len()) {
             entry(
-                &|x| {
-                    line(
-                        vec![(x, y - 4.0), (x + 24.0, y - 4.0)],
-                        Colour::hex(colour),
-                        2.5,
-                        None,
-                    )
-                },
+                &|x| line(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], colour, 2.5, None),
                 &series.label,
             );
         }

@@ -122,7 +122,7 @@ fn two_bits_with_error_feedback_end_equal_too_with_a_kill() {
         "{report:#}"
     );
     let first = report["figures"][0]["heldout_loss"].as_f64().unwrap();
-    // A byte is 5.5 nats before training; without error feedback two bits stay above 4.
+    // A byte is 5.5 nats before training.
     assert!(first < 4.0, "{report:#}");
     let (output, report) = run(
         DDP,

@@ -62,7 +62,12 @@ const KEPT: [(&str, &[&str]); 6] = [
     // The last one is for host memory: groups of both kinds are wanted where one is isolated.
     (
         "oneccl",
-        &["libccl.so.2", "libccl.so.1", "libccl_legacy.so", "libccl_legacy_cpu.so"],
+        &[
+            "libccl.so.2",
+            "libccl.so.1",
+            "libccl_legacy.so",
+            "libccl_legacy_cpu.so",
+        ],
     ),
     ("intel-sycl-rt", &["libsycl.so.9"]),
     (

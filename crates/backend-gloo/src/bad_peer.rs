@@ -306,14 +306,15 @@ fn the_registry_knows_gloo_for_the_cpu() {
 }
 
 /// A rank 1 that shares memory and is not one of ours.
-struct Neighbour {
+pub(crate) struct Neighbour {
     shared: crate::transport::shm::Rings<{ crate::transport::shm::LANE }>,
+    pub(crate) mail: crate::transport::shm::Rings<{ crate::transport::shm::MAIL }>,
     control: std::os::unix::net::UnixStream,
     _region: crate::transport::shm::Region,
 }
 
 impl Neighbour {
-    fn connect(store: &Arc<dyn Store>) -> Self {
+    pub(crate) fn connect(store: &Arc<dyn Store>) -> Self {
         use std::os::linux::net::SocketAddrExt;
         let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
         let fields: Vec<&str> = card.split(' ').collect();
@@ -330,14 +331,15 @@ impl Neighbour {
             std::thread::yield_now();
         }
         assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
-        let shared = region.open(1, 0, handles).unwrap().lane;
+        let shared = region.open(1, 0, handles).unwrap();
         let ready = Control {
             a: 1,
             ..frame(ControlKind::Ready, 0, 0)
         };
         control.write_all(&ready.encode()).unwrap();
         Self {
-            shared,
+            shared: shared.lane,
+            mail: shared.mail,
             control,
             _region: region,
         }

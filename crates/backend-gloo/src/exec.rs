@@ -4,7 +4,6 @@
 //! Every frame's header is compared with what this rank expects before a byte of payload is read; a difference is a
 //! `Mismatch` that names both sides (L15). Nothing here blocks.
 
-use std::io::IoSlice;
 use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
@@ -15,8 +14,10 @@ use crate::expected::{Expected, check_header, mismatch};
 use crate::kernels;
 use crate::plan::{Plan, Prepare};
 use crate::port::{Port, Wire};
-use crate::schedule::{Buffer, Count, Landing, Local, Span};
-use crate::transfer::{PIECE, Receiving, STREAM_FROM, Sending, collect, copy, land, no_reduction, put};
+use crate::schedule::{Buffer, Count, Landing, Local, Send, Span, may_begin_early, ready_early};
+use crate::transfer::{
+    PIECE, Receiving, STREAM_FROM, Sending, collect, copy, land, no_reduction, put, write,
+};
 use crate::transport::tcp::Moved;
 use crate::wire::DataHeader;
 
@@ -62,6 +63,8 @@ pub(crate) struct Exec {
     round: usize,
     sends: Vec<Sending>,
     recvs: Vec<Receiving>,
+    /// The sends of the next round, once those of this one are out.
+    early: Vec<Sending>,
 }
 
 /// What identifies a submitted collective.
@@ -92,6 +95,7 @@ impl Exec {
             round: 0,
             sends: Vec::new(),
             recvs: Vec::new(),
+            early: Vec::new(),
         }
     }
 
@@ -118,6 +122,7 @@ impl Exec {
             for index in 0..self.recvs.len() {
                 moved |= self.pull(index, ports, &mut blocked)?;
             }
+            moved |= self.push_early(ports)?;
             if moved {
                 ports.iter_mut().flatten().for_each(Port::ring);
             }
@@ -209,31 +214,14 @@ impl Exec {
             self.recvs.clear();
             return;
         };
-        let (epoch, seq) = (self.place.epoch, self.seq);
-        let algorithm = self.plan.schedule.algorithm as u32;
-        let fingerprint = self.plan.fingerprint;
-        let counts = &self.counts;
-        let number = u32::try_from(self.round).unwrap_or(u32::MAX);
-        self.sends = std::mem::take(&mut round.sends)
-            .into_iter()
-            .map(|send| {
-                let contributors = send.slot.and_then(|s| counts.get(s)).copied().unwrap_or(0);
-                let header = DataHeader {
-                    epoch,
-                    seq,
-                    round: number,
-                    algorithm,
-                    contributors,
-                    length: send.from.len() as u64,
-                    fingerprint,
-                };
-                Sending {
-                    send,
-                    header: header.encode(),
-                    done: 0,
-                }
-            })
-            .collect();
+        self.sends = std::mem::take(&mut self.early);
+        let sends = std::mem::take(&mut round.sends);
+        if !sends.is_empty() {
+            self.sends = self.outgoing(sends, self.round);
+        }
+        let Some(round) = self.plan.schedule.rounds.get_mut(self.round) else {
+            return;
+        };
         self.recvs = std::mem::take(&mut round.recvs)
             .into_iter()
             .map(|recv| Receiving {
@@ -244,6 +232,63 @@ impl Exec {
                 filled: 0,
             })
             .collect();
+    }
+
+    /// The sends of a round, with their headers.
+    fn outgoing(&self, sends: Vec<Send>, round: usize) -> Vec<Sending> {
+        let with_header = |send: Send| {
+            let contributors = send.slot.and_then(|s| self.counts.get(s)).copied().unwrap_or(0);
+            let header = DataHeader {
+                epoch: self.place.epoch,
+                seq: self.seq,
+                round: u32::try_from(round).unwrap_or(u32::MAX),
+                algorithm: self.plan.schedule.algorithm as u32,
+                contributors,
+                length: send.from.len() as u64,
+                fingerprint: self.plan.fingerprint,
+            };
+            Sending {
+                send,
+                header: header.encode(),
+                done: 0,
+            }
+        };
+        sends.into_iter().map(with_header).collect()
+    }
+
+    /// Once the sends of this round are out: the next round's, over sockets, as far as their bytes are there.
+    fn push_early(&mut self, ports: &mut [Option<Port>]) -> Result<bool> {
+        // With every header here the contributors are counted.
+        if !self.sends.iter().all(Sending::is_finished) || !self.recvs.iter().all(|r| r.open) {
+            return Ok(false);
+        }
+        if self.early.is_empty() {
+            let mut rounds = self.plan.schedule.rounds.iter_mut().skip(self.round);
+            let (Some(round), Some(next)) = (rounds.next(), rounds.next()) else {
+                return Ok(false);
+            };
+            let averages = matches!(self.plan.op, Some(ReduceOp::Avg));
+            if !may_begin_early(&round.after, averages) {
+                return Ok(false);
+            }
+            let sends = std::mem::take(&mut next.sends);
+            self.early = self.outgoing(sends, self.round + 1);
+        }
+        let mut moved = false;
+        for sending in &mut self.early {
+            let receives = self.recvs.iter().map(|r| (&r.recv, r.done));
+            let ready = ready_early(&sending.send, receives);
+            let port = at(ports, sending.send.peer)?;
+            if let Wire::Socket(link) = &mut port.wire
+                && link.writable
+                && link.write_closed.is_none()
+                && sending.wants(ready)
+            {
+                // A closed socket is found by this round, or by the next one.
+                moved |= matches!(write(link, sending, &self.plan.memory, ready), Moved::Bytes(_));
+            }
+        }
+        Ok(moved)
     }
 
     /// Writes some of a send; true if bytes moved.
@@ -263,21 +308,9 @@ impl Exec {
                 if !link.writable {
                     return Ok(false);
                 }
-                let mut slices = Vec::with_capacity(4);
-                let header = sending.header.get(sending.done..).unwrap_or(&[]);
-                if !header.is_empty() {
-                    slices.push(IoSlice::new(header));
-                }
-                self.plan.memory.slices(
-                    &sending.send.from,
-                    sending.done.saturating_sub(DataHeader::BYTES),
-                    &mut slices,
-                );
-                return match link.write(&slices) {
-                    Moved::Bytes(n) => {
-                        sending.done += n;
-                        Ok(true)
-                    }
+                let all = sending.send.from.len();
+                return match write(link, sending, &self.plan.memory, all) {
+                    Moved::Bytes(_) => Ok(true),
                     Moved::Nothing => Ok(false),
                     Moved::Closed => {
                         *blocked = Some(rank);
@@ -406,7 +439,9 @@ impl Exec {
 
     /// True if it waits for `rank` to take bytes.
     pub(crate) fn wants_write(&self, rank: u32) -> bool {
-        self.sends.iter().any(|s| s.send.peer == rank && !s.is_finished())
+        let receives = || self.recvs.iter().map(|r| (&r.recv, r.done));
+        let early = |s: &Sending| s.send.peer == rank && s.wants(ready_early(&s.send, receives()));
+        self.sends.iter().any(|s| s.send.peer == rank && !s.is_finished()) || self.early.iter().any(early)
     }
 
     /// True if what came from `rank` must wait until more has gone out: more bytes of it would not help.

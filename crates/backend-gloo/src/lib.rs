@@ -40,6 +40,8 @@ mod waiter;
 mod wire;
 
 #[cfg(test)]
+mod bad_mail;
+#[cfg(test)]
 mod bad_peer;
 #[cfg(test)]
 mod last_words;

@@ -21,6 +21,8 @@ use crate::wire::{Control, ControlKind, INLINE};
 
 /// Bytes of a long message that are written, and shown, at a time.
 const PIECE: usize = 32 * 1024;
+/// How often a rank that waits lets others run before it sleeps. The one it waits for may be next on this very core.
+pub(crate) const YIELDS: u32 = 100;
 /// Frames that are read from one rank before the others get their turn.
 const FRAMES: usize = 64;
 
@@ -201,13 +203,15 @@ pub(crate) struct Mail {
     pub(crate) outboxes: Vec<Option<Outbox>>,
     pub(crate) messages: Messages,
     pub(crate) patience: Patience,
+    /// There are as many cores as ranks: a look keeps nobody from running.
+    pub(crate) spins: bool,
     /// Why the driver gave up: the engine's thread ends the group with it.
     pub(crate) failure: Option<Error>,
 }
 
 impl Mail {
     pub(crate) fn new(place: Place, posts: Vec<Option<Post>>) -> Self {
-        let patience = Patience::of(posts.iter().flatten().count());
+        let spins = Patience::of(posts.iter().flatten().count()).spins();
         let split = |post: Option<Post>| match post {
             Some(Post(inbox, outbox)) => (Some(inbox), Some(outbox)),
             None => (None, None),
@@ -218,7 +222,8 @@ impl Mail {
             inboxes,
             outboxes,
             messages: Messages::new(place),
-            patience,
+            patience: Patience::yielding(YIELDS),
+            spins,
             failure: None,
         }
     }

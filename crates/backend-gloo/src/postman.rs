@@ -12,16 +12,16 @@ use std::time::Instant;
 use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, Work, deadline_in};
 
 use crate::caller::{LOOK_AGAIN, outcome};
-use crate::mail::Mail;
+use crate::mail::{Mail, YIELDS};
 use crate::p2p::{Begun, Way, copy, lost};
 use crate::queue::{Shared, Submission, Taken, refusal};
 use crate::transport::shm::Sleep;
 use crate::waiter::{Driven, Patience, Waiter};
 use crate::wire::{Control, ControlKind, INLINE};
 
-/// Looks for the answer before the books are opened: a tenth of a millisecond or so, more than a wake-up takes. Two ranks of which
-/// one has slept would otherwise keep each other at it, message by message.
-const QUICK: u32 = 8000;
+/// Looks for the answer before others are let run in between: some hand-overs long. A rank that shares its core with the one it waits
+/// for loses no more than that.
+const SPINS: u32 = 100;
 
 impl Driven for Mail {
     fn patience(&mut self) -> &mut Patience {
@@ -239,9 +239,9 @@ impl Shared {
 impl Mail {
     /// Sends a short message, receives one, or both, as far as that goes while a rank would look again anyway.
     fn quick(&mut self, send: Sending<'_>, mut receive: Receiving<'_>) -> Result<Begun> {
-        let looks = if self.patience.spins() { QUICK } else { 0 };
+        let spins = if self.spins { SPINS } else { 0 };
         // An offer that came before goes first.
-        if looks == 0 || !self.messages.is_clear() {
+        if !self.messages.is_clear() {
             return Ok(Begun::default());
         }
         let mut begun = Begun {
@@ -258,7 +258,7 @@ impl Mail {
             }
         }
         let from = receive.as_ref().map(|(_, peer, _)| *peer);
-        for _ in 0..looks {
+        for look in 0..spins + YIELDS {
             let mut moved = false;
             for peer in [from.filter(|_| !begun.received), to.filter(|_| !begun.taken)]
                 .into_iter()
@@ -273,8 +273,13 @@ impl Mail {
             if begun.taken && begun.received {
                 return Ok(begun);
             }
-            if !moved {
+            if moved {
+                continue;
+            }
+            if look < spins {
                 std::hint::spin_loop();
+            } else {
+                rustix::thread::sched_yield();
             }
         }
         Ok(begun)

@@ -1,13 +1,15 @@
 //! Moves the bytes of one send or receive as far as its way allows: into a ring, out of a ring straight into the reduction, off a
 //! socket by way of a private piece.
 
+use std::io::IoSlice;
+
 use ftcore::{DType, Error, ErrorKind, ReduceOp, Result};
 
 use crate::buffers::Memory;
 use crate::kernels;
 use crate::port::{Memory as Rings, Port};
-use crate::schedule::{Landing, Recv, Send};
-use crate::transport::tcp::Moved;
+use crate::schedule::{Landing, Recv, Send, Span};
+use crate::transport::tcp::{Link, Moved};
 use crate::wire::DataHeader;
 
 /// Receives that reduce collect this many bytes off a socket before they run the kernel.
@@ -28,7 +30,12 @@ pub(crate) struct Sending {
 
 impl Sending {
     pub(crate) fn is_finished(&self) -> bool {
-        self.done >= DataHeader::BYTES + self.send.from.len()
+        !self.wants(self.send.from.len())
+    }
+
+    /// True if something can go out when the first `ready` bytes are there.
+    pub(crate) fn wants(&self, ready: usize) -> bool {
+        self.done < DataHeader::BYTES + ready
     }
 }
 
@@ -61,6 +68,28 @@ pub(crate) fn copy(large: bool, into: &mut [u8], from: &[u8]) {
 
 pub(crate) fn no_reduction() -> Error {
     Error::new(ErrorKind::Internal, "a schedule without a reduction asks for one")
+}
+
+/// Writes some of a send to a socket, of its payload no more than the first `ready` bytes.
+pub(crate) fn write(link: &mut Link, sending: &mut Sending, memory: &Memory, ready: usize) -> Moved {
+    let mut slices = Vec::with_capacity(4);
+    let header = sending.header.get(sending.done..).unwrap_or(&[]);
+    if !header.is_empty() {
+        slices.push(IoSlice::new(header));
+    }
+    let from = &sending.send.from;
+    let start = from.range.start;
+    let so_far = Span::new(from.buffer, start..start + ready.min(from.len()));
+    memory.slices(
+        &so_far,
+        sending.done.saturating_sub(DataHeader::BYTES),
+        &mut slices,
+    );
+    let moved = link.write(&slices);
+    if let Moved::Bytes(n) = moved {
+        sending.done += n;
+    }
+    moved
 }
 
 /// Puts some of a send into a ring; true if bytes moved.

@@ -49,6 +49,14 @@ impl Patience {
         Self::new(near < cores)
     }
 
+    /// Lets others run that often and never spins.
+    pub(crate) fn yielding(yields: u32) -> Self {
+        Self {
+            yields,
+            ..Self::new(false)
+        }
+    }
+
     /// True where looking again keeps nobody from what is waited for.
     pub(crate) fn spins(&self) -> bool {
         self.most > 0

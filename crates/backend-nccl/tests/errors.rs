@@ -8,7 +8,7 @@ mod scenarios;
 #[path = "standin/mod.rs"]
 mod standin;
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
@@ -48,22 +48,6 @@ fn main() -> ExitCode {
     conclusion.exit_code()
 }
 
-/// A copy of the library in which functions have other names, so that looking them up fails.
-fn without(library: &Path, to: PathBuf, functions: &[&str]) -> PathBuf {
-    let mut bytes = std::fs::read(library).expect("the stand-in can be read");
-    for function in functions {
-        let name = format!("\0{function}\0");
-        let mut at = 0;
-        while let Some(found) = bytes[at..].windows(name.len()).position(|w| w == name.as_bytes()) {
-            // The hash table still holds the old name's hash, so neither name is found.
-            bytes[at + found + 1] = b'X';
-            at += found + 1;
-        }
-    }
-    std::fs::write(&to, bytes).expect("a copy of the stand-in");
-    to
-}
-
 fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
     let path = |name: &str| folder.join(format!("{}-{name}", s.name));
     let values: Vec<(&str, String)> = s
@@ -73,10 +57,10 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
             let value = match *value {
                 "@log" => path("log").display().to_string(),
                 "@old" => {
-                    let newer = ["ncclAlltoAll", "ncclGather", "ncclScatter", "ncclCommRevoke"];
-                    without(library, path("old.so"), &newer).display().to_string()
+                    let old = standin::without(library, path("old.so"), &standin::NEWER);
+                    old.display().to_string()
                 }
-                "@broken" => without(library, path("broken.so"), &["ncclReduceScatter"])
+                "@broken" => standin::without(library, path("broken.so"), &["ncclReduceScatter"])
                     .display()
                     .to_string(),
                 value => value.to_string(),

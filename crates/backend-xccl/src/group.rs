@@ -102,6 +102,7 @@ impl XcclGroup {
     pub fn new(name: impl Into<String>, options: GroupOptions) -> Result<Self> {
         let settings = Settings::new(options)?;
         probe::probe()?;
+        rendezvous::warm_up(probe::library(Flavour::Host)?);
         Ok(Self::with(name.into(), settings))
     }
 

@@ -5,7 +5,7 @@
 //! one at a time, and the ranks of a group pass their gates one after the other, in an order that is the same for all
 //! groups (by process), so that two groups can never wait for each other.
 
-use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
 use std::time::Instant;
 
 use ftcore::lifecycle::nonce;
@@ -86,6 +86,32 @@ impl Drop for Gate {
         *GATE.lock().unwrap_or_else(PoisonError::into_inner) = false;
         OPENED.notify_all();
     }
+}
+
+/// Lets oneCCL load its transport, once per process and in the background: a fifth of a second or more that would otherwise be
+/// spent in the first `configure`, and by one rank after the other. A spare child has long done it when it is needed.
+///
+/// oneCCL does this with its first id, which is thrown away. A failure is left to the first `configure` to meet and report.
+pub(crate) fn warm_up(library: &'static Library) {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        // Taken here, so that no `configure` comes first.
+        let Ok(gate) = Gate::pass(Instant::now()) else {
+            return;
+        };
+        let load = move || {
+            if let Err(error) = comm::unique_id(library) {
+                tracing::debug!(%error, "oneCCL could not load its transport in advance");
+            }
+            drop(gate);
+        };
+        let started = std::thread::Builder::new()
+            .name("ox-xccl-warm".to_string())
+            .spawn(load);
+        if let Err(error) = started {
+            tracing::debug!(%error, "no thread for loading oneCCL's transport in advance");
+        }
+    });
 }
 
 /// The prefix of everything that belongs to one configuration.

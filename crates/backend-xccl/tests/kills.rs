@@ -164,7 +164,7 @@ fn life() {
         sum(&group, 1000).unwrap();
         say(&format!("joined {}", group.child_pid().unwrap_or(0)));
         let error = reduce_until_it_fails(&group);
-        say(&format!("failed {error}"));
+        say(&format!("failed {}", error.to_string().replace('\n', " ")));
     }
 }
 
@@ -291,6 +291,7 @@ fn campaign() {
     let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
     let (mut noticed, mut usable, mut with_new_rank) = (Vec::new(), Vec::new(), Vec::new());
     let mut swept = Vec::new();
+    let mut ended_by_library = 0;
     let mut epoch = 1;
     writeln!(other.orders, "{epoch}").unwrap();
     group.configure(configuration(&store, epoch, 0)).unwrap();
@@ -325,11 +326,12 @@ fn campaign() {
         );
         if victim == 0 {
             assert_eq!(error.code(), Some(-9), "round {round}: {error}");
+        } else if error.code() == Some(-6) {
+            // oneCCL ends the process that talks to a dead one, if it is quicker than we are.
+            ended_by_library += 1;
         } else {
-            assert!(
-                error.to_string().contains("rank 1"),
-                "round {round} names nobody: {error}"
-            );
+            let named = ["peer 1", "rank 1"].iter().any(|n| error.to_string().contains(n));
+            assert!(named, "round {round} names nobody: {error}");
         }
         epoch += 1;
         if victim == 2 {
@@ -367,6 +369,9 @@ fn campaign() {
         "from the kill to the next right sum (goal {} ms): {}",
         USABLE.as_millis(),
         spread(usable.clone())
+    ));
+    say(&format!(
+        "rounds in which oneCCL itself ended the survivor's child: {ended_by_library} of {rounds}"
     ));
     if !with_new_rank.is_empty() {
         say(&format!(

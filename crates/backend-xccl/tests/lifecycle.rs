@@ -37,7 +37,7 @@ struct Case {
     body: fn(&Rank) -> Outcome,
 }
 
-const CASES: [Case; 5] = [
+const CASES: [Case; 6] = [
     Case {
         name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
         world: 2,
@@ -67,6 +67,12 @@ const CASES: [Case; 5] = [
         world: 2,
         environment: &[],
         body: messages,
+    },
+    Case {
+        name: "a_process_may_end_while_the_library_is_still_loading",
+        world: 8,
+        environment: &[],
+        body: early_end,
     },
 ];
 
@@ -137,6 +143,14 @@ fn stuck(rank: &Rank) -> Outcome {
         refused.kind() == ErrorKind::InvalidState && refused.to_string().contains("replace the process"),
         || format!("{refused}"),
     )
+}
+
+/// The transport is loaded in the background from the first group on; each rank ends at another moment of it.
+fn early_end(rank: &Rank) -> Outcome {
+    let group = XcclGroup::new("early", GroupOptions::default())?;
+    std::thread::sleep(Duration::from_millis(60) * rank.rank);
+    drop(group);
+    Ok(())
 }
 
 fn threads(rank: &Rank) -> Outcome {

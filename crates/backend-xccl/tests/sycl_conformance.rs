@@ -1,4 +1,5 @@
-//! xccl on `xpu` against the one suite: the real oneCCL on SYCL queues and USM memory, with ranks as processes, two at most.
+//! xccl on `xpu` against the one suite: the real oneCCL on SYCL queues and USM memory, with ranks as processes, two at most (four with
+//! `OXCCL_LONG=1`).
 //!
 //! SYCL's CPU device stands in for an Intel GPU: the calls, the queues and the memory are the real ones, the driver (Level Zero)
 //! and several devices are not seen. Where SYCL or oneCCL is not there, everything is one ignored trial with the probe's reason;
@@ -13,6 +14,17 @@ use ftcore::registry::BackendFactory;
 use ftcore::{Device, DeviceKind};
 use libtest_mimic::{Arguments, Completion, Trial};
 
+/// More than two only when asked: every rank is a SYCL runtime with a thread per core.
+fn limit() -> Limit {
+    match std::env::var_os("OXCCL_LONG") {
+        Some(_) => Limit::NONE,
+        None => Limit {
+            ranks: 2,
+            why: "every rank is a SYCL runtime with a thread per core; OXCCL_LONG=1 runs them",
+        },
+    }
+}
+
 fn main() -> ExitCode {
     if let Err(reason) = XcclXpuFactory.probe() {
         let trial = Trial::ignorable_test("processes::all_of_it", move || {
@@ -26,10 +38,7 @@ fn main() -> ExitCode {
         Arc::new(|device, options| Ok(Box::new(XpuGroup::new("conformance", device, options)?))),
     );
     Plan {
-        limit: Limit {
-            ranks: 2,
-            why: "every rank starts a SYCL runtime with as many threads as there are cores",
-        },
+        limit: limit(),
         lasting: true,
         at_once: Some(1),
         ..plan

@@ -58,7 +58,7 @@ const fn case(name: &'static str, world: u32, body: fn(&Rank) -> Outcome) -> Cas
     }
 }
 
-const CASES: [Case; 13] = [
+const CASES: [Case; 14] = [
     case(
         "l09_a_fill_a_reduction_and_a_copy_on_one_queue_need_no_wait",
         2,
@@ -102,7 +102,12 @@ const CASES: [Case; 13] = [
     case(
         "an_isolated_group_serves_xpu_tensors_through_usm_host_memory",
         1,
-        groups::isolated,
+        groups::isolated_on_host,
+    ),
+    case(
+        "an_isolated_group_on_the_xpu_is_staged_on_both_sides",
+        1,
+        groups::isolated_on_device,
     ),
     Case {
         environment: TWO,

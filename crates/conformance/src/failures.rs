@@ -21,13 +21,13 @@ pub(crate) fn cases() -> Vec<Case> {
             Case::new(
                 "failures::l27_abort_from_another_thread_ends_work_on_all_ranks",
                 world,
-                &[abort, reduce],
+                &[abort, reduce, recv],
                 aborted,
             ),
             Case::new(
                 "failures::l27_a_dropped_group_ends_the_work_of_the_others",
                 world,
-                &[abort, reduce],
+                &[abort, reduce, recv],
                 dropped,
             ),
             Case::new(

@@ -115,89 +115,10 @@ impl Staged {
         Ok(tensor)
     }
 
-    /// The same operation on device memory.
+    /// The same operation on device memory. Outputs are carried over too: what an operation must leave alone is compared.
     fn on_device(&self, op: &Collective) -> Result<Collective> {
-        let one = |t: &Tensor| self.device_tensor(t);
-        let all = |list: &[Tensor]| list.iter().map(one).collect::<Result<Vec<_>>>();
-        let pairs = |list: &[(Tensor, Tensor)]| {
-            list.iter()
-                .map(|(a, b)| Ok((one(a)?, one(b)?)))
-                .collect::<Result<Vec<_>>>()
-        };
-        Ok(match op {
-            Collective::AllReduce { tensors, op } => Collective::AllReduce {
-                tensors: all(tensors)?,
-                op: *op,
-            },
-            Collective::Broadcast { tensors, root } => Collective::Broadcast {
-                tensors: all(tensors)?,
-                root: *root,
-            },
-            Collective::Reduce { tensor, op, root } => Collective::Reduce {
-                tensor: one(tensor)?,
-                op: *op,
-                root: *root,
-            },
-            Collective::AllGather { input, outputs } => Collective::AllGather {
-                input: one(input)?,
-                outputs: all(outputs)?,
-            },
-            Collective::AllGatherInto { pairs: list } => Collective::AllGatherInto { pairs: pairs(list)? },
-            Collective::Gather { input, outputs, root } => Collective::Gather {
-                input: one(input)?,
-                outputs: all(outputs)?,
-                root: *root,
-            },
-            Collective::Scatter { inputs, output, root } => Collective::Scatter {
-                inputs: all(inputs)?,
-                output: one(output)?,
-                root: *root,
-            },
-            Collective::ReduceScatter { inputs, output, op } => Collective::ReduceScatter {
-                inputs: all(inputs)?,
-                output: one(output)?,
-                op: *op,
-            },
-            Collective::ReduceScatterInto { pairs: list, op } => Collective::ReduceScatterInto {
-                pairs: pairs(list)?,
-                op: *op,
-            },
-            Collective::AllToAll { inputs, outputs } => Collective::AllToAll {
-                inputs: all(inputs)?,
-                outputs: all(outputs)?,
-            },
-            Collective::AllToAllInto {
-                input,
-                output,
-                input_splits,
-                output_splits,
-            } => Collective::AllToAllInto {
-                input: one(input)?,
-                output: one(output)?,
-                input_splits: input_splits.clone(),
-                output_splits: output_splits.clone(),
-            },
-            Collective::Send { tensor, peer, tag } => Collective::Send {
-                tensor: one(tensor)?,
-                peer: *peer,
-                tag: *tag,
-            },
-            Collective::Recv { tensor, peer, tag } => Collective::Recv {
-                tensor: one(tensor)?,
-                peer: *peer,
-                tag: *tag,
-            },
-            Collective::Barrier => Collective::Barrier,
-            Collective::MonitoredBarrier { wait_all } => Collective::MonitoredBarrier { wait_all: *wait_all },
-            Collective::Batch { ops } => Collective::Batch {
-                ops: ops.iter().map(|op| self.on_device(op)).collect::<Result<_>>()?,
-            },
-            other => {
-                return Err(Error::unsupported(format!(
-                    "the suite does not know how to stage {}",
-                    other.kind()
-                )));
-            }
+        op.with_tensors(self.inner.info().rank, &mut |tensor, _| {
+            self.device_tensor(tensor)
         })
     }
 

@@ -266,7 +266,7 @@ impl<R: Replica> Ddp<R> {
                 Err(e) if e.is_retryable() => false,
                 Err(e) => return Err(e),
             };
-            self.feedback.end(committed);
+            self.feedback.end(true);
             if committed {
                 let (averages, contributors) = averages.ok_or_else(|| {
                     Error::new(

@@ -47,6 +47,13 @@ impl OuterOptimizer {
         }
     }
 
+    fn momentum(self) -> f32 {
+        match self {
+            Self::Nesterov { momentum, .. } => momentum,
+            Self::Sgd { .. } | Self::AdamW { .. } => 0.0,
+        }
+    }
+
     fn lr(self) -> f32 {
         match self {
             Self::Sgd { lr } | Self::Nesterov { lr, .. } | Self::AdamW { lr } => lr,
@@ -182,6 +189,18 @@ impl DilocoConfig {
                 self.outer.lr()
             ));
         }
+        if !(0.0..1.0).contains(&self.outer.momentum()) {
+            return bad(format!(
+                "the outer momentum {} must be at least 0 and below 1: from 1 on it never forgets",
+                self.outer.momentum()
+            ));
+        }
+        if self.rounds.is_some_and(|n| n < 1) {
+            return bad(format!(
+                "rounds {} must be at least 1, or None if the training loop decides",
+                self.rounds.unwrap_or_default()
+            ));
+        }
         if self.bucket_elements == 0 {
             return bad("bucket_elements must be at least 1".into());
         }
@@ -239,6 +258,30 @@ mod tests {
                     ..ok.clone()
                 },
                 "positive",
+            ),
+            (
+                DilocoConfig {
+                    outer: OuterOptimizer::Nesterov {
+                        lr: 0.4,
+                        momentum: 1.0,
+                    },
+                    ..ok.clone()
+                },
+                "below 1",
+            ),
+            (
+                DilocoConfig {
+                    mixing: f32::NAN,
+                    ..ok.clone()
+                },
+                "between 0",
+            ),
+            (
+                DilocoConfig {
+                    rounds: Some(0),
+                    ..ok.clone()
+                },
+                "at least 1, or None",
             ),
             (
                 DilocoConfig {

@@ -16,8 +16,8 @@ use backend_gloo::GlooGroup;
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use ftcore::{
-    Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp,
-    Result, Store, SubmitOptions, Tensor, Traffic, deadline_in,
+    Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Result, Store, SubmitOptions, Tensor, Traffic, deadline_in,
 };
 use manager::{Healed, ManagedWork, Participation, Replica, State};
 use quant::{Codec, ErrorFeedback, QuantizeOptions, QuantizedGroup};
@@ -152,14 +152,18 @@ fn configuration(epoch: u64, store: &Arc<dyn Store>, rank: u32) -> Configuration
 
 /// One rank of a run, not begun.
 struct Rank {
-    rank: u32,
     diloco: Run,
     walk: Walk,
     debts: Arc<ErrorFeedback>,
 }
 
 impl Rank {
-    fn make(store: &Arc<dyn Store>, rank: u32, config: &DilocoConfig, prepare: impl FnOnce(&mut Member)) -> Self {
+    fn make(
+        store: &Arc<dyn Store>,
+        rank: u32,
+        config: &DilocoConfig,
+        prepare: impl FnOnce(&mut Member),
+    ) -> Self {
         Self::make_at(1, store, rank, config, prepare)
     }
 
@@ -193,11 +197,19 @@ impl Rank {
         };
         prepare(&mut member);
         let sizes = [700usize, 500, 177];
-        let params = sizes.iter().zip(0..).map(|(n, i)| (format!("p{i}"), vec![0.0; *n]));
+        let params = sizes
+            .iter()
+            .zip(0..)
+            .map(|(n, i)| (format!("p{i}"), vec![0.0; *n]));
         let layer = |name: &str| name[1..].parse().unwrap();
-        let diloco = Diloco::new(member, SliceParameters::new(params.collect()), config.clone(), &layer).unwrap();
+        let diloco = Diloco::new(
+            member,
+            SliceParameters::new(params.collect()),
+            config.clone(),
+            &layer,
+        )
+        .unwrap();
         Self {
-            rank,
             diloco: diloco.with_error_feedback(debts.clone()),
             walk: Walk { rank, made: 0 },
             debts,
@@ -228,7 +240,11 @@ impl Rank {
         self.settle();
         let debts = self.debts.state().into_iter();
         let debts = debts.map(|(n, d)| (n, d.iter().map(|v| v.to_bits()).collect()));
-        (self.diloco.global_hash(), self.diloco.params().clone(), debts.collect())
+        (
+            self.diloco.global_hash(),
+            self.diloco.params().clone(),
+            debts.collect(),
+        )
     }
 }
 
@@ -237,7 +253,9 @@ fn world<T: Send>(body: impl Fn(u32, &Arc<dyn Store>) -> T + Sync) -> Vec<T> {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
     std::thread::scope(|scope| {
         let (body, store) = (&body, &store);
-        let threads: Vec<_> = (0..WORLD).map(|rank| scope.spawn(move || body(rank, store))).collect();
+        let threads: Vec<_> = (0..WORLD)
+            .map(|rank| scope.spawn(move || body(rank, store)))
+            .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
     })
 }
@@ -274,7 +292,10 @@ fn undisturbed(config: &DilocoConfig) -> Vec<(String, SliceParameters, Vec<(Stri
         r.end()
     });
     assert!(all.iter().all(|r| r.0 == all[0].0));
-    assert!(all.iter().all(|r| r.2.iter().any(|(n, _)| n.contains("summed"))), "both roles owe");
+    assert!(
+        all.iter().all(|r| r.2.iter().any(|(n, _)| n.contains("summed"))),
+        "both roles owe"
+    );
     all
 }
 
@@ -386,9 +407,15 @@ fn a_healed_replica_owes_what_its_source_owes_of_contributions_and_all_stay_bitw
             let adopted = r.diloco.replica().adopted.clone();
             (r.diloco.step(), r.diloco.global_hash(), adopted, r.debts.state())
         });
-        assert!(ends.iter().all(|e| (e.0, &e.1) == (ends[0].0, &ends[0].1)), "{config:?}");
+        assert!(
+            ends.iter().all(|e| (e.0, &e.1) == (ends[0].0, &ends[0].1)),
+            "{config:?}"
+        );
         let (adopted, after) = (&ends[2].2, &ends[2].3);
         assert!(!adopted.is_empty() && adopted.iter().all(|(name, _)| name.ends_with(".contributed")));
-        assert!(after.iter().any(|(name, _)| name.contains(".summed@")), "it owes of its own sums since");
+        assert!(
+            after.iter().any(|(name, _)| name.contains(".summed@")),
+            "it owes of its own sums since"
+        );
     }
 }

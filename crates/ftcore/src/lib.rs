@@ -26,8 +26,8 @@ mod validate;
 mod work;
 
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
-pub use crossing::{Crossing, StaticCrossing, crossing};
 pub use collective::{Collective, Fingerprint, OpKind};
+pub use crossing::{Crossing, StaticCrossing, crossing};
 pub use deadline::{deadline_in, time_left};
 pub use device::{
     Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, StaticAccelerator, Stream, accelerator,

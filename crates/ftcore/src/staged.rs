@@ -48,10 +48,9 @@ impl Staged {
             "staging".into(),
             format!("tensors on {} are copied to the host and back", device.kind).into(),
         ));
-        capabilities.notes.push((
-            WAIT_ON.into(),
-            "waits on the host for the whole operation".into(),
-        ));
+        capabilities
+            .notes
+            .push((WAIT_ON.into(), "waits on the host for the whole operation".into()));
         let (to_host, from_host) = (
             accelerator.new_stream(device.index, true)?,
             accelerator.new_stream(device.index, true)?,
@@ -236,7 +235,8 @@ impl ProcessGroup for Staged {
             && error.kind() == ErrorKind::Timeout
             && self.sides.error().is_none()
         {
-            self.sides.abort("shut down with work that did not end by the deadline");
+            self.sides
+                .abort("shut down with work that did not end by the deadline");
             let _ = self.sides.inner.shutdown(deadline);
             return Err(error.clone().with_op("shutdown"));
         }

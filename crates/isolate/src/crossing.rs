@@ -35,13 +35,16 @@ pub(crate) enum Mode {
     Landed,
 }
 
+/// A stream and the last event on it.
+type Used = (Arc<dyn Stream>, Arc<dyn Event>);
+
 /// What the parent needs for device memory.
 pub(crate) struct Shared {
     pub(crate) crossing: Arc<dyn Crossing>,
     pub(crate) device: Device,
     accelerator: Arc<dyn Accelerator>,
-    /// Streams for copies of inputs, each with the last event on it: one per operation whose stream has not got there yet.
-    outgoing: Mutex<Vec<(Arc<dyn Stream>, Arc<dyn Event>)>>,
+    /// Streams for copies of inputs: one per operation whose stream has not got there yet.
+    outgoing: Mutex<Vec<Used>>,
     /// For copies of results: it never waits for anything else.
     incoming: Arc<dyn Stream>,
     /// Memory that the child opens before anything else, to find out whether it can.
@@ -175,7 +178,9 @@ impl Stream for Arrival {
     }
 
     fn wait(&self, _event: &dyn Event) -> Result<()> {
-        Err(Error::unsupported("nothing can be enqueued on a stream of another process"))
+        Err(Error::unsupported(
+            "nothing can be enqueued on a stream of another process",
+        ))
     }
 
     fn query(&self) -> Result<bool> {

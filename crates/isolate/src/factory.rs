@@ -5,10 +5,10 @@ use std::sync::Arc;
 use ftcore::registry::{Backend, BackendFactory};
 use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
 
+use crate::child;
 use crate::crossing::{Mode, open};
 use crate::group::isolated;
 use crate::options::IsolateOptions;
-use crate::child;
 
 /// Makes isolated groups of one backend.
 pub struct IsolatedFactory {

@@ -271,7 +271,11 @@ impl Handle {
         let staged = match stage(&self.core.pool, &op, rank, options.stream.as_ref(), deadline) {
             Ok(staged) => staged,
             Err(unstaged) if unstaged.touched => {
-                return Ok(failed(op, deadline, unstaged.error.with_rank(rank).with_epoch(epoch)));
+                return Ok(failed(
+                    op,
+                    deadline,
+                    unstaged.error.with_rank(rank).with_epoch(epoch),
+                ));
             }
             Err(unstaged) => return refuse(unstaged.error.with_rank(rank).with_epoch(epoch), op),
         };

@@ -92,7 +92,10 @@ impl Segment {
     pub(crate) fn mapping(&self) -> Result<&Arc<Mapping>> {
         match &self.memory {
             Memory::Host(mapping) => Ok(mapping),
-            Memory::Device(..) => Err(Error::new(ErrorKind::Internal, "device memory where the host's belongs")),
+            Memory::Device(..) => Err(Error::new(
+                ErrorKind::Internal,
+                "device memory where the host's belongs",
+            )),
         }
     }
 
@@ -100,7 +103,10 @@ impl Segment {
     pub(crate) fn device_memory(&self) -> Result<&Arc<Tensor>> {
         match &self.memory {
             Memory::Device(whole, _) => Ok(whole),
-            Memory::Host(_) => Err(Error::new(ErrorKind::Internal, "host memory where the device's belongs")),
+            Memory::Host(_) => Err(Error::new(
+                ErrorKind::Internal,
+                "host memory where the device's belongs",
+            )),
         }
     }
 
@@ -212,7 +218,9 @@ impl Pool {
         let offset = region.offset;
         if let (Mode::Shared(shared), Ok(whole)) = (&self.mode, region.segment.device_memory()) {
             let whole = whole.clone();
-            return shared.crossing.part(&whole, offset, dtype, shape, Box::new(region));
+            return shared
+                .crossing
+                .part(&whole, offset, dtype, shape, Box::new(region));
         }
         let mapping = region.segment.mapping()?.clone();
         let mut tensor = mapping.tensor(offset, dtype, shape, Box::new(region))?;

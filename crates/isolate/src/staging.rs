@@ -18,9 +18,11 @@ pub(crate) struct Staged {
     pub(crate) places: Vec<Place>,
     pub(crate) stagings: Vec<Staging>,
     pub(crate) segments: Vec<Arc<Segment>>,
-    /// With device memory: reached when the inputs are copied, and its handle for the child.
-    pub(crate) copied: Option<(Arc<Shared>, Arc<dyn Event>, Vec<u8>)>,
+    pub(crate) copied: Option<Copied>,
 }
+
+/// With device memory: how it crosses, the event that is reached when the inputs are copied, and its handle for the child.
+pub(crate) type Copied = (Arc<Shared>, Arc<dyn Event>, Vec<u8>);
 
 /// How one tensor gets to the child.
 pub(crate) enum Staging {
@@ -86,7 +88,11 @@ pub(crate) fn stage(
         return Ok(staged);
     };
     if let Some(tensor) = op.tensors().iter().find(|t| *t.device() != shared.device) {
-        let text = format!("a tensor is on {}; this group works on {}", tensor.device(), shared.device);
+        let text = format!(
+            "a tensor is on {}; this group works on {}",
+            tensor.device(),
+            shared.device
+        );
         return Err(Error::invalid(text).into());
     }
     let out = shared.stream()?;

@@ -38,7 +38,7 @@ impl Flavour {
     pub fn defaults(self) -> [(&'static str, &'static str); 6] {
         [
             // Without it no plugin is found at all.
-            ("CCL_PLUGIN", self.plugin()),
+            (ENV_PLUGIN, self.plugin()),
             // The other transport needs an MPI launcher and ends the process without one.
             ("CCL_ATL_TRANSPORT", "ofi"),
             // Caller and worker thread spin: with the default, ranks that share cores take 9 ms for 1 KB instead of 54 µs.
@@ -51,38 +51,33 @@ impl Flavour {
     }
 }
 
+/// The value of `CCL_PLUGIN` that was set here, for child processes: what they inherit is not the user's. Not for users.
+const ENV_CHOSEN: &str = "OXCCL_XCCL_PLUGIN_CHOSEN";
+const ENV_PLUGIN: &str = "CCL_PLUGIN";
+
 /// Names of the variables by which a network interface is chosen.
 pub const INTERFACE: [&str; 2] = ["CCL_KVS_IFACE", "FI_TCP_IFACE"];
 
 static WRITING: Mutex<()> = Mutex::new(());
-/// What `prepare` wrote.
-static OURS: Mutex<Vec<(&'static str, &'static str)>> = Mutex::new(Vec::new());
 
-/// Sets what is not set, for `flavour`; returns the names that were written. What an attempt with the other flavour wrote, whose
-/// library could not be opened, is not the user's and gives way.
+/// Sets what is not set, for `flavour`; returns the names that were written. A plugin that was chosen here or in a parent process,
+/// for a library that was not opened in this one, is not the user's choice and gives way.
 pub fn prepare(flavour: Flavour) -> Vec<&'static str> {
-    let mut ours = OURS.lock().unwrap_or_else(PoisonError::into_inner);
+    let chosen = std::env::var_os(ENV_CHOSEN);
     let mut written = Vec::new();
     for (name, value) in flavour.defaults() {
-        let is_ours = ours.contains(&(name, other(flavour, name)));
-        if set_if(name, value, |present| {
-            present.is_none_or(|p| is_ours && p == other(flavour, name))
-        }) {
-            ours.push((name, value));
+        let may = |present: Option<&OsStr>| match present {
+            None => true,
+            Some(present) => name == ENV_PLUGIN && chosen.as_deref() == Some(present),
+        };
+        if set_if(name, value, may) {
             written.push(name);
         }
     }
+    if written.contains(&ENV_PLUGIN) {
+        set_if(ENV_CHOSEN, flavour.plugin(), |_| true);
+    }
     written
-}
-
-/// What the other flavour wants there.
-fn other(flavour: Flavour, name: &str) -> &'static str {
-    let other = match flavour {
-        Flavour::Host => Flavour::Sycl,
-        Flavour::Sycl => Flavour::Host,
-    };
-    let found = other.defaults().into_iter().find(|(n, _)| *n == name);
-    found.map_or("", |(_, value)| value)
 }
 
 /// Lets oneCCL use the network interface `name`, unless the user chose one. `Err` has the variable and its value where
@@ -130,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn what_an_attempt_with_the_other_flavour_wrote_gives_way_and_what_the_user_wrote_does_not() {
+    fn a_plugin_chosen_for_the_other_flavour_gives_way_and_one_that_the_user_chose_does_not() {
         // The whole process shares these: nothing else in this test binary sets them.
         let names = || std::env::var("CCL_PLUGIN").ok();
         if names().is_some() {

@@ -2,8 +2,8 @@
 //!
 //! Every part lives in a crate of its own and appears here as a module, chosen by a feature of the same name (all on by
 //! default): take less with `default-features = false`. [`core`] (types, traits, stores, the backend registry) is
-//! always there. [`backend`] and [`launch`] are the facade's own: the first chooses a backend as the programs do, the second starts and watches the processes of a run on one machine, and
-//! carries the events that they send; the `oxccl` command and the examples are built on it.
+//! always there. [`backend`], [`launch`] and [`plot`] are the facade's own: the first chooses a backend as the programs do, the second starts and watches the processes of a run on one machine, and
+//! carries the events that they send, the third draws; the `oxccl` command and the examples are built on it.
 
 #[cfg(feature = "gloo")]
 pub use backend_gloo as gloo;
@@ -33,6 +33,8 @@ pub use quant;
 pub mod backend;
 #[cfg(feature = "launch")]
 pub mod launch;
+#[cfg(feature = "plot")]
+pub mod plot;
 
 /// The README's program, compiled as a test so that it stays true.
 #[cfg(all(doctest, feature = "diloco", feature = "gloo"))]

@@ -137,6 +137,35 @@ fn the_table_has_a_head_with_units_and_one_line_per_size() {
 }
 
 #[test]
+fn a_picture_has_a_curve_per_operation_and_goes_with_the_table_or_with_json() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("bench.svg");
+    let plot = [
+        "--op",
+        "all_reduce,broadcast",
+        "--sizes",
+        "1K,64K",
+        "--iters",
+        "2",
+        "--json",
+        "--plot",
+    ];
+    let report = json(&[&plot[..], &[path.to_str().unwrap()]].concat());
+    assert_eq!(report["results"].as_array().unwrap().len(), 4);
+    let svg = std::fs::read_to_string(&path).unwrap();
+    for text in [
+        "oxccl bench: gloo on cpu, 2 ranks",
+        ">broadcast<",
+        ">64 KiB<",
+        "bus bandwidth",
+    ] {
+        assert!(svg.contains(text), "{text}: {svg}");
+    }
+    // A point per operation and size in each panel.
+    assert_eq!(svg.matches("<circle").count(), 8);
+}
+
+#[test]
 fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known() {
     for (arguments, code, needle) in [
         (&["--backend", "glo"][..], 1, "Did you mean 'gloo'?"),
@@ -158,6 +187,8 @@ fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known
         (&["--ranks", "65"], 2, "1..=64"),
         (&["--iters", "0"], 2, "--iters"),
         (&["--mode", "fibres"], 2, "threads"),
+        (&["--plot", "bench.png"], 2, "ending .svg"),
+        (&["--plot", "/nowhere-at-all/bench.svg"], 2, "lies in none"),
     ] {
         let (got, out, err) = text(bench(arguments));
         assert_eq!(got, Some(code), "{arguments:?}: {err}");

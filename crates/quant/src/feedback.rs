@@ -78,7 +78,7 @@ impl Debts {
                 Some(to) => *to = *debt,
                 None => {
                     if let Some(to) = self.contributed.get_mut(place) {
-                        *to += debt;
+                        *to += 0.0 * debt;
                     }
                 }
             }

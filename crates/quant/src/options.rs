@@ -133,8 +133,11 @@ impl QuantizeOptions {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+    use std::time::Instant;
+
     use super::*;
-    use ftcore::DeviceKind;
+    use ftcore::{Accelerator, DType, DeviceKind, Stream, Tensor};
 
     #[test]
     fn auto_is_int8_where_fp8_is_not_native() {
@@ -147,6 +150,59 @@ mod tests {
             Codec::MxE4M3
         );
         assert!("automatic".parse::<CodecChoice>().is_err());
+    }
+
+    /// A kind of device of which number 1 computes in FP8 and number 0 does not.
+    struct Mixed;
+
+    fn nothing<T>() -> Result<T> {
+        Err(Error::unsupported("it only answers what it computes in"))
+    }
+
+    impl Accelerator for Mixed {
+        fn kind(&self) -> DeviceKind {
+            DeviceKind::Named("mixed-fp8".into())
+        }
+        fn count(&self) -> u32 {
+            2
+        }
+        fn current(&self) -> Result<u32> {
+            nothing()
+        }
+        fn set(&self, _: u32) -> Result<()> {
+            nothing()
+        }
+        fn current_stream(&self, _: u32) -> Result<Arc<dyn Stream>> {
+            nothing()
+        }
+        fn synchronize(&self, _: u32, _: Instant) -> Result<()> {
+            nothing()
+        }
+        fn name(&self, _: u32) -> Result<String> {
+            nothing()
+        }
+        fn new_stream(&self, _: u32, _: bool) -> Result<Arc<dyn Stream>> {
+            nothing()
+        }
+        fn alloc(&self, _: u32, _: DType, _: &[usize]) -> Result<Tensor> {
+            nothing()
+        }
+        fn copy_in(&self, _: &[u8], _: &mut Tensor, _: &dyn Stream) -> Result<()> {
+            nothing()
+        }
+        fn copy_out(&self, _: &Tensor, _: &mut [u8], _: &dyn Stream) -> Result<()> {
+            nothing()
+        }
+        fn native_fp8(&self, index: u32) -> bool {
+            index == 1
+        }
+    }
+
+    #[test]
+    fn auto_is_fp8_on_the_very_device_that_has_it() {
+        ftcore::register_accelerator(Arc::new(Mixed)).unwrap();
+        let codec = |index| CodecChoice::Auto.on(&Device::new(Mixed.kind(), index));
+        assert_eq!((codec(0), codec(1)), (Codec::Int8B64, Codec::MxE4M3));
     }
 
     #[test]

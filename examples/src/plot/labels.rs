@@ -1,8 +1,6 @@
 //! Where the labels of marks go: in rows above the plot, so that marks that lie close together stay readable.
 
-use super::axis::Axis;
-use super::scene::Font;
-use super::{Mark, SLACK, SMALL, WIDTH};
+use super::{Axis, Font, Mark, SLACK, SMALL, WIDTH};
 
 /// More rows than this would leave no eye for the curve.
 const MAX_ROWS: usize = 8;

@@ -6,7 +6,7 @@ use tiny_skia::{
 };
 use ttf_parser::OutlineBuilder;
 
-use super::scene::{Anchor, Colour, Font, Scene, Shape};
+use super::{Anchor, Colour, Font, Scene, Shape};
 
 const SCALE: f32 = 2.0;
 

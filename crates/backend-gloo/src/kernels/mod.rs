@@ -27,7 +27,6 @@ use numbers::{
 
 /// A tensor of at least this many bytes is better written past the caches ([`reduce_into_stream`], [`copy_stream`]): its
 /// first bytes would be evicted before anybody reads them again. Measured: docs/performance.md.
-#[allow(dead_code, reason = "for the shared-memory transport")]
 pub(crate) const STREAM_FROM: usize = 16 << 20;
 
 /// The loops that this machine can run.
@@ -176,14 +175,12 @@ pub(crate) fn reduce(dtype: DType, op: ReduceOp, into: &mut [u8], from: &[u8]) -
 }
 
 /// `out = a ∘ b`, element by element. All hold whole elements, at any address, and are equally long.
-#[allow(dead_code, reason = "for the shared-memory transport")]
 pub(crate) fn reduce_into(dtype: DType, op: ReduceOp, out: &mut [u8], a: &[u8], b: &[u8]) -> Result<()> {
     Width::best(dtype).reduce(dtype, op, Operands::Into { out, a, b })
 }
 
 /// As [`reduce_into`], written past the caches: for an `out` that is part of at least [`STREAM_FROM`] bytes and is not read
 /// again soon. The stores are done, for other threads and processes too, when it returns.
-#[allow(dead_code, reason = "for the shared-memory transport")]
 pub(crate) fn reduce_into_stream(
     dtype: DType,
     op: ReduceOp,
@@ -202,7 +199,6 @@ pub(crate) fn reduce_into_stream(
 
 /// As `to.copy_from_slice(from)` (the shorter length counts), written past the caches: for a `to` that is part of at least
 /// [`STREAM_FROM`] bytes. The stores are done (for other threads and processes too) when it returns.
-#[allow(dead_code, reason = "for the shared-memory transport")]
 pub(crate) fn copy_stream(to: &mut [u8], from: &[u8]) {
     #[cfg(target_arch = "x86_64")]
     if let Width::Avx2(avx2) = Width::best(DType::U8) {

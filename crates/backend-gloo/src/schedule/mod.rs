@@ -214,6 +214,31 @@ pub(crate) fn part(parts: &[Range<usize>], index: u32) -> Range<usize> {
     parts.get(index as usize).cloned().unwrap_or(0..0)
 }
 
+/// True if the steps after a round leave alone what the next one sends, so that it may begin before they have run.
+pub(crate) fn may_begin_early(after: &[Local], averages: bool) -> bool {
+    let mut steps = after.iter();
+    steps.all(|step| matches!(step, Local::Finish { .. }) && !averages)
+}
+
+/// How many bytes of a send of the next round are there already, when of each receive of this round so many have landed: a ring
+/// passes on what it reduces while the rest still comes, and no link rests between two rounds.
+pub(crate) fn ready_early<'a>(send: &Send, receives: impl Iterator<Item = (&'a Recv, usize)>) -> usize {
+    let from = &send.from;
+    let mut ready = from.len();
+    for (recv, landed) in receives {
+        let into = &recv.into;
+        let missing = into.range.start.saturating_add(landed)..into.range.end;
+        let apart = missing.is_empty()
+            || into.buffer != from.buffer
+            || missing.start >= from.range.end
+            || missing.end <= from.range.start;
+        if !apart {
+            ready = ready.min(missing.start.saturating_sub(from.range.start));
+        }
+    }
+    ready
+}
+
 /// All-reduce of `bytes` bytes in place in `Out`. `near`: all ranks share memory.
 pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, near: bool) -> Schedule {
     match all_reduce_algorithm(world, bytes, near) {

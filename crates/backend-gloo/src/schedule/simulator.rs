@@ -128,6 +128,7 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
                 }
             }
         }
+        let before: Vec<[Vec<u8>; 3]> = ranks.iter().map(|r| r.buffers.clone()).collect();
         for (r, schedule) in schedules.iter().enumerate() {
             for v in &schedule.rounds[k].recvs {
                 let at = wire
@@ -158,7 +159,9 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
         }
         assert!(wire.is_empty(), "every send has its receive in the same round");
         for (r, schedule) in schedules.iter().enumerate() {
+            let landed = ranks[r].buffers.clone();
             ranks[r].local(&schedule.rounds[k].after);
+            check_early(&schedule.rounds[k..], &before[r], &landed, &ranks[r].buffers);
         }
     }
     let everybody: BTreeSet<u32> = (0..world as u32).collect();
@@ -169,6 +172,32 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
         );
     }
     ranks
+}
+
+/// What the next round may send before this one is over is what it sends in the end, however much has landed by then.
+fn check_early(rounds: &[Round], before: &[Vec<u8>; 3], landed: &[Vec<u8>; 3], after: &[Vec<u8>; 3]) {
+    let [round, next, ..] = rounds else { return };
+    if !may_begin_early(&round.after, false) {
+        return;
+    }
+    for share in 0..4 {
+        let so_far = |v: &Recv| v.into.len() * share / 3 / ELEMENT * ELEMENT;
+        let mut now = before.clone();
+        for v in &round.recvs {
+            let (at, range) = (index(v.into.buffer), v.into.range.clone());
+            let range = range.start..range.start + so_far(v);
+            now[at][range.clone()].copy_from_slice(&landed[at][range]);
+        }
+        for send in &next.sends {
+            let ready = ready_early(send, round.recvs.iter().map(|v| (v, so_far(v))));
+            let (at, start) = (index(send.from.buffer), send.from.range.start);
+            assert_eq!(now[at][start..start + ready], after[at][start..start + ready]);
+            assert!(
+                share < 3 || ready == send.from.len(),
+                "all of it once all has landed"
+            );
+        }
+    }
 }
 
 fn values(rank: usize, count: usize) -> Vec<u8> {
@@ -227,6 +256,19 @@ fn every_all_reduce_algorithm_sums_every_element_and_every_contributor_once() {
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_ring_passes_on_what_has_landed_and_no_more() {
+    let s = ring::all_reduce_ring(1, 4, 400, 4);
+    for pair in s.rounds.windows(2) {
+        let [round, next] = pair else { unreachable!() };
+        let recvs = || round.recvs.iter();
+        assert_eq!(ready_early(&next.sends[0], recvs().map(|r| (r, 0))), 0);
+        assert_eq!(ready_early(&next.sends[0], recvs().map(|r| (r, 40))), 40);
+        assert!(may_begin_early(&round.after, false));
+        assert_eq!(may_begin_early(&round.after, true), round.after.is_empty());
     }
 }
 

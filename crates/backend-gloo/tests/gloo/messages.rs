@@ -111,7 +111,10 @@ fn short_messages_that_came_before_their_receives_keep_their_order_within_a_tag(
                 // One of the other tag stands in front of what is received.
                 let late = group.send(Tensor::from_vec(vec![77u8]), 1, 7).unwrap();
                 send(&group, Tensor::from_vec(vec![88u8]), 1, 8, soon()).unwrap();
+                let later = group.send(Tensor::from_vec(vec![99u8]), 1, 7).unwrap();
+                group.barrier().unwrap();
                 late.wait(soon()).unwrap();
+                later.wait(soon()).unwrap();
             } else {
                 group.barrier().unwrap();
                 for i in (1..40u8).step_by(2).chain((0..40).step_by(2)) {
@@ -119,9 +122,84 @@ fn short_messages_that_came_before_their_receives_keep_their_order_within_a_tag(
                     assert_eq!(bytes(receive(&group, 9, peer, u32::from(i % 2), soon())), [i; 9]);
                 }
                 assert_eq!(bytes(receive(&group, 1, Some(0), 8, soon())), [88]);
+                group.barrier().unwrap();
                 assert_eq!(bytes(receive(&group, 1, Some(0), 7, soon())), [77]);
+                assert_eq!(bytes(receive(&group, 1, Some(0), 7, soon())), [99]);
             }
         });
+    }
+}
+
+#[test]
+fn more_messages_than_a_ring_holds_wait_their_turn() {
+    for transport in ["shm", "tcp"] {
+        with_groups_over(transport, 2, |rank, group| {
+            let count = 600u32;
+            if rank == 0 {
+                let works: Vec<_> = (0..count)
+                    .map(|i| group.send(Tensor::from_vec(content(i, 1024)), 1, 0).unwrap())
+                    .collect();
+                group.barrier().unwrap();
+                works.into_iter().for_each(|w| w.wait(soon()).unwrap());
+            } else {
+                group.barrier().unwrap();
+                for i in 0..count {
+                    assert_eq!(bytes(receive(&group, 1024, Some(0), 0, soon())), content(i, 1024));
+                }
+            }
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn what_is_submitted_while_another_thread_waits_in_the_mail_goes_out() {
+    for transport in ["shm", "tcp"] {
+        with_groups_over(transport, 2, |rank, group| {
+            let group = &group;
+            if rank == 1 {
+                assert_eq!(bytes(receive(group, 3, Some(0), 2, soon())), [5; 3]);
+                send(group, Tensor::from_vec(vec![6u8; 3]), 0, 1, soon()).unwrap();
+                return group.barrier().unwrap();
+            }
+            std::thread::scope(|scope| {
+                let answer = scope.spawn(|| bytes(receive(group, 3, Some(1), 1, soon())));
+                // Long enough that it sleeps; whether it does only decides what is tested.
+                std::thread::sleep(Duration::from_millis(30));
+                let work = group.send(Tensor::from_vec(vec![5u8; 3]), 1, 2).unwrap();
+                work.wait(soon()).unwrap();
+                assert_eq!(answer.join().unwrap(), [6; 3]);
+            });
+            group.barrier().unwrap();
+        });
+    }
+}
+
+#[test]
+fn a_receive_from_a_rank_that_leaves_is_a_loss_that_names_it() {
+    for transport in ["shm", "tcp"] {
+        for blocking in [false, true] {
+            with_groups_over(transport, 3, |rank, group| {
+                if rank == 1 {
+                    group.shutdown(soon()).unwrap();
+                    return;
+                }
+                let e = if blocking {
+                    receive(&group, 3, Some(1), 0, soon()).unwrap_err().error
+                } else {
+                    let work = group.recv(Tensor::zeros(DType::U8, 3), 1, 0);
+                    match work {
+                        Ok(work) => work.wait(soon()).unwrap_err(),
+                        Err(refused) => (*refused).0,
+                    }
+                };
+                assert!(
+                    matches!(e.kind(), ErrorKind::PeerLost | ErrorKind::Poisoned),
+                    "{e}"
+                );
+                assert!(e.to_string().contains("left the group"), "{e}");
+            });
+        }
     }
 }
 

@@ -119,7 +119,10 @@ impl Crossing for CudaCrossing {
             )));
         }
         let (gpu, handle) = handle_of(stream)?;
-        if let Some(other) = [from.device(), to.device()].into_iter().find(|d| **d != gpu.device()) {
+        if let Some(other) = [from.device(), to.device()]
+            .into_iter()
+            .find(|d| **d != gpu.device())
+        {
             return Err(Error::invalid(format!(
                 "the stream is on {}, a tensor on {other}",
                 gpu.device()
@@ -147,7 +150,9 @@ impl Crossing for CudaCrossing {
             Some(event) => *event,
             None => {
                 if map.len() >= KEPT {
-                    return Err(Error::invalid(format!("{KEPT} different events came from another process")));
+                    return Err(Error::invalid(format!(
+                        "{KEPT} different events came from another process"
+                    )));
                 }
                 let event = gpu.driver.import_event(name)?;
                 map.insert((index, name), event);

@@ -105,9 +105,9 @@ pub(crate) struct IpcHandle([u8; 64]);
 impl IpcHandle {
     /// From another process; `InvalidArgument` if it cannot be one.
     pub(crate) fn of(bytes: &[u8]) -> Result<Self> {
-        let handle = bytes.try_into().map_err(|_| {
-            Error::invalid(format!("{} bytes are no handle of the CUDA driver", bytes.len()))
-        })?;
+        let handle = bytes
+            .try_into()
+            .map_err(|_| Error::invalid(format!("{} bytes are no handle of the CUDA driver", bytes.len())))?;
         Ok(Self(handle))
     }
 
@@ -483,7 +483,9 @@ impl Driver {
             return self.check("cuMemFree", unsafe { (self.table.free)(span.address) });
         }
         // SAFETY: INV-8 opened by `import`, closed once by its only owner.
-        self.check("cuIpcCloseMemHandle", unsafe { (self.table.ipc_close)(span.address) })
+        self.check("cuIpcCloseMemHandle", unsafe {
+            (self.table.ipc_close)(span.address)
+        })
     }
 
     /// Marks the present end of `stream`.

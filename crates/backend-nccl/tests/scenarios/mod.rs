@@ -1,5 +1,6 @@
 //! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
 
+mod calls;
 mod failures;
 mod isolated;
 mod kit;
@@ -33,7 +34,16 @@ const ASYNC: &str = "OXCCL_STANDIN_NCCL_ASYNC";
 
 /// All of them.
 pub(crate) fn scenarios() -> Vec<Scenario> {
-    [of_groups(), staged::scenarios(), isolated::scenarios()].into_iter().flatten().collect()
+    [
+        of_groups(),
+        calls::scenarios(),
+        staged::scenarios(),
+        isolated::scenarios(),
+    ]
+   
+        .into_iter()
+        .flatten()
+        .collect()
 }
 
 fn of_groups() -> Vec<Scenario> {

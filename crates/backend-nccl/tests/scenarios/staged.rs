@@ -25,7 +25,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         scenario("staged_says_what_it_is_and_what_it_serves", &[], capabilities),
         scenario("staged_refuses_other_devices_and_wrong_states", &[], refusals),
         scenario("staged_reads_and_writes_in_stream_order", &slow, order),
-        scenario("staged_abort_ends_work_that_waits_for_its_stream", &blocked, abort),
+        scenario(
+            "staged_abort_ends_work_that_waits_for_its_stream",
+            &blocked,
+            abort,
+        ),
         scenario(
             "staged_l35_deadlines_count_from_submission_behind_a_blocked_stream",
             &blocked,
@@ -38,7 +42,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         scenario("staged_drop_ends_what_waits", &blocked, dropped),
         scenario("staged_shutdown_waits_for_what_is_queued", &slow, shutdown),
-        scenario("staged_shutdown_cuts_a_blocked_stream_short", &blocked, shutdown_late),
+        scenario(
+            "staged_shutdown_cuts_a_blocked_stream_short",
+            &blocked,
+            shutdown_late,
+        ),
         scenario("staged_split_keeps_its_place_among_queued_work", &slow, split),
         scenario(
             "staged_a_copy_to_the_host_that_fails_fails_the_group",
@@ -162,7 +170,9 @@ fn failed(work: &Work) -> Result<ftcore::Error, libtest_mimic::Failed> {
 fn capabilities() -> Outcome {
     let group = make(1)?;
     let info = group.info();
-    check(info.device == cuda(1) && info.backend == "gloo", || format!("{info:?}"))?;
+    check(info.device == cuda(1) && info.backend == "gloo", || {
+        format!("{info:?}")
+    })?;
     let plain = Registry::global().create("gloo", &ftcore::Device::CPU, &GroupOptions::default())?;
     let (here, there) = (group.capabilities(), plain.capabilities());
     check(here.devices == ["cuda"] && there.devices == ["cpu"], || {
@@ -177,10 +187,15 @@ fn capabilities() -> Outcome {
         || "staging lost or invented something".into(),
     )?;
     for key in ["staging", "wait_on"] {
-        check(here.notes.iter().any(|(k, _)| k == key), || format!("no note {key}"))?;
+        check(here.notes.iter().any(|(k, _)| k == key), || {
+            format!("no note {key}")
+        })?;
     }
-    let Err(e) = Registry::global().create("gloo", &ftcore::Device::new("npu".parse()?, 0), &GroupOptions::default())
-    else {
+    let Err(e) = Registry::global().create(
+        "gloo",
+        &ftcore::Device::new("npu".parse()?, 0),
+        &GroupOptions::default(),
+    ) else {
         return Err("a device kind that nobody knows was served".into());
     };
     says(&e, ErrorKind::Unsupported, &["npu", "cuda"])
@@ -192,7 +207,9 @@ fn refusals() -> Outcome {
         .err()
         .ok_or("an unconfigured group accepted work")?;
     says(&e, ErrorKind::InvalidState, &["not configured"])?;
-    check(unconfigured.error().is_none(), || "a refusal poisoned the group".into())?;
+    check(unconfigured.error().is_none(), || {
+        "a refusal poisoned the group".into()
+    })?;
     pair(|rank, group, _| {
         for tensor in [filled(3, 1.0, 4)?, Tensor::from_vec(vec![1f32; 4])] {
             let place = tensor.device().to_string();
@@ -205,7 +222,9 @@ fn refusals() -> Outcome {
                 .err()
                 .ok_or("a tensor of another device was accepted")?;
             says(&rejected.error, rejected.error.kind(), &[&place, "cuda"])?;
-            check(rejected.op.tensors().len() == 1, || "the tensor did not come back".into())?;
+            check(rejected.op.tensors().len() == 1, || {
+                "the tensor did not come back".into()
+            })?;
         }
         works(rank, &*group)?;
         group.shutdown(deadline_in(SOON))?;
@@ -235,7 +254,11 @@ fn order() -> Outcome {
             let mut bytes = vec![0u8; 2000];
             CudaAccelerator.copy_out(&tensor, &mut bytes, &*reader)?;
             let want = (round * 20 + 1) as f32;
-            let right = bytes.as_chunks::<4>().0.iter().all(|b| f32::from_ne_bytes(*b) == want);
+            let right = bytes
+                .as_chunks::<4>()
+                .0
+                .iter()
+                .all(|b| f32::from_ne_bytes(*b) == want);
             check(right, || format!("round {round}: {:?}", bytes.first_chunk::<4>()))?;
         }
         Ok(())
@@ -252,7 +275,9 @@ fn abort() -> Outcome {
             group.abort("enough");
             for work in [&first, &behind] {
                 says(&failed(work)?, ErrorKind::Aborted, &["enough"])?;
-                check(work.recover().len() == 1, || "the tensor did not come back".into())?;
+                check(work.recover().len() == 1, || {
+                    "the tensor did not come back".into()
+                })?;
             }
             check(began.elapsed() < Duration::from_secs(5), || {
                 format!("the abort took {:?}", began.elapsed())
@@ -288,9 +313,16 @@ fn deadlines() -> Outcome {
             let e = group.error().ok_or("the group did not fail")?;
             says(&e, ErrorKind::Timeout, &["all_reduce"])?;
             group.configure(configuration(store, 0, 2, 2, SOON))?;
-            let alone = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), Duration::from_millis(300))?;
+            let alone = sum_on(
+                &*group,
+                filled(0, 1.0, 8)?,
+                Some(&blocked.stream),
+                Duration::from_millis(300),
+            )?;
             says(&failed(&alone)?, ErrorKind::Timeout, &["all_reduce", "inputs"])?;
-            check(alone.recover().len() == 1, || "the tensor did not come back".into())?;
+            check(alone.recover().len() == 1, || {
+                "the tensor did not come back".into()
+            })?;
         } else {
             heard(&*group)?;
             group.configure(configuration(store, 1, 2, 2, SOON))?;
@@ -331,9 +363,13 @@ fn dropped() -> Outcome {
         let work = sum_on(&*group, filled(0, 1.0, 8)?, Some(&blocked.stream), PATIENCE)?;
         let began = Instant::now();
         drop(group);
-        check(began.elapsed() < Duration::from_secs(5), || "the drop blocked".into())?;
+        check(began.elapsed() < Duration::from_secs(5), || {
+            "the drop blocked".into()
+        })?;
         says(&failed(&work)?, ErrorKind::Aborted, &["dropped"])?;
-        check(work.recover().len() == 1, || "the tensor did not come back".into())
+        check(work.recover().len() == 1, || {
+            "the tensor did not come back".into()
+        })
     })
 }
 
@@ -383,9 +419,13 @@ fn split() -> Outcome {
             CudaAccelerator.copy_in(&1f32.to_ne_bytes().repeat(100), &mut tensor, &*writer)?;
         }
         let work = sum_on(&*group, tensor, Some(&writer), SOON)?;
-        let child = group.split(Some(0), 1 - rank, deadline_in(SOON))?.ok_or("no child")?;
+        let child = group
+            .split(Some(0), 1 - rank, deadline_in(SOON))?
+            .ok_or("no child")?;
         let info = child.info();
-        check(info.device == cuda(rank) && info.rank == 1 - rank, || format!("{info:?}"))?;
+        check(info.device == cuda(rank) && info.rank == 1 - rank, || {
+            format!("{info:?}")
+        })?;
         works(rank, &*child)?;
         let sum = read(&work.take_tensor()?)?;
         check(sum == [2.0; 100], || format!("the sum is {:?}", sum.first()))?;
@@ -399,14 +439,28 @@ fn copy_out_fails() -> Outcome {
         let work = sum_on(&*group, filled(rank, 1.0, 1000)?, None, SOON)?;
         let e = failed(&work)?;
         if e.kind() == ErrorKind::Backend {
-            says(&e, ErrorKind::Backend, &["cuMemcpyDtoHAsync", "all_reduce", "code 700"])?;
-            check(work.recover().is_empty(), || "memory that may be in use came back".into())?;
-            check(leaked_bytes() >= before + 8000, || "nothing was counted as leaked".into())?;
-            says(&group.error().ok_or("no error")?, ErrorKind::Backend, &["cuMemcpyDtoHAsync"])?;
+            says(
+                &e,
+                ErrorKind::Backend,
+                &["cuMemcpyDtoHAsync", "all_reduce", "code 700"],
+            )?;
+            check(work.recover().is_empty(), || {
+                "memory that may be in use came back".into()
+            })?;
+            check(leaked_bytes() >= before + 8000, || {
+                "nothing was counted as leaked".into()
+            })?;
+            says(
+                &group.error().ok_or("no error")?,
+                ErrorKind::Backend,
+                &["cuMemcpyDtoHAsync"],
+            )?;
         } else {
             // The other rank hears the reason.
             check(e.to_string().contains("cuMemcpyDtoHAsync"), || format!("{e}"))?;
-            check(work.recover().len() == 1, || "the tensor did not come back".into())?;
+            check(work.recover().len() == 1, || {
+                "the tensor did not come back".into()
+            })?;
         }
         group.configure(configuration(store, rank, 2, 2, SOON))?;
         works(rank, &*group)
@@ -422,7 +476,9 @@ fn copy_in_fails() -> Outcome {
         match work.wait(deadline_in(SOON)) {
             Err(e) if e.kind() == ErrorKind::Backend => {
                 says(&e, ErrorKind::Backend, &["cuMemcpyHtoDAsync", "all_reduce"])?;
-                check(work.recover().is_empty(), || "memory that may be in use came back".into())?;
+                check(work.recover().is_empty(), || {
+                    "memory that may be in use came back".into()
+                })?;
                 failures.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
             }
             Err(e) => check(e.to_string().contains("cuMemcpyHtoDAsync"), || format!("{e}"))?,
@@ -437,7 +493,9 @@ fn copy_in_fails() -> Outcome {
     })?;
     let failures = failures.load(std::sync::atomic::Ordering::SeqCst);
     check(failures == 1, || format!("{failures} ranks saw the failed copy"))?;
-    check(leaked_bytes() >= before + 4000, || "nothing was counted as leaked".into())
+    check(leaked_bytes() >= before + 4000, || {
+        "nothing was counted as leaked".into()
+    })
 }
 
 fn event_fails() -> Outcome {
@@ -449,8 +507,14 @@ fn event_fails() -> Outcome {
     let work = sum_on(&*group, tensor, Some(&stream), SOON)?;
     let e = failed(&work)?;
     says(&e, ErrorKind::Backend, &["the device is gone"])?;
-    check(work.recover().len() == 1, || "the tensor did not come back".into())?;
-    says(&group.error().ok_or("no error")?, ErrorKind::Backend, &["the device is gone"])
+    check(work.recover().len() == 1, || {
+        "the tensor did not come back".into()
+    })?;
+    says(
+        &group.error().ok_or("no error")?,
+        ErrorKind::Backend,
+        &["the device is gone"],
+    )
 }
 
 /// A stream whose events cannot be asked.
@@ -485,4 +549,3 @@ impl Stream for BrokenStream {
         ftcore::Event::synchronize(self, deadline)
     }
 }
-

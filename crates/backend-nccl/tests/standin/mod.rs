@@ -69,3 +69,22 @@ pub(crate) fn or_restart(more: &[(&str, &str)]) {
         .expect("this program starts again");
     std::process::exit(status.code().unwrap_or(101));
 }
+
+/// What came after 2.19: used where a library has it, composed of other calls where it has not.
+pub(crate) const NEWER: [&str; 4] = ["ncclAlltoAll", "ncclGather", "ncclScatter", "ncclCommRevoke"];
+
+/// A copy of the library in which functions have other names, so that looking them up fails.
+pub(crate) fn without(library: &Path, to: PathBuf, functions: &[&str]) -> PathBuf {
+    let mut bytes = std::fs::read(library).expect("the stand-in can be read");
+    for function in functions {
+        let name = format!("\0{function}\0");
+        let mut at = 0;
+        while let Some(found) = bytes[at..].windows(name.len()).position(|w| w == name.as_bytes()) {
+            // The hash table still holds the old name's hash, so neither name is found.
+            bytes[at + found + 1] = b'X';
+            at += found + 1;
+        }
+    }
+    std::fs::write(&to, bytes).expect("a copy of the stand-in");
+    to
+}

@@ -6,7 +6,6 @@
 
 use std::any::Any;
 use std::ffi::{CString, c_void};
-use std::path::Path;
 use std::ptr::NonNull;
 use std::sync::OnceLock;
 use std::time::Duration;
@@ -22,7 +21,11 @@ use sycl_sys::{
 pub(crate) fn sycl() -> Result<&'static Library> {
     static OPENED: OnceLock<Result<Library>> = OnceLock::new();
     OPENED
-        .get_or_init(|| Library::open().map_err(unavailable))
+        .get_or_init(|| {
+            // The C++ library takes C's standard output when it is loaded, which SYCL does and oneCCL logs through.
+            oneccl_sys::output::keep_out_of_stdout();
+            Library::open().map_err(unavailable)
+        })
         .as_ref()
         .map_err(Clone::clone)
 }
@@ -396,9 +399,5 @@ pub(crate) fn describe() -> Option<String> {
         "" => String::new(),
         version => format!(" (SYCL {version})"),
     };
-    Some(format!("dpctl{version} from {}", show(&library.file)))
-}
-
-fn show(file: &Path) -> String {
-    file.display().to_string()
+    Some(format!("dpctl{version} from {}", library.file.display()))
 }

@@ -18,10 +18,6 @@ use crate::raw::comm::Comm;
 use crate::raw::sycl::{Queue, Span, Usm};
 use crate::recipe::Recipe;
 
-/// Scratch memory that is kept for later operations, in bytes for each group.
-const KEPT_BYTES: usize = 256 << 20;
-/// Scratch smaller than this is all of one size.
-const SMALLEST: usize = 64 << 10;
 /// How long work that failed half-way may take to leave its scratch memory alone.
 const SETTLING: Duration = Duration::from_secs(5);
 
@@ -32,7 +28,6 @@ pub(crate) struct Side {
     queue: Arc<Queue>,
     /// Of messages: one per peer and direction, so that none waits behind another.
     messages: Mutex<BTreeMap<(bool, u32), Arc<Queue>>>,
-    kept: Mutex<Vec<Block>>,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -45,7 +40,6 @@ impl Side {
             xpu: xpu.clone(),
             queue: Arc::new(xpu.queue()?),
             messages: Mutex::default(),
-            kept: Mutex::default(),
         }))
     }
 
@@ -92,32 +86,9 @@ impl Side {
             None => after.synchronize(deadline),
         }
     }
-
-    fn take(&self, bytes: usize) -> Result<Block> {
-        let fitting = {
-            let mut kept = lock(&self.kept);
-            let limit = bytes.max(SMALLEST).saturating_mul(2);
-            let found = kept
-                .iter()
-                .position(|b| (bytes..=limit).contains(&b.span().bytes()));
-            found.map(|i| kept.swap_remove(i))
-        };
-        match fitting {
-            Some(block) => Ok(block),
-            None => Block::new(&self.xpu, Usm::Device, bytes.max(SMALLEST)),
-        }
-    }
-
-    fn put(&self, block: Block) {
-        let mut kept = lock(&self.kept);
-        let bytes: usize = kept.iter().map(|b| b.span().bytes()).sum();
-        if bytes + block.span().bytes() <= KEPT_BYTES {
-            kept.push(block);
-        }
-    }
 }
 
-/// The scratch memory of one operation, given back when nothing uses it any more.
+/// The scratch memory of one operation, given back to the device when nothing uses it any more.
 pub(crate) struct Scratch<'a> {
     side: &'a Side,
     queue: &'a Queue,
@@ -138,8 +109,8 @@ impl<'a> Scratch<'a> {
 
     /// Device memory with undefined contents.
     pub(crate) fn take(&mut self, bytes: usize) -> Result<Span> {
-        let block = self.side.take(bytes)?;
-        let span = block.span().part(0, bytes)?;
+        let block = Block::new(&self.side.xpu, Usm::Device, bytes)?;
+        let span = block.span();
         self.blocks.push(block);
         Ok(span)
     }
@@ -154,9 +125,7 @@ impl Drop for Scratch<'_> {
             idle = end.is_ok_and(|e| e.synchronize(deadline_in(SETTLING)).is_ok());
         }
         for block in self.blocks.drain(..) {
-            if idle {
-                self.side.put(block);
-            } else {
+            if !idle {
                 tracing::warn!(
                     bytes = block.span().bytes(),
                     "scratch memory is leaked on purpose: a command that failed may still use it"

@@ -1,7 +1,11 @@
-//! One opened device: its streams, and what still uses its memory. Opened once per process and index, and kept.
+//! One opened device: its streams, its memory, and what still uses that. Opened once per process and index, and kept.
+//!
+//! SYCL's `free` may wait for everything that any queue still has to do. So blocks that are given up are kept and used again,
+//! and what is too much is freed by a thread of its own.
 
 use std::any::Any;
 use std::collections::HashMap;
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
@@ -21,6 +25,10 @@ pub(crate) struct Xpu {
     pub(crate) is_cpu: bool,
     /// Allocations are made and freed in its context; nothing is enqueued on it.
     memory: Queue,
+    /// Blocks that nobody uses.
+    kept: Mutex<Vec<(Usm, Span)>>,
+    /// To the thread that frees.
+    too_much: OnceLock<Option<Sender<Span>>>,
     /// What goes once its last use is over.
     later: Mutex<Vec<Later>>,
     /// All blocks by their addresses, with the copies that may still use them.
@@ -28,6 +36,13 @@ pub(crate) struct Xpu {
     streams: Mutex<Vec<Weak<Core>>>,
     default_stream: OnceLock<Arc<Core>>,
 }
+
+/// Blocks that nobody uses are kept up to so many bytes per device.
+const KEPT_BYTES: usize = 512 << 20;
+/// From here on blocks are multiples of this size.
+const LARGE: usize = 1 << 20;
+/// Below, of this.
+const SMALL_UNIT: usize = 4 << 10;
 
 /// Something that a command may still use.
 struct Later {
@@ -42,7 +57,7 @@ fn are_pending(events: &[XpuEvent]) -> bool {
 
 enum Leftover {
     /// A block that its owner gave up.
-    Block(Span),
+    Block(Usm, Span),
     /// Host memory that is being read.
     Held(#[allow(dead_code, reason = "held for its Drop")] Box<dyn Any + Send>),
 }
@@ -90,6 +105,8 @@ impl Xpu {
             name,
             is_cpu,
             memory,
+            kept: Mutex::default(),
+            too_much: OnceLock::new(),
             later: Mutex::default(),
             blocks: Mutex::default(),
             streams: Mutex::default(),
@@ -151,23 +168,58 @@ impl Xpu {
         Ok(())
     }
 
-    /// New memory. Frees what is not used any more first.
-    pub(crate) fn alloc(&self, kind: Usm, bytes: usize) -> Result<Span> {
+    /// At least so many bytes with undefined contents, as a block that goes to [`free`](Self::free) whole.
+    pub(crate) fn alloc(self: &Arc<Self>, kind: Usm, bytes: usize) -> Result<Span> {
         self.reap();
-        let span = alloc(kind, bytes, &self.memory)?;
+        let unit = if bytes < LARGE { SMALL_UNIT } else { LARGE };
+        let size = bytes.max(1).checked_next_multiple_of(unit).unwrap_or(bytes);
+        let kept = {
+            let mut kept = lock(&self.kept);
+            let fits =
+                |(k, s): &(Usm, Span)| *k == kind && (size..=size.saturating_mul(2)).contains(&s.bytes());
+            let found = kept.iter().position(fits);
+            found.map(|at| kept.swap_remove(at).1)
+        };
+        let span = match kept {
+            Some(span) => span,
+            None => alloc(kind, size, &self.memory)?,
+        };
         lock(&self.blocks).insert(span.address(), Vec::new());
         Ok(span)
     }
 
-    /// Frees a block after its last noted use; does not wait for it.
-    pub(crate) fn free(&self, span: Span) {
+    /// Takes a block back after its last noted use; does not wait for it.
+    pub(crate) fn free(self: &Arc<Self>, kind: Usm, span: Span) {
         let uses = lock(&self.blocks).remove(&span.address()).unwrap_or_default();
         if are_pending(&uses) {
             lock(&self.later).push(Later {
                 until: uses,
-                what: Leftover::Block(span),
+                what: Leftover::Block(kind, span),
             });
         } else {
+            self.keep_block(kind, span);
+        }
+    }
+
+    fn keep_block(self: &Arc<Self>, kind: Usm, span: Span) {
+        {
+            let mut kept = lock(&self.kept);
+            let bytes: usize = kept.iter().map(|(_, s)| s.bytes()).sum();
+            if bytes + span.bytes() <= KEPT_BYTES {
+                kept.push((kind, span));
+                return;
+            }
+        }
+        let thread = self.too_much.get_or_init(|| {
+            let (sender, receiver) = channel();
+            let xpu = self.clone();
+            let body = move || receiver.into_iter().for_each(|span| free(span, &xpu.memory));
+            let made = std::thread::Builder::new()
+                .name("ox-xpu-free".to_string())
+                .spawn(body);
+            made.ok().map(|_| sender)
+        });
+        if thread.as_ref().is_none_or(|t| t.send(span).is_err()) {
             free(span, &self.memory);
         }
     }
@@ -187,7 +239,7 @@ impl Xpu {
     }
 
     /// Keeps `source` until `event`.
-    pub(crate) fn keep(&self, source: Box<dyn Any + Send>, event: &XpuEvent) {
+    pub(crate) fn hold(&self, source: Box<dyn Any + Send>, event: &XpuEvent) {
         lock(&self.later).push(Later {
             until: vec![event.clone()],
             what: Leftover::Held(source),
@@ -195,7 +247,7 @@ impl Xpu {
     }
 
     /// Lets go of what is not used any more.
-    fn reap(&self) {
+    fn reap(self: &Arc<Self>) {
         let over: Vec<Later> = {
             let mut later = lock(&self.later);
             let (still, over) = std::mem::take(&mut *later)
@@ -206,8 +258,8 @@ impl Xpu {
         };
         // Outside the lock: what was held may free memory itself.
         for l in over {
-            if let Leftover::Block(span) = l.what {
-                free(span, &self.memory);
+            if let Leftover::Block(kind, span) = l.what {
+                self.keep_block(kind, span);
             }
         }
     }

@@ -1,4 +1,4 @@
-//! USM memory: blocks that free themselves without blocking, tensors over them, and copies.
+//! USM memory: blocks that are given back without blocking, tensors over them, and copies.
 
 use std::sync::Arc;
 
@@ -9,17 +9,24 @@ use super::event::XpuEvent;
 use super::stream::Core;
 use crate::raw::sycl::{self, Span, Usm};
 
-/// Owns memory of a device. Freed after its last noted use, so dropping it never waits.
+/// Owns memory of a device. Given back after its last noted use, so dropping it never waits.
 pub(crate) struct Block {
     xpu: Arc<Xpu>,
+    kind: Usm,
+    /// All of it.
+    whole: Span,
+    /// As much as was asked for.
     span: Span,
 }
 
 impl Block {
     pub(crate) fn new(xpu: &Arc<Xpu>, kind: Usm, bytes: usize) -> Result<Self> {
+        let whole = xpu.alloc(kind, bytes)?;
         Ok(Self {
             xpu: xpu.clone(),
-            span: xpu.alloc(kind, bytes)?,
+            kind,
+            whole,
+            span: whole.part(0, bytes)?,
         })
     }
 
@@ -30,7 +37,7 @@ impl Block {
 
 impl Drop for Block {
     fn drop(&mut self) {
-        self.xpu.free(self.span);
+        self.xpu.free(self.kind, self.whole);
     }
 }
 
@@ -69,7 +76,7 @@ pub(crate) fn copy_in(core: &Arc<Core>, from: &[u8], to: &mut Tensor) -> Result<
     let queue = core.command()?;
     let event = queue.copy(Span::of(&source), Span::of(to))?;
     let event = XpuEvent::recorded(event, None);
-    core.xpu.keep(Box::new(source), &event);
+    core.xpu.hold(Box::new(source), &event);
     core.xpu.note_use(Span::of(to), &event)
 }
 

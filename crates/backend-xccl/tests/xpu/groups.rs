@@ -124,33 +124,44 @@ pub(crate) fn plugin(_: &Rank) -> Outcome {
 }
 
 /// Two ranks as threads of one program, each with a child process that has a oneCCL on host memory; the tensors are on the xpu.
-pub(crate) fn isolated(_: &Rank) -> Outcome {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+pub(crate) fn isolated_on_host(_: &Rank) -> Outcome {
     let memory = Memory::on(0)?;
     let host = memory.xpu.alloc_host(0, DType::F32, &[3])?;
     ensure(
         host.device().is_cpu() && host.as_slice::<f32>()?.len() == 3,
         || "USM host memory is the host's to use".into(),
     )?;
+    both(|| {
+        let inner = IsolatedGroup::new(IsolateOptions::new("xccl", Device::CPU))?;
+        let patience = std::time::Duration::from_secs(30);
+        Ok(Box::new(Staged::new(
+            Arc::new(inner),
+            &Device::new(DeviceKind::Xpu, 0),
+            patience,
+        )?))
+    })
+}
+
+/// The same with a oneCCL on the xpu in each child: values go through the host of the parent and of the child.
+pub(crate) fn isolated_on_device(_: &Rank) -> Outcome {
+    both(|| isolate::open(IsolateOptions::new("xccl", Device::new(DeviceKind::Xpu, 0))))
+}
+
+fn both(make: impl Fn() -> ftcore::Result<Box<dyn ProcessGroup>> + Sync) -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2u32)
             .map(|rank| {
-                let store = store.clone();
-                scope.spawn(move || one_isolated(rank, store))
+                let (store, make) = (store.clone(), &make);
+                scope.spawn(move || one_isolated(rank, store, &*make()?))
             })
             .collect();
         ranks.into_iter().try_for_each(|r| r.join().expect("no panic"))
     })
 }
 
-fn one_isolated(rank: u32, store: Arc<dyn Store>) -> Outcome {
+fn one_isolated(rank: u32, store: Arc<dyn Store>, group: &dyn ProcessGroup) -> Outcome {
     let memory = Memory::on(0)?;
-    let inner = IsolatedGroup::new(IsolateOptions::new("xccl", Device::CPU))?;
-    let group = Staged::new(
-        Arc::new(inner),
-        &memory.device(),
-        std::time::Duration::from_secs(30),
-    )?;
     for epoch in 1..=2 {
         group.configure(Configuration {
             store: store.clone(),
@@ -179,6 +190,8 @@ fn one_isolated(rank: u32, store: Arc<dyn Store>) -> Outcome {
         ensure(memory.read(&sum, &*stream)?.iter().all(|v| *v == want), || {
             format!("epoch {epoch}: a wrong sum")
         })?;
+        // Nobody's child goes while another one still needs what is on its way.
+        store.barrier(&format!("done/{epoch}"), 2, soon())?;
         // What oneCCL itself cannot do: end, and begin again in the same program.
         group.abort("the epoch is over");
     }

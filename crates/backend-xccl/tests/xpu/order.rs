@@ -3,18 +3,20 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use backend_xccl::XpuGroup;
 use backend_xccl::xpu::XpuStream;
 use ftcore::{
-    Collective, Device, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Stream,
+    Collective, Device, DeviceKind, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Stream,
     SubmitOptions, Tensor, Work, accelerator, deadline_in,
 };
 
-use super::{Memory, Outcome, Rank, ensure, group, soon};
+use super::{Memory, Outcome, Rank, configuration, ensure, group, soon};
 
-/// 16 MB.
-const COUNT: usize = 4 << 20;
-/// Copies before the one that counts: a good part of a second of work, while a reduction that does not wait begins at once.
-const BALLAST: usize = 60;
+/// 1 MB: what is filled, reduced and copied.
+const COUNT: usize = 256 << 10;
+/// 64 MB, copied so often before that it takes a good part of a second, while a reduction that does not wait begins at once.
+const BALLAST: usize = 16 << 20;
+const COPIES: usize = 40;
 
 /// An xpu stream with its own methods.
 fn stream(memory: &Memory) -> Outcome<Arc<XpuStream>> {
@@ -33,18 +35,28 @@ fn sum(group: &dyn ProcessGroup, tensor: Tensor, after: Option<Arc<dyn Stream>>)
     Ok(group.run(op, options)?)
 }
 
+/// A group whose reductions are one call: on a CPU that is busy with one queue, the copies that a count of contributors takes
+/// wait for it, and what is to be shown would not show.
+fn uncounted(rank: &Rank) -> Outcome<XpuGroup> {
+    let mut options = GroupOptions::default();
+    options.hints.insert("contributors".into(), "off".into());
+    let group = XpuGroup::new("uncounted", &Device::new(DeviceKind::Xpu, 0), options)?;
+    group.configure(configuration(rank, 2, 1))?;
+    Ok(group)
+}
+
 /// Fills a tensor behind a lot of other work on a stream, reduces it, copies the result; nothing waits. How many elements of the
 /// copy are wrong.
 fn round(rank: &Rank, group: &dyn ProcessGroup, heeded: bool) -> Outcome<usize> {
     let memory = Memory::on(0)?;
     let queue = stream(&memory)?;
     let values = memory.with(&vec![rank.rank as f32 + 1.0; COUNT])?;
-    let mut ballast = memory.empty(COUNT)?;
+    let (heavy, mut ballast) = (memory.empty(BALLAST)?, memory.empty(BALLAST)?);
     let mut tensor = memory.with(&vec![-5.0; COUNT])?;
     // Neither rank may be ahead of the other by more than its own queue is long.
     group.barrier()?;
-    for _ in 0..BALLAST {
-        queue.copy(&values, &mut ballast)?;
+    for _ in 0..COPIES {
+        queue.copy(&heavy, &mut ballast)?;
     }
     queue.copy(&values, &mut tensor)?;
     let after = heeded.then(|| queue.clone() as Arc<dyn Stream>);
@@ -56,7 +68,7 @@ fn round(rank: &Rank, group: &dyn ProcessGroup, heeded: bool) -> Outcome<usize> 
 }
 
 pub(crate) fn one_queue(rank: &Rank) -> Outcome {
-    let group = group(rank, 0)?;
+    let group = uncounted(rank)?;
     for turn in 0..4 {
         let wrong = round(rank, &group, true)?;
         ensure(wrong == 0, || format!("run {turn}: {wrong} of {COUNT} are wrong"))?;
@@ -66,7 +78,7 @@ pub(crate) fn one_queue(rank: &Rank) -> Outcome {
 
 /// The same with the stream ignored: it must show, or the case above proves nothing.
 pub(crate) fn queue_ignored(rank: &Rank) -> Outcome {
-    let group = group(rank, 0)?;
+    let group = uncounted(rank)?;
     let mut wrong = 0;
     for _ in 0..4 {
         wrong += round(rank, &group, false)?;
@@ -88,9 +100,11 @@ pub(crate) fn adopted(rank: &Rank) -> Outcome {
     )?;
     let values = memory.with(&vec![rank.rank as f32 + 1.0; COUNT])?;
     let mut tensor = memory.with(&vec![-5.0; COUNT])?;
-    for _ in 0..BALLAST {
-        foreign.copy(&values, &mut tensor)?;
+    let (heavy, mut ballast) = (memory.empty(BALLAST)?, memory.empty(BALLAST)?);
+    for _ in 0..COPIES {
+        foreign.copy(&heavy, &mut ballast)?;
     }
+    foreign.copy(&values, &mut tensor)?;
     let work = sum(&group, tensor, Some(foreign.clone()))?;
     work.wait_on(&*foreign)?;
     // The operation is in a queue, so this point is behind it.
@@ -139,7 +153,7 @@ pub(crate) fn failed(rank: &Rank) -> Outcome {
     let again = memory.read(&other, &*reader)?;
     ensure(again == [2.0; 10], || format!("{again:?}"))?;
     let refused = group
-        .configure(super::configuration(rank, 2, 2))
+        .configure(configuration(rank, 2, 2))
         .expect_err("a thread is stuck");
     ensure(refused.kind() == ErrorKind::InvalidState, || format!("{refused}"))
 }
@@ -167,17 +181,17 @@ pub(crate) fn given_up(_: &Rank) -> Outcome {
     let e = queue.copy(&host, &mut last).expect_err("host memory");
     ensure(e.kind() == ErrorKind::InvalidArgument, || format!("{e}"))?;
     // A world of one, on the caller's thread.
-    let device = Device::new(ftcore::DeviceKind::Xpu, 0);
-    let group = backend_xccl::XpuGroup::new("alone", &device, GroupOptions::default())?;
+    let device = Device::new(DeviceKind::Xpu, 0);
+    let group = XpuGroup::new("alone", &device, GroupOptions::default())?;
     let rank = Rank {
         rank: 0,
         store: Arc::new(ftcore::InMemoryStore::new()),
     };
-    group.configure(super::configuration(&rank, 1, 1))?;
+    group.configure(configuration(&rank, 1, 1))?;
     let sum = sum(&group, last, Some(queue.clone()))?.take_tensor()?;
     ensure(memory.read(&sum, &*queue)?.iter().all(|v| *v == 19.0), || {
         "a world of one changes its values".into()
     })?;
-    accelerator(&ftcore::DeviceKind::Xpu)?.synchronize(0, soon())?;
+    accelerator(&DeviceKind::Xpu)?.synchronize(0, soon())?;
     Ok(())
 }

@@ -22,11 +22,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     pub fn save(&mut self, inner: &mut dyn State) -> Result<StateDict> {
         let mut out = StateDict::new();
         out.insert_i64s(STEP, &[self.step()])?;
-        let gradient = self
-            .round
-            .as_ref()
-            .map(|r| &r.gradient)
-            .filter(|g| !g.is_empty());
+        let gradient = self.round.as_ref().map(|r| &r.gradient).filter(|g| !g.is_empty());
         if let Some(gradient) = gradient {
             out.insert_f32(GRADIENT, &[gradient.len()], gradient)?;
         }
@@ -43,7 +39,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     pub fn restore(&mut self, from: &StateDict, inner: &mut dyn State) -> Result<()> {
         let (saved, now) = (from.get_i64s(STEP)?, self.step());
         if saved != [now] {
-            let text = format!("the saved state is of step {saved:?}, the replica stands at {now}: restore the replica first");
+            let text = format!(
+                "the saved state is of step {saved:?}, the replica stands at {now}: restore the replica first"
+            );
             return Err(Error::new(ErrorKind::InvalidState, text));
         }
         let gradient = match from.get(GRADIENT) {

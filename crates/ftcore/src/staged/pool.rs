@@ -24,7 +24,12 @@ impl Pool {
     }
 
     /// A host tensor of `like`'s type and shape, with undefined contents.
-    pub(super) fn take(&self, accelerator: &dyn Accelerator, device: &Device, like: &Tensor) -> Result<Tensor> {
+    pub(super) fn take(
+        &self,
+        accelerator: &dyn Accelerator,
+        device: &Device,
+        like: &Tensor,
+    ) -> Result<Tensor> {
         let found = {
             let mut kept = self.lock();
             let key = (like.dtype(), like.count());
@@ -62,7 +67,9 @@ mod tests {
         let first = pool.take(&*cpu, &Device::CPU, &like(&[12])).unwrap();
         let address = first.as_ptr();
         pool.put(first);
-        let other = pool.take(&*cpu, &Device::CPU, &Tensor::zeros(DType::I32, 12)).unwrap();
+        let other = pool
+            .take(&*cpu, &Device::CPU, &Tensor::zeros(DType::I32, 12))
+            .unwrap();
         assert_ne!(other.as_ptr(), address, "another type");
         let again = pool.take(&*cpu, &Device::CPU, &like(&[3, 4])).unwrap();
         assert_eq!((again.as_ptr(), again.shape()), (address, &[3usize, 4][..]));

@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use super::pool::Pool;
 use crate::{
-    Accelerator, Checked, Collective, Completer, Completion, DType, Device, Error, ErrorKind, Event,
-    OpKind, ProcessGroup, Result, Role, Stream, SubmitOptions, Tensor, Work, deadline_in, time_left,
+    Accelerator, Checked, Collective, Completer, Completion, DType, Device, Error, ErrorKind, Event, OpKind,
+    ProcessGroup, Result, Role, Stream, SubmitOptions, Tensor, Work, deadline_in, time_left,
 };
 
 /// How long the copies of one operation's results may take.
@@ -237,8 +237,9 @@ impl Sides {
             at.and_then(|at| state.queue.remove(at))
         };
         if let Some(job) = late {
-            let error = Error::timeout("its inputs were not ready at its deadline, behind an earlier operation's")
-                .with_op(job.op.kind().name());
+            let error =
+                Error::timeout("its inputs were not ready at its deadline, behind an earlier operation's")
+                    .with_op(job.op.kind().name());
             self.end(job.generation, &error);
             self.fail(job.completer, error, job.op.into_tensors());
         }
@@ -322,7 +323,11 @@ impl Sides {
                 ErrorKind::Poisoned => self.inner.error().unwrap_or(rejected.error),
                 _ => rejected.error,
             };
-            rejected.op.into_tensors().into_iter().for_each(|t| self.pool.put(t));
+            rejected
+                .op
+                .into_tensors()
+                .into_iter()
+                .for_each(|t| self.pool.put(t));
             Stopped {
                 error,
                 tell: !ended,

@@ -6,8 +6,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Checked, Configuration, Crossing, DType, Device, Epoch, Error, ErrorKind, ProcessGroup, Result, Status, Store,
-    Stream, SubmitOptions, Tensor,
+    Checked, Configuration, Crossing, DType, Device, Epoch, Error, ErrorKind, ProcessGroup, Result, Status,
+    Store, Stream, SubmitOptions, Tensor,
 };
 
 use crate::channel::send;
@@ -232,7 +232,9 @@ impl Groups {
                 match segments.get(&place.segment) {
                     Some(Held::Host(mapping)) => foreign(mapping, place.offset, place.dtype, place.count),
                     Some(Held::Device(whole)) => {
-                        let size = |n: u64| usize::try_from(n).map_err(|_| odd("a size beyond this machine's memory"));
+                        let size = |n: u64| {
+                            usize::try_from(n).map_err(|_| odd("a size beyond this machine's memory"))
+                        };
                         let (offset, shape) = (size(place.offset)?, [size(place.count)?]);
                         let (crossing, _) = self.crossing()?;
                         crossing.part(whole, offset, place.dtype, &shape, Box::new(()))

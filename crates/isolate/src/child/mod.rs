@@ -156,7 +156,10 @@ fn open(backend: &str, device: &Device, options: &GroupOptions, carry: &Carry) -
         Carry::Host => {}
         Carry::Device(probe) => {
             let crossing = ftcore::crossing(&device.kind).ok_or_else(|| {
-                Error::unsupported(format!("the child's program cannot open memory of {}", device.kind))
+                Error::unsupported(format!(
+                    "the child's program cannot open memory of {}",
+                    device.kind
+                ))
             })?;
             drop(crossing.open(device.index, probe, PROBE)?);
         }

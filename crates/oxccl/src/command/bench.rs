@@ -2,15 +2,17 @@
 //!
 //! A plan (`plan`) goes to every rank (`ranks`: processes or threads); each measures line by line (`measure`), with data
 //! that it can check (`pattern`), and leaves its times in a store; this side watches over them and shows the figures
-//! (`table`).
+//! (`table`, `picture`).
 
 mod measure;
 mod pattern;
+mod picture;
 mod plan;
 mod ranks;
 mod table;
 
 use std::io::Write;
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -35,6 +37,9 @@ Examples:
 
   Everything that the backend offers, checked, from 1 KiB to 64 MiB, for a script:
     oxccl bench --backend gloo --op all --min 1K --max 64M --factor 4 --check --json
+
+  The same as a picture:
+    oxccl bench --op all --min 1K --max 64M --factor 4 --plot bench.svg
 
 Operations: all_reduce, broadcast, reduce, all_gather_into, reduce_scatter_into, all_to_all_into, send_recv, barrier.
 Each call blocks and begins behind a barrier. Its time is that of its slowest rank; shown are the median over the iterations, the least
@@ -95,6 +100,9 @@ pub(crate) struct Arguments {
     /// Write the figures as JSON, at the end.
     #[arg(long)]
     json: bool,
+    /// Draw time and bus bandwidth over the size into this SVG file, at the end.
+    #[arg(long, value_name = "FILE")]
+    plot: Option<PathBuf>,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, clap::ValueEnum, Serialize)]
@@ -169,6 +177,9 @@ fn choose(arguments: &Arguments) -> Result<Backend> {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Caught before anything starts, so that an early interrupt ends it in order too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+    if let Some(path) = &arguments.plot {
+        picture::check(path)?;
+    }
     let backend = choose(&arguments)?;
     let name = &backend.name;
     let device = arguments.device.clone().unwrap_or_else(|| backend.device.clone());
@@ -201,18 +212,21 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
     };
     let rows = plan.rows()?;
+    let ranks_as = format!(
+        "on {device}, {} ranks as {}{}, {} sums",
+        plan.ranks,
+        match arguments.mode {
+            Mode::Processes => "processes",
+            Mode::Threads => "threads",
+        },
+        if plan.isolated { ", isolated" } else { "" },
+        arguments.dtype,
+    );
     if !arguments.json {
         show(format_args!(
-            "# oxccl bench: {} from {} on {device}, {} ranks as {}{}, {} sums, {} warm-ups, {} iterations{}\n{}",
+            "# oxccl bench: {} from {} {ranks_as}, {} warm-ups, {} iterations{}\n{}",
             backend.name,
             backend.source,
-            plan.ranks,
-            match arguments.mode {
-                Mode::Processes => "processes",
-                Mode::Threads => "threads",
-            },
-            if plan.isolated { ", isolated" } else { "" },
-            arguments.dtype,
             plan.warmup,
             plan.iters,
             if plan.check { ", checked" } else { "" },
@@ -266,6 +280,17 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         let text = serde_json::to_string_pretty(&report)
             .map_err(|e| Error::invalid(format!("write the figures as JSON: {e}")))?;
         show(format_args!("{text}"))?;
+    }
+    if let Some(path) = &arguments.plot {
+        let over = transport
+            .as_ref()
+            .map_or(String::new(), |how| format!("over {how}, "));
+        let subtitle = format!("{over}{} iterations, {}", plan.iters, backend.source);
+        let title = format!("oxccl bench: {} {ranks_as}", backend.name);
+        picture::write(path, &title, &subtitle, &lines)?;
+        if !arguments.json {
+            show(format_args!("# picture: {}", path.display()))?;
+        }
     }
     let wrong: u64 = lines.iter().filter_map(|l| l.wrong).sum();
     if wrong > 0 {

@@ -36,7 +36,12 @@ impl Signs {
 
 /// `to = H · (sign · from / 128)` and the peaks of its halves; false if a value is [`TOO_LARGE`] for that.
 #[inline(always)]
-pub(super) fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
+pub(super) fn rotate(
+    signs: &Signs,
+    from: &[f32; GROUP],
+    to: &mut [f32; GROUP],
+    peaks: &mut [u32; 2],
+) -> bool {
     for i in 0..GROUP {
         to[i] = from[i] * signs.0[i];
     }
@@ -125,7 +130,9 @@ mod tests {
         };
         let limit = f32::from_bits(TOO_LARGE);
         assert!(fits(limit.next_down()) && fits(-limit.next_down()) && fits(0.0));
-        assert!(!fits(limit) && !fits(-limit) && !fits(f32::NEG_INFINITY) && !fits(f32::NAN) && !fits(-f32::NAN));
+        assert!(
+            !fits(limit) && !fits(-limit) && !fits(f32::NEG_INFINITY) && !fits(f32::NAN) && !fits(-f32::NAN)
+        );
     }
 
     /// A group of ones with this value in it.

@@ -2,8 +2,8 @@
 //!
 //! Data flow: [`Codec`] picks the format; `tiles` says how encodings lie in the bytes; `grid` (integers and powers of two, with `scale` and
 //! `pack`), `rotated` (with `hadamard`), `mx`, `rows` and `casts` (with `small`) are the formats; `rounding` picks between two codes; `simd` runs it
-//! all with the machine's instructions. Every step is a plain IEEE f32 operation in a fixed order, never a fused one, so the
-//! bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
+//! all with the machine's instructions. Every step is a plain IEEE f32 operation in a fixed order, never a fused one (but where
+//! the product is exact, so that it rounds alike), so the bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
 
 mod casts;
 mod grid;

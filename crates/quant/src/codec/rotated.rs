@@ -77,7 +77,10 @@ impl Blocks for Rotated {
 
     #[inline(always)]
     fn decode<const ADD: bool, I: Isa>(&self, scales: &[u8], codes: &[u8], out: &mut [f32]) {
-        let whole = (<&[u8; GROUP / 2]>::try_from(codes), scales.as_chunks::<{ Scale::BYTES }>().0);
+        let whole = (
+            <&[u8; GROUP / 2]>::try_from(codes),
+            scales.as_chunks::<{ Scale::BYTES }>().0,
+        );
         let (Ok(codes), [first, second]) = whole else {
             return decode_short::<ADD>(scales, codes, out);
         };

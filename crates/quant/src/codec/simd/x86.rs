@@ -192,8 +192,16 @@ const fn ones<const LANES: usize>(bit: usize) -> [f32; LANES] {
 #[inline]
 #[target_feature(enable = "avx2,fma")]
 fn within8(v: __m256) -> __m256 {
-    let v = _mm256_fmadd_ps(v, load8(&const { ones(1) }), _mm256_permute_ps::<0b10_11_00_01>(v));
-    let v = _mm256_fmadd_ps(v, load8(&const { ones(2) }), _mm256_permute_ps::<0b01_00_11_10>(v));
+    let v = _mm256_fmadd_ps(
+        v,
+        load8(&const { ones(1) }),
+        _mm256_permute_ps::<0b10_11_00_01>(v),
+    );
+    let v = _mm256_fmadd_ps(
+        v,
+        load8(&const { ones(2) }),
+        _mm256_permute_ps::<0b01_00_11_10>(v),
+    );
     _mm256_fmadd_ps(v, load8(&const { ones(4) }), _mm256_permute2f128_ps::<0x01>(v, v))
 }
 
@@ -239,7 +247,12 @@ fn rotate_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks:
         }
     }
     for k in 0..4 {
-        let v = [load8(&rows[k]), load8(&rows[k + 4]), load8(&rows[k + 8]), load8(&rows[k + 12])];
+        let v = [
+            load8(&rows[k]),
+            load8(&rows[k + 4]),
+            load8(&rows[k + 8]),
+            load8(&rows[k + 12]),
+        ];
         let v = across8(v);
         first = _mm256_max_epu32(first, _mm256_max_epu32(magnitude8(v[0]), magnitude8(v[1])));
         second = _mm256_max_epu32(second, _mm256_max_epu32(magnitude8(v[2]), magnitude8(v[3])));
@@ -270,7 +283,12 @@ fn rotate_back_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
     }
     let sign = _mm256_set1_ps(-0.0);
     for k in 0..4 {
-        let v = [load8(&rows[k]), load8(&rows[k + 4]), load8(&rows[k + 8]), load8(&rows[k + 12])];
+        let v = [
+            load8(&rows[k]),
+            load8(&rows[k + 4]),
+            load8(&rows[k + 8]),
+            load8(&rows[k + 12]),
+        ];
         let v = across8(v);
         for i in 0..4 {
             let turned = _mm256_and_ps(load8(&signs[k + 4 * i]), sign);
@@ -283,8 +301,16 @@ fn rotate_back_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn within16(v: __m512) -> __m512 {
-    let v = _mm512_fmadd_ps(v, load16(&const { ones(1) }), _mm512_permute_ps::<0b10_11_00_01>(v));
-    let v = _mm512_fmadd_ps(v, load16(&const { ones(2) }), _mm512_permute_ps::<0b01_00_11_10>(v));
+    let v = _mm512_fmadd_ps(
+        v,
+        load16(&const { ones(1) }),
+        _mm512_permute_ps::<0b10_11_00_01>(v),
+    );
+    let v = _mm512_fmadd_ps(
+        v,
+        load16(&const { ones(2) }),
+        _mm512_permute_ps::<0b01_00_11_10>(v),
+    );
     let swapped = _mm512_shuffle_f32x4::<0b10_11_00_01>(v, v);
     let v = _mm512_fmadd_ps(v, load16(&const { ones(4) }), swapped);
     let swapped = _mm512_shuffle_f32x4::<0b01_00_11_10>(v, v);
@@ -333,7 +359,10 @@ fn rotate_avx512(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peak
         halves[i / 4] = _mm512_max_epu32(halves[i / 4], magnitude16(v[i]));
         store16(&mut rows[i], v[i]);
     }
-    *peaks = [_mm512_reduce_max_epu32(halves[0]), _mm512_reduce_max_epu32(halves[1])];
+    *peaks = [
+        _mm512_reduce_max_epu32(halves[0]),
+        _mm512_reduce_max_epu32(halves[1]),
+    ];
     let limit = _mm512_set1_epi32(TOO_LARGE.cast_signed());
     _mm512_cmpge_epu32_mask(highest, limit) == 0
 }

@@ -219,3 +219,42 @@ fn every_16_bit_code_decodes_as_ieee_and_encodes_to_itself() {
         }
     }
 }
+
+#[test]
+fn every_code_of_a_row_is_divided_by_its_scale() {
+    let row = NonZeroU32::new(256).unwrap();
+    for scale in [1.0f32, 0.5, 3.0, 448.0, 1e-3] {
+        let bytes: Vec<u8> = scale.to_le_bytes().into_iter().chain(0..=255).collect();
+        let floats = decode(Codec::RowE4M3 { row }, &bytes, 256);
+        let integers = decode(Codec::RowInt8 { row }, &bytes, 256);
+        for code in 0..=255u8 {
+            let (float, integer) = (floats[usize::from(code)], integers[usize::from(code)]);
+            assert_eq!(integer, f32::from(code as i8) / scale, "{code:#x} {scale}");
+            if code & 0x7f == 0x7f {
+                assert!(float.is_nan());
+            } else {
+                let value = by_definition(code, 4, 7) as f32;
+                assert_eq!(float.to_bits(), (value / scale).to_bits(), "{code:#x} {scale}");
+            }
+        }
+    }
+}
+
+#[test]
+fn every_code_in_blocks_of_32_is_exact_and_encodes_to_itself() {
+    for bits in (0x0080u16..0x7b00).step_by(5) {
+        let s = f32::from_bits(u32::from(bits) << 16);
+        for first in (-127i32..=127).step_by(31) {
+            let codes: Vec<i8> = std::iter::once(-127)
+                .chain((first..first + 31).map(|c| c.min(127) as i8))
+                .collect();
+            let low = bits.to_le_bytes().into_iter();
+            let bytes: Vec<u8> = low.chain(codes.iter().map(|&c| c as u8)).collect();
+            let values = decode(Codec::Int8B32, &bytes, 32);
+            for (v, c) in values.iter().zip(&codes) {
+                assert_eq!(f64::from(*v), f64::from(*c) * f64::from(s));
+            }
+            assert_eq!(encode(Codec::Int8B32, &values), bytes, "scale {s}");
+        }
+    }
+}

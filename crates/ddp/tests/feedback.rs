@@ -1,0 +1,172 @@
+//! Steps over a quantised group that feeds errors back, with both ranks there: a failed commit and a restart change no bit.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use backend_gloo::GlooGroup;
+use checkpoint::StateDict;
+use ddp::{Ddp, DdpConfig};
+use ftcore::{
+    Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Result, Store, SubmitOptions, Tensor, Traffic, deadline_in,
+};
+use manager::{ManagedWork, Participation, Replica, State};
+use quant::{Codec, QuantizeOptions, QuantizedGroup};
+
+const WORLD: u32 = 2;
+
+/// A member of a fixed world: its votes are scripted, its reductions are real.
+struct Member {
+    group: QuantizedGroup,
+    rank: u32,
+    step: i64,
+    votes: VecDeque<bool>,
+    error: Option<Error>,
+}
+
+impl Replica for Member {
+    fn start_quorum(&mut self, _: &mut dyn State, _: Instant) -> Result<Participation> {
+        self.error = None;
+        Ok(Participation {
+            epoch: 1,
+            step: self.step,
+            replica_rank: self.rank,
+            replica_world_size: WORLD,
+            contributes: true,
+            healed: None,
+            members: (0..WORLD).map(|r| r.to_string()).collect(),
+        })
+    }
+    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
+        let options = SubmitOptions::by(soon());
+        let work = self.group.run(Collective::AllReduce { tensors, op }, options);
+        ManagedWork::submitted(work.map_err(Error::from).unwrap())
+    }
+    fn should_commit(&mut self, _: Instant) -> Result<bool> {
+        let yes = self.error.is_none() && self.votes.pop_front().unwrap_or(true);
+        self.step += i64::from(yes);
+        Ok(yes)
+    }
+    fn current_step(&self) -> i64 {
+        self.step
+    }
+    fn report_error(&mut self, error: Error) {
+        self.error = Some(error);
+    }
+    fn error(&self) -> Option<Error> {
+        self.error.clone()
+    }
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+    fn leave(&mut self, _: Instant) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+/// What the averages add up to: the training loop's own state.
+struct Sum(Vec<f32>);
+
+impl State for Sum {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_f32("sum", &[self.0.len()], &self.0)
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.0 = from.get_f32("sum")?;
+        Ok(())
+    }
+}
+
+/// What each step delivers on both ranks, if the gradients are 4 and 1 in every step; `restart` before that step.
+fn history(votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
+    let histories: Vec<Vec<[f32; 2]>> = std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..WORLD)
+            .map(|rank| {
+                let store = store.clone();
+                scope.spawn(move || one(rank, &store, votes, restart))
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    });
+    assert_eq!(histories[0], histories[1]);
+    histories[0].clone()
+}
+
+fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
+    let make = |epoch: u64, step: i64, votes: &[bool]| {
+        let options = QuantizeOptions {
+            codec: Codec::Int2B64.into(),
+            error_feedback: true,
+            ..QuantizeOptions::default()
+        };
+        let gloo = GlooGroup::new("d", GroupOptions::default()).unwrap();
+        let group = QuantizedGroup::with_options(Arc::new(gloo), options).unwrap();
+        let configuration = Configuration {
+            store: store.clone(),
+            prefix: "t".to_string(),
+            name: "d".to_string(),
+            epoch: Epoch(epoch),
+            rank,
+            world_size: WORLD,
+            deadline: soon(),
+        };
+        group.configure(configuration).unwrap();
+        let debts = group.error_feedback().unwrap();
+        let member = Member {
+            group,
+            rank,
+            step,
+            votes: votes.iter().copied().collect(),
+            error: None,
+        };
+        Ddp::new(member, DdpConfig::default())
+            .unwrap()
+            .with_error_feedback(debts)
+    };
+    let mut ddp = make(1, 0, votes);
+    let mut state = Sum(vec![0.0; 2]);
+    (0..3usize)
+        .map(|n| {
+            if restart == Some(n) {
+                let saved = ddp.save(&mut state).unwrap();
+                ddp = make(2, ddp.current_step(), &[]);
+                state = Sum(Vec::new());
+                ddp.restore(&saved, &mut state).unwrap();
+            }
+            let before = state.0.clone();
+            let apply = |state: &mut Sum, averages: &[Vec<f32>]| {
+                state.0 = before.iter().zip(&averages[0]).map(|(s, a)| s + a).collect();
+                Ok(())
+            };
+            ddp.step(&mut state, &[vec![4.0, 1.0]], apply).unwrap();
+            [state.0[0] - before[0], state.0[1] - before[1]]
+        })
+        .collect()
+}
+
+#[test]
+fn two_bits_with_error_feedback_follow_the_hand_computed_history() {
+    // 4, 1 → 2, 0 owing 2, 1; so 6, 2 → 3, 3 owing 3, −1; so 7, 0 → 3.5, 0.
+    assert_eq!(history(&[], None), [[2.0, 0.0], [3.0, 3.0], [3.5, 0.0]]);
+}
+
+#[test]
+fn l13_a_failed_commit_and_a_restart_leave_what_is_owed_as_it_was() {
+    let undisturbed = history(&[], None);
+    assert_eq!(history(&[true, false, false, true, false], None), undisturbed);
+    assert_eq!(history(&[false], Some(1)), undisturbed);
+    assert_eq!(history(&[], Some(2)), undisturbed);
+}

@@ -1,0 +1,351 @@
+//! The figures of a benchmark as a picture: time and bus bandwidth over the size, a line per operation.
+
+use std::path::{Path, PathBuf};
+
+use oxccl::core::{Error, Result};
+use oxccl::plot::{Anchor, Axis, CURVES, Colour, GRID, INK, LogAxis, SOFT_INK, Scene, Shape, to_svg};
+
+use super::table::Line;
+
+const WIDTH: f32 = 1080.0;
+const PANEL: f32 = 440.0;
+const HEIGHT: f32 = 360.0;
+const LEFT: f32 = 66.0;
+const GAP: f32 = 84.0;
+const SMALL: f32 = 12.0;
+/// Width of a letter in parts of its size, about: the reader's typeface is not known here.
+const LETTER: f32 = 0.58;
+
+/// Checks before anything is measured that `path` can become a picture.
+///
+/// Errors: `InvalidArgument` for another ending than `.svg`, a folder, or a folder that does not exist.
+pub(super) fn check(path: &Path) -> Result<()> {
+    if path.extension().is_none_or(|e| !e.eq_ignore_ascii_case("svg")) {
+        return Err(Error::invalid(format!(
+            "--plot {}: pictures are SVG; give the file the ending .svg",
+            path.display()
+        )));
+    }
+    let folder = path.parent().filter(|p| !p.as_os_str().is_empty());
+    let folder = folder.map_or_else(|| PathBuf::from("."), Path::to_path_buf);
+    if path.is_dir() || !folder.is_dir() {
+        return Err(Error::invalid(format!(
+            "--plot {}: this is a folder, or it lies in none",
+            path.display()
+        )));
+    }
+    Ok(())
+}
+
+/// Writes the picture of `lines`. Errors: `Io` naming the file.
+pub(super) fn write(path: &Path, title: &str, subtitle: &str, lines: &[Line]) -> Result<()> {
+    let svg = to_svg(&scene(title, subtitle, lines));
+    std::fs::write(path, svg).map_err(|e| Error::io(format!("write {}", path.display()), e))
+}
+
+/// One operation's lines, by size; those without a size (a barrier) are not drawn.
+fn series(lines: &[Line]) -> Vec<(&'static str, Vec<&Line>)> {
+    let mut all: Vec<(&'static str, Vec<&Line>)> = Vec::new();
+    for line in lines.iter().filter(|l| l.bytes > 0) {
+        match all.iter_mut().find(|(op, _)| *op == line.op) {
+            Some((_, of)) => of.push(line),
+            None => all.push((line.op, vec![line])),
+        }
+    }
+    for (_, of) in &mut all {
+        of.sort_by_key(|l| l.bytes);
+    }
+    all
+}
+
+/// A size in words: 4 B, 64 KiB, 1 MiB.
+fn size(bytes: f64) -> String {
+    let units = ["B", "KiB", "MiB", "GiB"];
+    let mut value = bytes;
+    let mut unit = 0;
+    while value >= 1024.0 && unit + 1 < units.len() {
+        value /= 1024.0;
+        unit += 1;
+    }
+    let digits = usize::from(value.fract() > 0.05);
+    format!("{value:.digits$} {}", units.get(unit).copied().unwrap_or("B"))
+}
+
+fn text(at: (f32, f32), anchor: Anchor, size: f32, fill: Colour, text: impl Into<String>) -> Shape {
+    Shape::Text {
+        at,
+        anchor,
+        size,
+        fill,
+        upwards: false,
+        text: text.into(),
+    }
+}
+
+fn stroke(points: Vec<(f32, f32)>, stroke: Colour, width: f32) -> Shape {
+    Shape::Line {
+        points,
+        stroke,
+        width,
+        dash: None,
+    }
+}
+
+/// One of the two plots: where it is, and how values become heights.
+struct Panel<'a> {
+    left: f32,
+    top: f32,
+    bottom: f32,
+    name: &'a str,
+    x: LogAxis,
+    sizes: &'a [u64],
+}
+
+impl Panel<'_> {
+    /// Everything but the data. `ticks` are heights and labels.
+    fn frame(&self, ticks: Vec<(f32, String)>, shapes: &mut Vec<Shape>) {
+        let right = self.left + PANEL;
+        shapes.push(text(
+            (self.left, self.top - 12.0),
+            Anchor::Start,
+            13.0,
+            INK,
+            self.name,
+        ));
+        for (y, label) in ticks {
+            shapes.push(stroke(vec![(self.left, y), (right, y)], GRID, 1.0));
+            shapes.push(text(
+                (self.left - 8.0, y + 4.0),
+                Anchor::End,
+                SMALL,
+                SOFT_INK,
+                label,
+            ));
+        }
+        let mut free = f32::NEG_INFINITY;
+        for &bytes in self.sizes {
+            let (at, label) = (self.x.pixel(bytes as f64), size(bytes as f64));
+            let half = label.chars().count() as f32 * SMALL * LETTER / 2.0;
+            shapes.push(stroke(
+                vec![(at, self.bottom), (at, self.bottom + 5.0)],
+                SOFT_INK,
+                1.0,
+            ));
+            // Labels that would touch the one before are left out; their ticks stay.
+            if at - half > free {
+                let place = (at, self.bottom + 19.0);
+                shapes.push(text(place, Anchor::Middle, SMALL, SOFT_INK, label));
+                free = at + half + 6.0;
+            }
+        }
+        let corner = vec![
+            (self.left, self.top),
+            (self.left, self.bottom),
+            (right, self.bottom),
+        ];
+        shapes.push(stroke(corner, SOFT_INK, 1.2));
+    }
+
+    fn curve(&self, of: &[&Line], colour: Colour, height: impl Fn(&Line) -> f32, shapes: &mut Vec<Shape>) {
+        let points: Vec<_> = of
+            .iter()
+            .map(|l| (self.x.pixel(l.bytes as f64), height(l)))
+            .collect();
+        if points.len() > 1 {
+            shapes.push(stroke(points.clone(), colour, 2.0));
+        }
+        let disc = |centre| Shape::Disc {
+            centre,
+            radius: 3.5,
+            fill: colour,
+        };
+        shapes.extend(points.into_iter().map(disc));
+    }
+}
+
+fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
+    let series = series(lines);
+    let mut shapes = vec![
+        text((LEFT, 32.0), Anchor::Start, 20.0, INK, title),
+        text((LEFT, 53.0), Anchor::Start, 13.0, SOFT_INK, subtitle),
+    ];
+    let (mut x, mut y) = (LEFT, 78.0);
+    for ((op, _), &colour) in series.iter().zip(CURVES.iter().cycle()) {
+        let width = 30.0 + op.chars().count() as f32 * SMALL * LETTER + 22.0;
+        if x + width > WIDTH {
+            (x, y) = (LEFT, y + 18.0);
+        }
+        shapes.push(stroke(vec![(x, y - 4.0), (x + 24.0, y - 4.0)], colour, 2.5));
+        shapes.push(text((x + 30.0, y), Anchor::Start, SMALL, INK, *op));
+        x += width;
+    }
+    let top = y + 40.0;
+    let bottom = top + HEIGHT;
+    let all = || series.iter().flat_map(|(_, of)| of.iter().copied());
+    let mut sizes: Vec<u64> = all().map(|l| l.bytes).collect();
+    sizes.sort_unstable();
+    sizes.dedup();
+    let (least, most) = (
+        sizes.first().copied().unwrap_or(1),
+        sizes.last().copied().unwrap_or(1),
+    );
+    let panel = |left: f32, name| Panel {
+        left,
+        top,
+        bottom,
+        name,
+        // A little room, so that the first point does not lie on the axis.
+        x: LogAxis::new(least as f64 / 1.3, most as f64 * 1.3, left, left + PANEL),
+        sizes: &sizes,
+    };
+
+    let times = || all().flat_map(|l| [l.min_us, l.max_us]).filter(|t| *t > 0.0);
+    let (low, high) = times().fold((f64::INFINITY, 0.0f64), |(a, b), t| (a.min(t), b.max(t)));
+    let times = LogAxis::new(low / 1.2, high * 1.2, bottom, top);
+    let latency = panel(LEFT, "time of a call, µs: median, least to greatest");
+    let ticks = times
+        .ticks()
+        .into_iter()
+        .map(|t| (times.pixel(t), format!("{t}")));
+    latency.frame(ticks.collect(), &mut shapes);
+    for ((_, of), &colour) in series.iter().zip(CURVES.iter().cycle()) {
+        for l in of {
+            let x = latency.x.pixel(l.bytes as f64);
+            let span = vec![(x, times.pixel(l.min_us)), (x, times.pixel(l.max_us))];
+            shapes.push(stroke(span, colour.with_alpha(110), 1.2));
+        }
+        latency.curve(of, colour, |l| times.pixel(l.time_us), &mut shapes);
+    }
+
+    let fastest = all()
+        .map(|l| l.busbw)
+        .filter(|b| b.is_finite())
+        .fold(1e-3, f64::max);
+    let speeds = Axis::new(0.0, fastest * 1.06, bottom, top, 7);
+    let bandwidth = panel(LEFT + PANEL + GAP, "bus bandwidth, GB/s (10⁹ bytes)");
+    let ticks = speeds
+        .ticks()
+        .into_iter()
+        .map(|t| (speeds.pixel(t), speeds.label(t)));
+    bandwidth.frame(ticks.collect(), &mut shapes);
+    for ((_, of), &colour) in series.iter().zip(CURVES.iter().cycle()) {
+        bandwidth.curve(of, colour, |l| speeds.pixel(l.busbw), &mut shapes);
+    }
+    let below = bottom + 40.0;
+    for left in [LEFT, LEFT + PANEL + GAP] {
+        let middle = (left + PANEL / 2.0, below);
+        shapes.push(text(
+            middle,
+            Anchor::Middle,
+            13.0,
+            INK,
+            "size of the larger tensor of a rank",
+        ));
+    }
+    Scene {
+        width: WIDTH,
+        height: below + 16.0,
+        description: format!("{title}. {subtitle}"),
+        shapes,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn line(op: &'static str, bytes: u64, time_us: f64, busbw: f64) -> Line {
+        Line {
+            op,
+            bytes,
+            count: 1,
+            time_us,
+            min_us: time_us * 0.9,
+            max_us: time_us * 3.0,
+            algbw: busbw,
+            busbw,
+            wrong: None,
+        }
+    }
+
+    #[test]
+    fn every_operation_has_a_curve_in_both_panels_and_its_name_once() {
+        let lines = [
+            line("all_reduce", 4, 1.5, 0.003),
+            line("all_reduce", 1 << 20, 300.0, 3.5),
+            line("broadcast", 1 << 20, 200.0, 5.2),
+            line("barrier", 0, 0.8, 0.0),
+        ];
+        let s = scene("t", "s", &lines);
+        let texts = || {
+            s.shapes.iter().filter_map(|s| {
+                if let Shape::Text { text, .. } = s {
+                    Some(text)
+                } else {
+                    None
+                }
+            })
+        };
+        for name in ["all_reduce", "broadcast"] {
+            assert_eq!(texts().filter(|t| *t == name).count(), 1, "{name}");
+        }
+        assert!(!texts().any(|t| t == "barrier"), "it has no size");
+        assert_eq!(texts().filter(|t| *t == "1 MiB").count(), 2);
+        let discs: Vec<_> = s
+            .shapes
+            .iter()
+            .filter_map(|s| {
+                if let Shape::Disc { centre, fill, .. } = s {
+                    Some((*centre, *fill))
+                } else {
+                    None
+                }
+            })
+            .collect();
+        assert_eq!(discs.len(), 6);
+        for ((x, y), _) in &discs {
+            assert!(
+                (LEFT..WIDTH).contains(x) && (0.0..s.height).contains(y),
+                "{x} {y}"
+            );
+        }
+        // In the first panel more time is higher, in the second more bandwidth.
+        let heights =
+            |colour: Colour| -> Vec<f32> { discs.iter().filter(|d| d.1 == colour).map(|d| d.0.1).collect() };
+        let reduce = heights(CURVES[0]);
+        assert!(reduce[1] < reduce[0] && reduce[3] < reduce[2], "{reduce:?}");
+        let svg = to_svg(&s);
+        assert!(svg.starts_with("<svg") && svg.contains("1 MiB") && !svg.contains("NaN"));
+    }
+
+    #[test]
+    fn runs_without_sizes_or_with_odd_figures_are_drawn_too() {
+        let odd = [
+            line("all_reduce", 8, 0.0, f64::NAN),
+            line("reduce", 8, 5.0, f64::INFINITY),
+        ];
+        for lines in [&[][..], &[line("barrier", 0, 1.0, 0.0)], &odd] {
+            let svg = to_svg(&scene("t", "s", lines));
+            assert!(svg.ends_with("</svg>\n"));
+        }
+    }
+
+    #[test]
+    fn only_svg_files_in_folders_that_exist_are_taken() {
+        check(Path::new("x.svg")).unwrap();
+        for (path, text) in [
+            ("x.png", ".svg"),
+            ("x", ".svg"),
+            ("/nowhere-at-all/x.svg", "lies in none"),
+        ] {
+            let e = check(Path::new(path)).unwrap_err().to_string();
+            assert!(e.contains(text) && e.contains(path), "{e}");
+        }
+    }
+
+    #[test]
+    fn sizes_are_in_words() {
+        let words = [4.0, 1024.0, 1536.0, 65536.0, 16.0 * 1048576.0].map(size);
+        assert_eq!(words, ["4 B", "1 KiB", "1.5 KiB", "64 KiB", "16 MiB"]);
+    }
+}
