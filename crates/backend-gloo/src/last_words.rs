@@ -117,8 +117,10 @@ fn words_that_were_put_off_for_a_running_collective_are_remembered_when_the_conn
         scene.speak();
         scene.complete();
         scene.close_control();
-        // It had all that it needed.
-        scene.sum.wait(soon()).unwrap();
+        // It had all that it needed, unless the words came before it had begun.
+        if let Err(error) = scene.sum.wait(soon()) {
+            blames_rank_2(&error);
+        }
         blames_rank_2(&scene.error());
     }
 }

@@ -126,6 +126,11 @@ mod tests {
         };
         assert_eq!(with("TCP").unwrap(), Transport::Tcp);
         assert_eq!(with("shm").unwrap(), Transport::Shm);
+        // There is one data connection per pair: a wish for more is not silently dropped (INV-9).
+        let mut options = GroupOptions::default();
+        options.hints.insert("connections".into(), "4".into());
+        let e = Settings::new(options).unwrap_err();
+        assert!(e.to_string().contains("connections"), "{e}");
         let e = with("mixed").unwrap_err();
         assert!(e.to_string().contains("auto, tcp, shm"), "{e}");
     }

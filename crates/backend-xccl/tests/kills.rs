@@ -209,7 +209,8 @@ fn own_start() -> Duration {
 /// Rank 1's process, and what it says.
 struct Other {
     process: Child,
-    orders: ChildStdin,
+    /// Closed to let it end by itself.
+    orders: Option<ChildStdin>,
     says: Receiver<String>,
 }
 
@@ -235,8 +236,23 @@ impl Other {
             .unwrap();
         Self {
             process,
-            orders,
+            orders: Some(orders),
             says,
+        }
+    }
+
+    fn join(&mut self, epoch: u64) {
+        writeln!(self.orders.as_mut().unwrap(), "{epoch}").unwrap();
+    }
+
+    /// Its group has failed, and it has nothing more to do: a process that is killed could not tidy up behind its own child.
+    fn end(mut self) {
+        self.hear("failed");
+        self.orders = None;
+        let until = soon();
+        while self.process.try_wait().unwrap().is_none() {
+            assert!(Instant::now() < until, "the other rank does not end");
+            std::thread::sleep(Duration::from_millis(5));
         }
     }
 
@@ -293,7 +309,7 @@ fn campaign() {
     let mut swept = Vec::new();
     let mut ended_by_library = 0;
     let mut epoch = 1;
-    writeln!(other.orders, "{epoch}").unwrap();
+    other.join(epoch);
     group.configure(configuration(&store, epoch, 0)).unwrap();
     sum(&group, 1000).unwrap();
     for round in 0..rounds {
@@ -340,7 +356,7 @@ fn campaign() {
             other.hear("failed");
             swept.push(pid);
         }
-        writeln!(other.orders, "{epoch}").unwrap();
+        other.join(epoch);
         group.configure(configuration(&store, epoch, 0)).unwrap();
         sum(&group, 1000).unwrap();
         let times = if victim == 2 {
@@ -351,11 +367,11 @@ fn campaign() {
         times.push(killed_at.elapsed());
         noticed.push(known.saturating_duration_since(killed_at));
     }
-    other.hear("joined");
-    let mine = group.child_pid().into_iter().chain(group.spare_pid());
-    swept.extend(mine);
+    swept.push(other.hear("joined").parse().unwrap());
+    swept.extend(group.child_pid().into_iter().chain(group.spare_pid()));
     group.abort("the end");
-    drop((group, other));
+    other.end();
+    drop(group);
     nothing_is_left(&swept);
     say(&format!(
         "oneCCL alone, to its first sum in two new processes: {}",

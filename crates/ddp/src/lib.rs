@@ -266,7 +266,7 @@ impl<R: Replica> Ddp<R> {
                 Err(e) if e.is_retryable() => false,
                 Err(e) => return Err(e),
             };
-            self.feedback.end(true);
+            self.feedback.end(committed);
             if committed {
                 let (averages, contributors) = averages.ok_or_else(|| {
                     Error::new(

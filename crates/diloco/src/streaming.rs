@@ -223,9 +223,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             Some(Resumed { gradient: Some(kept) }) => {
                 let step = self.step();
                 let participation = self.quorum(inner, deadline_in(self.config.round_timeout))?;
-                drop(kept);
-                let _ = step;
-                self.send(participation, None)?;
+                self.send(participation, Some((step, kept)))?;
             }
             Some(_) if self.step() > 0 => return Ok(Vec::new()),
             _ => self.begin_round(inner)?,

@@ -134,6 +134,9 @@ impl Walk {
 
 type Run = Diloco<Member, SliceParameters>;
 
+/// Everything that must not differ: the global parameters by their hash, the local ones, and what is owed, in bits.
+type End = (String, SliceParameters, Vec<(String, Vec<u32>)>);
+
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))
 }
@@ -235,8 +238,7 @@ impl Rank {
         self.diloco.replica().group.barrier().unwrap();
     }
 
-    /// Everything that must not differ: the global and the local parameters, and what is owed.
-    fn end(&mut self) -> (String, SliceParameters, Vec<(String, Vec<u32>)>) {
+    fn end(&mut self) -> End {
         self.settle();
         let debts = self.debts.state().into_iter();
         let debts = debts.map(|(n, d)| (n, d.iter().map(|v| v.to_bits()).collect()));
@@ -284,7 +286,7 @@ fn configs() -> [DilocoConfig; 3] {
 }
 
 /// 14 inner steps, undisturbed.
-fn undisturbed(config: &DilocoConfig) -> Vec<(String, SliceParameters, Vec<(String, Vec<u32>)>)> {
+fn undisturbed(config: &DilocoConfig) -> Vec<End> {
     let all = world(|rank, store| {
         let mut r = Rank::make(store, rank, config, |_| {});
         r.begin();

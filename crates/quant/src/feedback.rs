@@ -78,7 +78,7 @@ impl Debts {
                 Some(to) => *to = *debt,
                 None => {
                     if let Some(to) = self.contributed.get_mut(place) {
-                        *to += 0.0 * debt;
+                        *to += debt;
                     }
                 }
             }
@@ -216,7 +216,10 @@ fn parse(saved: Vec<(String, Vec<f32>)>) -> Result<BTreeMap<String, Debts>> {
         if let Some(reduction) = name.strip_suffix(CONTRIBUTED) {
             let count = reduction.rsplit_once('.').and_then(|(_, n)| n.parse().ok());
             if count != Some(values.len()) {
-                return bad(&name, &format!("has {} values, not as many as it says", values.len()));
+                return bad(
+                    &name,
+                    &format!("has {} values, not as many as it says", values.len()),
+                );
             }
             let debts = Debts {
                 contributed: values,

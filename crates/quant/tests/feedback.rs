@@ -63,6 +63,13 @@ fn two_roundings_follow_the_hand_computed_history() {
     assert_eq!(history(4, &with(Codec::Int2B64), ReduceOp::Avg), quarters);
 }
 
+/// What one rank gave, what was delivered to it (entered by the first member only) and what it owes at the end, per value.
+struct Account {
+    gave: Vec<f64>,
+    got: Vec<f64>,
+    owed: Vec<f64>,
+}
+
 #[test]
 fn the_accounts_balance_when_members_leave_and_come_back_and_when_one_does_not_contribute() {
     const COUNT: usize = 700;
@@ -118,14 +125,14 @@ fn the_accounts_balance_when_members_leave_and_come_back_and_when_one_does_not_c
                         *to += f64::from(debt);
                     }
                 }
-                (gave, got, owed)
+                Account { gave, got, owed }
             });
             let mut moved = 0.0f64;
             for i in 0..COUNT {
-                let sum = |part: fn(&(Vec<f64>, Vec<f64>, Vec<f64>)) -> &Vec<f64>| -> f64 {
-                    accounts.iter().map(|a| part(a)[i]).sum()
+                let sum = |part: fn(&Account) -> &[f64]| -> f64 {
+                    accounts.iter().filter_map(|a| part(a).get(i)).sum()
                 };
-                let (gave, got, owed) = (sum(|a| &a.0), sum(|a| &a.1), sum(|a| &a.2));
+                let (gave, got, owed) = (sum(|a| &a.gave), sum(|a| &a.got), sum(|a| &a.owed));
                 moved = moved.max(owed.abs());
                 assert!(
                     (gave - got - owed).abs() < 1e-4,

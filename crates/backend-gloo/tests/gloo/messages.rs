@@ -190,7 +190,7 @@ fn a_receive_from_a_rank_that_leaves_is_a_loss_that_names_it() {
                     let work = group.recv(Tensor::zeros(DType::U8, 3), 1, 0);
                     match work {
                         Ok(work) => work.wait(soon()).unwrap_err(),
-                        Err(refused) => (*refused).0,
+                        Err(refused) => refused.error,
                     }
                 };
                 assert!(

@@ -414,11 +414,17 @@ fn split() -> Outcome {
         // Rank 0's first operation waits a while for its inputs; rank 1's goes at once.
         let writer = CudaAccelerator.new_stream(rank, false)?;
         let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[100])?;
-        let copies = if rank == 0 { 10 } else { 1 };
+        let copies = if rank == 0 { 40 } else { 1 };
         for _ in 0..copies {
             CudaAccelerator.copy_in(&1f32.to_ne_bytes().repeat(100), &mut tensor, &*writer)?;
         }
+        let before = group.traffic();
         let work = sum_on(&*group, tensor, Some(&writer), SOON)?;
+        // Rank 1 splits once its own operation is on its way, and so before the split on every rank.
+        let until = deadline_in(Duration::from_secs(2));
+        while rank == 1 && group.traffic() == before && Instant::now() < until {
+            std::thread::sleep(Duration::from_millis(1));
+        }
         let child = group
             .split(Some(0), 1 - rank, deadline_in(SOON))?
             .ok_or("no child")?;

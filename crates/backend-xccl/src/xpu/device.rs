@@ -9,6 +9,7 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::Instant;
 
+use ftcore::registry::Unavailable;
 use ftcore::{Device, DeviceKind, Error, Event, Result};
 
 use super::driver::{ENV_DEVICES, selectors};
@@ -82,15 +83,16 @@ impl Xpu {
 
     fn new(index: u32) -> Result<Self> {
         let list = selectors()?;
-        let selector = list.get(index as usize).ok_or_else(|| {
-            let count = list.len();
-            let text = match count {
-                0 => format!(
-                    "there is no xpu:{index}: Level Zero sees no GPU ({ENV_DEVICES}=cpu takes SYCL's CPU device, for tests)"
+        let selector = list.get(index as usize).ok_or_else(|| match list.len() {
+            0 => Error::from(Unavailable::NoDevice {
+                device: format!(
+                    "xpu:{index}: Level Zero sees no GPU ({ENV_DEVICES}=cpu takes SYCL's CPU device, for tests)"
                 ),
-                _ => format!("there is no xpu:{index}; the last of them is xpu:{}", count - 1),
-            };
-            Error::unsupported(text)
+            }),
+            count => Error::unsupported(format!(
+                "there is no xpu:{index}; the last of them is xpu:{}",
+                count - 1
+            )),
         })?;
         let handle = DeviceHandle::select(selector)?;
         let is_cpu = handle.is_cpu();

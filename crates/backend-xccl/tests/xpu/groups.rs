@@ -62,7 +62,7 @@ pub(crate) fn turns(rank: &Rank) -> Outcome {
     // Memory of one device is not another's.
     let elsewhere = Memory::on(1 - device.index)?;
     let refused = group.allreduce(elsewhere.with(&[1.0])?, ReduceOp::Sum);
-    let e = refused.err().expect("memory of another device");
+    let e = refused.expect_err("memory of another device");
     ensure(e.error.kind() == ErrorKind::InvalidArgument, || format!("{e}"))?;
     let e = xpu
         .copy_out(&sum, &mut [0; 396], &*elsewhere.stream()?)
@@ -85,7 +85,7 @@ pub(crate) fn messages(rank: &Rank) -> Outcome {
         || format!("{note:?}"),
     )?;
     let memory = Memory::on(0)?;
-    let e = group.send(memory.with(&[1.0])?, 0, 0).err().expect("refused");
+    let e = group.send(memory.with(&[1.0])?, 0, 0).expect_err("refused");
     ensure(e.error.kind() == ErrorKind::Unsupported, || format!("{e}"))
 }
 

@@ -162,20 +162,41 @@ pub(crate) fn failed(rank: &Rank) -> Outcome {
 pub(crate) fn given_up(_: &Rank) -> Outcome {
     let memory = Memory::on(0)?;
     let queue = stream(&memory)?;
-    let mut last = memory.empty(COUNT)?;
-    for turn in 0..20u8 {
-        let values = memory.with(&vec![f32::from(turn); COUNT])?;
-        let mut gone = memory.empty(COUNT)?;
-        queue.copy(&values, &mut gone)?;
-        queue.copy(&gone, &mut last)?;
-        // `values` and `gone` go here, long before the queue gets to them; new memory is asked for at once.
+    let (heavy, mut ballast) = (memory.empty(BALLAST)?, memory.empty(BALLAST)?);
+    let values = memory.with(&vec![19.0; COUNT])?;
+    let (mut last, mut first) = (memory.empty(COUNT)?, memory.empty(COUNT)?);
+    for _ in 0..COPIES {
+        queue.copy(&heavy, &mut ballast)?;
     }
-    let result = memory.read(&last, &*queue)?;
-    ensure(result.iter().all(|v| *v == 19.0), || {
-        format!(
-            "{:?} was left by a copy out of memory that was used again",
-            result.first()
-        )
+    queue.copy(&values, &mut last)?;
+    // Host values that go as soon as the calls return: two at once would show a buffer that is used again too early.
+    memory
+        .xpu
+        .copy_in(&1f32.to_ne_bytes().repeat(COUNT), &mut first, &*queue)?;
+    let mut second = memory.empty(COUNT)?;
+    memory
+        .xpu
+        .copy_in(&2f32.to_ne_bytes().repeat(COUNT), &mut second, &*queue)?;
+    let (point, address) = (queue.record()?, values.as_ptr());
+    drop((values, heavy, ballast));
+    let fresh = memory.empty(COUNT)?;
+    ensure(!point.query()?, || {
+        "the queue is not long enough for this test".into()
+    })?;
+    ensure(fresh.as_ptr() != address, || {
+        "memory that a copy still reads was given to somebody else".into()
+    })?;
+    for (tensor, want) in [(&last, 19.0), (&first, 1.0), (&second, 2.0)] {
+        let result = memory.read(tensor, &*queue)?;
+        ensure(result.iter().all(|v| *v == want), || {
+            format!("{:?}, not {want}", result.first())
+        })?;
+    }
+    drop(fresh);
+    // Now it is free, and used again rather than asked for anew.
+    let reused: Vec<Tensor> = (0..4).map(|_| memory.empty(COUNT)).collect::<Outcome<_>>()?;
+    ensure(reused.iter().any(|t| t.as_ptr() == address), || {
+        "memory that nobody uses is not used again".into()
     })?;
     let host = Tensor::from_vec(vec![0f32; COUNT]);
     let e = queue.copy(&host, &mut last).expect_err("host memory");

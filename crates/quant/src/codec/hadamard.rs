@@ -53,6 +53,10 @@ pub(super) fn rotate(
 
 /// The inverse of [`rotate`], up to rounding.
 #[inline(always)]
+#[expect(
+    clippy::needless_range_loop,
+    reason = "plain indices become vector code in every instruction set"
+)]
 pub(super) fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
     *to = *from;
     transform(to);

@@ -68,6 +68,46 @@ fn bytes_come_out_in_order_whatever_the_pieces_and_however_often_the_ring_wraps(
     });
 }
 
+/// One that arms its bell while the other publishes: without both fences each may miss what the other has just written.
+#[test]
+fn no_wake_up_is_lost_between_two_that_take_turns() {
+    const TURNS: u64 = 100_000;
+    let (a, b, region_a, region_b) = pair();
+    let until = deadline_in(Duration::from_secs(60));
+    let turns = |mut rings: Rings<LANE>, bell: Bell<LANE>, first: bool| {
+        for turn in 0..TURNS {
+            if turn > 0 || !first {
+                loop {
+                    bell.arm(Sleep::Word);
+                    if rings.reader.available(8).unwrap() >= 8 {
+                        bell.disarm();
+                        break;
+                    }
+                    let short = deadline_in(Duration::from_secs(2)).min(until);
+                    bell.sleep(short);
+                    let lost = Instant::now() >= short && rings.reader.available(8).unwrap() >= 8;
+                    assert!(!lost, "turn {turn}: slept on while a message was there");
+                    assert!(Instant::now() < until, "turn {turn}: nothing comes");
+                }
+                assert_eq!(rings.reader.peek(), Some(turn.to_le_bytes()));
+                rings.reader.take(8);
+                rings.reader.release();
+            }
+            // What the first says in its turn n the second answers in its own n.
+            let word = if first { turn } else { turn + 1 };
+            assert!(rings.writer.room(8).unwrap() >= 8);
+            rings.writer.put(&word.to_le_bytes());
+            rings.writer.publish();
+            rings.bell.ring();
+        }
+    };
+    std::thread::scope(|scope| {
+        let (bell_a, bell_b) = (region_a.bells().unwrap().lane, region_b.bells().unwrap().lane);
+        scope.spawn(move || turns(a, bell_a, true));
+        scope.spawn(move || turns(b, bell_b, false));
+    });
+}
+
 #[test]
 fn positions_that_cannot_be_are_an_error_on_the_other_side() {
     // A writer that claims more than fits, and one that goes back.

@@ -261,7 +261,11 @@ fn parts_that_are_encoded_together_give_the_bytes_of_their_groups_alone() {
         };
         for simd in Simd::available() {
             for rounding in [Rounding::Nearest, Rounding::Stochastic { key: 4 }] {
-                let how = |first| Encoding { rounding, first, simd };
+                let how = |first| Encoding {
+                    rounding,
+                    first,
+                    simd,
+                };
                 let mut whole = Vec::new();
                 codec.encode_with(how(0), &values, &mut whole);
                 let (all_scales, all_codes) = whole.split_at(scales * values.len() / 128);
@@ -269,8 +273,14 @@ fn parts_that_are_encoded_together_give_the_bytes_of_their_groups_alone() {
                 for (k, group) in values.chunks(128).enumerate() {
                     let mut alone = Vec::new();
                     codec.encode_with(how(128 * k as u64), group, &mut alone);
-                    let parts = (&all_scales[scales * k..][..scales], &all_codes[codes * k..][..codes]);
-                    assert!(alone.split_at(scales) == parts, "{codec} {simd} {rounding:?}: group {k}");
+                    let parts = (
+                        &all_scales[scales * k..][..scales],
+                        &all_codes[codes * k..][..codes],
+                    );
+                    assert!(
+                        alone.split_at(scales) == parts,
+                        "{codec} {simd} {rounding:?}: group {k}"
+                    );
                 }
             }
         }
