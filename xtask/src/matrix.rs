@@ -137,6 +137,30 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(10),
     ),
     row(
+        "xccl-sycl",
+        Some("xccl-sycl"),
+        "the real oneCCL on SYCL queues and USM memory; SYCL's CPU device stands in for a GPU",
+        oneccl_sycl,
+        suite("xccl-sycl-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "xccl-sycl-xpu",
+        Some("xccl-sycl"),
+        "order, devices, isolation and training state on xpu",
+        oneccl_sycl,
+        suite("xccl-xpu-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "xccl-sycl-table",
+        Some("xccl-sycl"),
+        "every reduction and dtype of oneCCL on xpu against the scalar oracle",
+        oneccl_sycl,
+        suite("xccl-table-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "nccl-standin",
         Some("nccl-standin"),
         "the nccl backend over a stand-in for NCCL and the CUDA driver",
@@ -422,6 +446,12 @@ fn gpu() -> Result<Environment, Skip> {
 fn oneccl() -> Result<Environment, Skip> {
     let folder = crate::oneccl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
     Ok(vec![("OXCCL_XCCL_PATH".to_owned(), folder.display().to_string())])
+}
+
+/// Needs the real oneCCL with SYCL's CPU device.
+fn oneccl_sycl() -> Result<Environment, Skip> {
+    let folder = crate::oneccl_sycl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
+    Ok(crate::oneccl_sycl::environment(&folder))
 }
 
 /// Needs the real torchft, which is fetched once.

@@ -137,3 +137,35 @@ fn a_neighbour_that_breaks_the_rules_of_messages_is_a_protocol_error_that_names_
         });
     }
 }
+
+#[test]
+fn an_answer_to_a_message_whose_bytes_did_not_go_along_is_a_protocol_error() {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
+    std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)).unwrap());
+        let mut neighbour = Neighbour::connect(&store);
+        ours.join().unwrap();
+        let call = scope.spawn(|| {
+            let op = Collective::Send {
+                tensor: Tensor::zeros(DType::U8, INLINE + 1),
+                peer: 1,
+                tag: 3,
+            };
+            group
+                .run_blocking(op, ftcore::SubmitOptions::by(soon()))
+                .unwrap_err()
+        });
+        let until = soon();
+        while neighbour.mail.reader.available(Control::BYTES).unwrap() < Control::BYTES {
+            assert!(!ftcore::time_left(until).is_zero(), "no offer comes");
+            std::thread::yield_now();
+        }
+        let offer = Control::decode(&neighbour.mail.reader.peek().unwrap()).unwrap();
+        assert_eq!(offer.kind, ControlKind::Offer);
+        write(&mut neighbour, &[(frame(ControlKind::Taken, offer.id, 0), 0)]);
+        let failed = call.join().unwrap();
+        assert_eq!(failed.error.kind(), ErrorKind::Protocol, "{}", failed.error);
+        assert_eq!(failed.error.context().peer, Some(1), "{}", failed.error);
+    });
+}

@@ -2,7 +2,7 @@
 //! is no library, no driver or no GPU, and where a case needs more ranks than this machine can run.
 //!
 //! One rank per device; with `NCCL_MULTI_RANK_GPU_ENABLE=1` (recent NCCL) several ranks share one. Ranks are processes, as NCCL wants them.
-//! Run: `cargo test -p backend-nccl --test nccl-real`, with `OXCCL_NCCL_PATH` if the library is not in one of the usual places.
+//! Run: `cargo test -p backend-nccl --test nccl-real-conformance`, with `OXCCL_NCCL_PATH` if the library is not in one of the usual places.
 
 use std::process::ExitCode;
 use std::sync::Arc;

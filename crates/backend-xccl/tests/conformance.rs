@@ -28,7 +28,7 @@ fn main() -> ExitCode {
     Plan {
         lasting: true,
         // Its start is mostly sleep.
-        at_once: Some(4),
+        at_once: Some(3),
         ..plan
     }
     .run()

@@ -35,7 +35,7 @@ fn main() -> ExitCode {
     Plan {
         lasting: true,
         // A start of oneCCL is mostly sleep.
-        at_once: Some(4),
+        at_once: Some(3),
         ..plan
     }
     .run()

@@ -166,6 +166,9 @@ fn life() {
         let error = reduce_until_it_fails(&group);
         say(&format!("failed {}", error.to_string().replace('\n', " ")));
     }
+    drop(group);
+    // A child's files are removed by the process that started it, if it lives long enough.
+    nothing_is_left(&[]);
 }
 
 fn say(line: &str) {

@@ -19,9 +19,10 @@ use isolate::{IsolateOptions, IsolatedGroup};
 use libtest_mimic::{Arguments, Completion, Trial};
 use quant::{Codec, QuantizedGroup};
 
-/// A selection: what the cases find in oneCCL itself they find in its own rows.
+/// A selection: what the cases find in oneCCL itself they find in its own rows. Hundreds of operations at once of three ranks that
+/// spin on two cores take longer than their deadline when other programs run beside them.
 fn is_selected(case: &Case) -> bool {
-    case.world == 2 || (case.world == 3 && case.shares)
+    case.world == 2 || (case.world == 3 && case.shares && !case.name.starts_with("lifetime::many"))
 }
 
 fn make(device: &Device, options: GroupOptions) -> Result<Box<dyn ProcessGroup>> {
@@ -44,7 +45,7 @@ fn main() -> ExitCode {
     isolate::run_child_if_asked();
     let mut arguments = Arguments::from_args();
     // A start of oneCCL is mostly sleep.
-    arguments.test_threads.get_or_insert(4);
+    arguments.test_threads.get_or_insert(3);
     let on: MakeOn = Arc::new(make);
     let harness = XcclFactory.probe().and_then(|()| Threads::new(Device::CPU, on));
     let harness = match harness {

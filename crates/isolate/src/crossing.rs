@@ -59,7 +59,8 @@ impl Shared {
     fn new(device: &Device) -> Result<Self> {
         let crossing = crossing(&device.kind).ok_or_else(|| {
             Error::unsupported(format!(
-                "no crate in this program can pass memory and events of {} between processes",
+                "no crate in this program can pass memory and events of {} between processes; isolate::open stages \
+                 tensors through host memory instead",
                 device.kind
             ))
         })?;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use ftcore::registry::{Backend, BackendFactory};
-use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
+use ftcore::{Capabilities, Device, DeviceKind, Feature, GroupOptions, ProcessGroup, Result};
 
 use crate::child;
 use crate::crossing::{Mode, open};
@@ -38,6 +38,20 @@ pub fn wrap(backend: &Backend, template: IsolateOptions) -> Backend {
     }
 }
 
+impl IsolatedFactory {
+    /// What groups offer, as far as it is known before there is one.
+    fn offered(&self) -> Capabilities {
+        let inner = self.inner.factory.capabilities();
+        if self.inner.device == DeviceKind::Cpu {
+            return isolated(inner, &Mode::Host, None);
+        }
+        let mut offered = isolated(inner, &Mode::Landed, None);
+        offered.features = offered.features.without(Feature::Borrow);
+        offered.devices = vec![self.inner.device.name().to_string().into()];
+        offered
+    }
+}
+
 impl BackendFactory for IsolatedFactory {
     fn probe(&self) -> Result<()> {
         self.inner.factory.probe()
@@ -47,7 +61,7 @@ impl BackendFactory for IsolatedFactory {
         if child::is_child() {
             self.inner.factory.capabilities()
         } else {
-            isolated(self.inner.factory.capabilities(), &Mode::Host, None)
+            self.offered()
         }
     }
 

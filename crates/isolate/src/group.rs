@@ -171,6 +171,9 @@ pub(crate) fn isolated(inner: Capabilities, mode: &Mode, why: Option<&Error>) ->
         .with(Feature::Reconfigure)
         .with(Feature::ThreadRanks)
         .with(Feature::Borrow);
+    if let Mode::Host = mode {
+        capabilities.devices.retain(|d| d == "cpu");
+    }
     if let Mode::Shared(shared) = mode {
         capabilities.features = capabilities.features.without(Feature::Borrow);
         capabilities.devices = vec![shared.device.kind.name().to_string().into()];

@@ -26,8 +26,12 @@ const WAYS: [Way; 14] = [
     way("ncclGroupStart", sum),
     way("cuMemcpyDtoHAsync", sum),
     way("ncclBroadcast", |r, g| Ok(g.broadcast(filled(r, 1.0, 10)?, 1)?)),
-    way("ncclReduce", |r, g| Ok(g.reduce(filled(r, 1.0, 10)?, ReduceOp::Sum, 1)?)),
-    way("ncclAllGather", |r, g| Ok(g.allgather_into(filled(r, 1.0, 10)?, filled(r, 0.0, 20)?)?)),
+    way("ncclReduce", |r, g| {
+        Ok(g.reduce(filled(r, 1.0, 10)?, ReduceOp::Sum, 1)?)
+    }),
+    way("ncclAllGather", |r, g| {
+        Ok(g.allgather_into(filled(r, 1.0, 10)?, filled(r, 0.0, 20)?)?)
+    }),
     way("ncclReduceScatter", |r, g| {
         Ok(g.reduce_scatter_into(filled(r, 1.0, 20)?, filled(r, 0.0, 10)?, ReduceOp::Sum)?)
     }),
@@ -47,7 +51,9 @@ const WAYS: [Way; 14] = [
     way("ncclRedOpCreatePreMulSum", |r, g| {
         Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::PremulSum(0.5))?)
     }),
-    way("cuLaunchKernel", |r, g| Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)),
+    way("cuLaunchKernel", |r, g| {
+        Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
+    }),
     way("cuMemsetAsync", abstain),
 ];
 
@@ -105,9 +111,10 @@ fn fails<const WAY: usize>() -> Outcome {
         check(error.to_string().contains(way.call), || {
             format!("'{}' is not named: {error}", way.call)
         })?;
-        check(matches!(error.kind(), ErrorKind::Backend | ErrorKind::Poisoned), || {
-            format!("{:?}: {error}", error.kind())
-        })?;
+        check(
+            matches!(error.kind(), ErrorKind::Backend | ErrorKind::Poisoned),
+            || format!("{:?}: {error}", error.kind()),
+        )?;
         next_epoch(rank, group, store)
     })
 }
@@ -129,35 +136,74 @@ fn no_id() -> Outcome {
         .configure(configuration(&store, 0, 1, 1, SOON))
         .err()
         .ok_or("configure succeeded")?;
-    says(&e, ErrorKind::Backend, &["ncclGetUniqueId", "configure", "code 2"])?;
+    says(
+        &e,
+        ErrorKind::Backend,
+        &["ncclGetUniqueId", "configure", "code 2"],
+    )?;
     group.configure(configuration(&store, 0, 1, 2, SOON))?;
     Ok(submit(0, &group, SOON)?.wait_done()?)
 }
 
+/// A scenario's name, the fault and the body.
+type Row = (&'static str, &'static str, fn() -> Outcome);
+
 pub(super) fn scenarios() -> Vec<Scenario> {
-    let list: [(&'static str, &'static str, fn() -> Outcome); 14] = [
+    let list: [Row; 14] = [
         ("call_group_start_fails", "ncclGroupStart:2:3", fails::<0>),
-        ("call_fetching_contributors_fails", "cuMemcpyDtoHAsync:1:700", fails::<1>),
+        (
+            "call_fetching_contributors_fails",
+            "cuMemcpyDtoHAsync:1:700",
+            fails::<1>,
+        ),
         ("call_broadcast_fails", "ncclBroadcast@1:1:1", fails::<2>),
         ("call_reduce_fails", "ncclReduce@1:1:1", fails::<3>),
         ("call_all_gather_fails", "ncclAllGather@1:1:1", fails::<4>),
         ("call_reduce_scatter_fails", "ncclReduceScatter@1:1:1", fails::<5>),
-        ("call_all_to_all_is_native_and_fails", "ncclAlltoAll@1:1:1", fails::<6>),
+        (
+            "call_all_to_all_is_native_and_fails",
+            "ncclAlltoAll@1:1:1",
+            fails::<6>,
+        ),
         ("call_gather_is_native_and_fails", "ncclGather@0:1:1", fails::<7>),
-        ("call_scatter_is_native_and_fails", "ncclScatter@0:1:1", fails::<8>),
+        (
+            "call_scatter_is_native_and_fails",
+            "ncclScatter@0:1:1",
+            fails::<8>,
+        ),
         ("call_send_fails", "ncclSend@0:1:1", fails::<9>),
         // Two for the groups; the third is a lane.
-        ("call_joining_a_lane_fails", "ncclCommInitRankConfig@1:2:2", fails::<10>),
-        ("call_premul_sum_fails", "ncclRedOpCreatePreMulSum@1:1:4", fails::<11>),
-        ("call_a_kernel_that_does_not_start_fails", "cuLaunchKernel:1:719", fails::<12>),
+        (
+            "call_joining_a_lane_fails",
+            "ncclCommInitRankConfig@1:2:2",
+            fails::<10>,
+        ),
+        (
+            "call_premul_sum_fails",
+            "ncclRedOpCreatePreMulSum@1:1:4",
+            fails::<11>,
+        ),
+        (
+            "call_a_kernel_that_does_not_start_fails",
+            "cuLaunchKernel:1:719",
+            fails::<12>,
+        ),
         ("call_filling_memory_fails", "cuMemsetD32Async:1:1", fails::<13>),
     ];
     let mut all: Vec<Scenario> = list
         .into_iter()
         .map(|(name, fault, body)| scenario(name, &[(FAIL, fault)], body))
         .collect();
-    all.push(scenario("call_unique_id_fails", &[(FAIL, "ncclGetUniqueId:1:2")], no_id));
+    all.push(scenario(
+        "call_unique_id_fails",
+        &[(FAIL, "ncclGetUniqueId:1:2")],
+        no_id,
+    ));
     let hang = [(HANG, "call:ncclCommFinalize@0:1")];
-    all.push(scenario("call_a_good_bye_that_hangs_holds_nobody_up", &hang, good_bye));
+    all.push(scenario(
+        "call_a_good_bye_that_hangs_holds_nobody_up",
+        &hang,
+        good_bye,
+    ));
     all
 }

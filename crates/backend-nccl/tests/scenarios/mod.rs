@@ -40,10 +40,9 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         staged::scenarios(),
         isolated::scenarios(),
     ]
-   
-        .into_iter()
-        .flatten()
-        .collect()
+    .into_iter()
+    .flatten()
+    .collect()
 }
 
 fn of_groups() -> Vec<Scenario> {

@@ -233,7 +233,7 @@ pub(super) fn says_what_it_is() -> Outcome {
 }
 
 pub(super) fn old_functions() -> Outcome {
-    two(GroupOptions::default(), |rank, group, _| {
+    two(GroupOptions::default(), |rank, group, store| {
         check(group.capabilities().ops.contains(OpKind::AllToAllInto), || {
             "all-to-all is gone".into()
         })?;
@@ -245,6 +245,8 @@ pub(super) fn old_functions() -> Outcome {
                 .take_tensor()?,
         )?;
         check(result == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], || format!("{result:?}"))?;
+        // An abort would end the other rank's operation too.
+        store.barrier("both have it", 2, deadline_in(Duration::from_secs(20)))?;
         // Without a revoke an abort goes the old way.
         if rank == 0 {
             group.abort("enough");

@@ -43,7 +43,7 @@ pub(super) fn rotate(
     peaks: &mut [u32; 2],
 ) -> bool {
     for i in 0..GROUP {
-        to[i] = from[i] * signs.0[i];
+        to[i] = from[i] * signs.factors()[i];
     }
     transform(to);
     let (first, second) = to.split_at(GROUP / 2);
@@ -61,7 +61,7 @@ pub(super) fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GRO
     *to = *from;
     transform(to);
     for i in 0..GROUP {
-        to[i] = f32::from_bits(to[i].to_bits() ^ (signs.0[i].to_bits() & 0x8000_0000));
+        to[i] = f32::from_bits(to[i].to_bits() ^ (signs.factors()[i].to_bits() & 0x8000_0000));
     }
 }
 
