@@ -73,6 +73,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "gloo-staged",
+        Some("gloo"),
+        "gloo behind device tensors, over a stand-in for the CUDA driver",
+        nothing,
+        suite("gloo-staged-conformance", ""),
+        minutes(10),
+    ),
+    row(
         "gloo-isolated",
         Some("isolate"),
         "gloo in child processes",
@@ -166,6 +174,30 @@ pub(crate) const ROWS: &[Row] = &[
         "the nccl backend over a stand-in for NCCL and the CUDA driver",
         nothing,
         suite("nccl-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "nccl-old-standin",
+        Some("nccl-standin"),
+        "the nccl backend over a stand-in without the functions after 2.19",
+        nothing,
+        suite("nccl-old-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "nccl-isolated-standin",
+        Some("nccl-standin"),
+        "nccl in child processes, memory and events crossing by IPC, over the stand-in",
+        nothing,
+        suite("nccl-isolated-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "nccl-library",
+        Some("nccl-library"),
+        "the real NCCL opened and asked for its version; no GPU needed",
+        nccl_library,
+        suite("nccl-library-conformance", ""),
         minutes(10),
     ),
     row(
@@ -399,6 +431,8 @@ pub(crate) enum Skip {
     Loopback { why: String },
     /// The real oneCCL cannot be had.
     Oneccl { why: String },
+    /// The real NCCL's library cannot be had.
+    NcclLibrary { why: String },
     /// The real torchft cannot be had.
     Torchft { why: String },
     /// No NVIDIA driver runs here.
@@ -410,6 +444,7 @@ impl fmt::Display for Skip {
         match self {
             Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
+            Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Oneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
         }
@@ -452,6 +487,12 @@ fn oneccl() -> Result<Environment, Skip> {
 fn oneccl_sycl() -> Result<Environment, Skip> {
     let folder = crate::oneccl_sycl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
     Ok(crate::oneccl_sycl::environment(&folder))
+}
+
+/// Needs the real NCCL's library, which is fetched once.
+fn nccl_library() -> Result<Environment, Skip> {
+    let folder = crate::nccl::prepare().map_err(|e| Skip::NcclLibrary { why: e.to_string() })?;
+    Ok(vec![("OXCCL_NCCL_PATH".to_owned(), folder.display().to_string())])
 }
 
 /// Needs the real torchft, which is fetched once.

@@ -436,7 +436,7 @@ mod tests {
             let e = group.configure(bad, |_| unreachable!()).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::InvalidArgument);
             assert!(e.to_string().contains(says), "{e}");
-            assert_eq!(e.context().op.as_deref(), Some("configure"));
+            assert_eq!(e.context().op, Some("configure"));
         }
         assert!(group.engine().is_ok());
         assert_eq!(engine.read(), [""; 0]);
