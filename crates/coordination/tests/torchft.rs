@@ -38,7 +38,7 @@ fn main() -> ExitCode {
     let folder = std::env::var_os(FOLDER)
         .filter(|f| !f.is_empty())
         .map(PathBuf::from);
-    let cases: [(&str, fn(&Torchft)); 7] = [
+    let cases: [Case; 7] = [
         (
             "its_lighthouse_clients_share_a_quorum_of_ours",
             its_lighthouse_clients,
@@ -84,6 +84,8 @@ fn main() -> ExitCode {
     libtest_mimic::run(&arguments, trials).exit_code()
 }
 
+/// A name, and what is tried.
+type Case = (&'static str, fn(&Torchft));
 type Answer = Result<Value, String>;
 
 /// A Python process with torchft in it.
