@@ -172,6 +172,10 @@ fn execute(
         let part = logs.join(format!("{}.part", row.name));
         let mut command = test_command(root, call);
         command.envs(environment.iter().map(|(k, v)| (k, v)));
+        if long {
+            // For suites that decide themselves what is long.
+            command.env("OXCCL_LONG", "1");
+        }
         let finished = process::run(&mut command, limit, Output::Log(&part), |time| {
             beat(row, "runs", time)
         })?;

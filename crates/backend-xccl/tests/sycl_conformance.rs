@@ -14,17 +14,6 @@ use ftcore::registry::BackendFactory;
 use ftcore::{Device, DeviceKind};
 use libtest_mimic::{Arguments, Completion, Trial};
 
-/// More than two only when asked: every rank is a SYCL runtime with a thread per core.
-fn limit() -> Limit {
-    match std::env::var_os("OXCCL_LONG") {
-        Some(_) => Limit::NONE,
-        None => Limit {
-            ranks: 2,
-            why: "every rank is a SYCL runtime with a thread per core; OXCCL_LONG=1 runs them",
-        },
-    }
-}
-
 fn main() -> ExitCode {
     if let Err(reason) = XcclXpuFactory.probe() {
         let trial = Trial::ignorable_test("processes::all_of_it", move || {
@@ -38,7 +27,10 @@ fn main() -> ExitCode {
         Arc::new(|device, options| Ok(Box::new(XpuGroup::new("conformance", device, options)?))),
     );
     Plan {
-        limit: limit(),
+        limit: Limit::unless_long(
+            2,
+            "every rank is a SYCL runtime with a thread per core; OXCCL_LONG=1 runs them",
+        ),
         lasting: true,
         at_once: Some(1),
         ..plan

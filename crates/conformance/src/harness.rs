@@ -342,6 +342,14 @@ impl Limit {
         ranks: u32::MAX,
         why: "",
     };
+
+    /// `ranks`, but as many as a case wants with `OXCCL_LONG` (which `cargo xtask test --long` sets). `why` is given as the reason.
+    pub fn unless_long(ranks: u32, why: &'static str) -> Self {
+        match std::env::var_os("OXCCL_LONG") {
+            Some(_) => Self::NONE,
+            None => Self { ranks, why },
+        }
+    }
 }
 
 fn suite_of(cases: Vec<Case>, harness: Arc<dyn Harness>, limit: Limit) -> Vec<Trial> {
