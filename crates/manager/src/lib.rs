@@ -6,6 +6,7 @@
 //! thing over a lighthouse; training crates see only the [`Replica`] trait.
 
 mod config;
+mod counted;
 mod lineage;
 mod manager;
 mod pending;

@@ -19,6 +19,7 @@ use ftcore::{
 };
 
 use crate::config::{ManagerConfig, WorldSizeMode};
+use crate::counted::counted;
 use crate::lineage::Lineage;
 use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
@@ -70,6 +71,7 @@ impl Manager {
     /// if the lighthouse cannot be reached within `connect_timeout`, `Conflict` if an address is in use.
     pub fn new(group: Arc<dyn ProcessGroup>, config: ManagerConfig) -> Result<Self> {
         config.validate()?;
+        let group = counted(group, config.timeout);
         let deadline = deadline_in(config.connect_timeout);
         let (servers, replica_id, manager_address) = match (&config.lighthouse, config.group_rank) {
             (Some(lighthouse), 0) => {

@@ -1,0 +1,412 @@
+//! Contributor counts and averages over backends that have neither in their frames (INV-4): a vendor's or a plugin's group that only sums.
+//!
+//! An all-reduce becomes two of the inner group: the sum, to which a rank that does not contribute brings zeros, and one integer,
+//! the number of those that do. The average divides by exactly that.
+
+use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Capabilities, Checked, Collective, Completer, Completion, Configuration, DType, DTypeSet, Error,
+    ErrorKind, Feature, GroupInfo, ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions,
+    Tensor, Traffic, Work, deadline_in, work_pair,
+};
+
+/// Averages of these are composed.
+const AVERAGED: [DType; 2] = [DType::F32, DType::F64];
+/// What contributors are counted in, the first that the backend sums. A float counts exactly up to 2^24 replicas.
+const COUNTS: [DType; 4] = [DType::I32, DType::I64, DType::U32, DType::F32];
+
+/// `group` itself if it counts contributors and averages f32, otherwise behind a [`CountedGroup`], if it can sum at all.
+/// `timeout` is that of calls that name no deadline.
+pub(crate) fn counted(group: Arc<dyn ProcessGroup>, timeout: Duration) -> Arc<dyn ProcessGroup> {
+    let offered = group.capabilities();
+    let complete = offered.has(Feature::Contributors) && offered.reduces(ReduceOp::Avg, DType::F32);
+    let count = COUNTS.into_iter().find(|&d| offered.reduces(ReduceOp::Sum, d));
+    match count {
+        Some(count) if !complete => Arc::new(CountedGroup::new(group, count, timeout)),
+        _ => group,
+    }
+}
+
+struct CountedGroup {
+    inner: Arc<dyn ProcessGroup>,
+    count: DType,
+    timeout: Duration,
+    capabilities: Capabilities,
+    /// The two reductions of one call are neighbours in the order that all ranks share.
+    order: Mutex<()>,
+}
+
+impl CountedGroup {
+    fn new(inner: Arc<dyn ProcessGroup>, count: DType, timeout: Duration) -> Self {
+        let mut capabilities = inner.capabilities().clone();
+        let averaged = AVERAGED
+            .iter()
+            .filter(|&&d| capabilities.reduces(ReduceOp::Sum, d));
+        let averaged = DTypeSet::of(&averaged.copied().collect::<Vec<_>>());
+        if let Some(set) = capabilities.reduces.get_mut(usize::from(ReduceOp::Avg.code())) {
+            *set = averaged;
+        }
+        capabilities.features = capabilities
+            .features
+            .with(Feature::Contributors)
+            .without(Feature::Borrow);
+        capabilities.notes.push((
+            "all_reduce".into(),
+            "contributors and averages by a second all-reduce of one number".into(),
+        ));
+        Self {
+            inner,
+            count,
+            timeout,
+            capabilities,
+            order: Mutex::new(()),
+        }
+    }
+
+    fn all_reduce(
+        &self,
+        mut tensors: Vec<Tensor>,
+        op: ReduceOp,
+        options: SubmitOptions,
+    ) -> Result<Work, Box<Rejected>> {
+        let inner_op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
+        if !options.contribute {
+            for tensor in &mut tensors {
+                tensor.bytes_mut().fill(0);
+            }
+        }
+        let one = match number(self.count, options.contribute) {
+            Ok(one) => one,
+            Err(error) => {
+                let op = Collective::AllReduce { tensors, op };
+                return Err(Box::new(Rejected { error, op }));
+            }
+        };
+        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
+        let both = || SubmitOptions {
+            contribute: true,
+            stream: options.stream.clone(),
+            ..SubmitOptions::by(deadline)
+        };
+        let order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
+        let sum = Collective::AllReduce {
+            tensors,
+            op: inner_op,
+        };
+        let sum = self.inner.run(sum, both()).map_err(|mut rejected| {
+            if let Collective::AllReduce { op: kind, .. } = &mut rejected.op {
+                *kind = op;
+            }
+            rejected
+        })?;
+        let count = self.inner.run(
+            Collective::AllReduce {
+                tensors: vec![one],
+                op: ReduceOp::Sum,
+            },
+            both(),
+        );
+        drop(order);
+        let inner = self.inner.clone();
+        let (work, completer) = work_pair(sum.kind(), deadline, move |reason| inner.abort(reason));
+        match count {
+            Ok(count) => join(&sum, &count, op, completer),
+            Err(rejected) => completer.fail(rejected.error, sum.recover()),
+        }
+        Ok(work)
+    }
+}
+
+/// One or zero.
+fn number(dtype: DType, contribute: bool) -> Result<Tensor> {
+    let one = u8::from(contribute);
+    match dtype {
+        DType::I32 => Ok(Tensor::from_vec(vec![i32::from(one)])),
+        DType::I64 => Ok(Tensor::from_vec(vec![i64::from(one)])),
+        DType::U32 => Ok(Tensor::from_vec(vec![u32::from(one)])),
+        DType::F32 => Ok(Tensor::from_vec(vec![f32::from(one)])),
+        other => Err(Error::unsupported(format!(
+            "contributors are not counted in {other}"
+        ))),
+    }
+}
+
+fn counted_in(tensor: &Tensor) -> Result<u32> {
+    let wrong = || Error::new(ErrorKind::Protocol, "the number of contributors is not one");
+    let first = match tensor.dtype() {
+        DType::I32 => tensor.as_slice::<i32>()?.first().map(|&n| i64::from(n)),
+        DType::I64 => tensor.as_slice::<i64>()?.first().copied(),
+        DType::U32 => tensor.as_slice::<u32>()?.first().map(|&n| i64::from(n)),
+        _ => tensor.as_slice::<f32>()?.first().map(|&n| n as i64),
+    };
+    first.and_then(|n| u32::try_from(n).ok()).ok_or_else(wrong)
+}
+
+/// Completes the call when both reductions have ended, in whichever order they say so.
+fn join(sum: &Work, count: &Work, op: ReduceOp, completer: Completer) {
+    let left = Arc::new((AtomicU8::new(2), Mutex::new(Some(completer))));
+    for work in [sum, count] {
+        let (left, sum, count) = (left.clone(), sum.clone(), count.clone());
+        work.on_complete(move |_| {
+            if left.0.fetch_sub(1, Ordering::AcqRel) != 1 {
+                return;
+            }
+            let completer = left.1.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let Some(completer) = completer else { return };
+            match finish(&sum, &count, op) {
+                Ok(completion) => completer.succeed(completion),
+                Err(error) => completer.fail(error, sum.recover()),
+            }
+        });
+    }
+}
+
+fn finish(sum: &Work, count: &Work, op: ReduceOp) -> Result<Completion> {
+    let contributors = counted_in(&count.take_tensor()?)?;
+    let mut completion = sum.take()?;
+    if op == ReduceOp::Avg && contributors > 0 {
+        for tensor in &mut completion.tensors {
+            if tensor.dtype() == DType::F64 {
+                let by = f64::from(contributors);
+                tensor.as_mut_slice::<f64>()?.iter_mut().for_each(|v| *v /= by);
+            } else {
+                let by = contributors as f32;
+                tensor.as_mut_slice::<f32>()?.iter_mut().for_each(|v| *v /= by);
+            }
+        }
+    }
+    completion.contributors = contributors;
+    Ok(completion)
+}
+
+impl ProcessGroup for CountedGroup {
+    fn info(&self) -> GroupInfo {
+        self.inner.info()
+    }
+
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        self.inner.configure(configuration)
+    }
+
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        match op.into_inner() {
+            Collective::AllReduce {
+                tensors,
+                op: op @ (ReduceOp::Sum | ReduceOp::Avg),
+            } => self.all_reduce(tensors, op, options),
+            op => self.inner.run(op, options),
+        }
+    }
+
+    fn split(
+        &self,
+        color: Option<u32>,
+        key: u32,
+        deadline: Instant,
+    ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        let child = self.inner.split(color, key, deadline)?;
+        Ok(child
+            .map(|c| Box::new(Self::new(Arc::from(c), self.count, self.timeout)) as Box<dyn ProcessGroup>))
+    }
+
+    fn abort(&self, reason: &str) {
+        self.inner.abort(reason);
+    }
+
+    fn error(&self) -> Option<Error> {
+        self.inner.error()
+    }
+
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.inner.shutdown(deadline)
+    }
+
+    fn traffic(&self) -> Traffic {
+        self.inner.traffic()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use backend_gloo::GlooGroup;
+    use ftcore::{Epoch, GroupOptions, InMemoryStore, Store};
+
+    use super::*;
+
+    /// Gloo that says it can only sum, and is held to that.
+    struct OnlySums(GlooGroup, Capabilities);
+
+    impl OnlySums {
+        fn new() -> Self {
+            let group = GlooGroup::new("sums", GroupOptions::default()).unwrap();
+            let mut capabilities = group.capabilities().clone();
+            capabilities.features = capabilities
+                .features
+                .without(Feature::Contributors)
+                .without(Feature::Borrow);
+            capabilities.reduces[usize::from(ReduceOp::Avg.code())] = DTypeSet::NONE;
+            Self(group, capabilities)
+        }
+    }
+
+    impl ProcessGroup for OnlySums {
+        fn info(&self) -> GroupInfo {
+            self.0.info()
+        }
+        fn capabilities(&self) -> &Capabilities {
+            &self.1
+        }
+        fn configure(&self, configuration: Configuration) -> Result<()> {
+            self.0.configure(configuration)
+        }
+        fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+            assert!(options.contribute);
+            self.0.submit(op, options)
+        }
+        fn split(&self, c: Option<u32>, k: u32, d: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+            self.0.split(c, k, d)
+        }
+        fn abort(&self, reason: &str) {
+            self.0.abort(reason);
+        }
+        fn error(&self) -> Option<Error> {
+            self.0.error()
+        }
+        fn shutdown(&self, deadline: Instant) -> Result<()> {
+            self.0.shutdown(deadline)
+        }
+        fn traffic(&self) -> Traffic {
+            self.0.traffic()
+        }
+    }
+
+    fn soon() -> Instant {
+        deadline_in(Duration::from_secs(30))
+    }
+
+    /// Runs `body` as each of `world` ranks.
+    fn ranks<T: Send>(world: u32, body: impl Fn(u32, &dyn ProcessGroup) -> T + Sync) -> Vec<T> {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        std::thread::scope(|scope| {
+            let started: Vec<_> = (0..world)
+                .map(|rank| {
+                    let (store, body) = (store.clone(), &body);
+                    scope.spawn(move || {
+                        let group = counted(Arc::new(OnlySums::new()), Duration::from_secs(30));
+                        group
+                            .configure(Configuration {
+                                store,
+                                prefix: "counted".to_string(),
+                                name: "counted".to_string(),
+                                epoch: Epoch(1),
+                                rank,
+                                world_size: world,
+                                deadline: soon(),
+                            })
+                            .unwrap();
+                        body(rank, &*group)
+                    })
+                })
+                .collect();
+            started.into_iter().map(|s| s.join().unwrap()).collect()
+        })
+    }
+
+    fn reduce(
+        group: &dyn ProcessGroup,
+        tensors: Vec<Tensor>,
+        op: ReduceOp,
+        contribute: bool,
+    ) -> Result<Completion> {
+        let options = SubmitOptions {
+            contribute,
+            ..SubmitOptions::by(soon())
+        };
+        let work = group
+            .run(Collective::AllReduce { tensors, op }, options)
+            .map_err(Error::from)?;
+        work.wait(soon())?;
+        work.take()
+    }
+
+    #[test]
+    fn an_average_divides_by_those_that_contribute_and_not_by_the_world() {
+        let all = ranks(3, |rank, group| {
+            let mine = vec![
+                Tensor::from_vec(vec![f32::from(rank as u8), 10.0]),
+                Tensor::from_vec(vec![100.0f32]),
+            ];
+            let average = reduce(group, mine, ReduceOp::Avg, rank != 2).unwrap();
+            let sum = reduce(
+                group,
+                vec![Tensor::from_vec(vec![7i64])],
+                ReduceOp::Sum,
+                rank == 1,
+            )
+            .unwrap();
+            group.shutdown(soon()).unwrap();
+            (average, sum)
+        });
+        for (average, sum) in all {
+            assert_eq!(average.contributors, 2);
+            assert_eq!(average.tensors[0].as_slice::<f32>().unwrap(), [0.5, 10.0]);
+            assert_eq!(average.tensors[1].as_slice::<f32>().unwrap(), [100.0]);
+            assert_eq!(sum.contributors, 1);
+            assert_eq!(sum.tensors[0].as_slice::<i64>().unwrap(), [7]);
+        }
+    }
+
+    #[test]
+    fn with_nobody_contributing_the_average_is_zero_and_says_so() {
+        for completion in ranks(2, |_, group| {
+            let done = reduce(group, vec![Tensor::from_vec(vec![3.0f64])], ReduceOp::Avg, false).unwrap();
+            group.shutdown(soon()).unwrap();
+            done
+        }) {
+            assert_eq!(completion.contributors, 0);
+            assert_eq!(completion.tensors[0].as_slice::<f64>().unwrap(), [0.0]);
+        }
+    }
+
+    #[test]
+    fn what_is_not_composed_is_refused_and_gives_the_tensors_back() {
+        ranks(1, |_, group| {
+            let options = SubmitOptions::by(soon());
+            let op = Collective::AllReduce {
+                tensors: vec![Tensor::from_vec(vec![3i32])],
+                op: ReduceOp::Avg,
+            };
+            let rejected = group.run(op, options).err().unwrap();
+            assert_eq!(rejected.error.kind(), ErrorKind::Unsupported);
+            assert_eq!(rejected.op.into_tensors().len(), 1);
+        });
+    }
+
+    #[test]
+    fn an_abort_ends_the_call_on_all_ranks() {
+        let errors = ranks(2, |rank, group| {
+            if rank == 1 {
+                group.abort("enough");
+                return None;
+            }
+            reduce(group, vec![Tensor::zeros(DType::F32, 1000)], ReduceOp::Avg, true).err()
+        });
+        assert!(errors[0].is_some());
+    }
+
+    #[test]
+    fn a_group_that_counts_by_itself_is_left_alone() {
+        let gloo: Arc<dyn ProcessGroup> = Arc::new(GlooGroup::new("g", GroupOptions::default()).unwrap());
+        assert!(Arc::ptr_eq(
+            &counted(gloo.clone(), Duration::from_secs(30)),
+            &gloo
+        ));
+    }
+}
