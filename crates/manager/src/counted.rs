@@ -351,10 +351,13 @@ mod tests {
                 rank == 1,
             )
             .unwrap();
+            let mine = vec![Tensor::from_vec(vec![f64::from(rank), 1e300])];
+            let wide = reduce(group, mine, ReduceOp::Avg, rank != 0).unwrap();
             group.shutdown(soon()).unwrap();
-            (average, sum)
+            (average, sum, wide)
         });
-        for (average, sum) in all {
+        for (average, sum, wide) in all {
+            assert_eq!(wide.tensors[0].as_slice::<f64>().unwrap(), [1.5, 1e300]);
             assert_eq!(average.contributors, 2);
             assert_eq!(average.tensors[0].as_slice::<f32>().unwrap(), [0.5, 10.0]);
             assert_eq!(average.tensors[1].as_slice::<f32>().unwrap(), [100.0]);
