@@ -146,6 +146,12 @@ impl XcclGroup {
     }
 }
 
+impl Drop for XcclGroup {
+    fn drop(&mut self) {
+        rendezvous::let_it_load();
+    }
+}
+
 impl lifecycle::Engine for Engine {
     fn abort(self: &Arc<Self>, reason: &str) {
         Self::abort(self, reason);

@@ -6,7 +6,7 @@
 //! groups (by process), so that two groups can never wait for each other.
 
 use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
@@ -104,14 +104,35 @@ pub(crate) fn warm_up(library: &'static Library) {
                 tracing::debug!(%error, "oneCCL could not load its transport in advance");
             }
             drop(gate);
+            set_loading(false);
         };
+        set_loading(true);
         let started = std::thread::Builder::new()
             .name("ox-xccl-warm".to_string())
             .spawn(load);
         if let Err(error) = started {
+            set_loading(false);
             tracing::debug!(%error, "no thread for loading oneCCL's transport in advance");
         }
     });
+}
+
+/// True while the transport is being loaded in advance.
+static LOADING: Mutex<bool> = Mutex::new(false);
+static LOADED: Condvar = Condvar::new();
+/// How long a group that goes waits for it.
+const FOR_LOADING: Duration = Duration::from_millis(1500);
+
+fn set_loading(is: bool) {
+    *LOADING.lock().unwrap_or_else(PoisonError::into_inner) = is;
+    LOADED.notify_all();
+}
+
+/// Waits, for a moment at most, until the transport is loaded. For groups that go: their process may be about to end, and what
+/// oneCCL brings while it loads is taken apart before the handler of `raw::exit` runs.
+pub(crate) fn let_it_load() {
+    let loading = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
+    drop(LOADED.wait_timeout_while(loading, FOR_LOADING, |loading| *loading));
 }
 
 /// The prefix of everything that belongs to one configuration.

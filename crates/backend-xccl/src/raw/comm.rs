@@ -7,7 +7,7 @@ use std::ptr::null_mut;
 use ftcore::{DType, Error, ErrorKind, Result};
 use oneccl_sys::{DataType, Library, RedOp, ResultCode, UniqueId};
 
-use super::exit::{Call, install};
+use super::exit::{self, Call};
 
 /// A communicator. Not destroyed when dropped: that would wait for the peers (see [`destroy`](Self::destroy)).
 #[derive(Debug)]
@@ -64,9 +64,11 @@ pub(super) fn sizes(ok: bool, what: &str) -> Result<()> {
 /// A new id, made by one rank for all.
 pub(crate) fn unique_id(library: &'static Library) -> Result<UniqueId> {
     let mut id = UniqueId::zeroed();
+    exit::come_first(exit::After::Opening);
     let _call = Call::enter();
     // SAFETY: INV-12 the out-parameter is a live id.
     let code = unsafe { (library.functions.get_unique_id)(&raw mut id) };
+    exit::come_first(exit::After::Transport);
     outcome(library, null_mut(), "onecclGetUniqueId", code)?;
     Ok(id)
 }
@@ -93,7 +95,7 @@ impl Comm {
         // SAFETY: INV-12 the id comes from onecclGetUniqueId of a peer with the same version (exchanged before).
         let code = unsafe { (library.functions.comm_init_rank)(&raw mut raw, world as usize, id, int(rank)) };
         outcome(library, null_mut(), "onecclCommInitRank", code)?;
-        install();
+        exit::come_first(exit::After::Communicator);
         if raw.is_null() {
             return Err(Error::new(
                 ErrorKind::Backend,
@@ -186,6 +188,7 @@ impl Comm {
         let kind = Self::reducible(dtype)?;
         let at: *mut c_void = data.as_mut_ptr().cast();
         let count = data.len() / dtype.size();
+        let _call = Call::enter();
         // SAFETY: INV-8 `data` is borrowed for the whole call and holds `count` elements; in place is allowed.
         let code =
             unsafe { (self.library.functions.all_reduce)(at, at, count, kind, op, self.raw, null_mut()) };

@@ -5,6 +5,10 @@
 //! process that has the key-value server goes while a peer destroys its communicator, that peer is aborted. (All three were
 //! seen.) So calls and good-byes are counted, and a handler that runs before that destructor waits for the good-byes, lets
 //! no new call begin, waits for those under way, and ends the process without destructors if one is stuck.
+//!
+//! What a call itself brings, and first of all the one that loads the transport, comes before any handler that was there
+//! already. So a group that goes waits for that call (`rendezvous::let_it_load`); a process that ends within it without dropping
+//! its group may still crash.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Once;
@@ -88,11 +92,28 @@ unsafe extern "C" {
     fn _exit(status: c_int) -> !;
 }
 
-/// Installs the handler, once. After the library has made its first communicator, so that its own destructors come later
-/// (they run in reverse order of registration).
-pub(super) fn install() {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
+/// What the library has done by now: each step may have brought destructors of its own.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum After {
+    /// It was opened.
+    Opening,
+    /// It has loaded its transport, with its first id.
+    Transport,
+    /// It has made a communicator.
+    Communicator,
+}
+
+/// Puts the handler before the destructors that the library has brought `after` a step, once for each: they run in reverse
+/// order of registration. The handler may run several times.
+pub(super) fn come_first(after: After) {
+    static DONE: [Once; 3] = [const { Once::new() }; 3];
+    let [opening, transport, communicator] = &DONE;
+    let once = match after {
+        After::Opening => opening,
+        After::Transport => transport,
+        After::Communicator => communicator,
+    };
+    once.call_once(|| {
         #[cfg(target_env = "gnu")]
         // SAFETY: INV-12 the handler is a function that lives as long as the program and takes no argument of ours.
         unsafe {
