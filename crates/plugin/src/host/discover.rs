@@ -53,7 +53,12 @@ pub fn discover_with(registry: &Registry, variables: &BTreeMap<OsString, OsStrin
     // One at a time: two threads that start at once get the same reports.
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    candidates(variables)
+    let candidates = candidates(variables);
+    if let Ok(limit) = probe::limit() {
+        let paths = candidates.iter().flatten().map(|c| &c.path);
+        probe::try_side_by_side(&paths.filter_map(|p| library::canonical(p).ok()).collect(), limit);
+    }
+    candidates
         .into_iter()
         .map(|c| match c {
             Ok(candidate) => take(candidate, registry),

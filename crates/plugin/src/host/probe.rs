@@ -5,7 +5,7 @@
 //! a program needs no code of its own for it. Where this crate is not in the main executable (a Python extension), the
 //! helper named by `OXCCL_HELPER`, or `oxccl` from the `PATH`, does the same.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::{Read, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -138,6 +138,32 @@ pub(super) fn try_in_child(path: &Path, limit: Duration) -> Result<(), Unavailab
     let mut verdicts = VERDICTS.lock().unwrap_or_else(PoisonError::into_inner);
     verdicts.insert(identity, verdict.clone());
     verdict
+}
+
+/// How many children try plugins at once: they mostly load, and those that hang only wait.
+const SIDE_BY_SIDE: usize = 16;
+
+/// Tries the plugins at canonical paths side by side, so that several which hang cost one time limit. The verdicts are kept for
+/// [`try_in_child`].
+pub(super) fn try_side_by_side(paths: &BTreeSet<PathBuf>, limit: Duration) {
+    let next = Mutex::new(paths.iter());
+    let work = || {
+        loop {
+            let path = next.lock().unwrap_or_else(PoisonError::into_inner).next();
+            let Some(path) = path else { return };
+            // Whoever asks for it gets the verdict, with its reason.
+            drop(try_in_child(path, limit));
+        }
+    };
+    std::thread::scope(|scope| {
+        for n in 1..paths.len().min(SIDE_BY_SIDE) {
+            let name = format!("ox-plugin-try-{n}");
+            if let Err(error) = std::thread::Builder::new().name(name).spawn_scoped(scope, work) {
+                tracing::debug!(%error, "no thread to try plugins with: fewer are tried at once");
+            }
+        }
+        work();
+    });
 }
 
 fn identity(path: &Path) -> Identity {

@@ -115,6 +115,33 @@ fn profile() -> &'static str {
 
 /// Runs cargo in `folder` and gives the one dynamic library that it names.
 pub(crate) fn cargo(folder: &Path, arguments: &[&str]) -> Result<PathBuf, String> {
+    let text = cargo_build(folder, arguments)?;
+    let library = text
+        .lines()
+        .filter(|l| l.contains("\"compiler-artifact\"") && l.contains("\"cdylib\""))
+        .flat_map(|l| l.split('"'))
+        .rfind(|part| part.ends_with(".so"));
+    library
+        .map(PathBuf::from)
+        .ok_or_else(|| format!("cargo built no library:\n{text}"))
+}
+
+/// A program of this workspace.
+pub(crate) fn program(package: &str, name: &str) -> Result<PathBuf, String> {
+    let text = cargo_build(
+        root(),
+        &["--package", package, "--bin", name, "--profile", profile()],
+    )?;
+    let file = text
+        .lines()
+        .filter_map(|l| l.split_once("\"executable\":\"")?.1.split('"').next())
+        .next_back();
+    file.map(PathBuf::from)
+        .ok_or_else(|| format!("cargo built no program:\n{text}"))
+}
+
+/// Runs `cargo build` in `folder`; what it says of its artefacts.
+fn cargo_build(folder: &Path, arguments: &[&str]) -> Result<String, String> {
     // One at a time: they would only wait for each other's lock.
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
@@ -124,15 +151,7 @@ pub(crate) fn cargo(folder: &Path, arguments: &[&str]) -> Result<PathBuf, String
         .args(arguments)
         .output();
     let output = told(&format!("cargo build {}", arguments.join(" ")), output)?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let library = text
-        .lines()
-        .filter(|l| l.contains("\"compiler-artifact\"") && l.contains("\"cdylib\""))
-        .flat_map(|l| l.split('"'))
-        .rfind(|part| part.ends_with(".so"));
-    library
-        .map(PathBuf::from)
-        .ok_or_else(|| format!("cargo built no library:\n{text}"))
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
 /// A fixture of this workspace, built once per run.

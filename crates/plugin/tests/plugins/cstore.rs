@@ -24,6 +24,11 @@ pub(crate) fn today() -> Outcome<PathBuf> {
     built("cstore", plugin::abi::MINOR, &[])
 }
 
+/// With the header of the minor version before.
+pub(crate) fn of_old() -> Outcome<PathBuf> {
+    built("cstore-1.0", 0, &[])
+}
+
 fn opened(name: &str, minor: u32, defines: &[&str]) -> Outcome<Loaded> {
     let opened = load(&built(name, minor, defines)?).map_err(text)?;
     ensure!(

@@ -37,6 +37,7 @@ pub(crate) fn trials() -> Vec<Trial> {
             named,
         ),
         trial_in_c("discovery::the_named_library_wins_over_the_path", precedence),
+        trial_in_c("discovery::plugins_are_tried_side_by_side", side_by_side),
     ]
 }
 
@@ -143,5 +144,17 @@ fn precedence() -> Outcome {
     let used = registry.get("cstore", None).map_err(text)?.source;
     let own = std::fs::canonicalize(own).map_err(text)?.display().to_string();
     ensure!(used.origin == own, "{used}");
+    Ok(())
+}
+
+/// Each of them waits until the other is being tried too: one after the other, both would be killed at the time limit.
+fn side_by_side() -> Outcome {
+    let folder = tempfile::tempdir().map_err(text)?;
+    for name in ["a.so", "b.so"] {
+        std::fs::copy(faulty::fault(19)?, folder.path().join(name)).map_err(text)?;
+    }
+    let (registry, reports) = found(&[(ENV_PATH, folder.path())]);
+    ensure!(reports.iter().all(|r| r.result.is_ok()), "{reports:?}");
+    ensure!(registry.list().len() == 1, "{:?}", registry.list());
     Ok(())
 }

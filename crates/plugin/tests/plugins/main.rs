@@ -1,5 +1,5 @@
 //! Plugins as files: header, fixtures with their documented outcomes, a backend in C, panics, a device kind, discovery,
-//! and the walk-through of `docs/plugins.md`.
+//! the walk-through of `docs/plugins.md`, and the training program with all of them around.
 //!
 //! What needs a C compiler is ignored with the reason where there is none, never passed.
 
@@ -9,6 +9,7 @@ mod discovery;
 mod faulty;
 mod guide;
 mod header;
+mod job;
 mod odd;
 mod ranks;
 
@@ -63,5 +64,6 @@ fn main() -> ExitCode {
     trials.extend(odd::trials());
     trials.extend(discovery::trials());
     trials.extend(guide::trials());
+    trials.extend(job::trials());
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }

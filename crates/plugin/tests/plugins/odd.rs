@@ -46,7 +46,7 @@ fn logged(words: &[&str]) -> bool {
     lines.iter().any(|l| words.iter().all(|w| l.contains(w)))
 }
 
-fn library() -> Outcome<PathBuf> {
+pub(crate) fn library() -> Outcome<PathBuf> {
     build::rust_plugin("odd-plugin")
 }
 
