@@ -6,6 +6,8 @@
 //! get a step of the format per hop. `Special` holds what breaks shortcuts: NaN, infinities,
 //! overflow, bytes of bool that are neither 0 nor 1.
 
+use std::sync::OnceLock;
+
 use ftcore::{DType, ReduceOp, Tensor};
 use half::{bf16, f16};
 
@@ -93,8 +95,17 @@ fn rounded(dtype: DType, v: f64) -> f64 {
     }
 }
 
-/// The value of an 8-bit float (OCP OFP8).
+/// The value of an 8-bit float (OCP OFP8). Rounding to the nearest looks at all of them for each element, so they are computed once.
 fn eighth(dtype: DType, bits: u8) -> f64 {
+    static TABLES: [OnceLock<Vec<f64>>; 2] = [const { OnceLock::new() }; 2];
+    let [e5m2, e4m3] = &TABLES;
+    let table = if dtype == DType::F8E4M3 { e4m3 } else { e5m2 };
+    let table = table.get_or_init(|| (0..=u8::MAX).map(|b| decoded(dtype, b)).collect());
+    table.get(usize::from(bits)).copied().unwrap_or(f64::NAN)
+}
+
+/// [`eighth`], from the definition.
+fn decoded(dtype: DType, bits: u8) -> f64 {
     let (mantissa_bits, bias) = if dtype == DType::F8E4M3 { (3, 7) } else { (2, 15) };
     let magnitude = i32::from(bits & 0x7F);
     let (exponent, mantissa) = (magnitude >> mantissa_bits, magnitude & ((1 << mantissa_bits) - 1));
