@@ -73,6 +73,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "gloo-by-device",
+        Some("gloo"),
+        "gloo as a member of a group that dispatches by device",
+        loopback,
+        suite("world-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "gloo-staged",
         Some("gloo"),
         "gloo behind device tensors, over a stand-in for the CUDA driver",

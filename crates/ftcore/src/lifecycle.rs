@@ -308,6 +308,11 @@ impl Split {
         Ok(Self { parent, ballots })
     }
 
+    /// What the ranks passed, in rank order: (colour, key).
+    pub fn said(&self) -> impl Iterator<Item = (Option<u32>, u32)> {
+        self.ballots.iter().map(|b| (b.color, b.key))
+    }
+
     /// The colours in use, ascending: for libraries that want small ones.
     pub fn colors(&self) -> Vec<u32> {
         let mut colors: Vec<u32> = self.ballots.iter().filter_map(|b| b.color).collect();

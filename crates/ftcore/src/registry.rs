@@ -21,7 +21,7 @@ mod defaults;
 mod tests;
 mod unavailable;
 
-pub use defaults::{DefaultBackends, ENV_DEFAULT_BACKEND};
+pub use defaults::{DefaultBackends, ENV_DEFAULT_BACKEND, device_pairs};
 pub use unavailable::Unavailable;
 
 /// Where a provider comes from, from weakest to strongest.
@@ -181,7 +181,10 @@ struct Alias {
     source: Source,
 }
 
-fn check_name(name: &str) -> Result<String> {
+/// A backend's name as it is registered: in lower case.
+///
+/// Errors: `InvalidArgument` if it is empty or has a ':', a ',', a space or a control character in it.
+pub fn check_name(name: &str) -> Result<String> {
     let bad = name.is_empty()
         || name
             .chars()

@@ -9,6 +9,7 @@ use std::sync::{Arc, OnceLock};
 use ftcore::registry::Backend;
 use ftcore::{Device, Feature, GroupOptions, ProcessGroup, Registry, Result};
 use isolate::{ChildInit, IsolateOptions};
+use world::WorldOptions;
 
 /// To be called first thing in `main`, before arguments are read or anything is printed. Returns at once in an ordinary
 /// process; in one that an isolated group started it serves as the group's child and never returns.
@@ -45,28 +46,42 @@ pub fn find(name: Option<&str>, device: &Device) -> Result<Backend> {
     Registry::global().get(&name, Some(&device.kind))
 }
 
-/// A group for a manager: one that can be aborted and configured again. A backend that cannot do both in process
+/// A group for a manager: one that can be aborted and configured again. `name` is a backend's, or one for each device kind as in
+/// `cpu:gloo,cuda:nccl` ([`world::BackendSpec`]). A backend that cannot do both in process
 /// (oneCCL has no abort, and its survivors hang) is isolated in a child process with a spare kept warm.
 ///
-/// Errors: as [`find`], the reason why the backend cannot be used here, and options that it does not honour (INV-9).
+/// Errors: as [`find`] and [`world::WorldOptions::group`], the reason why the backend cannot be used here, and options that it does not
+/// honour (INV-9).
 pub fn fault_tolerant_group(
     name: Option<&str>,
     device: &Device,
     options: &GroupOptions,
 ) -> Result<Arc<dyn ProcessGroup>> {
-    let name = match name {
-        Some(name) => name.to_string(),
-        None => Registry::default_backend(&device.kind)?,
+    let wanted = WorldOptions {
+        backends: name.unwrap_or_default().parse()?,
+        device: device.clone(),
+        options: options.clone(),
+        make: Arc::new(fault_tolerant_backend),
+        ..WorldOptions::default()
     };
-    let backend = match find(Some(&name), device) {
+    Ok(Arc::from(wanted.group("group")?))
+}
+
+/// [`fault_tolerant_group`] for one backend.
+fn fault_tolerant_backend(
+    name: &str,
+    device: &Device,
+    options: &GroupOptions,
+) -> Result<Box<dyn ProcessGroup>> {
+    let backend = match find(Some(name), device) {
         Ok(backend) => backend,
         // The registry may still serve the device, through the host.
-        Err(_) => return Ok(Arc::from(Registry::global().create(&name, device, options)?)),
+        Err(_) => return Registry::global().create(name, device, options),
     };
     backend.factory.probe()?;
     let capabilities = backend.factory.capabilities();
     if capabilities.has(Feature::Abort) && capabilities.has(Feature::Reconfigure) {
-        return Ok(Arc::from(backend.factory.create(device, options)?));
+        return backend.factory.create(device, options);
     }
     let template = IsolateOptions {
         spare: true,
@@ -76,6 +91,5 @@ pub fn fault_tolerant_group(
         backend = backend.name,
         "runs in a child process: it cannot be aborted in process"
     );
-    let isolated = isolate::wrap(&backend, template);
-    Ok(Arc::from(isolated.factory.create(device, options)?))
+    isolate::wrap(&backend, template).factory.create(device, options)
 }

@@ -28,6 +28,8 @@ pub use manager;
 pub use plugin;
 #[cfg(feature = "quant")]
 pub use quant;
+#[cfg(feature = "world")]
+pub use world;
 
 #[cfg(feature = "backend")]
 pub mod backend;

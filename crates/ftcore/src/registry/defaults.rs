@@ -30,39 +30,13 @@ impl DefaultBackends {
     /// The table with the overrides of `spec`: `device:backend` entries separated by commas. Spaces around names and
     /// upper case do not matter; a blank `spec` overrides nothing.
     ///
-    /// Errors: `InvalidArgument` for an entry that is empty, has not exactly one ':', names no device kind or no
-    /// backend, or names a device for the second time; the text quotes the entry and the character where it begins.
+    /// Errors: those of [`device_pairs`].
     pub fn parse(spec: &str) -> Result<Self> {
         let mut table = Self::built_in();
         if spec.trim().is_empty() {
             return Ok(table);
         }
-        let mut named: Vec<DeviceKind> = Vec::new();
-        // Positions count characters from 1, as a user does.
-        let mut position = 1;
-        for entry in spec.split(',') {
-            let blanks = entry.chars().take_while(|c| c.is_whitespace()).count();
-            let wrong = |why: String| {
-                Error::invalid(format!(
-                    "'{}' at character {} of '{spec}' is not device:backend: {why}",
-                    entry.trim(),
-                    position + blanks,
-                ))
-            };
-            let (device, name) = entry
-                .split_once(':')
-                .ok_or_else(|| wrong("there is no ':'".to_string()))?;
-            let device: DeviceKind = device
-                .parse()
-                .map_err(|e: Error| wrong(e.message().to_string()))?;
-            let name = check_name(name.trim()).map_err(|e| wrong(e.message().to_string()))?;
-            if named.contains(&device) {
-                return Err(wrong(format!("{device} has an entry before it")));
-            }
-            named.push(device.clone());
-            table.0.insert(device, name);
-            position += entry.chars().count() + 1;
-        }
+        table.0.extend(device_pairs(spec)?);
         Ok(table)
     }
 
@@ -92,6 +66,39 @@ impl DefaultBackends {
     pub fn iter(&self) -> impl Iterator<Item = (&DeviceKind, &str)> {
         self.0.iter().map(|(device, name)| (device, name.as_str()))
     }
+}
+
+/// `device:backend` entries separated by commas, in the order written. Spaces around names and upper case do not matter.
+///
+/// Errors: `InvalidArgument` for an entry that is empty, has not exactly one ':', names no device kind or no
+/// backend, or names a device for the second time; the text quotes the entry and the character where it begins.
+pub fn device_pairs(spec: &str) -> Result<Vec<(DeviceKind, String)>> {
+    let mut pairs: Vec<(DeviceKind, String)> = Vec::new();
+    // Positions count characters from 1, as a user does.
+    let mut position = 1;
+    for entry in spec.split(',') {
+        let blanks = entry.chars().take_while(|c| c.is_whitespace()).count();
+        let wrong = |why: String| {
+            Error::invalid(format!(
+                "'{}' at character {} of '{spec}' is not device:backend: {why}",
+                entry.trim(),
+                position + blanks,
+            ))
+        };
+        let (device, name) = entry
+            .split_once(':')
+            .ok_or_else(|| wrong("there is no ':'".to_string()))?;
+        let device: DeviceKind = device
+            .parse()
+            .map_err(|e: Error| wrong(e.message().to_string()))?;
+        let name = check_name(name.trim()).map_err(|e| wrong(e.message().to_string()))?;
+        if pairs.iter().any(|(known, _)| *known == device) {
+            return Err(wrong(format!("{device} has an entry before it")));
+        }
+        pairs.push((device, name));
+        position += entry.chars().count() + 1;
+    }
+    Ok(pairs)
 }
 
 #[cfg(test)]

@@ -1,0 +1,21 @@
+//! Groups of ranks as a job sees them: which backends serve its devices, how its ranks find each other, which of them talk to
+//! which.
+//!
+//! [`BackendSpec`] is what a user writes (`gloo`, `cpu:gloo,cuda:nccl`, or nothing); [`ByDevice`] is a group that hands each operation
+//! to the backend of its tensors' device; [`Place`] says which rank this process is and where the others are (from torchrun, MPI or Slurm
+//! variables, or an address); [`World`] is the group of all ranks, from which [`World::new_group`] and [`World::split_group`] make
+//! others; [`DeviceMesh`] arranges ranks in named dimensions, and [`RankOrder`] in the ones of large-model training.
+
+mod by_device;
+mod mesh;
+mod order;
+mod place;
+mod spec;
+mod world;
+
+pub use by_device::ByDevice;
+pub use mesh::{DeviceMesh, MeshShape};
+pub use order::{Dimension, RankOrder, Sizes};
+pub use place::{Meeting, Place};
+pub use spec::BackendSpec;
+pub use world::{ENV_SPLIT_GROUPS, Make, World, WorldOptions};

@@ -1,0 +1,318 @@
+//! The group of all ranks of a job, and the groups that are made from it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Instant;
+
+use ftcore::lifecycle::Split;
+use ftcore::{
+    Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result,
+    Store, TcpStoreServer,
+};
+
+use crate::{BackendSpec, ByDevice, Place};
+
+/// With the value 1, [`World::new_group`] and [`World::split_group`] split the world's group; with 0, or unset, they configure new groups.
+pub const ENV_SPLIT_GROUPS: &str = "OXCCL_SPLIT_GROUPS";
+
+/// Makes an unconfigured group of a backend on a device.
+pub type Make = dyn Fn(&str, &Device, &GroupOptions) -> Result<Box<dyn ProcessGroup>> + Send + Sync;
+
+/// How a [`World`] is made.
+#[derive(Clone)]
+pub struct WorldOptions {
+    /// Which backend serves which device.
+    pub backends: BackendSpec,
+    /// The group's own device.
+    pub device: Device,
+    /// Options of the backends' groups. Every backend must honour them (INV-9).
+    pub options: GroupOptions,
+    /// In the place of `options` for backends of these device kinds.
+    pub options_of: BTreeMap<DeviceKind, GroupOptions>,
+    /// Whether groups are made by splitting the world's; `None` asks [`ENV_SPLIT_GROUPS`].
+    pub split_groups: Option<bool>,
+    /// Makes the backends' groups; [`Registry::create`] of the process's registry if you do not say otherwise.
+    pub make: Arc<Make>,
+}
+
+impl Default for WorldOptions {
+    fn default() -> Self {
+        Self {
+            backends: BackendSpec::Default,
+            device: Device::CPU,
+            options: GroupOptions::default(),
+            options_of: BTreeMap::new(),
+            split_groups: None,
+            make: Arc::new(|name, device, options| Registry::global().create(name, device, options)),
+        }
+    }
+}
+
+impl fmt::Debug for WorldOptions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("WorldOptions")
+            .field("backends", &self.backends)
+            .field("device", &self.device)
+            .finish_non_exhaustive()
+    }
+}
+
+impl WorldOptions {
+    /// An unconfigured group of the backends that are asked for: one, or one for each device.
+    ///
+    /// Errors: those of [`BackendSpec::backends`], and why a backend cannot be used or does not honour an option.
+    pub fn group(&self, name: &str) -> Result<Box<dyn ProcessGroup>> {
+        let mut members = Vec::new();
+        for (device, backend) in self.backends.backends(&self.device)? {
+            let options = self.options_of.get(&device.kind).unwrap_or(&self.options);
+            members.push(((self.make)(&backend, &device, options)?, device));
+        }
+        if let BackendSpec::ByDevice(_) = self.backends {
+            let members = members
+                .into_iter()
+                .map(|(group, device)| (device, group))
+                .collect();
+            return Ok(Box::new(ByDevice::new(name, self.device.clone(), members)?));
+        }
+        let only = members.pop().map(|(group, _)| group);
+        only.ok_or_else(|| Error::new(ErrorKind::Internal, "a specification without a backend"))
+    }
+
+    fn splits(&self) -> Result<bool> {
+        if let Some(splits) = self.split_groups {
+            return Ok(splits);
+        }
+        match std::env::var(ENV_SPLIT_GROUPS).as_deref() {
+            Err(std::env::VarError::NotPresent) | Ok("0" | "") => Ok(false),
+            Ok("1") => Ok(true),
+            other => Err(Error::invalid(format!(
+                "{ENV_SPLIT_GROUPS} is {other:?}; 1 splits the world's group, 0 configures new ones"
+            ))),
+        }
+    }
+}
+
+/// All ranks of a job. See the module.
+///
+/// It is configured once: jobs whose members come and go have a manager around a group instead.
+pub struct World {
+    group: Box<dyn ProcessGroup>,
+    configuration: Configuration,
+    options: WorldOptions,
+    splits: bool,
+    /// Rank 0's, for a meeting over TCP.
+    _server: Option<TcpStoreServer>,
+}
+
+impl fmt::Debug for World {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let c = &self.configuration;
+        write!(
+            f,
+            "World(rank {} of {}, {})",
+            c.rank, c.world_size, self.options.backends
+        )
+    }
+}
+
+impl World {
+    /// Meets the other ranks at `place` and connects.
+    ///
+    /// Errors: those of [`Place::open`] and [`World::with_store`].
+    pub fn init(place: &Place, options: WorldOptions, deadline: Instant) -> Result<Self> {
+        let (store, server) = place.open(deadline)?;
+        let world = Self::with_store(store, place.rank, place.world_size, options, deadline)?;
+        Ok(Self {
+            _server: server,
+            ..world
+        })
+    }
+
+    /// Connects through a store that all ranks have; nobody has made a world through it before.
+    ///
+    /// Errors: those of [`WorldOptions::group`] and of the group's `configure`; `InvalidArgument` for a wrong [`ENV_SPLIT_GROUPS`].
+    pub fn with_store(
+        store: Arc<dyn Store>,
+        rank: u32,
+        world_size: u32,
+        options: WorldOptions,
+        deadline: Instant,
+    ) -> Result<Self> {
+        let splits = options.splits()?;
+        let group = options.group("world")?;
+        let configuration = Configuration {
+            store,
+            prefix: "world".to_string(),
+            name: "world".to_string(),
+            epoch: Epoch(1),
+            rank,
+            world_size,
+            deadline,
+        };
+        group.configure(configuration.clone())?;
+        Ok(Self {
+            group,
+            configuration,
+            options,
+            splits,
+            _server: None,
+        })
+    }
+
+    /// The group of all ranks.
+    pub fn group(&self) -> &dyn ProcessGroup {
+        &*self.group
+    }
+
+    /// This process's rank.
+    pub fn rank(&self) -> u32 {
+        self.configuration.rank
+    }
+
+    /// The number of ranks.
+    pub fn world_size(&self) -> u32 {
+        self.configuration.world_size
+    }
+
+    /// A group of `ranks`, in which rank `ranks[i]` is rank i; `None` on ranks that are not among them. A call of all ranks of the
+    /// world, with the same list.
+    ///
+    /// Errors: as [`split_group`](Self::split_group).
+    pub fn new_group(&self, ranks: &[u32], deadline: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        self.split_group(&[ranks.to_vec()], deadline)
+            .map_err(|e| e.with_op("new_group"))
+    }
+
+    /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks of the world, with the same
+    /// lists; one exchange for all of them.
+    ///
+    /// Errors: `InvalidArgument` for an empty list, a rank that does not exist or is in two places; `Mismatch` names a rank that passed
+    /// other lists; `Unsupported` if groups are to be split and the backend cannot; what `configure` of the new group says.
+    pub fn split_group(
+        &self,
+        partition: &[Vec<u32>],
+        deadline: Instant,
+    ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        let ballots = ballots(partition, self.world_size()).map_err(|e| e.with_op("split_group"))?;
+        let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
+        if self.splits {
+            let child = self.group.split(color, key, deadline)?;
+            let wanted = ballots.iter().filter(|(c, _)| *c == color).count();
+            if let Some(found) = child.as_ref().map(|c| c.info().world_size as usize)
+                && found != wanted
+            {
+                return Err(Error::new(
+                    ErrorKind::Mismatch,
+                    format!(
+                        "{wanted} ranks should be in this group, {found} are: not all passed the same lists"
+                    ),
+                )
+                .with_op("split_group")
+                .with_rank(self.rank()));
+            }
+            return Ok(child);
+        }
+        let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
+        if let Some(other) = split
+            .said()
+            .zip(&ballots)
+            .position(|(said, wanted)| said != *wanted)
+        {
+            let other = u32::try_from(other).unwrap_or(u32::MAX);
+            return Err(Error::new(
+                ErrorKind::Mismatch,
+                format!("rank {other} did not pass the same lists of ranks"),
+            )
+            .with_op("split_group")
+            .with_rank(self.rank())
+            .with_peer(other));
+        }
+        let Some(configuration) = split.child(deadline) else {
+            return Ok(None);
+        };
+        let child = self.options.group(&configuration.name)?;
+        child.configure(configuration)?;
+        Ok(Some(child))
+    }
+
+    /// Ends the world's group in good order.
+    ///
+    /// Errors: `Timeout` if pending work had to be cut short.
+    pub fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.group.shutdown(deadline)
+    }
+}
+
+/// What each rank passes for this partition: (colour, key). The colours depend on all lists, so that ranks which pass different ones
+/// cannot take each other for members.
+fn ballots(partition: &[Vec<u32>], world_size: u32) -> Result<Vec<(Option<u32>, u32)>> {
+    let mut ballots = vec![(None, 0); world_size as usize];
+    let mut color = fingerprint(partition);
+    for ranks in partition {
+        if ranks.is_empty() {
+            return Err(Error::invalid("a list of no ranks; a group has at least one"));
+        }
+        color = color.wrapping_add(1) & COLORS;
+        for (key, rank) in (0..).zip(ranks) {
+            match ballots.get_mut(*rank as usize) {
+                None => {
+                    return Err(Error::invalid(format!(
+                        "rank {rank} does not exist in a world of {world_size}"
+                    )));
+                }
+                Some((Some(_), _)) => {
+                    return Err(Error::invalid(format!("rank {rank} is in the lists twice")));
+                }
+                Some(ballot) => *ballot = (Some(color), key),
+            }
+        }
+    }
+    Ok(ballots)
+}
+
+/// Libraries take colours as signed numbers of 32 bits.
+const COLORS: u32 = 0x7fff_ffff;
+
+/// FNV-1a over the lists and their lengths.
+fn fingerprint(partition: &[Vec<u32>]) -> u32 {
+    let words = partition.iter().flat_map(|ranks| {
+        let length = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
+        std::iter::once(length).chain(ranks.iter().copied())
+    });
+    let bytes = words.flat_map(u32::to_le_bytes);
+    bytes.fold(0x811c_9dc5_u32, |hash, byte| {
+        (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
+    }) & COLORS
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_rank_passes_its_list_and_its_place_in_it() {
+        let said = ballots(&[vec![2, 0], vec![3]], 5).unwrap();
+        let colors: Vec<Option<u32>> = said.iter().map(|b| b.0).collect();
+        assert_eq!(colors[0], colors[2]);
+        assert!(colors[0].is_some() && colors[3].is_some() && colors[0] != colors[3]);
+        assert_eq!((colors[1], colors[4]), (None, None));
+        assert_eq!((said[2].1, said[0].1, said[3].1), (0, 1, 0));
+        // Rank 3 alone has the same place in another partition, but not the same colour.
+        assert_ne!(ballots(&[vec![0, 2], vec![3]], 5).unwrap()[3], said[3]);
+    }
+
+    #[test]
+    fn wrong_lists_are_refused_by_name() {
+        for (partition, says) in [
+            (vec![vec![0, 5]], "rank 5 does not exist in a world of 3"),
+            (vec![vec![0, 1], vec![1]], "rank 1 is in the lists twice"),
+            (vec![vec![2, 2]], "rank 2 is in the lists twice"),
+            (vec![vec![0], vec![]], "no ranks"),
+        ] {
+            let e = ballots(&partition, 3).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.to_string().contains(says), "{e}");
+        }
+    }
+}

@@ -1,0 +1,238 @@
+//! `cpu:gloo,cuda:nccl` in one group: each tensor goes to the backend of its device, and both share a fate. NCCL and the CUDA driver are the
+//! stand-in of `fixtures/nccl-standin`.
+
+#[path = "../../backend-nccl/tests/standin/mod.rs"]
+mod standin;
+
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+// Links the backends and the device kind, which register themselves.
+use backend_gloo as _;
+use backend_nccl as _;
+use ftcore::{
+    Collective, DType, Device, DeviceKind, Error, ErrorKind, GroupOptions, InMemoryStore, OpKind,
+    ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, accelerator, deadline_in,
+};
+use libtest_mimic::{Arguments, Trial};
+use world::{BackendSpec, World, WorldOptions};
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+fn cuda(index: u32) -> Device {
+    Device::new(DeviceKind::Cuda, index)
+}
+
+fn fail(text: impl Into<String>) -> Error {
+    Error::new(ErrorKind::Internal, text)
+}
+
+fn ensure(ok: bool, text: impl FnOnce() -> String) -> Result<()> {
+    if ok { Ok(()) } else { Err(fail(text())) }
+}
+
+/// Two ranks with a device each.
+fn pair(body: fn(&World) -> Result<()>) -> Result<()> {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let results: Vec<Result<()>> = std::thread::scope(|scope| {
+        let ranks: Vec<_> = (0..2)
+            .map(|rank| {
+                let store = store.clone();
+                scope.spawn(move || {
+                    let options = WorldOptions {
+                        backends: "cpu:gloo,cuda:nccl".parse()?,
+                        device: cuda(rank),
+                        ..WorldOptions::default()
+                    };
+                    body(&World::with_store(store, rank, 2, options, soon())?)
+                })
+            })
+            .collect();
+        ranks
+            .into_iter()
+            .map(|r| r.join().unwrap_or_else(|_| Err(fail("a rank panicked"))))
+            .collect()
+    });
+    results.into_iter().collect()
+}
+
+/// One f32 on the device, and options by which an operation comes after the copy that puts it there.
+fn on_device(device: &Device, value: f32) -> Result<(Tensor, SubmitOptions)> {
+    let memory = accelerator(&device.kind)?;
+    let stream = memory.new_stream(device.index, false)?;
+    let mut tensor = memory.alloc(device.index, DType::F32, &[1])?;
+    memory.copy_in(&value.to_ne_bytes(), &mut tensor, &*stream)?;
+    let options = SubmitOptions {
+        stream: Some(stream),
+        ..SubmitOptions::by(soon())
+    };
+    Ok((tensor, options))
+}
+
+fn value(tensor: &Tensor) -> Result<f32> {
+    let device = tensor.device();
+    let memory = accelerator(&device.kind)?;
+    let mut bytes = [0u8; 4];
+    memory.copy_out(tensor, &mut bytes, &*memory.new_stream(device.index, false)?)?;
+    Ok(f32::from_ne_bytes(bytes))
+}
+
+fn sums(group: &dyn ProcessGroup, device: &Device, mine: f32) -> Result<(f32, f32)> {
+    let (tensor, options) = on_device(device, mine)?;
+    let op = Collective::AllReduce {
+        tensors: vec![tensor],
+        op: ReduceOp::Sum,
+    };
+    let there = group.run(op, options)?.take_tensor()?;
+    let here = group
+        .allreduce(Tensor::from_vec(vec![mine * 10.0]), ReduceOp::Sum)?
+        .take_tensor()?;
+    Ok((value(&there)?, value(&here)?))
+}
+
+fn each_to_its_own() -> Result<()> {
+    pair(|world| {
+        let (group, device) = (world.group(), cuda(world.rank()));
+        ensure(group.info().backend == "cpu:gloo,cuda:nccl", || {
+            group.info().backend
+        })?;
+        let found = sums(group, &device, world.rank() as f32 + 1.0)?;
+        ensure(found == (3.0, 30.0), || format!("{found:?}"))?;
+        ensure(group.traffic().sent > 0, || "nothing was sent".into())?;
+        group.barrier()?;
+        for splits in [[0, 1], [1, 0]] {
+            let child = world
+                .new_group(&splits, soon())?
+                .ok_or_else(|| fail("this rank is in no group"))?;
+            let found = sums(&*child, &device, world.rank() as f32)?;
+            ensure(found == (1.0, 10.0), || format!("{found:?}"))?;
+            child.shutdown(soon())?;
+        }
+        let child = group
+            .split(Some(0), 1 - world.rank(), soon())?
+            .ok_or_else(|| fail("this rank passed a colour"))?;
+        ensure(child.info().rank == 1 - world.rank(), || {
+            format!("{:?}", child.info())
+        })?;
+        let found = sums(&*child, &device, 1.0)?;
+        ensure(found == (2.0, 20.0), || format!("{found:?}"))?;
+        child.shutdown(soon())?;
+        world.shutdown(soon())
+    })
+}
+
+fn mixed_tensors_are_refused() -> Result<()> {
+    pair(|world| {
+        let device = cuda(world.rank());
+        let tensors = vec![on_device(&device, 1.0)?.0, Tensor::from_vec(vec![1f32])];
+        let op = Collective::AllReduce {
+            tensors,
+            op: ReduceOp::Sum,
+        };
+        let Err(rejected) = world.group().run(op, SubmitOptions::default()) else {
+            return Err(fail("tensors of two devices were accepted"));
+        };
+        let e = &rejected.error;
+        ensure(
+            e.kind() == ErrorKind::InvalidArgument && e.to_string().contains("one device kind"),
+            || e.to_string(),
+        )?;
+        ensure(rejected.op.tensors().len() == 2, || "tensors were lost".into())?;
+        world.shutdown(soon())
+    })
+}
+
+fn what_one_backend_lacks_is_refused_by_its_name() -> Result<()> {
+    pair(|world| {
+        let group = world.group();
+        // gloo reduces i16, NCCL does not.
+        let here = group
+            .allreduce(Tensor::from_vec(vec![1i16]), ReduceOp::Sum)?
+            .take_tensor()?;
+        ensure(here.as_slice::<i16>()? == [2], || "i16 on the host".into())?;
+        let device = cuda(world.rank());
+        let there = accelerator(&device.kind)?.alloc(device.index, DType::I16, &[1])?;
+        let Err(rejected) = group.allreduce(there, ReduceOp::Sum) else {
+            return Err(fail("NCCL took i16"));
+        };
+        let e = &rejected.error;
+        ensure(
+            e.kind() == ErrorKind::Unsupported && e.to_string().contains("nccl"),
+            || e.to_string(),
+        )?;
+        ensure(group.capabilities().ops.contains(OpKind::AllReduce), || {
+            "ops".into()
+        })?;
+        group.barrier()?;
+        world.shutdown(soon())
+    })
+}
+
+fn a_failure_of_one_ends_both_until_the_next_configuration() -> Result<()> {
+    pair(|world| {
+        let group = world.group();
+        group.abort("enough");
+        let Err(rejected) = group.allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum) else {
+            return Err(fail("an aborted group took an operation"));
+        };
+        ensure(rejected.error.kind() == ErrorKind::Poisoned, || {
+            rejected.error.to_string()
+        })?;
+        let first = group.error().ok_or_else(|| fail("no error"))?;
+        ensure(first.kind() == ErrorKind::Aborted, || first.to_string())
+    })
+}
+
+fn options_are_refused_by_whoever_does_not_honour_them() -> Result<()> {
+    let options = GroupOptions {
+        cga_cluster_size: Some(2),
+        ..GroupOptions::default()
+    };
+    let mut wanted = WorldOptions {
+        backends: "cpu:gloo,cuda:nccl".parse::<BackendSpec>()?,
+        device: cuda(0),
+        options: options.clone(),
+        ..WorldOptions::default()
+    };
+    let e = wanted
+        .group("g")
+        .err()
+        .ok_or_else(|| fail("gloo took an option of NCCL's"))?;
+    ensure(
+        e.to_string().contains("'gloo' does not honour cga_cluster_size"),
+        || e.to_string(),
+    )?;
+    wanted.options = GroupOptions::default();
+    wanted.options_of.insert(DeviceKind::Cuda, options);
+    wanted.group("g").map(drop)
+}
+
+fn main() -> ExitCode {
+    standin::or_restart(&[("OXCCL_STANDIN_CUDA_DELAY_US", "50")]);
+    let trial = |name: &str, body: fn() -> Result<()>| {
+        Trial::test(name, move || body().map_err(|e| e.to_string().into()))
+    };
+    let trials = vec![
+        trial("each_tensor_goes_to_the_backend_of_its_device", each_to_its_own),
+        trial(
+            "tensors_of_two_devices_in_one_call_are_refused",
+            mixed_tensors_are_refused,
+        ),
+        trial(
+            "what_one_backend_lacks_is_refused_by_its_name",
+            what_one_backend_lacks_is_refused_by_its_name,
+        ),
+        trial(
+            "a_failure_of_one_ends_both",
+            a_failure_of_one_ends_both_until_the_next_configuration,
+        ),
+        trial(
+            "inv9_options_are_refused_by_whoever_does_not_honour_them",
+            options_are_refused_by_whoever_does_not_honour_them,
+        ),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
+}

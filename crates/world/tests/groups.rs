@@ -1,0 +1,169 @@
+//! Worlds of threads over gloo: groups of some ranks, partitions, meshes, and ranks that do not agree.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    reason = "a failure here is a failed test"
+)]
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+// Links the backend, which registers itself.
+use backend_gloo as _;
+use ftcore::{
+    ErrorKind, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, Tensor, deadline_in,
+};
+use world::{DeviceMesh, MeshShape, Place, World, WorldOptions};
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+/// Runs `body` on every rank; the results in rank order.
+fn ranks<T: Send>(world_size: u32, splits: bool, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    std::thread::scope(|scope| {
+        let threads: Vec<_> = (0..world_size)
+            .map(|rank| {
+                let (store, body) = (store.clone(), &body);
+                scope.spawn(move || {
+                    let options = WorldOptions {
+                        split_groups: Some(splits),
+                        ..WorldOptions::default()
+                    };
+                    body(World::with_store(store, rank, world_size, options, soon()).unwrap())
+                })
+            })
+            .collect();
+        threads.into_iter().map(|t| t.join().unwrap()).collect()
+    })
+}
+
+/// The sum over the group of each rank's number in the world, which tells who is in it.
+fn sum(group: &dyn ProcessGroup, rank: u32) -> f32 {
+    let mine = Tensor::from_vec(vec![2f32.powi(rank as i32)]);
+    let sum = group
+        .allreduce(mine, ReduceOp::Sum)
+        .unwrap()
+        .take_tensor()
+        .unwrap();
+    sum.as_slice::<f32>().unwrap()[0]
+}
+
+#[test]
+fn a_new_group_has_the_ranks_it_names_in_the_order_it_names_them() {
+    for splits in [false, true] {
+        let found = ranks(4, splits, |world| {
+            let group = world.new_group(&[3, 1], soon()).unwrap();
+            // The world goes on beside it.
+            assert_eq!(sum(world.group(), world.rank()), 15.0);
+            let told = group.map(|g| (g.info().rank, g.info().world_size, sum(&*g, world.rank())));
+            world.shutdown(soon()).unwrap();
+            told
+        });
+        let wanted = [None, Some((1, 2, 10.0)), None, Some((0, 2, 10.0))];
+        assert_eq!(found, wanted, "split: {splits}");
+    }
+}
+
+#[test]
+fn a_partition_is_made_in_one_call_and_groups_of_one_are_valid() {
+    for splits in [false, true] {
+        let found = ranks(5, splits, |world| {
+            let lists = [vec![0, 4], vec![2], vec![1, 3]];
+            let group = world.split_group(&lists, soon()).unwrap().unwrap();
+            sum(&*group, world.rank())
+        });
+        assert_eq!(found, [17.0, 10.0, 4.0, 10.0, 17.0], "split: {splits}");
+    }
+}
+
+#[test]
+fn ranks_that_pass_other_lists_are_named_on_every_rank() {
+    let found = ranks(3, false, |world| {
+        let mine = if world.rank() == 1 {
+            vec![0, 1]
+        } else {
+            vec![0, 1, 2]
+        };
+        let e = world.new_group(&mine, soon()).err().unwrap();
+        // The world is none the worse for it.
+        assert_eq!(sum(world.group(), world.rank()), 7.0);
+        (e.kind(), e.context().peer)
+    });
+    let mismatch = |peer| (ErrorKind::Mismatch, Some(peer));
+    assert_eq!(found, [mismatch(1), mismatch(0), mismatch(1)]);
+    let found = ranks(3, true, |world| {
+        let mine = if world.rank() == 1 {
+            vec![0, 1]
+        } else {
+            vec![0, 1, 2]
+        };
+        world.new_group(&mine, soon()).err().map(|e| e.kind())
+    });
+    assert_eq!(found, [Some(ErrorKind::Mismatch); 3]);
+}
+
+#[test]
+fn a_mesh_has_a_group_along_each_dimension_and_joint_ones() {
+    let found = ranks(4, false, |world| {
+        let shape = MeshShape::new(&[("dp", 2), ("tp", 2)]).unwrap();
+        let mesh = DeviceMesh::new(&world, shape, soon()).unwrap();
+        let along = |name| {
+            let group = mesh.group(name).unwrap();
+            assert_eq!(group.info().rank, mesh.coordinate(name).unwrap());
+            sum(group, world.rank())
+        };
+        let all = mesh.joint_group(&world, &["dp", "tp"], soon()).unwrap();
+        assert_eq!(mesh.group("pp").err().unwrap().kind(), ErrorKind::NotFound);
+        (along("dp"), along("tp"), sum(&*all, world.rank()))
+    });
+    let wanted = [
+        (5.0, 3.0, 15.0),
+        (10.0, 3.0, 15.0),
+        (5.0, 12.0, 15.0),
+        (10.0, 12.0, 15.0),
+    ];
+    assert_eq!(found, wanted);
+    let wrong = ranks(2, false, |world| {
+        let shape = MeshShape::new(&[("dp", 3)]).unwrap();
+        DeviceMesh::new(&world, shape, soon())
+            .err()
+            .map(|e| e.to_string())
+    });
+    assert!(
+        wrong.iter().flatten().all(|e| e.contains("3 ranks, the world 2")),
+        "{wrong:?}"
+    );
+}
+
+#[test]
+fn ranks_meet_at_a_file_or_at_an_address() {
+    let folder = tempfile::tempdir().unwrap();
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = free.local_addr().unwrap();
+    drop(free);
+    for target in [
+        format!("file://{}/meeting", folder.path().display()),
+        format!("tcp://{address}"),
+    ] {
+        let sums: Vec<Result<f32>> = std::thread::scope(|scope| {
+            let threads: Vec<_> = (0..2)
+                .map(|rank| {
+                    let url = format!("{target}?rank={rank}&world_size=2");
+                    scope.spawn(move || {
+                        let place = Place::from_url(&url)?;
+                        let world = World::init(&place, WorldOptions::default(), soon())?;
+                        let sum = sum(world.group(), world.rank());
+                        world.shutdown(soon())?;
+                        Ok(sum)
+                    })
+                })
+                .collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        });
+        assert!(sums.iter().all(|s| matches!(s, Ok(3.0))), "{target}: {sums:?}");
+    }
+}
