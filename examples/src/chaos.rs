@@ -1,4 +1,5 @@
-//! A group that stops in the middle of a chosen step, so that a kill falls inside a reduction and not beside it.
+//! A group that stops in the middle of a chosen step, so that a kill falls inside a reduction and not beside it; or that from a chosen
+//! step on cannot reduce at all.
 //!
 //! The wrapper lets the first bucket of that step through and then holds the second (or the only one) while peers wait for it. The
 //! program's driver sees `ReduceBegin` and kills the process there and then. If nobody does, it goes on after a while.
@@ -13,8 +14,13 @@ use ftcore::{
 };
 use oxccl::launch::{EventKind, EventSender};
 
+use crate::drive::Kill;
+
 /// The step in which this life is to hold; set by the driver for the victim's first life.
 pub const ENV_HOLD: &str = "OXCCL_CHAOS_HOLD_STEP";
+
+/// From which step on a replica's all-reduces are refused as not offered, as REPLICA@STEP; for tests of what ends a run.
+pub const ENV_REFUSE: &str = "OXCCL_CHAOS_REFUSE";
 
 /// How long it holds if nobody kills it.
 const PATIENCE: Duration = Duration::from_secs(20);
@@ -24,15 +30,21 @@ pub struct HoldGroup {
     inner: Arc<dyn ProcessGroup>,
     events: EventSender,
     hold_at: Option<i64>,
+    refuse_from: Option<i64>,
     step: Arc<AtomicI64>,
     submitted: AtomicU32,
 }
 
 impl HoldGroup {
-    /// Wraps `inner`; the training loop keeps `step` at the step that it works on.
+    /// Wraps `inner` for `replica`; the training loop keeps `step` at the step that it works on.
     ///
-    /// Errors: `OXCCL_CHAOS_HOLD_STEP` is set and not a number.
-    pub fn from_env(inner: Arc<dyn ProcessGroup>, events: EventSender, step: Arc<AtomicI64>) -> Result<Self> {
+    /// Errors: `OXCCL_CHAOS_HOLD_STEP` or `OXCCL_CHAOS_REFUSE` is set and not what it must be.
+    pub fn from_env(
+        inner: Arc<dyn ProcessGroup>,
+        replica: u32,
+        events: EventSender,
+        step: Arc<AtomicI64>,
+    ) -> Result<Self> {
         let hold_at = match std::env::var(ENV_HOLD) {
             Ok(text) => Some(
                 text.parse()
@@ -40,10 +52,18 @@ impl HoldGroup {
             ),
             Err(_) => None,
         };
+        let refuse = match std::env::var(ENV_REFUSE) {
+            Ok(text) => Some(
+                text.parse::<Kill>()
+                    .map_err(|e| Error::invalid(format!("{ENV_REFUSE}=\"{text}\": {e}")))?,
+            ),
+            Err(_) => None,
+        };
         Ok(Self {
             inner,
             events,
             hold_at,
+            refuse_from: refuse.filter(|r| r.replica == replica).map(|r| r.step),
             step,
             submitted: AtomicU32::new(0),
         })
@@ -56,6 +76,14 @@ impl HoldGroup {
         if here && self.submitted.fetch_add(1, Ordering::AcqRel) == 1 {
             self.hold();
         }
+    }
+
+    /// Why this operation is not done, if it is not.
+    fn refusal(&self, op: &Checked) -> Option<Error> {
+        let step = self.step.load(Ordering::Acquire);
+        let is_refused = self.refuse_from.is_some_and(|from| step >= from);
+        (is_refused && op.get().kind() == OpKind::AllReduce)
+            .then(|| Error::unsupported(format!("{ENV_REFUSE}: no all-reduce at step {step}")))
     }
 
     fn hold(&self) {
@@ -81,10 +109,18 @@ impl ProcessGroup for HoldGroup {
         self.inner.configure(configuration)
     }
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        if let Some(error) = self.refusal(&op) {
+            let op = op.into_inner();
+            return Err(Box::new(Rejected { error, op }));
+        }
         self.pass(&op);
         self.inner.submit(op, options)
     }
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        if let Some(error) = self.refusal(&op) {
+            let tensors = op.into_inner().into_tensors();
+            return Err(Box::new(Failed { error, tensors }));
+        }
         self.pass(&op);
         self.inner.execute(op, options)
     }

@@ -101,9 +101,16 @@ pub fn train(
     let mut whole = Whole {
         model,
         step: 0,
-        events: place.events.clone(),
+        // Only taking over a peer's state is healing.
+        events: EventSender::disabled(),
     };
     let mut recent = RecentLoss::default();
+    if let Some(checkpoints) = &mut place.checkpoints
+        && let Some(saved) = checkpoints.take(&mut recent)?
+    {
+        ddp.restore(&saved, &mut whole)?;
+    }
+    whole.events = place.events.clone();
     while !ddp.is_finished() {
         let begun = Instant::now();
         let (loss, samples) = loss_of(whole.step)?;
@@ -143,6 +150,10 @@ pub fn train(
             hash(&whole.model.params)?,
             traffic,
         )?;
+        let (step, is_last) = (ddp.current_step(), ddp.is_finished());
+        if let Some(checkpoints) = place.checkpoints.as_ref().filter(|c| c.is_due(step, is_last)) {
+            checkpoints.offer(ddp.replica(), step, ddp.save(&mut whole)?, &recent)?;
+        }
     }
     ddp.finish(&mut whole)?;
     let held_out = evaluate()?;

@@ -12,6 +12,7 @@ use crate::digits::{Digits, Mlp};
 use crate::drive::NetArgs;
 use crate::program::Training;
 use crate::replica::Place;
+use crate::resume::CheckpointArgs;
 
 /// How to train.
 #[derive(Debug, Clone, clap::Args)]
@@ -49,6 +50,15 @@ impl Training for DdpArgs {
         pairs.into_iter().flat_map(|(k, v)| [k.to_string(), v]).collect()
     }
 
+    fn trajectory(&self) -> Result<Vec<String>> {
+        // More steps only go on for longer.
+        let args = self.to_args();
+        let pairs = args
+            .chunks(2)
+            .filter(|pair| pair.first().is_none_or(|k| k != "--steps"));
+        Ok(pairs.map(|pair| pair.join(" ")).collect())
+    }
+
     fn check(&self, replicas: usize) -> Result<usize> {
         Digits::embedded(self.seed)?.batch(replicas.saturating_sub(1), replicas, 0, self.batch)?;
         Ok(Mlp::new(self.seed)?.params().total())
@@ -66,17 +76,17 @@ impl Training for DdpArgs {
         self.seed
     }
 
-    fn replica(&self, net: &NetArgs) -> Result<()> {
-        run(self, net)
+    fn replica(&self, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()> {
+        run(self, net, checkpoints)
     }
 }
 
-fn run(args: &DdpArgs, net: &NetArgs) -> Result<()> {
+fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()> {
     let mut place = Place::take()?;
     let (shard, replicas) = (place.env.replica as usize, place.env.replicas as usize);
     let digits = Digits::embedded(args.seed)?;
     let model = Mlp::new(args.seed)?;
-    let manager = place.manager(net)?;
+    let manager = place.manager(net, checkpoints, &args.identity(net)?, args.steps)?;
     // Two buckets or more, so that a step has an inside to be killed in.
     let config = DdpConfig {
         first_bucket_elements: 1 << 10,

@@ -9,7 +9,7 @@ use ddp::DdpConfig;
 use diloco::optim::{AdamW, Optimizer};
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Pattern};
 use ftcore::{Error, Result};
-use manager::State;
+use manager::{Manager, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
@@ -17,6 +17,7 @@ use crate::data_parallel::{Model, train};
 use crate::drive::NetArgs;
 use crate::program::Training;
 use crate::replica::{Place, RecentLoss};
+use crate::resume::CheckpointArgs;
 use crate::text::{Sampler, Text};
 use crate::transformer::{Gpt, GptConfig, layer_of};
 
@@ -93,12 +94,15 @@ impl DilocoArgs {
         }
     }
 
+    fn text(&self) -> Result<Text> {
+        match &self.data {
+            Some(path) => Text::open(path),
+            None => Text::embedded(),
+        }
+    }
+
     fn sampler(&self, replicas: usize) -> Result<Sampler> {
-        let text = match &self.data {
-            Some(path) => Text::open(path)?,
-            None => Text::embedded()?,
-        };
-        Sampler::new(text, replicas, self.batch, self.seq, self.seed)
+        Sampler::new(self.text()?, replicas, self.batch, self.seq, self.seed)
     }
 
     fn model(&self) -> Result<Gpt> {
@@ -189,6 +193,20 @@ impl Training for DilocoArgs {
         args
     }
 
+    fn trajectory(&self) -> Result<Vec<String>> {
+        let mut words = self.to_args().into_iter().peekable();
+        let mut options = Vec::new();
+        while let Some(name) = words.next() {
+            match words.next_if(|value| !value.starts_with("--")) {
+                // The text is known by what it says, wherever its file stands.
+                Some(_) if name == "--data" => options.push(format!("--data {}", self.text()?.fingerprint())),
+                Some(value) => options.push(format!("{name} {value}")),
+                None => options.push(name),
+            }
+        }
+        Ok(options)
+    }
+
     fn check(&self, replicas: usize) -> Result<usize> {
         self.config().validate()?;
         self.sampler(replicas)?;
@@ -213,11 +231,13 @@ impl Training for DilocoArgs {
         self.seed
     }
 
-    fn replica(&self, net: &NetArgs) -> Result<()> {
+    fn replica(&self, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()> {
+        let mut place = Place::take()?;
+        let manager = place.manager(net, checkpoints, &self.identity(net)?, self.steps())?;
         if self.data_parallel {
-            run_data_parallel(self, net)
+            run_data_parallel(self, place, manager)
         } else {
-            run(self, net)
+            run(self, place, manager)
         }
     }
 }
@@ -227,12 +247,10 @@ const HELD_OUT_BATCHES: usize = 16;
 /// Weight decay of the inner AdamW.
 const WEIGHT_DECAY: f32 = 0.05;
 
-fn run_data_parallel(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
-    let mut place = Place::take()?;
+fn run_data_parallel(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
     let shard = place.env.replica as usize;
     let sampler = args.sampler(place.env.replicas as usize)?;
     let model = args.model()?;
-    let manager = place.manager(net)?;
     let config = DdpConfig {
         steps: Some(args.steps()),
         step_timeout: Duration::from_secs(300),
@@ -254,17 +272,16 @@ fn run_data_parallel(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
     )
 }
 
-fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
-    let mut place = Place::take()?;
+fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
     let shard = place.env.replica as usize;
     let sampler = args.sampler(place.env.replicas as usize)?;
     let model = args.model()?;
-    let manager = place.manager(net)?;
     let params: ParamSet = model.params().clone();
     let mut inner = Inner {
         optimizer: AdamW::new(args.lr, WEIGHT_DECAY),
         step: 0,
-        events: place.events.clone(),
+        // Only taking over a peer's state is healing.
+        events: EventSender::disabled(),
     };
     let mut diloco = Diloco::new(manager, params, args.config(), &layer_of)?;
     if let Some(debts) = place.debts.take() {
@@ -279,8 +296,15 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
         events.send(EventKind::ReduceBegin { step, epoch });
     });
     let mut recent = RecentLoss::default();
+    if let Some(checkpoints) = &mut place.checkpoints
+        && let Some(saved) = checkpoints.take(&mut recent)?
+    {
+        diloco.restore(&saved, &mut inner)?;
+    }
+    inner.events = place.events.clone();
     let mut reports = diloco.begin(&mut inner)?;
     loop {
+        let has_committed = !reports.is_empty();
         for r in reports.drain(..) {
             let (hash, traffic) = (diloco.global_hash(), diloco.traffic());
             place.committed(
@@ -294,7 +318,15 @@ fn run(args: &DilocoArgs, net: &NetArgs) -> Result<()> {
                 traffic,
             )?;
         }
-        if diloco.is_finished() {
+        let (step, is_last) = (diloco.step(), diloco.is_finished());
+        if let Some(checkpoints) = place.checkpoints.as_ref()
+            && has_committed
+            && checkpoints.is_due(step, is_last)
+        {
+            let state = diloco.save(&mut inner)?;
+            checkpoints.offer(diloco.replica(), step, state, &recent)?;
+        }
+        if is_last {
             break;
         }
         let begun = Instant::now();

@@ -104,7 +104,14 @@ impl NetArgs {
         })
     }
 
-    fn to_args(&self) -> Vec<String> {
+    /// What of this decides what is computed, for checkpoints.
+    pub(crate) fn trajectory(&self) -> Vec<String> {
+        let format = self.quantize.map(|codec| format!("--quantize {codec}"));
+        let feedback = self.error_feedback.then(|| "--error-feedback".to_owned());
+        format.into_iter().chain(feedback).collect()
+    }
+
+    pub(crate) fn to_args(&self) -> Vec<String> {
         let mut args = vec![
             "--backend".into(),
             self.backend.clone(),
@@ -128,7 +135,7 @@ impl NetArgs {
 pub struct Run {
     /// The program's name.
     pub program: &'static str,
-    /// The arguments after `replica` for each replica.
+    /// All arguments after `replica` for each replica.
     pub replica_args: Vec<String>,
     /// Steps that the run commits.
     pub steps: i64,
@@ -204,7 +211,7 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
 }
 
 /// Starts, watches, kills, reports. The exit code is 0 only if the report has no problem.
-pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCode> {
+pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
     let kill = planned_kill(args, run)?;
     let out = out_folder(args, run.program)?;
     let program = std::env::current_exe().context("cannot find this program's own path")?;
@@ -230,7 +237,7 @@ pub fn drive(args: &RunArgs, net: &NetArgs, run: &Run) -> anyhow::Result<ExitCod
     config.stop_on_signals = true;
     config.restart.backoff = Duration::from_millis(100);
     config.deadline = Some(deadline_in(Duration::from_secs(args.time_limit_s)));
-    let replica_args: Vec<String> = run.replica_args.iter().cloned().chain(net.to_args()).collect();
+    let replica_args = run.replica_args.clone();
     let command = move |launch: &ReplicaLaunch| {
         let mut command = Command::new(&program);
         command.arg("replica").args(&replica_args);
@@ -310,9 +317,12 @@ pub fn main_with(result: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode 
         Ok(code) => code,
         Err(error) => {
             eprintln!("error: {error:#}");
-            let wrong = error
-                .downcast_ref::<ftcore::Error>()
-                .is_none_or(|e| matches!(e.kind(), ErrorKind::InvalidArgument | ErrorKind::NotFound));
+            let wrong = error.downcast_ref::<ftcore::Error>().is_none_or(|e| {
+                matches!(
+                    e.kind(),
+                    ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::Unsupported
+                )
+            });
             ExitCode::from(if wrong { 2 } else { 1 })
         }
     }

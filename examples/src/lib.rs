@@ -16,6 +16,7 @@ pub mod program;
 pub mod progress;
 pub mod replica;
 pub mod report;
+pub mod resume;
 pub mod rng;
 pub mod text;
 pub mod transformer;

@@ -10,6 +10,7 @@ use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use ftcore::Result;
 
 use crate::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
+use crate::resume::CheckpointArgs;
 
 /// What a program trains, as its command-line arguments say.
 pub trait Training: Args + Clone {
@@ -22,6 +23,15 @@ pub trait Training: Args + Clone {
 
     /// The same arguments on a command line, for the replicas.
     fn to_args(&self) -> Vec<String>;
+    /// The options that decide what is computed, each as one line: a run goes on only from checkpoints with the same ones.
+    fn trajectory(&self) -> Result<Vec<String>>;
+    /// The program, [`trajectory`](Self::trajectory), and what `net` adds to it, as it stands in a checkpoint.
+    fn identity(&self, net: &NetArgs) -> Result<String> {
+        let mut lines = vec![Self::PROGRAM.to_owned()];
+        lines.extend(self.trajectory()?);
+        lines.extend(net.trajectory());
+        Ok(lines.join("\n"))
+    }
     /// Checks everything that can be checked before processes are started, and returns the model's parameter count.
     fn check(&self, replicas: usize) -> Result<usize>;
     /// Steps that the run commits.
@@ -31,7 +41,7 @@ pub trait Training: Args + Clone {
     /// The seed.
     fn seed(&self) -> u64;
     /// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
-    fn replica(&self, net: &NetArgs) -> Result<()>;
+    fn replica(&self, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()>;
 }
 
 #[derive(Parser)]
@@ -51,6 +61,8 @@ struct Whole<T: Training> {
     train: T,
     #[command(flatten)]
     net: NetArgs,
+    #[command(flatten)]
+    checkpoints: CheckpointArgs,
 }
 
 #[derive(Subcommand)]
@@ -61,6 +73,8 @@ enum Part<T: Training> {
         train: T,
         #[command(flatten)]
         net: NetArgs,
+        #[command(flatten)]
+        checkpoints: CheckpointArgs,
     },
     /// The lighthouse of a run on this machine (used by the program itself).
     #[command(hide = true)]
@@ -78,6 +92,11 @@ enum Part<T: Training> {
 pub fn main<T: Training>() -> ExitCode {
     // A child of an isolated group is this program too.
     oxccl::backend::init();
+    // A checkpoint beyond the limit on the size of files shall be an error of the write, not the end of the process.
+    let beyond_limit = std::sync::Arc::default();
+    if let Err(error) = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, beyond_limit) {
+        eprintln!("warning: SIGXFSZ cannot be caught: {error}");
+    }
     let command = Cli::<T>::command().name(T::PROGRAM).about(T::ABOUT).after_help(format!(
         "Examples:\n{}\n\nExit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call \
          was wrong.",
@@ -88,8 +107,12 @@ pub fn main<T: Training>() -> ExitCode {
         Err(error) => error.exit(),
     };
     main_with(|| match cli.part {
-        Some(Part::Replica { train, net }) => {
-            train.replica(&net)?;
+        Some(Part::Replica {
+            train,
+            net,
+            checkpoints,
+        }) => {
+            train.replica(&net, &checkpoints)?;
             Ok(ExitCode::SUCCESS)
         }
         Some(Part::Lighthouse {
@@ -101,17 +124,28 @@ pub fn main<T: Training>() -> ExitCode {
             Ok(ExitCode::SUCCESS)
         }
         None => {
-            let Whole { run, train, net } = cli.whole;
+            let Whole {
+                run,
+                train,
+                net,
+                checkpoints,
+            } = cli.whole;
             let parameters = train.check(run.replicas as usize)?;
+            if let Some(line) = checkpoints.check(&train.identity(&net)?, run.replicas)? {
+                eprintln!("{line}");
+            }
+            let mut replica_args = train.to_args();
+            replica_args.extend(net.to_args());
+            replica_args.extend(checkpoints.to_args());
             let facts = Run {
                 program: T::PROGRAM,
-                replica_args: train.to_args(),
+                replica_args,
                 steps: train.steps(),
                 inner_steps: train.inner_steps(),
                 parameters,
                 seed: train.seed(),
             };
-            drive(&run, &net, &facts)
+            drive(&run, &facts)
         }
     })
 }

@@ -11,6 +11,7 @@ use quant::{ErrorFeedback, QuantizedGroup};
 
 use crate::chaos::HoldGroup;
 use crate::drive::NetArgs;
+use crate::resume::{CheckpointArgs, Checkpoints};
 
 /// A replica's place, its events and its clock.
 pub struct Place {
@@ -22,6 +23,8 @@ pub struct Place {
     pub step: Arc<AtomicI64>,
     /// What this replica's quantised group owes, if it feeds errors back.
     pub debts: Option<Arc<ErrorFeedback>>,
+    /// Where the state goes to disk, if it does.
+    pub checkpoints: Option<Checkpoints>,
     epoch: i64,
     inner: Duration,
     inner_steps: u64,
@@ -37,14 +40,23 @@ impl Place {
             events: EventSender::from_env(),
             step: Arc::new(AtomicI64::new(-1)),
             debts: None,
+            checkpoints: None,
             epoch: -1,
             inner: Duration::ZERO,
             inner_steps: 0,
         })
     }
 
-    /// Joins the lighthouse over the backend, the format and the addresses of `net`.
-    pub fn manager(&mut self, net: &NetArgs) -> Result<Manager> {
+    /// Opens the checkpoints, if there are to be any, and joins the lighthouse over the backend, the format and the addresses of
+    /// `net`. `run` are the options that a checkpoint must have been written with, `steps` those of the run.
+    pub fn manager(
+        &mut self,
+        net: &NetArgs,
+        checkpoints: &CheckpointArgs,
+        run: &str,
+        steps: i64,
+    ) -> Result<Manager> {
+        self.checkpoints = Checkpoints::open(checkpoints, &self.env, &self.events, run, steps)?;
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
         let mut group =
@@ -56,6 +68,7 @@ impl Place {
         }
         let group = Arc::new(HoldGroup::from_env(
             group,
+            self.env.replica,
             self.events.clone(),
             self.step.clone(),
         )?);
@@ -63,7 +76,10 @@ impl Place {
         config.connect_timeout = Duration::from_secs(10);
         config.bind.clone_from(&net.bind);
         config.advertise_host.clone_from(&net.advertise);
-        let manager = Manager::new(group, config)?;
+        let mut manager = Manager::new(group, config)?;
+        if let Some(checkpoints) = &self.checkpoints {
+            checkpoints.restore(&mut manager)?;
+        }
         let replica_id = manager.replica_id().to_string();
         self.events.send(EventKind::Started {
             pid: std::process::id(),
@@ -90,8 +106,8 @@ impl Place {
 
     /// Reports a committed step.
     ///
-    /// Errors: `InvalidState` if this is a restarted life that began from nothing, alone: training on would silently
-    /// be another run.
+    /// Errors: `InvalidState` if this is a restarted life that began from nothing, alone, or one with damaged checkpoints only:
+    /// training on would silently be another run.
     #[expect(
         clippy::too_many_arguments,
         reason = "one line of a report; the two kinds of reports differ in type only"
@@ -115,6 +131,9 @@ impl Place {
                     self.env.life, self.env.replica
                 ),
             ));
+        }
+        if let Some(checkpoints) = &self.checkpoints {
+            checkpoints.check_start(step)?;
         }
         let (step, epoch_id) = (
             u64::try_from(step).unwrap_or(0),
@@ -151,7 +170,7 @@ impl Place {
         Ok(())
     }
 
-    /// Reports the end and waits until the report is out.
+    /// Reports the end and waits until the report is out, and the last checkpoint on disk.
     pub fn finished(
         &self,
         step: i64,
@@ -174,6 +193,9 @@ impl Place {
         self.events.send(EventKind::State {
             state: ReplicaState::Done,
         });
+        if let Some(checkpoints) = &self.checkpoints {
+            checkpoints.flush();
+        }
         self.events.flush(ftcore::deadline_in(Duration::from_secs(5)))
     }
 }
@@ -189,6 +211,17 @@ impl RecentLoss {
         if self.0.len() > 20 {
             self.0.pop_front();
         }
+    }
+
+    /// The losses that count, the oldest first.
+    pub fn values(&self) -> Vec<f32> {
+        self.0.iter().copied().collect()
+    }
+
+    /// Goes on from `values`.
+    pub fn load(&mut self, values: &[f32]) {
+        self.0.clear();
+        values.iter().for_each(|v| self.push(*v));
     }
 
     /// Their mean; NaN without any.

@@ -438,9 +438,11 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
     deaths
 }
 
-/// Any two replicas that committed a step must have had the same parameters then (INV-6).
+/// Any two replicas that committed a step in an epoch must have had the same parameters then (INV-6). In another epoch it may be
+/// another history: that of replicas that were all lost and went on from an earlier checkpoint, or of one that alone had
+/// finished the step when it died. What stays unequal shows in the next step that is committed together.
 fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
-    let mut first: BTreeMap<u64, (&str, u32, u32)> = BTreeMap::new();
+    let mut first: BTreeMap<(u64, u64), (&str, u32, u32)> = BTreeMap::new();
     let mut unequal = 0;
     for (replica, all) in lives {
         for (index, life) in all {
@@ -448,7 +450,9 @@ fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
                 let Some(hash) = commit.hash.as_deref() else {
                     continue;
                 };
-                let (other, r, l) = *first.entry(commit.step).or_insert((hash, *replica, *index));
+                let (other, r, l) = *first
+                    .entry((commit.epoch, commit.step))
+                    .or_insert((hash, *replica, *index));
                 if other != hash {
                     unequal += 1;
                     if unequal == 1 {

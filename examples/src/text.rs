@@ -72,6 +72,11 @@ impl Text {
         &self.name
     }
 
+    /// The first digits of a hash of all its bytes.
+    pub fn fingerprint(&self) -> String {
+        blake3::hash(&self.bytes).to_hex().chars().take(16).collect()
+    }
+
     /// The bytes to train on: all but the last 5 %.
     pub fn train(&self) -> &[u8] {
         self.bytes

@@ -8,8 +8,10 @@
 )]
 
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::{Duration, Instant};
 
+use coordination::{LighthouseConfig, LighthouseServer};
 use serde_json::Value;
 
 const DILOCO: &str = env!("CARGO_BIN_EXE_train_diloco");
@@ -224,6 +226,58 @@ fn mistakes_are_named_with_what_to_change_and_end_with_code_2() {
         2,
         &["OXCCL_LIGHTHOUSE", "oxccl launch"],
     );
+}
+
+#[test]
+fn an_operation_that_is_not_offered_ends_the_run_at_once_with_its_own_text() {
+    let dir = tempfile::tempdir().unwrap();
+    let begun = Instant::now();
+    let output = Command::new(DDP)
+        .args(["--no-kill", "--time-limit-s", "120", "--out"])
+        .arg(dir.path())
+        .env("OXCCL_CHAOS_REFUSE", "1@40")
+        .output()
+        .unwrap();
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("error: ") && said.contains("no all-reduce at step 40"),
+        "{said}"
+    );
+    assert!(said.contains("replica 1: exit code 2"), "{said}");
+    // Far below the time limit of a step (300 s) and of the run.
+    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
+}
+
+#[test]
+fn a_replica_that_cannot_go_on_leaves_and_the_other_one_finishes_without_it() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        min_replicas: 1,
+        initial_replicas: Some(2),
+        join_timeout: Duration::from_secs(60),
+        ..LighthouseConfig::default()
+    })
+    .unwrap();
+    let begun = Instant::now();
+    let replicas = [0, 1].map(|replica: u32| {
+        Command::new(DDP)
+            .args(["replica", "--steps", "300"])
+            .env("OXCCL_LIGHTHOUSE", lighthouse.address())
+            .env("OXCCL_REPLICA", replica.to_string())
+            .envs([("OXCCL_REPLICAS", "2"), ("RAYON_NUM_THREADS", "1")])
+            .env("OXCCL_CHAOS_REFUSE", "1@40")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    });
+    let [other, refused] = replicas.map(|r| r.wait_with_output().unwrap());
+    let said = text(&refused);
+    assert_eq!(refused.status.code(), Some(2), "{said}");
+    assert!(said.contains("no all-reduce at step 40"), "{said}");
+    assert!(other.status.success(), "{}", text(&other));
+    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
 }
 
 #[test]

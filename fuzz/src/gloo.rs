@@ -8,7 +8,7 @@ mod card;
 mod wire;
 
 use card::Card;
-use wire::{Control, ControlKind, DataHeader, Hello};
+use wire::{Control, ControlKind, DataHeader, Hello, PieceHeader};
 
 /// What is accepted means the same after it was written and read again.
 macro_rules! stable {
@@ -26,6 +26,7 @@ pub fn frames(data: &[u8]) {
     stable!(Hello, data);
     stable!(Control, data);
     stable!(DataHeader, data);
+    stable!(PieceHeader, data);
     if let Some(frame) = data.first_chunk().and_then(Control::decode) {
         let most = match frame.kind {
             // The number of elements of an offer, which is compared with what the receiver expects.
@@ -71,9 +72,17 @@ pub fn seeds() -> Vec<Vec<u8>> {
         lane: wire::Lane::Data,
         rank: 1,
         world: 4,
+        connections: 1,
         epoch: 3,
         constants: 7,
         nonce: 0x0123_4567_89AB_CDEF,
+    };
+    let piece = PieceHeader {
+        epoch: 3,
+        seq: 41,
+        round: 2,
+        offset: 1 << 18,
+        length: 1 << 18,
     };
     let control = Control {
         kind: ControlKind::Abort,
@@ -94,12 +103,14 @@ pub fn seeds() -> Vec<Vec<u8>> {
     // Not one byte off, or whoever begins from them begins from noise.
     assert_eq!(DataHeader::decode(&header.encode()), Some(header));
     assert_eq!(Hello::decode(&hello.encode()), Some(hello));
+    assert_eq!(PieceHeader::decode(&piece.encode()), Some(piece));
     assert_eq!(Control::decode(&control.encode()), Some(control));
     assert_eq!(Card::decode(card.encode().as_bytes()), Some(card.clone()));
     vec![
         header.encode().to_vec(),
         hello.encode().to_vec(),
         control.encode().to_vec(),
+        piece.encode().to_vec(),
         card.encode().into_bytes(),
         // A text that is cut in the middle of a character, if one is not careful.
         format!("a{}", "é".repeat(wire::MAX_TEXT / 2 + 9)).into_bytes(),

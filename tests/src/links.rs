@@ -151,8 +151,9 @@ impl Network {
         })
     }
 
-    /// Two hosts at the ends of a line of `rate` bit/s, `delay` away from each other; `program` is the `wan_link` binary.
-    pub fn line(program: &Path, delay: Duration, rate: f64) -> Made<Self> {
+    /// Two hosts at the ends of a line of `rate` bit/s, `delay` away from each other; `program` is the `wan_link` binary. With
+    /// `windows` a connection may have as much under way as such a line holds, without it what Linux allows by itself.
+    pub fn line(program: &Path, delay: Duration, rate: f64, windows: bool) -> Made<Self> {
         let hosts = vec![Host::new()?, Host::new()?];
         let mut line = Command::new(program)
             .args(hosts.iter().map(|h| h.pid().to_string()))
@@ -179,7 +180,7 @@ impl Network {
             host.ip(&format!(
                 "addr add {own} peer {other} dev wan0\nlink set wan0 up\n"
             ))?;
-            for setting in ["tcp_rmem", "tcp_wmem"] {
+            for setting in ["tcp_rmem", "tcp_wmem"].iter().filter(|_| windows) {
                 host.run("sysctl", &["-w", &format!("net.ipv4.{setting}={WINDOWS}")], "")?;
             }
         }

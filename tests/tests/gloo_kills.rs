@@ -185,7 +185,7 @@ fn campaign(name: &str, transport: &str, faults: u32, seed: u64) {
         garbled: false,
     };
     let mut errors: BTreeMap<&str, Vec<Duration>> = BTreeMap::new();
-    let (mut connects, mut misnamed) = (Vec::new(), Vec::new());
+    let (mut connects, mut calls, mut misnamed) = (Vec::new(), Vec::new(), Vec::new());
     let mut connected = false;
     for fault in 0..faults {
         let context = format!("{name}, seed {seed}, fault {fault}");
@@ -225,12 +225,17 @@ fn campaign(name: &str, transport: &str, faults: u32, seed: u64) {
         let ids: Vec<usize> = c.lives.iter().map(|l| l.id).collect();
         let at_fault = victim.is_none().then(|| c.lives[rank].id);
         for (id, words) in c.wait("failed", &ids, &context) {
-            let text = words[4..].join(" ");
-            let noticed: u64 = words[2].parse().unwrap();
+            let text = words[5..].join(" ");
+            let (noticed, called): (u64, u64) = (words[2].parse().unwrap(), words[3].parse().unwrap());
             let time = Duration::from_nanos(noticed.saturating_sub(at));
+            // Of that, the time in which the rank was in a call, and not still at work on its next data.
+            let in_call = Duration::from_nanos(noticed.saturating_sub(called.max(at)));
             errors.entry(what).or_default().push(time);
+            calls.push(in_call);
             if time > GOAL {
-                println!("{context}: {what} to life {id}'s error took {time:.1?}: {text}");
+                println!(
+                    "{context}: {what} to life {id}'s error took {time:.1?}, {in_call:.1?} of it in a call: {text}"
+                );
             }
             // Poisoned with that cause, if the news came between two calls.
             let expected: &[&str] = match what {
@@ -239,9 +244,9 @@ fn campaign(name: &str, transport: &str, faults: u32, seed: u64) {
                 _ => &["Protocol", "PeerLost", "Aborted", "Poisoned", "Mismatch"],
             };
             assert!(
-                expected.contains(&words[3].as_str()),
+                expected.contains(&words[4].as_str()),
                 "{context}: life {id}: {} {text}",
-                words[3]
+                words[4]
             );
             let names = [format!("rank {rank}"), format!("peer {rank}")];
             if at_fault != Some(id) && !names.iter().any(|n| text.contains(n.as_str())) {
@@ -259,6 +264,7 @@ fn campaign(name: &str, transport: &str, faults: u32, seed: u64) {
         let in_time = summary(&format!("{name}: {what} to error"), times, GOAL);
         assert!(in_time, "{name}: {what} to error takes too long: {times:.1?}");
     }
+    summary(&format!("{name}: fault or call to error"), &mut calls, GOAL);
     let in_time = summary(&format!("{name}: survivors' configure"), &mut connects, CONNECT);
     assert!(in_time, "{name}: configure takes too long: {connects:.1?}");
     println!(

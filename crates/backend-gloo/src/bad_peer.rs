@@ -36,12 +36,13 @@ pub(crate) struct Stranger {
     pub(crate) control: TcpStream,
 }
 
-fn hello(lane: Lane, nonce: u64) -> Hello {
+pub(crate) fn hello(lane: Lane, nonce: u64) -> Hello {
     Hello {
         version: VERSION,
         lane,
         rank: 1,
         world: 2,
+        connections: 1,
         epoch: 1,
         constants: crate::options::constants(),
         nonce,

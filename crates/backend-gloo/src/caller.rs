@@ -86,7 +86,7 @@ impl Shared {
             submitted: Instant::now(),
             completer,
         };
-        let driven = match prepare(submission, seq, self.place) {
+        let driven = match prepare(submission, seq, self) {
             Ok(exec) => match seat.lane() {
                 Ok(lane) => {
                     lane.current = Some(exec);

@@ -15,11 +15,10 @@ use crate::kernels;
 use crate::plan::{Plan, Prepare};
 use crate::port::{Port, Wire};
 use crate::schedule::{Buffer, Count, Landing, Local, Send, Span, may_begin_early, ready_early};
-use crate::transfer::{
-    PIECE, Receiving, STREAM_FROM, Sending, collect, copy, land, no_reduction, put, write,
-};
+use crate::stripes;
+use crate::transfer::{PIECE, Receiving, STREAM_FROM, Sending, collect, copy, land, no_reduction, put};
 use crate::transport::tcp::Moved;
-use crate::wire::DataHeader;
+use crate::wire::{DataHeader, Frame, STRIPE};
 
 /// Passes over all sockets before the engine looks at control frames and aborts again.
 const PASSES: usize = 16;
@@ -168,7 +167,8 @@ impl Exec {
         for step in steps {
             match step {
                 Local::Copy { from, into } => {
-                    let large = into.len() >= STREAM_FROM;
+                    // A piece of something large goes past the caches as the whole would.
+                    let large = into.len().max(self.plan.memory.len(into.buffer) / 2) >= STREAM_FROM;
                     self.plan.memory.both(from, into, stop, |a, b| {
                         copy(large, a, b);
                         Ok(())
@@ -187,6 +187,11 @@ impl Exec {
                             .memory
                             .each(span, stop, |data| kernels::divide(dtype, data, count))?;
                     }
+                }
+                Local::Count { from, into } => {
+                    let count = self.counts.get(*from).copied().unwrap_or(0);
+                    let into = self.counts.get_mut(into.clone()).unwrap_or_default();
+                    into.fill(count);
                 }
             }
         }
@@ -224,13 +229,7 @@ impl Exec {
         };
         self.recvs = std::mem::take(&mut round.recvs)
             .into_iter()
-            .map(|recv| Receiving {
-                recv,
-                open: false,
-                done: 0,
-                piece: Vec::new(),
-                filled: 0,
-            })
+            .map(Receiving::new)
             .collect();
     }
 
@@ -247,11 +246,7 @@ impl Exec {
                 length: send.from.len() as u64,
                 fingerprint: self.plan.fingerprint,
             };
-            Sending {
-                send,
-                header: header.encode(),
-                done: 0,
-            }
+            Sending::new(send, header.encode())
         };
         sends.into_iter().map(with_header).collect()
     }
@@ -279,14 +274,13 @@ impl Exec {
             let receives = self.recvs.iter().map(|r| (&r.recv, r.done));
             let ready = ready_early(&sending.send, receives);
             let port = at(ports, sending.send.peer)?;
-            if let Wire::Socket(link) = &mut port.wire
-                && link.writable
-                && link.write_closed.is_none()
+            // A closed socket is found by this round, or by the next one.
+            moved |= matches!(port.wire, Wire::Socket(_))
                 && sending.wants(ready)
-            {
-                // A closed socket is found by this round, or by the next one.
-                moved |= matches!(write(link, sending, &self.plan.memory, ready), Moved::Bytes(_));
-            }
+                && matches!(
+                    stripes::send(port, sending, &self.plan.memory, ready),
+                    Moved::Bytes(_)
+                );
         }
         Ok(moved)
     }
@@ -300,16 +294,9 @@ impl Exec {
         let port = at(ports, rank)?;
         let memory = match &mut port.wire {
             Wire::Memory(memory) => memory,
-            Wire::Socket(link) => {
-                if link.write_closed.is_some() {
-                    *blocked = Some(rank);
-                    return Ok(false);
-                }
-                if !link.writable {
-                    return Ok(false);
-                }
+            Wire::Socket(_) => {
                 let all = sending.send.from.len();
-                return match write(link, sending, &self.plan.memory, all) {
+                return match stripes::send(port, sending, &self.plan.memory, all) {
                     Moved::Bytes(_) => Ok(true),
                     Moved::Nothing => Ok(false),
                     Moved::Closed => {
@@ -348,7 +335,7 @@ impl Exec {
 
     /// Reads some of a receive; true if bytes moved.
     fn pull(&mut self, index: usize, ports: &mut [Option<Port>], blocked: &mut Option<u32>) -> Result<bool> {
-        let (dtype, op, round) = (self.plan.dtype, self.plan.op, self.round);
+        let (dtype, op, round, frame) = (self.plan.dtype, self.plan.op, self.round, self.frame());
         let limit = self.limit(index);
         let Some(receiving) = self.recvs.get_mut(index).filter(|r| !r.is_finished()) else {
             return Ok(false);
@@ -378,7 +365,11 @@ impl Exec {
             check_header(&header, &wanted, port)?;
             port.header = None;
             receiving.open = true;
-            port.in_payload = expected > 0;
+            let striped = stripes::is_striped(port, receiving.recv.into.len());
+            if striped {
+                receiving.pieces = vec![false; receiving.recv.into.len().div_ceil(STRIPE)];
+            }
+            port.in_payload = expected > 0 && !striped;
             match receiving.recv.count {
                 Count::Ignore => {}
                 Count::Add(slot) | Count::Set(slot) => {
@@ -413,12 +404,15 @@ impl Exec {
             let moved = land(ring, receiving, memory, dtype, op, limit);
             let closed = ring.closed.is_some();
             let moved = moved.map_err(|e| port.blame(e))?;
-            if !moved && closed {
+            // Not while it waits for its turn: what it needs may lie in the ring of a rank that has done its part and left.
+            if !moved && closed && receiving.done < limit {
                 *blocked = Some(rank);
             }
             moved
-        } else {
+        } else if receiving.pieces.is_empty() {
             collect(port, receiving, memory, limit, blocked, reduce)?
+        } else {
+            stripes::collect(port, receiving, memory, frame, limit, blocked, reduce)?
         };
         if receiving.is_finished() {
             port.in_payload = false;
@@ -435,6 +429,33 @@ impl Exec {
             }
             _ => Ok(()),
         }
+    }
+
+    /// The frame that is received in this round.
+    fn frame(&self) -> Frame {
+        Frame {
+            epoch: self.place.epoch,
+            seq: self.seq,
+            round: u32::try_from(self.round).unwrap_or(u32::MAX),
+        }
+    }
+
+    /// The frame whose payload comes from `rank` over the rails now.
+    pub(crate) fn on_rails(&self, rank: u32) -> Option<Frame> {
+        let mut receives = self.recvs.iter().filter(|r| r.recv.peer == rank);
+        let striped = receives.any(|r| r.open && !r.pieces.is_empty() && !r.is_finished());
+        striped.then(|| self.frame())
+    }
+
+    /// True if what goes to `rank` now goes over the rails, and whether another piece of it can be given to one.
+    pub(crate) fn to_rails(&self, rank: u32) -> Option<bool> {
+        let receives = || self.recvs.iter().map(|r| (&r.recv, r.done));
+        let ready = |s: &Sending| ready_early(&s.send, receives());
+        let now = self.sends.iter().map(|s| (s, s.send.from.len()));
+        let mut all = now.chain(self.early.iter().map(|s| (s, ready(s))));
+        let (sending, ready) = all.find(|(s, ready)| s.send.peer == rank && s.wants(*ready))?;
+        let striped = sending.striped && sending.done >= DataHeader::BYTES;
+        striped.then(|| sending.given < stripes::whole(ready, sending.send.from.len()))
     }
 
     /// True if it waits for `rank` to take bytes.

@@ -16,6 +16,7 @@ use crate::exec::Place;
 use crate::lane::Lane;
 use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
+use crate::schedule::Hosts;
 use crate::transport::shm::Bells;
 use crate::transport::tcp::Counters;
 use crate::{kernels, rendezvous};
@@ -109,6 +110,12 @@ impl GlooGroup {
         TRANSPORTS.get(index).copied().unwrap_or("none")
     }
 
+    /// Bytes sent by other ways than through the rings in shared memory, headers included: what the hosts' network carries. For tests.
+    #[doc(hidden)]
+    pub fn sent_elsewhere(&self) -> u64 {
+        self.counters.sent_elsewhere()
+    }
+
     /// A group whose constants differ from every real one's.
     #[cfg(test)]
     pub(crate) fn of_another_build(name: &str) -> Result<Self> {
@@ -126,14 +133,20 @@ impl GlooGroup {
             near: false,
         };
         let shared = if place.world == 1 {
-            Shared::new(place, Bells::private()?, None, Vec::new())?
+            Shared::new(place, Hosts::default(), Bells::private()?, None, Vec::new())?
         } else {
             let counters = self.counters.clone();
             let cancel = self.lifecycle.cancelled();
             let connected = rendezvous::connect(configuration, &self.settings, counters, cancel)?;
             place.near = connected.near;
             let lane = Lane::new(connected.ports);
-            let shared = Shared::new(place, connected.bells, Some(lane), connected.posts)?;
+            let shared = Shared::new(
+                place,
+                connected.hosts,
+                connected.bells,
+                Some(lane),
+                connected.posts,
+            )?;
             engine::start(&shared, connected.peers)?;
             shared
         };

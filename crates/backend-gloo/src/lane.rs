@@ -13,6 +13,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use crate::exec::{Exec, Step};
 use crate::port::{Port, Wire};
 use crate::queue::{Shared, Taken, later};
+use crate::transport::tcp::Link;
 use crate::waiter::Patience;
 
 /// A data connection that breaks gets this long until the control connection has said why.
@@ -50,13 +51,14 @@ pub(crate) struct Lane {
 
 impl Lane {
     pub(crate) fn new(ports: Vec<Option<Port>>) -> Self {
-        let near = ports
-            .iter()
-            .flatten()
-            .filter(|p| matches!(p.wire, Wire::Memory(_)))
-            .count();
+        let mut others = ports.iter().flatten();
+        let patience = if others.all(|p| matches!(p.wire, Wire::Memory(_))) {
+            Patience::of(ports.iter().flatten().count())
+        } else {
+            Patience::with_sockets()
+        };
         Self {
-            patience: Patience::of(near),
+            patience,
             ports,
             current: None,
             failure: None,
@@ -226,24 +228,36 @@ impl Lane {
         ports.all(|p| matches!(p.wire, Wire::Memory(_)))
     }
 
-    /// The sockets that the current collective waits for, with what it waits for; `None` if one has something already.
-    pub(crate) fn interest<'a>(&'a self, fds: &mut Vec<PollFd<'a>>, ranks: &mut Vec<u32>) -> Option<()> {
+    /// The sockets that the current collective waits for, with what it waits for, and whose they are: rank and number of the
+    /// connection. `None` if one has something already.
+    pub(crate) fn interest<'a>(
+        &'a self,
+        fds: &mut Vec<PollFd<'a>>,
+        whose: &mut Vec<(u32, usize)>,
+    ) -> Option<()> {
         let Some(exec) = &self.current else {
             return Some(());
         };
         for port in self.ports.iter().flatten() {
             let Wire::Socket(link) = &port.wire else { continue };
             let read = link.read_closed.is_none() && port.wants_read() && !exec.holds(port.rank);
-            let write = exec.wants_write(port.rank) && link.write_closed.is_none();
+            let to_rails = exec.to_rails(port.rank);
+            let write = to_rails.is_none() && exec.wants_write(port.rank) && link.write_closed.is_none();
             if (read && port.is_readable()) || (write && link.writable) {
                 return None;
             }
-            let mut flags = PollFlags::empty();
-            flags.set(PollFlags::IN, read);
-            flags.set(PollFlags::OUT, write);
-            if !flags.is_empty() {
-                fds.push(PollFd::from_borrowed_fd(link.as_fd(), flags));
-                ranks.push(port.rank);
+            watch(link, read, write, (port.rank, 0), fds, whose);
+            if port.rails.is_empty() {
+                continue;
+            }
+            let from_rails = exec.on_rails(port.rank);
+            for (rail, number) in port.rails.iter().zip(1..) {
+                let read = from_rails.is_some_and(|frame| rail.wants_read(frame));
+                let write = to_rails.is_some_and(|more| rail.wants_write(more));
+                if (read && rail.link.readable) || (write && rail.link.writable) {
+                    return None;
+                }
+                watch(&rail.link, read, write, (port.rank, number), fds, whose);
             }
         }
         Some(())
@@ -252,7 +266,14 @@ impl Lane {
     /// Between two looks without a sleep nobody says what is ready: the sockets are simply tried.
     pub(crate) fn try_sockets(&mut self) {
         for port in self.ports.iter_mut().flatten() {
-            if let Wire::Socket(link) = &mut port.wire {
+            let first = match &mut port.wire {
+                Wire::Socket(link) => Some(link),
+                Wire::Memory(_) => None,
+            };
+            for link in first
+                .into_iter()
+                .chain(port.rails.iter_mut().map(|r| &mut r.link))
+            {
                 link.readable = link.read_closed.is_none();
                 link.writable = link.write_closed.is_none();
             }
@@ -260,11 +281,11 @@ impl Lane {
     }
 
     /// What poll said about the sockets of [`interest`](Self::interest).
-    pub(crate) fn heard(&mut self, ranks: &[u32], ready: &[PollFlags]) {
+    pub(crate) fn heard(&mut self, whose: &[(u32, usize)], ready: &[PollFlags]) {
         let failed = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
-        for (rank, flags) in ranks.iter().zip(ready) {
+        for ((rank, number), flags) in whose.iter().zip(ready) {
             if let Some(Some(port)) = self.ports.get_mut(*rank as usize)
-                && let Wire::Socket(link) = &mut port.wire
+                && let Some(link) = port.link_mut(*number)
             {
                 link.readable |= flags.intersects(PollFlags::IN | failed);
                 link.writable |= flags.intersects(PollFlags::OUT | failed);
@@ -279,8 +300,8 @@ impl Lane {
             return Ok(());
         }
         let mut fds = vec![PollFd::new(shared.bell(), PollFlags::IN)];
-        let mut ranks = Vec::new();
-        if self.interest(&mut fds, &mut ranks).is_none() {
+        let mut whose = Vec::new();
+        if self.interest(&mut fds, &mut whose).is_none() {
             shared.bell().disarm();
             return Ok(());
         }
@@ -289,8 +310,26 @@ impl Lane {
         shared.bell().drain();
         let ready: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();
         drop(fds);
-        self.heard(&ranks, &ready);
+        self.heard(&whose, &ready);
         Ok(())
+    }
+}
+
+/// Adds a connection to what poll looks at, if anything of it is waited for.
+fn watch<'a>(
+    link: &'a Link,
+    read: bool,
+    write: bool,
+    who: (u32, usize),
+    fds: &mut Vec<PollFd<'a>>,
+    whose: &mut Vec<(u32, usize)>,
+) {
+    let mut flags = PollFlags::empty();
+    flags.set(PollFlags::IN, read);
+    flags.set(PollFlags::OUT, write);
+    if !flags.is_empty() {
+        fds.push(PollFd::from_borrowed_fd(link.as_fd(), flags));
+        whose.push(who);
     }
 }
 

@@ -35,6 +35,7 @@ mod probe;
 mod queue;
 mod rendezvous;
 mod schedule;
+mod stripes;
 mod transfer;
 mod transport;
 mod waiter;
@@ -44,6 +45,8 @@ mod wire;
 mod bad_mail;
 #[cfg(test)]
 mod bad_peer;
+#[cfg(test)]
+mod bad_rails;
 #[cfg(test)]
 mod last_words;
 

@@ -4,14 +4,19 @@ use std::time::Duration;
 
 use ftcore::{Error, GroupOptions, Result};
 
+use crate::schedule::layered::ONE_RAIL_MAX_BYTES;
 use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, TREE_MAX_BYTES};
+use crate::stripes;
 use crate::transport::shm;
-use crate::wire::{INLINE, SEGMENT, VERSION};
+use crate::wire::{INLINE, MAX_CONNECTIONS, SEGMENT, STRIPE, VERSION};
 
 /// The options that are acted on; any other is refused (INV-9).
-pub(crate) const HONOURED: &[&str] = &["net_name", "hint:transport"];
+pub(crate) const HONOURED: &[&str] = &["net_name", "hint:transport", "hint:connections"];
 /// The environment variable that decides where the hint `transport` does not.
 pub(crate) const TRANSPORT_VARIABLE: &str = "OXCCL_GLOO_TRANSPORT";
+
+/// Likewise for the hint `connections`.
+pub(crate) const CONNECTIONS_VARIABLE: &str = "OXCCL_GLOO_CONNECTIONS";
 
 /// How pairs of ranks are connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -50,6 +55,8 @@ pub(crate) struct Settings {
     pub(crate) net_name: Option<String>,
     /// How pairs are connected.
     pub(crate) transport: Transport,
+    /// How many connections carry a large payload between two ranks without common memory; the same on all ranks.
+    pub(crate) connections: u32,
     /// See [`constants`]; a field so that a test can make ranks disagree.
     pub(crate) constants: u64,
     /// As given: a split group is made with the same.
@@ -67,14 +74,42 @@ impl Settings {
                 _ => Transport::Auto,
             },
         };
+        let connections = match options.hints.get("connections") {
+            Some(hint) => connections(hint)?,
+            None => match std::env::var(CONNECTIONS_VARIABLE) {
+                Ok(text) if !text.is_empty() => connections(&text)?,
+                _ => 1,
+            },
+        };
         Ok(Self {
             transport,
+            connections,
             timeout: options.timeout,
             net_name: options.net_name.clone(),
             constants: constants(),
             options,
         })
     }
+}
+
+impl Settings {
+    /// How many connections there are beside the first one between two ranks without common memory: with several, the first
+    /// carries headers and short payloads only.
+    pub(crate) fn rails(&self) -> u32 {
+        if self.connections > 1 { self.connections } else { 0 }
+    }
+}
+
+/// A number of connections, as text.
+fn connections(text: &str) -> Result<u32> {
+    let number = text.trim().parse().ok();
+    number
+        .filter(|n| (1..=MAX_CONNECTIONS).contains(n))
+        .ok_or_else(|| {
+            Error::invalid(format!(
+                "connections '{text}' is not a number from 1 to {MAX_CONNECTIONS}"
+            ))
+        })
 }
 
 /// A hash of everything that decides about algorithms and frames: ranks compare it when they connect (INV-3).
@@ -84,8 +119,11 @@ pub(crate) fn constants() -> u64 {
         DIRECT_MAX_BYTES as u64,
         u64::from(DIRECT_MAX_WORLD),
         TREE_MAX_BYTES as u64,
+        ONE_RAIL_MAX_BYTES as u64,
         SEGMENT as u64,
         INLINE as u64,
+        STRIPE as u64,
+        stripes::FROM as u64,
         BLOCK_BYTES as u64,
         shm::CAPACITY as u64,
         // Payloads are in the machine's byte order.
@@ -126,12 +164,23 @@ mod tests {
         };
         assert_eq!(with("TCP").unwrap(), Transport::Tcp);
         assert_eq!(with("shm").unwrap(), Transport::Shm);
-        // There is one data connection per pair: a wish for more is not silently dropped (INV-9).
-        let mut options = GroupOptions::default();
-        options.hints.insert("connections".into(), "4".into());
-        let e = Settings::new(options).unwrap_err();
-        assert!(e.to_string().contains("connections"), "{e}");
         let e = with("mixed").unwrap_err();
         assert!(e.to_string().contains("auto, tcp, shm"), "{e}");
+    }
+
+    #[test]
+    fn the_hint_decides_about_the_connections_and_a_number_out_of_range_is_refused() {
+        let with = |value: &str| {
+            let mut options = GroupOptions::default();
+            options.hints.insert("connections".into(), value.into());
+            Settings::new(options).map(|s| s.connections)
+        };
+        assert_eq!(Settings::new(GroupOptions::default()).unwrap().connections, 1);
+        assert_eq!(with("4").unwrap(), 4);
+        assert_eq!(with("16").unwrap(), MAX_CONNECTIONS);
+        for bad in ["0", "17", "many", "-1", ""] {
+            let e = with(bad).unwrap_err();
+            assert!(e.to_string().contains("1 to 16"), "{e}");
+        }
     }
 }

@@ -1,11 +1,13 @@
 //! From a validated collective to what the executor runs: which tensors are `In` and `Out`, which schedule, and how this
 //! rank's values are prepared (identity for a rank that does not contribute, the premul factor).
 
+use std::ops::Range;
+
 use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor};
 
 use crate::buffers::{Map, Memory};
 use crate::exec::Place;
-use crate::schedule::{self, Buffer, Schedule};
+use crate::schedule::{self, Buffer, Hosts, Schedule, layered, near};
 
 /// What is done to this rank's values before anything is sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -35,7 +37,7 @@ pub(crate) struct Plan {
 }
 
 /// The whole of tensors `range` one after the other.
-fn whole(tensors: &[Tensor], range: std::ops::Range<usize>) -> Map {
+fn whole(tensors: &[Tensor], range: Range<usize>) -> Map {
     let mut map = Map::default();
     for (i, t) in tensors.iter().enumerate().skip(range.start).take(range.len()) {
         map.push(i, 0..t.byte_len());
@@ -58,26 +60,52 @@ fn split_bytes(splits: &[usize], tensor: &Tensor, world: u32) -> Vec<usize> {
 }
 
 /// The plan of `collective` on `rank` of `world`. Point-to-point operations have none.
-pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Result<Plan> {
+pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts: &Hosts) -> Result<Plan> {
     let Place {
-        rank, world, near, ..
+        rank,
+        world,
+        near: all_near,
+        ..
     } = place;
     let fingerprint = collective.fingerprint();
     let dtype = collective.dtype().unwrap_or(DType::U8);
     let element = dtype.size();
     let ranks = world as usize;
+    // The others send every byte over the network once as they are, or send none.
+    let layers = hosts.is_layered();
+    let near_others = all_near && world > 1;
+    let all_gather = |parts: &[Range<usize>]| match (layers, near_others) {
+        (true, _) => layered::all_gather(rank, hosts, parts),
+        (_, true) => near::all_gather(rank, world, parts),
+        _ => schedule::all_gather(rank, world, parts),
+    };
+    let reduce_scatter = |parts: &[Range<usize>]| match (layers, near_others) {
+        (true, _) => layered::reduce_scatter(rank, hosts, parts),
+        (_, true) => near::reduce_scatter(rank, world, parts),
+        _ => schedule::reduce_scatter(rank, world, parts),
+    };
+    let all_to_all = |sent: &[Range<usize>], received: &[Range<usize>]| match near_others {
+        true => near::all_to_all(rank, world, sent, received),
+        false => schedule::all_to_all(rank, world, sent, received),
+    };
     let mut op = None;
     // (schedule, input, output, is the reduction in place)
     let (schedule, input, output, in_place) = match &collective {
         Collective::AllReduce { tensors, op: reduce } => {
             op = Some(*reduce);
             let out = whole(tensors, 0..tensors.len());
-            let s = schedule::all_reduce(rank, world, out.len(), element, near);
+            let s = match layers {
+                true => layered::all_reduce(rank, hosts, out.len(), element),
+                false => schedule::all_reduce(rank, world, out.len(), element, all_near),
+            };
             (s, Map::default(), out, true)
         }
         Collective::Broadcast { tensors, root } => {
             let out = whole(tensors, 0..tensors.len());
-            let s = schedule::broadcast(rank, world, *root, out.len());
+            let s = match layers {
+                true => layered::broadcast(rank, hosts, *root, out.len()),
+                false => schedule::broadcast(rank, world, *root, out.len()),
+            };
             (s, Map::default(), out, true)
         }
         Collective::Reduce {
@@ -86,7 +114,12 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Re
             root,
         } => {
             op = Some(*reduce);
-            let s = schedule::reduce(rank, world, *root, tensor.byte_len());
+            let bytes = tensor.byte_len();
+            let s = match (layers, all_near) {
+                (true, _) => layered::reduce(rank, hosts, *root, bytes),
+                (_, true) => near::reduce(rank, world, *root, bytes, element),
+                _ => schedule::reduce(rank, world, *root, bytes),
+            };
             let mut own = Map::default();
             own.push(0, 0..tensor.byte_len());
             if rank == *root {
@@ -97,7 +130,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Re
         }
         Collective::AllGather { input, outputs } => {
             let parts = schedule::parts_of(&bytes_of(outputs));
-            let s = schedule::all_gather(rank, world, &parts);
+            let s = all_gather(&parts);
             let mut own = Map::default();
             own.push(0, 0..input.byte_len());
             let mut out = Map::default();
@@ -119,7 +152,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Re
                 }
             }
             let parts = schedule::parts_of(&vec![own.len(); ranks]);
-            (schedule::all_gather(rank, world, &parts), own, out, false)
+            (all_gather(&parts), own, out, false)
         }
         Collective::Gather { input, outputs, root } => {
             let parts = schedule::parts_of(&bytes_of(outputs));
@@ -146,7 +179,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Re
         } => {
             op = Some(*reduce);
             let parts = schedule::parts_of(&bytes_of(inputs));
-            let s = schedule::reduce_scatter(rank, world, &parts);
+            let s = reduce_scatter(&parts);
             let mut out = Map::default();
             out.push(inputs.len(), 0..output.byte_len());
             (s, whole(inputs, 0..inputs.len()), out, false)
@@ -164,12 +197,12 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Re
                 }
             }
             let parts = schedule::parts_of(&vec![out.len(); ranks]);
-            (schedule::reduce_scatter(rank, world, &parts), own, out, false)
+            (reduce_scatter(&parts), own, out, false)
         }
         Collective::AllToAll { inputs, outputs } => {
             let sent = schedule::parts_of(&bytes_of(inputs));
             let received = schedule::parts_of(&bytes_of(outputs));
-            let s = schedule::all_to_all(rank, world, &sent, &received);
+            let s = all_to_all(&sent, &received);
             let mut out = Map::default();
             for (i, t) in outputs.iter().enumerate() {
                 out.push(inputs.len() + i, 0..t.byte_len());
@@ -184,7 +217,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place) -> Re
         } => {
             let sent = schedule::parts_of(&split_bytes(input_splits, input, world));
             let received = schedule::parts_of(&split_bytes(output_splits, output, world));
-            let s = schedule::all_to_all(rank, world, &sent, &received);
+            let s = all_to_all(&sent, &received);
             let (mut own, mut out) = (Map::default(), Map::default());
             own.push(0, 0..input.byte_len());
             out.push(1, 0..output.byte_len());

@@ -8,6 +8,7 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
+use crate::stripes::Rail;
 use crate::transport::shm::{LANE, Reader, Ringer, Rings, Writer};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::DataHeader;
@@ -70,7 +71,7 @@ impl Memory {
 
     /// A frame with that many bytes of payload has gone out.
     pub(crate) fn count_sent(&self, payload: usize) {
-        self.counters.add_sent(DataHeader::BYTES + payload);
+        self.counters.add_sent_near(DataHeader::BYTES + payload);
     }
 
     /// A frame with that many bytes of payload has come in.
@@ -85,6 +86,8 @@ pub(crate) struct Port {
     pub(crate) rank: u32,
     pub(crate) address: String,
     pub(crate) wire: Wire,
+    /// The connections for large payloads; none where the first one carries them too.
+    pub(crate) rails: Vec<Rail>,
     /// What was read of a socket and not yet taken: a header and what came with it. Begins at `from`, ends at `to`.
     inbox: Vec<u8>,
     from: usize,
@@ -108,6 +111,7 @@ impl Port {
                 Wire::Memory(_) => Vec::new(),
             },
             wire,
+            rails: Vec::new(),
             from: 0,
             to: 0,
             header: None,
@@ -129,7 +133,10 @@ impl Port {
     /// How it showed that nothing more comes or goes, if it did.
     pub(crate) fn closed(&self) -> Option<&str> {
         match &self.wire {
-            Wire::Socket(link) => link.read_closed.as_deref().or(link.write_closed.as_deref()),
+            Wire::Socket(link) => {
+                let mut links = std::iter::once(link).chain(self.rails.iter().map(|r| &r.link));
+                links.find_map(|l| l.read_closed.as_deref().or(l.write_closed.as_deref()))
+            }
             Wire::Memory(memory) => memory.closed.as_deref(),
         }
     }
@@ -205,6 +212,15 @@ impl Port {
             return Moved::Nothing;
         }
         link.read(target)
+    }
+
+    /// The connection of that number: the first one, or a rail.
+    pub(crate) fn link_mut(&mut self, number: usize) -> Option<&mut Link> {
+        match (number.checked_sub(1), &mut self.wire) {
+            (None, Wire::Socket(link)) => Some(link),
+            (None, Wire::Memory(_)) => None,
+            (Some(rail), _) => self.rails.get_mut(rail).map(|r| &mut r.link),
+        }
     }
 
     /// True if a read would give something, or might.

@@ -18,6 +18,7 @@ use crate::farewell::LAST_WORDS;
 use crate::lane::Lane;
 use crate::mail::{Mail, Post};
 use crate::plan::plan;
+use crate::schedule::Hosts;
 use crate::transport::shm::{Bell, Bells, LANE, MAIL};
 use crate::transport::waker::Waker;
 
@@ -82,6 +83,7 @@ pub(crate) struct Queue {
 /// What the group's handle and the engine's thread have in common.
 pub(crate) struct Shared {
     pub(crate) place: Place,
+    hosts: Hosts,
     transport: &'static str,
     queue: Mutex<Queue>,
     pub(crate) changed: Condvar,
@@ -134,6 +136,7 @@ impl Shared {
     /// `lane` is `None` in a world of one; `posts` is empty unless all ranks share memory.
     pub(crate) fn new(
         place: Place,
+        hosts: Hosts,
         bells: Bells,
         lane: Option<Lane>,
         posts: Vec<Option<Post>>,
@@ -146,6 +149,7 @@ impl Shared {
         };
         Ok(Arc::new(Self {
             place,
+            hosts,
             transport,
             queue: Mutex::new(queue),
             changed: Condvar::new(),
@@ -363,7 +367,7 @@ impl Shared {
         let seq = submission.seq.unwrap_or(0);
         queue.running = Some((submission.op.kind(), seq));
         drop(queue);
-        match prepare(submission, seq, self.place) {
+        match prepare(submission, seq, self) {
             Ok(exec) => Ok(Some(exec)),
             Err(failed) => {
                 let (error, completer) = *failed;
@@ -450,7 +454,7 @@ impl Shared {
             submission.completer.fail(error, submission.op.into_tensors());
             return;
         };
-        match prepare(submission, seq, self.place) {
+        match prepare(submission, seq, self) {
             Ok(exec) => exec.run_alone(),
             Err(failed) => {
                 let (error, completer) = *failed;
@@ -557,7 +561,7 @@ pub(crate) fn refusal(queue: &Queue) -> Option<Error> {
 pub(crate) fn prepare(
     submission: Submission,
     seq: u64,
-    place: Place,
+    shared: &Shared,
 ) -> Result<Exec, Box<(Error, Completer)>> {
     let kind = submission.op.kind();
     let label = Label {
@@ -568,7 +572,8 @@ pub(crate) fn prepare(
         elements: submission.op.count(),
         wait_all: matches!(submission.op, Collective::MonitoredBarrier { wait_all: true }),
     };
-    match plan(submission.op, submission.contribute, place) {
+    let place = shared.place;
+    match plan(submission.op, submission.contribute, place, &shared.hosts) {
         Ok(plan) => Ok(Exec::new(label, place, plan, submission.completer)),
         Err(e) => Err(Box::new((e, submission.completer))),
     }

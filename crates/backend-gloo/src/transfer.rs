@@ -9,11 +9,14 @@ use crate::buffers::Memory;
 use crate::kernels;
 use crate::port::{Memory as Rings, Port};
 use crate::schedule::{Landing, Recv, Send, Span};
+use crate::stripes;
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::DataHeader;
 
 /// Receives that reduce collect this many bytes off a socket before they run the kernel.
-pub(crate) const PIECE: usize = 128 * 1024;
+pub(crate) const PIECE: usize = 256 * 1024;
+/// A call hands at most this much of a large send to a socket, so that what it copies is still in a cache when it is received.
+const WRITE: usize = 192 * 1024;
 /// What goes into a ring, or out of it, before the peer is shown.
 pub(crate) const CHUNK: usize = 32 * 1024;
 /// Results of at least this many bytes are written past the caches: with the inputs, and on every rank of the host, they are
@@ -24,17 +27,36 @@ pub(crate) const STREAM_FROM: usize = kernels::STREAM_FROM / 2;
 pub(crate) struct Sending {
     pub(crate) send: Send,
     pub(crate) header: [u8; DataHeader::BYTES],
-    /// Of header and payload.
+    /// Of header and payload; over several connections up to the first byte that is not out.
     pub(crate) done: usize,
+    /// Its payload goes over several connections.
+    pub(crate) striped: bool,
+    /// Bytes of payload that these were given.
+    pub(crate) given: usize,
 }
 
 impl Sending {
+    pub(crate) fn new(send: Send, header: [u8; DataHeader::BYTES]) -> Self {
+        Self {
+            send,
+            header,
+            done: 0,
+            striped: false,
+            given: 0,
+        }
+    }
+
     pub(crate) fn is_finished(&self) -> bool {
         !self.wants(self.send.from.len())
     }
 
     /// True if something can go out when the first `ready` bytes are there.
     pub(crate) fn wants(&self, ready: usize) -> bool {
+        let ready = if self.striped {
+            stripes::whole(ready, self.send.from.len())
+        } else {
+            ready
+        };
         self.done < DataHeader::BYTES + ready
     }
 }
@@ -49,9 +71,22 @@ pub(crate) struct Receiving {
     /// Bytes that wait for the kernel.
     pub(crate) piece: Vec<u8>,
     pub(crate) filled: usize,
+    /// Over several connections: which pieces have landed; `done` goes up to the first that has not. Empty otherwise.
+    pub(crate) pieces: Vec<bool>,
 }
 
 impl Receiving {
+    pub(crate) fn new(recv: Recv) -> Self {
+        Self {
+            recv,
+            open: false,
+            done: 0,
+            piece: Vec::new(),
+            filled: 0,
+            pieces: Vec::new(),
+        }
+    }
+
     pub(crate) fn is_finished(&self) -> bool {
         self.open && self.done >= self.recv.into.len()
     }
@@ -78,13 +113,14 @@ pub(crate) fn write(link: &mut Link, sending: &mut Sending, memory: &Memory, rea
         slices.push(IoSlice::new(header));
     }
     let from = &sending.send.from;
-    let start = from.range.start;
-    let so_far = Span::new(from.buffer, start..start + ready.min(from.len()));
-    memory.slices(
-        &so_far,
-        sending.done.saturating_sub(DataHeader::BYTES),
-        &mut slices,
-    );
+    let (start, gone) = (from.range.start, sending.done.saturating_sub(DataHeader::BYTES));
+    let most = if from.len() >= STREAM_FROM {
+        gone + WRITE
+    } else {
+        from.len()
+    };
+    let so_far = Span::new(from.buffer, start..start + ready.min(from.len()).min(most));
+    memory.slices(&so_far, gone, &mut slices);
     let moved = link.write(&slices);
     if let Moved::Bytes(n) = moved {
         sending.done += n;
@@ -155,8 +191,8 @@ pub(crate) fn land(
         }
         let (into, done, len) = (&receiving.recv.into, receiving.done, data.len());
         match &receiving.recv.landing {
-            Landing::Copy => memory.fold(into, done, data, |into, data| {
-                copy(large, into, data);
+            Landing::Copy | Landing::Past => memory.fold(into, done, data, |into, data| {
+                copy(large || receiving.recv.landing == Landing::Past, into, data);
                 Ok(())
             })?,
             Landing::Reduce | Landing::ReduceNext | Landing::Exchange => {
@@ -212,7 +248,7 @@ pub(crate) fn collect(
         }
         Ok(false)
     };
-    if receiving.recv.landing == Landing::Copy {
+    if matches!(receiving.recv.landing, Landing::Copy | Landing::Past) {
         let target = memory.slice_mut(&receiving.recv.into, receiving.done)?;
         return match port.read(target) {
             Moved::Bytes(n) => {

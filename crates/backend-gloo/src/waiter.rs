@@ -1,6 +1,6 @@
-//! How a driver waits: it looks again for a while, then arms the bell, looks once more, and sleeps.
+//! How a driver waits: it looks again for a while, lets others run in between, then arms the bell, looks once more, and sleeps.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ftcore::Result;
 
@@ -20,6 +20,11 @@ const TRY_AGAIN: u32 = 64;
 const YIELDS: u32 = 20;
 /// A look at a socket takes as long as that many at memory.
 const SYSTEM_CALL: u32 = 15;
+/// How long a driver of sockets looks again before it sleeps, at most: a few wake-ups. Whoever still looks answers at once when
+/// its peer comes back; two that sleep pay for a wake-up in every round.
+const LINGER: Duration = Duration::from_micros(250);
+/// At least, where that did not pay: longer than one wake-up takes.
+const LEAST_LINGER: Duration = Duration::from_micros(80);
 
 /// How long looking again has paid so far; kept from one operation to the next.
 #[derive(Debug)]
@@ -28,6 +33,9 @@ pub(crate) struct Patience {
     now: u32,
     slept: u32,
     yields: u32,
+    /// For sockets; zero where all ranks share memory.
+    linger: Duration,
+    most_linger: Duration,
 }
 
 impl Patience {
@@ -39,6 +47,8 @@ impl Patience {
             now: most,
             slept: 0,
             yields: if spin { 0 } else { YIELDS },
+            linger: Duration::ZERO,
+            most_linger: Duration::ZERO,
         }
     }
 
@@ -47,6 +57,17 @@ impl Patience {
     pub(crate) fn of(near: usize) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
         Self::new(near < cores)
+    }
+
+    /// For whoever waits for sockets, too: a look there is a system call anyhow, so others are let run between any two. Alone on
+    /// its core it loses nothing by that, and ranks that share one, whatever address they have, change over at once.
+    pub(crate) fn with_sockets() -> Self {
+        Self {
+            yields: 0,
+            linger: LINGER,
+            most_linger: LINGER,
+            ..Self::new(false)
+        }
     }
 
     /// Lets others run that often and never spins.
@@ -66,12 +87,22 @@ impl Patience {
         self.now = (self.now * 2).min(self.most);
     }
 
+    fn lingering_paid(&mut self) {
+        self.linger = (self.linger * 2).min(self.most_linger);
+    }
+
     fn did_not_pay(&mut self) {
         self.slept = self.slept.wrapping_add(1);
-        self.now = if self.slept.is_multiple_of(TRY_AGAIN) {
+        let again = self.slept.is_multiple_of(TRY_AGAIN);
+        self.now = if again {
             self.most
         } else {
             (self.now / 2).max(LEAST.min(self.most))
+        };
+        self.linger = if again {
+            self.most_linger
+        } else {
+            (self.linger / 2).max(LEAST_LINGER.min(self.most_linger))
         };
     }
 }
@@ -133,6 +164,8 @@ pub(crate) struct Waiter {
     looked: u32,
     armed: bool,
     yielded: u32,
+    /// Since when it lets others run between two looks at sockets.
+    lingers: Option<Instant>,
     slow: bool,
 }
 
@@ -144,6 +177,9 @@ impl Waiter {
         }
         if !self.slow && self.looked > LEAST {
             driven.patience().paid();
+        }
+        if self.lingers.take().is_some() && !self.slow {
+            driven.patience().lingering_paid();
         }
         self.looked = 0;
         self.yielded = 0;
@@ -173,6 +209,16 @@ impl Waiter {
             self.yielded += 1;
             rustix::thread::sched_yield();
             return Ok(());
+        }
+        let linger = driven.patience().linger;
+        if !self.slow && !linger.is_zero() {
+            let began = *self.lingers.get_or_insert_with(Instant::now);
+            if began.elapsed() < linger {
+                // The rank that is waited for may need this core; alone on it this returns at once.
+                rustix::thread::sched_yield();
+                driven.glance();
+                return Ok(());
+            }
         }
         if !self.slow {
             self.slow = true;

@@ -10,14 +10,17 @@ use ftcore::{ErrorKind, Fingerprint};
 pub(crate) const MAX_TEXT: usize = 4096;
 /// The largest payload of one point-to-point data frame.
 pub(crate) const SEGMENT: usize = 128 * 1024;
+/// The bytes of one piece of a payload that goes over several connections; its last one may be shorter.
+pub(crate) const STRIPE: usize = 256 * 1024;
 /// The largest message whose bytes go through shared memory together with its offer.
 pub(crate) const INLINE: usize = 8 * 1024;
 
 const DATA_MAGIC: u32 = 0x4F58_4744; // "OXGD"
 const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
+const PIECE_MAGIC: u32 = 0x4F58_4750; // "OXGP"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 3;
+pub(crate) const VERSION: u32 = 4;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -114,6 +117,69 @@ impl DataHeader {
     }
 }
 
+/// What identifies a frame among all that come from one rank.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Frame {
+    pub(crate) epoch: u64,
+    pub(crate) seq: u64,
+    pub(crate) round: u32,
+}
+
+/// What stands before each piece of a payload that goes over several connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct PieceHeader {
+    pub(crate) epoch: u64,
+    pub(crate) seq: u64,
+    pub(crate) round: u32,
+    /// Where it begins in the payload of that frame.
+    pub(crate) offset: u64,
+    /// Bytes that follow.
+    pub(crate) length: u32,
+}
+
+impl PieceHeader {
+    pub(crate) const BYTES: usize = 36;
+
+    pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
+        let mut out = [0; Self::BYTES];
+        let mut put = Put(&mut out);
+        put.u32(PIECE_MAGIC);
+        put.u32(self.round);
+        put.u64(self.epoch);
+        put.u64(self.seq);
+        put.u64(self.offset);
+        put.u32(self.length);
+        out
+    }
+
+    /// `None` if the magic or the length is not one that is written here.
+    pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Option<Self> {
+        let mut take = Take(bytes);
+        if take.u32() != PIECE_MAGIC {
+            return None;
+        }
+        let round = take.u32();
+        let (epoch, seq, offset) = (take.u64(), take.u64(), take.u64());
+        let length = take.u32();
+        (1..=STRIPE).contains(&(length as usize)).then_some(Self {
+            epoch,
+            seq,
+            round,
+            offset,
+            length,
+        })
+    }
+
+    /// The frame that it is a part of.
+    pub(crate) fn frame(&self) -> Frame {
+        Frame {
+            epoch: self.epoch,
+            seq: self.seq,
+            round: self.round,
+        }
+    }
+}
+
 /// What a control frame says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
@@ -143,7 +209,7 @@ pub(crate) struct Control {
     /// Offer, Inline: dtype code. Abort: error code.
     pub(crate) code: u8,
     pub(crate) epoch: u64,
-    /// The sender's number of the message.
+    /// The sender's number of the message. Ready: the lowest rank with which it shares memory, itself included.
     pub(crate) id: u64,
     /// Offer, Inline: tag. Abort: the rank the report is about, or `u32::MAX`. Ready: 1 if it shares memory with every rank.
     pub(crate) a: u32,
@@ -261,11 +327,18 @@ pub(crate) fn cut(text: &str) -> &str {
     text.get(..text.floor_char_boundary(MAX_TEXT)).unwrap_or("")
 }
 
+/// The most connections that can carry a payload.
+pub(crate) const MAX_CONNECTIONS: u32 = 16;
+/// The code of the first rail.
+const FIRST_RAIL: u32 = 4;
+
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Lane {
     /// Collectives, strictly in the order of the schedule.
     Data,
+    /// Pieces of large payloads: the rail of that number.
+    Rail(u32),
     /// Point-to-point, aborts and good-byes.
     Control,
     /// As `Control`, over a Unix socket with the handles of shared memory that stands for `Data`.
@@ -279,6 +352,8 @@ pub(crate) struct Hello {
     pub(crate) lane: Lane,
     pub(crate) rank: u32,
     pub(crate) world: u32,
+    /// How many connections carry a large payload.
+    pub(crate) connections: u32,
     pub(crate) epoch: u64,
     /// Hash of everything that decides about algorithms and frames (INV-3).
     pub(crate) constants: u64,
@@ -287,7 +362,7 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    pub(crate) const BYTES: usize = 44;
+    pub(crate) const BYTES: usize = 48;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = [0; Self::BYTES];
@@ -298,9 +373,11 @@ impl Hello {
             Lane::Data => 1,
             Lane::Control => 2,
             Lane::Local => 3,
+            Lane::Rail(number) => FIRST_RAIL.saturating_add(number),
         });
         put.u32(self.rank);
         put.u32(self.world);
+        put.u32(self.connections);
         put.u64(self.epoch);
         put.u64(self.constants);
         put.u64(self.nonce);
@@ -318,13 +395,17 @@ impl Hello {
             1 => Lane::Data,
             2 => Lane::Control,
             3 => Lane::Local,
-            _ => return None,
+            lane => match lane.checked_sub(FIRST_RAIL) {
+                Some(number) if number < MAX_CONNECTIONS => Lane::Rail(number),
+                _ => return None,
+            },
         };
         Some(Self {
             version,
             lane,
             rank: take.u32(),
             world: take.u32(),
+            connections: take.u32(),
             epoch: take.u64(),
             constants: take.u64(),
             nonce: take.u64(),
@@ -345,11 +426,20 @@ mod tests {
         }
 
         #[test]
-        fn hellos_round_trip(rank: u32, world: u32, epoch: u64, constants: u64, nonce: u64) {
-            for lane in [Lane::Data, Lane::Control, Lane::Local] {
-                let h = Hello { version: VERSION, lane, rank, world, epoch, constants, nonce };
+        fn hellos_round_trip(rank: u32, world: u32, connections: u32, epoch: u64, constants: u64, nonce: u64) {
+            for lane in [Lane::Data, Lane::Control, Lane::Local, Lane::Rail(0), Lane::Rail(MAX_CONNECTIONS - 1)] {
+                let h = Hello { version: VERSION, lane, rank, world, connections, epoch, constants, nonce };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }
+        }
+
+        #[test]
+        fn piece_headers_round_trip_and_empty_or_too_long_ones_are_refused(epoch: u64, seq: u64, round: u32, offset: u64, length: u32) {
+            let h = PieceHeader { epoch, seq, round, offset, length };
+            let fits = (1..=STRIPE).contains(&(length as usize));
+            prop_assert_eq!(PieceHeader::decode(&h.encode()), fits.then_some(h));
+            let h = PieceHeader { length: length % STRIPE as u32 + 1, ..h };
+            prop_assert_eq!(PieceHeader::decode(&h.encode()), Some(h));
         }
 
         #[test]
@@ -375,6 +465,7 @@ mod tests {
             prop_assert_eq!(DataHeader::decode(&all), None);
             prop_assert_eq!(Control::decode(all.first_chunk().unwrap()), None);
             prop_assert_eq!(Hello::decode(all.first_chunk().unwrap()), None);
+            prop_assert_eq!(PieceHeader::decode(all.first_chunk().unwrap()), None);
         }
     }
 

@@ -13,6 +13,8 @@ use ftcore::{
     Work, time_left, work_pair,
 };
 
+use crate::bounded::bounded;
+use crate::buffers::Held;
 use crate::control::{Control, Listener, News};
 use crate::cuda::event::CudaEvent;
 use crate::cuda::gpu::Gpu;
@@ -20,7 +22,7 @@ use crate::cuda::stream::CudaStream;
 use crate::flight::{Flight, Label};
 use crate::lanes::Lanes;
 use crate::options::Settings;
-use crate::raw::{Comm, Native, Wish};
+use crate::raw::{Comm, Native, Part, Wish};
 use crate::{enqueue, lanes, watch};
 
 /// Who this rank is.
@@ -80,6 +82,8 @@ pub(crate) struct Engine {
     pub(crate) configuration: Configuration,
     pub(crate) counters: Arc<Counters>,
     pub(crate) lanes: Lanes,
+    /// Buffers that the communicator knows.
+    pub(crate) held: Held,
     control: Option<Arc<Control>>,
     listener: Listener,
     /// Held while an operation is enqueued: the order of submission is the order on the stream.
@@ -88,8 +92,9 @@ pub(crate) struct Engine {
     moved: Condvar,
 }
 
+/// How many of each kind were submitted.
 #[derive(Default)]
-struct Sequence {
+pub(crate) struct Sequence {
     collectives: u64,
     barriers: u64,
 }
@@ -141,6 +146,7 @@ impl Engine {
             configuration: i.configuration,
             counters: i.counters,
             lanes: Lanes::default(),
+            held: Held::default(),
             control,
             listener,
             order: Mutex::default(),
@@ -470,33 +476,70 @@ impl Engine {
         );
     }
 
-    /// Splits the communicator; a collective call of all ranks. The child is connected, or what went wrong is told here.
-    pub(crate) fn split(
-        &self,
-        color: Option<u32>,
-        key: u32,
-        wish: &Wish,
-        deadline: Instant,
-    ) -> Result<Option<Comm>> {
-        let _order = lock(&self.order);
-        if let Some(cause) = self.failure() {
-            return Err(Error::new(
-                ErrorKind::Poisoned,
-                format!("the group has failed before: {cause}"),
-            )
-            .with_source(cause));
+    /// Splits the communicator; a collective call of all ranks. The child is connected. A split that fails on the way leaves the parent
+    /// in a state that nobody knows, so it fails the group, and the other ranks hear of it at once.
+    pub(crate) fn split(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
+        let _order = self.enter_order()?;
+        self.divide(part, wish, deadline)
+            .map_err(|error| self.fail_in("split", error))
+    }
+
+    /// A collective call outside `submit` has failed, and the group with it. What the caller is told: the group's own failure if that
+    /// came first and only closed the communicator under the call.
+    pub(crate) fn fail_in(&self, op: &'static str, error: Error) -> Error {
+        match self.failure() {
+            Some(cause) if matches!(error.kind(), ErrorKind::Aborted) => cause,
+            Some(_) => error,
+            None => {
+                self.fail(error.clone().with_op(op).with_rank(self.place.rank));
+                error
+            }
         }
+    }
+
+    /// Held while a collective call outside `submit` is made. Refuses on a group that has failed.
+    pub(crate) fn enter_order(&self) -> Result<MutexGuard<'_, Sequence>> {
+        let order = lock(&self.order);
+        match self.failure() {
+            Some(cause) => {
+                let text = format!("the group has failed before: {cause}");
+                Err(Error::new(ErrorKind::Poisoned, text).with_source(cause))
+            }
+            None => Ok(order),
+        }
+    }
+
+    fn divide(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
         let stop = || self.failure();
+        let late = || Error::timeout("NCCL did not return from ncclCommSplit by the deadline");
         self.comm.settle(deadline, &stop)?;
-        let child = self.comm.split(color, key, wish)?;
-        self.comm.settle(deadline, &stop)?;
-        if let Some(child) = &child
-            && let Err(error) = child.settle(deadline, &stop)
-        {
-            child.abort();
-            return Err(error);
+        let this = self.clone();
+        let split = move || {
+            this.gpu.enter()?;
+            this.comm.split(part, &wish)
+        };
+        let unclaimed = |child: Result<Option<Comm>>| {
+            if let Ok(Some(child)) = child {
+                child.abort();
+            }
+        };
+        let child = bounded("ox-nccl-split", deadline, &stop, &late, split, unclaimed)??;
+        let settled = self.comm.settle(deadline, &stop).and_then(|()| match &child {
+            Some(child) => child.settle(deadline, &stop),
+            None => Ok(()),
+        });
+        match settled {
+            Ok(()) => Ok(child),
+            Err(error) => {
+                child.into_iter().for_each(Comm::give_up);
+                Err(match (error.kind(), self.failure()) {
+                    (ErrorKind::Timeout, None) => Error::timeout(
+                        "the ranks of a part did not come together by the deadline of the split",
+                    ),
+                    _ => error,
+                })
+            }
         }
-        Ok(child)
     }
 
     /// After a failure: waits until nobody is in the middle of enqueuing something; later submissions are refused. False if

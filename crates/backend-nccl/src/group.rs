@@ -2,21 +2,22 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::channel;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use ftcore::lifecycle::{self, Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Configuration, Device, DeviceKind, Error, ErrorKind, GroupInfo, GroupOptions,
-    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, time_left,
+    Capabilities, Checked, Configuration, DType, Device, DeviceKind, Error, ErrorKind, GroupInfo,
+    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
 };
 
+use crate::bounded::bounded;
+use crate::buffers::Buffers;
 use crate::capability::capabilities;
 use crate::control;
 use crate::cuda::gpu::Gpu;
 use crate::engine::{Counters, Engine, Ingredients, Place};
-use crate::options::Settings;
-use crate::raw::{Comm, Nccl, nccl};
+use crate::options::{Offer, Settings};
+use crate::raw::{Comm, Nccl, Part, nccl};
 
 /// A group of ranks on CUDA devices, one device per rank, over NCCL.
 ///
@@ -35,6 +36,7 @@ pub struct NcclGroup {
     capabilities: Capabilities,
     gpu: Arc<Gpu>,
     counters: Arc<Counters>,
+    buffers: Arc<Buffers>,
     lifecycle: Lifecycle<Engine>,
 }
 
@@ -55,19 +57,39 @@ impl NcclGroup {
             return Err(Error::invalid(format!("nccl serves cuda, not {device}")));
         }
         let nccl = nccl()?;
-        let settings = Settings::new(options, nccl.version())?;
+        let offer = Offer::of(nccl);
+        let settings = Settings::new(options, &offer)?;
         let gpu = Gpu::open(device.index)?;
         gpu.enter()?;
         gpu.prepare()?;
-        let capabilities = capabilities(nccl.version(), gpu.reduces_fp8(), settings.count_contributors);
+        let capabilities = capabilities(&offer, gpu.reduces_fp8(), settings.count_contributors);
         Ok(Self {
             device: device.clone(),
             settings,
             capabilities,
             gpu,
             counters: Arc::default(),
+            buffers: Arc::default(),
             lifecycle: Lifecycle::new(name),
         })
+    }
+
+    /// A tensor on the group's device with undefined contents, in memory as the hint `buffers` says:
+    ///
+    /// - `plain`: as the accelerator's own.
+    /// - `registered`: made by the library (`ncclMemAlloc`) and registered with the group's communicator, now and in every later
+    ///   configuration, until the tensor is dropped. No other rank takes part.
+    /// - `window`: as above, but all ranks of a configured group make it together (`ncclCommWindowRegister`), with equally many bytes
+    ///   and in the same order among their calls. It is a window until the next configuration and ordinary memory afterwards, and it is
+    ///   freed no sooner than its communicator.
+    ///
+    /// Only collectives profit; messages run over other communicators. Errors: `InvalidArgument` (shape), `InvalidState` (a window without a
+    /// configuration), `Poisoned`, `Timeout`, `Backend` with the library's code. A window that fails fails the group.
+    pub fn alloc(&self, dtype: DType, shape: &[usize], deadline: Instant) -> Result<Tensor> {
+        let engine = self.lifecycle.configured().ok().map(|(engine, _)| engine);
+        let what = (dtype, shape);
+        self.buffers
+            .alloc(&self.gpu, nccl()?, self.settings.buffers, engine, what, deadline)
     }
 
     /// Makes the engine of a new configuration.
@@ -75,7 +97,7 @@ impl NcclGroup {
         let nccl = nccl()?;
         self.gpu.enter()?;
         let id = match &origin {
-            Origin::Id if c.rank == 0 => Some(nccl.unique_id()?),
+            Origin::Id if c.rank == 0 => Some(self.unique_id(nccl, c)?),
             _ => None,
         };
         let meeting = control::meet(c, self.settings.constants(), id, self.lifecycle.cancelled());
@@ -87,17 +109,17 @@ impl NcclGroup {
         let (meeting, comm) = match (meeting, comm) {
             (Ok(meeting), Ok(comm)) => (meeting, comm),
             (Err(error), comm) => {
-                comm.into_iter().for_each(give_up);
+                comm.into_iter().for_each(Comm::give_up);
                 return Err(error);
             }
             (Ok(_), Err(error)) => return Err(error),
         };
         let settled = self.settle(&comm, c);
         if let Err(error) = settled {
-            give_up(comm);
+            comm.give_up();
             return Err(error);
         }
-        Engine::start(Ingredients {
+        let engine = Engine::start(Ingredients {
             place: Place {
                 rank: c.rank,
                 world: c.world_size,
@@ -109,45 +131,39 @@ impl NcclGroup {
             configuration: c.clone(),
             counters: self.counters.clone(),
             streams: meeting.streams,
-        })
+        })?;
+        if let Err(error) = self.buffers.moved_to(&engine, self.settings.buffers) {
+            engine.abort("a buffer could not be registered again");
+            return Err(error);
+        }
+        Ok(engine)
+    }
+
+    fn cancelled(&self) -> Option<Error> {
+        let cancelled = self.lifecycle.cancelled().load(Ordering::Acquire);
+        cancelled.then(|| Error::new(ErrorKind::Aborted, "aborted while it was being configured"))
+    }
+
+    /// What rank 0 gives out. The library opens its sockets for it, which may take long.
+    fn unique_id(&self, nccl: &'static Nccl, c: &Configuration) -> Result<nccl_sys::UniqueId> {
+        let (stop, late) = (
+            || self.cancelled(),
+            || Error::timeout("NCCL made no unique id by the deadline (phase: unique id)"),
+        );
+        bounded("ox-nccl-id", c.deadline, &stop, &late, || nccl.unique_id(), drop)?
     }
 
     /// Joins NCCL's communicator on a thread that can be given up: even a non-blocking library may block in its first call.
     fn initialise(&self, nccl: &'static Nccl, c: &Configuration, id: nccl_sys::UniqueId) -> Result<Comm> {
-        let (sender, receiver) = channel();
         let (rank, world, wish) = (c.rank, c.world_size, self.settings.wish(&c.name));
         let gpu = self.gpu.clone();
-        std::thread::Builder::new()
-            .name("ox-nccl-init".to_string())
-            .spawn(move || {
-                let comm = gpu
-                    .enter()
-                    .and_then(|()| Comm::init(nccl, id, rank, world, &wish));
-                if let Err(returned) = sender.send(comm) {
-                    // Nobody waits any more.
-                    returned.0.iter().for_each(Comm::abort);
-                }
-            })
-            .map_err(|e| Error::io("starting a thread", e))?;
-        loop {
-            match receiver.recv_timeout(Duration::from_millis(20).min(time_left(c.deadline))) {
-                Ok(comm) => return comm,
-                Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {
-                    return Err(Error::new(
-                        ErrorKind::Internal,
-                        "the thread that joins the communicator ended",
-                    ));
-                }
-                Err(_) if self.lifecycle.cancelled().load(Ordering::Acquire) => {
-                    return Err(Error::new(
-                        ErrorKind::Aborted,
-                        "aborted while it was being configured",
-                    ));
-                }
-                Err(_) if time_left(c.deadline).is_zero() => return Err(self.too_late(c)),
-                Err(_) => {}
-            }
-        }
+        let join = move || {
+            gpu.enter()
+                .and_then(|()| Comm::init(nccl, id, rank, world, &wish))
+        };
+        let unclaimed = |comm: Result<Comm>| comm.iter().for_each(Comm::abort);
+        let (stop, late) = (|| self.cancelled(), || self.too_late(c));
+        bounded("ox-nccl-init", c.deadline, &stop, &late, join, unclaimed)?
     }
 
     fn too_late(&self, c: &Configuration) -> Error {
@@ -158,12 +174,7 @@ impl NcclGroup {
     }
 
     fn settle(&self, comm: &Comm, c: &Configuration) -> Result<()> {
-        let stop = || {
-            self.lifecycle
-                .cancelled()
-                .load(Ordering::Acquire)
-                .then(|| Error::new(ErrorKind::Aborted, "aborted while it was being configured"))
-        };
+        let stop = || self.cancelled();
         match comm.settle(c.deadline, &stop) {
             Err(e) if e.kind() == ErrorKind::Timeout => return Err(self.too_late(c)),
             other => other?,
@@ -176,16 +187,6 @@ impl NcclGroup {
             ));
         }
         Ok(())
-    }
-}
-
-/// Ends a communicator on a thread of its own.
-fn give_up(comm: Comm) {
-    let started = std::thread::Builder::new()
-        .name("ox-nccl-abort".to_string())
-        .spawn(move || comm.abort());
-    if let Err(error) = started {
-        tracing::warn!(%error, "a communicator was left behind");
     }
 }
 
@@ -253,17 +254,14 @@ impl ProcessGroup for NcclGroup {
         let wish = self
             .settings
             .wish(&format!("{}/{}", parent.name, color.unwrap_or(0)));
+        let part = Part::new(color, key).map_err(named)?;
         let split = Split::agree(self, parent, color, key, deadline)?;
-        self.gpu.enter()?;
-        let comm = engine.split(color, key, &wish, deadline).map_err(named)?;
+        // Before the collective call, after which nothing of this rank's own may fail.
+        let child = Self::new("split", &self.device, self.settings.options.clone())?;
+        let comm = engine.split(part, wish, deadline).map_err(named)?;
         let (Some(configuration), Some(comm)) = (split.child(deadline), comm) else {
             return Ok(None);
         };
-        let child = Self::new(
-            configuration.name.clone(),
-            &self.device,
-            self.settings.options.clone(),
-        )?;
         let origin = Origin::Parent(Box::new(comm));
         child
             .lifecycle

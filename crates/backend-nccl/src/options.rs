@@ -5,11 +5,69 @@ use std::time::Duration;
 use ftcore::{Error, GroupOptions, Result};
 use nccl_sys::{Config, Version};
 
-use crate::raw::Wish;
+use crate::buffers::Kind;
+use crate::raw::{Nccl, Wish};
 
 /// `hint:contributors`: `count` (the default) adds a reduction of one integer to every reduction, so that averages divide by who
 /// contributed; `all` leaves it out: everybody always contributes and averages are NCCL's own.
 pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
+
+/// `hint:buffers`: what `NcclGroup::alloc` gives; `plain` (the default), `registered` or `window`.
+pub(crate) const HINT_BUFFERS: &str = "hint:buffers";
+
+/// What the library at hand has, as far as options depend on it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Offer {
+    pub(crate) version: Version,
+    /// The function that is missing for it.
+    pub(crate) lacks_registered: Option<&'static str>,
+    pub(crate) lacks_windows: Option<&'static str>,
+}
+
+impl Offer {
+    pub(crate) fn of(nccl: &Nccl) -> Self {
+        Self {
+            version: nccl.version(),
+            lacks_registered: nccl.lacks_for_registered(),
+            lacks_windows: nccl.lacks_for_windows(),
+        }
+    }
+
+    /// Of a library that is not there.
+    pub(crate) const fn none(version: Version) -> Self {
+        Self {
+            version,
+            lacks_registered: Some("ncclMemAlloc"),
+            lacks_windows: Some("ncclMemAlloc"),
+        }
+    }
+}
+
+/// What the hint asks for. `InvalidArgument` for what this library cannot do, or `Plain` with a warning if `lenient`.
+fn buffers(options: &GroupOptions, offer: &Offer) -> Result<Kind> {
+    let (kind, lacks) = match options.hints.get("buffers").map(String::as_str) {
+        None | Some("plain") => return Ok(Kind::Plain),
+        Some("registered") => (Kind::Registered, offer.lacks_registered),
+        Some("window") => (Kind::Window, offer.lacks_windows),
+        Some(other) => {
+            return Err(Error::invalid(format!(
+                "{HINT_BUFFERS} is '{other}'; it is 'plain', 'registered' or 'window'"
+            )));
+        }
+    };
+    let Some(function) = lacks else {
+        return Ok(kind);
+    };
+    let text = format!(
+        "{HINT_BUFFERS} needs {function}, which NCCL {} has not",
+        offer.version
+    );
+    if options.lenient {
+        tracing::warn!(backend = "nccl", "{text}; buffers are plain, as asked for");
+        return Ok(Kind::Plain);
+    }
+    Err(Error::invalid(format!("{text}. Remove it or set `lenient`")))
+}
 
 /// The options that are acted on with `version`; any other is refused (INV-9).
 pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
@@ -22,6 +80,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "split_share",
         "blocking",
         HINT_CONTRIBUTORS,
+        HINT_BUFFERS,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -37,6 +96,8 @@ pub(crate) struct Settings {
     pub(crate) high_priority: bool,
     /// False: everybody always contributes.
     pub(crate) count_contributors: bool,
+    /// What `NcclGroup::alloc` gives.
+    pub(crate) buffers: Kind,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -45,7 +106,8 @@ pub(crate) struct Settings {
 
 impl Settings {
     /// Errors: `InvalidArgument` for an option that is not honoured, or a value out of range.
-    pub(crate) fn new(options: GroupOptions, version: Version) -> Result<Self> {
+    pub(crate) fn new(options: GroupOptions, offer: &Offer) -> Result<Self> {
+        let version = offer.version;
         let dropped = options.require_honoured("nccl", &honoured(version))?;
         let count_contributors = match options.hints.get("contributors").map(String::as_str) {
             None | Some("count") => true,
@@ -68,6 +130,12 @@ impl Settings {
                 return Err(Error::invalid(format!("{name} is 0; it is at least 1")));
             }
         }
+        if options.net_name.as_ref().is_some_and(|name| name.contains('\0')) {
+            return Err(Error::invalid(
+                "net_name holds a zero byte, which NCCL cannot be told",
+            ));
+        }
+        let buffers = buffers(&options, offer)?;
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -84,6 +152,7 @@ impl Settings {
             timeout: options.timeout,
             high_priority: options.is_high_priority_stream.unwrap_or(false),
             count_contributors,
+            buffers,
             wish,
             version,
             options,
@@ -104,6 +173,8 @@ impl Settings {
             u64::from(crate::control::VERSION),
             u64::from(self.version.0 / 100),
             u64::from(self.count_contributors),
+            // A window is made by all ranks together; the others' buffers are each rank's own affair.
+            u64::from(self.buffers == Kind::Window),
             u64::from(u16::from_ne_bytes([1, 0])),
         ];
         parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
@@ -116,8 +187,16 @@ impl Settings {
 mod tests {
     use super::*;
 
-    const NEW: Version = Version::new(2, 30, 7);
-    const OLD: Version = Version::new(2, 21, 5);
+    const NEW: &Offer = &offer(Version::new(2, 30, 7));
+    const OLD: &Offer = &offer(Version::new(2, 21, 5));
+
+    const fn offer(version: Version) -> Offer {
+        Offer {
+            version,
+            lacks_registered: None,
+            lacks_windows: None,
+        }
+    }
 
     #[test]
     fn an_option_that_this_version_does_not_read_is_refused_or_dropped_aloud() {
@@ -151,7 +230,27 @@ mod tests {
         assert!(bad(|o| o.min_ctas = Some(0)).contains("min_ctas"));
         assert!(bad(|o| (o.min_ctas, o.max_ctas) = (Some(5), Some(4))).contains("larger than max_ctas"));
         assert!(bad(|o| drop(o.hints.insert("contributors".into(), "some".into()))).contains("'some'"));
+        assert!(bad(|o| drop(o.hints.insert("buffers".into(), "fast".into()))).contains("'fast'"));
+        assert!(bad(|o| o.net_name = Some("a\0b".into())).contains("net_name"));
         assert!(bad(|o| drop(o.hints.insert("nonsense".into(), "1".into()))).contains("hint:nonsense"));
+    }
+
+    #[test]
+    fn buffers_that_the_library_cannot_register_are_refused_or_dropped_aloud() {
+        let mut options = GroupOptions::default();
+        options.hints.insert("buffers".into(), "window".into());
+        assert_eq!(Settings::new(options.clone(), NEW).unwrap().buffers, Kind::Window);
+        let lacking = Offer {
+            lacks_windows: Some("ncclCommWindowRegister"),
+            ..*OLD
+        };
+        let e = Settings::new(options.clone(), &lacking).unwrap_err().to_string();
+        assert!(
+            e.contains("ncclCommWindowRegister") && e.contains("2.21.5"),
+            "{e}"
+        );
+        options.lenient = true;
+        assert_eq!(Settings::new(options, &lacking).unwrap().buffers, Kind::Plain);
     }
 
     #[test]

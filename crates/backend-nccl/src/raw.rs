@@ -14,6 +14,10 @@ use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Vers
 
 use crate::cuda::raw::{Span, StreamHandle};
 
+mod memory;
+
+pub(crate) use memory::Registration;
+
 /// How long an abort waits for a thread that is inside a call before it goes ahead without it.
 const COURTESY: Duration = Duration::from_millis(30);
 
@@ -154,11 +158,33 @@ pub(crate) enum Native {
     Scatter,
 }
 
+/// Where a rank goes in a split, as NCCL takes it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part {
+    color: c_int,
+    key: c_int,
+}
+
+impl Part {
+    /// `InvalidArgument` for what NCCL has no number for. Without a colour the rank gets no communicator.
+    pub(crate) fn new(color: Option<u32>, key: u32) -> Result<Self> {
+        let number = |what: &str, n: u32| {
+            c_int::try_from(n).map_err(|_| Error::invalid(format!("{what} {n} is too large for NCCL")))
+        };
+        Ok(Self {
+            color: color.map_or(Ok(nccl_sys::SPLIT_NOCOLOR), |c| number("colour", c))?,
+            key: number("key", key)?,
+        })
+    }
+}
+
 /// A communicator.
 pub(crate) struct Comm {
     nccl: &'static Nccl,
     handle: *mut c_void,
     closed: AtomicBool,
+    /// The library says that it is gone.
+    freed: AtomicBool,
     gate: RwLock<()>,
 }
 
@@ -194,6 +220,7 @@ impl Comm {
             nccl,
             handle,
             closed: AtomicBool::new(handle.is_null()),
+            freed: AtomicBool::new(handle.is_null()),
             gate: RwLock::new(()),
         };
         if let Err(error) = nccl.check(call, result) {
@@ -209,17 +236,11 @@ impl Comm {
         Ok(comm)
     }
 
-    /// Divides this communicator; a collective call of all ranks. `None` for ranks without a colour.
-    pub(crate) fn split(&self, color: Option<u32>, key: u32, wish: &Wish) -> Result<Option<Self>> {
+    /// Divides this communicator; a collective call of all ranks. `None` for ranks without a colour. May block for as long as the
+    /// library likes.
+    pub(crate) fn split(&self, part: Part, wish: &Wish) -> Result<Option<Self>> {
         let _inside = self.enter()?;
-        let color = match color {
-            Some(c) => {
-                c_int::try_from(c).map_err(|_| Error::invalid(format!("colour {c} is too large for NCCL")))?
-            }
-            None => nccl_sys::SPLIT_NOCOLOR,
-        };
-        let key =
-            c_int::try_from(key).map_err(|_| Error::invalid(format!("key {key} is too large for NCCL")))?;
+        let Part { color, key } = part;
         let mut handle = ptr::null_mut();
         let result = self.nccl.with_config(wish, |config| {
             // SAFETY: INV-12 the gate keeps the parent; writes one handle; the configuration lives over the call.
@@ -257,7 +278,14 @@ impl Comm {
     /// Waits until nothing is in progress, `stop` says why not to go on, or the deadline passes.
     pub(crate) fn settle(&self, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<()> {
         let mut round = 0u32;
-        while !self.state()? {
+        // An abort closes the communicator under whoever waits; the reason is the group's.
+        let is_through = || {
+            self.state().map_err(|error| match error.kind() {
+                ErrorKind::Aborted => stop().unwrap_or(error),
+                _ => error,
+            })
+        };
+        while !is_through()? {
             if let Some(error) = stop() {
                 return Err(error);
             }
@@ -357,7 +385,11 @@ impl Comm {
     pub(crate) fn drop_op(&self, op: RedOp) {
         if let Ok(_inside) = self.enter() {
             // SAFETY: INV-12 the gate keeps the communicator; made by `premul_sum` and freed once.
-            let _ = unsafe { (self.nccl.api().red_op_destroy)(op, self.handle) };
+            let result = unsafe { (self.nccl.api().red_op_destroy)(op, self.handle) };
+            if let Err(error) = self.nccl.check("ncclRedOpDestroy", result) {
+                // Costs the library a few bytes until the communicator goes.
+                tracing::debug!(%error, "an operation was not freed");
+            }
         }
     }
 
@@ -385,7 +417,10 @@ impl Comm {
         if !alone && let Some(revoke) = self.nccl.api().comm_revoke {
             // Somebody is stuck inside. Revoking lets them out without freeing anything under them.
             // SAFETY: INV-12 the handle is freed only below.
-            let _ = unsafe { revoke(self.handle, 0) };
+            let revoked = unsafe { revoke(self.handle, 0) };
+            if let Err(error) = self.nccl.check("ncclCommRevoke", revoked) {
+                tracing::warn!(%error, "a communicator could not be revoked; it is aborted under its callers");
+            }
             let until = deadline_in(COURTESY);
             while self.gate.try_write().is_err() && !time_left(until).is_zero() {
                 std::thread::sleep(Duration::from_micros(200));
@@ -393,8 +428,9 @@ impl Comm {
         }
         // SAFETY: INV-8 freed once (close). Callers have left, or are stuck in a call, which is what abort exists for.
         let result = unsafe { (self.nccl.api().comm_abort)(self.handle) };
-        if let Err(error) = self.nccl.check("ncclCommAbort", result) {
-            tracing::warn!(%error, "a communicator could not be aborted");
+        match self.nccl.check("ncclCommAbort", result) {
+            Ok(()) => self.freed.store(true, Ordering::Release),
+            Err(error) => tracing::warn!(%error, "a communicator could not be aborted"),
         }
     }
 
@@ -413,7 +449,26 @@ impl Comm {
         }
         if self.close() == Some(true) {
             // SAFETY: INV-8 freed once (close), nobody is inside.
-            let _ = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
+            let result = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
+            match self.nccl.check("ncclCommDestroy", result) {
+                Ok(()) => self.freed.store(true, Ordering::Release),
+                Err(error) => tracing::warn!(%error, "a communicator was not freed"),
+            }
+        }
+    }
+
+    /// True once the library has let go of everything that it knew.
+    pub(crate) fn is_freed(&self) -> bool {
+        self.freed.load(Ordering::Acquire)
+    }
+
+    /// Ends it on a thread of its own, because that may take as long as the library likes.
+    pub(crate) fn give_up(self) {
+        let started = std::thread::Builder::new()
+            .name("ox-nccl-abort".to_string())
+            .spawn(move || self.abort());
+        if let Err(error) = started {
+            tracing::warn!(%error, "a communicator was left behind");
         }
     }
 }

@@ -31,8 +31,12 @@ pub(crate) fn run(engine: &Arc<Engine>) {
     // Submissions that slipped in while this ended are failed, too.
     engine.end(in_good_order);
     if in_good_order {
-        engine.comm.retire(PATIENCE);
-        engine.lanes.retire(PATIENCE);
+        // Nobody waits for an idle communicator longer than for work on it.
+        let patience = PATIENCE.min(engine.settings.timeout);
+        engine.held.end(engine);
+        engine.comm.retire(patience);
+        engine.held.clear(engine.comm.is_freed());
+        engine.lanes.retire(patience);
     } else {
         let cause = engine
             .failure()
@@ -135,6 +139,7 @@ fn fail_all(engine: &Arc<Engine>) {
             let _ = began.set(Instant::now());
             let _ = this.gpu.enter();
             this.comm.abort();
+            this.held.clear(this.comm.is_freed());
             this.lanes.abort();
             flag.store(true, Ordering::Release);
         });

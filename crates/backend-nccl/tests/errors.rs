@@ -63,6 +63,15 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
                 "@broken" => standin::without(library, path("broken.so"), &["ncclReduceScatter"])
                     .display()
                     .to_string(),
+                "@driver" => standin::without(library, path("driver.so"), &["cuMemAllocAsync"])
+                    .display()
+                    .to_string(),
+                "@plain" => {
+                    let functions = ["ncclCommRegister", "ncclCommWindowRegister"];
+                    standin::without(library, path("plain.so"), &functions)
+                        .display()
+                        .to_string()
+                }
                 value => value.to_string(),
             };
             (*name, value)

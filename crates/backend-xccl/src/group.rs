@@ -11,10 +11,11 @@ use ftcore::{
 };
 use oneccl_sys::Flavour;
 
-use crate::engine::{Comms, Engine, Place, require_unstuck};
+use crate::engine::{Comms, Engine, Parts, Place, require_unstuck};
 use crate::link::Link;
 use crate::news::Channel;
 use crate::options::{HONOURED, Settings};
+use crate::tally::Tally;
 use crate::traffic::Counters;
 use crate::{probe, rendezvous, route};
 
@@ -61,7 +62,8 @@ pub(crate) fn capabilities(counted: bool) -> Capabilities {
             ("band, bor, bxor", "composed: all-gather, folded on every rank"),
             (
                 "contributors",
-                "in the same call up to 256 KiB, else a second all-reduce of one u32",
+                "ranks of one host write them down beside the data; else in the same call up to 256 KiB, or a second \
+                 all-reduce of one u32",
             ),
             (
                 "all_reduce of several",
@@ -130,19 +132,52 @@ impl XcclGroup {
         self.start(configuration, comms, channel)
     }
 
+    /// What an operation is to run on, and until when; or the operation is refused.
+    fn begin(
+        &self,
+        op: Checked,
+        options: &SubmitOptions,
+    ) -> Result<(Arc<Engine>, Collective, Instant), Box<Rejected>> {
+        let op = op.into_inner();
+        let refuse = |error: Error, op: Collective| {
+            let error = error.with_op(op.kind().name());
+            Err(Box::new(Rejected { error, op }))
+        };
+        if let Some(stream) = options.stream.as_ref().filter(|s| !s.device().is_cpu()) {
+            let text = format!(
+                "xccl on host memory cannot order itself after a stream on {}",
+                stream.device()
+            );
+            return refuse(Error::unsupported(text), op);
+        }
+        let deadline = options
+            .deadline
+            .unwrap_or_else(|| deadline_in(self.settings.timeout));
+        match self.lifecycle.engine() {
+            Ok(engine) => Ok((engine, op, deadline)),
+            Err(error) => refuse(error, op),
+        }
+    }
+
     fn start(&self, c: &Configuration, comms: Comms, channel: Option<Channel>) -> Result<Arc<Engine>> {
         let place = Place {
             rank: c.rank,
             world: c.world_size,
             epoch: c.epoch.0,
         };
-        Engine::start(
-            place,
+        let tally = match &channel {
+            Some(channel) if self.settings.beside => Tally::agree(c, channel)?,
+            _ => None,
+        };
+        let parts = Parts {
             comms,
             channel,
-            self.counters.clone(),
-            self.settings.counted,
-        )
+            counters: self.counters.clone(),
+            counted: self.settings.counted,
+            tally,
+            side: None,
+        };
+        Engine::start(place, parts)
     }
 }
 
@@ -185,25 +220,7 @@ impl ProcessGroup for XcclGroup {
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let op = op.into_inner();
-        let refuse = |error: Error, op: Collective| {
-            let error = error.with_op(op.kind().name());
-            Err(Box::new(Rejected { error, op }))
-        };
-        if let Some(stream) = options.stream.filter(|s| !s.device().is_cpu()) {
-            let text = format!(
-                "xccl on host memory cannot order itself after a stream on {}",
-                stream.device()
-            );
-            return refuse(Error::unsupported(text), op);
-        }
-        let engine = match self.lifecycle.engine() {
-            Ok(engine) => engine,
-            Err(error) => return refuse(error, op),
-        };
-        let deadline = options
-            .deadline
-            .unwrap_or_else(|| deadline_in(self.settings.timeout));
+        let (engine, op, deadline) = self.begin(op, &options)?;
         engine.submit(op, options.contribute, deadline)
     }
 

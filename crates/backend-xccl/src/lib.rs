@@ -21,6 +21,7 @@ mod raw;
 mod recipe;
 mod rendezvous;
 mod route;
+mod tally;
 mod traffic;
 pub mod xpu;
 

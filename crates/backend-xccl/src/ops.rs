@@ -12,6 +12,7 @@ use crate::link::Link;
 use crate::raw::lent::Lent;
 use crate::recipe::Recipe;
 use crate::route::{self, Route};
+use crate::tally::{Tally, Ticket};
 
 /// Sums of at most so many bytes travel in a scratch buffer with the number of contributors behind them; larger ones in
 /// place, with the number in a call of its own. Where copying twice costs what that call costs.
@@ -21,12 +22,21 @@ const CARRIED: usize = 256 << 10;
 const GATHERED: usize = 1 << 20;
 
 /// How a reduction is to be counted.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Count {
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Count<'a> {
     /// Whether contributors are counted at all (an option of the group).
     pub(crate) counted: bool,
     /// Whether this rank is one.
     pub(crate) contribute: bool,
+    /// Where ranks that share a host write that down.
+    pub(crate) tally: Option<&'a Tally>,
+}
+
+/// How the contributors of a reduction become known.
+enum Counting<'a> {
+    Known(u32),
+    /// With the end of the reduction.
+    Posted(&'a Tally, Ticket),
 }
 
 fn internal(text: &str) -> Error {
@@ -60,7 +70,7 @@ pub(crate) fn run(
     recipe: &Recipe,
     dtype: Option<DType>,
     lent: &mut Lent,
-    count: Count,
+    count: Count<'_>,
 ) -> Result<u32> {
     if let Recipe::Barrier = recipe {
         let mut token = scratch(DType::I32, 4);
@@ -286,11 +296,11 @@ struct Reduction<'a> {
     op: ReduceOp,
     /// `None`: gathered and folded here.
     route: Option<Route>,
-    count: Count,
+    count: Count<'a>,
 }
 
 impl<'a> Reduction<'a> {
-    fn new(link: &'a Link, dtype: DType, op: ReduceOp, count: Count) -> Result<Self> {
+    fn new(link: &'a Link, dtype: DType, op: ReduceOp, count: Count<'a>) -> Result<Self> {
         let route = Route::of(dtype, op);
         if route.is_none() && !route::is_gathered(dtype, op) {
             return Err(internal(&format!(
@@ -326,6 +336,22 @@ impl<'a> Reduction<'a> {
         Ok(route::count_of(DType::U32, one.bytes()))
     }
 
+    /// Before the data moves. `bytes`: the least that a rank gets of the result; a call that gives a rank nothing proves nothing.
+    fn begin_count(&self, bytes: usize) -> Result<Counting<'a>> {
+        match self.count.tally.filter(|_| self.count.counted && bytes > 0) {
+            Some(tally) => Ok(Counting::Posted(tally, tally.post(self.count.contribute)?)),
+            None => self.contributors().map(Counting::Known),
+        }
+    }
+
+    /// After the data has moved.
+    fn end_count(&self, counting: &Counting<'a>) -> Result<u32> {
+        match counting {
+            Counting::Known(contributors) => Ok(*contributors),
+            Counting::Posted(tally, ticket) => tally.count(ticket),
+        }
+    }
+
     fn finish(&self, data: &mut [u8], contributors: u32) {
         if self.op == ReduceOp::Avg {
             route::divide(self.dtype, data, contributors);
@@ -349,17 +375,18 @@ impl<'a> Reduction<'a> {
 
     fn all_reduce(&self, lent: &mut Lent) -> Result<u32> {
         let Some(route) = self.route else {
-            let contributors = self.contributors()?;
+            let bytes = (0..lent.len()).map(|i| lent.bytes(i).len()).sum();
+            let counting = self.begin_count(bytes)?;
             for i in 0..lent.len() {
                 self.fold_gathered(lent.bytes_mut(i))?;
             }
-            return Ok(contributors);
+            return self.end_count(&counting);
         };
         let total: usize = (0..lent.len())
             .map(|i| route.wire_bytes(lent.bytes(i).len()))
             .sum();
         let tail = match route.op {
-            RedOp::SUM if self.count.counted => {
+            RedOp::SUM if self.count.counted && self.count.tally.is_none() => {
                 route::counted(route.wire, self.link.world(), self.count.contribute)
             }
             _ => None,
@@ -369,7 +396,7 @@ impl<'a> Reduction<'a> {
         if packed {
             return self.all_reduce_packed(route, lent, total, tail.filter(|_| carried));
         }
-        let contributors = self.contributors()?;
+        let counting = self.begin_count(total)?;
         for i in 0..lent.len() {
             let data = lent.bytes_mut(i);
             if route.is_direct() {
@@ -383,12 +410,15 @@ impl<'a> Reduction<'a> {
                 self.link.all_reduce(wire.bytes_mut(), route.wire, route.op)?;
                 route.decode(wire.bytes(), data);
             }
-            self.finish(data, contributors);
+        }
+        let contributors = self.end_count(&counting)?;
+        for i in 0..lent.len() {
+            self.finish(lent.bytes_mut(i), contributors);
         }
         Ok(contributors)
     }
 
-    /// All tensors in one buffer, with the count behind them.
+    /// All tensors in one buffer, with the count behind them if there is a `tail`.
     fn all_reduce_packed(
         &self,
         route: Route,
@@ -405,18 +435,21 @@ impl<'a> Reduction<'a> {
                 self.encode(route, from, part);
                 rest = after;
             }
-            if let Some(tail) = &tail {
-                for (to, from) in rest.iter_mut().zip(tail) {
-                    *to = *from;
+            let contributors = match &tail {
+                Some(tail) => {
+                    for (to, from) in rest.iter_mut().zip(tail) {
+                        *to = *from;
+                    }
+                    self.link.all_reduce(wire, route.wire, route.op)?;
+                    route::count_of(route.wire, wire.split_at(total).1)
                 }
-            }
-            self.link.all_reduce(wire, route.wire, route.op)?;
-            let (values, count) = wire.split_at(total);
-            let contributors = match tail {
-                Some(_) => route::count_of(route.wire, count),
-                None => self.contributors()?,
+                None => {
+                    let counting = self.begin_count(total)?;
+                    self.link.all_reduce(wire, route.wire, route.op)?;
+                    self.end_count(&counting)?
+                }
             };
-            let mut rest = values;
+            let mut rest = wire.split_at(total).0;
             for i in 0..lent.len() {
                 let into = lent.bytes_mut(i);
                 let (part, after) = rest.split_at(route.wire_bytes(into.len()));
@@ -459,9 +492,9 @@ impl<'a> Reduction<'a> {
     }
 
     fn reduce_scatter(&self, lent: &mut Lent) -> Result<u32> {
-        let contributors = self.contributors()?;
         let world = self.link.world() as usize;
         let lengths: Vec<usize> = (0..world).map(|i| lent.bytes(i).len()).collect();
+        let counting = self.begin_count(lengths.iter().copied().min().unwrap_or(0))?;
         let mut packed = scratch(self.dtype, lengths.iter().sum());
         let mut rest = packed.bytes_mut();
         for (i, n) in lengths.iter().enumerate() {
@@ -471,17 +504,22 @@ impl<'a> Reduction<'a> {
         }
         let into = lent.bytes_mut(world);
         self.scatter_reduced(packed.bytes(), &lengths, into)?;
+        let contributors = self.end_count(&counting)?;
         self.finish(into, contributors);
         Ok(contributors)
     }
 
     fn reduce_scatter_into(&self, lent: &mut Lent) -> Result<u32> {
-        let contributors = self.contributors()?;
         let world = self.link.world() as usize;
+        let outputs = || (1..lent.len()).step_by(2);
+        let counting = self.begin_count(outputs().map(|i| lent.bytes(i).len()).sum())?;
         for i in (0..lent.len()).step_by(2) {
             let (from, into) = lent.pair(i, i + 1);
             self.scatter_reduced(from, &vec![into.len(); world], into)?;
-            self.finish(into, contributors);
+        }
+        let contributors = self.end_count(&counting)?;
+        for i in (1..lent.len()).step_by(2) {
+            self.finish(lent.bytes_mut(i), contributors);
         }
         Ok(contributors)
     }

@@ -3,8 +3,9 @@
 //! - `net_name`: the network interface, for oneCCL's rendezvous and its TCP provider. It is chosen by environment variables
 //!   that are read once, so all groups of a process have the same one, and one that the user set there wins over nothing.
 //! - `blocking`: calls always block a thread of ours; `true` says so, `false` is refused.
-//! - hint `contributors`: `count` (the default) or `off`. Counting costs small all-reduces nothing and large ones a second,
-//!   tiny one; off, averages divide by the world size and the feature is not advertised.
+//! - hint `contributors`: `count` (the default), `call` or `off`. Ranks of one host count beside the data (`tally`); between hosts,
+//!   and with `call`, counting costs small all-reduces two copies and large ones a second, tiny one. Off, averages divide by the
+//!   world size and the feature is not advertised. All ranks must say the same.
 //!
 //! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels: there are none here.
 
@@ -20,6 +21,8 @@ pub(crate) const HONOURED: &[&str] = &["net_name", "blocking", "hint:contributor
 pub(crate) struct Settings {
     pub(crate) timeout: Duration,
     pub(crate) counted: bool,
+    /// Beside the data, where the ranks share a host.
+    pub(crate) beside: bool,
 }
 
 impl Settings {
@@ -31,12 +34,13 @@ impl Settings {
                 "backend 'xccl' does not honour blocking = false: oneCCL has no other calls than blocking ones",
             ));
         }
-        let counted = match options.hints.get("contributors").map(String::as_str) {
-            None | Some("count") => true,
-            Some("off") => false,
+        let (counted, beside) = match options.hints.get("contributors").map(String::as_str) {
+            None | Some("count") => (true, true),
+            Some("call") => (true, false),
+            Some("off") => (false, false),
             Some(other) => {
                 return Err(Error::invalid(format!(
-                    "hint contributors is '{other}'; it can be 'count' or 'off'"
+                    "hint contributors is '{other}'; it can be 'count', 'call' or 'off'"
                 )));
             }
         };
@@ -53,6 +57,7 @@ impl Settings {
         Ok(Self {
             timeout: options.timeout,
             counted,
+            beside,
         })
     }
 }

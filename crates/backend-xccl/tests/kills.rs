@@ -309,7 +309,7 @@ fn campaign() {
     let mut other = Other::start(&server);
     let mut dice = Dice(0x9E37_79B9_7F4A_7C15);
     let (mut noticed, mut usable, mut with_new_rank) = (Vec::new(), Vec::new(), Vec::new());
-    let mut swept = Vec::new();
+    let (mut swept, mut rounds_taken) = (Vec::new(), Vec::new());
     let mut ended_by_library = 0;
     let mut epoch = 1;
     other.join(epoch);
@@ -359,9 +359,18 @@ fn campaign() {
             other.hear("failed");
             swept.push(pid);
         }
+        let ready = killed_at.elapsed();
         other.join(epoch);
         group.configure(configuration(&store, epoch, 0)).unwrap();
+        let connected = killed_at.elapsed();
         sum(&group, 1000).unwrap();
+        rounds_taken.push(Round {
+            usable: killed_at.elapsed(),
+            connected,
+            ready,
+            number: round,
+            victim,
+        });
         let times = if victim == 2 {
             &mut with_new_rank
         } else {
@@ -398,17 +407,33 @@ fn campaign() {
             spread(with_new_rank)
         ));
     }
+    rounds_taken.sort_by_key(|r| std::cmp::Reverse(r.usable));
+    for slow in rounds_taken.iter().take(3) {
+        say(&format!("slowest: {slow:?}"));
+    }
     usable.sort();
     let median = usable.get(usable.len() / 2).copied().unwrap_or_default();
     assert!(median < USABLE * 10, "usable again only after {median:?}");
+}
+
+/// Where the time of one kill went: until both ranks knew, until they were connected again, until the next right sum.
+#[derive(Debug)]
+#[allow(dead_code, reason = "printed")]
+struct Round {
+    usable: Duration,
+    connected: Duration,
+    ready: Duration,
+    number: u32,
+    victim: u64,
 }
 
 fn spread(mut times: Vec<Duration>) -> String {
     times.sort();
     let at = |i: usize| times.get(i).map_or(0, Duration::as_millis);
     format!(
-        "median {} ms, {} to {} ms of {}",
+        "p50 {} ms, p99 {} ms, {} to {} ms of {}",
         at(times.len() / 2),
+        at(times.len() * 99 / 100),
         at(0),
         at(times.len().saturating_sub(1)),
         times.len()

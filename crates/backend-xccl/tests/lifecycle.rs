@@ -39,7 +39,7 @@ struct Case {
     body: fn(&Rank) -> Outcome,
 }
 
-const CASES: [Case; 6] = [
+const CASES: [Case; 7] = [
     Case {
         name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
         world: 2,
@@ -53,6 +53,13 @@ const CASES: [Case; 6] = [
         together: true,
         environment: &[],
         body: threads,
+    },
+    Case {
+        name: "inv4_contributors_are_the_same_beside_the_data_and_in_calls",
+        world: 3,
+        together: true,
+        environment: &[],
+        body: contributors,
     },
     Case {
         name: "l42_options_reach_the_library_and_the_children_of_a_split",
@@ -236,6 +243,64 @@ fn options(rank: &Rank) -> Outcome {
     Ok(group.shutdown(soon())?)
 }
 
+/// True if this process has the file in which ranks of one host write down who contributes.
+fn writes_down() -> bool {
+    let open = std::fs::read_dir("/proc/self/fd").expect("a list of descriptors");
+    open.filter_map(|l| std::fs::read_link(l.ok()?.path()).ok())
+        .any(|l| l.to_string_lossy().contains("memfd:oxccl-xccl"))
+}
+
+fn contributors(rank: &Rank) -> Outcome {
+    for (epoch, how) in [(1, "count"), (2, "call")] {
+        let mut options = GroupOptions::default();
+        options.hints.insert("contributors".into(), how.into());
+        let group = XcclGroup::new("contributors", options)?;
+        group.configure(configuration(rank, 3, epoch))?;
+        ensure(writes_down() == (how == "count"), || {
+            format!("'{how}', but written down: {}", writes_down())
+        })?;
+        // Another rank leaves itself out each time; the sizes are on both sides of what travels with the data.
+        for (absent, count) in [(3, 3000), (2, 3000), (0, 300_000), (1, 3), (2, 0)] {
+            let options = || SubmitOptions {
+                contribute: rank.rank != absent,
+                ..SubmitOptions::by(soon())
+            };
+            let want = if absent > 2 { 3 } else { 2 };
+            let mine = || Tensor::from_vec(vec![6f32; count]);
+            let average = Collective::AllReduce {
+                tensors: vec![mine()],
+                op: ReduceOp::Avg,
+            };
+            let together = Collective::AllReduce {
+                tensors: vec![mine(), mine()],
+                op: ReduceOp::Max,
+            };
+            let scattered = Collective::ReduceScatterInto {
+                pairs: vec![(mine(), Tensor::zeros(DType::F32, count / 3))],
+                op: ReduceOp::Avg,
+            };
+            for op in [average, together, scattered] {
+                let done = group.run_blocking(op, options())?;
+                let kind = || format!("'{how}', {count} elements, without rank {absent}");
+                ensure(done.contributors == want, || {
+                    format!("{}: {} contributors, not {want}", kind(), done.contributors)
+                })?;
+                let result = done.into_tensor()?;
+                let fine = result.as_slice::<f32>()?.iter().all(|x| *x == 6.0);
+                ensure(fine, || {
+                    format!(
+                        "{}: {:?}",
+                        kind(),
+                        result.as_slice::<f32>().ok().and_then(|s| s.first())
+                    )
+                })?;
+            }
+        }
+        group.shutdown(soon())?;
+    }
+    Ok(())
+}
+
 fn environment(_: &Rank) -> Outcome {
     XcclFactory.probe()?;
     let is = |name: &str, value: &str| {
@@ -296,7 +361,9 @@ fn run(case: &Case) -> Outcome {
         let ranks = (0..case.world).map(start).collect::<Result<Vec<_>, _>>()?;
         ranks.into_iter().map(Child::wait_with_output).collect::<Vec<_>>()
     } else {
-        (0..case.world).map(|rank| start(rank)?.wait_with_output()).collect()
+        (0..case.world)
+            .map(|rank| start(rank)?.wait_with_output())
+            .collect()
     };
     let mut failures = String::new();
     for output in outputs {

@@ -19,8 +19,8 @@ use crate::{StateDict, StateTensor};
 pub const RESERVED_METADATA_PREFIX: &str = "oxccl.";
 
 /// What other readers of the format accept at most.
-const MAX_HEADER_BYTES: usize = 100_000_000;
-const LENGTH_BYTES: usize = 8;
+pub(crate) const MAX_HEADER_BYTES: usize = 100_000_000;
+pub(crate) const LENGTH_BYTES: usize = 8;
 
 const fn to_file(dtype: DType) -> Option<Dtype> {
     Some(match dtype {
@@ -223,7 +223,15 @@ pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, 
     Ok((state, own))
 }
 
-fn corrupt(what: impl Into<String>) -> Error {
+/// The metadata in a header (without the length before it), the state's own and the reserved entries together.
+pub(crate) fn metadata_of(header: &[u8]) -> Result<BTreeMap<String, String>> {
+    let header: Metadata = serde_json::from_slice(header)
+        .map_err(|e| corrupt(format!("the header of the state: {e}")).with_source(e))?;
+    let entries = header.metadata().iter().flatten();
+    Ok(entries.map(|(k, v)| (k.clone(), v.clone())).collect())
+}
+
+pub(crate) fn corrupt(what: impl Into<String>) -> Error {
     Error::new(ErrorKind::Corrupt, what)
 }
 

@@ -5,20 +5,28 @@
 //! `ox-ckpt`, and never makes the trainer wait for a reader (L29). A replica that heals calls [`fetch`]: chunks from
 //! several sources at once, every one checked against its hash before it counts. Nothing read from a peer is executed
 //! (L38), and `fetch` changes nothing of the caller's: the step advances only when the caller applied the state
-//! (INV-5). [`save`] and [`load`] keep the same bytes on disk.
+//! (INV-5). [`save`] and [`load`] keep the same bytes on disk, sealed with a hash; a [`Series`] keeps the last few of a
+//! replica, a [`Writer`] writes them beside the training, and [`newest`] finds the one to go on from when a job was lost.
 
 mod codec;
 mod disk;
 mod fetch;
 mod manifest;
+mod newest;
+mod seal;
+mod series;
 mod server;
 mod snapshot;
 mod state;
+mod writer;
 
 pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
 pub use disk::{load, save};
 pub use fetch::{FetchOptions, fetch, fetch_with};
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest};
+pub use newest::{Found, Search, newest};
+pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};
 pub use server::{DIGEST_HEADER, HttpTransport, MAX_WAIT, TransportOptions, WAIT_HEADER};
 pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
 pub use state::{StateDict, StateTensor};
+pub use writer::{Outcome, Writer};

@@ -416,6 +416,47 @@ fn l02_a_vote_that_timed_out_at_one_step_decides_nothing_at_the_next() {
 }
 
 #[test]
+fn a_rank_that_gives_up_ends_the_calls_of_all_ranks_those_that_wait_and_those_to_come() {
+    let lighthouse = lighthouse(1);
+    let server = ManagerServer::start(manager_config("a:1", &lighthouse.address(), 3)).unwrap();
+    let rank = || ManagerClient::connect(&server.address(), soon()).unwrap();
+    let vote = |group_rank: u32| CommitVote {
+        group_rank,
+        step: 4,
+        vote: true,
+        ..CommitVote::default()
+    };
+    let ask = |group_rank: u32| QuorumRequest {
+        group_rank,
+        step: 4,
+        ..QuorumRequest::default()
+    };
+    let given_up = |error: ftcore::Error| {
+        assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+        let text = error.to_string();
+        assert!(
+            text.contains("rank 1 of this replica cannot go on") && text.contains("no such dtype"),
+            "{text}"
+        );
+    };
+    std::thread::scope(|scope| {
+        let (asks, votes) = (rank(), rank());
+        let asks = scope.spawn(move || asks.quorum(&ask(0), soon()).unwrap_err());
+        let votes = scope.spawn(move || votes.should_commit(&vote(2), soon()).unwrap_err());
+        let leaves = rank();
+        let wrong = leaves.give_up(&vote(3), "x", soon()).unwrap_err();
+        assert_eq!(wrong.kind(), ErrorKind::InvalidArgument, "{wrong}");
+        leaves.give_up(&vote(1), "no such dtype", soon()).unwrap();
+        given_up(asks.join().unwrap());
+        given_up(votes.join().unwrap());
+    });
+    // The first reason stays.
+    rank().give_up(&vote(0), "another one", soon()).unwrap();
+    given_up(rank().quorum(&ask(0), soon()).unwrap_err());
+    given_up(rank().should_commit(&vote(2), soon()).unwrap_err());
+}
+
+#[test]
 fn checkpoint_addresses_are_kept_per_rank() {
     let lighthouse = lighthouse(1);
     let mut a = Replica::start("a:1", &lighthouse.address());

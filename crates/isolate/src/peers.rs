@@ -1,8 +1,9 @@
 //! What the ranks tell each other where the backend does not: aborts, failures and deaths.
 //!
-//! A library without abort leaves the survivors of a death hanging. So each rank of such a group publishes its child's process in
-//! the configuration's store and watches the others': on the same host by pidfd, which is evidence at once; for reasons (an abort,
-//! a time-out) and for other hosts by a `news` key in the store, where the first word counts. Whoever learns of a failure ends its own child.
+//! A library without abort leaves the survivors of a death hanging. So each rank of such a group publishes its child's process and
+//! its own in the configuration's store and watches the others': on the same host by pidfd, which is evidence at once; for reasons (an
+//! abort, a time-out) and for other hosts by a `news` key in the store, where the first word counts. A rank that lives says why its
+//! child has ended; for a whole rank that is gone nobody will. Whoever learns of a failure ends its own child.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -22,9 +23,14 @@ const LOOK: Duration = Duration::from_millis(50);
 const SLICE: Duration = Duration::from_millis(500);
 /// Between the news of a failure and the end of a child, so that all ranks hear the reason before they see a death.
 const AHEAD: Duration = Duration::from_millis(20);
-/// A process that ended without a word is lost after this, unless what is pending ends meanwhile without it: the reason, or a
-/// good-bye, may still be on its way.
+/// A child that ended without a word is lost after this, unless what is pending ends meanwhile without it: the reason, or a
+/// good-bye, may still be on its way from its rank.
 const SILENT: Duration = Duration::from_secs(1);
+/// The same if the rank's own process has ended too. What it said or sent before is with the store and in this host's sockets already, and
+/// gets this long to be read.
+const GONE: Duration = Duration::from_millis(40);
+/// How often the watch looks while it waits for a word.
+const SOON: Duration = Duration::from_millis(10);
 /// Work that is still pending this long after a rank has left in good order needed that rank.
 const NEEDED: Duration = Duration::from_secs(2);
 /// A store call of the watch. A store that does not answer does not end a group.
@@ -60,10 +66,16 @@ struct Shared {
 /// The watch over the other ranks of one configuration. Dropped, it ends quietly.
 pub(crate) struct Peers(Arc<Shared>);
 
-/// (boot, process id, start time): the same process, if it is on this host and can be seen.
-fn card(pid: u32) -> String {
-    let boot = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
-    format!("{} {pid} {}", boot.trim(), start_time(pid).unwrap_or_default())
+fn boot() -> String {
+    let id = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap_or_default();
+    id.trim().to_string()
+}
+
+/// (boot, then process id and start time of the child and of the rank itself): the same processes, if they are on this host and can be
+/// seen.
+fn card(child: u32) -> String {
+    let of = |pid: u32| format!("{pid} {}", start_time(pid).unwrap_or_default());
+    format!("{} {} {}", boot(), of(child), of(std::process::id()))
 }
 
 fn start_time(pid: u32) -> Option<String> {
@@ -75,18 +87,22 @@ fn start_time(pid: u32) -> Option<String> {
         .map(str::to_string)
 }
 
-/// A pidfd of the process of `card`; `None` if it is on another host or cannot be seen from here.
-fn watchable(card: &str) -> Option<OwnedFd> {
+/// Pidfds of the child and of the rank of `card`; `None` for one that is on another host or cannot be seen from here.
+fn watchable(card: &str) -> (Option<OwnedFd>, Option<OwnedFd>) {
     let mut parts = card.split(' ');
-    let (boot, pid, started) = (parts.next()?, parts.next()?, parts.next()?);
-    let here = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
-    let number: i32 = pid.parse().ok()?;
-    if boot.is_empty() || boot != here.trim() || started.is_empty() {
-        return None;
+    let theirs = parts.next().unwrap_or_default();
+    if theirs.is_empty() || theirs != boot() {
+        return (None, None);
     }
-    let fd = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
-    // Looked at after the descriptor holds the process: another process namespace or a number used again shows here.
-    (start_time(number.unsigned_abs()).as_deref() == Some(started)).then_some(fd)
+    let mut next = || {
+        let (pid, started) = (parts.next()?, parts.next()?);
+        let number: i32 = pid.parse().ok()?;
+        let fd = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
+        // Looked at after the descriptor holds the process: another process namespace or a number used again shows here.
+        let same = !started.is_empty() && start_time(number.unsigned_abs()).as_deref() == Some(started);
+        same.then_some(fd)
+    };
+    (next(), next())
 }
 
 fn prefix(configuration: &Configuration) -> String {
@@ -124,11 +140,16 @@ impl Peers {
         let peers = others
             .into_iter()
             .zip(&cards)
-            .map(|(rank, card)| Peer {
-                rank,
-                process: watchable(&String::from_utf8_lossy(card)),
-                ended: None,
-                left: false,
+            .map(|(rank, card)| {
+                let (child, process) = watchable(&String::from_utf8_lossy(card));
+                Peer {
+                    rank,
+                    child,
+                    process,
+                    ended: None,
+                    gone: None,
+                    left: false,
+                }
             })
             .collect();
         let watch = Watch {
@@ -265,10 +286,14 @@ impl Shared {
 
 struct Peer {
     rank: u32,
-    /// `None` for a process that cannot be watched, or that has ended.
+    /// `None` for a child that cannot be watched, or that has ended.
+    child: Option<OwnedFd>,
+    /// The rank's own process, as above.
     process: Option<OwnedFd>,
-    /// When it was seen to have ended.
+    /// When the child was seen to have ended.
     ended: Option<Instant>,
+    /// When the rank's own process was.
+    gone: Option<Instant>,
     /// It said good-bye.
     left: bool,
 }
@@ -316,10 +341,13 @@ impl Watch {
         fds.extend(
             self.peers
                 .iter()
-                .filter_map(|p| p.process.as_ref())
+                .flat_map(|p| [&p.child, &p.process])
+                .flatten()
                 .map(|p| PollFd::from_borrowed_fd(p.as_fd(), PollFlags::IN)),
         );
-        let _ = poll(&mut fds, Timespec::try_from(LOOK).ok().as_ref());
+        let expecting = self.peers.iter().any(|p| p.ended.is_some() && !p.left);
+        let look = if expecting { SOON } else { LOOK };
+        let _ = poll(&mut fds, Timespec::try_from(look).ok().as_ref());
     }
 
     /// A rank whose process has ended without a word, or that left while it was needed.
@@ -330,21 +358,33 @@ impl Watch {
         };
         let (shared, link) = (&self.shared, &self.shared.link);
         for peer in &mut self.peers {
-            if peer.process.as_ref().is_some_and(ended) {
-                peer.process = None;
+            if peer.child.as_ref().is_some_and(ended) {
+                peer.child = None;
                 peer.ended = Some(Instant::now());
             }
+            if peer.process.as_ref().is_some_and(ended) {
+                peer.process = None;
+                peer.gone = Some(Instant::now());
+            }
             let Some(at) = peer.ended else { continue };
+            let (silent, text) = match peer.gone {
+                Some(gone) => (gone.elapsed() > GONE, "its process has ended"),
+                None => (at.elapsed() > SILENT, "its child process has ended"),
+            };
             if !peer.left {
                 let key = shared.left_key(peer.rank);
-                peer.left = shared.store.check(&[&key], deadline_in(CALL)).unwrap_or(false);
+                // The store may have been in that very process.
+                let patience = peer.gone.map_or(CALL, |_| GONE);
+                peer.left = shared
+                    .store
+                    .check(&[&key], deadline_in(patience))
+                    .unwrap_or(false);
             }
-            let needed = link.pending_since(at);
-            let text = match (peer.left, link.is_busy()) {
-                (true, _) if needed && at.elapsed() > NEEDED => "left the group, which still needed it",
-                // A program that ends right after its last operation may not get to say good-bye.
-                (false, true) if needed && at.elapsed() > SILENT => "its child process has ended",
-                (false, false) if at.elapsed() > SILENT => "its child process has ended",
+            let text = match peer.left {
+                true if link.pending_since(at) && at.elapsed() > NEEDED => {
+                    "left the group, which still needed it"
+                }
+                false if silent => text,
                 _ => continue,
             };
             return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));

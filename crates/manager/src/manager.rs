@@ -29,6 +29,9 @@ use crate::reporter::Reporter;
 const KEY_MANAGER: &str = "oxccl/manager_address";
 const KEY_REPLICA_ID: &str = "oxccl/replica_id";
 
+/// How long telling the other ranks that this one ends may take.
+const TELL: Duration = Duration::from_secs(5);
+
 /// No quorum yet.
 const NO_EPOCH: i64 = -1;
 
@@ -201,6 +204,24 @@ impl Manager {
     fn group_is_broken(&self) -> bool {
         let aborted = *self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
         self.group.error().is_some() || aborted.is_some_and(|epoch| epoch >= self.epoch)
+    }
+
+    /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
+    fn give_up(&self, error: &Error, deadline: Instant) {
+        if self.config.group_world_size == 1 {
+            return;
+        }
+        let vote = CommitVote {
+            group_rank: self.config.group_rank,
+            step: self.step,
+            quorum_id: self.epoch,
+            attempt: self.attempt,
+            vote: false,
+        };
+        let deadline = deadline.min(deadline_in(TELL));
+        if let Err(e) = self.client.give_up(&vote, &error.to_string(), deadline) {
+            tracing::warn!(error = %e, "the other ranks of this replica were not told that this one gives up");
+        }
     }
 
     fn ask(&self, deadline: Instant) -> Result<QuorumResult> {
@@ -383,11 +404,11 @@ impl Replica for Manager {
                 healed = h;
                 healed.is_none() && !spare
             }
-            Err(e) if matches!(e.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported) => {
-                // No other epoch would change that.
+            Err(e) if is_permanent(&e) => {
                 self.in_step = false;
                 self.group.abort(&e.to_string());
                 self.reporter.send(answer.quorum_id, &e);
+                self.give_up(&e, deadline);
                 return Err(e);
             }
             Err(e) => {
@@ -467,6 +488,12 @@ impl Replica for Manager {
             ));
         }
         let local = self.pending.error();
+        if let Some(e) = local.as_ref().filter(|e| is_permanent(e)) {
+            // A lost vote would be repeated until the time limit, with the same end.
+            self.commit_failures += 1;
+            self.give_up(e, deadline);
+            return Err(e.clone());
+        }
         let vote = CommitVote {
             group_rank: self.config.group_rank,
             step: self.step,
@@ -535,6 +562,11 @@ impl Drop for Manager {
             servers.store.shutdown();
         }
     }
+}
+
+/// True for an error that the same step would meet again in every other epoch: the call itself is wrong, or nothing here can do it.
+fn is_permanent(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported)
 }
 
 /// 128 random bits: two lives of one name never share an id.

@@ -67,7 +67,9 @@ pub trait Replica {
     /// Waits for everything submitted in this step and decides together with the other ranks of this replica. True:
     /// the step counts and `current_step` has advanced; apply its result now. False: throw it away and start again.
     ///
-    /// Errors: only if the vote itself could not be taken; then the step did not commit here.
+    /// Errors: if the vote itself could not be taken; then the step did not commit here. And the step's first error, if it is
+    /// `InvalidArgument` or `Unsupported`: another epoch would not change that, so the run ends here at once, and with it the other
+    /// ranks of this replica. The other replicas go on without it. Every other error of a step is a lost vote.
     fn should_commit(&mut self, deadline: Instant) -> Result<bool>;
 
     /// The number of steps committed (or healed to).

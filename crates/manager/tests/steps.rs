@@ -253,6 +253,69 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
 }
 
 #[test]
+fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other_replica() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let begun = Instant::now();
+    std::thread::scope(|scope| {
+        for replica in 0..2u32 {
+            let meet = Arc::new(InMemoryStore::new());
+            for group_rank in 0..2u32 {
+                let (url, meet) = (url.clone(), meet.clone());
+                scope.spawn(move || {
+                    let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
+                    let mut config = ManagerConfig::new(format!("r{replica}"), &url);
+                    (config.group_rank, config.group_world_size) = (group_rank, 2);
+                    config.replica_store = Some(meet);
+                    let mut m = Manager::new(Arc::new(group), config).unwrap();
+                    let mut state = Number {
+                        value: 0.0,
+                        refuse: false,
+                    };
+                    let far = || deadline_in(Duration::from_secs(90));
+                    let mut steps = 0;
+                    let error = loop {
+                        if let Err(e) = m.start_quorum(&mut state, far()) {
+                            break e;
+                        }
+                        if (replica, group_rank, m.current_step()) == (1, 1, 2) {
+                            m.report_error(Error::unsupported("no such sum here"));
+                        } else {
+                            let _ = m
+                                .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+                                .take();
+                        }
+                        match m.should_commit(far()) {
+                            Ok(true) => steps += 1,
+                            Ok(false) => {}
+                            Err(e) => break e,
+                        }
+                        if replica == 0 && steps == 8 {
+                            m.leave(soon()).unwrap();
+                            return;
+                        }
+                    };
+                    assert_eq!((replica, m.current_step()), (1, 2), "{error}");
+                    assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
+                    assert!(error.to_string().contains("no such sum here"), "{error}");
+                    assert_eq!(
+                        group_rank != 1,
+                        error.to_string().contains("rank 1 of this replica")
+                    );
+                    // Whoever asks again learns the same, and waits for nobody.
+                    if group_rank != 1 {
+                        let again = m.start_quorum(&mut state, far()).unwrap_err();
+                        assert!(again.to_string().contains("no such sum here"), "{again}");
+                    }
+                });
+            }
+        }
+    });
+    // The time limits were 90 s.
+    assert!(begun.elapsed() < Duration::from_secs(40), "{:?}", begun.elapsed());
+}
+
+#[test]
 fn with_a_fixed_world_size_spares_follow_along_without_counting() {
     let lighthouse = lighthouse(3);
     let url = lighthouse.address();

@@ -146,12 +146,16 @@ table! {
         mem_alloc = "ncclMemAlloc": fn(*mut *mut c_void, usize) -> ResultCode;
         /// Frees it.
         mem_free = "ncclMemFree": fn(*mut c_void) -> ResultCode;
-        /// Symmetric memory (2.27).
+        /// Registers one rank's buffer: communicator, buffer, bytes, handle (2.19).
+        comm_register = "ncclCommRegister": fn(Comm, *mut c_void, usize, *mut *mut c_void) -> ResultCode;
+        /// Ends it (2.19).
+        comm_deregister = "ncclCommDeregister": fn(Comm, *mut c_void) -> ResultCode;
+        /// Registers equally long buffers of all ranks, a collective call: communicator, buffer, bytes, window, flags (2.27).
         comm_window_register = "ncclCommWindowRegister": fn(Comm, *mut c_void, usize, *mut *mut c_void, c_int) -> ResultCode;
+        /// Ends it (2.27).
+        comm_window_deregister = "ncclCommWindowDeregister": fn(Comm, *mut c_void) -> ResultCode;
         /// Only a stand-in has this: what it is, in words.
         standin_description = "oxccl_standin_description": fn() -> *const c_char;
-        /// Ends it.
-        comm_window_deregister = "ncclCommWindowDeregister": fn(Comm, *mut c_void) -> ResultCode;
     }
 }
 

@@ -3,7 +3,7 @@
 //!
 //! | bytes | what |
 //! |---|---|
-//! | 0–3 | `oxq2` |
+//! | 0–3 | `oxq3` |
 //! | 4 | the format's code |
 //! | 5 | the shot: 1 for a rank's own values, 2 for a result |
 //! | 6–7 | zero |
@@ -24,13 +24,17 @@ use crate::kernels::BlockKernels;
 /// Bytes before the values.
 pub(crate) const HEADER: usize = 48;
 
-const MAGIC: [u8; 4] = *b"oxq2";
+const MAGIC: [u8; 4] = *b"oxq3";
 
 /// Where the checksum lies.
 const CHECKSUM: Range<usize> = 12..16;
 
 /// Values between two looks at the order to stop, at least. Their bytes are still in the cache when the checksum is taken.
 const STEP: usize = 1 << 18;
+
+/// Values of a slice, at least: few enough that a part has many of them and what is converted before the first and after the last is short,
+/// and enough that what a step costs besides its bytes is nothing to them.
+const SLICE: usize = 1 << 18;
 
 /// Whose values a chunk holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,6 +80,11 @@ impl Frame<'_> {
         STEP.next_multiple_of(self.codec.grain())
     }
 
+    /// Values that travel together: no block lies in two slices of a part.
+    pub(crate) fn slice(&self) -> usize {
+        SLICE.next_multiple_of(self.codec.grain())
+    }
+
     fn go_on(&self) -> Result<()> {
         if self.interrupt.load(Ordering::Acquire) {
             return Err(Error::new(
@@ -112,13 +121,14 @@ impl Frame<'_> {
         }
     }
 
-    /// Appends a chunk of `range` of `values`; without contributors its values are left zero. Returns how many values are not finite.
+    /// Appends a chunk of `range` of `values`, whose first value has number `first` for stochastic rounding; without contributors its values are
+    /// left zero. Returns how many values are not finite.
     pub(crate) fn write(
         &self,
-        shot: Shot,
-        contributors: u32,
+        (shot, contributors): (Shot, u32),
         values: &Tensor,
         range: Range<usize>,
+        first: usize,
         out: &mut Vec<u8>,
     ) -> Result<usize> {
         let start = out.len();
@@ -132,12 +142,13 @@ impl Frame<'_> {
             out.resize(start + self.len(range.len()), 0);
             checksum.update(out.get(start + HEADER..).unwrap_or_default());
         } else {
+            let begin = range.start;
             for part in steps(range, self.step()) {
                 self.go_on()?;
                 let begins = out.len();
                 let how = Encoding {
                     rounding: self.rounding(shot),
-                    first: part.start as u64,
+                    first: (first + part.start - begin) as u64,
                     ..Encoding::default()
                 };
                 non_finite += self.kernels.encode(self.codec, how, values, part, out)?;
@@ -288,7 +299,9 @@ mod tests {
     fn chunk(frame: &Frame<'_>) -> Vec<u8> {
         let values = Tensor::from_vec((0..300).map(|i| (i as f32).sin()).collect());
         let mut bytes = Vec::new();
-        frame.write(Shot::Inputs, 1, &values, 0..300, &mut bytes).unwrap();
+        frame
+            .write((Shot::Inputs, 1), &values, 0..300, 0, &mut bytes)
+            .unwrap();
         assert_eq!(bytes.len(), frame.len(300));
         bytes
     }
@@ -340,7 +353,9 @@ mod tests {
         with_frame(Codec::Int4Hadamard { seed: 3 }, |frame| {
             let values = Tensor::from_vec(vec![1.0f32; 300]);
             let mut bytes = Vec::new();
-            frame.write(Shot::Inputs, 0, &values, 0..300, &mut bytes).unwrap();
+            frame
+                .write((Shot::Inputs, 0), &values, 0..300, 0, &mut bytes)
+                .unwrap();
             assert_eq!(bytes.len(), frame.len(300));
             assert_eq!(
                 read(frame, &bytes).unwrap().as_slice::<f32>().unwrap(),

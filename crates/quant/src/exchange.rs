@@ -3,7 +3,12 @@
 //! All-reduce, two ranks: every rank encodes once, the bytes are all-gathered, and every rank sums in rank order. From three on, two
 //! shots: the parts go to their owners (all-to-all), which sum in f32 in rank order, encode the result and all-gather it. Reduce-scatter
 //! is the first shot alone. Whoever makes bytes decodes them like everybody else, so that all ranks hold the same bits (INV-3).
+//!
+//! Reductions go slice by slice of every part, several in flight: while one slice is on the wire, the one behind it is encoded and the one before
+//! it summed. The order of the steps and where slices are cut follow from the call alone, and no block lies in two of them: the bits
+//! are those of one slice.
 
+use std::collections::VecDeque;
 use std::ops::Range;
 
 use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tensor};
@@ -14,6 +19,8 @@ use crate::feedback::{Debts, ErrorFeedback, Slot};
 use crate::kernels::Piece;
 use crate::options::Accuracy;
 use crate::plan::{Plan, Shape};
+use crate::queue::{Begun, Below};
+use crate::slices::{Tally, cut, steps, within};
 
 /// Where the rank stands.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -28,9 +35,6 @@ pub(crate) struct Outcome {
     pub(crate) contributors: u32,
     pub(crate) non_finite: usize,
 }
-
-/// Runs one collective of the group below; gives back its tensors.
-pub(crate) type Run<'a> = dyn FnMut(Collective) -> Result<Vec<Tensor>> + 'a;
 
 /// One quantised operation.
 pub(crate) struct Exchange<'a> {
@@ -61,6 +65,12 @@ fn last(tensors: Vec<Tensor>) -> Result<Tensor> {
         .ok_or_else(|| Error::new(ErrorKind::Internal, "the group below gave no tensors back"))
 }
 
+fn next(begun: &mut VecDeque<Begun>) -> Result<Begun> {
+    begun
+        .pop_front()
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "waits for a step that was not begun"))
+}
+
 /// The one f32 tensor that `pieces` are all of, if so: it needs no copy.
 fn single(tensors: &[Tensor], pieces: &[Piece]) -> Option<usize> {
     match pieces {
@@ -78,19 +88,21 @@ impl Exchange<'_> {
         &self,
         plan: &Plan,
         tensors: &mut [Tensor],
-        run: &mut Run<'_>,
+        below: &Below<'_>,
     ) -> Result<Outcome> {
         let none = Vec::new();
         let source = plan.sources.first().unwrap_or(&none);
         match plan.shape {
             Shape::AllReduce(op) => {
-                self.with_values(tensors, source, true, |x, values| x.all_reduce(op, values, run))
+                self.with_values(tensors, source, true, |x, values| x.all_reduce(op, values, below))
             }
-            Shape::ReduceScatter(op) => self.reduce_scatter(op, plan, tensors, run),
-            Shape::AllGather => self.all_gather(plan, tensors, run),
+            Shape::ReduceScatter(op) => self.reduce_scatter(op, plan, tensors, below),
+            Shape::AllGather => self.all_gather(plan, tensors, below),
             Shape::Broadcast(root) => {
                 let read = self.place.rank == root;
-                self.with_values(tensors, source, read, |x, values| x.broadcast(root, values, run))
+                self.with_values(tensors, source, read, |x, values| {
+                    x.broadcast(root, values, below)
+                })
             }
         }
     }
@@ -132,48 +144,37 @@ impl Exchange<'_> {
             .collect()
     }
 
-    /// Encodes `parts` of this rank's `values`, one chunk each. With `owed`, those debts are paid first, and what rounding takes is owed then.
+    /// Appends a chunk of `slice` of `values`, whose first value has number `first` for rounding; how many are not finite. With `owed`, those
+    /// debts, one per value, are paid first, and what rounding takes is owed then.
     fn encode(
         &self,
-        shot: Shot,
-        contributors: u32,
+        (shot, contributors): (Shot, u32),
         values: &Tensor,
-        parts: &[Range<usize>],
-        owed: Option<&mut Vec<f32>>,
-    ) -> Result<(Vec<u8>, usize)> {
+        (slice, first): (Range<usize>, usize),
+        owed: Option<&mut [f32]>,
+        bytes: &mut Vec<u8>,
+    ) -> Result<usize> {
         let frame = &self.frame;
-        let mut bytes = Vec::with_capacity(parts.iter().map(|p| frame.len(p.len())).sum());
-        let mut non_finite = 0;
         // Whoever contributes nothing pays nothing.
         let Some(owed) = owed.filter(|_| contributors > 0) else {
-            for part in parts {
-                non_finite += frame.write(shot, contributors, values, part.clone(), &mut bytes)?;
-            }
-            return Ok((bytes, non_finite));
+            return frame.write((shot, contributors), values, slice, first, bytes);
         };
-        let mut whole = std::mem::take(owed);
-        for (debt, value) in whole.iter_mut().zip(values.as_slice::<f32>()?) {
+        let values = values.as_slice::<f32>()?.get(slice).unwrap_or_default();
+        for (debt, value) in owed.iter_mut().zip(values) {
             *debt += value;
         }
-        let whole = Tensor::from_vec(whole);
-        for part in parts {
-            non_finite += frame.write(shot, contributors, &whole, part.clone(), &mut bytes)?;
-        }
-        let mut received = Tensor::zeros(DType::F32, whole.count());
-        let mut rest = bytes.as_slice();
-        for part in parts {
-            let (chunk, behind) = rest
-                .split_at_checked(frame.len(part.len()))
-                .unwrap_or((rest, &[]));
-            rest = behind;
-            let opened = frame.open(chunk, shot, part.len(), contributors)?;
-            frame.read(opened, false, &mut received, part.clone())?;
-        }
-        *owed = whole.into_vec::<f32>()?;
+        let whole = Tensor::from_vec(owed.to_vec());
+        let all = 0..whole.count();
+        let begins = bytes.len();
+        let non_finite = frame.write((shot, contributors), &whole, all.clone(), first, bytes)?;
+        let chunk = bytes.get(begins..).unwrap_or_default();
+        let opened = frame.open(chunk, shot, whole.count(), contributors)?;
+        let mut received = whole;
+        frame.read(opened, false, &mut received, all)?;
         for (sent, received) in owed.iter_mut().zip(received.as_slice::<f32>()?) {
             *sent -= received;
         }
-        Ok((bytes, non_finite))
+        Ok(non_finite)
     }
 
     /// What this rank owes of `count` values if it sums `part` of them; `None` without error feedback.
@@ -188,53 +189,71 @@ impl Exchange<'_> {
         }
     }
 
-    /// Sums the contributed `chunks` in rank order into `out`; an average is divided.
-    fn sum(&self, chunks: &mut dyn Iterator<Item = &[u8]>, op: ReduceOp, out: &mut Tensor) -> Result<u32> {
-        let count = out.count();
+    /// Sums the contributed `chunks` in rank order into `range` of `out`; an average is divided.
+    fn sum(
+        &self,
+        chunks: &mut dyn Iterator<Item = &[u8]>,
+        op: ReduceOp,
+        (out, range): (&mut Tensor, Range<usize>),
+        tally: &mut Tally,
+    ) -> Result<()> {
+        let kernels = self.frame.kernels;
         let mut contributors = 0;
         for (rank, chunk) in (0u32..).zip(chunks) {
             let named = |e: Error| e.with_peer(rank);
-            let opened = self.frame.open(chunk, Shot::Inputs, count, 1).map_err(named)?;
+            let opened = self
+                .frame
+                .open(chunk, Shot::Inputs, range.len(), 1)
+                .map_err(named)?;
+            tally.count(rank, opened.contributors).map_err(named)?;
             let contributes = opened.contributors == 1;
             self.frame
-                .read(opened, contributors > 0, out, 0..count)
+                .read(opened, contributors > 0, out, range.clone())
                 .map_err(named)?;
             contributors += u32::from(contributes);
         }
         if contributors == 0 {
             // A reduction of nothing is zero, as in the group below.
-            *out = self.frame.kernels.zeros(out.device(), count)?;
+            let zeros = kernels.zeros(out.device(), range.len())?;
+            let whole = [Piece { tensor: 0, range }];
+            kernels.scatter(&zeros, std::slice::from_mut(out), &whole)
         } else if op == ReduceOp::Avg {
-            self.frame.kernels.divide(out, contributors as f32)?;
+            kernels.divide(out, range, contributors as f32)
+        } else {
+            Ok(())
         }
-        Ok(contributors)
     }
 
-    /// Sends chunk r of `bytes` to rank r; the chunks that come in, `length` bytes each.
-    fn exchange(
+    /// Begins to send chunk r of `bytes` to rank r, and to take in the chunks of the others, `length` bytes each.
+    fn begin_exchange(
         &self,
         bytes: Vec<u8>,
         lengths: Vec<usize>,
         length: usize,
-        run: &mut Run<'_>,
-    ) -> Result<Tensor> {
+        below: &Below<'_>,
+    ) -> Result<Begun> {
         let world = self.place.world as usize;
-        last(run(Collective::AllToAllInto {
+        below.begin(Collective::AllToAllInto {
             input: Tensor::from_vec(bytes),
             output: Tensor::zeros(DType::U8, length * world),
             input_splits: lengths,
             output_splits: vec![length; world],
-        })?)
+        })
     }
 
-    /// Gathers everybody's chunk; rank r's has `lengths[r]` bytes.
-    fn gather(&self, bytes: Vec<u8>, lengths: &[usize], run: &mut Run<'_>) -> Result<Vec<Tensor>> {
-        let mut tensors = run(Collective::AllGather {
+    /// Begins to gather everybody's chunk; rank r's has `lengths[r]` bytes.
+    fn begin_gather(&self, bytes: Vec<u8>, lengths: &[usize], below: &Below<'_>) -> Result<Begun> {
+        below.begin(Collective::AllGather {
             input: Tensor::from_vec(bytes),
             outputs: lengths.iter().map(|&n| Tensor::zeros(DType::U8, n)).collect(),
-        })?;
+        })
+    }
+
+    /// The chunks of `world` ranks that were gathered.
+    fn gathered(&self, begun: Begun, below: &Below<'_>) -> Result<Vec<Tensor>> {
+        let mut tensors = below.finish(begun)?;
         let outputs = tensors.split_off(1.min(tensors.len()));
-        if outputs.len() == lengths.len() {
+        if outputs.len() == self.place.world as usize {
             return Ok(outputs);
         }
         Err(Error::new(
@@ -243,74 +262,144 @@ impl Exchange<'_> {
         ))
     }
 
-    fn all_reduce(&self, op: ReduceOp, values: &mut Tensor, run: &mut Run<'_>) -> Result<Outcome> {
+    fn all_reduce(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
+        if self.place.world == 2 || self.accuracy == Accuracy::Best {
+            self.one_shot(op, values, below)
+        } else {
+            self.two_shots(op, values, below)
+        }
+    }
+
+    /// Everybody sums everybody's values.
+    fn one_shot(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
         let count = values.count();
-        let world = self.place.world as usize;
-        if world == 2 || self.accuracy == Accuracy::Best {
-            let length = frame.len(count);
-            let mut debts = self.debts(count, &(0..0));
-            let owed = debts.as_mut().map(|d| &mut d.contributed);
-            let whole = 0..count;
-            let (bytes, non_finite) =
-                self.encode(Shot::Inputs, own, values, std::slice::from_ref(&whole), owed)?;
-            let output = Tensor::zeros(DType::U8, length * world);
-            let pairs = vec![(Tensor::from_vec(bytes), output)];
-            let gathered = last(run(Collective::AllGatherInto { pairs })?)?;
-            let contributors = self.sum(&mut gathered.bytes().chunks(length), op, values)?;
-            self.owe(debts);
-            return Ok(Outcome {
-                contributors,
-                non_finite,
-            });
-        }
-
-        let parts = self.parts(count);
-        let lengths: Vec<usize> = parts.iter().map(|p| frame.len(p.len())).collect();
-        let mine = parts.get(self.place.rank as usize).cloned().unwrap_or_default();
-        let length = frame.len(mine.len());
-        let mut debts = self.debts(count, &mine);
-        let owed = debts.as_mut().map(|d| &mut d.contributed);
-        let (bytes, non_finite) = self.encode(Shot::Inputs, own, values, &parts, owed)?;
-        let exchanged = self.exchange(bytes, lengths.clone(), length, run)?;
-        let mut sum = frame.kernels.zeros(values.device(), mine.len())?;
-        let contributors = self.sum(&mut exchanged.bytes().chunks(length), op, &mut sum)?;
-        drop(exchanged);
-
-        // At least one, so that the zeros of a reduction of nothing are written like any values.
-        let counted = contributors.max(1);
-        // Debts are in units of a contribution, of which an average is only a part.
-        let share = if op == ReduceOp::Avg { counted as f32 } else { 1.0 };
-        let mut owed = debts.as_mut().map(|d| &mut d.summed);
-        if let Some(owed) = &mut owed {
-            owed.iter_mut().for_each(|d| *d /= share);
-        }
-        let whole = 0..mine.len();
-        let (bytes, _) = self.encode(Shot::Results, counted, &sum, std::slice::from_ref(&whole), owed)?;
-        let outputs = self.gather(bytes, &lengths, run)?;
-        for (rank, (chunk, part)) in (0u32..).zip(outputs.iter().zip(parts)) {
-            let named = |e: Error| e.with_peer(rank);
-            let opened = frame
-                .open(chunk.bytes(), Shot::Results, part.len(), self.place.world)
-                .map_err(named)?;
-            if opened.contributors != counted {
-                let text = format!(
-                    "counted {} contributors, this rank {counted}",
-                    opened.contributors
-                );
-                return Err(named(Error::new(ErrorKind::Protocol, text)));
+        let size = frame.slice();
+        let mut debts = self.debts(count, &(0..0));
+        let mut non_finite = 0;
+        let mut tally = Tally::default();
+        let mut begun = VecDeque::new();
+        let steps = steps([count], size);
+        for step in 0..=steps {
+            if step < steps {
+                let slice = cut(&(0..count), size, step);
+                let length = frame.len(slice.len());
+                let owed = debts.as_mut().and_then(|d| d.contributed.get_mut(slice.clone()));
+                let mut bytes = Vec::with_capacity(length);
+                let at = (slice.clone(), slice.start);
+                non_finite += self.encode((Shot::Inputs, own), values, at, owed, &mut bytes)?;
+                let output = Tensor::zeros(DType::U8, length * self.place.world as usize);
+                let pairs = vec![(Tensor::from_vec(bytes), output)];
+                begun.push_back(below.begin(Collective::AllGatherInto { pairs })?);
             }
-            frame.read(opened, false, values, part).map_err(named)?;
-        }
-        if let Some(debts) = &mut debts {
-            debts.summed.iter_mut().for_each(|d| *d *= share);
+            // The one before, while this one is on its way.
+            let Some(before) = step.checked_sub(1) else {
+                continue;
+            };
+            let slice = cut(&(0..count), size, before);
+            let gathered = last(below.finish(next(&mut begun)?)?)?;
+            let mut chunks = gathered.bytes().chunks(frame.len(slice.len()));
+            self.sum(&mut chunks, op, (values, slice), &mut tally)?;
         }
         self.owe(debts);
         Ok(Outcome {
-            contributors,
+            contributors: tally.contributors(),
             non_finite,
         })
+    }
+
+    /// Everybody sums its part of everybody's values.
+    fn two_shots(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
+        let frame = &self.frame;
+        let own = u32::from(self.contribute);
+        let count = values.count();
+        let size = frame.slice();
+        let parts = self.parts(count);
+        let mine = parts.get(self.place.rank as usize).cloned().unwrap_or_default();
+        let lengths = |step: usize| -> Vec<usize> {
+            let slices = parts.iter().map(|p| cut(p, size, step));
+            slices.map(|s| frame.len(s.len())).collect()
+        };
+        let mut debts = self.debts(count, &mine);
+        let mut non_finite = 0;
+        let mut tally = Tally::default();
+        let (mut inputs, mut results) = (VecDeque::new(), VecDeque::new());
+        let steps = steps(parts.iter().map(Range::len), size);
+        for step in 0..steps + 2 {
+            if step < steps {
+                let lengths = lengths(step);
+                let mut bytes = Vec::with_capacity(lengths.iter().sum());
+                for part in &parts {
+                    let slice = cut(part, size, step);
+                    let owed = debts.as_mut().and_then(|d| d.contributed.get_mut(slice.clone()));
+                    let at = (slice.clone(), slice.start);
+                    non_finite += self.encode((Shot::Inputs, own), values, at, owed, &mut bytes)?;
+                }
+                let length = frame.len(cut(&mine, size, step).len());
+                inputs.push_back(self.begin_exchange(bytes, lengths, length, below)?);
+            }
+            // The sum of the slice before, while this one is on its way.
+            if let Some(before) = step.checked_sub(1).filter(|s| *s < steps) {
+                let slice = cut(&mine, size, before);
+                let length = frame.len(slice.len());
+                let exchanged = last(below.finish(next(&mut inputs)?)?)?;
+                let mut sum = frame.kernels.zeros(values.device(), slice.len())?;
+                let all = 0..slice.len();
+                let mut chunks = exchanged.bytes().chunks(length);
+                self.sum(&mut chunks, op, (&mut sum, all.clone()), &mut tally)?;
+                drop(exchanged);
+                let counted = tally.shown();
+                // Debts are in units of a contribution, of which an average is only a part.
+                let share = if op == ReduceOp::Avg { counted as f32 } else { 1.0 };
+                let within = slice.start - mine.start..slice.end - mine.start;
+                let first = within.start;
+                let mut owed = debts.as_mut().and_then(|d| d.summed.get_mut(within));
+                if let Some(owed) = &mut owed {
+                    owed.iter_mut().for_each(|d| *d /= share);
+                }
+                let mut bytes = Vec::with_capacity(length);
+                let shot = (Shot::Results, counted);
+                self.encode(shot, &sum, (all, first), owed.as_deref_mut(), &mut bytes)?;
+                if let Some(owed) = owed {
+                    owed.iter_mut().for_each(|d| *d *= share);
+                }
+                results.push_back(self.begin_gather(bytes, &lengths(before), below)?);
+            }
+            // And what became of the one before that.
+            if let Some(before) = step.checked_sub(2) {
+                let outputs = self.gathered(next(&mut results)?, below)?;
+                for (rank, (chunk, part)) in (0u32..).zip(outputs.iter().zip(&parts)) {
+                    self.take_result(chunk.bytes(), values, cut(part, size, before), tally.shown())
+                        .map_err(|e| e.with_peer(rank))?;
+                }
+            }
+        }
+        self.owe(debts);
+        Ok(Outcome {
+            contributors: tally.contributors(),
+            non_finite,
+        })
+    }
+
+    /// Decodes a slice of a sum of `counted` contributions.
+    fn take_result(
+        &self,
+        chunk: &[u8],
+        values: &mut Tensor,
+        slice: Range<usize>,
+        counted: u32,
+    ) -> Result<()> {
+        let frame = &self.frame;
+        let opened = frame.open(chunk, Shot::Results, slice.len(), self.place.world)?;
+        if opened.contributors != counted {
+            let text = format!(
+                "counted {} contributors, this rank {counted}",
+                opened.contributors
+            );
+            return Err(Error::new(ErrorKind::Protocol, text));
+        }
+        frame.read(opened, false, values, slice)
     }
 
     fn reduce_scatter(
@@ -318,12 +407,11 @@ impl Exchange<'_> {
         op: ReduceOp,
         plan: &Plan,
         tensors: &mut [Tensor],
-        run: &mut Run<'_>,
+        below: &Below<'_>,
     ) -> Result<Outcome> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
-        let counts: Vec<usize> = plan.sources.iter().map(|pieces| total(pieces)).collect();
-        let lengths: Vec<usize> = counts.iter().map(|&n| frame.len(n)).collect();
+        let size = frame.slice();
         let all = plan.sources.concat();
         // One tensor whose parts are in order needs no copy; anything else is gathered first.
         let whole = match all.as_slice() {
@@ -334,46 +422,64 @@ impl Exchange<'_> {
             }
             _ => Some(frame.kernels.gather(tensors, &all)?),
         };
-        let values = match (&whole, all.first()) {
-            (Some(whole), _) => Some(whole),
-            (None, Some(first)) => tensors.get(first.tensor),
-            (None, None) => None,
-        };
-        let Some(values) = values else {
-            return Err(Error::new(
-                ErrorKind::Internal,
-                "a reduce_scatter without tensors",
-            ));
-        };
         let mut from = 0;
-        let parts: Vec<_> = counts
+        let parts: Vec<_> = plan
+            .sources
             .iter()
-            .map(|n| {
+            .map(|pieces| {
+                let n = total(pieces);
                 from += n;
                 from - n..from
             })
             .collect();
-        let mut debts = self.debts(values.count(), &(0..0));
-        let owed = debts.as_mut().map(|d| &mut d.contributed);
-        let (bytes, non_finite) = self.encode(Shot::Inputs, own, values, &parts, owed)?;
-        drop(whole);
-        let mine = counts.get(self.place.rank as usize).copied().unwrap_or(0);
-        let length = frame.len(mine);
-        let exchanged = self.exchange(bytes, lengths, length, run)?;
         let none = Vec::new();
         let target = plan.targets.first().unwrap_or(&none);
-        let outcome = self.with_values(tensors, target, false, |x, sum| {
-            let contributors = x.sum(&mut exchanged.bytes().chunks(length), op, sum)?;
-            Ok(Outcome {
-                contributors,
-                non_finite,
-            })
-        })?;
+        let mine = parts.get(self.place.rank as usize).map_or(0, Range::len);
+        let mut debts = self.debts(from, &(0..0));
+        let mut non_finite = 0;
+        let mut tally = Tally::default();
+        let mut begun = VecDeque::new();
+        let steps = steps(parts.iter().map(Range::len), size);
+        for step in 0..=steps {
+            if step < steps {
+                let values = match (&whole, all.first()) {
+                    (Some(whole), _) => Some(whole),
+                    (None, Some(first)) => tensors.get(first.tensor),
+                    (None, None) => None,
+                };
+                let values = values
+                    .ok_or_else(|| Error::new(ErrorKind::Internal, "a reduce_scatter without tensors"))?;
+                let slices = parts.iter().map(|p| cut(p, size, step));
+                let lengths: Vec<_> = slices.clone().map(|s| frame.len(s.len())).collect();
+                let mut bytes = Vec::with_capacity(lengths.iter().sum());
+                for slice in slices {
+                    let owed = debts.as_mut().and_then(|d| d.contributed.get_mut(slice.clone()));
+                    let at = (slice.clone(), slice.start);
+                    non_finite += self.encode((Shot::Inputs, own), values, at, owed, &mut bytes)?;
+                }
+                let length = frame.len(cut(&(0..mine), size, step).len());
+                begun.push_back(self.begin_exchange(bytes, lengths, length, below)?);
+            }
+            let Some(before) = step.checked_sub(1) else {
+                continue;
+            };
+            let slice = cut(&(0..mine), size, before);
+            let exchanged = last(below.finish(next(&mut begun)?)?)?;
+            let into = within(target, &slice);
+            self.with_values(tensors, &into, false, |x, sum| {
+                let all = 0..sum.count();
+                let mut chunks = exchanged.bytes().chunks(frame.len(slice.len()));
+                x.sum(&mut chunks, op, (sum, all), &mut tally)
+            })?;
+        }
         self.owe(debts);
-        Ok(outcome)
+        Ok(Outcome {
+            contributors: tally.contributors(),
+            non_finite,
+        })
     }
 
-    fn all_gather(&self, plan: &Plan, tensors: &mut [Tensor], run: &mut Run<'_>) -> Result<Outcome> {
+    fn all_gather(&self, plan: &Plan, tensors: &mut [Tensor], below: &Below<'_>) -> Result<Outcome> {
         let frame = &self.frame;
         let none = Vec::new();
         let source = plan.sources.first().unwrap_or(&none);
@@ -387,9 +493,9 @@ impl Exchange<'_> {
                 &gathered
             }
         };
-        let non_finite = frame.write(Shot::Inputs, 1, values, 0..count, &mut bytes)?;
+        let non_finite = frame.write((Shot::Inputs, 1), values, 0..count, 0, &mut bytes)?;
         let lengths: Vec<_> = plan.targets.iter().map(|t| frame.len(total(t))).collect();
-        let outputs = self.gather(bytes, &lengths, run)?;
+        let outputs = self.gathered(self.begin_gather(bytes, &lengths, below)?, below)?;
         for (rank, (chunk, target)) in (0u32..).zip(outputs.iter().zip(&plan.targets)) {
             self.with_values(tensors, target, false, |x, values| {
                 x.unpack(chunk.bytes(), values).map_err(|e| e.with_peer(rank))
@@ -401,18 +507,20 @@ impl Exchange<'_> {
         })
     }
 
-    fn broadcast(&self, root: u32, values: &mut Tensor, run: &mut Run<'_>) -> Result<Outcome> {
+    fn broadcast(&self, root: u32, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
         let count = values.count();
         let mut outcome = Outcome::default();
         let tensor = if self.place.rank == root {
             let mut bytes = Vec::with_capacity(self.frame.len(count));
-            outcome.non_finite = self.frame.write(Shot::Inputs, 1, values, 0..count, &mut bytes)?;
+            outcome.non_finite = self
+                .frame
+                .write((Shot::Inputs, 1), values, 0..count, 0, &mut bytes)?;
             Tensor::from_vec(bytes)
         } else {
             Tensor::zeros(DType::U8, self.frame.len(count))
         };
         let tensors = vec![tensor];
-        let received = last(run(Collective::Broadcast { tensors, root })?)?;
+        let received = last(below.run(Collective::Broadcast { tensors, root })?)?;
         self.unpack(received.bytes(), values)
             .map_err(|e| e.with_peer(root))?;
         Ok(outcome)

@@ -47,8 +47,8 @@ pub trait BlockKernels: Send + Sync {
         values: &mut Tensor,
         range: Range<usize>,
     ) -> Result<()>;
-    /// Divides all of the f32 tensor `values`.
-    fn divide(&self, values: &mut Tensor, divisor: f32) -> Result<()>;
+    /// Divides `range` of the f32 tensor `values`.
+    fn divide(&self, values: &mut Tensor, range: Range<usize>, divisor: f32) -> Result<()>;
 }
 
 /// Kernels for a device kind that are linked in. Submit one with `ftcore::inventory::submit!`.
@@ -194,9 +194,8 @@ impl BlockKernels for HostKernels {
         }
     }
 
-    fn divide(&self, values: &mut Tensor, divisor: f32) -> Result<()> {
-        values
-            .as_mut_slice::<f32>()?
+    fn divide(&self, values: &mut Tensor, range: Range<usize>, divisor: f32) -> Result<()> {
+        part_mut::<f32>(values, range)?
             .iter_mut()
             .for_each(|v| *v /= divisor);
         Ok(())

@@ -1,7 +1,7 @@
 //! Quantised collectives: the formats, and a process group that carries reductions in them over any other group.
 //!
 //! Data flow: [`QuantizedGroup`] (`group`) puts calls into a `queue`; its thread makes a `plan` of each and turns it into byte
-//! collectives of the group below (`exchange`), whose `chunk`s hold values encoded by a [`Codec`] through the `kernels` of the values' device.
+//! collectives of the group below (`exchange`), in `slices` of which several are in flight, whose `chunk`s hold values encoded by a [`Codec`] through the `kernels` of the values' device.
 //! `agree` is what ranks tell each other through the store, `feedback` keeps what rounding loses.
 
 mod agree;
@@ -14,6 +14,7 @@ mod kernels;
 mod options;
 mod plan;
 mod queue;
+mod slices;
 
 pub use codec::{Codec, Encoding, Rounding, Simd};
 pub use feedback::ErrorFeedback;

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{
     Checked, Collective, Completer, Completion, Epoch, Error, ErrorKind, Fingerprint, ProcessGroup,
-    ProcessGroupExt, Result, Status, SubmitOptions, Tensor, time_left,
+    ProcessGroupExt, Result, Status, SubmitOptions, Tensor, Work, time_left,
 };
 
 use crate::agree::{Agreement, DISPUTED, may_be_mismatch};
@@ -318,8 +318,10 @@ impl Shared {
         let (fingerprint, count, dtype, kind) = (op.fingerprint(), op.count(), op.dtype(), op.kind());
         let device = op.tensors().first().map(|t| t.device().kind.clone());
         let mut tensors = job.op.into_inner().into_tensors();
-        let deadline = job.deadline;
-        let mut run = |collective| self.run(collective, deadline);
+        let below = Below {
+            shared: self,
+            deadline: job.deadline,
+        };
         let done = device
             .map_or(Ok(ftcore::DeviceKind::Cpu), Ok)
             .and_then(|kind| block_kernels(&kind))
@@ -338,7 +340,7 @@ impl Shared {
                     contribute: job.options.contribute,
                     feedback: self.feedback.as_deref().zip(job.slot.as_ref()),
                 };
-                exchange.carry_out(plan, &mut tensors, &mut run)
+                exchange.carry_out(plan, &mut tensors, &below)
             });
         let done = done.map_err(|error| {
             if may_be_mismatch(&error) {
@@ -384,36 +386,6 @@ impl Shared {
         }
     }
 
-    /// Runs one step and waits for it, watching the deadlines of what is queued behind it.
-    fn run(self: &Arc<Self>, collective: Collective, deadline: Instant) -> Result<Vec<Tensor>> {
-        if self.interrupt.load(Ordering::Acquire) {
-            return Err(Error::new(ErrorKind::Aborted, "ended between two steps"));
-        }
-        let work = self
-            .inner
-            .run(collective, SubmitOptions::by(deadline))
-            .map_err(|rejected| self.first_cause(rejected.error))?;
-        let ended = Arc::new(AtomicBool::new(false));
-        let (flag, weak): (_, Weak<Self>) = (ended.clone(), Arc::downgrade(self));
-        work.on_complete(move |_| {
-            flag.store(true, Ordering::Release);
-            if let Some(shared) = weak.upgrade() {
-                drop(shared.lock());
-                shared.wake();
-            }
-        });
-        let overdue = self.watch(&ended, deadline);
-        if !ended.load(Ordering::Acquire) {
-            return Err(
-                overdue.unwrap_or_else(|| Error::timeout("the group below did not report the end of a step"))
-            );
-        }
-        match work.take() {
-            Ok(completion) => Ok(completion.tensors),
-            Err(e) => Err(overdue.unwrap_or(e)),
-        }
-    }
-
     /// Waits for `ended`. If something queued behind it is overdue first, the group is ended and that is the error; if nothing is heard of the
     /// end for a while after that or after the step's own `deadline`, it is waited for no longer.
     fn watch(&self, ended: &AtomicBool, deadline: Instant) -> Option<Error> {
@@ -446,6 +418,62 @@ impl Shared {
             state = self.lock();
         }
         overdue
+    }
+}
+
+/// The group below, for the steps of one operation.
+pub(crate) struct Below<'a> {
+    shared: &'a Arc<Shared>,
+    deadline: Instant,
+}
+
+/// A step that was begun.
+pub(crate) struct Begun {
+    work: Work,
+    ended: Arc<AtomicBool>,
+}
+
+impl Below<'_> {
+    /// Begins one step behind those that were begun before.
+    pub(crate) fn begin(&self, collective: Collective) -> Result<Begun> {
+        let shared = self.shared;
+        if shared.interrupt.load(Ordering::Acquire) {
+            return Err(Error::new(ErrorKind::Aborted, "ended between two steps"));
+        }
+        let work = shared
+            .inner
+            .run(collective, SubmitOptions::by(self.deadline))
+            .map_err(|rejected| shared.first_cause(rejected.error))?;
+        let ended = Arc::new(AtomicBool::new(false));
+        let (flag, weak): (_, Weak<Shared>) = (ended.clone(), Arc::downgrade(shared));
+        work.on_complete(move |_| {
+            flag.store(true, Ordering::Release);
+            if let Some(shared) = weak.upgrade() {
+                drop(shared.lock());
+                shared.wake();
+            }
+        });
+        Ok(Begun { work, ended })
+    }
+
+    /// Waits for the end of a step, watching the deadlines of what is queued behind the operation; its tensors.
+    pub(crate) fn finish(&self, begun: Begun) -> Result<Vec<Tensor>> {
+        let Begun { work, ended } = begun;
+        let overdue = self.shared.watch(&ended, self.deadline);
+        if !ended.load(Ordering::Acquire) {
+            return Err(
+                overdue.unwrap_or_else(|| Error::timeout("the group below did not report the end of a step"))
+            );
+        }
+        match work.take() {
+            Ok(completion) => Ok(completion.tensors),
+            Err(e) => Err(overdue.unwrap_or(e)),
+        }
+    }
+
+    /// Runs one step.
+    pub(crate) fn run(&self, collective: Collective) -> Result<Vec<Tensor>> {
+        self.finish(self.begin(collective)?)
     }
 }
 

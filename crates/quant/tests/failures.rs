@@ -5,7 +5,7 @@
 mod ranks;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
@@ -277,10 +277,13 @@ fn l35_a_call_queued_behind_a_slow_one_times_out_by_its_own_deadline() {
 /// What is done to bytes.
 type Spoil = fn(&mut [u8]);
 
-/// Passes everything on, but spoils bytes that come back while `armed`.
+/// Never spoils.
+const UNARMED: usize = usize::MAX;
+
+/// Passes everything on, but spoils the bytes that come back of every collective after the next `armed` ones.
 struct Tampering {
     inner: Arc<dyn ProcessGroup>,
-    armed: Arc<AtomicBool>,
+    armed: Arc<AtomicUsize>,
     spoil: Spoil,
 }
 
@@ -299,15 +302,15 @@ impl ProcessGroup for Tampering {
         let kind = op.get().kind();
         let work = self.inner.submit(op, options)?;
         let (spoilt, completer) = work_pair(kind, soon(), |_| {});
-        let (armed, spoil) = (self.armed.clone(), self.spoil);
+        let less = |left: usize| (left != UNARMED).then(|| left.saturating_sub(1));
+        let left = self.armed.fetch_update(Ordering::SeqCst, Ordering::SeqCst, less);
+        let (armed, spoil) = (left == Ok(0), self.spoil);
         let source = work.clone();
         work.on_complete(move |status| match status {
             ftcore::Status::Failed(e) => completer.fail(e.clone(), source.recover()),
             _ => match source.take() {
                 Ok(mut done) => {
-                    if armed.load(Ordering::SeqCst)
-                        && let Some(last) = done.tensors.last_mut()
-                    {
+                    if armed && let Some(last) = done.tensors.last_mut() {
                         spoil(last.bytes_mut());
                     }
                     completer.succeed(done);
@@ -348,33 +351,52 @@ fn inv10_bytes_that_are_not_what_was_sent_fail_the_call_and_name_the_sender() {
     ];
     for world in [2u32, 3] {
         for (spoil, word) in spoils {
-            ranks(world, |rank, store| {
-                let armed = Arc::new(AtomicBool::new(false));
-                let inner = Arc::new(Tampering {
-                    inner: ranks::gloo(),
-                    armed: armed.clone(),
-                    spoil,
-                });
-                let g = QuantizedGroup::new(inner, Codec::Int8B64, Duration::from_secs(20)).unwrap();
-                configure(&g, &store, 1, rank, world).unwrap();
-                reduce(&g, values(rank, 700), ReduceOp::Sum, true).unwrap();
-                armed.store(rank == 0, Ordering::SeqCst);
-                let done = reduce(&g, values(rank, 700), ReduceOp::Sum, true);
-                armed.store(false, Ordering::SeqCst);
-                if rank == 0 {
-                    let e = done.unwrap_err();
-                    assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
-                    assert!(e.to_string().contains(word), "{word}: {e}");
-                    assert!(e.context().peer.is_some(), "{e}");
-                    assert_eq!(g.error().unwrap().kind(), ErrorKind::Protocol);
-                }
-                meet(&store, "spoilt", world);
-                configure(&g, &store, 2, rank, world).unwrap();
-                reduce(&g, values(rank, 700), ReduceOp::Sum, true).unwrap();
-                g.shutdown(soon()).unwrap();
-            });
+            spoilt_reduction(world, 700, 0, spoil, word);
         }
     }
+}
+
+#[test]
+fn inv10_a_slice_that_was_spoilt_while_others_are_in_flight_fails_the_call_and_names_the_sender() {
+    // Three slices of each part: of three ranks, the third step is the first gather.
+    let spoils: [(Spoil, &str); 2] = [
+        (|b| b.last_mut().into_iter().for_each(|b| *b ^= 1), "checksum"),
+        (|b| b[8] ^= 1, "slice"),
+    ];
+    for (spoil, word) in spoils {
+        spoilt_reduction(2, 600_000, 2, spoil, word);
+    }
+    spoilt_reduction(3, 1_600_000, 1, spoils[1].0, spoils[1].1);
+    spoilt_reduction(3, 1_600_000, 2, spoils[0].0, spoils[0].1);
+}
+
+/// Rank 0's bytes are spoilt after `passed` collectives of a reduction: it fails saying `word`, and naming a rank. The next epoch works.
+fn spoilt_reduction(world: u32, count: usize, passed: usize, spoil: Spoil, word: &str) {
+    ranks(world, |rank, store| {
+        let armed = Arc::new(AtomicUsize::new(UNARMED));
+        let inner = Arc::new(Tampering {
+            inner: ranks::gloo(),
+            armed: armed.clone(),
+            spoil,
+        });
+        let g = QuantizedGroup::new(inner, Codec::Int8B64, Duration::from_secs(20)).unwrap();
+        configure(&g, &store, 1, rank, world).unwrap();
+        reduce(&g, values(rank, 700), ReduceOp::Sum, true).unwrap();
+        armed.store(if rank == 0 { passed } else { UNARMED }, Ordering::SeqCst);
+        let done = reduce(&g, values(rank, count), ReduceOp::Sum, true);
+        armed.store(UNARMED, Ordering::SeqCst);
+        if rank == 0 {
+            let e = done.unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+            assert!(e.to_string().contains(word), "{word}: {e}");
+            assert!(e.context().peer.is_some(), "{e}");
+            assert_eq!(g.error().unwrap().kind(), ErrorKind::Protocol);
+        }
+        meet(&store, "spoilt", world);
+        configure(&g, &store, 2, rank, world).unwrap();
+        reduce(&g, values(rank, 700), ReduceOp::Sum, true).unwrap();
+        g.shutdown(soon()).unwrap();
+    });
 }
 
 #[test]

@@ -92,8 +92,8 @@ impl BlockKernels for StandIn {
         }
     }
 
-    fn divide(&self, values: &mut Tensor, divisor: f32) -> Result<()> {
-        view_mut(values).iter_mut().for_each(|v| *v /= divisor);
+    fn divide(&self, values: &mut Tensor, range: Range<usize>, divisor: f32) -> Result<()> {
+        view_mut(values)[range].iter_mut().for_each(|v| *v /= divisor);
         Ok(())
     }
 }

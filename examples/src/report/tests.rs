@@ -238,6 +238,17 @@ fn unequal_parameters_fail_the_run() {
         "{:?}",
         report.problems
     );
+
+    // The same step of another epoch is another history: all were lost, and went on from an earlier checkpoint.
+    match &mut in_the_middle[6] {
+        SupervisorEvent::Replica(ReplicaEvent {
+            kind: EventKind::Commit(commit),
+            ..
+        }) => commit.epoch = 2,
+        other => panic!("{other:?}"),
+    }
+    let report = Report::new(&facts(), &in_the_middle);
+    assert!(report.ok, "{:?}", report.problems);
 }
 
 #[test]

@@ -3,7 +3,8 @@
 //! usage: `gloo_life STORE SEED`. Standard input: `join EPOCH RANK WORLD`, `abort`, or `garble`
 //! (noise on all its connections to other ranks). Standard output (`Life` in
 //! `tests/gloo_kills.rs` reads it): `joined EPOCH MICROSECONDS`, `right EPOCH` after the first reductions, `failed EPOCH
-//! NANOSECONDS KIND TEXT` with the monotonic clock that all processes share, `wrong TEXT`. It ends with its input.
+//! NANOSECONDS CALLED KIND TEXT` with the monotonic clock that all processes share (when the error was here, and when the call that it
+//! ended had been made), `wrong TEXT`. It ends with its input.
 
 #![allow(
     clippy::unwrap_used,
@@ -42,12 +43,13 @@ fn elements(seed: u64, epoch: u64, call: u64) -> usize {
     1 + (x >> 8) as usize % top
 }
 
-fn reduce(group: &GlooGroup, count: usize, rank: u32, world: u32) -> Result<bool> {
+fn reduce(group: &GlooGroup, count: usize, rank: u32, world: u32, called: &mut u64) -> Result<bool> {
     let data: Vec<f32> = (0..count).map(|i| (i % 257) as f32 + rank as f32).collect();
     let op = Collective::AllReduce {
         tensors: vec![Tensor::from_vec(data)],
         op: ReduceOp::Sum,
     };
+    *called = monotonic_ns();
     let work = group
         .run(op, SubmitOptions::by(deadline_in(PATIENCE)))
         .map_err(Error::from)?;
@@ -64,6 +66,7 @@ fn live(
     epoch: u64,
     rank: u32,
     world: u32,
+    called: &mut u64,
 ) -> Result<()> {
     let start = Instant::now();
     group.configure(Configuration {
@@ -78,7 +81,7 @@ fn live(
     say(&format!("joined {epoch} {}", start.elapsed().as_micros()));
     for call in 0.. {
         let count = elements(seed, epoch, call);
-        if !reduce(group, count, rank, world)? {
+        if !reduce(group, count, rank, world, called)? {
             say(&format!(
                 "wrong sum in call {call} of epoch {epoch}, {count} elements"
             ));
@@ -162,8 +165,10 @@ fn main() {
             eprintln!("gloo_life: join needs three numbers");
             continue;
         };
-        if let Err(e) = live(&group, &store, seed, *epoch, *rank as u32, *world as u32) {
-            say(&format!("failed {epoch} {} {:?} {e}", monotonic_ns(), e.kind()));
+        let mut called = 0;
+        let (rank, world) = (*rank as u32, *world as u32);
+        if let Err(e) = live(&group, &store, seed, *epoch, rank, world, &mut called) {
+            say(&format!("failed {epoch} {} {called} {:?} {e}", monotonic_ns(), e.kind()));
         }
     }
 }

@@ -1,8 +1,9 @@
 //! A rank on a slow link: all-reduces over gloo's TCP, checks every result, prints how long each call took.
 //!
 //! usage: `link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS`, one process on each host. Prints `TIME_US` for each
-//! call, behind a barrier each, after two that do not count. With `raw` behind, ranks 0 and 1 send each other the same
-//! bytes over one plain connection instead: what the link can carry.
+//! call, behind a barrier each, after two that do not count. With `connections=K` behind, large payloads go over that many.
+//! With `raw` behind, each rank sends the bytes of a ring's round trip to the next one over a plain connection instead, two ranks over
+//! one and the same: what the link can carry.
 
 #![allow(
     clippy::unwrap_used,
@@ -35,6 +36,7 @@ struct Seat {
     own: String,
     bytes: usize,
     calls: usize,
+    connections: String,
 }
 
 /// Whole numbers, so that sums are exact in any order.
@@ -52,7 +54,9 @@ fn all_reduce(seat: &Seat) -> Result<()> {
         &format!("{}:{STORE_PORT}", seat.first),
         deadline,
     )?);
+    let hints = [("connections".to_string(), seat.connections.clone())];
     let options = GroupOptions {
+        hints: hints.into(),
         net_name: Some(seat.own.clone()),
         timeout: PATIENCE,
         ..Default::default()
@@ -104,31 +108,48 @@ fn all_reduce(seat: &Seat) -> Result<()> {
     Ok(())
 }
 
-/// Sends and receives `bytes` bytes at the same time on one connection.
-fn raw(seat: &Seat) -> std::io::Result<()> {
-    let mut stream = if seat.rank == 0 {
-        TcpListener::bind((seat.own.as_str(), RAW_PORT))?.accept()?.0
-    } else {
-        let deadline = Instant::now() + PATIENCE;
-        loop {
-            match TcpStream::connect((seat.first.as_str(), RAW_PORT)) {
-                Ok(stream) => break stream,
-                Err(e) if Instant::now() >= deadline => return Err(e),
-                Err(_) => std::thread::sleep(Duration::from_millis(20)),
-            }
+/// A connection to where somebody will listen.
+fn reach(host: &str) -> std::io::Result<TcpStream> {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        match TcpStream::connect((host, RAW_PORT)) {
+            Ok(stream) => return Ok(stream),
+            Err(e) if Instant::now() >= deadline => return Err(e),
+            Err(_) => std::thread::sleep(Duration::from_millis(20)),
         }
+    }
+}
+
+/// Sends the bytes of an all-reduce over a ring to the next rank and receives them from the one before, at the same time.
+fn raw(seat: &Seat) -> std::io::Result<()> {
+    let next = (seat.rank + 1) % seat.world;
+    // The hosts of a network are numbered from the first one's address on.
+    let (subnet, first) = seat.first.rsplit_once('.').expect("an IPv4 address");
+    let first: u32 = first.parse().expect("an IPv4 address");
+    let address = format!("{subnet}.{}", first + next);
+    let (to_next, mut from_previous) = if seat.world > 2 {
+        let listener = TcpListener::bind((seat.own.as_str(), RAW_PORT))?;
+        let to_next = reach(&address)?;
+        (to_next, listener.accept()?.0)
+    } else {
+        let stream = match seat.rank {
+            0 => TcpListener::bind((seat.own.as_str(), RAW_PORT))?.accept()?.0,
+            _ => reach(&address)?,
+        };
+        (stream.try_clone()?, stream)
     };
-    stream.set_read_timeout(Some(PATIENCE))?;
-    stream.set_write_timeout(Some(PATIENCE))?;
+    from_previous.set_read_timeout(Some(PATIENCE))?;
+    to_next.set_write_timeout(Some(PATIENCE))?;
+    let bytes = seat.bytes / seat.world as usize * (seat.world as usize - 1) * 2;
     // Written, so that no page is still missing.
-    let (sent, mut received) = (Arc::new(vec![1; seat.bytes]), vec![2; seat.bytes]);
+    let (sent, mut received) = (Arc::new(vec![1; bytes]), vec![2; bytes]);
     for call in 0..WARM_UP + seat.calls {
-        let (mut writer, data) = (stream.try_clone()?, sent.clone());
+        let (mut writer, data) = (to_next.try_clone()?, sent.clone());
         let start = Instant::now();
         let sender = std::thread::Builder::new()
             .name("ox-raw".to_string())
             .spawn(move || writer.write_all(&data))?;
-        stream.read_exact(&mut received)?;
+        from_previous.read_exact(&mut received)?;
         sender.join().expect("the sender does not panic")?;
         if call >= WARM_UP {
             println!("{}", start.elapsed().as_micros());
@@ -140,7 +161,7 @@ fn raw(seat: &Seat) -> std::io::Result<()> {
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [rank, world, first, own, bytes, calls, rest @ ..] = arguments.as_slice() else {
-        panic!("usage: link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS [raw]");
+        panic!("usage: link_rank RANK WORLD FIRST_ADDRESS OWN_ADDRESS BYTES CALLS [raw | connections=K]");
     };
     let seat = Seat {
         rank: rank.parse().unwrap(),
@@ -149,6 +170,11 @@ fn main() {
         own: own.clone(),
         bytes: bytes.parse().unwrap(),
         calls: calls.parse().unwrap(),
+        connections: rest
+            .iter()
+            .find_map(|r| r.strip_prefix("connections="))
+            .unwrap_or("1")
+            .to_string(),
     };
     if rest.first().is_some_and(|r| r == "raw") {
         raw(&seat).unwrap_or_else(|e| panic!("rank {rank}: {e}"));

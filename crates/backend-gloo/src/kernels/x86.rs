@@ -236,7 +236,14 @@ fn stream_line(to: &mut [u8; LINE], line: &[u8; LINE]) {
     }
 }
 
-/// Runs `fold(out, a, b)` line by line, each whole line of `out` written past the caches, and waits for the stores.
+/// So much is folded in the first-level cache before it is stored: long enough for loops to be compiled into vectors, which loops
+/// over a single line are not for certain.
+const BLOCK: usize = 32 * LINE;
+
+#[repr(align(64))]
+struct Block([u8; BLOCK]);
+
+/// Runs `fold(out, a, b)` block by block, each whole line of `out` written past the caches, and waits for the stores.
 #[inline(always)]
 fn by_lines(out: &mut [u8], a: &[u8], b: &[u8], fold: impl Fn(&mut [u8], &[u8], &[u8])) {
     let len = out.len().min(a.len()).min(b.len());
@@ -249,15 +256,22 @@ fn by_lines(out: &mut [u8], a: &[u8], b: &[u8], fold: impl Fn(&mut [u8], &[u8], 
         return;
     };
     fold(out_head, a_head, b_head);
-    let (out, out_rest) = out.as_chunks_mut::<LINE>();
-    let (a, a_rest) = a.as_chunks::<LINE>();
-    let (b, b_rest) = b.as_chunks::<LINE>();
-    for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
-        let mut line = [0; LINE];
-        fold(&mut line, a, b);
-        stream_line(out, &line);
+    let mut block = Block([0; BLOCK]);
+    let blocks = out.chunks_mut(BLOCK).zip(a.chunks(BLOCK)).zip(b.chunks(BLOCK));
+    for ((out, a), b) in blocks {
+        let Some(folded) = block.0.get_mut(..out.len()) else {
+            break;
+        };
+        fold(folded, a, b);
+        let (out, out_rest) = out.as_chunks_mut::<LINE>();
+        let (folded, folded_rest) = folded.as_chunks::<LINE>();
+        for (out, line) in out.iter_mut().zip(folded) {
+            stream_line(out, line);
+        }
+        for (out, byte) in out_rest.iter_mut().zip(folded_rest) {
+            *out = *byte;
+        }
     }
-    fold(out_rest, a_rest, b_rest);
     // SAFETY: INV-8 (structural) every machine of this architecture has SSE.
     unsafe { _mm_sfence() }
 }

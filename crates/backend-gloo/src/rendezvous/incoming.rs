@@ -7,7 +7,7 @@ use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use super::Rendezvous;
 use crate::options::Transport;
-use crate::transport::tcp::{Link, Moved};
+use crate::transport::tcp::{self, Link, Moved};
 use crate::wire::{Hello, Lane};
 
 /// A connection that has not said who it is by then is dropped.
@@ -33,6 +33,9 @@ impl Rendezvous<'_> {
     pub(super) fn accept(&mut self) {
         loop {
             let next = self.listener.accept().map(|(stream, from)| {
+                if let Some(control) = &self.control {
+                    tcp::pace_from_elsewhere(&stream, control);
+                }
                 let link = Link::new(stream, self.counters.clone());
                 (link, from.to_string(), false)
             });
@@ -157,6 +160,11 @@ impl Rendezvous<'_> {
             return drop_it("it does not take the answer");
         }
         self.compare(&hello, &from)?;
+        if let Lane::Rail(number) = hello.lane
+            && number >= self.settings.rails()
+        {
+            return drop_it("it is a connection too many");
+        }
         if hello.rank <= c.rank || hello.rank >= c.world_size {
             return drop_it("its rank does not connect to this one");
         }

@@ -33,9 +33,11 @@ use crate::mail::Post;
 use crate::options::{Settings, Transport};
 use crate::peer::{ControlLink, Peer};
 use crate::port::{Memory, Port, Wire};
+use crate::schedule::Hosts;
+use crate::stripes::Rail;
 use crate::transport::interface::{self, Addresses};
 use crate::transport::shm::{Bells, Region, Shared};
-use crate::transport::tcp::{Counters, Link, Moved};
+use crate::transport::tcp::{self, Counters, Link, Moved};
 use crate::wire::{self, Control, ControlKind, Hello, Lane, VERSION};
 
 /// The longest uninterrupted wait for the store.
@@ -45,6 +47,8 @@ const STORE_SLICE: Duration = Duration::from_millis(50);
 struct Found {
     address: String,
     data: Option<Link>,
+    /// The connections for large payloads, if there are several; by number.
+    rails: Vec<Option<Link>>,
     control: Option<Link>,
     /// In place of `data`.
     memory: Option<Shared>,
@@ -52,11 +56,14 @@ struct Found {
     ready: bool,
     /// It shares memory with every rank.
     near: bool,
+    /// The lowest rank with which it shares memory, itself included.
+    lowest: u32,
 }
 
 impl Found {
     fn complete(&self) -> bool {
-        (self.data.is_some() || self.memory.is_some()) && self.control.is_some()
+        let data = self.data.is_some() && self.rails.iter().all(Option::is_some);
+        (data || self.memory.is_some()) && self.control.is_some()
     }
 }
 
@@ -71,9 +78,16 @@ impl Found {
         }
         match lane {
             Lane::Data => self.data = Some(link),
+            Lane::Rail(number) => {
+                // Recognised only if there is a rail of that number.
+                if let Some(rail) = self.rails.get_mut(number as usize) {
+                    *rail = Some(link);
+                }
+            }
             Lane::Control => self.control = Some(link),
             Lane::Local => {
                 self.data = None;
+                self.rails.fill_with(|| None);
                 self.control = Some(link);
                 self.memory = memory;
             }
@@ -88,6 +102,8 @@ struct Rendezvous<'a> {
     cancel: &'a AtomicBool,
     began: Instant,
     listener: TcpListener,
+    /// How connections to other hosts are controlled, if that could be asked.
+    control: Option<String>,
     /// Where ranks of this host come in, and what they are given; `None` without shared memory.
     near: Option<(UnixListener, Region)>,
     card: Card,
@@ -113,6 +129,8 @@ pub(crate) struct Connected {
     pub(crate) bells: Bells,
     /// All ranks share memory with all others. The same on every rank.
     pub(crate) near: bool,
+    /// Which ranks share memory. The same on every rank.
+    pub(crate) hosts: Hosts,
 }
 
 /// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
@@ -169,6 +187,7 @@ impl<'a> Rendezvous<'a> {
             .local_addr()
             .map_err(|e| Error::io("asking for the listener's port", e))?
             .port();
+        let control = tcp::listen_unpaced(&listener);
         let near = match settings.transport {
             Transport::Tcp => None,
             Transport::Shm => Some(open_near(configuration.world_size)?),
@@ -189,7 +208,11 @@ impl<'a> Rendezvous<'a> {
         };
         let now = Instant::now();
         let dialed = (0..configuration.rank)
-            .flat_map(|rank| [Lane::Local, Lane::Data, Lane::Control].map(|lane| (rank, lane)))
+            .flat_map(|rank| {
+                let lanes = [Lane::Local, Lane::Data, Lane::Control].into_iter();
+                let rails = (0..settings.rails()).map(Lane::Rail);
+                lanes.chain(rails).map(move |lane| (rank, lane))
+            })
             .map(|(rank, lane)| Dialed {
                 rank,
                 lane,
@@ -203,12 +226,18 @@ impl<'a> Rendezvous<'a> {
             cancel,
             began: now,
             listener,
+            control,
             near,
             card,
             cards: (0..configuration.world_size).map(|_| None).collect(),
             dialed,
             strangers: Vec::new(),
-            found: (0..configuration.world_size).map(|_| Found::default()).collect(),
+            found: (0..configuration.world_size)
+                .map(|_| Found {
+                    rails: (0..settings.rails()).map(|_| None).collect(),
+                    ..Found::default()
+                })
+                .collect(),
             refused: vec![0; configuration.world_size as usize],
             said_ready: false,
         })
@@ -266,6 +295,15 @@ impl<'a> Rendezvous<'a> {
         others.into_iter().all(|(_, found)| found.memory.is_some())
     }
 
+    /// The lowest rank with which this one shares memory, itself included.
+    fn lowest_neighbour(&self) -> u32 {
+        let own = self.configuration.rank;
+        let mut below = self.found.iter().zip(0..own);
+        below
+            .find(|(found, _)| found.memory.is_some())
+            .map_or(own, |(_, rank)| rank)
+    }
+
     /// Once connected with everybody, tells everybody.
     fn say_ready(&mut self) -> Result<()> {
         if self.said_ready || !self.missing().is_empty() {
@@ -277,7 +315,7 @@ impl<'a> Rendezvous<'a> {
             kind: ControlKind::Ready,
             code: 0,
             epoch: self.configuration.epoch.0,
-            id: 0,
+            id: u64::from(self.lowest_neighbour()),
             a: u32::from(near),
             b: self.configuration.rank,
             length: 0,
@@ -373,6 +411,7 @@ impl<'a> Rendezvous<'a> {
             lane,
             rank: self.configuration.rank,
             world: self.configuration.world_size,
+            connections: self.settings.connections,
             epoch: self.configuration.epoch.0,
             constants: self.settings.constants,
             nonce,
@@ -391,6 +430,11 @@ impl<'a> Rendezvous<'a> {
             format!(
                 "rank {} says the world has {} ranks, rank {} says {}",
                 theirs.rank, theirs.world, c.rank, c.world_size
+            )
+        } else if theirs.connections != self.settings.connections {
+            format!(
+                "rank {} was told to use connections={}, rank {} connections={}",
+                theirs.rank, theirs.connections, c.rank, self.settings.connections
             )
         } else if theirs.constants != self.settings.constants {
             format!(
@@ -435,7 +479,15 @@ impl<'a> Rendezvous<'a> {
             match Control::decode(header).filter(|h| h.epoch == epoch) {
                 Some(h) if h.kind == ControlKind::Ready => {
                     let mut taken = [0u8; Control::BYTES];
-                    found.near = h.a == 1;
+                    let lowest = u32::try_from(h.id).ok().filter(|lowest| *lowest <= rank);
+                    let Some(lowest) = lowest else {
+                        let text = format!("says that it shares memory with rank {} at the lowest", h.id);
+                        let error = Error::new(ErrorKind::Protocol, text)
+                            .with_peer(rank)
+                            .with_peer_address(found.address.clone());
+                        return Err(self.named(error));
+                    };
+                    (found.near, found.lowest) = (h.a == 1, lowest);
                     found.ready = link.read(&mut taken) == Moved::Bytes(Control::BYTES);
                 }
                 Some(h) if h.kind == ControlKind::Abort => {
@@ -526,6 +578,16 @@ impl<'a> Rendezvous<'a> {
                 .filter(|(rank, _)| *rank != own as usize);
             others.into_iter().all(|(_, found)| found.near)
         };
+        let lowest: Vec<u32> = self
+            .found
+            .iter()
+            .zip(0u32..)
+            .map(|(found, rank)| match rank == own {
+                true => self.lowest_neighbour(),
+                false => found.lowest,
+            })
+            .collect();
+        let hosts = Hosts::new(&lowest);
         let bells = match &self.near {
             Some((_, region)) => region.bells()?,
             None => Bells::private()?,
@@ -557,7 +619,11 @@ impl<'a> Rendezvous<'a> {
             // Whatever arrived before the engine looks must be seen.
             control.readable = true;
             control.writable = true;
-            ports.push(Some(Port::new(rank, found.address.clone(), wire)));
+            let mut port = Port::new(rank, found.address.clone(), wire);
+            if matches!(port.wire, Wire::Socket(_)) {
+                port.rails = found.rails.into_iter().flatten().map(Rail::new).collect();
+            }
+            ports.push(Some(port));
             peers.push(Some(Peer {
                 rank,
                 address: found.address,
@@ -576,6 +642,7 @@ impl<'a> Rendezvous<'a> {
             posts,
             bells,
             near,
+            hosts,
         })
     }
 }

@@ -13,7 +13,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::Rendezvous;
 use super::card::Card;
 use crate::options::Transport;
-use crate::transport::tcp::{Link, Moved};
+use crate::transport::tcp::{Link, Moved, unpaced};
 use crate::wire::{Hello, Lane};
 
 /// Between two attempts to reach a rank.
@@ -56,10 +56,7 @@ impl Rendezvous<'_> {
 
     /// True if `rank` is to be reached through shared memory.
     fn is_near(&self, rank: u32, card: &Card) -> bool {
-        let reachable = self.near.is_some()
-            && card.memory.is_some()
-            && card.host == self.card.host
-            && card.host != "unknown";
+        let reachable = self.near.is_some() && card.memory.is_some() && self.is_this_host(card);
         let failures = self.refused.get(rank as usize).copied().unwrap_or(0);
         reachable
             && match self.settings.transport {
@@ -101,6 +98,7 @@ impl Rendezvous<'_> {
         }
         let card = card.clone();
         let address = self.address_of(&card);
+        let within_host = self.is_this_host(&card);
         let Some(dialed) = self.dialed.get_mut(index) else {
             return Ok(false);
         };
@@ -126,7 +124,7 @@ impl Rendezvous<'_> {
                     }
                 }
             }
-            Dial::Waiting { .. } => match begin(address) {
+            Dial::Waiting { .. } => match begin(address, within_host) {
                 Ok(fd) => (Dial::Connecting(fd), true),
                 Err(error) => {
                     tracing::debug!(rank, %address, %error, "connecting failed; trying again");
@@ -267,9 +265,13 @@ impl Rendezvous<'_> {
 
     fn address_of(&self, card: &Card) -> SocketAddr {
         match card.local {
-            Some(local) if card.host == self.card.host && card.host != "unknown" => local,
+            Some(local) if self.is_this_host(card) => local,
             _ => card.remote,
         }
+    }
+
+    fn is_this_host(&self, card: &Card) -> bool {
+        card.host == self.card.host && card.host != "unknown"
     }
 }
 
@@ -292,7 +294,7 @@ fn begin_local(name: &str) -> std::io::Result<UnixStream> {
 }
 
 /// Begins a non-blocking connection.
-fn begin(address: SocketAddr) -> std::io::Result<OwnedFd> {
+fn begin(address: SocketAddr, within_host: bool) -> std::io::Result<OwnedFd> {
     let family = if address.is_ipv6() {
         AddressFamily::INET6
     } else {
@@ -300,6 +302,9 @@ fn begin(address: SocketAddr) -> std::io::Result<OwnedFd> {
     };
     let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
     let fd = rustix::net::socket_with(family, SocketType::STREAM, flags, None)?;
+    if within_host {
+        unpaced(&fd);
+    }
     match rustix::net::connect(&fd, &address) {
         Ok(()) | Err(rustix::io::Errno::INPROGRESS | rustix::io::Errno::INTR) => Ok(fd),
         Err(e) => Err(e.into()),

@@ -6,7 +6,7 @@ use super::{
     Algorithm, Buffer, Count, Landing, Local, Recv, Round, Schedule, Send, Span, doublings, down, part, up,
 };
 
-fn header_to(peer: u32) -> Send {
+pub(super) fn header_to(peer: u32) -> Send {
     Send {
         peer,
         from: Span::empty(),
@@ -14,7 +14,7 @@ fn header_to(peer: u32) -> Send {
     }
 }
 
-fn header_from(peer: u32) -> Recv {
+pub(super) fn header_from(peer: u32) -> Recv {
     Recv {
         peer,
         into: Span::empty(),

@@ -11,12 +11,16 @@
 //!   ranks, a broadcast's root included (L15).
 
 mod exchange;
+mod hosts;
+pub(crate) mod layered;
 mod linear;
+pub(crate) mod near;
 mod ring;
 mod tree;
 
 use std::ops::Range;
 
+pub(crate) use hosts::Hosts;
 pub(crate) use linear::{all_to_all, barrier, gather, monitored_barrier, scatter};
 pub(crate) use ring::{all_gather, reduce_scatter};
 pub(crate) use tree::{broadcast, reduce};
@@ -45,6 +49,7 @@ pub(crate) enum Algorithm {
     Star = 7,
     Exchange = 8,
     Cross = 9,
+    Layered = 10,
 }
 
 /// A logical buffer.
@@ -94,6 +99,8 @@ pub(crate) struct Send {
 pub(crate) enum Landing {
     /// `into = wire`
     Copy,
+    /// As `Copy`, past the caches where the memory is written by this rank: a piece of something large.
+    Past,
     /// `into = into ∘ wire`
     Reduce,
     /// `into = wire ∘ with`; equally long.
@@ -131,6 +138,8 @@ pub(crate) enum Local {
     Reduce { from: Span, into: Span },
     /// The reduction of `span` is complete and `slot` holds its contributors: divide, if it is an average.
     Finish { span: Span, slot: usize },
+    /// Every counter of `into` takes the value of `from`.
+    Count { from: usize, into: Range<usize> },
 }
 
 /// Sends and receives that progress together, then local steps in order.
@@ -241,7 +250,13 @@ pub(crate) fn ready_early<'a>(send: &Send, receives: impl Iterator<Item = (&'a R
 
 /// All-reduce of `bytes` bytes in place in `Out`. `near`: all ranks share memory.
 pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, near: bool) -> Schedule {
-    match all_reduce_algorithm(world, bytes, near) {
+    let algorithm = all_reduce_algorithm(world, bytes, near);
+    all_reduce_by(algorithm, rank, world, bytes, element)
+}
+
+/// The same by an algorithm that was chosen.
+fn all_reduce_by(algorithm: Algorithm, rank: u32, world: u32, bytes: usize, element: usize) -> Schedule {
+    match algorithm {
         Algorithm::Local => {
             let mut s = Schedule::new(Algorithm::Local);
             let span = Span::new(Buffer::Out, 0..bytes);
@@ -267,7 +282,7 @@ pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize, near: bool) -> Algo
         Algorithm::Direct
     } else if world > 4 && bytes <= TREE_MAX_BYTES {
         Algorithm::Tree
-    } else if near {
+    } else if near || (world <= DIRECT_MAX_WORLD && bytes <= BLOCK_BYTES) {
         Algorithm::Cross
     } else {
         Algorithm::Ring

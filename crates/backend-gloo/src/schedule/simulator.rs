@@ -2,6 +2,9 @@
 //!
 //! Elements are i64 and the reduction is a sum, so any element that is lost, doubled or misplaced changes the result.
 
+mod layers;
+mod neighbours;
+
 use std::collections::BTreeSet;
 
 use super::*;
@@ -67,6 +70,10 @@ impl Rank {
                 Local::Finish { span, slot } => {
                     assert!(*slot < self.counts.len());
                     let _ = self.at(span);
+                }
+                Local::Count { from, into } => {
+                    let count = self.counts[*from];
+                    self.counts[into.clone()].fill(count);
                 }
             }
         }
@@ -138,7 +145,7 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
                 let (_, _, data, count, knows) = wire.swap_remove(at);
                 assert_eq!(data.len(), v.into.len(), "both ends agree on the length");
                 match &v.landing {
-                    Landing::Copy => ranks[r].at(&v.into).copy_from_slice(&data),
+                    Landing::Copy | Landing::Past => ranks[r].at(&v.into).copy_from_slice(&data),
                     Landing::Reduce | Landing::ReduceNext | Landing::Exchange => {
                         add(ranks[r].at(&v.into), &data)
                     }
@@ -279,7 +286,11 @@ fn the_choice_of_algorithm_covers_all_of_them_and_depends_on_nothing_but_world_a
         assert_eq!(all_reduce_algorithm(1, 1 << 30, near), Algorithm::Local);
         assert_eq!(all_reduce_algorithm(2, 1024, near), Algorithm::Exchange);
         assert_eq!(all_reduce_algorithm(3, 1024, near), Algorithm::Direct);
-        assert_eq!(all_reduce_algorithm(3, DIRECT_MAX_BYTES + 1, near), large);
+        assert_eq!(
+            all_reduce_algorithm(3, DIRECT_MAX_BYTES + 1, near),
+            Algorithm::Cross
+        );
+        assert_eq!(all_reduce_algorithm(3, BLOCK_BYTES + 1, near), large);
         assert_eq!(all_reduce_algorithm(9, TREE_MAX_BYTES, near), Algorithm::Tree);
         assert_eq!(all_reduce_algorithm(100, 4, near), Algorithm::Tree);
         assert_eq!(all_reduce_algorithm(100, 1 << 20, near), large);

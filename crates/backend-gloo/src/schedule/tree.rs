@@ -19,7 +19,13 @@ pub(crate) fn broadcast(rank: u32, world: u32, root: u32, bytes: usize) -> Sched
     s
 }
 
-fn broadcast_rounds(rank: u32, world: u32, root: u32, bytes: usize, slot: Option<usize>) -> Vec<Round> {
+pub(super) fn broadcast_rounds(
+    rank: u32,
+    world: u32,
+    root: u32,
+    bytes: usize,
+    slot: Option<usize>,
+) -> Vec<Round> {
     let place = down(rank, root, world);
     let data = || Span::new(Buffer::Out, 0..bytes);
     (0..doublings(world))
@@ -75,7 +81,14 @@ pub(crate) fn reduce(rank: u32, world: u32, root: u32, bytes: usize) -> Schedule
 }
 
 /// `own` holds this rank's values, `sum` takes the sum; if they differ, `own` is only read.
-fn reduce_rounds(rank: u32, world: u32, root: u32, bytes: usize, own: Buffer, sum: Buffer) -> Vec<Round> {
+pub(super) fn reduce_rounds(
+    rank: u32,
+    world: u32,
+    root: u32,
+    bytes: usize,
+    own: Buffer,
+    sum: Buffer,
+) -> Vec<Round> {
     let place = down(rank, root, world);
     let mut have_sum = own == sum;
     (0..doublings(world))

@@ -2,13 +2,14 @@
 //! remembered between polls, and the bytes counted.
 
 use std::io::IoSlice;
-use std::net::TcpStream;
+use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ftcore::{Error, Result, Traffic};
 use rustix::io::Errno;
+use rustix::net::sockopt::{set_tcp_congestion, tcp_congestion};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
 
 use super::shm;
@@ -17,6 +18,8 @@ use super::shm;
 #[derive(Debug, Default)]
 pub(crate) struct Counters {
     sent: AtomicU64,
+    /// Of these, what collectives sent through rings in shared memory.
+    sent_near: AtomicU64,
     received: AtomicU64,
 }
 
@@ -30,6 +33,18 @@ impl Counters {
 
     pub(crate) fn add_sent(&self, n: usize) {
         self.sent.fetch_add(n as u64, Ordering::Relaxed);
+    }
+
+    /// Counts bytes that went through a ring in shared memory.
+    pub(crate) fn add_sent_near(&self, n: usize) {
+        self.add_sent(n);
+        self.sent_near.fetch_add(n as u64, Ordering::Relaxed);
+    }
+
+    /// Bytes sent by other ways than through the rings.
+    pub(crate) fn sent_elsewhere(&self) -> u64 {
+        let near = self.sent_near.load(Ordering::Relaxed);
+        self.sent.load(Ordering::Relaxed).saturating_sub(near)
     }
 
     pub(crate) fn add_received(&self, n: usize) {
@@ -61,6 +76,8 @@ pub(crate) struct Link {
     pub(crate) read_closed: Option<String>,
     /// The peer takes no more: how that showed.
     pub(crate) write_closed: Option<String>,
+    /// It failed, rather than being closed in good order: what was under way may be lost.
+    pub(crate) broke: bool,
 }
 
 impl Link {
@@ -89,6 +106,7 @@ impl Link {
             writable: true,
             read_closed: None,
             write_closed: None,
+            broke: false,
         }
     }
 
@@ -111,6 +129,7 @@ impl Link {
                 }
                 Err(e) => {
                     self.read_closed = Some(format!("the connection broke ({e})"));
+                    self.broke = true;
                     return Moved::Closed;
                 }
             }
@@ -160,6 +179,7 @@ impl Link {
                 }
                 Err(e) => {
                     self.read_closed = Some(format!("the connection broke ({e})"));
+                    self.broke = true;
                     return Moved::Closed;
                 }
             }
@@ -197,8 +217,65 @@ impl Link {
     }
 }
 
+/// What a socket that connects within the host is told beforehand, and one that listens.
+///
+/// Nothing is lost there and nothing is shared with other traffic, so there is nothing to control. BBR, where it is the default, paces
+/// by timers, also on loopback, and halves the speed; that it once did sticks to a connection. Reno is in every kernel and does
+/// not pace. Where it may not be chosen, all goes on as usual.
+pub(crate) fn unpaced<S: AsFd>(socket: &S) {
+    let _ = set_tcp_congestion(socket, "reno");
+}
+
+/// How connections that come in at `listener` are controlled; from now on they are unpaced.
+pub(crate) fn listen_unpaced(listener: &TcpListener) -> Option<String> {
+    let before = tcp_congestion(listener).ok();
+    unpaced(listener);
+    before
+}
+
+/// A connection that came in so from another host is controlled as all others.
+pub(crate) fn pace_from_elsewhere(stream: &TcpStream, control: &str) {
+    let within = match (stream.local_addr(), stream.peer_addr()) {
+        (Ok(own), Ok(peer)) => own.ip() == peer.ip(),
+        _ => false,
+    };
+    if !within && let Err(error) = set_tcp_congestion(stream, control) {
+        tracing::debug!(%error, control, "the congestion control could not be set");
+    }
+}
+
 impl AsFd for Link {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.stream.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn connections_within_the_host_are_not_paced_and_others_are_as_they_would_be() {
+        let plain = TcpListener::bind("127.0.0.1:0").unwrap();
+        let usual = tcp_congestion(&plain).unwrap();
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        assert_eq!(listen_unpaced(&listener), Some(usual.clone()));
+        let _dialed = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        pace_from_elsewhere(&accepted, &usual);
+        assert_eq!(tcp_congestion(&accepted).unwrap(), "reno");
+        // 127.0.0.2 to 127.0.0.1: two addresses, as between hosts.
+        let elsewhere = rustix::net::socket(
+            rustix::net::AddressFamily::INET,
+            rustix::net::SocketType::STREAM,
+            None,
+        )
+        .unwrap();
+        let from: std::net::SocketAddr = "127.0.0.2:0".parse().unwrap();
+        rustix::net::bind(&elsewhere, &from).unwrap();
+        rustix::net::connect(&elsewhere, &listener.local_addr().unwrap()).unwrap();
+        let (accepted, _) = listener.accept().unwrap();
+        pace_from_elsewhere(&accepted, &usual);
+        assert_eq!(tcp_congestion(&accepted).unwrap(), usual);
     }
 }

@@ -4,9 +4,12 @@
 
 mod blocking;
 mod hostile;
+mod layers;
 mod lifecycle;
 mod many;
 mod messages;
+mod rails;
 mod ranks;
+mod rates;
 mod resources;
 mod turns;

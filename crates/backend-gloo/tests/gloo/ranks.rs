@@ -14,13 +14,15 @@ pub(crate) fn group() -> GlooGroup {
     GlooGroup::new("test", GroupOptions::default()).unwrap()
 }
 
-/// A group over `auto`, `shm`, `tcp` or `mixed`.
+/// A group over `auto`, `shm`, `tcp` or `mixed`; `tcp*4` has four connections for large payloads.
 pub(crate) fn group_over(transport: &str) -> GlooGroup {
     if transport == "mixed" {
         return GlooGroup::mixed("test", GroupOptions::default()).unwrap();
     }
     let mut options = GroupOptions::default();
+    let (transport, connections) = transport.split_once('*').unwrap_or((transport, "1"));
     options.hints.insert("transport".into(), transport.into());
+    options.hints.insert("connections".into(), connections.into());
     GlooGroup::new("test", options).unwrap()
 }
 

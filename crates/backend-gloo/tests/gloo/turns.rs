@@ -6,8 +6,8 @@ use ftcore::{Collective, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor, deadl
 
 use crate::ranks::with_groups;
 
-/// Elements of f32 in one piece of a reducing receive (128 KiB).
-const PIECE: usize = 32 * 1024;
+/// Elements of f32 in one piece of a reducing receive off a socket (256 KiB).
+const PIECE: usize = 64 * 1024;
 
 #[test]
 fn a_last_round_that_ends_with_a_turn_finishes_at_once() {

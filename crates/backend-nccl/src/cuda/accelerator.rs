@@ -10,6 +10,7 @@ use super::driver::{device_count, driver};
 use super::event::CudaEvent;
 use super::gpu::Gpu;
 use super::memory;
+use super::pinned;
 use super::raw::StreamHandle;
 use super::stream::CudaStream;
 
@@ -100,6 +101,11 @@ impl Accelerator for CudaAccelerator {
 
     fn alloc(&self, index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor> {
         memory::tensor(&Gpu::open(index)?, dtype, shape)
+    }
+
+    /// Page-locked, from a cache. Ordinary memory, with a warning, if the driver has no more of it.
+    fn alloc_host(&self, index: u32, dtype: DType, shape: &[usize]) -> Result<Tensor> {
+        pinned::tensor(&Gpu::open(index)?, dtype, shape)
     }
 
     fn copy_in(&self, from: &[u8], to: &mut Tensor, stream: &dyn Stream) -> Result<()> {

@@ -9,6 +9,7 @@ use super::driver::driver;
 use super::event::CudaEvent;
 use super::kernels::{self, Kernel};
 use super::memory::Slots;
+use super::pinned;
 use super::raw::{Attribute, Context, Driver, EventHandle, Function, IpcHandle, Span, StreamHandle};
 
 /// Events kept for reuse; making one costs a microsecond and sometimes a lock of the driver.
@@ -32,7 +33,9 @@ pub(crate) struct Gpu {
     /// Copies that may still be under way, by the address of the block.
     uses: Mutex<HashMap<u64, Arc<CudaEvent>>>,
     functions: OnceLock<Result<Vec<Function>>>,
-    slots: OnceLock<Result<Slots>>,
+    slots: OnceLock<Slots>,
+    /// Page-locked host memory for later use.
+    pub(crate) pinned: pinned::Cache,
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -87,6 +90,7 @@ impl Gpu {
             uses: Mutex::default(),
             functions: OnceLock::new(),
             slots: OnceLock::new(),
+            pinned: pinned::Cache::default(),
         })
     }
 
@@ -153,8 +157,12 @@ impl Gpu {
 
     /// The result slots.
     pub(crate) fn slots(&self) -> Result<&Slots> {
-        let slots = self.slots.get_or_init(|| Slots::new(self));
-        slots.as_ref().map_err(Clone::clone)
+        if let Some(slots) = self.slots.get() {
+            return Ok(slots);
+        }
+        // A failure is not kept: memory that is missing now may be there at the next try.
+        let made = Slots::new(self)?;
+        Ok(self.slots.get_or_init(|| made))
     }
 
     /// Compiles the kernels if that was not done yet.

@@ -12,6 +12,11 @@ use ftcore::{DType, Device, Error, Result, Tensor};
 
 use super::driver::failed;
 
+mod foreign;
+mod host;
+
+pub(crate) use host::{HostBlock, host_tensor};
+
 /// Device memory that an operation works on: an address and a length in bytes.
 ///
 /// INV-8: whoever enqueues work on a span keeps its owner (a tensor or a block) until that work is done, or leaks it.
@@ -27,6 +32,14 @@ impl Span {
         Self {
             address: tensor.as_ptr() as u64,
             bytes: tensor.byte_len(),
+        }
+    }
+
+    /// Memory that a library made.
+    pub(crate) fn at(pointer: *mut c_void, bytes: usize) -> Self {
+        Self {
+            address: pointer as u64,
+            bytes,
         }
     }
 
@@ -120,6 +133,8 @@ impl IpcHandle {
 impl StreamHandle {
     /// The legacy default stream.
     pub(crate) const DEFAULT: Self = Self(ptr::null_mut());
+    /// The calling thread's own default stream (`CU_STREAM_PER_THREAD`): another one on every thread.
+    pub(crate) const PER_THREAD: Self = Self(ptr::without_provenance_mut(2));
 
     /// As C takes it.
     pub(crate) fn pointer(self) -> *mut c_void {
@@ -191,6 +206,7 @@ table! {
     ipc_export_event = "cuIpcGetEventHandle": fn(*mut IpcHandle, Opaque);
     ipc_import_event = "cuIpcOpenEventHandle": fn(*mut Opaque, IpcHandle);
     host_alloc = "cuMemHostAlloc": fn(*mut Opaque, usize, c_uint);
+    host_free = "cuMemFreeHost": fn(Opaque);
     pointer_attribute = "cuPointerGetAttribute": fn(*mut c_void, c_int, u64);
     copy_in = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, Opaque);
     copy_out = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, u64, usize, Opaque);

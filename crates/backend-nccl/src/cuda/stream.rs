@@ -1,9 +1,11 @@
 //! CUDA streams as ftcore sees them.
 
+use std::any::Any;
 use std::sync::Arc;
+use std::thread::ThreadId;
 use std::time::{Duration, Instant};
 
-use ftcore::{Device, Event, Result, Stream, deadline_in};
+use ftcore::{Device, Error, ErrorKind, Event, Result, Stream, deadline_in};
 
 use super::event::{CudaEvent, poll};
 use super::gpu::Gpu;
@@ -13,7 +15,19 @@ use super::raw::StreamHandle;
 pub(crate) struct CudaStream {
     gpu: Arc<Gpu>,
     handle: StreamHandle,
-    owned: bool,
+    origin: Origin,
+}
+
+/// Whose the handle is.
+enum Origin {
+    /// Made here, ended here.
+    Own,
+    /// The device's default stream, which is always there.
+    Default,
+    /// The default stream of this thread; on another one the same handle means another stream.
+    Thread(ThreadId),
+    /// Another library's, which this keeps alive.
+    Foreign(#[allow(dead_code, reason = "kept for its drop")] Box<dyn Any + Send + Sync>),
 }
 
 impl CudaStream {
@@ -23,7 +37,7 @@ impl CudaStream {
         Ok(Self {
             gpu: gpu.clone(),
             handle: gpu.driver.stream(high_priority)?,
-            owned: true,
+            origin: Origin::Own,
         })
     }
 
@@ -32,7 +46,36 @@ impl CudaStream {
         Self {
             gpu: gpu.clone(),
             handle: StreamHandle::DEFAULT,
-            owned: false,
+            origin: Origin::Default,
+        }
+    }
+
+    /// The calling thread's own default stream.
+    pub(crate) fn per_thread(gpu: &Arc<Gpu>) -> Self {
+        Self {
+            gpu: gpu.clone(),
+            handle: StreamHandle::PER_THREAD,
+            origin: Origin::Thread(std::thread::current().id()),
+        }
+    }
+
+    /// Another library's stream, which `owner` keeps.
+    pub(crate) fn foreign(gpu: &Arc<Gpu>, handle: StreamHandle, owner: Box<dyn Any + Send + Sync>) -> Self {
+        Self {
+            gpu: gpu.clone(),
+            handle,
+            origin: Origin::Foreign(owner),
+        }
+    }
+
+    /// Makes the device current; refuses another thread's default stream.
+    fn enter(&self) -> Result<()> {
+        match self.origin {
+            Origin::Thread(thread) if thread != std::thread::current().id() => Err(Error::new(
+                ErrorKind::InvalidState,
+                "this is the default stream of another thread; take one on this thread, or a stream of its own",
+            )),
+            _ => self.gpu.enter(),
         }
     }
 
@@ -42,7 +85,7 @@ impl CudaStream {
 
     /// As `Stream::record`, with the type known.
     pub(crate) fn mark(&self) -> Result<Arc<CudaEvent>> {
-        self.gpu.enter()?;
+        self.enter()?;
         CudaEvent::record(&self.gpu, self.handle)
     }
 }
@@ -59,7 +102,7 @@ impl Stream for CudaStream {
     fn wait(&self, event: &dyn Event) -> Result<()> {
         match event.as_any().downcast_ref::<CudaEvent>() {
             Some(event) => {
-                self.gpu.enter()?;
+                self.enter()?;
                 self.gpu.driver.stream_wait(self.handle, event.handle())
             }
             // Another kind of device: only the host can order the two. An hour is beyond any operation's own deadline.
@@ -68,12 +111,12 @@ impl Stream for CudaStream {
     }
 
     fn query(&self) -> Result<bool> {
-        self.gpu.enter()?;
+        self.enter()?;
         self.gpu.driver.stream_query(self.handle)
     }
 
     fn synchronize(&self, deadline: Instant) -> Result<()> {
-        self.gpu.enter()?;
+        self.enter()?;
         poll(deadline, "the end of a stream", || {
             self.gpu.driver.stream_query(self.handle)
         })
@@ -82,7 +125,7 @@ impl Stream for CudaStream {
 
 impl Drop for CudaStream {
     fn drop(&mut self) {
-        if self.owned {
+        if matches!(self.origin, Origin::Own) {
             self.gpu.driver.destroy_stream(self.handle);
         }
     }

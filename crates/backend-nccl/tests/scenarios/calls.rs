@@ -4,9 +4,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use backend_nccl::NcclGroup;
+use backend_nccl::{CudaAccelerator, NcclGroup};
 use ftcore::{
-    Collective, DType, DeviceKind, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup,
+    Accelerator, Collective, DType, DeviceKind, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup,
     ProcessGroupExt, ReduceOp, Store, SubmitOptions, Tensor, Work, deadline_in,
 };
 
@@ -22,7 +22,7 @@ struct Way {
     submit: fn(u32, &NcclGroup) -> Result<Work, Error>,
 }
 
-const WAYS: [Way; 14] = [
+const WAYS: [Way; 29] = [
     way("ncclGroupStart", sum),
     way("cuMemcpyDtoHAsync", sum),
     way("ncclBroadcast", |r, g| Ok(g.broadcast(filled(r, 1.0, 10)?, 1)?)),
@@ -54,7 +54,38 @@ const WAYS: [Way; 14] = [
     way("cuLaunchKernel", |r, g| {
         Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
     }),
-    way("cuMemsetAsync", abstain),
+    way("cuMemsetAsync", |r, g| abstain(r, g, DType::F32, ReduceOp::Sum)),
+    way("cuMemsetAsync", |r, g| abstain(r, g, DType::U8, ReduceOp::Sum)),
+    way("cuMemsetAsync", |r, g| abstain(r, g, DType::F16, ReduceOp::Sum)),
+    way("cuMemsetAsync", |r, g| {
+        abstain(r, g, DType::F64, ReduceOp::Product)
+    }),
+    way("cuEventRecord", sum),
+    way("cuMemHostAlloc", sum),
+    way("cuStreamWaitEvent", |r, g| on_a_stream(r, g, false)),
+    way("cuStreamWaitEvent", |r, g| on_a_stream(r, g, true)),
+    way("cuMemAllocAsync", |r, g| {
+        Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
+    }),
+    way("cuMemcpyDtoDAsync", |r, g| {
+        // Parts that do not lie side by side are gathered by messages, and the own one is copied.
+        let outputs = match r {
+            0 => vec![filled(0, 0.0, 10)?, filled(0, 0.0, 10)?],
+            _ => Vec::new(),
+        };
+        Ok(g.gather(filled(r, 1.0, 10)?, outputs, 0)?)
+    }),
+    way("ncclRecv", message),
+    way("ncclGetUniqueId", message),
+    way("cuEventRecord", message),
+    way("cuStreamCreateWithPriority", message),
+    way("cuStreamCreateWithPriority", both_ways),
+    way("ncclSend", |r, g| {
+        // Uneven parts: the native call is for even ones.
+        let splits = if r == 0 { [4, 6] } else { [6, 4] };
+        let (input, output) = (filled(r, 1.0, 10)?, filled(r, 0.0, 10)?);
+        Ok(g.alltoall_into(input, output, splits.to_vec(), splits.to_vec())?)
+    }),
 ];
 
 const fn way(call: &'static str, submit: fn(u32, &NcclGroup) -> Result<Work, Error>) -> Way {
@@ -83,14 +114,59 @@ fn halves(rank: u32) -> Result<Vec<Tensor>, Error> {
         .collect()
 }
 
+/// Both at once: two lanes, whose ends are joined.
+fn both_ways(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
+    let peer = 1 - rank;
+    let ops = vec![
+        Collective::Send {
+            tensor: filled(rank, 1.0, 10)?,
+            peer,
+            tag: 0,
+        },
+        Collective::Recv {
+            tensor: filled(rank, 0.0, 10)?,
+            peer: Some(peer),
+            tag: 0,
+        },
+    ];
+    let batch = Collective::Batch { ops };
+    Ok(group.run(batch, SubmitOptions::by(deadline_in(SOON)))?)
+}
+
 /// Neither rank contributes, so that whichever call fails is the group's own.
-fn abstain(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
+fn abstain(rank: u32, group: &NcclGroup, dtype: DType, op: ReduceOp) -> Result<Work, Error> {
     let op = Collective::AllReduce {
-        tensors: vec![filled(rank, 1.0, 10)?],
-        op: ReduceOp::Sum,
+        tensors: vec![CudaAccelerator.alloc(rank, dtype, &[10])?],
+        op,
     };
     let options = SubmitOptions {
         contribute: false,
+        ..SubmitOptions::by(deadline_in(SOON))
+    };
+    group.run(op, options).map_err(|rejected| rejected.error)
+}
+
+/// After the work of a stream: a sum, or a message.
+fn on_a_stream(rank: u32, group: &NcclGroup, is_message: bool) -> Result<Work, Error> {
+    let tensor = filled(rank, 1.0, 10)?;
+    let op = match (is_message, rank) {
+        (false, _) => Collective::AllReduce {
+            tensors: vec![tensor],
+            op: ReduceOp::Sum,
+        },
+        (true, 0) => Collective::Send {
+            tensor,
+            peer: 1,
+            tag: 0,
+        },
+        (true, _) => Collective::Recv {
+            tensor,
+            peer: Some(0),
+            tag: 0,
+        },
+    };
+    let options = SubmitOptions {
+        stream: Some(CudaAccelerator.new_stream(rank, false)?),
         ..SubmitOptions::by(deadline_in(SOON))
     };
     group.run(op, options).map_err(|rejected| rejected.error)
@@ -149,7 +225,7 @@ fn no_id() -> Outcome {
 type Row = (&'static str, &'static str, fn() -> Outcome);
 
 pub(super) fn scenarios() -> Vec<Scenario> {
-    let list: [Row; 14] = [
+    let list: [Row; 29] = [
         ("call_group_start_fails", "ncclGroupStart:2:3", fails::<0>),
         (
             "call_fetching_contributors_fails",
@@ -189,6 +265,71 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             fails::<12>,
         ),
         ("call_filling_memory_fails", "cuMemsetD32Async:1:1", fails::<13>),
+        ("call_filling_bytes_fails", "cuMemsetD8Async:1:1", fails::<14>),
+        (
+            "call_filling_half_words_fails",
+            "cuMemsetD16Async:1:1",
+            fails::<15>,
+        ),
+        // Each device's constants take two such calls.
+        (
+            "call_filling_double_words_fails",
+            "cuMemsetD2D32Async:5:1",
+            fails::<16>,
+        ),
+        (
+            "call_recording_the_end_fails",
+            "cuEventRecord/ncclAllReduce:1:700",
+            fails::<17>,
+        ),
+        (
+            "call_without_memory_for_counts_fails_and_the_next_epoch_has_it",
+            "cuMemHostAlloc:1:2",
+            fails::<18>,
+        ),
+        (
+            "call_waiting_for_the_caller_s_stream_fails",
+            "cuStreamWaitEvent:1:700",
+            fails::<19>,
+        ),
+        (
+            "call_a_message_waiting_for_the_caller_s_stream_fails",
+            "cuStreamWaitEvent:1:700",
+            fails::<20>,
+        ),
+        (
+            "call_without_scratch_memory_fails",
+            "cuMemAllocAsync/cuLaunchKernel:1:2",
+            fails::<21>,
+        ),
+        (
+            "call_copying_the_own_part_fails",
+            "cuMemcpyDtoDAsync:1:700",
+            fails::<22>,
+        ),
+        ("call_recv_fails", "ncclRecv@1:1:1", fails::<23>),
+        // The first was the group's.
+        (
+            "call_a_lane_s_unique_id_fails",
+            "ncclGetUniqueId:2:2",
+            fails::<24>,
+        ),
+        (
+            "call_recording_the_end_of_a_message_fails",
+            "cuEventRecord/ncclSend:1:700",
+            fails::<25>,
+        ),
+        (
+            "call_a_lane_without_a_stream_fails",
+            "cuStreamCreateWithPriority/cuMemcpyHtoDAsync:1:2",
+            fails::<26>,
+        ),
+        (
+            "call_joining_the_ends_of_messages_fails",
+            "cuStreamCreateWithPriority/ncclSend:1:2,cuStreamCreateWithPriority/ncclRecv:1:2",
+            fails::<27>,
+        ),
+        ("call_a_composed_send_fails", "ncclSend@1:1:1", fails::<28>),
     ];
     let mut all: Vec<Scenario> = list
         .into_iter()

@@ -242,20 +242,23 @@ pub(super) fn event_fails() -> Outcome {
 }
 
 pub(super) fn split_fails() -> Outcome {
-    two(GroupOptions::default(), |rank, group, _| {
-        let by = deadline_in(Duration::from_millis(1500));
-        let Err(e) = group.split(Some(1), rank, by).map(drop) else {
+    two(GroupOptions::default(), |rank, group, store| {
+        let began = Instant::now();
+        let Err(e) = group.split(Some(1), rank, deadline_in(PATIENCE)).map(drop) else {
             return Err("the split succeeded".into());
         };
-        if rank == 1 {
-            says(&e, ErrorKind::Backend, &["ncclCommSplit", "invalid usage"])?;
-        } else {
-            check(
-                matches!(e.kind(), ErrorKind::Timeout | ErrorKind::Backend),
-                || format!("{e}"),
-            )?;
-        }
-        Ok(())
+        // Refused if the news was quicker than this rank's own call.
+        says(&e, e.kind(), &["ncclCommSplit", "invalid usage", "split"])?;
+        check(
+            matches!(e.kind(), ErrorKind::Backend | ErrorKind::Poisoned),
+            || format!("{e}"),
+        )?;
+        // L27: the other rank is told, and does not wait for its own deadline.
+        check(began.elapsed() < Duration::from_secs(20), || {
+            format!("it took {:?}", began.elapsed())
+        })?;
+        says(&group_error(group)?, ErrorKind::Backend, &["ncclCommSplit"])?;
+        next_epoch(rank, group, store)
     })
 }
 

@@ -56,6 +56,21 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             &[(FAIL, "cuIpcOpenMemHandle:1:801")],
             staged_because_of::<OPEN>,
         ),
+        scenario(
+            "isolated_memory_that_cannot_be_made_is_staged",
+            &[(FAIL, "cuMemAlloc:1:801")],
+            staged_because_of::<ALLOC>,
+        ),
+        scenario(
+            "isolated_memory_whose_length_is_unknown_is_staged",
+            &[(FAIL, "cuMemGetAddressRange:1:801")],
+            staged_because_of::<RANGE>,
+        ),
+        scenario(
+            "isolated_an_event_that_the_child_cannot_open_fails_the_operation",
+            &[(FAIL, "cuIpcOpenEventHandle:1:801")],
+            event_not_opened,
+        ),
     ]
 }
 
@@ -282,12 +297,32 @@ fn copy_back_fails() -> Outcome {
     })
 }
 
+/// The order cannot be kept, so the operation is refused by the child, and nothing is guessed.
+fn event_not_opened() -> Outcome {
+    ranks(1, isolated, |_, group, store| {
+        let e = ended(sum(group, filled(0, 1.0, 1000)?, None))?;
+        says(&e, e.kind(), &["cuIpcOpenEventHandle", "not supported"])?;
+        // A new child fails once as well, at its first event.
+        group.configure(configuration(store, 0, 1, 2, SOON))?;
+        let again = ended(sum(group, filled(0, 1.0, 8)?, None));
+        check(again.is_err() || group.error().is_some(), || "no error".into())
+    })
+}
+
 const MEM: u8 = 0;
 const EVENT: u8 = 1;
 const OPEN: u8 = 2;
+const ALLOC: u8 = 3;
+const RANGE: u8 = 4;
 
 fn staged_because_of<const WHAT: u8>() -> Outcome {
-    let call = ["cuIpcGetMemHandle", "cuIpcGetEventHandle", "cuIpcOpenMemHandle"][usize::from(WHAT)];
+    let call = [
+        "cuIpcGetMemHandle",
+        "cuIpcGetEventHandle",
+        "cuIpcOpenMemHandle",
+        "cuMemAlloc",
+        "cuMemGetAddressRange",
+    ][usize::from(WHAT)];
     // Each process refuses once; the second try of this one would succeed, so one rank is enough.
     let group = isolate::open(options(0))?;
     let note = {

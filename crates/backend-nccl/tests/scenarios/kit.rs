@@ -58,14 +58,19 @@ pub(super) fn two(
                 })
             })
             .collect();
+        let mut failures = Vec::new();
         for (rank, thread) in ranks.into_iter().enumerate() {
             match thread.join() {
                 Ok(Ok(())) => {}
-                Ok(Err(e)) => return Err(format!("rank {rank}: {}", e.message().unwrap_or("failed")).into()),
-                Err(_) => return Err(format!("rank {rank} panicked").into()),
+                Ok(Err(e)) => failures.push(format!("rank {rank}: {}", e.message().unwrap_or("failed"))),
+                Err(_) => failures.push(format!("rank {rank} panicked")),
             }
         }
-        Ok(())
+        if failures.is_empty() {
+            Ok(())
+        } else {
+            Err(failures.join("\n").into())
+        }
     })
 }
 

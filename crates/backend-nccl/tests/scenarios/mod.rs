@@ -1,9 +1,14 @@
 //! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
 
+mod buffers;
 mod calls;
+mod creation;
+mod devices;
+mod endings;
 mod failures;
 mod isolated;
 mod kit;
+mod rendezvous;
 mod set_up;
 mod staged;
 
@@ -37,6 +42,11 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     [
         of_groups(),
         calls::scenarios(),
+        creation::scenarios(),
+        devices::scenarios(),
+        endings::scenarios(),
+        rendezvous::scenarios(),
+        buffers::scenarios(),
         staged::scenarios(),
         isolated::scenarios(),
     ]

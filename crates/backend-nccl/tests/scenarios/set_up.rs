@@ -111,12 +111,16 @@ fn unusual() -> GroupOptions {
     }
 }
 
-fn log_lines() -> Result<Vec<String>, Failed> {
+pub(super) fn log_lines() -> Result<Vec<String>, Failed> {
     let path = std::env::var("OXCCL_STANDIN_NCCL_LOG")?;
     Ok(std::fs::read_to_string(path)?
         .lines()
         .map(str::to_string)
         .collect())
+}
+
+fn is_configuration(line: &str) -> bool {
+    line.starts_with("init ") || line.starts_with("split ")
 }
 
 const ALL: [&str; 7] = [
@@ -150,7 +154,7 @@ pub(super) fn options_arrive() -> Outcome {
         Ok(())
     })?;
     let lines = log_lines()?;
-    let configurations: Vec<&String> = lines.iter().filter(|l| !l.starts_with("stream")).collect();
+    let configurations: Vec<&String> = lines.iter().filter(|l| is_configuration(l)).collect();
     let count = |prefix: &str| configurations.iter().filter(|l| l.starts_with(prefix)).count();
     // Two epochs and a lane of two ranks each, and the split.
     check((count("init"), count("split")) == (6, 2), || {

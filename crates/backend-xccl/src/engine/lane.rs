@@ -2,18 +2,20 @@
 //!
 //! A job's tensors are lent to its thread only for the time of oneCCL's calls; a thread that finds its job gone ends.
 
+use std::sync::atomic::Ordering;
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, PoisonError};
 use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result, Tensor, time_left};
 
+use super::spin;
 use super::watch::Stage;
 use super::{Comms, Engine, FAREWELL, LAST_ONES, LaneId};
 use crate::job::{Active, Job, Label, Memory, Task};
 use crate::link::Link;
 use crate::news::Message;
-use crate::ops::{self, Count};
+use crate::ops;
 use crate::raw::comm::Comm;
 use crate::raw::lent::{Lent, lend};
 use crate::recipe::Recipe;
@@ -45,6 +47,8 @@ impl Engine {
     /// The next job of lane `id`, registered as active; `None` when the lane's thread is to end.
     fn next(&self, id: LaneId) -> Option<Turn> {
         let mut state = self.lock();
+        // Messages are rare, and each has a thread of its own.
+        let mut tired = id != LaneId::Collectives;
         loop {
             let stopping = state.stopping || state.error.is_some();
             let lane = state.lanes.get_mut(&id)?;
@@ -94,8 +98,19 @@ impl Engine {
             if stopping {
                 return None;
             }
+            if !std::mem::replace(&mut tired, true) {
+                let seen = self.arrivals.load(Ordering::Acquire);
+                drop(state);
+                spin::between_jobs(|| self.arrivals.load(Ordering::Acquire) != seen);
+                state = self.lock();
+                continue;
+            }
+            lane.asleep = true;
             let wake = lane.wake.clone();
             state = wake.wait(state).unwrap_or_else(PoisonError::into_inner);
+            if let Some(lane) = state.lanes.get_mut(&id) {
+                lane.asleep = false;
+            }
         }
     }
 
@@ -202,10 +217,7 @@ impl Engine {
         label: &Label,
     ) -> Result<u32> {
         let ended = || Error::new(ErrorKind::Aborted, "the group ended");
-        let count = Count {
-            counted: self.counted,
-            contribute,
-        };
+        let count = self.count(contribute);
         let (link, message) = match *recipe {
             Recipe::MonitoredBarrier { wait_all } => return self.monitored(wait_all, label),
             Recipe::Send { peer } => (

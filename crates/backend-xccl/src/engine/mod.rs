@@ -7,12 +7,13 @@
 
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Collective, Completer, Error, ErrorKind, Event, OpKind, Rejected, Result, Tensor, Work, time_left,
-    work_pair,
+    Collective, Completer, Error, ErrorKind, Event, OpKind, Rejected, Result, Tensor, Work, driven_work_pair,
+    time_left,
 };
 
 use crate::job::{Active, Batch, Job, Label, Memory, Sink, Task};
@@ -22,12 +23,14 @@ use crate::ops::{self, Count};
 use crate::raw::exit::{self, Leaving, Stuck};
 use crate::raw::lent::{Lent, lend};
 use crate::recipe::Recipe;
+use crate::tally::Tally;
 use crate::traffic::Counters;
 use crate::xpu;
 use crate::xpu::comm::Side;
 use crate::xpu::event::{Order, Promise, XpuEvent};
 
 mod lane;
+mod spin;
 mod watch;
 
 pub(crate) use lane::{on_device, with_messages};
@@ -85,6 +88,8 @@ struct Lane {
     /// Of the thread that was given up in this lane.
     stuck: Option<Stuck>,
     wake: Arc<Condvar>,
+    /// Its thread waits for `wake`.
+    asleep: bool,
     /// Counts jobs: the number of a message is the same on both sides.
     turn: u64,
     /// Held while a split runs.
@@ -112,37 +117,41 @@ pub(crate) struct Engine {
     pub(crate) place: Place,
     state: Mutex<State>,
     changed: Condvar,
+    /// Counts what a lane's thread would wake for, so that it can look without the lock.
+    arrivals: AtomicU64,
     watch: Condvar,
     counters: Arc<Counters>,
-    /// Whether contributors are counted.
     counted: bool,
-    /// `None` in a world of one.
+    tally: Option<Tally>,
     channel: Option<Channel>,
-    /// Of a group on a device.
     side: Option<Arc<Side>>,
 }
 
-impl Engine {
-    /// An engine over communicators that are there already. `channel` is `None` in a world of one, which needs no thread.
-    pub(crate) fn start(
-        place: Place,
-        comms: Comms,
-        channel: Option<Channel>,
-        counters: Arc<Counters>,
-        counted: bool,
-    ) -> Result<Arc<Self>> {
-        Self::start_on(place, comms, channel, counters, counted, None)
-    }
+/// What an engine is made of.
+pub(crate) struct Parts {
+    pub(crate) comms: Comms,
+    /// `None` in a world of one.
+    pub(crate) channel: Option<Channel>,
+    pub(crate) counters: Arc<Counters>,
+    /// Whether contributors are counted.
+    pub(crate) counted: bool,
+    /// Where ranks of one host write down who contributes.
+    pub(crate) tally: Option<Tally>,
+    /// Of a group on a device.
+    pub(crate) side: Option<Arc<Side>>,
+}
 
-    /// As [`start`](Self::start), for memory of a device if there is a `side`.
-    pub(crate) fn start_on(
-        place: Place,
-        comms: Comms,
-        channel: Option<Channel>,
-        counters: Arc<Counters>,
-        counted: bool,
-        side: Option<Arc<Side>>,
-    ) -> Result<Arc<Self>> {
+impl Engine {
+    /// An engine over communicators that are there already. A world of one needs no thread.
+    pub(crate) fn start(place: Place, parts: Parts) -> Result<Arc<Self>> {
+        let Parts {
+            comms,
+            channel,
+            counters,
+            counted,
+            tally,
+            side,
+        } = parts;
         let engine = Arc::new(Self {
             place,
             state: Mutex::new(State {
@@ -150,9 +159,11 @@ impl Engine {
                 ..State::default()
             }),
             changed: Condvar::new(),
+            arrivals: AtomicU64::new(0),
             watch: Condvar::new(),
             counters,
             counted,
+            tally,
             channel,
             side,
         });
@@ -225,11 +236,17 @@ impl Engine {
             return refuse(error, op);
         }
         let weak = Arc::downgrade(self);
-        let (work, completer) = work_pair(kind, deadline, move |reason| {
+        let abort = move |reason: &str| {
             if let Some(engine) = weak.upgrade() {
                 engine.abort(reason);
             }
+        };
+        let ended = Arc::new(AtomicBool::new(false));
+        let (seen, world) = (ended.clone(), self.place.world);
+        let (work, completer) = driven_work_pair(kind, deadline, abort, move |until| {
+            spin::at_the_end(world, until, || seen.load(Ordering::Acquire));
         });
+        work.on_complete(move |_| ended.store(true, Ordering::Release));
         let label = Label {
             kind,
             seq: (!kind.is_p2p()).then_some(state.next_seq),
@@ -274,6 +291,22 @@ impl Engine {
             self.watch.notify_one();
         }
         Ok(work)
+    }
+
+    fn count(&self, contribute: bool) -> Count<'_> {
+        Count {
+            counted: self.counted,
+            contribute,
+            tally: self.tally.as_ref(),
+        }
+    }
+
+    /// Wakes the thread of `lane`.
+    fn wake(&self, lane: &Lane) {
+        self.arrivals.fetch_add(1, Ordering::Release);
+        if lane.asleep {
+            lane.wake.notify_all();
+        }
     }
 
     /// On a device: the event of a collective is promised at once, so that streams can wait for what is not enqueued yet.
@@ -347,7 +380,7 @@ impl Engine {
                     sink,
                 },
             });
-            lane.wake.notify_one();
+            self.wake(lane);
         }
     }
 
@@ -358,10 +391,7 @@ impl Engine {
             Err(error) => return sink.fail(error, Vec::new()),
         };
         let (held, mut lent) = lend(tensors);
-        let count = Count {
-            counted: self.counted,
-            contribute,
-        };
+        let count = self.count(contribute);
         let label = &Label {
             dtype,
             ..label.clone()
@@ -412,7 +442,7 @@ impl Engine {
                     reply,
                 };
                 lane.queue.push_back(Job { label, task });
-                lane.wake.notify_one();
+                self.wake(lane);
             }
         }
         self.watch.notify_one();
@@ -448,7 +478,7 @@ impl Engine {
                         ended.push((sink, tensors));
                     }
                 }
-                lane.wake.notify_all();
+                self.wake(lane);
             }
         }
         self.changed.notify_all();
@@ -485,9 +515,7 @@ impl Engine {
         if self.place.world > 1 && state.error.is_none() && !state.ended && state.leaving.is_none() {
             state.leaving = Some(Leaving::begin());
         }
-        for lane in state.lanes.values() {
-            lane.wake.notify_all();
-        }
+        state.lanes.values().for_each(|lane| self.wake(lane));
         drop(state);
         self.changed.notify_all();
         self.watch.notify_one();

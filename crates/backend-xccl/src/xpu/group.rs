@@ -13,7 +13,7 @@ use ftcore::{
 use super::comm::Side;
 use super::device::Xpu;
 use super::probe;
-use crate::engine::{Comms, Engine, Place, on_device, require_unstuck};
+use crate::engine::{Comms, Engine, Parts, Place, on_device, require_unstuck};
 use crate::link::Link;
 use crate::news::Channel;
 use crate::options::Settings;
@@ -147,14 +147,15 @@ impl XpuGroup {
             Link::Xpu(on_device) => on_device.side.clone(),
             Link::Alone | Link::Comm(_) => Side::new(&self.xpu)?,
         };
-        Engine::start_on(
-            place,
+        let parts = Parts {
             comms,
             channel,
-            self.counters.clone(),
-            self.settings.counted,
-            Some(side),
-        )
+            counters: self.counters.clone(),
+            counted: self.settings.counted,
+            tally: None,
+            side: Some(side),
+        };
+        Engine::start(place, parts)
     }
 }
 

@@ -28,7 +28,7 @@ pub(crate) fn run(
     recipe: &Recipe,
     label: &Label,
     lent: &Lent,
-    count: Count,
+    count: Count<'_>,
 ) -> Result<u32> {
     let queue = side.lane(recipe)?;
     let mut run = Run {
@@ -63,7 +63,13 @@ struct Run<'a> {
 }
 
 impl Run<'_> {
-    fn recipe(&mut self, recipe: &Recipe, dtype: Option<DType>, lent: &Lent, count: Count) -> Result<u32> {
+    fn recipe(
+        &mut self,
+        recipe: &Recipe,
+        dtype: Option<DType>,
+        lent: &Lent,
+        count: Count<'_>,
+    ) -> Result<u32> {
         if let Recipe::Barrier = recipe {
             let mut token = Tensor::from_vec(vec![0i32]);
             self.link.all_reduce(token.bytes_mut(), DType::I32, RedOp::SUM)?;
@@ -272,7 +278,7 @@ impl Run<'_> {
         dtype: DType,
         op: ReduceOp,
         lent: &Lent,
-        count: Count,
+        count: Count<'_>,
     ) -> Result<u32> {
         let route = Route::of(dtype, op).filter(Route::is_direct);
         let (Some(route), false) = (route, is_uneven(recipe, lent, self.world)) else {
@@ -349,7 +355,7 @@ impl Run<'_> {
     }
 
     /// The number of contributors, in a call of its own.
-    fn contributors(&self, count: Count) -> Result<u32> {
+    fn contributors(&self, count: Count<'_>) -> Result<u32> {
         if !count.counted {
             return Ok(self.link.world());
         }
@@ -359,7 +365,7 @@ impl Run<'_> {
     }
 
     /// Puts the neutral value in the place of what a rank has that does not contribute.
-    fn neutral(&self, span: Span, dtype: DType, op: ReduceOp, count: Count) -> Result<()> {
+    fn neutral(&self, span: Span, dtype: DType, op: ReduceOp, count: Count<'_>) -> Result<()> {
         if count.contribute || span.bytes() == 0 {
             return Ok(());
         }
@@ -380,7 +386,13 @@ impl Run<'_> {
     }
 
     /// The host path's composition over copies of all tensors.
-    fn by_way_of_the_host(&self, recipe: &Recipe, dtype: DType, lent: &Lent, count: Count) -> Result<u32> {
+    fn by_way_of_the_host(
+        &self,
+        recipe: &Recipe,
+        dtype: DType,
+        lent: &Lent,
+        count: Count<'_>,
+    ) -> Result<u32> {
         let mut copies = Vec::with_capacity(lent.len());
         for i in 0..lent.len() {
             let span = lent.device_span(i);

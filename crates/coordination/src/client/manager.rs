@@ -150,6 +150,23 @@ impl ManagerClient {
     /// The same vote may be cast again if the answer was lost. Errors: `Mismatch` if another rank already votes on a
     /// later step or attempt; `Timeout` naming the ranks that did not vote; the step is not committed then.
     pub fn should_commit(&self, vote: &CommitVote, deadline: Instant) -> Result<bool> {
+        self.vote(vote, String::new(), deadline)
+    }
+
+    /// Says, in the place of a vote, that this rank cannot go on because of `why`, which no other epoch would change. From then on every
+    /// call of the replica's ranks, those that are waiting too, ends with `Unsupported` and that text: a replica goes on as a whole
+    /// or not at all, and nobody waits for a rank that will not come.
+    pub fn give_up(&self, vote: &CommitVote, why: &str, deadline: Instant) -> Result<()> {
+        // Long enough for any error text, and far below what a message may have.
+        let mut why: String = why.chars().take(4096).collect();
+        if why.is_empty() {
+            why.push_str("no reason given");
+        }
+        let vote = CommitVote { vote: false, ..*vote };
+        self.vote(&vote, why, deadline).map(|_| ())
+    }
+
+    fn vote(&self, vote: &CommitVote, gives_up: String, deadline: Instant) -> Result<bool> {
         let (mut client, url) = (self.torchft(), self.connection.url.clone());
         let message = torchft::ShouldCommitRequest {
             should_commit: vote.vote,
@@ -157,6 +174,7 @@ impl ManagerClient {
             step: vote.step,
             quorum_id: vote.quorum_id,
             attempt: vote.attempt,
+            gives_up,
         };
         wait_for(
             &self.connection.handle()?,

@@ -36,6 +36,12 @@ pub(crate) enum Message {
         ticket: Ticket,
         reply: oneshot::Sender<Result<bool>>,
     },
+    /// A rank cannot go on, for a reason that no other epoch would change.
+    GiveUp {
+        rank: u32,
+        why: String,
+        reply: oneshot::Sender<Result<bool>>,
+    },
     /// A call is over.
     Withdraw { ticket: Ticket },
     /// The lighthouse answered the replica's call.
@@ -95,6 +101,8 @@ struct Actor {
     commit: CommitState,
     quorum_calls: HashMap<Ticket, (Instant, oneshot::Sender<Result<QuorumResult>>)>,
     vote_calls: HashMap<Ticket, oneshot::Sender<Result<bool>>>,
+    /// Set once a rank has given up.
+    given_up: Option<Error>,
     /// The running call to the lighthouse.
     asking: HashMap<u64, AbortHandle>,
     metadata: BTreeMap<u32, String>,
@@ -113,6 +121,7 @@ pub(crate) fn start(uplink: Uplink, world_size: u32) -> Manager {
         commit: CommitState::new(world_size),
         quorum_calls: HashMap::new(),
         vote_calls: HashMap::new(),
+        given_up: None,
         asking: HashMap::new(),
         metadata: BTreeMap::new(),
         aborted,
@@ -142,7 +151,9 @@ impl Actor {
                 reply,
             } => {
                 // The caller may be gone already, and its withdrawal with it.
-                if !reply.is_closed() {
+                if let Some(error) = &self.given_up {
+                    let _ = reply.send(Err(error.clone()));
+                } else if !reply.is_closed() {
                     if rank < self.world_size {
                         self.metadata.insert(rank, metadata);
                     }
@@ -158,11 +169,21 @@ impl Actor {
                 ticket,
                 reply,
             } => {
-                if !reply.is_closed() {
+                if let Some(error) = &self.given_up {
+                    let _ = reply.send(Err(error.clone()));
+                } else if !reply.is_closed() {
                     self.vote_calls.insert(ticket, reply);
                     let actions = self.commit.vote(rank, key, vote, ticket);
                     self.voted(actions);
                 }
+            }
+            Message::GiveUp { rank, why, reply } if rank < self.world_size => {
+                self.give_up(rank, &why);
+                let _ = reply.send(Ok(false));
+            }
+            Message::GiveUp { rank, reply, .. } => {
+                let text = format!("rank {rank} gives up; the replica has {} ranks", self.world_size);
+                let _ = reply.send(Err(Error::invalid(text)));
             }
             Message::Withdraw { ticket } => {
                 self.vote_calls.remove(&ticket);
@@ -188,6 +209,24 @@ impl Actor {
                     .collect();
                 let _ = reply.send((self.gather.missing(), absent));
             }
+        }
+    }
+
+    /// The replica ends here: whoever waits, or asks later, learns why.
+    fn give_up(&mut self, rank: u32, why: &str) {
+        let error = Error::unsupported(format!("rank {rank} of this replica cannot go on: {why}"));
+        let error = self.given_up.get_or_insert(error).clone();
+        let votes: Vec<Ticket> = self.vote_calls.keys().copied().collect();
+        for ticket in votes {
+            self.commit.withdraw(ticket);
+            self.answer_vote(ticket, Err(error.clone()));
+        }
+        let quorums: Vec<Ticket> = self.quorum_calls.keys().copied().collect();
+        for ticket in quorums {
+            // The lighthouse must not count the replica in either.
+            let actions = self.gather.withdraw(ticket);
+            self.gathered(actions);
+            self.answer(ticket, Err(error.clone()));
         }
     }
 

@@ -144,12 +144,17 @@ impl torchft::manager_service_server::ManagerService for Manager {
             manager: self,
             ticket,
         };
-        self.send(Message::Vote {
-            rank,
-            key,
-            vote: r.should_commit,
-            ticket,
-            reply,
+        self.send(if r.gives_up.is_empty() {
+            Message::Vote {
+                rank,
+                key,
+                vote: r.should_commit,
+                ticket,
+                reply,
+            }
+        } else {
+            let why = r.gives_up;
+            Message::GiveUp { rank, why, reply }
         });
         // Without a time-out the call lasts as long as its caller.
         let deadline = answer_by(timeout.unwrap_or(Duration::MAX));

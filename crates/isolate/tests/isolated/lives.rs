@@ -2,10 +2,15 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
-use ftcore::{DType, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Store, Tensor};
+use ftcore::{
+    Configuration, DType, Epoch, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Store, TcpStore,
+    TcpStoreServer, Tensor,
+};
+use isolate::IsolatedGroup;
 
 use crate::rig::*;
 
@@ -15,6 +20,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         killed_at_random,
     ),
     ("lives::a_child_dies_with_its_parent", dies_with_parent),
+    (
+        "lives::l27_a_rank_whose_whole_process_dies_is_missed_at_once",
+        whole_rank,
+    ),
     ("lives::a_spare_makes_configure_start_no_process", spare),
     ("lives::nothing_is_left_after_any_kind_of_end", no_leaks),
     (
@@ -127,10 +136,20 @@ fn pids_of(pids: &[AtomicU32; 2], rank: usize) -> u32 {
 
 const VICTIM: &str = "OXCCL_ISOLATE_TEST_VICTIM";
 const TELLS: &str = "tells";
+/// With the store's address: rank 1 of a group whose backend hangs.
+const RANK: &str = "rank ";
 
-/// What this program is started again for: to be killed by `dies_with_parent`, or to say which program its child runs.
+/// What this program is started again for: to be killed by `dies_with_parent` or `whole_rank`, or to say which program its child
+/// runs.
 pub(crate) fn as_victim() -> Option<ExitCode> {
     let role = std::env::var_os(VICTIM)?;
+    if let Some(address) = role.to_str().and_then(|r| r.strip_prefix(RANK)) {
+        let _group = hanging(address, 1);
+        println!("joined");
+        loop {
+            std::thread::park();
+        }
+    }
     if role == TELLS {
         let told = isolate::IsolatedGroup::new(options("gloo")).map(|group| {
             let exe = format!("/proc/{}/exe", group.child_pid().unwrap());
@@ -170,6 +189,63 @@ fn dies_with_parent() {
         pids.iter()
             .all(|&p| matches!(state_of(p), None | Some('Z' | 'X')))
     });
+}
+
+fn hanging(address: &str, rank: u32) -> IsolatedGroup {
+    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, soon()).unwrap());
+    let group = IsolatedGroup::new(odd("hang")).unwrap();
+    let configuration = Configuration {
+        store,
+        prefix: "whole".into(),
+        name: "whole".into(),
+        epoch: Epoch(1),
+        rank,
+        world_size: 2,
+        deadline: soon(),
+    };
+    group.configure(configuration).unwrap();
+    group
+}
+
+/// Its child goes with it, and nobody is left to say why.
+fn whole_rank() {
+    for busy in [true, false] {
+        let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let address = format!("127.0.0.1:{}", server.port());
+        let mut other = Command::new(std::env::current_exe().unwrap())
+            .env(VICTIM, format!("{RANK}{address}"))
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let group = hanging(&address, 0);
+        let mut line = String::new();
+        BufReader::new(other.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        assert_eq!(line.trim(), "joined");
+        let zeros = Tensor::zeros(DType::F32, 10);
+        let work = busy.then(|| group.allreduce(zeros, ReduceOp::Sum).unwrap());
+        other.kill().unwrap();
+        let began = Instant::now();
+        other.wait().unwrap();
+        let e = match work {
+            Some(work) => work.wait(soon()).unwrap_err(),
+            None => {
+                eventually("the failure", || group.error().is_some());
+                group.error().unwrap()
+            }
+        };
+        let took = began.elapsed();
+        assert_eq!(
+            (e.kind(), e.context().peer),
+            (ErrorKind::PeerLost, Some(1)),
+            "{e}"
+        );
+        // Not the end of the child alone, for whose reason a second is waited.
+        assert!(e.to_string().contains("its process has ended"), "{e}");
+        println!("busy {busy}: heard after {took:?}");
+    }
 }
 
 fn spare() {

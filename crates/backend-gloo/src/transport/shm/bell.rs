@@ -1,8 +1,8 @@
 //! How a rank that waits is woken: one word that says how it sleeps, and an eventfd for sleepers that watch sockets too.
 //!
 //! The sleeper arms the bell, looks once more for what it waits for, and sleeps. The ringer publishes what it did and then looks
-//! at the word. Both put a full fence in between, so one of them sees the other: no wake-up is lost. A rank that does not
-//! sleep costs its peers one read of a line that nobody writes.
+//! at the word. Both put a full fence in between, so one of them sees the other: no wake-up is lost (`word`, and `model`, which runs
+//! it under every order that memory allows). A rank that does not sleep costs its peers one read of a line that nobody writes.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -15,10 +15,7 @@ use rustix::thread::futex;
 use rustix::time::Timespec;
 
 use super::map::{Mapping, PAGE};
-
-const AWAKE: u32 = 0;
-const ON_WORD: u32 = 1;
-const ON_DESCRIPTOR: u32 = 2;
+use super::word::{self, AWAKE, ON_DESCRIPTOR, ON_WORD};
 
 /// How the owner of a bell sleeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,12 +51,8 @@ pub(super) fn ringers(page: Mapping, descriptor: OwnedFd) -> (Ringer<LANE>, Ring
 impl<const AT: usize> Ringer<AT> {
     /// Wakes the owner if it sleeps. Whatever it is to see must have been written before.
     pub(crate) fn ring(&self) {
-        fence(Ordering::SeqCst);
         let word = self.page.word32::<AT>();
-        if word.load(Ordering::Relaxed) == AWAKE {
-            return;
-        }
-        match word.swap(AWAKE, Ordering::AcqRel) {
+        match word::ring(word) {
             ON_WORD => {
                 let _ = futex::wake(word, futex::Flags::empty(), 1);
             }
@@ -112,13 +105,12 @@ impl<const AT: usize> Bell<AT> {
             Sleep::Word => ON_WORD,
             Sleep::Descriptor => ON_DESCRIPTOR,
         };
-        self.0.page.word32::<AT>().store(word, Ordering::SeqCst);
-        fence(Ordering::SeqCst);
+        word::arm(self.0.page.word32::<AT>(), word);
     }
 
     /// No sleep after all, or it is over.
     pub(crate) fn disarm(&self) {
-        self.0.page.word32::<AT>().store(AWAKE, Ordering::Relaxed);
+        word::disarm(self.0.page.word32::<AT>());
     }
 
     /// Sleeps until somebody rings, or `until`. Returns at once if somebody rang since [`arm`](Self::arm).

@@ -10,11 +10,14 @@
 
 mod bell;
 mod map;
+#[cfg(test)]
+mod model;
 mod passing;
 mod region;
 mod ring;
 #[cfg(test)]
 mod tests;
+mod word;
 
 pub(crate) use bell::{Bell, Bells, LANE, MAIL, Ringer, Sleep};
 pub(crate) use passing::{receive, send};

@@ -264,6 +264,7 @@ mod tests {
             max_us: time_us * 3.0,
             algbw: busbw,
             busbw,
+            of_implied: None,
             wrong: None,
         }
     }

@@ -4,7 +4,7 @@ use oxccl::core::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use super::measure::Times;
-use super::plan::{Plan, Row};
+use super::plan::{Op, Plan, Row};
 
 /// One line. A gigabyte is 10⁹ bytes.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -24,6 +24,8 @@ pub(super) struct Line {
     pub(super) algbw: f64,
     /// algbw times the factor that nccl-tests gives to the operation, in GB/s.
     pub(super) busbw: f64,
+    /// The time as a multiple of what the operation's byte count implies by all_reduce; absent without such a line before it.
+    pub(super) of_implied: Option<f64>,
     /// Wrong elements on all ranks; absent without a check.
     pub(super) wrong: Option<u64>,
 }
@@ -31,7 +33,7 @@ pub(super) struct Line {
 /// The figures of a line from what its ranks measured.
 ///
 /// Errors: `Internal` if a rank measured another number of iterations than asked for.
-pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times]) -> Result<Line> {
+pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times], before: &[Line]) -> Result<Line> {
     let iters = plan.iters as usize;
     if ranks.is_empty() || iters == 0 || ranks.iter().any(|r| r.ns.len() != iters) {
         return Err(Error::new(
@@ -62,20 +64,35 @@ pub(super) fn line(plan: &Plan, row: Row, ranks: &[Times]) -> Result<Line> {
         max_us: us(iters - 1),
         algbw,
         busbw: algbw * row.op.bus_factor(plan.ranks),
+        of_implied: implied(plan, row, before).map(|implied| time_us / implied),
         wrong: plan.check.then(|| ranks.iter().map(|r| r.wrong).sum()),
     })
 }
 
+/// How long `row` takes if its bytes travel as fast as those of the all_reduce of its size among `before`, in microseconds.
+fn implied(plan: &Plan, row: Row, before: &[Line]) -> Option<f64> {
+    // An operation with parts may have been rounded up to whole ones.
+    let most = u64::from(plan.ranks) * plan.dtype().ok()?.size() as u64;
+    let same = |l: &&Line| l.op == Op::AllReduce.name() && row.bytes.abs_diff(l.bytes) < most;
+    let own = Op::AllReduce.bus_factor(plan.ranks);
+    if row.op == Op::AllReduce || row.bytes == 0 || own <= 0.0 {
+        return None;
+    }
+    let all_reduce = before.iter().find(same).filter(|l| l.busbw > 0.0)?;
+    // busbw counts what the links carry: in GB/s, that is thousands of bytes per microsecond.
+    Some(row.bytes as f64 * row.op.bus_factor(plan.ranks) / all_reduce.busbw / 1000.0)
+}
+
 /// The heads of the columns, with their units.
 pub(super) const HEAD: &str = "\
-#         op                     size         count      time       min       max     algbw     busbw  #wrong
-#                                 (B)    (elements)      (us)      (us)      (us)    (GB/s)    (GB/s)";
+#         op                     size         count      time       min       max     algbw     busbw  implied  #wrong
+#                                 (B)    (elements)      (us)      (us)      (us)    (GB/s)    (GB/s)  (times)";
 
 impl std::fmt::Display for Line {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "  {:<19} {:>13} {:>13} {:>9} {:>9} {:>9} {:>9.3} {:>9.3} {:>7}",
+            "  {:<19} {:>13} {:>13} {:>9} {:>9} {:>9} {:>9.3} {:>9.3} {:>8} {:>7}",
             self.op,
             self.bytes,
             self.count,
@@ -84,6 +101,7 @@ impl std::fmt::Display for Line {
             time(self.max_us),
             self.algbw,
             self.busbw,
+            self.of_implied.map_or("-".to_string(), |x| format!("{x:.2}")),
             self.wrong.map_or("-".to_string(), |n| n.to_string()),
         )
     }
@@ -105,7 +123,6 @@ mod tests {
     use oxccl::core::DType;
 
     use super::*;
-    use crate::command::bench::plan::Op;
 
     fn plan(iters: u32) -> Plan {
         let mut plan = Plan::new(
@@ -135,11 +152,37 @@ mod tests {
             bytes: 4000,
         };
         let ranks = [times(&[1000, 9000, 2000]), times(&[3000, 1000, 8000])];
-        let l = line(&plan(3), row, &ranks).unwrap();
+        let l = line(&plan(3), row, &ranks, &[]).unwrap();
         assert_eq!((l.min_us, l.time_us, l.max_us), (3.0, 8.0, 9.0));
         assert_eq!((l.algbw, l.busbw, l.wrong), (0.5, 0.75, Some(4)));
-        let l = line(&plan(2), row, &[times(&[2000, 4000])]).unwrap();
+        let l = line(&plan(2), row, &[times(&[2000, 4000])], &[]).unwrap();
         assert_eq!(l.time_us, 3.0);
-        assert!(line(&plan(2), row, &ranks).is_err());
+        assert!(line(&plan(2), row, &ranks, &[]).is_err());
+    }
+
+    #[test]
+    fn an_operation_is_compared_with_the_all_reduce_of_its_size_by_the_bytes_that_links_carry() {
+        let row = |op, bytes: u64| Row {
+            op,
+            count: (bytes / 4) as usize,
+            bytes,
+        };
+        let took =
+            |row, us: u64, before: &[Line]| line(&plan(1), row, &[times(&[us * 1000])], before).unwrap();
+        let before = [
+            took(row(Op::AllReduce, 4000), 30, &[]),
+            took(row(Op::AllReduce, 8000), 90, &[]),
+        ];
+        let of = |op, bytes, us| took(row(op, bytes), us, &before).of_implied;
+        let near = |a: Option<f64>, b: f64| assert!((a.unwrap() - b).abs() < 1e-9, "{a:?}, not {b}");
+        // 4 ranks: 1.5 for all_reduce, 0.75 with parts, else 1.
+        near(of(Op::AllGatherInto, 4000, 15), 1.0);
+        near(of(Op::AllGatherInto, 8000, 90), 2.0);
+        near(of(Op::Broadcast, 4000, 10), 0.5);
+        // Rounded up to whole parts, it is still the same size.
+        near(of(Op::AllToAllInto, 4008, 15), 4000.0 / 4008.0);
+        assert_eq!(of(Op::AllGatherInto, 16_000, 15), None);
+        assert_eq!(before[1].of_implied, None);
+        assert_eq!(of(Op::Barrier, 0, 5), None);
     }
 }

@@ -1,0 +1,337 @@
+//! Large payloads over several connections to one rank (the hint `connections`), for links that one connection does not fill.
+//!
+//! The frame's header goes over the first connection as always. Where a pair has rails, a payload of at least [`FROM`] bytes
+//! follows over these in pieces of [`STRIPE`] bytes: whichever rail takes bytes gets the next piece, and each piece says whose it is and
+//! where it belongs, so they land in any order. Only pieces of exactly the expected place and length are taken, each once
+//! (INV-10). A rail that ends within a piece, or all that end, are the end of the rank.
+
+use std::io::IoSlice;
+
+use ftcore::{Error, ErrorKind, Result};
+
+use crate::buffers::Memory;
+use crate::port::{Port, Wire};
+use crate::schedule::{Landing, Span};
+use crate::transfer::{Receiving, Sending, write};
+use crate::transport::tcp::{Link, Moved};
+use crate::wire::{DataHeader, Frame, PieceHeader, STRIPE};
+
+/// Payloads of at least this many bytes go over the rails.
+pub(crate) const FROM: usize = 2 * STRIPE;
+
+/// A piece on its way out.
+#[derive(Debug)]
+struct Out {
+    header: [u8; PieceHeader::BYTES],
+    offset: usize,
+    length: usize,
+    /// Of header and bytes.
+    done: usize,
+}
+
+/// One connection for pieces.
+#[derive(Debug)]
+pub(crate) struct Rail {
+    pub(crate) link: Link,
+    out: Option<Out>,
+    /// The header of the next piece, as far as it has come.
+    head: [u8; PieceHeader::BYTES],
+    have: usize,
+    /// The piece that comes in: its header is here, and that many of its bytes.
+    piece: Option<PieceHeader>,
+    taken: usize,
+    /// Its bytes, where they wait for a reduction.
+    buffer: Vec<u8>,
+}
+
+/// True if a payload of that many bytes goes over the rails of `port`. The same on both ends: they have agreed on the number.
+pub(crate) fn is_striped(port: &Port, length: usize) -> bool {
+    !port.rails.is_empty() && length >= FROM
+}
+
+/// How many of the first `ready` of `length` bytes make whole pieces.
+pub(crate) fn whole(ready: usize, length: usize) -> usize {
+    if ready < length {
+        ready - ready % STRIPE
+    } else {
+        length
+    }
+}
+
+/// Writes some of a send to the connections of a rank, of its payload no more than the first `ready` bytes.
+pub(crate) fn send(port: &mut Port, sending: &mut Sending, memory: &Memory, ready: usize) -> Moved {
+    let striped = is_striped(port, sending.send.from.len());
+    let Wire::Socket(link) = &mut port.wire else {
+        return Moved::Nothing;
+    };
+    let mut bytes = 0;
+    if !striped || sending.done < DataHeader::BYTES {
+        if link.write_closed.is_some() {
+            return Moved::Closed;
+        }
+        if !link.writable {
+            return Moved::Nothing;
+        }
+        sending.striped = striped;
+        let moved = write(link, sending, memory, if striped { 0 } else { ready });
+        match moved {
+            Moved::Bytes(n) if striped && sending.done >= DataHeader::BYTES => bytes = n,
+            _ => return moved,
+        }
+    }
+    let Some(header) = DataHeader::decode(&sending.header) else {
+        return Moved::Nothing; // it was encoded here
+    };
+    let mut closed = false;
+    for rail in &mut port.rails {
+        match rail.send(sending, &header, memory, ready) {
+            Moved::Bytes(n) => bytes += n,
+            Moved::Nothing => {}
+            Moved::Closed => closed = true,
+        }
+    }
+    let pending = port.rails.iter().filter_map(|r| r.out.as_ref());
+    let gone = pending.map(|o| o.offset + o.done.saturating_sub(PieceHeader::BYTES));
+    sending.done = DataHeader::BYTES + gone.min().unwrap_or(sending.given);
+    match bytes {
+        0 if closed => Moved::Closed,
+        0 => Moved::Nothing,
+        n => Moved::Bytes(n),
+    }
+}
+
+/// Reads some of a payload off the rails; true if bytes moved.
+///
+/// Errors: `Protocol` for a piece that is not one of this payload or the next ones.
+pub(crate) fn collect(
+    port: &mut Port,
+    receiving: &mut Receiving,
+    memory: &mut Memory,
+    frame: Frame,
+    limit: usize,
+    blocked: &mut Option<u32>,
+    reduce: impl Fn(&mut [u8], &[u8]) -> Result<()>,
+) -> Result<bool> {
+    let (mut moved, mut broken, mut open) = (false, false, false);
+    for rail in &mut port.rails {
+        match rail.collect(receiving, memory, frame, limit, &reduce) {
+            Ok(Moved::Bytes(_)) => moved = true,
+            Ok(Moved::Nothing) => open |= rail.link.read_closed.is_none(),
+            // Closed between two pieces it has brought all that it was given.
+            Ok(Moved::Closed) => broken |= rail.link.broke || rail.is_within(),
+            Err(error) => return Err(port.blame(error)),
+        }
+    }
+    if receiving.is_finished() {
+        port.rails.iter_mut().for_each(|r| r.buffer = Vec::new());
+    } else if !moved && (broken || !open) {
+        *blocked = Some(receiving.recv.peer);
+    }
+    Ok(moved)
+}
+
+impl Rail {
+    pub(crate) fn new(link: Link) -> Self {
+        Self {
+            link,
+            out: None,
+            head: [0; PieceHeader::BYTES],
+            have: 0,
+            piece: None,
+            taken: 0,
+            buffer: Vec::new(),
+        }
+    }
+
+    /// True if a piece is on its way out, or could be: `more` can be given out.
+    pub(crate) fn wants_write(&self, more: bool) -> bool {
+        self.link.write_closed.is_none() && (self.out.is_some() || more)
+    }
+
+    /// True if bytes that arrive now would be read for the payload of `frame`.
+    pub(crate) fn wants_read(&self, frame: Frame) -> bool {
+        let wanted = match &self.piece {
+            None => true,
+            Some(piece) => piece.frame() == frame && self.taken < piece.length as usize,
+        };
+        wanted && self.link.read_closed.is_none()
+    }
+
+    /// In the middle of a piece.
+    fn is_within(&self) -> bool {
+        let unfinished = self.piece.is_some_and(|p| self.taken < p.length as usize);
+        self.have > 0 || unfinished
+    }
+
+    /// Goes on with the piece that is on its way, or takes the next one.
+    fn send(&mut self, sending: &mut Sending, header: &DataHeader, memory: &Memory, ready: usize) -> Moved {
+        if self.link.write_closed.is_some() {
+            return Moved::Closed;
+        }
+        if !self.link.writable {
+            return Moved::Nothing;
+        }
+        if self.out.is_none() {
+            let length = sending.send.from.len();
+            let next = sending.given + STRIPE.min(length - sending.given.min(length));
+            if sending.given >= length || next > whole(ready, length) {
+                return Moved::Nothing;
+            }
+            let piece = PieceHeader {
+                epoch: header.epoch,
+                seq: header.seq,
+                round: header.round,
+                offset: sending.given as u64,
+                length: u32::try_from(next - sending.given).unwrap_or(0),
+            };
+            self.out = Some(Out {
+                header: piece.encode(),
+                offset: sending.given,
+                length: next - sending.given,
+                done: 0,
+            });
+            sending.given = next;
+        }
+        let Some(out) = &mut self.out else {
+            return Moved::Nothing;
+        };
+        let from = &sending.send.from;
+        let begin = from.range.start + out.offset;
+        let span = Span::new(from.buffer, begin..begin + out.length);
+        let mut slices = Vec::with_capacity(4);
+        let rest = out.header.get(out.done..).unwrap_or(&[]);
+        if !rest.is_empty() {
+            slices.push(IoSlice::new(rest));
+        }
+        let gone = out.done.saturating_sub(PieceHeader::BYTES);
+        memory.slices(&span, gone, &mut slices);
+        let moved = self.link.write(&slices);
+        if let Moved::Bytes(n) = moved {
+            out.done += n;
+            if out.done >= PieceHeader::BYTES + out.length {
+                self.out = None;
+            }
+        }
+        moved
+    }
+
+    /// Reads towards one piece, and lets it land.
+    fn collect(
+        &mut self,
+        receiving: &mut Receiving,
+        memory: &mut Memory,
+        frame: Frame,
+        limit: usize,
+        reduce: impl Fn(&mut [u8], &[u8]) -> Result<()>,
+    ) -> Result<Moved> {
+        let mut moved = Moved::Nothing;
+        loop {
+            let Some(piece) = self.piece else {
+                let rest = self.head.get_mut(self.have..).unwrap_or(&mut []);
+                match look(&mut self.link, rest) {
+                    Moved::Bytes(n) => self.have += n,
+                    Moved::Closed if moved == Moved::Nothing => return Ok(Moved::Closed),
+                    _ => return Ok(moved),
+                }
+                moved = Moved::Bytes(1);
+                if self.have == PieceHeader::BYTES {
+                    let piece = PieceHeader::decode(&self.head).ok_or_else(|| {
+                        strange("sent something that is not a piece of a collective's data")
+                    })?;
+                    (self.piece, self.have, self.taken) = (Some(piece), 0, 0);
+                }
+                continue;
+            };
+            if piece.frame() != frame {
+                // Whoever runs ahead waits here.
+                let ahead = (piece.seq, piece.round) > (frame.seq, frame.round) && piece.epoch == frame.epoch;
+                return match ahead {
+                    true => Ok(moved),
+                    false => Err(strange("sent a piece of data that was not asked for")),
+                };
+            }
+            let (offset, length) = receiving.place_of(&piece)?;
+            let copies = receiving.recv.landing == Landing::Copy;
+            if self.taken < length {
+                let target = if copies {
+                    let target = memory.slice_mut(&receiving.recv.into, offset + self.taken)?;
+                    let most = target.len().min(length - self.taken);
+                    target.get_mut(..most).unwrap_or(&mut [])
+                } else {
+                    self.buffer.resize(length, 0);
+                    self.buffer.get_mut(self.taken..).unwrap_or(&mut [])
+                };
+                match look(&mut self.link, target) {
+                    Moved::Bytes(n) => self.taken += n,
+                    Moved::Closed if moved == Moved::Nothing => return Ok(Moved::Closed),
+                    _ => return Ok(moved),
+                }
+                moved = Moved::Bytes(1);
+            }
+            if self.taken < length {
+                continue;
+            }
+            if !copies {
+                if offset + length > limit {
+                    return Ok(moved);
+                }
+                let with = match &receiving.recv.landing {
+                    Landing::ReduceWith(with) => Some(with),
+                    _ => None,
+                };
+                memory.land(&receiving.recv.into, offset, with, &mut self.buffer, reduce)?;
+            }
+            receiving.landed(offset, length);
+            self.piece = None;
+            return Ok(Moved::Bytes(1));
+        }
+    }
+}
+
+/// Reads if there may be something.
+fn look(link: &mut Link, target: &mut [u8]) -> Moved {
+    // Closed counts whether or not it was found readable, as with the first connection.
+    if target.is_empty() || (!link.readable && link.read_closed.is_none()) {
+        return Moved::Nothing;
+    }
+    link.read(target)
+}
+
+fn strange(text: &str) -> Error {
+    Error::new(ErrorKind::Protocol, text)
+}
+
+impl Receiving {
+    /// Where a piece of this payload belongs.
+    fn place_of(&self, piece: &PieceHeader) -> Result<(usize, usize)> {
+        let total = self.recv.into.len();
+        let place = usize::try_from(piece.offset).ok().filter(|o| *o < total);
+        let place = place.filter(|offset| {
+            let length = STRIPE.min(total - offset);
+            let index = offset / STRIPE;
+            let missing = self.pieces.get(index).is_some_and(|landed| !landed);
+            offset.is_multiple_of(STRIPE) && piece.length as usize == length && missing
+        });
+        let offset = place.ok_or_else(|| {
+            strange(&format!(
+                "sent {} bytes for offset {} of a payload of {total}, which is no piece that is missing",
+                piece.length, piece.offset
+            ))
+        })?;
+        Ok((offset, piece.length as usize))
+    }
+
+    /// A piece is where it belongs.
+    fn landed(&mut self, offset: usize, length: usize) {
+        if let Some(landed) = self.pieces.get_mut(offset / STRIPE) {
+            *landed = true;
+        }
+        if offset == self.done {
+            self.done += length;
+            let total = self.recv.into.len();
+            while self.pieces.get(self.done / STRIPE).is_some_and(|landed| *landed) && self.done < total {
+                self.done = total.min(self.done + STRIPE);
+            }
+        }
+    }
+}

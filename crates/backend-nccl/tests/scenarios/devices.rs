@@ -1,0 +1,431 @@
+//! What ftcore asks of a device, when the driver refuses or hangs: streams, events, memory, copies; page-locked memory and its cache; and
+//! streams of other libraries.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use backend_nccl::CudaAccelerator;
+use ftcore::{
+    Accelerator, Collective, DType, Device, DeviceKind, Error, ErrorKind, GroupOptions, InMemoryStore,
+    ProcessGroup, ProcessGroupExt, ReduceOp, Registry, Store, Stream, SubmitOptions, Tensor, accelerator,
+    deadline_in,
+};
+
+use super::kit::*;
+use super::set_up::log_lines;
+use super::{FAIL, HANG, Scenario, scenario};
+
+const SOON: Duration = Duration::from_secs(20);
+const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
+
+/// The call, and what makes it.
+type Case = (&'static str, fn() -> Result<(), Error>);
+
+const CASES: [Case; 9] = [
+    ("cuStreamQuery", || stream()?.query().map(drop)),
+    ("cuStreamQuery", || stream()?.synchronize(deadline_in(SOON))),
+    ("cuEventCreate", || stream()?.record().map(drop)),
+    ("cuEventRecord", || stream()?.record().map(drop)),
+    ("cuEventQuery", || {
+        stream()?.record()?.synchronize(deadline_in(SOON))
+    }),
+    ("cuStreamWaitEvent", || {
+        let stream = stream()?;
+        let event = stream.record()?;
+        stream.wait(&*event)
+    }),
+    ("cuCtxSynchronize", || {
+        CudaAccelerator.synchronize(0, deadline_in(SOON))
+    }),
+    ("cuMemcpyHtoDAsync", || filled(0, 1.0, 4).map(drop)),
+    ("cuMemcpyDtoHAsync", || read(&filled(0, 1.0, 4)?).map(drop)),
+];
+
+fn stream() -> Result<Arc<dyn Stream>, Error> {
+    CudaAccelerator.new_stream(0, false)
+}
+
+/// Fails once with code 700, and works at the next try.
+fn fails_once<const CASE: usize>() -> Outcome {
+    let (call, body) = CASES[CASE];
+    let e = body().err().ok_or("it succeeded")?;
+    says(
+        &e,
+        ErrorKind::Backend,
+        &[call, "illegal memory access", "code 700"],
+    )?;
+    Ok(body()?)
+}
+
+fn synchronize_hangs() -> Outcome {
+    let began = Instant::now();
+    let e = CudaAccelerator
+        .synchronize(0, deadline_in(Duration::from_millis(100)))
+        .err()
+        .ok_or("it succeeded")?;
+    says(&e, ErrorKind::Timeout, &["cuda:0", "deadline"])?;
+    check(began.elapsed() < Duration::from_secs(10), || {
+        "it took too long".into()
+    })
+}
+
+/// A copy of 300 ms stands before everything.
+fn too_early() -> Outcome {
+    let stream = stream()?;
+    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[8])?;
+    CudaAccelerator.copy_in(&[1; 8], &mut tensor, &*stream)?;
+    let soon = || deadline_in(Duration::from_millis(20));
+    let e = stream
+        .record()?
+        .synchronize(soon())
+        .err()
+        .ok_or("the event was reached")?;
+    says(&e, ErrorKind::Timeout, &["event", "deadline"])?;
+    let e = stream.synchronize(soon()).err().ok_or("the stream was done")?;
+    says(&e, ErrorKind::Timeout, &["stream", "deadline"])?;
+    Ok(stream.synchronize(deadline_in(SOON))?)
+}
+
+fn refusals() -> Outcome {
+    let e = CudaAccelerator
+        .current()
+        .err()
+        .ok_or("there is a current device")?;
+    says(
+        &e,
+        ErrorKind::Backend,
+        &["cuCtxGetDevice", "invalid device context"],
+    )?;
+    CudaAccelerator.set(1)?;
+    check(CudaAccelerator.current()? == 1, || {
+        "another device is current".into()
+    })?;
+    let e = CudaAccelerator.set(9).err().ok_or("cuda:9 was set")?;
+    says(&e, ErrorKind::Unsupported, &["cuda:9"])?;
+    let huge = [usize::MAX / 2, 4];
+    for refused in [
+        CudaAccelerator.alloc(0, DType::F32, &huge),
+        CudaAccelerator.alloc_host(0, DType::F32, &huge),
+    ] {
+        let e = refused.err().ok_or("there is that much memory")?;
+        says(&e, ErrorKind::InvalidArgument, &["fit in memory"])?;
+    }
+    let stream = stream()?;
+    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[8])?;
+    let e = CudaAccelerator.copy_in(&[0; 7], &mut tensor, &*stream).err();
+    says(
+        &e.ok_or("7 bytes filled 8")?,
+        ErrorKind::InvalidArgument,
+        &["7 bytes", "8"],
+    )?;
+    let e = CudaAccelerator.copy_out(&tensor, &mut [0; 9], &*stream).err();
+    says(
+        &e.ok_or("8 bytes filled 9")?,
+        ErrorKind::InvalidArgument,
+        &["8 bytes", "9"],
+    )?;
+    let mut elsewhere = CudaAccelerator.alloc(1, DType::U8, &[8])?;
+    let e = CudaAccelerator.copy_in(&[0; 8], &mut elsewhere, &*stream).err();
+    says(
+        &e.ok_or("another device was accepted")?,
+        ErrorKind::InvalidArgument,
+        &["cuda:0", "cuda:1"],
+    )?;
+    let host = accelerator(&DeviceKind::Cpu)?.new_stream(0, false)?;
+    let e = CudaAccelerator.copy_in(&[0; 8], &mut tensor, &*host).err();
+    says(
+        &e.ok_or("a host stream was accepted")?,
+        ErrorKind::InvalidArgument,
+        &["cpu"],
+    )
+}
+
+/// A stream of nobody's: its events are its own, or there are none.
+struct Odd {
+    records: bool,
+}
+
+impl ftcore::Event for Odd {
+    fn query(&self) -> ftcore::Result<bool> {
+        Ok(true)
+    }
+    fn synchronize(&self, _deadline: Instant) -> ftcore::Result<()> {
+        Ok(())
+    }
+    fn as_any(&self) -> &dyn std::any::Any {
+        self
+    }
+}
+
+impl Stream for Odd {
+    fn device(&self) -> Device {
+        cuda(0)
+    }
+    fn record(&self) -> ftcore::Result<Arc<dyn ftcore::Event>> {
+        match self.records {
+            true => Ok(Arc::new(Self { records: true })),
+            false => Err(Error::new(ErrorKind::Backend, "no event today")),
+        }
+    }
+    fn wait(&self, _event: &dyn ftcore::Event) -> ftcore::Result<()> {
+        Ok(())
+    }
+    fn query(&self) -> ftcore::Result<bool> {
+        Ok(true)
+    }
+    fn synchronize(&self, _deadline: Instant) -> ftcore::Result<()> {
+        Ok(())
+    }
+}
+
+fn odd_submissions() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    let run = |tensor: Tensor, stream: Option<Arc<dyn Stream>>| {
+        let op = Collective::AllReduce {
+            tensors: vec![tensor],
+            op: ReduceOp::Sum,
+        };
+        let options = SubmitOptions {
+            stream,
+            ..SubmitOptions::by(deadline_in(SOON))
+        };
+        group.run(op, options)
+    };
+    for (records, kind, word) in [
+        (true, ErrorKind::Unsupported, "order itself"),
+        (false, ErrorKind::Backend, "no event today"),
+    ] {
+        let rejected = run(filled(0, 1.0, 4)?, Some(Arc::new(Odd { records })));
+        let rejected = rejected.err().ok_or("an odd stream was accepted")?;
+        says(&rejected.error, kind, &[word, "all_reduce"])?;
+        check(rejected.op.tensors().len() == 1, || {
+            "the tensor did not come back".into()
+        })?;
+    }
+    let rejected = run(filled(2, 1.0, 4)?, None)
+        .err()
+        .ok_or("another device was accepted")?;
+    says(&rejected.error, ErrorKind::InvalidArgument, &["cuda:2", "cuda:0"])?;
+    // Refusals leave the group as it was.
+    run(filled(0, 1.0, 4)?, None).map_err(|r| r.error)?.wait_done()?;
+    Ok(())
+}
+
+fn count(lines: &[String], words: &[&str]) -> usize {
+    let all = |l: &&String| words.iter().all(|w| l.contains(w));
+    lines.iter().filter(all).count()
+}
+
+/// Gloo behind CUDA tensors copies through page-locked memory only, and makes it once.
+fn staging_is_pinned() -> Outcome {
+    const BYTES: &str = "bytes=48000";
+    let group = Registry::global().create("gloo", &cuda(0), &GroupOptions::default())?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    for _ in 0..10 {
+        let tensor = CudaAccelerator.alloc(0, DType::F32, &[12_000])?;
+        group.allreduce(tensor, ReduceOp::Sum)?.wait_done()?;
+    }
+    let lines = log_lines()?;
+    let copies = ["copy in pinned=", "copy out pinned="].map(|c| count(&lines, &[c, BYTES]));
+    check(copies == [10, 10], || format!("{copies:?} copies"))?;
+    check(count(&lines, &["pinned=0", BYTES]) == 0, || {
+        "ordinary memory was copied from or to".into()
+    })?;
+    let made = count(&lines, &["pinned alloc bytes=65536"]);
+    check(made == 1, || format!("{made} blocks were made for one at a time"))
+}
+
+fn pinned_serves_again() -> Outcome {
+    let first = CudaAccelerator.alloc_host(0, DType::F32, &[3, 100])?;
+    let address = first.as_ptr();
+    check(first.device().is_cpu() && first.shape() == [3, 100], || {
+        format!("{first:?}")
+    })?;
+    let second = CudaAccelerator.alloc_host(0, DType::F32, &[300])?;
+    check(second.as_ptr() != address, || "one block was given to two".into())?;
+    drop(first);
+    let again = CudaAccelerator.alloc_host(0, DType::U8, &[77])?;
+    check(again.as_ptr() == address, || {
+        "the block does not serve again".into()
+    })?;
+    let empty = CudaAccelerator.alloc_host(0, DType::F64, &[0, 3])?;
+    check(empty.byte_len() == 0, || format!("{empty:?}"))?;
+    let made = count(&log_lines()?, &["pinned alloc bytes=4096"]);
+    check(made == 2, || format!("{made} blocks"))?;
+    // What is too much to keep is freed; 200 MiB are kept, 200 more are not.
+    for _ in 0..2 {
+        let large: Vec<Tensor> = (0..2)
+            .map(|_| CudaAccelerator.alloc_host(0, DType::U8, &[200 << 20]))
+            .collect::<Result<_, _>>()?;
+        drop(large);
+    }
+    let until = deadline_in(SOON);
+    while count(&log_lines()?, &["pinned free bytes=209715200"]) < 2 {
+        check(Instant::now() < until, || "nothing was freed".into())?;
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let made = count(&log_lines()?, &["pinned alloc bytes=209715200"]);
+    check(made == 3, || format!("{made} large blocks"))
+}
+
+fn no_pinned_memory() -> Outcome {
+    let mut plain = CudaAccelerator.alloc_host(0, DType::F32, &[8])?;
+    plain.as_mut_slice::<f32>()?.fill(2.5);
+    let mut tensor = CudaAccelerator.alloc(0, DType::F32, &[8])?;
+    let bytes = 2.5f32.to_ne_bytes().repeat(8);
+    CudaAccelerator.copy_in(&bytes, &mut tensor, &*stream()?)?;
+    check(read(&tensor)? == [2.5; 8], || "the copy is wrong".into())?;
+    check(count(&log_lines()?, &["pinned alloc"]) == 0, || {
+        "page-locked memory was made".into()
+    })
+}
+
+/// Unmarked tensors are copied late and freed early: memory goes back only behind the copy.
+fn freeing_fails() -> Outcome {
+    drop(filled(0, 1.0, 100)?);
+    // The failure is a warning; the next one goes well.
+    drop(filled(0, 1.0, 100)?);
+    check(read(&filled(0, 3.0, 2)?)? == [3.0; 2], || {
+        "the device is lost".into()
+    })
+}
+
+fn threads_have_default_streams_of_their_own() -> Outcome {
+    // SAFETY: INV-12 handles that the driver itself defines, for every thread.
+    let take = |handle: usize| unsafe { CudaAccelerator.stream_from_handle(0, handle, Box::new(())) };
+    let group = group(0, GroupOptions::default())?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    let own = take(2)?;
+    // At 3 ms per piece of work the sum is wrong unless it comes behind this thread's stream.
+    let mut tensor = CudaAccelerator.alloc(0, DType::F32, &[500])?;
+    for value in [-1e9f32, 4.0] {
+        CudaAccelerator.copy_in(&value.to_ne_bytes().repeat(500), &mut tensor, &*own)?;
+    }
+    let op = Collective::AllReduce {
+        tensors: vec![tensor],
+        op: ReduceOp::Max,
+    };
+    let options = SubmitOptions {
+        stream: Some(own.clone()),
+        ..SubmitOptions::by(deadline_in(SOON))
+    };
+    let work = group.run(op, options).map_err(|r| r.error)?;
+    work.wait_on(&*own)?;
+    let tensor = work.take_tensor()?;
+    let mut bytes = vec![0u8; 2000];
+    CudaAccelerator.copy_out(&tensor, &mut bytes, &*own)?;
+    let right = bytes
+        .as_chunks::<4>()
+        .0
+        .iter()
+        .all(|b| f32::from_ne_bytes(*b) == 4.0);
+    check(right, || "the order of the thread's own stream was lost".into())?;
+    let elsewhere = own.clone();
+    let e = std::thread::spawn(move || elsewhere.record().err())
+        .join()
+        .map_err(|_| "a panic")?
+        .ok_or("another thread's stream was recorded")?;
+    says(&e, ErrorKind::InvalidState, &["another thread"])?;
+    take(0)?.record()?.synchronize(deadline_in(SOON))?;
+    let e = take(77)
+        .and_then(|s| s.record())
+        .err()
+        .ok_or("stream 77 exists")?;
+    says(
+        &e,
+        ErrorKind::Backend,
+        &["cuEventRecord", "invalid resource handle"],
+    )
+}
+
+pub(super) fn scenarios() -> Vec<Scenario> {
+    let fault = |name, fault, body| scenario(name, &[(FAIL, fault)], body);
+    vec![
+        fault(
+            "device_query_of_a_stream_fails",
+            "cuStreamQuery:1:700",
+            fails_once::<0>,
+        ),
+        fault(
+            "device_wait_for_a_stream_fails",
+            "cuStreamQuery:1:700",
+            fails_once::<1>,
+        ),
+        fault(
+            "device_making_an_event_fails",
+            "cuEventCreate:1:700",
+            fails_once::<2>,
+        ),
+        fault(
+            "device_recording_an_event_fails",
+            "cuEventRecord:1:700",
+            fails_once::<3>,
+        ),
+        fault(
+            "device_query_of_an_event_fails",
+            "cuEventQuery:1:700",
+            fails_once::<4>,
+        ),
+        fault(
+            "device_order_of_streams_fails",
+            "cuStreamWaitEvent:1:700",
+            fails_once::<5>,
+        ),
+        fault(
+            "device_wait_for_everything_fails",
+            "cuCtxSynchronize:1:700",
+            fails_once::<6>,
+        ),
+        fault(
+            "device_copy_to_it_fails",
+            "cuMemcpyHtoDAsync:1:700",
+            fails_once::<7>,
+        ),
+        fault(
+            "device_copy_from_it_fails",
+            "cuMemcpyDtoHAsync:1:700",
+            fails_once::<8>,
+        ),
+        fault("device_freeing_fails", "cuMemFreeAsync:1:700", freeing_fails),
+        scenario(
+            "pinned_memory_that_is_missing_is_replaced",
+            &[(FAIL, "cuMemHostAlloc:1:2"), LOG],
+            no_pinned_memory,
+        ),
+        scenario(
+            "pinned_memory_serves_again_and_is_bounded",
+            &[LOG],
+            pinned_serves_again,
+        ),
+        scenario(
+            "pinned_memory_carries_every_staged_copy",
+            &[LOG],
+            staging_is_pinned,
+        ),
+        scenario(
+            "device_wait_that_hangs_ends_at_the_deadline",
+            &[(HANG, "call:cuCtxSynchronize:1")],
+            synchronize_hangs,
+        ),
+        scenario(
+            "device_waits_end_at_their_deadlines",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "300000")],
+            too_early,
+        ),
+        scenario("device_refuses_what_cannot_be", &[], refusals),
+        scenario(
+            "device_streams_of_nobody_are_refused_at_submit",
+            &[],
+            odd_submissions,
+        ),
+        scenario(
+            "device_default_streams_of_threads_keep_their_order",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "3000")],
+            threads_have_default_streams_of_their_own,
+        ),
+    ]
+}

@@ -1,0 +1,425 @@
+//! Splits that fail or hang, messages and lanes that do, and the ends of communicators: good-byes, aborts and shut-downs on which the
+//! library gives errors or does not return.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use backend_nccl::CudaAccelerator;
+use ftcore::{
+    Accelerator, DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Store, SubmitOptions, deadline_in,
+};
+
+use super::kit::*;
+use super::set_up::log_lines;
+use super::{ASYNC, FAIL, HANG, Scenario, scenario};
+
+const SOON: Duration = Duration::from_secs(20);
+const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
+
+/// Rank 0's split fails as said, rank 1 hears of it, and the process goes on.
+fn split_breaks(kind: ErrorKind, words: &[&str], patience: Duration) -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let by = if rank == 0 { patience } else { PATIENCE };
+        let began = Instant::now();
+        let Err(e) = group.split(Some(1), rank, deadline_in(by)).map(drop) else {
+            return Err("the split succeeded".into());
+        };
+        check(began.elapsed() < SOON, || {
+            format!("it took {:?}", began.elapsed())
+        })?;
+        says(&e, if rank == 0 { kind } else { e.kind() }, words)?;
+        says(&group_error(group)?, kind, words)?;
+        next_epoch(rank, group, store)
+    })
+}
+
+const LATE: Duration = Duration::from_millis(800);
+
+fn split_hangs() -> Outcome {
+    split_breaks(ErrorKind::Timeout, &["ncclCommSplit", "deadline", "split"], LATE)
+}
+
+fn split_never_ends() -> Outcome {
+    split_breaks(ErrorKind::Timeout, &["did not come together", "split"], LATE)
+}
+
+fn split_fails_later() -> Outcome {
+    split_breaks(
+        ErrorKind::PeerLost,
+        &["the communicator", "remote process exited"],
+        PATIENCE,
+    )
+}
+
+fn split_gives_nothing() -> Outcome {
+    split_breaks(
+        ErrorKind::Backend,
+        &["ncclCommSplit gave no communicator"],
+        PATIENCE,
+    )
+}
+
+fn split_without_a_colour() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let color = (rank == 1).then_some(3);
+        let e = group.split(color, 0, deadline_in(PATIENCE)).err();
+        let e = e.ok_or("the split succeeded")?;
+        says(&e, e.kind(), &["ncclCommSplit", "code 5"])?;
+        next_epoch(rank, group, store)
+    })
+}
+
+fn split_numbers() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        for (color, key, word) in [(u32::MAX, 0, "colour"), (0, u32::MAX, "key")] {
+            let e = group.split(Some(color), key, deadline_in(SOON)).err();
+            let e = e.ok_or("the number was accepted")?;
+            says(&e, ErrorKind::InvalidArgument, &[word, "4294967295", "split"])?;
+        }
+        sum_works(rank, group)
+    })
+}
+
+/// From rank 0 to rank 1.
+fn message(rank: u32, group: &dyn ProcessGroup, by: Duration) -> Result<ftcore::Work, Error> {
+    let op = match rank {
+        0 => ftcore::Collective::Send {
+            tensor: filled(0, 1.0, 10)?,
+            peer: 1,
+            tag: 0,
+        },
+        _ => ftcore::Collective::Recv {
+            tensor: filled(1, 0.0, 10)?,
+            peer: Some(0),
+            tag: 0,
+        },
+    };
+    group
+        .run(op, SubmitOptions::by(deadline_in(by)))
+        .map_err(|rejected| rejected.error)
+}
+
+/// The message fails as said, on one rank or both, and the next epoch has new lanes.
+fn message_breaks(kind: ErrorKind, words: &[&str], by: Duration) -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let error = match message(rank, group, by) {
+            Ok(work) => match work.wait(deadline_in(SOON)) {
+                Ok(()) => group_error(group)?,
+                Err(e) => e,
+            },
+            Err(e) => e,
+        };
+        says(&error, error.kind(), words)?;
+        says(&group_error(group)?, kind, words)?;
+        next_epoch(rank, group, store)
+    })
+}
+
+fn lane_hangs() -> Outcome {
+    message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
+}
+
+fn lane_fails_later() -> Outcome {
+    message_breaks(
+        ErrorKind::PeerLost,
+        &["the communicator", "remote process exited"],
+        SOON,
+    )
+}
+
+fn lane_never_ends() -> Outcome {
+    message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
+}
+
+/// What stands in the store where the lane's id should be is not one.
+fn lane_garbage() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        if rank == 0 {
+            store.set("errors/1/lane-0-1", b"nonsense", deadline_in(SOON))?;
+            store.barrier("it stands there", 2, deadline_in(SOON))?;
+            let e = group_error(group)?;
+            says(&e, ErrorKind::Protocol, &["rank 1", "is not an id"]).or_else(|_| {
+                // Protocol errors travel as the backend's.
+                says(&e, ErrorKind::Backend, &["rank 1", "is not an id"])
+            })?;
+        } else {
+            store.barrier("it stands there", 2, deadline_in(SOON))?;
+            let e = message(1, group, SOON)?.wait(deadline_in(SOON)).err();
+            says(
+                &e.ok_or("it succeeded")?,
+                ErrorKind::Protocol,
+                &["is not an id", "recv"],
+            )?;
+        }
+        next_epoch(rank, group, store)
+    })
+}
+
+/// A non-blocking call that is never through.
+fn never_enqueued() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let error = loop {
+            match submit(rank, group, LATE) {
+                Ok(work) => match work.wait(deadline_in(SOON)) {
+                    Ok(()) => {}
+                    Err(e) => break e,
+                },
+                Err(e) => break e,
+            }
+        };
+        says(&error, error.kind(), &["all_reduce"])?;
+        says(&group_error(group)?, ErrorKind::Timeout, &["all_reduce"])?;
+        next_epoch(rank, group, store)
+    })
+}
+
+/// The library itself says that something took too long.
+fn own_time_out() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let e = until_failure(rank, group)?;
+        says(&e, ErrorKind::Timeout, &["ncclAllReduce", "timeout"])?;
+        next_epoch(rank, group, store)
+    })
+}
+
+fn until_logged(words: &str) -> Outcome {
+    let until = deadline_in(SOON);
+    while !log_lines()?.iter().any(|l| l == words) {
+        check(Instant::now() < until, || format!("'{words}' was not logged"))?;
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+/// The old communicator's good-bye goes wrong on rank 0, and it is aborted instead.
+fn good_bye_becomes_an_abort() -> Outcome {
+    let options = GroupOptions {
+        timeout: Duration::from_millis(300),
+        ..Default::default()
+    };
+    two(options, |rank, group, store| {
+        sum_works(rank, group)?;
+        next_epoch(rank, group, store)?;
+        if rank == 0 {
+            until_logged("end abort rank=0")?;
+        }
+        store.barrier("both saw it", 2, deadline_in(SOON))?;
+        sum_works(rank, group)
+    })
+}
+
+/// Freeing or aborting gives an error: that costs the library's memory, nothing else.
+fn ends_badly() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        sum_works(rank, group)?;
+        next_epoch(rank, group, store)?;
+        store.barrier("before the abort", 2, deadline_in(SOON))?;
+        if rank == 0 {
+            group.abort("enough");
+        }
+        says(&group_error(group)?, ErrorKind::Aborted, &["enough"])?;
+        group.configure(configuration(store, rank, 2, 3, SOON))?;
+        sum_works(rank, group)
+    })
+}
+
+fn scaling_is_not_freed() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        for _ in 0..2 {
+            let work = group.allreduce(filled(rank, 2.0, 10)?, ReduceOp::PremulSum(0.5))?;
+            let sum = read(&work.take_tensor()?)?;
+            check(sum == [2.0; 10], || format!("the sum is {:?}", sum.first()))?;
+        }
+        Ok(())
+    })
+}
+
+fn shutdown_with_work() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let work = submit(rank, group, PATIENCE)?;
+        if rank == 1 {
+            let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
+            says(&e, e.kind(), &["shut down"])?;
+        } else {
+            let e = group.shutdown(deadline_in(Duration::from_millis(200))).err();
+            says(
+                &e.ok_or("it was shut down")?,
+                ErrorKind::Timeout,
+                &["shutdown", "pending"],
+            )?;
+            let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
+            says(&e, ErrorKind::Aborted, &["shut down"])?;
+        }
+        next_epoch(rank, group, store)
+    })
+}
+
+/// The driver does not return to the watchdog: nothing can be proven any more, and whoever waits is told so in time.
+fn watchdog_is_lost() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    std::thread::scope(|s| {
+        let configuring = s.spawn(|| group.configure(configuration(&store, 0, 1, 1, SOON)));
+        configuring.join().map_err(|_| "a panic")
+    })??;
+    let until = deadline_in(SOON);
+    // Each on a thread of its own: the fault waits for one that has asked the communicator how it is and then asks an event.
+    let goes_on = || -> Result<bool, Error> {
+        let work = submit(0, &group, PATIENCE)?;
+        Ok(work.wait(deadline_in(Duration::from_millis(300))).is_ok())
+    };
+    while std::thread::scope(|s| s.spawn(goes_on).join().map_err(|_| "a panic"))?? {
+        check(Instant::now() < until, || "the watchdog goes on".into())?;
+    }
+    let began = Instant::now();
+    let e = group
+        .configure(configuration(&store, 0, 1, 2, Duration::from_millis(400)))
+        .err()
+        .ok_or("configure succeeded")?;
+    says(&e, ErrorKind::Timeout, &["last configuration did not end"])?;
+    check(began.elapsed() < Duration::from_secs(10), || {
+        format!("it took {:?}", began.elapsed())
+    })
+}
+
+/// As many reductions as a device can count, and one more.
+fn too_many() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    let mut pending = Vec::new();
+    let refused = loop {
+        match group.allreduce(CudaAccelerator.alloc(0, DType::F32, &[1])?, ReduceOp::Sum) {
+            Ok(work) => pending.push(work),
+            Err(e) => break Error::from(e),
+        }
+        if let Some(e) = group.error() {
+            break e;
+        }
+        check(pending.len() < 5000, || "there is no end of them".into())?;
+    };
+    says(&refused, refused.kind(), &["4096 reductions are in flight"])?;
+    group.configure(configuration(&store, 0, 1, 2, SOON))?;
+    // Those of the lost operations are lost with them, if the device may still write there; here it may not.
+    Ok(submit(0, &group, SOON)?.wait_done()?)
+}
+
+pub(super) fn scenarios() -> Vec<Scenario> {
+    let one = |name, variable, value, body| scenario(name, &[(variable, value)], body);
+    vec![
+        one(
+            "split_that_never_returns_ends_at_its_deadline",
+            HANG,
+            "call:ncclCommSplit@0:1",
+            split_hangs,
+        ),
+        one(
+            "split_that_never_ends_ends_at_its_deadline",
+            HANG,
+            "progress:ncclCommSplit@0:1",
+            split_never_ends,
+        ),
+        one(
+            "split_whose_child_fails_later_is_told_to_all",
+            ASYNC,
+            "ncclCommSplit@0:1:6",
+            split_fails_later,
+        ),
+        one(
+            "split_without_a_communicator_is_an_error",
+            FAIL,
+            "ncclCommSplit@0:1:0",
+            split_gives_nothing,
+        ),
+        one(
+            "split_that_fails_without_a_colour",
+            FAIL,
+            "ncclCommSplit@0:1:5",
+            split_without_a_colour,
+        ),
+        scenario("split_numbers_that_nccl_has_not_are_refused", &[], split_numbers),
+        one(
+            "lane_that_never_opens_ends_at_the_deadline",
+            HANG,
+            "call:ncclCommInitRankConfig@1:2",
+            lane_hangs,
+        ),
+        one(
+            "lane_that_fails_later_fails_the_group",
+            ASYNC,
+            "ncclSend@0:1:6",
+            lane_fails_later,
+        ),
+        one(
+            "lane_that_never_ends_ends_at_the_deadline",
+            HANG,
+            "device:ncclSend@0:1",
+            lane_never_ends,
+        ),
+        scenario("lane_id_that_is_none_is_refused", &[], lane_garbage),
+        one(
+            "call_that_stays_in_progress_ends_at_the_deadline",
+            HANG,
+            "progress:ncclAllReduce@0:2",
+            never_enqueued,
+        ),
+        one(
+            "call_library_s_own_time_out_is_a_time_out",
+            FAIL,
+            "ncclAllReduce@1:3:8",
+            own_time_out,
+        ),
+        scenario(
+            "end_good_bye_that_fails_becomes_an_abort",
+            &[(FAIL, "ncclCommFinalize@0:1:3"), LOG],
+            good_bye_becomes_an_abort,
+        ),
+        scenario(
+            "end_good_bye_that_takes_too_long_becomes_an_abort",
+            &[(HANG, "progress:ncclCommFinalize@0:1"), LOG],
+            good_bye_becomes_an_abort,
+        ),
+        one(
+            "end_freeing_that_fails_costs_nobody",
+            FAIL,
+            "ncclCommDestroy@0:1:3",
+            ends_badly,
+        ),
+        one(
+            "end_abort_that_fails_costs_nobody",
+            FAIL,
+            "ncclCommAbort@0:1:3",
+            ends_badly,
+        ),
+        scenario(
+            "end_revoke_that_fails_is_followed_by_the_abort",
+            &[(HANG, "call:ncclAllReduce@0:3"), (FAIL, "ncclCommRevoke@0:1:3")],
+            super::failures::call_hangs,
+        ),
+        one(
+            "call_freeing_a_factor_fails_quietly",
+            FAIL,
+            "ncclRedOpDestroy:1:4",
+            scaling_is_not_freed,
+        ),
+        one(
+            "end_shutdown_does_not_wait_for_ever",
+            HANG,
+            "device:ncclAllReduce@0:1",
+            shutdown_with_work,
+        ),
+        one(
+            "end_driver_that_hangs_is_told_by_configure",
+            HANG,
+            "call:cuEventQuery/ncclCommGetAsyncError:1",
+            watchdog_is_lost,
+        ),
+        one(
+            "call_with_too_many_in_flight_says_so",
+            HANG,
+            "device:ncclAllReduce@0:1",
+            too_many,
+        ),
+    ]
+}

@@ -1,0 +1,132 @@
+//! The seal of a file: a BLAKE3 hash over every byte of it, inside its own header.
+//!
+//! The header of a sealed file has a metadata entry of 64 digits. The hash is taken with zeros in their place, over the
+//! length, the header and all tensors, and then written there. So the file stays plain safetensors for other readers, and a
+//! flipped bit anywhere is found by one pass over it, without decoding.
+
+use std::fs::File;
+use std::io::{ErrorKind as IoKind, Read};
+use std::path::Path;
+
+use ftcore::{Error, ErrorKind, Result};
+
+use crate::codec::{LENGTH_BYTES, MAX_HEADER_BYTES, corrupt};
+
+/// The metadata entry; before sealing its value is [`BLANK`].
+pub(crate) const KEY: &str = "oxccl.seal";
+/// As many zeros as a hash has digits.
+pub(crate) const BLANK: &str = "0000000000000000000000000000000000000000000000000000000000000000";
+/// How much is read at once.
+const PART_BYTES: usize = 1 << 20;
+
+/// Where the digits stand in a header. A quotation mark inside a name or a value is escaped, so that only the entry itself
+/// looks like this.
+fn digits(header: &[u8]) -> Option<std::ops::Range<usize>> {
+    let before = format!("\"{KEY}\":\"");
+    let at = header
+        .windows(before.len())
+        .position(|w| w == before.as_bytes())?;
+    let start = at + before.len();
+    let end = start + BLANK.len();
+    (header.get(end) == Some(&b'"')).then_some(start..end)
+}
+
+fn header_end(bytes: &[u8]) -> Option<usize> {
+    let length = bytes.first_chunk::<LENGTH_BYTES>()?;
+    let header = usize::try_from(u64::from_le_bytes(*length)).ok()?;
+    header.checked_add(LENGTH_BYTES).filter(|end| *end <= bytes.len())
+}
+
+/// Seals encoded bytes whose header has the entry [`KEY`] with the value [`BLANK`].
+pub(crate) fn seal(bytes: &mut [u8]) -> Result<()> {
+    let place = header_end(bytes)
+        .and_then(|end| bytes.get(..end))
+        .and_then(digits)
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "a state to be sealed has no place for it"))?;
+    let hash = blake3::hash(bytes).to_hex();
+    if let Some(place) = bytes.get_mut(place) {
+        place.copy_from_slice(hash.as_bytes());
+    }
+    Ok(())
+}
+
+/// A file of a state, of which the header has been read.
+pub(crate) struct Opened {
+    file: File,
+    /// The length and the header as they stand in the file.
+    head: Vec<u8>,
+    /// The digits that the header claims, and the hash of what was read so far.
+    seal: Option<(Vec<u8>, blake3::Hasher)>,
+}
+
+impl Opened {
+    /// Opens `path` and reads the header: `NotFound`, `Io`, or `Corrupt` for a file that is shorter than it says.
+    pub(crate) fn new(path: &Path) -> Result<Self> {
+        let failed = |e: std::io::Error| match e.kind() {
+            IoKind::NotFound => Error::new(ErrorKind::NotFound, "no such file").with_source(e),
+            IoKind::UnexpectedEof => corrupt("the file ends in its header").with_source(e),
+            _ => Error::io("reading", e),
+        };
+        let mut file = File::open(path).map_err(failed)?;
+        let size = file.metadata().map_err(failed)?.len();
+        let mut length = [0; LENGTH_BYTES];
+        file.read_exact(&mut length).map_err(failed)?;
+        let claimed = u64::from_le_bytes(length);
+        let header = usize::try_from(claimed).unwrap_or(usize::MAX);
+        if header > MAX_HEADER_BYTES || claimed > size.saturating_sub(LENGTH_BYTES as u64) {
+            return Err(corrupt(format!(
+                "a header of {claimed} bytes in a file of {size} (the limit is {MAX_HEADER_BYTES})"
+            )));
+        }
+        let mut head = vec![0; LENGTH_BYTES.saturating_add(header)];
+        if let Some((first, rest)) = head.split_first_chunk_mut::<LENGTH_BYTES>() {
+            *first = length;
+            file.read_exact(rest).map_err(failed)?;
+        }
+        let seal = digits(&head).and_then(|place| {
+            let claimed = head.get(place.clone())?.to_vec();
+            let mut hasher = blake3::Hasher::new();
+            hasher.update(head.get(..place.start)?);
+            hasher.update(BLANK.as_bytes());
+            hasher.update(head.get(place.end..)?);
+            Some((claimed, hasher))
+        });
+        Ok(Self { file, head, seal })
+    }
+
+    /// The header, without the length before it.
+    pub(crate) fn header(&self) -> &[u8] {
+        self.head.get(LENGTH_BYTES..).unwrap_or_default()
+    }
+
+    /// True if the header has a seal.
+    pub(crate) fn is_sealed(&self) -> bool {
+        self.seal.is_some()
+    }
+
+    /// Reads the rest in parts, and gives each to `keep`, the header before all. `Corrupt` at the end if the seal does not fit.
+    pub(crate) fn read(mut self, mut keep: impl FnMut(Vec<u8>)) -> Result<()> {
+        keep(std::mem::take(&mut self.head));
+        loop {
+            let mut part = Vec::new();
+            let got = (&mut self.file)
+                .take(PART_BYTES as u64)
+                .read_to_end(&mut part)
+                .map_err(|e| Error::io("reading", e))?;
+            if got == 0 {
+                break;
+            }
+            if let Some((_, hasher)) = &mut self.seal {
+                hasher.update(&part);
+            }
+            keep(part);
+        }
+        match self.seal {
+            // As text: capital digits would be the same number, and are damage all the same.
+            Some((claimed, hasher)) if hasher.finalize().to_hex().as_bytes() != claimed => Err(corrupt(
+                "its bytes are not those that were written (the hash differs)",
+            )),
+            _ => Ok(()),
+        }
+    }
+}
