@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{ErrorKind, deadline_in};
+use ftcore::{DeviceKind, ErrorKind, deadline_in};
 use oxccl::launch::{
     EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig,
     SupervisorEvent, announce_lighthouse,
@@ -75,10 +75,14 @@ pub struct RunArgs {
 /// Where a replica's servers listen, and the collectives' backend; the same for both programs.
 #[derive(Debug, Clone, clap::Args)]
 pub struct NetArgs {
-    /// Backend of the collectives, by its registered name or a plugin's. One that cannot be aborted (xccl) runs in a child
-    /// process of each replica.
-    #[arg(long, default_value = "gloo")]
-    pub backend: String,
+    /// Backend of the collectives, by its registered name or a plugin's; default: the device's (gloo on cpu, xccl on xpu). One
+    /// that cannot be aborted (xccl) runs in a child process of each replica.
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Device kind that the all-reduces run on: cpu, xpu, cuda or a plugin's. Replicas take turns on the devices of their
+    /// machine. The model itself is computed on the host.
+    #[arg(long, value_name = "KIND", default_value = "cpu")]
+    pub device: DeviceKind,
     /// All-reduce in this format instead of f32: int8, int4, fp8, or another one of docs/quantisation.md.
     #[arg(long, value_name = "FORMAT")]
     pub quantize: Option<Codec>,
@@ -113,11 +117,14 @@ impl NetArgs {
 
     pub(crate) fn to_args(&self) -> Vec<String> {
         let mut args = vec![
-            "--backend".into(),
-            self.backend.clone(),
+            "--device".into(),
+            self.device.name().to_owned(),
             "--bind".into(),
             self.bind.clone(),
         ];
+        if let Some(name) = &self.backend {
+            args.extend(["--backend".into(), name.clone()]);
+        }
         if let Some(codec) = self.quantize {
             args.extend(["--quantize".into(), codec.to_string()]);
         }

@@ -8,6 +8,7 @@ pub mod chaos;
 pub mod compare;
 pub mod data_parallel;
 pub mod ddp_replica;
+pub mod device;
 pub mod digits;
 pub mod diloco_replica;
 pub mod drive;

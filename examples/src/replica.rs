@@ -10,6 +10,7 @@ use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaSt
 use quant::{ErrorFeedback, QuantizedGroup};
 
 use crate::chaos::HoldGroup;
+use crate::device;
 use crate::drive::NetArgs;
 use crate::resume::{CheckpointArgs, Checkpoints};
 
@@ -59,8 +60,8 @@ impl Place {
         self.checkpoints = Checkpoints::open(checkpoints, &self.env, &self.events, run, steps)?;
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
-        let mut group =
-            oxccl::backend::fault_tolerant_group(Some(&net.backend), &ftcore::Device::CPU, &options)?;
+        let device = device::of_replica(&net.device, self.env.replica)?;
+        let mut group = device::group(net.backend.as_deref(), &device, &options)?;
         if let Some(quantisation) = net.quantisation(options.timeout) {
             let quantized = QuantizedGroup::with_options(group, quantisation)?;
             self.debts = quantized.error_feedback();

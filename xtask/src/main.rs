@@ -71,6 +71,9 @@ pub(crate) struct TestArgs {
     /// Backends that must be tested here: their skipped rows count as failed.
     #[arg(long, value_name = "BACKEND,…", value_delimiter = ',')]
     pub(crate) require: Vec<String>,
+    /// Backends that must be tested where what they need can be installed: a skip for any other reason counts as failed.
+    #[arg(long, value_name = "BACKEND,…", value_delimiter = ',')]
+    pub(crate) require_installable: Vec<String>,
     /// Run the ignored (long) tests too, with four times the time limits.
     #[arg(long)]
     pub(crate) long: bool,

@@ -462,13 +462,24 @@ pub(crate) enum Skip {
     /// TCP over 127.0.0.1 does not work.
     Loopback { why: String },
     /// The real oneCCL cannot be had.
-    Oneccl { why: String },
+    Oneccl {
+        why: String,
+        /// This machine could have it: what is wrong is ours.
+        is_defect: bool,
+    },
     /// The real NCCL's library cannot be had.
     NcclLibrary { why: String },
     /// The real torchft cannot be had.
     Torchft { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
+}
+
+impl Skip {
+    /// True if what the row needs can be installed here, and the skip only hides that we fail to.
+    pub(crate) fn is_defect(&self) -> bool {
+        matches!(self, Self::Oneccl { is_defect: true, .. })
+    }
 }
 
 impl fmt::Display for Skip {
@@ -478,7 +489,7 @@ impl fmt::Display for Skip {
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
-            Self::Oneccl { why } => write!(f, "oneCCL cannot be had: {why}"),
+            Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
 }
@@ -511,13 +522,19 @@ fn gpu() -> Result<Environment, Skip> {
 
 /// Needs the real oneCCL, which is fetched and built once.
 fn oneccl() -> Result<Environment, Skip> {
-    let folder = crate::oneccl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
+    let folder = crate::oneccl::prepare().map_err(|e| Skip::Oneccl {
+        why: e.to_string(),
+        is_defect: e.is_defect(),
+    })?;
     Ok(vec![("OXCCL_XCCL_PATH".to_owned(), folder.display().to_string())])
 }
 
 /// Needs the real oneCCL with SYCL's CPU device.
 fn oneccl_sycl() -> Result<Environment, Skip> {
-    let folder = crate::oneccl_sycl::prepare().map_err(|e| Skip::Oneccl { why: e.to_string() })?;
+    let folder = crate::oneccl_sycl::prepare().map_err(|e| Skip::Oneccl {
+        why: e.to_string(),
+        is_defect: e.is_defect(),
+    })?;
     Ok(crate::oneccl_sycl::environment(&folder))
 }
 

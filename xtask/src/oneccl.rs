@@ -13,7 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
-use crate::wheels::{self, Place, Wheel, is_program, quietly};
+use crate::wheels::{self, Place, Unfetched, Wheel, is_program, quietly};
 
 /// The version of both wheels.
 const VERSION: &str = "2022.2.0";
@@ -70,6 +70,13 @@ pub(crate) enum NotHere {
     },
     /// Downloading, unpacking or linking failed.
     Failed { error: anyhow::Error },
+}
+
+impl NotHere {
+    /// True if this machine could have it, and only we fail to prepare it.
+    pub(crate) fn is_defect(&self) -> bool {
+        matches!(self, Self::Failed { error } if !error.is::<Unfetched>())
+    }
 }
 
 impl fmt::Display for NotHere {

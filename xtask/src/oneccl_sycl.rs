@@ -8,12 +8,11 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
 
 use anyhow::{Context, Result};
 
 use crate::oneccl;
-use crate::wheels::{self, Place, Wheel, is_program, quietly};
+use crate::wheels::{self, Place, Unfetched, Wheel, is_program};
 
 const VERSION: &str = "2022.1.2";
 const COMPILER: &str = "2026.2.0";
@@ -111,9 +110,6 @@ const PLACE: Place<'_> = Place {
 /// What is loaded at run time besides, and the Debian package that has it.
 const SYSTEM_LIBRARIES: [(&str, &str); 1] = [("libfabric.so.1", "libfabric1")];
 
-/// A small wheel.
-const DOWNLOAD_LIMIT: Duration = Duration::from_secs(300);
-
 /// Why the libraries cannot be had here.
 #[derive(Debug)]
 pub(crate) enum NotHere {
@@ -121,6 +117,16 @@ pub(crate) enum NotHere {
     Base(oneccl::NotHere),
     /// Downloading or unpacking failed.
     Failed { error: anyhow::Error },
+}
+
+impl NotHere {
+    /// True if this machine could have them, and only we fail to prepare them.
+    pub(crate) fn is_defect(&self) -> bool {
+        match self {
+            Self::Base(base) => base.is_defect(),
+            Self::Failed { error } => !error.is::<Unfetched>(),
+        }
+    }
 }
 
 impl fmt::Display for NotHere {
@@ -216,7 +222,7 @@ fn download_dpctl(to: &Path, log: &Path) -> Result<()> {
     .arg(&list)
     .arg("--dest")
     .arg(to);
-    quietly("pip", &mut pip, DOWNLOAD_LIMIT, log)
+    wheels::fetch(&mut pip, log)
 }
 
 #[cfg(test)]

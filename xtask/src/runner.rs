@@ -67,7 +67,8 @@ impl Counts {
 /// # Errors
 /// For unknown row or backend names, or if the workspace cannot be read; nothing was run then.
 pub(crate) fn test(args: &TestArgs) -> Result<bool> {
-    let rows = choose(ROWS, &args.rows, &args.require)?;
+    let required = [args.require.clone(), args.require_installable.clone()].concat();
+    let rows = choose(ROWS, &args.rows, &required)?;
     if args.list {
         list(&rows);
         return Ok(true);
@@ -86,7 +87,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
             }
             Err(skip) => Verdict::Skipped(skip),
         };
-        let verdict = enforce(verdict, row, &args.require);
+        let verdict = enforce(verdict, row, &args.require, &args.require_installable);
         report(row, &verdict, started.elapsed(), &log_path(&logs, row));
         counts.add(&verdict);
     }
@@ -132,14 +133,18 @@ fn list(rows: &[&Row]) {
     }
 }
 
-/// A skip of a required backend is a failure.
-fn enforce(verdict: Verdict, row: &Row, require: &[String]) -> Verdict {
-    match (verdict, row.backend) {
-        (Verdict::Skipped(skip), Some(backend)) if require.iter().any(|r| r == backend) => Verdict::Failed {
+/// A skip of a required backend is a failure; of one that is required where it can be installed, if it could be.
+fn enforce(verdict: Verdict, row: &Row, require: &[String], installable: &[String]) -> Verdict {
+    let (Verdict::Skipped(skip), Some(backend)) = (&verdict, row.backend) else {
+        return verdict;
+    };
+    let has = |list: &[String]| list.iter().any(|r| r == backend);
+    if has(require) || (skip.is_defect() && has(installable)) {
+        return Verdict::Failed {
             why: format!("{backend} is required, but would be skipped: {skip}"),
-        },
-        (verdict, _) => verdict,
+        };
     }
+    verdict
 }
 
 fn log_path(logs: &Path, row: &Row) -> PathBuf {
@@ -375,11 +380,35 @@ mod tests {
         let skip = Verdict::Skipped(Skip::Loopback {
             why: "denied".to_owned(),
         });
-        let kept = enforce(skip.clone(), row, &[]);
+        let kept = enforce(skip.clone(), row, &[], &strings(&["gloo"]));
         let mut counts = Counts::default();
         counts.add(&kept);
         assert_eq!(counts.to_string(), "matrix: 0 passed, 0 failed, 1 skipped");
-        assert!(why(enforce(skip, row, &strings(&["gloo"]))).contains("gloo is required"));
+        assert!(why(enforce(skip, row, &strings(&["gloo"]), &[])).contains("gloo is required"));
+    }
+
+    #[test]
+    fn what_could_be_installed_is_not_skipped_where_it_is_required() {
+        let row = ROWS.iter().find(|r| r.backend == Some("xccl-sycl")).unwrap();
+        let skip = |error: anyhow::Error| {
+            let not_here = crate::oneccl_sycl::NotHere::Failed { error };
+            Verdict::Skipped(Skip::Oneccl {
+                why: not_here.to_string(),
+                is_defect: not_here.is_defect(),
+            })
+        };
+        let required = strings(&["xccl-sycl"]);
+        let offline = skip(anyhow::anyhow!("no route").context(crate::wheels::Unfetched));
+        assert!(matches!(
+            enforce(offline, row, &[], &required),
+            Verdict::Skipped(_)
+        ));
+        let broken = skip(anyhow::anyhow!("the wheel has 0 files that end in x"));
+        assert!(matches!(
+            enforce(broken.clone(), row, &[], &[]),
+            Verdict::Skipped(_)
+        ));
+        assert!(why(enforce(broken, row, &[], &required)).contains("0 files"));
     }
 
     #[test]

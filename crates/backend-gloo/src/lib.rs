@@ -3,7 +3,7 @@
 //! Data flows down: [`GlooGroup`] takes validated operations (`group`) into the `queue`. Collectives run on the `lane`, one after
 //! the other, driven by whoever waits for them (`caller`) or else by the group's thread (`engine`): each becomes a `plan` (which
 //! tensors, which `schedule`) that `exec` carries out round by round over the `port`s, made by `rendezvous`; the most common ones take
-//! a shorter way through shared memory (`direct`). Point-to-point messages (`p2p`) and control go beside it over the `peer`s'
+//! a shorter way through shared memory (`direct`), large payloads may go over several connections (`stripes`). Point-to-point messages (`p2p`) and control go beside it over the `peer`s'
 //! control connections; where all ranks share memory, messages have rings of their own (`mail`), which a blocking call drives
 //! itself (`postman`). `wire` has the bytes, `kernels` the arithmetic.
 //!
@@ -12,7 +12,9 @@
 //! Options: `net_name` is the IP address or interface to listen on and to tell the others. Without it, the environment
 //! variable `OXCCL_GLOO_HOST` is told to the others; without both, ranks of one host use loopback and the others the
 //! address of the default route. The hint `transport` (or else the variable `OXCCL_GLOO_TRANSPORT`) is `auto` (shared memory within
-//! a host, TCP between hosts), `tcp`, or `shm` (shared memory everywhere, or an error).
+//! a host, TCP between hosts), `tcp`, or `shm` (shared memory everywhere, or an error). The hint `connections` (or else the variable
+//! `OXCCL_GLOO_CONNECTIONS`), 1 to 16, is how many TCP connections carry a large payload between two ranks, for links that one does not
+//! fill; the default is 1. All ranks must say the same.
 
 mod buffers;
 mod caller;

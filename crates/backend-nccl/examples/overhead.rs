@@ -1,7 +1,8 @@
 //! What the group adds to NCCL: all-reduces of f32 through `NcclGroup` and through the same library called directly, interleaved in one
 //! process, one thread per GPU (one GPU is a world of one, which still measures the cost of a submission).
 //!
-//! `cargo run --release -p backend-nccl --example overhead` on a machine with a GPU; `--pairs N` and `--max-mib N` change the effort. Prints
+//! `cargo run --release -p backend-nccl --example overhead` on a machine with a GPU; `--pairs N` and `--max-mib N` change the effort, `--markdown FILE` writes
+//! the table there, too. Prints
 //! per size the medians, their ratio with the lower bound of its 95 % interval (bootstrap over pairs), and what a submission costs on the
 //! host beyond the raw call. On anything that is not NCCL on a GPU it says so and measures nothing.
 
@@ -23,22 +24,28 @@ use ftcore::{
     ProcessGroupExt, ReduceOp, Store, deadline_in,
 };
 
+#[derive(Clone)]
 struct Arguments {
     pairs: usize,
     max_mib: usize,
+    /// Where the table goes as Markdown, too.
+    markdown: Option<String>,
 }
 
 fn arguments() -> Arguments {
     let mut parsed = Arguments {
         pairs: 60,
         max_mib: 256,
+        markdown: None,
     };
     let mut list = std::env::args().skip(1);
     while let Some(name) = list.next() {
-        let value = list.next().and_then(|v| v.parse().ok()).expect("a number");
+        let value = list.next().expect("a value");
+        let number = || value.parse().expect("a number");
         match name.as_str() {
-            "--pairs" => parsed.pairs = value,
-            "--max-mib" => parsed.max_mib = value,
+            "--pairs" => parsed.pairs = number(),
+            "--max-mib" => parsed.max_mib = number(),
+            "--markdown" => parsed.markdown = Some(value),
             other => panic!("unknown argument {other}"),
         }
     }
@@ -56,29 +63,92 @@ fn main() -> ExitCode {
     if standin {
         println!("this is a stand-in: the figures below test this program and mean nothing else");
     }
-    let Arguments { pairs, max_mib } = arguments();
+    let arguments = arguments();
     let world = CudaAccelerator.count();
-    println!("{world} GPU(s): {}", CudaAccelerator.name(0).unwrap_or_default());
+    let name = CudaAccelerator.name(0).unwrap_or_default();
+    println!("{world} GPU(s): {name}");
     println!("      bytes   ours µs    raw µs   raw/ours  lower95   submit ours µs   raw µs");
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let barrier = Arc::new(Barrier::new(world as usize));
     let threads: Vec<_> = (0..world)
         .map(|rank| {
-            let (store, barrier) = (store.clone(), barrier.clone());
+            let (store, barrier, arguments) = (store.clone(), barrier.clone(), arguments.clone());
             std::thread::Builder::new()
                 .name(format!("ox-rank-{rank}"))
-                .spawn(move || measure(rank, world, &store, &barrier, pairs, max_mib))
+                .spawn(move || measure(rank, world, &store, &barrier, &arguments))
                 .expect("a thread")
         })
         .collect();
-    threads.into_iter().for_each(|t| t.join().expect("a rank"));
+    let mut rows = Vec::new();
+    for thread in threads {
+        rows.extend(thread.join().expect("a rank"));
+    }
+    let verdict = verdict(&rows);
+    println!("{verdict}");
+    if let Some(path) = arguments.markdown {
+        let text = markdown(&format!("{world} × {name}; {library}"), &rows, &verdict, standin);
+        std::fs::write(&path, text).expect("the table can be written");
+        println!("written to {path}");
+    }
     ExitCode::SUCCESS
+}
+
+/// One size.
+struct Row {
+    bytes: usize,
+    ours: f64,
+    raw: f64,
+    ratio: f64,
+    lower: f64,
+    submit_ours: f64,
+    submit_raw: f64,
+}
+
+/// The goals: the lower bound is at least 0.95 from 1 MiB on, and a submission costs at most 2 µs more.
+fn verdict(rows: &[Row]) -> String {
+    let says = |met: bool| if met { "met" } else { "MISSED" };
+    let large: Vec<&Row> = rows.iter().filter(|r| r.bytes >= 1 << 20).collect();
+    let speed = match large.is_empty() {
+        true => "not measured (no size of 1 MiB or more)".to_string(),
+        false => says(large.iter().all(|r| r.lower >= 0.95)).to_string(),
+    };
+    let extra = rows.iter().map(|r| r.submit_ours - r.submit_raw);
+    let extra = extra.fold(f64::NEG_INFINITY, f64::max);
+    format!(
+        "lower bound of the 95 % interval at least 0.95 from 1 MiB on: {speed}; at most 2 µs more per submit: {} ({extra:.2} µs)",
+        says(extra <= 2.0)
+    )
+}
+
+fn markdown(machine: &str, rows: &[Row], verdict: &str, standin: bool) -> String {
+    let mut text = format!("{machine}\n\n");
+    if standin {
+        text += "**A stand-in: these figures test the program and mean nothing else.**\n\n";
+    }
+    text += "| bytes | ours µs | bare calls µs | bare / ours | lower bound (95 %) | submit: ours µs | bare µs |\n";
+    text += "|---|---|---|---|---|---|---|\n";
+    for r in rows {
+        text += &format!(
+            "| {} | {:.1} | {:.1} | {:.3} | {:.3} | {:.2} | {:.2} |\n",
+            r.bytes, r.ours, r.raw, r.ratio, r.lower, r.submit_ours, r.submit_raw
+        );
+    }
+    text + &format!("\n{verdict}\n")
 }
 
 /// (whole time, host time of the submission).
 type Sample = (Duration, Duration);
 
-fn measure(rank: u32, world: u32, store: &Arc<dyn Store>, barrier: &Barrier, pairs: usize, max_mib: usize) {
+/// The rows, on rank 0.
+fn measure(
+    rank: u32,
+    world: u32,
+    store: &Arc<dyn Store>,
+    barrier: &Barrier,
+    arguments: &Arguments,
+) -> Vec<Row> {
+    let (pairs, max_mib) = (arguments.pairs, arguments.max_mib);
+    let mut rows = Vec::new();
     // The contributors are left out, so that both sides reduce the same bytes.
     let mut options = GroupOptions::default();
     options.hints.insert("contributors".into(), "all".into());
@@ -126,13 +196,14 @@ fn measure(rank: u32, world: u32, store: &Arc<dyn Store>, barrier: &Barrier, pai
             }
         }
         if rank == 0 {
-            report(bytes, &samples);
+            rows.push(report(bytes, &samples));
         }
-        bytes *= 16;
+        bytes *= 4;
     }
     group
         .shutdown(deadline_in(Duration::from_secs(10)))
         .expect("shut down");
+    rows
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
@@ -140,7 +211,7 @@ fn median(mut values: Vec<f64>) -> f64 {
     values[values.len() / 2]
 }
 
-fn report(bytes: usize, samples: &[(Sample, Sample)]) {
+fn report(bytes: usize, samples: &[(Sample, Sample)]) -> Row {
     let micros = |d: Duration| d.as_secs_f64() * 1e6;
     let of = |f: fn(&(Sample, Sample)) -> Duration| median(samples.iter().map(|s| micros(f(s))).collect());
     let ratios: Vec<f64> = samples
@@ -163,13 +234,18 @@ fn report(bytes: usize, samples: &[(Sample, Sample)]) {
         })
         .collect();
     medians.sort_by(f64::total_cmp);
+    let row = Row {
+        bytes,
+        ours: of(|s| s.0.0),
+        raw: of(|s| s.1.0),
+        ratio: median(ratios),
+        lower: medians[25],
+        submit_ours: of(|s| s.0.1),
+        submit_raw: of(|s| s.1.1),
+    };
     println!(
         "{bytes:>11} {:>9.1} {:>9.1} {:>10.3} {:>8.3} {:>16.2} {:>8.2}",
-        of(|s| s.0.0),
-        of(|s| s.1.0),
-        median(ratios),
-        medians[25],
-        of(|s| s.0.1),
-        of(|s| s.1.1),
+        row.ours, row.raw, row.ratio, row.lower, row.submit_ours, row.submit_raw
     );
+    row
 }

@@ -56,10 +56,10 @@ pub(crate) fn bounded<T: Send + 'static>(
         .map_err(|e| Error::io("starting a thread", e))?;
     let mut answer = shared.lock();
     loop {
-        if matches!(*answer, Answer::Here(_)) {
-            if let Answer::Here(result) = std::mem::replace(&mut *answer, Answer::GivenUp) {
-                return Ok(result);
-            }
+        if matches!(*answer, Answer::Here(_))
+            && let Answer::Here(result) = std::mem::replace(&mut *answer, Answer::GivenUp)
+        {
+            return Ok(result);
         }
         let left = time_left(deadline);
         let why = match stop() {

@@ -3,20 +3,16 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::lifecycle::{self, Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, DType, DTypeSet, Device, Error, Feature, FeatureSet,
-    GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
-    deadline_in, names, notes,
+    Capabilities, Checked, Configuration, DType, DTypeSet, Device, Error, Feature, FeatureSet, GroupInfo,
+    GroupOptions, OpKind, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, names, notes,
 };
 use oneccl_sys::Flavour;
 
-use crate::engine::{Comms, Engine, Parts, Place, require_unstuck};
-use crate::link::Link;
-use crate::news::Channel;
+use crate::engine::Comms;
+use crate::member::Member;
 use crate::options::{HONOURED, Settings};
-use crate::tally::Tally;
-use crate::traffic::Counters;
+use crate::xpu::comm::Side;
 use crate::{probe, rendezvous, route};
 
 /// A group of ranks over oneCCL, on host memory. One rank per process.
@@ -28,12 +24,7 @@ use crate::{probe, rendezvous, route};
 /// - a failure on one rank is told to the others through the store, within about a quarter of a second;
 /// - ranks that call different collectives are not found out: they hang until their deadlines, or worse;
 /// - `shutdown` waits up to two seconds for the other ranks to leave too, so that communicators can be destroyed.
-pub struct XcclGroup {
-    settings: Settings,
-    capabilities: Capabilities,
-    counters: Arc<Counters>,
-    lifecycle: Lifecycle<Engine>,
-}
+pub struct XcclGroup(Member);
 
 /// What groups on host memory offer.
 pub(crate) fn capabilities(counted: bool) -> Capabilities {
@@ -109,76 +100,14 @@ impl XcclGroup {
     }
 
     fn with(name: String, settings: Settings) -> Self {
-        Self {
-            capabilities: capabilities(settings.counted),
-            settings,
-            counters: Arc::default(),
-            lifecycle: Lifecycle::new(name),
-        }
+        let capabilities = capabilities(settings.counted);
+        Self(Member::new(name, settings, capabilities))
     }
+}
 
-    /// Makes the engine of a new configuration.
-    fn connect(&self, configuration: &Configuration) -> Result<Arc<Engine>> {
-        if configuration.world_size == 1 {
-            let comms = Comms {
-                collectives: Link::Alone,
-                messages: None,
-            };
-            return self.start(configuration, comms, None);
-        }
-        require_unstuck()?;
-        let comms = rendezvous::connect(configuration, probe::library(Flavour::Host)?)?;
-        let channel = Some(rendezvous::channel(configuration));
-        self.start(configuration, comms, channel)
-    }
-
-    /// What an operation is to run on, and until when; or the operation is refused.
-    fn begin(
-        &self,
-        op: Checked,
-        options: &SubmitOptions,
-    ) -> Result<(Arc<Engine>, Collective, Instant), Box<Rejected>> {
-        let op = op.into_inner();
-        let refuse = |error: Error, op: Collective| {
-            let error = error.with_op(op.kind().name());
-            Err(Box::new(Rejected { error, op }))
-        };
-        if let Some(stream) = options.stream.as_ref().filter(|s| !s.device().is_cpu()) {
-            let text = format!(
-                "xccl on host memory cannot order itself after a stream on {}",
-                stream.device()
-            );
-            return refuse(Error::unsupported(text), op);
-        }
-        let deadline = options
-            .deadline
-            .unwrap_or_else(|| deadline_in(self.settings.timeout));
-        match self.lifecycle.engine() {
-            Ok(engine) => Ok((engine, op, deadline)),
-            Err(error) => refuse(error, op),
-        }
-    }
-
-    fn start(&self, c: &Configuration, comms: Comms, channel: Option<Channel>) -> Result<Arc<Engine>> {
-        let place = Place {
-            rank: c.rank,
-            world: c.world_size,
-            epoch: c.epoch.0,
-        };
-        let tally = match &channel {
-            Some(channel) if self.settings.beside => Tally::agree(c, channel)?,
-            _ => None,
-        };
-        let parts = Parts {
-            comms,
-            channel,
-            counters: self.counters.clone(),
-            counted: self.settings.counted,
-            tally,
-            side: None,
-        };
-        Engine::start(place, parts)
-    }
+/// Host memory needs nothing beside the engine.
+fn nothing(_: &Comms) -> Result<Option<Arc<Side>>> {
+    Ok(None)
 }
 
 impl Drop for XcclGroup {
@@ -187,40 +116,28 @@ impl Drop for XcclGroup {
     }
 }
 
-impl lifecycle::Engine for Engine {
-    fn abort(self: &Arc<Self>, reason: &str) {
-        Self::abort(self, reason);
-    }
-    fn leave(self: &Arc<Self>, reason: &str) {
-        Self::leave(self, reason);
-    }
-    /// Nothing to wait for: oneCCL cannot be made to end.
-    fn wait_ended(self: &Arc<Self>, _deadline: Instant) -> Result<()> {
-        Ok(())
-    }
-    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
-        Self::drain(self, deadline)
-    }
-    fn error(&self) -> Option<Error> {
-        Self::error(self)
-    }
-}
-
 impl ProcessGroup for XcclGroup {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info("xccl", Device::CPU)
+        self.0.lifecycle.info("xccl", Device::CPU)
     }
 
     fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
+        &self.0.capabilities
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.lifecycle.configure(configuration, |c| self.connect(c))
+        let meet = |c: &Configuration| rendezvous::connect(c, probe::library(Flavour::Host)?);
+        self.0.configure(configuration, meet, nothing)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let (engine, op, deadline) = self.begin(op, &options)?;
+        let (engine, op, deadline) = self.0.admit(op, options.deadline, |_| match &options.stream {
+            Some(stream) if !stream.device().is_cpu() => Err(Error::unsupported(format!(
+                "xccl on host memory cannot order itself after a stream on {}",
+                stream.device()
+            ))),
+            _ => Ok(()),
+        })?;
         engine.submit(op, options.contribute, deadline)
     }
 
@@ -230,47 +147,27 @@ impl ProcessGroup for XcclGroup {
         key: u32,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let (engine, parent) = self.lifecycle.configured().map_err(|e| e.with_op("split"))?;
-        let alone = parent.world_size == 1;
-        let split = Split::agree(self, parent, color, key, deadline)?;
-        let child = split.child(deadline);
-        let comms = if alone {
-            child.is_some().then_some(Comms {
-                collectives: Link::Alone,
-                messages: None,
-            })
-        } else {
-            // oneCCL reserves some colours for itself: it gets their places in the sorted list.
-            let dense = color
-                .and_then(|c| split.colors().binary_search(&c).ok())
-                .and_then(|c| u32::try_from(c).ok());
-            let (rank, world) = child.as_ref().map_or((0, 1), |c| (c.rank, c.world_size));
-            engine.split(dense, rank, world, deadline)?
-        };
-        let (Some(configuration), Some(comms)) = (child, comms) else {
+        let Some((configuration, comms)) = self.0.split(self, color, key, deadline)? else {
             return Ok(None);
         };
-        let child = Self::with(configuration.name.clone(), self.settings.clone());
-        child.lifecycle.configure(configuration, |c| {
-            let channel = (c.world_size > 1).then(|| rendezvous::channel(c));
-            child.start(c, comms, channel)
-        })?;
+        let child = Self::with(configuration.name.clone(), self.0.settings.clone());
+        child.0.adopt(configuration, comms, nothing)?;
         Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        self.lifecycle.abort(reason);
+        self.0.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        self.lifecycle.error()
+        self.0.lifecycle.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.lifecycle.shutdown(deadline)
+        self.0.lifecycle.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {
-        self.counters.traffic()
+        self.0.counters.traffic()
     }
 }

@@ -1,6 +1,6 @@
 //! oxccl's backend over Intel's oneCCL, on host memory and on xpu.
 //!
-//! Data flows down: [`XcclGroup`] (`group`) takes validated operations; one `engine` per configuration queues them in lanes;
+//! Data flows down: [`XcclGroup`] (`group`, over `member`) takes validated operations; one `engine` per configuration queues them in lanes;
 //! a lane's thread runs a `recipe` through `ops`, which makes it of oneCCL's calls (`link`, `raw::comm`) and, for reductions
 //! that the library lacks or gets wrong, of a `route`. `rendezvous` starts communicators, `news` carries failures between
 //! ranks. `xpu` is the device kind: [`XpuGroup`] runs on the same engine, over SYCL queues and USM memory. oneCCL has no abort: see
@@ -12,6 +12,7 @@ mod engine;
 mod group;
 mod job;
 mod link;
+mod member;
 mod news;
 mod ops;
 mod options;

@@ -24,12 +24,34 @@ pub enum Needs {
     Feature(Feature),
     /// At least one dtype with that reduction.
     Reduce(ReduceOp),
+    /// Sums of f32 and of another dtype.
+    OtherSum,
+    /// Sums and another reduction of f32.
+    OtherReduction,
     /// A rank may kill its own process.
     RealProcesses,
     /// Memory and streams of a device, on which work goes on while the host does something else.
     Device,
     /// `Work::wait_on` orders a device stream without the host: no note `wait_on` that says otherwise.
     WaitOn,
+}
+
+/// A dtype besides f32 that is summed where f32 is: f64, if possible.
+pub(crate) fn other_sum(capabilities: &Capabilities) -> Option<DType> {
+    let sums = |d: &DType| capabilities.reduces(ReduceOp::Sum, *d);
+    let others = DType::ALL.into_iter().filter(|d| *d != DType::F32);
+    let other = [DType::F64].into_iter().chain(others).find(sums);
+    other.filter(|_| sums(&DType::F32))
+}
+
+/// A reduction of f32 besides the sum: the maximum, if possible.
+pub(crate) fn other_reduction(capabilities: &Capabilities) -> Option<ReduceOp> {
+    let reduces = |op: &ReduceOp| capabilities.reduces(*op, DType::F32);
+    let others = [ReduceOp::Max, ReduceOp::Min, ReduceOp::Product, ReduceOp::Avg];
+    others
+        .into_iter()
+        .find(reduces)
+        .filter(|_| reduces(&ReduceOp::Sum))
 }
 
 type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
@@ -86,6 +108,12 @@ impl Case {
                 .iter()
                 .all(|d| !capabilities.reduces(*op, *d))
                 .then(|| format!("no dtype is advertised for {op}")),
+            Needs::OtherSum => other_sum(capabilities)
+                .is_none()
+                .then(|| "sums of f32 and another dtype are not advertised".to_string()),
+            Needs::OtherReduction => other_reduction(capabilities)
+                .is_none()
+                .then(|| "sums and another reduction of f32 are not advertised".to_string()),
             Needs::RealProcesses => {
                 (!real_processes).then(|| "ranks are threads: none can be killed".to_string())
             }

@@ -8,6 +8,7 @@ use ftcore::{
 };
 
 use crate::case::{Case, eventually};
+use crate::probe::Probe;
 use crate::{Failure, Needs, Outcome, Rank};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -86,20 +87,11 @@ pub(crate) fn cases() -> Vec<Case> {
 }
 
 fn sum_of(rank: &Rank, group: &dyn ProcessGroup, world: u32) -> Outcome {
-    for count in [7usize, 50_000] {
-        let tensor = Tensor::from_vec(vec![rank.rank as i64 + 1; count]);
-        let sum = group
-            .allreduce(tensor, ReduceOp::Sum)?
-            .take_tensor()?
-            .into_vec::<i64>()?;
-        let want = i64::from(world * (world + 1) / 2);
-        ensure!(
-            sum.iter().all(|&x| x == want),
-            "the sum is {:?}, expected {want}",
-            sum.first()
-        );
-    }
-    Ok(())
+    let probe = Probe::of(group, DType::I64);
+    let values = (rank.rank as i32 + 1, (world * (world + 1) / 2) as i32);
+    [7usize, 50_000]
+        .into_iter()
+        .try_for_each(|count| probe.sum(group, "the sum", values, count))
 }
 
 /// A large all-reduce that some other rank does not take part in.

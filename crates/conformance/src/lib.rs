@@ -36,6 +36,7 @@ mod messages;
 mod mismatch;
 mod movement;
 mod oracle;
+mod probe;
 mod reductions;
 mod staged;
 mod streams;

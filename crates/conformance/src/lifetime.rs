@@ -8,6 +8,7 @@ use ftcore::{
 };
 
 use crate::case::{Case, eventually};
+use crate::probe::Probe;
 use crate::{Failure, Needs, Outcome, Rank};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -71,6 +72,7 @@ pub(crate) fn cases() -> Vec<Case> {
 fn many(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let world = rank.world as i32;
+    let probe = Probe::of(group.as_ref(), DType::I32);
     let mut works = Vec::new();
     for i in 0..200i32 {
         let n = (i as usize * 37) % 3000;
@@ -78,20 +80,19 @@ fn many(rank: &Rank) -> Outcome {
         works.push(if i % 3 == 0 {
             group.broadcast(Tensor::from_vec(vec![i * 1000 + rank.rank as i32; n]), root)?
         } else {
-            group.allreduce(Tensor::from_vec(vec![i + rank.rank as i32; n]), ReduceOp::Sum)?
+            probe.begin(group.as_ref(), i + rank.rank as i32, n)?
         });
     }
     for (work, i) in works.iter().zip(0i32..).collect::<Vec<_>>().into_iter().rev() {
-        let got = work.take_tensor()?.into_vec::<i32>()?;
-        let want = if i % 3 == 0 {
-            i * 1000 + i % world
-        } else {
-            i * world + world * (world - 1) / 2
-        };
-        ensure!(
-            got.len() == (i as usize * 37) % 3000,
-            "operation {i} brought another tensor"
-        );
+        let got = work.take_tensor()?;
+        let n = (i as usize * 37) % 3000;
+        if i % 3 != 0 {
+            let want = i * world + world * (world - 1) / 2;
+            probe.check(&format!("operation {i}"), &got, want, n)?;
+            continue;
+        }
+        let (got, want) = (got.into_vec::<i32>()?, i * 1000 + i % world);
+        ensure!(got.len() == n, "operation {i} brought another tensor");
         ensure!(
             got.iter().all(|&x| x == want),
             "operation {i} gave {:?}, expected {want}",
@@ -102,16 +103,8 @@ fn many(rank: &Rank) -> Outcome {
 }
 
 fn ones(rank: &Rank, group: &dyn ProcessGroup, n: usize) -> Outcome {
-    let sum = group
-        .allreduce(Tensor::from_vec(vec![1i32; n]), ReduceOp::Sum)?
-        .take_tensor()?
-        .into_vec::<i32>()?;
-    ensure!(
-        sum.len() == n && sum.iter().all(|&x| x == rank.world as i32),
-        "a sum of ones is {:?}",
-        sum.first()
-    );
-    Ok(())
+    let values = (1, rank.world as i32);
+    Probe::of(group, DType::I32).sum(group, "a sum of ones", values, n)
 }
 
 fn dropped_work(rank: &Rank) -> Outcome {
@@ -173,18 +166,11 @@ fn several_groups(rank: &Rank) -> Outcome {
                 scope.spawn(move || -> Outcome {
                     let group = rank.unconfigured()?;
                     group.configure(rank.configuration(&format!("group{g}"), g + 1))?;
+                    let probe = Probe::of(group.as_ref(), DType::I32);
                     for i in 0..30i32 {
                         let value = i * 10 + g as i32;
-                        let sum = group
-                            .allreduce(Tensor::from_vec(vec![value; 2000]), ReduceOp::Sum)?
-                            .take_tensor()?
-                            .into_vec::<i32>()?;
-                        let want = value * rank.world as i32;
-                        ensure!(
-                            sum.iter().all(|&x| x == want),
-                            "group {g}: {:?}, expected {want}",
-                            sum.first()
-                        );
+                        let values = (value, value * rank.world as i32);
+                        probe.sum(group.as_ref(), &format!("group {g}"), values, 2000)?;
                     }
                     group.shutdown(rank.soon())?;
                     Ok(())
@@ -204,16 +190,14 @@ fn several_groups(rank: &Rank) -> Outcome {
 
 fn shutdown(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    let probe = Probe::of(group.as_ref(), DType::I32);
     let works: Vec<_> = (0..10)
-        .map(|_| group.allreduce(Tensor::from_vec(vec![1i32; 20_000]), ReduceOp::Sum))
-        .collect::<Result<_, _>>()?;
+        .map(|_| probe.begin(group.as_ref(), 1, 20_000))
+        .collect::<Outcome<_>>()?;
     group.shutdown(rank.soon())?;
     for work in works {
-        let sum = work.take_tensor()?.into_vec::<i32>()?;
-        ensure!(
-            sum.iter().all(|&x| x == rank.world as i32),
-            "work ended wrongly at shutdown"
-        );
+        let sum = work.take_tensor()?;
+        probe.check("work at shutdown", &sum, rank.world as i32, 20_000)?;
     }
     group.shutdown(rank.soon())?;
     let op = ftcore::Collective::Barrier;
@@ -270,16 +254,8 @@ fn splits(rank: &Rank) -> Outcome {
         rank.rank,
         info.rank
     );
-    let sum = child
-        .allreduce(Tensor::from_vec(vec![rank.rank as i32; 100]), ReduceOp::Sum)?
-        .take_tensor()?
-        .into_vec::<i32>()?;
-    let want: i32 = members.iter().map(|&r| r as i32).sum();
-    ensure!(
-        sum.iter().all(|&x| x == want),
-        "the child sums {:?}, expected {want}",
-        sum.first()
-    );
+    let values = (rank.rank as i32, members.iter().map(|&r| r as i32).sum());
+    Probe::of(child.as_ref(), DType::I32).sum(child.as_ref(), "the child's sum", values, 100)?;
     // Parent and child are independent.
     drop(child);
     ones(rank, group.as_ref(), 10)

@@ -1,9 +1,10 @@
 //! Point-to-point: matching by peer and tag, order, any source, batches, and independence of collectives.
 
-use ftcore::{Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
+use ftcore::{Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
 use crate::case::Case;
 use crate::oracle::{check_pattern, pattern};
+use crate::probe::Probe;
 use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
 
 pub(crate) fn cases() -> Vec<Case> {
@@ -216,13 +217,9 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
 /// A message that nobody has received yet does not hold up a collective, nor the other way round.
 fn beside_collectives(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 7)?;
+    let probe = Probe::of(group, DType::I32);
     for _ in 0..5 {
-        let sum = group.allreduce(Tensor::from_vec(vec![1i32; 3000]), ReduceOp::Sum)?;
-        let sum = sum.take_tensor()?.into_vec::<i32>()?;
-        ensure!(
-            sum.iter().all(|&x| x == rank.world as i32),
-            "a sum beside a message is wrong"
-        );
+        probe.sum(group, "a sum beside a message", (1, rank.world as i32), 3000)?;
     }
     let received = group.recv(Tensor::zeros(DType::F32, LARGE), previous(rank), 7)?;
     check_pattern(

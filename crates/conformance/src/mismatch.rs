@@ -2,37 +2,42 @@
 //! sides; nobody hangs, and the next epoch works.
 
 use ftcore::{
-    Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
-    Tensor,
+    Capabilities, Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
+    SubmitOptions, Tensor,
 };
 
-use crate::case::Case;
+use crate::case::{Case, other_reduction, other_sum};
+use crate::probe::Probe;
 use crate::{Failure, Needs, Outcome, Rank};
 
-/// What one odd rank calls and what the others call, and a word of each that every error must contain.
-type Variant = (&'static str, fn(&Rank, bool) -> Collective, [&'static str; 2]);
+/// What one odd rank (`true`) or the others call, of what the group offers, and a word that every error must contain.
+type Call = fn(&Capabilities, bool) -> (Collective, &'static str);
 
 pub(crate) fn cases() -> Vec<Case> {
-    let variants: [Variant; 9] = [
-        ("operation", operation, ["all_reduce", "broadcast"]),
-        ("rooted_operation", rooted, ["reduce(", "barrier"]),
-        ("barrier_kinds", barriers, ["monitored_barrier", "barrier("]),
-        ("dtype", dtype, ["f32", "f64"]),
-        ("count", count, ["100 elements", "101 elements"]),
-        ("reduction", reduction, ["sum", "max"]),
-        ("root", root, ["root 0", "root 1"]),
-        ("coalesced_parts", parts, ["all_reduce", "all_reduce"]),
-        ("large_count", large, ["80000 elements", "80001 elements"]),
+    let reduce = Needs::Op(OpKind::AllReduce);
+    let cast = Needs::Op(OpKind::Broadcast);
+    let barrier = Needs::Op(OpKind::Barrier);
+    let monitored = Needs::Op(OpKind::MonitoredBarrier);
+    let variants: [(&str, Call, &[Needs]); 9] = [
+        ("operation", operation, &[reduce, cast]),
+        ("rooted_operation", rooted, &[Needs::Op(OpKind::Reduce), barrier]),
+        ("barrier_kinds", barriers, &[barrier, monitored]),
+        ("dtype", dtype, &[reduce, Needs::OtherSum]),
+        ("count", count, &[reduce]),
+        ("reduction", reduction, &[reduce, Needs::OtherReduction]),
+        ("root", root, &[cast]),
+        ("coalesced_parts", parts, &[reduce]),
+        ("large_count", large, &[reduce]),
     ];
     let mut all = Vec::new();
     for world in [2, 3, 4] {
-        for (name, make, words) in variants {
+        for (name, call, more) in variants {
             for odd in [0, world - 1] {
                 let side = if odd == 0 { "first" } else { "last" };
-                let needs = [Needs::Feature(Feature::MismatchDetection)];
+                let needs = [&[Needs::Feature(Feature::MismatchDetection)], more].concat();
                 let name = format!("mismatch::l15_{name}_differs_on_the_{side}_rank");
                 all.push(Case::new(&name, world, &needs, move |rank| {
-                    differ(rank, odd, make, words)
+                    differ(rank, odd, call)
                 }));
             }
         }
@@ -60,35 +65,35 @@ pub(crate) fn cases() -> Vec<Case> {
     all
 }
 
-fn operation(_: &Rank, odd: bool) -> Collective {
+fn operation(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let tensors = vec![Tensor::zeros(DType::F32, 10)];
     if odd {
-        Collective::Broadcast { tensors, root: 0 }
+        (Collective::Broadcast { tensors, root: 0 }, "broadcast")
     } else {
-        Collective::AllReduce {
-            tensors,
-            op: ReduceOp::Sum,
-        }
+        let op = ReduceOp::Sum;
+        (Collective::AllReduce { tensors, op }, "all_reduce")
     }
 }
 
-fn rooted(_: &Rank, odd: bool) -> Collective {
+fn rooted(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
     if odd {
-        Collective::Reduce {
+        let call = Collective::Reduce {
             tensor: Tensor::zeros(DType::F32, 10),
             op: ReduceOp::Sum,
             root: 0,
-        }
+        };
+        (call, "reduce(")
     } else {
-        Collective::Barrier
+        (Collective::Barrier, "barrier")
     }
 }
 
-fn barriers(_: &Rank, odd: bool) -> Collective {
+fn barriers(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
     if odd {
-        Collective::MonitoredBarrier { wait_all: true }
+        let call = Collective::MonitoredBarrier { wait_all: true };
+        (call, "monitored_barrier")
     } else {
-        Collective::Barrier
+        (Collective::Barrier, "barrier(")
     }
 }
 
@@ -97,31 +102,47 @@ fn sum(dtype: DType, counts: &[usize], op: ReduceOp) -> Collective {
     Collective::AllReduce { tensors, op }
 }
 
-fn dtype(_: &Rank, odd: bool) -> Collective {
-    sum(if odd { DType::F64 } else { DType::F32 }, &[8], ReduceOp::Sum)
+fn dtype(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let other = other_sum(capabilities).filter(|_| odd);
+    let dtype = other.unwrap_or(DType::F32);
+    (sum(dtype, &[8], ReduceOp::Sum), dtype.name())
 }
 
-fn count(_: &Rank, odd: bool) -> Collective {
-    sum(DType::F32, &[100 + usize::from(odd)], ReduceOp::Sum)
+fn count(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let (count, word) = if odd {
+        (101, "101 elements")
+    } else {
+        (100, "100 elements")
+    };
+    (sum(DType::F32, &[count], ReduceOp::Sum), word)
 }
 
-fn reduction(_: &Rank, odd: bool) -> Collective {
-    sum(DType::F32, &[8], if odd { ReduceOp::Max } else { ReduceOp::Sum })
+fn reduction(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let other = other_reduction(capabilities).filter(|_| odd);
+    let op = other.unwrap_or(ReduceOp::Sum);
+    (sum(DType::F32, &[8], op), ReduceOp::name_of(op.code()))
 }
 
-fn root(_: &Rank, odd: bool) -> Collective {
-    Collective::Broadcast {
+fn root(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let call = Collective::Broadcast {
         tensors: vec![Tensor::zeros(DType::F32, 8)],
         root: u32::from(odd),
-    }
+    };
+    (call, if odd { "root 1" } else { "root 0" })
 }
 
-fn parts(_: &Rank, odd: bool) -> Collective {
-    sum(DType::F32, if odd { &[3, 1] } else { &[1, 3] }, ReduceOp::Sum)
+fn parts(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let counts = if odd { [3, 1] } else { [1, 3] };
+    (sum(DType::F32, &counts, ReduceOp::Sum), "all_reduce")
 }
 
-fn large(_: &Rank, odd: bool) -> Collective {
-    sum(DType::F32, &[80_000 + usize::from(odd)], ReduceOp::Sum)
+fn large(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let (count, word) = if odd {
+        (80_001, "80001 elements")
+    } else {
+        (80_000, "80000 elements")
+    };
+    (sum(DType::F32, &[count], ReduceOp::Sum), word)
 }
 
 /// The error of `op`, or of the group if a peer's news came before it was submitted.
@@ -142,14 +163,12 @@ fn failure_of(rank: &Rank, group: &dyn ProcessGroup, op: Collective) -> Outcome<
     }
 }
 
-fn differ(rank: &Rank, odd: u32, make: fn(&Rank, bool) -> Collective, words: [&str; 2]) -> Outcome {
+fn differ(rank: &Rank, odd: u32, call: Call) -> Outcome {
     let group = rank.group()?;
-    for kind in [make(rank, true).kind(), make(rank, false).kind()] {
-        if !group.capabilities().ops.contains(kind) {
-            return Ok(());
-        }
-    }
-    let e = failure_of(rank, group.as_ref(), make(rank, rank.rank == odd))?;
+    let capabilities = group.capabilities();
+    let (mine, _) = call(capabilities, rank.rank == odd);
+    let words = [false, true].map(|odd| call(capabilities, odd).1);
+    let e = failure_of(rank, group.as_ref(), mine)?;
     ensure!(
         e.kind() == ErrorKind::Mismatch,
         "rank {}: {:?}: {e}",
@@ -171,12 +190,8 @@ fn next_epoch_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
         return Ok(());
     }
     group.configure(rank.configuration("main", 2))?;
-    let sum = group
-        .allreduce(Tensor::from_vec(vec![1i32; 7]), ReduceOp::Sum)?
-        .take_tensor()?
-        .into_vec::<i32>()?;
-    ensure!(sum == [rank.world as i32; 7], "the next epoch sums {sum:?}");
-    Ok(())
+    let values = (1, rank.world as i32);
+    Probe::of(group, DType::I32).sum(group, "the next epoch's sum", values, 7)
 }
 
 /// Rank 0 sends one element more to rank 1 than rank 1 expects; nothing before the first frame could know.

@@ -8,7 +8,7 @@
 
 use std::sync::OnceLock;
 
-use ftcore::{DType, ReduceOp, Tensor};
+use ftcore::{Capabilities, DType, ReduceOp, Tensor};
 use half::{bf16, f16};
 
 use crate::{Failure, Outcome};
@@ -313,8 +313,16 @@ pub(crate) struct Expected<'a> {
     pub(crate) op: ReduceOp,
     /// One per rank.
     pub(crate) contributes: &'a [bool],
+    /// The dtype that the group rounds to on the way, if it is not exact.
+    pub(crate) rounded: Option<DType>,
     /// The index of the first element in the inputs.
     pub(crate) first: usize,
+}
+
+/// The dtype that a group rounds reductions to on the way: its note `rounds_to`, if that names one.
+pub(crate) fn rounded_to(capabilities: &Capabilities) -> Option<DType> {
+    let note = capabilities.notes.iter().find(|(key, _)| key == "rounds_to");
+    note.and_then(|(_, name)| DType::ALL.into_iter().find(|d| d.name() == name))
 }
 
 impl Expected<'_> {
@@ -326,6 +334,7 @@ impl Expected<'_> {
             op,
             contributes,
             first,
+            ..
         } = *self;
         let contributors = contributes.iter().filter(|c| **c).count() as u32;
         for (slot, index) in result.bytes().chunks_exact(dtype.size()).zip(first..) {
@@ -355,7 +364,9 @@ impl Expected<'_> {
             (Value::Integer(a), Value::Integer(b)) => a == b,
             (Value::Float(a), Value::Float(b)) if a.is_nan() || b.is_nan() => a.is_nan() && b.is_nan(),
             (Value::Float(a), Value::Float(b)) if a == b => true,
-            (Value::Float(a), Value::Float(b)) if self.kind == Inputs::Fractions || is_eighth(self.dtype) => {
+            (Value::Float(a), Value::Float(b))
+                if self.kind == Inputs::Fractions || is_eighth(self.dtype) || self.rounded.is_some() =>
+            {
                 // Every hop rounds once, relative to the largest sum or product on the way.
                 let size = |v: &Value| match v {
                     Value::Float(f) => f.abs(),
@@ -371,7 +382,8 @@ impl Expected<'_> {
                 } else {
                     values.len() as f64 + 1.0
                 };
-                (a - b).abs() <= precision(self.dtype) * (largest + b.abs()) * hops
+                let coarser = self.rounded.map_or(0.0, precision).max(precision(self.dtype));
+                (a - b).abs() <= coarser * (largest + b.abs()) * hops
             }
             _ => false,
         }
@@ -465,18 +477,24 @@ mod tests {
     #[test]
     fn a_wrong_element_is_found_and_a_rounded_one_is_not() {
         let both = [true, true];
-        let expected = |kind| Expected {
+        let expected = |kind, rounded| Expected {
             kind,
             dtype: DType::F32,
             op: ReduceOp::Sum,
             contributes: &both,
+            rounded,
             first: 0,
         };
-        for (kind, nudge, passes) in [
-            (Inputs::Small, 0.0f32, true),
-            (Inputs::Small, 1e-6, false),
-            (Inputs::Fractions, 1e-6, true),
-            (Inputs::Fractions, 1e-3, false),
+        let half = Some(DType::F16);
+        for (kind, rounded, nudge, passes) in [
+            (Inputs::Small, None, 0.0f32, true),
+            (Inputs::Small, None, 1e-6, false),
+            (Inputs::Small, half, 1e-3, true),
+            (Inputs::Small, half, 0.25, false),
+            (Inputs::Fractions, None, 1e-6, true),
+            (Inputs::Fractions, None, 1e-3, false),
+            (Inputs::Fractions, half, 1e-3, true),
+            (Inputs::Fractions, half, 0.25, false),
         ] {
             let sums: Vec<f32> = (0..20)
                 .map(|i| {
@@ -488,9 +506,9 @@ mod tests {
                 })
                 .collect();
             assert_eq!(
-                expected(kind).check(&Tensor::from_vec(sums)).is_ok(),
+                expected(kind, rounded).check(&Tensor::from_vec(sums)).is_ok(),
                 passes,
-                "{kind:?} {nudge}"
+                "{kind:?} {rounded:?} {nudge}"
             );
         }
         let mut moved = pattern(DType::U16, 3, 50);

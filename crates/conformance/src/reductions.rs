@@ -6,7 +6,7 @@ use ftcore::{
 };
 
 use crate::case::Case;
-use crate::oracle::{self, Expected, Inputs};
+use crate::oracle::{self, Expected, Inputs, rounded_to};
 use crate::{LARGE, Needs, Outcome, Rank, SIZES};
 
 const OPS: [ReduceOp; 9] = [
@@ -167,12 +167,13 @@ fn all_reduce(
         result.count()
     );
     check_contributors(group, work.contributors(), rank.world)?;
-    let contributes = &everybody(rank);
+    let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
     Expected {
         kind,
         dtype,
         op,
         contributes,
+        rounded,
         first: 0,
     }
     .check(&result)
@@ -198,12 +199,13 @@ fn reduce(
         let result = work.take_tensor()?;
         if rank.rank == root {
             check_contributors(group, work.contributors(), rank.world)?;
-            let contributes = &everybody(rank);
+            let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
             let expected = Expected {
                 kind,
                 dtype,
                 op,
                 contributes,
+                rounded,
                 first: 0,
             };
             expected.check(&result)?;
@@ -257,12 +259,13 @@ fn reduce_scatter(
         );
     }
     check_contributors(group, work.contributors(), rank.world)?;
-    let contributes = &everybody(rank);
+    let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
     Expected {
         kind,
         dtype,
         op,
         contributes,
+        rounded,
         first: own_first,
     }
     .check(&result)
@@ -289,7 +292,7 @@ fn reduce_scatter_into(
     let work = group.reduce_scatter_into_coalesced(pairs, op)?;
     let tensors = work.take()?.tensors;
     check_contributors(group, work.contributors(), rank.world)?;
-    let contributes = &everybody(rank);
+    let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
     for (pair, (first, n)) in tensors.chunks_exact(2).zip([(0, a), (a * world, b)]) {
         let [input, output] = pair else { continue };
         let unchanged = oracle::part(kind, dtype, op, rank.rank, first..first + n * world);
@@ -302,6 +305,7 @@ fn reduce_scatter_into(
             dtype,
             op,
             contributes,
+            rounded,
             first: first + rank.rank as usize * n,
         };
         expected.check(output)?;
@@ -325,7 +329,7 @@ fn coalesced(rank: &Rank) -> Outcome {
             "{} tensors came back",
             results.len()
         );
-        let contributes = &everybody(rank);
+        let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
         for (result, count) in results.iter().zip(counts) {
             ensure!(result.count() == count, "the tensors came back in another order");
             let expected = Expected {
@@ -333,6 +337,7 @@ fn coalesced(rank: &Rank) -> Outcome {
                 dtype,
                 op,
                 contributes,
+                rounded,
                 first: 0,
             };
             expected.check(result)?;
@@ -399,6 +404,7 @@ fn l16_special_values(rank: &Rank) -> Outcome {
 /// Every subset of ranks contributes once, and nobody at all.
 fn contributors(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    let rounded = rounded_to(group.capabilities());
     for subset in 0..1u32 << rank.world {
         let contributes: Vec<bool> = (0..rank.world).map(|r| subset & (1 << r) != 0).collect();
         let options = SubmitOptions {
@@ -430,6 +436,7 @@ fn contributors(rank: &Rank) -> Outcome {
                         dtype,
                         op,
                         contributes: &contributes,
+                        rounded,
                         first: 0,
                     };
                     expected.check(&result)?;
@@ -443,6 +450,7 @@ fn contributors(rank: &Rank) -> Outcome {
 fn contributors_elsewhere(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let (op, dtype, kind) = (ReduceOp::Avg, DType::F32, Inputs::Small);
+    let rounded = rounded_to(group.capabilities());
     for subset in 0..1u32 << rank.world {
         let contributes: Vec<bool> = (0..rank.world).map(|r| subset & (1 << r) != 0).collect();
         let options = SubmitOptions {
@@ -457,6 +465,7 @@ fn contributors_elsewhere(rank: &Rank) -> Outcome {
             dtype,
             op,
             contributes: &contributes,
+            rounded,
             first,
         };
         if rank.rank == 0 {

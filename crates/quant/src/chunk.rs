@@ -32,9 +32,9 @@ const CHECKSUM: Range<usize> = 12..16;
 /// Values between two looks at the order to stop, at least. Their bytes are still in the cache when the checksum is taken.
 const STEP: usize = 1 << 18;
 
-/// Values of a slice, at least: few enough that a part has many of them and what is converted before the first and after the last is short,
-/// and enough that what a step costs besides its bytes is nothing to them.
-const SLICE: usize = 1 << 18;
+/// Values of a slice, at least. All ranks of an all-to-all that is short send to all others at about the same time, so that no link rests; long
+/// ones go rank by rank, and whoever is late leaves a link idle and fills another (measured: docs/quantisation.md).
+const SLICE: usize = 1 << 16;
 
 /// Whose values a chunk holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

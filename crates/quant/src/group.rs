@@ -202,6 +202,8 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
         ),
         ("reduce_scatter".into(), reduction("rounded once").into()),
         ("reduce".into(), "unsupported: use all_reduce".into()),
+        // Where that is a data type, it says how close a reduction comes.
+        ("rounds_to".into(), codec.name().into()),
         ("all_gather".into(), moved.clone().into()),
         ("broadcast".into(), moved.into()),
     ];

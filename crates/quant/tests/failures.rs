@@ -364,10 +364,10 @@ fn inv10_a_slice_that_was_spoilt_while_others_are_in_flight_fails_the_call_and_n
         (|b| b[8] ^= 1, "slice"),
     ];
     for (spoil, word) in spoils {
-        spoilt_reduction(2, 600_000, 2, spoil, word);
+        spoilt_reduction(2, 150_000, 2, spoil, word);
     }
-    spoilt_reduction(3, 1_600_000, 1, spoils[1].0, spoils[1].1);
-    spoilt_reduction(3, 1_600_000, 2, spoils[0].0, spoils[0].1);
+    spoilt_reduction(3, 1_150_000, 1, spoils[1].0, spoils[1].1);
+    spoilt_reduction(3, 1_150_000, 2, spoils[0].0, spoils[0].1);
 }
 
 /// Rank 0's bytes are spoilt after `passed` collectives of a reduction: it fails saying `word`, and naming a rank. The next epoch works.

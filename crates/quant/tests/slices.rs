@@ -10,8 +10,8 @@ use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
 use quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup, Rounding};
 use ranks::{bits, configured, reduce, values};
 
-/// More than two slices of 2^18 values, and not a whole number of anything.
-const PART: usize = (1 << 19) + 1234;
+/// More than two slices of 2^16 values, and not a whole number of anything.
+const PART: usize = (1 << 17) + 1234;
 
 /// What the values become on their way.
 fn rounded(codec: Codec, values: &[f32]) -> Vec<f32> {
@@ -202,7 +202,7 @@ fn inv3_the_bits_of_a_reduce_scatter_do_not_depend_on_its_slices() {
 
 #[test]
 fn no_two_slices_draw_the_same_random_numbers() {
-    const SLICE: usize = 1 << 18;
+    const SLICE: usize = 1 << 16;
     let options = QuantizeOptions {
         rounding: Rounding::Stochastic { key: 5 },
         ..with(Codec::Int8B64, Accuracy::Economic, false)
@@ -223,7 +223,7 @@ fn no_two_slices_draw_the_same_random_numbers() {
 }
 
 #[test]
-fn a_slice_costs_no_more_bytes_than_its_header() {
+fn slices_cost_less_than_half_a_hundredth_of_the_bytes() {
     let codec = Codec::Int4Hadamard { seed: 0 };
     for world in [2u32, 3] {
         configured(world, &with(codec, Accuracy::Economic, false), |rank, g, _| {
@@ -234,7 +234,7 @@ fn a_slice_costs_no_more_bytes_than_its_header() {
             let shares = 2.0 * f64::from(world - 1) / f64::from(world);
             let ideal = shares * count as f64 * codec.bits() / 8.0;
             assert!(
-                sent <= 1.002 * ideal && sent >= 0.998 * ideal,
+                sent <= 1.005 * ideal && sent >= 0.998 * ideal,
                 "{sent} for {ideal}"
             );
         });

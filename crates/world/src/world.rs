@@ -66,16 +66,13 @@ impl WorldOptions {
         let mut members = Vec::new();
         for (device, backend) in self.backends.backends(&self.device)? {
             let options = self.options_of.get(&device.kind).unwrap_or(&self.options);
-            members.push(((self.make)(&backend, &device, options)?, device));
+            let group = (self.make)(&backend, &device, options)?;
+            members.push((device, group));
         }
         if let BackendSpec::ByDevice(_) = self.backends {
-            let members = members
-                .into_iter()
-                .map(|(group, device)| (device, group))
-                .collect();
             return Ok(Box::new(ByDevice::new(name, self.device.clone(), members)?));
         }
-        let only = members.pop().map(|(group, _)| group);
+        let only = members.pop().map(|(_, group)| group);
         only.ok_or_else(|| Error::new(ErrorKind::Internal, "a specification without a backend"))
     }
 

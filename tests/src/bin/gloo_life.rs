@@ -168,7 +168,11 @@ fn main() {
         let mut called = 0;
         let (rank, world) = (*rank as u32, *world as u32);
         if let Err(e) = live(&group, &store, seed, *epoch, rank, world, &mut called) {
-            say(&format!("failed {epoch} {} {called} {:?} {e}", monotonic_ns(), e.kind()));
+            say(&format!(
+                "failed {epoch} {} {called} {:?} {e}",
+                monotonic_ns(),
+                e.kind()
+            ));
         }
     }
 }

@@ -238,7 +238,7 @@ fn stream_line(to: &mut [u8; LINE], line: &[u8; LINE]) {
 
 /// So much is folded in the first-level cache before it is stored: long enough for loops to be compiled into vectors, which loops
 /// over a single line are not for certain.
-const BLOCK: usize = 32 * LINE;
+const BLOCK: usize = 128 * LINE;
 
 #[repr(align(64))]
 struct Block([u8; BLOCK]);

@@ -5,7 +5,7 @@ use std::process::Command;
 
 use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor};
 
-use crate::ranks::{eventually, soon, with_groups};
+use crate::ranks::{eventually, soon, with_groups, with_groups_over};
 
 fn threads() -> usize {
     std::fs::read_dir("/proc/self/task")
@@ -125,9 +125,10 @@ fn an_engine_that_waits_does_not_spin() {
 fn alone() {
     with_groups(1, |_, group| group.barrier().unwrap());
     let before = descriptors();
-    for end in ["shutdown", "drop", "abort", "peer abort"] {
+    let ends = ["shutdown", "drop", "abort", "peer abort"];
+    for (transport, end) in ["auto", "tcp*4"].iter().flat_map(|t| ends.map(|end| (t, end))) {
         let finished = std::sync::Barrier::new(3);
-        with_groups(3, |rank, group| {
+        with_groups_over(transport, 3, |rank, group| {
             let work = group
                 .allreduce(Tensor::zeros(DType::F32, 10_000), ReduceOp::Sum)
                 .unwrap();
@@ -185,6 +186,35 @@ fn at_rest() {
 #[test]
 fn a_group_costs_little_memory() {
     in_a_process_of_its_own("resources::at_rest");
+}
+
+/// Runs in a process of its own, see below.
+#[test]
+#[ignore = "run by a_pair_has_as_many_sockets_as_it_was_told in a process of its own"]
+fn sockets() {
+    let of = |transport: &str| {
+        let counts = with_groups_over(transport, 2, |_, group| {
+            // Both have closed what they only needed to meet.
+            group.barrier().unwrap();
+            let count = std::fs::read_dir("/proc/self/fd")
+                .unwrap()
+                .filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok())
+                .filter(|to| to.to_string_lossy().starts_with("socket:"))
+                .count();
+            group.barrier().unwrap();
+            count
+        });
+        counts[0].min(counts[1])
+    };
+    // Both ends are in this process: the frames' connection, the control connection, and the rails.
+    assert_eq!(of("tcp"), 2 * 2);
+    assert_eq!(of("tcp*2"), 2 * (2 + 2));
+    assert_eq!(of("tcp*4"), 2 * (2 + 4));
+}
+
+#[test]
+fn a_pair_has_as_many_sockets_as_it_was_told() {
+    in_a_process_of_its_own("resources::sockets");
 }
 
 #[test]

@@ -352,10 +352,7 @@ impl Engine {
 /// The communicators of a split group, and those of its messages.
 fn split_comms(comms: &Comms, color: Option<u32>, rank: u32, world: u32) -> Result<Option<Comms>> {
     match &comms.collectives {
-        Link::Alone => Ok(color.map(|_| Comms {
-            collectives: Link::Alone,
-            messages: None,
-        })),
+        Link::Alone => Ok(color.map(|_| Comms::alone())),
         Link::Comm(parent) => {
             let made = parent.split(color, rank, rank, world)?;
             made.map(with_messages).transpose()
@@ -400,10 +397,7 @@ pub(crate) fn on_device(made: Comm, side: &Arc<Side>) -> Result<Comms> {
 pub(crate) fn with_messages(made: Comm) -> Result<Comms> {
     if made.world() == 1 {
         made.destroy()?;
-        return Ok(Comms {
-            collectives: Link::Alone,
-            messages: None,
-        });
+        return Ok(Comms::alone());
     }
     let messages = made.split(Some(0), made.rank(), made.rank(), made.world())?;
     Ok(Comms {

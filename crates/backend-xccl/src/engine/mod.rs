@@ -74,6 +74,16 @@ pub(crate) struct Comms {
     pub(crate) messages: Option<Link>,
 }
 
+impl Comms {
+    /// Of a world of one.
+    pub(crate) fn alone() -> Self {
+        Self {
+            collectives: Link::Alone,
+            messages: None,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum LaneId {
     Collectives,

@@ -69,7 +69,13 @@ impl Engine {
                 None => format!("the other ranks did not come within {took:.3} s"),
             },
             Stage::Queued => {
-                format!("had not begun after {took:.3} s: earlier operations of this group are not done")
+                let which = label.message.map_or(String::new(), |(peer, tag)| {
+                    format!(" (the message with rank {peer}, tag {tag})")
+                });
+                format!(
+                    "had not begun after {took:.3} s{which}: earlier operations of this group are not done, or this machine is \
+                     too busy"
+                )
             }
         };
         label.on(self.named(Error::timeout(text)))

@@ -3,21 +3,19 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::lifecycle::{Lifecycle, Split};
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, Device, DeviceKind, Error, GroupInfo, GroupOptions,
-    OpKind, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in, names, wrong_device,
+    Capabilities, Checked, Configuration, Device, DeviceKind, Error, GroupInfo, GroupOptions, OpKind,
+    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, names, wrong_device,
 };
 
 use super::comm::Side;
 use super::device::Xpu;
 use super::probe;
-use crate::engine::{Comms, Engine, Parts, Place, on_device, require_unstuck};
+use crate::engine::{Comms, on_device};
 use crate::link::Link;
-use crate::news::Channel;
+use crate::member::{Member, refused};
 use crate::options::Settings;
-use crate::traffic::Counters;
 use crate::{group, rendezvous};
 
 /// Why there are no messages on SYCL's CPU device.
@@ -34,10 +32,7 @@ const NO_MESSAGES: &str = "not offered on SYCL's CPU device, where oneCCL's own 
 ///   host memory: there is no compiler here to make kernels with.
 pub struct XpuGroup {
     xpu: Arc<Xpu>,
-    settings: Settings,
-    capabilities: Capabilities,
-    counters: Arc<Counters>,
-    lifecycle: Lifecycle<Engine>,
+    member: Member,
 }
 
 /// What groups on `xpu` memory offer, with messages or without.
@@ -112,89 +107,49 @@ impl XpuGroup {
     }
 
     fn with(name: String, xpu: Arc<Xpu>, settings: Settings) -> Self {
+        let capabilities = capabilities(settings.counted, !xpu.is_cpu);
         Self {
-            capabilities: capabilities(settings.counted, !xpu.is_cpu),
             xpu,
-            settings,
-            counters: Arc::default(),
-            lifecycle: Lifecycle::new(name),
+            member: Member::new(name, settings, capabilities),
         }
     }
 
-    /// Makes the engine of a new configuration.
-    fn connect(&self, configuration: &Configuration) -> Result<Arc<Engine>> {
-        if configuration.world_size == 1 {
-            let comms = Comms {
-                collectives: Link::Alone,
-                messages: None,
-            };
-            return self.start(configuration, comms, None);
-        }
-        require_unstuck()?;
-        let comms = communicators(configuration, &self.xpu)?;
-        let channel = Some(rendezvous::channel(configuration));
-        self.start(configuration, comms, channel)
-    }
-
-    fn start(&self, c: &Configuration, comms: Comms, channel: Option<Channel>) -> Result<Arc<Engine>> {
-        let place = Place {
-            rank: c.rank,
-            world: c.world_size,
-            epoch: c.epoch.0,
-        };
-        // The queue of the communicator is the engine's.
-        let side = match &comms.collectives {
+    /// The queue of the communicator is the engine's.
+    fn queue(&self, comms: &Comms) -> Result<Option<Arc<Side>>> {
+        Ok(Some(match &comms.collectives {
             Link::Xpu(on_device) => on_device.side.clone(),
             Link::Alone | Link::Comm(_) => Side::new(&self.xpu)?,
-        };
-        let parts = Parts {
-            comms,
-            channel,
-            counters: self.counters.clone(),
-            counted: self.settings.counted,
-            tally: None,
-            side: Some(side),
-        };
-        Engine::start(place, parts)
+        }))
     }
 }
 
 impl ProcessGroup for XpuGroup {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info("xccl", self.xpu.device())
+        self.member.lifecycle.info("xccl", self.xpu.device())
     }
 
     fn capabilities(&self) -> &Capabilities {
-        &self.capabilities
+        &self.member.capabilities
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.lifecycle.configure(configuration, |c| self.connect(c))
+        let meet = |c: &Configuration| communicators(c, &self.xpu);
+        self.member
+            .configure(configuration, meet, |comms| self.queue(comms))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let op = op.into_inner();
-        let refuse = |error: Error, op: Collective| {
-            let error = error.with_op(op.kind().name());
-            Err(Box::new(Rejected { error, op }))
-        };
         let own = self.xpu.device();
-        if let Some(tensor) = op.tensors().into_iter().find(|t| *t.device() != own) {
-            let error = wrong_device(tensor, &own.to_string());
-            return refuse(error, op);
+        let (engine, op, deadline) = self.member.admit(op, options.deadline, |op| {
+            match op.tensors().into_iter().find(|t| *t.device() != own) {
+                Some(tensor) => Err(wrong_device(tensor, &own.to_string())),
+                None => Ok(()),
+            }
+        })?;
+        match options.stream.map(|s| s.record()).transpose() {
+            Ok(after) => engine.submit_after(op, options.contribute, deadline, after),
+            Err(error) => Err(refused(error, op)),
         }
-        let engine = match self.lifecycle.engine() {
-            Ok(engine) => engine,
-            Err(error) => return refuse(error, op),
-        };
-        let after = match options.stream.map(|s| s.record()).transpose() {
-            Ok(after) => after,
-            Err(error) => return refuse(error, op),
-        };
-        let deadline = options
-            .deadline
-            .unwrap_or_else(|| deadline_in(self.settings.timeout));
-        engine.submit_after(op, options.contribute, deadline, after)
     }
 
     fn split(
@@ -203,52 +158,31 @@ impl ProcessGroup for XpuGroup {
         key: u32,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let (engine, parent) = self.lifecycle.configured().map_err(|e| e.with_op("split"))?;
-        let alone = parent.world_size == 1;
-        let split = Split::agree(self, parent, color, key, deadline)?;
-        let child = split.child(deadline);
-        let comms = if alone {
-            child.is_some().then_some(Comms {
-                collectives: Link::Alone,
-                messages: None,
-            })
-        } else {
-            // oneCCL reserves some colours for itself: it gets their places in the sorted list.
-            let dense = color
-                .and_then(|c| split.colors().binary_search(&c).ok())
-                .and_then(|c| u32::try_from(c).ok());
-            let (rank, world) = child.as_ref().map_or((0, 1), |c| (c.rank, c.world_size));
-            engine.split(dense, rank, world, deadline)?
-        };
-        let (Some(configuration), Some(comms)) = (child, comms) else {
+        let Some((configuration, comms)) = self.member.split(self, color, key, deadline)? else {
             return Ok(None);
         };
-        let child = Self::with(
-            configuration.name.clone(),
-            self.xpu.clone(),
-            self.settings.clone(),
-        );
-        child.lifecycle.configure(configuration, |c| {
-            let channel = (c.world_size > 1).then(|| rendezvous::channel(c));
-            child.start(c, comms, channel)
-        })?;
+        let name = configuration.name.clone();
+        let child = Self::with(name, self.xpu.clone(), self.member.settings.clone());
+        child
+            .member
+            .adopt(configuration, comms, |comms| child.queue(comms))?;
         Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        self.lifecycle.abort(reason);
+        self.member.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        self.lifecycle.error()
+        self.member.lifecycle.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.lifecycle.shutdown(deadline)
+        self.member.lifecycle.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {
-        self.counters.traffic()
+        self.member.counters.traffic()
     }
 }
 

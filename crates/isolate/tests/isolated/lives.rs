@@ -335,6 +335,16 @@ fn abort_gives_back() {
     });
 }
 
+/// True if the child of this number runs a call on the thread that it has for each.
+fn is_in_a_call(pid: u32) -> bool {
+    let tasks = std::fs::read_dir(format!("/proc/{pid}/task"));
+    tasks
+        .into_iter()
+        .flatten()
+        .flatten()
+        .any(|t| std::fs::read_to_string(t.path().join("comm")).is_ok_and(|name| name.trim() == "ox-icall"))
+}
+
 fn dies_in_configure() {
     let group = isolate::IsolatedGroup::new(odd("hang configure")).unwrap();
     let pid = group.child_pid().unwrap();
@@ -344,7 +354,7 @@ fn dies_in_configure() {
                 .configure(configuration(&Default::default(), 1, 0, 1))
                 .unwrap_err()
         });
-        std::thread::sleep(Duration::from_millis(20));
+        eventually("the call in the child", || is_in_a_call(pid));
         kill(pid);
         let e = configuring.join().unwrap();
         assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");

@@ -13,6 +13,21 @@ const _: () = assert!(GROUP == 128, "the strides and the factor below are for 12
 /// The bits of 2¹²⁰. Groups with larger values are not rotated, so that sums cannot overflow.
 pub(super) const TOO_LARGE: u32 = (120 + 127) << 23;
 
+/// The bits of 2¹¹². Rotated, a group with a value from 2¹²⁰ on has one of at least 2¹¹³ but for rounding, or something not finite: the values are
+/// sums of all 128 rotated ones, with signs. So peaks below this say that a group fits, and the values need not be looked at.
+const SURELY_FITS: u32 = (112 + 127) << 23;
+
+/// True if no value of the group `from`, with these peaks after the rotation, is [`TOO_LARGE`].
+#[inline(always)]
+pub(super) fn fits(from: &[f32; GROUP], peaks: &[u32; 2]) -> bool {
+    peaks[0].max(peaks[1]) < SURELY_FITS || fits_exactly(from)
+}
+
+#[cold]
+fn fits_exactly(from: &[f32; GROUP]) -> bool {
+    scale::peak(from) < TOO_LARGE
+}
+
 /// The signs of one group, as what values are multiplied with on the way there: ±1/128.
 pub(super) struct Signs([f32; GROUP]);
 
@@ -48,7 +63,7 @@ pub(super) fn rotate(
     transform(to);
     let (first, second) = to.split_at(GROUP / 2);
     *peaks = [scale::peak(first), scale::peak(second)];
-    scale::peak(from) < TOO_LARGE
+    fits_exactly(from)
 }
 
 /// The inverse of [`rotate`], up to rounding.
@@ -137,6 +152,36 @@ mod tests {
         assert!(
             !fits(limit) && !fits(-limit) && !fits(f32::NEG_INFINITY) && !fits(f32::NAN) && !fits(-f32::NAN)
         );
+        // Between what surely fits and what does not: looked at value by value.
+        assert!(fits(limit / 8.0) && !fits(limit * 8.0) && !fits(f32::MAX));
+    }
+
+    #[test]
+    fn a_value_that_is_too_large_shows_in_the_peaks_wherever_it_is_and_whatever_is_beside_it() {
+        let limit = f32::from_bits(TOO_LARGE);
+        for seed in 0..20 {
+            let signs = Signs::new(seed);
+            for at in 0..GROUP {
+                // Alone, among small values, and among as large ones that cancel what they can.
+                let patterns: [fn(usize) -> f32; 4] = [
+                    |_| 0.0,
+                    |i| (i as f32).sin() * 1e30,
+                    |_| 0.999,
+                    |i| if i.count_ones() % 2 == 0 { 0.999 } else { -0.999 },
+                ];
+                for (k, beside) in patterns.into_iter().enumerate() {
+                    let size = if k < 2 { 1.0 } else { limit };
+                    let mut from: [f32; GROUP] = std::array::from_fn(|i| beside(i) * size);
+                    from[at] = limit;
+                    let mut peaks = [0; 2];
+                    rotate(&signs, &from, &mut [0.0; GROUP], &mut peaks);
+                    assert!(
+                        peaks[0].max(peaks[1]) >= SURELY_FITS + (1 << 22),
+                        "seed {seed}, place {at}, pattern {k}: {peaks:x?}"
+                    );
+                }
+            }
+        }
     }
 
     /// A group of ones with this value in it.

@@ -3,7 +3,7 @@
 use std::arch::x86_64::*;
 
 use super::{Isa, Pass, Reference};
-use crate::codec::hadamard::{GROUP, Signs, TOO_LARGE};
+use crate::codec::hadamard::{GROUP, Signs, fits};
 use crate::codec::tiles::PART;
 
 pub(super) fn has_avx2() -> bool {
@@ -229,17 +229,16 @@ fn magnitude8(v: __m256) -> __m256i {
 #[target_feature(enable = "avx2,fma")]
 fn rotate_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
     fetch_ahead(from);
+    let group = from;
     let (from, signs) = (from.as_chunks::<8>().0, signs.factors().as_chunks::<8>().0);
     let rows = to.as_chunks_mut::<8>().0;
     let zero = _mm256_setzero_si256();
-    let (mut highest, mut first, mut second) = (zero, zero, zero);
+    let (mut first, mut second) = (zero, zero);
     // Sixteen registers are one group, but not with anything beside it: so twice four times four.
     for k in 0..4 {
         let mut v = [_mm256_setzero_ps(); 4];
         for i in 0..4 {
-            let x = load8(&from[4 * k + i]);
-            highest = _mm256_max_epu32(highest, magnitude8(x));
-            v[i] = within8(_mm256_mul_ps(x, load8(&signs[4 * k + i])));
+            v[i] = within8(_mm256_mul_ps(load8(&from[4 * k + i]), load8(&signs[4 * k + i])));
         }
         let v = across8(v);
         for i in 0..4 {
@@ -261,9 +260,7 @@ fn rotate_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks:
         }
     }
     *peaks = [highest8(first), highest8(second)];
-    // As signed integers: no magnitude has the highest bit.
-    let limit = _mm256_set1_epi32((TOO_LARGE - 1).cast_signed());
-    _mm256_movemask_epi8(_mm256_cmpgt_epi32(highest, limit)) == 0
+    fits(group, peaks)
 }
 
 #[inline]
@@ -344,15 +341,14 @@ fn magnitude16(v: __m512) -> __m512i {
 #[target_feature(enable = "avx512f")]
 fn rotate_avx512(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool {
     fetch_ahead(from);
+    let group = from;
     let (from, signs) = (from.as_chunks::<16>().0, signs.factors().as_chunks::<16>().0);
     let rows = to.as_chunks_mut::<16>().0;
     let zero = _mm512_setzero_si512();
-    let (mut highest, mut halves) = (zero, [zero; 2]);
+    let mut halves = [zero; 2];
     let mut v = [_mm512_setzero_ps(); GROUP / 16];
     for i in 0..GROUP / 16 {
-        let x = load16(&from[i]);
-        highest = _mm512_max_epu32(highest, magnitude16(x));
-        v[i] = within16(_mm512_mul_ps(x, load16(&signs[i])));
+        v[i] = within16(_mm512_mul_ps(load16(&from[i]), load16(&signs[i])));
     }
     across16(&mut v);
     for i in 0..GROUP / 16 {
@@ -363,8 +359,7 @@ fn rotate_avx512(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peak
         _mm512_reduce_max_epu32(halves[0]),
         _mm512_reduce_max_epu32(halves[1]),
     ];
-    let limit = _mm512_set1_epi32(TOO_LARGE.cast_signed());
-    _mm512_cmpge_epu32_mask(highest, limit) == 0
+    fits(group, peaks)
 }
 
 #[inline]
