@@ -90,14 +90,7 @@ pub fn train(
     if let Some(debts) = place.debts.take() {
         ddp = ddp.with_error_feedback(debts);
     }
-    let events = place.events.clone();
-    ddp.on_reduce(move |step, epoch| {
-        let (step, epoch) = (
-            u64::try_from(step).unwrap_or(0),
-            u64::try_from(epoch).unwrap_or(0),
-        );
-        events.send(EventKind::ReduceBegin { step, epoch });
-    });
+    ddp.on_reduce(place.reduce_begun());
     let mut whole = Whole {
         model,
         step: 0,

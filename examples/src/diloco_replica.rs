@@ -287,14 +287,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
     if let Some(debts) = place.debts.take() {
         diloco = diloco.with_error_feedback(debts);
     }
-    let events = place.events.clone();
-    diloco.on_reduce(move |step, epoch| {
-        let (step, epoch) = (
-            u64::try_from(step).unwrap_or(0),
-            u64::try_from(epoch).unwrap_or(0),
-        );
-        events.send(EventKind::ReduceBegin { step, epoch });
-    });
+    diloco.on_reduce(place.reduce_begun());
     let mut recent = RecentLoss::default();
     if let Some(checkpoints) = &mut place.checkpoints
         && let Some(saved) = checkpoints.take(&mut recent)?

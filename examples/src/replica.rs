@@ -92,6 +92,18 @@ impl Place {
         Ok(manager)
     }
 
+    /// What a training loop calls with step and epoch whenever a reduction has been handed to the group.
+    pub fn reduce_begun(&self) -> impl FnMut(i64, i64) + Send + use<> {
+        let events = self.events.clone();
+        move |step, epoch| {
+            let (step, epoch) = (
+                u64::try_from(step).unwrap_or(0),
+                u64::try_from(epoch).unwrap_or(0),
+            );
+            events.send(EventKind::ReduceBegin { step, epoch });
+        }
+    }
+
     /// Counts one inner step that began at `begun`.
     pub fn inner_step(&mut self, begun: Instant, inner_step: u64, loss: f32, samples: usize) {
         let took = begun.elapsed();

@@ -73,6 +73,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "gloo-connections",
+        Some("gloo"),
+        "large payloads over several TCP connections",
+        loopback,
+        suite("gloo-connections-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "gloo-by-device",
         Some("gloo"),
         "gloo as a member of a group that dispatches by device",
@@ -199,6 +207,14 @@ pub(crate) const ROWS: &[Row] = &[
         oneccl_sycl,
         suite("xccl-table-conformance", ""),
         minutes(5),
+    ),
+    row(
+        "xccl-sycl-e2e",
+        Some("xccl-sycl"),
+        "the training programs with --device xpu, a replica killed; SYCL's CPU device stands in for a GPU",
+        oneccl_sycl,
+        suite("xccl-xpu-e2e-conformance", ""),
+        minutes(10),
     ),
     row(
         "nccl-standin",

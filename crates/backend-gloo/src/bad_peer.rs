@@ -69,6 +69,11 @@ impl Stranger {
 
     /// With rank 0 only: nobody else listens.
     pub(crate) fn connect_as(store: &Arc<dyn Store>, rank: u32, world: u32) -> Self {
+        Self::connect_saying(store, rank, world, 0)
+    }
+
+    /// And says that it shares memory with rank `lowest` at the lowest.
+    fn connect_saying(store: &Arc<dyn Store>, rank: u32, world: u32, lowest: u64) -> Self {
         let card = String::from_utf8(store.get("bad/1/gloo/0", soon()).unwrap()).unwrap();
         let fields: Vec<&str> = card.split(' ').collect();
         let nonce = u64::from_str_radix(fields[1], 16).unwrap();
@@ -89,9 +94,29 @@ impl Stranger {
         let data = open(Lane::Data);
         let mut control = open(Lane::Control);
         control
-            .write_all(&frame(ControlKind::Ready, 0, 0).encode())
+            .write_all(&frame(ControlKind::Ready, lowest, 0).encode())
             .unwrap();
         Self { data, control }
+    }
+}
+
+#[test]
+fn a_rank_that_shares_memory_with_one_above_it_at_the_lowest_is_refused_by_name() {
+    // Itself is the highest that can be true; the hosts of all ranks are made of these numbers.
+    for (lowest, fits) in [(0, true), (1, true), (2, false), (u64::from(u32::MAX) + 1, false)] {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
+        std::thread::scope(|scope| {
+            let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)));
+            let stranger = Stranger::connect_saying(&store, 1, 2, lowest);
+            let connected = ours.join().unwrap();
+            assert_eq!(connected.is_ok(), fits, "{lowest}: {connected:?}");
+            if let Err(error) = connected {
+                assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+                assert_eq!(error.context().peer, Some(1), "{error}");
+            }
+            drop(stranger);
+        });
     }
 }
 

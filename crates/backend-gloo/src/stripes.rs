@@ -1,6 +1,6 @@
 //! Large payloads over several connections to one rank (the hint `connections`), for links that one connection does not fill.
 //!
-//! The frame's header goes over the first connection as always. Where a pair has rails, a payload of at least [`FROM`] bytes
+//! The frame's header goes over the first connection as always. Where a pair has rails beside that, a payload of at least [`FROM`] bytes
 //! follows over these in pieces of [`STRIPE`] bytes: whichever rail takes bytes gets the next piece, and each piece says whose it is and
 //! where it belongs, so they land in any order. Only pieces of exactly the expected place and length are taken, each once
 //! (INV-10). A rail that ends within a piece, or all that end, are the end of the rank.
@@ -333,5 +333,95 @@ impl Receiving {
                 self.done = total.min(self.done + STRIPE);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::Read;
+    use std::os::unix::net::UnixStream;
+
+    use ftcore::{Collective, Tensor};
+
+    use super::*;
+    use crate::buffers::Map;
+    use crate::schedule::{Buffer, Send};
+
+    #[test]
+    fn what_counts_as_gone_ends_before_the_first_byte_that_is_not() {
+        let bytes = 12 * STRIPE + 100;
+        let pair = || {
+            let (near, far) = UnixStream::pair().unwrap();
+            far.set_nonblocking(true).unwrap();
+            (Link::local(near, Default::default()).unwrap(), far)
+        };
+        let (first, mut frames) = pair();
+        let (links, mut far): (Vec<_>, Vec<_>) = (0..3).map(|_| pair()).unzip();
+        let mut port = Port::new(1, "test".into(), Wire::Socket(first));
+        port.rails = links.into_iter().map(Rail::new).collect();
+        let mut map = Map::default();
+        map.push(0, 0..bytes);
+        let memory = Memory::new(vec![Tensor::from_vec(vec![1u8; bytes])], Map::default(), map);
+        let header = DataHeader {
+            epoch: 1,
+            seq: 2,
+            round: 3,
+            algorithm: 8,
+            contributors: 1,
+            length: bytes as u64,
+            fingerprint: Collective::Barrier.fingerprint(),
+        };
+        let send_of = Send {
+            peer: 1,
+            from: Span::new(Buffer::Out, 0..bytes),
+            slot: None,
+        };
+        let mut sending = Sending::new(send_of, header.encode());
+        let mut arrived = vec![Vec::new(); 3];
+        let mut turn = 0;
+        while !sending.is_finished() {
+            while send(&mut port, &mut sending, &memory, bytes) != Moved::Nothing {}
+            // One of them takes nothing for a while, so that its piece lags behind.
+            for (n, (far, arrived)) in far.iter_mut().zip(&mut arrived).enumerate() {
+                let lags = n == 1 && turn % 5 != 4;
+                let mut some = vec![0; if lags { 0 } else { 100_000 }];
+                let read = far.read(&mut some).unwrap_or(0);
+                arrived.extend_from_slice(&some[..read]);
+            }
+            turn += 1;
+            for rail in &mut port.rails {
+                rail.link.writable = true;
+            }
+            // The sockets hold what was not read: all that is gone has left `memory`.
+            let pending = port.rails.iter().filter_map(|r| r.out.as_ref());
+            let first_missing = pending
+                .map(|o| o.offset + o.done.saturating_sub(PieceHeader::BYTES))
+                .chain([sending.given])
+                .min();
+            assert_eq!(sending.done - DataHeader::BYTES, first_missing.unwrap());
+        }
+        assert!(turn > 5, "the sockets took all at once");
+        // Every byte of every piece, once.
+        let mut seen = vec![0; bytes];
+        for (far, mut arrived) in far.iter_mut().zip(arrived) {
+            let mut rest = vec![0; bytes];
+            while let Ok(n @ 1..) = far.read(&mut rest) {
+                arrived.extend_from_slice(&rest[..n]);
+            }
+            let mut left = arrived.as_slice();
+            while let Some((head, after)) = left.split_first_chunk() {
+                let piece = PieceHeader::decode(head).unwrap();
+                assert_eq!((piece.epoch, piece.seq, piece.round), (1, 2, 3));
+                let (data, after) = after.split_at(piece.length as usize);
+                for (at, byte) in (piece.offset as usize..).zip(data) {
+                    seen[at] += byte;
+                }
+                left = after;
+            }
+        }
+        assert!(seen.iter().all(|times| *times == 1));
+        let mut head = [0; DataHeader::BYTES];
+        frames.read_exact(&mut head).unwrap();
+        assert_eq!(DataHeader::decode(&head), Some(header));
     }
 }

@@ -132,7 +132,7 @@ impl Tally {
         store.set(&key(rank), word, deadline)?;
         let keys: Vec<String> = (0..world).map(key).collect();
         let keys: Vec<&str> = keys.iter().map(String::as_str).collect();
-        // Only now may rank 0 let go of its descriptor, and does not: the file is its own.
+        // Rank 0 keeps its descriptor open at least until all have answered.
         let all = store
             .multi_get(&keys, deadline)?
             .iter()

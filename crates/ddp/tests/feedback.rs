@@ -7,74 +7,18 @@
     reason = "a failure here is a failed test"
 )]
 
-use std::collections::VecDeque;
-use std::sync::Arc;
-use std::time::{Duration, Instant};
+#[path = "../../diloco/tests/member/mod.rs"]
+mod member;
 
-use backend_gloo::GlooGroup;
+use std::sync::Arc;
+
 use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig};
-use ftcore::{
-    Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Result, Store, SubmitOptions, Tensor, Traffic, deadline_in,
-};
-use manager::{ManagedWork, Participation, Replica, State};
-use quant::{Codec, QuantizeOptions, QuantizedGroup};
+use ftcore::{InMemoryStore, Result, Store};
+use manager::State;
+use member::Member;
 
 const WORLD: u32 = 2;
-
-/// A member of a fixed world: its votes are scripted, its reductions are real.
-struct Member {
-    group: QuantizedGroup,
-    rank: u32,
-    step: i64,
-    votes: VecDeque<bool>,
-    error: Option<Error>,
-}
-
-impl Replica for Member {
-    fn start_quorum(&mut self, _: &mut dyn State, _: Instant) -> Result<Participation> {
-        self.error = None;
-        Ok(Participation {
-            epoch: 1,
-            step: self.step,
-            replica_rank: self.rank,
-            replica_world_size: WORLD,
-            contributes: true,
-            healed: None,
-            members: (0..WORLD).map(|r| r.to_string()).collect(),
-        })
-    }
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        let options = SubmitOptions::by(soon());
-        let work = self.group.run(Collective::AllReduce { tensors, op }, options);
-        ManagedWork::submitted(work.map_err(Error::from).unwrap())
-    }
-    fn should_commit(&mut self, _: Instant) -> Result<bool> {
-        let yes = self.error.is_none() && self.votes.pop_front().unwrap_or(true);
-        self.step += i64::from(yes);
-        Ok(yes)
-    }
-    fn current_step(&self) -> i64 {
-        self.step
-    }
-    fn report_error(&mut self, error: Error) {
-        self.error = Some(error);
-    }
-    fn error(&self) -> Option<Error> {
-        self.error.clone()
-    }
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-    fn leave(&mut self, _: Instant) -> Result<()> {
-        Ok(())
-    }
-}
-
-fn soon() -> Instant {
-    deadline_in(Duration::from_secs(60))
-}
 
 /// What the averages add up to: the training loop's own state.
 struct Sum(Vec<f32>);
@@ -107,31 +51,9 @@ fn history(votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
 
 fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
     let make = |epoch: u64, step: i64, votes: &[bool]| {
-        let options = QuantizeOptions {
-            codec: Codec::Int2B64.into(),
-            error_feedback: true,
-            ..QuantizeOptions::default()
-        };
-        let gloo = GlooGroup::new("d", GroupOptions::default()).unwrap();
-        let group = QuantizedGroup::with_options(Arc::new(gloo), options).unwrap();
-        let configuration = Configuration {
-            store: store.clone(),
-            prefix: "t".to_string(),
-            name: "d".to_string(),
-            epoch: Epoch(epoch),
-            rank,
-            world_size: WORLD,
-            deadline: soon(),
-        };
-        group.configure(configuration).unwrap();
-        let debts = group.error_feedback().unwrap();
-        let member = Member {
-            group,
-            rank,
-            step,
-            votes: votes.iter().copied().collect(),
-            error: None,
-        };
+        let mut member = Member::new(epoch, store, (rank, WORLD));
+        (member.step, member.votes) = (step, votes.iter().copied().collect());
+        let debts = member.group.error_feedback().unwrap();
         Ddp::new(member, DdpConfig::default())
             .unwrap()
             .with_error_feedback(debts)

@@ -7,101 +7,20 @@
     reason = "a failure here is a failed test"
 )]
 
-use std::collections::VecDeque;
-use std::sync::mpsc::{Receiver, Sender, channel};
-use std::sync::{Arc, Mutex};
-use std::time::{Duration, Instant};
+mod member;
 
-use backend_gloo::GlooGroup;
+use std::collections::VecDeque;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
+
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
-use ftcore::{
-    Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Result, Store, SubmitOptions, Tensor, Traffic, deadline_in,
-};
-use manager::{Healed, ManagedWork, Participation, Replica, State};
-use quant::{Codec, ErrorFeedback, QuantizeOptions, QuantizedGroup};
+use ftcore::{InMemoryStore, ProcessGroup, ProcessGroupExt, Result, Store};
+use manager::State;
+use member::{Member, configuration};
+use quant::ErrorFeedback;
 
 const WORLD: u32 = 3;
-
-/// A member of a fixed world: its quorums and votes are scripted, its reductions are real.
-struct Member {
-    group: Arc<QuantizedGroup>,
-    rank: u32,
-    step: i64,
-    contributes: bool,
-    error: Option<Error>,
-    votes: VecDeque<bool>,
-    /// Who waits for this rank's state at its next quorum.
-    offer: Mutex<Option<Sender<(i64, StateDict)>>>,
-    /// Where the state to heal from comes from.
-    heal: Option<Receiver<(i64, StateDict)>>,
-    /// What was owed right after healing.
-    adopted: Vec<(String, Vec<f32>)>,
-}
-
-impl Replica for Member {
-    fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
-        self.error = None;
-        let healed = self.heal.take();
-        let healed = healed.map(|source| source.recv_timeout(Duration::from_secs(60)).unwrap());
-        self.contributes = healed.is_none();
-        if let Some((step, dict)) = &healed {
-            state.load(dict)?;
-            self.step = *step;
-            self.adopted = self.group.error_feedback().unwrap().state();
-        }
-        if let Some(waiting) = self.offer.lock().unwrap().take() {
-            let mut snapshot = StateDict::new();
-            state.save(&mut snapshot)?;
-            waiting.send((self.step, snapshot)).unwrap();
-        }
-        Ok(Participation {
-            epoch: 1,
-            step: self.step,
-            replica_rank: self.rank,
-            replica_world_size: WORLD,
-            contributes: self.contributes,
-            healed: healed.map(|_| Healed {
-                source: Some(0),
-                bytes: 1,
-                took: Duration::ZERO,
-            }),
-            members: (0..WORLD).map(|r| r.to_string()).collect(),
-        })
-    }
-
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        let options = SubmitOptions {
-            contribute: self.contributes,
-            ..SubmitOptions::by(soon())
-        };
-        let work = self.group.run(Collective::AllReduce { tensors, op }, options);
-        ManagedWork::submitted(work.map_err(Error::from).unwrap())
-    }
-
-    fn should_commit(&mut self, _: Instant) -> Result<bool> {
-        let yes = self.error.is_none() && self.votes.pop_front().unwrap_or(true);
-        self.step += i64::from(yes);
-        Ok(yes)
-    }
-
-    fn current_step(&self) -> i64 {
-        self.step
-    }
-    fn report_error(&mut self, error: Error) {
-        self.error = Some(error);
-    }
-    fn error(&self) -> Option<Error> {
-        self.error.clone()
-    }
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-    fn leave(&mut self, _: Instant) -> Result<()> {
-        Ok(())
-    }
-}
 
 /// The inner loop: its steps depend on the rank and on how many it has made.
 struct Walk {
@@ -137,22 +56,6 @@ type Run = Diloco<Member, SliceParameters>;
 /// Everything that must not differ: the global parameters by their hash, the local ones, and what is owed, in bits.
 type End = (String, SliceParameters, Vec<(String, Vec<u32>)>);
 
-fn soon() -> Instant {
-    deadline_in(Duration::from_secs(60))
-}
-
-fn configuration(epoch: u64, store: &Arc<dyn Store>, rank: u32) -> Configuration {
-    Configuration {
-        store: store.clone(),
-        prefix: "t".to_string(),
-        name: "d".to_string(),
-        epoch: Epoch(epoch),
-        rank,
-        world_size: WORLD,
-        deadline: soon(),
-    }
-}
-
 /// One rank of a run, not begun.
 struct Rank {
     diloco: Run,
@@ -177,27 +80,8 @@ impl Rank {
         config: &DilocoConfig,
         prepare: impl FnOnce(&mut Member),
     ) -> Self {
-        let options = QuantizeOptions {
-            codec: Codec::Int2B64.into(),
-            error_feedback: true,
-            timeout: Duration::from_secs(60),
-            ..QuantizeOptions::default()
-        };
-        let gloo = Arc::new(GlooGroup::new("d", GroupOptions::default()).unwrap());
-        let group = Arc::new(QuantizedGroup::with_options(gloo, options).unwrap());
-        group.configure(configuration(epoch, store, rank)).unwrap();
-        let debts = group.error_feedback().unwrap();
-        let mut member = Member {
-            group,
-            rank,
-            step: 0,
-            contributes: true,
-            error: None,
-            votes: VecDeque::new(),
-            offer: Mutex::new(None),
-            heal: None,
-            adopted: Vec::new(),
-        };
+        let mut member = Member::new(epoch, store, (rank, WORLD));
+        let debts = member.group.error_feedback().unwrap();
         prepare(&mut member);
         let sizes = [700usize, 500, 177];
         let params = sizes
@@ -393,7 +277,7 @@ fn a_healed_replica_owes_what_its_source_owes_of_contributions_and_all_stay_bitw
                 *r.diloco.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
             }
             if rank < WORLD - 1 {
-                group.configure(configuration(2, store, rank)).unwrap();
+                group.configure(configuration(2, store, (rank, WORLD))).unwrap();
                 r.steps(8);
             } else {
                 // The last rank dies and comes back in the next round.
