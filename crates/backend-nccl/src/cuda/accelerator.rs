@@ -51,6 +51,14 @@ fn same_device(gpu: &Gpu, tensor: &Tensor) -> Result<()> {
     )))
 }
 
+impl CudaAccelerator {
+    /// The calling thread's own default stream on device `index` (`CU_STREAM_PER_THREAD`), on which frameworks such as candle work. It
+    /// belongs to this thread: using it on another one is `InvalidState`. Errors: `Unsupported` (no driver, no such device).
+    pub fn per_thread_stream(&self, index: u32) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(CudaStream::per_thread(&Gpu::open(index)?)))
+    }
+}
+
 impl Accelerator for CudaAccelerator {
     fn kind(&self) -> DeviceKind {
         DeviceKind::Cuda

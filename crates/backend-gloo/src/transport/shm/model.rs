@@ -58,17 +58,25 @@ impl Shared {
     }
 }
 
+/// A thread of the model.
+fn ringer<T: Send + 'static>(body: impl FnOnce() -> T + Send + 'static) -> thread::JoinHandle<T> {
+    thread::Builder::new()
+        .name("ox-ringer".to_string())
+        .spawn(body)
+        .unwrap()
+}
+
 /// The owner arms and looks once more while another rank publishes and rings.
 fn one_ringer<const OWNER_FENCED: bool, const RINGER_FENCED: bool>() {
     loom::model(|| {
         let shared = Shared::new();
-        let ringer = {
+        let ringing = {
             let shared = shared.clone();
-            thread::spawn(move || shared.publish::<RINGER_FENCED>(0))
+            ringer(move || shared.publish::<RINGER_FENCED>(0))
         };
         shared.arm::<OWNER_FENCED>();
         let seen = shared.sees(0);
-        let rung = ringer.join().unwrap();
+        let rung = ringing.join().unwrap();
         assert!(seen || rung == ON_WORD, "the owner sleeps and nobody wakes it");
         // A futex does not sleep on a word that has changed.
         let awake = shared.word.load(Ordering::Relaxed) == AWAKE;
@@ -97,7 +105,7 @@ fn of_two_ringers_one_wakes_and_none_is_missed() {
         let ringers: Vec<_> = (0..2)
             .map(|number| {
                 let shared = shared.clone();
-                thread::spawn(move || shared.publish::<true>(number))
+                ringer(move || shared.publish::<true>(number))
             })
             .collect();
         shared.arm::<true>();
@@ -116,9 +124,9 @@ fn of_two_ringers_one_wakes_and_none_is_missed() {
 fn who_does_not_sleep_after_all_is_rung_for_when_it_arms_again() {
     loom::model(|| {
         let shared = Shared::new();
-        let ringer = {
+        let ringing = {
             let shared = shared.clone();
-            thread::spawn(move || shared.publish::<true>(0))
+            ringer(move || shared.publish::<true>(0))
         };
         // Something else was there: no sleep, and a ring that comes now wakes nobody.
         shared.arm::<true>();
@@ -126,7 +134,7 @@ fn who_does_not_sleep_after_all_is_rung_for_when_it_arms_again() {
         shared.arm::<true>();
         let seen = shared.sees(0);
         let armed = shared.word.load(Ordering::Relaxed) == ON_WORD;
-        let rung = ringer.join().unwrap();
+        let rung = ringing.join().unwrap();
         assert!(
             seen || !armed || rung == ON_WORD,
             "the owner sleeps and nobody wakes it"
