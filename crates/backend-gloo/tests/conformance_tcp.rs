@@ -1,13 +1,20 @@
 //! Gloo against the one suite, over TCP between all ranks.
 
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use backend_gloo::GlooGroup;
-use conformance::{Mode, run};
+use conformance::{Mode, Plan};
+use ftcore::Device;
 
 fn main() -> ExitCode {
-    run(&[Mode::Threads, Mode::Processes], |mut options| {
-        options.hints.insert("transport".into(), "tcp".into());
-        Ok(Box::new(GlooGroup::new("conformance", options)?))
-    })
+    let plan = Plan::new(
+        Device::CPU,
+        &[Mode::Threads, Mode::Processes],
+        Arc::new(|_, mut options| {
+            options.hints.insert("transport".into(), "tcp".into());
+            Ok(Box::new(GlooGroup::new("conformance", options)?))
+        }),
+    );
+    Plan { large: true, ..plan }.run()
 }

@@ -6,13 +6,13 @@ use ftcore::{
     Tensor,
 };
 
-use crate::case::Case;
+use crate::case::{Case, Worlds};
 use crate::probe::Probe;
 use crate::{Failure, Outcome, Rank};
 
-pub(crate) fn cases() -> Vec<Case> {
+pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let mut all = Vec::new();
-    for world in [1, 2, 3] {
+    for &world in worlds.or(&[1, 2, 3]) {
         let refused = "arguments::not_advertised_is_unsupported_at_once";
         all.push(Case::new(refused, world, &[], unsupported).sharing());
         let refused = "arguments::wrong_ones_give_the_tensors_back";

@@ -56,6 +56,25 @@ pub(crate) fn other_reduction(capabilities: &Capabilities) -> Option<ReduceOp> {
 
 type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
 
+/// The world sizes that cases are made for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Worlds {
+    /// One to four ranks, each behaviour at those where it differs.
+    Small,
+    /// Five and eight ranks: an odd number and a power of two above what [`Small`](Self::Small) has.
+    Large,
+}
+
+impl Worlds {
+    /// `small`, or the large ones.
+    pub(crate) fn or(self, small: &'static [u32]) -> &'static [u32] {
+        match self {
+            Self::Small => small,
+            Self::Large => &[5, 8],
+        }
+    }
+}
+
 /// One behaviour for one world size.
 #[derive(Clone)]
 pub struct Case {
@@ -235,17 +254,28 @@ pub(crate) fn eventually<T>(what: &str, mut ready: impl FnMut() -> Option<T>) ->
     }
 }
 
-/// All cases, in a fixed order.
+/// All cases at the small worlds, in a fixed order.
 pub fn cases() -> Vec<Case> {
+    cases_at(Worlds::Small)
+}
+
+/// The case of that name.
+pub(crate) fn named(name: &str) -> Option<Case> {
+    let all = [Worlds::Small, Worlds::Large].into_iter().flat_map(cases_at);
+    all.into_iter().find(|c| c.name == name)
+}
+
+/// All cases at these worlds, in a fixed order.
+pub fn cases_at(worlds: Worlds) -> Vec<Case> {
     let mut all = Vec::new();
-    all.extend(reductions::cases());
-    all.extend(movement::cases());
-    all.extend(messages::cases());
-    all.extend(barriers::cases());
-    all.extend(arguments::cases());
-    all.extend(mismatch::cases());
-    all.extend(failures::cases());
-    all.extend(lifetime::cases());
-    all.extend(streams::cases());
+    all.extend(reductions::cases(worlds));
+    all.extend(movement::cases(worlds));
+    all.extend(messages::cases(worlds));
+    all.extend(barriers::cases(worlds));
+    all.extend(arguments::cases(worlds));
+    all.extend(mismatch::cases(worlds));
+    all.extend(failures::cases(worlds));
+    all.extend(lifetime::cases(worlds));
+    all.extend(streams::cases(worlds));
     all
 }

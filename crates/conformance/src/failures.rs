@@ -7,17 +7,17 @@ use ftcore::{
     SubmitOptions, Tensor, deadline_in,
 };
 
-use crate::case::{Case, eventually};
+use crate::case::{Case, Worlds, eventually};
 use crate::probe::Probe;
 use crate::{Failure, Needs, Outcome, Rank};
 
-pub(crate) fn cases() -> Vec<Case> {
+pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let abort = Needs::Feature(Feature::Abort);
     let again = Needs::Feature(Feature::Reconfigure);
     let reduce = Needs::Op(OpKind::AllReduce);
     let recv = Needs::Op(OpKind::Recv);
     let mut all = Vec::new();
-    for world in [2, 3, 4] {
+    for &world in worlds.or(&[2, 3, 4]) {
         all.extend([
             Case::new(
                 "failures::l27_abort_from_another_thread_ends_work_on_all_ranks",

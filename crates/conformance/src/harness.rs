@@ -16,7 +16,7 @@ use ftcore::{
 use libtest_mimic::{Arguments, Completion, Trial};
 
 use crate::lasting::{self, Place, side_by_side};
-use crate::{Case, Failure, Outcome, Rank, cases, living};
+use crate::{Case, Failure, Outcome, Rank, Worlds, case, cases, cases_at, living};
 
 const CASE: &str = "OXCCL_CONFORMANCE_CASE";
 const RANK: &str = "OXCCL_CONFORMANCE_RANK";
@@ -315,10 +315,7 @@ fn child(name: &str, first: &Device, make: &MakeOn) -> Outcome {
         make: make.clone(),
         lent: None,
     };
-    let case = cases()
-        .into_iter()
-        .find(|c| c.name == name)
-        .ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
+    let case = case::named(name).ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
     case.run(&rank)
 }
 
@@ -405,6 +402,8 @@ pub struct Plan {
     /// Ranks are dear to start: the cases that leave their group as they found it ([`Case::shares`]) run on one set of ranks
     /// per world, world after world and before all others.
     pub lasting: bool,
+    /// The worlds of [`Worlds::Large`] too, on ranks that live through many cases.
+    pub large: bool,
     /// How many cases run at once unless `--test-threads` says it; `None` is one per core. More, where starting mostly sleeps.
     pub at_once: Option<usize>,
 }
@@ -418,23 +417,20 @@ impl Plan {
             make,
             limit: Limit::NONE,
             lasting: false,
+            large: false,
             at_once: None,
         }
     }
 
-    fn harness(&self, mode: Mode) -> Result<Arc<dyn Harness>> {
+    fn harness(&self, mode: Mode, lasting: bool) -> Result<Arc<dyn Harness>> {
         Ok(match mode {
             Mode::Threads => {
                 let threads = Threads::new(self.device.clone(), self.make.clone())?;
-                Arc::new(if self.lasting { threads.lasting() } else { threads })
+                Arc::new(if lasting { threads.lasting() } else { threads })
             }
             Mode::Processes => {
                 let processes = Processes::new(&self.device, &self.make)?;
-                Arc::new(if self.lasting {
-                    processes.lasting()
-                } else {
-                    processes
-                })
+                Arc::new(if lasting { processes.lasting() } else { processes })
             }
         })
     }
@@ -452,27 +448,28 @@ impl Plan {
         }
         let mut arguments = Arguments::from_args();
         arguments.test_threads = arguments.test_threads.or(self.at_once);
-        let mut cases = cases();
-        if self.lasting {
-            // Of those with ranks of their own the largest first: they take longest.
-            cases.sort_by_key(|case| {
-                (
-                    !case.shares,
-                    if case.shares {
+        let parts = [(Worlds::Small, self.lasting), (Worlds::Large, true)];
+        let mut trials = Vec::new();
+        for (worlds, lasting) in parts.into_iter().take(1 + usize::from(self.large)) {
+            let mut cases = cases_at(worlds);
+            if lasting {
+                // Of those with ranks of their own the largest first: they take longest.
+                cases.sort_by_key(|case| {
+                    let world = if case.shares {
                         case.world
                     } else {
                         u32::MAX - case.world
-                    },
-                )
-            });
-        }
-        let mut trials = Vec::new();
-        for mode in &self.modes {
-            match self.harness(*mode) {
-                Ok(harness) => trials.extend(suite_of(cases.clone(), harness, self.limit)),
-                Err(error) => {
-                    eprintln!("the backend cannot be used here: {error}");
-                    return ExitCode::FAILURE;
+                    };
+                    (!case.shares, world)
+                });
+            }
+            for mode in &self.modes {
+                match self.harness(*mode, lasting) {
+                    Ok(harness) => trials.extend(suite_of(cases.clone(), harness, self.limit)),
+                    Err(error) => {
+                        eprintln!("the backend cannot be used here: {error}");
+                        return ExitCode::FAILURE;
+                    }
                 }
             }
         }

@@ -41,7 +41,7 @@ mod reductions;
 mod staged;
 mod streams;
 
-pub use case::{Case, Needs, Rank, cases};
+pub use case::{Case, Needs, Rank, Worlds, cases, cases_at};
 pub use failure::{Failure, Outcome};
 pub use harness::{
     Harness, Limit, MakeGroup, MakeOn, Mode, Plan, Processes, Threads, device_of, run, run_limited, run_on,

@@ -7,16 +7,16 @@ use ftcore::{
     DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Status, SubmitOptions, Tensor,
 };
 
-use crate::case::{Case, eventually};
+use crate::case::{Case, Worlds, eventually};
 use crate::probe::Probe;
 use crate::{Failure, Needs, Outcome, Rank};
 
-pub(crate) fn cases() -> Vec<Case> {
+pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let reduce = Needs::Op(OpKind::AllReduce);
     let both = [reduce, Needs::Op(OpKind::Broadcast)];
     let split = [reduce, Needs::Feature(Feature::Split)];
     let mut all = Vec::new();
-    for world in 1..=4 {
+    for &world in worlds.or(&[1, 2, 3, 4]) {
         all.extend([
             Case::new(
                 "lifetime::many_operations_in_flight_keep_their_order",
@@ -57,7 +57,7 @@ pub(crate) fn cases() -> Vec<Case> {
             Case::new("lifetime::traffic_is_counted", world, &[reduce], traffic).sharing(),
         ]);
     }
-    for world in [2, 3] {
+    for &world in worlds.or(&[2, 3]) {
         let abort = [Needs::Op(OpKind::Recv), Needs::Feature(Feature::Abort)];
         all.push(Case::new(
             "lifetime::dropping_a_group_ends_its_pending_work",

@@ -12,7 +12,7 @@ use crate::harness::{
     LASTING, MakeOn, PATIENCE, Running, command, server, store_of_parent, variable, verdict,
 };
 use crate::lasting::{Member, Ranks};
-use crate::{Case, Failure, Outcome, cases};
+use crate::{Case, Failure, Outcome, case};
 
 /// How long the parent waits for a verdict before it looks whether the process still lives.
 const LOOK: Duration = Duration::from_millis(100);
@@ -167,7 +167,6 @@ fn collect(mut from: impl Read, into: &Mutex<Vec<u8>>) {
 pub(crate) fn serve(first: &Device, make: &MakeOn) -> Outcome {
     let (rank, world, store) = (variable::rank()?, variable::world()?, store_of_parent()?);
     let store: Arc<dyn Store> = Arc::new(store);
-    let all = cases();
     let mut member = None;
     for line in std::io::stdin().lock().lines() {
         let line = line.map_err(|e| Failure::new(format!("the parent cannot be heard: {e}")))?;
@@ -175,15 +174,12 @@ pub(crate) fn serve(first: &Device, make: &MakeOn) -> Outcome {
             .split_once(' ')
             .and_then(|(number, name)| Some((number.parse::<u64>().ok()?, name)))
             .ok_or_else(|| Failure::new(format!("'{line}' is no order")))?;
-        let case = all
-            .iter()
-            .find(|c| c.name == name)
-            .ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
+        let case = case::named(name).ok_or_else(|| Failure::new(format!("there is no case '{name}'")))?;
         let outcome = match &member {
             Some(member) => Ok(member),
             None => Member::join(rank, world, first, make, store.clone()).map(|m| &*member.insert(m)),
         }
-        .and_then(|member| member.run(case, number));
+        .and_then(|member| member.run(&case, number));
         let text = outcome.err().map(|f| f.to_string()).unwrap_or_default();
         store.set(&key(number, rank), text.as_bytes(), deadline_in(END))?;
     }

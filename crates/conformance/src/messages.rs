@@ -2,19 +2,19 @@
 
 use ftcore::{Collective, DType, Feature, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
-use crate::case::Case;
+use crate::case::{Case, Worlds};
 use crate::oracle::{check_pattern, pattern};
 use crate::probe::Probe;
 use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
 
-pub(crate) fn cases() -> Vec<Case> {
+pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let both = [Needs::Op(OpKind::Send), Needs::Op(OpKind::Recv)];
     let tags = [both[0], both[1], Needs::Feature(Feature::Tags)];
     let any = [both[0], both[1], Needs::Feature(Feature::RecvAny)];
     let batch = [both[0], both[1], Needs::Op(OpKind::Batch)];
     let beside = [both[0], both[1], Needs::Op(OpKind::AllReduce)];
     let mut all = Vec::new();
-    for world in 2..=4 {
+    for &world in worlds.or(&[2, 3, 4]) {
         all.extend([
             Case::new("p2p::every_dtype_and_size", world, &both, then_leave(every_dtype)),
             Case::new(

@@ -6,14 +6,14 @@ use ftcore::{
     SubmitOptions, Tensor,
 };
 
-use crate::case::{Case, other_reduction, other_sum};
+use crate::case::{Case, Worlds, other_reduction, other_sum};
 use crate::probe::Probe;
 use crate::{Failure, Needs, Outcome, Rank};
 
 /// What one odd rank (`true`) or the others call, of what the group offers, and a word that every error must contain.
 type Call = fn(&Capabilities, bool) -> (Collective, &'static str);
 
-pub(crate) fn cases() -> Vec<Case> {
+pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let reduce = Needs::Op(OpKind::AllReduce);
     let cast = Needs::Op(OpKind::Broadcast);
     let barrier = Needs::Op(OpKind::Barrier);
@@ -30,7 +30,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ("large_count", large, &[reduce]),
     ];
     let mut all = Vec::new();
-    for world in [2, 3, 4] {
+    for &world in worlds.or(&[2, 3, 4]) {
         for (name, call, more) in variants {
             for odd in [0, world - 1] {
                 let side = if odd == 0 { "first" } else { "last" };

@@ -2,13 +2,13 @@
 
 use ftcore::{DType, OpKind, ProcessGroup, ProcessGroupExt, Tensor};
 
-use crate::case::Case;
+use crate::case::{Case, Worlds};
 use crate::oracle::{check_pattern, pattern};
 use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
 
 type Body = fn(&Rank, &dyn ProcessGroup, DType, usize) -> Outcome;
 
-pub(crate) fn cases() -> Vec<Case> {
+pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let forms: [(&str, OpKind, Body); 8] = [
         ("broadcast", OpKind::Broadcast, broadcast),
         ("all_gather::uneven", OpKind::AllGather, all_gather),
@@ -20,7 +20,7 @@ pub(crate) fn cases() -> Vec<Case> {
         ("all_to_all_into::even", OpKind::AllToAllInto, all_to_all_even),
     ];
     let mut all = Vec::new();
-    for world in 1..=4 {
+    for &world in worlds.or(&[1, 2, 3, 4]) {
         for (name, kind, body) in forms {
             all.push(Case::new(name, world, &[Needs::Op(kind)], move |rank| {
                 let group = rank.group()?;
