@@ -19,8 +19,12 @@ pub struct CompareArgs {
     /// Seeds; every method runs with each.
     #[arg(long, value_delimiter = ',', default_value = "1,2,3")]
     pub seeds: Vec<u64>,
-    /// Formats of the outer gradients; "f32" is not quantised.
-    #[arg(long, value_delimiter = ',', default_value = "f32,int8,fp8,int4")]
+    /// Formats of the outer gradients; "f32" is not quantised, "+feedback" carries the error over (`--error-feedback`).
+    #[arg(
+        long,
+        value_delimiter = ',',
+        default_value = "f32,int8,fp8,int4,int4+feedback"
+    )]
     pub formats: Vec<String>,
     /// Replicas of every run.
     #[arg(long, default_value_t = 2)]
@@ -102,10 +106,10 @@ impl CompareArgs {
                 }
                 methods.push(Method {
                     name: format!("diloco {format}"),
-                    args: if is_plain {
-                        Vec::new()
-                    } else {
-                        vec!["--quantize", format]
+                    args: match format.strip_suffix("+feedback") {
+                        _ if is_plain => Vec::new(),
+                        Some(format) => vec!["--quantize", format, "--error-feedback"],
+                        None => vec!["--quantize", format],
                     },
                     kill: kill.then(|| format!("{}@{}", self.replicas.saturating_sub(1), self.rounds() / 2)),
                 });
@@ -114,7 +118,8 @@ impl CompareArgs {
         methods
     }
 
-    fn run(&self, program: &Path, method: &Method<'_>, seed: u64) -> Result<Row> {
+    /// One run and what was wrong with it, if anything was: a row stands only on replicas that ended equal.
+    fn run(&self, program: &Path, method: &Method<'_>, seed: u64) -> Result<(Row, Vec<String>)> {
         let out = tempfile::tempdir().context("a folder for the run")?;
         let json = out.path().join("result.json");
         let mut command = Command::new(program);
@@ -140,13 +145,8 @@ impl CompareArgs {
         let said = String::from_utf8_lossy(&output.stderr);
         let text = std::fs::read(&json).with_context(|| format!("{} left no report: {said}", method.name))?;
         let report: Report = serde_json::from_slice(&text)?;
-        ensure!(
-            report.ok,
-            "{} with seed {seed}: {:?}",
-            method.name,
-            report.problems
-        );
-        Ok(Row {
+        ensure!(report.ok || !report.problems.is_empty(), "the run failed: {said}");
+        let row = Row {
             method: method.name.clone(),
             killed: method.kill.is_some(),
             seed,
@@ -154,7 +154,8 @@ impl CompareArgs {
             sent: report.wire.sent,
             wall_s: report.wall_s,
             hash: report.hash.context("the replicas did not end equal")?,
-        })
+        };
+        Ok((row, report.problems))
     }
 }
 
@@ -200,20 +201,39 @@ pub fn compare(args: &CompareArgs) -> Result<()> {
     );
     let program = std::env::current_exe()?.with_file_name("train_diloco");
     let mut rows = Vec::new();
+    let mut wrong = Vec::new();
     for (n, &seed) in args.seeds.iter().enumerate() {
         for method in args.methods() {
             if n > 0 && method.kill.is_some() {
                 continue;
             }
-            let row = args.run(&program, &method, seed)?;
-            eprintln!(
-                "{} seed {seed}: held-out loss {:.4}, {:.2} MB sent, {:.0} s",
-                row.method,
-                row.heldout_loss,
-                row.sent as f64 / 1e6,
-                row.wall_s
+            let run = format!(
+                "{}{} seed {seed}",
+                method.name,
+                if method.kill.is_some() {
+                    ", one killed,"
+                } else {
+                    ""
+                }
             );
-            rows.push(row);
+            // Hours of other runs are not lost to one that failed: it is told now and at the end.
+            let problems = match args.run(&program, &method, seed) {
+                Ok((row, problems)) => {
+                    eprintln!(
+                        "{run}: held-out loss {:.4}, {:.2} MB sent, {:.0} s",
+                        row.heldout_loss,
+                        row.sent as f64 / 1e6,
+                        row.wall_s
+                    );
+                    rows.push(row);
+                    problems
+                }
+                Err(error) => vec![format!("{error:#}")],
+            };
+            for problem in problems {
+                eprintln!("{run}: {problem}");
+                wrong.push(format!("{run}: {problem}"));
+            }
         }
     }
     print!("{}", table(&rows));
@@ -221,6 +241,7 @@ pub fn compare(args: &CompareArgs) -> Result<()> {
         std::fs::write(path, serde_json::to_vec_pretty(&rows)?)
             .with_context(|| format!("writing {}", path.display()))?;
     }
+    ensure!(wrong.is_empty(), "{}", wrong.join("; "));
     Ok(())
 }
 
