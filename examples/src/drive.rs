@@ -245,9 +245,10 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
     config.restart.backoff = Duration::from_millis(100);
     config.deadline = Some(deadline_in(Duration::from_secs(args.time_limit_s)));
     let replica_args = run.replica_args.clone();
+    let verdicts = oxccl::plugin::verdicts_for_job();
     let command = move |launch: &ReplicaLaunch| {
         let mut command = Command::new(&program);
-        command.arg("replica").args(&replica_args);
+        command.arg("replica").args(&replica_args).envs(verdicts.clone());
         if let Some(k) = kill.filter(|k| k.replica == launch.replica && launch.life == 0) {
             command.env(ENV_HOLD, k.step.to_string());
         }

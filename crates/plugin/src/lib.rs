@@ -27,7 +27,7 @@ mod text;
 #[cfg(feature = "host")]
 pub use host::{
     ENV_HELPER, ENV_LIBRARY, ENV_PATH, ENV_PROBE_SECONDS, Loaded, Report, discover, discover_with, load,
-    load_within, open_trusted,
+    load_within, open_trusted, verdicts_for_job,
 };
 
 /// The types that a plugin's backend is written against, in the version that this crate uses.

@@ -123,9 +123,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         stop_on_signals: true,
         ..SupervisorConfig::new(replicas, source, &run_dir)
     };
+    let verdicts = oxccl::plugin::verdicts_for_job();
     let command = move |_: &_| {
         let mut command = Command::new(&program);
-        command.args(&program_arguments);
+        command.args(&program_arguments).envs(verdicts.clone());
         command
     };
     let (supervisor, events) = Supervisor::start(config, command, deadline_in(START))?;

@@ -35,7 +35,7 @@ pub struct Report {
     pub loaded: Option<Loaded>,
 }
 
-struct Candidate {
+pub(super) struct Candidate {
     path: PathBuf,
     variable: String,
     requested: Option<String>,
@@ -53,12 +53,7 @@ pub fn discover_with(registry: &Registry, variables: &BTreeMap<OsString, OsStrin
     // One at a time: two threads that start at once get the same reports.
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let candidates = candidates(variables);
-    if let Ok(limit) = probe::limit() {
-        let paths = candidates.iter().flatten().map(|c| &c.path);
-        probe::try_side_by_side(&paths.filter_map(|p| library::canonical(p).ok()).collect(), limit);
-    }
-    candidates
+    try_all(variables)
         .into_iter()
         .map(|c| match c {
             Ok(candidate) => take(candidate, registry),
@@ -75,6 +70,16 @@ pub fn discover_with(registry: &Registry, variables: &BTreeMap<OsString, OsStrin
             }
         })
         .collect()
+}
+
+/// Tries the candidates side by side, and opens none.
+pub(super) fn try_all(variables: &BTreeMap<OsString, OsString>) -> Vec<Result<Candidate, Box<Report>>> {
+    let candidates = candidates(variables);
+    if let Ok(limit) = probe::limit() {
+        let paths = candidates.iter().flatten().map(|c| &c.path);
+        probe::try_side_by_side(&paths.filter_map(|p| library::canonical(p).ok()).collect(), limit);
+    }
+    candidates
 }
 
 fn take(candidate: Candidate, registry: &Registry) -> Report {

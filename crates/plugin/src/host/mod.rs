@@ -1,6 +1,6 @@
 //! The program's side: finds plugins, tries them in a child process, opens them, registers what they bring.
 //!
-//! [`discover`] turns the environment into candidates; `probe` tries each in a child; `library` opens it and holds its
+//! [`discover`] turns the environment into candidates; `probe` tries each in a child and `verdict` keeps what came of it; `library` opens it and holds its
 //! table; a `factory`, `group` or `device` around the table is an ordinary backend, group or accelerator of this program.
 //! Everything that comes back over the boundary is checked; what is lent is kept until the plugin has given it back.
 
@@ -13,10 +13,12 @@ mod operation;
 mod polling;
 mod probe;
 mod store;
+mod verdict;
 
 pub use discover::{ENV_LIBRARY, ENV_PATH, Report, discover, discover_with};
 pub use factory::Loaded;
 pub use probe::{ENV_HELPER, ENV_PROBE_SECONDS};
+pub use verdict::verdicts_for_job;
 
 use std::path::Path;
 use std::time::Duration;

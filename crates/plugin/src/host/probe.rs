@@ -5,21 +5,21 @@
 //! a program needs no code of its own for it. Where this crate is not in the main executable (a Python extension), the
 //! helper named by `OXCCL_HELPER`, or `oxccl` from the `PATH`, does the same.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io::{Read, Write as _};
 use std::os::fd::AsFd;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::{Mutex, PoisonError};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, Instant};
 
 use ftcore::registry::Unavailable;
 use ftcore::{Error, Result, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::process::{Pid, Signal, kill_process_group};
 
-use super::library;
+use super::{library, verdict};
 
 /// The executable that tries plugins where this program cannot do it itself: any that links this crate.
 pub const ENV_HELPER: &str = "OXCCL_HELPER";
@@ -31,8 +31,6 @@ const ENV_PROBE: &str = "OXCCL_PLUGIN_PROBE";
 const DEFAULT_SECONDS: u64 = 20;
 /// First line of a verdict.
 const GREETING: &str = "oxccl plugin probe 1";
-/// Ends a part of a reason.
-const END: char = '\u{1f}';
 /// As much of a child's verdict and of its last words as is kept.
 const LONGEST: usize = 16 * 1024;
 
@@ -82,22 +80,10 @@ fn child(path: &Path) -> i32 {
     if rustix::stdio::dup2_stdout(rustix::stdio::stderr()).is_err() {
         return 3;
     }
-    let verdict = match library::open(path) {
-        Ok(opened) => {
-            ask_everything(opened);
-            format!("{GREETING}\ngood\nend\n")
-        }
-        Err(reason) => {
-            let (code, parts) = reason.encode();
-            let parts: String = parts
-                .iter()
-                .map(|p| format!("{}{END}", p.replace([END, '\n', '\r'], " ")))
-                .collect();
-            format!("{GREETING}\nbad {code} {parts}\nend\n")
-        }
-    };
+    let found = library::open(path).map(ask_everything);
+    let answer = format!("{GREETING}\n{}\nend\n", verdict::write(&found));
     i32::from(
-        pipe.write_all(verdict.as_bytes())
+        pipe.write_all(answer.as_bytes())
             .and_then(|()| pipe.flush())
             .is_err(),
     )
@@ -118,25 +104,14 @@ fn ask_everything(opened: &'static library::Library) {
 
 // ---- the parent ----
 
-/// The file as it was when it was tried: another one under its name is tried again.
-type Identity = (PathBuf, u64, Option<SystemTime>);
-
-static VERDICTS: Mutex<BTreeMap<Identity, Result<(), Unavailable>>> = Mutex::new(BTreeMap::new());
-
 /// Tries the plugin at a canonical path. The verdict is kept as long as the file stays the same.
 pub(super) fn try_in_child(path: &Path, limit: Duration) -> Result<(), Unavailable> {
-    let identity = identity(path);
-    let known = VERDICTS
-        .lock()
-        .unwrap_or_else(PoisonError::into_inner)
-        .get(&identity)
-        .cloned();
-    if let Some(known) = known {
+    let file = verdict::State::of(path);
+    if let Some(known) = verdict::known(&file) {
         return known;
     }
     let verdict = run(path, limit);
-    let mut verdicts = VERDICTS.lock().unwrap_or_else(PoisonError::into_inner);
-    verdicts.insert(identity, verdict.clone());
+    verdict::keep(file, verdict.clone());
     verdict
 }
 
@@ -164,12 +139,6 @@ pub(super) fn try_side_by_side(paths: &BTreeSet<PathBuf>, limit: Duration) {
         }
         work();
     });
-}
-
-fn identity(path: &Path) -> Identity {
-    let meta = std::fs::metadata(path).ok();
-    let modified = meta.as_ref().and_then(|m| m.modified().ok());
-    (path.to_path_buf(), meta.map_or(0, |m| m.len()), modified)
 }
 
 fn run(path: &Path, limit: Duration) -> Result<(), Unavailable> {
@@ -224,12 +193,7 @@ fn read_verdict(answer: &str) -> Option<Result<(), Unavailable>> {
     if greeting != GREETING || end != "end" {
         return None;
     }
-    if verdict == "good" {
-        return Some(Ok(()));
-    }
-    let (code, parts) = verdict.strip_prefix("bad ")?.split_once(' ')?;
-    let parts: Vec<String> = parts.split_terminator(END).map(str::to_string).collect();
-    Unavailable::decode(code.parse().ok()?, &parts).map(Err)
+    verdict::read(verdict)
 }
 
 /// A child with its two pipes; killed with everything it started when this is dropped.
@@ -409,14 +373,8 @@ mod tests {
         assert!(in_main_executable());
         assert_eq!(read_verdict(&format!("{GREETING}\ngood\nend\n")), Some(Ok(())));
         assert_eq!(read_verdict(&format!("{GREETING}\ngood\n")), None);
-        assert_eq!(read_verdict(&format!("{GREETING}\nbad x y\nend\n")), None);
+        assert_eq!(read_verdict(&format!("{GREETING}\nfine\nend\n")), None);
         assert_eq!(read_verdict("hello\ngood\nend\n"), None);
-        let bad = format!("{GREETING}\nbad 3 lib{END}sym{END}\nend\n");
-        let reason = Unavailable::SymbolMissing {
-            library: "lib".into(),
-            symbol: "sym".into(),
-        };
-        assert_eq!(read_verdict(&bad), Some(Err(reason)));
     }
 
     #[test]

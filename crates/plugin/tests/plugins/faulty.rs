@@ -25,7 +25,7 @@ pub(crate) fn fault(number: u32) -> Outcome<PathBuf> {
     )
 }
 
-/// The numbers of all faults but the one that waits for another file.
+/// The numbers of all faults but those that leave files beside their own.
 pub(crate) const ALL: std::ops::RangeInclusive<u32> = 0..=18;
 
 fn is_open_here(path: &Path) -> Outcome<bool> {

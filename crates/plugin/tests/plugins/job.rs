@@ -124,11 +124,28 @@ fn fixtures() -> Outcome {
     Ok(())
 }
 
-fn by_name(library: &PathBuf) -> Outcome {
+/// Beside it on the path is one that counts how often it is tried: once, by the launcher, and not again by its replicas and by the one that
+/// comes back.
+fn by_name(library: &Path) -> Outcome {
+    let folder = tempfile::tempdir().map_err(text)?;
+    let counter = folder.path().join("counter.so");
+    std::fs::copy(faulty::fault(20)?, &counter).map_err(text)?;
     let run = train(
-        std::slice::from_ref(library),
+        &[library.to_path_buf(), counter.clone()],
         &["--backend", "cstore", "--kill", "1@16"],
     )?;
+    let trials = std::fs::read_to_string(counter.with_extension("so.count")).map_err(text)?;
+    ensure!(trials == ".", "tried {} times: {}", trials.len(), run.said);
+    let told = run
+        .said
+        .lines()
+        .filter(|l| l.contains("WARN") && l.contains("counter.so"))
+        .count();
+    ensure!(
+        told >= 3,
+        "{told} of three processes say why it is not used: {}",
+        run.said
+    );
     let deaths = run.values("exit");
     ensure!(deaths == ["\"SIGKILL\""], "{deaths:?}: {}", run.report);
     ensure!(run.values("ok") == ["true"], "{}", run.report);

@@ -110,10 +110,12 @@ impl Ranks {
         let server = TcpStoreServer::bind("127.0.0.1:0")?;
         let address = format!("127.0.0.1:{}", server.port());
         let store = TcpStore::connect(&address, deadline_in(MEET))?;
+        let verdicts = oxccl::plugin::verdicts_for_job();
         let mut ranks = Vec::new();
         for rank in 0..plan.ranks {
             let mut command = Command::new(&this_program);
             command
+                .envs(verdicts.clone())
                 .args(["bench-rank", "--rank", &rank.to_string()])
                 .args(["--store", &address, "--plan", &plan_text]);
             let log = scratch.path().join(format!("rank-{rank}.log"));
