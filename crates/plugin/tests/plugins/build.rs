@@ -115,7 +115,7 @@ fn profile() -> &'static str {
 
 /// Runs cargo in `folder` and gives the one dynamic library that it names.
 pub(crate) fn cargo(folder: &Path, arguments: &[&str]) -> Result<PathBuf, String> {
-    let text = cargo_build(folder, arguments)?;
+    let text = cargo_says(folder, &["build"], arguments)?;
     let library = text
         .lines()
         .filter(|l| l.contains("\"compiler-artifact\"") && l.contains("\"cdylib\""))
@@ -126,31 +126,38 @@ pub(crate) fn cargo(folder: &Path, arguments: &[&str]) -> Result<PathBuf, String
         .ok_or_else(|| format!("cargo built no library:\n{text}"))
 }
 
-/// A program of this workspace.
-pub(crate) fn program(package: &str, name: &str) -> Result<PathBuf, String> {
-    let text = cargo_build(
-        root(),
-        &["--package", package, "--bin", name, "--profile", profile()],
-    )?;
+/// The training program. It is built by way of its own tests, selected out of the whole workspace: with the features that the whole
+/// workspace's tests have, so that after them nothing is built again.
+pub(crate) fn train_diloco() -> Result<PathBuf, String> {
+    let select = ["test", "--no-run", "--workspace", "--test", "programs"];
+    let optimised: &[&str] = if cfg!(debug_assertions) {
+        &[]
+    } else {
+        &["--release"]
+    };
+    let text = cargo_says(root(), &select, optimised)?;
     let file = text
         .lines()
+        .filter(|l| l.contains("\"name\":\"train_diloco\""))
         .filter_map(|l| l.split_once("\"executable\":\"")?.1.split('"').next())
         .next_back();
     file.map(PathBuf::from)
         .ok_or_else(|| format!("cargo built no program:\n{text}"))
 }
 
-/// Runs `cargo build` in `folder`; what it says of its artefacts.
-fn cargo_build(folder: &Path, arguments: &[&str]) -> Result<String, String> {
+/// Runs cargo in `folder`; what it says of its artefacts.
+fn cargo_says(folder: &Path, command: &[&str], arguments: &[&str]) -> Result<String, String> {
     // One at a time: they would only wait for each other's lock.
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
     let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_string()))
         .current_dir(folder)
-        .args(["build", "--message-format=json"])
+        .args(command)
+        .arg("--message-format=json")
         .args(arguments)
         .output();
-    let output = told(&format!("cargo build {}", arguments.join(" ")), output)?;
+    let what = format!("cargo {} {}", command.join(" "), arguments.join(" "));
+    let output = told(&what, output)?;
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 

@@ -61,7 +61,7 @@ impl Run {
 fn train(libraries: &[PathBuf], arguments: &[&str]) -> Outcome<Run> {
     let folder = tempfile::tempdir().map_err(text)?;
     let report = folder.path().join("report.json");
-    let output = Command::new(build::program("oxccl-examples", "train_diloco")?)
+    let output = Command::new(build::train_diloco()?)
         .args(SMALL)
         .args(arguments)
         .args(["--time-limit-s", "240", "--out"])
