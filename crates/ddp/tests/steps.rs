@@ -7,14 +7,16 @@
     reason = "a failure here is a failed test"
 )]
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::time::Instant;
+use std::rc::Rc;
+use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig, Slot};
 use ftcore::{Completion, DType, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor, Traffic, Work};
 use half::bf16;
-use manager::{ManagedWork, Participation, Replica, State};
+use manager::{Healed, ManagedWork, Participation, Replica, State};
 
 /// The mean over the world is twice this replica's own value.
 #[derive(Default)]
@@ -23,8 +25,10 @@ struct Scripted {
     /// Outcomes of the next all-reduces (empty: they succeed).
     reductions: VecDeque<bool>,
     error: Option<Error>,
-    /// Elements of each bucket, in the order in which they were sent.
-    sent: Vec<(DType, usize)>,
+    /// Elements of each bucket, in the order in which they were sent; shared, so that a test can look while gradients are computed.
+    sent: Rc<RefCell<Vec<(DType, usize)>>>,
+    /// State to heal from at the next quorum, and its step.
+    heal: Option<(i64, StateDict)>,
 }
 
 fn double(tensor: &mut Tensor) {
@@ -48,22 +52,33 @@ fn double(tensor: &mut Tensor) {
 }
 
 impl Replica for Scripted {
-    fn start_quorum(&mut self, _: &mut dyn State, _: Instant) -> Result<Participation> {
+    fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
         self.error = None;
+        let healed = self.heal.take();
+        if let Some((step, from)) = &healed {
+            state.load(from)?;
+            self.step = *step;
+        }
         Ok(Participation {
             epoch: 1,
             step: self.step,
             replica_rank: 0,
             replica_world_size: 2,
-            contributes: true,
-            healed: None,
+            contributes: healed.is_none(),
+            healed: healed.map(|_| Healed {
+                source: Some(0),
+                bytes: 4,
+                took: Duration::ZERO,
+            }),
             members: vec!["a".into(), "b".into()],
         })
     }
 
     fn allreduce(&mut self, mut tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
         assert_eq!(op, ReduceOp::Avg);
-        self.sent.push((tensors[0].dtype(), tensors[0].count()));
+        self.sent
+            .borrow_mut()
+            .push((tensors[0].dtype(), tensors[0].count()));
         // What the transport does to its input must not reach a second attempt.
         tensors.iter_mut().for_each(double);
         if self.reductions.pop_front() == Some(false) {
@@ -156,14 +171,20 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
     let mut d = ddp(2, 3, 1, &[]);
     let slots = [Slot::f32(3), Slot::f32(2), Slot::f32(2)];
     let mut averages = Vec::new();
+    let sent = d.replica().sent.clone();
+    let mut under_way = Vec::new();
     d.step_with(
         &mut Nothing,
         &slots,
         |_, _, sink| {
             // Out of order: the last bucket in the order of sending is full first, and waits.
             sink.push(0, &[1.0f32, 2.0, 3.0])?;
+            under_way.push(sent.borrow().len());
             sink.push(2, &[6.0f32, 7.0])?;
-            sink.push(1, &[4.0f32, 5.0])
+            under_way.push(sent.borrow().len());
+            sink.push(1, &[4.0f32, 5.0])?;
+            under_way.push(sent.borrow().len());
+            Ok(())
         },
         |_, a| {
             averages = a
@@ -176,9 +197,14 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
     .unwrap();
     assert_eq!(averages, [vec![2.0, 4.0, 6.0], vec![8.0, 10.0], vec![12.0, 14.0]]);
     assert_eq!(
-        d.replica().sent,
+        *d.replica().sent.borrow(),
         [(DType::F32, 2), (DType::F32, 3), (DType::F32, 2)],
         "a small first bucket, then from the last gradient to the first"
+    );
+    assert_eq!(
+        under_way,
+        [0, 1, 3],
+        "each bucket leaves with the push that fills it"
     );
 }
 
@@ -275,4 +301,129 @@ fn wrong_gradients_are_named_and_stop_the_step() {
         .step(&mut Nothing, &[vec![1.0]], |_, _| Ok(()))
         .unwrap_err();
     assert!(e.to_string().contains("step_with"), "{e}");
+}
+
+#[test]
+fn micro_batches_leave_with_the_last_one_and_are_averaged_in_f32() {
+    let mut d = ddp(1, 1, 3, &[]);
+    let sent = d.replica().sent.clone();
+    let slots = [Slot {
+        dtype: DType::BF16,
+        count: 1,
+    }];
+    let mut averages = Vec::new();
+    d.step_with(
+        &mut Nothing,
+        &slots,
+        |_, micro_batch, sink| {
+            assert_eq!(sent.borrow().len(), 0, "micro-batch {micro_batch}");
+            // Added up in bf16 the two small ones would be lost beside 256.
+            let part = [256.0, 1.0, 1.0][usize::try_from(micro_batch).unwrap()];
+            sink.push(0, &[bf16::from_f32(part)])
+        },
+        |_, a| {
+            averages = a;
+            Ok(())
+        },
+    )
+    .unwrap();
+    assert_eq!(sent.borrow().len(), 1);
+    // Twice the mean 86.
+    assert_eq!(averages[0].as_slice::<bf16>().unwrap(), [bf16::from_f32(172.0)]);
+}
+
+/// A training loop whose parameter goes down by the averages.
+struct Weight(f32);
+impl State for Weight {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_f32("weight", &[1], &[self.0])
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.0 = from.get_f32("weight")?[0];
+        Ok(())
+    }
+}
+
+#[test]
+fn a_replica_that_heals_takes_the_state_over_before_the_averages_and_steps_are_counted_to_the_end() {
+    let mut source = StateDict::new();
+    Weight(100.0).save(&mut source).unwrap();
+    let replica = Scripted {
+        heal: Some((5, source)),
+        ..Scripted::default()
+    };
+    let config = DdpConfig {
+        steps: Some(7),
+        ..DdpConfig::default()
+    };
+    let mut d = Ddp::new(replica, config).unwrap();
+    let mut weight = Weight(0.0);
+    let apply = |w: &mut Weight, a: &[Vec<f32>]| {
+        w.0 -= a[0][0];
+        Ok(())
+    };
+    let report = d.step(&mut weight, &[vec![1.0]], apply).unwrap();
+    assert!(report.healed.is_some());
+    assert_eq!((report.step, d.current_step(), weight.0), (5, 6, 98.0));
+    assert!(!d.is_finished());
+    d.step(&mut weight, &[vec![2.0]], apply).unwrap();
+    assert!(d.is_finished());
+    d.finish(&mut weight).unwrap();
+    assert_eq!(weight.0, 94.0);
+    assert_eq!(
+        d.replica().sent.borrow().len(),
+        2,
+        "the closing round has no data"
+    );
+}
+
+#[test]
+fn a_step_that_does_not_commit_in_time_applies_nothing() {
+    let replica = Scripted {
+        reductions: [false; 1000].into(),
+        ..Scripted::default()
+    };
+    let config = DdpConfig {
+        step_timeout: Duration::ZERO,
+        ..DdpConfig::default()
+    };
+    let mut d = Ddp::new(replica, config).unwrap();
+    let e = d.step(&mut Nothing, &[vec![1.0]], |_, _| panic!("not applied"));
+    let e = e.unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Timeout);
+    assert!(
+        e.to_string().contains("step 0 did not commit in 1 attempts"),
+        "{e}"
+    );
+    assert_eq!(d.current_step(), 0);
+}
+
+#[test]
+fn sizes_of_zero_are_refused() {
+    for (config, says) in [
+        (
+            DdpConfig {
+                first_bucket_elements: 0,
+                ..DdpConfig::default()
+            },
+            "at least one element",
+        ),
+        (
+            DdpConfig {
+                bucket_elements: 0,
+                ..DdpConfig::default()
+            },
+            "at least one element",
+        ),
+        (
+            DdpConfig {
+                micro_batches: 0,
+                ..DdpConfig::default()
+            },
+            "at least one micro-batch",
+        ),
+    ] {
+        let e = Ddp::new(Scripted::default(), config).err().unwrap();
+        assert!(e.to_string().contains(says), "{e}");
+    }
 }

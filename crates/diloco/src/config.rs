@@ -204,6 +204,9 @@ impl DilocoConfig {
         if self.bucket_elements == 0 {
             return bad("bucket_elements must be at least 1".into());
         }
+        if self.round_timeout.is_zero() {
+            return bad("round_timeout must be longer than zero: a round waits for other replicas".into());
+        }
         Ok(())
     }
 }
@@ -296,6 +299,27 @@ mod tests {
                     ..ok.clone()
                 },
                 "bucket_elements",
+            ),
+            (
+                DilocoConfig {
+                    round_timeout: Duration::ZERO,
+                    ..ok.clone()
+                },
+                "longer than zero",
+            ),
+            (
+                DilocoConfig {
+                    outer: OuterOptimizer::AdamW { lr: f32::INFINITY },
+                    ..ok.clone()
+                },
+                "positive",
+            ),
+            (
+                DilocoConfig {
+                    mixing: -0.5,
+                    ..ok.clone()
+                },
+                "between 0",
             ),
         ];
         for (config, text) in cases {

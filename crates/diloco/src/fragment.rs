@@ -3,6 +3,8 @@
 //! Parameters are grouped into layers (by a function of their names), layers into fragments (by the pattern). Every
 //! parameter is in exactly one fragment; a plan that cannot say so is refused.
 
+use std::collections::BTreeMap;
+
 use ftcore::{Error, Result};
 
 use crate::{Parameters, Pattern};
@@ -15,16 +17,21 @@ pub struct FragmentPlan {
 
 impl FragmentPlan {
     /// Deals layers to `count` fragments. `layer_of(name)` gives a parameter's layer number; parameters of one layer
-    /// stay together. Errors: fewer layers than fragments.
+    /// stay together. Errors: no parameters, or fewer layers than fragments.
     pub fn by_layer(
         params: &dyn Parameters,
         count: usize,
         pattern: Pattern,
         layer_of: &dyn Fn(&str) -> usize,
     ) -> Result<Self> {
-        let mut layers: std::collections::BTreeMap<usize, Vec<usize>> = std::collections::BTreeMap::new();
+        let mut layers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for i in 0..params.len() {
             layers.entry(layer_of(params.name(i))).or_default().push(i);
+        }
+        if layers.is_empty() {
+            return Err(Error::invalid(
+                "the model has no parameters, so there is nothing to synchronise",
+            ));
         }
         if count == 0 || layers.len() < count {
             return Err(Error::invalid(format!(
@@ -47,12 +54,25 @@ impl FragmentPlan {
         Self::new(fragments, params)
     }
 
-    /// An explicit partition. Errors name a parameter that is in two fragments, in none, or an empty fragment.
+    /// An explicit partition. Errors name a parameter that is in two fragments or in none, two of one name, and a fragment without
+    /// values.
     pub fn new(fragments: Vec<Vec<usize>>, params: &dyn Parameters) -> Result<Self> {
+        let mut names = BTreeMap::new();
+        for i in 0..params.len() {
+            if let Some(other) = names.insert(params.name(i), i) {
+                return Err(Error::invalid(format!(
+                    "parameters {other} and {i} are both called '{}': one would overwrite the other in a replica that heals; give each a \
+                     name of its own",
+                    params.name(i)
+                )));
+            }
+        }
         let mut seen = vec![None; params.len()];
         for (f, members) in fragments.iter().enumerate() {
-            if members.is_empty() {
-                return Err(Error::invalid(format!("fragment {f} has no parameters")));
+            if members.iter().all(|&i| i < params.len() && params.count(i) == 0) {
+                return Err(Error::invalid(format!(
+                    "fragment {f} has no values: its rounds would send nothing; use fewer fragments, or deal the layers otherwise"
+                )));
             }
             for &i in members {
                 match seen.get_mut(i) {
@@ -127,6 +147,37 @@ mod tests {
         assert!(e.contains("'p1' is in fragments 0 and 1"), "{e}");
         let e = FragmentPlan::new(vec![vec![0, 1]], &p).unwrap_err().to_string();
         assert!(e.contains("'p2' is in no fragment"), "{e}");
-        assert!(FragmentPlan::by_layer(&p, 4, Pattern::Strided, &|n| n.len()).is_err());
+        let e = FragmentPlan::new(vec![vec![0, 1, 2, 3]], &p)
+            .unwrap_err()
+            .to_string();
+        assert!(e.contains("names parameter 3, which does not exist"), "{e}");
+    }
+
+    #[test]
+    fn what_could_not_be_synchronised_is_refused_with_what_to_change() {
+        let refused = |plan: Result<FragmentPlan>, says: &str| {
+            let e = plan.unwrap_err();
+            assert_eq!(e.kind(), ftcore::ErrorKind::InvalidArgument);
+            assert!(e.to_string().contains(says), "{e}");
+        };
+        let one_layer = |p: &SliceParameters, n| FragmentPlan::by_layer(p, n, Pattern::Strided, &|_| 0);
+        refused(one_layer(&params(3), 4), "use at most 1 fragments");
+        refused(one_layer(&params(0), 1), "no parameters");
+        let named = |all: &[(&str, usize)]| {
+            SliceParameters::new(all.iter().map(|(n, c)| (n.to_string(), vec![0.0; *c])).collect())
+        };
+        let twice = named(&[("w", 1), ("v", 2), ("w", 3)]);
+        refused(one_layer(&twice, 1), "parameters 0 and 2 are both called 'w'");
+        let hollow = named(&[("a", 0), ("b", 1), ("c", 0)]);
+        refused(
+            FragmentPlan::new(vec![vec![1], vec![0, 2]], &hollow),
+            "fragment 1 has no values",
+        );
+        refused(
+            FragmentPlan::new(vec![vec![0, 1, 2], vec![]], &hollow),
+            "fragment 1",
+        );
+        // Beside others an empty parameter does no harm.
+        one_layer(&hollow, 1).unwrap();
     }
 }

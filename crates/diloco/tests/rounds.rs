@@ -7,158 +7,14 @@
     reason = "a failure here is a failed test"
 )]
 
+mod scripted;
+
 use std::collections::VecDeque;
-use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
-use ftcore::{Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor, Traffic, Work};
-use manager::{Healed, ManagedWork, Participation, Replica, State};
-
-/// The other replicas as a function: given this replica's bucket, what the average over all is.
-type World = Box<dyn FnMut(&[f32]) -> Vec<f32>>;
-
-struct Scripted {
-    step: i64,
-    world: World,
-    /// Outcomes of the next all-reduces (empty: they succeed).
-    reductions: VecDeque<bool>,
-    /// Votes of the rest of the replica (empty: yes).
-    votes: VecDeque<bool>,
-    /// State to heal from at the next quorum, and its step.
-    heal: Option<(i64, StateDict)>,
-    /// What `save` gave at the last quorum, as a healing peer would get it.
-    snapshot: StateDict,
-    error: Option<Error>,
-}
-
-impl Scripted {
-    fn new(world: impl FnMut(&[f32]) -> Vec<f32> + 'static) -> Self {
-        Self {
-            step: 0,
-            world: Box::new(world),
-            reductions: VecDeque::new(),
-            votes: VecDeque::new(),
-            heal: None,
-            snapshot: StateDict::new(),
-            error: None,
-        }
-    }
-
-    /// Replicas that all did the same.
-    fn identical() -> Self {
-        Self::new(<[f32]>::to_vec)
-    }
-}
-
-impl Replica for Scripted {
-    fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
-        self.error = None;
-        let mut healed = None;
-        if let Some((step, dict)) = self.heal.take() {
-            state.load(&dict)?;
-            self.step = step;
-            healed = Some(Healed {
-                source: Some(0),
-                bytes: 1,
-                took: Duration::ZERO,
-            });
-        }
-        self.snapshot = StateDict::new();
-        state.save(&mut self.snapshot)?;
-        let contributes = healed.is_none();
-        let members = vec!["a".into(), "b".into()];
-        Ok(Participation {
-            epoch: 1,
-            step: self.step,
-            replica_rank: 0,
-            replica_world_size: 2,
-            contributes,
-            healed,
-            members,
-        })
-    }
-
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        assert_eq!(op, ReduceOp::Avg);
-        if self.reductions.pop_front() == Some(false) {
-            let e = Error::new(ErrorKind::PeerLost, "scripted");
-            self.error = Some(e.clone());
-            return ManagedWork::failed(e, tensors);
-        }
-        let tensors = tensors
-            .iter()
-            .map(|t| Tensor::from_vec((self.world)(t.as_slice::<f32>().unwrap())))
-            .collect();
-        ManagedWork::submitted(Work::finished(
-            OpKind::AllReduce,
-            Completion {
-                tensors,
-                source: None,
-                contributors: 2,
-            },
-        ))
-    }
-
-    fn should_commit(&mut self, _: Instant) -> Result<bool> {
-        let yes = self.error.is_none() && self.votes.pop_front().unwrap_or(true);
-        self.step += i64::from(yes);
-        Ok(yes)
-    }
-
-    fn current_step(&self) -> i64 {
-        self.step
-    }
-    fn report_error(&mut self, error: Error) {
-        self.error = Some(error);
-    }
-    fn error(&self) -> Option<Error> {
-        self.error.clone()
-    }
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-    fn leave(&mut self, _: Instant) -> Result<()> {
-        Ok(())
-    }
-}
-
-/// A training loop without state of its own.
-struct Nothing;
-impl State for Nothing {
-    fn save(&self, _: &mut StateDict) -> Result<()> {
-        Ok(())
-    }
-    fn load(&mut self, _: &StateDict) -> Result<()> {
-        Ok(())
-    }
-}
-
-fn params(sizes: &[usize]) -> SliceParameters {
-    SliceParameters::new(
-        sizes
-            .iter()
-            .enumerate()
-            .map(|(i, n)| (format!("p{i}"), vec![0.0; *n]))
-            .collect(),
-    )
-}
-
-fn layer(name: &str) -> usize {
-    name[1..].parse().unwrap()
-}
-
-fn begun(replica: Scripted, sizes: &[usize], config: DilocoConfig) -> Diloco<Scripted, SliceParameters> {
-    let mut d = Diloco::new(replica, params(sizes), config, &layer).unwrap();
-    let reports = d.begin(&mut Nothing).unwrap();
-    assert_eq!(
-        reports.len(),
-        1,
-        "the initial synchronisation is a round of its own"
-    );
-    assert_eq!(d.step(), 1);
-    d
-}
+use ftcore::Result;
+use scripted::{Nothing, Scripted, begun, layer, params};
 
 /// Every inner step takes 1 off every parameter.
 fn inner_steps(d: &mut Diloco<Scripted, SliceParameters>, n: usize) -> Vec<diloco::RoundReport> {
@@ -384,10 +240,9 @@ fn state_of_another_model_is_refused_and_changes_nothing() {
 
 #[test]
 fn the_configured_number_of_rounds_ends_with_a_closing_round_without_data() {
-    let mut replica = Scripted::identical();
     let seen = std::rc::Rc::new(std::cell::Cell::new(0));
     let count = seen.clone();
-    replica.world = Box::new(move |own| {
+    let replica = Scripted::new(move |own| {
         count.set(count.get() + 1);
         own.to_vec()
     });
@@ -618,4 +473,96 @@ fn one_two_and_three_fragments_send_every_parameter_once_in_h_steps() {
             );
         }
     }
+}
+
+/// Parameters that write down which of them were touched.
+struct Watched {
+    inner: SliceParameters,
+    read: std::cell::RefCell<Vec<usize>>,
+    written: Vec<usize>,
+}
+
+impl Parameters for Watched {
+    fn len(&self) -> usize {
+        self.inner.len()
+    }
+    fn name(&self, i: usize) -> &str {
+        self.inner.name(i)
+    }
+    fn count(&self, i: usize) -> usize {
+        self.inner.count(i)
+    }
+    fn read(&self, i: usize, f: &mut dyn FnMut(&[f32])) -> Result<()> {
+        self.read.borrow_mut().push(i);
+        self.inner.read(i, f)
+    }
+    fn write(&mut self, i: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()> {
+        self.written.push(i);
+        self.inner.write(i, f)
+    }
+}
+
+#[test]
+fn a_round_touches_its_own_fragment_only_once_each_way_and_one_parameter_at_a_time() {
+    // What lies on a device is brought to the host tensor by tensor: no copy of a fragment is ever needed there, let alone of two.
+    let config = DilocoConfig {
+        sync_every: 6,
+        fragments: 3,
+        delay: 1,
+        ..DilocoConfig::default()
+    };
+    let mut replica = Scripted::identical();
+    replica.snapshots = false;
+    let params = Watched {
+        inner: params(&[2, 1, 2, 1, 2, 1]),
+        read: std::cell::RefCell::default(),
+        written: Vec::new(),
+    };
+    let mut d = Diloco::new(replica, params, config, &layer).unwrap();
+    d.begin(&mut Nothing).unwrap();
+    let mut touched = Vec::new();
+    for _ in 0..6 {
+        d.params_mut().read.get_mut().clear();
+        d.params_mut().written.clear();
+        d.after_inner_step(&mut Nothing).unwrap();
+        let (read, written) = (d.params().read.borrow().clone(), d.params().written.clone());
+        touched.push((read, written));
+    }
+    // Sent one inner step before it is applied: read at one step, written at the next. Layers l and l + 3 are one fragment.
+    let expected: Vec<(Vec<usize>, Vec<usize>)> = (0..3)
+        .flat_map(|f| [(vec![f, f + 3], vec![]), (vec![], vec![f, f + 3])])
+        .collect();
+    assert_eq!(touched, expected);
+}
+
+#[test]
+fn adamw_as_the_outer_optimizer_follows_the_hand_computed_history() {
+    // A constant gradient of 2: after bias correction both moments are those of the gradient, so each step is the rate itself.
+    let config = DilocoConfig {
+        outer: OuterOptimizer::AdamW { lr: 0.25 },
+        ..DilocoConfig::diloco(2)
+    };
+    let mut d = begun(Scripted::identical(), &[1], config);
+    for round in 1..=4u8 {
+        inner_steps(&mut d, 2);
+        let global = d.params().get(0).unwrap()[0];
+        assert!((global + 0.25 * f32::from(round)).abs() < 1e-6, "{global}");
+    }
+}
+
+#[test]
+fn inv6_a_bucket_that_comes_back_short_is_a_lost_reduction() {
+    let mut short = true;
+    let replica = Scripted::new(move |own| {
+        let most = own.len() - usize::from(std::mem::take(&mut short));
+        own[..most].to_vec()
+    });
+    let config = DilocoConfig {
+        outer: sgd(1.0),
+        ..DilocoConfig::diloco(2)
+    };
+    let mut d = begun(replica, &[3], config);
+    let reports = inner_steps(&mut d, 2);
+    assert_eq!(reports[0].failed_attempts, 1);
+    assert_eq!(d.params().get(0).unwrap(), [-2.0; 3]);
 }

@@ -546,3 +546,55 @@ fn in_order(pieces: &[Piece]) -> bool {
         fits
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+    use crate::codec::Rounding;
+    use crate::kernels::block_kernels;
+
+    #[test]
+    fn inv4_a_result_of_other_contributors_than_this_rank_counted_is_refused() {
+        static GO: AtomicBool = AtomicBool::new(false);
+        let op = Collective::AllReduce {
+            tensors: vec![Tensor::zeros(DType::F32, 3)],
+            op: ReduceOp::Avg,
+        };
+        let exchange = Exchange {
+            frame: Frame {
+                codec: Codec::Int8B64,
+                rounding: Rounding::Nearest,
+                rank: 0,
+                fingerprint: op.fingerprint(),
+                interrupt: &GO,
+                kernels: &*block_kernels(&ftcore::DeviceKind::Cpu).unwrap(),
+            },
+            place: Place { rank: 0, world: 3 },
+            accuracy: Accuracy::Economic,
+            contribute: true,
+            feedback: None,
+        };
+        let result = Tensor::from_vec(vec![1.0f32, -127.0, 0.0]);
+        for (counted, here) in [(2u32, 2u32), (1, 2), (3, 2)] {
+            let mut chunk = Vec::new();
+            let shot = (Shot::Results, counted);
+            exchange
+                .encode(shot, &result, (0..3, 0), None, &mut chunk)
+                .unwrap();
+            let mut values = Tensor::zeros(DType::F32, 3);
+            let taken = exchange.take_result(&chunk, &mut values, 0..3, here);
+            if counted == here {
+                taken.unwrap();
+                assert_eq!(values.as_slice::<f32>().unwrap(), [1.0, -127.0, 0.0]);
+            } else {
+                let e = taken.unwrap_err();
+                assert_eq!(e.kind(), ErrorKind::Protocol);
+                let says = format!("counted {counted} contributors, this rank {here}");
+                assert!(e.to_string().contains(&says), "{e}");
+                assert_eq!(values.as_slice::<f32>().unwrap(), [0.0; 3]);
+            }
+        }
+    }
+}

@@ -488,3 +488,27 @@ fn split_groups_are_quantised_too() {
         }
     });
 }
+
+#[test]
+fn split_groups_keep_the_options_of_the_group() {
+    let options = QuantizeOptions {
+        moves: Moves::Quantized,
+        accuracy: Accuracy::Best,
+        rounding: Rounding::Stochastic { key: 5 },
+        error_feedback: true,
+        ..with(Codec::Int8B64)
+    };
+    ranks(2, |rank, store| {
+        let g = QuantizedGroup::with_options(ranks::gloo(), options.clone()).unwrap();
+        configure(&g, &store, 1, rank, 2).unwrap();
+        let child = g.split(Some(0), 0, soon()).unwrap().unwrap();
+        let sent = child.broadcast(Tensor::from_vec(vec![1.0f32, 1e-5]), 0).unwrap();
+        let got = sent.take_tensor().unwrap();
+        // A broadcast that is exact would keep the small one.
+        assert!((got.as_slice::<f32>().unwrap()[1] - 1e-5).abs() > 1e-6, "{got:?}");
+        // With error feedback every reduction is in a step.
+        let refused = child.allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum);
+        let e = refused.err().unwrap().error;
+        assert!(e.to_string().contains("ErrorFeedback::begin"), "{e}");
+    });
+}

@@ -20,6 +20,8 @@ pub(super) trait Grid {
     const MARKED_LEVELS: f32;
     /// In a marked block: +Inf, −Inf and NaN.
     const SPECIAL: [i8; 3];
+    /// True if the codes are those of [`Int4`], which instruction sets may have a shorter way to ([`Isa::nibbles`]).
+    const NIBBLES: bool = false;
 
     /// The code of a scaled value.
     fn code<R: Round>(scaled: f32, round: R, index: u64) -> i8;
@@ -48,6 +50,7 @@ impl<const BITS: u32, const LIMIT: i8, const LEVELS: i8> Grid for Int<BITS, LIMI
     const LEVELS: f32 = LEVELS as f32;
     const MARKED_LEVELS: f32 = (LIMIT - 1) as f32;
     const SPECIAL: [i8; 3] = [LIMIT, -LIMIT, -LIMIT - 1];
+    const NIBBLES: bool = BITS == 4 && LIMIT == 7 && LEVELS == 7;
 
     #[inline(always)]
     fn code<R: Round>(scaled: f32, round: R, index: u64) -> i8 {
@@ -126,7 +129,7 @@ const MOST: usize = PART / 32;
 /// Encodes a part of blocks of `B` values whose peaks are known and finite: all scales first, which divides in vectors, then all codes. The
 /// same bytes as block by block. False, with nothing written, if the slices are not as long as they are to be.
 #[inline(always)]
-pub(super) fn encode_part<G: Grid, R: Round, const B: usize>(
+pub(super) fn encode_part<G: Grid, R: Round, I: Isa, const B: usize>(
     part: &[f32; PART],
     peaks: &[u32],
     (round, first): (R, u64),
@@ -149,11 +152,19 @@ pub(super) fn encode_part<G: Grid, R: Round, const B: usize>(
     }
     for k in 0..count {
         let (block, inverse, begins) = (&blocks[k], inverses[k], first + (k * B) as u64);
+        let to = &mut codes[k * bytes..(k + 1) * bytes];
+        if G::NIBBLES
+            && R::NEAREST
+            && let (Ok(block), Ok(to)) = (block.as_slice().try_into(), (&mut *to).try_into())
+        {
+            I::nibbles(block, inverse, to);
+            continue;
+        }
         let mut all = [0i8; B];
         for i in 0..B {
             all[i] = G::code(block[i] * inverse, round, begins + i as u64);
         }
-        write_codes::<G>(&all, &mut codes[k * bytes..(k + 1) * bytes]);
+        write_codes::<G>(&all, to);
     }
     true
 }
@@ -287,6 +298,6 @@ impl<G: Grid, const B: usize> Blocks for Scaled<G, B> {
         let mut peaks = [0; MOST];
         let peaks = &mut peaks[..PART / B];
         let highest = I::peaks(part.as_chunks::<B>().0, peaks);
-        highest < INFINITE && encode_part::<G, R, B>(part, peaks, at, scales, codes)
+        highest < INFINITE && encode_part::<G, R, I, B>(part, peaks, at, scales, codes)
     }
 }

@@ -120,6 +120,6 @@ impl Blocks for Rotated {
         for k in 0..PART / GROUP {
             fits &= I::rotate(&self.signs, &from[k], &mut to[k], &mut of_halves[k]);
         }
-        fits && encode_part::<Int4, R, BLOCK>(&rotated, &peaks, at, scales, codes)
+        fits && encode_part::<Int4, R, I, BLOCK>(&rotated, &peaks, at, scales, codes)
     }
 }

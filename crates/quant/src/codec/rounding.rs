@@ -30,6 +30,9 @@ pub(crate) fn splitmix64(seed: u64, index: u64) -> u64 {
 
 /// The two ways as types, so that the choice is made once per call and not per value.
 pub(super) trait Round: Copy {
+    /// True if it is to nearest even, whatever the index.
+    const NEAREST: bool;
+
     /// The integer for `v`, of magnitude at most 127.
     fn integer(self, v: f32, index: u64) -> i8;
     /// The code of the finite magnitude with these bits, without limiting it.
@@ -48,6 +51,8 @@ pub(super) struct Stochastic {
 const ROUND: f32 = 12_582_912.0;
 
 impl Round for Nearest {
+    const NEAREST: bool = true;
+
     #[inline(always)]
     fn integer(self, v: f32, _: u64) -> i8 {
         (v + ROUND).to_bits() as i8
@@ -67,6 +72,8 @@ impl Stochastic {
 }
 
 impl Round for Stochastic {
+    const NEAREST: bool = false;
+
     #[inline(always)]
     fn integer(self, v: f32, index: u64) -> i8 {
         let down = v.floor();

@@ -1,7 +1,7 @@
 //! One definition of every format, compiled for several instruction sets, and the choice between them at run time.
 //!
 //! The encoders and decoders are plain Rust on f32 and integers in a fixed order; Rust never fuses a multiplication with an addition
-//! nor reorders floats. So the same code compiled for wider registers gives the same bytes, which the tests hold it to. Two steps that
+//! nor reorders floats. So the same code compiled for wider registers gives the same bytes, which the tests hold it to. Some steps that
 //! compilers make poor code of are written for each instruction set ([`Isa`]).
 
 #[cfg(target_arch = "x86_64")]
@@ -9,7 +9,10 @@ mod x86;
 
 use std::fmt;
 
+use super::grid::{Grid, Int4};
 use super::hadamard::{self, GROUP, Signs};
+use super::pack;
+use super::rounding::Nearest;
 use super::scale;
 
 /// An instruction set that the formats are compiled for.
@@ -85,6 +88,8 @@ pub(super) trait Isa {
     fn rotate(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP], peaks: &mut [u32; 2]) -> bool;
     /// The inverse, up to rounding.
     fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]);
+    /// The packed 4-bit codes of a block of finite values, to nearest even; `inverse` is that of the scale which its peak makes.
+    fn nibbles(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]);
 }
 
 /// The reference.
@@ -109,6 +114,15 @@ impl Isa for Reference {
     #[inline(always)]
     fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
         hadamard::rotate_back(signs, from, to);
+    }
+
+    #[inline(always)]
+    fn nibbles(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]) {
+        let mut all = [0i8; 64];
+        for i in 0..64 {
+            all[i] = Int4::code(block[i] * inverse, Nearest, 0);
+        }
+        pack::pack::<4>(&all, codes);
     }
 }
 

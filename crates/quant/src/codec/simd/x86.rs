@@ -69,6 +69,12 @@ impl Isa for Avx2 {
         // SAFETY: INV-12 as above.
         unsafe { rotate_back_avx2(signs, from, to) }
     }
+
+    #[inline(always)]
+    fn nibbles(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]) {
+        // SAFETY: INV-12 as above.
+        unsafe { nibbles_avx2(block, inverse, codes) }
+    }
 }
 
 impl Isa for Avx512 {
@@ -88,6 +94,12 @@ impl Isa for Avx512 {
     fn rotate_back(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
         // SAFETY: INV-12 as above.
         unsafe { rotate_back_avx512(signs, from, to) }
+    }
+
+    /// What compilers make of it is short enough.
+    #[inline(always)]
+    fn nibbles(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]) {
+        Reference::nibbles(block, inverse, codes);
     }
 }
 
@@ -292,6 +304,37 @@ fn rotate_back_avx2(signs: &Signs, from: &[f32; GROUP], to: &mut [f32; GROUP]) {
             store8(&mut rows[k + 4 * i], _mm256_xor_ps(v[i], turned));
         }
     }
+}
+
+/// Codes of 32 values, in the order in which the packing of lanes leaves them.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn codes32(values: &[[f32; 8]], inverse: __m256) -> __m256i {
+    let mut codes = [_mm256_setzero_si256(); 4];
+    for i in 0..4 {
+        // Not limited to ±7: the scale is no smaller than peak / 7 but for its rounding to 8 bits, so that no product reaches 7.1.
+        codes[i] = _mm256_cvtps_epi32(_mm256_mul_ps(load8(&values[i]), inverse));
+    }
+    let (low, high) = (
+        _mm256_packs_epi32(codes[0], codes[1]),
+        _mm256_packs_epi32(codes[2], codes[3]),
+    );
+    _mm256_packs_epi16(low, high)
+}
+
+/// The halves of a block are packed alike, so that only the result has to be put in order.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn nibbles_avx2(block: &[f32; 64], inverse: f32, codes: &mut [u8; 32]) {
+    let (low, high) = block.as_chunks::<8>().0.split_at(4);
+    let inverse = _mm256_set1_ps(inverse);
+    let (low, high) = (codes32(low, inverse), codes32(high, inverse));
+    let nibble = _mm256_set1_epi8(15);
+    let upper = _mm256_andnot_si256(nibble, _mm256_slli_epi16::<4>(high));
+    let both = _mm256_or_si256(_mm256_and_si256(nibble, low), upper);
+    let ordered = _mm256_permutevar8x32_epi32(both, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+    // SAFETY: INV-8 room for 32 bytes is there; the store needs no alignment.
+    unsafe { _mm256_storeu_si256(codes.as_mut_ptr().cast(), ordered) }
 }
 
 /// As [`within8`].

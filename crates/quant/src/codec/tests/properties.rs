@@ -354,3 +354,34 @@ fn two_bits_never_err_by_more_than_the_value_so_that_error_feedback_converges() 
         }
     }
 }
+
+#[test]
+fn codes_of_4_bits_need_no_limit_wherever_the_scale_is_rounded() {
+    // A peak on each side of every place where its seventh is rounded to bf16, and every kind of neighbour, in parts that are encoded
+    // together. AVX2 does not limit its codes to ±7.
+    for seventh in (0u32..0x7e40).step_by(3) {
+        let mut part = vec![0f32; 2048];
+        for (k, block) in part.chunks_mut(64).enumerate() {
+            let low = [0u32, 1, 0x7ffe, 0x7fff, 0x8000, 0x8001, 0xfffe, 0xffff][k % 8];
+            let peak = f32::from_bits(seventh << 16 | low) * 7.0;
+            let peak = if peak.is_finite() { peak } else { f32::MAX };
+            let peak = if k % 16 < 8 { peak } else { -peak };
+            for (i, v) in block.iter_mut().enumerate() {
+                *v = peak * (1.0 - (i as f32) / 32.0);
+            }
+        }
+        for codec in [Codec::Int4B64, ROTATED] {
+            let mut expected = Vec::new();
+            let how = |simd| Encoding {
+                simd,
+                ..Encoding::default()
+            };
+            codec.encode_with(how(Simd::Portable), &part, &mut expected);
+            for simd in Simd::available() {
+                let mut got = Vec::new();
+                codec.encode_with(how(simd), &part, &mut got);
+                assert!(got == expected, "{codec} {simd} {seventh:#x}");
+            }
+        }
+    }
+}
