@@ -11,6 +11,7 @@ fn main() -> std::io::Result<()> {
         ("checkpoint_manifest", oxccl_fuzz::state::manifest_seeds()),
         ("checkpoint_state", oxccl_fuzz::state::encoded_seeds()),
         ("quant_decode", oxccl_fuzz::values::seeds()),
+        ("isolate_frames", oxccl_fuzz::isolate::seeds()),
     ];
     for (target, seeds) in seeds {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("corpus").join(target);

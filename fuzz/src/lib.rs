@@ -7,7 +7,11 @@
 // The included sources name these from the crate's root.
 use ftcore::{Error, Result};
 
+#[allow(dead_code, unused_imports, reason = "included for the frames that name it")]
+#[path = "../../crates/isolate/src/clock.rs"]
+mod clock;
 pub mod gloo;
+pub mod isolate;
 pub mod state;
 pub mod store;
 pub mod values;

@@ -24,8 +24,6 @@ use crate::{probe, rendezvous, route};
 /// - a failure on one rank is told to the others through the store, within about a quarter of a second;
 /// - ranks that call different collectives are not found out: they hang until their deadlines, or worse;
 /// - `shutdown` waits up to two seconds for the other ranks to leave too, so that communicators can be destroyed.
-/// - dropping it blocks, for 1.5 s at most, while oneCCL still loads its transport in the background (the first fifth of a second of a process):
-///   an exception to "dropping never blocks", without which a process that ends then crashes.
 pub struct XcclGroup(Member);
 
 /// What groups on host memory offer.
@@ -110,12 +108,6 @@ impl XcclGroup {
 /// Host memory needs nothing beside the engine.
 fn nothing(_: &Comms) -> Result<Option<Arc<Side>>> {
     Ok(None)
-}
-
-impl Drop for XcclGroup {
-    fn drop(&mut self) {
-        rendezvous::let_it_load();
-    }
 }
 
 impl ProcessGroup for XcclGroup {

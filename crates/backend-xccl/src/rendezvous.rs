@@ -5,17 +5,18 @@
 //! one at a time, and the ranks of a group pass their gates one after the other, in an order that is the same for all
 //! groups (by process), so that two groups can never wait for each other.
 
-use std::sync::{Arc, Condvar, Mutex, Once, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
+use std::time::Instant;
 
 use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
-use oneccl_sys::{Library, UniqueId};
+use oneccl_sys::{Flavour, Library, UniqueId};
 
 use crate::engine::{Comms, with_messages};
 use crate::news::{Channel, ranks};
 use crate::raw::comm::{self, Comm};
-use crate::raw::exit::Stuck;
+use crate::raw::exit::{self, Stuck};
 
 /// One for every process and life; forked children inherit it, and are refused as the duplicates that they are.
 fn process_id() -> u64 {
@@ -88,51 +89,46 @@ impl Drop for Gate {
     }
 }
 
-/// Lets oneCCL load its transport, once per process and in the background: a fifth of a second or more that would otherwise be
-/// spent in the first `configure`, and by one rank after the other. A spare child has long done it when it is needed.
-///
-/// oneCCL does this with its first id, which is thrown away. A failure is left to the first `configure` to meet and report.
+/// What an isolated group sets in its child: its own process id.
+const ENV_CHILD: &str = "OXCCL_ISOLATE_CHILD";
+
+/// The gate, for whoever is to load oneCCL's transport: the first who asks. Nobody else needs to: it is loaded then, or whoever
+/// holds the gate is about to.
+fn first_to_load() -> Option<Gate> {
+    static ASKED: AtomicBool = AtomicBool::new(false);
+    let gate = Gate::pass(Instant::now()).ok()?;
+    (!ASKED.swap(true, Ordering::SeqCst)).then_some(gate)
+}
+
+/// Loads the transport: oneCCL does it with its first id, which is thrown away. A failure is left to the start of the first
+/// communicator to meet and report.
+fn load(library: &'static Library, gate: Gate) {
+    if let Err(error) = comm::unique_id(library) {
+        tracing::debug!(%error, "oneCCL could not load its transport in advance");
+    }
+    drop(gate);
+}
+
+/// In the child of an isolated group: loads the transport in the background as soon as there is a group, so that a spare
+/// child has it when it is needed. Elsewhere the first `configure` does it, and nothing runs in the background of a user's program.
 pub(crate) fn warm_up(library: &'static Library) {
-    static ONCE: Once = Once::new();
-    ONCE.call_once(|| {
-        // Taken here, so that no `configure` comes first.
-        let Ok(gate) = Gate::pass(Instant::now()) else {
-            return;
-        };
+    let parent = std::os::unix::process::parent_id().to_string();
+    if std::env::var(ENV_CHILD).is_ok_and(|of| of == parent)
+        && let Some(gate) = first_to_load()
+    {
+        let bringing = exit::Bringing::begin();
+        exit::end_after_bringing();
         let load = move || {
-            if let Err(error) = comm::unique_id(library) {
-                tracing::debug!(%error, "oneCCL could not load its transport in advance");
-            }
-            drop(gate);
-            set_loading(false);
+            load(library, gate);
+            drop(bringing);
         };
-        set_loading(true);
         let started = std::thread::Builder::new()
             .name("ox-xccl-warm".to_string())
             .spawn(load);
         if let Err(error) = started {
-            set_loading(false);
             tracing::debug!(%error, "no thread for loading oneCCL's transport in advance");
         }
-    });
-}
-
-/// True while the transport is being loaded in advance.
-static LOADING: Mutex<bool> = Mutex::new(false);
-static LOADED: Condvar = Condvar::new();
-/// How long a group that goes waits for it.
-const FOR_LOADING: Duration = Duration::from_millis(1500);
-
-fn set_loading(is: bool) {
-    *LOADING.lock().unwrap_or_else(PoisonError::into_inner) = is;
-    LOADED.notify_all();
-}
-
-/// Waits, for a moment at most, until the transport is loaded. For groups that go: their process may be about to end, and what
-/// oneCCL brings while it loads is taken apart before the handler of `raw::exit` runs.
-pub(crate) fn let_it_load() {
-    let loading = LOADING.lock().unwrap_or_else(PoisonError::into_inner);
-    drop(LOADED.wait_timeout_while(loading, FOR_LOADING, |loading| *loading));
+    }
 }
 
 /// The prefix of everything that belongs to one configuration.
@@ -145,14 +141,48 @@ pub(crate) fn channel(configuration: &Configuration) -> Channel {
     )
 }
 
-/// What is known about the thread that starts a communicator.
+/// What is known about a thread that may be given up.
 #[derive(Debug, Default)]
 struct GivenUp {
     back: bool,
     stuck: Option<Stuck>,
 }
 
-/// Meets the other ranks and starts the communicators, on a thread that is given up at the deadline.
+/// Runs `call` on a thread that is given up at the deadline; `what` it did not do then is for the message.
+fn expendable<T: Send + 'static>(
+    name: &str,
+    what: &str,
+    deadline: Instant,
+    call: impl FnOnce() -> Result<T> + Send + 'static,
+) -> Result<T> {
+    let (reply, answer) = std::sync::mpsc::channel();
+    let given_up: Arc<Mutex<GivenUp>> = Arc::default();
+    let shared = given_up.clone();
+    let body = move || {
+        let result = call();
+        let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
+        shared.back = true;
+        shared.stuck = None;
+        // Nobody listens any more after the deadline; then communicators stay undestroyed.
+        let _ = reply.send(result);
+    };
+    std::thread::Builder::new()
+        .name(name.to_string())
+        .spawn(body)
+        .map_err(|e| Error::io(format!("cannot start thread {name}"), e))?;
+    answer.recv_timeout(time_left(deadline)).unwrap_or_else(|_| {
+        let mut shared = given_up.lock().unwrap_or_else(PoisonError::into_inner);
+        if !shared.back {
+            shared.stuck = Some(Stuck::begin());
+        }
+        Err(Error::timeout(format!(
+            "phase {what} by the deadline. It cannot be cancelled: this process cannot use oneCCL again (an isolated \
+             group can)"
+        )))
+    })
+}
+
+/// Meets the other ranks and starts the communicators.
 pub(crate) fn connect(configuration: &Configuration, library: &'static Library) -> Result<Comms> {
     connect_with(configuration, library, with_messages)
 }
@@ -164,39 +194,31 @@ pub(crate) fn connect_with(
     complete: impl FnOnce(Comm) -> Result<Comms> + Send + 'static,
 ) -> Result<Comms> {
     let channel = channel(configuration);
-    let hellos = meet(configuration, &channel, library)?;
-    let gate = pass_in_order(configuration, &channel, &hellos)?;
-    let (reply, answer) = std::sync::mpsc::channel();
     let (rank, world, deadline) = (
         configuration.rank,
         configuration.world_size,
         configuration.deadline,
     );
-    let given_up: Arc<Mutex<GivenUp>> = Arc::default();
-    let shared = given_up.clone();
+    let hellos = meet(configuration, &channel, library)?;
+    // A fifth of a second or more, which the ranks would otherwise spend one after the other.
+    if library.flavour == Flavour::Host
+        && let Some(gate) = first_to_load()
+    {
+        let what = "load: all ranks are here, but oneCCL did not load its transport";
+        let load = move || {
+            load(library, gate);
+            Ok(())
+        };
+        expendable("ox-xccl-load", what, deadline, load)?;
+    }
+    let gate = pass_in_order(configuration, &channel, &hellos)?;
     let start = move || {
         let made = start(&channel, library, rank, world, deadline).and_then(complete);
         drop(gate);
-        let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
-        shared.back = true;
-        shared.stuck = None;
-        // Nobody listens any more after the deadline; then the communicators stay undestroyed.
-        let _ = reply.send(made);
+        made
     };
-    std::thread::Builder::new()
-        .name("ox-xccl-init".to_string())
-        .spawn(start)
-        .map_err(|e| Error::io("cannot start thread ox-xccl-init", e))?;
-    answer.recv_timeout(time_left(deadline)).unwrap_or_else(|_| {
-        let mut shared = given_up.lock().unwrap_or_else(PoisonError::into_inner);
-        if !shared.back {
-            shared.stuck = Some(Stuck::begin());
-        }
-        Err(Error::timeout(
-            "phase init: all ranks are here, but oneCCL did not start its communicator by the deadline. It cannot be \
-             cancelled: this process cannot use oneCCL again (an isolated group can)",
-        ))
-    })
+    let what = "init: all ranks are here, but oneCCL did not start its communicator";
+    expendable("ox-xccl-init", what, deadline, start)
 }
 
 fn start(

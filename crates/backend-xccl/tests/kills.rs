@@ -13,8 +13,8 @@
 )]
 
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
-use std::sync::mpsc::{Receiver, channel};
+use std::process::{Child, ChildStdin, ChildStdout, Command, ExitCode, Stdio};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,7 +25,7 @@ use ftcore::{
     Store, TcpStore, TcpStoreServer, Tensor, deadline_in,
 };
 use isolate::{IsolateOptions, IsolatedGroup};
-use libtest_mimic::{Arguments, Completion, Trial};
+use libtest_mimic::{Arguments, Completion, Failed, Trial};
 
 /// What this program is started again for: `campaign`, `rank` or `start`.
 const ROLE: &str = "OXCCL_KILLS_ROLE";
@@ -35,6 +35,12 @@ const ROUNDS: &str = "OXCCL_KILLS_ROUNDS";
 const VICTIMS: &str = "OXCCL_KILLS_VICTIMS";
 /// A hang shows as this.
 const SILENCE: Duration = Duration::from_secs(40);
+/// From one round's end to the next: several waits of that length and what lies between them, on a machine that is wanted elsewhere.
+const ROUND: Duration = Duration::from_secs(180);
+/// oneCCL's own start is measured once in so many rounds.
+const STARTS: u32 = 10;
+/// How a campaign says that it gets on.
+const ROUND_ENDED: &str = "round ";
 /// From a kill to the next right sum, where no new rank has to be started.
 const USABLE: Duration = Duration::from_millis(1500);
 
@@ -81,19 +87,58 @@ fn tests() -> ExitCode {
             if files {
                 command.env("CCL_ATL_SHM", "1");
             }
-            let output = command.output().unwrap();
-            let text = [output.stdout, output.stderr].map(|t| String::from_utf8_lossy(&t).into_owned());
-            if !output.status.success() {
-                return Err(format!("{}\n{}", output.status, text.join("\n")).into());
-            }
-            println!("{}", text.join(""));
-            Ok(Completion::Completed)
+            follow(command).map(|()| Completion::Completed)
         })
         .with_ignored_flag(is_long && !long)
     });
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
     libtest_mimic::run(&arguments, trials.into()).exit_code()
+}
+
+/// Runs a campaign for as long as it gets on: each round has a limit, all of them together have none.
+fn follow(mut command: Command) -> std::result::Result<(), Failed> {
+    let mut campaign = command.stdout(Stdio::piped()).spawn()?;
+    let lines = lines(campaign.stdout.take().unwrap());
+    let mut last = String::from("no round");
+    loop {
+        match lines.recv_timeout(ROUND) {
+            Ok(line) if line.starts_with(ROUND_ENDED) => {
+                if line.ends_with('0') {
+                    eprintln!("{line}");
+                }
+                last = line;
+            }
+            Ok(line) => println!("{line}"),
+            Err(RecvTimeoutError::Disconnected) => break,
+            Err(RecvTimeoutError::Timeout) => {
+                let _ = campaign.kill();
+                let _ = campaign.wait();
+                return Err(format!("nothing happened for {ROUND:?} after '{last}'").into());
+            }
+        }
+    }
+    let status = campaign.wait()?;
+    status
+        .success()
+        .then_some(())
+        .ok_or_else(|| format!("{status} after '{last}'; what it said is above").into())
+}
+
+/// What a process says, line by line, until it ends.
+fn lines(stdout: ChildStdout) -> Receiver<String> {
+    let (told, says) = channel();
+    std::thread::Builder::new()
+        .name("ox-kills-says".to_string())
+        .spawn(move || {
+            for line in BufReader::new(stdout).lines().map_while(std::result::Result::ok) {
+                if told.send(line).is_err() {
+                    break;
+                }
+            }
+        })
+        .unwrap();
+    says
 }
 
 fn again(role: &str) -> Command {
@@ -236,21 +281,10 @@ impl Other {
             .spawn()
             .unwrap();
         let (orders, stdout) = (process.stdin.take().unwrap(), process.stdout.take().unwrap());
-        let (told, says) = channel();
-        std::thread::Builder::new()
-            .name("ox-kills-says".to_string())
-            .spawn(move || {
-                for line in BufReader::new(stdout).lines().map_while(std::result::Result::ok) {
-                    if told.send(line).is_err() {
-                        break;
-                    }
-                }
-            })
-            .unwrap();
         Self {
             process,
             orders: Some(orders),
-            says,
+            says: lines(stdout),
         }
     }
 
@@ -311,7 +345,7 @@ fn kill(pid: u32) {
 
 fn campaign() {
     let (rounds, victims) = (number(ROUNDS), u64::from(number(VICTIMS)));
-    let starts: Vec<Duration> = (0..3).map(|_| own_start()).collect();
+    let mut starts = Vec::new();
     let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
     let address = format!("127.0.0.1:{}", server.port());
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&address, soon()).unwrap());
@@ -326,6 +360,10 @@ fn campaign() {
     group.configure(configuration(&store, epoch, 0)).unwrap();
     sum(&group, 1000).unwrap();
     for round in 0..rounds {
+        // Beside the rounds, so that both see the same machine.
+        if round % STARTS == 0 {
+            starts.push(own_start());
+        }
         let others_child: u32 = other.hear("joined").parse().unwrap();
         let own_child = group.child_pid().unwrap();
         wait_for_spare(&group);
@@ -388,6 +426,7 @@ fn campaign() {
             &mut usable
         };
         times.push(killed_at.elapsed());
+        say(&format!("{ROUND_ENDED}{}", round + 1));
         noticed.push(known.saturating_duration_since(killed_at));
     }
     swept.push(other.hear("joined").parse().unwrap());
@@ -397,7 +436,7 @@ fn campaign() {
     drop(group);
     nothing_is_left(&swept);
     say(&format!(
-        "oneCCL alone, to its first sum in two new processes: {}",
+        "oneCCL alone, in two new processes, from the load of its transport (which a spare child has behind it) to its first sum: {}",
         spread(starts)
     ));
     say(&format!(
@@ -418,6 +457,16 @@ fn campaign() {
             spread(with_new_rank)
         ));
     }
+    let part = |of: fn(&Round) -> Duration| {
+        let children = rounds_taken.iter().filter(|r| r.victim != 2);
+        spread(children.map(of).collect())
+    };
+    say(&format!(
+        "of that, until both ranks know: {}; connecting again: {}; the first sum: {}",
+        part(|r| r.ready),
+        part(|r| r.connected.saturating_sub(r.ready)),
+        part(|r| r.usable.saturating_sub(r.connected))
+    ));
     rounds_taken.sort_by_key(|r| std::cmp::Reverse(r.usable));
     for slow in rounds_taken.iter().take(3) {
         say(&format!("slowest: {slow:?}"));

@@ -239,6 +239,27 @@ mod tests {
         assert_eq!(other.groups(&[Dimension::Data])[0], [0, 1]);
     }
 
+    /// Every length is another prime, so that no two dimensions can stand in for each other.
+    #[test]
+    fn each_dimension_has_its_own_length_and_its_own_stride() {
+        let sizes = Sizes {
+            tensor: 2,
+            context: 3,
+            expert: 5,
+            data: 7,
+            pipeline: 11,
+        };
+        let order = RankOrder::new("tp-cp-ep-dp-pp", sizes).unwrap();
+        assert_eq!(order.world_size(), 2310);
+        let mut stride = 1;
+        for (dimension, length) in Dimension::ALL.into_iter().zip([2, 3, 5, 7, 11]) {
+            let first: Vec<u32> = (0..length).map(|i| i * stride).collect();
+            assert_eq!(order.groups(&[dimension])[0], first, "{dimension}");
+            assert_eq!(order.coordinate(2309, dimension), Some(length - 1));
+            stride *= length;
+        }
+    }
+
     #[test]
     fn a_wrong_order_says_what_is_wrong() {
         let sizes = Sizes {

@@ -287,6 +287,47 @@ mod tests {
     }
 
     #[test]
+    fn each_variable_of_a_launcher_is_read_and_no_other_is() {
+        // The names as the launchers' manuals give them. A launcher's other variables have other numbers.
+        for [rank, world_size, local_rank] in [
+            ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
+            [
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+            ],
+            ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
+            ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],
+        ] {
+            let others = [
+                "GROUP_RANK",
+                "ROLE_RANK",
+                "OMPI_COMM_WORLD_NODE_RANK",
+                "SLURM_NODEID",
+            ];
+            let pairs = [
+                (rank, "5"),
+                (world_size, "8"),
+                (local_rank, "3"),
+                ("MASTER_ADDR", "h"),
+            ];
+            let all: Vec<_> = others.map(|o| (o, "7")).into_iter().chain(pairs).collect();
+            let place = from(&all).unwrap();
+            let wanted = Place {
+                rank: 5,
+                world_size: 8,
+                local_rank: Some(3),
+                meeting: tcp("h:29500"),
+            };
+            assert_eq!(place, wanted, "{rank}");
+            let e = from(&[(rank, "5"), ("MASTER_ADDR", "h")]).unwrap_err();
+            assert!(e.to_string().contains(&format!("{world_size} is not")), "{e}");
+            let e = from(&[pairs[0], pairs[1], (local_rank, "x"), pairs[3]]).unwrap_err();
+            assert!(e.to_string().contains(&format!("{local_rank} is 'x'")), "{e}");
+        }
+    }
+
+    #[test]
     fn what_is_missing_is_named() {
         for (pairs, says) in [
             (&[][..], "RANK (torchrun)"),

@@ -1,6 +1,7 @@
 //! The group of all ranks of a job, and the groups that are made from it.
 
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Instant;
@@ -80,13 +81,19 @@ impl WorldOptions {
         if let Some(splits) = self.split_groups {
             return Ok(splits);
         }
-        match std::env::var(ENV_SPLIT_GROUPS).as_deref() {
-            Err(std::env::VarError::NotPresent) | Ok("0" | "") => Ok(false),
-            Ok("1") => Ok(true),
-            other => Err(Error::invalid(format!(
-                "{ENV_SPLIT_GROUPS} is {other:?}; 1 splits the world's group, 0 configures new ones"
-            ))),
-        }
+        says_split(std::env::var_os(ENV_SPLIT_GROUPS).as_deref())
+    }
+}
+
+/// What the value of [`ENV_SPLIT_GROUPS`] says.
+fn says_split(value: Option<&OsStr>) -> Result<bool> {
+    match value.map(OsStr::to_str) {
+        None | Some(Some("0" | "")) => Ok(false),
+        Some(Some("1")) => Ok(true),
+        Some(_) => Err(Error::invalid(format!(
+            "{ENV_SPLIT_GROUPS} is {:?}; 1 splits the world's group, 0 configures new ones",
+            value.unwrap_or_default()
+        ))),
     }
 }
 
@@ -297,6 +304,29 @@ mod tests {
         assert_eq!((said[2].1, said[0].1, said[3].1), (0, 1, 0));
         // Rank 3 alone has the same place in another partition, but not the same colour.
         assert_ne!(ballots(&[vec![0, 2], vec![3]], 5).unwrap()[3], said[3]);
+        // The same ranks in a row, cut elsewhere: rank 0 is the first of the first list in both.
+        let cut = |at: usize| ballots(&[[0, 1, 2][..at].to_vec(), [0, 1, 2][at..].to_vec()], 3);
+        assert_ne!(cut(1).unwrap()[0], cut(2).unwrap()[0]);
+    }
+
+    #[test]
+    fn the_variable_says_whether_groups_are_split_and_anything_odd_is_refused() {
+        for (value, splits) in [
+            (None, false),
+            (Some(""), false),
+            (Some("0"), false),
+            (Some("1"), true),
+        ] {
+            assert_eq!(says_split(value.map(OsStr::new)).unwrap(), splits, "{value:?}");
+        }
+        for odd in ["yes", "2", "true", " 1"] {
+            let e = says_split(Some(OsStr::new(odd))).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(
+                e.to_string().contains("OXCCL_SPLIT_GROUPS is") && e.to_string().contains(odd),
+                "{e}"
+            );
+        }
     }
 
     #[test]

@@ -18,8 +18,13 @@
 // The included sources name these from the crate's root.
 use ftcore::{Error, Result};
 
+#[allow(dead_code, unused_imports, reason = "included for the frames that name it")]
+#[path = "../../../crates/isolate/src/clock.rs"]
+mod clock;
 #[path = "../../../fuzz/src/gloo.rs"]
 mod gloo;
+#[path = "../../../fuzz/src/isolate.rs"]
+mod isolate;
 mod listener;
 mod mutate;
 #[path = "../../../fuzz/src/state.rs"]
@@ -44,7 +49,7 @@ struct Body {
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
-const BODIES: [Body; 5] = [
+const BODIES: [Body; 6] = [
     Body {
         target: "gloo_frames",
         run: gloo::frames,
@@ -69,6 +74,11 @@ const BODIES: [Body; 5] = [
         target: "quant_decode",
         run: values::decode,
         seeds: values::seeds,
+    },
+    Body {
+        target: "isolate_frames",
+        run: isolate::frames,
+        seeds: isolate::seeds,
     },
 ];
 

@@ -7,8 +7,9 @@
 //! no new call begin, waits for those under way, and ends the process without destructors if one is stuck.
 //!
 //! What a call itself brings, and first of all the one that loads the transport, comes before any handler that was there
-//! already. So a group that goes waits for that call (`rendezvous::let_it_load`); a process that ends within it without dropping
-//! its group may still crash.
+//! already. `configure` waits for its own calls. A load in the background (in the child of an isolated group) is waited for by
+//! the thread that began it: `exit` runs the destructors of its caller's thread-local values before any handler. So dropping
+//! a group never waits, and only the end of such a process does.
 
 use std::ffi::{c_int, c_void};
 use std::sync::Once;
@@ -21,6 +22,8 @@ static CALLS: AtomicUsize = AtomicUsize::new(0);
 static LEAVING: AtomicUsize = AtomicUsize::new(0);
 /// Threads that were given up inside a call and have not come back.
 static STUCK: AtomicUsize = AtomicUsize::new(0);
+/// Calls that bring destructors, and that nobody waits for.
+static BRINGING: AtomicUsize = AtomicUsize::new(0);
 /// The process is ending: no new calls.
 static CLOSING: AtomicBool = AtomicBool::new(false);
 
@@ -28,6 +31,8 @@ static CLOSING: AtomicBool = AtomicBool::new(false);
 const FOR_GOODBYES: Duration = Duration::from_secs(5);
 /// How long it waits for calls.
 const FOR_CALLS: Duration = Duration::from_millis(1500);
+/// How long the thread that began a load in the background waits for it when it ends.
+const FOR_BRINGING: Duration = Duration::from_millis(1500);
 
 macro_rules! counted {
     ($(#[$m:meta])* $name:ident in $counter:ident) => {
@@ -62,6 +67,28 @@ counted! {
 counted! {
     /// A thread that was given up; ends when it comes back.
     Stuck in STUCK
+}
+counted! {
+    /// A load in the background.
+    Bringing in BRINGING
+}
+
+/// Waits, when its thread ends or ends the process, for what is being brought.
+struct Patient;
+
+impl Drop for Patient {
+    fn drop(&mut self) {
+        settle(FOR_BRINGING, || BRINGING.load(Ordering::SeqCst) == 0);
+    }
+}
+
+/// From here on this thread does not end, nor end the process, within a load in the background that began before.
+pub(crate) fn end_after_bringing() {
+    thread_local! {
+        static PATIENT: Patient = const { Patient };
+    }
+    // The first use is what has its destructor run.
+    PATIENT.with(|_| ());
 }
 
 impl Call {
