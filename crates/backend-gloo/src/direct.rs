@@ -13,7 +13,7 @@ use crate::kernels;
 use crate::lane::{Lane, Seat, timed_out};
 use crate::port::{Memory, Port, Wire, decoded};
 use crate::queue::Shared;
-use crate::schedule::{Algorithm, all_reduce_algorithm, doublings, down, up};
+use crate::schedule::{Algorithm, all_reduce_algorithm, barrier_reach, barrier_rounds, down, up};
 use crate::transfer::CHUNK;
 use crate::transport::shm::CAPACITY;
 use crate::waiter::Waiter;
@@ -227,19 +227,24 @@ impl Call<'_> {
     /// Everybody waits for everybody, as `schedule::barrier`.
     fn barrier(&mut self) -> Result<()> {
         let (rank, world) = (self.shared.place.rank, self.shared.place.world);
-        for round in 0..doublings(world) {
-            let (to, from) = (up(rank, 1 << round, world), down(rank, 1 << round, world));
+        for round in 0..barrier_rounds(world) {
             let header = self.header(round, Algorithm::Dissemination, 0);
-            self.put_header(to, &header)?;
-            let memory = rings(port_of(self.lane, to)?)?;
-            memory.publish();
-            memory.count_sent(0);
-            memory.ring();
-            self.expect(from, round as usize, Algorithm::Dissemination, 0)?;
-            let memory = rings(port_of(self.lane, from)?)?;
-            memory.release();
-            memory.count_received(0);
-            memory.ring();
+            for k in barrier_reach(round, world) {
+                let to = up(rank, k, world);
+                self.put_header(to, &header)?;
+                let memory = rings(port_of(self.lane, to)?)?;
+                memory.publish();
+                memory.count_sent(0);
+                memory.ring();
+            }
+            for k in barrier_reach(round, world) {
+                let from = down(rank, k, world);
+                self.expect(from, round as usize, Algorithm::Dissemination, 0)?;
+                let memory = rings(port_of(self.lane, from)?)?;
+                memory.release();
+                memory.count_received(0);
+                memory.ring();
+            }
         }
         Ok(())
     }

@@ -14,11 +14,12 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::lane::{Lane, Turn, wait_for};
+use crate::lane::{Lane, Turn, still_queued, wait_for};
 use crate::mail::Mail;
+use crate::news::Fate;
 use crate::p2p::Messages;
 use crate::peer::{Incoming, Peer};
-use crate::queue::{Ended, Fate, Shared, Stop, Submission, Taken};
+use crate::queue::{Ended, Shared, Stop, Submission, Taken};
 use crate::transport::shm::Sleep;
 use crate::wire::{self, Control, ControlKind};
 
@@ -389,17 +390,9 @@ impl Engine {
         let now = Instant::now();
         let queue = self.shared.lock();
         if let Some(queued) = queue.collectives.iter().find(|s| s.deadline <= now) {
-            let behind = queue
-                .running
-                .map(|(kind, seq)| format!(" behind {kind} #{seq}"))
-                .unwrap_or_default();
-            return Err(Error::timeout(format!(
-                "timed out after {:.1} s while {} #{} was still queued{behind}",
-                queued.submitted.elapsed().as_secs_f64(),
-                queued.op.kind(),
-                queued.seq.unwrap_or(0),
-            ))
-            .with_epoch(self.shared.place.epoch));
+            let late = (queued.op.kind(), queued.seq.unwrap_or(0));
+            let error = still_queued(late, queued.submitted, queue.running);
+            return Err(error.with_epoch(self.shared.place.epoch));
         }
         drop(queue);
         self.messages.overdue(now).map_or(Ok(()), Err)

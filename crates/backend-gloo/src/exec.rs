@@ -100,13 +100,7 @@ impl Exec {
 
     /// Moves on as far as the sockets allow. `stop` ends long local work early.
     pub(crate) fn progress(&mut self, ports: &mut [Option<Port>], stop: &AtomicBool) -> Result<Step> {
-        if !self.started {
-            self.started = true;
-            self.prepare(stop)?;
-            let before = std::mem::take(&mut self.plan.schedule.before);
-            self.local(&before, stop)?;
-            self.begin_round();
-        }
+        self.start(stop)?;
         for _ in 0..PASSES {
             go_on(stop)?;
             if self.round >= self.plan.schedule.rounds.len() {
@@ -144,6 +138,39 @@ impl Exec {
         }
         // The last pass moved something, perhaps the very last piece: nothing may be left that would end a sleep.
         Ok(Step::Busy)
+    }
+
+    fn start(&mut self, stop: &AtomicBool) -> Result<()> {
+        if !self.started {
+            self.started = true;
+            self.prepare(stop)?;
+            let before = std::mem::take(&mut self.plan.schedule.before);
+            self.local(&before, stop)?;
+            self.begin_round();
+        }
+        Ok(())
+    }
+
+    /// While an operation before it waits for others: sends of its first round what goes. True if bytes moved.
+    pub(crate) fn send_ahead(&mut self, ports: &mut [Option<Port>], stop: &AtomicBool) -> Result<bool> {
+        self.start(stop)?;
+        let mut moved = false;
+        // Whoever is gone is missed when it is this operation's turn.
+        let mut blocked = None;
+        for index in 0..self.sends.len() {
+            moved |= self.push(index, ports, &mut blocked)?;
+        }
+        if moved {
+            ports.iter_mut().flatten().for_each(Port::ring);
+        }
+        Ok(moved)
+    }
+
+    /// True if all that it has to send is out: what is sent from now on belongs to later operations.
+    pub(crate) fn has_sent(&self) -> bool {
+        let mut now = self.sends.iter().chain(&self.early);
+        let mut later = self.plan.schedule.rounds.iter().skip(self.round + 1);
+        self.started && now.all(Sending::is_finished) && later.all(|round| round.sends.is_empty())
     }
 
     fn prepare(&mut self, stop: &AtomicBool) -> Result<()> {

@@ -62,10 +62,10 @@ impl Engine {
         self.speak();
         // A caller may still be in the lane or in the mail; what it works on is its own until it has given it back.
         let (lane, mail) = self.shared.recall((self.lane.take(), self.mail.take()));
-        if let Some(mut lane) = lane
-            && let Some(exec) = lane.current.take()
-        {
-            exec.fail(error.clone());
+        if let Some(mut lane) = lane {
+            for exec in lane.current.take().into_iter().chain(lane.ahead.drain(..)) {
+                exec.fail(error.clone());
+            }
         }
         for submission in collectives.into_iter().chain(messages) {
             let mut error = error

@@ -1,9 +1,11 @@
 //! The lane of a group: everything that its collectives need, driven by one thread at a time.
 //!
-//! Collectives run one after the other. Whoever takes the lane out of the queue drives it: the engine's thread for what was
+//! Collectives run one after the other; while one waits for other ranks, what the next ones send first goes out already, so that
+//! a rank that wakes finds more than one operation's data and a link does not rest between two. Whoever takes the lane out of the queue drives it: the engine's thread for what was
 //! submitted, or the caller of a blocking call on an idle group, which saves two hand-overs. Control connections, point-to-point
 //! messages and orders stay with the engine's thread, so they go on whoever drives.
 
+use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -23,6 +25,9 @@ const LAST_GRACE: Duration = Duration::from_secs(1);
 /// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
 const VERDICT: Duration = Duration::from_millis(500);
 
+/// Operations that may have begun to send before it is their turn.
+const AHEAD: usize = 16;
+
 /// What came of a turn.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Turn {
@@ -41,10 +46,14 @@ pub(crate) struct Lane {
     /// By rank; `None` at the own one.
     pub(crate) ports: Vec<Option<Port>>,
     pub(crate) current: Option<Exec>,
+    /// The next ones, which send already.
+    pub(crate) ahead: VecDeque<Exec>,
     /// Why the driver gave up: the engine's thread ends the group with it.
     pub(crate) failure: Option<Error>,
     /// How often a driver looks again before it sleeps.
     pub(crate) patience: Patience,
+    /// Some payloads go over several connections: these know one operation at a time.
+    railed: bool,
     /// Private memory of short operations.
     pub(crate) scratch: Vec<u8>,
 }
@@ -59,8 +68,10 @@ impl Lane {
         };
         Self {
             patience,
+            railed: ports.iter().flatten().any(|p| !p.rails.is_empty()),
             ports,
             current: None,
+            ahead: VecDeque::new(),
             failure: None,
             scratch: Vec::new(),
         }
@@ -68,7 +79,7 @@ impl Lane {
 
     /// True if nobody is in the middle of anything.
     pub(crate) fn is_idle(&self) -> bool {
-        self.current.is_none() && self.failure.is_none()
+        self.current.is_none() && self.ahead.is_empty() && self.failure.is_none()
     }
 
     /// Takes in what the engine's thread has learnt about the peers.
@@ -92,9 +103,19 @@ impl Lane {
             if let Some(report) = shared.report() {
                 return Err(report);
             }
-            match shared.pop(last)? {
-                Some(exec) => self.current = Some(exec),
-                None => return Ok(Turn::Idle),
+            self.current = match self
+                .ahead
+                .pop_front_if(|exec| last.is_some_and(|last| exec.seq <= last))
+            {
+                Some(exec) => {
+                    shared.begins(&exec);
+                    Some(exec)
+                }
+                None if self.ahead.is_empty() => shared.pop(last)?,
+                None => None,
+            };
+            if self.current.is_none() {
+                return Ok(Turn::Idle);
             }
         }
         let Some(exec) = &mut self.current else {
@@ -116,8 +137,10 @@ impl Lane {
             exec.inspect(port)?;
             closed |= open && port.read_closed();
         }
+        let moved = self.look_ahead(shared)?;
         match step {
             Step::Busy => Ok(Turn::Moved),
+            _ if moved => Ok(Turn::Moved),
             // Found only now, and a closed socket is watched no more: the operation must hear of it before anybody sleeps.
             _ if closed => Ok(Turn::Moved),
             Step::Blocked(rank) => {
@@ -130,6 +153,35 @@ impl Lane {
                 Ok(Turn::Waiting)
             }
         }
+    }
+
+    /// Once the current operation has nothing more to send: the first bytes of the next ones, in order. True if any moved.
+    fn look_ahead(&mut self, shared: &Shared) -> Result<bool> {
+        let waiting = shared.unfinished() > 1 && !shared.in_trouble();
+        let sent = |exec: &Exec| exec.kind != OpKind::MonitoredBarrier && exec.has_sent();
+        if !waiting || self.railed || !self.current.as_ref().is_some_and(sent) {
+            return Ok(false);
+        }
+        let mut moved = false;
+        for index in 0..AHEAD {
+            if index == self.ahead.len() {
+                if shared.unfinished() <= index + 1 {
+                    break;
+                }
+                let Some(exec) = shared.pop_ahead(u64::MAX)? else {
+                    break;
+                };
+                self.ahead.push_back(exec);
+            }
+            let Some(exec) = self.ahead.get_mut(index) else {
+                break;
+            };
+            moved |= exec.send_ahead(&mut self.ports, shared.interrupt())?;
+            if !sent(exec) {
+                break;
+            }
+        }
+        Ok(moved)
     }
 
     /// `rank` is needed and nothing more comes from it: wait a little for the reason, then give up.
@@ -201,13 +253,26 @@ impl Lane {
                 later(now, GRACE / 10)
             })
         });
-        suspects.chain(self.due(shared)).min()
+        let ahead = self.ahead.iter().map(|exec| exec.deadline);
+        suspects.chain(self.due(shared)).chain(ahead).min()
     }
 
     fn check_deadline(&self, shared: &Shared) -> Result<()> {
-        match (&self.current, self.due(shared)) {
-            (Some(exec), Some(due)) if due <= Instant::now() => Err(overdue(exec, shared)),
-            _ => Ok(()),
+        let (Some(exec), Some(due)) = (&self.current, self.due(shared)) else {
+            return Ok(());
+        };
+        let now = Instant::now();
+        if due <= now {
+            return Err(overdue(exec, shared));
+        }
+        match self.ahead.iter().find(|next| next.deadline <= now) {
+            Some(next) => {
+                Err(
+                    still_queued((next.kind, next.seq), next.submitted, Some((exec.kind, exec.seq)))
+                        .with_epoch(shared.place.epoch),
+                )
+            }
+            None => Ok(()),
         }
     }
 
@@ -242,7 +307,9 @@ impl Lane {
             let Wire::Socket(link) = &port.wire else { continue };
             let read = link.read_closed.is_none() && port.wants_read() && !exec.holds(port.rank);
             let to_rails = exec.to_rails(port.rank);
-            let write = to_rails.is_none() && exec.wants_write(port.rank) && link.write_closed.is_none();
+            let mut all = std::iter::once(exec).chain(&self.ahead);
+            let wants = to_rails.is_none() && all.any(|exec| exec.wants_write(port.rank));
+            let write = wants && link.write_closed.is_none();
             if (read && port.is_readable()) || (write && link.writable) {
                 return None;
             }
@@ -346,6 +413,21 @@ pub(crate) fn wait_for(fds: &mut [PollFd<'_>], until: Option<Instant>) -> Result
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(e) => Err(Error::io("waiting for sockets", e.into())),
     }
+}
+
+/// The error of an operation whose deadline passes before its turn has come.
+pub(crate) fn still_queued(
+    (kind, seq): (OpKind, u64),
+    submitted: Instant,
+    running: Option<(OpKind, u64)>,
+) -> Error {
+    let behind = running
+        .map(|(kind, seq)| format!(" behind {kind} #{seq}"))
+        .unwrap_or_default();
+    Error::timeout(format!(
+        "timed out after {:.1} s while {kind} #{seq} was still queued{behind}",
+        submitted.elapsed().as_secs_f64(),
+    ))
 }
 
 fn overdue(exec: &Exec, shared: &Shared) -> Error {

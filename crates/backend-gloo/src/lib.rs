@@ -27,6 +27,7 @@ mod group;
 mod kernels;
 mod lane;
 mod mail;
+mod news;
 mod options;
 mod p2p;
 mod peer;

@@ -5,7 +5,7 @@ use std::time::Duration;
 use ftcore::{Error, GroupOptions, Result};
 
 use crate::schedule::layered::ONE_RAIL_MAX_BYTES;
-use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, TREE_MAX_BYTES};
+use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, FLAT_MAX_WORLD, TREE_MAX_BYTES};
 use crate::stripes;
 use crate::transport::shm;
 use crate::wire::{INLINE, MAX_CONNECTIONS, SEGMENT, STRIPE, VERSION};
@@ -118,6 +118,7 @@ pub(crate) fn constants() -> u64 {
         u64::from(VERSION),
         DIRECT_MAX_BYTES as u64,
         u64::from(DIRECT_MAX_WORLD),
+        u64::from(FLAT_MAX_WORLD),
         TREE_MAX_BYTES as u64,
         ONE_RAIL_MAX_BYTES as u64,
         SEGMENT as u64,

@@ -7,7 +7,7 @@ use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result,
 
 use crate::buffers::{Map, Memory};
 use crate::exec::Place;
-use crate::schedule::{self, Buffer, Hosts, Schedule, layered, near};
+use crate::schedule::{self, BLOCK_BYTES, Buffer, DIRECT_MAX_WORLD, Hosts, Schedule, layered, near};
 
 /// What is done to this rank's values before anything is sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -79,9 +79,12 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
         (_, true) => near::all_gather(rank, world, parts),
         _ => schedule::all_gather(rank, world, parts),
     };
-    let reduce_scatter = |parts: &[Range<usize>]| match (layers, near_others) {
-        (true, _) => layered::reduce_scatter(rank, hosts, parts),
-        (_, true) => near::reduce_scatter(rank, world, parts),
+    // A part goes to its owner at once: what a ring or a tree passes on needs memory for partial sums, as large as the part.
+    let directly = world > 1 && (all_near || world <= DIRECT_MAX_WORLD);
+    let block = if all_near { BLOCK_BYTES } else { usize::MAX };
+    let reduce_scatter = |parts: &[Range<usize>]| match layers {
+        true => layered::reduce_scatter(rank, hosts, parts),
+        _ if directly => near::reduce_scatter(rank, world, parts, block),
         _ => schedule::reduce_scatter(rank, world, parts),
     };
     let all_to_all = |sent: &[Range<usize>], received: &[Range<usize>]| match near_others {
@@ -115,9 +118,12 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
         } => {
             op = Some(*reduce);
             let bytes = tensor.byte_len();
-            let s = match (layers, all_near) {
-                (true, _) => layered::reduce(rank, hosts, *root, bytes),
-                (_, true) => near::reduce(rank, world, *root, bytes, element),
+            let s = match layers {
+                true => layered::reduce(rank, hosts, *root, bytes),
+                // Less than that goes down a tree over sockets: fewer messages.
+                _ if directly && (all_near || bytes > BLOCK_BYTES) => {
+                    near::reduce(rank, world, *root, bytes, element, block)
+                }
                 _ => schedule::reduce(rank, world, *root, bytes),
             };
             let mut own = Map::default();

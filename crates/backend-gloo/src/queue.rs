@@ -17,6 +17,7 @@ use crate::exec::{Exec, Label, Place};
 use crate::farewell::LAST_WORDS;
 use crate::lane::Lane;
 use crate::mail::{Mail, Post};
+use crate::news::News;
 use crate::plan::plan;
 use crate::schedule::Hosts;
 use crate::transport::shm::{Bell, Bells, LANE, MAIL};
@@ -47,15 +48,6 @@ pub(crate) struct Submission {
     pub(crate) deadline: Instant,
     pub(crate) submitted: Instant,
     pub(crate) completer: Completer,
-}
-
-/// What became of a peer.
-#[derive(Debug, Clone)]
-pub(crate) struct Fate {
-    /// It said good-bye; otherwise it is lost.
-    pub(crate) left: bool,
-    /// Why, or how that showed.
-    pub(crate) text: String,
 }
 
 /// What the lock protects.
@@ -95,21 +87,14 @@ pub(crate) struct Shared {
     /// Raised when messages are new, and whoever drives the mail does not know.
     pub(crate) incoming: AtomicBool,
     /// Raised when a fate or a report is new.
-    attention: AtomicBool,
+    pub(crate) attention: AtomicBool,
     /// A peer is gone or was reported: decided upon once the lane is free.
-    trouble: AtomicBool,
-    news: Mutex<News>,
+    pub(crate) trouble: AtomicBool,
+    pub(crate) news: Mutex<News>,
     /// Collectives that were submitted and have not ended.
     unfinished: AtomicUsize,
     /// How often the engine's thread has read every control connection as far as it goes.
-    looks: AtomicU64,
-}
-
-/// What the engine's thread has learnt that the driver of the lane needs to know.
-#[derive(Default)]
-struct News {
-    fates: Vec<(u32, Fate)>,
-    report: Option<Error>,
+    pub(crate) looks: AtomicU64,
 }
 
 /// What is driven, where it is at hand.
@@ -192,73 +177,12 @@ impl Shared {
         &self.bells.mail
     }
 
-    fn news(&self) -> MutexGuard<'_, News> {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Tells the driver of the lane what became of a peer.
-    pub(crate) fn tell_fate(&self, rank: u32, fate: Fate) {
-        let mut news = self.news();
-        if news.fates.iter().any(|(r, _)| *r == rank) {
-            return;
-        }
-        news.fates.push((rank, fate));
-        drop(news);
-        self.raise();
-    }
-
-    /// Tells the driver of the lane that another rank reports a loss: the group fails once the lane is free or blocked.
-    pub(crate) fn tell_report(&self, report: Error) {
-        self.news().report.get_or_insert(report);
-        self.raise();
-    }
-
-    /// The engine's thread has read every control connection as far as it goes.
-    pub(crate) fn looked(&self) {
-        self.looks.fetch_add(1, Ordering::AcqRel);
-    }
-
-    /// How often it has.
-    pub(crate) fn looks(&self) -> u64 {
-        self.looks.load(Ordering::Acquire)
-    }
-
-    fn raise(&self) {
-        self.trouble.store(true, Ordering::Release);
-        self.attention.store(true, Ordering::Release);
-        self.alarm();
-    }
-
     /// Wakes whoever drives anything.
-    fn alarm(&self) {
+    pub(crate) fn alarm(&self) {
         self.bells.lane.alarm();
         if self.place.near {
             self.bells.mail.alarm();
         }
-    }
-
-    /// True if there is news, once.
-    pub(crate) fn heed(&self) -> bool {
-        self.attention.load(Ordering::Acquire) && self.attention.swap(false, Ordering::AcqRel)
-    }
-
-    /// True once any peer is gone or was reported.
-    pub(crate) fn in_trouble(&self) -> bool {
-        self.trouble.load(Ordering::Acquire)
-    }
-
-    pub(crate) fn fate(&self, rank: u32) -> Option<Fate> {
-        let news = self.news();
-        let found = news.fates.iter().find(|(r, _)| *r == rank);
-        found.map(|(_, fate)| fate.clone())
-    }
-
-    /// A loss that another rank reported.
-    pub(crate) fn report(&self) -> Option<Error> {
-        if !self.in_trouble() {
-            return None;
-        }
-        self.news().report.clone()
     }
 
     /// For a blocking call: the lane, if the group is idle.
@@ -286,6 +210,16 @@ impl Shared {
         self.unfinished.fetch_sub(1, Ordering::AcqRel);
     }
 
+    /// It is this one's turn.
+    pub(crate) fn begins(&self, exec: &Exec) {
+        self.lock().running = Some((exec.kind, exec.seq));
+    }
+
+    /// How many collectives run or wait.
+    pub(crate) fn unfinished(&self) -> usize {
+        self.unfinished.load(Ordering::Acquire)
+    }
+
     /// True if a collective runs or waits, whoever drives it.
     pub(crate) fn is_busy(&self) -> bool {
         self.unfinished.load(Ordering::Acquire) > 0
@@ -296,7 +230,8 @@ impl Shared {
         let mut queue = self.lock();
         let lane = queue.lane.as_ref()?;
         let next = queue.collectives.front().and_then(|s| s.seq);
-        let wanted = lane.current.is_some() || next.is_some_and(|next| next <= last);
+        let begun = lane.ahead.front().map(|exec| exec.seq);
+        let wanted = lane.current.is_some() || begun.or(next).is_some_and(|next| next <= last);
         if !wanted || lane.failure.is_some() {
             return None;
         }
@@ -353,9 +288,18 @@ impl Shared {
         }
     }
 
-    /// The next collective, if there is one up to number `last`.
+    /// The next collective, if there is one up to number `last`, which begins now.
     pub(crate) fn pop(&self, last: Option<u64>) -> Result<Option<Exec>> {
         let Some(last) = last else { return Ok(None) };
+        let exec = self.pop_ahead(last)?;
+        if let Some(exec) = &exec {
+            self.begins(exec);
+        }
+        Ok(exec)
+    }
+
+    /// The next collective, if there is one up to number `last`; others are before it.
+    pub(crate) fn pop_ahead(&self, last: u64) -> Result<Option<Exec>> {
         let mut queue = self.lock();
         let next = queue.collectives.front().and_then(|s| s.seq);
         if next.is_none_or(|next| next > last) {
@@ -365,7 +309,6 @@ impl Shared {
             return Ok(None);
         };
         let seq = submission.seq.unwrap_or(0);
-        queue.running = Some((submission.op.kind(), seq));
         drop(queue);
         match prepare(submission, seq, self) {
             Ok(exec) => Ok(Some(exec)),

@@ -202,11 +202,7 @@ pub(crate) fn land(
             }
             Landing::ReduceWith(with) => {
                 let apart = memory.fold_with(into, with, done, data, |into, wire, own| {
-                    if large {
-                        kernels::reduce_into_stream(dtype, op()?, into, wire, own)
-                    } else {
-                        kernels::reduce_into(dtype, op()?, into, wire, own)
-                    }
+                    kernels::reduce_into(dtype, op()?, into, wire, own)
                 })?;
                 if !apart {
                     receiving.piece.clear();

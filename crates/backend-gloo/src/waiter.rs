@@ -1,4 +1,4 @@
-//! How a driver waits: it looks again for a while, lets others run in between, then arms the bell, looks once more, and sleeps.
+//! How a driver waits: it looks again for a while, soon lets others run in between, then arms the bell, looks once more, and sleeps.
 
 use std::time::{Duration, Instant};
 
@@ -13,6 +13,11 @@ use crate::transport::shm::Sleep;
 pub(crate) const PATIENCE: u32 = 2000;
 /// At least, where spinning did not pay: longer than a wake-up takes, or two ranks that have begun to sleep keep each other at it.
 const LEAST: u32 = 1000;
+/// After so many looks, some microseconds, the rank that is waited for may itself be waiting for this very core, wherever the kernel
+/// has put both on one,
+const SHARED_FROM: u32 = 128;
+/// and is let run every so many looks. Alone on its core a rank loses a system call by that.
+const SHARED_EVERY: u32 = 16;
 /// One wait in so many tries the full patience again.
 const TRY_AGAIN: u32 = 64;
 /// How often a driver lets others run before it sleeps, where there are more ranks than cores: the rank it waits for is likely
@@ -203,6 +208,9 @@ impl Waiter {
         self.looked = self.looked.saturating_add(1);
         if self.looked < driven.patience().now {
             self.looked = self.looked.saturating_add(driven.glance());
+            if self.looked > SHARED_FROM && self.looked.is_multiple_of(SHARED_EVERY) {
+                rustix::thread::sched_yield();
+            }
             return Ok(());
         }
         if self.yielded < driven.patience().yields {

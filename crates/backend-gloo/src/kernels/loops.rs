@@ -12,12 +12,6 @@ pub(super) enum Operands<'a> {
         a: &'a [u8],
         b: &'a [u8],
     },
-    /// As `Into`, past the caches where the width can. A cache line of `out` must begin with a whole element.
-    Streamed {
-        out: &'a mut [u8],
-        a: &'a [u8],
-        b: &'a [u8],
-    },
 }
 
 /// One way to compile the loops.
@@ -91,7 +85,7 @@ pub(super) fn fold_all<F: Fold, U: Number<N>, const N: usize>(operands: Operands
             let (a, b) = (padded(into_rest), padded(from_rest));
             put(into_rest, fold_one::<F, U, N>(a, b));
         }
-        Operands::Into { out, a, b } | Operands::Streamed { out, a, b } => {
+        Operands::Into { out, a, b } => {
             let (out, out_rest) = out.as_chunks_mut::<N>();
             let (a, a_rest) = a.as_chunks::<N>();
             let (b, b_rest) = b.as_chunks::<N>();
@@ -111,7 +105,7 @@ pub(super) fn fold_bytes<F: ByteFold>(operands: Operands<'_>) {
                 *a = F::of(*a, *b);
             }
         }
-        Operands::Into { out, a, b } | Operands::Streamed { out, a, b } => {
+        Operands::Into { out, a, b } => {
             for ((out, a), b) in out.iter_mut().zip(a).zip(b) {
                 *out = F::of(*a, *b);
             }

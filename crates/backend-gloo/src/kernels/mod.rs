@@ -25,7 +25,7 @@ use numbers::{
     ScaleBy, Xor,
 };
 
-/// A tensor of at least this many bytes is better written past the caches ([`reduce_into_stream`], [`copy_stream`]): its
+/// A copy of at least this many bytes is better written past the caches ([`copy_stream`]): its
 /// first bytes would be evicted before anybody reads them again. Measured: docs/performance.md.
 pub(crate) const STREAM_FROM: usize = 16 << 20;
 
@@ -177,24 +177,6 @@ pub(crate) fn reduce(dtype: DType, op: ReduceOp, into: &mut [u8], from: &[u8]) -
 /// `out = a ∘ b`, element by element. All hold whole elements, at any address, and are equally long.
 pub(crate) fn reduce_into(dtype: DType, op: ReduceOp, out: &mut [u8], a: &[u8], b: &[u8]) -> Result<()> {
     Width::best(dtype).reduce(dtype, op, Operands::Into { out, a, b })
-}
-
-/// As [`reduce_into`], written past the caches: for an `out` that is part of at least [`STREAM_FROM`] bytes and is not read
-/// again soon. The stores are done, for other threads and processes too, when it returns.
-pub(crate) fn reduce_into_stream(
-    dtype: DType,
-    op: ReduceOp,
-    out: &mut [u8],
-    a: &[u8],
-    b: &[u8],
-) -> Result<()> {
-    // Bytes that came off a wire may lie so that elements straddle cache lines.
-    let operands = if out.as_ptr().align_offset(64).is_multiple_of(dtype.size()) {
-        Operands::Streamed { out, a, b }
-    } else {
-        Operands::Into { out, a, b }
-    };
-    Width::best(dtype).reduce(dtype, op, operands)
 }
 
 /// As `to.copy_from_slice(from)` (the shorter length counts), written past the caches: for a `to` that is part of at least

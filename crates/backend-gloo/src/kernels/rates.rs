@@ -63,7 +63,7 @@ fn streamed_stores_by_size() {
     // In pieces, as a pipelined collective writes them; `b` is always the same piece, as if it had just come from a peer.
     const PIECE: usize = 256 << 10;
     println!("GB/s of the result, pieces of 256 KiB, second operand in cache");
-    println!("| bytes | copy | streamed | sum | streamed |");
+    println!("| bytes | copy | streamed | sum |");
     for bytes in [1 << 20, 2 << 20, 4 << 20, 8 << 20, 16 << 20, 64 << 20] {
         let (mut out, a, b) = (vec![1u8; bytes], vec![1u8; bytes], vec![1u8; PIECE]);
         let mut run = |f: Call<'_>| {
@@ -76,16 +76,12 @@ fn streamed_stores_by_size() {
         let sum = |out: &mut [u8], a: &[u8], b: &[u8]| {
             reduce_into(DType::F32, ReduceOp::Sum, out, a, b).unwrap();
         };
-        let sum_streamed = |out: &mut [u8], a: &[u8], b: &[u8]| {
-            reduce_into_stream(DType::F32, ReduceOp::Sum, out, a, b).unwrap();
-        };
         println!(
-            "| {} MiB | {:.1} | {:.1} | {:.1} | {:.1} |",
+            "| {} MiB | {:.1} | {:.1} | {:.1} |",
             bytes >> 20,
             run(&|out, _, b| out.copy_from_slice(b)),
             run(&|out, _, b| copy_stream(out, b)),
             run(&sum),
-            run(&sum_streamed),
         );
     }
 }

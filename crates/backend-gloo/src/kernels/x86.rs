@@ -45,12 +45,7 @@ macro_rules! loops {
             fn fold<F: Fold, U: Number<N>, const N: usize>(self, operands: Operands<'_>) {
                 #[target_feature(enable = $features)]
                 fn wide<F: Fold, U: Number<N>, const N: usize>(operands: Operands<'_>) {
-                    let Operands::Streamed { out, a, b } = operands else {
-                        return fold_all::<F, U, N>(operands);
-                    };
-                    by_lines(out, a, b, |out, a, b| {
-                        fold_all::<F, U, N>(Operands::Into { out, a, b });
-                    });
+                    fold_all::<F, U, N>(operands);
                 }
                 // SAFETY: INV-8 (structural) `self` proves that the machine has these features.
                 unsafe { wide::<F, U, N>(operands) }
@@ -61,12 +56,7 @@ macro_rules! loops {
             fn bytes<F: ByteFold>(self, operands: Operands<'_>) {
                 #[target_feature(enable = $features)]
                 fn wide<F: ByteFold>(operands: Operands<'_>) {
-                    let Operands::Streamed { out, a, b } = operands else {
-                        return fold_bytes::<F>(operands);
-                    };
-                    by_lines(out, a, b, |out, a, b| {
-                        fold_bytes::<F>(Operands::Into { out, a, b });
-                    });
+                    fold_bytes::<F>(operands);
                 }
                 // SAFETY: INV-8 (structural) `self` proves that the machine has these features.
                 unsafe { wide::<F>(operands) }
@@ -228,52 +218,12 @@ const LINE: usize = 64;
 #[inline(always)]
 fn stream_line(to: &mut [u8; LINE], line: &[u8; LINE]) {
     let (to, line) = (to.as_mut_ptr().cast::<__m256i>(), line.as_ptr().cast::<__m256i>());
-    // SAFETY: INV-8 both point to 64 bytes, and `to` is aligned (`by_lines` and `stream` begin at a line); only functions for
-    // machines with AVX2 call this.
+    // SAFETY: INV-8 both point to 64 bytes, and `to` is aligned (`stream` begins at a line); only functions for machines
+    // with AVX2 call this.
     unsafe {
         _mm256_stream_si256(to, _mm256_loadu_si256(line));
         _mm256_stream_si256(to.add(1), _mm256_loadu_si256(line.add(1)));
     }
-}
-
-/// So much is folded in the first-level cache before it is stored: long enough for loops to be compiled into vectors, which loops
-/// over a single line are not for certain.
-const BLOCK: usize = 128 * LINE;
-
-#[repr(align(64))]
-struct Block([u8; BLOCK]);
-
-/// Runs `fold(out, a, b)` block by block, each whole line of `out` written past the caches, and waits for the stores.
-#[inline(always)]
-fn by_lines(out: &mut [u8], a: &[u8], b: &[u8], fold: impl Fn(&mut [u8], &[u8], &[u8])) {
-    let len = out.len().min(a.len()).min(b.len());
-    let head = out.as_ptr().align_offset(LINE).min(len);
-    let (Some((out_head, out)), Some((a_head, a)), Some((b_head, b))) = (
-        out.split_at_mut_checked(head),
-        a.split_at_checked(head),
-        b.split_at_checked(head),
-    ) else {
-        return;
-    };
-    fold(out_head, a_head, b_head);
-    let mut block = Block([0; BLOCK]);
-    let blocks = out.chunks_mut(BLOCK).zip(a.chunks(BLOCK)).zip(b.chunks(BLOCK));
-    for ((out, a), b) in blocks {
-        let Some(folded) = block.0.get_mut(..out.len()) else {
-            break;
-        };
-        fold(folded, a, b);
-        let (out, out_rest) = out.as_chunks_mut::<LINE>();
-        let (folded, folded_rest) = folded.as_chunks::<LINE>();
-        for (out, line) in out.iter_mut().zip(folded) {
-            stream_line(out, line);
-        }
-        for (out, byte) in out_rest.iter_mut().zip(folded_rest) {
-            *out = *byte;
-        }
-    }
-    // SAFETY: INV-8 (structural) every machine of this architecture has SSE.
-    unsafe { _mm_sfence() }
 }
 
 #[target_feature(enable = "avx2")]

@@ -8,10 +8,11 @@
 //! reached, so that they need not wait for their own deadline (L27).
 
 mod card;
+mod connected;
 mod incoming;
 mod outgoing;
+mod ready;
 
-use std::io::IoSlice;
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
@@ -23,22 +24,17 @@ use std::time::{Duration, Instant};
 use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
-use rustix::net::RecvFlags;
 
 use card::Card;
+pub(crate) use connected::Connected;
 use incoming::Stranger;
 use outgoing::{Dial, Dialed};
 
-use crate::mail::Post;
 use crate::options::{Settings, Transport};
-use crate::peer::{ControlLink, Peer};
-use crate::port::{Memory, Port, Wire};
-use crate::schedule::Hosts;
-use crate::stripes::Rail;
 use crate::transport::interface::{self, Addresses};
-use crate::transport::shm::{Bells, Region, Shared};
-use crate::transport::tcp::{self, Counters, Link, Moved};
-use crate::wire::{self, Control, ControlKind, Hello, Lane, VERSION};
+use crate::transport::shm::{Region, Shared};
+use crate::transport::tcp::{self, Counters, Link};
+use crate::wire::{Hello, Lane, VERSION};
 
 /// The longest uninterrupted wait for the store.
 const STORE_SLICE: Duration = Duration::from_millis(50);
@@ -116,21 +112,6 @@ struct Rendezvous<'a> {
     refused: Vec<u32>,
     /// This rank has said that it is connected with everybody.
     said_ready: bool,
-}
-
-/// What a rank has once it is connected.
-pub(crate) struct Connected {
-    /// By rank; `None` at the own one.
-    pub(crate) peers: Vec<Option<Peer>>,
-    /// Likewise.
-    pub(crate) ports: Vec<Option<Port>>,
-    /// The ways of messages, likewise; empty unless all ranks share memory.
-    pub(crate) posts: Vec<Option<Post>>,
-    pub(crate) bells: Bells,
-    /// All ranks share memory with all others. The same on every rank.
-    pub(crate) near: bool,
-    /// Which ranks share memory. The same on every rank.
-    pub(crate) hosts: Hosts,
 }
 
 /// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
@@ -304,46 +285,6 @@ impl<'a> Rendezvous<'a> {
             .map_or(own, |(_, rank)| rank)
     }
 
-    /// Once connected with everybody, tells everybody.
-    fn say_ready(&mut self) -> Result<()> {
-        if self.said_ready || !self.missing().is_empty() {
-            return Ok(());
-        }
-        self.said_ready = true;
-        let near = self.shares_memory_with_all();
-        let header = Control {
-            kind: ControlKind::Ready,
-            code: 0,
-            epoch: self.configuration.epoch.0,
-            id: u64::from(self.lowest_neighbour()),
-            a: u32::from(near),
-            b: self.configuration.rank,
-            length: 0,
-        }
-        .encode();
-        let mut lost = None;
-        for (found, rank) in self.found.iter_mut().zip(0u32..) {
-            let Some(link) = &mut found.control else { continue };
-            // A fresh connection takes these few bytes at once.
-            if link.write(&[IoSlice::new(&header)]) != Moved::Bytes(Control::BYTES) {
-                lost = Some((rank, found.address.clone()));
-            }
-        }
-        match lost {
-            None => Ok(()),
-            Some((rank, address)) => Err(self.gone(rank, address)),
-        }
-    }
-
-    fn gone(&self, rank: u32, address: String) -> Error {
-        let text = "closed its connections while the others were still connecting";
-        self.named(
-            Error::new(ErrorKind::PeerLost, text)
-                .with_peer(rank)
-                .with_peer_address(address),
-        )
-    }
-
     fn timeout(&self) -> Error {
         let c = self.configuration;
         let (missing, phase) = match self.missing() {
@@ -451,67 +392,6 @@ impl<'a> Rendezvous<'a> {
         ))
     }
 
-    /// A rank that is connected says that it is ready, or gives up: its abort says why.
-    fn look_at_found(&mut self) -> Result<()> {
-        for rank in 0..self.configuration.world_size {
-            let Some(found) = self.found.get_mut(rank as usize).filter(|f| !f.ready) else {
-                continue;
-            };
-            let Some(link) = found.control.as_mut() else {
-                continue;
-            };
-            let mut seen = [0u8; Control::BYTES + wire::MAX_TEXT];
-            // Only looked at: what comes after the first frame belongs to the engine.
-            let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-            let length = match rustix::net::recv(&*link, &mut seen[..], flags) {
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
-                Ok((n, _)) if n > 0 => n,
-                Ok(_) | Err(_) => {
-                    let address = found.address.clone();
-                    return Err(self.gone(rank, address));
-                }
-            };
-            let seen = seen.get(..length).unwrap_or(&[]);
-            let Some((header, rest)) = seen.split_first_chunk::<{ Control::BYTES }>() else {
-                continue; // the rest of the header is on its way
-            };
-            let epoch = self.configuration.epoch.0;
-            match Control::decode(header).filter(|h| h.epoch == epoch) {
-                Some(h) if h.kind == ControlKind::Ready => {
-                    let mut taken = [0u8; Control::BYTES];
-                    let lowest = u32::try_from(h.id).ok().filter(|lowest| *lowest <= rank);
-                    let Some(lowest) = lowest else {
-                        let text = format!("says that it shares memory with rank {} at the lowest", h.id);
-                        let error = Error::new(ErrorKind::Protocol, text)
-                            .with_peer(rank)
-                            .with_peer_address(found.address.clone());
-                        return Err(self.named(error));
-                    };
-                    (found.near, found.lowest) = (h.a == 1, lowest);
-                    found.ready = link.read(&mut taken) == Moved::Bytes(Control::BYTES);
-                }
-                Some(h) if h.kind == ControlKind::Abort => {
-                    let Some(text) = usize::try_from(h.length).ok().and_then(|n| rest.get(..n)) else {
-                        continue; // the rest of the text is on its way
-                    };
-                    let text = format!("rank {} reports: {}", h.b, String::from_utf8_lossy(text));
-                    let named = h.a != u32::MAX && h.a != self.configuration.rank;
-                    let blamed = if named { h.a } else { h.b };
-                    let error = Error::new(wire::kind_of(h.code), text).with_peer(blamed);
-                    return Err(self.named(error));
-                }
-                _ => {
-                    let text = "sent something else than that it is ready";
-                    let error = Error::new(ErrorKind::Protocol, text)
-                        .with_peer(rank)
-                        .with_peer_address(found.address.clone());
-                    return Err(self.named(error));
-                }
-            }
-        }
-        Ok(())
-    }
-
     fn sleep(&self, searching: bool) -> Result<()> {
         let now = Instant::now();
         let mut wake_at = self.configuration.deadline.min(now + Duration::from_millis(50));
@@ -544,106 +424,6 @@ impl<'a> Rendezvous<'a> {
             }
         }
         wait_for(&mut fds, wake_at).map_err(|e| self.named(e))
-    }
-
-    /// Tells the ranks that are connected already.
-    fn give_up(&mut self, error: &Error) {
-        let text = error.to_string();
-        let text = wire::cut(&text).as_bytes();
-        let header = Control {
-            kind: ControlKind::Abort,
-            code: wire::code_of(error.kind()),
-            epoch: self.configuration.epoch.0,
-            id: 0,
-            a: error.context().peer.unwrap_or(u32::MAX),
-            b: self.configuration.rank,
-            length: text.len() as u64,
-        }
-        .encode();
-        for found in &mut self.found {
-            if let Some(link) = &mut found.control {
-                // A fresh connection takes this much at once; if it does not, its end still shows.
-                let _ = link.write(&[IoSlice::new(&header), IoSlice::new(text)]);
-            }
-        }
-    }
-
-    fn into_connected(self) -> Result<Connected> {
-        let own = self.configuration.rank;
-        let near = self.shares_memory_with_all() && {
-            let others = self
-                .found
-                .iter()
-                .enumerate()
-                .filter(|(rank, _)| *rank != own as usize);
-            others.into_iter().all(|(_, found)| found.near)
-        };
-        let lowest: Vec<u32> = self
-            .found
-            .iter()
-            .zip(0u32..)
-            .map(|(found, rank)| match rank == own {
-                true => self.lowest_neighbour(),
-                false => found.lowest,
-            })
-            .collect();
-        let hosts = Hosts::new(&lowest);
-        let bells = match &self.near {
-            Some((_, region)) => region.bells()?,
-            None => Bells::private()?,
-        };
-        let (mut peers, mut ports, mut posts) = (Vec::new(), Vec::new(), Vec::new());
-        for (found, rank) in self.found.into_iter().zip(0u32..) {
-            if rank == own {
-                peers.push(None);
-                ports.push(None);
-                posts.push(None);
-                continue;
-            }
-            let wire = match (found.data, found.memory) {
-                (_, Some(shared)) => {
-                    let (counters, address) = (self.counters.clone(), found.address.clone());
-                    posts.push(Some(Post::new(rank, address, shared.mail, counters)));
-                    Wire::Memory(Memory::new(shared.lane, self.counters.clone()))
-                }
-                (Some(mut data), None) => {
-                    data.readable = true;
-                    data.writable = true;
-                    Wire::Socket(data)
-                }
-                (None, None) => return Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
-            };
-            let Some(mut control) = found.control else {
-                return Err(Error::new(ErrorKind::Internal, "a rank is connected by half"));
-            };
-            // Whatever arrived before the engine looks must be seen.
-            control.readable = true;
-            control.writable = true;
-            let mut port = Port::new(rank, found.address.clone(), wire);
-            if matches!(port.wire, Wire::Socket(_)) {
-                port.rails = found.rails.into_iter().flatten().map(Rail::new).collect();
-            }
-            ports.push(Some(port));
-            peers.push(Some(Peer {
-                rank,
-                address: found.address,
-                control: ControlLink::new(control),
-                left: None,
-                gone: None,
-                words: None,
-            }));
-        }
-        if !near {
-            posts.clear();
-        }
-        Ok(Connected {
-            peers,
-            ports,
-            posts,
-            bells,
-            near,
-            hosts,
-        })
     }
 }
 

@@ -3,7 +3,8 @@
 use std::ops::Range;
 
 use super::{
-    Algorithm, Buffer, Count, Landing, Local, Recv, Round, Schedule, Send, Span, doublings, down, part, up,
+    Algorithm, Buffer, Count, FLAT_MAX_WORLD, Landing, Local, Recv, Round, Schedule, Send, Span, doublings,
+    down, part, up,
 };
 
 pub(super) fn header_to(peer: u32) -> Send {
@@ -23,6 +24,24 @@ pub(super) fn header_from(peer: u32) -> Recv {
     }
 }
 
+/// How far on in the circle of ranks those are to whom a rank speaks in round `round` of a barrier. Few ranks speak to all at once: with
+/// several ranks on a core every round costs a switch, and over a network its latency.
+pub(crate) fn barrier_reach(round: u32, world: u32) -> Range<u32> {
+    match world <= FLAT_MAX_WORLD {
+        true => 1..world,
+        false => 1 << round..(1 << round) + 1,
+    }
+}
+
+/// The number of rounds of a barrier.
+pub(crate) fn barrier_rounds(world: u32) -> u32 {
+    match world {
+        0 | 1 => 0,
+        2..=FLAT_MAX_WORLD => 1,
+        _ => doublings(world),
+    }
+}
+
 /// After these rounds every rank knows that every other one has entered.
 fn dissemination(rank: u32, world: u32) -> Vec<Round> {
     (0..doublings(world))
@@ -37,7 +56,17 @@ fn dissemination(rank: u32, world: u32) -> Vec<Round> {
 /// Everybody waits for everybody.
 pub(crate) fn barrier(rank: u32, world: u32) -> Schedule {
     let mut s = Schedule::new(Algorithm::Dissemination);
-    s.rounds = dissemination(rank, world);
+    s.rounds = (0..barrier_rounds(world))
+        .map(|round| Round {
+            sends: barrier_reach(round, world)
+                .map(|k| header_to(up(rank, k, world)))
+                .collect(),
+            recvs: barrier_reach(round, world)
+                .map(|k| header_from(down(rank, k, world)))
+                .collect(),
+            after: Vec::new(),
+        })
+        .collect();
     s
 }
 

@@ -21,7 +21,9 @@ mod tree;
 use std::ops::Range;
 
 pub(crate) use hosts::Hosts;
-pub(crate) use linear::{all_to_all, barrier, gather, monitored_barrier, scatter};
+pub(crate) use linear::{
+    all_to_all, barrier, barrier_reach, barrier_rounds, gather, monitored_barrier, scatter,
+};
 pub(crate) use ring::{all_gather, reduce_scatter};
 pub(crate) use tree::{broadcast, reduce};
 
@@ -29,6 +31,8 @@ pub(crate) use tree::{broadcast, reduce};
 pub(crate) const DIRECT_MAX_BYTES: usize = 64 * 1024;
 /// Up to this many ranks, likewise.
 pub(crate) const DIRECT_MAX_WORLD: u32 = 16;
+/// Up to this many ranks, all meet in one round of a barrier.
+pub(crate) const FLAT_MAX_WORLD: u32 = 4;
 /// Larger all-reduces between ranks that share memory go block by block of this many bytes, so that a block is still in the
 /// cache when its sum comes back.
 pub(crate) const BLOCK_BYTES: usize = 4 << 20;

@@ -1,4 +1,5 @@
-//! Between ranks that share memory, for more than a few bytes: everybody with everybody at once, in pieces that stay in the cache.
+//! Between ranks that share memory, for more than a few bytes: everybody with everybody at once, in pieces that stay in the cache. Between
+//! few ranks on different hosts, sums go so, too, in one piece.
 //!
 //! A ring passes on what a neighbour brought; here nothing is carried by others, so there are no partial sums to keep, and with more
 //! ranks than cores a round costs switches, so few rounds are better than many short ones.
@@ -6,8 +7,8 @@
 use std::ops::Range;
 
 use super::{
-    Algorithm, BLOCK_BYTES, Buffer, Count, DIRECT_MAX_BYTES, Landing, Local, Recv, Round, Schedule, Send,
-    Span, even_parts, part, tree, up,
+    Algorithm, Buffer, Count, DIRECT_MAX_BYTES, Landing, Local, Recv, Round, Schedule, Send, Span,
+    even_parts, part, tree, up,
 };
 
 /// All-gathers go by this many bytes of a part: what was just sent is still in the second-level cache when its copy is made.
@@ -78,7 +79,10 @@ pub(crate) fn all_gather(rank: u32, world: u32, parts: &[Range<usize>]) -> Sched
 }
 
 /// `Out` becomes the reduction of part `rank` of everybody's `In`, which is left as it is.
-pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>]) -> Schedule {
+///
+/// It goes by `block` bytes; in one piece over sockets, whose receives keep pace with each other anyway, and where every round may cost the
+/// latency of a line.
+pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>], block: usize) -> Schedule {
     let mut s = Schedule::new(Algorithm::Cross);
     // Slot 0 is this rank's own contribution, slot 1 the sum.
     s.slots = 2;
@@ -86,7 +90,7 @@ pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>]) -> S
     // A sum of several comes back to the same bytes while they are in the cache; one of two is written once, past it.
     let bytes = match world {
         2 => usize::MAX,
-        _ => (BLOCK_BYTES / world.max(1) as usize).next_multiple_of(64),
+        _ => (block / world.max(1) as usize).next_multiple_of(64),
     };
     let own = part(parts, rank);
     for index in 0..pieces(parts, bytes) {
@@ -122,8 +126,15 @@ pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>]) -> S
 }
 
 /// The root's `Out` becomes the reduction of everybody's data: the root's `Out`, the others' `In` (left as it is). Every rank
-/// reduces a part, block by block, and hands it to the root.
-pub(crate) fn reduce(rank: u32, world: u32, root: u32, bytes: usize, element: usize) -> Schedule {
+/// reduces a part, `block` by `block` bytes, and hands it to the root.
+pub(crate) fn reduce(
+    rank: u32,
+    world: u32,
+    root: u32,
+    bytes: usize,
+    element: usize,
+    block: usize,
+) -> Schedule {
     if world <= 2 || bytes <= DIRECT_MAX_BYTES {
         return tree::reduce(rank, world, root, bytes);
     }
@@ -132,7 +143,7 @@ pub(crate) fn reduce(rank: u32, world: u32, root: u32, bytes: usize, element: us
     s.result = (rank == root).then_some(1);
     let source = if rank == root { Buffer::Out } else { Buffer::In };
     let element = element.max(1);
-    let block = (BLOCK_BYTES - BLOCK_BYTES % element).max(element);
+    let block = (block - block % element).max(element);
     for index in 0..bytes.div_ceil(block).max(1) {
         let range = piece(&(0..bytes), index, block);
         let parts: Vec<_> = even_parts(range.len(), element, world)

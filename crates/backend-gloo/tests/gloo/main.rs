@@ -2,6 +2,7 @@
 //! gloo's own: lifecycle, resources, hostile connections, and the lessons behind them.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod ahead;
 mod blocking;
 mod hostile;
 mod layers;

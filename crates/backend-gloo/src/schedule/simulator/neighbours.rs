@@ -3,6 +3,12 @@
 use super::*;
 
 fn all_gather_and_reduce_scatter_are_right(lengths: &[usize]) {
+    for block in [BLOCK_BYTES, usize::MAX] {
+        all_gather_and_reduce_scatter_by(block, lengths);
+    }
+}
+
+fn all_gather_and_reduce_scatter_by(block: usize, lengths: &[usize]) {
     let (n, world) = (lengths.len(), lengths.len() as u32);
     let parts = parts_of(lengths);
     let total: usize = lengths.iter().sum();
@@ -15,7 +21,7 @@ fn all_gather_and_reduce_scatter_are_right(lengths: &[usize]) {
     }
 
     let schedules: Vec<_> = (0..world)
-        .map(|r| near::reduce_scatter(r, world, &parts))
+        .map(|r| near::reduce_scatter(r, world, &parts, block))
         .collect();
     let inputs: Vec<_> = (0..n).map(|r| values(r, total / ELEMENT)).collect();
     let outputs: Vec<_> = lengths.iter().map(|&l| vec![0; l]).collect();
@@ -59,11 +65,15 @@ fn neighbours_reduce_to_any_root_and_leave_every_other_input_alone() {
         (8, &counts[..4]),
     ] {
         let n = world as usize;
-        for count in counts.iter().copied() {
+        let blocks = [BLOCK_BYTES, usize::MAX];
+        for (count, block) in counts
+            .iter()
+            .flat_map(|&count| blocks.map(|block| (count, block)))
+        {
             let root = world - 1 - (count as u32 % 2).min(world - 1);
             let bytes = count * ELEMENT;
             let schedules: Vec<_> = (0..world)
-                .map(|r| near::reduce(r, world, root, bytes, ELEMENT))
+                .map(|r| near::reduce(r, world, root, bytes, ELEMENT, block))
                 .collect();
             let on = |r: usize, is_root: bool| match (r == root as usize) == is_root {
                 true => values(r, count),

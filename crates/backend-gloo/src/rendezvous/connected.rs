@@ -1,0 +1,106 @@
+//! What a rank has once it is connected with all others, made of the connections that were found.
+
+use ftcore::{Error, ErrorKind, Result};
+
+use super::Rendezvous;
+use crate::mail::Post;
+use crate::peer::{ControlLink, Peer};
+use crate::port::{Memory, Port, Wire};
+use crate::schedule::Hosts;
+use crate::stripes::Rail;
+use crate::transport::shm::Bells;
+
+/// What a rank has once it is connected.
+pub(crate) struct Connected {
+    /// By rank; `None` at the own one.
+    pub(crate) peers: Vec<Option<Peer>>,
+    /// Likewise.
+    pub(crate) ports: Vec<Option<Port>>,
+    /// The ways of messages, likewise; empty unless all ranks share memory.
+    pub(crate) posts: Vec<Option<Post>>,
+    pub(crate) bells: Bells,
+    /// All ranks share memory with all others. The same on every rank.
+    pub(crate) near: bool,
+    /// Which ranks share memory. The same on every rank.
+    pub(crate) hosts: Hosts,
+}
+
+impl Rendezvous<'_> {
+    pub(super) fn into_connected(self) -> Result<Connected> {
+        let own = self.configuration.rank;
+        let near = self.shares_memory_with_all() && {
+            let others = self
+                .found
+                .iter()
+                .enumerate()
+                .filter(|(rank, _)| *rank != own as usize);
+            others.into_iter().all(|(_, found)| found.near)
+        };
+        let lowest: Vec<u32> = self
+            .found
+            .iter()
+            .zip(0u32..)
+            .map(|(found, rank)| match rank == own {
+                true => self.lowest_neighbour(),
+                false => found.lowest,
+            })
+            .collect();
+        let hosts = Hosts::new(&lowest);
+        let bells = match &self.near {
+            Some((_, region)) => region.bells()?,
+            None => Bells::private()?,
+        };
+        let (mut peers, mut ports, mut posts) = (Vec::new(), Vec::new(), Vec::new());
+        for (found, rank) in self.found.into_iter().zip(0u32..) {
+            if rank == own {
+                peers.push(None);
+                ports.push(None);
+                posts.push(None);
+                continue;
+            }
+            let wire = match (found.data, found.memory) {
+                (_, Some(shared)) => {
+                    let (counters, address) = (self.counters.clone(), found.address.clone());
+                    posts.push(Some(Post::new(rank, address, shared.mail, counters)));
+                    Wire::Memory(Memory::new(shared.lane, self.counters.clone()))
+                }
+                (Some(mut data), None) => {
+                    data.readable = true;
+                    data.writable = true;
+                    Wire::Socket(data)
+                }
+                (None, None) => return Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
+            };
+            let Some(mut control) = found.control else {
+                return Err(Error::new(ErrorKind::Internal, "a rank is connected by half"));
+            };
+            // Whatever arrived before the engine looks must be seen.
+            control.readable = true;
+            control.writable = true;
+            let mut port = Port::new(rank, found.address.clone(), wire);
+            if matches!(port.wire, Wire::Socket(_)) {
+                port.rails = found.rails.into_iter().flatten().map(Rail::new).collect();
+            }
+            ports.push(Some(port));
+            peers.push(Some(Peer {
+                rank,
+                address: found.address,
+                control: ControlLink::new(control),
+                left: None,
+                gone: None,
+                words: None,
+            }));
+        }
+        if !near {
+            posts.clear();
+        }
+        Ok(Connected {
+            peers,
+            ports,
+            posts,
+            bells,
+            near,
+            hosts,
+        })
+    }
+}
