@@ -80,7 +80,9 @@ impl Held {
 
     /// Ends every registration of `engine`, whose communicator is idle and about to be freed.
     pub(crate) fn end(&self, engine: &Engine) {
-        for (memory, registration) in std::mem::take(&mut *lock(&self.0)) {
+        // Not under the lock, which what stays needs.
+        let held = std::mem::take(&mut *lock(&self.0));
+        for (memory, registration) in held {
             if let Err(error) = engine.comm.deregister(&registration) {
                 tracing::warn!(bytes = memory.span.bytes(), %error, "a buffer stays registered with its communicator");
                 // Not before the communicator is gone.

@@ -23,6 +23,7 @@ use crate::flight::{Flight, Label};
 use crate::lanes::Lanes;
 use crate::options::Settings;
 use crate::raw::{Comm, Native, Part, Wish};
+use crate::reuse::{self, CommId, Legacy};
 use crate::{enqueue, lanes, watch};
 
 /// Who this rank is.
@@ -76,7 +77,9 @@ struct State {
 pub(crate) struct Engine {
     pub(crate) place: Place,
     pub(crate) gpu: Arc<Gpu>,
-    pub(crate) comm: Comm,
+    pub(crate) comm: Arc<Comm>,
+    /// What becomes of it.
+    pub(crate) legacy: Legacy,
     pub(crate) stream: CudaStream,
     pub(crate) settings: Settings,
     pub(crate) configuration: Configuration,
@@ -108,6 +111,8 @@ pub(crate) struct Ingredients {
     pub(crate) place: Place,
     pub(crate) gpu: Arc<Gpu>,
     pub(crate) comm: Comm,
+    /// The communicator's name.
+    pub(crate) comm_id: CommId,
     pub(crate) settings: Settings,
     pub(crate) configuration: Configuration,
     pub(crate) counters: Arc<Counters>,
@@ -140,7 +145,8 @@ impl Engine {
         let engine = Arc::new(Self {
             place: i.place,
             gpu: i.gpu,
-            comm: i.comm,
+            comm: Arc::new(i.comm),
+            legacy: Legacy::new(i.comm_id, i.settings.reuse),
             stream,
             settings: i.settings,
             configuration: i.configuration,
@@ -261,7 +267,8 @@ impl Engine {
     }
 
     /// Lets pending work end until `deadline`, then ends the rest.
-    pub(crate) fn drain(&self, deadline: Instant) -> Result<()> {
+    pub(crate) fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+        reuse::end(self);
         let mut state = lock(&self.state);
         state.closed = true;
         while !state.flights.is_empty() && state.failure.is_none() {
@@ -487,6 +494,8 @@ impl Engine {
     /// A collective call outside `submit` has failed, and the group with it. What the caller is told: the group's own failure if that
     /// came first and only closed the communicator under the call.
     pub(crate) fn fail_in(&self, op: &'static str, error: Error) -> Error {
+        // Nobody knows what the other ranks made of the call.
+        self.legacy.waive();
         match self.failure() {
             Some(cause) if matches!(error.kind(), ErrorKind::Aborted) => cause,
             Some(_) => error,
@@ -514,31 +523,36 @@ impl Engine {
         let late = || Error::timeout("NCCL did not return from ncclCommSplit by the deadline");
         self.comm.settle(deadline, &stop)?;
         let this = self.clone();
+        let wanted = part.is_wanted();
         let split = move || {
             this.gpu.enter()?;
             this.comm.split(part, &wish)
         };
-        let unclaimed = |child: Result<Option<Comm>>| {
-            if let Ok(Some(child)) = child {
-                child.abort();
+        bounded("ox-nccl-split", deadline, &stop, &late, split, drop)??;
+        let child = match self.comm.settle(deadline, &stop) {
+            Ok(()) if !wanted => {
+                self.comm.has_no_child();
+                return Ok(None);
             }
+            Ok(()) => self.comm.take_child("ncclCommSplit")?,
+            // The child stays with this communicator, whose abort ends both.
+            Err(error) => return Err(self.apart(error)),
         };
-        let child = bounded("ox-nccl-split", deadline, &stop, &late, split, unclaimed)??;
-        let settled = self.comm.settle(deadline, &stop).and_then(|()| match &child {
-            Some(child) => child.settle(deadline, &stop),
-            None => Ok(()),
-        });
-        match settled {
-            Ok(()) => Ok(child),
+        match child.settle(deadline, &stop) {
+            Ok(()) => Ok(Some(child)),
             Err(error) => {
-                child.into_iter().for_each(Comm::give_up);
-                Err(match (error.kind(), self.failure()) {
-                    (ErrorKind::Timeout, None) => Error::timeout(
-                        "the ranks of a part did not come together by the deadline of the split",
-                    ),
-                    _ => error,
-                })
+                child.give_up();
+                Err(self.apart(error))
             }
+        }
+    }
+
+    fn apart(&self, error: Error) -> Error {
+        match (error.kind(), self.failure()) {
+            (ErrorKind::Timeout, None) => {
+                Error::timeout("the ranks of a part did not come together by the deadline of the split")
+            }
+            _ => error,
         }
     }
 

@@ -199,9 +199,10 @@ impl Flight {
         }
     }
 
-    /// The operation failed; memory that may still be touched is leaked.
-    pub(crate) fn fail(&self, error: &Error, gpu: &Gpu, drained: bool) {
-        let free = self.is_free(drained);
+    /// The operation failed; memory that may still be touched is leaked. `ended`: the library has let go of the communicator; without that
+    /// events prove nothing, because it may write from elsewhere, and only what never began is free.
+    pub(crate) fn fail(&self, error: &Error, gpu: &Gpu, ended: bool, drained: bool) {
+        let free = self.is_free(drained) && (ended || self.lock().begun == 0);
         let (completer, tensors, scratch, slot) = {
             let mut inner = self.lock();
             (

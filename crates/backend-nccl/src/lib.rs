@@ -9,7 +9,8 @@
 //!
 //! Options: all typed options of [`ftcore::GroupOptions`] reach the library as they are (`traffic_class` from 2.26 on); calls are
 //! non-blocking unless `blocking` says otherwise. The hint `contributors=all` leaves out the counting of contributors: averages are then
-//! NCCL's own and nobody may abstain.
+//! NCCL's own and nobody may abstain. `reuse_communicators=on` makes the communicator of a new configuration out of the last one's where the
+//! library can (docs/nccl.md; off until it was seen on a GPU).
 //!
 //! Environment: `OXCCL_NCCL_PATH` (the library, see `nccl_sys::locate`), `OXCCL_CUDA_PATH` (the driver library instead of the loader's
 //! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
@@ -23,11 +24,13 @@ mod engine;
 mod enqueue;
 mod flight;
 mod group;
+mod inherit;
 mod lanes;
 mod options;
 mod probe;
 mod raw;
 mod raw_peer;
+mod reuse;
 mod watch;
 
 use std::sync::Arc;
@@ -54,7 +57,7 @@ impl BackendFactory for NcclFactory {
     /// What the library at hand offers on device 0; without a library, what the oldest supported one would.
     fn capabilities(&self) -> Capabilities {
         let offer = raw::nccl().map_or(Offer::none(OLDEST), Offer::of);
-        capability::capabilities(&offer, probe::reduces_fp8(), true)
+        capability::capabilities(&offer, probe::native_fp8(), true)
     }
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {

@@ -15,6 +15,9 @@ pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
 /// `hint:buffers`: what `NcclGroup::alloc` gives; `plain` (the default), `registered` or `window`.
 pub(crate) const HINT_BUFFERS: &str = "hint:buffers";
 
+/// `hint:reuse_communicators`: `off` (the default), or `on`: the communicator of a new configuration is made out of the last one's.
+pub(crate) const HINT_REUSE: &str = "hint:reuse_communicators";
+
 /// What the library at hand has, as far as options depend on it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Offer {
@@ -22,6 +25,8 @@ pub(crate) struct Offer {
     /// The function that is missing for it.
     pub(crate) lacks_registered: Option<&'static str>,
     pub(crate) lacks_windows: Option<&'static str>,
+    pub(crate) lacks_reuse: Option<&'static str>,
+    pub(crate) grows: bool,
 }
 
 impl Offer {
@@ -30,6 +35,8 @@ impl Offer {
             version: nccl.version(),
             lacks_registered: nccl.lacks_for_registered(),
             lacks_windows: nccl.lacks_for_windows(),
+            lacks_reuse: nccl.lacks_for_reuse(),
+            grows: nccl.can_grow(),
         }
     }
 
@@ -39,6 +46,8 @@ impl Offer {
             version,
             lacks_registered: Some("ncclMemAlloc"),
             lacks_windows: Some("ncclMemAlloc"),
+            lacks_reuse: Some("ncclCommRevoke"),
+            grows: false,
         }
     }
 }
@@ -55,18 +64,34 @@ fn buffers(options: &GroupOptions, offer: &Offer) -> Result<Kind> {
             )));
         }
     };
+    Ok(match can(HINT_BUFFERS, lacks, options, offer)? {
+        true => kind,
+        false => Kind::Plain,
+    })
+}
+
+/// True if nothing is lacking for `hint`; an error that names the function otherwise, or false with a warning if `lenient`.
+fn can(hint: &str, lacks: Option<&'static str>, options: &GroupOptions, offer: &Offer) -> Result<bool> {
     let Some(function) = lacks else {
-        return Ok(kind);
+        return Ok(true);
     };
-    let text = format!(
-        "{HINT_BUFFERS} needs {function}, which NCCL {} has not",
-        offer.version
-    );
+    let text = format!("{hint} needs {function}, which NCCL {} has not", offer.version);
     if options.lenient {
-        tracing::warn!(backend = "nccl", "{text}; buffers are plain, as asked for");
-        return Ok(Kind::Plain);
+        tracing::warn!(backend = "nccl", "{text}; it is dropped, as asked for");
+        return Ok(false);
     }
     Err(Error::invalid(format!("{text}. Remove it or set `lenient`")))
+}
+
+/// Whether communicators are used again.
+fn reuse(options: &GroupOptions, offer: &Offer) -> Result<bool> {
+    match options.hints.get("reuse_communicators").map(String::as_str) {
+        None | Some("off") => Ok(false),
+        Some("on") => can(HINT_REUSE, offer.lacks_reuse, options, offer),
+        Some(other) => Err(Error::invalid(format!(
+            "{HINT_REUSE} is '{other}'; it is 'on' or 'off'"
+        ))),
+    }
 }
 
 /// The options that are acted on with `version`; any other is refused (INV-9).
@@ -81,6 +106,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "blocking",
         HINT_CONTRIBUTORS,
         HINT_BUFFERS,
+        HINT_REUSE,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -98,6 +124,8 @@ pub(crate) struct Settings {
     pub(crate) count_contributors: bool,
     /// What `NcclGroup::alloc` gives.
     pub(crate) buffers: Kind,
+    /// A communicator is left to the next configuration.
+    pub(crate) reuse: bool,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -136,6 +164,7 @@ impl Settings {
             ));
         }
         let buffers = buffers(&options, offer)?;
+        let reuse = reuse(&options, offer)?;
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -153,6 +182,7 @@ impl Settings {
             high_priority: options.is_high_priority_stream.unwrap_or(false),
             count_contributors,
             buffers,
+            reuse,
             wish,
             version,
             options,
@@ -175,6 +205,7 @@ impl Settings {
             u64::from(self.count_contributors),
             // A window is made by all ranks together; the others' buffers are each rank's own affair.
             u64::from(self.buffers == Kind::Window),
+            u64::from(self.reuse),
             u64::from(u16::from_ne_bytes([1, 0])),
         ];
         parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
@@ -195,6 +226,8 @@ mod tests {
             version,
             lacks_registered: None,
             lacks_windows: None,
+            lacks_reuse: None,
+            grows: true,
         }
     }
 
@@ -251,6 +284,30 @@ mod tests {
         );
         options.lenient = true;
         assert_eq!(Settings::new(options, &lacking).unwrap().buffers, Kind::Plain);
+    }
+
+    #[test]
+    fn reuse_without_the_functions_for_it_is_refused_or_dropped_aloud() {
+        let mut options = GroupOptions::default();
+        assert!(!Settings::new(options.clone(), NEW).unwrap().reuse);
+        options.hints.insert("reuse_communicators".into(), "on".into());
+        assert!(Settings::new(options.clone(), NEW).unwrap().reuse);
+        let lacking = Offer {
+            lacks_reuse: Some("ncclCommRevoke"),
+            ..*OLD
+        };
+        let e = Settings::new(options.clone(), &lacking).unwrap_err().to_string();
+        assert!(
+            e.contains("ncclCommRevoke") && e.contains("reuse_communicators"),
+            "{e}"
+        );
+        options.lenient = true;
+        assert!(!Settings::new(options.clone(), &lacking).unwrap().reuse);
+        options
+            .hints
+            .insert("reuse_communicators".into(), "perhaps".into());
+        let e = Settings::new(options, NEW).unwrap_err().to_string();
+        assert!(e.contains("'perhaps'"), "{e}");
     }
 
     #[test]

@@ -25,6 +25,6 @@ pub(crate) fn library() -> Option<String> {
 }
 
 /// Whether device 0, if there is one, reduces 8-bit floats: the table of the backend before a group exists.
-pub(crate) fn reduces_fp8() -> bool {
-    probe().is_ok() && Gpu::open(0).is_ok_and(|gpu| gpu.reduces_fp8())
+pub(crate) fn native_fp8() -> bool {
+    probe().is_ok() && Gpu::open(0).is_ok_and(|gpu| gpu.native_fp8())
 }

@@ -5,8 +5,8 @@
 
 use std::ffi::{CString, c_int, c_void};
 use std::ptr;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{OnceLock, PoisonError, RwLock, RwLockReadGuard};
+use std::sync::atomic::{AtomicBool, AtomicPtr, Ordering};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
 
 use ftcore::{DType, Error, ErrorKind, Result, deadline_in, time_left};
@@ -14,8 +14,10 @@ use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Vers
 
 use crate::cuda::raw::{Span, StreamHandle};
 
+mod children;
 mod memory;
 
+pub(crate) use children::Make;
 pub(crate) use memory::Registration;
 
 /// How long an abort waits for a thread that is inside a call before it goes ahead without it.
@@ -176,13 +178,34 @@ impl Part {
             key: number("key", key)?,
         })
     }
+
+    /// False for a rank that gets no communicator.
+    pub(crate) fn is_wanted(&self) -> bool {
+        self.color >= 0
+    }
+}
+
+/// A handle as the library writes it, on a thread of its own.
+type Place = Box<AtomicPtr<c_void>>;
+
+fn new_place() -> Place {
+    Box::new(AtomicPtr::new(ptr::null_mut()))
 }
 
 /// A communicator.
 pub(crate) struct Comm {
     nccl: &'static Nccl,
     handle: *mut c_void,
+    /// Where the library writes the handle: at once, or when it is through, or both.
+    place: Option<Place>,
+    /// That of a child that is being made. It is kept until nothing is in progress or this communicator is gone.
+    child: Mutex<Option<Place>>,
+    /// Nobody may call any more.
     closed: AtomicBool,
+    /// Closed without having been ended: a parent of others, or on the way there.
+    spared: AtomicBool,
+    /// It is being freed, or was.
+    ended: AtomicBool,
     /// The library says that it is gone.
     freed: AtomicBool,
     gate: RwLock<()>,
@@ -207,20 +230,28 @@ impl Comm {
         let (Ok(rank), Ok(world)) = (rank, world) else {
             return Err(Error::invalid("the world is too large for NCCL"));
         };
-        let mut handle = ptr::null_mut();
+        let place = new_place();
         let result = nccl.with_config(wish, |config| {
-            // SAFETY: INV-12 writes one handle; the configuration and its strings live over the call, which copies them.
-            Ok(unsafe { (nccl.api().comm_init_rank_config)(&raw mut handle, world, id, rank, config) })
+            // SAFETY: INV-12 writes one handle into a place that is kept; the configuration and its strings live over the call, which
+            // copies them.
+            Ok(unsafe { (nccl.api().comm_init_rank_config)(place.as_ptr(), world, id, rank, config) })
         })?;
-        Self::of(nccl, handle, "ncclCommInitRankConfig", result)
+        Self::of(nccl, place, "ncclCommInitRankConfig", result)
     }
 
-    fn of(nccl: &'static Nccl, handle: *mut c_void, call: &str, result: ResultCode) -> Result<Self> {
+    /// What a call has written into `place`.
+    fn of(nccl: &'static Nccl, place: Place, call: &str, result: ResultCode) -> Result<Self> {
+        let handle = place.load(Ordering::Acquire);
+        let none = || AtomicBool::new(handle.is_null());
         let comm = Self {
             nccl,
             handle,
-            closed: AtomicBool::new(handle.is_null()),
-            freed: AtomicBool::new(handle.is_null()),
+            place: Some(place),
+            child: Mutex::default(),
+            closed: none(),
+            spared: AtomicBool::new(false),
+            ended: none(),
+            freed: AtomicBool::new(false),
             gate: RwLock::new(()),
         };
         if let Err(error) = nccl.check(call, result) {
@@ -236,23 +267,6 @@ impl Comm {
         Ok(comm)
     }
 
-    /// Divides this communicator; a collective call of all ranks. `None` for ranks without a colour. May block for as long as the
-    /// library likes.
-    pub(crate) fn split(&self, part: Part, wish: &Wish) -> Result<Option<Self>> {
-        let _inside = self.enter()?;
-        let Part { color, key } = part;
-        let mut handle = ptr::null_mut();
-        let result = self.nccl.with_config(wish, |config| {
-            // SAFETY: INV-12 the gate keeps the parent; writes one handle; the configuration lives over the call.
-            Ok(unsafe { (self.nccl.api().comm_split)(self.handle, color, key, &raw mut handle, config) })
-        })?;
-        if color < 0 {
-            self.nccl.check("ncclCommSplit", result)?;
-            return Ok(None);
-        }
-        Self::of(self.nccl, handle, "ncclCommSplit", result).map(Some)
-    }
-
     /// Holds the communicator open for one call.
     fn enter(&self) -> Result<RwLockReadGuard<'_, ()>> {
         let gate = self.gate.try_read().ok();
@@ -265,6 +279,11 @@ impl Comm {
     /// `Ok(true)` if nothing is in progress; the communicator's error otherwise.
     pub(crate) fn state(&self) -> Result<bool> {
         let _inside = self.enter()?;
+        self.ask()
+    }
+
+    /// As [`state`](Self::state), of whoever holds it open.
+    fn ask(&self) -> Result<bool> {
         let mut state = code::SUCCESS;
         // SAFETY: INV-12 the gate keeps the communicator; writes one code.
         let result = unsafe { (self.nccl.api().comm_get_async_error)(self.handle, &raw mut state) };
@@ -277,10 +296,18 @@ impl Comm {
 
     /// Waits until nothing is in progress, `stop` says why not to go on, or the deadline passes.
     pub(crate) fn settle(&self, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<()> {
+        Self::settle_by(deadline, stop, &|| self.state())
+    }
+
+    fn settle_by(
+        deadline: Instant,
+        stop: &dyn Fn() -> Option<Error>,
+        state: &dyn Fn() -> Result<bool>,
+    ) -> Result<()> {
         let mut round = 0u32;
         // An abort closes the communicator under whoever waits; the reason is the group's.
         let is_through = || {
-            self.state().map_err(|error| match error.kind() {
+            state().map_err(|error| match error.kind() {
                 ErrorKind::Aborted => stop().unwrap_or(error),
                 _ => error,
             })
@@ -393,18 +420,15 @@ impl Comm {
         }
     }
 
-    /// Closes the gate. False if it was closed before. `alone`: nobody is inside any more.
-    fn close(&self) -> Option<bool> {
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return None;
-        }
-        let until = deadline_in(COURTESY);
+    /// Waits a little until nobody is inside any more. False if somebody still is.
+    fn is_left(&self, within: Duration) -> bool {
+        let until = deadline_in(within);
         loop {
             if self.gate.try_write().is_ok() {
-                return Some(true);
+                return true;
             }
             if time_left(until).is_zero() {
-                return Some(false);
+                return false;
             }
             std::thread::sleep(Duration::from_micros(200));
         }
@@ -413,23 +437,31 @@ impl Comm {
     /// Ends everything that runs and frees the communicator. May block for as long as the library likes: call it on a thread
     /// that can be given up. Idempotent.
     pub(crate) fn abort(&self) {
-        let Some(alone) = self.close() else { return };
-        if !alone && let Some(revoke) = self.nccl.api().comm_revoke {
+        let open = !self.closed.swap(true, Ordering::AcqRel);
+        let spared = self.spared.swap(false, Ordering::AcqRel);
+        if !open && !spared {
+            return;
+        }
+        self.ended.store(true, Ordering::Release);
+        if !self.is_left(COURTESY)
+            && open
+            && let Some(revoke) = self.nccl.api().comm_revoke
+        {
             // Somebody is stuck inside. Revoking lets them out without freeing anything under them.
             // SAFETY: INV-12 the handle is freed only below.
-            let revoked = unsafe { revoke(self.handle, 0) };
+            let revoked = unsafe { revoke(self.handle, nccl_sys::REVOKE_DEFAULT) };
             if let Err(error) = self.nccl.check("ncclCommRevoke", revoked) {
                 tracing::warn!(%error, "a communicator could not be revoked; it is aborted under its callers");
             }
-            let until = deadline_in(COURTESY);
-            while self.gate.try_write().is_err() && !time_left(until).is_zero() {
-                std::thread::sleep(Duration::from_micros(200));
-            }
+            self.is_left(COURTESY);
         }
-        // SAFETY: INV-8 freed once (close). Callers have left, or are stuck in a call, which is what abort exists for.
+        // SAFETY: INV-8 freed once (`closed`, `spared`). Callers have left, or are stuck in a call, which is what abort exists for.
         let result = unsafe { (self.nccl.api().comm_abort)(self.handle) };
         match self.nccl.check("ncclCommAbort", result) {
-            Ok(()) => self.freed.store(true, Ordering::Release),
+            Ok(()) => {
+                self.freed.store(true, Ordering::Release);
+                self.end_child();
+            }
             Err(error) => tracing::warn!(%error, "a communicator could not be aborted"),
         }
     }
@@ -447,8 +479,9 @@ impl Comm {
         if flushed.is_err() {
             return self.abort();
         }
-        if self.close() == Some(true) {
-            // SAFETY: INV-8 freed once (close), nobody is inside.
+        if !self.closed.swap(true, Ordering::AcqRel) && self.is_left(COURTESY) {
+            self.ended.store(true, Ordering::Release);
+            // SAFETY: INV-8 freed once (`closed`), nobody is inside.
             let result = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
             match self.nccl.check("ncclCommDestroy", result) {
                 Ok(()) => self.freed.store(true, Ordering::Release),
@@ -464,12 +497,20 @@ impl Comm {
 
     /// Ends it on a thread of its own, because that may take as long as the library likes.
     pub(crate) fn give_up(self) {
-        let started = std::thread::Builder::new()
-            .name("ox-nccl-abort".to_string())
-            .spawn(move || self.abort());
-        if let Err(error) = started {
-            tracing::warn!(%error, "a communicator was left behind");
-        }
+        give_up(Arc::new(self), || ());
+    }
+}
+
+/// Ends `comm` on a thread of its own; then `after`.
+pub(crate) fn give_up(comm: Arc<Comm>, after: impl FnOnce() + Send + 'static) {
+    let started = std::thread::Builder::new()
+        .name("ox-nccl-abort".to_string())
+        .spawn(move || {
+            comm.abort();
+            after();
+        });
+    if let Err(error) = started {
+        tracing::warn!(%error, "a communicator was left behind");
     }
 }
 
@@ -603,8 +644,18 @@ impl Calls<'_> {
 impl Drop for Comm {
     fn drop(&mut self) {
         // Freed by abort or retire; a communicator that neither reached is left to the process (dropping must not block).
-        if !*self.closed.get_mut() {
+        if !*self.closed.get_mut() || *self.spared.get_mut() {
             tracing::debug!("a communicator was dropped without being freed");
+        }
+        if !*self.freed.get_mut() && !self.handle.is_null() {
+            // The library may still write there.
+            std::mem::forget(self.place.take());
+            std::mem::forget(
+                self.child
+                    .get_mut()
+                    .unwrap_or_else(PoisonError::into_inner)
+                    .take(),
+            );
         }
         let _ = self.gate.get_mut().map_err(PoisonError::into_inner);
     }

@@ -25,17 +25,18 @@ pub(crate) fn run(engine: &Arc<Engine>) {
     // Without the device nothing can be watched; its first use in `watch` reports that.
     let _ = engine.gpu.enter();
     let in_good_order = watch(engine);
-    if !in_good_order {
-        fail_all(engine);
-    }
+    let ended = in_good_order || fail_all(engine);
+    let kept = in_good_order && engine.legacy.keep_idle(&engine.comm);
     // Submissions that slipped in while this ended are failed, too.
     engine.end(in_good_order);
     if in_good_order {
         // Nobody waits for an idle communicator longer than for work on it.
         let patience = PATIENCE.min(engine.settings.timeout);
-        engine.held.end(engine);
-        engine.comm.retire(patience);
-        engine.held.clear(engine.comm.is_freed());
+        if !kept {
+            engine.held.end(engine);
+            engine.comm.retire(patience);
+            engine.held.clear(engine.comm.is_freed());
+        }
         engine.lanes.retire(patience);
     } else {
         let cause = engine
@@ -45,7 +46,7 @@ pub(crate) fn run(engine: &Arc<Engine>) {
             engine
                 .take_flights()
                 .iter()
-                .for_each(|f| f.fail(&cause, &engine.gpu, false));
+                .for_each(|f| f.fail(&cause, &engine.gpu, ended, false));
         }
     }
 }
@@ -124,8 +125,9 @@ fn end_reached(engine: &Arc<Engine>, flights: &[Arc<Flight>]) -> Result<usize, E
     Ok(ended)
 }
 
-/// Aborts the communicators on a thread that is given up if it does not return, and ends all flights with the cause.
-fn fail_all(engine: &Arc<Engine>) {
+/// Aborts the communicators on a thread that is given up if it does not return, and ends all flights with the cause. False if the
+/// library has not let go in time.
+fn fail_all(engine: &Arc<Engine>) -> bool {
     let cause = engine
         .failure()
         .unwrap_or_else(|| Error::timeout("the group ended"));
@@ -138,11 +140,17 @@ fn fail_all(engine: &Arc<Engine>) {
         .spawn(move || {
             let _ = began.set(Instant::now());
             let _ = this.gpu.enter();
-            this.comm.abort();
-            this.held.clear(this.comm.is_freed());
+            // Revoked if the next configuration is to have it; what is registered stays with it.
+            if !this.legacy.keep_revoked(&this.comm) {
+                this.comm.abort();
+                this.held.clear(this.comm.is_freed());
+            }
             this.lanes.abort();
             flag.store(true, Ordering::Release);
         });
+    if started.is_err() {
+        engine.legacy.lose();
+    }
     let latest = deadline_in(if started.is_ok() { START } else { Duration::ZERO });
     let until = || begun.get().map_or(latest, |began: &Instant| *began + GRACE);
     let quiet = engine.quiesce(deadline_in(GRACE));
@@ -160,7 +168,7 @@ fn fail_all(engine: &Arc<Engine>) {
             pending.retain(|flight| {
                 let free = flight.is_free(drained);
                 if free {
-                    flight.fail(&cause, &engine.gpu, drained);
+                    flight.fail(&cause, &engine.gpu, true, drained);
                 }
                 !free
             });
@@ -168,7 +176,9 @@ fn fail_all(engine: &Arc<Engine>) {
         std::thread::sleep(Duration::from_micros(300));
         pending.extend(engine.take_flights());
     }
+    let ended = aborted.load(Ordering::Acquire);
     pending
         .iter()
-        .for_each(|flight| flight.fail(&cause, &engine.gpu, drained));
+        .for_each(|flight| flight.fail(&cause, &engine.gpu, ended, drained));
+    ended
 }

@@ -15,7 +15,11 @@ use isolate::{IsolateOptions, IsolatedGroup};
 fn main() -> ExitCode {
     isolate::run_child_if_asked();
     // Work on streams comes late, so that an order that was forgotten shows as wrong data.
-    standin::or_restart(&[("OXCCL_STANDIN_CUDA_DELAY_US", "50")]);
+    // Not all of it: waking up costs more than the wait.
+    standin::or_restart(&[
+        ("OXCCL_STANDIN_CUDA_DELAY_US", "150"),
+        ("OXCCL_STANDIN_CUDA_DELAY_SHARE", "5"),
+    ]);
     run_limited(
         &Device::new(DeviceKind::Cuda, 0),
         &[Mode::Threads],

@@ -16,7 +16,11 @@ use ftcore::{Device, DeviceKind, Registry};
 
 fn main() -> ExitCode {
     // Work on streams comes late, so that an order that was forgotten shows as wrong data.
-    standin::or_restart(&[("OXCCL_STANDIN_CUDA_DELAY_US", "50")]);
+    // Not all of it: waking up costs more than the wait.
+    standin::or_restart(&[
+        ("OXCCL_STANDIN_CUDA_DELAY_US", "150"),
+        ("OXCCL_STANDIN_CUDA_DELAY_SHARE", "5"),
+    ]);
     run_limited(
         &Device::new(DeviceKind::Cuda, 0),
         &[Mode::Threads, Mode::Processes],

@@ -44,10 +44,10 @@ struct Handed {
 }
 
 impl Handed {
-    fn over(plain: Arc<Plain>) -> Self {
+    fn over(plain: Arc<Plain>) -> Result<Self> {
         let (to, calls) = channel::<Tensor>();
         let (answer, back) = channel();
-        std::thread::spawn(move || {
+        let serve = move || {
             loop {
                 let until = deadline_in(LOOK);
                 let next = loop {
@@ -63,8 +63,12 @@ impl Handed {
                     return;
                 }
             }
-        });
-        Self { to, back }
+        };
+        std::thread::Builder::new()
+            .name("ox-handed".into())
+            .spawn(serve)
+            .map_err(|e| Error::io("start a thread", e))?;
+        Ok(Self { to, back })
     }
 
     fn all_reduce(&self, tensor: Tensor) -> Result<Tensor> {
@@ -203,7 +207,7 @@ fn rank(rank: u32, plan: &Plan, address: &str) -> Result<()> {
     }
     let plain = Arc::new(Plain::join(&configuration("plain"))?);
     let bench = Bench {
-        handed: Handed::over(plain.clone()),
+        handed: Handed::over(plain.clone()?),
         plain,
         again: Plain::join(&configuration("again"))?,
         group: XcclGroup::new("ours", options)?,

@@ -30,6 +30,7 @@ fn main() -> std::process::ExitCode {
                 ("ncclAlltoAll", nccl_sys::Version::new(2, 28, 0)),
                 ("ncclCommRevoke", nccl_sys::Version::new(2, 28, 7)),
                 ("ncclCommGrow", nccl_sys::Version::new(2, 29, 0)),
+                ("ncclCommGetUniqueId", nccl_sys::Version::new(2, 29, 0)),
             ];
             for (name, version) in since {
                 check(

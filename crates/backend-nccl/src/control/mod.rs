@@ -5,6 +5,7 @@
 //! too. `rendezvous` makes the connections; data never comes near them.
 
 mod rendezvous;
+mod talk;
 mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -16,7 +17,8 @@ use ftcore::{Error, ErrorKind, Result};
 
 use wire::{Frame, Kind};
 
-pub(crate) use rendezvous::meet;
+pub(crate) use rendezvous::{Meeting, meet};
+pub(crate) use talk::{Talk, Word};
 pub(crate) use wire::VERSION;
 
 /// What the engine hears.

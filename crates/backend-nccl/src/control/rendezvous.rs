@@ -11,6 +11,7 @@ use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use nccl_sys::UniqueId;
 
 use super::wire::{Frame, Hello, Kind, TOKEN};
+use crate::reuse::{CommId, Holding};
 
 /// The address that the other hosts are told; without it the one of the default route.
 pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
@@ -19,6 +20,10 @@ pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
 pub(crate) struct Meeting {
     pub(crate) id: Option<UniqueId>,
     pub(crate) streams: Vec<(u32, TcpStream)>,
+    /// The name of the communicator that comes of it.
+    pub(crate) comm: CommId,
+    /// On rank 0: what the ranks hold, in rank order.
+    pub(crate) holdings: Vec<Option<Holding>>,
 }
 
 struct Published {
@@ -29,11 +34,11 @@ struct Published {
     id: Option<UniqueId>,
 }
 
-fn hex(bytes: &[u8]) -> String {
+pub(super) fn hex(bytes: &[u8]) -> String {
     bytes.iter().map(|b| format!("{b:02x}")).collect()
 }
 
-fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
+pub(super) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
     let mut out = [0u8; N];
     if text.len() != 2 * N {
         return None;
@@ -107,17 +112,28 @@ fn own_address() -> Result<IpAddr> {
     Ok(probe.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()))
 }
 
-/// Meets the other ranks. `id`: what rank 0 gives out; `cancel` ends the wait.
+fn random<const N: usize>() -> Result<[u8; N]> {
+    let mut bytes = [0u8; N];
+    File::open("/dev/urandom")
+        .and_then(|mut f| f.read_exact(&mut bytes))
+        .map_err(|e| Error::io("asking for random bytes", e))?;
+    Ok(bytes)
+}
+
+/// Meets the other ranks. `id`: what rank 0 gives out; `holding`: what this rank has of an earlier configuration; `cancel` ends the wait.
 pub(crate) fn meet(
     c: &Configuration,
     constants: u64,
     id: Option<UniqueId>,
+    holding: Option<Holding>,
     cancel: &AtomicBool,
 ) -> Result<Meeting> {
     if c.world_size == 1 {
         return Ok(Meeting {
             id,
             streams: Vec::new(),
+            comm: random()?,
+            holdings: vec![holding],
         });
     }
     let key = format!("{}/{}/nccl", c.prefix, c.epoch);
@@ -127,6 +143,7 @@ pub(crate) fn meet(
         world: c.world_size,
         epoch: c.epoch.0,
         constants,
+        holding,
     };
     if c.rank == 0 {
         let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))
@@ -135,10 +152,7 @@ pub(crate) fn meet(
             .local_addr()
             .map_err(|e| Error::io("reading the port", e))?
             .port();
-        let mut token = [0u8; TOKEN];
-        File::open("/dev/urandom")
-            .and_then(|mut f| f.read_exact(&mut token))
-            .map_err(|e| Error::io("asking for random bytes", e))?;
+        let token: [u8; TOKEN] = random()?;
         let published = Published {
             token,
             port,
@@ -147,8 +161,20 @@ pub(crate) fn meet(
             id,
         };
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
-        let streams = collect(c, &listener, &hello(token), cancel)?;
-        return Ok(Meeting { id, streams });
+        let guests = collect(c, &listener, &hello(token), cancel)?;
+        let mut holdings = vec![None; c.world_size as usize];
+        let said = guests.iter().map(|g| (g.rank, g.holding)).chain([(0, holding)]);
+        for (rank, holding) in said {
+            if let Some(slot) = holdings.get_mut(rank as usize) {
+                *slot = holding;
+            }
+        }
+        return Ok(Meeting {
+            id,
+            streams: guests.into_iter().map(|g| (g.rank, g.stream)).collect(),
+            comm: token,
+            holdings,
+        });
     }
     let bytes = from_store(c, &key, cancel)?;
     let published = Published::decode(&bytes).ok_or_else(|| {
@@ -161,6 +187,8 @@ pub(crate) fn meet(
     Ok(Meeting {
         id: published.id,
         streams: vec![(0, stream)],
+        comm: published.token,
+        holdings: Vec::new(),
     })
 }
 
@@ -187,23 +215,30 @@ fn from_store(c: &Configuration, key: &str, cancel: &AtomicBool) -> Result<Vec<u
     c.store.get(key, c.deadline)
 }
 
+/// A rank that has greeted rank 0.
+struct Guest {
+    rank: u32,
+    stream: TcpStream,
+    holding: Option<Holding>,
+}
+
 /// Rank 0's side: everybody's connection, or the same verdict for everybody.
 fn collect(
     c: &Configuration,
     listener: &TcpListener,
     own: &Hello,
     cancel: &AtomicBool,
-) -> Result<Vec<(u32, TcpStream)>> {
+) -> Result<Vec<Guest>> {
     let io = |e| Error::io("accepting control connections", e);
     listener.set_nonblocking(true).map_err(io)?;
-    let mut streams: Vec<(u32, TcpStream)> = Vec::new();
+    let mut guests: Vec<Guest> = Vec::new();
     let mut verdict = Ok(());
-    while verdict.is_ok() && streams.len() + 1 < c.world_size as usize {
+    while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
         if cancel.load(Ordering::Acquire) {
             verdict = Err(cancelled());
         } else if time_left(c.deadline).is_zero() {
             let missing: Vec<String> = (1..c.world_size)
-                .filter(|r| streams.iter().all(|s| s.0 != *r))
+                .filter(|r| guests.iter().all(|g| g.rank != *r))
                 .map(|r| format!("rank {r} of {}", c.world_size))
                 .collect();
             let text = format!("{} did not come (phase: control connections)", missing.join(", "));
@@ -211,9 +246,7 @@ fn collect(
         } else {
             match listener.accept() {
                 Ok((stream, _)) => match greet(stream, own, c.deadline) {
-                    Ok(Some((rank, stream))) if streams.iter().all(|s| s.0 != rank) => {
-                        streams.push((rank, stream))
-                    }
+                    Ok(Some(guest)) if guests.iter().all(|g| g.rank != guest.rank) => guests.push(guest),
                     // A stranger, or a rank that is there already.
                     Ok(_) => {}
                     Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
@@ -230,15 +263,15 @@ fn collect(
         Ok(()) => Frame::new(Kind::Ready, 0, 0, ""),
         Err(e) => Frame::of_error(Kind::Refused, 0, e, None),
     };
-    for (_, stream) in &mut streams {
+    for guest in &mut guests {
         // Who cannot be told finds its connection closed.
-        let _ = frame.write(stream);
+        let _ = frame.write(&mut guest.stream);
     }
-    verdict.map(|()| streams)
+    verdict.map(|()| guests)
 }
 
 /// Reads one greeting. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
-fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option<(u32, TcpStream)>> {
+fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option<Guest>> {
     let io = |e| Error::io("a control connection", e);
     stream.set_nonblocking(false).map_err(io)?;
     // A stranger that says nothing must not hold the others up for long.
@@ -263,7 +296,11 @@ fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option
         let _ = Frame::of_error(Kind::Refused, 0, &e, None).write(&mut stream);
         return Err(e);
     }
-    Ok(Some((hello.rank, stream)))
+    Ok(Some(Guest {
+        rank: hello.rank,
+        stream,
+        holding: hello.holding,
+    }))
 }
 
 /// The other ranks' side.
@@ -293,45 +330,59 @@ fn connect(
     hello.write(&mut stream).map_err(io)?;
     // Rank 0 gives its verdict at its own deadline, which may be a little later; only it knows who is missing.
     let until = c.deadline + Duration::from_secs(1);
+    let late = || {
+        Error::timeout(format!(
+            "rank 0 of {} has not let anybody go on (phase: control connections)",
+            c.world_size
+        ))
+    };
+    match hear(&mut stream, 0, until, cancel, &late)? {
+        frame if frame.kind == Kind::Ready => Ok(stream),
+        frame if frame.kind == Kind::Refused => Err(frame.error()),
+        _ => Err(Error::new(
+            ErrorKind::Protocol,
+            "rank 0 answered with something else",
+        )),
+    }
+}
+
+/// The next frame of `peer` until `until` (`late`), or until `cancel` is raised.
+pub(super) fn hear(
+    stream: &mut TcpStream,
+    peer: u32,
+    until: Instant,
+    cancel: &AtomicBool,
+    late: &dyn Fn() -> Error,
+) -> Result<Frame> {
+    let io = |e| Error::io("waiting for a control frame", e);
+    let closed = || {
+        let text = format!("rank {peer} closed the connection (phase: control connections)");
+        Error::new(ErrorKind::PeerLost, text).with_peer(peer)
+    };
     stream.set_nonblocking(true).map_err(io)?;
     let mut byte = [0u8; 1];
     loop {
         match stream.peek(&mut byte) {
-            Ok(0) => {
-                return Err(Error::new(
-                    ErrorKind::PeerLost,
-                    "rank 0 closed the connection (phase: control connections)",
-                )
-                .with_peer(0));
-            }
+            Ok(0) => return Err(closed()),
+            Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return Err(closed()),
             Ok(_) => break,
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
                 if cancel.load(Ordering::Acquire) {
                     return Err(cancelled());
                 }
                 if Instant::now() >= until {
-                    return Err(Error::timeout(format!(
-                        "rank 0 of {} has not let anybody go on (phase: control connections)",
-                        c.world_size
-                    )));
+                    return Err(late());
                 }
                 std::thread::sleep(Duration::from_micros(300));
             }
-            Err(e) => return Err(Error::io("waiting for rank 0", e)),
+            Err(e) => return Err(io(e)),
         }
     }
     stream.set_nonblocking(false).map_err(io)?;
     stream
         .set_read_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
-    match Frame::read(&mut stream)? {
-        Some(frame) if frame.kind == Kind::Ready => Ok(stream),
-        Some(frame) if frame.kind == Kind::Refused => Err(frame.error()),
-        _ => Err(Error::new(
-            ErrorKind::Protocol,
-            "rank 0 answered with something else",
-        )),
-    }
+    Frame::read(stream)?.ok_or_else(closed)
 }
 
 #[cfg(test)]

@@ -104,14 +104,9 @@ impl Gpu {
         self.driver.set_current(self.context)
     }
 
-    /// True if NCCL reduces 8-bit floats on this chip.
-    pub(crate) fn reduces_fp8(&self) -> bool {
-        self.capability.0 >= 9
-    }
-
-    /// True if the chip computes in FP8 by itself.
+    /// True if the chip computes in FP8 by itself and NCCL reduces it there: compute capability 9.0 and up.
     pub(crate) fn native_fp8(&self) -> bool {
-        self.capability >= (8, 9)
+        self.capability >= (9, 0)
     }
 
     pub(crate) fn take_event(&self) -> Result<EventHandle> {

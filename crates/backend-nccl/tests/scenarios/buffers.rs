@@ -124,6 +124,22 @@ fn windows() -> Outcome {
     check(used == 2, || format!("used {used} times"))
 }
 
+/// A window that cannot be ended stays with its communicator, and goes with it.
+fn window_stays() -> Outcome {
+    two(options("window"), |rank, group, store| {
+        drop(group.alloc(DType::F32, &[1000], deadline_in(SOON))?);
+        store.barrier("both have one", 2, deadline_in(SOON))?;
+        group.configure(configuration(store, rank, 2, 2, SOON))?;
+        sum_works(rank, group)
+    })?;
+    until("memory free bytes", 2)?;
+    check(lines_with("memory free of a registered")? == 0, || {
+        "memory was freed that a communicator knew".into()
+    })?;
+    let ended = lines_with("window end rank=")?;
+    check(ended == 1, || format!("{ended} windows were ended"))
+}
+
 /// An abort frees them with the communicator.
 fn aborted() -> Outcome {
     two(options("window"), |rank, group, store| {
@@ -336,6 +352,12 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             windows,
         ),
         scenario("buffers_in_windows_end_with_an_abort", &[LOG], aborted),
+        logged(
+            "buffers_in_a_window_that_cannot_be_ended_go_with_the_communicator",
+            FAIL,
+            "ncclCommWindowDeregister@0:1:1",
+            window_stays,
+        ),
         logged(
             "buffers_of_a_communicator_that_hangs_are_kept",
             HANG,

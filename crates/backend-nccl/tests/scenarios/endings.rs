@@ -235,6 +235,21 @@ fn scaling_is_not_freed() -> Outcome {
     })
 }
 
+/// Asking what kind of memory the host's is fails once: it counts as ordinary.
+fn kind_of_memory_is_not_known() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        sum_works(rank, group)?;
+        sum_works(rank, group)
+    })
+}
+
+/// Some hundreds of events are needed and a few dozen are made: one that would be made later fails.
+fn events_come_from_the_cache() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        (0..60).try_for_each(|_| sum_works(rank, group))
+    })
+}
+
 fn shutdown_with_work() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         let work = submit(rank, group, PATIENCE)?;
@@ -280,6 +295,64 @@ fn watchdog_is_lost() -> Outcome {
     says(&e, ErrorKind::Timeout, &["last configuration did not end"])?;
     check(began.elapsed() < Duration::from_secs(10), || {
         format!("it took {:?}", began.elapsed())
+    })
+}
+
+/// The work has left its stream, but the library still writes: the tensor comes back only when that is over, and what the caller then puts
+/// into it stays.
+fn late_writes(options: GroupOptions) -> Outcome {
+    two(options, |rank, group, store| {
+        let work = submit(rank, group, LATE)?;
+        store.barrier("both are at it", 2, deadline_in(SOON))?;
+        group.abort("enough");
+        check(work.wait(deadline_in(SOON)).is_err(), || "it succeeded".into())?;
+        let mut back = work.recover();
+        // What came back must be the caller's alone; nothing at all came back if the machine was too busy to end the work in time.
+        let Some(mut tensor) = back.pop() else {
+            return check(rank == 1 || ftcore::leaked_bytes() >= 4000, || {
+                "the tensor is neither here nor counted as leaked".into()
+            });
+        };
+        let stream = CudaAccelerator.new_stream(rank, false)?;
+        CudaAccelerator.copy_in(&7.0f32.to_ne_bytes().repeat(1000), &mut tensor, &*stream)?;
+        stream.synchronize(deadline_in(SOON))?;
+        until_logged("late writes end rank=0")?;
+        let values = read(&tensor)?;
+        check(values == [7.0; 1000], || {
+            format!("the library wrote into it: {:?}", values.first())
+        })
+    })?;
+    check(
+        !log_lines()?.iter().any(|l| l.starts_with("late write into")),
+        || "the library wrote into memory that was given back".into(),
+    )
+}
+
+fn late_writes_and_abort() -> Outcome {
+    late_writes(GroupOptions::default())
+}
+
+fn late_writes_and_revoke() -> Outcome {
+    let mut options = GroupOptions::default();
+    options.hints.insert("reuse_communicators".into(), "on".into());
+    late_writes(options)
+}
+
+/// The streams are through, and the abort does not return: nobody knows what the library still does.
+fn abort_keeps_the_library_busy() -> Outcome {
+    two(GroupOptions::default(), |rank, group, _| {
+        let before = ftcore::leaked_bytes();
+        let work = submit(rank, group, Duration::from_millis(300))?;
+        check(work.wait(deadline_in(SOON)).is_err(), || "it succeeded".into())?;
+        if rank == 1 {
+            return Ok(());
+        }
+        check(work.recover().is_empty(), || {
+            "memory came back that the library may still write to".into()
+        })?;
+        check(ftcore::leaked_bytes() >= before + 4000, || {
+            "nothing was counted as leaked".into()
+        })
     })
 }
 
@@ -398,6 +471,24 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             super::failures::call_hangs,
         ),
         one(
+            "end_streams_and_events_that_cannot_be_destroyed_cost_nobody",
+            FAIL,
+            "cuStreamDestroy:1:400,cuEventDestroy:1:400",
+            ends_badly,
+        ),
+        one(
+            "call_asking_for_the_kind_of_memory_fails_quietly",
+            FAIL,
+            "cuPointerGetAttribute:1:1",
+            kind_of_memory_is_not_known,
+        ),
+        one(
+            "call_events_come_from_the_cache",
+            FAIL,
+            "cuEventCreate:150:2",
+            events_come_from_the_cache,
+        ),
+        one(
             "call_freeing_a_factor_fails_quietly",
             FAIL,
             "ncclRedOpDestroy:1:4",
@@ -414,6 +505,22 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             HANG,
             "call:cuEventQuery/ncclCommGetAsyncError:1",
             watchdog_is_lost,
+        ),
+        scenario(
+            "l27_memory_comes_back_only_when_the_abort_is_over",
+            &[(HANG, "late:ncclAllReduce@0:1"), LOG],
+            late_writes_and_abort,
+        ),
+        scenario(
+            "l27_memory_comes_back_only_when_the_revocation_is_over",
+            &[(HANG, "late:ncclAllReduce@0:1"), LOG],
+            late_writes_and_revoke,
+        ),
+        one(
+            "l27_memory_of_an_abort_that_does_not_come_back_is_leaked_although_its_streams_are_through",
+            HANG,
+            "device:ncclAllReduce@0:1,call:ncclCommAbort.end@0:1",
+            abort_keeps_the_library_busy,
         ),
         one(
             "call_with_too_many_in_flight_says_so",

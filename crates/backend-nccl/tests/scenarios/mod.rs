@@ -9,6 +9,7 @@ mod failures;
 mod isolated;
 mod kit;
 mod rendezvous;
+mod reuse;
 mod set_up;
 mod staged;
 
@@ -47,6 +48,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         endings::scenarios(),
         rendezvous::scenarios(),
         buffers::scenarios(),
+        reuse::scenarios(),
         staged::scenarios(),
         isolated::scenarios(),
     ]
@@ -171,10 +173,13 @@ fn of_groups() -> Vec<Scenario> {
             failures::slow_streams,
         ),
         scenario(
-            "an_old_chip_does_not_reduce_8_bit_floats",
-            &[("OXCCL_STANDIN_CUDA_CC", "80")],
-            set_up::old_chip,
+            "a_chip_before_9_0_does_not_reduce_8_bit_floats",
+            &[("OXCCL_STANDIN_CUDA_CC", "89")],
+            || set_up::fp8(false),
         ),
+        scenario("one_of_9_0_does", &[("OXCCL_STANDIN_CUDA_CC", "90")], || {
+            set_up::fp8(true)
+        }),
         scenario(
             "the_description_says_that_this_is_a_stand_in",
             &[],

@@ -215,17 +215,18 @@ pub(super) fn without_counting() -> Outcome {
     })
 }
 
-pub(super) fn old_chip() -> Outcome {
+pub(super) fn fp8(wanted: bool) -> Outcome {
     let group = group(0, GroupOptions::default())?;
-    check(
-        !group.capabilities().reduces(ReduceOp::Sum, DType::F8E4M3),
-        || "8-bit floats are advertised".into(),
-    )?;
+    let reduced = group.capabilities().reduces(ReduceOp::Sum, DType::F8E4M3);
+    check(reduced == wanted, || {
+        format!("that 8-bit floats are reduced is {reduced}")
+    })?;
     check(group.capabilities().moves.contains(DType::F8E4M3), || {
         "8-bit floats are not moved".into()
     })?;
-    check(!CudaAccelerator.native_fp8(0), || {
-        "the chip is said to compute in FP8".into()
+    let native = CudaAccelerator.native_fp8(0);
+    check(native == wanted, || {
+        format!("that it computes in FP8 is {native}")
     })
 }
 
