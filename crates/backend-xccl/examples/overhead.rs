@@ -207,7 +207,7 @@ fn rank(rank: u32, plan: &Plan, address: &str) -> Result<()> {
     }
     let plain = Arc::new(Plain::join(&configuration("plain"))?);
     let bench = Bench {
-        handed: Handed::over(plain.clone()?),
+        handed: Handed::over(plain.clone())?,
         plain,
         again: Plain::join(&configuration("again"))?,
         group: XcclGroup::new("ours", options)?,
