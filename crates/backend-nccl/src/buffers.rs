@@ -47,7 +47,7 @@ impl Drop for Memory {
         let started = std::thread::Builder::new()
             .name("ox-nccl-free".to_string())
             .spawn(move || {
-                let freed = gpu.enter().and_then(|()| {
+                let freed = gpu.enter().and_then(|_inside| {
                     if let Some(copy) = gpu.last_use(span.start()) {
                         copy.synchronize(deadline_in(LAST_COPY))?;
                     }
@@ -139,7 +139,7 @@ impl Drop for Lease {
                 let ended = engine
                     .gpu
                     .enter()
-                    .and_then(|()| engine.comm.deregister(&registration));
+                    .and_then(|_inside| engine.comm.deregister(&registration));
                 if let Err(error) = ended {
                     tracing::debug!(%error, "a buffer stays registered until its communicator is gone");
                     engine.held.add(memory, registration);
@@ -196,7 +196,7 @@ impl Buffers {
         let late = || Error::timeout("NCCL did not return from ncclMemAlloc by the deadline");
         let device = gpu.clone();
         let make = move || -> Result<Memory> {
-            device.enter()?;
+            let _inside = device.enter()?;
             let span = nccl.mem_alloc(bytes)?;
             Ok(Memory {
                 gpu: device,
@@ -236,7 +236,7 @@ fn window(engine: &Arc<Engine>, memory: &Arc<Memory>, deadline: Instant) -> Resu
         || Error::timeout("NCCL did not make the window by the deadline: all ranks must allocate alike");
     let (this, kept) = (engine.clone(), memory.clone());
     let register = move || -> Result<()> {
-        this.gpu.enter()?;
+        let _inside = this.gpu.enter()?;
         let reason = || this.failure();
         this.comm.settle(deadline, &reason)?;
         // Held from here on, also if nobody waits for the answer any more.

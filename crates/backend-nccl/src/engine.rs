@@ -525,7 +525,7 @@ impl Engine {
         let this = self.clone();
         let wanted = part.is_wanted();
         let split = move || {
-            this.gpu.enter()?;
+            let _inside = this.gpu.enter()?;
             this.comm.split(part, &wish)
         };
         bounded("ox-nccl-split", deadline, &stop, &late, split, drop)??;

@@ -120,7 +120,7 @@ type Finish = Vec<(Kernel, Span, Span, usize)>;
 
 impl Job<'_> {
     fn run(&mut self, op: &Collective, contribute: bool, ready: Option<&dyn Event>) -> Result<()> {
-        self.engine.gpu.enter()?;
+        let _inside = self.engine.gpu.enter()?;
         if let Some(event) = ready {
             self.engine.stream.wait(event)?;
         }

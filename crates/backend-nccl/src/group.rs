@@ -64,7 +64,7 @@ impl NcclGroup {
         let offer = Offer::of(nccl);
         let settings = Settings::new(options, &offer)?;
         let gpu = Gpu::open(device.index)?;
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         gpu.prepare()?;
         let capabilities = capabilities(&offer, gpu.native_fp8(), settings.count_contributors);
         Ok(Self {
@@ -100,7 +100,7 @@ impl NcclGroup {
     /// Makes the engine of a new configuration.
     fn connect(&self, c: &Configuration, origin: Origin) -> Result<Arc<Engine>> {
         let nccl = nccl()?;
-        self.gpu.enter()?;
+        let _inside = self.gpu.enter()?;
         let inherits = self.settings.reuse && matches!(origin, Origin::Id);
         let parent = self.take_last().and_then(|last| Parent::of(last, c.deadline));
         let id = match &origin {
@@ -203,7 +203,7 @@ impl NcclGroup {
         let gpu = self.gpu.clone();
         let join = move || {
             gpu.enter()
-                .and_then(|()| Comm::init(nccl, id, rank, world, &wish))
+                .and_then(|_inside| Comm::init(nccl, id, rank, world, &wish))
         };
         let unclaimed = |comm: Result<Comm>| comm.iter().for_each(Comm::abort);
         let (stop, late) = (|| self.cancelled(), || self.too_late(c));

@@ -185,7 +185,7 @@ impl Heir<'_> {
     fn grow(&self, base: &Arc<Comm>, holders: u32, talk: &mut Talk<'_>, until: Instant) -> Result<Comm> {
         let id = if self.configuration.rank == 0 {
             let (gpu, this) = (self.gpu.clone(), base.clone());
-            let call = move || gpu.enter().and_then(|()| this.grow_id());
+            let call = move || gpu.enter().and_then(|_inside| this.grow_id());
             let id = self.bounded("ncclCommGetUniqueId", talk, until, call, drop)?;
             talk.tell_from(holders, &Word::Grow(id));
             Some(id)
@@ -210,7 +210,7 @@ impl Heir<'_> {
         let (rank, world) = (c.rank, c.world_size);
         let call = move || {
             gpu.enter()
-                .and_then(|()| Comm::join_grown(nccl, id, rank, world, &wish))
+                .and_then(|_inside| Comm::join_grown(nccl, id, rank, world, &wish))
         };
         let unclaimed = |comm: Result<Comm>| comm.iter().for_each(Comm::abort);
         let comm = self.bounded("ncclCommGrow", talk, until, call, unclaimed)?;
@@ -220,7 +220,7 @@ impl Heir<'_> {
     fn child(&self, parent: &Arc<Comm>, make: Make, talk: &Talk<'_>, until: Instant) -> Result<Comm> {
         let (gpu, this, wish) = (self.gpu.clone(), parent.clone(), self.wish.clone());
         let name = make.name();
-        let call = move || gpu.enter().and_then(|()| this.make(&make, &wish));
+        let call = move || gpu.enter().and_then(|_inside| this.make(&make, &wish));
         // A child that comes too late goes with its parent.
         self.bounded(name, talk, until, call, drop)?;
         parent.settle_spared(until, &|| self.why_stop(talk))?;

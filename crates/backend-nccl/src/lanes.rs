@@ -210,7 +210,7 @@ fn carry(
 ) -> Result<()> {
     let flight = &message.flight;
     let stop = || engine.failure();
-    engine.gpu.enter()?;
+    let _inside = engine.gpu.enter()?;
     let comm = match cell.get() {
         Some(comm) => comm,
         None => {

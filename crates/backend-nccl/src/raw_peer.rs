@@ -32,7 +32,7 @@ impl RawPeer {
     ) -> Result<Self> {
         let nccl = nccl()?;
         let gpu = Gpu::open(device.index)?;
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         let key = "overhead/raw";
         if rank == 0 {
             store.set(key, &nccl.unique_id()?.0, deadline)?;
@@ -56,7 +56,7 @@ impl RawPeer {
     /// One all-reduce of f32 in place: (until the event was seen, until the call returned).
     #[doc(hidden)]
     pub fn all_reduce(&self, tensor: &mut Tensor, deadline: Instant) -> Result<(Duration, Duration)> {
-        self.gpu.enter()?;
+        let _inside = self.gpu.enter()?;
         let (span, count) = (Span::of(tensor), tensor.count());
         let began = Instant::now();
         self.comm.plain(|calls| {

@@ -23,7 +23,7 @@ const PATIENCE: Duration = Duration::from_secs(10);
 /// The thread's life.
 pub(crate) fn run(engine: &Arc<Engine>) {
     // Without the device nothing can be watched; its first use in `watch` reports that.
-    let _ = engine.gpu.enter();
+    let _inside = engine.gpu.enter();
     let in_good_order = watch(engine);
     let ended = in_good_order || fail_all(engine);
     let kept = in_good_order && engine.legacy.keep_idle(&engine.comm);
@@ -139,7 +139,7 @@ fn fail_all(engine: &Arc<Engine>) -> bool {
         .name("ox-nccl-abort".to_string())
         .spawn(move || {
             let _ = began.set(Instant::now());
-            let _ = this.gpu.enter();
+            let _inside = this.gpu.enter();
             // Revoked if the next configuration is to have it; what is registered stays with it.
             if !this.legacy.keep_revoked(&this.comm) {
                 this.comm.abort();

@@ -73,7 +73,7 @@ impl Accelerator for CudaAccelerator {
     }
 
     fn set(&self, index: u32) -> Result<()> {
-        Gpu::open(index)?.enter()
+        Gpu::open(index)?.make_current()
     }
 
     /// The legacy default stream: CUDA itself knows no other "current" one.
@@ -88,7 +88,7 @@ impl Accelerator for CudaAccelerator {
         std::thread::Builder::new()
             .name("ox-cuda-sync".to_string())
             .spawn(move || {
-                let done = gpu.enter().and_then(|()| gpu.driver.synchronize());
+                let done = gpu.enter().and_then(|_inside| gpu.driver.synchronize());
                 let _ = sender.send(done);
             })
             .map_err(|e| Error::io("starting a thread", e))?;

@@ -31,6 +31,8 @@ pub(crate) enum Origin {
 impl CudaEvent {
     /// The present end of `stream`. The device must be current (see [`Gpu::enter`]).
     pub(crate) fn record(gpu: &Arc<Gpu>, stream: StreamHandle) -> Result<Arc<Self>> {
+        // An event belongs to the context in which it is made.
+        let _inside = gpu.enter()?;
         Self::record_on(gpu, gpu.take_event()?, Origin::Own, stream)
     }
 
@@ -97,12 +99,12 @@ pub(crate) fn poll(deadline: Instant, what: &str, mut ready: impl FnMut() -> Res
 
 impl Event for CudaEvent {
     fn query(&self) -> Result<bool> {
-        self.gpu.enter()?;
+        let _inside = self.gpu.enter()?;
         self.gpu.driver.event_query(self.handle)
     }
 
     fn synchronize(&self, deadline: Instant) -> Result<()> {
-        self.gpu.enter()?;
+        let _inside = self.gpu.enter()?;
         poll(deadline, "an event", || self.gpu.driver.event_query(self.handle))
     }
 

@@ -1,6 +1,7 @@
 //! One opened device: its context, its kernels and its caches. Opened once per process and index, and kept.
 
 use std::collections::HashMap;
+use std::marker::PhantomData;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 
 use ftcore::{Device, DeviceKind, Error, Result};
@@ -36,6 +37,41 @@ pub(crate) struct Gpu {
     slots: OnceLock<Slots>,
     /// Page-locked host memory for later use.
     pub(crate) pinned: pinned::Cache,
+}
+
+/// A device that is current on this thread. When this is dropped, the one that was before is so again: a caller's own code may count
+/// on it.
+#[must_use]
+pub(crate) struct Entered {
+    driver: &'static Driver,
+    before: Option<Context>,
+    /// It belongs to its thread.
+    here: PhantomData<*const ()>,
+}
+
+impl Entered {
+    fn into(driver: &'static Driver, context: Context) -> Result<Self> {
+        let now = driver.current()?;
+        if now != Some(context) {
+            driver.set_current(context)?;
+        }
+        Ok(Self {
+            driver,
+            // Without one, nobody can miss it: the device stays current, and the next entry finds it so.
+            before: now.filter(|c| *c != context),
+            here: PhantomData,
+        })
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        if let Some(before) = self.before
+            && let Err(error) = self.driver.set_current(before)
+        {
+            tracing::warn!(%error, "the thread's CUDA device could not be made current again");
+        }
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -76,7 +112,7 @@ impl Gpu {
             driver.attribute(index, Attribute::ComputeMinor)?,
         );
         let context = driver.context(index)?;
-        driver.set_current(context)?;
+        let _inside = Entered::into(driver, context)?;
         Ok(Self {
             index,
             driver,
@@ -99,8 +135,13 @@ impl Gpu {
         Device::new(DeviceKind::Cuda, self.index)
     }
 
-    /// Makes the device current on the calling thread; every entry from outside begins with this.
-    pub(crate) fn enter(&self) -> Result<()> {
+    /// Makes the device current on the calling thread while the guard lives; every entry from outside begins with this.
+    pub(crate) fn enter(&self) -> Result<Entered> {
+        Entered::into(self.driver, self.context)
+    }
+
+    /// Makes the device current on the calling thread and leaves it so.
+    pub(crate) fn make_current(&self) -> Result<()> {
         self.driver.set_current(self.context)
     }
 

@@ -41,7 +41,7 @@ impl Drop for Shared {
         let started = std::thread::Builder::new()
             .name("ox-cuda-free".to_string())
             .spawn(move || {
-                let freed = gpu.enter().and_then(|()| gpu.driver.unshare(span, own));
+                let freed = gpu.enter().and_then(|_inside| gpu.driver.unshare(span, own));
                 if let Err(error) = freed {
                     tracing::warn!(bytes = span.bytes(), %error, "shared device memory could not be freed");
                 }
@@ -77,7 +77,7 @@ impl Crossing for CudaCrossing {
 
     fn create(&self, index: u32, bytes: usize) -> Result<(Tensor, Vec<u8>)> {
         let gpu = Gpu::open(index)?;
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         let tensor = whole(&gpu, gpu.driver.alloc_shared(bytes)?, true)?;
         let handle = gpu.driver.export(Span::of(&tensor))?;
         Ok((tensor, handle.bytes().to_vec()))
@@ -85,7 +85,7 @@ impl Crossing for CudaCrossing {
 
     fn open(&self, index: u32, handle: &[u8], bytes: usize) -> Result<Tensor> {
         let gpu = Gpu::open(index)?;
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         whole(&gpu, gpu.driver.import(IpcHandle::of(handle)?, bytes)?, false)
     }
 
@@ -128,13 +128,13 @@ impl Crossing for CudaCrossing {
                 gpu.device()
             )));
         }
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         gpu.driver.copy(Span::of(from), Span::of(to), handle)
     }
 
     fn mark(&self, stream: &dyn Stream) -> Result<(Arc<dyn Event>, Vec<u8>)> {
         let (gpu, handle) = handle_of(stream)?;
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         let (event, name) = gpu.take_shared_event()?;
         let event = CudaEvent::record_on(&gpu, event, Origin::Shared(name), handle)?;
         Ok((event, name.bytes().to_vec()))
@@ -142,7 +142,7 @@ impl Crossing for CudaCrossing {
 
     fn open_mark(&self, index: u32, handle: &[u8]) -> Result<Arc<dyn Event>> {
         let gpu = Gpu::open(index)?;
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         let name = IpcHandle::of(handle)?;
         let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
         let map = opened.get_or_insert_with(HashMap::new);

@@ -18,7 +18,7 @@ pub(crate) struct Block {
 impl Block {
     /// A new block, ready for use on every stream when this returns.
     pub(crate) fn new(gpu: &Arc<Gpu>, bytes: usize) -> Result<Self> {
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         let span = gpu.driver.alloc(bytes, gpu.alloc_stream)?;
         let block = Self {
             gpu: gpu.clone(),
@@ -45,7 +45,7 @@ impl Block {
 impl Drop for Block {
     fn drop(&mut self) {
         let gpu = &self.gpu;
-        let freed = gpu.enter().and_then(|()| {
+        let freed = gpu.enter().and_then(|_inside| {
             if let Some(event) = gpu.last_use(self.span.start()) {
                 gpu.driver.stream_wait(gpu.free_stream, event.handle())?;
             }
@@ -82,7 +82,7 @@ pub(crate) fn copy_in(gpu: &Arc<Gpu>, from: &[u8], to: &mut Tensor, stream: Stre
     if from.is_empty() {
         return Ok(());
     }
-    gpu.enter()?;
+    let _inside = gpu.enter()?;
     let span = Span::of(to);
     gpu.driver.copy_in(from, span, stream)?;
     let done = CudaEvent::record(gpu, stream)?;
@@ -103,7 +103,7 @@ pub(crate) fn copy_out(gpu: &Arc<Gpu>, from: &Tensor, to: &mut [u8], stream: Str
     if to.is_empty() {
         return Ok(());
     }
-    gpu.enter()?;
+    let _inside = gpu.enter()?;
     gpu.driver.copy_out(Span::of(from), to, stream)?;
     let done = CudaEvent::record(gpu, stream)?;
     let mut pause = Duration::from_micros(1);
@@ -131,7 +131,7 @@ pub(crate) struct Slot(usize);
 
 impl Slots {
     pub(crate) fn new(gpu: &Gpu) -> Result<Self> {
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         let driver = gpu.driver;
         let word = size_of::<i32>();
         // Never freed: they live as long as the device.

@@ -67,7 +67,7 @@ impl Drop for Lent {
         let started = std::thread::Builder::new()
             .name("ox-cuda-free".to_string())
             .spawn(move || {
-                let freed = gpu.enter().and_then(|()| gpu.driver.free_host(&block));
+                let freed = gpu.enter().and_then(|_inside| gpu.driver.free_host(&block));
                 if let Err(error) = freed {
                     tracing::warn!(bytes = block.bytes(), %error, "page-locked memory could not be freed");
                 }
@@ -90,7 +90,7 @@ pub(crate) fn tensor(gpu: &Arc<Gpu>, dtype: DType, shape: &[usize]) -> Result<Te
     if bytes == 0 {
         return Tensor::zeros(dtype, count).reshape(shape);
     }
-    gpu.enter()?;
+    let _inside = gpu.enter()?;
     let block = match gpu.pinned.take(class) {
         Some(block) => block,
         None => match gpu.driver.host_block(class) {

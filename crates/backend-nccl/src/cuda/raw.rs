@@ -184,6 +184,7 @@ table! {
     device_attribute = "cuDeviceGetAttribute": fn(*mut c_int, c_int, c_int);
     context_retain = "cuDevicePrimaryCtxRetain": fn(*mut Opaque, c_int);
     context_set = "cuCtxSetCurrent": fn(Opaque);
+    context_get = "cuCtxGetCurrent": fn(*mut Opaque);
     context_device = "cuCtxGetDevice": fn(*mut c_int);
     context_synchronize = "cuCtxSynchronize": fn();
     stream_create = "cuStreamCreateWithPriority": fn(*mut Opaque, c_uint, c_int);
@@ -357,6 +358,16 @@ impl Driver {
     pub(crate) fn set_current(&self, context: Context) -> Result<()> {
         // SAFETY: INV-12 contexts are never released.
         self.check("cuCtxSetCurrent", unsafe { (self.table.context_set)(context.0) })
+    }
+
+    /// The calling thread's current context, if it has one.
+    pub(crate) fn current(&self) -> Result<Option<Context>> {
+        let mut context = ptr::null_mut();
+        // SAFETY: INV-12 writes one handle.
+        self.check("cuCtxGetCurrent", unsafe {
+            (self.table.context_get)(&raw mut context)
+        })?;
+        Ok((!context.is_null()).then_some(Context(context)))
     }
 
     /// The device of the calling thread's current context.

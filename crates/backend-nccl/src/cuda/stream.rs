@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use ftcore::{Device, Error, ErrorKind, Event, Result, Stream, deadline_in};
 
 use super::event::{CudaEvent, poll};
-use super::gpu::Gpu;
+use super::gpu::{Entered, Gpu};
 use super::raw::StreamHandle;
 
 /// A stream of one device.
@@ -33,7 +33,7 @@ enum Origin {
 impl CudaStream {
     /// A new stream that does not order itself with the default stream.
     pub(crate) fn new(gpu: &Arc<Gpu>, high_priority: bool) -> Result<Self> {
-        gpu.enter()?;
+        let _inside = gpu.enter()?;
         Ok(Self {
             gpu: gpu.clone(),
             handle: gpu.driver.stream(high_priority)?,
@@ -68,8 +68,8 @@ impl CudaStream {
         }
     }
 
-    /// Makes the device current; refuses another thread's default stream.
-    fn enter(&self) -> Result<()> {
+    /// As [`Gpu::enter`]; refuses another thread's default stream.
+    fn enter(&self) -> Result<Entered> {
         match self.origin {
             Origin::Thread(thread) if thread != std::thread::current().id() => Err(Error::new(
                 ErrorKind::InvalidState,
@@ -85,7 +85,7 @@ impl CudaStream {
 
     /// As `Stream::record`, with the type known.
     pub(crate) fn mark(&self) -> Result<Arc<CudaEvent>> {
-        self.enter()?;
+        let _inside = self.enter()?;
         CudaEvent::record(&self.gpu, self.handle)
     }
 }
@@ -102,7 +102,7 @@ impl Stream for CudaStream {
     fn wait(&self, event: &dyn Event) -> Result<()> {
         match event.as_any().downcast_ref::<CudaEvent>() {
             Some(event) => {
-                self.enter()?;
+                let _inside = self.enter()?;
                 self.gpu.driver.stream_wait(self.handle, event.handle())
             }
             // Another kind of device: only the host can order the two. An hour is beyond any operation's own deadline.
@@ -111,12 +111,12 @@ impl Stream for CudaStream {
     }
 
     fn query(&self) -> Result<bool> {
-        self.enter()?;
+        let _inside = self.enter()?;
         self.gpu.driver.stream_query(self.handle)
     }
 
     fn synchronize(&self, deadline: Instant) -> Result<()> {
-        self.enter()?;
+        let _inside = self.enter()?;
         poll(deadline, "the end of a stream", || {
             self.gpu.driver.stream_query(self.handle)
         })

@@ -21,7 +21,7 @@ const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
 /// The call, and what makes it.
 type Case = (&'static str, fn() -> Result<(), Error>);
 
-const CASES: [Case; 9] = [
+const CASES: [Case; 10] = [
     ("cuStreamQuery", || stream()?.query().map(drop)),
     ("cuStreamQuery", || stream()?.synchronize(deadline_in(SOON))),
     ("cuEventCreate", || stream()?.record().map(drop)),
@@ -39,6 +39,7 @@ const CASES: [Case; 9] = [
     }),
     ("cuMemcpyHtoDAsync", || filled(0, 1.0, 4).map(drop)),
     ("cuMemcpyDtoHAsync", || read(&filled(0, 1.0, 4)?).map(drop)),
+    ("cuCtxGetCurrent", || stream()?.record().map(drop)),
 ];
 
 fn stream() -> Result<Arc<dyn Stream>, Error> {
@@ -66,6 +67,43 @@ fn synchronize_hangs() -> Outcome {
     says(&e, ErrorKind::Timeout, &["cuda:0", "deadline"])?;
     check(began.elapsed() < Duration::from_secs(10), || {
         "it took too long".into()
+    })
+}
+
+/// Ranks 0 and 1 are on devices 0 and 1; the threads that call have made the third current for work of their own. The stand-in refuses, as
+/// the driver does, to record an event of one context on a stream of another.
+fn another_is_current() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let unmoved = |after: &str| {
+            let current = CudaAccelerator.current()?;
+            check(current == 3, || {
+                format!("cuda:{current} is current after {after}")
+            })
+        };
+        CudaAccelerator.set(3)?;
+        sum_works(rank, group)?;
+        unmoved("an all-reduce")?;
+        if rank == 0 {
+            group
+                .send(filled(0, 5.0, 8)?, 1, 0)
+                .map_err(Error::from)?
+                .wait_done()?;
+        } else {
+            let got = group
+                .recv(filled(1, 0.0, 8)?, 0, 0)
+                .map_err(Error::from)?
+                .take_tensor()?;
+            check(read(&got)? == [5.0; 8], || "another message arrived".into())?;
+        }
+        unmoved("a message")?;
+        group.barrier()?;
+        unmoved("a barrier")?;
+        let child = group.split(Some(0), rank, deadline_in(SOON))?;
+        unmoved("a split")?;
+        drop(child);
+        group.configure(configuration(store, rank, 2, 2, SOON))?;
+        unmoved("a configuration")?;
+        sum_works(rank, group)
     })
 }
 
@@ -384,6 +422,16 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "device_copy_from_it_fails",
             "cuMemcpyDtoHAsync:1:700",
             fails_once::<8>,
+        ),
+        fault(
+            "device_asking_for_the_current_one_fails",
+            "cuCtxGetCurrent:1:700",
+            fails_once::<9>,
+        ),
+        scenario(
+            "device_that_is_current_stays_so_and_does_not_matter",
+            &[],
+            another_is_current,
         ),
         fault("device_freeing_fails", "cuMemFreeAsync:1:700", freeing_fails),
         scenario(

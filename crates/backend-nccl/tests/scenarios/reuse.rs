@@ -300,7 +300,8 @@ fn split_breaks() -> Outcome {
         group_error(group)?;
         next_epoch(rank, group, store)
     })?;
-    counts(&[("shrink ", 0), ("grow ", 0), ("init ", 4)])
+    // Rank 0 may have heard of the failure before it began its own call: what it holds is whole then, and rank 1 may join it.
+    counts(&[("split rank=1", 0), ("shrink rank=1", 0)])
 }
 
 /// Nobody came: what was held is held for the next try.
