@@ -1,7 +1,9 @@
 //! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
 
+use std::cell::RefCell;
 use std::io::IoSlice;
 use std::os::fd::AsFd;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, deadline_in, time_left};
@@ -9,6 +11,7 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::Engine;
 use crate::peer::Payload;
+use crate::queue::Shared;
 use crate::transport::tcp::Moved;
 use crate::wire::{self, Control, ControlKind};
 
@@ -17,6 +20,38 @@ pub(crate) const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Reads of what a peer still says, at most, before its socket is closed.
 const UNREAD: usize = 64;
+
+thread_local! {
+    static PARTING: RefCell<Parting> = const { RefCell::new(Parting(Vec::new())) };
+}
+
+/// The engines that this thread has told to end. They say so to their peers on threads of their own, and a process that ends at once would cut
+/// them short: its peers would take the end for a death. So the thread's own end, which for the main thread is that of the process, waits
+/// for them a little.
+struct Parting(Vec<Weak<Shared>>);
+
+impl Drop for Parting {
+    fn drop(&mut self) {
+        let until = deadline_in(LAST_WORDS);
+        for engine in self.0.iter().filter_map(Weak::upgrade) {
+            // Late or not: there is nobody to tell.
+            let _ = engine.wait_ended(until);
+        }
+    }
+}
+
+/// Notes that this thread has told `engine` to end.
+pub(crate) fn part_from(engine: &Arc<Shared>) {
+    // A thread that is already ending has nothing to note it in; then the engine is on its own.
+    let _ = PARTING.try_with(|parting| {
+        if let Ok(mut parting) = parting.try_borrow_mut() {
+            parting
+                .0
+                .retain(|engine| engine.upgrade().is_some_and(|e| !e.has_ended()));
+            parting.0.push(Arc::downgrade(engine));
+        }
+    });
+}
 
 impl Engine {
     /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
@@ -165,6 +200,52 @@ impl Engine {
                     break;
                 }
             }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use ftcore::{Configuration, Epoch, GroupOptions, InMemoryStore, ProcessGroup, Store, SubmitOptions};
+
+    use super::*;
+    use crate::GlooGroup;
+
+    const SOON: Duration = Duration::from_secs(20);
+
+    fn connected(store: &Arc<dyn Store>, rank: u32, epoch: u64) -> GlooGroup {
+        let group = GlooGroup::new("parting", GroupOptions::default()).unwrap();
+        let configuration = Configuration {
+            store: store.clone(),
+            prefix: format!("parting {epoch}"),
+            name: "parting".into(),
+            epoch: Epoch(epoch),
+            rank,
+            world_size: 2,
+            deadline: deadline_in(SOON),
+        };
+        group.configure(configuration).unwrap();
+        group
+    }
+
+    #[test]
+    fn a_thread_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid() {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        for epoch in 1..=40 {
+            let (ours, theirs) = (store.clone(), store.clone());
+            let peer = std::thread::spawn(move || connected(&theirs, 1, epoch));
+            let quitter = std::thread::spawn(move || {
+                let group = connected(&ours, 0, epoch);
+                let engine = Arc::downgrade(&group.ready(&SubmitOptions::default()).unwrap().0);
+                if epoch % 2 == 0 {
+                    group.abort("it ends");
+                }
+                drop(group);
+                engine
+            });
+            let engine = quitter.join().unwrap();
+            assert!(engine.upgrade().is_none_or(|e| e.has_ended()), "round {epoch}");
+            drop(peer.join().unwrap());
         }
     }
 }

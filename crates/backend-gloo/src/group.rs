@@ -13,6 +13,7 @@ use ftcore::{
 
 use crate::engine;
 use crate::exec::Place;
+use crate::farewell::part_from;
 use crate::lane::Lane;
 use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
@@ -156,7 +157,7 @@ impl GlooGroup {
     }
 
     /// The engine for a call with `options`, and the call's deadline.
-    fn ready(&self, options: &SubmitOptions) -> Result<(Arc<Shared>, Instant)> {
+    pub(crate) fn ready(&self, options: &SubmitOptions) -> Result<(Arc<Shared>, Instant)> {
         if let Some(stream) = options.stream.as_ref().filter(|s| !s.device().is_cpu()) {
             let text = format!("gloo cannot order itself after a stream on {}", stream.device());
             return Err(Error::unsupported(text));
@@ -172,9 +173,11 @@ impl GlooGroup {
 impl Engine for Shared {
     fn abort(self: &Arc<Self>, reason: &str) {
         Self::abort(self, reason);
+        part_from(self);
     }
     fn leave(self: &Arc<Self>, reason: &str) {
         Self::leave(self, reason);
+        part_from(self);
     }
     fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
         Self::wait_ended(self, deadline)
