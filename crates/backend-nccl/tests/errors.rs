@@ -40,7 +40,19 @@ fn main() -> ExitCode {
         .into_iter()
         .map(|s| {
             let (library, folder) = (library.clone(), folder.clone());
-            Trial::test(s.name, move || run(&s, &library, &folder))
+            // A library that a busy machine keeps from revoking in time is aborted instead, and the next communicator is a new one: right,
+            // but not what these scenarios are about, so they are tried again then.
+            let tries = if s.name.starts_with("reuse_") { 3 } else { 1 };
+            Trial::test(s.name, move || {
+                let mut result = run(&s, &library, &folder);
+                for _ in 1..tries {
+                    if result.is_ok() {
+                        break;
+                    }
+                    result = run(&s, &library, &folder);
+                }
+                result
+            })
         })
         .collect();
     let conclusion = libtest_mimic::run(&arguments, trials);
@@ -50,6 +62,8 @@ fn main() -> ExitCode {
 
 fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
     let path = |name: &str| folder.join(format!("{}-{name}", s.name));
+    // Of an earlier try.
+    let _ = std::fs::remove_file(path("log"));
     let values: Vec<(&str, String)> = s
         .environment
         .iter()

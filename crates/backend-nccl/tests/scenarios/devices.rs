@@ -333,6 +333,52 @@ fn freeing_fails() -> Outcome {
     })
 }
 
+/// Waits until so many lines begin like this.
+fn logged(start: &str, times: usize) -> Outcome {
+    let until = deadline_in(SOON);
+    while count(&log_lines()?, &[start]) < times {
+        check(Instant::now() < until, || {
+            format!("'{start}' did not come {times} times")
+        })?;
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    Ok(())
+}
+
+/// Of three blocks two are too much to keep. The first cannot be freed, which is a warning; the second is.
+fn freeing_pinned_fails() -> Outcome {
+    let large = || CudaAccelerator.alloc_host(0, DType::U8, &[200 << 20]);
+    let (a, b, c) = (large()?, large()?, large()?);
+    drop((a, b, c));
+    logged("pinned free bytes=209715200", 1)?;
+    let mut again = large()?;
+    again.as_mut_slice::<u8>()?.fill(1);
+    Ok(())
+}
+
+/// Memory that crosses is let go of on both sides although the driver refuses it once on each, with a warning.
+fn ending_a_crossing_fails() -> Outcome {
+    let crossing = ftcore::crossing(&DeviceKind::Cuda).ok_or("nothing of CUDA crosses")?;
+    for _ in 0..2 {
+        let (mine, handle) = crossing.create(0, 4096)?;
+        let theirs = crossing.open(0, &handle, 4096)?;
+        check(theirs.byte_len() == mine.byte_len(), || format!("{theirs:?}"))?;
+        drop((mine, theirs));
+    }
+    logged("shared free", 1)?;
+    logged("shared close", 1)
+}
+
+/// The driver has no words for that code.
+fn no_words() -> Outcome {
+    let e = stream()?.query().err().ok_or("it succeeded")?;
+    says(
+        &e,
+        ErrorKind::Backend,
+        &["cuStreamQuery", "unknown error", "code 4711"],
+    )
+}
+
 fn threads_have_default_streams_of_their_own() -> Outcome {
     let group = group(0, GroupOptions::default())?;
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
@@ -434,6 +480,25 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             another_is_current,
         ),
         fault("device_freeing_fails", "cuMemFreeAsync:1:700", freeing_fails),
+        fault(
+            "device_without_words_for_a_code",
+            "cuStreamQuery:1:4711",
+            no_words,
+        ),
+        scenario(
+            "pinned_memory_that_cannot_be_freed_is_a_warning",
+            &[(FAIL, "cuMemFreeHost:1:700"), LOG],
+            freeing_pinned_fails,
+        ),
+        scenario(
+            "crossing_that_cannot_be_ended_is_a_warning",
+            &[
+                (FAIL, "cuMemFree:1:700,cuIpcCloseMemHandle:1:700"),
+                ("OXCCL_STANDIN_CUDA_OWN_IPC", "1"),
+                LOG,
+            ],
+            ending_a_crossing_fails,
+        ),
         scenario(
             "pinned_memory_that_is_missing_is_replaced",
             &[(FAIL, "cuMemHostAlloc:1:2"), LOG],
