@@ -74,22 +74,12 @@ pub(crate) struct TestArgs {
     /// Backends that must be tested where what they need can be installed: a skip for any other reason counts as failed.
     #[arg(long, value_name = "BACKEND,…", value_delimiter = ',')]
     pub(crate) require_installable: Vec<String>,
-    /// Run the ignored (long) tests too, with four times the time limits, one row at a time.
+    /// Run the ignored (long) tests too, with four times the time limits.
     #[arg(long)]
     pub(crate) long: bool,
-    /// Rows that run at once [default: 2, since most of a row's time is waiting; 1 with --long, whose rows measure]
-    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u8).range(1..=64))]
-    pub(crate) jobs: Option<u8>,
     /// Print the rows and whether each can run here; run nothing.
     #[arg(long)]
     pub(crate) list: bool,
-}
-
-impl TestArgs {
-    /// How many rows run at once.
-    pub(crate) fn at_once(&self) -> u8 {
-        self.jobs.unwrap_or(if self.long { 1 } else { 2 })
-    }
 }
 
 #[derive(Args)]

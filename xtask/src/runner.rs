@@ -9,7 +9,6 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, bail};
@@ -77,44 +76,23 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     let metadata = Metadata::read()?;
     let logs = metadata.target_directory.join("xtask");
     fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
-    let waiting = Mutex::new(rows.iter());
-    let counts = Mutex::new(Counts::default());
-    let lane = || {
-        loop {
-            let row = waiting.lock().unwrap_or_else(PoisonError::into_inner).next();
-            let Some(row) = row else { return };
-            let started = Instant::now();
-            let verdict =
-                match probe(row) {
-                    Ok(environment) => execute(row, &environment, &metadata, &logs, args.long)
-                        .unwrap_or_else(|e| Verdict::Failed {
-                            why: format!("{e:#}"),
-                        }),
-                    Err(skip) => Verdict::Skipped(skip),
-                };
-            let verdict = enforce(verdict, row, &args.require, &args.require_installable);
-            // Held while a row is told, so that its lines stay together.
-            let mut counts = counts.lock().unwrap_or_else(PoisonError::into_inner);
-            report(row, &verdict, started.elapsed(), &log_path(&logs, row));
-            counts.add(&verdict);
-        }
-    };
-    std::thread::scope(|scope| {
-        for _ in 1..args.at_once() {
-            scope.spawn(lane);
-        }
-        lane();
-    });
-    let counts = counts.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let mut counts = Counts::default();
+    for row in rows {
+        let started = Instant::now();
+        let verdict = match (row.probe)() {
+            Ok(environment) => {
+                execute(row, &environment, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed {
+                    why: format!("{e:#}"),
+                })
+            }
+            Err(skip) => Verdict::Skipped(skip),
+        };
+        let verdict = enforce(verdict, row, &args.require, &args.require_installable);
+        report(row, &verdict, started.elapsed(), &log_path(&logs, row));
+        counts.add(&verdict);
+    }
     println!("{counts}");
     Ok(counts.failed == 0)
-}
-
-/// One at a time: two rows may fetch and build the same library into the same folder.
-fn probe(row: &Row) -> Result<Environment, Skip> {
-    static ONE: Mutex<()> = Mutex::new(());
-    let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    (row.probe)()
 }
 
 /// The rows asked for, in table order.

@@ -42,7 +42,8 @@ fn main() -> ExitCode {
             let (library, folder) = (library.clone(), folder.clone());
             // A library that a busy machine keeps from revoking in time is aborted instead, and the next communicator is a new one: right,
             // but not what these scenarios are about, so they are tried again then.
-            let tries = if s.name.starts_with("reuse_") { 3 } else { 1 };
+            let revokes = s.name.starts_with("reuse_") || s.name.contains("revocation");
+            let tries = if revokes { 3 } else { 1 };
             Trial::test(s.name, move || {
                 let mut result = run(&s, &library, &folder);
                 for _ in 1..tries {
