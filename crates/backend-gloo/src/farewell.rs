@@ -1,9 +1,7 @@
 //! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
 
-use std::cell::RefCell;
 use std::io::IoSlice;
 use std::os::fd::AsFd;
-use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, deadline_in, time_left};
@@ -11,7 +9,6 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::Engine;
 use crate::peer::Payload;
-use crate::queue::Shared;
 use crate::transport::tcp::Moved;
 use crate::wire::{self, Control, ControlKind};
 
@@ -20,38 +17,6 @@ pub(crate) const LAST_WORDS: Duration = Duration::from_millis(200);
 
 /// Reads of what a peer still says, at most, before its socket is closed.
 const UNREAD: usize = 64;
-
-thread_local! {
-    static PARTING: RefCell<Parting> = const { RefCell::new(Parting(Vec::new())) };
-}
-
-/// The engines that this thread has told to end. They say so to their peers on threads of their own, and a process that ends at once would cut
-/// them short: its peers would take the end for a death. So the thread's own end, which for the main thread is that of the process, waits
-/// for them a little.
-struct Parting(Vec<Weak<Shared>>);
-
-impl Drop for Parting {
-    fn drop(&mut self) {
-        let until = deadline_in(LAST_WORDS);
-        for engine in self.0.iter().filter_map(Weak::upgrade) {
-            // Late or not: there is nobody to tell.
-            let _ = engine.wait_ended(until);
-        }
-    }
-}
-
-/// Notes that this thread has told `engine` to end.
-pub(crate) fn part_from(engine: &Arc<Shared>) {
-    // A thread that is already ending has nothing to note it in; then the engine is on its own.
-    let _ = PARTING.try_with(|parting| {
-        if let Ok(mut parting) = parting.try_borrow_mut() {
-            parting
-                .0
-                .retain(|engine| engine.upgrade().is_some_and(|e| !e.has_ended()));
-            parting.0.push(Arc::downgrade(engine));
-        }
-    });
-}
 
 impl Engine {
     /// Everything pending fails with `error`, which becomes the group's first cause (L32); then the peers are told.
@@ -206,6 +171,8 @@ impl Engine {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use ftcore::{Configuration, Epoch, GroupOptions, InMemoryStore, ProcessGroup, Store, SubmitOptions};
 
     use super::*;
@@ -244,7 +211,9 @@ mod tests {
                 engine
             });
             let engine = quitter.join().unwrap();
-            assert!(engine.upgrade().is_none_or(|e| e.has_ended()), "round {epoch}");
+            let now = deadline_in(Duration::ZERO);
+            let ended = |e: Arc<crate::queue::Shared>| e.wait_ended(now).is_ok();
+            assert!(engine.upgrade().is_none_or(ended), "round {epoch}");
             drop(peer.join().unwrap());
         }
     }

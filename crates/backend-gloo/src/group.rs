@@ -13,7 +13,6 @@ use ftcore::{
 
 use crate::engine;
 use crate::exec::Place;
-use crate::farewell::part_from;
 use crate::lane::Lane;
 use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
@@ -173,11 +172,9 @@ impl GlooGroup {
 impl Engine for Shared {
     fn abort(self: &Arc<Self>, reason: &str) {
         Self::abort(self, reason);
-        part_from(self);
     }
     fn leave(self: &Arc<Self>, reason: &str) {
         Self::leave(self, reason);
-        part_from(self);
     }
     fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
         Self::wait_ended(self, deadline)

@@ -464,12 +464,7 @@ impl Shared {
         Ok(())
     }
 
-    /// True once the thread has let go of its sockets and its work.
-    pub(crate) fn has_ended(&self) -> bool {
-        self.place.world == 1 || self.lock().ended
-    }
-
-    /// Waits for that.
+    /// Waits until the thread has let go of its sockets and its work.
     pub(crate) fn wait_ended(&self, deadline: Instant) -> Result<()> {
         if self.place.world == 1 {
             return Ok(());

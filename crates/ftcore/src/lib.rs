@@ -17,6 +17,7 @@ mod group;
 pub mod lifecycle;
 mod memory;
 mod options;
+mod parting;
 mod reduce_op;
 pub mod registry;
 mod roles;

@@ -8,12 +8,16 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crate::parting::part_from;
 use crate::{
     Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, accelerator,
 };
 
 /// What stands behind a configured group: its connections, threads, communicator.
+///
+/// The end of a thread (of the main thread: of the process) that has told engines to end waits for them, 200 ms at most for all together:
+/// a process that ended before its engines have said their good-byes would be taken for a dead one by its peers.
 pub trait Engine: Send + Sync + 'static {
     /// Ends all pending work with `Aborted`. Does not block.
     fn abort(self: &Arc<Self>, reason: &str);
@@ -87,6 +91,7 @@ impl<E: Engine> Lifecycle<E> {
         let ended = old.map_or(Ok(()), |old| {
             old.leave(&format!("configured again at epoch {}", configuration.epoch));
             old.wait_ended(configuration.deadline)
+                .inspect_err(|_| part_from(&old))
         });
         let connected = ended.and_then(|()| connect(&configuration)).map_err(named);
         let mut state = self.lock();
@@ -95,6 +100,7 @@ impl<E: Engine> Lifecycle<E> {
             Ok(engine) => {
                 if self.cancel.load(Ordering::Acquire) {
                     engine.abort("aborted while it was being configured");
+                    part_from(&engine);
                 }
                 state.standing = Standing::Configured(engine, configuration);
                 Ok(())
@@ -195,6 +201,7 @@ impl<E: Engine> Lifecycle<E> {
         };
         if let Some(engine) = engine {
             engine.abort(reason);
+            part_from(&engine);
         }
     }
 
@@ -218,6 +225,7 @@ impl<E: Engine> Drop for Lifecycle<E> {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
         if let Standing::Configured(engine, _) = &state.standing {
             engine.leave("the group was dropped");
+            part_from(engine);
         }
     }
 }
@@ -377,8 +385,11 @@ mod tests {
         fn leave(self: &Arc<Self>, reason: &str) {
             self.note(format!("leave: {reason}"));
         }
-        fn wait_ended(self: &Arc<Self>, _: Instant) -> Result<()> {
-            self.note("ended".to_string());
+        fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
+            // To look is not to wait.
+            if deadline > Instant::now() {
+                self.note("ended".to_string());
+            }
             Ok(())
         }
         fn drain(self: &Arc<Self>, _: Instant) -> Result<()> {
@@ -487,7 +498,11 @@ mod tests {
             go.send(()).unwrap();
             configuring.join().unwrap().unwrap();
         });
-        assert_eq!(engine.read(), ["abort: aborted while it was being configured"]);
+        // The thread that ended it waited for that at its own end.
+        assert_eq!(
+            engine.read(),
+            ["abort: aborted while it was being configured", "ended"]
+        );
         // The flag belongs to that attempt.
         let next = Arc::new(Diary::default());
         group.configure(at(3, 0, 1), |_| Ok(next.clone())).unwrap();
