@@ -70,8 +70,8 @@ const STEPS: &[Step] = &[
             &[("RUSTDOCFLAGS", "-D warnings")],
         ),
     },
-    // README command one, with its own exit code: equal parameters, no stall above the limit.
-    cargo("job", 20, &["run", "--release", "--bin", "train_diloco"]),
+    // README command one, with its own exit code: equal parameters, no stall above the limit. What it builds the tests stand on.
+    cargo("job", 20, &["run", "--bin", "train_diloco"]),
     // README command two; last, so that its matrix line is the last of the run but for the times.
     task("test", test),
 ];

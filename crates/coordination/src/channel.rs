@@ -55,32 +55,47 @@ pub(crate) fn endpoint(url: &str) -> Result<Endpoint> {
         .connect_timeout(Duration::from_secs(10)))
 }
 
-/// Connects, trying again until `deadline`. The channel reconnects by itself later. Errors: `Unavailable` with the URL,
-/// the time waited and the last failure; `hint` says what to do about it.
-pub(crate) async fn connect(url: &str, what: &str, hint: &str, deadline: Instant) -> Result<Channel> {
-    let endpoint = endpoint(url)?;
+/// Connects on `handle`'s threads, trying again until `deadline`, and waits for it. The channel reconnects by itself later.
+///
+/// Errors: `InvalidArgument` for the URL; `Unavailable` with the URL, the time waited and the last failure; `hint` says what to do about it.
+pub(crate) fn reach(
+    handle: &Handle,
+    url: &str,
+    what: &'static str,
+    hint: &'static str,
+    deadline: Instant,
+) -> Result<Channel> {
     let start = Instant::now();
-    let mut backoff = Backoff::new();
-    let mut last = String::from("no answer");
-    loop {
-        match tokio::time::timeout_at(deadline.into(), endpoint.connect()).await {
-            Ok(Ok(channel)) => return Ok(channel),
-            Ok(Err(e)) => last = chain(&e),
-            Err(_) => {}
+    let endpoint = endpoint(url)?;
+    let unreached = move |url: &str, last: &str| {
+        let waited = start.elapsed().as_secs_f64();
+        let text = format!("cannot reach the {what} at {url} within {waited:.1} s ({last}); {hint}");
+        Error::new(ErrorKind::Unavailable, text)
+    };
+    let attempts = {
+        let url = url.to_string();
+        async move {
+            let mut backoff = Backoff::new();
+            let mut last = String::from("no answer");
+            loop {
+                match tokio::time::timeout_at(deadline.into(), endpoint.connect()).await {
+                    Ok(Ok(channel)) => return Ok(channel),
+                    Ok(Err(e)) => last = chain(&e),
+                    Err(_) => {}
+                }
+                let pause = backoff.next();
+                if time_left(deadline) <= pause {
+                    return Err(unreached(&url, &last));
+                }
+                tokio::time::sleep(pause).await;
+            }
         }
-        let pause = backoff.next();
-        if time_left(deadline) <= pause {
-            let waited = start.elapsed();
-            return Err(Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "cannot reach the {what} at {url} within {:.1} s ({last}); {hint}",
-                    waited.as_secs_f64()
-                ),
-            ));
-        }
-        tokio::time::sleep(pause).await;
-    }
+    };
+    wait_for(handle, "connect", deadline, attempts).map_err(|e| match e.kind() {
+        // The runtime's threads found no core to say it themselves.
+        ErrorKind::Timeout => unreached(url, "no answer"),
+        _ => e,
+    })
 }
 
 /// An error with its causes, each said once.
@@ -157,4 +172,34 @@ pub(crate) fn wait_for<T: Send + 'static>(
 /// The deadline of a call that nobody waits for.
 pub(crate) fn background_deadline() -> Instant {
     deadline_in(Duration::from_secs(5))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_was_not_reached_is_named_even_if_no_thread_of_the_runtime_gets_to_say_so() {
+        let runtime = crate::serve::runtime("ox-starved", 1).unwrap();
+        let (release, held) = std::sync::mpsc::channel::<()>();
+        runtime.spawn(async move {
+            let _ = held.recv();
+        });
+        let deadline = deadline_in(Duration::from_millis(50));
+        let e = reach(
+            runtime.handle(),
+            "http://127.0.0.1:9",
+            "lighthouse",
+            "start it",
+            deadline,
+        )
+        .unwrap_err();
+        drop(release);
+        assert_eq!(e.kind(), ErrorKind::Unavailable);
+        let text = e.to_string();
+        assert!(
+            text.contains("http://127.0.0.1:9") && text.contains("start it"),
+            "{text}"
+        );
+    }
 }

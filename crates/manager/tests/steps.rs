@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{Error, ErrorKind, GroupOptions, InMemoryStore, ReduceOp, Result, Tensor, deadline_in};
+use ftcore::{Error, ErrorKind, GroupOptions, InMemoryStore, ReduceOp, Result, Store, Tensor, deadline_in};
 use manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
 fn lighthouse(replicas: usize) -> LighthouseServer {
@@ -202,7 +202,7 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
         for replica in 0..2u32 {
             let meet = Arc::new(InMemoryStore::new());
             for group_rank in 0..2u32 {
-                let (url, meet) = (url.clone(), meet.clone());
+                let (url, meet, done) = (url.clone(), meet.clone(), meet.clone());
                 handles.push(scope.spawn(move || {
                     let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
                     let mut config = ManagerConfig::new(format!("r{replica}"), &url);
@@ -236,6 +236,13 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
                     }
                     // Nobody leaves while its counterpart still has to heal.
                     let _ = m.start_quorum(&mut state, soon());
+                    // Rank 0 has the replica's servers: it goes last, and says so.
+                    if group_rank == 1 {
+                        done.set("rank 1 is done", b"", soon()).unwrap();
+                    } else {
+                        done.wait(&["rank 1 is done"], soon()).unwrap();
+                        m.leave(soon()).unwrap();
+                    }
                     (group_rank, m.current_step(), state.value, heals)
                 }));
             }

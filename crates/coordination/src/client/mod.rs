@@ -9,7 +9,7 @@ use ftcore::{Error, ErrorKind, Result};
 use tokio::runtime::{Handle, Runtime};
 use tonic::transport::Channel;
 
-use crate::channel::{connect, wait_for};
+use crate::channel::reach;
 use crate::serve;
 
 mod lighthouse;
@@ -29,13 +29,7 @@ struct Connection {
 impl Connection {
     fn open(url: &str, what: &'static str, hint: &'static str, deadline: Instant) -> Result<Arc<Self>> {
         let runtime = serve::runtime("ox-client", 1)?;
-        let channel = {
-            let url = url.to_string();
-            wait_for(runtime.handle(), "connect", deadline, async move {
-                connect(&url, what, hint, deadline).await
-            })
-        };
-        match channel {
+        match reach(runtime.handle(), url, what, hint, deadline) {
             Ok(channel) => Ok(Arc::new(Self {
                 url: url.to_string(),
                 channel,

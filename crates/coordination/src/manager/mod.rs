@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, Result, deadline_in};
 
-use crate::channel::{connect, wait_for};
+use crate::channel::{reach, wait_for};
 use crate::member::MAX_ID_BYTES;
 use crate::serve::{self, Service};
 
@@ -87,12 +87,15 @@ impl ManagerServer {
         let listener = serve::listen("the manager server", &config.bind)?;
         let address = serve::url(&listener, config.advertise_host.as_deref())?;
         let runtime = serve::runtime("ox-manager-srv", 2)?;
-        let channel = {
-            let (url, deadline) = (config.lighthouse.clone(), deadline_in(config.connect_timeout));
-            wait_for(runtime.handle(), "connect", deadline, async move {
-                let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
-                connect(&url, "lighthouse", hint, deadline).await
-            })?
+        let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
+        let deadline = deadline_in(config.connect_timeout);
+        let channel = match reach(runtime.handle(), &config.lighthouse, "lighthouse", hint, deadline) {
+            Ok(channel) => channel,
+            Err(error) => {
+                // A look-up of its name may hang for longer than anybody waits.
+                runtime.shutdown_background();
+                return Err(error);
+            }
         };
         let life = SystemTime::now()
             .duration_since(UNIX_EPOCH)
