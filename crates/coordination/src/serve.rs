@@ -88,15 +88,20 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// Serves `routes` on `listener` from `runtime`.
-    pub(crate) fn start(runtime: Runtime, listener: TcpListener, routes: Router) -> Result<Self> {
+    /// Serves `routes` on `listener` from `runtime`. `grace` is what calls under way may still take in a [shut-down](Self::shutdown).
+    pub(crate) fn start(
+        runtime: Runtime,
+        listener: TcpListener,
+        routes: Router,
+        grace: Duration,
+    ) -> Result<Self> {
         let (stop, stopped) = watch::channel(false);
         let (close, closed) = oneshot::channel();
         let listener = {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
-        runtime.spawn(accept(listener, routes, stopped, close));
+        runtime.spawn(accept(listener, routes, stopped, close, grace));
         Ok(Self {
             runtime: Some(runtime),
             stop,
@@ -109,7 +114,8 @@ impl Service {
         self.runtime.as_ref().map(|r| r.handle().clone())
     }
 
-    /// Closes the port and all connections. Errors: `Timeout` if that took longer; it goes on regardless.
+    /// Closes the port, lets calls under way end within the grace, and closes all connections. Errors: `Timeout` if that took longer; it goes
+    /// on regardless.
     pub(crate) fn shutdown(mut self, what: &str, deadline: Instant) -> Result<()> {
         let _ = self.stop.send(true);
         let (Some(handle), Some(closed)) = (self.handle(), self.closed.take()) else {
@@ -138,6 +144,7 @@ async fn accept(
     routes: Router,
     mut stopped: watch::Receiver<bool>,
     close: oneshot::Sender<()>,
+    grace: Duration,
 ) {
     let mut connections = JoinSet::new();
     loop {
@@ -152,7 +159,7 @@ async fn accept(
                     tracing::warn!(%peer, "connection refused: {MAX_CONNECTIONS} are open");
                     continue;
                 }
-                connections.spawn(connection(stream, peer, routes.clone()));
+                connections.spawn(connection(stream, peer, routes.clone(), stopped.clone()));
             }
             Err(error) => {
                 // Out of descriptors, most likely: the next attempt would fail at once.
@@ -162,14 +169,25 @@ async fn accept(
         }
     }
     drop(listener);
+    let ended = async { while connections.join_next().await.is_some() {} };
+    let _ = tokio::time::timeout(grace, ended).await;
     connections.shutdown().await;
     let _ = close.send(());
 }
 
-async fn connection(stream: TcpStream, peer: SocketAddr, routes: Router) {
+async fn connection(stream: TcpStream, peer: SocketAddr, routes: Router, mut stopped: watch::Receiver<bool>) {
+    // Without the guard that it gives, which cannot be held over the wait for the last answers.
+    let mut stop = std::pin::pin!(async {
+        let _ = stopped.wait_for(|s| *s).await;
+    });
     let _ = stream.set_nodelay(true);
     // Who connects and says nothing is not kept.
-    if let Ok(Ok(1..)) = tokio::time::timeout(FIRST_BYTES, stream.peek(&mut [0])).await {
+    let mut first = [0];
+    let spoke = tokio::select! {
+        read = tokio::time::timeout(FIRST_BYTES, stream.peek(&mut first)) => matches!(read, Ok(Ok(1..))),
+        () = stop.as_mut() => false,
+    };
+    if spoke {
         let mut builder = auto::Builder::new(TokioExecutor::new());
         builder
             .http1()
@@ -183,10 +201,16 @@ async fn connection(stream: TcpStream, peer: SocketAddr, routes: Router) {
             .keep_alive_timeout(PING_TIMEOUT)
             .max_concurrent_streams(MAX_STREAMS)
             .max_header_list_size(16 * 1024);
-        if let Err(error) = builder
-            .serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes))
-            .await
-        {
+        let served = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
+        let mut served = std::pin::pin!(served);
+        let ended = tokio::select! {
+            ended = served.as_mut() => ended,
+            () = stop.as_mut() => {
+                served.as_mut().graceful_shutdown();
+                served.await
+            }
+        };
+        if let Err(error) = ended {
             tracing::debug!(%peer, error, "connection ended");
         }
     }

@@ -264,7 +264,7 @@ pub(crate) fn grpc_timeout(metadata: &MetadataMap) -> Result<Option<Duration>, S
 /// When a server answers a caller that allows `timeout`: a little earlier than the caller gives up, so that the answer,
 /// which says what is missing, arrives.
 pub(crate) fn answer_by(timeout: Duration) -> Instant {
-    let margin = (timeout / 10).min(Duration::from_millis(50));
+    let margin = (timeout / 5).min(Duration::from_millis(400));
     ftcore::deadline_in(timeout.saturating_sub(margin))
 }
 

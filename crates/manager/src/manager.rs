@@ -545,11 +545,16 @@ impl Replica for Manager {
         self.in_step = false;
         self.live_epoch.store(NO_EPOCH, Ordering::Release);
         self.group.shutdown(deadline)?;
-        if let Some(servers) = &self.servers {
+        if let Some(servers) = self.servers.take() {
             // A lighthouse that is gone already needs no good-bye.
             if let Err(error) = servers.manager.leave(deadline) {
                 tracing::warn!(%error, "the lighthouse did not hear the good-bye");
             }
+            // The other ranks may not have read the answer to their last vote yet.
+            if let Err(error) = servers.manager.shutdown(deadline) {
+                tracing::warn!(%error, "some rank of this replica may not have its last answer");
+            }
+            servers.store.shutdown();
         }
         Ok(())
     }

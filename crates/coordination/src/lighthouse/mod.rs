@@ -98,7 +98,8 @@ impl LighthouseServer {
             let _guard = runtime.enter();
             actor::start(state, config.quorum_tick, config.state_file)
         };
-        let service = Service::start(runtime, listener, page::routes(lighthouse))?;
+        // Its replicas' streams never end by themselves: there is nothing to give time to.
+        let service = Service::start(runtime, listener, page::routes(lighthouse), Duration::ZERO)?;
         tracing::info!(address, "the lighthouse listens");
         Ok(Self { service, address })
     }

@@ -42,6 +42,8 @@ pub(crate) enum Message {
         why: String,
         reply: oneshot::Sender<Result<bool>>,
     },
+    /// The server closes: whoever waits, or asks later, is told `why`.
+    Close { why: Error },
     /// A call is over.
     Withdraw { ticket: Ticket },
     /// The lighthouse answered the replica's call.
@@ -60,7 +62,7 @@ pub(crate) enum Message {
 }
 
 /// The way to the task; cheap to clone.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub(crate) struct Manager {
     messages: mpsc::UnboundedSender<Message>,
     next: Arc<AtomicU64>,
@@ -101,12 +103,13 @@ struct Actor {
     commit: CommitState,
     quorum_calls: HashMap<Ticket, (Instant, oneshot::Sender<Result<QuorumResult>>)>,
     vote_calls: HashMap<Ticket, oneshot::Sender<Result<bool>>>,
-    /// Set once a rank has given up.
-    given_up: Option<Error>,
+    /// Set once a rank has given up or the server closes.
+    over: Option<Error>,
     /// The running call to the lighthouse.
     asking: HashMap<u64, AbortHandle>,
     metadata: BTreeMap<u32, String>,
-    aborted: watch::Sender<Option<AbortEpoch>>,
+    /// Gone once the server closes, which ends the streams of those who watch.
+    aborted: Option<watch::Sender<Option<AbortEpoch>>>,
 }
 
 /// Starts the task on the present runtime.
@@ -121,10 +124,10 @@ pub(crate) fn start(uplink: Uplink, world_size: u32) -> Manager {
         commit: CommitState::new(world_size),
         quorum_calls: HashMap::new(),
         vote_calls: HashMap::new(),
-        given_up: None,
+        over: None,
         asking: HashMap::new(),
         metadata: BTreeMap::new(),
-        aborted,
+        aborted: Some(aborted),
     };
     tokio::spawn(async move {
         while let Some(message) = inbox.recv().await {
@@ -151,7 +154,7 @@ impl Actor {
                 reply,
             } => {
                 // The caller may be gone already, and its withdrawal with it.
-                if let Some(error) = &self.given_up {
+                if let Some(error) = &self.over {
                     let _ = reply.send(Err(error.clone()));
                 } else if !reply.is_closed() {
                     if rank < self.world_size {
@@ -169,7 +172,7 @@ impl Actor {
                 ticket,
                 reply,
             } => {
-                if let Some(error) = &self.given_up {
+                if let Some(error) = &self.over {
                     let _ = reply.send(Err(error.clone()));
                 } else if !reply.is_closed() {
                     self.vote_calls.insert(ticket, reply);
@@ -184,6 +187,10 @@ impl Actor {
             Message::GiveUp { rank, reply, .. } => {
                 let text = format!("rank {rank} gives up; the replica has {} ranks", self.world_size);
                 let _ = reply.send(Err(Error::invalid(text)));
+            }
+            Message::Close { why } => {
+                self.end(why);
+                self.aborted = None;
             }
             Message::Withdraw { ticket } => {
                 self.vote_calls.remove(&ticket);
@@ -212,10 +219,15 @@ impl Actor {
         }
     }
 
-    /// The replica ends here: whoever waits, or asks later, learns why.
     fn give_up(&mut self, rank: u32, why: &str) {
-        let error = Error::unsupported(format!("rank {rank} of this replica cannot go on: {why}"));
-        let error = self.given_up.get_or_insert(error).clone();
+        self.end(Error::unsupported(format!(
+            "rank {rank} of this replica cannot go on: {why}"
+        )));
+    }
+
+    /// The replica ends here: whoever waits, or asks later, learns why.
+    fn end(&mut self, why: Error) {
+        let error = self.over.get_or_insert(why).clone();
         let votes: Vec<Ticket> = self.vote_calls.keys().copied().collect();
         for ticket in votes {
             self.commit.withdraw(ticket);
@@ -298,7 +310,8 @@ impl Actor {
 
     /// Passes an abort on to the watchers, unless it says nothing new.
     fn abort(&mut self, event: AbortEpoch) {
-        self.aborted.send_if_modified(|last| match last {
+        let Some(aborted) = &self.aborted else { return };
+        aborted.send_if_modified(|last| match last {
             Some(known) if known.quorum_id > event.quorum_id => false,
             Some(known) if known.quorum_id == event.quorum_id => {
                 let news: Vec<String> = event

@@ -6,7 +6,7 @@
 
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ftcore::{Error, Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use crate::channel::{reach, wait_for};
 use crate::member::MAX_ID_BYTES;
@@ -16,7 +16,11 @@ mod actor;
 mod service;
 mod uplink;
 
+use actor::{Manager, Message};
 use uplink::Uplink;
+
+/// What the answers that are on their way to the other ranks may still take in a shut-down.
+const GRACE: Duration = Duration::from_secs(1);
 
 /// How a manager server behaves.
 #[derive(Debug, Clone)]
@@ -63,6 +67,7 @@ impl Default for ManagerServerConfig {
 #[derive(Debug)]
 pub struct ManagerServer {
     service: Service,
+    manager: Manager,
     uplink: Uplink,
     address: String,
 }
@@ -112,7 +117,7 @@ impl ManagerServer {
             uplink.keep_attached(manager.clone());
             manager
         };
-        let service = Service::start(runtime, listener, service::routes(manager))?;
+        let service = Service::start(runtime, listener, service::routes(manager.clone()), GRACE)?;
         tracing::info!(
             replica = config.replica_id,
             address,
@@ -121,6 +126,7 @@ impl ManagerServer {
         );
         Ok(Self {
             service,
+            manager,
             uplink,
             address,
         })
@@ -131,12 +137,15 @@ impl ManagerServer {
         self.address.clone()
     }
 
-    /// Tells the lighthouse that the replica goes, so that nobody waits for it; heartbeats end. Errors: `Timeout` or
-    /// `Unavailable` if the lighthouse could not be told.
+    /// Tells the lighthouse that the replica goes, so that nobody waits for it; heartbeats end, and a rank of this replica that still waits
+    /// is told with `Mismatch`. Errors: `Timeout` or `Unavailable` if the lighthouse could not be told.
     pub fn leave(&self, deadline: Instant) -> Result<()> {
         let Some(handle) = self.service.handle() else {
             return Ok(());
         };
+        let text = "rank 0 of this replica has left, and its servers with it: leave as well";
+        let why = Error::new(ErrorKind::Mismatch, text);
+        self.manager.send(Message::Close { why });
         let uplink = self.uplink.clone();
         wait_for(
             &handle,
@@ -146,9 +155,11 @@ impl ManagerServer {
         )
     }
 
-    /// Closes the port and all connections. Errors: `Timeout` if that takes longer; it goes on in the background.
+    /// Closes the port and, once the ranks have their answers, all connections. Errors: `Timeout` if that takes longer; it goes on in the
+    /// background.
     pub fn shutdown(self, deadline: Instant) -> Result<()> {
         self.uplink.stop();
+        self.manager.send(Message::Close { why: actor::gone() });
         self.service.shutdown("the manager server", deadline)
     }
 }
