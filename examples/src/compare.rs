@@ -63,6 +63,8 @@ pub struct Row {
     pub wall_s: f64,
     /// The hash that all replicas ended with.
     pub hash: String,
+    /// What was wrong with the run all the same, such as replicas that differed on the way. Empty for a sound one.
+    pub problems: Vec<String>,
 }
 
 #[derive(Deserialize)]
@@ -118,8 +120,8 @@ impl CompareArgs {
         methods
     }
 
-    /// One run and what was wrong with it, if anything was: a row stands only on replicas that ended equal.
-    fn run(&self, program: &Path, method: &Method<'_>, seed: u64) -> Result<(Row, Vec<String>)> {
+    /// One run. A row stands only on replicas that ended equal.
+    fn run(&self, program: &Path, method: &Method<'_>, seed: u64) -> Result<Row> {
         let out = tempfile::tempdir().context("a folder for the run")?;
         let json = out.path().join("result.json");
         let mut command = Command::new(program);
@@ -145,21 +147,30 @@ impl CompareArgs {
         let said = String::from_utf8_lossy(&output.stderr);
         let text = std::fs::read(&json).with_context(|| format!("{} left no report: {said}", method.name))?;
         let report: Report = serde_json::from_slice(&text)?;
-        ensure!(report.ok || !report.problems.is_empty(), "the run failed: {said}");
-        let row = Row {
+        let mut problems = report.problems;
+        if problems.is_empty() && !(report.ok && output.status.success()) {
+            problems.push(format!("the run failed ({}): {}", output.status, said.trim()));
+        }
+        let all = problems.join(", ");
+        Ok(Row {
             method: method.name.clone(),
             killed: method.kill.is_some(),
             seed,
-            heldout_loss: report.heldout_loss.context("the report has no held-out loss")?,
+            heldout_loss: report
+                .heldout_loss
+                .with_context(|| format!("the report has no held-out loss: {all}"))?,
             sent: report.wire.sent,
             wall_s: report.wall_s,
-            hash: report.hash.context("the replicas did not end equal")?,
-        };
-        Ok((row, report.problems))
+            hash: report
+                .hash
+                .with_context(|| format!("the replicas did not end equal: {all}"))?,
+            problems,
+        })
     }
 }
 
-/// The rows as a table in Markdown, each beside the data-parallel run of its seed.
+/// The rows as a table in Markdown, each beside the data-parallel run of its seed. A run that had problems is neither compared nor
+/// compared with.
 pub fn table(rows: &[Row]) -> String {
     let mut text = String::from(
         "| method | seed | held-out loss | against data parallel | MB sent | fewer bytes | s | replicas |\n\
@@ -168,38 +179,34 @@ pub fn table(rows: &[Row]) -> String {
     for row in rows {
         let base = rows
             .iter()
-            .find(|r| r.method == "data parallel" && r.seed == row.seed);
-        let (loss, bytes) = base.map_or((f64::NAN, f64::NAN), |b| {
+            .find(|r| r.method == "data parallel" && r.seed == row.seed && r.problems.is_empty())
+            .filter(|_| row.problems.is_empty());
+        let (loss, bytes) = base.map_or(("none".into(), "none".into()), |b| {
             (
-                (row.heldout_loss / b.heldout_loss - 1.0) * 100.0,
-                b.sent as f64 / row.sent.max(1) as f64,
+                format!("{:+.2} %", (row.heldout_loss / b.heldout_loss - 1.0) * 100.0),
+                format!("{:.1}x", b.sent as f64 / row.sent.max(1) as f64),
             )
         });
         text.push_str(&format!(
-            "| {}{} | {} | {:.4} | {loss:+.2} % | {:.2} | {bytes:.1}x | {:.0} | equal |\n",
+            "| {}{} | {} | {:.4} | {loss} | {:.2} | {bytes} | {:.0} | {} |\n",
             row.method,
             if row.killed { ", one killed" } else { "" },
             row.seed,
             row.heldout_loss,
             row.sent as f64 / 1e6,
-            row.wall_s
+            row.wall_s,
+            if row.problems.is_empty() {
+                "equal"
+            } else {
+                "RUN FAILED"
+            }
         ));
     }
     text
 }
 
-/// Runs everything, printing each row as it comes and the table at the end.
-pub fn compare(args: &CompareArgs) -> Result<()> {
-    ensure!(
-        args.fragments > 0 && args.sync_every.is_multiple_of(args.fragments),
-        "--sync-every must be a multiple of --fragments"
-    );
-    ensure!(
-        args.steps.is_multiple_of(args.sync_every / args.fragments),
-        "--steps must be a multiple of {}, the inner steps of a round",
-        args.sync_every / args.fragments
-    );
-    let program = std::env::current_exe()?.with_file_name("train_diloco");
+/// The rows of all runs, telling each as it comes, and what was wrong with any.
+fn rows(args: &CompareArgs, program: &Path) -> (Vec<Row>, Vec<String>) {
     let mut rows = Vec::new();
     let mut wrong = Vec::new();
     for (n, &seed) in args.seeds.iter().enumerate() {
@@ -217,14 +224,15 @@ pub fn compare(args: &CompareArgs) -> Result<()> {
                 }
             );
             // Hours of other runs are not lost to one that failed: it is told now and at the end.
-            let problems = match args.run(&program, &method, seed) {
-                Ok((row, problems)) => {
+            let problems = match args.run(program, &method, seed) {
+                Ok(row) => {
                     eprintln!(
                         "{run}: held-out loss {:.4}, {:.2} MB sent, {:.0} s",
                         row.heldout_loss,
                         row.sent as f64 / 1e6,
                         row.wall_s
                     );
+                    let problems = row.problems.clone();
                     rows.push(row);
                     problems
                 }
@@ -236,6 +244,22 @@ pub fn compare(args: &CompareArgs) -> Result<()> {
             }
         }
     }
+    (rows, wrong)
+}
+
+/// Runs everything, printing each row as it comes and the table at the end.
+pub fn compare(args: &CompareArgs) -> Result<()> {
+    ensure!(
+        args.fragments > 0 && args.sync_every.is_multiple_of(args.fragments),
+        "--sync-every must be a multiple of --fragments"
+    );
+    ensure!(
+        args.steps.is_multiple_of(args.sync_every / args.fragments),
+        "--steps must be a multiple of {}, the inner steps of a round",
+        args.sync_every / args.fragments
+    );
+    let program = std::env::current_exe()?.with_file_name("train_diloco");
+    let (rows, wrong) = rows(args, &program);
     print!("{}", table(&rows));
     if let Some(path) = &args.json {
         std::fs::write(path, serde_json::to_vec_pretty(&rows)?)
@@ -247,11 +271,12 @@ pub fn compare(args: &CompareArgs) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use clap::Parser as _;
+
     use super::*;
 
-    #[test]
-    fn each_row_stands_beside_the_data_parallel_run_of_its_seed() {
-        let row = |method: &str, seed, heldout_loss, sent| Row {
+    fn row(method: &str, seed: u64, heldout_loss: f64, sent: u64) -> Row {
+        Row {
             method: method.into(),
             killed: false,
             seed,
@@ -259,7 +284,12 @@ mod tests {
             sent,
             wall_s: 1.0,
             hash: "h".into(),
-        };
+            problems: Vec::new(),
+        }
+    }
+
+    #[test]
+    fn each_row_stands_beside_the_data_parallel_run_of_its_seed() {
         let rows = [
             row("data parallel", 1, 2.0, 1_000_000),
             row("data parallel", 2, 4.0, 1_000_000),
@@ -268,5 +298,104 @@ mod tests {
         let text = table(&rows);
         let last = text.lines().last().unwrap();
         assert!(last.contains("+1.00 %") && last.contains("125.0x"), "{text}");
+        assert!(last.ends_with("| equal |"), "{text}");
+    }
+
+    #[test]
+    fn a_run_with_problems_is_neither_compared_nor_compared_with_nor_called_equal() {
+        let mut rows = [
+            row("data parallel", 1, 2.0, 1_000_000),
+            row("diloco int8", 1, 2.0, 8_000),
+            row("diloco int8", 3, 2.0, 8_000),
+        ];
+        for failed in [0, 1] {
+            rows[failed].problems = vec!["parameters differ after step 3".into()];
+            let text = table(&rows);
+            let lines: Vec<&str> = text.lines().skip(2).collect();
+            assert!(lines[failed].ends_with("| RUN FAILED |"), "{text}");
+            assert!(
+                lines[1].contains("| none |") && lines[2].contains("| none |"),
+                "{text}"
+            );
+            rows[failed].problems.clear();
+        }
+    }
+
+    /// A program in the place of `train_diloco`: what it leaves for each kind of run is in `reports`, by an argument that only this kind has.
+    fn stand_in(folder: &Path, reports: &[(&str, &str)]) -> PathBuf {
+        let mut script = String::from(
+            "#!/bin/sh\nall=\"$*\"\nwhile [ \"$1\" != --json ]; do shift; done\ncase \"$all\" in\n",
+        );
+        for (n, (argument, report)) in reports.iter().enumerate() {
+            let file = folder.join(format!("{n}.json"));
+            std::fs::write(&file, report).unwrap();
+            let leaves = match *report {
+                "" => "echo 'no room for it' >&2; exit 3".to_string(),
+                _ if report.contains("\"exits\"") => format!("cp {} \"$2\"; exit 7", file.display()),
+                _ => format!("cp {} \"$2\"", file.display()),
+            };
+            script.push_str(&format!("*{argument}*) {leaves};;\n"));
+        }
+        script.push_str("esac\n");
+        let (text, path) = (folder.join("stand-in.sh"), folder.join("stand-in"));
+        std::fs::write(&text, script).unwrap();
+        // Written by another process: a file that this one had open could not be executed while another test forks.
+        let copied = Command::new("install")
+            .args(["-m", "755"])
+            .args([&text, &path])
+            .status();
+        assert!(copied.unwrap().success());
+        path
+    }
+
+    #[test]
+    fn a_failed_run_is_told_and_never_counted_as_equal_and_the_others_go_on() {
+        let sound =
+            r#"{"ok":true,"problems":[],"heldout_loss":2.0,"hash":"a","wall_s":1,"wire":{"sent":100}}"#;
+        let apart = r#"{"ok":false,"problems":["replicas 0 and 1 ended apart"],"heldout_loss":2.0,"hash":null,"wall_s":1,"wire":{"sent":1}}"#;
+        let differed = r#"{"ok":false,"problems":["parameters differ after step 3"],"heldout_loss":2.0,"hash":"a","wall_s":1,"wire":{"sent":1}}"#;
+        let unfinished = r#"{"ok":false,"problems":["replica 1 never finished"],"heldout_loss":null,"hash":"a","wall_s":1,"wire":{"sent":1}}"#;
+        let mute = r#"{"ok":false,"problems":[],"heldout_loss":2.0,"hash":"a","wall_s":1,"wire":{"sent":1}}"#;
+        let exits = r#"{"exits":7,"ok":true,"problems":[],"heldout_loss":2.0,"hash":"a","wall_s":1,"wire":{"sent":1}}"#;
+        let folder = tempfile::tempdir().unwrap();
+        let reports = [
+            ("--data-parallel", sound),
+            ("int8", apart),
+            ("fp8", differed),
+            ("int6", unfinished),
+            ("e3m0", mute),
+            ("bf16", ""),
+            ("f16", exits),
+            ("int4", sound),
+        ];
+        let program = stand_in(folder.path(), &reports);
+        let formats = "int8,fp8,int6,e3m0,bf16,f16,int4";
+        let args = CompareArgs::parse_from(["compare", "--seeds", "5", "--formats", formats]);
+        let (rows, wrong) = rows(&args, &program);
+        let sound: Vec<&str> = rows
+            .iter()
+            .filter(|r| r.problems.is_empty())
+            .map(|r| r.method.as_str())
+            .collect();
+        assert_eq!(sound, ["data parallel", "diloco int4"]);
+        let expected = [
+            (
+                "int8",
+                "the replicas did not end equal: replicas 0 and 1 ended apart",
+            ),
+            ("fp8", "parameters differ after step 3"),
+            ("int6", "no held-out loss: replica 1 never finished"),
+            ("e3m0", "the run failed"),
+            ("bf16", "left no report: no room for it"),
+            ("f16", "the run failed (exit status: 7)"),
+        ];
+        assert_eq!(wrong.len(), expected.len(), "{wrong:?}");
+        for ((format, says), told) in expected.iter().zip(&wrong) {
+            let run = format!("diloco {format} seed 5: ");
+            assert!(told.starts_with(&run) && told.contains(says), "{told}");
+        }
+        let text = table(&rows);
+        assert_eq!(text.matches("| equal |").count(), 2, "{text}");
+        assert_eq!(text.matches("| RUN FAILED |").count(), 3, "{text}");
     }
 }

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use ddp::DdpConfig;
 use diloco::optim::{AdamW, Optimizer};
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Pattern};
+use diloco::{Backup, Diloco, DilocoConfig, OuterOptimizer, Pattern};
 use ftcore::{Error, Result};
 use manager::{Manager, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
@@ -45,6 +45,10 @@ pub struct DilocoArgs {
     /// Eager updates: a fragment's reduction overlaps with all inner steps of the next round. Needs --delay 0 --mixing 0.
     #[arg(long)]
     pub eager: bool,
+    /// Where the backup copies of the parameters lie: host or device. No bit depends on it. (This model's parameters are in host memory,
+    /// so that both are the same here.)
+    #[arg(long, default_value_t = Backup::Host)]
+    pub backup: Backup,
     /// Average the gradients after every inner step instead: the baseline that DiLoCo is compared with. Commits as many
     /// steps as DiLoCo makes inner ones.
     #[arg(long)]
@@ -88,6 +92,7 @@ impl DilocoArgs {
                 lr: self.outer_lr,
                 momentum: self.outer_momentum,
             },
+            backup: self.backup,
             bucket_elements: 1 << 16,
             rounds: Some(self.rounds),
             round_timeout: Duration::from_secs(300),
@@ -174,12 +179,13 @@ impl Training for DilocoArgs {
         if self.data_parallel {
             args.push("--data-parallel".to_string());
         }
-        let pairs: [(&str, String); 13] = [
+        let pairs: [(&str, String); 14] = [
             ("--rounds", self.rounds.to_string()),
             ("--sync-every", self.sync_every.to_string()),
             ("--fragments", self.fragments.to_string()),
             ("--delay", self.delay.to_string()),
             ("--mixing", self.mixing.to_string()),
+            ("--backup", self.backup.to_string()),
             ("--outer-lr", self.outer_lr.to_string()),
             ("--outer-momentum", self.outer_momentum.to_string()),
             ("--lr", self.lr.to_string()),
@@ -198,6 +204,8 @@ impl Training for DilocoArgs {
         let mut options = Vec::new();
         while let Some(name) = words.next() {
             match words.next_if(|value| !value.starts_with("--")) {
+                // Where copies lie decides nothing of what is computed.
+                Some(_) if name == "--backup" => {}
                 // The text is known by what it says, wherever its file stands.
                 Some(_) if name == "--data" => options.push(format!("--data {}", self.text()?.fingerprint())),
                 Some(value) => options.push(format!("{name} {value}")),
@@ -299,7 +307,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
     loop {
         let has_committed = !reports.is_empty();
         for r in reports.drain(..) {
-            let (hash, traffic) = (diloco.global_hash(), diloco.traffic());
+            let (hash, traffic) = (diloco.global_hash()?, diloco.traffic());
             place.committed(
                 r.step,
                 r.epoch,
@@ -361,9 +369,45 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
     let traffic = diloco.traffic();
     place.finished(
         args.rounds,
-        diloco.global_hash(),
+        diloco.global_hash()?,
         (held_out, None),
         recent.mean(),
         traffic,
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+
+    use super::*;
+
+    #[derive(Parser)]
+    struct Line {
+        #[command(flatten)]
+        args: DilocoArgs,
+    }
+
+    fn parse(words: &[&str]) -> Result<DilocoArgs, clap::Error> {
+        Line::try_parse_from([&["train_diloco"], words].concat()).map(|line| line.args)
+    }
+
+    #[test]
+    fn where_backup_copies_lie_reaches_the_replicas_and_is_no_other_run() {
+        let (host, device) = (parse(&[]).unwrap(), parse(&["--backup", "device"]).unwrap());
+        assert_eq!(
+            (host.config().backup, device.config().backup),
+            (Backup::Host, Backup::Device)
+        );
+        let words = device.to_args();
+        let words: Vec<&str> = words.iter().map(String::as_str).collect();
+        assert_eq!(parse(&words).unwrap().config(), device.config());
+        // A run that was stopped goes on with its copies in another place.
+        assert_eq!(host.trajectory().unwrap(), device.trajectory().unwrap());
+        assert!(!host.trajectory().unwrap().concat().contains("backup"));
+        let Err(e) = parse(&["--backup", "disk"]) else {
+            panic!("there is no such place")
+        };
+        assert!(e.to_string().contains("there are host and device"), "{e}");
+    }
 }

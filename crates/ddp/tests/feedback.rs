@@ -7,16 +7,13 @@
     reason = "a failure here is a failed test"
 )]
 
-#[path = "../../diloco/tests/member/mod.rs"]
-mod member;
-
 use std::sync::Arc;
 
 use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig};
-use ftcore::{InMemoryStore, Result, Store};
+use ftcore::{Result, Store};
 use manager::State;
-use member::Member;
+use training_rig::{ScriptedReplica, ranks, two_bits};
 
 const WORLD: u32 = 2;
 
@@ -35,25 +32,17 @@ impl State for Sum {
 
 /// What each step delivers on both ranks, if the gradients are 4 and 1 in every step; `restart` before that step.
 fn history(votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
-    let histories: Vec<Vec<[f32; 2]>> = std::thread::scope(|scope| {
-        let threads: Vec<_> = (0..WORLD)
-            .map(|rank| {
-                let store = store.clone();
-                scope.spawn(move || one(rank, &store, votes, restart))
-            })
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    });
+    let histories = ranks(WORLD, |rank, store| one(rank, store, votes, restart));
     assert_eq!(histories[0], histories[1]);
     histories[0].clone()
 }
 
 fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
     let make = |epoch: u64, step: i64, votes: &[bool]| {
-        let mut member = Member::new(epoch, store, (rank, WORLD));
+        let group = two_bits(epoch, store, (rank, WORLD));
+        let debts = group.error_feedback().unwrap();
+        let mut member = ScriptedReplica::connected(group, (rank, WORLD));
         (member.step, member.votes) = (step, votes.iter().copied().collect());
-        let debts = member.group.error_feedback().unwrap();
         Ddp::new(member, DdpConfig::default())
             .unwrap()
             .with_error_feedback(debts)

@@ -8,28 +8,19 @@
 )]
 
 use std::cell::RefCell;
-use std::collections::VecDeque;
 use std::rc::Rc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig, Slot};
-use ftcore::{Completion, DType, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor, Traffic, Work};
+use ftcore::{DType, Error, ErrorKind, Result, Tensor};
 use half::bf16;
-use manager::{Healed, ManagedWork, Participation, Replica, State};
+use manager::State;
+use training_rig::{Nothing, ScriptedReplica, Source};
 
-/// The mean over the world is twice this replica's own value.
-#[derive(Default)]
-struct Scripted {
-    step: i64,
-    /// Outcomes of the next all-reduces (empty: they succeed).
-    reductions: VecDeque<bool>,
-    error: Option<Error>,
-    /// Elements of each bucket, in the order in which they were sent; shared, so that a test can look while gradients are computed.
-    sent: Rc<RefCell<Vec<(DType, usize)>>>,
-    /// State to heal from at the next quorum, and its step.
-    heal: Option<(i64, StateDict)>,
-}
+/// The type and the elements of each bucket, in the order in which they were sent; shared, so that a test can look while gradients are
+/// computed.
+type Sent = Rc<RefCell<Vec<(DType, usize)>>>;
 
 fn double(tensor: &mut Tensor) {
     match tensor.dtype() {
@@ -51,95 +42,29 @@ fn double(tensor: &mut Tensor) {
     }
 }
 
-impl Replica for Scripted {
-    fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
-        self.error = None;
-        let healed = self.heal.take();
-        if let Some((step, from)) = &healed {
-            state.load(from)?;
-            self.step = *step;
-        }
-        Ok(Participation {
-            epoch: 1,
-            step: self.step,
-            replica_rank: 0,
-            replica_world_size: 2,
-            contributes: healed.is_none(),
-            healed: healed.map(|_| Healed {
-                source: Some(0),
-                bytes: 4,
-                took: Duration::ZERO,
-            }),
-            members: vec!["a".into(), "b".into()],
-        })
-    }
-
-    fn allreduce(&mut self, mut tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        assert_eq!(op, ReduceOp::Avg);
-        self.sent
-            .borrow_mut()
-            .push((tensors[0].dtype(), tensors[0].count()));
-        // What the transport does to its input must not reach a second attempt.
+/// A replica among others of which the mean is twice its own value.
+fn doubled() -> (ScriptedReplica, Sent) {
+    let sent = Sent::default();
+    let seen = sent.clone();
+    let replica = ScriptedReplica::of_tensors(move |_, mut tensors| {
+        seen.borrow_mut().push((tensors[0].dtype(), tensors[0].count()));
+        // What the transport does to its input, also when it fails, must not reach a second attempt.
         tensors.iter_mut().for_each(double);
-        if self.reductions.pop_front() == Some(false) {
-            let e = Error::new(ErrorKind::PeerLost, "scripted");
-            self.error = Some(e.clone());
-            return ManagedWork::failed(e, tensors);
-        }
-        ManagedWork::submitted(Work::finished(
-            OpKind::AllReduce,
-            Completion {
-                tensors,
-                source: None,
-                contributors: 2,
-            },
-        ))
-    }
-
-    fn should_commit(&mut self, _: Instant) -> Result<bool> {
-        let yes = self.error.is_none();
-        self.step += i64::from(yes);
-        Ok(yes)
-    }
-    fn current_step(&self) -> i64 {
-        self.step
-    }
-    fn report_error(&mut self, error: Error) {
-        self.error = Some(error);
-    }
-    fn error(&self) -> Option<Error> {
-        self.error.clone()
-    }
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-    fn leave(&mut self, _: Instant) -> Result<()> {
-        Ok(())
-    }
+        tensors
+    });
+    (replica, sent)
 }
 
-struct Nothing;
-impl State for Nothing {
-    fn save(&self, _: &mut StateDict) -> Result<()> {
-        Ok(())
-    }
-    fn load(&mut self, _: &StateDict) -> Result<()> {
-        Ok(())
-    }
-}
-
-fn ddp(first: usize, rest: usize, micro_batches: u32, reductions: &[bool]) -> Ddp<Scripted> {
-    let replica = Scripted {
-        reductions: reductions.iter().copied().collect(),
-        ..Scripted::default()
-    };
+fn ddp(first: usize, rest: usize, micro_batches: u32, reductions: &[bool]) -> (Ddp<ScriptedReplica>, Sent) {
+    let (mut replica, sent) = doubled();
+    replica.reductions = reductions.iter().copied().collect();
     let config = DdpConfig {
         first_bucket_elements: first,
         bucket_elements: rest,
         micro_batches,
         ..DdpConfig::default()
     };
-    Ddp::new(replica, config).unwrap()
+    (Ddp::new(replica, config).unwrap(), sent)
 }
 
 #[test]
@@ -151,7 +76,8 @@ fn l04_every_gradient_is_averaged_whatever_the_buckets() {
             .map(|(i, n)| (0..*n).map(|k| (100 * i + k) as f32).collect())
             .collect();
         let mut averages = Vec::new();
-        let report = ddp(first, rest, 1, &[])
+        let (mut d, _) = ddp(first, rest, 1, &[]);
+        let report = d
             .step(&mut Nothing, &gradients, |_, a| {
                 averages = a.to_vec();
                 Ok(())
@@ -168,10 +94,9 @@ fn l04_every_gradient_is_averaged_whatever_the_buckets() {
 
 #[test]
 fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
-    let mut d = ddp(2, 3, 1, &[]);
+    let (mut d, sent) = ddp(2, 3, 1, &[]);
     let slots = [Slot::f32(3), Slot::f32(2), Slot::f32(2)];
     let mut averages = Vec::new();
-    let sent = d.replica().sent.clone();
     let mut under_way = Vec::new();
     d.step_with(
         &mut Nothing,
@@ -197,7 +122,7 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
     .unwrap();
     assert_eq!(averages, [vec![2.0, 4.0, 6.0], vec![8.0, 10.0], vec![12.0, 14.0]]);
     assert_eq!(
-        *d.replica().sent.borrow(),
+        *sent.borrow(),
         [(DType::F32, 2), (DType::F32, 3), (DType::F32, 2)],
         "a small first bucket, then from the last gradient to the first"
     );
@@ -210,7 +135,7 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
 
 #[test]
 fn several_dtypes_micro_batches_and_unused_parameters_go_together() {
-    let mut d = ddp(4, 4, 2, &[]);
+    let (mut d, _) = ddp(4, 4, 2, &[]);
     let slots = [
         Slot::f32(2),
         Slot {
@@ -251,7 +176,7 @@ fn several_dtypes_micro_batches_and_unused_parameters_go_together() {
 
 #[test]
 fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
-    let mut d = ddp(2, 2, 1, &[true, false, true, false]);
+    let (mut d, _) = ddp(2, 2, 1, &[true, false, true, false]);
     let mut computed = 0;
     let mut averages = Vec::new();
     let report = d
@@ -276,7 +201,8 @@ fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
 fn wrong_gradients_are_named_and_stop_the_step() {
     let slots = [Slot::f32(2)];
     let refused = |f: &mut dyn FnMut(&mut ddp::Sink<'_>) -> Result<()>, text: &str| {
-        let e = ddp(4, 4, 1, &[])
+        let (mut d, _) = ddp(4, 4, 1, &[]);
+        let e = d
             .step_with(
                 &mut Nothing,
                 &slots,
@@ -297,16 +223,14 @@ fn wrong_gradients_are_named_and_stop_the_step() {
         },
         "twice in micro-batch 0",
     );
-    let e = ddp(4, 4, 2, &[])
-        .step(&mut Nothing, &[vec![1.0]], |_, _| Ok(()))
-        .unwrap_err();
+    let (mut d, _) = ddp(4, 4, 2, &[]);
+    let e = d.step(&mut Nothing, &[vec![1.0]], |_, _| Ok(())).unwrap_err();
     assert!(e.to_string().contains("step_with"), "{e}");
 }
 
 #[test]
 fn micro_batches_leave_with_the_last_one_and_are_averaged_in_f32() {
-    let mut d = ddp(1, 1, 3, &[]);
-    let sent = d.replica().sent.clone();
+    let (mut d, sent) = ddp(1, 1, 3, &[]);
     let slots = [Slot {
         dtype: DType::BF16,
         count: 1,
@@ -348,10 +272,8 @@ impl State for Weight {
 fn a_replica_that_heals_takes_the_state_over_before_the_averages_and_steps_are_counted_to_the_end() {
     let mut source = StateDict::new();
     Weight(100.0).save(&mut source).unwrap();
-    let replica = Scripted {
-        heal: Some((5, source)),
-        ..Scripted::default()
-    };
+    let (mut replica, sent) = doubled();
+    replica.heal = Some(Source::Now(5, source));
     let config = DdpConfig {
         steps: Some(7),
         ..DdpConfig::default()
@@ -370,19 +292,13 @@ fn a_replica_that_heals_takes_the_state_over_before_the_averages_and_steps_are_c
     assert!(d.is_finished());
     d.finish(&mut weight).unwrap();
     assert_eq!(weight.0, 94.0);
-    assert_eq!(
-        d.replica().sent.borrow().len(),
-        2,
-        "the closing round has no data"
-    );
+    assert_eq!(sent.borrow().len(), 2, "the closing round has no data");
 }
 
 #[test]
 fn a_step_that_does_not_commit_in_time_applies_nothing() {
-    let replica = Scripted {
-        reductions: [false; 1000].into(),
-        ..Scripted::default()
-    };
+    let (mut replica, _) = doubled();
+    replica.reductions = [false; 1000].into();
     let config = DdpConfig {
         step_timeout: Duration::ZERO,
         ..DdpConfig::default()
@@ -423,7 +339,7 @@ fn sizes_of_zero_are_refused() {
             "at least one micro-batch",
         ),
     ] {
-        let e = Ddp::new(Scripted::default(), config).err().unwrap();
+        let e = Ddp::new(doubled().0, config).err().unwrap();
         assert!(e.to_string().contains(says), "{e}");
     }
 }

@@ -4,6 +4,7 @@ use std::time::Duration;
 
 use ftcore::{Error, Result};
 
+use crate::Backup;
 use crate::optim::{AdamW, Optimizer, Sgd};
 
 /// How parameters are dealt to fragments, in units of layers.
@@ -82,6 +83,8 @@ pub struct DilocoConfig {
     pub eager: bool,
     /// The outer optimizer.
     pub outer: OuterOptimizer,
+    /// Where the copies of the parameters lie that a round starts from and a failed commit goes back to. No bit depends on it.
+    pub backup: Backup,
     /// Values per all-reduce, so that a fragment travels in pieces that overlap. In elements.
     pub bucket_elements: usize,
     /// The number of rounds with data, after which the run is closed. `None`: the training loop decides, the same on
@@ -92,7 +95,7 @@ pub struct DilocoConfig {
 }
 
 impl Default for DilocoConfig {
-    /// H = 32, two strided fragments, τ = 1, α = 0.5, Nesterov 0.4 / 0.9.
+    /// H = 32, two strided fragments, τ = 1, α = 0.5, Nesterov 0.4 / 0.9, backup copies on the host.
     fn default() -> Self {
         Self {
             sync_every: 32,
@@ -105,6 +108,7 @@ impl Default for DilocoConfig {
                 lr: 0.4,
                 momentum: 0.9,
             },
+            backup: Backup::Host,
             bucket_elements: 1 << 18,
             rounds: None,
             round_timeout: Duration::from_secs(600),

@@ -7,15 +7,20 @@
 //! With one fragment, `delay` 0 and `mixing` 0 this is DiLoCo; with an outer optimizer of plain SGD at rate 1 as well it
 //! is LocalSGD ([`DilocoConfig::local_sgd`]). Eager updates (arXiv 2502.12996) are [`DilocoConfig::eager`].
 
+mod backup;
 mod config;
 mod feedback;
+mod ferry;
 mod fragment;
 pub mod optim;
 mod params;
 mod state;
 mod streaming;
+mod tensors;
 
+pub use backup::Backup;
 pub use config::{DilocoConfig, OuterOptimizer, Pattern};
 pub use fragment::FragmentPlan;
 pub use params::{Parameters, SliceParameters, parameters_hash};
 pub use streaming::{Diloco, RoundReport};
+pub use tensors::TensorParameters;

@@ -1,6 +1,6 @@
 //! Parameters as named f32 slices, whatever framework holds them.
 
-use ftcore::{Error, Result};
+use ftcore::{Device, Error, Result};
 
 /// A fixed, ordered list of named f32 tensors that live somewhere else.
 ///
@@ -20,6 +20,11 @@ pub trait Parameters {
     fn read(&self, i: usize, f: &mut dyn FnMut(&[f32])) -> Result<()>;
     /// Calls `f` with the elements of tensor `i` for writing.
     fn write(&mut self, i: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()>;
+    /// Where the tensors lie, whatever [`read`](Self::read) and [`write`](Self::write) do to bring them to the host: backup copies may be
+    /// kept there ([`Backup::Device`](crate::Backup::Device)). Provided: host memory.
+    fn device(&self) -> Device {
+        Device::CPU
+    }
 }
 
 /// Parameters in plain vectors.
@@ -71,14 +76,26 @@ impl Parameters for SliceParameters {
 
 /// A hash over names and bits of `tensors`: equal on two replicas exactly if every bit is equal.
 pub fn parameters_hash<'a>(tensors: impl Iterator<Item = (&'a str, &'a [f32])>) -> String {
-    let mut hasher = blake3::Hasher::new();
-    for (name, values) in tensors {
-        hasher.update(&(name.len() as u64).to_le_bytes());
-        hasher.update(name.as_bytes());
-        hasher.update(&(values.len() as u64).to_le_bytes());
+    let mut hash = ParametersHash::default();
+    tensors.for_each(|(name, values)| hash.add(name, values));
+    hash.finish()
+}
+
+/// [`parameters_hash`] of tensors that come one after the other.
+#[derive(Default)]
+pub(crate) struct ParametersHash(blake3::Hasher);
+
+impl ParametersHash {
+    pub(crate) fn add(&mut self, name: &str, values: &[f32]) {
+        self.0.update(&(name.len() as u64).to_le_bytes());
+        self.0.update(name.as_bytes());
+        self.0.update(&(values.len() as u64).to_le_bytes());
         for v in values {
-            hasher.update(&v.to_bits().to_le_bytes());
+            self.0.update(&v.to_bits().to_le_bytes());
         }
     }
-    hasher.finalize().to_hex().to_string()
+
+    pub(crate) fn finish(&self) -> String {
+        self.0.finalize().to_hex().to_string()
+    }
 }

@@ -4,18 +4,19 @@ use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
 use manager::State;
 
+use crate::backup::Copies;
 use crate::feedback::Feedback;
 use crate::optim::Optimizer;
 use crate::{FragmentPlan, Parameters};
 
 /// One fragment's outer state.
 pub(crate) struct Fragment {
-    /// The global parameters after the last commit, one vector per member.
-    pub(crate) global: Vec<Vec<f32>>,
+    /// The global parameters after the last commit, one slot per member.
+    pub(crate) global: Copies,
     pub(crate) optimizer: Box<dyn Optimizer>,
-    /// With eager updates: where the local parameters began the round in flight, one vector per member. It differs
+    /// With eager updates: where the local parameters began the round in flight, one slot per member. It differs
     /// between replicas.
-    pub(crate) base: Option<Vec<Vec<f32>>>,
+    pub(crate) base: Option<Copies>,
 }
 
 /// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round, what
@@ -30,6 +31,8 @@ pub(crate) struct Whole<'a, P> {
     pub(crate) bucket_elements: usize,
     /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
     pub(crate) own: bool,
+    /// Why a state was written in part only, if that happened.
+    pub(crate) torn: &'a mut Option<Error>,
     pub(crate) inner: &'a mut dyn State,
 }
 
@@ -90,11 +93,17 @@ impl<P: Parameters> State for Whole<'_, P> {
             saved?;
         }
         for (f, fragment) in self.fragments.iter().enumerate() {
-            for (&i, values) in self.plan.members(f).iter().zip(&fragment.global) {
-                out.insert_f32(format!("global/{}", self.params.name(i)), &[values.len()], values)?;
-            }
-            for (&i, values) in self.plan.members(f).iter().zip(fragment.base.iter().flatten()) {
-                out.insert_f32(format!("base/{}", self.params.name(i)), &[values.len()], values)?;
+            let copies = [
+                ("global", Some(&fragment.global)),
+                ("base", fragment.base.as_ref()),
+            ];
+            for (kind, copies) in copies.into_iter().filter_map(|(kind, c)| Some((kind, c?))) {
+                for (slot, &i) in self.plan.members(f).iter().enumerate() {
+                    let name = format!("{kind}/{}", self.params.name(i));
+                    copies.read(slot, &mut |values| {
+                        out.insert_f32(name.clone(), &[values.len()], values)
+                    })?;
+                }
             }
             fragment.optimizer.save(&format!("outer.{f}"), out)?;
         }
@@ -145,19 +154,42 @@ impl<P: Parameters> State for Whole<'_, P> {
         }
         self.feedback.load(from, self.own)?;
         self.inner.load(from)?;
+        // From here on only a device, or a damaged state of an optimizer, can say no.
+        let written = self.write(from, &locals, &globals, &bases);
+        if let Err(e) = &written {
+            *self.torn = Some(e.clone());
+        }
+        written?;
+        *self.count = count;
+        Ok(())
+    }
+}
+
+impl<P: Parameters> Whole<'_, P> {
+    /// `locals` and `globals` by parameter, `bases` by fragment and slot.
+    fn write(
+        &mut self,
+        from: &StateDict,
+        locals: &[Vec<f32>],
+        globals: &[Vec<f32>],
+        bases: &[Option<Vec<Vec<f32>>>],
+    ) -> Result<()> {
         for (i, values) in locals.iter().enumerate() {
             self.params.write(i, &mut |p| p.copy_from_slice(values))?;
         }
         for ((f, fragment), base) in self.fragments.iter_mut().enumerate().zip(bases) {
-            fragment.base = base;
-            for (&i, global) in self.plan.members(f).iter().zip(&mut fragment.global) {
-                if let Some(values) = globals.get_mut(i) {
-                    *global = std::mem::take(values);
+            for (slot, &i) in self.plan.members(f).iter().enumerate() {
+                if let Some(values) = globals.get(i) {
+                    fragment.global.store(slot, values)?;
+                }
+            }
+            if let Some(copies) = &mut fragment.base {
+                for (slot, values) in base.iter().flatten().enumerate() {
+                    copies.store(slot, values)?;
                 }
             }
             fragment.optimizer.load(&format!("outer.{f}"), from)?;
         }
-        *self.count = count;
         Ok(())
     }
 }

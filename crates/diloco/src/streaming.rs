@@ -17,15 +17,17 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
+use ftcore::{Device, Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
 use quant::ErrorFeedback;
 
+use crate::backup::Keeper;
 use crate::feedback::Feedback;
-use crate::optim::Optimizer;
+use crate::params::ParametersHash;
 use crate::state::{Fragment, Whole};
-use crate::{DilocoConfig, FragmentPlan, Parameters, parameters_hash};
+use crate::{DilocoConfig, FragmentPlan, Parameters};
 
+mod outer;
 mod resume;
 
 use resume::Resumed;
@@ -68,6 +70,8 @@ pub struct Diloco<R, P> {
     feedback: Feedback,
     /// Inner steps made in the current round.
     count: u64,
+    /// Why the state is of no step, if it was written in part only: a device failed.
+    torn: Option<Error>,
     round: Option<Round>,
     resumed: Option<Resumed>,
     closing: bool,
@@ -79,7 +83,9 @@ pub struct Diloco<R, P> {
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Takes over `params` (handles of them: the training loop goes on changing them between calls) and validates
-    /// everything. `layer_of(name)` gives a parameter's layer, for the fragments.
+    /// everything. `layer_of(name)` gives a parameter's layer, for the fragments. Memory for backup copies is taken here, all of it.
+    ///
+    /// Errors: `InvalidArgument` with what to change; why the parameters' device cannot have backup copies, if they are to lie there.
     pub fn new(
         replica: R,
         params: P,
@@ -88,17 +94,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     ) -> Result<Self> {
         config.validate()?;
         let plan = FragmentPlan::by_layer(&params, config.fragments, config.pattern, layer_of)?;
+        let keeper = Keeper::new(config.backup, &params)?;
         let mut fragments = Vec::with_capacity(plan.len());
         for f in 0..plan.len() {
-            let mut global = Vec::new();
-            for &i in plan.members(f) {
-                let mut copy = Vec::new();
-                params.read(i, &mut |v| copy = v.to_vec())?;
-                global.push(copy);
-            }
+            let copy = || keeper.copy(&params, plan.members(f));
             fragments.push(Fragment {
-                base: config.eager.then(|| global.clone()),
-                global,
+                global: copy()?,
+                base: if config.eager { Some(copy()?) } else { None },
                 optimizer: config.outer.build(),
             });
         }
@@ -110,6 +112,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             fragments,
             feedback: Feedback::default(),
             count: 0,
+            torn: None,
             round: None,
             resumed: None,
             closing: false,
@@ -158,24 +161,35 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         self.replica.current_step()
     }
 
-    /// A hash over the global parameters: bitwise equal on all replicas of the same step.
-    pub fn global_hash(&self) -> String {
-        parameters_hash(self.globals().into_iter().map(|(i, v)| (self.params.name(i), v)))
+    /// Where the backup copies lie: host memory, or the parameters' device.
+    pub fn backup_device(&self) -> &Device {
+        self.fragments
+            .first()
+            .map_or(&Device::CPU, |fragment| fragment.global.device())
     }
 
-    /// The global parameters, in the order of the parameters.
-    fn globals(&self) -> Vec<(usize, &[f32])> {
-        let mut all: Vec<(usize, &[f32])> = Vec::with_capacity(self.params.len());
-        for (f, fragment) in self.fragments.iter().enumerate() {
-            all.extend(
-                self.plan
-                    .members(f)
-                    .iter()
-                    .copied()
-                    .zip(fragment.global.iter().map(Vec::as_slice)),
-            );
+    /// A hash over the global parameters: bitwise equal on all replicas of the same step.
+    ///
+    /// Errors: only those of a device that holds the copies.
+    pub fn global_hash(&self) -> Result<String> {
+        let mut hash = ParametersHash::default();
+        for (i, fragment, slot) in self.homes() {
+            fragment.global.read(slot, &mut |values| {
+                hash.add(self.params.name(i), values);
+                Ok(())
+            })?;
         }
-        all.sort_by_key(|(i, _)| *i);
+        Ok(hash.finish())
+    }
+
+    /// Where the global copy of each parameter is, in the order of the parameters: its number, fragment and slot.
+    fn homes(&self) -> Vec<(usize, &Fragment, usize)> {
+        let mut all = Vec::with_capacity(self.params.len());
+        for (f, fragment) in self.fragments.iter().enumerate() {
+            let members = self.plan.members(f).iter().enumerate();
+            all.extend(members.map(|(slot, &i)| (i, fragment, slot)));
+        }
+        all.sort_by_key(|(i, _, _)| *i);
         all
     }
 
@@ -185,10 +199,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         for i in 0..self.params.len() {
             self.params.read(i, &mut |v| locals.push(v.to_vec()))?;
         }
-        let globals: Vec<(usize, Vec<f32>)> =
-            self.globals().into_iter().map(|(i, v)| (i, v.to_vec())).collect();
-        for (i, values) in &globals {
-            self.params.write(*i, &mut |p| p.copy_from_slice(values))?;
+        for (n, fragment) in self.fragments.iter().enumerate() {
+            for (slot, &i) in self.plan.members(n).iter().enumerate() {
+                let params = &mut self.params;
+                fragment.global.read(slot, &mut |values| {
+                    params.write(i, &mut |p| p.copy_from_slice(values))
+                })?;
+            }
         }
         let result = f(&self.params);
         for (i, values) in locals.iter().enumerate() {
@@ -211,6 +228,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             feedback: &self.feedback,
             bucket_elements: self.config.bucket_elements,
             own,
+            torn: &mut self.torn,
             inner,
         }
     }
@@ -308,6 +326,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     fn quorum(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<Participation> {
+        self.check_whole()?;
         let begun = Instant::now();
         let mut whole = Whole {
             params: &mut self.params,
@@ -317,14 +336,29 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             feedback: &self.feedback,
             bucket_elements: self.config.bucket_elements,
             own: false,
+            torn: &mut self.torn,
             inner,
         };
         let participation = self.replica.start_quorum(&mut whole, deadline)?;
+        // A recovery that failed is a lost vote for the replica; with half of it written nobody may go on from here (INV-5).
+        self.check_whole()?;
         if participation.healed.is_some() {
             self.healed = participation.healed.clone();
         }
         self.sync += begun.elapsed();
         Ok(participation)
+    }
+
+    /// Errors: `InvalidState` if the state here is of no step.
+    fn check_whole(&self) -> Result<()> {
+        let Some(why) = &self.torn else {
+            return Ok(());
+        };
+        let text = format!(
+            "this replica's state was written in part only and is of no step ({}): start the replica again, so that it heals",
+            why.message()
+        );
+        Err(Error::new(ErrorKind::InvalidState, text).with_source(why.clone()))
     }
 
     /// Quorum, then the outer gradient of the step's fragment goes out.
@@ -375,41 +409,14 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             works,
             participation,
         });
-        match own {
-            Some(own) => self.look_ahead(fragment, &own),
-            None => Ok(()),
-        }
-    }
-
-    /// `global − local` over the members of `fragment`, flat; with eager updates `base − local`.
-    fn outer_gradient(&self, fragment: usize) -> Result<Vec<f32>> {
-        let mut flat = Vec::new();
-        if let Some(state) = self.fragments.get(fragment) {
-            let from = state.base.as_ref().unwrap_or(&state.global);
-            for (&i, from) in self.plan.members(fragment).iter().zip(from) {
-                self.params.read(i, &mut |local| {
-                    flat.extend(from.iter().zip(local).map(|(g, l)| g - l))
-                })?;
-            }
-        }
-        Ok(flat)
-    }
-
-    /// Lets the local parameters of `fragment` go on from the outer step that this replica's `own` part of the mean alone
-    /// would make. The outer state itself stays as it is.
-    fn look_ahead(&mut self, fragment: usize, own: &[f32]) -> Result<()> {
-        let Some(state) = self.fragments.get_mut(fragment) else {
+        let Some(own) = own else {
             return Ok(());
         };
-        let mut optimizer = state.optimizer.boxed_clone();
-        optimizer.begin_step();
-        let mut base = state.global.clone();
-        step_fragment(&mut *optimizer, &mut base, own)?;
-        for (&i, values) in self.plan.members(fragment).iter().zip(&base) {
-            self.params.write(i, &mut |local| local.copy_from_slice(values))?;
+        let ahead = self.look_ahead(fragment, &own);
+        if let Err(e) = &ahead {
+            self.torn = Some(e.clone());
         }
-        state.base = Some(base);
-        Ok(())
+        ahead
     }
 
     /// Waits, votes and applies; repeats the round in a new quorum until it commits.
@@ -468,53 +475,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             sync: std::mem::take(&mut self.sync),
         }
     }
-
-    /// The outer step on `fragment`, then the mix into the local parameters; the round is over.
-    fn apply(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
-        self.count = 0;
-        if mean.is_empty() {
-            return Ok(());
-        }
-        let Some(state) = self.fragments.get_mut(fragment) else {
-            return Ok(());
-        };
-        state.optimizer.begin_step();
-        step_fragment(&mut *state.optimizer, &mut state.global, mean)?;
-        if self.config.eager {
-            // The local parameters take the result over when their next part of it is added (`look_ahead`).
-            return Ok(());
-        }
-        let alpha = self.config.mixing;
-        for (&i, global) in self.plan.members(fragment).iter().zip(&state.global) {
-            self.params.write(i, &mut |local| {
-                for (l, g) in local.iter_mut().zip(global.iter()) {
-                    // α = 0 must give the global value exactly, and α = 1 the local one.
-                    *l = if alpha == 0.0 {
-                        *g
-                    } else {
-                        alpha * *l + (1.0 - alpha) * *g
-                    };
-                }
-            })?;
-        }
-        Ok(())
-    }
-}
-
-/// One step of `optimizer` on the members of a fragment with their flat `gradient`.
-fn step_fragment(optimizer: &mut dyn Optimizer, members: &mut [Vec<f32>], gradient: &[f32]) -> Result<()> {
-    let mut rest = gradient;
-    for (slot, values) in members.iter_mut().enumerate() {
-        let (gradient, tail) = rest.split_at_checked(values.len()).ok_or_else(|| {
-            Error::new(
-                ErrorKind::Internal,
-                "the reduced fragment is shorter than its parameters",
-            )
-        })?;
-        rest = tail;
-        optimizer.update(slot, values, gradient)?;
-    }
-    Ok(())
 }
 
 /// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.

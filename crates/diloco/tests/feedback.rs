@@ -7,18 +7,16 @@
     reason = "a failure here is a failed test"
 )]
 
-mod member;
-
 use std::collections::VecDeque;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
-use ftcore::{InMemoryStore, ProcessGroup, ProcessGroupExt, Result, Store};
+use ftcore::{ProcessGroupExt, Result, Store};
 use manager::State;
-use member::{Member, configuration};
 use quant::ErrorFeedback;
+use training_rig::{ScriptedReplica, Source, configuration, ranks, two_bits};
 
 const WORLD: u32 = 3;
 
@@ -51,16 +49,20 @@ impl Walk {
     }
 }
 
-type Run = Diloco<Member, SliceParameters>;
+type Run = Diloco<ScriptedReplica, SliceParameters>;
 
 /// Everything that must not differ: the global parameters by their hash, the local ones, and what is owed, in bits.
 type End = (String, SliceParameters, Vec<(String, Vec<u32>)>);
+
+/// What a rank owed right after it had healed.
+type Adopted = Arc<Mutex<Vec<(String, Vec<f32>)>>>;
 
 /// One rank of a run, not begun.
 struct Rank {
     diloco: Run,
     walk: Walk,
     debts: Arc<ErrorFeedback>,
+    adopted: Adopted,
 }
 
 impl Rank {
@@ -68,7 +70,7 @@ impl Rank {
         store: &Arc<dyn Store>,
         rank: u32,
         config: &DilocoConfig,
-        prepare: impl FnOnce(&mut Member),
+        prepare: impl FnOnce(&mut ScriptedReplica),
     ) -> Self {
         Self::make_at(1, store, rank, config, prepare)
     }
@@ -78,10 +80,14 @@ impl Rank {
         store: &Arc<dyn Store>,
         rank: u32,
         config: &DilocoConfig,
-        prepare: impl FnOnce(&mut Member),
+        prepare: impl FnOnce(&mut ScriptedReplica),
     ) -> Self {
-        let mut member = Member::new(epoch, store, (rank, WORLD));
-        let debts = member.group.error_feedback().unwrap();
+        let group = two_bits(epoch, store, (rank, WORLD));
+        let debts = group.error_feedback().unwrap();
+        let mut member = ScriptedReplica::connected(group, (rank, WORLD));
+        let (adopted, owed) = (Adopted::default(), debts.clone());
+        let seen = adopted.clone();
+        member.on_healed = Some(Box::new(move || *seen.lock().unwrap() = owed.state()));
         prepare(&mut member);
         let sizes = [700usize, 500, 177];
         let params = sizes
@@ -100,6 +106,7 @@ impl Rank {
             diloco: diloco.with_error_feedback(debts.clone()),
             walk: Walk { rank, made: 0 },
             debts,
+            adopted,
         }
     }
 
@@ -119,7 +126,7 @@ impl Rank {
 
     /// Waits until nobody needs this rank for a round in flight.
     fn settle(&self) {
-        self.diloco.replica().group.barrier().unwrap();
+        self.diloco.replica().group().barrier().unwrap();
     }
 
     fn end(&mut self) -> End {
@@ -127,7 +134,7 @@ impl Rank {
         let debts = self.debts.state().into_iter();
         let debts = debts.map(|(n, d)| (n, d.iter().map(|v| v.to_bits()).collect()));
         (
-            self.diloco.global_hash(),
+            self.diloco.global_hash().unwrap(),
             self.diloco.params().clone(),
             debts.collect(),
         )
@@ -136,14 +143,7 @@ impl Rank {
 
 /// Runs `body` on every rank; the results in rank order.
 fn world<T: Send>(body: impl Fn(u32, &Arc<dyn Store>) -> T + Sync) -> Vec<T> {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
-    std::thread::scope(|scope| {
-        let (body, store) = (&body, &store);
-        let threads: Vec<_> = (0..WORLD)
-            .map(|rank| scope.spawn(move || body(rank, store)))
-            .collect();
-        threads.into_iter().map(|t| t.join().unwrap()).collect()
-    })
+    ranks(WORLD, body)
 }
 
 fn configs() -> [DilocoConfig; 3] {
@@ -272,7 +272,7 @@ fn a_healed_replica_owes_what_its_source_owes_of_contributions_and_all_stay_bitw
             r.begin();
             r.steps(6);
             r.settle();
-            let group = r.diloco.replica().group.clone();
+            let group = r.diloco.replica().group();
             if rank == 0 {
                 *r.diloco.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
             }
@@ -283,15 +283,20 @@ fn a_healed_replica_owes_what_its_source_owes_of_contributions_and_all_stay_bitw
                 // The last rank dies and comes back in the next round.
                 drop(r);
                 drop(group);
-                let heal = heal.lock().unwrap().take();
+                let heal = heal.lock().unwrap().take().map(Source::From);
                 r = Rank::make_at(2, store, rank, &config, |m| m.heal = heal);
                 r.begin();
                 let made = usize::try_from(r.walk.made).unwrap();
                 r.steps(14 - made);
             }
             r.settle();
-            let adopted = r.diloco.replica().adopted.clone();
-            (r.diloco.step(), r.diloco.global_hash(), adopted, r.debts.state())
+            let adopted = r.adopted.lock().unwrap().clone();
+            (
+                r.diloco.step(),
+                r.diloco.global_hash().unwrap(),
+                adopted,
+                r.debts.state(),
+            )
         });
         assert!(
             ends.iter().all(|e| (e.0, &e.1) == (ends[0].0, &ends[0].1)),

@@ -15,7 +15,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use diloco::{DilocoConfig, OuterOptimizer, Parameters, Pattern};
-use scripted::{Nothing, Scripted, begun};
+use scripted::begun;
+use training_rig::{Nothing, ScriptedReplica};
 
 /// Elements per layer.
 const LAYERS: [usize; 6] = [2, 1, 3, 1, 2, 1];
@@ -132,7 +133,7 @@ impl Setting {
         let steps = 3 * self.h + 1;
         let history = Arc::new(self.published(steps));
         let (known, name) = (history.clone(), format!("{self:?}"));
-        let mut replica = Scripted::by_step(move |step, own| {
+        let mut replica = ScriptedReplica::by_step(move |step, own| {
             let mut parts = known.sent[usize::try_from(step).unwrap() - 1].clone();
             assert_eq!(bits(own), bits(&parts[0]), "sent at step {step}: {name}");
             parts[0] = own.to_vec();

@@ -14,10 +14,11 @@ use std::collections::VecDeque;
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use ftcore::Result;
-use scripted::{Nothing, Scripted, begun, layer, params};
+use scripted::{begun, layer, params};
+use training_rig::{Nothing, ScriptedReplica, Source};
 
 /// Every inner step takes 1 off every parameter.
-fn inner_steps(d: &mut Diloco<Scripted, SliceParameters>, n: usize) -> Vec<diloco::RoundReport> {
+fn inner_steps(d: &mut Diloco<ScriptedReplica, SliceParameters>, n: usize) -> Vec<diloco::RoundReport> {
     let mut reports = Vec::new();
     for _ in 0..n {
         for i in 0..d.params().len() {
@@ -38,7 +39,7 @@ fn sgd(lr: f32) -> OuterOptimizer {
 fn local_sgd_adopts_the_mean_of_the_replicas() {
     // The other replica moved three times as far: mean gradient is twice this one's.
     let mut d = begun(
-        Scripted::new(|own| own.iter().map(|x| (x + 3.0 * x) / 2.0).collect()),
+        ScriptedReplica::averaging(|own| own.iter().map(|x| (x + 3.0 * x) / 2.0).collect()),
         &[2],
         DilocoConfig::local_sgd(4),
     );
@@ -53,7 +54,7 @@ fn nesterov_momentum_follows_the_hand_computed_history() {
         momentum: 0.5,
     };
     let mut d = begun(
-        Scripted::identical(),
+        ScriptedReplica::identical(),
         &[1],
         DilocoConfig {
             outer,
@@ -76,7 +77,7 @@ fn delay_and_mixing_match_the_closed_form() {
                 outer: sgd(0.5),
                 ..DilocoConfig::diloco(4)
             };
-            let mut d = begun(Scripted::identical(), &[1], config);
+            let mut d = begun(ScriptedReplica::identical(), &[1], config);
             inner_steps(&mut d, 4);
             let global = -0.5 * gradient;
             assert_eq!(
@@ -107,10 +108,10 @@ fn l13_a_failed_commit_applies_nothing_and_the_same_round_is_done_again() {
         },
         ..DilocoConfig::diloco(4)
     };
-    let mut undisturbed = begun(Scripted::identical(), &[3, 5], config.clone());
+    let mut undisturbed = begun(ScriptedReplica::identical(), &[3, 5], config.clone());
     inner_steps(&mut undisturbed, 8);
 
-    let mut replica = Scripted::identical();
+    let mut replica = ScriptedReplica::identical();
     replica.votes = VecDeque::from([true, false, false, true]);
     let mut d = begun(replica, &[3, 5], config);
     let reports = inner_steps(&mut d, 8);
@@ -118,13 +119,13 @@ fn l13_a_failed_commit_applies_nothing_and_the_same_round_is_done_again() {
         reports.iter().map(|r| r.failed_attempts).collect::<Vec<_>>(),
         [2, 0]
     );
-    assert_eq!(d.global_hash(), undisturbed.global_hash());
+    assert_eq!(d.global_hash().unwrap(), undisturbed.global_hash().unwrap());
     assert_eq!(d.params(), undisturbed.params());
 }
 
 #[test]
 fn a_lost_reduction_never_commits_and_the_kept_gradient_is_sent_again() {
-    let mut replica = Scripted::identical();
+    let mut replica = ScriptedReplica::identical();
     replica.reductions = VecDeque::from([false, true]);
     let config = DilocoConfig {
         delay: 1,
@@ -149,7 +150,7 @@ fn l04_every_element_is_reduced_whatever_the_bucket_size() {
                 ..DilocoConfig::diloco(1)
             };
             let mut d = begun(
-                Scripted::new(|own| own.iter().map(|x| 10.0 * x).collect()),
+                ScriptedReplica::averaging(|own| own.iter().map(|x| 10.0 * x).collect()),
                 sizes,
                 config,
             );
@@ -179,7 +180,7 @@ fn l05_each_fragment_has_its_own_outer_optimizer_and_leaves_the_others_alone() {
         outer,
         ..DilocoConfig::default()
     };
-    let mut d = begun(Scripted::identical(), &[1, 1], config);
+    let mut d = begun(ScriptedReplica::identical(), &[1, 1], config);
     inner_steps(&mut d, 2); // fragment 0: gradient 2, direction 3
     assert_eq!(
         (d.params().get(0).unwrap(), d.params().get(1).unwrap()),
@@ -201,40 +202,40 @@ fn a_healed_replica_is_bitwise_equal_and_goes_on_in_step() {
         rounds: Some(50),
         ..DilocoConfig::default()
     };
-    let mut healthy = begun(Scripted::identical(), &[4, 3], config.clone());
+    let mut healthy = begun(ScriptedReplica::identical(), &[4, 3], config.clone());
     inner_steps(&mut healthy, 4 * 3 + 3); // three rounds, and the fourth has been begun
     let snapshot = std::mem::replace(&mut healthy.replica().snapshot.clone(), StateDict::new());
 
-    let mut replica = Scripted::identical();
-    replica.heal = Some((healthy.step(), snapshot));
+    let mut replica = ScriptedReplica::identical();
+    replica.heal = Some(Source::Now(healthy.step(), snapshot));
     let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
     assert!(
         d.begin(&mut Nothing).unwrap().is_empty(),
         "one inner step of the round is left"
     );
-    assert_eq!(d.global_hash(), healthy.global_hash());
+    assert_eq!(d.global_hash().unwrap(), healthy.global_hash().unwrap());
     let (a, b) = (inner_steps(&mut healthy, 1), inner_steps(&mut d, 1));
     assert_eq!((a.len(), b.len()), (1, 1));
     assert!(b[0].healed.is_some());
-    assert_eq!(d.global_hash(), healthy.global_hash());
+    assert_eq!(d.global_hash().unwrap(), healthy.global_hash().unwrap());
     assert_eq!(d.params(), healthy.params());
 }
 
 #[test]
 fn state_of_another_model_is_refused_and_changes_nothing() {
     let config = DilocoConfig::diloco(4);
-    let other = begun(Scripted::identical(), &[4, 4], config.clone());
+    let other = begun(ScriptedReplica::identical(), &[4, 4], config.clone());
     let snapshot = other.replica().snapshot.clone();
-    let mut replica = Scripted::identical();
-    replica.heal = Some((1, snapshot));
+    let mut replica = ScriptedReplica::identical();
+    replica.heal = Some(Source::Now(1, snapshot));
     let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
-    let before = d.global_hash();
+    let before = d.global_hash().unwrap();
     let e = d.begin(&mut Nothing).unwrap_err();
     assert!(
         e.to_string().contains("p1[3]") && e.to_string().contains("p1[4]"),
         "{e}"
     );
-    assert_eq!(d.global_hash(), before);
+    assert_eq!(d.global_hash().unwrap(), before);
     assert_eq!(d.step(), 0);
 }
 
@@ -242,7 +243,7 @@ fn state_of_another_model_is_refused_and_changes_nothing() {
 fn the_configured_number_of_rounds_ends_with_a_closing_round_without_data() {
     let seen = std::rc::Rc::new(std::cell::Cell::new(0));
     let count = seen.clone();
-    let replica = Scripted::new(move |own| {
+    let replica = ScriptedReplica::averaging(move |own| {
         count.set(count.get() + 1);
         own.to_vec()
     });
@@ -282,7 +283,7 @@ fn eager_updates_follow_the_published_rule_and_keep_finished_rounds_apart() {
             outer: sgd(lr),
             ..DilocoConfig::diloco(4)
         };
-        let world = Scripted::new(move |own: &[f32]| own.iter().map(|x| scale * x).collect());
+        let world = ScriptedReplica::averaging(move |own: &[f32]| own.iter().map(|x| scale * x).collect());
         let mut d = begun(world, &[2], config);
         for (round, expected) in published_eager(4, 4.0, 2.0, scale, lr).into_iter().enumerate() {
             inner_steps(&mut d, 4);
@@ -311,7 +312,7 @@ fn eager_updates_end_with_every_round_finished_and_the_replicas_equal() {
         },
         ..DilocoConfig::diloco(4)
     };
-    let mut d = begun(Scripted::identical(), &[1], config(1));
+    let mut d = begun(ScriptedReplica::identical(), &[1], config(1));
     let reports = inner_steps(&mut d, 12);
     let steps: Vec<i64> = reports.iter().map(|r| r.step).collect();
     assert_eq!(steps, [1, 2, 3], "12 inner steps finish three rounds of four");
@@ -320,7 +321,7 @@ fn eager_updates_end_with_every_round_finished_and_the_replicas_equal() {
     assert_eq!(d.with_global(|p| p.get(0).unwrap()[0]).unwrap(), -0.5 * 20.5);
     d.finish(&mut Nothing).unwrap();
 
-    let mut two = begun(Scripted::identical(), &[1, 1], config(2));
+    let mut two = begun(ScriptedReplica::identical(), &[1, 1], config(2));
     assert_eq!(inner_steps(&mut two, 6).len(), 3);
     assert!(two.is_finished());
     two.finish(&mut Nothing).unwrap();
@@ -336,26 +337,26 @@ fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
         },
         ..DilocoConfig::diloco(4)
     };
-    let mut source = begun(Scripted::identical(), &[3, 5], config.clone());
+    let mut source = begun(ScriptedReplica::identical(), &[3, 5], config.clone());
     inner_steps(&mut source, 8);
     // What a peer gets that heals where the source began its last round.
     let (step, dict) = (source.step(), source.replica().snapshot.clone());
 
-    let mut replica = Scripted::identical();
-    replica.heal = Some((step, dict));
+    let mut replica = ScriptedReplica::identical();
+    replica.heal = Some(Source::Now(step, dict));
     let mut healed = Diloco::new(replica, params(&[3, 5]), config.clone(), &layer).unwrap();
     assert!(
         healed.begin(&mut Nothing).unwrap().is_empty(),
         "there are inner steps to make first"
     );
-    assert_eq!(healed.global_hash(), source.global_hash());
+    assert_eq!(healed.global_hash().unwrap(), source.global_hash().unwrap());
     let (a, b) = (inner_steps(&mut source, 4), inner_steps(&mut healed, 4));
     assert_eq!((a.len(), b.len()), (1, 1));
     assert_eq!(a[0].step, b[0].step);
 
     // A state without eager updates is not taken for one with them.
     let mut plain = begun(
-        Scripted::identical(),
+        ScriptedReplica::identical(),
         &[3, 5],
         DilocoConfig {
             eager: false,
@@ -363,8 +364,8 @@ fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
         },
     );
     inner_steps(&mut plain, 4);
-    let mut replica = Scripted::identical();
-    replica.heal = Some((plain.step(), plain.replica().snapshot.clone()));
+    let mut replica = ScriptedReplica::identical();
+    replica.heal = Some(Source::Now(plain.step(), plain.replica().snapshot.clone()));
     let mut other = Diloco::new(replica, params(&[3, 5]), config, &layer).unwrap();
     let e = other.begin(&mut Nothing).unwrap_err().to_string();
     assert!(e.contains("here eager, at the source plain"), "{e}");
@@ -377,9 +378,9 @@ fn a_lost_reduction_with_eager_updates_is_sent_again_and_changes_no_bit() {
         outer: sgd(0.5),
         ..DilocoConfig::diloco(4)
     };
-    let mut undisturbed = begun(Scripted::identical(), &[3], config.clone());
+    let mut undisturbed = begun(ScriptedReplica::identical(), &[3], config.clone());
     inner_steps(&mut undisturbed, 12);
-    let mut replica = Scripted::identical();
+    let mut replica = ScriptedReplica::identical();
     replica.reductions = VecDeque::from([true, false, false, true]);
     let mut d = begun(replica, &[3], config);
     let reports = inner_steps(&mut d, 12);
@@ -387,7 +388,7 @@ fn a_lost_reduction_with_eager_updates_is_sent_again_and_changes_no_bit() {
         reports.iter().map(|r| r.failed_attempts).collect::<Vec<_>>(),
         [0, 2]
     );
-    assert_eq!(d.global_hash(), undisturbed.global_hash());
+    assert_eq!(d.global_hash().unwrap(), undisturbed.global_hash().unwrap());
     assert_eq!(d.params(), undisturbed.params());
 }
 
@@ -428,7 +429,7 @@ fn bf16_parameters_keep_a_global_copy_in_f32() {
         outer: sgd(0.1),
         ..DilocoConfig::diloco(1)
     };
-    let mut d = Diloco::new(Scripted::identical(), Bf16(vec![1.0]), config, &layer).unwrap();
+    let mut d = Diloco::new(ScriptedReplica::identical(), Bf16(vec![1.0]), config, &layer).unwrap();
     d.begin(&mut Nothing).unwrap();
     let mut global = 1.0f32;
     for _ in 0..3 {
@@ -443,7 +444,7 @@ fn bf16_parameters_keep_a_global_copy_in_f32() {
     }
     assert_ne!(global, bf16(global), "the test would show nothing");
     let expected = diloco::parameters_hash(std::iter::once(("p0", &[global][..])));
-    assert_eq!(d.global_hash(), expected);
+    assert_eq!(d.global_hash().unwrap(), expected);
 }
 
 #[test]
@@ -457,7 +458,7 @@ fn one_two_and_three_fragments_send_every_parameter_once_in_h_steps() {
         };
         // The other replica did nothing: the mean is half of this one's.
         let mut d = begun(
-            Scripted::new(|own| own.iter().map(|x| x / 2.0).collect()),
+            ScriptedReplica::averaging(|own| own.iter().map(|x| x / 2.0).collect()),
             &[1, 1, 1],
             config,
         );
@@ -511,7 +512,7 @@ fn a_round_touches_its_own_fragment_only_once_each_way_and_one_parameter_at_a_ti
         delay: 1,
         ..DilocoConfig::default()
     };
-    let mut replica = Scripted::identical();
+    let mut replica = ScriptedReplica::identical();
     replica.snapshots = false;
     let params = Watched {
         inner: params(&[2, 1, 2, 1, 2, 1]),
@@ -542,7 +543,7 @@ fn adamw_as_the_outer_optimizer_follows_the_hand_computed_history() {
         outer: OuterOptimizer::AdamW { lr: 0.25 },
         ..DilocoConfig::diloco(2)
     };
-    let mut d = begun(Scripted::identical(), &[1], config);
+    let mut d = begun(ScriptedReplica::identical(), &[1], config);
     for round in 1..=4u8 {
         inner_steps(&mut d, 2);
         let global = d.params().get(0).unwrap()[0];
@@ -553,7 +554,7 @@ fn adamw_as_the_outer_optimizer_follows_the_hand_computed_history() {
 #[test]
 fn inv6_a_bucket_that_comes_back_short_is_a_lost_reduction() {
     let mut short = true;
-    let replica = Scripted::new(move |own| {
+    let replica = ScriptedReplica::averaging(move |own| {
         let most = own.len() - usize::from(std::mem::take(&mut short));
         own[..most].to_vec()
     });

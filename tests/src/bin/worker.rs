@@ -184,7 +184,7 @@ fn run(args: &[String]) -> Result<()> {
                 report.step,
                 report.epoch,
                 report.contributors,
-                diloco.global_hash()
+                diloco.global_hash()?
             ));
         }
         if diloco.is_finished() {
@@ -200,7 +200,7 @@ fn run(args: &[String]) -> Result<()> {
         reports.extend(diloco.after_inner_step(&mut position)?);
     }
     diloco.finish(&mut position)?;
-    say(&format!("finished {}", diloco.global_hash()));
+    say(&format!("finished {}", diloco.global_hash()?));
     Ok(())
 }
 

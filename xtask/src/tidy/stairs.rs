@@ -33,6 +33,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("odd-plugin", Place::Around),
     ("oxccl-examples", Place::Around),
     ("oxccl-tests", Place::Around),
+    ("training-rig", Place::Around),
     ("xtask", Place::Around),
 ];
 

@@ -19,7 +19,10 @@ const GRADIENT: &str = "diloco/gradient";
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Everything that this replica goes on from, for a checkpoint on disk: the state that also heals, the step, and the outer
     /// gradient of a round in flight. Between any two inner steps.
+    ///
+    /// Errors: `InvalidState` after an error that left the state in part written; those of a device that holds parameters or copies.
     pub fn save(&mut self, inner: &mut dyn State) -> Result<StateDict> {
+        self.check_whole()?;
         let mut out = StateDict::new();
         out.insert_i64s(STEP, &[self.step()])?;
         let gradient = self.round.as_ref().map(|r| &r.gradient).filter(|g| !g.is_empty());
@@ -49,7 +52,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             None => None,
         };
         let fragment = self.fragments.get(self.fragment_at(now));
-        let expected = fragment.map(|f| f.global.iter().map(Vec::len).sum::<usize>());
+        let expected = fragment.map(|f| f.global.counts().sum::<usize>());
         if let (Some(gradient), Some(expected)) = (&gradient, expected)
             && gradient.len() != expected
         {

@@ -1,0 +1,112 @@
+//! The arithmetic of a round on one fragment: its outer gradient, the outer step, and what the local parameters take of it.
+//!
+//! One tensor at a time: copies may lie on a device ([`Copies`](crate::backup::Copies)), and so may the parameters.
+
+use ftcore::{Error, ErrorKind, Result};
+use manager::Replica;
+
+use crate::state::Fragment;
+use crate::{Diloco, Parameters};
+
+impl<R: Replica, P: Parameters> Diloco<R, P> {
+    /// `global − local` over the members of `fragment`, flat; with eager updates `base − local`.
+    pub(super) fn outer_gradient(&self, fragment: usize) -> Result<Vec<f32>> {
+        let mut flat = Vec::new();
+        if let Some(state) = self.fragments.get(fragment) {
+            let from = state.base.as_ref().unwrap_or(&state.global);
+            for (slot, &i) in self.plan.members(fragment).iter().enumerate() {
+                from.read(slot, &mut |from| {
+                    self.params.read(i, &mut |local| {
+                        flat.extend(from.iter().zip(local).map(|(g, l)| g - l))
+                    })
+                })?;
+            }
+        }
+        Ok(flat)
+    }
+
+    /// Lets the local parameters of `fragment` go on from the outer step that this replica's `own` part of the mean alone
+    /// would make. The outer state itself stays as it is.
+    pub(super) fn look_ahead(&mut self, fragment: usize, own: &[f32]) -> Result<()> {
+        let Some(state) = self.fragments.get_mut(fragment) else {
+            return Ok(());
+        };
+        let Some(base) = &mut state.base else {
+            return Ok(());
+        };
+        let mut optimizer = state.optimizer.boxed_clone();
+        optimizer.begin_step();
+        let mut rest = own;
+        for (slot, &i) in self.plan.members(fragment).iter().enumerate() {
+            let mut values = state.global.get(slot)?;
+            let part = next_part(&mut rest, values.len())?;
+            optimizer.update(slot, &mut values, part)?;
+            self.params
+                .write(i, &mut |local| local.copy_from_slice(&values))?;
+            base.store(slot, &values)?;
+        }
+        Ok(())
+    }
+
+    /// The outer step on `fragment`, then the mix into the local parameters; the round is over.
+    pub(super) fn apply(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
+        self.count = 0;
+        let applied = self.outer_step(fragment, mean);
+        if let Err(e) = &applied {
+            self.torn = Some(e.clone());
+        }
+        applied
+    }
+
+    fn outer_step(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
+        if mean.is_empty() {
+            return Ok(());
+        }
+        let Some(state) = self.fragments.get_mut(fragment) else {
+            return Ok(());
+        };
+        let Fragment {
+            global, optimizer, ..
+        } = state;
+        optimizer.begin_step();
+        // With eager updates the local parameters take the result over when their next part of it is added (`look_ahead`).
+        let alpha = (!self.config.eager).then_some(self.config.mixing);
+        let counts: Vec<usize> = global.counts().collect();
+        let mut rest = mean;
+        for ((slot, &i), count) in self.plan.members(fragment).iter().enumerate().zip(counts) {
+            let (part, params) = (next_part(&mut rest, count)?, &mut self.params);
+            global.update(slot, &mut |global| {
+                optimizer.update(slot, global, part)?;
+                match alpha {
+                    Some(alpha) => params.write(i, &mut |local| mix(local, global, alpha)),
+                    None => Ok(()),
+                }
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// `local` becomes `α · local + (1 − α) · global`.
+fn mix(local: &mut [f32], global: &[f32], alpha: f32) {
+    for (l, g) in local.iter_mut().zip(global) {
+        // α = 0 must give the global value exactly, and α = 1 the local one.
+        *l = if alpha == 0.0 {
+            *g
+        } else {
+            alpha * *l + (1.0 - alpha) * *g
+        };
+    }
+}
+
+/// Takes the next `count` values off `rest`.
+fn next_part<'a>(rest: &mut &'a [f32], count: usize) -> Result<&'a [f32]> {
+    let (part, tail) = rest.split_at_checked(count).ok_or_else(|| {
+        Error::new(
+            ErrorKind::Internal,
+            "the reduced fragment is shorter than its parameters",
+        )
+    })?;
+    *rest = tail;
+    Ok(part)
+}
