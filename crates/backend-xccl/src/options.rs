@@ -7,7 +7,8 @@
 //!   and with `call`, counting costs small all-reduces two copies and large ones a second, tiny one. Off, averages divide by the
 //!   world size and the feature is not advertised. All ranks must say the same.
 //!
-//! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels: there are none here.
+//! `cga_cluster_size`, `min_ctas`, `max_ctas`, stream priorities and `split_share` steer GPU kernels; oneCCL's C API takes none of
+//! them, on any device.
 
 use std::time::Duration;
 

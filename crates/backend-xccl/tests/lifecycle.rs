@@ -18,6 +18,7 @@ use ftcore::{
     ReduceOp, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
 };
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use oneccl_sys::output::ENV_STDOUT;
 
 const CASE: &str = "OXCCL_LIFECYCLE_CASE";
 const RANK: &str = "OXCCL_LIFECYCLE_RANK";
@@ -46,7 +47,7 @@ struct Case {
     body: fn(&Rank) -> Outcome,
 }
 
-const CASES: [Case; 8] = [
+const CASES: [Case; 9] = [
     Case {
         name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
         world: 2,
@@ -81,6 +82,13 @@ const CASES: [Case; 8] = [
         together: true,
         environment: &[("CCL_YIELD", "pause"), ("CCL_KVS_IFACE", "lo")],
         body: environment,
+    },
+    Case {
+        name: "the_librarys_log_stays_on_standard_output_for_who_asks",
+        world: 2,
+        together: true,
+        environment: &[(ENV_STDOUT, "keep")],
+        body: sum,
     },
     Case {
         name: "messages_of_other_sizes_fail_on_both_sides_and_nobody_is_stuck",
@@ -371,6 +379,15 @@ fn messages(rank: &Rank) -> Outcome {
     Ok(group.shutdown(soon())?)
 }
 
+/// One communicator, one call.
+fn sum(rank: &Rank) -> Outcome {
+    let group = group(rank, GroupOptions::default())?;
+    group
+        .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)?
+        .wait(soon())?;
+    Ok(group.shutdown(soon())?)
+}
+
 fn run(case: &Case) -> Outcome {
     let server = TcpStoreServer::bind("127.0.0.1:0")?;
     let program = std::env::current_exe()?;
@@ -385,13 +402,14 @@ fn run(case: &Case) -> Outcome {
         for (name, _) in std::env::vars().filter(|(n, _)| n.starts_with("CCL_") || n.starts_with("FI_")) {
             command.env_remove(name);
         }
+        command.env_remove(ENV_STDOUT);
         command
             .env(CASE, case.name)
             .env(RANK, rank.to_string())
             .env(STORE, format!("127.0.0.1:{}", server.port()))
             .envs(environment.iter().map(|(name, value)| (name, value.as_str())))
             .stdin(Stdio::null())
-            .stdout(Stdio::null())
+            .stdout(Stdio::piped())
             .stderr(Stdio::piped())
             .spawn()
     };
@@ -406,6 +424,12 @@ fn run(case: &Case) -> Outcome {
     let mut failures = String::new();
     for output in outputs {
         let output = output?;
+        // oneCCL always has a warning to log when a communicator starts; the ranks themselves print nothing.
+        let said = String::from_utf8_lossy(&output.stdout);
+        let kept = case.environment.iter().any(|(name, _)| *name == ENV_STDOUT);
+        if said.contains("CCL_WARN") != kept || said.is_empty() == kept {
+            failures += &format!("on standard output: '{said}'\n");
+        }
         if !output.status.success() {
             failures += &format!("{}: {}\n", output.status, String::from_utf8_lossy(&output.stderr));
         }

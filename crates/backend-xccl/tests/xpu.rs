@@ -58,7 +58,7 @@ const fn case(name: &'static str, world: u32, body: fn(&Rank) -> Outcome) -> Cas
     }
 }
 
-const CASES: [Case; 14] = [
+const CASES: [Case; 15] = [
     case(
         "l09_a_fill_a_reduction_and_a_copy_on_one_queue_need_no_wait",
         2,
@@ -78,6 +78,11 @@ const CASES: [Case; 14] = [
         "a_stream_that_waits_for_a_failed_operation_says_so",
         2,
         order::failed,
+    ),
+    case(
+        "copies_after_a_call_are_done_when_their_events_say_so",
+        2,
+        order::copies_after_calls,
     ),
     case(
         "memory_given_up_in_the_middle_of_a_copy_is_freed_after_it",

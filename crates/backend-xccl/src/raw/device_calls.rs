@@ -1,17 +1,28 @@
-//! oneCCL's calls over device memory and a queue. As those over slices (`comm`), but nothing is waited for: the caller keeps the
-//! memory until the queue has done the work.
+//! oneCCL's calls over device memory and a queue. As those over slices (`comm`), but the caller keeps the memory until the queue has
+//! done the work.
 //!
 //! On SYCL's CPU device every call blocks until all ranks have made it; on a GPU it may only enqueue. Nobody above relies on
-//! either.
+//! either. What is waited for here is the host task that every call leaves on the queue: see [`Comm::outcome_on`].
 
 use ftcore::{DType, Result};
-use oneccl_sys::RedOp;
+use oneccl_sys::{RedOp, ResultCode};
 
 use super::comm::{Comm, int, moved, sizes};
 use super::exit::Call;
 use super::sycl::{Queue, Span};
 
 impl Comm {
+    /// What a call has come to, once the queue has nothing left to do.
+    ///
+    /// Every collective leaves a host task on the queue. What is enqueued behind one that has not run yet is handed on by SYCL's own
+    /// thread, and the event of such a command was seen to be complete, to a poll and to a wait, just before the command ran
+    /// (about once in half a million copies; `fixtures/c/sycl_early_event.c` shows it without a line of ours): a copy to the
+    /// host then gave old values and wrote to memory that its owner had freed (INV-8). So nothing is ever enqueued behind one.
+    fn outcome_on(&self, queue: &Queue, call: &str, code: ResultCode) -> Result<()> {
+        self.outcome(call, code)?;
+        queue.settle()
+    }
+
     /// Reduces in place on all ranks.
     pub(crate) fn all_reduce_on(&self, queue: &Queue, data: Span, dtype: DType, op: RedOp) -> Result<()> {
         let kind = Self::reducible(dtype)?;
@@ -29,7 +40,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclAllReduce", code)
+        self.outcome_on(queue, "onecclAllReduce", code)
     }
 
     /// Reduces `from` of all ranks into `into` on the root; `into` has the same length everywhere.
@@ -59,7 +70,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclReduce", code)
+        self.outcome_on(queue, "onecclReduce", code)
     }
 
     /// `data` becomes the root's.
@@ -78,7 +89,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclBroadcast", code)
+        self.outcome_on(queue, "onecclBroadcast", code)
     }
 
     /// `into` becomes the `from` of all ranks, one after the other.
@@ -97,7 +108,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclAllGather", code)
+        self.outcome_on(queue, "onecclAllGather", code)
     }
 
     /// `into` becomes this rank's part of the reduction of `from`.
@@ -128,7 +139,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclReduceScatter", code)
+        self.outcome_on(queue, "onecclReduceScatter", code)
     }
 
     /// Part r of `from` goes to rank r, part r of `into` comes from it; all parts have one length.
@@ -156,7 +167,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclAllToAll", code)
+        self.outcome_on(queue, "onecclAllToAll", code)
     }
 
     /// Sends to `peer`.
@@ -179,7 +190,7 @@ impl Comm {
                 queue.pointer(),
             )
         };
-        self.outcome("onecclSend", code)
+        self.outcome_on(queue, "onecclSend", code)
     }
 
     /// Receives as many bytes as `peer` sends.
@@ -193,6 +204,6 @@ impl Comm {
         let _call = Call::enter();
         // SAFETY: INV-8 the span is alive until the queue is done (see Span) and holds `count` elements.
         let code = unsafe { call(data.pointer(), count, kind, int(peer), self.raw, queue.pointer()) };
-        self.outcome("onecclRecv", code)
+        self.outcome_on(queue, "onecclRecv", code)
     }
 }

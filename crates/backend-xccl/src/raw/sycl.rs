@@ -266,6 +266,12 @@ impl Queue {
         Self::event(unsafe { (sycl()?.functions.queue_barrier)(self.0) }, "a barrier")
     }
 
+    /// Waits, for as long as it takes, until what is on the queue has been handed to the device, host tasks done: commands that are
+    /// enqueued now go to the device at once, and their events can be relied on (see `Comm::outcome_on`).
+    pub(crate) fn settle(&self) -> Result<()> {
+        self.barrier()?.finish()
+    }
+
     /// Later commands wait for `event`.
     pub(crate) fn wait_for(&self, event: &EventHandle) -> Result<EventHandle> {
         let list = [event.0];

@@ -109,5 +109,10 @@ pub(crate) fn copy_out(core: &Arc<Core>, from: &Tensor, to: &mut [u8]) -> Result
     if to.is_empty() {
         return Ok(());
     }
-    core.command()?.copy_out(Span::of(from), to)
+    let queue = core.command()?;
+    if core.is_foreign {
+        // There may be host tasks on it, behind which no copy to borrowed memory can be told to be done.
+        queue.settle()?;
+    }
+    queue.copy_out(Span::of(from), to)
 }

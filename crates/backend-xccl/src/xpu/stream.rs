@@ -23,7 +23,7 @@ pub(crate) struct Core {
     pub(crate) xpu: Arc<Xpu>,
     pub(crate) queue: Queue,
     /// The caller's own queue.
-    is_foreign: bool,
+    pub(crate) is_foreign: bool,
     gates: Mutex<Vec<XpuEvent>>,
 }
 

@@ -1,123 +1,29 @@
 //! Training state that lives on the device: DiLoCo over a side stream, and checkpoints.
 
 use std::sync::Arc;
-use std::time::Instant;
 
-use backend_gloo::GlooGroup;
 use backend_xccl::xpu::{XpuStream, device_for_replica};
 use checkpoint::{Snapshot, StateDict, StateTensor};
-use diloco::{Diloco, DilocoConfig, Parameters, SliceParameters};
-use ftcore::{
-    Collective, Configuration, DType, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, Traffic,
-};
-use manager::{ManagedWork, Participation, Replica, State};
+use diloco::{Backup, Diloco, DilocoConfig, Parameters, SliceParameters, TensorParameters};
+use ftcore::{DType, Device, Result, Store, Stream, Tensor};
+use manager::State;
+use training_rig::{ScriptedReplica, gloo, ranks};
 
-use super::{Memory, Outcome, Rank, ensure, soon};
+use super::{Memory, Outcome, Rank, ensure};
 
 const SIZES: [usize; 3] = [700, 512, 33];
 
+/// The parameters, all zero, each by its name.
+fn named<T>(zeros: impl Fn(usize) -> Outcome<T>) -> Outcome<Vec<(String, T)>> {
+    let one = |(i, n): (usize, &usize)| Ok((format!("p{i}"), zeros(*n)?));
+    SIZES.iter().enumerate().map(one).collect()
+}
+
 /// Parameters on the device. What DiLoCo reads and writes crosses on a stream of its own, through USM host memory.
-struct OnDevice {
-    memory: Memory,
-    side: Arc<dyn Stream>,
-    names: Vec<String>,
-    tensors: Vec<Tensor>,
-    host: Vec<Tensor>,
-}
-
-impl OnDevice {
-    fn new(index: u32) -> Outcome<Self> {
-        let memory = Memory::on(index)?;
-        let host = |n: &usize| memory.xpu.alloc_host(index, DType::F32, &[*n]);
-        Ok(Self {
-            side: memory.stream()?,
-            names: (0..SIZES.len()).map(|i| format!("p{i}")).collect(),
-            tensors: SIZES
-                .iter()
-                .map(|n| memory.with(&vec![0.0; *n]))
-                .collect::<Outcome<_>>()?,
-            host: SIZES.iter().map(host).collect::<Result<_>>()?,
-            memory,
-        })
-    }
-}
-
-impl Parameters for OnDevice {
-    fn len(&self) -> usize {
-        self.tensors.len()
-    }
-    fn name(&self, i: usize) -> &str {
-        self.names.get(i).map_or("", String::as_str)
-    }
-    fn count(&self, i: usize) -> usize {
-        self.tensors.get(i).map_or(0, Tensor::count)
-    }
-    fn read(&self, i: usize, f: &mut dyn FnMut(&[f32])) -> Result<()> {
-        let mut host = self
-            .memory
-            .xpu
-            .alloc_host(self.memory.index, DType::F32, &[self.count(i)])?;
-        self.memory
-            .xpu
-            .copy_out(&self.tensors[i], host.bytes_mut(), &*self.side)?;
-        f(host.as_slice::<f32>()?);
-        Ok(())
-    }
-    fn write(&mut self, i: usize, f: &mut dyn FnMut(&mut [f32])) -> Result<()> {
-        let host = &mut self.host[i];
-        let xpu = &self.memory.xpu;
-        xpu.copy_out(&self.tensors[i], host.bytes_mut(), &*self.side)?;
-        f(host.as_mut_slice::<f32>()?);
-        xpu.copy_in(host.bytes(), &mut self.tensors[i], &*self.side)
-    }
-}
-
-/// A replica in a world of two in which nobody fails.
-struct Member {
-    group: GlooGroup,
-    rank: u32,
-    step: i64,
-    error: Option<Error>,
-}
-
-impl Replica for Member {
-    fn start_quorum(&mut self, _: &mut dyn State, _: Instant) -> Result<Participation> {
-        Ok(Participation {
-            epoch: 1,
-            step: self.step,
-            replica_rank: self.rank,
-            replica_world_size: 2,
-            contributes: true,
-            healed: None,
-            members: vec!["0".into(), "1".into()],
-        })
-    }
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        let work = self
-            .group
-            .run(Collective::AllReduce { tensors, op }, SubmitOptions::by(soon()));
-        ManagedWork::submitted(work.map_err(Error::from).expect("it is configured"))
-    }
-    fn should_commit(&mut self, _: Instant) -> Result<bool> {
-        self.step += 1;
-        Ok(true)
-    }
-    fn current_step(&self) -> i64 {
-        self.step
-    }
-    fn report_error(&mut self, error: Error) {
-        self.error = Some(error);
-    }
-    fn error(&self) -> Option<Error> {
-        self.error.clone()
-    }
-    fn traffic(&self) -> Traffic {
-        Traffic::default()
-    }
-    fn leave(&mut self, _: Instant) -> Result<()> {
-        Ok(())
-    }
+fn on_device(index: u32) -> Outcome<TensorParameters> {
+    let memory = Memory::on(index)?;
+    let tensors: Vec<(String, Tensor)> = named(|n| memory.with(&vec![0.0; n]))?;
+    Ok(TensorParameters::new(tensors, Some(memory.stream()?))?)
 }
 
 /// How many inner steps were made.
@@ -133,29 +39,18 @@ impl State for Walk {
     }
 }
 
-/// After twelve inner steps: the hash of what all replicas have in common, and this one's parameters by bits.
-fn train<P: Parameters>(rank: u32, store: Arc<dyn Store>, params: P) -> Outcome<(String, Vec<Vec<u32>>)> {
-    let group = GlooGroup::new("d", GroupOptions::default())?;
-    group.configure(Configuration {
-        store,
-        prefix: "d".into(),
-        name: "d".into(),
-        epoch: Epoch(1),
-        rank,
-        world_size: 2,
-        deadline: soon(),
-    })?;
-    let member = Member {
-        group,
-        rank,
-        step: 0,
-        error: None,
-    };
+/// What a replica ends with: the hash of what all have in common, its parameters by bits, and where its backup copies lie.
+type Ended = (String, Vec<Vec<u32>>, Device);
+
+/// Twelve inner steps, which differ from rank to rank.
+fn train<P: Parameters>(rank: u32, store: &Arc<dyn Store>, params: P, backup: Backup) -> Outcome<Ended> {
+    let member = ScriptedReplica::connected(gloo(1, store, (rank, 2)), (rank, 2));
     let config = DilocoConfig {
         sync_every: 4,
         fragments: 2,
         delay: 1,
         mixing: 0.5,
+        backup,
         ..DilocoConfig::default()
     };
     let layer = |name: &str| name[1..].parse().expect("a number");
@@ -182,40 +77,50 @@ fn train<P: Parameters>(rank: u32, store: Arc<dyn Store>, params: P) -> Outcome<
             .params()
             .read(i, &mut |w| all.push(w.iter().map(|v| v.to_bits()).collect()))?;
     }
-    Ok((diloco.global_hash(), all))
+    let lies = diloco.backup_device().clone();
+    Ok((diloco.global_hash()?, all, lies))
 }
 
-/// Two replica groups of one host, each on its device; and the same over plain vectors.
+/// Two replica groups of one host, each on its device, with backup copies on the host and on the device; and the same over plain vectors.
 pub(crate) fn diloco_rounds(_: &Rank) -> Outcome {
-    let both = |on_device: bool| -> Outcome<Vec<(String, Vec<Vec<u32>>)>> {
-        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        std::thread::scope(|scope| {
-            let ranks: Vec<_> = (0..2u32)
-                .map(|rank| {
-                    let store = store.clone();
-                    scope.spawn(move || {
-                        if on_device {
-                            let device = device_for_replica(rank)?;
-                            ensure(device.index == rank, || format!("{device}"))?;
-                            return train(rank, store, OnDevice::new(device.index)?);
-                        }
-                        let plain = SIZES
-                            .iter()
-                            .zip(0..)
-                            .map(|(n, i)| (format!("p{i}"), vec![0.0; *n]));
-                        train(rank, store, SliceParameters::new(plain.collect()))
-                    })
-                })
-                .collect();
-            ranks.into_iter().map(|r| r.join().expect("no panic")).collect()
+    let both = |device: Option<Backup>| -> Outcome<Vec<Ended>> {
+        ranks(2, |rank, store| {
+            let Some(backup) = device else {
+                let plain = SliceParameters::new(named(|n| Ok(vec![0.0; n]))?);
+                return train(rank, store, plain, Backup::Host);
+            };
+            let own = device_for_replica(rank)?;
+            ensure(own.index == rank, || format!("{own}"))?;
+            let ended = train(rank, store, on_device(own.index)?, backup)?;
+            let wanted = if backup == Backup::Device {
+                own
+            } else {
+                Device::CPU
+            };
+            ensure(ended.2 == wanted, || {
+                format!("the backup lies on {}, not on {wanted}", ended.2)
+            })?;
+            Ok(ended)
         })
+        .into_iter()
+        .collect()
     };
-    let (device, host) = (both(true)?, both(false)?);
-    ensure(device[0].0 == device[1].0, || "the replicas ended apart".into())?;
-    ensure(device[0].1.iter().flatten().any(|bits| *bits != 0), || {
+    let host = both(None)?;
+    ensure(host[0].0 == host[1].0, || "the replicas ended apart".into())?;
+    ensure(host[0].1.iter().flatten().any(|bits| *bits != 0), || {
         "nothing was trained".into()
     })?;
-    ensure(device == host, || "device memory changed bits".into())
+    for backup in [Backup::Host, Backup::Device] {
+        let device = both(Some(backup))?;
+        let same = device
+            .iter()
+            .zip(&host)
+            .all(|(d, h)| (&d.0, &d.1) == (&h.0, &h.1));
+        ensure(same, || {
+            format!("device memory changed bits, with the backup in {backup}")
+        })?;
+    }
+    Ok(())
 }
 
 /// The training stream copies the parameters aside and goes on at once; a side stream carries that copy to the host and to disk.

@@ -1,0 +1,291 @@
+//! The life of an isolated group: which child serves an epoch, abort, good-bye and split.
+
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ftcore::{Configuration, Epoch, Error, ErrorKind, Feature, Result};
+
+use super::{Handle, IsolatedGroup, State};
+use crate::front::Front;
+use crate::link::Link;
+use crate::peers::{self, Peers};
+use crate::wire::frames::{Order, Settled};
+use crate::{clock, nursery};
+
+/// What a backend gets to tell the other ranks of an abort before SIGKILL. INV-2 gives 100 ms in all.
+const LAST_WORDS: Duration = Duration::from_millis(60);
+/// What a child gets to say good-bye and exit.
+const GOODBYE: Duration = Duration::from_millis(500);
+/// A backend reports the end of a call by its deadline; after this much more it is not going to.
+const MARGIN: Duration = Duration::from_secs(2);
+
+impl Handle {
+    /// A child to configure, and whether it is another one than before.
+    fn child_for(&self, epoch: Epoch, deadline: Instant) -> Result<Arc<Link>> {
+        let old = {
+            let mut state = self.lock();
+            match &state.link {
+                Some(link) if self.core.reuses && link.is_fresh() && !state.shut => return Ok(link.clone()),
+                // Not configured yet: whatever the backend, a first time is always possible.
+                Some(link) if state.last_epoch.is_none() && link.is_fresh() && !state.shut => {
+                    return Ok(link.clone());
+                }
+                _ => state.link.take(),
+            }
+        };
+        if self.number != 0 {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "this group was split from one whose child process has ended; configure that one and split again",
+            ));
+        }
+        if let Some(old) = old {
+            let text = format!("configured again at epoch {epoch}");
+            old.detach(0, Error::new(ErrorKind::Aborted, text));
+        }
+        let spent = self.front.take_traffic();
+        {
+            let mut state = self.lock();
+            state.traffic.sent += spent.sent;
+            state.traffic.received += spent.received;
+        }
+        let link = match self.core.spare.take(deadline) {
+            Some(link) => link,
+            None => nursery::start(&self.core.options, &self.core.pool, deadline)?.link,
+        };
+        link.attach_first(&self.front);
+        let mut state = self.lock();
+        state.link = Some(link.clone());
+        if let Some(cancelled) = &state.cancelled {
+            link.end(cancelled.clone(), None, Duration::ZERO);
+        }
+        Ok(link)
+    }
+
+    fn connect(&self, configuration: &Configuration) -> Result<Settled> {
+        let deadline = configuration.deadline;
+        let link = self.child_for(configuration.epoch, deadline)?;
+        let watched = !self.core.tells && configuration.world_size > 1;
+        if watched {
+            peers::publish(configuration, &link)?;
+        }
+        let store = link.stores()?.offer(configuration.store.clone());
+        let result = link.call(
+            |call| Order::Configure {
+                call,
+                group: self.number,
+                store,
+                prefix: configuration.prefix.clone(),
+                name: configuration.name.clone(),
+                epoch: configuration.epoch.0,
+                rank: configuration.rank,
+                world: configuration.world_size,
+                deadline,
+            },
+            Some(self.front.clone()),
+            clock::later(deadline, MARGIN),
+        );
+        if let Err(e) = &result {
+            let unanswered =
+                e.kind() == ErrorKind::Timeout && ftcore::time_left(clock::later(deadline, MARGIN)).is_zero();
+            if unanswered || !self.core.reuses {
+                link.end(e.clone(), None, Duration::ZERO);
+            }
+        }
+        if watched && result.is_ok() {
+            let peers = Peers::watch(configuration, link, self.front.clone())?;
+            self.lock().peers = Some(peers);
+        }
+        result
+    }
+
+    pub(super) fn configure(&self, configuration: &Configuration) -> Result<()> {
+        let named = |e: Error| {
+            if e.context().op.is_some() {
+                return e;
+            }
+            e.with_op("configure")
+                .with_rank(configuration.rank)
+                .with_epoch(configuration.epoch.0)
+        };
+        if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
+            return Err(named(Error::invalid(format!(
+                "rank {} does not exist in a world of {}",
+                configuration.rank, configuration.world_size
+            ))));
+        }
+        {
+            let mut state = self.lock();
+            if state.configuring {
+                return Err(named(Error::new(
+                    ErrorKind::InvalidState,
+                    "another thread is configuring this group right now",
+                )));
+            }
+            if let Some(last) = state.last_epoch.filter(|&last| configuration.epoch <= last) {
+                return Err(named(Error::invalid(format!(
+                    "epoch {} is not larger than {last}, which this group had already",
+                    configuration.epoch
+                ))));
+            }
+            state.configuring = true;
+            state.peers = None;
+            state.cancelled = None;
+            state.failure = None;
+            state.settled = None;
+            state.name.clone_from(&configuration.name);
+        }
+        let connected = self.connect(configuration);
+        let mut state = self.lock();
+        state.configuring = false;
+        state.last_epoch = Some(configuration.epoch);
+        state.shut = false;
+        match connected {
+            Ok(settled) => {
+                state.settled = Some(settled);
+                // The answer and an abort may have crossed.
+                if let Some(cancelled) = state.cancelled.take() {
+                    self.front.poison(&cancelled);
+                }
+                drop(state);
+                if self.core.options.spare {
+                    self.core.spare.prepare(&self.core.options, &self.core.pool);
+                }
+                Ok(())
+            }
+            Err(error) => {
+                let error = named(state.cancelled.take().unwrap_or(error));
+                state.failure = Some(error.clone());
+                Err(error)
+            }
+        }
+    }
+
+    pub(super) fn abort(&self, reason: &str) {
+        let mut state = self.lock();
+        let (rank, epoch) = state.settled.as_ref().map_or((0, 0), |s| (s.rank, s.epoch));
+        let text = format!("rank {rank} aborted the group: {reason}");
+        let error = Error::new(ErrorKind::Aborted, text).with_epoch(epoch);
+        if state.configuring {
+            state.cancelled.get_or_insert_with(|| {
+                Error::new(
+                    ErrorKind::Aborted,
+                    format!("aborted while it was being configured: {reason}"),
+                )
+            });
+        } else if state.settled.is_none() || state.shut {
+            return;
+        } else {
+            self.front.poison(&error);
+        }
+        let watched = state
+            .peers
+            .as_ref()
+            .map(|peers| peers.tell(error.clone()))
+            .is_some();
+        let Some(link) = state.link.clone() else { return };
+        drop(state);
+        let tell = Order::Abort {
+            group: self.number,
+            reason: reason.to_string(),
+        };
+        match (self.number, self.core.tells) {
+            (0, true) => link.end_after_words(error, Some(tell), LAST_WORDS),
+            (_, false) if watched => link.end_after_words(error, None, LAST_WORDS),
+            (_, false) => link.end(error, None, Duration::ZERO),
+            (_, true) => link.abort_group(self.number, reason, error, LAST_WORDS),
+        }
+    }
+
+    pub(super) fn shutdown(&self, deadline: Instant) -> Result<()> {
+        let link = {
+            let mut state = self.lock();
+            if std::mem::replace(&mut state.shut, true) || state.settled.is_none() {
+                return Ok(());
+            }
+            state.link.clone()
+        };
+        let Some(link) = link.filter(|l| l.unusable().is_none()) else {
+            return Ok(());
+        };
+        if let Some(peers) = &self.lock().peers {
+            peers.leave();
+        }
+        let number = self.number;
+        let result = link.call(
+            |call| Order::Shutdown {
+                call,
+                group: number,
+                deadline,
+            },
+            None,
+            clock::later(deadline, MARGIN),
+        );
+        if self.number == 0 && link.is_alone() {
+            let error = Error::new(ErrorKind::InvalidState, "the group is shut down");
+            // Its end is no failure of the group.
+            link.mute(self.number);
+            link.end(error, Some(Order::Leave), GOODBYE);
+            // Its end is on its way; whoever counts processes may want to see it.
+            link.wait_gone(clock::later(Instant::now(), GOODBYE * 2));
+        }
+        match result {
+            // It ended meanwhile: nothing is left to shut down.
+            Err(e) if e.kind() == ErrorKind::Aborted => Ok(()),
+            other => other.map(drop),
+        }
+    }
+
+    pub(super) fn split(
+        self: &Arc<Self>,
+        color: Option<u32>,
+        key: u32,
+        deadline: Instant,
+    ) -> Result<Option<IsolatedGroup>> {
+        let (link, ..) = self.ready().map_err(|e| e.with_op("split"))?;
+        if !self.core.capabilities.has(Feature::Split) {
+            let text = format!("backend '{}' cannot split", self.core.options.backend);
+            return Err(Error::unsupported(text).with_op("split"));
+        }
+        let front = Arc::new(Front::default());
+        let new = link.attach(&front);
+        let result = link.call(
+            |call| Order::Split {
+                call,
+                group: self.number,
+                new,
+                color,
+                key,
+                deadline,
+            },
+            None,
+            clock::later(deadline, MARGIN),
+        );
+        let unneeded = || Error::new(ErrorKind::Aborted, "the split gave this rank no group");
+        match result {
+            Ok(settled) if settled.exists => {
+                let epoch = Epoch(settled.epoch);
+                Ok(Some(IsolatedGroup(Arc::new(Self {
+                    core: self.core.clone(),
+                    number: new,
+                    front,
+                    state: Mutex::new(State {
+                        link: Some(link),
+                        name: settled.name.clone(),
+                        settled: Some(settled),
+                        last_epoch: Some(epoch),
+                        ..State::default()
+                    }),
+                }))))
+            }
+            Ok(_) => {
+                link.detach(new, unneeded());
+                Ok(None)
+            }
+            Err(e) => {
+                link.detach(new, unneeded());
+                Err(e)
+            }
+        }
+    }
+}

@@ -1,0 +1,304 @@
+//! The parent's view of one child: what was submitted and asked, and what becomes of it when the child ends.
+//!
+//! Callers put operations and calls in here and send their frames; the [`keeper`](crate::keeper) takes them out when the
+//! child reports, or when the child is gone. Memory that the child may still touch stays in here until then (INV-8).
+//! Here: the state, the handles on it, and the order to end; [`sending`] and [`reports`] are the two directions.
+
+mod reports;
+mod sending;
+
+use std::collections::HashMap;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::Child;
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use ftcore::{Capabilities, Error, ErrorKind, Result, time_left};
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
+use crate::channel::Receiver;
+use crate::clock;
+use crate::front::Front;
+use crate::options::IsolateOptions;
+use crate::output::Tail;
+use crate::pending::Pending;
+use crate::pool::{Known, Pool, Region};
+use crate::store::serve::Stores;
+use crate::wire::frames::{Order, Settled};
+
+/// How often a caller on the express socket looks whether its work has ended otherwise.
+const LOOK: Duration = Duration::from_millis(50);
+
+/// How the child is to end.
+#[derive(Clone)]
+pub(crate) struct Ending {
+    /// What pending work fails with.
+    pub(crate) error: Error,
+    /// What the child is told, so that it can tell the other ranks.
+    pub(crate) farewell: Option<Arc<Order>>,
+    /// Pending work fails when the child is killed or gone, not before: whoever sees it fail may end at once, and the child
+    /// with it, but the other ranks are to be told first.
+    pub(crate) hold: bool,
+    pub(crate) kill_at: Instant,
+}
+
+type Greeting = Result<(Capabilities, Option<String>)>;
+
+struct Call {
+    answer: SyncSender<Result<Settled>>,
+    /// Begins anew with a good answer.
+    front: Option<Arc<Front>>,
+}
+
+#[derive(Default)]
+struct State {
+    pending: HashMap<u64, Pending>,
+    /// Failed, but the child may still touch the caller's memory.
+    doomed: Vec<(Pending, Error)>,
+    /// Copies of tensors that the child may still touch.
+    quarantine: Vec<Region>,
+    calls: HashMap<u32, Call>,
+    greeting: Option<SyncSender<Greeting>>,
+    fronts: HashMap<u32, Weak<Front>>,
+    handles: u32,
+    next_id: u64,
+    next_call: u32,
+    next_group: u32,
+    /// Orders that a thread which must not block left to the keeper.
+    outbox: Vec<Order>,
+    /// Groups that were aborted alone, and until when the child may take to end their work.
+    soft: Vec<(u32, Instant, Error)>,
+    ending: Option<Ending>,
+    /// The child kept memory of an operation that failed.
+    tainted: bool,
+    /// The child is gone and collected, for this reason.
+    gone: Option<Error>,
+}
+
+/// One child process.
+pub(crate) struct Link {
+    pub(crate) pid: Pid,
+    pub(crate) pidfd: OwnedFd,
+    pub(crate) backend: String,
+    pub(crate) pool: Arc<Pool>,
+    pub(crate) tail: Tail,
+    socket: Arc<OwnedFd>,
+    waker: OwnedFd,
+    /// Held while a frame is sent: the segments that the child knows.
+    sending: Mutex<Known>,
+    state: Mutex<State>,
+    changed: Condvar,
+    stores: OnceLock<Arc<Stores>>,
+    /// Reports of operations for which a caller waits here, one at a time: no other thread has to wake for them.
+    express: Mutex<Receiver>,
+}
+
+/// Memory of a failed operation that never came back is leaked on purpose after this (INV-8).
+pub(crate) const LOST: Duration = Duration::from_secs(10);
+
+impl Link {
+    pub(crate) fn new(
+        child: &Child,
+        socket: Arc<OwnedFd>,
+        express: OwnedFd,
+        options: &IsolateOptions,
+        pool: Arc<Pool>,
+    ) -> Result<Self> {
+        let pid = i32::try_from(child.id())
+            .ok()
+            .and_then(Pid::from_raw)
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "a process id out of range"))?;
+        let pidfd = pidfd_open(pid, PidfdFlags::empty())
+            .map_err(|e| Error::io(format!("watch child process {pid}"), e.into()))?;
+        let waker = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::io("make an eventfd", e.into()))?;
+        set_socket_timeout(&express, Timeout::Recv, Some(LOOK))
+            .map_err(|e| Error::io("set up a socket", e.into()))?;
+        Ok(Self {
+            pid,
+            pidfd,
+            backend: options.backend.clone(),
+            pool,
+            tail: Tail::default(),
+            socket,
+            waker,
+            sending: Mutex::new(Known::default()),
+            state: Mutex::new(State {
+                next_group: 1,
+                ..State::default()
+            }),
+            changed: Condvar::new(),
+            stores: OnceLock::new(),
+            express: Mutex::new(Receiver::new(Arc::new(express), false)),
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(crate) fn set_stores(&self, stores: Arc<Stores>) {
+        drop(self.stores.set(stores));
+    }
+
+    pub(crate) fn stores(&self) -> Result<&Arc<Stores>> {
+        self.stores
+            .get()
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "a child process without stores"))
+    }
+
+    pub(crate) fn waker(&self) -> BorrowedFd<'_> {
+        self.waker.as_fd()
+    }
+
+    fn wake(&self) {
+        // It only fails when the counter is full, and then the keeper wakes all the same.
+        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+    }
+
+    /// The last lines of the child's output, as the end of a message.
+    pub(crate) fn tail_text(&self) -> String {
+        self.tail.text()
+    }
+
+    pub(crate) fn expect_greeting(&self, greeting: SyncSender<Greeting>) {
+        self.lock().greeting = Some(greeting);
+    }
+
+    // ---- handles
+
+    /// A new handle's group: its number and where its failures go.
+    pub(crate) fn attach(&self, front: &Arc<Front>) -> u32 {
+        let mut state = self.lock();
+        let number = state.next_group;
+        state.next_group += 1;
+        state.fronts.insert(number, Arc::downgrade(front));
+        state.handles += 1;
+        number
+    }
+
+    /// The first group of the child.
+    pub(crate) fn attach_first(&self, front: &Arc<Front>) {
+        let mut state = self.lock();
+        state.fronts.insert(0, Arc::downgrade(front));
+        state.handles += 1;
+    }
+
+    /// What happens from now on is no failure of `group`.
+    pub(crate) fn mute(&self, group: u32) {
+        self.lock().fronts.remove(&group);
+    }
+
+    /// True if an operation is pending that was there at `at` already.
+    pub(crate) fn pending_since(&self, at: Instant) -> bool {
+        self.lock().pending.values().any(|p| p.submitted <= at)
+    }
+
+    /// True if anything is pending.
+    pub(crate) fn is_busy(&self) -> bool {
+        !self.lock().pending.is_empty()
+    }
+
+    /// True if only one group lives in the child.
+    pub(crate) fn is_alone(&self) -> bool {
+        self.lock().handles <= 1
+    }
+
+    /// The handle of `group` is gone; with the last one the child goes too. Never blocks.
+    pub(crate) fn detach(&self, group: u32, error: Error) {
+        let last = {
+            let mut state = self.lock();
+            state.fronts.remove(&group);
+            state.handles = state.handles.saturating_sub(1);
+            if state.handles > 0 && state.ending.is_none() {
+                state.outbox.push(Order::Release { group });
+            }
+            state.handles == 0
+        };
+        if last {
+            self.end(error, Some(Order::Leave), Duration::from_millis(500));
+        } else {
+            self.wake();
+        }
+    }
+
+    // ---- its end
+
+    /// Why nothing can be asked of it, if so.
+    pub(crate) fn unusable(&self) -> Option<Error> {
+        let state = self.lock();
+        state
+            .gone
+            .clone()
+            .or_else(|| state.ending.as_ref().map(|e| e.error.clone()))
+    }
+
+    /// True if it can be configured again: alive, and no memory of an earlier failure is in its hands.
+    pub(crate) fn is_fresh(&self) -> bool {
+        let state = self.lock();
+        state.gone.is_none() && state.ending.is_none() && !state.tainted
+    }
+
+    /// Orders the end: pending work fails with `error`, the child gets `grace` after its `farewell`, then SIGKILL. Never
+    /// blocks. Of several orders the first error and the earliest end count.
+    pub(crate) fn end(&self, error: Error, farewell: Option<Order>, grace: Duration) {
+        self.end_with(error, farewell, grace, false);
+    }
+
+    /// As [`end`](Self::end), but pending work fails only once the child is killed or gone.
+    pub(crate) fn end_after_words(&self, error: Error, farewell: Option<Order>, grace: Duration) {
+        self.end_with(error, farewell, grace, true);
+    }
+
+    fn end_with(&self, error: Error, farewell: Option<Order>, grace: Duration, hold: bool) {
+        let kill_at = clock::later(Instant::now(), grace);
+        let mut state = self.lock();
+        match &mut state.ending {
+            Some(ending) => ending.kill_at = ending.kill_at.min(kill_at),
+            None => {
+                state.ending = Some(Ending {
+                    error,
+                    farewell: farewell.map(Arc::new),
+                    hold,
+                    kill_at,
+                });
+            }
+        }
+        drop(state);
+        self.wake();
+    }
+
+    /// Aborts one group of several in the child; if that takes too long, the child.
+    pub(crate) fn abort_group(&self, group: u32, reason: &str, error: Error, grace: Duration) {
+        let mut state = self.lock();
+        state.outbox.push(Order::Abort {
+            group,
+            reason: reason.to_string(),
+        });
+        state
+            .soft
+            .push((group, clock::later(Instant::now(), grace), error));
+        drop(state);
+        self.wake();
+    }
+
+    /// Waits until the child was collected; false at the deadline.
+    pub(crate) fn wait_gone(&self, deadline: Instant) -> bool {
+        let mut state = self.lock();
+        while state.gone.is_none() {
+            let left = time_left(deadline);
+            if left.is_zero() {
+                return false;
+            }
+            state = self
+                .changed
+                .wait_timeout(state, left)
+                .unwrap_or_else(PoisonError::into_inner)
+                .0;
+        }
+        true
+    }
+}
