@@ -32,6 +32,8 @@ pub fn frames(data: &[u8]) {
             // The number of elements of an offer, which is compared with what the receiver expects.
             ControlKind::Offer => u64::MAX,
             ControlKind::Data => wire::SEGMENT as u64,
+            // The number of elements of an offer whose bytes follow; these are compared with the limit, too.
+            ControlKind::Inline => wire::EAGER.max(wire::INLINE) as u64,
             _ => wire::MAX_TEXT as u64,
         };
         assert!(

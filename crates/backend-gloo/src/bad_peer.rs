@@ -12,7 +12,7 @@ use ftcore::{
 };
 
 use crate::GlooGroup;
-use crate::wire::{Control, ControlKind, DataHeader, Hello, Lane, SEGMENT, VERSION};
+use crate::wire::{Control, ControlKind, DataHeader, EAGER, Hello, Lane, SEGMENT, VERSION};
 
 pub(crate) fn soon() -> Instant {
     deadline_in(Duration::from_secs(20))
@@ -30,10 +30,11 @@ pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world
     }
 }
 
-/// The two connections of a rank that is not one of ours.
+/// The connections of a rank that is not one of ours.
 pub(crate) struct Stranger {
     pub(crate) data: TcpStream,
     pub(crate) control: TcpStream,
+    pub(crate) messages: TcpStream,
 }
 
 pub(crate) fn hello(lane: Lane, nonce: u64) -> Hello {
@@ -92,11 +93,16 @@ impl Stranger {
             stream
         };
         let data = open(Lane::Data);
+        let messages = open(Lane::Messages);
         let mut control = open(Lane::Control);
         control
             .write_all(&frame(ControlKind::Ready, lowest, 0).encode())
             .unwrap();
-        Self { data, control }
+        Self {
+            data,
+            control,
+            messages,
+        }
     }
 }
 
@@ -161,12 +167,11 @@ pub(crate) fn data_header(seq: u64, length: u64) -> DataHeader {
 }
 
 #[test]
-fn garbage_on_either_connection_is_a_protocol_error_that_names_the_rank() {
-    for control in [false, true] {
-        let e = after(|s| {
-            let stream = if control { &mut s.control } else { &mut s.data };
-            stream.write_all(&[0xAB; 300]).unwrap();
-        });
+fn garbage_on_any_connection_is_a_protocol_error_that_names_the_rank() {
+    let streams: [fn(&mut Stranger) -> &mut TcpStream; 3] =
+        [|s| &mut s.data, |s| &mut s.control, |s| &mut s.messages];
+    for stream in streams {
+        let e = after(|s| stream(s).write_all(&[0xAB; 300]).unwrap());
         assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
         assert_eq!(e.context().peer, Some(1), "{e}");
     }
@@ -175,11 +180,11 @@ fn garbage_on_either_connection_is_a_protocol_error_that_names_the_rank() {
 #[test]
 fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim() {
     type Break = (&'static str, fn(&mut Stranger), ErrorKind);
-    let ways: [Break; 9] = [
+    let ways: [Break; 14] = [
         (
             "bytes of a message that nobody accepted",
             |s| {
-                s.control
+                s.messages
                     .write_all(&frame(ControlKind::Data, 5, 100).encode())
                     .unwrap()
             },
@@ -189,7 +194,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             "a piece larger than pieces are",
             |s| {
                 let f = frame(ControlKind::Data, 5, SEGMENT as u64 + 1);
-                s.control.write_all(&f.encode()).unwrap();
+                s.messages.write_all(&f.encode()).unwrap();
             },
             ErrorKind::Protocol,
         ),
@@ -204,7 +209,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
         (
             "an accept of what was not offered",
             |s| {
-                s.control
+                s.messages
                     .write_all(&frame(ControlKind::Accept, 9, 0).encode())
                     .unwrap()
             },
@@ -215,18 +220,68 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             |s| {
                 let f = Control {
                     epoch: 7,
-                    ..frame(ControlKind::Offer, 0, 1)
+                    ..frame(ControlKind::Goodbye, 0, 0)
                 };
                 s.control.write_all(&f.encode()).unwrap();
             },
             ErrorKind::Protocol,
         ),
         (
+            "another epoch on the connection for messages",
+            |s| {
+                let f = Control {
+                    epoch: 7,
+                    ..frame(ControlKind::Offer, 0, 1)
+                };
+                s.messages.write_all(&f.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "a message on the control connection",
+            |s| {
+                let f = frame(ControlKind::Offer, 0, 1).encode();
+                s.control.write_all(&f).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "a good-bye on the connection for messages",
+            |s| {
+                let f = frame(ControlKind::Goodbye, 0, 0).encode();
+                s.messages.write_all(&f).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "more bytes than go with an offer, in large elements",
+            |s| {
+                let f = Control {
+                    code: DType::F64.code(),
+                    ..frame(ControlKind::Inline, 0, EAGER as u64)
+                };
+                s.messages.write_all(&f.encode()).unwrap();
+            },
+            ErrorKind::Protocol,
+        ),
+        (
+            "a message of another length than its receive",
+            |s| {
+                let f = Control {
+                    code: DType::F32.code(),
+                    a: 3,
+                    ..frame(ControlKind::Inline, 0, 999)
+                };
+                s.messages.write_all(&f.encode()).unwrap();
+            },
+            ErrorKind::Mismatch,
+        ),
+        (
             "more offers than a rank may have open",
             |s| {
                 let f = frame(ControlKind::Offer, 0, 1).encode();
                 // The group may end before the last one is written.
-                let _ = s.control.write_all(&f.repeat(20_000));
+                let _ = s.messages.write_all(&f.repeat(20_000));
             },
             ErrorKind::Protocol,
         ),

@@ -21,6 +21,7 @@ struct Stranger {
     data: TcpStream,
     rails: Vec<TcpStream>,
     _control: TcpStream,
+    _messages: TcpStream,
 }
 
 impl Stranger {
@@ -44,6 +45,7 @@ impl Stranger {
         // Two were agreed upon: it gets the answer, as every rank of ours, and is dropped.
         let mut third = open(Lane::Rail(2)).unwrap();
         assert!(matches!(third.read(&mut [0]), Ok(0) | Err(_)));
+        let messages = open(Lane::Messages).unwrap();
         let mut control = open(Lane::Control).unwrap();
         control
             .write_all(&frame(ControlKind::Ready, 0, 0).encode())
@@ -52,6 +54,7 @@ impl Stranger {
             data,
             rails: rails.into(),
             _control: control,
+            _messages: messages,
         }
     }
 

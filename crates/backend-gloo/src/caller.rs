@@ -34,14 +34,14 @@ impl Shared {
             let tensors = op.into_tensors();
             Err(Box::new(Failed { error, tensors }))
         };
-        if kind.is_p2p() && self.place.near {
+        if kind.is_p2p() && self.place.world > 1 {
             return match self.begin_mail() {
                 postman::Begin::Here(mail) => self.carry(mail, op, deadline),
                 postman::Begin::Queued => outcome(&self.submit(op, contribute, deadline)?),
                 postman::Begin::Refused(error) => refused(op, error),
             };
         }
-        if kind.is_p2p() || self.place.world == 1 {
+        if self.place.world == 1 {
             return outcome(&self.submit(op, contribute, deadline)?);
         }
         let (lane, seq) = match self.begin(kind) {

@@ -1,11 +1,9 @@
 //! One thread per configuration: serves the control connections, watches deadlines and peers, drives what was submitted, and ends.
 //!
-//! The thread takes orders and messages out of the `queue`, drives the `lane` of collectives unless a caller does, serves
-//! point-to-point messages beside that, and sleeps in `poll` in between. The first failure ends the engine (`farewell`): every peer is told so that
+//! The thread takes orders out of the `queue`, drives the `lane` of collectives and the `mail` of messages unless a caller does, and sleeps in `poll` in between. The first failure ends the engine (`farewell`): every peer is told so that
 //! nobody waits (L27), everything pending fails with that cause, and the thread and its sockets are gone. Deadlines, peers
 //! and work belong to this one epoch (L30).
 
-use std::collections::VecDeque;
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -17,9 +15,8 @@ use rustix::event::{PollFd, PollFlags};
 use crate::lane::{Lane, Turn, still_queued, wait_for};
 use crate::mail::Mail;
 use crate::news::Fate;
-use crate::p2p::Messages;
-use crate::peer::{Incoming, Peer};
-use crate::queue::{Ended, Shared, Stop, Submission, Taken};
+use crate::peer::Peer;
+use crate::queue::{Ended, Shared, Stop, Taken};
 use crate::transport::shm::Sleep;
 use crate::wire::{self, Control, ControlKind};
 
@@ -38,10 +35,8 @@ pub(crate) struct Engine {
     pub(crate) peers: Vec<Option<Peer>>,
     /// While this thread drives it.
     pub(crate) lane: Option<Box<Lane>>,
-    /// Likewise, where all ranks share memory.
+    /// Likewise.
     pub(crate) mail: Option<Box<Mail>>,
-    /// Over the control connections: none where all ranks share memory.
-    pub(crate) messages: Messages,
     /// The origin and the subject that a peer's abort named, if one came.
     pub(crate) reported: Option<(u32, u32)>,
 }
@@ -54,7 +49,6 @@ pub(crate) fn start(shared: &Arc<Shared>, peers: Vec<Option<Peer>>) -> Result<()
         peers,
         lane: None,
         mail: None,
-        messages: Messages::new(place),
         reported: None,
     };
     let ended = Ended(shared.clone());
@@ -77,7 +71,9 @@ impl Engine {
                 tracing::debug!(rank = self.shared.place.rank, epoch = self.shared.place.epoch, %reason, "leaving");
                 self.tell(ControlKind::Goodbye, 0, u32::MAX, self.shared.place.rank, &reason);
                 self.last_words();
-                drop(self.shared.recall((self.lane.take(), self.mail.take())));
+                let (lane, mut mail) = self.shared.recall((self.lane.take(), self.mail.take()));
+                mail.iter_mut().for_each(|mail| mail.forget());
+                drop((lane, mail));
             }
         }
         // The sockets close here and the memory goes, before the end is announced.
@@ -119,20 +115,17 @@ impl Engine {
     }
 
     fn is_idle(&self) -> bool {
-        !self.shared.is_busy() && self.messages.is_idle() && self.mail_is_idle()
+        !self.shared.is_busy() && self.mail_is_idle()
     }
 
-    /// True unless messages are pending in shared memory, whoever drives them.
+    /// True unless messages are pending, whoever drives them.
     fn mail_is_idle(&self) -> bool {
-        if !self.shared.place.near {
-            return true;
-        }
         let queue = self.shared.lock();
         let mail = self.mail.as_ref().or(queue.mail.as_ref());
         queue.messages.is_empty() && mail.is_some_and(|mail| mail.is_idle())
     }
 
-    /// Drives the messages in shared memory, unless a caller does. True if anything moved.
+    /// Drives the messages, unless a caller does. True if anything moved.
     fn carry_mail(&mut self) -> Result<bool> {
         if self.mail.is_none() {
             self.mail = self.shared.take_busy_mail();
@@ -156,26 +149,7 @@ impl Engine {
     }
 
     fn take_orders(&mut self) -> Result<Option<End>> {
-        let (incoming, stop) = {
-            let mut queue = self.shared.lock();
-            let messages = if self.shared.place.near {
-                VecDeque::new() // for whoever drives the mail
-            } else {
-                std::mem::take(&mut queue.messages)
-            };
-            (messages, queue.stop.clone())
-        };
-        for submission in incoming {
-            let Submission {
-                op,
-                completer,
-                deadline,
-                submitted,
-                ..
-            } = submission;
-            self.messages
-                .submit(op, completer, deadline, submitted, &mut self.peers)?;
-        }
+        let stop = self.shared.lock().stop.clone();
         Ok(match stop {
             None => None,
             Some(Stop::Abort(error)) => Some(End::Failed(error)),
@@ -220,26 +194,17 @@ impl Engine {
                         e.with_peer(rank)
                     }
                 };
-                moved |= self.messages.pull(peer).map_err(place)?;
-                match peer.control.next().map_err(place)? {
-                    None => break,
-                    Some(Incoming::Piece(frame)) => {
-                        self.check_epoch(rank, &frame)?;
-                        if let Some(Some(peer)) = self.peers.get_mut(index) {
-                            self.messages.piece(rank, &frame, peer)?;
-                        }
-                    }
-                    Some(Incoming::Frame(frame, text)) => {
-                        self.check_epoch(rank, &frame)?;
-                        self.frame(rank, &frame, &text).map_err(place)?;
-                    }
-                }
+                let Some((frame, text)) = peer.control.next().map_err(place)? else {
+                    break;
+                };
+                self.check_epoch(rank, &frame)?;
+                self.frame(rank, &frame, &text).map_err(place)?;
                 moved = true;
             }
             let Some(Some(peer)) = self.peers.get_mut(index) else {
                 continue;
             };
-            moved |= self.messages.flush(peer);
+            moved |= peer.control.flush();
             if let Some(how) = peer.control.link.read_closed.clone() {
                 self.control_closed(index, &how)?;
             }
@@ -283,11 +248,11 @@ impl Engine {
                 self.reported = Some(about);
                 Err(error)
             }
-            _ if self.shared.place.near => {
-                let text = "sent a message beside the shared memory";
-                Err(Error::new(ErrorKind::Protocol, text))
-            }
-            _ => self.messages.frame(rank, frame, &mut self.peers),
+            // Said once, before the group was connected; messages are refused where they are read.
+            _ => Err(Error::new(
+                ErrorKind::Protocol,
+                "sent a control frame out of turn",
+            )),
         }
     }
 
@@ -324,17 +289,16 @@ impl Engine {
             let text = how.to_string();
             self.shared.tell_fate(peer.rank, Fate { left: false, text });
         }
-        let needed = self.messages.needs(peer.rank);
         let lost = |how: &str| {
             let error = peer.error(ErrorKind::PeerLost, how);
             Err(error.with_epoch(self.shared.place.epoch))
         };
+        // Who needs a rank that has left is told by its fate, where it waits.
         match &peer.left {
-            None if needed || !busy => match peer.words.clone().or_else(|| self.shared.report()) {
+            None if !busy => match peer.words.clone().or_else(|| self.shared.report()) {
                 Some(words) => Err(words),
                 None => lost(how),
             },
-            Some(reason) if needed => lost(&format!("left the group ({reason})")),
             _ => Ok(()),
         }
     }
@@ -380,8 +344,7 @@ impl Engine {
         let lane = self.lane.as_ref().and_then(|l| l.next_deadline(&self.shared));
         collectives
             .chain(lane)
-            .chain(self.messages.deadline())
-            .chain(self.mail.as_ref().and_then(|mail| mail.messages.deadline()))
+            .chain(self.mail.as_ref().and_then(|mail| mail.next_deadline()))
             .chain(drain)
             .min()
     }
@@ -394,8 +357,7 @@ impl Engine {
             let error = still_queued(late, queued.submitted, queue.running);
             return Err(error.with_epoch(self.shared.place.epoch));
         }
-        drop(queue);
-        self.messages.overdue(now).map_or(Ok(()), Err)
+        Ok(())
     }
 
     /// Blocks until a socket that matters is ready, somebody calls or rings, or a deadline passes.
@@ -428,12 +390,11 @@ impl Engine {
     fn disarm(&self) {
         if self.lane.is_some() {
             self.shared.bell().disarm();
+            self.shared.bell().drain();
         }
         if self.mail.is_some() {
             self.shared.mail_bell().disarm();
-        }
-        if self.lane.is_some() || self.mail.is_some() {
-            self.shared.bell().drain();
+            self.shared.mail_bell().drain();
         }
     }
 
@@ -441,7 +402,7 @@ impl Engine {
         let wake_at = self.next_deadline();
         let mut fds = vec![PollFd::new(self.shared.waker(), PollFlags::IN)];
         let mut controls = Vec::with_capacity(self.peers.len());
-        let mut ports = Vec::new();
+        let (mut ports, mut posts) = (Vec::new(), Vec::new());
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
             let link = &peer.control.link;
@@ -458,13 +419,17 @@ impl Engine {
                 controls.push(index);
             }
         }
-        if self.lane.is_some() || self.mail.is_some() {
+        if let Some(lane) = &self.lane {
             fds.push(PollFd::new(self.shared.bell(), PollFlags::IN));
+            if lane.interest(&mut fds, &mut ports).is_none() {
+                return Ok(());
+            }
         }
-        if let Some(lane) = &self.lane
-            && lane.interest(&mut fds, &mut ports).is_none()
-        {
-            return Ok(());
+        if let Some(mail) = &self.mail {
+            fds.push(PollFd::new(self.shared.mail_bell(), PollFlags::IN));
+            if mail.interest(&mut fds, &mut posts).is_none() {
+                return Ok(());
+            }
         }
         wait_for(&mut fds, wake_at)?;
         let mut ready: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();
@@ -479,9 +444,15 @@ impl Engine {
             peer.control.link.readable |= flags.intersects(PollFlags::IN | failed);
             peer.control.link.writable |= flags.intersects(PollFlags::OUT | failed);
         }
+        // The bells stand before what is watched with them.
+        let mut rest = rest.as_slice();
         if let Some(lane) = &mut self.lane {
-            // The bell stands before the ports.
-            lane.heard(&ports, rest.get(1..).unwrap_or(&[]));
+            let ready = rest.get(1..).unwrap_or(&[]);
+            lane.heard(&ports, ready);
+            rest = ready.get(ports.len()..).unwrap_or(&[]);
+        }
+        if let Some(mail) = &mut self.mail {
+            mail.heard(&posts, rest.get(1..).unwrap_or(&[]));
         }
         Ok(())
     }

@@ -1,6 +1,5 @@
 //! How an engine ends: its peers are told, its work fails, and what was said is flushed before the sockets close.
 
-use std::io::IoSlice;
 use std::os::fd::AsFd;
 use std::time::Duration;
 
@@ -8,7 +7,6 @@ use ftcore::{Error, ErrorKind, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use crate::engine::Engine;
-use crate::peer::Payload;
 use crate::transport::tcp::Moved;
 use crate::wire::{self, Control, ControlKind};
 
@@ -42,9 +40,6 @@ impl Engine {
         let text = current
             .map_or_else(|| error.clone(), |exec| exec.context(error.clone()))
             .to_string();
-        for peer in self.peers.iter_mut().flatten() {
-            self.messages.detach(peer);
-        }
         // The peers first: once its own work has failed, this process may end.
         let (origin, about, text) = match self.reported {
             // Passed on as it came: the origin may not have reached everybody before it closed.
@@ -81,9 +76,9 @@ impl Engine {
             }
             submission.completer.fail(error, submission.op.into_tensors());
         }
-        self.messages.fail_all(&error);
         if let Some(mut mail) = mail {
             mail.messages.fail_all(&error);
+            mail.forget();
         }
         self.last_words();
     }
@@ -104,29 +99,11 @@ impl Engine {
         }
     }
 
-    /// Writes of what is queued on the control connections as much as goes at once. No message has a piece left.
+    /// Writes of what is queued on the control connections as much as goes at once.
     fn speak(&mut self) {
         for peer in self.peers.iter_mut().flatten() {
-            let control = &mut peer.control;
-            control.link.writable = true;
-            while control.link.writable && control.link.write_closed.is_none() {
-                if control.current.is_none() {
-                    control.current = control.queue.pop_front();
-                }
-                let Some(frame) = &mut control.current else { break };
-                let (header, out) = frame.rest();
-                let payload = match &frame.payload {
-                    Payload::Text(text) => text.get(out..).unwrap_or(&[]),
-                    _ => &[],
-                };
-                let slices = [IoSlice::new(header), IoSlice::new(payload)];
-                if let Moved::Bytes(n) = control.link.write(&slices) {
-                    frame.done += n;
-                }
-                if frame.is_finished() {
-                    control.current = None;
-                }
-            }
+            peer.control.link.writable = true;
+            peer.control.flush();
         }
     }
 

@@ -133,19 +133,27 @@ impl GlooGroup {
             near: false,
         };
         let shared = if place.world == 1 {
-            Shared::new(place, Hosts::default(), Bells::private()?, None, Vec::new())?
+            Shared::new(
+                place,
+                Hosts::default(),
+                Bells::private()?,
+                None,
+                Vec::new(),
+                false,
+            )?
         } else {
             let counters = self.counters.clone();
             let cancel = self.lifecycle.cancelled();
             let connected = rendezvous::connect(configuration, &self.settings, counters, cancel)?;
             place.near = connected.near;
-            let lane = Lane::new(connected.ports);
+            let lane = Lane::new(connected.ports, connected.apart);
             let shared = Shared::new(
                 place,
                 connected.hosts,
                 connected.bells,
                 Some(lane),
                 connected.posts,
+                connected.apart,
             )?;
             engine::start(&shared, connected.peers)?;
             shared

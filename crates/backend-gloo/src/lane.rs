@@ -19,9 +19,9 @@ use crate::transport::tcp::Link;
 use crate::waiter::Patience;
 
 /// A data connection that breaks gets this long until the control connection has said why.
-const GRACE: Duration = Duration::from_millis(50);
+pub(crate) const GRACE: Duration = Duration::from_millis(50);
 /// As long again and again, at most, if the engine's thread does not get to look there.
-const LAST_GRACE: Duration = Duration::from_secs(1);
+pub(crate) const LAST_GRACE: Duration = Duration::from_secs(1);
 /// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
 const VERDICT: Duration = Duration::from_millis(500);
 
@@ -59,10 +59,11 @@ pub(crate) struct Lane {
 }
 
 impl Lane {
-    pub(crate) fn new(ports: Vec<Option<Port>>) -> Self {
+    /// `apart`: the ranks of this host have a core each.
+    pub(crate) fn new(ports: Vec<Option<Port>>, apart: bool) -> Self {
         let mut others = ports.iter().flatten();
         let patience = if others.all(|p| matches!(p.wire, Wire::Memory(_))) {
-            Patience::of(ports.iter().flatten().count())
+            Patience::of(ports.iter().flatten().count(), apart)
         } else {
             Patience::with_sockets()
         };

@@ -142,3 +142,48 @@ fn a_data_connection_that_ends_alone_is_that_rank_s_own_loss() {
     let error = scene.sum.wait(soon()).unwrap_err();
     assert_eq!(error.context().peer, Some(1), "{error}");
 }
+
+/// Rank 0 of two, which waits for 100 bytes of rank 1 with tag 3.
+fn receiving() -> (GlooGroup, Work, Stranger) {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let mut options = GroupOptions::default();
+    options.hints.insert("transport".into(), "tcp".into());
+    let group = GlooGroup::new("words", options).unwrap();
+    let one = std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)).unwrap());
+        let one = Stranger::connect_as(&store, 1, 2);
+        ours.join().unwrap();
+        one
+    });
+    let receive = group.recv(Tensor::zeros(DType::U8, 100), 1, 3).unwrap();
+    (group, receive, one)
+}
+
+#[test]
+fn a_message_that_is_slower_than_the_good_bye_of_its_sender_is_received() {
+    let arrives = || {
+        let (_group, receive, mut one) = receiving();
+        let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
+        one.control.write_all(&good_bye).unwrap();
+        // So that the good-bye is heard first; whether it is only decides what is tested.
+        std::thread::sleep(Duration::from_millis(5));
+        let message = Control {
+            a: 3,
+            ..frame(ControlKind::Inline, 0, 100)
+        };
+        // Given up already if this thread had no core for long.
+        let _ = one.messages.write_all(&message.encode());
+        let _ = one.messages.write_all(&[7; 100]);
+        receive.wait(soon()).is_ok() && receive.take_tensor().unwrap().bytes() == [7; 100]
+    };
+    assert!((0..5).any(|_| arrives()));
+}
+
+#[test]
+fn a_connection_for_messages_that_ends_alone_is_that_rank_s_own_loss() {
+    let (_group, receive, one) = receiving();
+    one.messages.shutdown(Shutdown::Both).unwrap();
+    let error = receive.wait(soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+    assert_eq!(error.context().peer, Some(1), "{error}");
+}

@@ -3,9 +3,8 @@
 //! Data flows down: [`GlooGroup`] takes validated operations (`group`) into the `queue`. Collectives run on the `lane`, one after
 //! the other, driven by whoever waits for them (`caller`) or else by the group's thread (`engine`): each becomes a `plan` (which
 //! tensors, which `schedule`) that `exec` carries out round by round over the `port`s, made by `rendezvous`; the most common ones take
-//! a shorter way through shared memory (`direct`), large payloads may go over several connections (`stripes`). Point-to-point messages (`p2p`) and control go beside it over the `peer`s'
-//! control connections; where all ranks share memory, messages have rings of their own (`mail`), which a blocking call drives
-//! itself (`postman`). `wire` has the bytes, `kernels` the arithmetic.
+//! a shorter way through shared memory (`direct`), large payloads may go over several connections (`stripes`). Point-to-point messages (`p2p`) go beside it
+//! through rings and connections of their own (`mail`), which a blocking call drives itself (`postman`); aborts and good-byes have the `peer`s' control connections. `wire` has the bytes, `kernels` the arithmetic.
 //!
 //! Linking this crate registers the backend `gloo` for `cpu`.
 //!

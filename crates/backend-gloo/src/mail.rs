@@ -1,36 +1,47 @@
-//! Point-to-point messages between ranks that all share memory: the rings, and what whoever drives them does in a turn.
+//! Point-to-point messages: the ways to all ranks, and what whoever drives them does in a turn.
 //!
 //! As the lane is for collectives, the mail is driven by one thread at a time: the engine's, or the caller of a blocking send
-//! or receive on a group without other messages (`postman`). Frames are written into a ring whole, so a reader finds either all
-//! of one or nothing. While nothing is pending here nobody looks: what others send waits in the rings.
+//! or receive on a group without other messages (`postman`). Ranks of this host are reached through rings in shared memory (`near`), the others over a
+//! connection that has nothing but messages (`far`). While nothing is pending here nobody looks: what others send waits in the rings and sockets.
+
+mod far;
+pub(crate) mod near;
 
 use std::collections::VecDeque;
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
 use ftcore::{DType, Error, ErrorKind, Result};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::buffers::go_on;
 use crate::exec::Place;
-use crate::p2p::{Messages, Runs, Way};
-use crate::queue::{Shared, Submission};
-use crate::transport::shm::{MAIL, Reader, Ringer, Rings, Writer};
-use crate::transport::tcp::Counters;
+use crate::lane::{GRACE, LAST_GRACE};
+use crate::p2p::{Messages, Way};
+use crate::queue::{Shared, Submission, later};
+use crate::transport::shm::{MAIL, Rings};
+use crate::transport::tcp::{Counters, Link};
 use crate::waiter::Patience;
-use crate::wire::{Control, ControlKind, INLINE};
+use crate::wire::{Control, ControlKind};
 
-/// Bytes of a long message that are written, and shown, at a time.
-const PIECE: usize = 32 * 1024;
 /// How often a rank that waits lets others run before it sleeps. The one it waits for may be next on this very core.
 pub(crate) const YIELDS: u32 = 100;
-/// Frames that are read from one rank before the others get their turn.
+/// Frames that are read from one rank, or written to it, before the others get their turn.
 const FRAMES: usize = 64;
 
 /// What comes from a rank.
 #[derive(Debug)]
-pub(crate) struct Inbox {
-    reader: Reader,
-    counters: Arc<Counters>,
+pub(crate) enum Inbox {
+    Near(near::Inbox),
+    Far(far::Inbox),
+}
+
+/// How frames go to a rank.
+#[derive(Debug)]
+pub(crate) enum Out {
+    Near(near::Outbox),
+    Far(far::Outbox),
 }
 
 /// What goes to a rank.
@@ -38,15 +49,7 @@ pub(crate) struct Inbox {
 pub(crate) struct Outbox {
     pub(crate) rank: u32,
     address: String,
-    writer: Writer,
-    bell: Ringer<MAIL>,
-    counters: Arc<Counters>,
-    /// Frames without payload that found no room.
-    waiting: VecDeque<Control>,
-    /// Accepted messages that still have bytes to send, in turn.
-    sending: VecDeque<u64>,
-    /// Something was written to this rank, or taken from it, since its bell was last rung.
-    pub(crate) stirred: bool,
+    pub(crate) out: Out,
 }
 
 /// Both.
@@ -54,14 +57,13 @@ pub(crate) struct Outbox {
 pub(crate) struct Post(Inbox, Outbox);
 
 impl Post {
-    pub(crate) fn new(rank: u32, address: String, rings: Rings<MAIL>, counters: Arc<Counters>) -> Self {
-        let inbox = Inbox {
+    /// The way to a rank of this host.
+    pub(crate) fn near(rank: u32, address: String, rings: Rings<MAIL>, counters: Arc<Counters>) -> Self {
+        let inbox = near::Inbox {
             reader: rings.reader,
             counters: counters.clone(),
         };
-        let outbox = Outbox {
-            rank,
-            address,
+        let out = near::Outbox {
             writer: rings.writer,
             bell: rings.bell,
             counters,
@@ -69,121 +71,88 @@ impl Post {
             sending: VecDeque::new(),
             stirred: false,
         };
-        Self(inbox, outbox)
+        let out = Out::Near(out);
+        Self(Inbox::Near(inbox), Outbox { rank, address, out })
+    }
+
+    /// The way over a connection.
+    pub(crate) fn far(rank: u32, address: String, link: Link) -> Self {
+        let (reads, writes) = link.split();
+        let out = Out::Far(far::Outbox::new(writes));
+        Self(Inbox::Far(far::Inbox::new(reads)), Outbox { rank, address, out })
     }
 }
 
-/// The bytes behind an offer that has them; `None` if it cannot have any.
+/// A frame, and the length of what follows it: in a piece of a message at most `piece` bytes, with an offer at most `inline`.
+fn checked(
+    bytes: &[u8; Control::BYTES],
+    epoch: u64,
+    piece: usize,
+    inline: usize,
+) -> Result<(Control, usize)> {
+    let protocol = |text: String| Err(Error::new(ErrorKind::Protocol, text));
+    let Some(frame) = Control::decode(bytes) else {
+        return protocol("sent something that is not the frame of a message".to_string());
+    };
+    if frame.epoch != epoch {
+        let text = format!("sent a frame of epoch {}; this is epoch {epoch}", frame.epoch);
+        return protocol(text);
+    }
+    let payload = match frame.kind {
+        ControlKind::Offer | ControlKind::Accept | ControlKind::Taken => Some(0),
+        ControlKind::Data => usize::try_from(frame.length).ok().filter(|n| *n <= piece),
+        ControlKind::Inline => payload_of(&frame).filter(|n| *n <= inline),
+        ControlKind::Abort | ControlKind::Goodbye | ControlKind::Ready => None,
+    };
+    match payload {
+        Some(payload) => Ok((frame, payload)),
+        None => protocol(format!("sent a frame that messages do not have: {frame:?}")),
+    }
+}
+
+/// The bytes behind an offer that has them.
 fn payload_of(frame: &Control) -> Option<usize> {
     let size = DType::from_code(frame.code)?.size();
-    let bytes = usize::try_from(frame.length).ok()?.checked_mul(size)?;
-    (bytes <= INLINE).then_some(bytes)
-}
-
-impl Inbox {
-    /// The next frame and the length of its payload, if all of it is there. [`take`](Self::take) takes it.
-    pub(crate) fn next(&mut self, epoch: u64) -> Result<Option<(Control, usize)>> {
-        if self.reader.available(Control::BYTES)? < Control::BYTES {
-            return Ok(None);
-        }
-        let Some(bytes) = self.reader.peek() else {
-            return Ok(None);
-        };
-        let protocol = |text: String| Err(Error::new(ErrorKind::Protocol, text));
-        let Some(frame) = Control::decode(&bytes) else {
-            return protocol("sent something that is not the frame of a message".to_string());
-        };
-        if frame.epoch != epoch {
-            let text = format!("sent a frame of epoch {}; this is epoch {epoch}", frame.epoch);
-            return protocol(text);
-        }
-        let payload = match frame.kind {
-            ControlKind::Offer | ControlKind::Accept | ControlKind::Taken => Some(0),
-            ControlKind::Data => usize::try_from(frame.length).ok().filter(|n| *n <= PIECE),
-            ControlKind::Inline => payload_of(&frame),
-            ControlKind::Abort | ControlKind::Goodbye | ControlKind::Ready => None,
-        };
-        let Some(payload) = payload else {
-            let text = format!("sent a frame that messages do not have: {frame:?}");
-            return protocol(text);
-        };
-        let all = Control::BYTES + payload;
-        Ok((self.reader.available(all)? >= all).then_some((frame, payload)))
-    }
-
-    /// The payload of the next frame.
-    pub(crate) fn payload(&self, length: usize) -> Runs<'_> {
-        let first = self.reader.data(Control::BYTES, length);
-        let rest = length.saturating_sub(first.len());
-        [first, self.reader.data(Control::BYTES + first.len(), rest)]
-    }
-
-    /// Takes the next frame.
-    pub(crate) fn take(&mut self, payload: usize) {
-        self.reader.take(Control::BYTES + payload);
-        self.reader.pad();
-        self.reader.release();
-        self.counters.add_received(Control::BYTES + payload);
-    }
+    usize::try_from(frame.length).ok()?.checked_mul(size)
 }
 
 impl Outbox {
-    /// Writes a frame if it fits; whoever calls this has looked that nothing waits before it.
-    fn put(&mut self, frame: &Control, bytes: &[u8]) -> Result<bool> {
-        let need = Control::BYTES + bytes.len();
-        if self.writer.room(need)? < need {
-            return Ok(false);
+    /// Wakes the rank if it shares memory, waits, and something happened.
+    fn ring(&mut self) {
+        if let Out::Near(out) = &mut self.out {
+            out.ring();
         }
-        self.writer.put(&frame.encode());
-        self.writer.put(bytes);
-        self.writer.pad();
-        self.writer.publish();
-        self.counters.add_sent(need);
-        self.stirred = true;
-        Ok(true)
     }
 
-    /// As [`put`](Self::put), if nothing waits before it.
-    pub(crate) fn put_alone(&mut self, frame: &Control, bytes: &[u8]) -> Result<bool> {
-        Ok(self.waiting.is_empty() && self.put(frame, bytes)?)
-    }
-
-    /// True if a frame without payload would go out at once.
-    pub(crate) fn has_room(&mut self) -> Result<bool> {
-        Ok(self.waiting.is_empty() && self.writer.room(Control::BYTES)? >= Control::BYTES)
-    }
-
-    /// Wakes the rank if it waits and something happened.
-    pub(crate) fn ring(&mut self) {
-        if std::mem::take(&mut self.stirred) {
-            self.bell.ring();
+    /// True if nothing waits to be written but pieces of messages that are pending.
+    fn is_empty(&self) -> bool {
+        match &self.out {
+            Out::Near(out) => out.waiting.is_empty(),
+            Out::Far(out) => out.is_empty(),
         }
     }
 }
 
 impl Way for Outbox {
     fn push(&mut self, frame: Control) {
-        // A damaged ring shows on the next turn.
-        if !self.waiting.is_empty() || !self.put(&frame, &[]).is_ok_and(|put| put) {
-            self.waiting.push_back(frame);
+        match &mut self.out {
+            Out::Near(out) => out.push(frame),
+            Out::Far(out) => out.push(&frame, 0),
         }
     }
 
     fn offer(&mut self, frame: Control, bytes: &[u8]) -> bool {
-        let inline = Control {
-            kind: ControlKind::Inline,
-            ..frame
-        };
-        let may = bytes.len() <= INLINE && self.waiting.is_empty();
-        if may && self.put(&inline, bytes).is_ok_and(|put| put) {
-            return true;
+        match &mut self.out {
+            Out::Near(out) => out.offer(frame, bytes),
+            Out::Far(out) => out.offer(frame, bytes),
         }
-        self.push(frame);
-        false
     }
 
     fn begin(&mut self, id: u64) {
-        self.sending.push_back(id);
+        match &mut self.out {
+            Out::Near(out) => out.sending.push_back(id),
+            Out::Far(out) => out.sending.push_back(id),
+        }
     }
 
     fn blame(&self, error: Error) -> Error {
@@ -194,7 +163,7 @@ impl Way for Outbox {
     }
 }
 
-/// All point-to-point state of a group whose ranks share memory.
+/// All point-to-point state of a group.
 pub(crate) struct Mail {
     pub(crate) place: Place,
     /// By rank; `None` at the own one.
@@ -210,8 +179,10 @@ pub(crate) struct Mail {
 }
 
 impl Mail {
-    pub(crate) fn new(place: Place, posts: Vec<Option<Post>>) -> Self {
-        let spins = Patience::of(posts.iter().flatten().count()).spins();
+    /// `apart`: the ranks of this host have a core each.
+    pub(crate) fn new(place: Place, posts: Vec<Option<Post>>, apart: bool) -> Self {
+        let spins = Patience::of(posts.iter().flatten().count(), apart).spins();
+        let all_near = place.near;
         let split = |post: Option<Post>| match post {
             Some(Post(inbox, outbox)) => (Some(inbox), Some(outbox)),
             None => (None, None),
@@ -222,7 +193,10 @@ impl Mail {
             inboxes,
             outboxes,
             messages: Messages::new(place),
-            patience: Patience::yielding(YIELDS),
+            patience: match all_near {
+                true => Patience::yielding(YIELDS),
+                false => Patience::with_sockets(),
+            },
             spins,
             failure: None,
         }
@@ -231,7 +205,7 @@ impl Mail {
     /// True if nothing is pending, nor waits to be written.
     pub(crate) fn is_idle(&self) -> bool {
         let mut outboxes = self.outboxes.iter().flatten();
-        self.messages.is_idle() && self.failure.is_none() && outboxes.all(|o| o.waiting.is_empty())
+        self.messages.is_idle() && self.failure.is_none() && outboxes.all(Outbox::is_empty)
     }
 
     /// Takes a send, a receive or a batch.
@@ -256,7 +230,7 @@ impl Mail {
             moved |= self.write(rank).map_err(|e| self.blame(rank, e))?;
         }
         self.outboxes.iter_mut().flatten().for_each(Outbox::ring);
-        if trouble {
+        if trouble || !self.place.near {
             self.judge(shared)?;
         }
         Ok(moved)
@@ -270,13 +244,15 @@ impl Mail {
         }
     }
 
-    /// Takes the frames that `rank` has sent, for as long as something is pending. What comes after waits in the ring for its
+    /// Takes the frames that `rank` has sent, for as long as something is pending. What comes after waits for its
     /// receive: read now, a short message would be an offer only, and its bytes would have to come again.
     fn read(&mut self, rank: u32) -> Result<bool> {
         let index = rank as usize;
         let (messages, ways) = (&mut self.messages, &mut self.outboxes);
-        let Some(Some(inbox)) = self.inboxes.get_mut(index) else {
-            return Ok(false);
+        let inbox = match self.inboxes.get_mut(index) {
+            Some(Some(Inbox::Near(inbox))) => inbox,
+            Some(Some(Inbox::Far(inbox))) => return inbox.read(self.place, rank, messages, ways),
+            _ => return Ok(false),
         };
         let mut moved = false;
         for _ in 0..FRAMES {
@@ -293,8 +269,11 @@ impl Mail {
                 _ => messages.frame(rank, &frame, ways)?,
             }
             inbox.take(payload);
-            if let Some(Some(way)) = ways.get_mut(index) {
-                way.stirred = true;
+            if let Some(Some(Outbox {
+                out: Out::Near(out), ..
+            })) = ways.get_mut(index)
+            {
+                out.stirred = true;
             }
             moved = true;
         }
@@ -303,8 +282,14 @@ impl Mail {
 
     /// Writes what waits for `rank` as far as there is room: frames first, then pieces of messages in turn.
     fn write(&mut self, rank: u32) -> Result<bool> {
-        let Some(Some(way)) = self.outboxes.get_mut(rank as usize) else {
-            return Ok(false);
+        let way = match self.outboxes.get_mut(rank as usize) {
+            Some(Some(Outbox {
+                out: Out::Near(out), ..
+            })) => out,
+            Some(Some(Outbox {
+                out: Out::Far(out), ..
+            })) => return out.write(self.place, &mut self.messages),
+            _ => return Ok(false),
         };
         let mut moved = false;
         while let Some(frame) = way.waiting.pop_front() {
@@ -316,7 +301,7 @@ impl Mail {
         }
         while let Some(id) = way.sending.pop_front() {
             let rest = self.messages.rest(id).unwrap_or(&[]);
-            let piece = rest.get(..PIECE).unwrap_or(rest);
+            let piece = rest.get(..near::PIECE).unwrap_or(rest);
             let frame = Control {
                 kind: ControlKind::Data,
                 code: 0,
@@ -341,27 +326,152 @@ impl Mail {
     }
 
     /// A rank that something pending needs has gone, or its loss was reported: nothing more comes.
-    fn judge(&self, shared: &Shared) -> Result<()> {
-        for outbox in self.outboxes.iter().flatten() {
-            if !self.messages.needs(outbox.rank) {
+    ///
+    /// What a rank sent before it went is in its ring, or comes over the connection before that ends: the end is waited for, and likewise
+    /// what the rank has to say on its control connection if this one ends first.
+    fn judge(&mut self, shared: &Shared) -> Result<()> {
+        for (inbox, outbox) in self.inboxes.iter_mut().zip(&self.outboxes) {
+            let (Some(inbox), Some(outbox)) = (inbox, outbox) else {
+                continue;
+            };
+            let closed = match (&*inbox, &outbox.out) {
+                (Inbox::Far(inbox), Out::Far(out)) => {
+                    let (read, write) = (&inbox.link.read_closed, &out.link.write_closed);
+                    read.clone().or_else(|| write.clone())
+                }
+                _ => None,
+            };
+            if (closed.is_none() && !shared.in_trouble()) || !self.messages.needs(outbox.rank) {
                 continue;
             }
             // What a rank said is told before it is told that it has gone.
-            let Some(fate) = shared.fate(outbox.rank) else {
-                continue;
-            };
-            if let Some(report) = shared.report() {
+            let fate = shared.fate(outbox.rank);
+            let report = shared.report();
+            if fate.is_some()
+                && let Some(report) = report
+            {
                 return Err(report);
             }
-            let how = if fate.left {
-                format!("left the group ({})", fate.text)
-            } else {
-                fate.text
+            if let Inbox::Far(inbox) = inbox {
+                if fate.is_none() && closed.is_none() {
+                    continue;
+                }
+                let now = Instant::now();
+                if inbox.suspect.is_none() {
+                    shared.waker().wake();
+                }
+                let (since, looks) = *inbox.suspect.get_or_insert_with(|| (now, shared.looks()));
+                let waited = now.duration_since(since);
+                // One look may have begun before.
+                let looked = shared.looks() >= looks + 2;
+                if fate.is_none() && waited >= GRACE && !looked {
+                    shared.waker().wake();
+                }
+                let over = waited >= LAST_GRACE || (waited >= GRACE && (looked || fate.is_some()));
+                if !over && (fate.is_none() || closed.is_none()) {
+                    continue;
+                }
+            }
+            let how = match (fate, closed) {
+                (Some(fate), _) if fate.left => format!("left the group ({})", fate.text),
+                (Some(fate), _) => fate.text,
+                (None, Some(closed)) => closed,
+                (None, None) => continue,
             };
             let error = outbox.blame(Error::new(ErrorKind::PeerLost, how));
             return Err(error.with_epoch(self.place.epoch));
         }
         Ok(())
+    }
+
+    /// When the driver must look again, whatever happens.
+    pub(crate) fn next_deadline(&self) -> Option<Instant> {
+        let now = Instant::now();
+        let suspects = self.inboxes.iter().flatten().filter_map(|inbox| match inbox {
+            Inbox::Far(inbox) => inbox.suspect,
+            Inbox::Near(_) => None,
+        });
+        let looks = suspects.map(|(since, _)| match now.saturating_duration_since(since) < GRACE {
+            true => later(since, GRACE),
+            false => later(now, GRACE / 10),
+        });
+        looks.chain(self.messages.deadline()).min()
+    }
+
+    /// True if every rank shares memory: a driver needs to watch no socket.
+    pub(crate) fn is_near(&self) -> bool {
+        self.place.near
+    }
+
+    /// The sockets that are waited for, and whose they are: the rank, and whether it is for writing. `None` if one has something already.
+    pub(crate) fn interest<'a>(
+        &'a self,
+        fds: &mut Vec<PollFd<'a>>,
+        whose: &mut Vec<(u32, bool)>,
+    ) -> Option<()> {
+        for (inbox, outbox) in self.inboxes.iter().flatten().zip(self.outboxes.iter().flatten()) {
+            let (Inbox::Far(inbox), Out::Far(out)) = (inbox, &outbox.out) else {
+                continue;
+            };
+            // What comes while nothing is pending is not read.
+            if inbox.link.read_closed.is_none() && !self.messages.is_idle() {
+                if inbox.link.readable {
+                    return None;
+                }
+                fds.push(PollFd::from_borrowed_fd(inbox.link.as_fd(), PollFlags::IN));
+                whose.push((outbox.rank, false));
+            }
+            if out.wants_write() {
+                if out.link.writable {
+                    return None;
+                }
+                fds.push(PollFd::from_borrowed_fd(out.link.as_fd(), PollFlags::OUT));
+                whose.push((outbox.rank, true));
+            }
+        }
+        Some(())
+    }
+
+    /// Between two looks without a sleep nobody says what is ready: the sockets are simply tried.
+    pub(crate) fn try_sockets(&mut self) {
+        for inbox in self.inboxes.iter_mut().flatten() {
+            if let Inbox::Far(inbox) = inbox {
+                inbox.link.readable = inbox.link.read_closed.is_none();
+            }
+        }
+        for outbox in self.outboxes.iter_mut().flatten() {
+            if let Out::Far(out) = &mut outbox.out {
+                out.link.writable = out.link.write_closed.is_none();
+            }
+        }
+    }
+
+    /// What poll said about the sockets of [`interest`](Self::interest).
+    pub(crate) fn heard(&mut self, whose: &[(u32, bool)], ready: &[PollFlags]) {
+        for ((rank, write), flags) in whose.iter().zip(ready) {
+            let index = *rank as usize;
+            if flags.is_empty() {
+                continue;
+            }
+            match (write, self.inboxes.get_mut(index), self.outboxes.get_mut(index)) {
+                (false, Some(Some(Inbox::Far(inbox))), _) => inbox.link.readable = true,
+                (true, _, Some(Some(outbox))) => {
+                    if let Out::Far(out) = &mut outbox.out {
+                        out.link.writable = true;
+                    }
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// Reads what nobody takes any more, before the connections close.
+    pub(crate) fn forget(&mut self) {
+        for inbox in self.inboxes.iter_mut().flatten() {
+            if let Inbox::Far(inbox) = inbox {
+                inbox.forget();
+            }
+        }
     }
 
     /// The error of a message whose deadline has passed, if there is one.

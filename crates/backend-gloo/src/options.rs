@@ -8,7 +8,7 @@ use crate::schedule::layered::ONE_RAIL_MAX_BYTES;
 use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, FLAT_MAX_WORLD, TREE_MAX_BYTES};
 use crate::stripes;
 use crate::transport::shm;
-use crate::wire::{INLINE, MAX_CONNECTIONS, SEGMENT, STRIPE, VERSION};
+use crate::wire::{EAGER, INLINE, MAX_CONNECTIONS, SEGMENT, STRIPE, VERSION};
 
 /// The options that are acted on; any other is refused (INV-9).
 pub(crate) const HONOURED: &[&str] = &["net_name", "hint:transport", "hint:connections"];
@@ -123,6 +123,7 @@ pub(crate) fn constants() -> u64 {
         ONE_RAIL_MAX_BYTES as u64,
         SEGMENT as u64,
         INLINE as u64,
+        EAGER as u64,
         STRIPE as u64,
         stripes::FROM as u64,
         BLOCK_BYTES as u64,

@@ -1,10 +1,12 @@
-//! Point-to-point messages: offer, accept, data, matched by (peer, tag), over the control connections or through shared memory.
+//! Point-to-point messages: offer, accept, data, matched by (peer, tag); short ones go with their offer. Over connections of their own or
+//! through shared memory.
 //!
 //! No rank ever buffers a message for another (INV-10): what is sent before its receive is posted is an offer only, and the bytes go
 //! from the sender's tensor to the socket or ring, and from there into the receiver's tensor. Messages of one (peer,
 //! direction, tag) match in order; different messages interleave piece by piece, so two ranks that both receive first
-//! and then send make progress. `near` has what goes through shared memory only.
+//! and then send make progress. `near` has what goes through shared memory only, `far` what goes over connections.
 
+mod far;
 mod near;
 
 use std::collections::{BTreeMap, VecDeque};
@@ -15,9 +17,7 @@ use ftcore::{Collective, Completer, Completion, DType, Error, ErrorKind, OpKind,
 pub(crate) use near::{Begun, Runs, copy};
 
 use crate::exec::Place;
-use crate::peer::{Outgoing, Payload, Peer};
-use crate::transport::tcp::Moved;
-use crate::wire::{Control, ControlKind, SEGMENT};
+use crate::wire::{Control, ControlKind};
 
 /// Offers that one peer may have open here, and that are sent to one peer before the first is accepted. More sends wait
 /// at their sender.
@@ -82,6 +82,8 @@ struct Arriving {
     batch: u64,
     index: usize,
     done: usize,
+    /// They came with their offer: the sender is told when they are here.
+    inline: bool,
 }
 
 /// All point-to-point state of one engine.
@@ -273,6 +275,7 @@ impl Messages {
                 batch: posted.batch,
                 index: posted.index,
                 done: 0,
+                inline: false,
             },
         );
         Ok(())
@@ -363,69 +366,6 @@ impl Messages {
         }
     }
 
-    /// The header of a piece came in from `rank`: checks it and opens it for [`pull`](Self::pull).
-    pub(crate) fn piece(&mut self, rank: u32, frame: &Control, peer: &mut Peer) -> Result<()> {
-        let length = usize::try_from(frame.length).unwrap_or(usize::MAX);
-        let arriving = self.arriving.get(&(rank, frame.id));
-        let room = arriving.and_then(|a| {
-            let tensor = self.batches.get(&a.batch)?.tensors.get(a.index)?;
-            tensor.byte_len().checked_sub(a.done)
-        });
-        match room {
-            Some(room) if length <= room && (length > 0 || room == 0) => {
-                peer.control.piece = Some((frame.id, length));
-                Ok(())
-            }
-            Some(room) => Err(peer.error(
-                ErrorKind::Protocol,
-                format!("sends {length} bytes of a message of which {room} are missing"),
-            )),
-            None => Err(peer.error(
-                ErrorKind::Protocol,
-                format!("sends bytes of message {}, which nobody accepted", frame.id),
-            )),
-        }
-    }
-
-    /// Reads the open piece of `peer` into its tensor. True if anything moved.
-    pub(crate) fn pull(&mut self, peer: &mut Peer) -> Result<bool> {
-        let rank = peer.rank;
-        let mut moved = false;
-        while let Some((id, left)) = peer.control.piece {
-            let arriving = self.arriving.get_mut(&(rank, id)).ok_or_else(lost)?;
-            let batch = self.batches.get_mut(&arriving.batch).ok_or_else(lost)?;
-            let tensor = batch.tensors.get_mut(arriving.index).ok_or_else(lost)?;
-            if left > 0 {
-                let target = tensor
-                    .bytes_mut()
-                    .get_mut(arriving.done..arriving.done + left)
-                    .ok_or_else(lost)?;
-                match peer.control.link.read(target) {
-                    Moved::Bytes(n) => {
-                        moved = true;
-                        arriving.done += n;
-                        peer.control.piece = Some((id, left - n));
-                        if n < left {
-                            continue;
-                        }
-                    }
-                    Moved::Nothing | Moved::Closed => break,
-                }
-            }
-            peer.control.piece = None;
-            moved = true;
-            if arriving.done >= tensor.byte_len() {
-                if tensor.dtype() == DType::Bool {
-                    crate::kernels::canonical_bools(tensor.bytes_mut());
-                }
-                let batch = arriving.batch;
-                self.arriving.remove(&(rank, id));
-                self.one_done(batch);
-            }
-        }
-        Ok(moved)
-    }
-
     fn one_done(&mut self, key: u64) {
         let Some(batch) = self.batches.get_mut(&key) else {
             return;
@@ -439,91 +379,6 @@ impl Messages {
                 source: batch.source,
                 contributors: 0,
             });
-        }
-    }
-
-    /// Writes waiting control frames and pieces of accepted messages to `peer`. True if anything moved.
-    pub(crate) fn flush(&mut self, peer: &mut Peer) -> bool {
-        let (batches, sent) = (&self.batches, &mut self.sent);
-        let lengths: BTreeMap<u64, (u64, usize, usize)> = peer
-            .control
-            .sending
-            .iter()
-            .chain(peer.control.current.iter().filter_map(|c| match &c.payload {
-                Payload::Message { id, .. } => Some(id),
-                _ => None,
-            }))
-            .filter_map(|id| {
-                let s = sent.get(id)?;
-                let bytes = batches.get(&s.batch)?.tensors.get(s.index)?.byte_len();
-                Some((*id, (s.batch, s.index, bytes)))
-            })
-            .collect();
-        let epoch = self.place.epoch;
-        let rank = self.place.rank;
-        let mut finished = Vec::new();
-        let moved = peer.control.flush(
-            |id, offset, length| {
-                let (batch, index, _) = lengths.get(&id)?;
-                batches
-                    .get(batch)?
-                    .tensors
-                    .get(*index)?
-                    .bytes()
-                    .get(offset..offset + length)
-            },
-            |sending| {
-                let id = sending.pop_front()?;
-                let (_, _, bytes) = lengths.get(&id)?;
-                let s = sent.get_mut(&id)?;
-                let offset = s.cut;
-                let length = (bytes - offset).min(SEGMENT);
-                s.cut += length;
-                if s.cut < *bytes {
-                    sending.push_back(id);
-                }
-                let header = Control {
-                    kind: ControlKind::Data,
-                    code: 0,
-                    epoch,
-                    id,
-                    a: 0,
-                    b: rank,
-                    length: length as u64,
-                };
-                Some(Outgoing::new(header, Payload::Message { id, offset, length }))
-            },
-            |id, offset| {
-                if lengths.get(&id).is_some_and(|(_, _, bytes)| offset >= *bytes) {
-                    finished.push(id);
-                }
-            },
-        );
-        for id in finished {
-            if let Some(s) = self.sent.remove(&id) {
-                self.one_done(s.batch);
-            }
-        }
-        moved
-    }
-
-    /// Before everything fails: the frame that `peer` is in the middle of becomes independent of the tensors.
-    pub(crate) fn detach(&self, peer: &mut Peer) {
-        peer.control.sending.clear();
-        peer.control.queue.clear();
-        let Some(frame) = &mut peer.control.current else {
-            return;
-        };
-        if frame.done == 0 {
-            peer.control.current = None;
-        } else if let Payload::Message { id, offset, length } = frame.payload {
-            let bytes = self
-                .sent
-                .get(&id)
-                .and_then(|s| self.batches.get(&s.batch)?.tensors.get(s.index))
-                .and_then(|t| t.bytes().get(offset..offset + length))
-                .map(<[u8]>::to_vec);
-            frame.payload = Payload::Text(bytes.unwrap_or_else(|| vec![0; length]));
         }
     }
 

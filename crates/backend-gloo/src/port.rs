@@ -92,6 +92,8 @@ pub(crate) struct Port {
     inbox: Vec<u8>,
     from: usize,
     to: usize,
+    /// Where a receive that reduces collects a piece; kept, since new memory costs page faults.
+    pub(crate) spare: Vec<u8>,
     /// A header that was read and not yet taken by a receive.
     pub(crate) header: Option<DataHeader>,
     /// A receive has taken its header and reads the payload.
@@ -114,6 +116,7 @@ impl Port {
             rails: Vec::new(),
             from: 0,
             to: 0,
+            spare: Vec::new(),
             header: None,
             in_payload: false,
             suspect: None,

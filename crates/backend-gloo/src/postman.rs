@@ -1,7 +1,7 @@
-//! Blocking sends and receives between ranks that share memory, run by their caller.
+//! Blocking sends and receives, run by their caller.
 //!
-//! A short message goes with its offer, and its receiver says that it has it: two hand-overs of a cache line, of which the second
-//! passes while the receiver goes on. For as long as a rank looks again anyway that is done without any books (`quick`);
+//! A short message goes with its offer, and its receiver says that it has it: between ranks that share memory two hand-overs of a cache line, of
+//! which the second passes while the receiver goes on. For as long as a rank looks again anyway that is done there without any books (`quick`);
 //! whatever is not there by then, or is not the very next frame, goes the way of all messages.
 
 use std::collections::VecDeque;
@@ -10,9 +10,11 @@ use std::sync::atomic::Ordering;
 use std::time::Instant;
 
 use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, Work, deadline_in};
+use rustix::event::{PollFd, PollFlags};
 
 use crate::caller::{LOOK_AGAIN, outcome};
-use crate::mail::{Mail, YIELDS};
+use crate::lane::wait_for;
+use crate::mail::{Inbox, Mail, Out, Outbox, YIELDS, near};
 use crate::p2p::{Begun, Way, copy, lost};
 use crate::queue::{Shared, Submission, Taken, refusal};
 use crate::transport::shm::Sleep;
@@ -32,12 +34,21 @@ impl Driven for Mail {
     fn look(&mut self, _: &Shared) {}
 
     fn glance(&mut self) -> u32 {
-        std::hint::spin_loop();
+        if self.is_near() {
+            std::hint::spin_loop();
+        } else {
+            self.try_sockets();
+        }
         0
     }
 
     fn arm(&self, shared: &Shared) {
-        shared.mail_bell().arm(Sleep::Word);
+        let how = if self.is_near() {
+            Sleep::Word
+        } else {
+            Sleep::Descriptor
+        };
+        shared.mail_bell().arm(how);
     }
 
     fn disarm(&self, shared: &Shared) {
@@ -45,7 +56,23 @@ impl Driven for Mail {
     }
 
     fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()> {
-        shared.mail_bell().sleep(until);
+        let bell = shared.mail_bell();
+        if self.is_near() {
+            bell.sleep(until);
+            return Ok(());
+        }
+        let mut fds = vec![PollFd::new(bell, PollFlags::IN)];
+        let mut whose = Vec::new();
+        if self.interest(&mut fds, &mut whose).is_none() {
+            bell.disarm();
+            return Ok(());
+        }
+        wait_for(&mut fds, Some(until))?;
+        bell.disarm();
+        bell.drain();
+        let ready: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();
+        drop(fds);
+        self.heard(&whose, &ready);
         Ok(())
     }
 }
@@ -230,7 +257,7 @@ impl Shared {
             if waiter.is_slow() {
                 mail.check_deadlines()?;
             }
-            let due = mail.messages.deadline();
+            let due = mail.next_deadline();
             waiter.wait(mail, self, due.unwrap_or_else(|| deadline_in(LOOK_AGAIN)))?;
         }
     }
@@ -298,13 +325,20 @@ impl Mail {
             b: self.place.rank,
             length: tensor.count() as u64,
         };
-        let Some(Some(out)) = self.outboxes.get_mut(peer as usize) else {
+        let Some(Some(outbox)) = self.outboxes.get_mut(peer as usize) else {
             return Ok(None);
         };
-        if bytes.len() > INLINE || !out.put_alone(&frame, bytes).map_err(|e| out.blame(e))? {
+        let Out::Near(out) = &mut outbox.out else {
+            return Ok(None);
+        };
+        if bytes.len() > INLINE {
             return Ok(None);
         }
-        out.ring();
+        match out.put_alone(&frame, bytes) {
+            Ok(false) => return Ok(None),
+            Ok(true) => out.ring(),
+            Err(error) => return Err(outbox.blame(error)),
+        }
         Ok(Some(id))
     }
 
@@ -317,40 +351,56 @@ impl Mail {
     ) -> Result<Option<bool>> {
         let (rank, epoch) = (self.place.rank, self.place.epoch);
         let index = peer as usize;
-        let (Some(Some(out)), Some(Some(inbox))) =
+        let (Some(Some(outbox)), Some(Some(Inbox::Near(inbox)))) =
             (self.outboxes.get_mut(index), self.inboxes.get_mut(index))
         else {
             return Ok(None);
         };
-        let Some((frame, payload)) = inbox.next(epoch).map_err(|e| out.blame(e))? else {
-            return Ok(Some(false));
-        };
-        if frame.kind == ControlKind::Taken && !begun.taken && begun.sent == Some(frame.id) {
-            inbox.take(payload);
-            out.stirred = true;
-            out.ring();
-            begun.taken = true;
-            return Ok(Some(true));
-        }
-        let Some((tensor, from, tag)) = receive.as_mut().filter(|_| !begun.received) else {
-            return Ok(None);
-        };
-        let same = frame.kind == ControlKind::Inline
-            && *from == peer
-            && frame.a == *tag
-            && frame.code == tensor.dtype().code()
-            && frame.length == tensor.count() as u64;
-        if !same || !out.has_room().map_err(|e| out.blame(e))? {
-            return Ok(None);
-        }
-        copy(tensor.bytes_mut(), inbox.payload(payload))?;
-        if tensor.dtype() == DType::Bool {
-            crate::kernels::canonical_bools(tensor.bytes_mut());
-        }
-        inbox.take(payload);
-        out.push(Control::taken(epoch, rank, frame.id));
-        out.ring();
-        begun.received = true;
-        Ok(Some(true))
+        let stepped = quick_frame((rank, epoch), inbox, outbox, begun, receive);
+        stepped.map_err(|e| outbox.blame(e))
     }
+}
+
+/// Of one rank that shares memory; see [`Mail::quick_step`].
+fn quick_frame(
+    (rank, epoch): (u32, u64),
+    inbox: &mut near::Inbox,
+    outbox: &mut Outbox,
+    begun: &mut Begun,
+    receive: &mut Receiving<'_>,
+) -> Result<Option<bool>> {
+    let peer = outbox.rank;
+    let Out::Near(out) = &mut outbox.out else {
+        return Ok(None);
+    };
+    let Some((frame, payload)) = inbox.next(epoch)? else {
+        return Ok(Some(false));
+    };
+    if frame.kind == ControlKind::Taken && !begun.taken && begun.sent == Some(frame.id) {
+        inbox.take(payload);
+        out.stirred = true;
+        out.ring();
+        begun.taken = true;
+        return Ok(Some(true));
+    }
+    let Some((tensor, from, tag)) = receive.as_mut().filter(|_| !begun.received) else {
+        return Ok(None);
+    };
+    let same = frame.kind == ControlKind::Inline
+        && *from == peer
+        && frame.a == *tag
+        && frame.code == tensor.dtype().code()
+        && frame.length == tensor.count() as u64;
+    if !same || !out.has_room()? {
+        return Ok(None);
+    }
+    copy(tensor.bytes_mut(), inbox.payload(payload))?;
+    if tensor.dtype() == DType::Bool {
+        crate::kernels::canonical_bools(tensor.bytes_mut());
+    }
+    inbox.take(payload);
+    out.push(Control::taken(epoch, rank, frame.id));
+    out.ring();
+    begun.received = true;
+    Ok(Some(true))
 }

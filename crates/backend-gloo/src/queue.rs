@@ -61,7 +61,7 @@ pub(crate) struct Queue {
     pub(crate) running: Option<(OpKind, u64)>,
     /// `None` while somebody drives it.
     pub(crate) lane: Option<Box<Lane>>,
-    /// Likewise, and where ranks do not share memory.
+    /// Likewise.
     pub(crate) mail: Option<Box<Mail>>,
     next_seq: u64,
     pub(crate) stop: Option<Stop>,
@@ -118,18 +118,19 @@ pub(crate) enum Begin {
 }
 
 impl Shared {
-    /// `lane` is `None` in a world of one; `posts` is empty unless all ranks share memory.
+    /// `lane` is `None` in a world of one, and `posts` is empty. `apart`: the ranks of this host have a core each.
     pub(crate) fn new(
         place: Place,
         hosts: Hosts,
         bells: Bells,
         lane: Option<Lane>,
         posts: Vec<Option<Post>>,
+        apart: bool,
     ) -> Result<Arc<Self>> {
         let transport = lane.as_ref().map_or("none", Lane::transport);
         let queue = Queue {
             lane: lane.map(Box::new),
-            mail: place.near.then(|| Box::new(Mail::new(place, posts))),
+            mail: (place.world > 1).then(|| Box::new(Mail::new(place, posts, apart))),
             ..Queue::default()
         };
         Ok(Arc::new(Self {
@@ -180,9 +181,7 @@ impl Shared {
     /// Wakes whoever drives anything.
     pub(crate) fn alarm(&self) {
         self.bells.lane.alarm();
-        if self.place.near {
-            self.bells.mail.alarm();
-        }
+        self.bells.mail.alarm();
     }
 
     /// For a blocking call: the lane, if the group is idle.
@@ -260,7 +259,7 @@ impl Shared {
         loop {
             lane = lane.or_else(|| queue.lane.take());
             mail = mail.or_else(|| queue.mail.take());
-            if lane.is_some() && (mail.is_some() || !self.place.near) {
+            if lane.is_some() && mail.is_some() {
                 return (lane, mail);
             }
             // A driver looks at the interrupt between two pieces, and wakes for it; the alarm is repeated to be sure. It
@@ -360,7 +359,7 @@ impl Shared {
         } else {
             queue.messages.push_back(submission);
             self.incoming.store(true, Ordering::Release);
-            if self.place.near && queue.mail.is_none() {
+            if queue.mail.is_none() {
                 // Whoever drives it may sleep; if it is the engine's thread, that is told below.
                 self.bells.mail.alarm();
             }

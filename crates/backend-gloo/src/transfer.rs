@@ -257,8 +257,13 @@ pub(crate) fn collect(
     let want = (receiving.recv.into.len() - receiving.done).min(PIECE);
     let mut moved = false;
     if receiving.filled < want {
-        receiving.piece.resize(want, 0);
-        let rest = receiving.piece.get_mut(receiving.filled..).unwrap_or(&mut []);
+        if receiving.piece.is_empty() {
+            receiving.piece = std::mem::take(&mut port.spare);
+        }
+        if receiving.piece.len() < want {
+            receiving.piece.resize(want, 0);
+        }
+        let rest = receiving.piece.get_mut(receiving.filled..want).unwrap_or(&mut []);
         match port.read(rest) {
             Moved::Bytes(n) => receiving.filled += n,
             other => return closed(other),
@@ -277,5 +282,8 @@ pub(crate) fn collect(
     memory.land(into, receiving.done, with, piece, reduce)?;
     receiving.done += want;
     receiving.filled = 0;
+    if receiving.is_finished() {
+        port.spare = std::mem::take(&mut receiving.piece);
+    }
     Ok(true)
 }

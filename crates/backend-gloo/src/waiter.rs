@@ -58,10 +58,10 @@ impl Patience {
     }
 
     /// For whoever waits for that many ranks of its own host. With more ranks than cores a rank that spins keeps another from
-    /// what it waits for.
-    pub(crate) fn of(near: usize) -> Self {
+    /// what it waits for; so it does where it has one core and others have the same, but not where they are `apart`, as launchers bind them.
+    pub(crate) fn of(near: usize, apart: bool) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self::new(near < cores)
+        Self::new(apart || near < cores)
     }
 
     /// For whoever waits for sockets, too: a look there is a system call anyhow, so others are let run between any two. Alone on
@@ -239,5 +239,17 @@ impl Waiter {
         }
         self.armed = false;
         driven.sleep(shared, until)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_rank_spins_where_there_are_cores_for_all_or_each_has_its_own() {
+        assert!(!Patience::of(usize::MAX, false).spins());
+        assert!(Patience::of(usize::MAX, true).spins());
+        assert!(Patience::of(0, false).spins());
     }
 }

@@ -14,13 +14,16 @@ pub(crate) const SEGMENT: usize = 128 * 1024;
 pub(crate) const STRIPE: usize = 256 * 1024;
 /// The largest message whose bytes go through shared memory together with its offer.
 pub(crate) const INLINE: usize = 8 * 1024;
+/// The same over a connection. An offer and its answer cost two wake-ups, or the latency of a line; bytes are sent in vain only if the
+/// receiver waits for a later message, since one that waits for none reads nothing.
+pub(crate) const EAGER: usize = 1024 * 1024;
 
 const DATA_MAGIC: u32 = 0x4F58_4744; // "OXGD"
 const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
 const PIECE_MAGIC: u32 = 0x4F58_4750; // "OXGP"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 4;
+pub(crate) const VERSION: u32 = 5;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -196,7 +199,7 @@ pub(crate) enum ControlKind {
     Goodbye = 5,
     /// This rank is connected with all others: the first frame on every control connection.
     Ready = 6,
-    /// An offer with the message itself behind it; only through shared memory.
+    /// An offer with the message itself behind it.
     Inline = 7,
     /// "I have it": the answer to that, if the receive was posted. Otherwise it counts as an offer.
     Taken = 8,
@@ -206,7 +209,7 @@ pub(crate) enum ControlKind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Control {
     pub(crate) kind: ControlKind,
-    /// Offer, Inline: dtype code. Abort: error code.
+    /// Offer, Inline: dtype code. Abort: error code. Ready: one more than the core to which it is bound, or 0.
     pub(crate) code: u8,
     pub(crate) epoch: u64,
     /// The sender's number of the message. Ready: the lowest rank with which it shares memory, itself included.
@@ -280,7 +283,7 @@ impl Control {
         let limit = match kind {
             ControlKind::Offer => u64::MAX,
             ControlKind::Accept | ControlKind::Ready | ControlKind::Taken => 0,
-            ControlKind::Inline => INLINE as u64,
+            ControlKind::Inline => EAGER as u64,
             ControlKind::Data => SEGMENT as u64,
             ControlKind::Abort | ControlKind::Goodbye => MAX_TEXT as u64,
         };
@@ -331,6 +334,8 @@ pub(crate) fn cut(text: &str) -> &str {
 pub(crate) const MAX_CONNECTIONS: u32 = 16;
 /// The code of the first rail.
 const FIRST_RAIL: u32 = 4;
+/// The code behind the last one.
+const MESSAGES: u32 = FIRST_RAIL + MAX_CONNECTIONS;
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -339,9 +344,11 @@ pub(crate) enum Lane {
     Data,
     /// Pieces of large payloads: the rail of that number.
     Rail(u32),
-    /// Point-to-point, aborts and good-byes.
+    /// Aborts and good-byes.
     Control,
-    /// As `Control`, over a Unix socket with the handles of shared memory that stands for `Data`.
+    /// Point-to-point.
+    Messages,
+    /// As `Control`, over a Unix socket with the handles of shared memory that stands for `Data` and `Messages`.
     Local,
 }
 
@@ -373,6 +380,7 @@ impl Hello {
             Lane::Data => 1,
             Lane::Control => 2,
             Lane::Local => 3,
+            Lane::Messages => MESSAGES,
             Lane::Rail(number) => FIRST_RAIL.saturating_add(number),
         });
         put.u32(self.rank);
@@ -395,6 +403,7 @@ impl Hello {
             1 => Lane::Data,
             2 => Lane::Control,
             3 => Lane::Local,
+            MESSAGES => Lane::Messages,
             lane => match lane.checked_sub(FIRST_RAIL) {
                 Some(number) if number < MAX_CONNECTIONS => Lane::Rail(number),
                 _ => return None,
@@ -427,7 +436,7 @@ mod tests {
 
         #[test]
         fn hellos_round_trip(rank: u32, world: u32, connections: u32, epoch: u64, constants: u64, nonce: u64) {
-            for lane in [Lane::Data, Lane::Control, Lane::Local, Lane::Rail(0), Lane::Rail(MAX_CONNECTIONS - 1)] {
+            for lane in [Lane::Data, Lane::Control, Lane::Local, Lane::Messages, Lane::Rail(0), Lane::Rail(MAX_CONNECTIONS - 1)] {
                 let h = Hello { version: VERSION, lane, rank, world, connections, epoch, constants, nonce };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }
@@ -447,7 +456,7 @@ mod tests {
             for (kind, limit) in [
                 (ControlKind::Offer, u64::MAX), (ControlKind::Accept, 0), (ControlKind::Ready, 0), (ControlKind::Data, SEGMENT as u64),
                 (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Goodbye, MAX_TEXT as u64),
-                (ControlKind::Inline, INLINE as u64), (ControlKind::Taken, 0),
+                (ControlKind::Inline, EAGER as u64), (ControlKind::Taken, 0),
             ] {
                 let c = Control { kind, code, epoch, id, a, b, length };
                 prop_assert_eq!(Control::decode(&c.encode()), (length <= limit).then_some(c));

@@ -1,10 +1,10 @@
-//! One life of a rank that reduces as fast as it can until its group fails, then waits to be put into the next one.
+//! One life of a rank that makes one call after the other until its group fails, then waits to be put into the next one.
 //!
-//! usage: `gloo_life STORE SEED`. Standard input: `join EPOCH RANK WORLD`, `abort`, or `garble`
+//! usage: `gloo_life STORE SEED`. Standard input: `join EPOCH RANK WORLD MILLISECONDS` (the deadline of each call), `abort`, or `garble`
 //! (noise on all its connections to other ranks). Standard output (`Life` in
-//! `tests/gloo_kills.rs` reads it): `joined EPOCH MICROSECONDS`, `right EPOCH` after the first reductions, `failed EPOCH
-//! NANOSECONDS CALLED KIND TEXT` with the monotonic clock that all processes share (when the error was here, and when the call that it
-//! ended had been made), `wrong TEXT`. It ends with its input.
+//! `tests/gloo_kills.rs` reads it): `joined EPOCH MICROSECONDS`, `right EPOCH` after the first calls, `failed EPOCH
+//! NANOSECONDS CALLED WAITED KIND TEXT` with the monotonic clock that all processes share (when the error was here, when the call that it
+//! ended had been made, and how long of that the calling thread was ready but had no core), `clean EPOCH` once no thread, socket or ring of the failed group is left, `wrong TEXT`. It ends with its input.
 
 #![allow(
     clippy::unwrap_used,
@@ -19,12 +19,12 @@ use std::time::{Duration, Instant};
 
 use backend_gloo::GlooGroup;
 use ftcore::{
-    Collective, Configuration, Epoch, Error, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Store, SubmitOptions, TcpStore, Tensor, deadline_in,
+    Collective, Configuration, DType, Epoch, Error, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp,
+    Result, Store, SubmitOptions, TcpStore, Tensor, deadline_in,
 };
 use oxccl_tests::monotonic_ns;
 
-/// Longer than any failure may take to be noticed: it must be evidence that ends a call, not its deadline.
+/// How long anything else than a call may take.
 const PATIENCE: Duration = Duration::from_secs(30);
 
 fn say(line: &str) {
@@ -43,20 +43,168 @@ fn elements(seed: u64, epoch: u64, call: u64) -> usize {
     1 + (x >> 8) as usize % top
 }
 
-fn reduce(group: &GlooGroup, count: usize, rank: u32, world: u32, called: &mut u64) -> Result<bool> {
-    let data: Vec<f32> = (0..count).map(|i| (i % 257) as f32 + rank as f32).collect();
-    let op = Collective::AllReduce {
-        tensors: vec![Tensor::from_vec(data)],
-        op: ReduceOp::Sum,
+/// What call `call` of an epoch is, the same on every rank, and its root.
+fn kind(seed: u64, epoch: u64, call: u64, world: u32) -> (u64, u32) {
+    let mut x = seed ^ epoch.wrapping_mul(0xC2B2_AE3D_27D4_EB4F) ^ call.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    x ^= x >> 29;
+    x = x.wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    x ^= x >> 32;
+    (x % 9, (x >> 8) as u32 % world)
+}
+
+/// Element `i` of `rank`'s data.
+fn value(i: usize, rank: u32) -> f32 {
+    (i % 257) as f32 + rank as f32
+}
+
+fn of(count: usize, rank: u32) -> Tensor {
+    Tensor::from_vec((0..count).map(|i| value(i, rank)).collect())
+}
+
+fn zeros(count: usize) -> Tensor {
+    Tensor::zeros(DType::F32, count)
+}
+
+/// The call, and what element `i` of its result must be; a barrier has none. Its larger tensor has about `count` elements.
+fn call_of(
+    (kind, root): (u64, u32),
+    count: usize,
+    rank: u32,
+    world: u32,
+) -> (Collective, impl Fn(usize) -> f32) {
+    let count = match kind {
+        2..=4 => count.div_ceil(world as usize),
+        _ => count,
     };
-    *called = monotonic_ns();
+    let all = count * world as usize;
+    let sum = ReduceOp::Sum;
+    let op = match kind {
+        0 => Collective::Broadcast {
+            tensors: vec![of(count, rank)],
+            root,
+        },
+        1 => Collective::Reduce {
+            tensor: of(count, rank),
+            op: sum,
+            root,
+        },
+        2 => Collective::AllGatherInto {
+            pairs: vec![(of(count, rank), zeros(all))],
+        },
+        3 => Collective::ReduceScatterInto {
+            pairs: vec![(of(all, rank), zeros(count))],
+            op: sum,
+        },
+        4 => Collective::AllToAllInto {
+            input: of(all, rank),
+            output: zeros(all),
+            input_splits: Vec::new(),
+            output_splits: Vec::new(),
+        },
+        5 => Collective::Barrier,
+        6 => Collective::Batch {
+            ops: vec![
+                Collective::Send {
+                    tensor: of(count, rank),
+                    peer: (rank + 1) % world,
+                    tag: root,
+                },
+                Collective::Recv {
+                    tensor: zeros(count),
+                    peer: Some((rank + world - 1) % world),
+                    tag: root,
+                },
+            ],
+        },
+        _ => Collective::AllReduce {
+            tensors: vec![of(count, rank)],
+            op: sum,
+        },
+    };
+    let sum = move |i: usize| world as f32 * value(i, 0) + (world * (world - 1) / 2) as f32;
+    let expected = move |i: usize| match kind {
+        0 => value(i, root),
+        1 if rank != root => value(i, rank),
+        2 => value(i % count, (i / count) as u32),
+        3 => sum(rank as usize * count + i),
+        4 => value(rank as usize * count + i % count, (i / count) as u32),
+        6 => value(i, (rank + world - 1) % world),
+        _ => sum(i),
+    };
+    (op, expected)
+}
+
+/// Makes a call; false if its result is wrong.
+fn make(
+    group: &GlooGroup,
+    (kind, root): (u64, u32),
+    count: usize,
+    (rank, world): (u32, u32),
+    patience: Duration,
+    called: &mut Called,
+) -> Result<bool> {
+    let (op, expected) = call_of((kind, root), count, rank, world);
+    *called = Called {
+        waited: without_a_core(),
+        at: monotonic_ns(),
+    };
     let work = group
-        .run(op, SubmitOptions::by(deadline_in(PATIENCE)))
+        .run(op, SubmitOptions::by(deadline_in(patience)))
         .map_err(Error::from)?;
-    let tensor = work.take()?.into_tensor()?;
-    let (n, others) = (world as f32, (world * (world - 1) / 2) as f32);
-    let right = |(i, x): (usize, &f32)| *x == n * (i % 257) as f32 + others;
-    Ok(tensor.as_slice::<f32>()?.iter().enumerate().all(right))
+    let Some(result) = work.take()?.tensors.pop() else {
+        return Ok(kind == 5);
+    };
+    let result = result.as_slice::<f32>()?;
+    Ok(result.iter().enumerate().all(|(i, x)| *x == expected(i)))
+}
+
+/// How long this thread has been ready to run without a core, in nanoseconds; 0 where the kernel does not say.
+fn without_a_core() -> u64 {
+    let text = std::fs::read_to_string("/proc/thread-self/schedstat").unwrap_or_default();
+    let second = text.split_whitespace().nth(1);
+    second.and_then(|n| n.parse().ok()).unwrap_or(0)
+}
+
+/// When a call was made, and how long its thread had waited for a core by then.
+#[derive(Default)]
+struct Called {
+    at: u64,
+    waited: u64,
+}
+
+/// The threads of a group, its mappings of shared memory, and this process's sockets.
+fn left() -> [usize; 3] {
+    let threads = std::fs::read_dir("/proc/self/task")
+        .unwrap()
+        .filter_map(|t| std::fs::read_to_string(t.ok()?.path().join("comm")).ok())
+        .filter(|name| name.starts_with("ox-gloo"))
+        .count();
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+    let sockets = std::fs::read_dir("/proc/self/fd")
+        .unwrap()
+        .filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok())
+        .filter(|to| to.to_string_lossy().starts_with("socket:"))
+        .count();
+    [threads, maps.matches("memfd:oxccl-gloo").count(), sockets]
+}
+
+/// Waits until a group that failed has let go of everything: no thread, no socket, and of the shared memory only the page with its
+/// own bells, which goes with the next configuration.
+fn clean(epoch: u64, beginning: [usize; 3]) {
+    let until = Instant::now() + Duration::from_secs(10);
+    loop {
+        let now = left();
+        let [threads, _, sockets] = beginning;
+        if now[0] <= threads && now[1] <= 1 && now[2] <= sockets {
+            return say(&format!("clean {epoch}"));
+        }
+        if Instant::now() > until {
+            return say(&format!(
+                "wrong threads, mappings and sockets after epoch {epoch}: {now:?}; before the first: {beginning:?}"
+            ));
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
 }
 
 fn live(
@@ -64,9 +212,9 @@ fn live(
     store: &Arc<dyn Store>,
     seed: u64,
     epoch: u64,
-    rank: u32,
-    world: u32,
-    called: &mut u64,
+    (rank, world): (u32, u32),
+    patience: Duration,
+    called: &mut Called,
 ) -> Result<()> {
     let start = Instant::now();
     group.configure(Configuration {
@@ -81,9 +229,10 @@ fn live(
     say(&format!("joined {epoch} {}", start.elapsed().as_micros()));
     for call in 0.. {
         let count = elements(seed, epoch, call);
-        if !reduce(group, count, rank, world, called)? {
+        let kind = kind(seed, epoch, call, world);
+        if !make(group, kind, count, (rank, world), patience, called)? {
             say(&format!(
-                "wrong sum in call {call} of epoch {epoch}, {count} elements"
+                "wrong result of call {call} of epoch {epoch}, kind {kind:?}, {count} elements"
             ));
         }
         if call == 2 {
@@ -160,19 +309,24 @@ fn main() {
             std::process::exit(0);
         })
         .unwrap();
+    let beginning = left();
     while let Ok(order) = orders.recv() {
-        let [epoch, rank, world] = order.as_slice() else {
-            eprintln!("gloo_life: join needs three numbers");
+        let [epoch, rank, world, patience] = order.as_slice() else {
+            eprintln!("gloo_life: join needs four numbers");
             continue;
         };
-        let mut called = 0;
-        let (rank, world) = (*rank as u32, *world as u32);
-        if let Err(e) = live(&group, &store, seed, *epoch, rank, world, &mut called) {
+        let mut called = Called::default();
+        let place = (*rank as u32, *world as u32);
+        let patience = Duration::from_millis(*patience);
+        if let Err(e) = live(&group, &store, seed, *epoch, place, patience, &mut called) {
             say(&format!(
-                "failed {epoch} {} {called} {:?} {e}",
+                "failed {epoch} {} {} {} {:?} {e}",
                 monotonic_ns(),
+                called.at,
+                without_a_core().saturating_sub(called.waited),
                 e.kind()
             ));
+            clean(*epoch, beginning);
         }
     }
 }

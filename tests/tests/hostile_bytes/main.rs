@@ -27,6 +27,11 @@ mod gloo;
 mod isolate;
 mod listener;
 mod mutate;
+#[path = "../../../fuzz/src/nccl.rs"]
+mod nccl;
+#[allow(dead_code, unused_imports, reason = "included for the words that name it")]
+#[path = "../../../crates/backend-nccl/src/plan.rs"]
+mod plan;
 #[path = "../../../fuzz/src/state.rs"]
 mod state;
 #[path = "../../../fuzz/src/store/mod.rs"]
@@ -49,7 +54,7 @@ struct Body {
     seeds: fn() -> Vec<Vec<u8>>,
 }
 
-const BODIES: [Body; 6] = [
+const BODIES: [Body; 7] = [
     Body {
         target: "gloo_frames",
         run: gloo::frames,
@@ -79,6 +84,11 @@ const BODIES: [Body; 6] = [
         target: "isolate_frames",
         run: isolate::frames,
         seeds: isolate::seeds,
+    },
+    Body {
+        target: "nccl_control",
+        run: nccl::control,
+        seeds: nccl::seeds,
     },
 ];
 

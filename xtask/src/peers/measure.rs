@@ -44,6 +44,7 @@ pub(super) fn run(
                     "all_reduce",
                     "--dtype",
                     "f32",
+                    "--bind",
                     "--json",
                 ])
                 .args(["--sizes", &numbers(sizes).join(",")])

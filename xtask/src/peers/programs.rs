@@ -196,7 +196,8 @@ fn mpich(cache: &Path) -> Result<Program> {
         INSTALL_LIMIT,
     )?;
     let binary = compile(&folder.join("bin/mpicc"), &folder.join("program"))?;
-    let launch = vec![folder.join("bin/mpiexec").display().to_string(), "-n".to_owned()];
+    let mut launch = vec![folder.join("bin/mpiexec").display().to_string()];
+    launch.extend(["-bind-to", "core", "-n"].map(str::to_owned));
     Ok(Program::Mpi { launch, binary })
 }
 
@@ -212,6 +213,8 @@ fn openmpi(cache: &Path, transport: &[&str]) -> Result<Program> {
     let binary = compile(&mpicc, &cache.join("openmpi"))?;
     let mut launch = vec![mpirun.display().to_string()];
     launch.extend(["--allow-run-as-root", "--oversubscribe"].map(str::to_owned));
+    // As everybody here: with more ranks than cores it binds nobody by itself.
+    launch.extend(["--map-by", "core", "--bind-to", "core:overload-allowed"].map(str::to_owned));
     launch.extend(transport.iter().map(|&a| a.to_owned()));
     launch.push("-n".to_owned());
     Ok(Program::Mpi { launch, binary })

@@ -16,13 +16,15 @@ pub(crate) struct Connected {
     pub(crate) peers: Vec<Option<Peer>>,
     /// Likewise.
     pub(crate) ports: Vec<Option<Port>>,
-    /// The ways of messages, likewise; empty unless all ranks share memory.
+    /// The ways of messages, likewise.
     pub(crate) posts: Vec<Option<Post>>,
     pub(crate) bells: Bells,
     /// All ranks share memory with all others. The same on every rank.
     pub(crate) near: bool,
     /// Which ranks share memory. The same on every rank.
     pub(crate) hosts: Hosts,
+    /// Each rank of this host is bound to a core of its own, and so is this one.
+    pub(crate) apart: bool,
 }
 
 impl Rendezvous<'_> {
@@ -46,6 +48,8 @@ impl Rendezvous<'_> {
             })
             .collect();
         let hosts = Hosts::new(&lowest);
+        let mut neighbours = self.found.iter().filter(|found| found.memory.is_some());
+        let apart = self.core != 0 && neighbours.all(|found| ![0, self.core].contains(&found.core));
         let bells = match &self.near {
             Some((_, region)) => region.bells()?,
             None => Bells::private()?,
@@ -58,18 +62,20 @@ impl Rendezvous<'_> {
                 posts.push(None);
                 continue;
             }
-            let wire = match (found.data, found.memory) {
-                (_, Some(shared)) => {
-                    let (counters, address) = (self.counters.clone(), found.address.clone());
-                    posts.push(Some(Post::new(rank, address, shared.mail, counters)));
+            let address = found.address.clone();
+            let wire = match (found.data, found.messages, found.memory) {
+                (_, _, Some(shared)) => {
+                    let counters = self.counters.clone();
+                    posts.push(Some(Post::near(rank, address, shared.mail, counters)));
                     Wire::Memory(Memory::new(shared.lane, self.counters.clone()))
                 }
-                (Some(mut data), None) => {
+                (Some(mut data), Some(messages), None) => {
+                    posts.push(Some(Post::far(rank, address, messages)));
                     data.readable = true;
                     data.writable = true;
                     Wire::Socket(data)
                 }
-                (None, None) => return Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
+                _ => return Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
             };
             let Some(mut control) = found.control else {
                 return Err(Error::new(ErrorKind::Internal, "a rank is connected by half"));
@@ -91,9 +97,6 @@ impl Rendezvous<'_> {
                 words: None,
             }));
         }
-        if !near {
-            posts.clear();
-        }
         Ok(Connected {
             peers,
             ports,
@@ -101,6 +104,7 @@ impl Rendezvous<'_> {
             bells,
             near,
             hosts,
+            apart,
         })
     }
 }

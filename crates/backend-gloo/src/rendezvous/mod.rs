@@ -2,7 +2,7 @@
 //!
 //! Every rank listens, publishes its addresses and a secret under `prefix/epoch` in the store, connects to every lower
 //! rank and accepts from every higher one: over a Unix socket with the handles of shared memory where both are on one host, else
-//! twice over TCP. All of it is one non-blocking loop, so a stranger or a half-open connection
+//! several times over TCP. All of it is one non-blocking loop, so a stranger or a half-open connection
 //! holds nobody up. When a rank has all its connections it says so to all; `configure` ends on a rank once everybody has
 //! said so, so a rank that fails right afterwards cannot break the configuration of a slower one. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
 //! reached, so that they need not wait for their own deadline (L27).
@@ -46,7 +46,8 @@ struct Found {
     /// The connections for large payloads, if there are several; by number.
     rails: Vec<Option<Link>>,
     control: Option<Link>,
-    /// In place of `data`.
+    messages: Option<Link>,
+    /// In place of `data` and `messages`.
     memory: Option<Shared>,
     /// It has said that it is connected with everybody.
     ready: bool,
@@ -54,11 +55,14 @@ struct Found {
     near: bool,
     /// The lowest rank with which it shares memory, itself included.
     lowest: u32,
+    /// The core to which it is bound; see [`own_core`].
+    core: u8,
 }
 
 impl Found {
     fn complete(&self) -> bool {
-        let data = self.data.is_some() && self.rails.iter().all(Option::is_some);
+        let rails = self.rails.iter().all(Option::is_some);
+        let data = self.data.is_some() && self.messages.is_some() && rails;
         (data || self.memory.is_some()) && self.control.is_some()
     }
 }
@@ -81,8 +85,10 @@ impl Found {
                 }
             }
             Lane::Control => self.control = Some(link),
+            Lane::Messages => self.messages = Some(link),
             Lane::Local => {
                 self.data = None;
+                self.messages = None;
                 self.rails.fill_with(|| None);
                 self.control = Some(link);
                 self.memory = memory;
@@ -112,6 +118,8 @@ struct Rendezvous<'a> {
     refused: Vec<u32>,
     /// This rank has said that it is connected with everybody.
     said_ready: bool,
+    /// The core to which this rank is bound.
+    core: u8,
 }
 
 /// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
@@ -140,6 +148,19 @@ fn open_near(world: u32) -> Result<(UnixListener, Region, String)> {
         .and_then(|l| l.set_nonblocking(true).map(|()| l))
         .map_err(|e| Error::io("listening on a Unix socket", e))?;
     Ok((listener, region, name))
+}
+
+/// One more than the number of the core to which this thread is bound; 0 if it may run on several, or that number is too large.
+fn own_core() -> u8 {
+    let Ok(set) = rustix::thread::sched_getaffinity(None) else {
+        return 0;
+    };
+    match set.count() {
+        1 => (1..=u8::MAX)
+            .find(|n| set.is_set(usize::from(*n) - 1))
+            .unwrap_or(0),
+        _ => 0,
+    }
 }
 
 fn key(configuration: &Configuration, rank: u32) -> String {
@@ -190,7 +211,7 @@ impl<'a> Rendezvous<'a> {
         let now = Instant::now();
         let dialed = (0..configuration.rank)
             .flat_map(|rank| {
-                let lanes = [Lane::Local, Lane::Data, Lane::Control].into_iter();
+                let lanes = [Lane::Local, Lane::Data, Lane::Control, Lane::Messages].into_iter();
                 let rails = (0..settings.rails()).map(Lane::Rail);
                 lanes.chain(rails).map(move |lane| (rank, lane))
             })
@@ -221,6 +242,7 @@ impl<'a> Rendezvous<'a> {
                 .collect(),
             refused: vec![0; configuration.world_size as usize],
             said_ready: false,
+            core: own_core(),
         })
     }
 
@@ -436,5 +458,30 @@ fn wait_for(fds: &mut [PollFd<'_>], until: Instant) -> Result<()> {
     match poll(fds, Some(&timeout)) {
         Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
         Err(e) => Err(Error::io("waiting for connections", e.into())),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+    use super::own_core;
+
+    #[test]
+    fn a_rank_that_is_bound_to_one_core_says_which() {
+        let may = sched_getaffinity(None).unwrap();
+        let cores: Vec<usize> = (0..200).filter(|core| may.is_set(*core)).collect();
+        if cores.len() > 1 {
+            assert_eq!(own_core(), 0);
+        }
+        for core in cores {
+            let bound = std::thread::spawn(move || {
+                let mut one = CpuSet::new();
+                one.set(core);
+                sched_setaffinity(None, &one).unwrap();
+                own_core()
+            });
+            assert_eq!(usize::from(bound.join().unwrap()), core + 1);
+        }
     }
 }

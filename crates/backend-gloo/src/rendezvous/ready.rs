@@ -19,7 +19,7 @@ impl Rendezvous<'_> {
         let near = self.shares_memory_with_all();
         let header = Control {
             kind: ControlKind::Ready,
-            code: 0,
+            code: self.core,
             epoch: self.configuration.epoch.0,
             id: u64::from(self.lowest_neighbour()),
             a: u32::from(near),
@@ -86,7 +86,7 @@ impl Rendezvous<'_> {
                             .with_peer_address(found.address.clone());
                         return Err(self.named(error));
                     };
-                    (found.near, found.lowest) = (h.a == 1, lowest);
+                    (found.near, found.lowest, found.core) = (h.a == 1, lowest, h.code);
                     found.ready = link.read(&mut taken) == Moved::Bytes(Control::BYTES);
                 }
                 Some(h) if h.kind == ControlKind::Abort => {

@@ -5,6 +5,7 @@ use std::io::IoSlice;
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ftcore::{Error, Result, Traffic};
@@ -66,8 +67,8 @@ pub(crate) enum Moved {
 /// A connection to one peer.
 #[derive(Debug)]
 pub(crate) struct Link {
-    stream: OwnedFd,
-    counters: std::sync::Arc<Counters>,
+    stream: Arc<OwnedFd>,
+    counters: Arc<Counters>,
     /// A read may give something: true until one did not, and again when poll says so.
     pub(crate) readable: bool,
     /// Likewise for writes.
@@ -82,7 +83,7 @@ pub(crate) struct Link {
 
 impl Link {
     /// Takes over a connected stream: non-blocking, no delay.
-    pub(crate) fn new(stream: TcpStream, counters: std::sync::Arc<Counters>) -> Result<Self> {
+    pub(crate) fn new(stream: TcpStream, counters: Arc<Counters>) -> Result<Self> {
         stream
             .set_nonblocking(true)
             .and_then(|()| stream.set_nodelay(true))
@@ -91,16 +92,30 @@ impl Link {
     }
 
     /// Takes over a connected stream to a rank of this host: non-blocking.
-    pub(crate) fn local(stream: UnixStream, counters: std::sync::Arc<Counters>) -> Result<Self> {
+    pub(crate) fn local(stream: UnixStream, counters: Arc<Counters>) -> Result<Self> {
         stream
             .set_nonblocking(true)
             .map_err(|e| Error::io("setting up a connection", e))?;
         Ok(Self::over(stream.into(), counters))
     }
 
-    fn over(stream: OwnedFd, counters: std::sync::Arc<Counters>) -> Self {
+    /// Two hands on one connection: for whoever reads, and for whoever writes.
+    pub(crate) fn split(self) -> (Self, Self) {
+        let other = Self {
+            stream: self.stream.clone(),
+            counters: self.counters.clone(),
+            readable: true,
+            writable: true,
+            read_closed: None,
+            write_closed: None,
+            broke: false,
+        };
+        (self, other)
+    }
+
+    fn over(stream: OwnedFd, counters: Arc<Counters>) -> Self {
         Self {
-            stream,
+            stream: Arc::new(stream),
             counters,
             readable: true,
             writable: true,

@@ -4,7 +4,11 @@ use std::io::{Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::Duration;
 
-use ftcore::{DType, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor, deadline_in};
+use backend_gloo::GlooGroup;
+use ftcore::{
+    DType, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor,
+    deadline_in,
+};
 
 use crate::ranks::{configuration, group, group_over, soon, store};
 
@@ -103,6 +107,42 @@ fn ranks_that_cannot_meet_over_the_transport_asked_for_fail_naming_each_other() 
             }
         });
     }
+}
+
+#[test]
+fn ranks_meet_over_ipv6_or_say_that_there_is_none() {
+    let there = std::net::TcpListener::bind("[::1]:0").is_ok();
+    let store = store();
+    std::thread::scope(|scope| {
+        for rank in 0..2u32 {
+            let store = &store;
+            scope.spawn(move || {
+                let mut options = GroupOptions {
+                    net_name: Some("::1".into()),
+                    ..GroupOptions::default()
+                };
+                options.hints.insert("transport".into(), "tcp".into());
+                let group = GlooGroup::new("six", options).unwrap();
+                let met = group.configure(configuration(store, 1, rank, 2));
+                if !there {
+                    let e = met.unwrap_err();
+                    assert!(e.to_string().contains("::1"), "{e}");
+                    return;
+                }
+                met.unwrap();
+                let key = format!("test/1/gloo/{rank}");
+                let card = store.get(&key, soon()).unwrap();
+                let card = String::from_utf8_lossy(&card).into_owned();
+                assert!(card.contains("[::1]:"), "{card}");
+                let data = Tensor::from_vec(vec![rank as i32 + 1; 100_000]);
+                let sum = group.allreduce(data, ReduceOp::Sum).unwrap();
+                assert_eq!(
+                    sum.take_tensor().unwrap().into_vec::<i32>().unwrap(),
+                    [3; 100_000]
+                );
+            });
+        }
+    });
 }
 
 #[test]

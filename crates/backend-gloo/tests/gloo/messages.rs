@@ -1,5 +1,5 @@
-//! Messages between ranks that share memory: blocking calls by their caller, short and long, met early and late, from several
-//! threads at once, and when something goes wrong. `tcp` and `mixed` run the same where that is not about speed.
+//! Messages: blocking calls by their caller, short and long, met early and late, from several threads at once, and when something goes
+//! wrong; between ranks that share memory, over `tcp`, and `mixed`.
 
 use std::sync::Barrier;
 use std::time::{Duration, Instant};
@@ -32,9 +32,10 @@ fn bytes(done: Done) -> Vec<u8> {
     completion.into_tensor().unwrap().into_vec().unwrap()
 }
 
-/// Nothing, around the length that goes with its offer, pieces, and more than a ring.
-const LENGTHS: [usize; 13] = [
-    0, 1, 63, 1024, 8191, 8192, 8193, 32_767, 32_768, 32_769, 262_144, 262_145, 3_000_001,
+/// Nothing, around the lengths that go with their offer, pieces, and more than a ring or a socket holds.
+const LENGTHS: [usize; 19] = [
+    0, 1, 63, 1024, 8191, 8192, 8193, 32_767, 32_768, 32_769, 65_535, 65_536, 65_537, 131_073, 262_144,
+    262_145, 1_048_576, 1_048_577, 3_000_001,
 ];
 
 #[test]
@@ -126,6 +127,43 @@ fn short_messages_that_came_before_their_receives_keep_their_order_within_a_tag(
                 assert_eq!(bytes(receive(&group, 1, Some(0), 7, soon())), [77]);
                 assert_eq!(bytes(receive(&group, 1, Some(0), 7, soon())), [99]);
             }
+        });
+    }
+}
+
+#[test]
+fn bytes_that_came_before_anybody_wanted_them_come_again() {
+    for transport in ["shm", "tcp", "mixed"] {
+        with_groups_over(transport, 3, |rank, group| {
+            let lengths = [0, 9, 8000, 60_000, 1_048_576, 1_100_000];
+            if rank == 0 {
+                return group.barrier().unwrap();
+            }
+            let peer = 3 - rank;
+            let sent: Vec<_> = lengths
+                .iter()
+                .zip(10..)
+                .map(|(n, tag)| {
+                    group
+                        .send(Tensor::from_vec(content(rank, *n)), peer, tag)
+                        .unwrap()
+                })
+                .collect();
+            let last = group.send(Tensor::from_vec(vec![88u8; 30_000]), peer, 9).unwrap();
+            // It stands behind all others on the way, and its receive is the first one posted.
+            assert_eq!(
+                bytes(receive(&group, 30_000, Some(peer), 9, soon())),
+                [88; 30_000]
+            );
+            last.wait(soon()).unwrap();
+            for (n, tag) in lengths.iter().zip(10..16).rev() {
+                assert_eq!(
+                    bytes(receive(&group, *n, Some(peer), tag, soon())),
+                    content(peer, *n)
+                );
+            }
+            sent.into_iter().for_each(|w| w.wait(soon()).unwrap());
+            group.barrier().unwrap();
         });
     }
 }

@@ -3,7 +3,7 @@
 
 use std::process::Command;
 
-use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor};
+use ftcore::{Collective, DType, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions, Tensor};
 
 use crate::ranks::{eventually, soon, with_groups, with_groups_over};
 
@@ -188,6 +188,89 @@ fn a_group_costs_little_memory() {
     in_a_process_of_its_own("resources::at_rest");
 }
 
+/// Kilobytes of this process in memory: now, or at most since the last look at that.
+fn memory(field: &str) -> u64 {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap();
+    let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
+    line.trim().trim_end_matches(" kB").parse().unwrap()
+}
+
+/// Runs in a process of its own, see below.
+#[test]
+#[ignore = "run by large_operations_need_no_memory_beside_their_tensors in a process of its own"]
+fn growth() {
+    const COUNT: usize = 8 << 20;
+    let whole = || Tensor::from_vec(vec![1f32; COUNT]);
+    let half = || Tensor::from_vec(vec![1f32; COUNT / 2]);
+    let meet = std::sync::Barrier::new(2);
+    for transport in ["shm", "tcp"] {
+        with_groups_over(transport, 2, |rank, group| {
+            let operations: [(&str, &dyn Fn() -> Collective); 6] = [
+                ("all_reduce", &|| Collective::AllReduce {
+                    tensors: vec![whole()],
+                    op: ReduceOp::Sum,
+                }),
+                ("broadcast", &|| Collective::Broadcast {
+                    tensors: vec![whole()],
+                    root: 0,
+                }),
+                ("all_gather_into", &|| Collective::AllGatherInto {
+                    pairs: vec![(half(), whole())],
+                }),
+                ("reduce_scatter_into", &|| Collective::ReduceScatterInto {
+                    pairs: vec![(whole(), half())],
+                    op: ReduceOp::Sum,
+                }),
+                ("all_to_all_into", &|| Collective::AllToAllInto {
+                    input: whole(),
+                    output: whole(),
+                    input_splits: Vec::new(),
+                    output_splits: Vec::new(),
+                }),
+                ("a message each way", &|| Collective::Batch {
+                    ops: vec![
+                        Collective::Send {
+                            tensor: whole(),
+                            peer: 1 - rank,
+                            tag: 0,
+                        },
+                        Collective::Recv {
+                            tensor: whole(),
+                            peer: Some(1 - rank),
+                            tag: 0,
+                        },
+                    ],
+                }),
+            ];
+            for (what, operation) in operations {
+                let op = operation();
+                meet.wait();
+                let before = memory("VmRSS:");
+                if rank == 0 {
+                    // From here on the greatest counts.
+                    std::fs::write("/proc/self/clear_refs", "5").unwrap();
+                }
+                meet.wait();
+                let done = group.run_blocking(op, SubmitOptions::by(soon())).unwrap();
+                meet.wait();
+                let grown = memory("VmHWM:").saturating_sub(before);
+                drop(done);
+                // Of both ranks together; a tensor has 32 MiB, a ring 256 KiB, a piece off a socket as much.
+                if grown > 6 << 10 {
+                    eprintln!("{what} over {transport} needs {grown} kB beside its tensors");
+                    std::process::exit(1);
+                }
+                meet.wait();
+            }
+        });
+    }
+}
+
+#[test]
+fn large_operations_need_no_memory_beside_their_tensors() {
+    in_a_process_of_its_own("resources::growth");
+}
+
 /// Runs in a process of its own, see below.
 #[test]
 #[ignore = "run by a_pair_has_as_many_sockets_as_it_was_told in a process of its own"]
@@ -206,10 +289,10 @@ fn sockets() {
         });
         counts[0].min(counts[1])
     };
-    // Both ends are in this process: the frames' connection, the control connection, and the rails.
-    assert_eq!(of("tcp"), 2 * 2);
-    assert_eq!(of("tcp*2"), 2 * (2 + 2));
-    assert_eq!(of("tcp*4"), 2 * (2 + 4));
+    // Both ends are in this process: the connections of frames, of control and of messages, and the rails.
+    assert_eq!(of("tcp"), 2 * 3);
+    assert_eq!(of("tcp*2"), 2 * (3 + 2));
+    assert_eq!(of("tcp*4"), 2 * (3 + 4));
 }
 
 #[test]

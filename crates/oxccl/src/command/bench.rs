@@ -97,6 +97,10 @@ pub(crate) struct Arguments {
     /// Check the results, before and after the measured calls.
     #[arg(long)]
     check: bool,
+    /// Bind every rank to a core (they take turns), as launchers do; where the kernel puts ranks that are not bound decides much of what short
+    /// operations take.
+    #[arg(long)]
+    bind: bool,
     /// How long one line of the table may take, in seconds.
     #[arg(long, default_value_t = 300, value_name = "S", value_parser = clap::value_parser!(u64).range(1..=86_400))]
     line_timeout_s: u64,
@@ -141,6 +145,8 @@ struct Report<'a> {
     reduction: &'a str,
     warmup: u32,
     iters: u32,
+    /// Every rank had one of the cores.
+    bound: bool,
     checked: bool,
     results: &'a [Line],
 }
@@ -210,19 +216,21 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         warmup: arguments.warmup,
         iters: arguments.iters,
         check: arguments.check,
+        bind: arguments.bind,
         device: device.to_string(),
         isolated: arguments.isolated,
         ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
     };
     let rows = plan.rows()?;
     let ranks_as = format!(
-        "on {device}, {} ranks as {}{}, {} sums",
+        "on {device}, {} ranks as {}{}{}, {} sums",
         plan.ranks,
         match arguments.mode {
             Mode::Processes => "processes",
             Mode::Threads => "threads",
         },
         if plan.isolated { ", isolated" } else { "" },
+        if plan.bind { ", bound" } else { "" },
         arguments.dtype,
     );
     if !arguments.json {
@@ -277,6 +285,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             reduction: "sum",
             warmup: plan.warmup,
             iters: plan.iters,
+            bound: plan.bind,
             checked: plan.check,
             results: &lines,
         };

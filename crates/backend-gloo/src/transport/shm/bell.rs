@@ -35,17 +35,23 @@ pub(crate) const MAIL: usize = 256;
 #[derive(Debug)]
 pub(crate) struct Ringer<const AT: usize> {
     page: Arc<Mapping>,
-    descriptor: Arc<OwnedFd>,
+    descriptor: OwnedFd,
 }
 
 /// Both bells of a neighbour.
-pub(super) fn ringers(page: Mapping, descriptor: OwnedFd) -> (Ringer<LANE>, Ringer<MAIL>) {
-    let (page, descriptor) = (Arc::new(page), Arc::new(descriptor));
+///
+/// Each has a descriptor of its own: two threads may sleep on them, and one that forgets its rings must not take the other's.
+pub(super) fn ringers(page: Mapping, lane: OwnedFd, mail: OwnedFd) -> (Ringer<LANE>, Ringer<MAIL>) {
+    let page = Arc::new(page);
     let lane = Ringer {
         page: page.clone(),
-        descriptor: descriptor.clone(),
+        descriptor: lane,
     };
-    (lane, Ringer { page, descriptor })
+    let mail = Ringer {
+        page,
+        descriptor: mail,
+    };
+    (lane, mail)
 }
 
 impl<const AT: usize> Ringer<AT> {
@@ -58,7 +64,7 @@ impl<const AT: usize> Ringer<AT> {
             }
             ON_DESCRIPTOR => {
                 // If the counter is full, the owner is about to wake anyway.
-                let _ = rustix::io::write(&*self.descriptor, &1u64.to_ne_bytes());
+                let _ = rustix::io::write(&self.descriptor, &1u64.to_ne_bytes());
             }
             _ => {}
         }
@@ -81,11 +87,11 @@ pub(crate) struct Bells {
 impl Bells {
     /// Bells that only this process rings.
     pub(crate) fn private() -> Result<Self> {
-        Ok(Self::new(Mapping::private(PAGE)?, descriptor()?))
+        Ok(Self::new(Mapping::private(PAGE)?, descriptor()?, descriptor()?))
     }
 
-    pub(super) fn new(page: Mapping, descriptor: OwnedFd) -> Self {
-        let (lane, mail) = ringers(page, descriptor);
+    pub(super) fn new(page: Mapping, lane: OwnedFd, mail: OwnedFd) -> Self {
+        let (lane, mail) = ringers(page, lane, mail);
         Self {
             lane: Bell(lane),
             mail: Bell(mail),
@@ -134,7 +140,7 @@ impl<const AT: usize> Bell<AT> {
     /// Forgets rings that reached the descriptor.
     pub(crate) fn drain(&self) {
         let mut count = [0u8; 8];
-        let _ = rustix::io::read(&*self.0.descriptor, &mut count);
+        let _ = rustix::io::read(&self.0.descriptor, &mut count);
     }
 
     /// Wakes whoever sleeps on it, whatever the word says: a peer may have cleared it and died before it woke anybody.
@@ -143,7 +149,7 @@ impl<const AT: usize> Bell<AT> {
         let word = self.0.page.word32::<AT>();
         word.store(AWAKE, Ordering::SeqCst);
         let _ = futex::wake(word, futex::Flags::empty(), u32::MAX);
-        let _ = rustix::io::write(&*self.0.descriptor, &1u64.to_ne_bytes());
+        let _ = rustix::io::write(&self.0.descriptor, &1u64.to_ne_bytes());
     }
 }
 

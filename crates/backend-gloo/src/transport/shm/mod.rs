@@ -1,7 +1,7 @@
 //! Shared memory between ranks of one host.
 //!
 //! Every rank makes one sealed memfd: a page with its bells, then two rings per rank of the world into which it writes for
-//! that rank, one for collectives and one for messages (`region`). The memfd and the bell's eventfd travel over the Unix socket of the pair (`passing`), which stays
+//! that rank, one for collectives and one for messages (`region`). The memfd and the bells' eventfds travel over the Unix socket of the pair (`passing`), which stays
 //! the pair's control connection: its end says that the peer is gone. A ring has one writer and one reader; both keep their own
 //! position to themselves and check the other's before every use (INV-10), so a damaged peer is an error, not a crash. Whoever
 //! waits arms its bell; whoever writes or frees room rings it.

@@ -10,9 +10,12 @@ use rustix::net::{
     SendFlags, recvmsg, sendmsg,
 };
 
+/// What ranks hand each other: a memfd and two eventfds.
+pub(crate) const HANDLES: usize = 3;
+
 /// Sends `bytes` with `handles`; the number of bytes that went out (the handles go with the first one).
 pub(crate) fn send(socket: impl AsFd, bytes: &[u8], handles: &[BorrowedFd<'_>]) -> Result<usize, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(HANDLES))];
     let mut ancillary = SendAncillaryBuffer::new(&mut space);
     if !handles.is_empty() && !ancillary.push(SendAncillaryMessage::ScmRights(handles)) {
         return Err(Errno::NOBUFS);
@@ -25,13 +28,13 @@ pub(crate) fn send(socket: impl AsFd, bytes: &[u8], handles: &[BorrowedFd<'_>]) 
     )
 }
 
-/// Receives into `buffer`; at most two handles are taken, further ones are closed by the kernel.
+/// Receives into `buffer`; at most [`HANDLES`] are taken, further ones are closed by the kernel.
 pub(crate) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8],
     handles: &mut Vec<OwnedFd>,
 ) -> Result<usize, Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(2))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(HANDLES))];
     let mut ancillary = RecvAncillaryBuffer::new(&mut space);
     let message = recvmsg(
         socket,
@@ -42,8 +45,8 @@ pub(crate) fn receive(
     for part in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = part {
             for fd in fds {
-                // A peer that sends more than the two of a region gains nothing by it.
-                if handles.len() < 2 {
+                // A peer that sends more than those of a region gains nothing by it.
+                if handles.len() < HANDLES {
                     handles.push(fd);
                 }
             }

@@ -7,6 +7,7 @@ use rustix::fs::{MemfdFlags, SealFlags};
 
 use super::bell::{Bells, LANE, MAIL, Ringer, descriptor, ringers};
 use super::map::{Mapping, PAGE};
+use super::passing::HANDLES;
 use super::ring::{RING, Reader, Writer};
 
 /// The seals without which a region is refused: its size cannot change any more, so no access can fault.
@@ -25,7 +26,8 @@ fn offset(rank: u32) -> usize {
 #[derive(Debug)]
 pub(crate) struct Region {
     memory: OwnedFd,
-    descriptor: OwnedFd,
+    /// Of the bell for collectives, and of that for messages.
+    descriptors: [OwnedFd; 2],
     world: u32,
 }
 
@@ -57,31 +59,31 @@ impl Region {
         rustix::fs::fcntl_add_seals(&memory, SEALS).map_err(failed("sealing shared memory"))?;
         Ok(Self {
             memory,
-            descriptor: descriptor()?,
+            descriptors: [descriptor()?, descriptor()?],
             world,
         })
     }
 
-    /// What a neighbour is given: the memory and the bell's descriptor.
-    pub(crate) fn handles(&self) -> [BorrowedFd<'_>; 2] {
-        [self.memory.as_fd(), self.descriptor.as_fd()]
+    /// What a neighbour is given: the memory and the bells' descriptors.
+    pub(crate) fn handles(&self) -> [BorrowedFd<'_>; HANDLES] {
+        let [lane, mail] = &self.descriptors;
+        [self.memory.as_fd(), lane.as_fd(), mail.as_fd()]
     }
 
     /// The bells of this rank.
     pub(crate) fn bells(&self) -> Result<Bells> {
-        let descriptor = self
-            .descriptor
-            .try_clone()
-            .map_err(|e| Error::io("duplicating an eventfd", e))?;
-        Ok(Bells::new(Mapping::of(self.memory.as_fd(), 0, PAGE)?, descriptor))
+        let copy = |of: &OwnedFd| of.try_clone().map_err(|e| Error::io("duplicating an eventfd", e));
+        let [lane, mail] = &self.descriptors;
+        let page = Mapping::of(self.memory.as_fd(), 0, PAGE)?;
+        Ok(Bells::new(page, copy(lane)?, copy(mail)?))
     }
 
     /// The rings between this rank (`own`) and `peer`, whose handles came over the socket.
     ///
-    /// Errors: `Protocol` if they are not a sealed region of the right size and an eventfd.
+    /// Errors: `Protocol` if they are not a sealed region of the right size and two eventfds.
     pub(crate) fn open(&self, own: u32, peer: u32, handles: Vec<OwnedFd>) -> Result<Shared> {
         let wrong = |text: &str| Error::new(ErrorKind::Protocol, text.to_string());
-        let Ok([memory, descriptor]) = <[OwnedFd; 2]>::try_from(handles) else {
+        let Ok([memory, lane, mail]) = <[OwnedFd; HANDLES]>::try_from(handles) else {
             return Err(wrong("did not hand over its shared memory"));
         };
         let seals = rustix::fs::fcntl_get_seals(&memory)
@@ -94,11 +96,13 @@ impl Region {
             return Err(wrong("handed over shared memory of another size"));
         }
         // A descriptor on which a write would block must never hold up a ring.
-        let flags = rustix::fs::fcntl_getfl(&descriptor).map_err(failed("looking at an eventfd"))?;
-        if !flags.contains(rustix::fs::OFlags::NONBLOCK) {
-            return Err(wrong("handed over a bell that blocks"));
+        for bell in [&lane, &mail] {
+            let flags = rustix::fs::fcntl_getfl(bell).map_err(failed("looking at an eventfd"))?;
+            if !flags.contains(rustix::fs::OFlags::NONBLOCK) {
+                return Err(wrong("handed over a bell that blocks"));
+            }
         }
-        let (lane, mail) = ringers(Mapping::of(memory.as_fd(), 0, PAGE)?, descriptor);
+        let (lane, mail) = ringers(Mapping::of(memory.as_fd(), 0, PAGE)?, lane, mail);
         let out = |at| Mapping::of(self.memory.as_fd(), at, RING).map(Writer::new);
         let back = |at| Mapping::of(memory.as_fd(), at, RING).map(Reader::new);
         Ok(Shared {

@@ -158,19 +158,24 @@ fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused()
         fd
     };
     let bell = || good().pop().unwrap();
-    let blocking = rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
+    let blocking = || rustix::event::eventfd(0, EventfdFlags::CLOEXEC).unwrap();
     let file = OwnedFd::from(std::fs::File::open("/proc/self/status").unwrap());
     let ways: Vec<(&str, Vec<OwnedFd>)> = vec![
         ("nothing", Vec::new()),
         ("no bell", good().into_iter().take(1).collect()),
-        ("no seals", vec![memory(SealFlags::empty()), bell()]),
+        ("one bell", good().into_iter().take(2).collect()),
+        ("no seals", vec![memory(SealFlags::empty()), bell(), bell()]),
         (
             "may shrink",
-            vec![memory(SealFlags::GROW | SealFlags::SEAL), bell()],
+            vec![memory(SealFlags::GROW | SealFlags::SEAL), bell(), bell()],
         ),
         ("another size", handles(&Region::new(3).unwrap())),
-        ("a file", vec![file, bell()]),
-        ("a bell that blocks", vec![good().remove(0), blocking]),
+        ("a file", vec![file, bell(), bell()]),
+        ("a bell that blocks", vec![good().remove(0), blocking(), bell()]),
+        (
+            "another bell that blocks",
+            vec![good().remove(0), bell(), blocking()],
+        ),
     ];
     for (what, handles) in ways {
         let e = ours.open(0, 1, handles).map(drop).unwrap_err();

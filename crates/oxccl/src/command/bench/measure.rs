@@ -7,6 +7,7 @@ use oxccl::core::{
     Accelerator, Collective, Configuration, Device, Epoch, Error, OpKind, ProcessGroup, ProcessGroupExt,
     ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, accelerator, deadline_in,
 };
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
 
 use super::pattern::Pattern;
@@ -34,6 +35,9 @@ pub(super) fn key(row: usize, rank: u32) -> String {
 
 /// Carries out `plan` as `rank`: one entry in the store per line, in order.
 pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>, rank: u32) -> Result<()> {
+    if plan.bind {
+        bind(rank)?;
+    }
     group.configure(Configuration {
         store: store.clone(),
         prefix: "bench/group".to_string(),
@@ -70,6 +74,19 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
     // Nobody leaves while another may still be in the last operation.
     store.barrier("bench/end", plan.ranks, deadline_in(MEET))?;
     group.shutdown(deadline_in(MEET))
+}
+
+/// Binds this thread, and those that it starts, to one of the cores that it may use.
+fn bind(rank: u32) -> Result<()> {
+    let failed = |e: rustix::io::Errno| Error::io(format!("bind rank {rank} to a core"), e.into());
+    let may = sched_getaffinity(None).map_err(failed)?;
+    let cores: Vec<usize> = (0..CpuSet::MAX_CPU).filter(|&core| may.is_set(core)).collect();
+    let mut one = CpuSet::new();
+    if let Some(&core) = cores.get(rank as usize % cores.len().max(1)) {
+        one.set(core);
+        sched_setaffinity(None, &one).map_err(failed)?;
+    }
+    Ok(())
 }
 
 /// The memory of a device and the stream of the copies to and from it.

@@ -201,6 +201,9 @@ pub(super) struct Plan {
     pub(super) warmup: u32,
     pub(super) iters: u32,
     pub(super) check: bool,
+    /// Every rank has one of the cores; they take turns.
+    #[serde(default)]
+    pub(super) bind: bool,
     pub(super) row_limit_ms: u64,
 }
 
@@ -224,6 +227,7 @@ impl Plan {
             warmup: 0,
             iters: 1,
             check: false,
+            bind: false,
             row_limit_ms: u64::try_from(row_limit.as_millis()).unwrap_or(u64::MAX),
         }
     }
