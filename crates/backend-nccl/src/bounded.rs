@@ -6,6 +6,8 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, Result, time_left};
 
+use crate::threads;
+
 /// How often a waiting caller looks for a reason to stop.
 const LOOK: Duration = Duration::from_millis(20);
 
@@ -41,19 +43,16 @@ pub(crate) fn bounded<T: Send + 'static>(
         moved: Condvar::new(),
     });
     let theirs = shared.clone();
-    std::thread::Builder::new()
-        .name(name.to_string())
-        .spawn(move || {
-            let result = call();
-            let mut answer = theirs.lock();
-            if matches!(*answer, Answer::GivenUp) {
-                drop(answer);
-                return unclaimed(result);
-            }
-            *answer = Answer::Here(result);
-            theirs.moved.notify_all();
-        })
-        .map_err(|e| Error::io("starting a thread", e))?;
+    threads::start(name, move || {
+        let result = call();
+        let mut answer = theirs.lock();
+        if matches!(*answer, Answer::GivenUp) {
+            drop(answer);
+            return unclaimed(result);
+        }
+        *answer = Answer::Here(result);
+        theirs.moved.notify_all();
+    })?;
     let mut answer = shared.lock();
     loop {
         if matches!(*answer, Answer::Here(_))

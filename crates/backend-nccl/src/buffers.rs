@@ -15,6 +15,7 @@ use crate::cuda::gpu::Gpu;
 use crate::cuda::raw::{self, Span};
 use crate::engine::Engine;
 use crate::raw::{Nccl, Registration};
+use crate::threads::errand;
 
 /// What the hint `buffers` asks for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,22 +45,17 @@ pub(crate) struct Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let (gpu, nccl, span) = (self.gpu.clone(), self.nccl, self.span);
-        let started = std::thread::Builder::new()
-            .name("ox-nccl-free".to_string())
-            .spawn(move || {
-                let freed = gpu.enter().and_then(|_inside| {
-                    if let Some(copy) = gpu.last_use(span.start()) {
-                        copy.synchronize(deadline_in(LAST_COPY))?;
-                    }
-                    nccl.mem_free(span)
-                });
-                if let Err(error) = freed {
-                    tracing::warn!(bytes = span.bytes(), %error, "memory of NCCL's own is not freed");
+        errand("ox-nccl-free", move || {
+            let freed = gpu.enter().and_then(|_inside| {
+                if let Some(copy) = gpu.last_use(span.start()) {
+                    copy.synchronize(deadline_in(LAST_COPY))?;
                 }
+                nccl.mem_free(span)
             });
-        if let Err(error) = started {
-            tracing::warn!(bytes = self.span.bytes(), %error, "memory of NCCL's own is not freed");
-        }
+            if let Err(error) = freed {
+                tracing::warn!(bytes = span.bytes(), %error, "memory of NCCL's own is not freed");
+            }
+        });
     }
 }
 
@@ -130,27 +126,22 @@ impl Drop for Lease {
             return;
         };
         let memory = self.memory.clone();
-        let started = std::thread::Builder::new()
-            .name("ox-nccl-free".to_string())
-            .spawn(move || {
-                let Some(registration) = engine.held.take(&memory) else {
-                    return;
-                };
-                let ended = engine
-                    .gpu
-                    .enter()
-                    .and_then(|_inside| engine.comm.deregister(&registration));
-                if let Err(error) = ended {
-                    tracing::debug!(%error, "a buffer stays registered until its communicator is gone");
-                    engine.held.add(memory, registration);
-                    if engine.comm.is_freed() {
-                        engine.held.clear(true);
-                    }
+        errand("ox-nccl-free", move || {
+            let Some(registration) = engine.held.take(&memory) else {
+                return;
+            };
+            let ended = engine
+                .gpu
+                .enter()
+                .and_then(|_inside| engine.comm.deregister(&registration));
+            if let Err(error) = ended {
+                tracing::debug!(%error, "a buffer stays registered until its communicator is gone");
+                engine.held.add(memory, registration);
+                if engine.comm.is_freed() {
+                    engine.held.clear(true);
                 }
-            });
-        if let Err(error) = started {
-            tracing::warn!(bytes = self.memory.span.bytes(), %error, "a buffer stays registered");
-        }
+            }
+        });
     }
 }
 

@@ -5,12 +5,12 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{
     Collective, Configuration, Error, ErrorKind, Event, OpKind, Rejected, Result, SubmitOptions, Traffic,
-    Work, time_left, work_pair,
+    Work, deadline_in, time_left, work_pair,
 };
 
 use crate::bounded::bounded;
@@ -23,8 +23,15 @@ use crate::flight::{Flight, Label};
 use crate::lanes::Lanes;
 use crate::options::Settings;
 use crate::raw::{Comm, Native, Part, Wish};
-use crate::reuse::{self, CommId, Legacy};
-use crate::{enqueue, lanes, watch};
+use crate::reuse::{self, Legacy};
+use crate::{enqueue, lanes};
+
+/// How long whoever waits for the end of an engine waits for the flush of its communicator, which the other ranks may hold up.
+const FLUSH: Duration = Duration::from_millis(200);
+
+mod start;
+
+pub(crate) use start::Ingredients;
 
 /// Who this rank is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +73,8 @@ struct State {
     quit: bool,
     /// The watchdog has ended; nothing is pending.
     ended: bool,
+    /// The communicator is flushed and freed, or kept, or in the hands of another thread.
+    through: bool,
     /// Threads that are telling the others of a failure; the connections stay until they are through.
     reporting: u32,
     barriers: HashMap<u64, Arc<Flight>>,
@@ -106,69 +115,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Everything an engine is made of.
-pub(crate) struct Ingredients {
-    pub(crate) place: Place,
-    pub(crate) gpu: Arc<Gpu>,
-    pub(crate) comm: Comm,
-    /// The communicator's name.
-    pub(crate) comm_id: CommId,
-    pub(crate) settings: Settings,
-    pub(crate) configuration: Configuration,
-    pub(crate) counters: Arc<Counters>,
-    pub(crate) streams: Vec<(u32, std::net::TcpStream)>,
-}
-
 impl Engine {
-    /// Starts the watchdog and the control connections.
-    pub(crate) fn start(i: Ingredients) -> Result<Arc<Self>> {
-        let stream = CudaStream::new(&i.gpu, i.settings.high_priority)?;
-        let heard: Arc<Mutex<Weak<Self>>> = Arc::default();
-        let to = heard.clone();
-        let listener: Listener = Arc::new(move |news| {
-            if let Some(engine) = lock(&to).upgrade() {
-                engine.hear(news);
-            }
-        });
-        // News that comes before the engine stands waits for this lock.
-        let mut gate = lock(&heard);
-        let control = if i.place.world > 1 {
-            Some(Control::start(
-                i.place.rank,
-                i.place.world,
-                i.streams,
-                listener.clone(),
-            )?)
-        } else {
-            None
-        };
-        let engine = Arc::new(Self {
-            place: i.place,
-            gpu: i.gpu,
-            comm: Arc::new(i.comm),
-            legacy: Legacy::new(i.comm_id, i.settings.reuse),
-            stream,
-            settings: i.settings,
-            configuration: i.configuration,
-            counters: i.counters,
-            lanes: Lanes::default(),
-            held: Held::default(),
-            control,
-            listener,
-            order: Mutex::default(),
-            state: Mutex::default(),
-            moved: Condvar::new(),
-        });
-        *gate = Arc::downgrade(&engine);
-        drop(gate);
-        let watched = engine.clone();
-        std::thread::Builder::new()
-            .name("ox-nccl-watch".to_string())
-            .spawn(move || watch::run(&watched))
-            .map_err(|e| Error::io("starting the watchdog", e))?;
-        Ok(engine)
-    }
-
     fn hear(&self, news: News) {
         match news {
             News::Failed(error) => self.set_failure(error),
@@ -247,11 +194,16 @@ impl Engine {
         self.moved.notify_all();
     }
 
-    /// Waits until nothing is pending after [`leave`](Self::leave).
+    /// Waits until nothing is pending after [`leave`](Self::leave), and a little for the communicator: what it still has to hand over to
+    /// the other ranks would be lost with the process.
     pub(crate) fn wait_ended(&self, deadline: Instant) -> Result<()> {
+        let mut flushed_by = None;
         let mut state = lock(&self.state);
-        while !state.ended {
+        while !state.through {
             let left = time_left(deadline);
+            if state.ended && time_left(*flushed_by.get_or_insert(deadline_in(FLUSH))).is_zero() {
+                return Ok(());
+            }
             if left.is_zero() {
                 return Err(Error::timeout(
                     "the last configuration did not end by the deadline",
@@ -259,11 +211,17 @@ impl Engine {
             }
             state = self
                 .moved
-                .wait_timeout(state, left)
+                .wait_timeout(state, left.min(FLUSH))
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
         Ok(())
+    }
+
+    /// Nothing is left to be done for the communicator on the watchdog's thread.
+    pub(crate) fn is_through(&self) {
+        lock(&self.state).through = true;
+        self.moved.notify_all();
     }
 
     /// Lets pending work end until `deadline`, then ends the rest.

@@ -20,6 +20,7 @@ use crate::inherit::Heir;
 use crate::options::{Offer, Settings};
 use crate::raw::{Comm, Nccl, Part, nccl};
 use crate::reuse::{self, Parent};
+use crate::threads;
 
 /// A group of ranks on CUDA devices, one device per rank, over NCCL.
 ///
@@ -99,12 +100,17 @@ impl NcclGroup {
 
     /// Makes the engine of a new configuration.
     fn connect(&self, c: &Configuration, origin: Origin) -> Result<Arc<Engine>> {
+        // What was put off because no thread started then.
+        threads::catch_up();
         let nccl = nccl()?;
         let _inside = self.gpu.enter()?;
         let inherits = self.settings.reuse && matches!(origin, Origin::Id);
         let parent = self.take_last().and_then(|last| Parent::of(last, c.deadline));
         let id = match &origin {
-            Origin::Id if c.rank == 0 && !inherits => Some(self.unique_id(nccl, c)?),
+            Origin::Id if c.rank == 0 && !inherits => {
+                let id = self.unique_id(nccl, c);
+                Some(id.inspect_err(|e| control::refuse(c, e))?)
+            }
             _ => None,
         };
         let (constants, cancel) = (self.settings.constants(), self.lifecycle.cancelled());
@@ -120,16 +126,20 @@ impl NcclGroup {
             }
         };
         let comm = match (origin, meeting.id) {
-            (Origin::Parent(comm), _) => *comm,
-            (Origin::Id, _) if inherits => self.inherit(nccl, c, &mut meeting, parent)?,
-            (Origin::Id, Some(id)) => self.initialise(nccl, c, id)?,
-            (Origin::Id, None) => return Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
+            (Origin::Parent(comm), _) => Ok(*comm),
+            // The ranks talk to each other there.
+            (Origin::Id, _) if inherits => Ok(self.inherit(nccl, c, &mut meeting, parent)?),
+            (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
+            (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
         };
-        let settled = self.settle(&comm, c);
-        if let Err(error) = settled {
-            comm.give_up();
-            return Err(error);
-        }
+        let settled = comm.and_then(|comm| match self.settle(&comm, c, &meeting.watch()) {
+            Ok(()) => Ok(Arc::new(comm)),
+            Err(error) => {
+                comm.give_up();
+                Err(error)
+            }
+        });
+        let comm = settled.inspect_err(|error| meeting.fail(c.rank, error))?;
         let engine = Engine::start(Ingredients {
             place: Place {
                 rank: c.rank,
@@ -170,7 +180,7 @@ impl NcclGroup {
             cancel: self.lifecycle.cancelled(),
             stop: &|| self.cancelled(),
             unique_id: &|| self.unique_id(nccl, c),
-            initialise: &|id| self.initialise(nccl, c, id),
+            initialise: &|id| self.initialise(nccl, c, id, &|| None),
         };
         heir.comm(meeting, parent)
     }
@@ -197,8 +207,15 @@ impl NcclGroup {
         bounded("ox-nccl-id", c.deadline, &stop, &late, || nccl.unique_id(), drop)?
     }
 
-    /// Joins NCCL's communicator on a thread that can be given up: even a non-blocking library may block in its first call.
-    fn initialise(&self, nccl: &'static Nccl, c: &Configuration, id: nccl_sys::UniqueId) -> Result<Comm> {
+    /// Joins NCCL's communicator on a thread that can be given up: even a non-blocking library may block in its first call. `elsewhere`: why
+    /// another rank's part of it has failed.
+    fn initialise(
+        &self,
+        nccl: &'static Nccl,
+        c: &Configuration,
+        id: nccl_sys::UniqueId,
+        elsewhere: &dyn Fn() -> Option<Error>,
+    ) -> Result<Comm> {
         let (rank, world, wish) = (c.rank, c.world_size, self.settings.wish(&c.name));
         let gpu = self.gpu.clone();
         let join = move || {
@@ -206,7 +223,8 @@ impl NcclGroup {
                 .and_then(|_inside| Comm::init(nccl, id, rank, world, &wish))
         };
         let unclaimed = |comm: Result<Comm>| comm.iter().for_each(Comm::abort);
-        let (stop, late) = (|| self.cancelled(), || self.too_late(c));
+        let stop = || self.cancelled().or_else(elsewhere);
+        let late = || self.too_late(c);
         bounded("ox-nccl-init", c.deadline, &stop, &late, join, unclaimed)?
     }
 
@@ -217,8 +235,8 @@ impl NcclGroup {
         ))
     }
 
-    fn settle(&self, comm: &Comm, c: &Configuration) -> Result<()> {
-        let stop = || self.cancelled();
+    fn settle(&self, comm: &Comm, c: &Configuration, elsewhere: &dyn Fn() -> Option<Error>) -> Result<()> {
+        let stop = || self.cancelled().or_else(elsewhere);
         match comm.settle(c.deadline, &stop) {
             Err(e) if e.kind() == ErrorKind::Timeout => return Err(self.too_late(c)),
             other => other?,

@@ -11,8 +11,9 @@ use nccl_sys::UniqueId;
 use crate::bounded::bounded;
 use crate::control::{Meeting, Talk, Word};
 use crate::cuda::gpu::Gpu;
+use crate::plan::{Base, Plan};
 use crate::raw::{Comm, Make, Nccl, Wish, give_up};
-use crate::reuse::{Base, Parent, Plan, not_as_planned};
+use crate::reuse::{Parent, not_as_planned};
 
 /// What a group gives to this.
 pub(crate) struct Heir<'a> {
@@ -67,7 +68,7 @@ impl Heir<'_> {
         } else {
             match talk.hear(own.as_ref(), c.deadline)? {
                 Word::Plan(plan) => plan,
-                Word::Fresh(id) => return (self.initialise)(id),
+                Word::Fresh(id) => return (self.initialise)(UniqueId(id)),
                 _ => return Err(not_as_planned("rank 0 said no plan")),
             }
         };
@@ -104,7 +105,7 @@ impl Heir<'_> {
                     Word::Grow(_) | Word::Stop => {}
                     Word::Fresh(id) => {
                         drop((attempt, parent));
-                        return (self.initialise)(id);
+                        return (self.initialise)(UniqueId(id));
                     }
                     _ => return Err(not_as_planned("rank 0 said something out of place")),
                 }
@@ -122,7 +123,7 @@ impl Heir<'_> {
     fn begin_anew(&self, talk: &mut Talk<'_>) -> Result<Comm> {
         match (self.unique_id)() {
             Ok(id) => {
-                talk.tell(&Word::Fresh(id));
+                talk.tell(&Word::Fresh(id.0));
                 (self.initialise)(id)
             }
             Err(error) => {
@@ -187,7 +188,7 @@ impl Heir<'_> {
             let (gpu, this) = (self.gpu.clone(), base.clone());
             let call = move || gpu.enter().and_then(|_inside| this.grow_id());
             let id = self.bounded("ncclCommGetUniqueId", talk, until, call, drop)?;
-            talk.tell_from(holders, &Word::Grow(id));
+            talk.tell_from(holders, &Word::Grow(id.0));
             Some(id)
         } else {
             None
@@ -200,7 +201,7 @@ impl Heir<'_> {
     fn join(&self, talk: &mut Talk<'_>, until: Instant) -> Result<Comm> {
         let c = self.configuration;
         let id = match talk.hear(None, until)? {
-            Word::Grow(id) => id,
+            Word::Grow(id) => UniqueId(id),
             Word::Stop => {
                 return Err(Error::new(ErrorKind::Aborted, "it failed elsewhere"));
             }

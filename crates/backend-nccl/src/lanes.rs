@@ -19,6 +19,7 @@ use crate::cuda::stream::CudaStream;
 use crate::engine::{Engine, Place};
 use crate::flight::Flight;
 use crate::raw::{Comm, nccl};
+use crate::threads;
 
 /// One message on its way into a lane.
 struct Message {
@@ -175,25 +176,22 @@ fn start(engine: &Arc<Engine>, key: Key) -> Result<Lane> {
     let (weak, cell) = (Arc::downgrade(engine), comm.clone());
     let stream = CudaStream::new(&engine.gpu, engine.settings.high_priority)?;
     let way = if key.outgoing { "to" } else { "from" };
-    std::thread::Builder::new()
-        .name(format!("ox-nccl-{way}-{}", key.peer))
-        .spawn(move || {
-            // Ends with the last sender, which goes with the engine.
-            for message in incoming {
-                let Some(engine) = Weak::upgrade(&weak) else {
-                    return;
+    threads::start(&format!("ox-nccl-{way}-{}", key.peer), move || {
+        // Ends with the last sender, which goes with the engine.
+        for message in incoming {
+            let Some(engine) = Weak::upgrade(&weak) else {
+                return;
+            };
+            if let Err(error) = carry(&engine, key, &cell, &stream, &message) {
+                let flight = &message.flight;
+                let error = match error.kind() {
+                    ErrorKind::Timeout => engine.overdue(flight).unwrap_or(error),
+                    _ => error,
                 };
-                if let Err(error) = carry(&engine, key, &cell, &stream, &message) {
-                    let flight = &message.flight;
-                    let error = match error.kind() {
-                        ErrorKind::Timeout => engine.overdue(flight).unwrap_or(error),
-                        _ => error,
-                    };
-                    engine.fail(flight.label.name(error));
-                }
+                engine.fail(flight.label.name(error));
             }
-        })
-        .map_err(|e| Error::io("starting a lane's thread", e))?;
+        }
+    })?;
     Ok(Lane {
         messages: sender,
         comm,

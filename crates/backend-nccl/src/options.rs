@@ -18,6 +18,13 @@ pub(crate) const HINT_BUFFERS: &str = "hint:buffers";
 /// `hint:reuse_communicators`: `off` (the default), or `on`: the communicator of a new configuration is made out of the last one's.
 pub(crate) const HINT_REUSE: &str = "hint:reuse_communicators";
 
+/// `hint:revoke_ms`: how long a failed communicator gets to be revoked before it is aborted instead, with `reuse_communicators=on`.
+/// An abort takes so much longer, at the most (INV-2).
+pub(crate) const HINT_REVOKE: &str = "hint:revoke_ms";
+/// Half of what an abort may take.
+const REVOKE: Duration = Duration::from_millis(40);
+const LONGEST_REVOKE: u64 = 60_000;
+
 /// What the library at hand has, as far as options depend on it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Offer {
@@ -94,6 +101,19 @@ fn reuse(options: &GroupOptions, offer: &Offer) -> Result<bool> {
     }
 }
 
+/// How long a communicator gets to be revoked.
+fn revoke_within(options: &GroupOptions) -> Result<Duration> {
+    let Some(text) = options.hints.get("revoke_ms") else {
+        return Ok(REVOKE);
+    };
+    let fits = text.parse().ok().filter(|ms| (1..=LONGEST_REVOKE).contains(ms));
+    fits.map(Duration::from_millis).ok_or_else(|| {
+        Error::invalid(format!(
+            "{HINT_REVOKE} is '{text}'; it is a number of milliseconds from 1 to {LONGEST_REVOKE}"
+        ))
+    })
+}
+
 /// The options that are acted on with `version`; any other is refused (INV-9).
 pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
     let mut names = vec![
@@ -107,6 +127,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         HINT_CONTRIBUTORS,
         HINT_BUFFERS,
         HINT_REUSE,
+        HINT_REVOKE,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -126,6 +147,8 @@ pub(crate) struct Settings {
     pub(crate) buffers: Kind,
     /// A communicator is left to the next configuration.
     pub(crate) reuse: bool,
+    /// How long it gets to be revoked for that.
+    pub(crate) revoke_within: Duration,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -165,6 +188,7 @@ impl Settings {
         }
         let buffers = buffers(&options, offer)?;
         let reuse = reuse(&options, offer)?;
+        let revoke_within = revoke_within(&options)?;
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -183,6 +207,7 @@ impl Settings {
             count_contributors,
             buffers,
             reuse,
+            revoke_within,
             wish,
             version,
             options,
@@ -264,6 +289,12 @@ mod tests {
         assert!(bad(|o| (o.min_ctas, o.max_ctas) = (Some(5), Some(4))).contains("larger than max_ctas"));
         assert!(bad(|o| drop(o.hints.insert("contributors".into(), "some".into()))).contains("'some'"));
         assert!(bad(|o| drop(o.hints.insert("buffers".into(), "fast".into()))).contains("'fast'"));
+        for odd in ["0", "60001", "-1", "soon", ""] {
+            let mut options = GroupOptions::default();
+            options.hints.insert("revoke_ms".into(), odd.into());
+            let e = Settings::new(options, NEW).unwrap_err().to_string();
+            assert!(e.contains("revoke_ms") && e.contains("1 to 60000"), "{e}");
+        }
         assert!(bad(|o| o.net_name = Some("a\0b".into())).contains("net_name"));
         assert!(bad(|o| drop(o.hints.insert("nonsense".into(), "1".into()))).contains("hint:nonsense"));
     }

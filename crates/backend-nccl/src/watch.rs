@@ -10,6 +10,7 @@ use ftcore::{Error, Event, deadline_in, time_left};
 use crate::cuda::event::CudaEvent;
 use crate::engine::Engine;
 use crate::flight::Flight;
+use crate::threads;
 
 /// How often the communicators are asked how they are.
 const CHECK: Duration = Duration::from_millis(5);
@@ -25,7 +26,11 @@ pub(crate) fn run(engine: &Arc<Engine>) {
     // Without the device nothing can be watched; its first use in `watch` reports that.
     let _inside = engine.gpu.enter();
     let in_good_order = watch(engine);
-    let ended = in_good_order || fail_all(engine);
+    let end = if in_good_order {
+        End::Over
+    } else {
+        fail_all(engine)
+    };
     let kept = in_good_order && engine.legacy.keep_idle(&engine.comm);
     // Submissions that slipped in while this ended are failed, too.
     engine.end(in_good_order);
@@ -46,9 +51,27 @@ pub(crate) fn run(engine: &Arc<Engine>) {
             engine
                 .take_flights()
                 .iter()
-                .for_each(|f| f.fail(&cause, &engine.gpu, ended, false));
+                .for_each(|f| f.fail(&cause, &engine.gpu, end == End::Over, false));
+        }
+        if end == End::Owed {
+            engine.is_through();
+            // Nobody waits for this thread any more.
+            engine.comm.abort();
+            engine.held.clear(engine.comm.is_freed());
+            engine.lanes.abort();
         }
     }
+    engine.is_through();
+}
+
+/// Whether the library has let go of what a failed engine gave it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum End {
+    Over,
+    /// Not in time.
+    Open,
+    /// It was not told to, because no thread started that could do it.
+    Owed,
 }
 
 /// Ends flights until the engine has failed (false) or is to quit and idle (true).
@@ -125,9 +148,8 @@ fn end_reached(engine: &Arc<Engine>, flights: &[Arc<Flight>]) -> Result<usize, E
     Ok(ended)
 }
 
-/// Aborts the communicators on a thread that is given up if it does not return, and ends all flights with the cause. False if the
-/// library has not let go in time.
-fn fail_all(engine: &Arc<Engine>) -> bool {
+/// Aborts the communicators on a thread that is given up if it does not return, and ends all flights with the cause.
+fn fail_all(engine: &Arc<Engine>) -> End {
     let cause = engine
         .failure()
         .unwrap_or_else(|| Error::timeout("the group ended"));
@@ -135,20 +157,19 @@ fn fail_all(engine: &Arc<Engine>) -> bool {
     let aborted = Arc::new(AtomicBool::new(false));
     let begun = Arc::new(OnceLock::new());
     let (this, flag, began) = (engine.clone(), aborted.clone(), begun.clone());
-    let started = std::thread::Builder::new()
-        .name("ox-nccl-abort".to_string())
-        .spawn(move || {
-            let _ = began.set(Instant::now());
-            let _inside = this.gpu.enter();
-            // Revoked if the next configuration is to have it; what is registered stays with it.
-            if !this.legacy.keep_revoked(&this.comm) {
-                this.comm.abort();
-                this.held.clear(this.comm.is_freed());
-            }
-            this.lanes.abort();
-            flag.store(true, Ordering::Release);
-        });
-    if started.is_err() {
+    let started = threads::start("ox-nccl-abort", move || {
+        let _ = began.set(Instant::now());
+        let _inside = this.gpu.enter();
+        // Revoked if the next configuration is to have it; what is registered stays with it.
+        if !this.legacy.keep_revoked(&this.comm) {
+            this.comm.abort();
+            this.held.clear(this.comm.is_freed());
+        }
+        this.lanes.abort();
+        flag.store(true, Ordering::Release);
+    });
+    if let Err(error) = &started {
+        tracing::warn!(%error, "a communicator is aborted only after its work was given up");
         engine.legacy.lose();
     }
     let latest = deadline_in(if started.is_ok() { START } else { Duration::ZERO });
@@ -180,5 +201,9 @@ fn fail_all(engine: &Arc<Engine>) -> bool {
     pending
         .iter()
         .for_each(|flight| flight.fail(&cause, &engine.gpu, ended, drained));
-    ended
+    match (ended, started) {
+        (true, _) => End::Over,
+        (false, Ok(())) => End::Open,
+        (false, Err(_)) => End::Owed,
+    }
 }

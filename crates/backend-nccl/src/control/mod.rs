@@ -4,9 +4,12 @@
 //! 0 and from there to all; a connection that ends without a good-bye is a death and names the rank. The monitored barrier runs here,
 //! too. `rendezvous` makes the connections; data never comes near them.
 
+mod meanwhile;
+mod record;
 mod rendezvous;
 mod talk;
 mod wire;
+mod word;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, TcpStream};
@@ -15,11 +18,13 @@ use std::time::Duration;
 
 use ftcore::{Error, ErrorKind, Result};
 
+use crate::threads;
 use wire::{Frame, Kind};
 
-pub(crate) use rendezvous::{Meeting, meet};
-pub(crate) use talk::{Talk, Word};
+pub(crate) use rendezvous::{Meeting, meet, refuse};
+pub(crate) use talk::Talk;
 pub(crate) use wire::VERSION;
+pub(crate) use word::Word;
 
 /// What the engine hears.
 #[derive(Debug)]
@@ -32,6 +37,10 @@ pub(crate) enum News {
 
 /// Told of news on a thread of this module; must not block.
 pub(crate) type Listener = Arc<dyn Fn(News) + Send + Sync>;
+
+/// What to do where the system gives no more sockets.
+const FILES: &str = "if files run out, raise `ulimit -n`";
+const SET_UP: &str = "setting a control connection up";
 
 struct Link {
     peer: u32,
@@ -65,17 +74,38 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl Control {
-    /// Takes the connections over and starts to listen.
+    /// Takes the connections over and starts to listen. If that fails, the others are told.
     pub(crate) fn start(
         rank: u32,
         world: u32,
         streams: Vec<(u32, TcpStream)>,
         listener: Listener,
     ) -> Result<Arc<Self>> {
-        let io = |e| Error::io("setting a control connection up", e);
-        let mut links = Vec::new();
-        let mut readers = Vec::new();
-        for (peer, stream) in streams {
+        let link = |(peer, stream)| Link {
+            peer,
+            writer: Mutex::new(stream),
+        };
+        let control = Arc::new(Self {
+            rank,
+            world,
+            links: streams.into_iter().map(link).collect(),
+            state: Mutex::default(),
+            farewell: Mutex::default(),
+        });
+        match control.links.iter().try_for_each(|l| control.read(l, &listener)) {
+            Ok(()) => Ok(control),
+            Err(error) => {
+                control.fail(&error);
+                Err(error)
+            }
+        }
+    }
+
+    /// Starts to listen to one rank.
+    fn read(self: &Arc<Self>, link: &Link, listener: &Listener) -> Result<()> {
+        let io = |e| Error::io(format!("{SET_UP} ({FILES})"), e);
+        let mut stream = {
+            let stream = lock(&link.writer);
             stream.set_nonblocking(false).map_err(io)?;
             stream.set_nodelay(true).map_err(io)?;
             stream.set_read_timeout(None).map_err(io)?;
@@ -83,27 +113,18 @@ impl Control {
             stream
                 .set_write_timeout(Some(Duration::from_millis(50)))
                 .map_err(io)?;
-            readers.push((peer, stream.try_clone().map_err(io)?));
-            links.push(Link {
-                peer,
-                writer: Mutex::new(stream),
-            });
-        }
-        let control = Arc::new(Self {
-            rank,
-            world,
-            links,
-            state: Mutex::default(),
-            farewell: Mutex::default(),
-        });
-        for (peer, mut stream) in readers {
-            let (this, listener) = (control.clone(), listener.clone());
-            std::thread::Builder::new()
-                .name(format!("ox-nccl-news-{peer}"))
-                .spawn(move || this.listen(peer, &mut stream, &listener))
-                .map_err(|e| Error::io("starting a thread", e))?;
-        }
-        Ok(control)
+            stream.try_clone().map_err(io)?
+        };
+        let (this, listener, peer) = (self.clone(), listener.clone(), link.peer);
+        threads::start(&format!("ox-nccl-news-{peer}"), move || {
+            this.listen(peer, &mut stream, &listener)
+        })
+    }
+
+    /// The engine does not come up: the others are told why, and whoever listens here stops.
+    pub(crate) fn fail(&self, error: &Error) {
+        self.report(error);
+        self.close();
     }
 
     fn listen(&self, peer: u32, stream: &mut TcpStream, listener: &Listener) {
@@ -152,7 +173,7 @@ impl Control {
     fn tell_others(&self, frame: &Frame, except: u32) {
         for link in self.links.iter().filter(|l| l.peer != except) {
             // Who cannot be told is gone or stuck, and its own connection says so to rank 0.
-            let _ = frame.write(&mut lock(&link.writer));
+            let _ = frame.write(&mut *lock(&link.writer));
         }
     }
 

@@ -1,20 +1,24 @@
 //! How the ranks of a configuration meet: rank 0 publishes its address, a token and NCCL's unique id in the store; the others connect
 //! and greet; rank 0 lets all go on at once, or tells all what is wrong.
 
-use std::fs::File;
-use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use nccl_sys::UniqueId;
 
+use super::FILES;
+use super::record::{ID, Published, refusal, refused};
 use super::wire::{Frame, Hello, Kind, TOKEN};
-use crate::reuse::{CommId, Holding};
+use crate::plan::{CommId, Holding};
 
 /// The address that the other hosts are told; without it the one of the default route.
 pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
+
+// The records know no more of an id than its length.
+const _: () = assert!(ID == UniqueId::BYTES);
 
 /// What came of it: the unique id (if rank 0 had one to give) and the connections with whom they are.
 pub(crate) struct Meeting {
@@ -24,65 +28,6 @@ pub(crate) struct Meeting {
     pub(crate) comm: CommId,
     /// On rank 0: what the ranks hold, in rank order.
     pub(crate) holdings: Vec<Option<Holding>>,
-}
-
-struct Published {
-    token: [u8; TOKEN],
-    port: u16,
-    host: String,
-    address: IpAddr,
-    id: Option<UniqueId>,
-}
-
-pub(super) fn hex(bytes: &[u8]) -> String {
-    bytes.iter().map(|b| format!("{b:02x}")).collect()
-}
-
-pub(super) fn unhex<const N: usize>(text: &str) -> Option<[u8; N]> {
-    let mut out = [0u8; N];
-    if text.len() != 2 * N {
-        return None;
-    }
-    for (i, slot) in out.iter_mut().enumerate() {
-        *slot = u8::from_str_radix(text.get(2 * i..2 * i + 2)?, 16).ok()?;
-    }
-    Some(out)
-}
-
-impl Published {
-    fn encode(&self) -> String {
-        let id = self.id.as_ref().map_or_else(|| "-".to_string(), |id| hex(&id.0));
-        format!(
-            "1 {} {} {} {} {id}",
-            hex(&self.token),
-            self.port,
-            self.host,
-            self.address
-        )
-    }
-
-    fn decode(bytes: &[u8]) -> Option<Self> {
-        let text = std::str::from_utf8(bytes).ok()?;
-        let mut parts = text.split(' ');
-        if parts.next() != Some("1") {
-            return None;
-        }
-        let token = unhex(parts.next()?)?;
-        let port = parts.next()?.parse().ok()?;
-        let host = parts.next()?.to_string();
-        let address = parts.next()?.parse().ok()?;
-        let id = match parts.next()? {
-            "-" => None,
-            hex => Some(UniqueId(unhex(hex)?)),
-        };
-        Some(Self {
-            token,
-            port,
-            host,
-            address,
-            id,
-        })
-    }
 }
 
 /// What tells two hosts (and two network namespaces of one host) apart.
@@ -112,12 +57,25 @@ fn own_address() -> Result<IpAddr> {
     Ok(probe.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()))
 }
 
-fn random<const N: usize>() -> Result<[u8; N]> {
-    let mut bytes = [0u8; N];
-    File::open("/dev/urandom")
-        .and_then(|mut f| f.read_exact(&mut bytes))
-        .map_err(|e| Error::io("asking for random bytes", e))?;
-    Ok(bytes)
+/// A name that nobody guesses. Without a file: there may be none to be had.
+fn token() -> [u8; TOKEN] {
+    let (a, b) = (nonce().to_ne_bytes(), nonce().to_ne_bytes());
+    let mut token = [0; TOKEN];
+    token
+        .iter_mut()
+        .zip(a.into_iter().chain(b))
+        .for_each(|(to, from)| *to = from);
+    token
+}
+
+fn key_of(c: &Configuration) -> String {
+    format!("{}/{}/nccl", c.prefix, c.epoch)
+}
+
+/// On rank 0, before it can be met: tells the others in the store why they need not wait for it.
+pub(crate) fn refuse(c: &Configuration, error: &Error) {
+    // If that fails, too, they wait until their deadline.
+    let _ = c.store.set(&key_of(c), refused(error).as_bytes(), c.deadline);
 }
 
 /// Meets the other ranks. `id`: what rank 0 gives out; `holding`: what this rank has of an earlier configuration; `cancel` ends the wait.
@@ -132,11 +90,11 @@ pub(crate) fn meet(
         return Ok(Meeting {
             id,
             streams: Vec::new(),
-            comm: random()?,
+            comm: token(),
             holdings: vec![holding],
         });
     }
-    let key = format!("{}/{}/nccl", c.prefix, c.epoch);
+    let key = key_of(c);
     let hello = |token| Hello {
         token,
         rank: c.rank,
@@ -146,20 +104,8 @@ pub(crate) fn meet(
         holding,
     };
     if c.rank == 0 {
-        let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0))
-            .map_err(|e| Error::io("listening for control connections", e))?;
-        let port = listener
-            .local_addr()
-            .map_err(|e| Error::io("reading the port", e))?
-            .port();
-        let token: [u8; TOKEN] = random()?;
-        let published = Published {
-            token,
-            port,
-            host: host_name(),
-            address: own_address()?,
-            id,
-        };
+        let (listener, published) = open(id).inspect_err(|e| refuse(c, e))?;
+        let token = published.token;
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
         let guests = collect(c, &listener, &hello(token), cancel)?;
         let mut holdings = vec![None; c.world_size as usize];
@@ -177,6 +123,9 @@ pub(crate) fn meet(
         });
     }
     let bytes = from_store(c, &key, cancel)?;
+    if let Some(error) = refusal(&bytes) {
+        return Err(error);
+    }
     let published = Published::decode(&bytes).ok_or_else(|| {
         Error::new(
             ErrorKind::Protocol,
@@ -185,11 +134,32 @@ pub(crate) fn meet(
     })?;
     let stream = connect(c, &published, &hello(published.token), cancel)?;
     Ok(Meeting {
-        id: published.id,
+        id: published.id.map(UniqueId),
         streams: vec![(0, stream)],
         comm: published.token,
         holdings: Vec::new(),
     })
+}
+
+/// Rank 0's port, and what the others are told of it.
+fn open(id: Option<UniqueId>) -> Result<(TcpListener, Published)> {
+    let io = |e| {
+        Error::io(
+            format!("rank 0 cannot listen for control connections ({FILES})"),
+            e,
+        )
+    };
+    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(io)?;
+    listener.set_nonblocking(true).map_err(io)?;
+    let port = listener.local_addr().map_err(io)?.port();
+    let published = Published {
+        token: token(),
+        port,
+        host: host_name(),
+        address: own_address()?,
+        id: id.map(|id| id.0),
+    };
+    Ok((listener, published))
 }
 
 fn cancelled() -> Error {
@@ -229,8 +199,7 @@ fn collect(
     own: &Hello,
     cancel: &AtomicBool,
 ) -> Result<Vec<Guest>> {
-    let io = |e| Error::io("accepting control connections", e);
-    listener.set_nonblocking(true).map_err(io)?;
+    let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
     let mut verdict = Ok(());
     while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
@@ -252,9 +221,8 @@ fn collect(
                     Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
                     Err(error) => tracing::debug!(%error, "a stranger at the control port was turned away"),
                 },
-                Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                    std::thread::sleep(Duration::from_micros(300))
-                }
+                // Nobody there, or somebody who is gone again.
+                Err(e) if is_passing(&e) => std::thread::sleep(Duration::from_micros(300)),
                 Err(e) => verdict = Err(io(e)),
             }
         }
@@ -264,10 +232,22 @@ fn collect(
         Err(e) => Frame::of_error(Kind::Refused, 0, e, None),
     };
     for guest in &mut guests {
-        // Who cannot be told finds its connection closed.
-        let _ = frame.write(&mut guest.stream);
+        if frame.write(&mut guest.stream).is_err() && verdict.is_ok() {
+            let text = format!("rank {} could not be told to go on", guest.rank);
+            verdict = Err(Error::new(ErrorKind::PeerLost, text).with_peer(guest.rank));
+        }
+    }
+    if let Err(error) = &verdict {
+        // Those who were told to go on need not wait for whoever was not. Who cannot be told finds its connection closed.
+        let frame = Frame::of_error(Kind::Failed, 0, error, error.context().peer);
+        guests.iter_mut().for_each(|g| drop(frame.write(&mut g.stream)));
     }
     verdict.map(|()| guests)
+}
+
+fn is_passing(e: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
+    matches!(e.kind(), ConnectionAborted | Interrupted | WouldBlock)
 }
 
 /// Reads one greeting. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
@@ -320,7 +300,7 @@ fn connect(
     let mut stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
         Error::io(
             format!(
-                "rank 0 of {} cannot be reached at {address} (phase: control connections)",
+                "rank 0 of {} cannot be reached at {address} (phase: control connections; {FILES})",
                 c.world_size
             ),
             e,
@@ -338,7 +318,7 @@ fn connect(
     };
     match hear(&mut stream, 0, until, cancel, &late)? {
         frame if frame.kind == Kind::Ready => Ok(stream),
-        frame if frame.kind == Kind::Refused => Err(frame.error()),
+        frame if matches!(frame.kind, Kind::Refused | Kind::Failed) => Err(frame.error()),
         _ => Err(Error::new(
             ErrorKind::Protocol,
             "rank 0 answered with something else",
@@ -390,21 +370,9 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_record_survives_the_store_and_garbage_does_not() {
-        let p = Published {
-            token: [7; TOKEN],
-            port: 4103,
-            host: "boot-1".into(),
-            address: IpAddr::V4(Ipv4Addr::LOCALHOST),
-            id: Some(UniqueId([9; UniqueId::BYTES])),
-        };
-        let back = Published::decode(p.encode().as_bytes()).unwrap();
-        assert_eq!(
-            (back.token, back.port, back.host, back.id),
-            (p.token, p.port, p.host, p.id)
-        );
-        for garbage in ["", "1", "1 00 1 h 127.0.0.1 -", "2 x", "1 zz"] {
-            assert!(Published::decode(garbage.as_bytes()).is_none(), "{garbage}");
-        }
+    fn no_two_tokens_are_alike() {
+        let (a, b) = (token(), token());
+        assert_ne!(a, b);
+        assert_ne!(a.first_chunk::<8>(), a.last_chunk::<8>());
     }
 }

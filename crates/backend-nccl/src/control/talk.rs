@@ -7,52 +7,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result};
-use nccl_sys::UniqueId;
 
-use super::rendezvous::{hear, hex, unhex};
+use super::rendezvous::hear;
 use super::wire::{Frame, Kind};
-use crate::reuse::{Holding, Plan, not_as_planned};
-
-/// Rank 0's word.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) enum Word {
-    /// Make it like this; never `Plan::Fresh`.
-    Plan(Plan),
-    /// Make a new one with this id.
-    Fresh(UniqueId),
-    /// The id for the newcomers of the plan.
-    Grow(UniqueId),
-    /// The plan failed somewhere: nobody need go on with it.
-    Stop,
-    /// Everybody has it: go on.
-    Stands,
-}
-
-impl Word {
-    fn encode(&self) -> String {
-        match self {
-            Self::Plan(plan) => plan.encode(),
-            Self::Fresh(id) => format!("id {}", hex(&id.0)),
-            Self::Grow(id) => format!("grow {}", hex(&id.0)),
-            Self::Stop => "stop".to_string(),
-            Self::Stands => "stands".to_string(),
-        }
-    }
-
-    fn decode(text: &str, own: Option<&Holding>, rank: u32, world: u32) -> Option<Self> {
-        let id = |hex: &str| unhex(hex).map(UniqueId);
-        match text.split_once(' ') {
-            None if text == "stands" => Some(Self::Stands),
-            None if text == "stop" => Some(Self::Stop),
-            Some(("id", hex)) => Some(Self::Fresh(id(hex)?)),
-            Some(("grow", hex)) => Some(Self::Grow(id(hex)?)),
-            _ => match Plan::decode(text, own, rank, world)? {
-                Plan::Fresh => None,
-                plan => Some(Self::Plan(plan)),
-            },
-        }
-    }
-}
+use super::word::Word;
+use crate::plan::Holding;
+use crate::reuse::not_as_planned;
 
 /// The connections, and who this rank is.
 pub(crate) struct Talk<'a> {
@@ -174,28 +134,4 @@ impl Talk<'_> {
 fn is_good(head: &[u8; 13]) -> bool {
     let [kind, _, _, _, _, number @ ..] = *head;
     kind == Kind::Tried as u8 && u64::from_le_bytes(number) == 1
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn words_survive_the_wire_and_nonsense_does_not() {
-        let id = UniqueId([9; UniqueId::BYTES]);
-        for word in [Word::Fresh(id), Word::Grow(id), Word::Stop, Word::Stands] {
-            assert_eq!(Word::decode(&word.encode(), None, 1, 2), Some(word));
-        }
-        for text in [
-            "",
-            "id",
-            "id 00",
-            "grow zz",
-            "fresh",
-            "stands up",
-            "reuse 2 split",
-        ] {
-            assert_eq!(Word::decode(text, None, 1, 2), None, "'{text}'");
-        }
-    }
 }

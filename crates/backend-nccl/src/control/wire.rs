@@ -3,17 +3,16 @@
 //! Nothing is believed: lengths are bounded before anything is allocated, unknown kinds end the connection (INV-10).
 
 use std::io::{Read, Write};
-use std::net::TcpStream;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use crate::reuse::{Holding, How};
+use crate::plan::{Holding, How};
 
 /// Changes with the meaning of any byte here.
 pub(crate) const VERSION: u32 = 2;
 const MAGIC: &[u8; 8] = b"oxnccl\x00\x02";
 /// A longer text is cut before it is sent; a longer one that arrives ends the connection.
-const MAX_TEXT: usize = 4096;
+pub(super) const MAX_TEXT: usize = 4096;
 pub(crate) const TOKEN: usize = 16;
 
 /// What a rank says first.
@@ -33,7 +32,7 @@ pub(crate) struct Hello {
 impl Hello {
     const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8 + 1 + TOKEN + 4 + 4;
 
-    pub(crate) fn write(&self, stream: &mut TcpStream) -> std::io::Result<()> {
+    pub(crate) fn write(&self, stream: &mut impl Write) -> std::io::Result<()> {
         let mut bytes = Vec::with_capacity(Self::BYTES);
         bytes.extend(MAGIC);
         bytes.extend(VERSION.to_le_bytes());
@@ -50,7 +49,7 @@ impl Hello {
     }
 
     /// Reads and checks the form; a stranger is `Protocol`.
-    pub(crate) fn read(stream: &mut TcpStream) -> Result<Self> {
+    pub(crate) fn read(stream: &mut impl Read) -> Result<Self> {
         let mut bytes = [0u8; Self::BYTES];
         stream
             .read_exact(&mut bytes)
@@ -175,7 +174,7 @@ impl Frame {
         }
     }
 
-    pub(crate) fn write(&self, stream: &mut TcpStream) -> std::io::Result<()> {
+    pub(crate) fn write(&self, stream: &mut impl Write) -> std::io::Result<()> {
         let mut end = self.text.len().min(MAX_TEXT);
         while !self.text.is_char_boundary(end) {
             end -= 1;

@@ -13,6 +13,7 @@ use super::memory;
 use super::pinned;
 use super::raw::StreamHandle;
 use super::stream::CudaStream;
+use crate::threads;
 
 /// The device kind `cuda`. Nothing is opened before a method that needs the driver is called.
 #[derive(Debug, Clone, Copy, Default)]
@@ -26,7 +27,7 @@ ftcore::inventory::submit! {
 }
 
 /// The device and the handle of a stream that is known by its trait only: an event recorded on it tells.
-pub(super) fn handle_of(stream: &dyn Stream) -> Result<(Arc<Gpu>, StreamHandle)> {
+pub(crate) fn handle_of(stream: &dyn Stream) -> Result<(Arc<Gpu>, StreamHandle)> {
     let event = stream.record()?;
     event
         .as_any()
@@ -85,13 +86,10 @@ impl Accelerator for CudaAccelerator {
     fn synchronize(&self, index: u32, deadline: Instant) -> Result<()> {
         let gpu = Gpu::open(index)?;
         let (sender, receiver) = channel();
-        std::thread::Builder::new()
-            .name("ox-cuda-sync".to_string())
-            .spawn(move || {
-                let done = gpu.enter().and_then(|_inside| gpu.driver.synchronize());
-                let _ = sender.send(done);
-            })
-            .map_err(|e| Error::io("starting a thread", e))?;
+        threads::start("ox-cuda-sync", move || {
+            let done = gpu.enter().and_then(|_inside| gpu.driver.synchronize());
+            let _ = sender.send(done);
+        })?;
         receiver.recv_timeout(time_left(deadline)).unwrap_or_else(|_| {
             Err(Error::timeout(format!(
                 "cuda:{index} still had work at the deadline"

@@ -13,6 +13,7 @@ use super::accelerator::handle_of;
 use super::event::{CudaEvent, Origin};
 use super::gpu::Gpu;
 use super::raw::{self, EventHandle, IpcHandle, Span};
+use crate::threads::errand;
 
 /// Opened events that are kept; more than one process ever has in flight.
 const KEPT: usize = 4096;
@@ -38,17 +39,12 @@ struct Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let (gpu, span, own) = (self.gpu.clone(), self.span, self.own);
-        let started = std::thread::Builder::new()
-            .name("ox-cuda-free".to_string())
-            .spawn(move || {
-                let freed = gpu.enter().and_then(|_inside| gpu.driver.unshare(span, own));
-                if let Err(error) = freed {
-                    tracing::warn!(bytes = span.bytes(), %error, "shared device memory could not be freed");
-                }
-            });
-        if let Err(error) = started {
-            tracing::warn!(bytes = self.span.bytes(), %error, "shared device memory is not freed");
-        }
+        errand("ox-cuda-free", move || {
+            let freed = gpu.enter().and_then(|_inside| gpu.driver.unshare(span, own));
+            if let Err(error) = freed {
+                tracing::warn!(bytes = span.bytes(), %error, "shared device memory could not be freed");
+            }
+        });
     }
 }
 

@@ -85,16 +85,53 @@ pub(crate) fn copy_in(gpu: &Arc<Gpu>, from: &[u8], to: &mut Tensor, stream: Stre
     let _inside = gpu.enter()?;
     let span = Span::of(to);
     gpu.driver.copy_in(from, span, stream)?;
-    let done = CudaEvent::record(gpu, stream)?;
-    // The tensor may be dropped before the copy is done.
-    gpu.note_use(span.start(), done.clone());
-    if gpu.driver.is_pinned(from) {
-        // Read by the device itself, later. The slice is borrowed, so this wait cannot be cut short.
-        while !done.query()? {
-            std::thread::sleep(Duration::from_micros(20));
+    match CudaEvent::record(gpu, stream) {
+        Ok(done) => {
+            // The tensor may be dropped before the copy is done.
+            gpu.note_use(span.start(), done.clone());
+            // Read by the device itself, later.
+            if gpu.driver.is_pinned(from) {
+                await_copy(gpu, stream, Ok(done), Duration::from_micros(20))?;
+            }
+            Ok(())
         }
+        failed => await_copy(gpu, stream, failed, Duration::from_micros(20)),
     }
-    Ok(())
+}
+
+/// How often in a row a stream does nothing but fail before its device counts as lost, which works on nothing any more.
+const LOST: u32 = 50;
+
+/// Waits until a copy on `stream` is done. The host's memory is borrowed, so this cannot be cut short: not by a deadline, and not because
+/// `done`, the event behind the copy, could not be had or asked. In that case the stream is asked, and the error told when it is through.
+fn await_copy(
+    gpu: &Gpu,
+    stream: StreamHandle,
+    done: Result<Arc<CudaEvent>>,
+    longest: Duration,
+) -> Result<()> {
+    let mut pause = Duration::from_micros(1);
+    let mut rest = || {
+        std::thread::sleep(pause);
+        pause = (pause * 2).min(longest);
+    };
+    let asked = done.and_then(|done| {
+        while !done.query()? {
+            rest();
+        }
+        Ok(())
+    });
+    let Err(error) = asked else { return Ok(()) };
+    let mut failed = 0;
+    while failed < LOST {
+        match gpu.driver.stream_query(stream) {
+            Ok(true) => break,
+            Ok(false) => failed = 0,
+            Err(_) => failed += 1,
+        }
+        std::thread::sleep(Duration::from_micros(200));
+    }
+    Err(error)
 }
 
 /// Copies a tensor to the host in the order of `stream`; the bytes are there when this returns.
@@ -105,14 +142,8 @@ pub(crate) fn copy_out(gpu: &Arc<Gpu>, from: &Tensor, to: &mut [u8], stream: Str
     }
     let _inside = gpu.enter()?;
     gpu.driver.copy_out(Span::of(from), to, stream)?;
-    let done = CudaEvent::record(gpu, stream)?;
-    let mut pause = Duration::from_micros(1);
-    // The device writes into borrowed memory: this must not return before it is done, whatever the time.
-    while !done.query()? {
-        std::thread::sleep(pause);
-        pause = (pause * 2).min(Duration::from_micros(200));
-    }
-    Ok(())
+    let done = CudaEvent::record(gpu, stream);
+    await_copy(gpu, stream, done, Duration::from_micros(200))
 }
 
 const SLOTS: usize = 4096;

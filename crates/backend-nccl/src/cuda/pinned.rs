@@ -8,6 +8,7 @@ use ftcore::{DType, Error, Result, Tensor};
 
 use super::gpu::Gpu;
 use super::raw::{HostBlock, host_tensor};
+use crate::threads::errand;
 
 /// Bytes that are kept per device for later use.
 const KEPT: usize = 256 << 20;
@@ -64,17 +65,12 @@ impl Drop for Lent {
         let surplus = self.block.take().and_then(|block| self.gpu.pinned.put(block));
         let Some(block) = surplus else { return };
         let gpu = self.gpu.clone();
-        let started = std::thread::Builder::new()
-            .name("ox-cuda-free".to_string())
-            .spawn(move || {
-                let freed = gpu.enter().and_then(|_inside| gpu.driver.free_host(&block));
-                if let Err(error) = freed {
-                    tracing::warn!(bytes = block.bytes(), %error, "page-locked memory could not be freed");
-                }
-            });
-        if let Err(error) = started {
-            tracing::warn!(%error, "page-locked memory is not freed");
-        }
+        errand("ox-cuda-free", move || {
+            let freed = gpu.enter().and_then(|_inside| gpu.driver.free_host(&block));
+            if let Err(error) = freed {
+                tracing::warn!(bytes = block.bytes(), %error, "page-locked memory could not be freed");
+            }
+        });
     }
 }
 

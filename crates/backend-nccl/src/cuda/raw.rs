@@ -13,134 +13,13 @@ use ftcore::{DType, Device, Error, Result, Tensor};
 use super::driver::failed;
 
 mod foreign;
+mod handles;
 mod host;
+mod table;
 
+pub(crate) use handles::{Context, EventHandle, Function, IpcHandle, Span, StreamHandle};
 pub(crate) use host::{HostBlock, host_tensor};
-
-/// Device memory that an operation works on: an address and a length in bytes.
-///
-/// INV-8: whoever enqueues work on a span keeps its owner (a tensor or a block) until that work is done, or leaks it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Span {
-    address: u64,
-    bytes: usize,
-}
-
-impl Span {
-    /// The memory of a tensor.
-    pub(crate) fn of(tensor: &Tensor) -> Self {
-        Self {
-            address: tensor.as_ptr() as u64,
-            bytes: tensor.byte_len(),
-        }
-    }
-
-    /// Memory that a library made.
-    pub(crate) fn at(pointer: *mut c_void, bytes: usize) -> Self {
-        Self {
-            address: pointer as u64,
-            bytes,
-        }
-    }
-
-    /// The part that begins at byte `offset`; `None` if it does not lie within.
-    pub(crate) fn part(self, offset: usize, bytes: usize) -> Option<Self> {
-        let end = offset.checked_add(bytes)?;
-        (end <= self.bytes).then(|| Self {
-            address: self.address + offset as u64,
-            bytes,
-        })
-    }
-
-    /// This and `parts - 1` more of the same length behind it; the caller knows that they are there.
-    pub(crate) fn widen(self, parts: usize) -> Self {
-        Self {
-            bytes: self.bytes * parts,
-            ..self
-        }
-    }
-
-    /// The length in bytes.
-    pub(crate) fn bytes(self) -> usize {
-        self.bytes
-    }
-
-    /// The address as C takes it.
-    pub(crate) fn pointer(self) -> *mut c_void {
-        self.address as *mut c_void
-    }
-
-    /// The byte after the last.
-    pub(crate) fn end(self) -> u64 {
-        self.address + self.bytes as u64
-    }
-
-    /// The first byte's address.
-    pub(crate) fn start(self) -> u64 {
-        self.address
-    }
-}
-
-macro_rules! handle {
-    ($(#[$m:meta])* $name:ident) => {
-        $(#[$m])*
-        #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-        pub(crate) struct $name(*mut c_void);
-        // SAFETY: INV-12 the driver's handles may be used from any thread; this is only a number here.
-        unsafe impl Send for $name {}
-        // SAFETY: INV-12 as above.
-        unsafe impl Sync for $name {}
-    };
-}
-
-handle!(
-    /// A `CUcontext`.
-    Context
-);
-handle!(
-    /// A `CUstream`.
-    StreamHandle
-);
-handle!(
-    /// A `CUevent`.
-    EventHandle
-);
-handle!(
-    /// A `CUfunction`.
-    Function
-);
-
-/// A `CUipcMemHandle` or `CUipcEventHandle`: 64 bytes that mean something to the driver only.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-#[repr(C)]
-pub(crate) struct IpcHandle([u8; 64]);
-
-impl IpcHandle {
-    /// From another process; `InvalidArgument` if it cannot be one.
-    pub(crate) fn of(bytes: &[u8]) -> Result<Self> {
-        let handle = bytes
-            .try_into()
-            .map_err(|_| Error::invalid(format!("{} bytes are no handle of the CUDA driver", bytes.len())))?;
-        Ok(Self(handle))
-    }
-
-    /// To pass on.
-    pub(crate) fn bytes(&self) -> &[u8] {
-        &self.0
-    }
-}
-
-impl StreamHandle {
-    /// The legacy default stream.
-    pub(crate) const DEFAULT: Self = Self(ptr::null_mut());
-    /// The calling thread's own default stream (`CU_STREAM_PER_THREAD`): another one on every thread.
-    pub(crate) const PER_THREAD: Self = Self(ptr::without_provenance_mut(2));
-
-    /// As C takes it.
-    pub(crate) fn pointer(self) -> *mut c_void {
-        self.0
-    }
-}
+use table::Table;
 
 /// Page-locked host memory that is never freed: a few kilobytes per device, for results that the host reads.
 pub(crate) struct Pinned(NonNull<i32>, usize);
@@ -158,68 +37,6 @@ impl Pinned {
         // SAFETY: INV-8 within the allocation; written by the device only before the event that the reader waited for.
         unsafe { ptr::read_volatile(self.0.as_ptr().add(index)) }
     }
-}
-
-macro_rules! table {
-    ($($f:ident = $s:literal : fn($($a:ty),*);)*) => {
-        struct Table { $($f: unsafe extern "C" fn($($a),*) -> c_int,)* }
-        impl Table {
-            fn load(library: &libloading::Library) -> std::result::Result<Self, &'static str> {
-                // SAFETY: INV-12 the signatures are those of the driver API's public documentation for these names.
-                Ok(Self { $($f: *unsafe { library.get(concat!($s, "\0").as_bytes()) }.map_err(|_| $s)?,)* })
-            }
-        }
-    };
-}
-
-type Opaque = *mut c_void;
-
-table! {
-    init = "cuInit": fn(c_uint);
-    driver_version = "cuDriverGetVersion": fn(*mut c_int);
-    error_string = "cuGetErrorString": fn(c_int, *mut *const c_char);
-    device_count = "cuDeviceGetCount": fn(*mut c_int);
-    device_get = "cuDeviceGet": fn(*mut c_int, c_int);
-    device_name = "cuDeviceGetName": fn(*mut c_char, c_int, c_int);
-    device_attribute = "cuDeviceGetAttribute": fn(*mut c_int, c_int, c_int);
-    context_retain = "cuDevicePrimaryCtxRetain": fn(*mut Opaque, c_int);
-    context_set = "cuCtxSetCurrent": fn(Opaque);
-    context_get = "cuCtxGetCurrent": fn(*mut Opaque);
-    context_device = "cuCtxGetDevice": fn(*mut c_int);
-    context_synchronize = "cuCtxSynchronize": fn();
-    stream_create = "cuStreamCreateWithPriority": fn(*mut Opaque, c_uint, c_int);
-    stream_destroy = "cuStreamDestroy_v2": fn(Opaque);
-    stream_query = "cuStreamQuery": fn(Opaque);
-    stream_wait = "cuStreamWaitEvent": fn(Opaque, Opaque, c_uint);
-    priority_range = "cuCtxGetStreamPriorityRange": fn(*mut c_int, *mut c_int);
-    event_create = "cuEventCreate": fn(*mut Opaque, c_uint);
-    event_record = "cuEventRecord": fn(Opaque, Opaque);
-    event_query = "cuEventQuery": fn(Opaque);
-    event_destroy = "cuEventDestroy_v2": fn(Opaque);
-    alloc_async = "cuMemAllocAsync": fn(*mut u64, usize, Opaque);
-    free_async = "cuMemFreeAsync": fn(u64, Opaque);
-    alloc = "cuMemAlloc_v2": fn(*mut u64, usize);
-    free = "cuMemFree_v2": fn(u64);
-    ipc_export = "cuIpcGetMemHandle": fn(*mut IpcHandle, u64);
-    ipc_import = "cuIpcOpenMemHandle_v2": fn(*mut u64, IpcHandle, c_uint);
-    address_range = "cuMemGetAddressRange_v2": fn(*mut u64, *mut usize, u64);
-    ipc_close = "cuIpcCloseMemHandle": fn(u64);
-    ipc_export_event = "cuIpcGetEventHandle": fn(*mut IpcHandle, Opaque);
-    ipc_import_event = "cuIpcOpenEventHandle": fn(*mut Opaque, IpcHandle);
-    host_alloc = "cuMemHostAlloc": fn(*mut Opaque, usize, c_uint);
-    host_free = "cuMemFreeHost": fn(Opaque);
-    pointer_attribute = "cuPointerGetAttribute": fn(*mut c_void, c_int, u64);
-    copy_in = "cuMemcpyHtoDAsync_v2": fn(u64, *const c_void, usize, Opaque);
-    copy_out = "cuMemcpyDtoHAsync_v2": fn(*mut c_void, u64, usize, Opaque);
-    copy = "cuMemcpyDtoDAsync_v2": fn(u64, u64, usize, Opaque);
-    set8 = "cuMemsetD8Async": fn(u64, u8, usize, Opaque);
-    set16 = "cuMemsetD16Async": fn(u64, u16, usize, Opaque);
-    set32 = "cuMemsetD32Async": fn(u64, c_uint, usize, Opaque);
-    set_2d32 = "cuMemsetD2D32Async": fn(u64, usize, c_uint, usize, usize, Opaque);
-    module_load = "cuModuleLoadData": fn(*mut Opaque, *const c_void);
-    module_function = "cuModuleGetFunction": fn(*mut Opaque, Opaque, *const c_char);
-    launch = "cuLaunchKernel":
-        fn(Opaque, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Opaque, *mut Opaque, *mut Opaque);
 }
 
 const NOT_READY: c_int = 600;

@@ -275,7 +275,7 @@ fn window_sizes_differ() -> Outcome {
 
 /// A rank's own calls fail: its allocation is an error, nobody else's.
 fn own_call_fails<const CALL: usize>() -> Outcome {
-    let call = ["ncclMemAlloc", "ncclCommRegister"][CALL];
+    let call = ["ncclMemAlloc", "ncclCommRegister", "ncclMemAlloc gave no memory"][CALL];
     two(options("registered"), |rank, group, store| {
         if rank == 0 {
             let e = group.alloc(DType::F32, &[10], deadline_in(SOON)).err();
@@ -394,6 +394,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "buffers_that_cannot_be_registered_are_an_error",
             &[(FAIL, "ncclCommRegister@0:1:1")],
             own_call_fails::<1>,
+        ),
+        scenario(
+            "buffers_without_a_block_are_an_error",
+            &[(FAIL, "ncclMemAlloc:1:0")],
+            own_call_fails::<2>,
         ),
         scenario(
             "buffers_allocation_that_hangs_ends_at_its_deadline",

@@ -380,10 +380,22 @@ fn no_words() -> Outcome {
 }
 
 fn threads_have_default_streams_of_their_own() -> Outcome {
+    ordered_on(CudaAccelerator.per_thread_stream(0)?, true)
+}
+
+/// By their handles, as a framework gives them: a stream of its own, the device's default one, and the calling thread's.
+fn streams_by_handle_keep_their_order() -> Outcome {
+    let of = |stream| CudaAccelerator.stream_by_handle(stream);
+    ordered_on(of(CudaAccelerator.new_stream(0, false)?)?, false)?;
+    ordered_on(of(CudaAccelerator.current_stream(0)?)?, false)?;
+    ordered_on(of(CudaAccelerator.per_thread_stream(0)?)?, true)
+}
+
+/// `of_this_thread`: it is refused on another one.
+fn ordered_on(own: Arc<dyn ftcore::Stream>, of_this_thread: bool) -> Outcome {
     let group = group(0, GroupOptions::default())?;
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     group.configure(configuration(&store, 0, 1, 1, SOON))?;
-    let own = CudaAccelerator.per_thread_stream(0)?;
     // At 3 ms per piece of work the sum is wrong unless it comes behind this thread's stream.
     let mut tensor = CudaAccelerator.alloc(0, DType::F32, &[500])?;
     for value in [-1e9f32, 4.0] {
@@ -407,7 +419,10 @@ fn threads_have_default_streams_of_their_own() -> Outcome {
         .0
         .iter()
         .all(|b| f32::from_ne_bytes(*b) == 4.0);
-    check(right, || "the order of the thread's own stream was lost".into())?;
+    check(right, || "the stream's order was lost".into())?;
+    if !of_this_thread {
+        return Ok(());
+    }
     let elsewhere = own.clone();
     let e = std::thread::spawn(move || elsewhere.record().err())
         .join()
@@ -419,6 +434,25 @@ fn threads_have_default_streams_of_their_own() -> Outcome {
         .record()?
         .synchronize(deadline_in(SOON))?;
     Ok(())
+}
+
+const SLOW: (&str, &str) = ("OXCCL_STANDIN_CUDA_DELAY_US", "30000");
+
+/// The event behind a copy cannot be had or asked: the error comes when the copy is over, because nothing keeps the memory of both sides
+/// any more. Work takes 30 ms here.
+fn over_when_it_fails(out: bool) -> Outcome {
+    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
+    let mut host = CudaAccelerator.alloc_host(0, DType::U8, &[4000])?;
+    let stream = CudaAccelerator.new_stream(0, false)?;
+    let bytes = host.as_mut_slice::<u8>()?;
+    let copied = match out {
+        true => CudaAccelerator.copy_out(&tensor, bytes, &*stream),
+        false => CudaAccelerator.copy_in(bytes, &mut tensor, &*stream),
+    };
+    let over = stream.query()?;
+    let e = copied.err().ok_or("nothing failed")?;
+    says(&e, ErrorKind::Backend, &["code 700"])?;
+    check(over, || "it returned before the copy was over".into())
 }
 
 pub(super) fn scenarios() -> Vec<Scenario> {
@@ -534,6 +568,32 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "device_default_streams_of_threads_keep_their_order",
             &[("OXCCL_STANDIN_CUDA_DELAY_US", "3000")],
             threads_have_default_streams_of_their_own,
+        ),
+        // The first event is the allocation's, the second tells whose stream it is, the third is behind the copy.
+        scenario(
+            "device_copy_out_without_an_event_is_over_when_it_fails",
+            &[(FAIL, "cuEventRecord:3:700"), SLOW],
+            || over_when_it_fails(true),
+        ),
+        scenario(
+            "device_copy_out_whose_event_fails_is_over_when_it_fails",
+            &[(FAIL, "cuEventQuery/cuMemcpyDtoHAsync:1:700"), SLOW],
+            || over_when_it_fails(true),
+        ),
+        scenario(
+            "device_copy_in_without_an_event_is_over_when_it_fails",
+            &[(FAIL, "cuEventRecord:3:700"), SLOW],
+            || over_when_it_fails(false),
+        ),
+        scenario(
+            "device_copy_in_whose_event_fails_is_over_when_it_fails",
+            &[(FAIL, "cuEventQuery/cuMemcpyHtoDAsync:1:700"), SLOW],
+            || over_when_it_fails(false),
+        ),
+        scenario(
+            "device_streams_by_handle_keep_their_order",
+            &[("OXCCL_STANDIN_CUDA_DELAY_US", "3000")],
+            streams_by_handle_keep_their_order,
         ),
     ]
 }

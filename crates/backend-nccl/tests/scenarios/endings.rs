@@ -183,7 +183,7 @@ fn own_time_out() -> Outcome {
     })
 }
 
-fn until_logged(words: &str) -> Outcome {
+pub(super) fn until_logged(words: &str) -> Outcome {
     let until = deadline_in(SOON);
     while !log_lines()?.iter().any(|l| l == words) {
         check(Instant::now() < until, || format!("'{words}' was not logged"))?;
@@ -302,7 +302,9 @@ fn watchdog_is_lost() -> Outcome {
 /// into it stays.
 fn late_writes(options: GroupOptions) -> Outcome {
     two(options, |rank, group, store| {
-        let work = submit(rank, group, LATE)?;
+        // Long enough for a busy machine to come to it: the abort ends it, not its deadline.
+        let work = submit(rank, group, SOON)?;
+        until_logged("late work begins rank=0")?;
         store.barrier("both are at it", 2, deadline_in(SOON))?;
         group.abort("enough");
         check(work.wait(deadline_in(SOON)).is_err(), || "it succeeded".into())?;
@@ -333,9 +335,7 @@ fn late_writes_and_abort() -> Outcome {
 }
 
 fn late_writes_and_revoke() -> Outcome {
-    let mut options = GroupOptions::default();
-    options.hints.insert("reuse_communicators".into(), "on".into());
-    late_writes(options)
+    late_writes(super::reuse::options())
 }
 
 /// The streams are through, and the abort does not return: nobody knows what the library still does.
@@ -376,6 +376,37 @@ fn too_many() -> Outcome {
     group.configure(configuration(&store, 0, 1, 2, SOON))?;
     // Those of the lost operations are lost with them, if the device may still write there; here it may not.
     Ok(submit(0, &group, SOON)?.wait_done()?)
+}
+
+/// The library still has something to hand over to the other rank when the thread ends that has ended its group: the thread's end (the
+/// main thread's is the process's) waits for it.
+fn flushed(end: fn(backend_nccl::NcclGroup) -> Outcome) -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    ranks(2, |rank| {
+        let group = group(rank, GroupOptions::default())?;
+        group.configure(configuration(&store, rank, 2, 1, SOON))?;
+        sum_works(rank, &group)?;
+        end(group)
+    })?;
+    check(log_lines()?.iter().any(|l| l == "end destroy rank=0"), || {
+        "the thread was gone before its communicator was flushed".into()
+    })
+}
+
+fn flushed_after_a_drop() -> Outcome {
+    flushed(|group| {
+        drop(group);
+        Ok(())
+    })
+}
+
+fn flushed_by_a_shutdown() -> Outcome {
+    flushed(|group| {
+        group.shutdown(deadline_in(SOON))?;
+        // Nothing is left to be waited for at the thread's end.
+        let flushed = group.info().rank != 0 || log_lines()?.iter().any(|l| l == "end destroy rank=0");
+        check(flushed, || "it was shut down without a flush".into())
+    })
 }
 
 pub(super) fn scenarios() -> Vec<Scenario> {
@@ -452,6 +483,16 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "end_good_bye_that_takes_too_long_becomes_an_abort",
             &[(HANG, "progress:ncclCommFinalize@0:1"), LOG],
             good_bye_becomes_an_abort,
+        ),
+        scenario(
+            "end_of_a_thread_waits_for_the_flush_of_what_it_dropped",
+            &[(HANG, "slow:ncclCommFinalize@0:1"), LOG],
+            flushed_after_a_drop,
+        ),
+        scenario(
+            "end_shutdown_waits_for_the_flush",
+            &[(HANG, "slow:ncclCommFinalize@0:1"), LOG],
+            flushed_by_a_shutdown,
         ),
         one(
             "end_freeing_that_fails_costs_nobody",

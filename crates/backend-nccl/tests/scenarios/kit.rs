@@ -47,17 +47,24 @@ pub(super) fn two(
     body: impl Fn(u32, &NcclGroup, &Arc<dyn Store>) -> Outcome + Sync,
 ) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    let (store, body, options) = (&store, &body, &options);
+    ranks(2, |rank| {
+        let group = group(rank, options.clone())?;
+        group.configure(configuration(&store, rank, 2, 1, Duration::from_secs(20)))?;
+        body(rank, &group, &store)
+    })
+}
+
+/// Runs `body` as so many ranks, on threads called `rank-0`, `rank-1`, ….
+pub(super) fn ranks(world: u32, body: impl Fn(u32) -> Outcome + Sync) -> Outcome {
+    let body = &body;
     std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..2u32)
+        let ranks: Vec<_> = (0..world)
             .map(|rank| {
-                scope.spawn(move || -> Outcome {
-                    let group = group(rank, options.clone())?;
-                    group.configure(configuration(store, rank, 2, 1, Duration::from_secs(20)))?;
-                    body(rank, &group, store)
-                })
+                std::thread::Builder::new()
+                    .name(format!("rank-{rank}"))
+                    .spawn_scoped(scope, move || body(rank))
             })
-            .collect();
+            .collect::<Result<_, _>>()?;
         let mut failures = Vec::new();
         for (rank, thread) in ranks.into_iter().enumerate() {
             match thread.join() {

@@ -12,6 +12,7 @@ mod rendezvous;
 mod reuse;
 mod set_up;
 mod staged;
+mod system;
 
 use kit::Outcome;
 
@@ -20,6 +21,13 @@ pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) environment: Vec<(&'static str, &'static str)>,
     pub(crate) body: fn() -> Outcome,
+}
+
+impl Scenario {
+    /// True if the system is to refuse something.
+    pub(crate) fn is_refused(&self) -> bool {
+        self.environment.iter().any(|(_, value)| *value == "@refuse")
+    }
 }
 
 fn scenario(
@@ -51,6 +59,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         reuse::scenarios(),
         staged::scenarios(),
         isolated::scenarios(),
+        system::scenarios(),
     ]
     .into_iter()
     .flatten()

@@ -3,9 +3,9 @@
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
+use ftcore::{Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
 
 use super::kit::*;
 use super::{Scenario, scenario};
@@ -20,11 +20,20 @@ fn record(port: u16) -> String {
 
 /// Rank 1 of 2 against whatever `zero` does at the port of the record.
 fn against(zero: impl FnOnce(TcpListener) + Send, kind: ErrorKind, words: &[&str]) -> Outcome {
+    against_with(GroupOptions::default(), zero, kind, words)
+}
+
+fn against_with(
+    options: GroupOptions,
+    zero: impl FnOnce(TcpListener) + Send,
+    kind: ErrorKind,
+    words: &[&str],
+) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let port = listener.local_addr()?.port();
     store.set(KEY, record(port).as_bytes(), deadline_in(SOON))?;
-    let group = group(1, GroupOptions::default())?;
+    let group = group(1, options)?;
     std::thread::scope(|scope| {
         scope.spawn(move || zero(listener));
         let e = group
@@ -153,6 +162,171 @@ fn strangers() -> Outcome {
     })
 }
 
+/// A rank 0 that lets rank 1 go on and then talks of communicators to use again, which makes no sense.
+fn talks_of_reuse(kind: u8, text: &'static str, words: &[&str]) -> Outcome {
+    let zero = move |listener: TcpListener| {
+        if let Ok((mut stream, _)) = listener.accept() {
+            let mut frames = vec![1u8];
+            frames.extend([0; 16]);
+            frames.push(kind);
+            frames.extend([0; 12]);
+            frames.extend((text.len() as u32).to_le_bytes());
+            frames.extend(text.as_bytes());
+            let _ = stream.write_all(&frames);
+            let mut rest = [0; 1024];
+            while matches!(std::io::Read::read(&mut stream, &mut rest), Ok(n) if n > 0) {}
+        }
+    };
+    against_with(super::reuse::options(), zero, ErrorKind::Protocol, words)
+}
+
+fn nonsense_of_reuse() -> Outcome {
+    const PLAN: u8 = 7;
+    talks_of_reuse(PLAN, "nonsense", &["does not fit", "phase: reuse"])?;
+    // To a rank that holds nothing, and that would be a holder.
+    talks_of_reuse(PLAN, "reuse 2 split", &["does not fit"])?;
+    talks_of_reuse(PLAN, "stands", &["said no plan"])?;
+    talks_of_reuse(5, "", &["said something else"])
+}
+
+/// Rank 0 does not come at all.
+fn nobody() -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let e = group(1, GroupOptions::default())?
+        .configure(configuration(&store, 1, 2, 1, Duration::from_millis(300)))
+        .err()
+        .ok_or("configure succeeded")?;
+    says(
+        &e,
+        ErrorKind::Timeout,
+        &["rank 0 of 2 has not published", "phase: rendezvous"],
+    )
+}
+
+/// Rank 0's record says why it cannot be met.
+fn refused_in_the_store() -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    store.set(KEY, b"0 38654705663 no sockets here", deadline_in(SOON))?;
+    let e = group(1, GroupOptions::default())?
+        .configure(configuration(&store, 1, 2, 1, PATIENCE))
+        .err()
+        .ok_or("configure succeeded")?;
+    says(&e, e.kind(), &["rank 0 reports: no sockets here"])
+}
+
+/// An abort ends each wait of the meeting: for rank 0's record, for the others, for rank 0's verdict.
+fn aborted() -> Outcome {
+    let ends = |rank: u32, store: &Arc<dyn Store>| -> Outcome {
+        let group = group(rank, GroupOptions::default())?;
+        let e = std::thread::scope(|scope| {
+            let configuring = scope.spawn(|| group.configure(configuration(store, rank, 2, 1, PATIENCE)));
+            // Until `configure` is under way an abort finds nothing to end.
+            while !configuring.is_finished() {
+                std::thread::sleep(Duration::from_millis(20));
+                group.abort("enough");
+            }
+            configuring.join().map_err(|_| "a panic")
+        })?;
+        says(&e.err().ok_or("they met")?, ErrorKind::Aborted, &["configure"])
+    };
+    let empty: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    ends(1, &empty)?;
+    ends(0, &empty)?;
+    let silent: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let port = listener.local_addr()?.port();
+    silent.set(KEY, record(port).as_bytes(), deadline_in(SOON))?;
+    ends(1, &silent)
+}
+
+/// A store whose call fails, once; then it serves.
+struct Failing {
+    inner: InMemoryStore,
+    call: &'static str,
+    failed: std::sync::atomic::AtomicBool,
+}
+
+impl Failing {
+    fn at(&self, call: &str, keys: &[&str]) -> Result<(), Error> {
+        let meant = call == self.call && keys.iter().any(|k| k.starts_with("errors/"));
+        if meant && !self.failed.swap(true, std::sync::atomic::Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::Unavailable, "the store is gone"));
+        }
+        Ok(())
+    }
+}
+
+impl Store for Failing {
+    fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), Error> {
+        self.at("set", &[key])?;
+        self.inner.set(key, value, deadline)
+    }
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>, Error> {
+        self.at("get", &[key])?;
+        self.inner.get(key, deadline)
+    }
+    fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64, Error> {
+        self.inner.add(key, amount, deadline)
+    }
+    fn compare_set(&self, key: &str, old: &[u8], new: &[u8], deadline: Instant) -> Result<Vec<u8>, Error> {
+        self.inner.compare_set(key, old, new, deadline)
+    }
+    fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool, Error> {
+        self.at("check", keys)?;
+        self.inner.check(keys, deadline)
+    }
+    fn wait(&self, keys: &[&str], deadline: Instant) -> Result<(), Error> {
+        self.inner.wait(keys, deadline)
+    }
+    fn delete(&self, key: &str, deadline: Instant) -> Result<bool, Error> {
+        self.inner.delete(key, deadline)
+    }
+    fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<(), Error> {
+        self.inner.append(key, value, deadline)
+    }
+    fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>, Error> {
+        self.inner.multi_get(keys, deadline)
+    }
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<(), Error> {
+        self.inner.multi_set(pairs, deadline)
+    }
+    fn num_keys(&self, deadline: Instant) -> Result<i64, Error> {
+        self.inner.num_keys(deadline)
+    }
+    fn list(&self, deadline: Instant) -> Result<Vec<String>, Error> {
+        self.inner.list(deadline)
+    }
+    fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<(), Error> {
+        self.inner.barrier(key, world_size, deadline)
+    }
+}
+
+/// The store fails one call of the meeting: that rank says so, the other one at its deadline at the latest, and the next meeting works.
+fn store_fails() -> Outcome {
+    for call in ["set", "check", "get"] {
+        let store: Arc<dyn Store> = Arc::new(Failing {
+            inner: InMemoryStore::new(),
+            call,
+            failed: std::sync::atomic::AtomicBool::new(false),
+        });
+        ranks(2, |rank| {
+            let group = group(rank, GroupOptions::default())?;
+            let c = configuration(&store, rank, 2, 1, Duration::from_millis(600));
+            let e = group.configure(c).err().ok_or("they met")?;
+            let affected = u32::from(call != "set");
+            match rank == affected {
+                true => says(&e, ErrorKind::Unavailable, &["the store is gone", "configure"])?,
+                false => says(&e, ErrorKind::Timeout, &["phase:"])?,
+            }
+            store.barrier("both failed", 2, deadline_in(SOON))?;
+            next_epoch(rank, &group, &store)?;
+            store.barrier("both go on", 2, deadline_in(SOON))?;
+            Ok(())
+        })?;
+    }
+    Ok(())
+}
+
 pub(super) fn scenarios() -> Vec<Scenario> {
     vec![
         scenario("meet_nobody_at_rank_0_s_address", &[], unreachable),
@@ -167,6 +341,19 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         scenario("meet_a_rank_0_without_an_id", &[], no_id),
         scenario("meet_garbage_in_the_store", &[], garbage_in_the_store),
         scenario("meet_strangers_at_rank_0_s_port", &[], strangers),
+        scenario("meet_nobody_who_has_published_an_address", &[], nobody),
+        scenario(
+            "meet_a_rank_0_that_says_in_the_store_why_it_cannot",
+            &[],
+            refused_in_the_store,
+        ),
+        scenario("meet_nobody_and_be_aborted", &[], aborted),
+        scenario("meet_through_a_store_that_fails", &[], store_fails),
+        scenario(
+            "meet_a_rank_0_that_talks_nonsense_of_reuse",
+            &[],
+            nonsense_of_reuse,
+        ),
         scenario(
             "meet_an_address_that_is_none_is_refused",
             &[("OXCCL_NCCL_HOST", "not-an-address")],

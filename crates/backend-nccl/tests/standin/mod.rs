@@ -10,6 +10,7 @@
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
+use std::sync::OnceLock;
 
 /// Set in the restarted process.
 const MARK: &str = "OXCCL_STANDIN_READY";
@@ -87,4 +88,31 @@ pub(crate) fn without(library: &Path, to: PathBuf, functions: &[&str]) -> PathBu
     }
     std::fs::write(&to, bytes).expect("a copy of the stand-in");
     to
+}
+
+/// The library that makes a system refuse (`fixtures/c/refuse.c`), compiled at the first question. The error says why it cannot be had.
+pub(crate) fn refusing() -> Result<PathBuf, String> {
+    static BUILT: OnceLock<Result<PathBuf, String>> = OnceLock::new();
+    let build = || {
+        let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../fixtures/c/refuse.c");
+        let to = Path::new(env!("CARGO_TARGET_TMPDIR")).join(format!("refuse-{}.so", std::process::id()));
+        let cc = std::env::var("CC").unwrap_or_else(|_| "cc".to_string());
+        let output = Command::new(&cc)
+            .args([
+                "-std=c11", "-Wall", "-Wextra", "-Werror", "-O1", "-fPIC", "-shared",
+            ])
+            .arg(source)
+            .arg("-o")
+            .arg(&to)
+            .output()
+            .map_err(|e| format!("there is no C compiler ('{cc}': {e})"))?;
+        match output.status.success() {
+            true => Ok(to),
+            false => panic!(
+                "refuse.c does not compile:\n{}",
+                String::from_utf8_lossy(&output.stderr)
+            ),
+        }
+    };
+    BUILT.get_or_init(build).clone()
 }

@@ -1,0 +1,64 @@
+//! Between the meeting and the engine, while the communicator is made: a rank whose part fails tells the others, and so does the end of
+//! its connection, so that nobody waits for it until the deadline. Where a communicator is used again, `talk` does this.
+
+use std::cell::Cell;
+use std::net::TcpStream;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind};
+
+use super::rendezvous::Meeting;
+use super::wire::{Frame, Kind};
+
+/// How often the connections are looked at.
+const LOOK: Duration = Duration::from_millis(5);
+
+impl Meeting {
+    /// Asked again and again: why not to go on, because another rank's part has failed or it is gone.
+    pub(crate) fn watch(&self) -> impl Fn() -> Option<Error> {
+        let looked = Cell::new(Instant::now());
+        move || {
+            if looked.get().elapsed() < LOOK {
+                return None;
+            }
+            looked.set(Instant::now());
+            self.streams
+                .iter()
+                .find_map(|(peer, stream)| failed(*peer, stream))
+        }
+    }
+
+    /// Tells the others that this rank's part has failed.
+    pub(crate) fn fail(&mut self, rank: u32, error: &Error) {
+        let frame = Frame::of_error(Kind::Failed, rank, error, error.context().peer);
+        for (_, stream) in &mut self.streams {
+            // Who cannot be told finds its connection closed.
+            let _ = frame.write(stream);
+        }
+    }
+}
+
+fn failed(peer: u32, stream: &TcpStream) -> Option<Error> {
+    let gone = || {
+        let text = format!("rank {peer} went away while the communicator was being made");
+        Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer))
+    };
+    stream.set_nonblocking(true).ok()?;
+    let mut kind = [0u8; 1];
+    let got = stream.peek(&mut kind);
+    stream.set_nonblocking(false).ok()?;
+    match got {
+        Ok(0) => gone(),
+        Ok(_) if kind == [Kind::Failed as u8] => {
+            stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
+            match Frame::read(&mut &*stream) {
+                Ok(Some(frame)) => Some(frame.error()),
+                _ => gone(),
+            }
+        }
+        // Of a rank whose engine stands already, for the engine of this one.
+        Ok(_) => None,
+        Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => None,
+        Err(_) => gone(),
+    }
+}
