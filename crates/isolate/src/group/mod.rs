@@ -317,6 +317,15 @@ impl Handle {
         }
     }
 
+    /// The first failure.
+    fn error(&self) -> Option<Error> {
+        let state = self.lock();
+        match (&state.settled, &state.failure) {
+            (Some(_), _) => self.front.error(),
+            (None, failure) => failure.clone(),
+        }
+    }
+
     fn traffic(&self) -> Traffic {
         let state = self.lock();
         let now = self.front.traffic();
@@ -374,11 +383,7 @@ impl ProcessGroup for IsolatedGroup {
     }
 
     fn error(&self) -> Option<Error> {
-        let state = self.0.lock();
-        match (&state.settled, &state.failure) {
-            (Some(_), _) => self.0.front.error(),
-            (None, failure) => failure.clone(),
-        }
+        self.0.error()
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
@@ -399,9 +404,13 @@ impl Drop for IsolatedGroup {
         if let (Some(link), Some(peers)) = (&link, &peers)
             && link.is_busy()
         {
-            let info = self.0.info();
-            let text = format!("rank {} dropped the group while work was pending", info.rank);
-            peers.tell(Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0));
+            // What is pending beside an operation that timed out: the others are to hear of the time-out, which the child may not get to tell.
+            let late = self.0.error().filter(|e| e.kind() == ErrorKind::Timeout);
+            peers.tell(late.unwrap_or_else(|| {
+                let info = self.0.info();
+                let text = format!("rank {} dropped the group while work was pending", info.rank);
+                Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0)
+            }));
         }
         drop(peers);
         if let Some(link) = link {
