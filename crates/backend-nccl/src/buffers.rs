@@ -3,7 +3,7 @@
 //!
 //! A tensor's owner is a [`Lease`]. While a communicator knows the memory its engine holds it, too (`Held`), so that it is never freed
 //! under a registration: dropping the tensor ends the registration and then frees the memory, both on a thread, because the library waits
-//! for the device; a communicator that hangs in its abort keeps it for ever.
+//! for the device; a communicator that hangs in its abort keeps it for ever, and what one knows whose abort fails is leaked and counted.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
@@ -12,9 +12,10 @@ use ftcore::{DType, Error, ErrorKind, Event, Result, Tensor, deadline_in};
 
 use crate::bounded::bounded;
 use crate::cuda::gpu::Gpu;
+use crate::cuda::lost;
 use crate::cuda::raw::{self, Span};
 use crate::engine::Engine;
-use crate::raw::{Nccl, Registration};
+use crate::raw::{Comm, Nccl, Registration};
 use crate::threads::errand;
 
 /// What the hint `buffers` asks for.
@@ -53,7 +54,7 @@ impl Drop for Memory {
                 nccl.mem_free(span)
             });
             if let Err(error) = freed {
-                tracing::warn!(bytes = span.bytes(), %error, "memory of NCCL's own is not freed");
+                lost::on_device(&gpu, span, "memory of NCCL's own", error);
             }
         });
     }
@@ -64,8 +65,13 @@ impl Drop for Memory {
 pub(crate) struct Held(Mutex<Vec<(Arc<Memory>, Registration)>>);
 
 impl Held {
-    fn add(&self, memory: Arc<Memory>, registration: Registration) {
+    /// `comm` knows `memory` by `registration`.
+    fn add(&self, comm: &Comm, memory: Arc<Memory>, registration: Registration) {
         lock(&self.0).push((memory, registration));
+        // Ended meanwhile, and cleared perhaps before this was there.
+        if comm.is_freed() {
+            self.clear(true);
+        }
     }
 
     fn take(&self, memory: &Arc<Memory>) -> Option<Registration> {
@@ -82,23 +88,29 @@ impl Held {
             if let Err(error) = engine.comm.deregister(&registration) {
                 tracing::warn!(bytes = memory.span.bytes(), %error, "a buffer stays registered with its communicator");
                 // Not before the communicator is gone.
-                self.add(memory, registration);
+                self.add(&engine.comm, memory, registration);
             }
         }
     }
 
-    /// The communicator was ended, and all its registrations with it. If that failed, the memory is kept for ever.
+    /// The communicator was ended, and all its registrations with it. If that failed, the memory is kept for ever, and counted.
     pub(crate) fn clear(&self, communicator_is_freed: bool) {
         let held = std::mem::take(&mut *lock(&self.0));
-        if communicator_is_freed || held.is_empty() {
+        if communicator_is_freed {
             return;
         }
-        let bytes: usize = held.iter().map(|(memory, _)| memory.span.bytes()).sum();
-        tracing::warn!(
-            bytes,
-            "registered memory is leaked: its communicator could not be ended"
-        );
-        std::mem::forget(held);
+        for (memory, _) in held {
+            let why = "the communicator that knows it could not be ended";
+            lost::on_device(&memory.gpu, memory.span, "registered memory", why);
+            std::mem::forget(memory);
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        // What came back after `clear`, because a registration could not be ended: nothing is left if the communicator was freed.
+        self.clear(false);
     }
 }
 
@@ -136,10 +148,7 @@ impl Drop for Lease {
                 .and_then(|_inside| engine.comm.deregister(&registration));
             if let Err(error) = ended {
                 tracing::debug!(%error, "a buffer stays registered until its communicator is gone");
-                engine.held.add(memory, registration);
-                if engine.comm.is_freed() {
-                    engine.held.clear(true);
-                }
+                engine.held.add(&engine.comm, memory, registration);
             }
         });
     }
@@ -159,7 +168,7 @@ impl Buffers {
         };
         for memory in live {
             let registration = engine.comm.register(memory.span)?;
-            engine.held.add(memory, registration);
+            engine.held.add(&engine.comm, memory, registration);
         }
         Ok(())
     }
@@ -205,7 +214,7 @@ impl Buffers {
             }
             (_, Some(engine)) => {
                 let registration = engine.comm.register(memory.span)?;
-                engine.held.add(memory.clone(), registration);
+                engine.held.add(&engine.comm, memory.clone(), registration);
             }
             // The next configuration does it.
             (_, None) => {}
@@ -233,11 +242,11 @@ fn window(engine: &Arc<Engine>, memory: &Arc<Memory>, deadline: Instant) -> Resu
         // Held from here on, also if nobody waits for the answer any more.
         match this.comm.window(kept.span, deadline, &reason) {
             Ok(registration) => {
-                this.held.add(kept, registration);
+                this.held.add(&this.comm, kept, registration);
                 Ok(())
             }
             Err(error) => {
-                this.held.add(kept, Registration::unknown());
+                this.held.add(&this.comm, kept, Registration::unknown());
                 Err(error)
             }
         }

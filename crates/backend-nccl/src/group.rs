@@ -128,7 +128,7 @@ impl NcclGroup {
         let comm = match (origin, meeting.id) {
             (Origin::Parent(comm), _) => Ok(*comm),
             // The ranks talk to each other there.
-            (Origin::Id, _) if inherits => Ok(self.inherit(nccl, c, &mut meeting, parent)?),
+            (Origin::Id, _) if inherits => self.inherit(nccl, c, &mut meeting, parent),
             (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
             (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
         };
@@ -180,7 +180,7 @@ impl NcclGroup {
             cancel: self.lifecycle.cancelled(),
             stop: &|| self.cancelled(),
             unique_id: &|| self.unique_id(nccl, c),
-            initialise: &|id| self.initialise(nccl, c, id, &|| None),
+            initialise: &|id, elsewhere| self.initialise(nccl, c, id, elsewhere),
         };
         heir.comm(meeting, parent)
     }

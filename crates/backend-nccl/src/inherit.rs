@@ -9,11 +9,14 @@ use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use nccl_sys::UniqueId;
 
 use crate::bounded::bounded;
-use crate::control::{Meeting, Talk, Word};
+use crate::control::{Meeting, Talk, Word, not_said_by};
 use crate::cuda::gpu::Gpu;
-use crate::plan::{Base, Plan};
+use crate::plan::{Base, Plan, Reuse};
 use crate::raw::{Comm, Make, Nccl, Wish, give_up};
 use crate::reuse::{Parent, not_as_planned};
+
+/// Asked again and again: why not to go on, if there is a reason.
+pub(crate) type Why<'a> = &'a dyn Fn() -> Option<Error>;
 
 /// What a group gives to this.
 pub(crate) struct Heir<'a> {
@@ -23,11 +26,11 @@ pub(crate) struct Heir<'a> {
     pub(crate) configuration: &'a Configuration,
     pub(crate) cancel: &'a AtomicBool,
     /// Why not to go on.
-    pub(crate) stop: &'a dyn Fn() -> Option<Error>,
+    pub(crate) stop: Why<'a>,
     /// Makes a unique id, on rank 0.
     pub(crate) unique_id: &'a dyn Fn() -> Result<UniqueId>,
-    /// Joins a new communicator.
-    pub(crate) initialise: &'a dyn Fn(UniqueId) -> Result<Comm>,
+    /// Joins a new communicator; the second says why another rank's part of it has failed.
+    pub(crate) initialise: &'a dyn Fn(UniqueId, Why<'_>) -> Result<Comm>,
 }
 
 /// What a try has made. Dropping it ends all of it.
@@ -59,17 +62,18 @@ impl Heir<'_> {
             cancel: self.cancel,
         };
         let plan = if c.rank == 0 {
-            let plan = Plan::of(&meeting.holdings, self.nccl.can_grow());
-            if plan == Plan::Fresh {
-                return self.begin_anew(&mut talk);
+            match Plan::of(&meeting.holdings, self.nccl.can_grow()) {
+                Plan::Fresh => return self.begin_anew(&mut talk),
+                Plan::Reuse(plan) => {
+                    talk.tell(&Word::Plan(plan.clone()));
+                    plan
+                }
             }
-            talk.tell(&Word::Plan(plan.clone()));
-            plan
         } else {
             match talk.hear(own.as_ref(), c.deadline)? {
                 Word::Plan(plan) => plan,
-                Word::Fresh(id) => return (self.initialise)(UniqueId(id)),
-                _ => return Err(not_as_planned("rank 0 said no plan")),
+                Word::Fresh(id) => return (self.initialise)(UniqueId(id), &talk.watch()),
+                _ => return Err(not_said_by(0, "no plan")),
             }
         };
         // Half of the time, so that the other half is there for a new one.
@@ -105,9 +109,9 @@ impl Heir<'_> {
                     Word::Grow(_) | Word::Stop => {}
                     Word::Fresh(id) => {
                         drop((attempt, parent));
-                        return (self.initialise)(UniqueId(id));
+                        return (self.initialise)(UniqueId(id), &talk.watch());
                     }
-                    _ => return Err(not_as_planned("rank 0 said something out of place")),
+                    _ => return Err(not_said_by(0, "something out of place")),
                 }
             }
         };
@@ -124,7 +128,7 @@ impl Heir<'_> {
         match (self.unique_id)() {
             Ok(id) => {
                 talk.tell(&Word::Fresh(id.0));
-                (self.initialise)(id)
+                (self.initialise)(id, &talk.watch())
             }
             Err(error) => {
                 talk.refuse(&error);
@@ -136,37 +140,32 @@ impl Heir<'_> {
     /// This rank's part of the plan.
     fn carry_out(
         &self,
-        plan: &Plan,
+        Reuse { base, holders }: &Reuse,
         parent: Option<&Parent>,
         attempt: &mut Attempt,
         talk: &mut Talk<'_>,
         until: Instant,
     ) -> Result<()> {
         let c = self.configuration;
-        let Plan::Reuse { base, holders } = plan else {
-            return Err(not_as_planned("there is no plan"));
-        };
         let grows = *holders < c.world_size;
-        if c.rank >= *holders {
-            attempt.comm = Some(self.join(talk, until)?);
+        let comm = if c.rank >= *holders {
+            self.join(talk, until)?
         } else {
             let old = parent
                 .and_then(Parent::comm)
                 .ok_or_else(|| not_as_planned("there is no communicator to use again"))?;
             match (self.base(&old, base, talk, until)?, grows) {
-                (Some(child), false) => attempt.comm = Some(child),
+                (Some(child), false) => child,
                 (None, false) => return Err(not_as_planned("the plan changes nothing")),
                 (child, true) => {
                     attempt.base = child.map(Arc::new);
                     let base = attempt.base.as_ref().unwrap_or(&old);
-                    attempt.comm = Some(self.grow(base, *holders, talk, until)?);
+                    self.grow(base, *holders, talk, until)?
                 }
             }
-        }
-        match &attempt.comm {
-            Some(comm) => self.check(comm),
-            None => Err(not_as_planned("there is no communicator")),
-        }
+        };
+        // Kept in any case, so that it is ended if it is not what was wanted.
+        self.check(attempt.comm.insert(comm))
     }
 
     fn base(&self, old: &Arc<Comm>, base: &Base, talk: &Talk<'_>, until: Instant) -> Result<Option<Comm>> {
@@ -205,7 +204,7 @@ impl Heir<'_> {
             Word::Stop => {
                 return Err(Error::new(ErrorKind::Aborted, "it failed elsewhere"));
             }
-            _ => return Err(not_as_planned("rank 0 gave no id to join with")),
+            _ => return Err(not_said_by(0, "no id to join with")),
         };
         let (nccl, gpu, wish) = (self.nccl, self.gpu.clone(), self.wish.clone());
         let (rank, world) = (c.rank, c.world_size);

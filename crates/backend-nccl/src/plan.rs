@@ -1,7 +1,7 @@
 //! How a communicator is made out of what the ranks hold of earlier ones: pure, and safe from whatever another process says (INV-10).
 //!
-//! Each rank says what it holds ([`Holding`], in its greeting); rank 0 makes a [`Plan`] of all that and tells it as text; everybody checks
-//! that the plan fits what it holds itself.
+//! Each rank says what it holds ([`Holding`], in its greeting); rank 0 makes a [`Plan`] of all that and tells it as text if it is a
+//! [`Reuse`]; everybody checks that this fits what it holds itself.
 
 use std::collections::BTreeSet;
 
@@ -37,13 +37,19 @@ pub(crate) enum Base {
     Shrink(Vec<u32>),
 }
 
+/// A communicator made out of the one that the first `holders` ranks hold; the others join it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Reuse {
+    pub(crate) base: Base,
+    pub(crate) holders: u32,
+}
+
 /// How the next communicator is made.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Plan {
     /// By a new unique id.
     Fresh,
-    /// Out of the one that the first `holders` ranks hold; the others join it.
-    Reuse { base: Base, holders: u32 },
+    Reuse(Reuse),
 }
 
 /// More ranks than these are not planned for: a plan travels as text of bounded length.
@@ -78,37 +84,17 @@ impl Plan {
             (false, true) => Base::Shrink(missing),
             (false, false) => return Self::Fresh,
         };
-        Self::Reuse {
+        Self::Reuse(Reuse {
             base,
             holders: u32::try_from(holders.len()).unwrap_or(u32::MAX),
-        }
+        })
     }
+}
 
-    pub(crate) fn encode(&self) -> String {
-        match self {
-            Self::Fresh => "fresh".to_string(),
-            Self::Reuse { base, holders } => {
-                let base = match base {
-                    Base::Same => "same".to_string(),
-                    Base::Split => "split".to_string(),
-                    Base::Shrink(gone) => {
-                        let gone: Vec<String> = gone.iter().map(ToString::to_string).collect();
-                        format!("shrink:{}", gone.join(","))
-                    }
-                };
-                format!("reuse {holders} {base}")
-            }
-        }
-    }
-
+impl Reuse {
     /// `None` for what rank 0 would not say to a rank that holds `own` in a world of `world`.
     pub(crate) fn decode(text: &str, own: Option<&Holding>, rank: u32, world: u32) -> Option<Self> {
-        let mut words = text.split(' ');
-        match words.next()? {
-            "fresh" => return words.next().is_none().then_some(Self::Fresh),
-            "reuse" => {}
-            _ => return None,
-        }
+        let mut words = text.strip_prefix("reuse ")?.split(' ');
         let holders: u32 = words.next()?.parse().ok()?;
         let base = match words.next()? {
             "same" => Base::Same,
@@ -136,7 +122,19 @@ impl Plan {
                         == Some(rank)
             }
         });
-        (fits && serves).then_some(Self::Reuse { base, holders })
+        (fits && serves).then_some(Self { base, holders })
+    }
+
+    pub(crate) fn encode(&self) -> String {
+        let base = match &self.base {
+            Base::Same => "same".to_string(),
+            Base::Split => "split".to_string(),
+            Base::Shrink(gone) => {
+                let gone: Vec<String> = gone.iter().map(ToString::to_string).collect();
+                format!("shrink:{}", gone.join(","))
+            }
+        };
+        format!("reuse {} {base}", self.holders)
     }
 }
 
@@ -154,7 +152,7 @@ mod tests {
     }
 
     fn reuse(base: Base, holders: u32) -> Plan {
-        Plan::Reuse { base, holders }
+        Plan::Reuse(Reuse { base, holders })
     }
 
     #[test]
@@ -203,13 +201,15 @@ mod tests {
     fn a_plan_survives_the_wire_and_one_that_does_not_fit_is_refused() {
         use How::{Idle, Revoked};
         let own = held(2, 3, Revoked);
-        let plan = reuse(Base::Shrink(vec![1]), 2);
+        let plan = Reuse {
+            base: Base::Shrink(vec![1]),
+            holders: 2,
+        };
         assert_eq!(
-            Plan::decode(&plan.encode(), own.as_ref(), 1, 2),
+            Reuse::decode(&plan.encode(), own.as_ref(), 1, 2),
             Some(plan.clone())
         );
-        assert_eq!(Plan::decode(&plan.encode(), None, 2, 3), Some(plan.clone()));
-        assert_eq!(Plan::decode("fresh", own.as_ref(), 0, 2), Some(Plan::Fresh));
+        assert_eq!(Reuse::decode(&plan.encode(), None, 2, 3), Some(plan.clone()));
         for (text, own, rank, world) in [
             // Whoever holds nothing cannot take part, and whoever holds something is no newcomer.
             ("reuse 2 shrink:1", None, 1, 2),
@@ -227,12 +227,12 @@ mod tests {
             ("reuse 0 split", None, 0, 2),
             ("reuse 2 shrink:", own, 1, 2),
             ("reuse 2 shrink:1 more", own, 1, 2),
-            ("fresh more", own, 1, 2),
+            ("fresh", own, 1, 2),
             ("", own, 1, 2),
             ("reuse", own, 1, 2),
             ("grow", own, 1, 2),
         ] {
-            assert_eq!(Plan::decode(text, own.as_ref(), rank, world), None, "'{text}'");
+            assert_eq!(Reuse::decode(text, own.as_ref(), rank, world), None, "'{text}'");
         }
     }
 }

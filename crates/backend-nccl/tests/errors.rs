@@ -79,6 +79,9 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
                 "@nogrow" => standin::without(library, path("nogrow.so"), &["ncclCommGrow"])
                     .display()
                     .to_string(),
+                "@norank" => standin::without(library, path("norank.so"), &["ncclCommUserRank"])
+                    .display()
+                    .to_string(),
                 "@plain" => {
                     let functions = ["ncclCommRegister", "ncclCommWindowRegister"];
                     standin::without(library, path("plain.so"), &functions)

@@ -1,7 +1,8 @@
 //! Between the meeting and the engine, while the communicator is made: a rank whose part fails tells the others, and so does the end of
-//! its connection, so that nobody waits for it until the deadline. Where a communicator is used again, `talk` does this.
+//! its connection, so that nobody waits for it until the deadline. While a communicator is used again, `talk` listens.
 
 use std::cell::Cell;
+use std::io::Read;
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
@@ -10,22 +11,15 @@ use ftcore::{Error, ErrorKind};
 use super::rendezvous::Meeting;
 use super::wire::{Frame, Kind};
 
+/// More bytes than a rank says before it listens.
+const MOST: usize = 16 << 10;
 /// How often the connections are looked at.
 const LOOK: Duration = Duration::from_millis(5);
 
 impl Meeting {
     /// Asked again and again: why not to go on, because another rank's part has failed or it is gone.
     pub(crate) fn watch(&self) -> impl Fn() -> Option<Error> {
-        let looked = Cell::new(Instant::now());
-        move || {
-            if looked.get().elapsed() < LOOK {
-                return None;
-            }
-            looked.set(Instant::now());
-            self.streams
-                .iter()
-                .find_map(|(peer, stream)| failed(*peer, stream))
-        }
+        watching(&self.streams)
     }
 
     /// Tells the others that this rank's part has failed.
@@ -34,7 +28,28 @@ impl Meeting {
         for (_, stream) in &mut self.streams {
             // Who cannot be told finds its connection closed.
             let _ = frame.write(stream);
+            discard(stream);
         }
+    }
+}
+
+/// Reads what is there and forgets it: what stays unread makes a reset of the end of the connection, which may overtake what was said last.
+fn discard(stream: &mut TcpStream) {
+    let mut bytes = [0u8; MOST];
+    if stream.set_nonblocking(true).is_ok() {
+        let _ = stream.read(&mut bytes);
+    }
+}
+
+/// As [`Meeting::watch`], over these connections.
+pub(super) fn watching(streams: &[(u32, TcpStream)]) -> impl Fn() -> Option<Error> {
+    let looked = Cell::new(Instant::now());
+    move || {
+        if looked.get().elapsed() < LOOK {
+            return None;
+        }
+        looked.set(Instant::now());
+        streams.iter().find_map(|(peer, stream)| failed(*peer, stream))
     }
 }
 

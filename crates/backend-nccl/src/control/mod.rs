@@ -22,7 +22,7 @@ use crate::threads;
 use wire::{Frame, Kind};
 
 pub(crate) use rendezvous::{Meeting, meet, refuse};
-pub(crate) use talk::Talk;
+pub(crate) use talk::{Talk, not_said_by};
 pub(crate) use wire::VERSION;
 pub(crate) use word::Word;
 

@@ -362,7 +362,8 @@ pub(super) fn hear(
     stream
         .set_read_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
-    Frame::read(stream)?.ok_or_else(closed)
+    let frame = Frame::read(stream).map_err(|e| e.with_peer(peer))?;
+    frame.ok_or_else(closed)
 }
 
 #[cfg(test)]

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result};
 
+use super::meanwhile::watching;
 use super::rendezvous::hear;
 use super::wire::{Frame, Kind};
 use super::word::Word;
@@ -53,10 +54,10 @@ impl Talk<'_> {
         };
         let frame = hear(stream, 0, until, self.cancel, &late)?;
         match frame.kind {
-            Kind::Refused => Err(frame.error()),
+            Kind::Refused | Kind::Failed => Err(frame.error()),
             Kind::Plan => Word::decode(&frame.text, own, self.rank, self.world)
-                .ok_or_else(|| not_as_planned("rank 0 said something that does not fit")),
-            _ => Err(not_as_planned("rank 0 said something else")),
+                .ok_or_else(|| not_said_by(0, "something that does not fit")),
+            _ => Err(not_said_by(0, "something else")),
         }
     }
 
@@ -87,6 +88,11 @@ impl Talk<'_> {
             failed.then(|| Error::new(ErrorKind::Aborted, "it failed elsewhere").with_peer(*peer))
         };
         self.streams.iter().find_map(elsewhere)
+    }
+
+    /// While a new communicator is made instead: as [`Meeting::watch`](super::Meeting::watch).
+    pub(crate) fn watch(&self) -> impl Fn() -> Option<Error> {
+        watching(self.streams)
     }
 
     /// On rank 0: waits until everybody has answered; as soon as one part has failed, the others are told to stop.
@@ -123,11 +129,18 @@ impl Talk<'_> {
             match (frame.kind, frame.number) {
                 (Kind::Tried, 1) => {}
                 (Kind::Tried, _) => reason = reason.or(Some(format!("rank {peer}: {}", frame.text))),
-                _ => return Err(not_as_planned("a rank said something else").with_peer(*peer)),
+                // It does not go on with this `configure`.
+                (Kind::Failed, _) => return Err(frame.error()),
+                _ => return Err(not_said_by(*peer, "something else")),
             }
         }
         Ok(reason)
     }
+}
+
+/// What `peer` said is not what it may say now.
+pub(crate) fn not_said_by(peer: u32, what: &str) -> Error {
+    not_as_planned(&format!("rank {peer} said {what}")).with_peer(peer)
 }
 
 /// The beginning of an answer that says that all is well: kind, origin, number.

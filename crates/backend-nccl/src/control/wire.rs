@@ -221,8 +221,8 @@ impl Frame {
     }
 }
 
-/// The kinds that travel, in the order of their codes.
-const KINDS: [ErrorKind; 9] = [
+/// The kinds that travel, in the order of their codes. Others, and codes that are not here, are `Backend`.
+const KINDS: [ErrorKind; 10] = [
     ErrorKind::Internal,
     ErrorKind::Aborted,
     ErrorKind::Timeout,
@@ -232,6 +232,7 @@ const KINDS: [ErrorKind; 9] = [
     ErrorKind::Unavailable,
     ErrorKind::InvalidArgument,
     ErrorKind::Unsupported,
+    ErrorKind::Protocol,
 ];
 
 fn error_code(kind: ErrorKind) -> u8 {

@@ -1,13 +1,13 @@
 //! Rank 0's words while a communicator is made out of an older one, as text in frames. Nothing is believed that does not fit (INV-10).
 
 use super::record::{Id, hex, unhex};
-use crate::plan::{Holding, Plan};
+use crate::plan::{Holding, Reuse};
 
 /// Rank 0's word.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Word {
-    /// Make it like this; never `Plan::Fresh`.
-    Plan(Plan),
+    /// Make it like this.
+    Plan(Reuse),
     /// Make a new one with this id.
     Fresh(Id),
     /// The id for the newcomers of the plan.
@@ -36,10 +36,7 @@ impl Word {
             None if text == "stop" => Some(Self::Stop),
             Some(("id", hex)) => Some(Self::Fresh(id(hex)?)),
             Some(("grow", hex)) => Some(Self::Grow(id(hex)?)),
-            _ => match Plan::decode(text, own, rank, world)? {
-                Plan::Fresh => None,
-                plan => Some(Self::Plan(plan)),
-            },
+            _ => Reuse::decode(text, own, rank, world).map(Self::Plan),
         }
     }
 }

@@ -12,10 +12,11 @@ use ftcore::{Crossing, DType, DeviceKind, Error, Event, Result, StaticCrossing, 
 use super::accelerator::handle_of;
 use super::event::{CudaEvent, Origin};
 use super::gpu::Gpu;
+use super::lost;
 use super::raw::{self, EventHandle, IpcHandle, Span};
 use crate::threads::errand;
 
-/// Opened events that are kept; more than one process ever has in flight.
+/// Opened events that are kept; more than other processes ever have in flight.
 const KEPT: usize = 4096;
 
 /// How `cuda` crosses.
@@ -42,7 +43,7 @@ impl Drop for Shared {
         errand("ox-cuda-free", move || {
             let freed = gpu.enter().and_then(|_inside| gpu.driver.unshare(span, own));
             if let Err(error) = freed {
-                tracing::warn!(bytes = span.bytes(), %error, "shared device memory could not be freed");
+                lost::on_device(&gpu, span, "shared device memory", error);
             }
         });
     }
@@ -147,7 +148,8 @@ impl Crossing for CudaCrossing {
             None => {
                 if map.len() >= KEPT {
                     return Err(Error::invalid(format!(
-                        "{KEPT} different events came from another process"
+                        "{KEPT} different events of other processes are open here already, and none is closed: whoever makes \
+                         them has to use its own again"
                     )));
                 }
                 let event = gpu.driver.import_event(name)?;

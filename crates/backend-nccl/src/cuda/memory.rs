@@ -7,6 +7,7 @@ use ftcore::{DType, Error, Event, Result, Tensor, deadline_in};
 
 use super::event::CudaEvent;
 use super::gpu::Gpu;
+use super::lost;
 use super::raw::{self, Pinned, Span, StreamHandle};
 
 /// Owns a block. Freed in stream order after the last noted use, so dropping it never waits.
@@ -52,7 +53,7 @@ impl Drop for Block {
             gpu.driver.free(self.span, gpu.free_stream)
         });
         if let Err(error) = freed {
-            tracing::warn!(bytes = self.span.bytes(), %error, "device memory could not be freed");
+            lost::on_device(gpu, self.span, "device memory", error);
         }
     }
 }

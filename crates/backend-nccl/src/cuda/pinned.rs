@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use ftcore::{DType, Error, Result, Tensor};
 
 use super::gpu::Gpu;
+use super::lost;
 use super::raw::{HostBlock, host_tensor};
 use crate::threads::errand;
 
@@ -68,7 +69,7 @@ impl Drop for Lent {
         errand("ox-cuda-free", move || {
             let freed = gpu.enter().and_then(|_inside| gpu.driver.free_host(&block));
             if let Err(error) = freed {
-                tracing::warn!(bytes = block.bytes(), %error, "page-locked memory could not be freed");
+                lost::on_host(block, error);
             }
         });
     }

@@ -5,6 +5,7 @@
 //! for the parent, [`Comm::take_child`]. The place belongs to the parent and outlives whatever may still write there.
 
 use std::ffi::{c_int, c_void};
+use std::ptr;
 use std::sync::PoisonError;
 use std::sync::RwLockReadGuard;
 use std::sync::atomic::Ordering;
@@ -111,12 +112,17 @@ impl Comm {
         self.child.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// After this communicator was freed, when nothing writes to the place any more: ends the child that nobody has taken.
+    /// After this communicator was freed, when the library's own threads write to the place no more: ends the child that nobody has
+    /// taken. The place stays: a call that is stuck may come back and write there, and keeps this communicator until then.
     pub(super) fn end_child(&self) {
-        let place = self.child.lock().unwrap_or_else(PoisonError::into_inner).take();
-        let Some(handle) = place.map(|p| p.load(Ordering::Acquire)).filter(|h| !h.is_null()) else {
-            return;
+        let handle = {
+            let child = self.child.lock().unwrap_or_else(PoisonError::into_inner);
+            let taken = child.as_ref().map(|p| p.swap(ptr::null_mut(), Ordering::AcqRel));
+            taken.unwrap_or(ptr::null_mut())
         };
+        if handle.is_null() {
+            return;
+        }
         // SAFETY: INV-8 nobody else has seen this handle.
         let result = unsafe { (self.nccl.api().comm_abort)(handle) };
         if let Err(error) = self.nccl.check("ncclCommAbort", result) {
@@ -197,7 +203,7 @@ impl Comm {
             Make::Grow { world, id } => {
                 let call = api.comm_grow.ok_or_else(|| missing("ncclCommGrow"))?;
                 let world = number(*world)?;
-                let id = id.as_ref().map_or(std::ptr::null(), std::ptr::from_ref);
+                let id = id.as_ref().map_or(ptr::null(), ptr::from_ref);
                 self.bear(make.name(), wish, |place, config| {
                     // SAFETY: INV-12 as in `divide`; the id is null or lives over the call, which copies it.
                     unsafe { call(self.handle, world, id, nccl_sys::GROW_STAYS, place, config) }
@@ -233,7 +239,7 @@ impl Comm {
             // SAFETY: INV-12 no parent; the id lives over the call; the place is kept by the communicator.
             Ok(unsafe {
                 call(
-                    std::ptr::null_mut(),
+                    ptr::null_mut(),
                     world,
                     &raw const id,
                     rank,

@@ -246,6 +246,8 @@ fn odd_submissions() -> Outcome {
         .err()
         .ok_or("another device was accepted")?;
     says(&rejected.error, ErrorKind::InvalidArgument, &["cuda:2", "cuda:0"])?;
+    // Another library's event is waited for by the host.
+    stream()?.wait(&Odd { records: true })?;
     // Refusals leave the group as it was.
     run(filled(0, 1.0, 4)?, None).map_err(|r| r.error)?.wait_done()?;
     Ok(())
@@ -323,50 +325,46 @@ fn no_pinned_memory() -> Outcome {
     })
 }
 
-/// Unmarked tensors are copied late and freed early: memory goes back only behind the copy.
-fn freeing_fails() -> Outcome {
-    drop(filled(0, 1.0, 100)?);
-    // The failure is a warning; the next one goes well.
-    drop(filled(0, 1.0, 100)?);
+/// The driver says that all went well and gives no memory: nothing is there to be freed, so nothing is lost.
+fn null_memory() -> Outcome {
+    let e = CudaAccelerator.alloc(0, DType::F32, &[100]).err();
+    says(
+        &e.ok_or("there is memory at null")?,
+        ErrorKind::Backend,
+        &["cuMemAllocAsync", "null address"],
+    )?;
     check(read(&filled(0, 3.0, 2)?)? == [3.0; 2], || {
         "the device is lost".into()
+    })?;
+    check(ftcore::leaked_bytes() == 0, || "something is lost".into())
+}
+
+/// As above, of the page in which reductions leave their contributors: that operation fails, and the next configuration makes another one.
+fn null_page() -> Outcome {
+    let group = group(0, GroupOptions::default())?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    let e = submit(0, &group, SOON)?.wait(deadline_in(SOON)).err();
+    says(
+        &e.ok_or("the contributors were counted at null")?,
+        ErrorKind::Backend,
+        &["cuMemHostAlloc", "returned null", "all_reduce"],
+    )?;
+    group.configure(configuration(&store, 0, 1, 2, SOON))?;
+    submit(0, &group, SOON)?.wait_done()?;
+    Ok(())
+}
+
+/// The thread's own device cannot be made current again: the call has worked, and the thread is told so by its current device.
+fn cannot_go_back() -> Outcome {
+    CudaAccelerator.set(3)?;
+    let stream = stream()?;
+    check(CudaAccelerator.current()? == 0, || "nothing was refused".into())?;
+    CudaAccelerator.set(3)?;
+    stream.record()?.synchronize(deadline_in(SOON))?;
+    check(CudaAccelerator.current()? == 3, || {
+        "another device is current".into()
     })
-}
-
-/// Waits until so many lines begin like this.
-fn logged(start: &str, times: usize) -> Outcome {
-    let until = deadline_in(SOON);
-    while count(&log_lines()?, &[start]) < times {
-        check(Instant::now() < until, || {
-            format!("'{start}' did not come {times} times")
-        })?;
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    Ok(())
-}
-
-/// Of three blocks two are too much to keep. The first cannot be freed, which is a warning; the second is.
-fn freeing_pinned_fails() -> Outcome {
-    let large = || CudaAccelerator.alloc_host(0, DType::U8, &[200 << 20]);
-    let (a, b, c) = (large()?, large()?, large()?);
-    drop((a, b, c));
-    logged("pinned free bytes=209715200", 1)?;
-    let mut again = large()?;
-    again.as_mut_slice::<u8>()?.fill(1);
-    Ok(())
-}
-
-/// Memory that crosses is let go of on both sides although the driver refuses it once on each, with a warning.
-fn ending_a_crossing_fails() -> Outcome {
-    let crossing = ftcore::crossing(&DeviceKind::Cuda).ok_or("nothing of CUDA crosses")?;
-    for _ in 0..2 {
-        let (mine, handle) = crossing.create(0, 4096)?;
-        let theirs = crossing.open(0, &handle, 4096)?;
-        check(theirs.byte_len() == mine.byte_len(), || format!("{theirs:?}"))?;
-        drop((mine, theirs));
-    }
-    logged("shared free", 1)?;
-    logged("shared close", 1)
 }
 
 /// The driver has no words for that code.
@@ -455,6 +453,32 @@ fn over_when_it_fails(out: bool) -> Outcome {
     check(over, || "it returned before the copy was over".into())
 }
 
+/// Neither an event nor the stream tells any more whether the copy is over: a device that only fails works on nothing.
+fn over_with_an_error(out: bool) -> Outcome {
+    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
+    let mut host = CudaAccelerator.alloc_host(0, DType::U8, &[4000])?;
+    let stream = CudaAccelerator.new_stream(0, false)?;
+    let bytes = host.as_mut_slice::<u8>()?;
+    let copied = match out {
+        true => CudaAccelerator.copy_out(&tensor, bytes, &*stream),
+        false => CudaAccelerator.copy_in(bytes, &mut tensor, &*stream),
+    };
+    says(
+        &copied.err().ok_or("nothing failed")?,
+        ErrorKind::Backend,
+        &["cuEventRecord", "code 700"],
+    )?;
+    Ok(stream.synchronize(deadline_in(SOON))?)
+}
+
+/// The event behind the copy, and then every question about the stream for as long as a device may fail.
+fn lost() -> &'static str {
+    let asked: Vec<String> = (1..=50)
+        .map(|nth| format!("cuStreamQuery/cuMemcpyDtoHAsync:{nth}:700"))
+        .collect();
+    Box::leak(format!("cuEventRecord:3:700,{}", asked.join(",")).into_boxed_str())
+}
+
 pub(super) fn scenarios() -> Vec<Scenario> {
     let fault = |name, fault, body| scenario(name, &[(FAIL, fault)], body);
     vec![
@@ -513,31 +537,36 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             &[],
             another_is_current,
         ),
-        fault("device_freeing_fails", "cuMemFreeAsync:1:700", freeing_fails),
         fault(
             "device_without_words_for_a_code",
             "cuStreamQuery:1:4711",
             no_words,
         ),
         scenario(
-            "pinned_memory_that_cannot_be_freed_is_a_warning",
-            &[(FAIL, "cuMemFreeHost:1:700"), LOG],
-            freeing_pinned_fails,
-        ),
-        scenario(
-            "crossing_that_cannot_be_ended_is_a_warning",
-            &[
-                (FAIL, "cuMemFree:1:700,cuIpcCloseMemHandle:1:700"),
-                ("OXCCL_STANDIN_CUDA_OWN_IPC", "1"),
-                LOG,
-            ],
-            ending_a_crossing_fails,
-        ),
-        scenario(
             "pinned_memory_that_is_missing_is_replaced",
             &[(FAIL, "cuMemHostAlloc:1:2"), LOG],
             no_pinned_memory,
         ),
+        scenario(
+            "pinned_memory_at_null_is_replaced",
+            &[(FAIL, "cuMemHostAlloc:1:0"), LOG],
+            no_pinned_memory,
+        ),
+        fault(
+            "device_memory_at_null_is_an_error",
+            "cuMemAllocAsync:1:0",
+            null_memory,
+        ),
+        // Two to make device 3 current, four to make a stream on device 0 beside it.
+        fault(
+            "device_that_was_current_cannot_be_so_again",
+            "cuCtxSetCurrent:6:201",
+            cannot_go_back,
+        ),
+        fault("device_that_is_lost_ends_a_copy", lost(), || {
+            over_with_an_error(true)
+        }),
+        fault("device_page_at_null_is_an_error", "cuMemHostAlloc:1:0", null_page),
         scenario(
             "pinned_memory_serves_again_and_is_bounded",
             &[LOG],

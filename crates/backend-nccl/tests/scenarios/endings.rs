@@ -132,6 +132,26 @@ fn lane_never_ends() -> Outcome {
     message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
 }
 
+/// Nobody sends: the one who waits says for whom.
+fn lane_waits() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        if rank == 1 {
+            let e = message(1, group, LATE)?.wait(deadline_in(SOON)).err();
+            says(
+                &e.ok_or("it arrived")?,
+                ErrorKind::Timeout,
+                &["a message from rank 0", "recv"],
+            )?;
+        }
+        says(
+            &group_error(group)?,
+            ErrorKind::Timeout,
+            &["a message from rank 0"],
+        )?;
+        next_epoch(rank, group, store)
+    })
+}
+
 /// What stands in the store where the lane's id should be is not one.
 fn lane_garbage() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
@@ -139,10 +159,7 @@ fn lane_garbage() -> Outcome {
             store.set("errors/1/lane-0-1", b"nonsense", deadline_in(SOON))?;
             store.barrier("it stands there", 2, deadline_in(SOON))?;
             let e = group_error(group)?;
-            says(&e, ErrorKind::Protocol, &["rank 1", "is not an id"]).or_else(|_| {
-                // Protocol errors travel as the backend's.
-                says(&e, ErrorKind::Backend, &["rank 1", "is not an id"])
-            })?;
+            says(&e, ErrorKind::Protocol, &["rank 1", "is not an id"])?;
         } else {
             store.barrier("it stands there", 2, deadline_in(SOON))?;
             let e = message(1, group, SOON)?.wait(deadline_in(SOON)).err();
@@ -431,6 +448,12 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             split_fails_later,
         ),
         one(
+            "split_whose_child_alone_fails_is_told_to_all",
+            ASYNC,
+            "ncclCommSplit.child@0:1:6",
+            split_fails_later,
+        ),
+        one(
             "split_without_a_communicator_is_an_error",
             FAIL,
             "ncclCommSplit@0:1:0",
@@ -460,6 +483,15 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             HANG,
             "device:ncclSend@0:1",
             lane_never_ends,
+        ),
+        scenario("lane_without_a_sender_ends_at_the_deadline", &[], lane_waits),
+        scenario(
+            "lane_that_fails_when_its_message_was_sent_off_fails_the_group",
+            &[
+                (ASYNC, "ncclSend@0:1:6"),
+                ("OXCCL_STANDIN_CUDA_DELAY_US", "30000"),
+            ],
+            lane_fails_later,
         ),
         scenario("lane_id_that_is_none_is_refused", &[], lane_garbage),
         one(

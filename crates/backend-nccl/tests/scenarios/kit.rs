@@ -162,3 +162,9 @@ pub(super) fn group_error(group: &NcclGroup) -> Result<Error, Failed> {
     }
     Err("the group heard of nothing".into())
 }
+
+/// Lets the calls go on that the stand-in holds (`held:`).
+pub(super) fn let_go() -> Outcome {
+    let log = std::env::var("OXCCL_STANDIN_NCCL_LOG")?;
+    Ok(std::fs::write(log + ".go", "")?)
+}

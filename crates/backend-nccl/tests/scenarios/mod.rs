@@ -3,16 +3,20 @@
 mod buffers;
 mod calls;
 mod creation;
+mod crossing;
 mod devices;
 mod endings;
 mod failures;
 mod isolated;
 mod kit;
+mod late;
+mod lost;
 mod rendezvous;
 mod reuse;
 mod set_up;
 mod staged;
 mod system;
+mod talk;
 
 use kit::Outcome;
 
@@ -60,6 +64,10 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         staged::scenarios(),
         isolated::scenarios(),
         system::scenarios(),
+        late::scenarios(),
+        talk::scenarios(),
+        lost::scenarios(),
+        crossing::scenarios(),
     ]
     .into_iter()
     .flatten()
@@ -91,6 +99,14 @@ fn of_groups() -> Vec<Scenario> {
         scenario(
             "l36_an_asynchronous_error_fails_the_group_and_not_the_process",
             &[(ASYNC, "ncclAllReduce@0:3:6")],
+            failures::asynchronous,
+        ),
+        scenario(
+            "l36_an_asynchronous_error_after_the_submission_is_noticed",
+            &[
+                (ASYNC, "ncclAllReduce@0:3:6"),
+                ("OXCCL_STANDIN_CUDA_DELAY_US", "30000"),
+            ],
             failures::asynchronous,
         ),
         scenario(

@@ -153,6 +153,10 @@ fn strangers() -> Outcome {
         let connect = || TcpStream::connect((Ipv4Addr::LOCALHOST, port));
         drop(connect()?);
         connect()?.write_all(&[0x55; 200])?;
+        // In the right form, and of another job: the token is not rank 0's.
+        let mut other = b"oxnccl\x00\x02\x02\x00\x00\x00".to_vec();
+        other.resize(77, 0);
+        connect()?.write_all(&other)?;
         let silent = connect()?;
         let group = group(1, GroupOptions::default())?;
         group.configure(configuration(store, 1, 2, 1, SOON))?;

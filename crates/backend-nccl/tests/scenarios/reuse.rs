@@ -43,7 +43,7 @@ fn options_with(revoke_ms: &str) -> GroupOptions {
     options
 }
 
-fn sum_is(rank: u32, group: &NcclGroup, want: f32) -> Outcome {
+pub(super) fn sum_is(rank: u32, group: &NcclGroup, want: f32) -> Outcome {
     for _ in 0..3 {
         let result = read(&submit(rank, group, SOON)?.take_tensor()?)?;
         check(result == vec![want; 1000], || {
@@ -119,7 +119,7 @@ fn count(start: &str) -> Result<usize, libtest_mimic::Failed> {
     Ok(log_lines()?.iter().filter(|l| l.starts_with(start)).count())
 }
 
-fn counts(wanted: &[(&str, usize)]) -> Outcome {
+pub(super) fn counts(wanted: &[(&str, usize)]) -> Outcome {
     wanted.iter().try_for_each(|(start, want)| {
         let got = count(start)?;
         check(got == *want, || format!("'{start}' came {got} times, not {want}"))
@@ -127,7 +127,7 @@ fn counts(wanted: &[(&str, usize)]) -> Outcome {
 }
 
 /// Waits until every communicator that was made was ended: those who made `made` of them end as many.
-fn all_end(made: usize) -> Outcome {
+pub(super) fn all_end(made: usize) -> Outcome {
     let until = deadline_in(SOON);
     while count("end abort")? + count("end destroy")? < made {
         check(Instant::now() < until, || {
@@ -282,7 +282,7 @@ fn fresh_instead(scene: &Scene) -> Outcome {
     })
 }
 
-fn death_goes_on_anew() -> Outcome {
+pub(super) fn death_goes_on_anew() -> Outcome {
     fresh_instead(&A_DEATH)
 }
 
@@ -294,7 +294,7 @@ fn death_goes_on_anew_after_an_abort() -> Outcome {
     })
 }
 
-fn newcomer_goes_on_anew() -> Outcome {
+pub(super) fn newcomer_goes_on_anew() -> Outcome {
     fresh_instead(&A_NEWCOMER)
 }
 
@@ -438,6 +438,16 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "call:ncclCommShrink@2:1",
             death_goes_on_anew,
         ),
+        // Rank 0's parent is aborted first, then the child that never came about.
+        scenario(
+            "reuse_shrink_whose_child_cannot_be_aborted_goes_on_anew",
+            &[
+                LOG,
+                (HANG, "call:ncclCommShrink@2:1"),
+                (FAIL, "ncclCommAbort@0:2:3"),
+            ],
+            death_goes_on_anew,
+        ),
         fault(
             "reuse_shrink_that_stays_in_progress_goes_on_anew",
             HANG,
@@ -449,6 +459,21 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             ASYNC,
             "ncclCommShrink@0:1:6",
             death_goes_on_anew,
+        ),
+        fault(
+            "reuse_shrink_whose_child_alone_fails_goes_on_anew",
+            ASYNC,
+            "ncclCommShrink.child@0:1:6",
+            death_goes_on_anew,
+        ),
+        scenario(
+            "reuse_without_a_word_on_the_rank_trusts_the_plan",
+            &[
+                LOG,
+                ("OXCCL_NCCL_PATH", "@norank"),
+                ("OXCCL_CUDA_PATH", "@norank"),
+            ],
+            death,
         ),
         fault(
             "reuse_shrink_that_gives_nothing_goes_on_anew",

@@ -18,12 +18,12 @@ use super::set_up::log_lines;
 use super::{ASYNC, FAIL, HANG, Scenario, scenario};
 
 const SOON: Duration = Duration::from_secs(20);
-const REFUSE: &str = "OXCCL_STANDIN_OS_FAIL";
-const PRELOAD: (&str, &str) = ("LD_PRELOAD", "@refuse");
+pub(super) const REFUSE: &str = "OXCCL_STANDIN_OS_FAIL";
+pub(super) const PRELOAD: (&str, &str) = ("LD_PRELOAD", "@refuse");
 const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
 
 /// No thread of the backend's is left over, and every communicator that was made was ended.
-fn nothing_is_left() -> Outcome {
+pub(super) fn nothing_is_left() -> Outcome {
     let ours = || -> Result<Vec<String>, std::io::Error> {
         let mut names = Vec::new();
         for task in std::fs::read_dir("/proc/self/task")? {
@@ -40,7 +40,10 @@ fn nothing_is_left() -> Outcome {
         let left = ours()?;
         let lines = log_lines()?;
         let count = |start: &str| lines.iter().filter(|l| l.starts_with(start)).count();
-        let (made, ended) = (count("init "), count("end abort") + count("end destroy"));
+        // Joined, made out of another one, joined one that grows.
+        let grown = lines.iter().filter(|l| l.ends_with(" as a newcomer")).count();
+        let made = count("init ") + count("child of ") + grown;
+        let ended = count("end abort") + count("end destroy");
         if left.is_empty() && made == ended {
             return Ok(());
         }
@@ -72,7 +75,7 @@ fn one_fails(thread: &str) -> Outcome {
 }
 
 /// One configuration of this rank and a reduction over it: what went wrong.
-fn turn(
+pub(super) fn turn(
     rank: u32,
     group: &NcclGroup,
     c: ftcore::Configuration,
@@ -324,6 +327,20 @@ fn no_split() -> Outcome {
     })
 }
 
+/// Rank 0 of what is split off cannot listen: nobody gets a part, and the whole goes on.
+fn no_port_for_a_part() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        let e = group.split(Some(1), rank, deadline_in(SOON)).err();
+        let e = e.ok_or("the split succeeded")?;
+        says(&e, e.kind(), &["cannot listen", "ulimit -n"])?;
+        check((rank == 0) == (e.kind() == ErrorKind::Io), || format!("{e}"))?;
+        sum_works(rank, group)?;
+        store.barrier("both go on", 2, deadline_in(SOON))?;
+        Ok(())
+    })?;
+    nothing_is_left()
+}
+
 fn no_synchronize() -> Outcome {
     let e = CudaAccelerator.synchronize(0, deadline_in(SOON)).err();
     says(
@@ -525,6 +542,17 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "system_without_a_thread_for_a_split",
             "pthread_create/rank-1:4:11",
             no_split,
+        ),
+        refused(
+            "system_that_does_not_listen_for_a_part",
+            "listen/rank-0:2:98",
+            no_port_for_a_part,
+        ),
+        // The first is for rank 0's verdict.
+        refused(
+            "system_that_does_not_read_a_connection",
+            "recv/rank-1:1:5",
+            anything,
         ),
         refused(
             "system_without_a_thread_to_synchronise_on",

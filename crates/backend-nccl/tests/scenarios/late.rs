@@ -1,0 +1,115 @@
+//! Calls of the library that come back when nobody waits for them any more: what they give then is ended, and what stands is left alone.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use ftcore::{ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
+
+use super::endings::until_logged;
+use super::kit::*;
+use super::reuse::{all_end, death_goes_on_anew, newcomer_goes_on_anew};
+use super::set_up::log_lines;
+use super::system::nothing_is_left;
+use super::{FAIL, HANG, Scenario, scenario};
+
+const SOON: Duration = Duration::from_secs(20);
+const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
+
+/// Rank 1 comes back from joining when both ranks have a communicator of a later epoch. `in_vain`: how many the first epoch made.
+fn init_comes_late(options: &GroupOptions, in_vain: usize) -> Outcome {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    ranks(2, |rank| {
+        let group = group(rank, options.clone())?;
+        let c = configuration(&store, rank, 2, 1, Duration::from_millis(1500));
+        let e = group.configure(c).err().ok_or("they met")?;
+        says(&e, ErrorKind::Timeout, &["phase: communicator"])?;
+        store.barrier("both have failed", 2, deadline_in(SOON))?;
+        next_epoch(rank, &group, &store)?;
+        store.barrier("both go on", 2, deadline_in(SOON))?;
+        if rank == 0 {
+            let_go()?;
+        }
+        all_end(in_vain)?;
+        sum_works(rank, &group)?;
+        store.barrier("both still work", 2, deadline_in(SOON))?;
+        Ok(())
+    })?;
+    nothing_is_left()
+}
+
+/// Rank 0's is given up at its deadline, rank 1's when it comes.
+fn init_late() -> Outcome {
+    init_comes_late(&GroupOptions::default(), 2)
+}
+
+/// Rank 0 waits inside the call for rank 1: both come back with a communicator that works.
+fn blocking_init_late() -> Outcome {
+    let options = GroupOptions {
+        blocking: Some(true),
+        ..GroupOptions::default()
+    };
+    init_comes_late(&options, 2)
+}
+
+/// It comes back with an error and without a communicator.
+fn init_fails_late() -> Outcome {
+    init_comes_late(&GroupOptions::default(), 1)
+}
+
+/// The newcomer comes back when all have gone on with a new communicator.
+fn grow_late() -> Outcome {
+    newcomer_goes_on_anew()?;
+    let_go()?;
+    until_logged("grow rank=2 of=3 as a newcomer")?;
+    nothing_is_left()
+}
+
+/// A survivor comes back when its old communicator was ended under the call.
+fn shrink_late() -> Outcome {
+    death_goes_on_anew()?;
+    // Three parents, rank 0's child, two new ones.
+    all_end(6)?;
+    let_go()?;
+    until_logged("shrink rank=2 of=3 without=[1]")?;
+    nothing_is_left()?;
+    check(
+        !log_lines()?.iter().any(|l| l.starts_with("a child's place")),
+        || "the place was freed into which the call writes".into(),
+    )
+}
+
+pub(super) fn scenarios() -> Vec<Scenario> {
+    let held = |name, what, body| scenario(name, &[(HANG, what), LOG], body);
+    vec![
+        held(
+            "late_answer_of_a_call_that_joins_is_ended",
+            "held:ncclCommInitRankConfig@1:1",
+            init_late,
+        ),
+        held(
+            "late_answers_of_blocking_calls_that_join_are_ended",
+            "held:ncclCommInitRankConfig@1:1",
+            blocking_init_late,
+        ),
+        scenario(
+            "late_error_of_a_call_that_joins_costs_nobody",
+            &[
+                (HANG, "held:ncclCommInitRankConfig@1:1"),
+                // The one of the next epoch overtakes it.
+                (FAIL, "ncclCommInitRankConfig@1:2:2"),
+                LOG,
+            ],
+            init_fails_late,
+        ),
+        held(
+            "late_answer_of_a_call_that_grows_is_ended",
+            "held:ncclCommGrow@2:1",
+            grow_late,
+        ),
+        held(
+            "late_answer_of_a_call_that_shrinks_touches_nothing_that_is_gone",
+            "held:ncclCommShrink@2:1",
+            shrink_late,
+        ),
+    ]
+}
