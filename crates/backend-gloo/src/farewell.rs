@@ -148,22 +148,30 @@ impl Engine {
 
 #[cfg(test)]
 mod tests {
+    use std::process::{Command, Stdio};
     use std::sync::Arc;
 
-    use ftcore::{Configuration, Epoch, GroupOptions, InMemoryStore, ProcessGroup, Store, SubmitOptions};
+    use ftcore::{
+        Configuration, DType, Device, Epoch, GroupOptions, ProcessGroup, ProcessGroupExt, Staged, Store,
+        TcpStore, TcpStoreServer, Tensor,
+    };
 
     use super::*;
     use crate::GlooGroup;
 
+    /// What a process of its own does before it ends, and where the store is.
+    const SCENE: &str = "OXCCL_TEST_FAREWELL";
+    const STORE: &str = "OXCCL_TEST_FAREWELL_STORE";
     const SOON: Duration = Duration::from_secs(20);
 
-    fn connected(store: &Arc<dyn Store>, rank: u32, epoch: u64) -> GlooGroup {
+    fn connected(address: &str, rank: u32) -> GlooGroup {
+        let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(SOON)).unwrap());
         let group = GlooGroup::new("parting", GroupOptions::default()).unwrap();
         let configuration = Configuration {
-            store: store.clone(),
-            prefix: format!("parting {epoch}"),
+            store,
+            prefix: "parting".into(),
             name: "parting".into(),
-            epoch: Epoch(epoch),
+            epoch: Epoch(1),
             rank,
             world_size: 2,
             deadline: deadline_in(SOON),
@@ -172,26 +180,44 @@ mod tests {
         group
     }
 
+    /// Ends a group, and this process at once.
+    fn play(scene: &str) -> ! {
+        let group = connected(&std::env::var(STORE).unwrap(), 0);
+        match scene {
+            "dropped" => drop(group),
+            "staged" => drop(Staged::new(Arc::new(group), &Device::CPU, SOON).unwrap()),
+            _ => {
+                std::thread::scope(|scope| {
+                    scope.spawn(|| group.abort("it ends"));
+                });
+                // Whoever ends the process does not own the group.
+                std::mem::forget(group);
+            }
+        }
+        std::process::exit(0)
+    }
+
     #[test]
-    fn a_thread_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid() {
-        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        for epoch in 1..=40 {
-            let (ours, theirs) = (store.clone(), store.clone());
-            let peer = std::thread::spawn(move || connected(&theirs, 1, epoch));
-            let quitter = std::thread::spawn(move || {
-                let group = connected(&ours, 0, epoch);
-                let engine = Arc::downgrade(&group.ready(&SubmitOptions::default()).unwrap().0);
-                if epoch % 2 == 0 {
-                    group.abort("it ends");
-                }
-                drop(group);
-                engine
-            });
-            let engine = quitter.join().unwrap();
-            let now = deadline_in(Duration::ZERO);
-            let ended = |e: Arc<crate::queue::Shared>| e.wait_ended(now).is_ok();
-            assert!(engine.upgrade().is_none_or(ended), "round {epoch}");
-            drop(peer.join().unwrap());
+    fn a_process_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid() {
+        if let Ok(scene) = std::env::var(SCENE) {
+            play(&scene);
+        }
+        let scenes = [("dropped", "left"), ("staged", "left"), ("aborted", "it ends")];
+        for (scene, said) in scenes.iter().cycle().take(30) {
+            let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+            let address = server.local_addr().to_string();
+            let mut quitter = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "farewell::tests::a_process_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid"])
+                .env(SCENE, scene)
+                .env(STORE, &address)
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap();
+            let group = connected(&address, 1);
+            let receive = group.recv(Tensor::zeros(DType::U8, 1), 0, 0).unwrap();
+            let error = receive.wait(deadline_in(SOON)).unwrap_err();
+            assert!(error.to_string().contains(said), "{scene}: {error}");
+            assert!(quitter.wait().unwrap().success(), "{scene}");
         }
     }
 }

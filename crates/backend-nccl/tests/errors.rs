@@ -114,9 +114,13 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
     if let Some(mut stderr) = child.stderr.take() {
         std::io::Read::read_to_string(&mut stderr, &mut text)?;
     }
-    if status.success() {
-        Ok(())
-    } else {
-        Err(format!("{status}: {text}").into())
+    if !status.success() {
+        return Err(format!("{status}: {text}").into());
+    }
+    match s.left {
+        Some(line) if !std::fs::read_to_string(path("log"))?.lines().any(|l| l == line) => {
+            Err(format!("the process ended without '{line}'").into())
+        }
+        _ => Ok(()),
     }
 }

@@ -2,13 +2,14 @@
 //!
 //! For authors of backends. A group owns a [`Lifecycle`]; `configure` ends the old [`Engine`] and puts the one in its place that
 //! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
-//! [`Split`] is the agreement of all ranks on who goes where.
+//! [`Split`] is the agreement of all ranks on who goes where. [`part_from`] is for groups whose end is somebody else's affair.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
-use crate::parting::part_from;
+use crate::parting::part_from_engine;
+pub use crate::parting::{Parting, part_from};
 use crate::{
     Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, accelerator,
@@ -16,8 +17,8 @@ use crate::{
 
 /// What stands behind a configured group: its connections, threads, communicator.
 ///
-/// The end of a thread (of the main thread: of the process) that has told engines to end waits for them, 200 ms at most for all together:
-/// a process that ended before its engines have said their good-byes would be taken for a dead one by its peers.
+/// The end of the process waits for those that were told to end, 200 ms at most for all together: one that ended before its engines have
+/// said their good-byes would be taken for a dead one by its peers.
 pub trait Engine: Send + Sync + 'static {
     /// Ends all pending work with `Aborted`. Does not block.
     fn abort(self: &Arc<Self>, reason: &str);
@@ -48,7 +49,12 @@ enum Standing<E> {
     Unconfigured,
     /// The last `configure` failed like this.
     Failed(Error),
-    Configured(Arc<E>, Configuration),
+    Configured {
+        engine: Arc<E>,
+        configuration: Configuration,
+        /// It was told to end, and the end of the process knows.
+        parting: bool,
+    },
 }
 
 impl<E: Engine> Lifecycle<E> {
@@ -91,18 +97,23 @@ impl<E: Engine> Lifecycle<E> {
         let ended = old.map_or(Ok(()), |old| {
             old.leave(&format!("configured again at epoch {}", configuration.epoch));
             old.wait_ended(configuration.deadline)
-                .inspect_err(|_| part_from(&old))
+                .inspect_err(|_| part_from_engine(&old))
         });
         let connected = ended.and_then(|()| connect(&configuration)).map_err(named);
         let mut state = self.lock();
         state.configuring = false;
         match connected {
             Ok(engine) => {
-                if self.cancel.load(Ordering::Acquire) {
+                let cancelled = self.cancel.load(Ordering::Acquire);
+                if cancelled {
                     engine.abort("aborted while it was being configured");
-                    part_from(&engine);
+                    part_from_engine(&engine);
                 }
-                state.standing = Standing::Configured(engine, configuration);
+                state.standing = Standing::Configured {
+                    engine,
+                    configuration,
+                    parting: cancelled,
+                };
                 Ok(())
             }
             Err(error) => {
@@ -137,7 +148,7 @@ impl<E: Engine> Lifecycle<E> {
         state.name.clone_from(&configuration.name);
         self.cancel.store(false, Ordering::Release);
         match std::mem::replace(&mut state.standing, Standing::Unconfigured) {
-            Standing::Configured(engine, _) => Ok(Some(engine)),
+            Standing::Configured { engine, .. } => Ok(Some(engine)),
             Standing::Unconfigured | Standing::Failed(_) => Ok(None),
         }
     }
@@ -150,7 +161,11 @@ impl<E: Engine> Lifecycle<E> {
     /// The engine and the configuration that it stands for. `InvalidState` if there is none, with what the last attempt died of.
     pub fn configured(&self) -> Result<(Arc<E>, Configuration)> {
         match &self.lock().standing {
-            Standing::Configured(engine, configuration) => Ok((engine.clone(), configuration.clone())),
+            Standing::Configured {
+                engine,
+                configuration,
+                ..
+            } => Ok((engine.clone(), configuration.clone())),
             Standing::Failed(failure) => Err(Error::new(
                 ErrorKind::InvalidState,
                 format!("the group is not configured; the last attempt failed: {failure}"),
@@ -164,7 +179,7 @@ impl<E: Engine> Lifecycle<E> {
     pub fn engine(&self) -> Result<Arc<E>> {
         match &self.lock().standing {
             // Without the configuration's clone: this is on the path of every call.
-            Standing::Configured(engine, _) => return Ok(engine.clone()),
+            Standing::Configured { engine, .. } => return Ok(engine.clone()),
             Standing::Unconfigured | Standing::Failed(_) => {}
         }
         self.configured().map(|(engine, _)| engine)
@@ -174,7 +189,7 @@ impl<E: Engine> Lifecycle<E> {
     pub fn info(&self, backend: &str, device: Device) -> GroupInfo {
         let state = self.lock();
         let (rank, world_size, epoch) = match &state.standing {
-            Standing::Configured(_, c) => (c.rank, c.world_size, c.epoch),
+            Standing::Configured { configuration: c, .. } => (c.rank, c.world_size, c.epoch),
             Standing::Unconfigured | Standing::Failed(_) => (0, 0, Epoch(0)),
         };
         GroupInfo {
@@ -189,26 +204,30 @@ impl<E: Engine> Lifecycle<E> {
 
     /// For [`ProcessGroup::abort`]: also ends a `configure` that is under way.
     pub fn abort(&self, reason: &str) {
-        let engine = {
-            let state = self.lock();
+        let standing = {
+            let mut state = self.lock();
             if state.configuring {
                 self.cancel.store(true, Ordering::Release);
             }
-            match &state.standing {
-                Standing::Configured(engine, _) => Some(engine.clone()),
+            match &mut state.standing {
+                Standing::Configured { engine, parting, .. } => {
+                    Some((engine.clone(), std::mem::replace(parting, true)))
+                }
                 Standing::Unconfigured | Standing::Failed(_) => None,
             }
         };
-        if let Some(engine) = engine {
+        if let Some((engine, parting)) = standing {
+            if !parting {
+                part_from_engine(&engine);
+            }
             engine.abort(reason);
-            part_from(&engine);
         }
     }
 
     /// For [`ProcessGroup::error`].
     pub fn error(&self) -> Option<Error> {
         match &self.lock().standing {
-            Standing::Configured(engine, _) => engine.error(),
+            Standing::Configured { engine, .. } => engine.error(),
             Standing::Failed(failure) => Some(failure.clone()),
             Standing::Unconfigured => None,
         }
@@ -223,9 +242,11 @@ impl<E: Engine> Lifecycle<E> {
 impl<E: Engine> Drop for Lifecycle<E> {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
-        if let Standing::Configured(engine, _) = &state.standing {
+        if let Standing::Configured { engine, parting, .. } = &state.standing {
+            if !parting {
+                part_from_engine(engine);
+            }
             engine.leave("the group was dropped");
-            part_from(engine);
         }
     }
 }

@@ -1,90 +1,113 @@
-//! What a thread that has ended a group still waits for when it ends itself.
+//! What a process that ends still waits for: the good-byes of groups that it has ended.
 //!
-//! An engine says its good-byes on threads of its own, and a process that ends at once would cut them short: its peers would take the end
-//! for a death. So the end of the thread that told an engine to end, which for the main thread is that of the process, waits for it a little.
+//! An engine says its good-byes on threads of its own, and a process that ended at once would cut them short: its peers would take the end
+//! for a death. Whoever tells one to end notes it here, from whichever thread, and `exit` (after `main`, or called) waits a little.
 
-use std::cell::RefCell;
-use std::sync::{Arc, Weak};
+use std::sync::mpsc::{Receiver, TryRecvError};
+use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use crate::lifecycle::Engine;
-use crate::{Result, deadline_in};
+use crate::{deadline_in, time_left};
 
-/// What all engines together may take for that.
+/// What all of them together may take.
 const PATIENCE: Duration = Duration::from_millis(200);
 
-thread_local! {
-    static PARTING: RefCell<Parting> = const { RefCell::new(Parting(Vec::new())) };
+/// What was told to end and may not have ended yet.
+static PARTING: Mutex<Vec<Box<dyn Parting>>> = Mutex::new(Vec::new());
+
+/// Something that was told to end and takes its time.
+pub trait Parting: Send + 'static {
+    /// True once there is nothing to wait for. Neither blocks nor frees anything.
+    fn is_over(&self) -> bool;
+    /// Waits for that, until `deadline` at most. Whatever else has to be said by then may be noted meanwhile, and is waited for, too.
+    fn wait_over(&self, deadline: Instant);
 }
 
-/// The engines that this thread has told to end and that may not have ended yet.
-struct Parting(Vec<Box<dyn Ending>>);
+impl<E: Engine> Parting for Weak<E> {
+    fn is_over(&self) -> bool {
+        self.strong_count() == 0
+    }
 
-impl Drop for Parting {
-    fn drop(&mut self) {
-        let until = deadline_in(PATIENCE);
-        for engine in &self.0 {
+    fn wait_over(&self, deadline: Instant) {
+        if let Some(engine) = self.upgrade() {
             // Late or not: there is nobody to tell.
-            let _ = engine.wait_ended(until);
+            let _ = engine.wait_ended(deadline);
         }
     }
 }
 
-trait Ending {
-    fn wait_ended(&self, deadline: Instant) -> Result<()>;
-}
+/// Threads that hold the other end until they have let go of what they work on. Nothing is ever sent.
+impl Parting for Receiver<()> {
+    fn is_over(&self) -> bool {
+        matches!(self.try_recv(), Err(TryRecvError::Disconnected))
+    }
 
-impl<E: Engine> Ending for Weak<E> {
-    fn wait_ended(&self, deadline: Instant) -> Result<()> {
-        self.upgrade()
-            .map_or(Ok(()), |engine| engine.wait_ended(deadline))
+    fn wait_over(&self, deadline: Instant) {
+        let _ = self.recv_timeout(time_left(deadline));
     }
 }
 
-/// Notes that this thread has told `engine` to end.
-pub(crate) fn part_from<E: Engine>(engine: &Arc<E>) {
-    // A thread that is already ending has nothing to note it in; then the engine is on its own.
-    let _ = PARTING.try_with(|parting| {
-        if let Ok(mut parting) = parting.try_borrow_mut() {
-            let now = Instant::now();
-            parting.0.retain(|engine| engine.wait_ended(now).is_err());
-            parting.0.push(Box::new(Arc::downgrade(engine)));
+/// Notes that `parting` was told to end: the end of the process waits for it, 200 ms at most for all together. Does not block.
+///
+/// For what is not behind a [`Lifecycle`](crate::lifecycle::Lifecycle), which does so by itself. A process that is killed, or leaves by
+/// `_exit` or `abort`, waits for nothing.
+pub fn part_from(parting: impl Parting) {
+    static AT_EXIT: Once = Once::new();
+    AT_EXIT.call_once(|| {
+        // SAFETY: INV-12 the handler is a function that lives as long as this library; in one that is unloaded it runs before that.
+        if unsafe { libc::atexit(at_exit) } != 0 {
+            tracing::warn!("a process that ends right after it has left a group may be taken for dead: no room for an exit handler");
         }
     });
+    let mut all = PARTING.lock().unwrap_or_else(PoisonError::into_inner);
+    all.retain(|earlier| !earlier.is_over());
+    all.push(Box::new(parting));
+}
+
+/// As [`part_from`], for an engine.
+pub(crate) fn part_from_engine<E: Engine>(engine: &Arc<E>) {
+    part_from(Arc::downgrade(engine));
+}
+
+extern "C" fn at_exit() {
+    let until = deadline_in(PATIENCE);
+    // One at a time and outside the lock: the end of one may bring others.
+    loop {
+        let next = PARTING.lock().unwrap_or_else(PoisonError::into_inner).pop();
+        match next {
+            Some(parting) => parting.wait_over(until),
+            None => return,
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::{Condvar, Mutex};
+    use std::cell::Cell;
+    use std::io::Write;
+    use std::process::Command;
+    use std::sync::mpsc::{Sender, channel};
+    use std::sync::{Condvar, MutexGuard};
 
     use super::*;
     use crate::lifecycle::Lifecycle;
-    use crate::{Configuration, Epoch, Error, InMemoryStore};
+    use crate::{Configuration, Epoch, Error, InMemoryStore, Result};
 
+    /// What a process of its own does before it ends.
+    const SCENE: &str = "OXCCL_TEST_PARTING";
     const SOON: Duration = Duration::from_secs(20);
 
-    /// Ends only once somebody waits for it.
-    #[derive(Default)]
+    /// Ends only once somebody waits for it, or never, and says so.
     struct Slow {
-        state: Mutex<State>,
+        ends: bool,
+        ended: Mutex<bool>,
         moved: Condvar,
     }
 
-    #[derive(Default)]
-    struct State {
-        awaited: bool,
-        ended: bool,
-    }
-
     impl Slow {
-        fn end_when_awaited(&self, patience: Duration) {
-            let state = self.state.lock().unwrap();
-            let (mut state, _) = self
-                .moved
-                .wait_timeout_while(state, patience, |s| !s.awaited)
-                .unwrap();
-            state.ended = state.awaited;
-            self.moved.notify_all();
+        fn lock(&self) -> MutexGuard<'_, bool> {
+            self.ended.lock().unwrap()
         }
     }
 
@@ -92,12 +115,18 @@ mod tests {
         fn abort(self: &Arc<Self>, _: &str) {}
         fn leave(self: &Arc<Self>, _: &str) {}
         fn wait_ended(self: &Arc<Self>, deadline: Instant) -> Result<()> {
-            let mut state = self.state.lock().unwrap();
-            state.awaited |= deadline > Instant::now();
-            self.moved.notify_all();
-            let left = deadline.saturating_duration_since(Instant::now());
-            let (state, _) = self.moved.wait_timeout_while(state, left, |s| !s.ended).unwrap();
-            if state.ended {
+            let ours = self.clone();
+            std::thread::spawn(move || {
+                *ours.lock() = ours.ends;
+                ours.moved.notify_all();
+            });
+            let (ended, _) = self
+                .moved
+                .wait_timeout_while(self.lock(), time_left(deadline), |ended| !*ended)
+                .unwrap();
+            // Not through the harness, which would keep it to itself.
+            let _ = std::io::stdout().write_all(if *ended { b"good-bye\n" } else { b"late\n" });
+            if *ended {
                 Ok(())
             } else {
                 Err(Error::timeout("it has not ended"))
@@ -111,7 +140,7 @@ mod tests {
         }
     }
 
-    fn configured(engine: &Arc<Slow>) -> Lifecycle<Slow> {
+    fn configured(ends: bool) -> Lifecycle<Slow> {
         let group = Lifecycle::new("g");
         let configuration = Configuration {
             store: Arc::new(InMemoryStore::new()),
@@ -122,37 +151,79 @@ mod tests {
             world_size: 1,
             deadline: deadline_in(SOON),
         };
-        group.configure(configuration, |_| Ok(engine.clone())).unwrap();
+        let engine = Arc::new(Slow {
+            ends,
+            ended: Mutex::default(),
+            moved: Condvar::new(),
+        });
+        // It outlives its group, as one does whose thread is still at it.
+        std::mem::forget(engine.clone());
+        group.configure(configuration, |_| Ok(engine)).unwrap();
         group
     }
 
-    #[test]
-    fn the_end_of_a_thread_waits_for_the_engines_that_it_told_to_end() {
-        for abort in [true, false] {
-            let engine = Arc::new(Slow::default());
-            let ours = engine.clone();
-            let quitter = std::thread::spawn(move || {
-                let group = configured(&ours);
-                if abort {
-                    group.abort("it ends");
-                    // It is the abort that counts here: the group outlives the thread.
-                    std::mem::forget(group);
-                }
-            });
-            engine.end_when_awaited(SOON);
-            quitter.join().unwrap();
-            assert!(engine.state.lock().unwrap().ended, "aborted: {abort}");
+    /// Threads that begin to end only when somebody waits for it.
+    struct Bidden(Cell<Option<Sender<()>>>, Receiver<()>);
+
+    impl Parting for Bidden {
+        fn is_over(&self) -> bool {
+            self.1.is_over()
+        }
+        fn wait_over(&self, deadline: Instant) {
+            drop(self.0.take());
+            self.1.wait_over(deadline);
         }
     }
 
+    /// Ends this process right after it has ended a group.
+    fn play(scene: &str) -> ! {
+        match scene {
+            "dropped" => drop(configured(true)),
+            "aborted by a thread" => {
+                let group = configured(true);
+                std::thread::scope(|scope| {
+                    scope.spawn(|| group.abort("it ends"));
+                });
+                std::mem::forget(group);
+            }
+            "dropped by a thread" => {
+                let (holding, thread) = channel();
+                let (go, gone) = channel::<()>();
+                std::thread::spawn(move || {
+                    // Only once the process is ending, and waits.
+                    let _ = gone.recv();
+                    drop(configured(true));
+                    drop(holding);
+                });
+                part_from(Bidden(Cell::new(Some(go)), thread));
+            }
+            "endless" => drop(configured(false)),
+            other => panic!("{other}"),
+        }
+        std::process::exit(0)
+    }
+
     #[test]
-    fn an_engine_that_never_ends_holds_its_thread_up_for_a_moment_only() {
-        let engine = Arc::new(Slow::default());
-        let ours = engine.clone();
-        std::thread::spawn(move || drop(configured(&ours)))
-            .join()
-            .unwrap();
-        let state = engine.state.lock().unwrap();
-        assert!(state.awaited && !state.ended);
+    fn the_end_of_a_process_waits_for_what_it_told_to_end_but_not_for_ever() {
+        if let Ok(scene) = std::env::var(SCENE) {
+            play(&scene);
+        }
+        let scenes = [
+            ("dropped", "good-bye"),
+            ("aborted by a thread", "good-bye"),
+            ("dropped by a thread", "good-bye"),
+            ("endless", "late"),
+        ];
+        for (scene, said) in scenes {
+            let output = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "--nocapture"])
+                .arg("parting::tests::the_end_of_a_process_waits_for_what_it_told_to_end_but_not_for_ever")
+                .env(SCENE, scene)
+                .output()
+                .unwrap();
+            let text = String::from_utf8_lossy(&output.stdout);
+            assert!(output.status.success(), "{scene}: {}", output.status);
+            assert!(text.lines().any(|line| line == said), "{scene}: {text}");
+        }
     }
 }

@@ -6,7 +6,7 @@
 //! else. The host side is the accelerator's own kind of host memory (pinned where it has that) and is used again
 //! (`staged/pool.rs`).
 
-use std::sync::mpsc::channel;
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -19,6 +19,7 @@ use crate::{
 mod pool;
 mod sides;
 
+use crate::parting::part_from;
 use pool::Pool;
 use sides::{Sides, State, Submitted};
 
@@ -33,6 +34,8 @@ pub struct Staged {
     sides: Arc<Sides>,
     capabilities: Capabilities,
     timeout: Duration,
+    /// Ends once both threads have let go of the inner group.
+    threads: Mutex<Option<Receiver<()>>>,
 }
 
 impl Staged {
@@ -66,13 +69,24 @@ impl Staged {
         });
         let (ended, incoming) = channel();
         let (reader, writer) = (sides.clone(), sides.clone());
+        let (reading, threads) = channel();
+        let writing = reading.clone();
         // The second first: it ends when the first one's sender goes, the first only when the group is dropped.
-        spawn("ox-stage-in", move || writer.copy_in(&incoming, &*from_host))?;
-        spawn("ox-stage-out", move || reader.copy_out(&ended, &*to_host))?;
+        spawn("ox-stage-in", move || {
+            writer.copy_in(&incoming, &*from_host);
+            drop(writer);
+            drop(writing);
+        })?;
+        spawn("ox-stage-out", move || {
+            reader.copy_out(&ended, &*to_host);
+            drop((ended, reader));
+            drop(reading);
+        })?;
         Ok(Self {
             sides,
             capabilities,
             timeout,
+            threads: Mutex::new(Some(threads)),
         })
     }
 
@@ -260,5 +274,8 @@ impl Drop for Staged {
             self.sides.abort("the group was dropped");
         }
         self.sides.moved.notify_all();
+        // One of them drops the inner group, which has its good-bye to say.
+        let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
+        threads.take().into_iter().for_each(part_from);
     }
 }

@@ -1,10 +1,12 @@
 //! The process group around another one: agreement on the format, then every collective in order through the queue.
 
 use std::borrow::Cow;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::part_from;
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Error, ErrorKind, Failed,
     Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
@@ -33,6 +35,8 @@ use crate::{Codec, ErrorFeedback};
 pub struct QuantizedGroup {
     shared: Arc<Shared>,
     capabilities: Capabilities,
+    /// Ends once the thread has let go of the group below.
+    thread: Mutex<Option<Receiver<()>>>,
 }
 
 impl QuantizedGroup {
@@ -82,11 +86,20 @@ impl QuantizedGroup {
         let capabilities = offered(capabilities, codec, options.moves);
         let shared = Arc::new(Shared::new(inner, codec, options));
         let served = shared.clone();
+        let (serving, thread) = channel();
         std::thread::Builder::new()
             .name("ox-quant".to_string())
-            .spawn(move || served.serve())
+            .spawn(move || {
+                served.serve();
+                drop(served);
+                drop(serving);
+            })
             .map_err(|e| Error::io("cannot start the thread ox-quant", e))?;
-        Ok(Self { shared, capabilities })
+        Ok(Self {
+            shared,
+            capabilities,
+            thread: Mutex::new(Some(thread)),
+        })
     }
 
     /// The format.
@@ -429,5 +442,8 @@ impl ProcessGroup for QuantizedGroup {
 impl Drop for QuantizedGroup {
     fn drop(&mut self) {
         self.shared.end();
+        // The thread may be the one that drops the group below, which has its good-bye to say.
+        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner);
+        thread.take().into_iter().for_each(part_from);
     }
 }

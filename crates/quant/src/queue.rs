@@ -181,7 +181,7 @@ impl Shared {
     }
 
     /// The thread: one job after the other until the group is dropped.
-    pub(crate) fn serve(self: Arc<Self>) {
+    pub(crate) fn serve(self: &Arc<Self>) {
         loop {
             let mut state = self.lock();
             state.busy = false;

@@ -397,34 +397,35 @@ fn too_many() -> Outcome {
 
 /// The library still has something to hand over to the other rank when the thread ends that has ended its group: the thread's end (the
 /// main thread's is the process's) waits for it.
-fn flushed(end: fn(backend_nccl::NcclGroup) -> Outcome) -> Outcome {
+/// Two ranks that end like this.
+fn ended(end: fn(backend_nccl::NcclGroup) -> Outcome) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     ranks(2, |rank| {
         let group = group(rank, GroupOptions::default())?;
         group.configure(configuration(&store, rank, 2, 1, SOON))?;
         sum_works(rank, &group)?;
         end(group)
-    })?;
-    check(log_lines()?.iter().any(|l| l == "end destroy rank=0"), || {
-        "the thread was gone before its communicator was flushed".into()
     })
 }
 
-fn flushed_after_a_drop() -> Outcome {
-    flushed(|group| {
+fn dropped_at_the_end() -> Outcome {
+    ended(|group| {
         drop(group);
         Ok(())
     })
 }
 
 fn flushed_by_a_shutdown() -> Outcome {
-    flushed(|group| {
+    ended(|group| {
         group.shutdown(deadline_in(SOON))?;
-        // Nothing is left to be waited for at the thread's end.
-        let flushed = group.info().rank != 0 || log_lines()?.iter().any(|l| l == "end destroy rank=0");
+        // Nothing is left to be waited for at the end of the process.
+        let flushed = group.info().rank != 0 || log_lines()?.iter().any(|l| l == FLUSHED);
         check(flushed, || "it was shut down without a flush".into())
     })
 }
+
+/// What the stand-in logs once rank 0's communicator was flushed and is gone.
+const FLUSHED: &str = "end destroy rank=0";
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     let one = |name, variable, value, body| scenario(name, &[(variable, value)], body);
@@ -517,10 +518,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             good_bye_becomes_an_abort,
         ),
         scenario(
-            "end_of_a_thread_waits_for_the_flush_of_what_it_dropped",
+            "end_of_a_process_waits_for_the_flush_of_what_it_dropped",
             &[(HANG, "slow:ncclCommFinalize@0:1"), LOG],
-            flushed_after_a_drop,
-        ),
+            dropped_at_the_end,
+        )
+        .leaving(FLUSHED),
         scenario(
             "end_shutdown_waits_for_the_flush",
             &[(HANG, "slow:ncclCommFinalize@0:1"), LOG],

@@ -25,9 +25,18 @@ pub(crate) struct Scenario {
     pub(crate) name: &'static str,
     pub(crate) environment: Vec<(&'static str, &'static str)>,
     pub(crate) body: fn() -> Outcome,
+    /// A line that the log has once the process has ended.
+    pub(crate) left: Option<&'static str>,
 }
 
 impl Scenario {
+    fn leaving(self, line: &'static str) -> Self {
+        Self {
+            left: Some(line),
+            ..self
+        }
+    }
+
     /// True if the system is to refuse something.
     pub(crate) fn is_refused(&self) -> bool {
         self.environment.iter().any(|(_, value)| *value == "@refuse")
@@ -43,6 +52,7 @@ fn scenario(
         name,
         environment: environment.to_vec(),
         body,
+        left: None,
     }
 }
 

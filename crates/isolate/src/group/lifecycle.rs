@@ -189,6 +189,9 @@ impl Handle {
             group: self.number,
             reason: reason.to_string(),
         };
+        if watched || (self.number == 0 && self.core.tells) {
+            link.part();
+        }
         match (self.number, self.core.tells) {
             (0, true) => link.end_after_words(error, Some(tell), LAST_WORDS),
             (_, false) if watched => link.end_after_words(error, None, LAST_WORDS),

@@ -14,6 +14,7 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::{Parting, part_from};
 use ftcore::{Capabilities, Error, ErrorKind, Result, time_left};
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
@@ -72,6 +73,8 @@ struct State {
     /// Groups that were aborted alone, and until when the child may take to end their work.
     soft: Vec<(u32, Instant, Error)>,
     ending: Option<Ending>,
+    /// The end of this process waits for the child's.
+    parting: bool,
     /// The child kept memory of an operation that failed.
     tainted: bool,
     /// The child is gone and collected, for this reason.
@@ -208,7 +211,7 @@ impl Link {
     }
 
     /// The handle of `group` is gone; with the last one the child goes too. Never blocks.
-    pub(crate) fn detach(&self, group: u32, error: Error) {
+    pub(crate) fn detach(self: &Arc<Self>, group: u32, error: Error) {
         let last = {
             let mut state = self.lock();
             state.fronts.remove(&group);
@@ -219,6 +222,7 @@ impl Link {
             state.handles == 0
         };
         if last {
+            self.part();
             self.end(error, Some(Order::Leave), Duration::from_millis(500));
         } else {
             self.wake();
@@ -283,6 +287,24 @@ impl Link {
             .push((group, clock::later(Instant::now(), grace), error));
         drop(state);
         self.wake();
+    }
+
+    /// The end of this process, which is the child's, waits for the child's own: it has something to say first.
+    pub(crate) fn part(self: &Arc<Self>) {
+        struct Child(Weak<Link>);
+        impl Parting for Child {
+            fn is_over(&self) -> bool {
+                self.0.strong_count() == 0
+            }
+            fn wait_over(&self, deadline: Instant) {
+                if let Some(link) = self.0.upgrade() {
+                    link.wait_gone(deadline);
+                }
+            }
+        }
+        if !std::mem::replace(&mut self.lock().parting, true) {
+            part_from(Child(Arc::downgrade(self)));
+        }
     }
 
     /// Waits until the child was collected; false at the deadline.
