@@ -27,3 +27,5 @@ pub use lighthouse::{
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
 pub use member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum};
+
+pub use wire::is_refused;

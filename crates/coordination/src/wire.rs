@@ -220,18 +220,35 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         _ => ErrorKind::Protocol,
     };
     let mut text = status.message().to_string();
+    let mut refused = false;
     let mut cause = std::error::Error::source(status);
     while let Some(c) = cause {
+        refused |= c.downcast_ref().is_some_and(is_refusal);
         let more = c.to_string();
         if !text.contains(&more) {
             text = format!("{text}: {more}");
         }
         cause = c.source();
     }
-    Error::new(kind, text)
+    let error = Error::new(kind, text)
         .with_op(op)
         .with_peer_address(url)
-        .with_code(i64::from(i32::from(status.code())))
+        .with_code(i64::from(i32::from(status.code())));
+    if refused {
+        error.with_source(std::io::Error::from(std::io::ErrorKind::ConnectionRefused))
+    } else {
+        error
+    }
+}
+
+fn is_refusal(error: &std::io::Error) -> bool {
+    error.kind() == std::io::ErrorKind::ConnectionRefused
+}
+
+/// True if a call failed because nothing listens at the server's address: its process has ended, or has not begun.
+pub fn is_refused(error: &Error) -> bool {
+    let source = std::error::Error::source(error);
+    source.and_then(|e| e.downcast_ref()).is_some_and(is_refusal)
 }
 
 /// The time that the caller allows, from the `grpc-timeout` header: at most 8 digits and a unit.

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use checkpoint::{HttpTransport, Snapshot, StateDict};
 use coordination::{
     CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
-    WatchGuard,
+    WatchGuard, is_refused,
 };
 use ftcore::{
     Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
@@ -31,6 +31,8 @@ const KEY_REPLICA_ID: &str = "oxccl/replica_id";
 
 /// How long telling the other ranks that this one ends may take.
 const TELL: Duration = Duration::from_secs(5);
+/// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
+const GONE: Duration = Duration::from_secs(1);
 
 /// No quorum yet.
 const NO_EPOCH: i64 = -1;
@@ -251,11 +253,23 @@ impl Manager {
             std::thread::park_timeout(pause.min(time_left(deadline)));
         }
         let mut pause = Duration::from_millis(20);
+        let mut refused = None;
         loop {
             match self.ask(deadline) {
                 Ok(answer) => return Ok(answer),
+                Err(e) if is_refused(&e) && refused.is_some_and(|since: Instant| since.elapsed() >= GONE) => {
+                    let text = format!(
+                        "rank 0 of this replica is gone, and its servers with it ({}); start this rank again, too: a replica goes on as a whole",
+                        e.message()
+                    );
+                    return Err(Error::new(ErrorKind::PeerLost, text)
+                        .with_peer(0)
+                        .with_op("quorum")
+                        .with_source(e));
+                }
                 Err(e) if e.is_retryable() && time_left(deadline) > pause => {
                     tracing::warn!(error = %e, "no quorum yet; asking again");
+                    refused = is_refused(&e).then(|| refused.unwrap_or_else(Instant::now));
                     // There is nothing to wait on: the server is what is missing.
                     std::thread::park_timeout(pause);
                     pause = (pause * 2).min(Duration::from_secs(1));

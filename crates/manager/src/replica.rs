@@ -56,7 +56,8 @@ pub trait Replica {
     /// A quorum whose epoch does not come up (a member died meanwhile, a transfer broke off) is not an error here: the
     /// step then fails its vote, on all ranks of the replica, and is done again in the next quorum.
     ///
-    /// Errors: `Unavailable` or `Timeout` when no quorum came about; nothing changed then, and it may be called again.
+    /// Errors: `Unavailable` or `Timeout` when no quorum came about; nothing changed then, and it may be called again. `PeerLost` if rank 0
+    /// of this replica is gone: its servers are, too, and this rank has to be started again with it.
     /// `InvalidArgument` or `Unsupported` for what no other epoch would change, such as the state of another model.
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation>;
 

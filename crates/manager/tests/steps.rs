@@ -260,6 +260,40 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
 }
 
 #[test]
+fn a_rank_whose_replica_has_lost_rank_0_is_told_so_and_does_not_wait_for_its_deadline() {
+    let lighthouse = lighthouse(1);
+    let url = lighthouse.address();
+    let meet = Arc::new(InMemoryStore::new());
+    let managers = std::thread::scope(|scope| {
+        let start = |group_rank| {
+            let (url, meet) = (url.clone(), meet.clone());
+            scope.spawn(move || {
+                let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
+                let mut config = ManagerConfig::new("r", &url);
+                (config.group_rank, config.group_world_size) = (group_rank, 2);
+                config.replica_store = Some(meet);
+                Manager::new(Arc::new(group), config).unwrap()
+            })
+        };
+        [start(0), start(1)].map(|manager| manager.join().unwrap())
+    });
+    let [zero, mut one] = managers;
+    drop(zero);
+    let begun = Instant::now();
+    let mut state = Number {
+        value: 0.0,
+        refuse: false,
+    };
+    let error = one
+        .start_quorum(&mut state, deadline_in(Duration::from_secs(120)))
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+    assert_eq!(error.context().peer, Some(0), "{error}");
+    assert!(error.to_string().contains("rank 0 of this replica"), "{error}");
+    assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
+}
+
+#[test]
 fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other_replica() {
     let lighthouse = lighthouse(2);
     let url = lighthouse.address();
