@@ -77,6 +77,9 @@ pub(crate) struct TestArgs {
     /// Run the ignored (long) tests too, with four times the time limits.
     #[arg(long)]
     pub(crate) long: bool,
+    /// Run so many rows at once (most of them wait more than they compute); rows that measure still run alone.
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    pub(crate) at_once: u8,
     /// Print the rows and whether each can run here; run nothing.
     #[arg(long)]
     pub(crate) list: bool,

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use crate::metadata::Metadata;
 
-/// All rows, in the order in which they run.
+/// All rows, in the order in which they run; those that run alone after the others.
 pub(crate) const ROWS: &[Row] = &[
     row(
         "unit",
@@ -282,14 +282,15 @@ pub(crate) const ROWS: &[Row] = &[
         suite("torchft-conformance", ""),
         minutes(5),
     ),
-    row(
+    // Measures how fast links carry and survivors hear.
+    alone(row(
         "e2e",
         None,
         "cross-crate: real processes, real kills",
         loopback,
         E2E,
         minutes(10),
-    ),
+    )),
 ];
 
 /// The test targets with this at the end of their names are conformance suites: they run in rows of their own, never in
@@ -317,6 +318,16 @@ pub(crate) struct Row {
     pub(crate) run: Run,
     /// For the tests themselves; building has its own limit.
     pub(crate) limit: Duration,
+    /// Never beside another row: it measures, and others would be measured with it.
+    pub(crate) is_alone: bool,
+}
+
+/// `row`, but never beside another one.
+const fn alone(row: Row) -> Row {
+    Row {
+        is_alone: true,
+        ..row
+    }
 }
 
 const fn row(
@@ -334,6 +345,7 @@ const fn row(
         probe,
         run,
         limit,
+        is_alone: false,
     }
 }
 

@@ -1,4 +1,4 @@
-//! Runs the matrix: choose rows, probe each, build, run, judge, and count.
+//! Runs the matrix: choose rows, probe each, build, run, judge, and count; several rows at once where asked.
 //!
 //! A row passes only if every call ended with 0, every test program printed its result, at least one test ran and no
 //! process was left behind. The output of a row goes to `target/xtask/<row>.log`; on failure the part that
@@ -9,9 +9,12 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result, anyhow, bail};
 
 use crate::TestArgs;
 use crate::libtest::Tally;
@@ -76,23 +79,94 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     let metadata = Metadata::read()?;
     let logs = metadata.target_directory.join("xtask");
     fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
-    let mut counts = Counts::default();
-    for row in rows {
-        let started = Instant::now();
-        let verdict = match (row.probe)() {
-            Ok(environment) => {
-                execute(row, &environment, &metadata, &logs, args.long).unwrap_or_else(|e| Verdict::Failed {
-                    why: format!("{e:#}"),
-                })
-            }
-            Err(skip) => Verdict::Skipped(skip),
-        };
-        let verdict = enforce(verdict, row, &args.require, &args.require_installable);
-        report(row, &verdict, started.elapsed(), &log_path(&logs, row));
-        counts.add(&verdict);
-    }
+    let matrix = Matrix {
+        args,
+        metadata,
+        logs,
+        probing: Mutex::new(()),
+        counts: Mutex::new(Counts::default()),
+    };
+    for_all(&rows, usize::from(args.at_once.max(1)), |row| matrix.run(row))?;
+    let counts = lock(&matrix.counts);
     println!("{counts}");
     Ok(counts.failed == 0)
+}
+
+/// What the rows share while they run.
+struct Matrix<'a> {
+    args: &'a TestArgs,
+    metadata: Metadata,
+    logs: PathBuf,
+    /// Held while one row looks for what it needs: two would fetch and build the same library.
+    probing: Mutex<()>,
+    /// Held while one row reports, so that its lines stay together.
+    counts: Mutex<Counts>,
+}
+
+impl Matrix<'_> {
+    /// Runs one row, from the probe to its line.
+    fn run(&self, row: &Row) {
+        let started = Instant::now();
+        let probed = {
+            let _one = lock(&self.probing);
+            (row.probe)()
+        };
+        let verdict = match probed {
+            Ok(environment) => execute(row, &environment, &self.metadata, &self.logs, self.args.long)
+                .unwrap_or_else(|e| Verdict::Failed {
+                    why: format!("{e:#}"),
+                }),
+            Err(skip) => Verdict::Skipped(skip),
+        };
+        let verdict = enforce(verdict, row, &self.args.require, &self.args.require_installable);
+        let mut counts = lock(&self.counts);
+        report(row, &verdict, started.elapsed(), &log_path(&self.logs, row));
+        counts.add(&verdict);
+    }
+}
+
+/// What a lane that panicked left behind is still whole: counts are added in one step.
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Does `body` for each of `rows`: at most `at_once` side by side, then those that measure, each alone.
+fn for_all(rows: &[&Row], at_once: usize, body: impl Fn(&Row) + Sync) -> Result<()> {
+    let (alone, shared): (Vec<&Row>, Vec<&Row>) = rows.iter().partition(|row| row.is_alone);
+    in_lanes(&shared, at_once, &body)?;
+    in_lanes(&alone, 1, &body)
+}
+
+/// Does `body` for each of `items`, in their order, at most `lanes` at once.
+///
+/// # Errors
+/// If a thread cannot be started or panics; the others still do all that is left.
+fn in_lanes<T: Copy + Sync>(items: &[T], lanes: usize, body: impl Fn(T) + Sync) -> Result<()> {
+    let next = AtomicUsize::new(0);
+    let lane = || {
+        while let Some(item) = items.get(next.fetch_add(1, Ordering::Relaxed)) {
+            body(*item);
+        }
+    };
+    thread::scope(|scope| {
+        let threads: Vec<_> = (0..lanes.min(items.len()))
+            .map(|_| {
+                thread::Builder::new()
+                    .name("ox-lane".to_owned())
+                    .spawn_scoped(scope, lane)
+            })
+            .collect();
+        let mut outcome = Ok(());
+        for started in threads {
+            let ended = match started.map(thread::ScopedJoinHandle::join) {
+                Ok(Ok(())) => Ok(()),
+                Ok(Err(_)) => Err(anyhow!("a thread that ran rows panicked")),
+                Err(e) => Err(e).context("no thread to run rows in"),
+            };
+            outcome = outcome.and(ended);
+        }
+        outcome
+    })
 }
 
 /// The rows asked for, in table order.
@@ -329,6 +403,63 @@ mod tests {
             Verdict::Failed { why } => why,
             other => panic!("not failed: {other:?}"),
         }
+    }
+
+    #[test]
+    fn lanes_do_everything_once_and_so_many_at_once() {
+        let items: Vec<usize> = (0..40).collect();
+        for lanes in [1, 3] {
+            let (inside, most, done) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
+            // Nobody leaves before as many are inside as there may be: with fewer lanes this would time out.
+            let until = Instant::now() + Duration::from_secs(60);
+            in_lanes(&items, lanes, |item| {
+                most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                while most.load(Ordering::SeqCst) < lanes && Instant::now() < until {
+                    thread::yield_now();
+                }
+                inside.fetch_sub(1, Ordering::SeqCst);
+                lock(&done).push(item);
+            })
+            .unwrap();
+            assert_eq!(most.into_inner(), lanes);
+            let mut done = done.into_inner().unwrap();
+            if lanes > 1 {
+                done.sort_unstable();
+            }
+            assert_eq!(done, items);
+        }
+    }
+
+    #[test]
+    fn a_row_that_measures_has_the_machine_for_itself() {
+        // The measuring row first: it must not begin before the others are through.
+        let rows: Vec<&Row> = ROWS.iter().rev().collect();
+        let (inside, beside, done) = (AtomicUsize::new(0), AtomicUsize::new(0), AtomicUsize::new(0));
+        for_all(&rows, 3, |row| {
+            let others = inside.fetch_add(1, Ordering::SeqCst);
+            // Long enough for the others to come in, if they may.
+            thread::sleep(Duration::from_millis(2));
+            if row.is_alone {
+                beside.fetch_add(others + inside.load(Ordering::SeqCst) - 1, Ordering::SeqCst);
+            }
+            inside.fetch_sub(1, Ordering::SeqCst);
+            done.fetch_add(1, Ordering::SeqCst);
+        })
+        .unwrap();
+        assert!(rows.iter().any(|r| r.is_alone && r.name == "e2e"));
+        assert_eq!(beside.into_inner(), 0);
+        assert_eq!(done.into_inner(), ROWS.len());
+    }
+
+    #[test]
+    fn a_lane_that_panics_is_an_error_and_the_others_go_on() {
+        let done = AtomicUsize::new(0);
+        let outcome = in_lanes(&[1, 2, 3, 4], 2, |item| {
+            assert_ne!(item, 2, "as planned");
+            done.fetch_add(1, Ordering::SeqCst);
+        });
+        assert!(outcome.unwrap_err().to_string().contains("panicked"));
+        assert_eq!(done.into_inner(), 3);
     }
 
     #[test]

@@ -9,6 +9,8 @@ use ftcore::{
 
 use crate::GlooGroup;
 use crate::bad_peer::{Neighbour, configuration, frame, soon};
+use crate::news::Fate;
+use crate::queue::Taken;
 use crate::wire::{Control, ControlKind, INLINE};
 
 fn write(neighbour: &mut Neighbour, frames: &[(Control, usize)]) {
@@ -168,4 +170,79 @@ fn an_answer_to_a_message_whose_bytes_did_not_go_along_is_a_protocol_error() {
         assert_eq!(failed.error.kind(), ErrorKind::Protocol, "{}", failed.error);
         assert_eq!(failed.error.context().peer, Some(1), "{}", failed.error);
     });
+}
+
+/// Rank 0's group and a neighbour.
+fn connected() -> (GlooGroup, Neighbour) {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let group = GlooGroup::new("bad", GroupOptions::default()).unwrap();
+    let neighbour = std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 2)).unwrap());
+        let neighbour = Neighbour::connect(&store);
+        ours.join().unwrap();
+        neighbour
+    });
+    (group, neighbour)
+}
+
+#[test]
+fn a_neighbour_that_takes_many_messages_and_leaves_has_taken_them_all() {
+    const MANY: u64 = 300;
+    let (group, mut neighbour) = connected();
+    let sends: Vec<_> = (0..MANY)
+        .map(|_| group.send(Tensor::zeros(DType::U8, 1), 1, 3).unwrap())
+        .collect();
+    let mut taken = Vec::new();
+    let until = soon();
+    while taken.len() < sends.len() {
+        assert!(!ftcore::time_left(until).is_zero(), "{} offers came", taken.len());
+        let reader = &mut neighbour.mail.reader;
+        if reader.available(Control::BYTES + 1).unwrap() <= Control::BYTES {
+            neighbour.mail.bell.ring();
+            std::thread::yield_now();
+            continue;
+        }
+        let offer = Control::decode(&reader.peek().unwrap()).unwrap();
+        assert_eq!(offer.kind, ControlKind::Inline);
+        reader.take(Control::BYTES + 1);
+        reader.pad();
+        reader.release();
+        taken.push((frame(ControlKind::Taken, offer.id, 0), 0));
+    }
+    for (header, _) in &taken {
+        neighbour.mail.writer.put(&header.encode());
+        neighbour.mail.writer.pad();
+    }
+    // Not rung: rank 0 wakes for the good-bye, and finds more answers than it reads at a time.
+    neighbour.mail.writer.publish();
+    neighbour.leave();
+    for send in sends {
+        send.wait(soon()).unwrap();
+    }
+}
+
+#[test]
+fn what_a_neighbour_wrote_while_its_ring_was_being_read_counts_although_its_good_bye_is_known() {
+    let (group, mut neighbour) = connected();
+    let (shared, _) = group.ready(&ftcore::SubmitOptions::by(soon())).unwrap();
+    // This thread drives the messages.
+    let mut mail = shared.lock().mail.take().unwrap();
+    let receive = group.recv(Tensor::zeros(DType::U8, 8), 1, 3).unwrap();
+    mail.turn(&shared).unwrap();
+    write(&mut neighbour, &[(inline(8), 8)]);
+    let fate = Fate {
+        left: true,
+        text: "done".into(),
+    };
+    shared.tell_fate(1, fate);
+    // Between the look at its ring and the verdict.
+    mail.judge(&shared).unwrap();
+    mail.turn(&shared).unwrap();
+    assert_eq!(receive.take_tensor().unwrap().bytes(), [1; 8]);
+    let receive = group.recv(Tensor::zeros(DType::U8, 8), 1, 3).unwrap();
+    let error = mail.turn(&shared).unwrap_err();
+    assert!(error.to_string().contains("left the group (done)"), "{error}");
+    shared.give_back_mail(mail, Taken::Caller);
+    group.abort("over");
+    receive.wait(soon()).unwrap_err();
 }

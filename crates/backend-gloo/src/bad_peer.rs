@@ -426,6 +426,13 @@ impl Neighbour {
         }
     }
 
+    /// Says good-bye and closes.
+    pub(crate) fn leave(&mut self) {
+        let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
+        self.control.write_all(&good_bye).unwrap();
+        self.control.shutdown(std::net::Shutdown::Both).unwrap();
+    }
+
     fn write(&mut self, bytes: &[u8]) {
         self.shared.writer.put(bytes);
         self.shared.writer.publish();

@@ -20,7 +20,7 @@ use crate::waiter::Patience;
 
 /// A data connection that breaks gets this long until the control connection has said why.
 pub(crate) const GRACE: Duration = Duration::from_millis(50);
-/// As long again and again, at most, if the engine's thread does not get to look there.
+/// A rank that has left gets this long, from the last that came of it, until its connection has ended.
 pub(crate) const LAST_GRACE: Duration = Duration::from_secs(1);
 /// Ranks other than 0 give rank 0 of a monitored barrier this long after the deadline to name the missing ones.
 const VERDICT: Duration = Duration::from_millis(500);
@@ -223,7 +223,8 @@ impl Lane {
         match fate {
             Some(fate) if fate.left => lost(port, &format!("left the group ({})", fate.text)),
             Some(fate) => lost(port, &fate.text),
-            None if waited >= LAST_GRACE || (waited >= GRACE && looked) => {
+            // However long that takes: a process that was stopped or had no core has heard nothing yet. The operation's deadline stands.
+            None if waited >= GRACE && looked => {
                 let how = port.closed().unwrap_or("closed the connection").to_string();
                 lost(port, &how)
             }

@@ -4,11 +4,12 @@
 use std::io::Write;
 use std::net::Shutdown;
 use std::sync::Arc;
+use std::sync::mpsc::channel;
 use std::time::Duration;
 
 use ftcore::{
-    DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Store,
-    Tensor, Work, time_left,
+    Collective, DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Store, SubmitOptions, Tensor, Work, time_left,
 };
 
 use crate::GlooGroup;
@@ -24,34 +25,44 @@ struct Scene {
     two: Stranger,
 }
 
+/// Rank 0's group and the other two.
+fn connected() -> (GlooGroup, Stranger, Stranger) {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    let mut options = GroupOptions::default();
+    options.hints.insert("transport".into(), "tcp".into());
+    let group = GlooGroup::new("words", options).unwrap();
+    let (one, two) = std::thread::scope(|scope| {
+        let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 3)).unwrap());
+        let others = [1, 2].map(|rank| Stranger::connect_as(&store, rank, 3));
+        ours.join().unwrap();
+        others.into()
+    });
+    (group, one, two)
+}
+
+/// Rank 1 says that it has lost rank 2.
+fn speak(one: &mut Stranger) {
+    let text = b"peer 2 closed the connection";
+    let header = Control {
+        code: code_of(ErrorKind::PeerLost),
+        a: 2,
+        ..frame(ControlKind::Abort, 0, text.len() as u64)
+    };
+    one.control.write_all(&header.encode()).unwrap();
+    one.control.write_all(text).unwrap();
+}
+
 impl Scene {
     fn new() -> Self {
-        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        let mut options = GroupOptions::default();
-        options.hints.insert("transport".into(), "tcp".into());
-        let group = GlooGroup::new("words", options).unwrap();
-        let (one, two) = std::thread::scope(|scope| {
-            let ours = scope.spawn(|| group.configure(configuration(&store, 1, 0, 3)).unwrap());
-            let others = [1, 2].map(|rank| Stranger::connect_as(&store, rank, 3));
-            ours.join().unwrap();
-            others.into()
-        });
+        let (group, one, two) = connected();
         let sum = group
             .allreduce(Tensor::zeros(DType::F32, 1000), ReduceOp::Sum)
             .unwrap();
         Self { group, sum, one, two }
     }
 
-    /// Rank 1 says that it has lost rank 2.
     fn speak(&mut self) {
-        let text = b"peer 2 closed the connection";
-        let header = Control {
-            code: code_of(ErrorKind::PeerLost),
-            a: 2,
-            ..frame(ControlKind::Abort, 0, text.len() as u64)
-        };
-        self.one.control.write_all(&header.encode()).unwrap();
-        self.one.control.write_all(text).unwrap();
+        speak(&mut self.one);
     }
 
     /// The parts of both in the pending sum.
@@ -161,22 +172,61 @@ fn receiving() -> (GlooGroup, Work, Stranger) {
 
 #[test]
 fn a_message_that_is_slower_than_the_good_bye_of_its_sender_is_received() {
-    let arrives = || {
-        let (_group, receive, mut one) = receiving();
-        let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
-        one.control.write_all(&good_bye).unwrap();
-        // So that the good-bye is heard first; whether it is only decides what is tested.
-        std::thread::sleep(Duration::from_millis(5));
-        let message = Control {
-            a: 3,
-            ..frame(ControlKind::Inline, 0, 100)
-        };
-        // Given up already if this thread had no core for long.
-        let _ = one.messages.write_all(&message.encode());
-        let _ = one.messages.write_all(&[7; 100]);
-        receive.wait(soon()).is_ok() && receive.take_tensor().unwrap().bytes() == [7; 100]
+    let (_group, receive, mut one) = receiving();
+    let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
+    one.control.write_all(&good_bye).unwrap();
+    one.control.shutdown(Shutdown::Both).unwrap();
+    let message = Control {
+        a: 3,
+        ..frame(ControlKind::Inline, 0, 100)
     };
-    assert!((0..5).any(|_| arrives()));
+    // In pieces, each later than a rank that is gone is waited for, as over a slow link.
+    for piece in message.encode().chunks(8).chain([&[7; 50][..], &[7; 50]]) {
+        std::thread::sleep(Duration::from_millis(30));
+        one.messages.write_all(piece).unwrap();
+    }
+    assert_eq!(receive.take_tensor().unwrap().bytes(), [7; 100]);
+}
+
+#[test]
+fn a_rank_that_could_not_listen_for_long_blames_nobody_before_it_has_listened() {
+    let (group, mut one, _two) = connected();
+    // The engine's thread is held up, as in a process that was stopped or got no core, while the caller of a blocking call goes on.
+    let (go, gone) = channel::<()>();
+    let (holding, held) = channel();
+    let receive = group.recv(Tensor::zeros(DType::U8, 1), 1, 3).unwrap();
+    receive.on_complete(move |_| {
+        holding.send(()).unwrap();
+        let _ = gone.recv_timeout(time_left(soon()));
+    });
+    let message = Control {
+        a: 3,
+        ..frame(ControlKind::Inline, 0, 1)
+    };
+    one.messages.write_all(&message.encode()).unwrap();
+    one.messages.write_all(&[7]).unwrap();
+    held.recv_timeout(time_left(soon())).unwrap();
+    let error = std::thread::scope(|scope| {
+        let call = scope.spawn(|| {
+            let op = Collective::AllReduce {
+                tensors: vec![Tensor::zeros(DType::F32, 1000)],
+                op: ReduceOp::Sum,
+            };
+            group
+                .run_blocking(op, SubmitOptions::by(soon()))
+                .unwrap_err()
+                .error
+        });
+        speak(&mut one);
+        one.control.shutdown(Shutdown::Both).unwrap();
+        one.data.shutdown(Shutdown::Both).unwrap();
+        // For so long; nothing else happens.
+        std::thread::sleep(Duration::from_millis(1300));
+        go.send(()).unwrap();
+        call.join().unwrap()
+    });
+    blames_rank_2(&error);
+    blames_rank_2(&group.error().unwrap());
 }
 
 #[test]

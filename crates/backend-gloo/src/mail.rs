@@ -4,6 +4,7 @@
 //! or receive on a group without other messages (`postman`). Ranks of this host are reached through rings in shared memory (`near`), the others over a
 //! connection that has nothing but messages (`far`). While nothing is pending here nobody looks: what others send waits in the rings and sockets.
 
+mod ends;
 mod far;
 pub(crate) mod near;
 
@@ -12,12 +13,13 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
+use ends::End;
 use ftcore::{DType, Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::buffers::go_on;
 use crate::exec::Place;
-use crate::lane::{GRACE, LAST_GRACE};
+use crate::lane::GRACE;
 use crate::p2p::{Messages, Way};
 use crate::queue::{Shared, Submission, later};
 use crate::transport::shm::{MAIL, Rings};
@@ -171,6 +173,10 @@ pub(crate) struct Mail {
     /// Likewise.
     pub(crate) outboxes: Vec<Option<Outbox>>,
     pub(crate) messages: Messages,
+    /// By rank.
+    ends: Vec<End>,
+    /// How many fates of other ranks are in there.
+    fates: usize,
     pub(crate) patience: Patience,
     /// There are as many cores as ranks: a look keeps nobody from running.
     pub(crate) spins: bool,
@@ -193,6 +199,8 @@ impl Mail {
             inboxes,
             outboxes,
             messages: Messages::new(place),
+            ends: (0..place.world).map(|_| End::default()).collect(),
+            fates: 0,
             patience: match all_near {
                 true => Patience::yielding(YIELDS),
                 false => Patience::with_sockets(),
@@ -218,19 +226,23 @@ impl Mail {
     /// Takes what was submitted, reads and writes what goes. True if anything moved.
     pub(crate) fn turn(&mut self, shared: &Shared) -> Result<bool> {
         go_on(shared.interrupt())?;
-        // Looked at before the rings: what a peer wrote before it went is there to be read.
-        let trouble = shared.in_trouble();
+        // Before the rings: what a rank wrote before it went is there to be read.
+        self.take_in(shared);
         let mut moved = false;
         for s in shared.take_messages() {
             moved = true;
             self.submit(s)?;
         }
         for rank in 0..self.place.world {
-            moved |= self.read(rank).map_err(|e| self.blame(rank, e))?;
+            let heard = self.read(rank).map_err(|e| self.blame(rank, e))?;
+            if let Some(end) = self.ends.get_mut(rank as usize) {
+                end.hears(heard);
+            }
+            moved |= heard;
             moved |= self.write(rank).map_err(|e| self.blame(rank, e))?;
         }
         self.outboxes.iter_mut().flatten().for_each(Outbox::ring);
-        if trouble || !self.place.near {
+        if self.fates > 0 || !self.place.near {
             self.judge(shared)?;
         }
         Ok(moved)
@@ -325,72 +337,10 @@ impl Mail {
         Ok(moved)
     }
 
-    /// A rank that something pending needs has gone, or its loss was reported: nothing more comes.
-    ///
-    /// What a rank sent before it went is in its ring, or comes over the connection before that ends: the end is waited for, and likewise
-    /// what the rank has to say on its control connection if this one ends first.
-    fn judge(&mut self, shared: &Shared) -> Result<()> {
-        for (inbox, outbox) in self.inboxes.iter_mut().zip(&self.outboxes) {
-            let (Some(inbox), Some(outbox)) = (inbox, outbox) else {
-                continue;
-            };
-            let closed = match (&*inbox, &outbox.out) {
-                (Inbox::Far(inbox), Out::Far(out)) => {
-                    let (read, write) = (&inbox.link.read_closed, &out.link.write_closed);
-                    read.clone().or_else(|| write.clone())
-                }
-                _ => None,
-            };
-            if (closed.is_none() && !shared.in_trouble()) || !self.messages.needs(outbox.rank) {
-                continue;
-            }
-            // What a rank said is told before it is told that it has gone.
-            let fate = shared.fate(outbox.rank);
-            let report = shared.report();
-            if fate.is_some()
-                && let Some(report) = report
-            {
-                return Err(report);
-            }
-            if let Inbox::Far(inbox) = inbox {
-                if fate.is_none() && closed.is_none() {
-                    continue;
-                }
-                let now = Instant::now();
-                if inbox.suspect.is_none() {
-                    shared.waker().wake();
-                }
-                let (since, looks) = *inbox.suspect.get_or_insert_with(|| (now, shared.looks()));
-                let waited = now.duration_since(since);
-                // One look may have begun before.
-                let looked = shared.looks() >= looks + 2;
-                if fate.is_none() && waited >= GRACE && !looked {
-                    shared.waker().wake();
-                }
-                let over = waited >= LAST_GRACE || (waited >= GRACE && (looked || fate.is_some()));
-                if !over && (fate.is_none() || closed.is_none()) {
-                    continue;
-                }
-            }
-            let how = match (fate, closed) {
-                (Some(fate), _) if fate.left => format!("left the group ({})", fate.text),
-                (Some(fate), _) => fate.text,
-                (None, Some(closed)) => closed,
-                (None, None) => continue,
-            };
-            let error = outbox.blame(Error::new(ErrorKind::PeerLost, how));
-            return Err(error.with_epoch(self.place.epoch));
-        }
-        Ok(())
-    }
-
     /// When the driver must look again, whatever happens.
     pub(crate) fn next_deadline(&self) -> Option<Instant> {
         let now = Instant::now();
-        let suspects = self.inboxes.iter().flatten().filter_map(|inbox| match inbox {
-            Inbox::Far(inbox) => inbox.suspect,
-            Inbox::Near(_) => None,
-        });
+        let suspects = self.ends.iter().filter_map(|end| end.silent);
         let looks = suspects.map(|(since, _)| match now.saturating_duration_since(since) < GRACE {
             true => later(since, GRACE),
             false => later(now, GRACE / 10),

@@ -79,6 +79,11 @@ impl Shared {
         found.map(|(_, fate)| fate.clone())
     }
 
+    /// All fates but the first `known`, in the order in which they were told.
+    pub(crate) fn fates_from(&self, known: usize) -> Vec<(u32, Fate)> {
+        self.news().fates.get(known..).unwrap_or_default().to_vec()
+    }
+
     /// A loss that another rank reported.
     pub(crate) fn report(&self) -> Option<Error> {
         if !self.in_trouble() {

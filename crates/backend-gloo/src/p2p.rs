@@ -77,6 +77,18 @@ struct Offer {
     count: u64,
 }
 
+impl Offer {
+    fn of(rank: u32, frame: &Control) -> Self {
+        Self {
+            peer: rank,
+            id: frame.id,
+            tag: frame.a,
+            dtype: frame.code,
+            count: frame.length,
+        }
+    }
+}
+
 /// A receive whose bytes are coming.
 struct Arriving {
     batch: u64,
@@ -322,13 +334,7 @@ impl Messages {
                         "offers more than {MAX_OFFERS} messages at once"
                     )));
                 }
-                let offer = Offer {
-                    peer: rank,
-                    id: frame.id,
-                    tag: frame.a,
-                    dtype: frame.code,
-                    count: frame.length,
-                };
+                let offer = Offer::of(rank, frame);
                 let found = self
                     .posted
                     .iter()
@@ -364,6 +370,26 @@ impl Messages {
             }
             _ => Ok(()),
         }
+    }
+
+    /// The receive that an offer of `rank` meets whose bytes come along. `None` if none is posted: then it is an offer like any other, and the
+    /// bytes are let go.
+    fn met_inline<W: Way>(
+        &mut self,
+        rank: u32,
+        frame: &Control,
+        ways: &mut [Option<W>],
+    ) -> Result<Option<Posted>> {
+        let found = self
+            .posted
+            .iter()
+            .position(|p| p.tag == frame.a && p.peer.is_none_or(|p| p == rank));
+        let Some(posted) = found.and_then(|i| self.posted.remove(i)) else {
+            self.frame(rank, &frame.as_offer(), ways)?;
+            return Ok(None);
+        };
+        self.check(&Offer::of(rank, frame), &posted)?;
+        Ok(Some(posted))
     }
 
     fn one_done(&mut self, key: u64) {

@@ -202,7 +202,7 @@ fn start(engine: &Arc<Engine>, key: Key) -> Result<Lane> {
 fn carry(
     engine: &Arc<Engine>,
     key: Key,
-    cell: &OnceLock<Comm>,
+    cell: &Arc<OnceLock<Comm>>,
     stream: &CudaStream,
     message: &Message,
 ) -> Result<()> {
@@ -213,7 +213,16 @@ fn carry(
         Some(comm) => comm,
         None => {
             let comm = connect(engine, key, flight.deadline)?;
-            cell.get_or_init(|| comm)
+            let comm = cell.get_or_init(|| comm);
+            // The abort of a group that has failed meanwhile has not seen it.
+            if let Some(error) = engine.failure() {
+                let late = cell.clone();
+                threads::errand("ox-nccl-abort", move || {
+                    late.get().iter().for_each(|comm| comm.abort());
+                });
+                return Err(error);
+            }
+            comm
         }
     };
     comm.settle(flight.deadline, &stop)?;

@@ -22,7 +22,7 @@ pub(crate) const HINT_REUSE: &str = "hint:reuse_communicators";
 /// An abort takes so much longer, at the most (INV-2).
 pub(crate) const HINT_REVOKE: &str = "hint:revoke_ms";
 /// Half of what an abort may take.
-const REVOKE: Duration = Duration::from_millis(40);
+pub(crate) const REVOKE: Duration = Duration::from_millis(40);
 const LONGEST_REVOKE: u64 = 60_000;
 
 /// What the library at hand has, as far as options depend on it.

@@ -11,6 +11,7 @@ use ftcore::{Error, ErrorKind, deadline_in, time_left};
 
 use crate::bounded::bounded;
 use crate::engine::Engine;
+use crate::options::REVOKE;
 use crate::plan::{CommId, Holding, How};
 use crate::raw::{Comm, give_up};
 
@@ -46,6 +47,14 @@ impl Legacy {
 
     fn lock(&self) -> MutexGuard<'_, (Fate, bool)> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How much longer an abort may take than one without a revocation, or with one by the default.
+    pub(crate) fn beyond(&self) -> Duration {
+        match self.lock().1 {
+            true => self.revoke.saturating_sub(REVOKE),
+            false => Duration::ZERO,
+        }
     }
 
     /// It is not left to anybody: the group ends, or nobody knows in which state it is.

@@ -18,6 +18,9 @@ const CHECK: Duration = Duration::from_millis(5);
 const GRACE: Duration = Duration::from_millis(80);
 /// As above, until the aborting thread runs at all: on a machine with more threads than cores that alone takes a while.
 const START: Duration = Duration::from_millis(400);
+/// As above: how often is looked in that time where nothing else runs. A machine that lets this thread wait for its turns lets the library
+/// wait for its own, so that the grace goes on (at most by [`START`]) until it has had so many.
+const LOOKS: u32 = 150;
 /// How long an idle communicator gets to flush before it is aborted.
 const PATIENCE: Duration = Duration::from_secs(10);
 
@@ -173,13 +176,21 @@ fn fail_all(engine: &Arc<Engine>) -> End {
         engine.legacy.lose();
     }
     let latest = deadline_in(if started.is_ok() { START } else { Duration::ZERO });
-    let until = || begun.get().map_or(latest, |began: &Instant| *began + GRACE);
+    let grace = GRACE + engine.legacy.beyond();
+    let is_over = |more: Duration| {
+        let until = begun
+            .get()
+            .map_or(latest, |began: &Instant| *began + grace + more);
+        time_left(until).is_zero()
+    };
+    let mut looks = 0;
     let quiet = engine.quiesce(deadline_in(GRACE));
     let mut pending = engine.take_flights();
     // Behind everything that was enqueued before the abort, even by calls that failed half way.
     let mut last: Option<Arc<CudaEvent>> = None;
     let mut drained = false;
-    while !time_left(until()).is_zero() && !pending.is_empty() {
+    while !pending.is_empty() && (!is_over(Duration::ZERO) || (looks < LOOKS && !is_over(START))) {
+        looks += 1;
         // Nothing is given back before the library has let go, even if its events say that it is done.
         if aborted.load(Ordering::Acquire) {
             if last.is_none() {

@@ -234,7 +234,7 @@ pub(crate) fn ranks(list: &[u32]) -> String {
 }
 
 /// Text from another process, cut and without control characters.
-fn clean(bytes: &[u8]) -> String {
+pub(crate) fn clean(bytes: &[u8]) -> String {
     let bytes = bytes.get(..bytes.len().min(LONGEST)).unwrap_or(bytes);
     String::from_utf8_lossy(bytes)
         .chars()

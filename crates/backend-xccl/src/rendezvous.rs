@@ -14,7 +14,7 @@ use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use oneccl_sys::{Flavour, Library, UniqueId};
 
 use crate::engine::{Comms, with_messages};
-use crate::news::{Channel, ranks};
+use crate::news::{Channel, clean, ranks};
 use crate::raw::comm::{self, Comm};
 use crate::raw::exit::{self, Stuck};
 
@@ -230,18 +230,36 @@ fn start(
 ) -> Result<Comm> {
     let key = channel.key("id");
     let id = if rank == 0 {
-        let id = comm::unique_id(library)?;
-        channel.store().set(&key, &id.to_bytes(), deadline)?;
-        id
+        let made = comm::unique_id(library);
+        // The others hear why there is none instead of waiting for it.
+        let told = made.as_ref().map_or_else(why_not, UniqueId::to_bytes);
+        channel.store().set(&key, &told, deadline)?;
+        made?
     } else {
         let bytes = channel.store().get(&key, deadline).map_err(|e| phase(e, "id"))?;
-        UniqueId::from_bytes(&bytes).ok_or_else(|| {
-            let text = format!("rank 0's id has {} bytes, not {}", bytes.len(), UniqueId::BYTES);
-            Error::new(ErrorKind::Protocol, text).with_peer(0)
-        })?
+        UniqueId::from_bytes(&bytes).ok_or_else(|| no_id(&bytes))?
     };
     tracing::debug!(?id, rank, world, "starting a oneCCL communicator");
     Comm::init(library, id, rank, world)
+}
+
+/// What rank 0 says in place of an id.
+const NO_ID: &[u8] = b"none: ";
+
+fn why_not(error: &Error) -> Vec<u8> {
+    let text: String = error.to_string().chars().take(UniqueId::BYTES / 8).collect();
+    [NO_ID, text.as_bytes()].concat()
+}
+
+fn no_id(bytes: &[u8]) -> Error {
+    match bytes.strip_prefix(NO_ID) {
+        Some(why) => Error::new(ErrorKind::Backend, format!("rank 0 has no id: {}", clean(why))),
+        None => {
+            let text = format!("rank 0's id has {} bytes, not {}", bytes.len(), UniqueId::BYTES);
+            Error::new(ErrorKind::Protocol, text)
+        }
+    }
+    .with_peer(0)
 }
 
 fn phase(error: Error, name: &str) -> Error {

@@ -14,11 +14,13 @@ use std::time::{Duration, Instant};
 use backend_xccl::{XcclFactory, XcclGroup};
 use ftcore::registry::BackendFactory;
 use ftcore::{
-    Collective, Configuration, DType, Epoch, ErrorKind, Feature, GroupOptions, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
+    Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, Feature, GroupOptions, ProcessGroup,
+    ProcessGroupExt, ReduceOp, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
 };
+use isolate::{IsolateOptions, IsolatedGroup};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use oneccl_sys::output::ENV_STDOUT;
+use oneccl_sys::{DataType, Flavour, Library, RedOp, ResultCode, UniqueId};
 
 const CASE: &str = "OXCCL_LIFECYCLE_CASE";
 const RANK: &str = "OXCCL_LIFECYCLE_RANK";
@@ -47,7 +49,41 @@ struct Case {
     body: fn(&Rank) -> Outcome,
 }
 
-const CASES: [Case; 9] = [
+/// Of a transport that oneCCL does not have, and what it says then.
+const NO_TRANSPORT: &[(&str, &str)] = &[("CCL_ATL_TRANSPORT", "pigeons")];
+const ITS_WORDS: &str = "CCL_ATL_TRANSPORT: unexpected value: pigeons";
+/// Of a provider that libfabric does not have.
+const NO_PROVIDER: &[(&str, &str)] = &[("FI_PROVIDER", "pigeons")];
+
+const CASES: [Case; 13] = [
+    Case {
+        name: "the_librarys_own_words_are_in_the_error_of_all_ranks",
+        world: 2,
+        together: true,
+        environment: NO_TRANSPORT,
+        body: no_transport,
+    },
+    Case {
+        name: "the_librarys_own_words_come_through_a_child_process",
+        world: 2,
+        together: true,
+        environment: NO_TRANSPORT,
+        body: no_transport_in_a_child,
+    },
+    Case {
+        name: "a_communicator_that_does_not_start_is_the_librarys_error",
+        world: 2,
+        together: true,
+        environment: NO_PROVIDER,
+        body: no_provider,
+    },
+    Case {
+        name: "the_words_of_a_call_on_a_live_communicator_are_read_and_it_goes_on",
+        world: 1,
+        together: true,
+        environment: &[],
+        body: words_of_calls,
+    },
     Case {
         name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
         world: 2,
@@ -137,6 +173,113 @@ fn group(rank: &Rank, options: GroupOptions) -> Result<XcclGroup, Failed> {
     let group = XcclGroup::new("lifecycle", options)?;
     group.configure(configuration(rank, 2, 1))?;
     Ok(group)
+}
+
+/// What a failed `configure` says: the library's code, call and words.
+fn said(e: &Error, call: &str, words: &str) -> Outcome {
+    let text = e.to_string();
+    ensure(
+        e.kind() == ErrorKind::Backend && text.contains(call) && text.contains(words),
+        || format!("{:?}: {text}", e.kind()),
+    )
+}
+
+fn failed_start(rank: &Rank, group: &dyn ProcessGroup) -> Result<Error, Failed> {
+    let failed = group.configure(configuration(rank, 2, 1)).err();
+    failed.ok_or_else(|| "it started".into())
+}
+
+fn no_transport_of(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
+    let began = Instant::now();
+    let e = failed_start(rank, group)?;
+    said(&e, "onecclGetUniqueId failed", ITS_WORDS)?;
+    let (code, peer) = match rank.rank {
+        0 => (Some(i64::from(ResultCode::PLUGIN_EXCEPTION.0)), None),
+        _ => (None, Some(0)),
+    };
+    ensure((e.code(), e.context().peer) == (code, peer), || {
+        format!("{:?}, {:?}: {e}", e.code(), e.context().peer)
+    })?;
+    // Long before the deadline, which is 30 s away.
+    ensure(began.elapsed() < Duration::from_secs(20), || {
+        format!("{:?}", began.elapsed())
+    })
+}
+
+fn no_transport(rank: &Rank) -> Outcome {
+    no_transport_of(rank, &XcclGroup::new("lifecycle", GroupOptions::default())?)
+}
+
+fn no_transport_in_a_child(rank: &Rank) -> Outcome {
+    no_transport_of(
+        rank,
+        &IsolatedGroup::new(IsolateOptions::new("xccl", Device::CPU))?,
+    )
+}
+
+fn no_provider(rank: &Rank) -> Outcome {
+    let group = XcclGroup::new("lifecycle", GroupOptions::default())?;
+    let e = failed_start(rank, &group)?;
+    said(
+        &e,
+        "onecclCommInitRank failed",
+        "Plugin could not initialize communicator",
+    )?;
+    ensure(e.code() == Some(ResultCode::PLUGIN_EXCEPTION.0.into()), || {
+        format!("{:?}", e.code())
+    })
+}
+
+/// Calls that the backend never makes, on a communicator of one rank.
+fn words_of_calls(_: &Rank) -> Outcome {
+    let library = Library::open(Flavour::Host)?;
+    let (f, none) = (&library.functions, std::ptr::null_mut());
+    let (mut id, mut comm) = (UniqueId::zeroed(), std::ptr::null_mut());
+    let mut data = [1f32, 2.0];
+    let at: *mut std::ffi::c_void = data.as_mut_ptr().cast();
+    // SAFETY: INV-12 the out-parameter is a live id.
+    let code = unsafe { (f.get_unique_id)(&raw mut id) };
+    ensure(code == ResultCode::SUCCESS, || format!("{code:?}"))?;
+    // SAFETY: INV-12 a live out-parameter, and the id from above.
+    let code = unsafe { (f.comm_init_rank)(&raw mut comm, 1, id, 0) };
+    ensure(code == ResultCode::SUCCESS, || format!("{code:?}"))?;
+    let sum = |dtype, op| {
+        // SAFETY: INV-8 two elements in place on a live communicator; the library refuses types and reductions that it does not know.
+        unsafe { (f.all_reduce)(at, at, 2, dtype, op, comm, none) }
+    };
+    let broadcast = |root| {
+        // SAFETY: INV-8 as above; the root is checked by the library.
+        unsafe { (f.broadcast)(at.cast_const(), at, 2, DataType::F32, root, comm, none) }
+    };
+    type Call<'a> = &'a dyn Fn() -> ResultCode;
+    let calls: [(Call<'_>, &str); 3] = [
+        (
+            &|| sum(DataType::F32, RedOp::AVG),
+            "Unsupported onecclRedOp_t value",
+        ),
+        (
+            &|| sum(DataType(99), RedOp::SUM),
+            "Unsupported onecclDataType_t value",
+        ),
+        (&|| broadcast(9), "unexpected root 9, comm size 1"),
+    ];
+    for (call, words) in calls {
+        let code = call();
+        // SAFETY: INV-12 a live communicator.
+        let text = unsafe { library.describe(code, comm) };
+        ensure(
+            code == ResultCode::PLUGIN_EXCEPTION && text.contains(words),
+            || format!("{code:?}: '{text}', not '{words}'"),
+        )?;
+    }
+    ensure(sum(DataType::F32, RedOp::SUM) == ResultCode::SUCCESS, || {
+        "it does not go on".into()
+    })?;
+    // SAFETY: INV-12 nobody is in a call.
+    let code = unsafe { (f.comm_destroy)(comm) };
+    ensure(code == ResultCode::SUCCESS && data == [1.0, 2.0], || {
+        format!("{code:?}, {data:?}")
+    })
 }
 
 fn stuck(rank: &Rank) -> Outcome {
@@ -448,7 +591,13 @@ fn child(name: &str) -> Outcome {
 }
 
 fn main() -> ExitCode {
-    if let Ok(name) = std::env::var(CASE) {
+    let name = std::env::var(CASE).ok();
+    let case = CASES.iter().find(|c| Some(c.name) == name.as_deref());
+    // One case plays such a child itself.
+    if case.is_none_or(|c| c.environment.iter().all(|(name, _)| *name != CHILD_OF)) {
+        isolate::run_child_if_asked();
+    }
+    if let Some(name) = name {
         return match child(&name) {
             Ok(()) => ExitCode::SUCCESS,
             Err(failed) => {

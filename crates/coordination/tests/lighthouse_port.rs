@@ -30,7 +30,8 @@ fn l24_a_direct_call_that_timed_out_leaves_nothing_and_says_why() {
     let lighthouse = lighthouse(2);
     let tool = client(&lighthouse);
     let error = tool
-        .quorum(&member("ghost"), Instant::now() + Duration::from_millis(400))
+        // The answer comes a fifth of it before that, 400 ms at most.
+        .quorum(&member("ghost"), Instant::now() + Duration::from_secs(2))
         .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
     assert!(error.to_string().contains("min_replicas is 2"), "{error}");

@@ -1,5 +1,6 @@
 //! Configuration of a DiLoCo run and its constraints, each with a message that says what to change.
 
+use std::fmt;
 use std::time::Duration;
 
 use ftcore::{Error, Result};
@@ -48,6 +49,15 @@ impl OuterOptimizer {
         }
     }
 
+    /// The name without the numbers: what a saved state of it fits.
+    pub(crate) fn kind(self) -> &'static str {
+        match self {
+            Self::Sgd { .. } => "sgd",
+            Self::Nesterov { .. } => "nesterov",
+            Self::AdamW { .. } => "adamw",
+        }
+    }
+
     fn momentum(self) -> f32 {
         match self {
             Self::Nesterov { momentum, .. } => momentum,
@@ -58,6 +68,17 @@ impl OuterOptimizer {
     fn lr(self) -> f32 {
         match self {
             Self::Sgd { lr } | Self::Nesterov { lr, .. } | Self::AdamW { lr } => lr,
+        }
+    }
+}
+
+impl fmt::Display for OuterOptimizer {
+    /// Equal texts are equal optimizers.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{} with rate {}", self.kind(), self.lr())?;
+        match self {
+            Self::Nesterov { momentum, .. } => write!(f, " and momentum {momentum}"),
+            Self::Sgd { .. } | Self::AdamW { .. } => Ok(()),
         }
     }
 }
@@ -81,7 +102,7 @@ pub struct DilocoConfig {
     /// rounds only and stays bitwise equal on all replicas. With plain SGD this is the published rule exactly; with
     /// momentum the published one also lets each replica's own parts into its momentum. Needs `delay` 0 and `mixing` 0.
     pub eager: bool,
-    /// The outer optimizer.
+    /// The outer optimizer, the same on all replicas: one that heals compares it.
     pub outer: OuterOptimizer,
     /// Where the copies of the parameters lie that a round starts from and a failed commit goes back to. No bit depends on it.
     pub backup: Backup,

@@ -7,7 +7,7 @@ use manager::State;
 use crate::backup::Copies;
 use crate::feedback::Feedback;
 use crate::optim::Optimizer;
-use crate::{FragmentPlan, Parameters};
+use crate::{FragmentPlan, OuterOptimizer, Parameters};
 
 /// One fragment's outer state.
 pub(crate) struct Fragment {
@@ -24,6 +24,7 @@ pub(crate) struct Fragment {
 pub(crate) struct Whole<'a, P> {
     pub(crate) params: &'a mut P,
     pub(crate) plan: &'a FragmentPlan,
+    pub(crate) outer: OuterOptimizer,
     pub(crate) fragments: &'a mut [Fragment],
     pub(crate) count: &'a mut u64,
     pub(crate) feedback: &'a Feedback,
@@ -37,9 +38,11 @@ pub(crate) struct Whole<'a, P> {
 }
 
 const LAYOUT: &str = "diloco.layout";
+const OUTER: &str = "diloco.outer";
 
 impl<P: Parameters> Whole<'_, P> {
-    /// Which parameters are in which fragment, whether updates are eager and errors fed back, in words that are compared.
+    /// Which parameters are in which fragment, whether updates are eager and errors fed back, and what steps on the global copies, in words
+    /// that are compared.
     fn layout(&self) -> String {
         let parts: Vec<String> = (0..self.plan.len())
             .map(|f| {
@@ -59,8 +62,58 @@ impl<P: Parameters> Whole<'_, P> {
         } else {
             "no-error-feedback".to_string()
         };
-        format!("{updates} {feedback} {}", parts.join(" | "))
+        let outer = self.outer.kind();
+        format!("{updates} {feedback} {outer} {}", parts.join(" | "))
     }
+
+    /// Refuses a state that would not go on here as it does where it comes from. A replica's own may: a rate can be changed between two
+    /// runs, on all replicas.
+    fn check(&self, from: &StateDict) -> Result<()> {
+        let said = |key| from.metadata().get(key).map_or("", String::as_str);
+        let (own, theirs) = (self.layout(), said(LAYOUT));
+        if own != theirs {
+            return Err(Error::invalid(format!(
+                "the source's parameters or fragments are not laid out like this replica's: {}. All replicas of a run \
+                 need the same model, fragments, outer optimizer and error feedback",
+                layout_difference(&own, theirs)
+            )));
+        }
+        let (own, theirs) = (self.outer.to_string(), said(OUTER));
+        if self.own || own == theirs {
+            return Ok(());
+        }
+        Err(Error::invalid(format!(
+            "the outer optimizer here is {own}, at the source {theirs}: each round would take the replicas further apart. Give all \
+             replicas of a run the same"
+        )))
+    }
+
+    /// The outer optimizers as they stand in `from`, each tried on values of its fragment's sizes.
+    fn optimizers(&self, from: &StateDict) -> Result<Vec<Box<dyn Optimizer>>> {
+        let loaded = self.fragments.iter().enumerate().map(|(f, fragment)| {
+            let mut optimizer = fragment.optimizer.boxed_clone();
+            optimizer.load(&outer_prefix(f), from)?;
+            let mut trial = optimizer.boxed_clone();
+            trial.begin_step();
+            for (slot, count) in fragment.global.counts().enumerate() {
+                let zeros = vec![0.0; count];
+                trial.update(slot, &mut zeros.clone(), &zeros).map_err(|e| {
+                    let text = format!(
+                        "the outer optimizer's state does not fit fragment {f}: {}",
+                        e.message()
+                    );
+                    Error::new(ErrorKind::Corrupt, text)
+                })?;
+            }
+            Ok(optimizer)
+        });
+        loaded.collect()
+    }
+}
+
+/// Under this the outer optimizer of a fragment stands in a state.
+fn outer_prefix(fragment: usize) -> String {
+    format!("outer.{fragment}")
 }
 
 /// The first place where two layouts differ, in words.
@@ -83,6 +136,7 @@ fn layout_difference(own: &str, theirs: &str) -> String {
 impl<P: Parameters> State for Whole<'_, P> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         out.set_metadata(LAYOUT, self.layout());
+        out.set_metadata(OUTER, self.outer.to_string());
         out.insert_i64s("diloco/count", &[i64::try_from(*self.count).unwrap_or(i64::MAX)])?;
         for i in 0..self.params.len() {
             let mut saved = Ok(());
@@ -105,7 +159,7 @@ impl<P: Parameters> State for Whole<'_, P> {
                     })?;
                 }
             }
-            fragment.optimizer.save(&format!("outer.{f}"), out)?;
+            fragment.optimizer.save(&outer_prefix(f), out)?;
         }
         self.feedback.save(out)?;
         self.inner.save(out)
@@ -113,15 +167,7 @@ impl<P: Parameters> State for Whole<'_, P> {
 
     fn load(&mut self, from: &StateDict) -> Result<()> {
         // Everything is checked and read before anything is written, so that a bad state changes nothing.
-        let own = self.layout();
-        let theirs = from.metadata().get(LAYOUT).map_or("", String::as_str);
-        if own != theirs {
-            return Err(Error::invalid(format!(
-                "the source's parameters or fragments are not laid out like this replica's: {}. All replicas of a run \
-                 need the same model, fragments and error feedback",
-                layout_difference(&own, theirs)
-            )));
-        }
+        self.check(from)?;
         let count = from
             .get_i64s("diloco/count")?
             .first()
@@ -152,10 +198,11 @@ impl<P: Parameters> State for Whole<'_, P> {
             });
             bases.push(base.transpose()?);
         }
+        let optimizers = self.optimizers(from)?;
         self.feedback.load(from, self.own)?;
-        self.inner.load(from)?;
-        // From here on only a device, or a damaged state of an optimizer, can say no.
-        let written = self.write(from, &locals, &globals, &bases);
+        // From here on only the training loop's own state, or a device, can say no.
+        let inner = self.inner.load(from);
+        let written = inner.and_then(|()| self.write(&locals, &globals, &bases, optimizers));
         if let Err(e) = &written {
             *self.torn = Some(e.clone());
         }
@@ -169,10 +216,10 @@ impl<P: Parameters> Whole<'_, P> {
     /// `locals` and `globals` by parameter, `bases` by fragment and slot.
     fn write(
         &mut self,
-        from: &StateDict,
         locals: &[Vec<f32>],
         globals: &[Vec<f32>],
         bases: &[Option<Vec<Vec<f32>>>],
+        optimizers: Vec<Box<dyn Optimizer>>,
     ) -> Result<()> {
         for (i, values) in locals.iter().enumerate() {
             self.params.write(i, &mut |p| p.copy_from_slice(values))?;
@@ -188,7 +235,9 @@ impl<P: Parameters> Whole<'_, P> {
                     copies.store(slot, values)?;
                 }
             }
-            fragment.optimizer.load(&format!("outer.{f}"), from)?;
+        }
+        for (fragment, optimizer) in self.fragments.iter_mut().zip(optimizers) {
+            fragment.optimizer = optimizer;
         }
         Ok(())
     }

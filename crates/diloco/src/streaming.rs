@@ -78,6 +78,7 @@ pub struct Diloco<R, P> {
     healed: Option<Healed>,
     sync: Duration,
     failed_attempts: u32,
+    before_reduce: Option<Box<dyn FnMut(i64) + Send>>,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
 }
 
@@ -119,6 +120,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             healed: None,
             sync: Duration::ZERO,
             failed_attempts: 0,
+            before_reduce: None,
             on_reduce: None,
         })
     }
@@ -144,6 +146,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// The replica, to ask for its step or traffic.
     pub fn replica(&self) -> &R {
         &self.replica
+    }
+
+    /// Calls `f(step)` right before a round's all-reduces are handed to the group, at every attempt. With a quantised group that rounds
+    /// at random, `f` is `QuantizedGroup::start_round`: what is drawn then follows from the step alone, and a round that is done again, or a
+    /// run that goes on after it was stopped, sends the same bytes.
+    pub fn before_reduce(&mut self, f: impl FnMut(i64) + Send + 'static) {
+        self.before_reduce = Some(Box::new(f));
     }
 
     /// Calls `f(step, epoch)` whenever a round's all-reduce has been handed to the group, for progress displays.
@@ -194,11 +203,26 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// Runs `f` with the parameters set to the global ones (what one evaluates and ships), then puts the local ones back.
+    ///
+    /// Errors: only those of a device that holds parameters or copies; if the local ones cannot be put back, the state is of no step.
     pub fn with_global<T>(&mut self, f: impl FnOnce(&P) -> T) -> Result<T> {
         let mut locals = Vec::with_capacity(self.params.len());
         for i in 0..self.params.len() {
             self.params.read(i, &mut |v| locals.push(v.to_vec()))?;
         }
+        let result = self.show_global().map(|()| f(&self.params));
+        for (i, values) in locals.iter().enumerate() {
+            let back = self.params.write(i, &mut |p| p.copy_from_slice(values));
+            if let Err(e) = &back {
+                self.torn = Some(e.clone());
+            }
+            back?;
+        }
+        result
+    }
+
+    /// Sets the parameters to the global ones.
+    fn show_global(&mut self) -> Result<()> {
         for (n, fragment) in self.fragments.iter().enumerate() {
             for (slot, &i) in self.plan.members(n).iter().enumerate() {
                 let params = &mut self.params;
@@ -207,11 +231,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 })?;
             }
         }
-        let result = f(&self.params);
-        for (i, values) in locals.iter().enumerate() {
-            self.params.write(i, &mut |p| p.copy_from_slice(values))?;
-        }
-        Ok(result)
+        Ok(())
     }
 
     /// The number of the fragment of round `step`.
@@ -223,6 +243,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Whole {
             params: &mut self.params,
             plan: &self.plan,
+            outer: self.config.outer,
             fragments: &mut self.fragments,
             count: &mut self.count,
             feedback: &self.feedback,
@@ -331,6 +352,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let mut whole = Whole {
             params: &mut self.params,
             plan: &self.plan,
+            outer: self.config.outer,
             fragments: &mut self.fragments,
             count: &mut self.count,
             feedback: &self.feedback,
@@ -386,6 +408,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             _ => (self.outer_gradient(fragment)?, true),
         };
         self.feedback.begin(fragment);
+        if let Some(f) = &mut self.before_reduce {
+            f(step);
+        }
         let works = gradient
             .chunks(self.config.bucket_elements)
             .map(|bucket| {

@@ -460,6 +460,38 @@ fn inv5_a_committed_round_that_was_applied_in_part_is_nobodys_to_go_on_from() {
 }
 
 #[test]
+fn inv5_a_look_at_the_global_parameters_that_fails_leaves_the_local_ones_or_a_state_of_no_step() {
+    for config in configs() {
+        let expected = expected(&config);
+        let (mut torn, mut whole) = (0, 0);
+        for copies in 0.. {
+            let device = CountedDevice::new();
+            let mut d = begun(on(&device), kept(Backup::Device, &config), |_| {});
+            train(&mut d, 0..5).unwrap();
+            device.fail_after(copies);
+            let looked = d.with_global(|_| ());
+            device.fail_after(usize::MAX);
+            if let Err(e) = d.save(&mut Nothing) {
+                assert!(looked.is_err() && e.kind() == ErrorKind::InvalidState, "{e}");
+                torn += 1;
+                continue;
+            }
+            train(&mut d, 5..13).unwrap();
+            assert!(end(&mut d) == expected, "{config:?}: {copies} copies");
+            if looked.is_ok() {
+                break;
+            }
+            whole += 1;
+        }
+        // While the local parameters are read nothing is lost; from the first write on they cannot be put back.
+        assert!(
+            torn >= 2 * SIZES.len() && whole >= SIZES.len() - 1,
+            "{torn} {whole}"
+        );
+    }
+}
+
+#[test]
 fn tensors_of_another_type_or_device_are_refused_by_name() {
     let (one, two) = (CountedDevice::new(), CountedDevice::new());
     let refused = |tensors: Vec<(&str, ftcore::Tensor)>, says: &str| {

@@ -102,9 +102,11 @@ pub(crate) enum Filled {
 /// The receiving end: bytes and descriptors as they came.
 pub(crate) struct Receiver {
     socket: Arc<OwnedFd>,
+    /// Longer than what it holds: clearing it for every read would cost more than the read.
     buffer: Vec<u8>,
-    /// What was taken out of `buffer` already.
+    /// What is there and was not taken yet.
     start: usize,
+    end: usize,
     fds: VecDeque<OwnedFd>,
     take_fds: bool,
 }
@@ -116,6 +118,7 @@ impl Receiver {
             socket,
             buffer: Vec::new(),
             start: 0,
+            end: 0,
             fds: VecDeque::new(),
             take_fds,
         }
@@ -132,12 +135,17 @@ impl Receiver {
 
     /// Reads once; blocks only if `block`.
     pub(crate) fn fill(&mut self, block: bool) -> Result<Filled> {
-        if self.start > 0 {
-            self.buffer.drain(..self.start);
-            self.start = 0;
+        self.buffer.copy_within(self.start..self.end, 0);
+        self.end -= self.start;
+        self.start = 0;
+        let room = self.end + CHUNK;
+        if self.buffer.len() > room.saturating_mul(4) {
+            // A large frame is not remembered for ever.
+            self.buffer.truncate(room);
+            self.buffer.shrink_to_fit();
+        } else if self.buffer.len() < room {
+            self.buffer.resize(room, 0);
         }
-        let have = self.buffer.len();
-        self.buffer.resize(have + CHUNK, 0);
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FDS))];
         let mut control = if self.take_fds {
             RecvAncillaryBuffer::new(&mut space)
@@ -149,7 +157,7 @@ impl Receiver {
         } else {
             RecvFlags::DONTWAIT
         };
-        let into = self.buffer.get_mut(have..).unwrap_or_default();
+        let into = self.buffer.get_mut(self.end..room).unwrap_or_default();
         let result = recvmsg(
             &*self.socket,
             &mut [IoSliceMut::new(into)],
@@ -168,13 +176,13 @@ impl Receiver {
             Err(Errno::CONNRESET) => (0, Ok(Filled::Closed)),
             Err(e) => (0, Err(Error::io("receive from the other process", e.into()))),
         };
-        self.buffer.truncate(have + bytes);
+        self.end += bytes;
         filled
     }
 
     /// The next whole frame's body. `Protocol` if its length cannot be.
     pub(crate) fn next(&mut self) -> Result<Option<&[u8]>> {
-        let rest = self.buffer.get(self.start..).unwrap_or_default();
+        let rest = self.buffer.get(self.start..self.end).unwrap_or_default();
         let Some((head, rest)) = rest.split_first_chunk::<4>() else {
             return Ok(None);
         };
@@ -193,7 +201,7 @@ impl Receiver {
 
     /// True if more bytes are here than were taken.
     pub(crate) fn has_more(&self) -> bool {
-        self.buffer.len() > self.start
+        self.end > self.start
     }
 
     /// A descriptor that came with the frames so far.
@@ -234,16 +242,23 @@ mod tests {
             });
             let mut r = Receiver::new(Arc::new(b), true);
             let mut got = Vec::new();
+            let mut largest = 0;
             loop {
                 while let Some(body) = r.next().unwrap() {
                     got.push(body.len() - 5);
                     r.next_fd().unwrap();
                 }
+                largest = largest.max(r.buffer.len());
                 if r.fill(true).unwrap() == Filled::Closed {
                     break;
                 }
             }
             assert_eq!(got, sizes);
+            assert!(
+                largest > 1 << 20 && r.buffer.len() <= 4 * CHUNK,
+                "{largest}, {}",
+                r.buffer.len()
+            );
             assert!(r.next_fd().is_err());
         });
     }

@@ -16,13 +16,15 @@ use rustix::process::{Signal, WaitId, WaitIdOptions, kill_process_group, waitid}
 use crate::channel::{Filled, Receiver};
 use crate::link::{LOST, Link};
 use crate::output::Output;
-use crate::wire::frames::Report;
+use crate::wire::frames::{Order, Report};
 use crate::{clock, litter};
 
 /// How often an idle keeper looks at deadlines and unused memory.
 const IDLE: Duration = Duration::from_millis(500);
 /// A child that closed its socket is about to end; it is helped after this.
 const LAST_BREATH: Duration = Duration::from_millis(200);
+/// A child that could not be told of its end, because another thread was sending to it, is told after this.
+const AGAIN: Duration = Duration::from_millis(1);
 /// Output that is taken in one turn.
 const OUTPUT: usize = 256 << 10;
 
@@ -37,6 +39,8 @@ pub(crate) struct Keeper {
     closed: bool,
     /// The end was ordered, and this is when the child is killed.
     kill_at: Option<Instant>,
+    /// It has still to be told of its end.
+    untold: bool,
     killed: Option<Instant>,
     given_up: bool,
 }
@@ -60,6 +64,7 @@ impl Keeper {
             stderr,
             closed: false,
             kill_at: None,
+            untold: false,
             killed: None,
             given_up: false,
             link,
@@ -98,6 +103,9 @@ impl Keeper {
             .flatten()
         {
             wake_at = wake_at.min(at);
+        }
+        if self.untold && self.killed.is_none() && !self.closed {
+            wake_at = wake_at.min(clock::later(Instant::now(), AGAIN));
         }
         let mut fds = vec![
             PollFd::new(&self.link.pidfd, PollFlags::IN),
@@ -179,10 +187,10 @@ impl Keeper {
     fn ordered(&mut self) {
         if let Some(ending) = self.link.ending() {
             let first = self.kill_at.is_none_or(|at| at > ending.kill_at) || self.closed;
-            if self.kill_at.is_none()
-                && let Some(farewell) = &ending.farewell
-            {
-                self.link.farewell(farewell, ending.kill_at);
+            self.untold |= self.kill_at.is_none();
+            if self.untold {
+                let told = |farewell: &Arc<Order>| self.link.farewell(farewell, ending.kill_at);
+                self.untold = !ending.farewell.as_ref().is_none_or(told);
             }
             if first {
                 self.kill_at = Some(ending.kill_at);

@@ -6,11 +6,14 @@
 //! child has ended; for a whole rank that is gone nobody will. Whoever learns of a failure ends its own child.
 
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::part_from;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use crate::front::Front;
@@ -31,7 +34,7 @@ const SILENT: Duration = Duration::from_secs(1);
 const GONE: Duration = Duration::from_millis(40);
 /// How often the watch looks while it waits for a word.
 const SOON: Duration = Duration::from_millis(10);
-/// Work that is still pending this long after a rank has left in good order needed that rank.
+/// Work that has been waiting this long for a rank that has left in good order waits in vain.
 const NEEDED: Duration = Duration::from_secs(2);
 /// A store call of the watch. A store that does not answer does not end a group.
 const CALL: Duration = Duration::from_secs(2);
@@ -47,6 +50,10 @@ enum Stop {
 #[derive(Default)]
 struct Control {
     stop: Option<Stop>,
+    /// What had failed here by then: the others are to hear that.
+    first: Option<Error>,
+    /// Ends once the watch has said what it has to.
+    watch: Option<Receiver<()>>,
     /// From now on nothing that is found concerns the group: it may be in another epoch already.
     closed: bool,
 }
@@ -71,11 +78,17 @@ fn boot() -> String {
     id.trim().to_string()
 }
 
-/// (boot, then process id and start time of the child and of the rank itself): the same processes, if they are on this host and can be
-/// seen.
+/// Where process numbers mean the same: this boot, and the namespace they are counted in.
+fn home() -> String {
+    let space = std::fs::read_link("/proc/self/ns/pid").unwrap_or_default();
+    format!("{} {}", boot(), space.display())
+}
+
+/// (boot, namespace, then process id and start time of the child and of the rank itself): the same processes, if they are on this host and
+/// can be seen.
 fn card(child: u32) -> String {
     let of = |pid: u32| format!("{pid} {}", start_time(pid).unwrap_or_default());
-    format!("{} {} {}", boot(), of(child), of(std::process::id()))
+    format!("{} {} {}", home(), of(child), of(std::process::id()))
 }
 
 fn start_time(pid: u32) -> Option<String> {
@@ -87,22 +100,52 @@ fn start_time(pid: u32) -> Option<String> {
         .map(str::to_string)
 }
 
-/// Pidfds of the child and of the rank of `card`; `None` for one that is on another host or cannot be seen from here.
-fn watchable(card: &str) -> (Option<OwnedFd>, Option<OwnedFd>) {
-    let mut parts = card.split(' ');
-    let theirs = parts.next().unwrap_or_default();
-    if theirs.is_empty() || theirs != boot() {
-        return (None, None);
-    }
+/// What can be seen of a process of another rank.
+enum Seen {
+    /// Its end will be.
+    Watched(OwnedFd),
+    /// It has ended.
+    Gone,
+    /// Nothing: it is on another host, or hidden.
+    Nothing,
+}
+
+/// The child and the rank of `card`.
+fn look_for(card: &str) -> (Seen, Seen) {
+    let home = home();
+    let parts = card
+        .strip_prefix(&home)
+        .filter(|_| !home.starts_with(' ') && !home.ends_with(' '));
+    let mut parts = parts.unwrap_or_default().split(' ').skip(1);
     let mut next = || {
-        let (pid, started) = (parts.next()?, parts.next()?);
-        let number: i32 = pid.parse().ok()?;
-        let fd = pidfd_open(Pid::from_raw(number)?, PidfdFlags::empty()).ok()?;
-        // Looked at after the descriptor holds the process: another process namespace or a number used again shows here.
-        let same = !started.is_empty() && start_time(number.unsigned_abs()).as_deref() == Some(started);
-        same.then_some(fd)
+        let number = parts.next().and_then(|pid| pid.parse::<i32>().ok());
+        let (Some(pid), Some(started)) = (number.and_then(Pid::from_raw), parts.next()) else {
+            return Seen::Nothing;
+        };
+        let fd = match pidfd_open(pid, PidfdFlags::empty()) {
+            Ok(fd) => fd,
+            Err(Errno::SRCH) => return Seen::Gone,
+            Err(_) => return Seen::Nothing,
+        };
+        // Looked at after the descriptor holds the process: a number used again shows here.
+        match start_time(pid.as_raw_nonzero().get().unsigned_abs()) {
+            Some(now) if !started.is_empty() => match now == started {
+                true => Seen::Watched(fd),
+                false => Seen::Gone,
+            },
+            _ => Seen::Nothing,
+        }
     };
     (next(), next())
+}
+
+/// What to watch, or since when there is nothing to.
+fn watched(seen: Seen) -> (Option<OwnedFd>, Option<Instant>) {
+    match seen {
+        Seen::Watched(fd) => (Some(fd), None),
+        Seen::Gone => (None, Some(Instant::now())),
+        Seen::Nothing => (None, None),
+    }
 }
 
 fn prefix(configuration: &Configuration) -> String {
@@ -141,13 +184,14 @@ impl Peers {
             .into_iter()
             .zip(&cards)
             .map(|(rank, card)| {
-                let (child, process) = watchable(&String::from_utf8_lossy(card));
+                let (child, process) = look_for(&String::from_utf8_lossy(card));
+                let ((child, ended), (process, gone)) = (watched(child), watched(process));
                 Peer {
                     rank,
                     child,
                     process,
-                    ended: None,
-                    gone: None,
+                    ended,
+                    gone,
                     left: false,
                 }
             })
@@ -156,6 +200,8 @@ impl Peers {
             shared: shared.clone(),
             peers,
         };
+        let (watching, ended) = channel();
+        shared.lock().watch = Some(ended);
         let listener = shared.clone();
         std::thread::Builder::new()
             .name("ox-inews".to_string())
@@ -163,8 +209,12 @@ impl Peers {
             .map_err(|e| Error::io("start the thread that waits for news of other ranks", e))?;
         std::thread::Builder::new()
             .name("ox-ipeers".to_string())
-            .spawn(move || watch.run())
+            .spawn(move || {
+                watch.run();
+                drop(watching);
+            })
             .map_err(|e| Error::io("start the thread that watches the other ranks", e))?;
+        shared.link.set_herald(Herald(Arc::downgrade(&shared)));
         Ok(Self(shared))
     }
 
@@ -179,6 +229,21 @@ impl Peers {
     }
 }
 
+/// Of a link: whoever ends its child can tell the others why.
+#[derive(Default)]
+pub(crate) struct Herald(Weak<Shared>);
+
+impl Herald {
+    /// As [`Peers::tell`]; false if nobody watches. Never blocks.
+    pub(crate) fn tell(&self, error: Error) -> bool {
+        let shared = self.0.upgrade();
+        shared
+            .as_ref()
+            .map(|shared| shared.stop(Stop::Tell(error)))
+            .is_some()
+    }
+}
+
 impl Drop for Peers {
     fn drop(&mut self) {
         self.0.stop(Stop::Left);
@@ -190,12 +255,15 @@ impl Shared {
         self.control.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The first reason counts.
+    /// The first reason counts: also before this one, a failure of the group that the watch has not seen yet.
     fn stop(&self, stop: Stop) {
         let mut control = self.lock();
         if !control.closed {
             control.closed = true;
             control.stop = Some(stop);
+            control.first = self.front.error();
+            // This process may end at once: not before that is said.
+            control.watch.take().into_iter().for_each(part_from);
         }
         drop(control);
         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
@@ -306,16 +374,19 @@ struct Watch {
 impl Watch {
     fn run(mut self) {
         loop {
-            let (stop, closed) = {
+            let (stop, first, closed) = {
                 let mut control = self.shared.lock();
-                (control.stop.take(), control.closed)
+                (control.stop.take(), control.first.take(), control.closed)
             };
             match stop {
                 Some(Stop::Tell(error)) => {
-                    self.shared.post(&error);
+                    self.shared.post(first.as_ref().unwrap_or(&error));
                     return self.shared.link.end(error, None, AHEAD);
                 }
                 Some(Stop::Left) => {
+                    if let Some(first) = first {
+                        return self.shared.post(&first);
+                    }
                     let key = self.shared.left_key(self.shared.rank);
                     if let Err(error) = self.shared.store.set(&key, b"1", deadline_in(CALL)) {
                         tracing::debug!(%error, "the other ranks could not be told of a good-bye");
@@ -381,9 +452,7 @@ impl Watch {
                     .unwrap_or(false);
             }
             let text = match peer.left {
-                true if link.pending_since(at) && at.elapsed() > NEEDED => {
-                    "left the group, which still needed it"
-                }
+                true if link.misses(peer.rank, at, NEEDED) => "left the group, which still needed it",
                 false if silent => text,
                 _ => continue,
             };

@@ -1,10 +1,10 @@
 //! An operation that is in the child: its tensors, where they go when it ends, and who hears of it.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use std::sync::Arc;
 
-use ftcore::{Completer, Completion, Error, Event, OpKind, Tensor};
+use ftcore::{Collective, Completer, Completion, Error, Event, OpKind, Tensor};
 
 use crate::crossing::Shared;
 use crate::pool::Region;
@@ -21,10 +21,33 @@ pub(crate) enum Slot {
     Direct(Tensor),
 }
 
+/// Without whose part an operation cannot end.
+pub(crate) enum Needs {
+    Everybody,
+    /// Of messages; nobody in particular if they may come from anyone.
+    Ranks(Vec<u32>),
+}
+
+impl Needs {
+    pub(crate) fn of(op: &Collective) -> Self {
+        let peer = |op: &Collective| match op {
+            Collective::Send { peer, .. } => Some(*peer),
+            Collective::Recv { peer, .. } => *peer,
+            _ => None,
+        };
+        match op {
+            Collective::Send { .. } | Collective::Recv { .. } => Self::Ranks(peer(op).into_iter().collect()),
+            Collective::Batch { ops } => Self::Ranks(ops.iter().filter_map(peer).collect()),
+            _ => Self::Everybody,
+        }
+    }
+}
+
 /// An operation in the child.
 pub(crate) struct Pending {
     pub(crate) group: u32,
     pub(crate) kind: OpKind,
+    pub(crate) needs: Needs,
     pub(crate) seq: Option<u64>,
     pub(crate) rank: u32,
     pub(crate) epoch: u64,
@@ -48,6 +71,18 @@ impl Pending {
     /// True if the child works on memory that the caller would get back.
     pub(crate) fn is_direct(&self) -> bool {
         self.slots.iter().any(|s| matches!(s, Slot::Direct(_)))
+    }
+
+    /// True if it has been waiting for `rank`, which left at `at`, for `patience`. Of a split group, whose ranks have other numbers, only if it
+    /// was pending when that rank left.
+    pub(crate) fn misses(&self, rank: u32, at: Instant, patience: Duration) -> bool {
+        let waiting = self.submitted.max(at).elapsed() > patience;
+        let needed = match &self.needs {
+            _ if self.group != 0 => self.submitted <= at,
+            Needs::Everybody => true,
+            Needs::Ranks(ranks) => ranks.contains(&rank),
+        };
+        waiting && needed
     }
 
     pub(crate) fn dissolve(slots: Vec<Slot>) -> (Vec<Tensor>, Vec<Region>) {

@@ -202,10 +202,15 @@ impl Manager {
         &self.lineage
     }
 
+    /// True once the lighthouse has said that the epoch is over.
+    fn epoch_is_over(&self) -> bool {
+        let aborted = *self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
+        aborted.is_some_and(|epoch| epoch >= self.epoch)
+    }
+
     /// True if the group cannot be used for another collective without a new epoch.
     fn group_is_broken(&self) -> bool {
-        let aborted = *self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
-        self.group.error().is_some() || aborted.is_some_and(|epoch| epoch >= self.epoch)
+        self.group.error().is_some() || self.epoch_is_over()
     }
 
     /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
@@ -287,6 +292,13 @@ impl Manager {
             )
         })?;
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&answer.store_address, deadline)?);
+        // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
+        if self.epoch_is_over() {
+            return Err(Error::new(
+                ErrorKind::Aborted,
+                "the epoch was aborted before the group connected",
+            ));
+        }
         self.group.configure(Configuration {
             store,
             prefix: format!("torchft/{}/{}", answer.quorum_id, self.config.group_rank),

@@ -7,12 +7,19 @@
     reason = "a failure here is a failed test"
 )]
 
-use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
-use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{Error, ErrorKind, GroupOptions, InMemoryStore, ReduceOp, Result, Store, Tensor, deadline_in};
+use coordination::{
+    LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, ManagerServerConfig, QuorumRequest,
+};
+use ftcore::{
+    Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, GroupInfo, GroupOptions,
+    InMemoryStore, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor, Traffic, Work,
+    deadline_in, time_left,
+};
 use manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
 fn lighthouse(replicas: usize) -> LighthouseServer {
@@ -420,4 +427,92 @@ fn a_configuration_that_cannot_work_is_refused_before_anything_starts() {
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.to_string().contains(text), "{e}");
     }
+}
+
+/// A group that says when it is aborted.
+struct Overheard(backend_gloo::GlooGroup, Mutex<Sender<String>>);
+
+impl ProcessGroup for Overheard {
+    fn info(&self) -> GroupInfo {
+        self.0.info()
+    }
+    fn capabilities(&self) -> &Capabilities {
+        self.0.capabilities()
+    }
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        self.0.configure(configuration)
+    }
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.0.submit(op, options)
+    }
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.0.execute(op, options)
+    }
+    fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        Ok(None)
+    }
+    fn abort(&self, reason: &str) {
+        self.0.abort(reason);
+        let _ = self.1.lock().unwrap().send(reason.to_string());
+    }
+    fn error(&self) -> Option<Error> {
+        self.0.error()
+    }
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.0.shutdown(deadline)
+    }
+    fn traffic(&self) -> Traffic {
+        self.0.traffic()
+    }
+}
+
+/// State that takes as long to save as it takes until the group hears that the epoch is over.
+struct Slow(Receiver<String>);
+
+impl State for Slow {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        let reason = self.0.recv_timeout(time_left(soon())).unwrap();
+        assert!(reason.contains("was aborted"), "{reason}");
+        out.insert_f32("value", &[1], &[0.0])
+    }
+    fn load(&mut self, _: &StateDict) -> Result<()> {
+        panic!("this replica is the source");
+    }
+}
+
+#[test]
+fn an_epoch_that_ends_before_the_group_connects_is_not_waited_for() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let began = Instant::now();
+    std::thread::scope(|scope| {
+        // Heals in the first step, but dies as soon as it is in the quorum.
+        scope.spawn(|| {
+            let config = ManagerServerConfig {
+                replica_id: "r1:dies".into(),
+                lighthouse: url.clone(),
+                store_address: "127.0.0.1:1".into(),
+                ..ManagerServerConfig::default()
+            };
+            let server = ManagerServer::start(config).unwrap();
+            let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+            let request = QuorumRequest {
+                init_sync: true,
+                ..QuorumRequest::default()
+            };
+            client.quorum(&request, soon()).unwrap();
+        });
+        let (told, aborts) = channel();
+        let gloo = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
+        let mut config = ManagerConfig::new("r0", &url);
+        // Far more than the whole test takes.
+        config.timeout = Duration::from_secs(25);
+        let mut m = Manager::new(Arc::new(Overheard(gloo, Mutex::new(told))), config).unwrap();
+        let part = m.start_quorum(&mut Slow(aborts), soon()).unwrap();
+        assert_eq!(part.replica_world_size, 2);
+        assert!(!part.contributes);
+        assert!(!m.should_commit(soon()).unwrap());
+        m.leave(soon()).unwrap();
+    });
+    assert!(began.elapsed() < Duration::from_secs(15), "{:?}", began.elapsed());
 }

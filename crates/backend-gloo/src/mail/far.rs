@@ -2,7 +2,6 @@
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
-use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
@@ -33,9 +32,6 @@ pub(crate) struct Inbox {
     from: usize,
     to: usize,
     open: Option<Open>,
-    /// Since when something needs this rank although it is gone or its connection has ended, and how often the engine's thread had looked at
-    /// the control connections by then.
-    pub(super) suspect: Option<(Instant, u64)>,
 }
 
 impl Inbox {
@@ -46,7 +42,6 @@ impl Inbox {
             from: 0,
             to: 0,
             open: None,
-            suspect: None,
         }
     }
 

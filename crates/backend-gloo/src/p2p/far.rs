@@ -2,7 +2,7 @@
 
 use ftcore::{DType, Error, ErrorKind, Result};
 
-use super::{Arriving, Messages, Offer, Way, lost};
+use super::{Arriving, Messages, Way, lost};
 use crate::wire::Control;
 
 impl Messages {
@@ -35,26 +35,9 @@ impl Messages {
         frame: &Control,
         ways: &mut [Option<W>],
     ) -> Result<bool> {
-        let found = self
-            .posted
-            .iter()
-            .position(|p| p.tag == frame.a && p.peer.is_none_or(|p| p == rank));
-        let Some(posted) = found.and_then(|i| self.posted.remove(i)) else {
-            self.frame(rank, &frame.as_offer(), ways)?;
+        let Some(posted) = self.met_inline(rank, frame, ways)? else {
             return Ok(false);
         };
-        let offer = Offer {
-            peer: rank,
-            id: frame.id,
-            tag: frame.a,
-            dtype: frame.code,
-            count: frame.length,
-        };
-        let way = ways
-            .get(rank as usize)
-            .and_then(Option::as_ref)
-            .ok_or_else(lost)?;
-        self.check(&offer, &posted).map_err(|e| way.blame(e))?;
         let arriving = Arriving {
             batch: posted.batch,
             index: posted.index,
@@ -63,7 +46,7 @@ impl Messages {
         };
         if self.arriving.insert((rank, frame.id), arriving).is_some() {
             let text = format!("offers message {} while its bytes are coming", frame.id);
-            return Err(way.blame(Error::new(ErrorKind::Protocol, text)));
+            return Err(Error::new(ErrorKind::Protocol, text));
         }
         Ok(true)
     }

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ftcore::{Collective, Completer, DType, Error, ErrorKind, Result};
 
-use super::{Batch, Messages, Offer, Posted, Sent, Way, lost};
+use super::{Batch, Messages, Posted, Sent, Way, lost};
 use crate::wire::Control;
 
 /// The message behind an offer, or a piece of one: up to two runs of bytes, since a ring wraps.
@@ -112,25 +112,9 @@ impl Messages {
         bytes: Runs<'_>,
         ways: &mut [Option<W>],
     ) -> Result<()> {
-        let found = self
-            .posted
-            .iter()
-            .position(|p| p.tag == frame.a && p.peer.is_none_or(|p| p == rank));
-        let Some(posted) = found.and_then(|i| self.posted.remove(i)) else {
-            return self.frame(rank, &frame.as_offer(), ways);
+        let Some(posted) = self.met_inline(rank, frame, ways)? else {
+            return Ok(());
         };
-        let offer = Offer {
-            peer: rank,
-            id: frame.id,
-            tag: frame.a,
-            dtype: frame.code,
-            count: frame.length,
-        };
-        let way = ways
-            .get_mut(rank as usize)
-            .and_then(Option::as_mut)
-            .ok_or_else(lost)?;
-        self.check(&offer, &posted).map_err(|e| way.blame(e))?;
         let tensor = self
             .batches
             .get_mut(&posted.batch)
@@ -140,7 +124,9 @@ impl Messages {
         if tensor.dtype() == DType::Bool {
             crate::kernels::canonical_bools(tensor.bytes_mut());
         }
-        way.push(Control::taken(self.place.epoch, self.place.rank, frame.id));
+        let way = ways.get_mut(rank as usize).and_then(Option::as_mut);
+        way.ok_or_else(lost)?
+            .push(Control::taken(self.place.epoch, self.place.rank, frame.id));
         self.one_done(posted.batch);
         Ok(())
     }

@@ -275,7 +275,8 @@ impl Rendezvous<'_> {
     }
 }
 
-fn greeting(link: Link) -> Dial {
+/// A connection on which nothing was said yet.
+pub(super) fn greeting(link: Link) -> Dial {
     Dial::Greeting {
         link,
         sent: 0,

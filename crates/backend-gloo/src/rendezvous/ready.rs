@@ -6,8 +6,9 @@ use ftcore::{Error, ErrorKind, Result};
 use rustix::net::RecvFlags;
 
 use super::Rendezvous;
+use super::outgoing::Dial;
 use crate::transport::tcp::Moved;
-use crate::wire::{self, Control, ControlKind};
+use crate::wire::{self, Control, ControlKind, Hello, Lane};
 
 impl Rendezvous<'_> {
     /// Once connected with everybody, tells everybody.
@@ -37,7 +38,14 @@ impl Rendezvous<'_> {
         }
         match lost {
             None => Ok(()),
-            Some((rank, address)) => Err(self.gone(rank, address)),
+            Some((rank, address)) => {
+                // It may have said why, or have been ready before: then the rest of its words is the engine's.
+                self.look_at_found()?;
+                match self.found.get(rank as usize) {
+                    Some(found) if found.ready => Ok(()),
+                    _ => Err(self.gone(rank, address)),
+                }
+            }
         }
     }
 
@@ -111,7 +119,7 @@ impl Rendezvous<'_> {
         Ok(())
     }
 
-    /// Tells the ranks that are connected already.
+    /// Tells the ranks that are connected already, and those for which this one may be.
     pub(super) fn give_up(&mut self, error: &Error) {
         let text = error.to_string();
         let text = wire::cut(&text).as_bytes();
@@ -125,11 +133,126 @@ impl Rendezvous<'_> {
             length: text.len() as u64,
         }
         .encode();
-        for found in &mut self.found {
-            if let Some(link) = &mut found.control {
-                // A fresh connection takes this much at once; if it does not, its end still shows.
-                let _ = link.write(&[IoSlice::new(&header), IoSlice::new(text)]);
-            }
+        let greeted = self
+            .dialed
+            .iter_mut()
+            .filter_map(|dialed| match &mut dialed.state {
+                Dial::Greeting { link, sent, .. } => {
+                    let speaks = matches!(dialed.lane, Lane::Local | Lane::Control);
+                    (speaks && *sent == Hello::BYTES).then_some(link)
+                }
+                _ => None,
+            });
+        let found = self.found.iter_mut().filter_map(|found| found.control.as_mut());
+        for link in found.chain(greeted) {
+            // A fresh connection takes this much at once; if it does not, its end still shows.
+            let _ = link.write(&[IoSlice::new(&header), IoSlice::new(text)]);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::io::{Read, Write};
+    use std::os::unix::net::UnixStream;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicBool;
+    use std::time::Duration;
+
+    use ftcore::{Configuration, Epoch, GroupOptions, InMemoryStore, deadline_in};
+
+    use super::*;
+    use crate::options::Settings;
+    use crate::rendezvous::outgoing::greeting;
+    use crate::transport::tcp::{Counters, Link};
+
+    /// Rank `rank` of two, and the other end of a connection to the other one.
+    fn with_pair(rank: u32, body: impl FnOnce(Rendezvous<'_>, Link, UnixStream)) {
+        let configuration = Configuration {
+            store: Arc::new(InMemoryStore::new()),
+            prefix: "ready".into(),
+            name: "ready".into(),
+            epoch: Epoch(1),
+            rank,
+            world_size: 2,
+            deadline: deadline_in(Duration::from_secs(20)),
+        };
+        let mut options = GroupOptions::default();
+        options.hints.insert("transport".into(), "tcp".into());
+        let settings = Settings::new(options).unwrap();
+        let (cancel, counters) = (AtomicBool::new(false), Arc::new(Counters::default()));
+        let rendezvous = Rendezvous::new(&configuration, &settings, counters.clone(), &cancel).unwrap();
+        let (ours, theirs) = UnixStream::pair().unwrap();
+        body(rendezvous, Link::local(ours, counters).unwrap(), theirs);
+    }
+
+    fn control(kind: ControlKind, text: &str) -> Vec<u8> {
+        let header = Control {
+            kind,
+            code: wire::code_of(ErrorKind::Timeout),
+            epoch: 1,
+            id: 0,
+            a: u32::MAX,
+            b: 1,
+            length: text.len() as u64,
+        };
+        [&header.encode(), text.as_bytes()].concat()
+    }
+
+    /// What rank 0 makes of it that rank 1 says this and goes, before rank 0 can say that it is ready.
+    fn after(says: &[Vec<u8>]) -> Result<()> {
+        let mut outcome = Ok(());
+        with_pair(0, |mut rendezvous, link, mut theirs| {
+            for frame in says {
+                theirs.write_all(frame).unwrap();
+            }
+            drop(theirs);
+            let (spare, _) = UnixStream::pair().unwrap();
+            let data = |stream: &UnixStream| {
+                Link::local(stream.try_clone().unwrap(), rendezvous.counters.clone()).unwrap()
+            };
+            let (data, messages) = (data(&spare), data(&spare));
+            let found = &mut rendezvous.found[1];
+            (found.control, found.data, found.messages) = (Some(link), Some(data), Some(messages));
+            outcome = rendezvous.say_ready();
+        });
+        outcome
+    }
+
+    #[test]
+    fn a_rank_that_gave_up_before_this_one_was_ready_is_heard_and_not_only_missed() {
+        let error = after(&[control(ControlKind::Abort, "waiting for rank 7")]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        assert!(
+            error.to_string().contains("rank 1 reports: waiting for rank 7"),
+            "{error}"
+        );
+        let error = after(&[]).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+        // What it said after it was ready is read once the group stands.
+        after(&[
+            control(ControlKind::Ready, ""),
+            control(ControlKind::Abort, "gave up later"),
+        ])
+        .unwrap();
+    }
+
+    #[test]
+    fn a_rank_that_gives_up_while_it_is_being_recognised_says_why() {
+        with_pair(1, |mut rendezvous, link, mut theirs| {
+            let dialed = rendezvous.dialed.iter_mut().find(|d| d.lane == Lane::Control);
+            let mut state = greeting(link);
+            if let Dial::Greeting { sent, .. } = &mut state {
+                *sent = Hello::BYTES;
+            }
+            dialed.unwrap().state = state;
+            rendezvous.give_up(&Error::timeout("waiting for rank 7"));
+            drop(rendezvous);
+            let mut said = Vec::new();
+            theirs.read_to_end(&mut said).unwrap();
+            let (header, text) = said.split_first_chunk().unwrap();
+            assert_eq!(Control::decode(header).unwrap().kind, ControlKind::Abort);
+            assert!(String::from_utf8_lossy(text).contains("waiting for rank 7"));
+        });
     }
 }

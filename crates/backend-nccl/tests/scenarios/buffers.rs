@@ -1,14 +1,10 @@
 //! Registered buffers and windows: that the library hears of them, that collectives work on them, and that nothing is freed while a
 //! communicator knows it.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use backend_nccl::NcclGroup;
-use ftcore::{
-    DType, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Store,
-    deadline_in,
-};
+use ftcore::{DType, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, deadline_in};
 
 use super::kit::*;
 use super::set_up::log_lines;
@@ -228,8 +224,7 @@ fn not_configured() -> Outcome {
     check(lines_with("register rank=0")? == 0, || {
         "registered with nobody".into()
     })?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     check(lines_with("register rank=0")? == 1, || "not registered".into())?;
     drop(tensor);
     until("deregister rank=0", 1)
@@ -300,16 +295,15 @@ fn alloc_hangs() -> Outcome {
 
 fn registering_again_fails() -> Outcome {
     let group = group(0, options("registered"))?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     let tensor = group.alloc(DType::F32, &[1000], deadline_in(SOON))?;
-    let e = group.configure(configuration(&store, 0, 1, 2, SOON)).err();
+    let e = group.configure(by_itself(2, SOON)).err();
     says(
         &e.ok_or("configure succeeded")?,
         ErrorKind::Backend,
         &["ncclCommRegister", "configure"],
     )?;
-    group.configure(configuration(&store, 0, 1, 3, SOON))?;
+    group.configure(by_itself(3, SOON))?;
     drop(tensor);
     until("memory free bytes=4000", 1)
 }
@@ -317,8 +311,7 @@ fn registering_again_fails() -> Outcome {
 /// Ending a registration, or freeing, gives an error: a warning, and the memory stays as long as the communicator.
 fn ending_fails() -> Outcome {
     let group = group(0, options("registered"))?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     drop(group.alloc(DType::F32, &[1000], deadline_in(SOON))?);
     let sum = read(&submit(0, &group, SOON)?.take_tensor()?)?;
     check(sum == [1.0; 1000], || format!("{:?}", sum.first()))?;
@@ -333,8 +326,7 @@ fn ending_fails() -> Outcome {
 /// The library has no use for the buffer and gives no handle: there is nothing to be ended.
 fn no_handle() -> Outcome {
     let group = group(0, options("registered"))?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     drop(group.alloc(DType::F32, &[1000], deadline_in(SOON))?);
     until("memory free bytes=4000", 1)?;
     check(lines_with("deregister")? == 0, || "null was deregistered".into())

@@ -6,8 +6,8 @@ use std::time::Duration;
 
 use backend_nccl::{CudaAccelerator, NcclGroup};
 use ftcore::{
-    Accelerator, Collective, DType, DeviceKind, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Store, SubmitOptions, Tensor, Work, deadline_in,
+    Accelerator, Collective, DType, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup,
+    ProcessGroupExt, ReduceOp, SubmitOptions, Tensor, Work, deadline_in,
 };
 
 use super::kit::*;
@@ -206,10 +206,9 @@ fn good_bye() -> Outcome {
 }
 
 fn no_id() -> Outcome {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let group = group(0, GroupOptions::default())?;
     let e = group
-        .configure(configuration(&store, 0, 1, 1, SOON))
+        .configure(by_itself(1, SOON))
         .err()
         .ok_or("configure succeeded")?;
     says(
@@ -217,7 +216,7 @@ fn no_id() -> Outcome {
         ErrorKind::Backend,
         &["ncclGetUniqueId", "configure", "code 2"],
     )?;
-    group.configure(configuration(&store, 0, 1, 2, SOON))?;
+    group.configure(by_itself(2, SOON))?;
     Ok(submit(0, &group, SOON)?.wait_done()?)
 }
 

@@ -52,8 +52,7 @@ fn creation<const CASE: usize>() -> Outcome {
 }
 
 fn alone_works(group: &backend_nccl::NcclGroup, epoch: u64) -> Outcome {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, epoch, SOON))?;
+    group.configure(by_itself(epoch, SOON))?;
     let sum = read(&submit(0, group, SOON)?.take_tensor()?)?;
     check(sum == [1.0; 1000], || format!("the sum is {:?}", sum.first()))
 }
@@ -79,9 +78,8 @@ const CONFIGURATIONS: [(ErrorKind, &[&str]); 9] = [
 fn configuring<const CASE: usize>() -> Outcome {
     let (kind, words) = CONFIGURATIONS[CASE];
     let group = group(0, GroupOptions::default())?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let e = group
-        .configure(configuration(&store, 0, 1, 1, Duration::from_millis(800)))
+        .configure(by_itself(1, Duration::from_millis(800)))
         .err()
         .ok_or("configure succeeded")?;
     says(&e, kind, words)?;
@@ -138,8 +136,7 @@ fn unequal() -> Outcome {
 
 fn odd_name() -> Outcome {
     let group = group(0, GroupOptions::default())?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    let mut c = configuration(&store, 0, 1, 1, SOON);
+    let mut c = by_itself(1, SOON);
     c.name = "zero\0byte".to_string();
     let e = group.configure(c).err().ok_or("the name was accepted")?;
     says(&e, ErrorKind::InvalidArgument, &["zero byte"])?;
@@ -149,9 +146,8 @@ fn odd_name() -> Outcome {
 fn cancelled() -> Outcome {
     // The call hangs; an abort from another thread ends the wait for it.
     let group = group(0, GroupOptions::default())?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let e = std::thread::scope(|scope| {
-        let configuring = scope.spawn(|| group.configure(configuration(&store, 0, 1, 1, PATIENCE)));
+        let configuring = scope.spawn(|| group.configure(by_itself(1, PATIENCE)));
         // Until `configure` is under way an abort finds nothing to end.
         let until = deadline_in(SOON);
         while !configuring.is_finished() && std::time::Instant::now() < until {

@@ -1,5 +1,4 @@
-//! Splits that fail or hang, messages and lanes that do, and the ends of communicators: good-byes, aborts and shut-downs on which the
-//! library gives errors or does not return.
+//! The ends of communicators: calls that are never through, good-byes, aborts and shut-downs on which the library gives errors or does not return.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -7,171 +6,17 @@ use std::time::{Duration, Instant};
 use backend_nccl::CudaAccelerator;
 use ftcore::{
     Accelerator, DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Store, SubmitOptions, deadline_in,
+    ReduceOp, Status, Store, deadline_in,
 };
 
 use super::kit::*;
 use super::set_up::log_lines;
-use super::{ASYNC, FAIL, HANG, Scenario, scenario};
+use super::{FAIL, HANG, Scenario, scenario};
 
 const SOON: Duration = Duration::from_secs(20);
+
 const LOG: (&str, &str) = ("OXCCL_STANDIN_NCCL_LOG", "@log");
-
-/// Rank 0's split fails as said, rank 1 hears of it, and the process goes on.
-fn split_breaks(kind: ErrorKind, words: &[&str], patience: Duration) -> Outcome {
-    two(GroupOptions::default(), |rank, group, store| {
-        let by = if rank == 0 { patience } else { PATIENCE };
-        let began = Instant::now();
-        let Err(e) = group.split(Some(1), rank, deadline_in(by)).map(drop) else {
-            return Err("the split succeeded".into());
-        };
-        check(began.elapsed() < SOON, || {
-            format!("it took {:?}", began.elapsed())
-        })?;
-        says(&e, if rank == 0 { kind } else { e.kind() }, words)?;
-        says(&group_error(group)?, kind, words)?;
-        next_epoch(rank, group, store)
-    })
-}
-
 const LATE: Duration = Duration::from_millis(800);
-
-fn split_hangs() -> Outcome {
-    split_breaks(ErrorKind::Timeout, &["ncclCommSplit", "deadline", "split"], LATE)
-}
-
-fn split_never_ends() -> Outcome {
-    split_breaks(ErrorKind::Timeout, &["did not come together", "split"], LATE)
-}
-
-fn split_fails_later() -> Outcome {
-    split_breaks(
-        ErrorKind::PeerLost,
-        &["the communicator", "remote process exited"],
-        PATIENCE,
-    )
-}
-
-fn split_gives_nothing() -> Outcome {
-    split_breaks(
-        ErrorKind::Backend,
-        &["ncclCommSplit gave no communicator"],
-        PATIENCE,
-    )
-}
-
-fn split_without_a_colour() -> Outcome {
-    two(GroupOptions::default(), |rank, group, store| {
-        let color = (rank == 1).then_some(3);
-        let e = group.split(color, 0, deadline_in(PATIENCE)).err();
-        let e = e.ok_or("the split succeeded")?;
-        says(&e, e.kind(), &["ncclCommSplit", "code 5"])?;
-        next_epoch(rank, group, store)
-    })
-}
-
-fn split_numbers() -> Outcome {
-    two(GroupOptions::default(), |rank, group, _| {
-        for (color, key, word) in [(u32::MAX, 0, "colour"), (0, u32::MAX, "key")] {
-            let e = group.split(Some(color), key, deadline_in(SOON)).err();
-            let e = e.ok_or("the number was accepted")?;
-            says(&e, ErrorKind::InvalidArgument, &[word, "4294967295", "split"])?;
-        }
-        sum_works(rank, group)
-    })
-}
-
-/// From rank 0 to rank 1.
-fn message(rank: u32, group: &dyn ProcessGroup, by: Duration) -> Result<ftcore::Work, Error> {
-    let op = match rank {
-        0 => ftcore::Collective::Send {
-            tensor: filled(0, 1.0, 10)?,
-            peer: 1,
-            tag: 0,
-        },
-        _ => ftcore::Collective::Recv {
-            tensor: filled(1, 0.0, 10)?,
-            peer: Some(0),
-            tag: 0,
-        },
-    };
-    group
-        .run(op, SubmitOptions::by(deadline_in(by)))
-        .map_err(|rejected| rejected.error)
-}
-
-/// The message fails as said, on one rank or both, and the next epoch has new lanes.
-fn message_breaks(kind: ErrorKind, words: &[&str], by: Duration) -> Outcome {
-    two(GroupOptions::default(), |rank, group, store| {
-        let error = match message(rank, group, by) {
-            Ok(work) => match work.wait(deadline_in(SOON)) {
-                Ok(()) => group_error(group)?,
-                Err(e) => e,
-            },
-            Err(e) => e,
-        };
-        says(&error, error.kind(), words)?;
-        says(&group_error(group)?, kind, words)?;
-        next_epoch(rank, group, store)
-    })
-}
-
-fn lane_hangs() -> Outcome {
-    message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
-}
-
-fn lane_fails_later() -> Outcome {
-    message_breaks(
-        ErrorKind::PeerLost,
-        &["the communicator", "remote process exited"],
-        SOON,
-    )
-}
-
-fn lane_never_ends() -> Outcome {
-    message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
-}
-
-/// Nobody sends: the one who waits says for whom.
-fn lane_waits() -> Outcome {
-    two(GroupOptions::default(), |rank, group, store| {
-        if rank == 1 {
-            let e = message(1, group, LATE)?.wait(deadline_in(SOON)).err();
-            says(
-                &e.ok_or("it arrived")?,
-                ErrorKind::Timeout,
-                &["a message from rank 0", "recv"],
-            )?;
-        }
-        says(
-            &group_error(group)?,
-            ErrorKind::Timeout,
-            &["a message from rank 0"],
-        )?;
-        next_epoch(rank, group, store)
-    })
-}
-
-/// What stands in the store where the lane's id should be is not one.
-fn lane_garbage() -> Outcome {
-    two(GroupOptions::default(), |rank, group, store| {
-        if rank == 0 {
-            store.set("errors/1/lane-0-1", b"nonsense", deadline_in(SOON))?;
-            store.barrier("it stands there", 2, deadline_in(SOON))?;
-            let e = group_error(group)?;
-            says(&e, ErrorKind::Protocol, &["rank 1", "is not an id"])?;
-        } else {
-            store.barrier("it stands there", 2, deadline_in(SOON))?;
-            let e = message(1, group, SOON)?.wait(deadline_in(SOON)).err();
-            says(
-                &e.ok_or("it succeeded")?,
-                ErrorKind::Protocol,
-                &["is not an id", "recv"],
-            )?;
-        }
-        next_epoch(rank, group, store)
-    })
-}
 
 /// A non-blocking call that is never through.
 fn never_enqueued() -> Outcome {
@@ -290,9 +135,8 @@ fn shutdown_with_work() -> Outcome {
 /// The driver does not return to the watchdog: nothing can be proven any more, and whoever waits is told so in time.
 fn watchdog_is_lost() -> Outcome {
     let group = group(0, GroupOptions::default())?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     std::thread::scope(|s| {
-        let configuring = s.spawn(|| group.configure(configuration(&store, 0, 1, 1, SOON)));
+        let configuring = s.spawn(|| group.configure(by_itself(1, SOON)));
         configuring.join().map_err(|_| "a panic")
     })??;
     let until = deadline_in(SOON);
@@ -306,7 +150,7 @@ fn watchdog_is_lost() -> Outcome {
     }
     let began = Instant::now();
     let e = group
-        .configure(configuration(&store, 0, 1, 2, Duration::from_millis(400)))
+        .configure(by_itself(2, Duration::from_millis(400)))
         .err()
         .ok_or("configure succeeded")?;
     says(&e, ErrorKind::Timeout, &["last configuration did not end"])?;
@@ -347,6 +191,28 @@ fn late_writes(options: GroupOptions) -> Outcome {
     )
 }
 
+/// The library takes its time to revoke, but less than the hint gives it: nothing is lost.
+fn revocation_takes_long() -> Outcome {
+    two(super::reuse::options(), |rank, group, store| {
+        let work = submit(rank, group, PATIENCE)?;
+        store.barrier("both are at it", 2, deadline_in(SOON))?;
+        if rank == 0 {
+            group.abort("enough");
+            until_logged("held ncclCommRevoke")?;
+            // Longer than any abort takes without the hint.
+            std::thread::sleep(Duration::from_secs(1));
+            check(matches!(work.status(), Status::Pending), || {
+                "it was given up while the library had time left".into()
+            })?;
+            let_go()?;
+        }
+        let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
+        says(&e, ErrorKind::Aborted, &["enough"])?;
+        check(work.recover().len() == 1, || "the tensor is lost".into())?;
+        check(ftcore::leaked_bytes() == 0, || "something is leaked".into())
+    })
+}
+
 fn late_writes_and_abort() -> Outcome {
     late_writes(GroupOptions::default())
 }
@@ -376,8 +242,7 @@ fn abort_keeps_the_library_busy() -> Outcome {
 /// As many reductions as a device can count, and one more.
 fn too_many() -> Outcome {
     let group = group(0, GroupOptions::default())?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     let mut pending = Vec::new();
     let refused = loop {
         match group.allreduce(CudaAccelerator.alloc(0, DType::F32, &[1])?, ReduceOp::Sum) {
@@ -390,7 +255,7 @@ fn too_many() -> Outcome {
         check(pending.len() < 5000, || "there is no end of them".into())?;
     };
     says(&refused, refused.kind(), &["4096 reductions are in flight"])?;
-    group.configure(configuration(&store, 0, 1, 2, SOON))?;
+    group.configure(by_itself(2, SOON))?;
     // Those of the lost operations are lost with them, if the device may still write there; here it may not.
     Ok(submit(0, &group, SOON)?.wait_done()?)
 }
@@ -430,71 +295,6 @@ const FLUSHED: &str = "end destroy rank=0";
 pub(super) fn scenarios() -> Vec<Scenario> {
     let one = |name, variable, value, body| scenario(name, &[(variable, value)], body);
     vec![
-        one(
-            "split_that_never_returns_ends_at_its_deadline",
-            HANG,
-            "call:ncclCommSplit@0:1",
-            split_hangs,
-        ),
-        one(
-            "split_that_never_ends_ends_at_its_deadline",
-            HANG,
-            "progress:ncclCommSplit@0:1",
-            split_never_ends,
-        ),
-        one(
-            "split_whose_child_fails_later_is_told_to_all",
-            ASYNC,
-            "ncclCommSplit@0:1:6",
-            split_fails_later,
-        ),
-        one(
-            "split_whose_child_alone_fails_is_told_to_all",
-            ASYNC,
-            "ncclCommSplit.child@0:1:6",
-            split_fails_later,
-        ),
-        one(
-            "split_without_a_communicator_is_an_error",
-            FAIL,
-            "ncclCommSplit@0:1:0",
-            split_gives_nothing,
-        ),
-        one(
-            "split_that_fails_without_a_colour",
-            FAIL,
-            "ncclCommSplit@0:1:5",
-            split_without_a_colour,
-        ),
-        scenario("split_numbers_that_nccl_has_not_are_refused", &[], split_numbers),
-        one(
-            "lane_that_never_opens_ends_at_the_deadline",
-            HANG,
-            "call:ncclCommInitRankConfig@1:2",
-            lane_hangs,
-        ),
-        one(
-            "lane_that_fails_later_fails_the_group",
-            ASYNC,
-            "ncclSend@0:1:6",
-            lane_fails_later,
-        ),
-        one(
-            "lane_that_never_ends_ends_at_the_deadline",
-            HANG,
-            "device:ncclSend@0:1",
-            lane_never_ends,
-        ),
-        scenario("lane_without_a_sender_ends_at_the_deadline", &[], lane_waits),
-        scenario(
-            "lane_that_fails_when_its_message_was_sent_off_fails_the_group",
-            &[
-                (ASYNC, "ncclSend@0:1:6"),
-                ("OXCCL_STANDIN_CUDA_DELAY_US", "30000"),
-            ],
-            lane_fails_later,
-        ),
-        scenario("lane_id_that_is_none_is_refused", &[], lane_garbage),
         one(
             "call_that_stays_in_progress_ends_at_the_deadline",
             HANG,
@@ -580,6 +380,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             HANG,
             "call:cuEventQuery/ncclCommGetAsyncError:1",
             watchdog_is_lost,
+        ),
+        scenario(
+            "end_revoke_has_the_time_that_the_hint_gives_it",
+            &[(HANG, "device:ncclAllReduce@0:1,held:ncclCommRevoke@0:1"), LOG],
+            revocation_takes_long,
         ),
         scenario(
             "l27_memory_comes_back_only_when_the_abort_is_over",

@@ -338,8 +338,7 @@ fn staged_because_of<const WHAT: u8>() -> Outcome {
     for word in ["host memory", call, "not supported"] {
         check(note.contains(word), || format!("'{word}' is not in: {note}"))?;
     }
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     works(0, 1, &*group)?;
     let max = group
         .allreduce(filled(0, -3.5, 77)?, ReduceOp::Max)?

@@ -41,6 +41,12 @@ pub(super) fn configuration(
     }
 }
 
+/// Of a world of one, with a store of its own.
+pub(super) fn by_itself(epoch: u64, patience: Duration) -> Configuration {
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    configuration(&store, 0, 1, epoch, patience)
+}
+
 /// Runs `body` as rank 0 and 1 with configured groups.
 pub(super) fn two(
     options: GroupOptions,

@@ -7,6 +7,7 @@ use ftcore::{ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadli
 
 use super::endings::until_logged;
 use super::kit::*;
+use super::parts::message;
 use super::reuse::{all_end, death_goes_on_anew, newcomer_goes_on_anew};
 use super::set_up::log_lines;
 use super::system::nothing_is_left;
@@ -56,6 +57,25 @@ fn init_fails_late() -> Outcome {
     init_comes_late(&GroupOptions::default(), 1)
 }
 
+/// The receiver's lane opens when the group has failed and both are in a later epoch: two communicators of the group, and the lane's two.
+fn lane_late() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
+        if let Ok(work) = message(rank, group, Duration::from_millis(800)) {
+            check(work.wait(deadline_in(SOON)).is_err(), || "it arrived".into())?;
+        }
+        says(&group_error(group)?, ErrorKind::Timeout, &["deadline"])?;
+        next_epoch(rank, group, store)?;
+        store.barrier("both go on", 2, deadline_in(SOON))?;
+        if rank == 0 {
+            let_go()?;
+        }
+        all_end(4)?;
+        sum_works(rank, group)?;
+        Ok(store.barrier("both still work", 2, deadline_in(SOON))?)
+    })?;
+    nothing_is_left()
+}
+
 /// The newcomer comes back when all have gone on with a new communicator.
 fn grow_late() -> Outcome {
     newcomer_goes_on_anew()?;
@@ -100,6 +120,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
                 LOG,
             ],
             init_fails_late,
+        ),
+        held(
+            "late_answer_of_a_lane_that_opens_is_ended",
+            "held:ncclCommInitRankConfig@1:2",
+            lane_late,
         ),
         held(
             "late_answer_of_a_call_that_grows_is_ended",

@@ -1,14 +1,10 @@
 //! Memory that the driver or the library does not free, or that a communicator keeps which cannot be ended: it is never freed, it is counted
 //! (`ftcore::leaked_bytes`), and everything else goes on.
 
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use backend_nccl::CudaAccelerator;
-use ftcore::{
-    Accelerator, DType, DeviceKind, GroupOptions, InMemoryStore, ProcessGroup, Store, Tensor, deadline_in,
-    leaked_bytes,
-};
+use ftcore::{Accelerator, DType, DeviceKind, GroupOptions, ProcessGroup, Tensor, deadline_in, leaked_bytes};
 
 use super::buffers::{lines_with, options, sums, until};
 use super::kit::*;
@@ -162,15 +158,14 @@ fn known_as_a_window() -> Outcome {
 fn known_to_the_last() -> Outcome {
     let before = leaked_bytes();
     let group = group(0, options("registered"))?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     drop(group.alloc(DType::F32, &[1000], deadline_in(SOON))?);
     until("held ncclCommDeregister", 1)?;
     group.abort("enough");
     until("end abort rank=0", 1)?;
     let_go()?;
     nothing_is_left()?;
-    group.configure(configuration(&store, 0, 1, 2, SOON))?;
+    group.configure(by_itself(2, SOON))?;
     counted(before, 4000)?;
     check(lines_with("memory free")? == 0, || {
         "memory was to be freed that a communicator knows".into()

@@ -1,5 +1,6 @@
 //! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
 
+mod abstaining;
 mod buffers;
 mod calls;
 mod creation;
@@ -11,6 +12,8 @@ mod isolated;
 mod kit;
 mod late;
 mod lost;
+mod parts;
+mod pinned;
 mod rendezvous;
 mod reuse;
 mod set_up;
@@ -65,8 +68,11 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
     [
         of_groups(),
         calls::scenarios(),
+        abstaining::scenarios(),
         creation::scenarios(),
         devices::scenarios(),
+        pinned::scenarios(),
+        parts::scenarios(),
         endings::scenarios(),
         rendezvous::scenarios(),
         buffers::scenarios(),

@@ -518,8 +518,7 @@ fn copy_in_fails() -> Outcome {
 
 fn event_fails() -> Outcome {
     let group = make(0)?;
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, 1, SOON))?;
+    group.configure(by_itself(1, SOON))?;
     let tensor = filled(0, 1.0, 4)?;
     let stream: Arc<dyn Stream> = Arc::new(BrokenStream);
     let work = sum_on(&*group, tensor, Some(&stream), SOON)?;

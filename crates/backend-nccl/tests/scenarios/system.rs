@@ -55,8 +55,7 @@ pub(super) fn nothing_is_left() -> Outcome {
 }
 
 fn alone(group: &NcclGroup, epoch: u64) -> Result<(), Error> {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    group.configure(configuration(&store, 0, 1, epoch, SOON))
+    group.configure(by_itself(epoch, SOON))
 }
 
 /// A thread of a group of one does not start: `configure` says which, and the next one works.

@@ -38,7 +38,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// (`Manager::restore`, with the lineage that was the manager's then).
     ///
     /// Errors: `InvalidState` if the replica stands at another step; `InvalidArgument` or `NotFound` for a state that is not of
-    /// such a run, with nothing changed.
+    /// such a run, with nothing changed; those of `inner` or of a device, which leave a state of no step.
     pub fn restore(&mut self, from: &StateDict, inner: &mut dyn State) -> Result<()> {
         let (saved, now) = (from.get_i64s(STEP)?, self.step());
         if saved != [now] {

@@ -577,7 +577,7 @@ mod tests {
         let took = start.elapsed();
         assert_eq!(e.kind(), ErrorKind::Timeout);
         assert!(
-            took >= Duration::from_millis(200) && took < Duration::from_secs(1),
+            took >= Duration::from_millis(200) && took < Duration::from_secs(5),
             "{took:?}"
         );
         rustix::fs::flock(&holder, FlockOperation::Unlock).unwrap();

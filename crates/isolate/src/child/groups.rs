@@ -2,6 +2,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -72,6 +73,8 @@ impl Reporter {
 /// One group.
 pub(crate) struct Member {
     group: Arc<dyn ProcessGroup>,
+    /// Operations that have not ended.
+    pending: AtomicUsize,
     /// What the watch may say of it: nothing while it is configured, and each failure once.
     said: Mutex<Said>,
 }
@@ -86,6 +89,7 @@ impl Member {
     fn new(group: Arc<dyn ProcessGroup>) -> Arc<Self> {
         Arc::new(Self {
             group,
+            pending: AtomicUsize::new(0),
             said: Mutex::default(),
         })
     }
@@ -301,8 +305,12 @@ impl Groups {
             options,
             addresses,
         } = ready;
+        member.pending.fetch_add(1, Ordering::SeqCst);
         match member.group.submit(checked, options) {
-            Err(rejected) => self.refused(id, group, express, rejected.error),
+            Err(rejected) => {
+                member.pending.fetch_sub(1, Ordering::SeqCst);
+                self.refused(id, group, express, rejected.error);
+            }
             Ok(work) => {
                 let (this, done) = (self.clone(), work.clone());
                 work.on_complete(move |status| {
@@ -312,6 +320,7 @@ impl Groups {
                         }
                         _ => ended_well(done.take(), &addresses),
                     };
+                    member.pending.fetch_sub(1, Ordering::SeqCst);
                     this.ended(id, group, express, &member, ended);
                 });
             }
@@ -329,7 +338,10 @@ impl Groups {
             options,
             addresses,
         } = ready;
-        match member.group.execute(checked, options) {
+        member.pending.fetch_add(1, Ordering::SeqCst);
+        let executed = member.group.execute(checked, options);
+        member.pending.fetch_sub(1, Ordering::SeqCst);
+        match executed {
             Ok(completion) => {
                 let ended = ended_well(Ok(completion), &addresses);
                 self.ended(id, group, express, &member, ended);
@@ -450,7 +462,10 @@ impl Groups {
             }
             Order::Release { group } => {
                 let gone = self.members().remove(&group);
-                drop(gone);
+                // What is pending would keep it.
+                if let Some(member) = gone.filter(|m| m.pending.load(Ordering::SeqCst) > 0) {
+                    member.group.abort("the group was dropped while work was pending");
+                }
                 Ok(())
             }
             Order::Forget { id } => {
@@ -458,9 +473,11 @@ impl Groups {
                 segments.remove(&id);
                 Ok(())
             }
-            Order::Hello { .. } | Order::Segment { .. } | Order::DeviceSegment { .. } | Order::Leave => {
-                Err(odd("an order where it cannot be"))
-            }
+            Order::Hello { .. }
+            | Order::Segment { .. }
+            | Order::DeviceSegment { .. }
+            | Order::Leave
+            | Order::Quit => Err(odd("an order where it cannot be")),
         }
     }
 
@@ -499,6 +516,11 @@ impl Groups {
                 tracing::debug!(%error, "left with work pending");
             }
         }
+    }
+
+    /// For a process that is cut off with its parent: groups that nobody has left say no good-bye, not even when they would be dropped.
+    pub(crate) fn keep(self: &Arc<Self>) {
+        std::mem::forget(self.clone());
     }
 
     /// Tells the other ranks why, where the backend can.

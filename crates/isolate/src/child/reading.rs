@@ -63,6 +63,11 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                     groups.leave(deadline_in(FAREWELL));
                     return Ok(true);
                 }
+                // What was released or aborted is waited for by the end of this process itself.
+                Either::Order(Order::Quit) => {
+                    groups.keep();
+                    return Ok(true);
+                }
                 Either::Order(Order::Abort { group: 0, reason }) => {
                     groups.abort_all(&reason, deadline_in(FAREWELL));
                     return Ok(true);
@@ -70,9 +75,10 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                 Either::Order(order) => groups.obey(order)?,
             }
         }
-        // The parent is gone, and this process with it: SIGKILL is on its way anyway.
+        // The parent is gone, and this process with it: SIGKILL is on its way anyway. To the other ranks this is a death, as it is of a
+        // rank that has no child.
         if receiver.fill(true)? == Filled::Closed {
-            groups.leave(Instant::now());
+            groups.keep();
             return Ok(true);
         }
     }

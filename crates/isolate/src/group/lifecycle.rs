@@ -178,13 +178,10 @@ impl Handle {
         } else {
             self.front.poison(&error);
         }
-        let watched = state
-            .peers
-            .as_ref()
-            .map(|peers| peers.tell(error.clone()))
-            .is_some();
         let Some(link) = state.link.clone() else { return };
         drop(state);
+        // A split group of such a backend has no watch of its own, but ends the child of one that has.
+        let watched = !self.core.tells && link.tell_peers(&error);
         let tell = Order::Abort {
             group: self.number,
             reason: reason.to_string(),

@@ -22,7 +22,7 @@ use crate::link::Link;
 use crate::nursery;
 use crate::options::IsolateOptions;
 use crate::peers::Peers;
-use crate::pending::Pending;
+use crate::pending::{Needs, Pending};
 use crate::pool::Pool;
 use crate::spare::Spare;
 use crate::staging::stage;
@@ -293,10 +293,12 @@ impl Handle {
             }
         });
         let seq = (!kind.is_p2p()).then(|| self.front.seq.fetch_add(1, std::sync::atomic::Ordering::Relaxed));
+        let needs = Needs::of(&op);
         let slots = op.into_tensors().into_iter().zip(staged.stagings);
         let pending = Pending {
             group: self.number,
             kind,
+            needs,
             seq,
             rank,
             epoch,
@@ -404,13 +406,9 @@ impl Drop for IsolatedGroup {
         if let (Some(link), Some(peers)) = (&link, &peers)
             && link.is_busy()
         {
-            // What is pending beside an operation that timed out: the others are to hear of the time-out, which the child may not get to tell.
-            let late = self.0.error().filter(|e| e.kind() == ErrorKind::Timeout);
-            peers.tell(late.unwrap_or_else(|| {
-                let info = self.0.info();
-                let text = format!("rank {} dropped the group while work was pending", info.rank);
-                Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0)
-            }));
+            let info = self.0.info();
+            let text = format!("rank {} dropped the group while work was pending", info.rank);
+            peers.tell(Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0));
         }
         drop(peers);
         if let Some(link) = link {

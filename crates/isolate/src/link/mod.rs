@@ -25,6 +25,7 @@ use crate::clock;
 use crate::front::Front;
 use crate::options::IsolateOptions;
 use crate::output::Tail;
+use crate::peers::Herald;
 use crate::pending::Pending;
 use crate::pool::{Known, Pool, Region};
 use crate::store::serve::Stores;
@@ -95,6 +96,8 @@ pub(crate) struct Link {
     state: Mutex<State>,
     changed: Condvar,
     stores: OnceLock<Arc<Stores>>,
+    /// Of the watch over the other ranks, where there is one.
+    herald: Mutex<Herald>,
     /// Reports of operations for which a caller waits here, one at a time: no other thread has to wake for them.
     express: Mutex<Receiver>,
 }
@@ -135,6 +138,7 @@ impl Link {
             }),
             changed: Condvar::new(),
             stores: OnceLock::new(),
+            herald: Mutex::default(),
             express: Mutex::new(Receiver::new(Arc::new(express), false)),
         })
     }
@@ -145,6 +149,16 @@ impl Link {
 
     pub(crate) fn set_stores(&self, stores: Arc<Stores>) {
         drop(self.stores.set(stores));
+    }
+
+    pub(crate) fn set_herald(&self, herald: Herald) {
+        *self.herald.lock().unwrap_or_else(PoisonError::into_inner) = herald;
+    }
+
+    /// Tells the other ranks why this one's child ends, if somebody watches them; false otherwise. Never blocks.
+    pub(crate) fn tell_peers(&self, error: &Error) -> bool {
+        let herald = self.herald.lock().unwrap_or_else(PoisonError::into_inner);
+        herald.tell(error.clone())
     }
 
     pub(crate) fn stores(&self) -> Result<&Arc<Stores>> {
@@ -195,9 +209,10 @@ impl Link {
         self.lock().fronts.remove(&group);
     }
 
-    /// True if an operation is pending that was there at `at` already.
-    pub(crate) fn pending_since(&self, at: Instant) -> bool {
-        self.lock().pending.values().any(|p| p.submitted <= at)
+    /// True if an operation has been waiting for `rank`, which left at `at`, for `patience`.
+    pub(crate) fn misses(&self, rank: u32, at: Instant, patience: Duration) -> bool {
+        let state = self.lock();
+        state.pending.values().any(|p| p.misses(rank, at, patience))
     }
 
     /// True if anything is pending.
@@ -221,8 +236,8 @@ impl Link {
             }
             state.handles == 0
         };
+        self.part();
         if last {
-            self.part();
             self.end(error, Some(Order::Leave), Duration::from_millis(500));
         } else {
             self.wake();
@@ -276,7 +291,8 @@ impl Link {
     }
 
     /// Aborts one group of several in the child; if that takes too long, the child.
-    pub(crate) fn abort_group(&self, group: u32, reason: &str, error: Error, grace: Duration) {
+    pub(crate) fn abort_group(self: &Arc<Self>, group: u32, reason: &str, error: Error, grace: Duration) {
+        self.part();
         let mut state = self.lock();
         state.outbox.push(Order::Abort {
             group,
@@ -289,7 +305,8 @@ impl Link {
         self.wake();
     }
 
-    /// The end of this process, which is the child's, waits for the child's own: it has something to say first.
+    /// A group of the child was told to end. The end of this process, which is the child's, waits for the child's own: it has something to
+    /// say first.
     pub(crate) fn part(self: &Arc<Self>) {
         struct Child(Weak<Link>);
         impl Parting for Child {
@@ -298,6 +315,9 @@ impl Link {
             }
             fn wait_over(&self, deadline: Instant) {
                 if let Some(link) = self.0.upgrade() {
+                    // Others of its groups may live: they end with this process, and without a word.
+                    let error = Error::new(ErrorKind::Aborted, "the process is ending");
+                    link.end_after_words(error, Some(Order::Quit), time_left(deadline));
                     link.wait_gone(deadline);
                 }
             }

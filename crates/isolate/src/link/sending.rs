@@ -1,7 +1,7 @@
 //! Orders to the child: operations, calls with an answer, and what others left to the keeper to send.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Arc, PoisonError};
+use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, time_left};
@@ -148,16 +148,24 @@ impl Link {
         Ok(())
     }
 
-    /// The last order; not waited for if another thread is sending to a child that does not read.
-    pub(crate) fn farewell(&self, order: &Order, until: Instant) {
-        let Ok(_sending) = self.sending.try_lock() else {
-            return;
+    /// The last order, after what others left to the keeper. False, and nothing is done, while another thread is sending: it may be to a child
+    /// that does not read.
+    pub(crate) fn farewell(&self, order: &Order, until: Instant) -> bool {
+        let _sending = match self.sending.try_lock() {
+            Ok(sending) => sending,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return false,
         };
-        let sent = order
-            .encode()
-            .and_then(|frame| channel::send(&self.socket, &frame, &[], until));
-        if let Err(error) = sent {
-            tracing::debug!(pid = %self.pid, %error, "the child was not told of its end");
+        let before = std::mem::take(&mut self.lock().outbox);
+        for order in before.iter().chain([order]) {
+            let sent = order
+                .encode()
+                .and_then(|frame| channel::send(&self.socket, &frame, &[], until));
+            if let Err(error) = sent {
+                tracing::debug!(pid = %self.pid, %error, "the child was not told of its end");
+                break;
+            }
         }
+        true
     }
 }

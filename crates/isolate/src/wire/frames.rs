@@ -10,7 +10,7 @@ use crate::clock;
 /// In the first frame, so that a program that is no child of ours is recognised.
 const MAGIC: u32 = 0x4953_4F31;
 /// Parent and child are usually one executable; a helper may be another build.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 
 /// What a group in the child was configured as.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
@@ -121,6 +121,8 @@ pub(crate) enum Order {
     },
     /// Nobody needs the child any more: say good-bye to the other ranks and exit.
     Leave,
+    /// The parent's process ends: exit once the groups that were released or aborted have said so. Those that were not are cut off with it.
+    Quit,
 }
 
 const SUBMIT: u8 = 4;
@@ -223,6 +225,7 @@ impl Order {
                 w.u32(*id);
             }
             Self::Leave => w = Writer::new(10),
+            Self::Quit => w = Writer::new(12),
         }
         w.finish()
     }
@@ -304,6 +307,7 @@ impl Order {
                 bytes: r.u64()?,
                 handle: r.bytes()?.to_vec(),
             },
+            12 => Self::Quit,
             other => return Err(odd(format_args!("the unknown order {other}"))),
         };
         r.end()?;

@@ -10,7 +10,7 @@ use ftcore::{
     Configuration, DType, Epoch, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Store, TcpStore,
     TcpStoreServer, Tensor,
 };
-use isolate::IsolatedGroup;
+use isolate::{IsolateOptions, IsolatedGroup};
 
 use crate::rig::*;
 
@@ -23,6 +23,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     (
         "lives::l27_a_rank_whose_whole_process_dies_is_missed_at_once",
         whole_rank,
+    ),
+    (
+        "lives::l27_a_rank_that_dies_before_anybody_watches_it_is_missed_too",
+        unwatched,
     ),
     ("lives::a_spare_makes_configure_start_no_process", spare),
     ("lives::nothing_is_left_after_any_kind_of_end", no_leaks),
@@ -192,8 +196,12 @@ fn dies_with_parent() {
 }
 
 fn hanging(address: &str, rank: u32) -> IsolatedGroup {
+    joined(odd("hang"), address, rank)
+}
+
+fn joined(options: IsolateOptions, address: &str, rank: u32) -> IsolatedGroup {
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, soon()).unwrap());
-    let group = IsolatedGroup::new(odd("hang")).unwrap();
+    let group = IsolatedGroup::new(options).unwrap();
     let configuration = Configuration {
         store,
         prefix: "whole".into(),
@@ -248,6 +256,38 @@ fn whole_rank() {
     }
 }
 
+/// Its configuration had come up, this rank's had not yet.
+fn unwatched() {
+    let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+    let address = format!("127.0.0.1:{}", server.port());
+    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&address, soon()).unwrap());
+    let mut other = Command::new(std::env::current_exe().unwrap())
+        .env(VICTIM, format!("{RANK}{address}"))
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn()
+        .unwrap();
+    std::thread::scope(|scope| {
+        let joining = scope.spawn(|| joined(odd("use the store"), &address, 0));
+        let mut line = String::new();
+        BufReader::new(other.stdout.take().unwrap())
+            .read_line(&mut line)
+            .unwrap();
+        assert_eq!(line.trim(), "joined");
+        other.kill().unwrap();
+        other.wait().unwrap();
+        store.set("answer", b"", soon()).unwrap();
+        let group = joining.join().unwrap();
+        eventually("the failure", || group.error().is_some());
+        let e = group.error().unwrap();
+        assert_eq!(
+            (e.kind(), e.context().peer),
+            (ErrorKind::PeerLost, Some(1)),
+            "{e}"
+        );
+    });
+}
+
 fn spare() {
     with_gloo(2, true, |rank, group, store| {
         for epoch in 2..6 {
@@ -278,6 +318,8 @@ fn no_leaks() {
             match end {
                 "shutdown" => group.shutdown(soon()).unwrap(),
                 "abort" => {
+                    // Not while the other one's sum is on its way.
+                    store.barrier("summed", 2, soon()).unwrap();
                     group.abort("the end");
                     assert_eq!(group.error().unwrap().kind(), ErrorKind::Aborted);
                 }

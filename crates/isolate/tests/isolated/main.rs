@@ -3,6 +3,7 @@
 //! One test at a time: many count the processes, threads and descriptors of this process.
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)]
 
+mod endings;
 mod lessons;
 mod lives;
 mod odd;
@@ -15,12 +16,12 @@ use libtest_mimic::{Arguments, Trial};
 
 fn main() -> ExitCode {
     isolate::run_child_if_asked();
-    if let Some(code) = lives::as_victim() {
+    if let Some(code) = endings::as_quitter().or_else(lives::as_victim) {
         return code;
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let tests: Vec<(&str, fn())> = [lives::TESTS, lessons::TESTS].concat();
+    let tests: Vec<(&str, fn())> = [lives::TESTS, endings::TESTS, lessons::TESTS].concat();
     let trials = tests.into_iter().map(|(name, test)| {
         Trial::test(name, move || {
             test();

@@ -95,6 +95,16 @@ impl ProcessGroup for Odd {
                 self.state.lock().unwrap().1.push((completer, tensors));
             }
             "hang" => self.state.lock().unwrap().1.push((completer, tensors)),
+            // Its own time-out, with nothing else pending, or once another operation is.
+            "late" | "late beside another" => {
+                let mut state = self.state.lock().unwrap();
+                state.1.push((completer, tensors));
+                if self.orders() == "late" || state.1.len() > 1 {
+                    let (first, tensors) = state.1.remove(0);
+                    drop(state);
+                    first.fail(Error::timeout("the library gave up"), tensors);
+                }
+            }
             "block" => loop {
                 std::thread::park();
             },

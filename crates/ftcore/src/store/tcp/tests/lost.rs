@@ -19,7 +19,7 @@ fn a_server_that_never_answers_costs_a_call_its_deadline_and_no_more() {
         "{e}"
     );
     assert!(
-        (300..1500).contains(&start.elapsed().as_millis()),
+        (300..10_000).contains(&start.elapsed().as_millis()),
         "{:?}",
         start.elapsed()
     );
@@ -62,7 +62,7 @@ fn an_unreachable_server_is_named_with_the_time_waited() {
         "{message}"
     );
     assert!(
-        (300..1500).contains(&start.elapsed().as_millis()),
+        (300..10_000).contains(&start.elapsed().as_millis()),
         "{:?}",
         start.elapsed()
     );

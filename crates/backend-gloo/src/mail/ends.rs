@@ -1,0 +1,117 @@
+//! Ranks that have gone while something pending needs them: when that is certain, and who is blamed.
+//!
+//! What a rank sent before it went is in its ring, or comes over its connection before that ends. So a fate counts for what is read after it was
+//! heard of, and not before a read has found nothing more.
+
+use std::time::Instant;
+
+use ftcore::{Error, ErrorKind, Result};
+
+use super::{Inbox, Mail, Out};
+use crate::lane::{GRACE, LAST_GRACE};
+use crate::news::Fate;
+use crate::p2p::Way;
+use crate::queue::Shared;
+
+/// What is known of the end of a rank.
+#[derive(Debug, Default)]
+pub(super) struct End {
+    fate: Option<Fate>,
+    /// Something of it came in this turn; there may be more.
+    heard: bool,
+    /// Since when nothing more came although it is gone or its connection has ended, and how often the engine's thread had looked at the control
+    /// connections by then.
+    pub(super) silent: Option<(Instant, u64)>,
+}
+
+impl End {
+    /// A turn has read what there was of it.
+    pub(super) fn hears(&mut self, something: bool) {
+        self.heard = something;
+        if something {
+            self.silent = None;
+        }
+    }
+
+    /// True if nothing more comes over its connection, and whatever it had to say about that was heard. `ended`: the connection is read to its end.
+    fn is_certain(&mut self, ended: bool, shared: &Shared) -> bool {
+        if ended && self.fate.is_some() {
+            return true;
+        }
+        let now = Instant::now();
+        if self.silent.is_none() {
+            shared.waker().wake();
+        }
+        let (since, looks) = *self.silent.get_or_insert_with(|| (now, shared.looks()));
+        let waited = now.duration_since(since);
+        match &self.fate {
+            // The end of its connection comes behind all that it sent, which may be a lot.
+            Some(fate) if fate.left => waited >= LAST_GRACE,
+            Some(_) => waited >= GRACE,
+            None if waited < GRACE => false,
+            None => {
+                // One look may have begun before.
+                let looked = shared.looks() >= looks + 2;
+                if !looked {
+                    shared.waker().wake();
+                }
+                looked
+            }
+        }
+    }
+}
+
+impl Mail {
+    /// Takes in what the engine's thread has learnt about the ranks since.
+    pub(super) fn take_in(&mut self, shared: &Shared) {
+        if !shared.in_trouble() {
+            return;
+        }
+        for (rank, fate) in shared.fates_from(self.fates) {
+            self.fates += 1;
+            if let Some(end) = self.ends.get_mut(rank as usize) {
+                end.fate = Some(fate);
+            }
+        }
+    }
+
+    /// A rank that something pending needs has gone, or its loss was reported: nothing more comes.
+    pub(crate) fn judge(&mut self, shared: &Shared) -> Result<()> {
+        let posts = self.inboxes.iter().zip(&self.outboxes);
+        for ((inbox, outbox), end) in posts.zip(&mut self.ends) {
+            let (Some(inbox), Some(outbox)) = (inbox, outbox) else {
+                continue;
+            };
+            let (read, written) = match (inbox, &outbox.out) {
+                (Inbox::Far(inbox), Out::Far(out)) => {
+                    (inbox.link.read_closed.as_ref(), out.link.write_closed.as_ref())
+                }
+                _ => (None, None),
+            };
+            let closed = read.or(written);
+            let gone = end.fate.is_some() || closed.is_some();
+            if !gone || end.heard || !self.messages.needs(outbox.rank) {
+                continue;
+            }
+            // What a rank said is told before it is told that it has gone.
+            let report = shared.report();
+            let reported = end.fate.is_some() && report.is_some();
+            let near = matches!(inbox, Inbox::Near(_));
+            if !reported && !near && !end.is_certain(read.is_some(), shared) {
+                continue;
+            }
+            if let Some(report) = report {
+                return Err(report);
+            }
+            let how = match (&end.fate, closed) {
+                (Some(fate), _) if fate.left => format!("left the group ({})", fate.text),
+                (Some(fate), _) => fate.text.clone(),
+                (None, Some(closed)) => closed.clone(),
+                (None, None) => continue,
+            };
+            let error = outbox.blame(Error::new(ErrorKind::PeerLost, how));
+            return Err(error.with_epoch(self.place.epoch));
+        }
+        Ok(())
+    }
+}

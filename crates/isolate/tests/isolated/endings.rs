@@ -1,0 +1,379 @@
+//! What the other ranks hear when a rank ends its group and goes: whoever told it to end may end its process at once, and the child with it.
+
+use std::process::{Command, ExitCode, Stdio};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Collective, Configuration, DType, Epoch, Error, ErrorKind, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Result, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
+};
+use isolate::{IsolateOptions, IsolatedGroup};
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::rig::*;
+
+pub(crate) const TESTS: &[(&str, fn())] = &[
+    (
+        "endings::a_process_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid",
+        last_words,
+    ),
+    (
+        "endings::ranks_of_a_backend_that_tells_nobody_hear_of_them_too",
+        last_words_of_a_library,
+    ),
+    ("endings::a_process_that_ends_without_a_word_is_a_death", no_words),
+    (
+        "endings::l32_what_failed_first_is_told_whatever_its_rank_does_next",
+        first_cause,
+    ),
+    (
+        "endings::a_split_group_that_is_dropped_with_work_pending_fails_on_all_ranks",
+        part_dropped,
+    ),
+    (
+        "endings::work_that_needs_a_rank_which_has_left_does_not_wait_for_its_deadline",
+        left_before,
+    ),
+];
+
+/// An abort while another thread is in the middle of an order that the child has not read yet.
+const BEHIND: &str = "aborted behind a long order";
+/// Receives in that order: more than fit into a socket.
+const LONG: u32 = 8000;
+
+/// What a process of its own does before it ends, and where the store is.
+const SCENE: &str = "OXCCL_ISOLATE_TEST_SCENE";
+const STORE: &str = "OXCCL_ISOLATE_TEST_STORE";
+
+/// A store whose writes of the watch over the other ranks take a while to arrive: longer than a child that is killed.
+struct Far(Arc<dyn Store>);
+
+const FAR: Duration = Duration::from_millis(90);
+
+fn travel(key: &str) {
+    if key.ends_with("/news") || key.ends_with("/left") {
+        std::thread::sleep(FAR);
+    }
+}
+
+impl Store for Far {
+    fn set(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        travel(key);
+        self.0.set(key, value, deadline)
+    }
+    fn get(&self, key: &str, deadline: Instant) -> Result<Vec<u8>> {
+        self.0.get(key, deadline)
+    }
+    fn add(&self, key: &str, amount: i64, deadline: Instant) -> Result<i64> {
+        self.0.add(key, amount, deadline)
+    }
+    fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
+        travel(key);
+        self.0.compare_set(key, expected, desired, deadline)
+    }
+    fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
+        self.0.check(keys, deadline)
+    }
+    fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
+        self.0.wait(keys, deadline)
+    }
+    fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
+        self.0.delete(key, deadline)
+    }
+    fn append(&self, key: &str, value: &[u8], deadline: Instant) -> Result<()> {
+        self.0.append(key, value, deadline)
+    }
+    fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
+        self.0.multi_get(keys, deadline)
+    }
+    fn multi_set(&self, pairs: &[(&str, &[u8])], deadline: Instant) -> Result<()> {
+        self.0.multi_set(pairs, deadline)
+    }
+    fn num_keys(&self, deadline: Instant) -> Result<i64> {
+        self.0.num_keys(deadline)
+    }
+    fn list(&self, deadline: Instant) -> Result<Vec<String>> {
+        self.0.list(deadline)
+    }
+    fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
+        self.0.barrier(key, world_size, deadline)
+    }
+}
+
+/// A rank of two, configured over the store at `address`.
+fn rank_of_two(options: IsolateOptions, address: &str, rank: u32) -> IsolatedGroup {
+    let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, soon()).unwrap());
+    let store = match rank {
+        0 => Arc::new(Far(store)),
+        _ => store,
+    };
+    let group = IsolatedGroup::new(options).unwrap();
+    let configuration = Configuration {
+        store,
+        prefix: "endings".into(),
+        name: "endings".into(),
+        epoch: Epoch(1),
+        rank,
+        world_size: 2,
+        deadline: soon(),
+    };
+    group.configure(configuration).unwrap();
+    group
+}
+
+fn backend_of(scene: &str) -> IsolateOptions {
+    match scene.starts_with("library: ") {
+        true => odd("hang"),
+        false => options("gloo"),
+    }
+}
+
+/// The process of rank 0: ends its group as the scene says, and itself at once.
+pub(crate) fn as_quitter() -> Option<ExitCode> {
+    let scene = std::env::var(SCENE).ok()?;
+    let group = rank_of_two(backend_of(&scene), &std::env::var(STORE).unwrap(), 0);
+    let act = scene.trim_start_matches("library: ");
+    let split = |group: &IsolatedGroup| group.split(Some(0), 0, soon()).unwrap().unwrap();
+    let byte = || Tensor::zeros(DType::U8, 1);
+    match act {
+        "dropped" => drop(group),
+        "dropped busy" => {
+            let _work = group.allreduce(byte(), ReduceOp::Sum).unwrap();
+            drop(group);
+        }
+        "aborted" => {
+            group.abort("it ends");
+            std::mem::forget(group);
+        }
+        BEHIND => std::thread::scope(|scope| {
+            let child = i32::try_from(group.child_pid().unwrap()).unwrap();
+            let signal = |s| kill_process(Pid::from_raw(child).unwrap(), s).unwrap();
+            signal(Signal::STOP);
+            let (group, (tell, told)) = (&group, std::sync::mpsc::channel());
+            scope.spawn(move || {
+                let receive = |tag| Collective::Recv {
+                    tensor: byte(),
+                    peer: Some(1),
+                    tag,
+                };
+                let ops = (0..LONG).map(receive).collect();
+                tell.send(rustix::thread::gettid().as_raw_nonzero()).unwrap();
+                let _ = group.run(Collective::Batch { ops }, SubmitOptions::default());
+            });
+            // It sleeps because the child does not read.
+            let sending = format!("/proc/self/task/{}/stat", told.recv().unwrap());
+            let sleeps = || std::fs::read_to_string(&sending).is_ok_and(|s| s.contains(") S "));
+            eventually("a full socket", || {
+                (0..20).all(|_| {
+                    std::thread::sleep(Duration::from_millis(1));
+                    sleeps()
+                })
+            });
+            group.abort("it ends");
+            // A child that comes late, not one that is stuck.
+            std::thread::sleep(Duration::from_millis(5));
+            signal(Signal::CONT);
+            std::process::exit(0)
+        }),
+        "part dropped" => {
+            drop(split(&group));
+            std::mem::forget(group);
+        }
+        "part dropped busy" => {
+            let part = split(&group);
+            let _work = part.recv(byte(), 1, 1).unwrap();
+            drop(part);
+            std::mem::forget(group);
+        }
+        "part aborted" => {
+            let part = split(&group);
+            part.abort("it ends");
+            std::mem::forget((part, group));
+        }
+        "whole dropped" => {
+            let part = split(&group);
+            drop(group);
+            std::mem::forget(part);
+        }
+        "nothing" => std::mem::forget(group),
+        "killed" => kill(std::process::id()),
+        other => panic!("{other}"),
+    }
+    std::process::exit(0)
+}
+
+/// Rank 1, beside a process that plays `scene`: what its pending work fails with.
+fn heard(scene: &str) -> Error {
+    let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+    let address = server.local_addr().to_string();
+    let mut quitter = Command::new(std::env::current_exe().unwrap())
+        .env(SCENE, scene)
+        .env(STORE, &address)
+        .stdin(Stdio::null())
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let group = rank_of_two(backend_of(scene), &address, 1);
+    let splits = scene.contains("part") || scene.contains("whole");
+    let part = splits.then(|| group.split(Some(0), 1, soon()).unwrap().unwrap());
+    let byte = Tensor::zeros(DType::U8, 1);
+    let work = match part.as_ref().filter(|_| scene.contains("part")) {
+        Some(part) => part.recv(byte, 0, 0),
+        None => group.recv(byte, 0, 0),
+    };
+    let error = match work {
+        Ok(work) => work.wait(soon()).unwrap_err(),
+        // It has heard already.
+        Err(rejected) => rejected.error,
+    };
+    let status = quitter.wait().unwrap();
+    assert_eq!(status.success(), scene != "killed", "{scene}: {status}");
+    error
+}
+
+fn last_words() {
+    let scenes = [
+        ("dropped", "left"),
+        ("part dropped", "left"),
+        ("part dropped busy", "dropped while work was pending"),
+        ("part aborted", "it ends"),
+        ("whole dropped", "left"),
+    ];
+    for (scene, said) in scenes.iter().cycle().take(5 * scenes.len()) {
+        let error = heard(scene);
+        assert!(error.to_string().contains(said), "{scene}: {error}");
+    }
+    // A child that is to be killed has 60 ms for its words (INV-2), which are not many on a machine that is busy.
+    for (scene, at_least) in [("aborted", 5), (BEHIND, 1)] {
+        let heard: Vec<_> = (0..8).map(|_| heard(scene).to_string()).collect();
+        let told = heard.iter().filter(|e| e.contains("it ends")).count();
+        assert!(told >= at_least, "{scene}: {heard:?}");
+    }
+}
+
+fn last_words_of_a_library() {
+    let scenes = [
+        ("library: dropped", "left the group, which still needed it"),
+        (
+            "library: dropped busy",
+            "dropped the group while work was pending",
+        ),
+        ("library: aborted", "it ends"),
+        ("library: part aborted", "it ends"),
+    ];
+    for (scene, said) in scenes.iter().cycle().take(3 * scenes.len()) {
+        let error = heard(scene);
+        assert!(error.to_string().contains(said), "{scene}: {error}");
+    }
+}
+
+fn no_words() {
+    for scene in ["nothing", "killed"].iter().cycle().take(8) {
+        let error = heard(scene);
+        assert_eq!(error.kind(), ErrorKind::PeerLost, "{scene}: {error}");
+        assert!(!error.to_string().contains("left"), "{scene}: {error}");
+    }
+}
+
+/// Rank 0's library times out, and rank 0 does what a program does then, before anybody else has looked.
+fn first_cause() {
+    for (orders, next) in [
+        ("late", "drop"),
+        ("late", "abort"),
+        ("late", "configure"),
+        ("late beside another", "drop"),
+        ("late beside another", "abort"),
+    ] {
+        let store = Arc::new(InMemoryStore::new());
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| {
+                let group = IsolatedGroup::new(odd("hang")).unwrap();
+                group.configure(configuration(&store, 1, 1, 2)).unwrap();
+                let work = group
+                    .allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
+                    .unwrap();
+                store.set("begun", b"", soon()).unwrap();
+                work.wait(soon()).unwrap_err()
+            });
+            let group = IsolatedGroup::new(odd(orders)).unwrap();
+            group.configure(configuration(&store, 1, 0, 2)).unwrap();
+            store.wait(&["begun"], soon()).unwrap();
+            let begin = || group.allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum);
+            let work = begin().unwrap();
+            let _pending = (orders == "late beside another").then(|| begin().unwrap());
+            let own = work.wait(soon()).unwrap_err();
+            assert_eq!(own.kind(), ErrorKind::Timeout, "{own}");
+            match next {
+                "abort" => group.abort("gave up"),
+                "configure" => group.configure(configuration(&store, 2, 0, 1)).unwrap(),
+                _ => drop(group),
+            }
+            let heard = other.join().unwrap();
+            assert_eq!(
+                (heard.kind(), heard.context().peer),
+                (ErrorKind::Timeout, Some(0)),
+                "{orders}, {next}: {heard}"
+            );
+            assert!(heard.to_string().contains("the library gave up"), "{heard}");
+        });
+    }
+}
+
+/// Of three ranks whose backend tells nobody, rank 0 has left before rank 1 asks for anything of it.
+fn left_before() {
+    let store = Arc::new(InMemoryStore::new());
+    let join = |rank| {
+        let group = IsolatedGroup::new(odd("hang")).unwrap();
+        group.configure(configuration(&store, 1, rank, 3)).unwrap();
+        group
+    };
+    std::thread::scope(|scope| {
+        let (leaves, stays) = (scope.spawn(|| join(0)), scope.spawn(|| join(2)));
+        let group = join(1);
+        let byte = || Tensor::zeros(DType::U8, 1);
+        let message = group.recv(byte(), 2, 0).unwrap();
+        let (leaves, _stays) = (leaves.join().unwrap(), stays.join().unwrap());
+        let child = leaves.child_pid().unwrap();
+        drop(leaves);
+        eventually("the end of rank 0's child", || state_of(child).is_none());
+        // Longer than what a rank that left is waited for.
+        let waited = message.wait(deadline_in(Duration::from_millis(2600)));
+        assert!(waited.is_err() && group.error().is_none(), "{:?}", group.error());
+        let error = group
+            .allreduce(byte(), ReduceOp::Sum)
+            .unwrap()
+            .wait(soon())
+            .unwrap_err();
+        assert_eq!(
+            (error.kind(), error.context().peer),
+            (ErrorKind::PeerLost, Some(0)),
+            "{error}"
+        );
+        assert!(
+            error
+                .to_string()
+                .contains("left the group, which still needed it"),
+            "{error}"
+        );
+    });
+}
+
+fn part_dropped() {
+    with_gloo(2, false, |rank, group, store| {
+        let part = group.split(Some(0), rank, soon()).unwrap().unwrap();
+        let work = part.recv(Tensor::zeros(DType::U8, 1), 1 - rank, 1).unwrap();
+        store.barrier("pending", 2, soon()).unwrap();
+        if rank == 0 {
+            drop(part);
+        }
+        let error = work.wait(soon()).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Aborted, "rank {rank}: {error}");
+        assert!(
+            error.to_string().contains("dropped while work was pending"),
+            "rank {rank}: {error}"
+        );
+        // The others of its child are none the worse.
+        sum(group, 100).unwrap();
+    });
+}
