@@ -7,6 +7,9 @@
     reason = "a rank that panics is a failed rank, and says where"
 )]
 
+#[path = "lifecycle/raw.rs"]
+mod raw;
+
 use std::process::{Child, Command, ExitCode, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -19,8 +22,8 @@ use ftcore::{
 };
 use isolate::{IsolateOptions, IsolatedGroup};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use oneccl_sys::ResultCode;
 use oneccl_sys::output::ENV_STDOUT;
-use oneccl_sys::{DataType, Flavour, Library, RedOp, ResultCode, UniqueId};
 
 const CASE: &str = "OXCCL_LIFECYCLE_CASE";
 const RANK: &str = "OXCCL_LIFECYCLE_RANK";
@@ -82,7 +85,7 @@ const CASES: [Case; 13] = [
         world: 1,
         together: true,
         environment: &[],
-        body: words_of_calls,
+        body: raw::words_of_calls,
     },
     Case {
         name: "l36_a_stuck_call_fails_at_its_deadline_and_the_process_lives",
@@ -227,58 +230,6 @@ fn no_provider(rank: &Rank) -> Outcome {
     )?;
     ensure(e.code() == Some(ResultCode::PLUGIN_EXCEPTION.0.into()), || {
         format!("{:?}", e.code())
-    })
-}
-
-/// Calls that the backend never makes, on a communicator of one rank.
-fn words_of_calls(_: &Rank) -> Outcome {
-    let library = Library::open(Flavour::Host)?;
-    let (f, none) = (&library.functions, std::ptr::null_mut());
-    let (mut id, mut comm) = (UniqueId::zeroed(), std::ptr::null_mut());
-    let mut data = [1f32, 2.0];
-    let at: *mut std::ffi::c_void = data.as_mut_ptr().cast();
-    // SAFETY: INV-12 the out-parameter is a live id.
-    let code = unsafe { (f.get_unique_id)(&raw mut id) };
-    ensure(code == ResultCode::SUCCESS, || format!("{code:?}"))?;
-    // SAFETY: INV-12 a live out-parameter, and the id from above.
-    let code = unsafe { (f.comm_init_rank)(&raw mut comm, 1, id, 0) };
-    ensure(code == ResultCode::SUCCESS, || format!("{code:?}"))?;
-    let sum = |dtype, op| {
-        // SAFETY: INV-8 two elements in place on a live communicator; the library refuses types and reductions that it does not know.
-        unsafe { (f.all_reduce)(at, at, 2, dtype, op, comm, none) }
-    };
-    let broadcast = |root| {
-        // SAFETY: INV-8 as above; the root is checked by the library.
-        unsafe { (f.broadcast)(at.cast_const(), at, 2, DataType::F32, root, comm, none) }
-    };
-    type Call<'a> = &'a dyn Fn() -> ResultCode;
-    let calls: [(Call<'_>, &str); 3] = [
-        (
-            &|| sum(DataType::F32, RedOp::AVG),
-            "Unsupported onecclRedOp_t value",
-        ),
-        (
-            &|| sum(DataType(99), RedOp::SUM),
-            "Unsupported onecclDataType_t value",
-        ),
-        (&|| broadcast(9), "unexpected root 9, comm size 1"),
-    ];
-    for (call, words) in calls {
-        let code = call();
-        // SAFETY: INV-12 a live communicator.
-        let text = unsafe { library.describe(code, comm) };
-        ensure(
-            code == ResultCode::PLUGIN_EXCEPTION && text.contains(words),
-            || format!("{code:?}: '{text}', not '{words}'"),
-        )?;
-    }
-    ensure(sum(DataType::F32, RedOp::SUM) == ResultCode::SUCCESS, || {
-        "it does not go on".into()
-    })?;
-    // SAFETY: INV-12 nobody is in a call.
-    let code = unsafe { (f.comm_destroy)(comm) };
-    ensure(code == ResultCode::SUCCESS && data == [1.0, 2.0], || {
-        format!("{code:?}, {data:?}")
     })
 }
 

@@ -214,6 +214,8 @@ fn dropped(rank: &Rank) -> Outcome {
 
 fn poisoned(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    // Nobody ends it while another still connects.
+    rank.meet("configured")?;
     if rank.rank == 0 {
         group.abort("the first cause");
     }
@@ -252,6 +254,8 @@ fn poisoned(rank: &Rank) -> Outcome {
 
 fn timed_out(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    // Nobody ends it while another still connects.
+    rank.meet("configured")?;
     let last = rank.world - 1;
     if rank.rank == last {
         let e = eventually("the news of the time-out", || group.error())?;
@@ -279,6 +283,8 @@ fn timed_out(rank: &Rank) -> Outcome {
 
 fn receive_timed_out(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    // Nobody ends it while another still connects.
+    rank.meet("configured")?;
     if rank.rank != 0 {
         let e = eventually("the news of the time-out", || group.error())?;
         ensure!(e.kind() == ErrorKind::Timeout, "rank {} hears {e}", rank.rank);
@@ -342,6 +348,8 @@ fn reconfigure(rank: &Rank) -> Outcome {
 /// INV-1: frames of an operation that was cut off never show up in the next epoch.
 fn in_flight(rank: &Rank) -> Outcome {
     let group = rank.group()?;
+    // Nobody ends it while another still connects.
+    rank.meet("configured")?;
     for epoch in 2..=6u64 {
         let works: Vec<_> = (0..3)
             .filter_map(|_| {

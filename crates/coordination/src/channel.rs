@@ -156,7 +156,7 @@ pub(crate) fn wait_for<T: Send + 'static>(
     });
     let until = deadline
         .max(Instant::now())
-        .checked_add(Duration::from_millis(250))
+        .checked_add(Duration::from_secs(1))
         .unwrap_or(deadline);
     receiver.recv_timeout(time_left(until)).unwrap_or_else(|e| {
         task.abort();

@@ -251,7 +251,7 @@ fn an_address_in_use_and_a_lighthouse_that_is_not_there_are_said_so() {
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     for part in [
         url.as_str(),
-        "within 0.",
+        " within ",
         "is the lighthouse running? start it with `oxccl lighthouse`",
     ] {
         assert!(error.to_string().contains(part), "{part} is not in {error}");

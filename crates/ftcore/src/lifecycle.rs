@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use crate::parting::part_from_engine;
-pub use crate::parting::{Parting, part_from};
+pub use crate::parting::{Parting, part_from, wait_for_partings};
 use crate::{
     Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, accelerator,

@@ -39,6 +39,8 @@ pub(crate) struct Keeper {
     closed: bool,
     /// The end was ordered, and this is when the child is killed.
     kill_at: Option<Instant>,
+    /// What is pending fails then.
+    fail_at: Option<Instant>,
     /// It has still to be told of its end.
     untold: bool,
     killed: Option<Instant>,
@@ -64,6 +66,7 @@ impl Keeper {
             stderr,
             closed: false,
             kill_at: None,
+            fail_at: None,
             untold: false,
             killed: None,
             given_up: false,
@@ -98,10 +101,8 @@ impl Keeper {
     fn sleep(&mut self) -> bool {
         let mut wake_at = clock::later(Instant::now(), IDLE);
         let due = self.link.check_deadlines();
-        for at in [due, self.kill_at.filter(|_| self.killed.is_none())]
-            .into_iter()
-            .flatten()
-        {
+        let kill_at = self.kill_at.filter(|_| self.killed.is_none());
+        for at in [due, kill_at, self.fail_at].into_iter().flatten() {
             wake_at = wake_at.min(at);
         }
         if self.untold && self.killed.is_none() && !self.closed {
@@ -195,8 +196,11 @@ impl Keeper {
             if first {
                 self.kill_at = Some(ending.kill_at);
             }
-            if !ending.hold || ending.kill_at <= Instant::now() {
+            if ending.fail_at.min(ending.kill_at) <= Instant::now() {
+                self.fail_at = None;
                 self.link.fail_all(&ending.error);
+            } else {
+                self.fail_at = Some(ending.fail_at);
             }
         }
         let Some(kill_at) = self.kill_at else { return };

@@ -278,7 +278,7 @@ impl Shared {
         control.closed = true;
         self.front.poison(&error);
         // Not at once: a child that ends is a death to ranks that have not heard the reason yet.
-        self.link.end_after_words(error, None, AHEAD);
+        self.link.end_after_words(error, None, AHEAD, AHEAD);
         true
     }
 

@@ -368,6 +368,33 @@ mod tests {
     }
 
     #[test]
+    fn ranks_and_shots_draw_random_numbers_of_their_own() {
+        with_frame(Codec::Int4B64, |frame| {
+            let values = Tensor::from_vec((0..300).map(|i| (i as f32).sin()).collect::<Vec<_>>());
+            let coded = |rank, shot| {
+                let frame = Frame {
+                    rank,
+                    rounding: Rounding::Stochastic { key: 3 },
+                    ..*frame
+                };
+                let mut bytes = Vec::new();
+                frame.write((shot, 1), &values, 0..300, 0, &mut bytes).unwrap();
+                bytes.split_off(HEADER)
+            };
+            let all = [
+                coded(0, Shot::Inputs),
+                coded(1, Shot::Inputs),
+                coded(0, Shot::Results),
+                coded(1, Shot::Results),
+            ];
+            for (i, one) in all.iter().enumerate() {
+                assert!(all[i + 1..].iter().all(|other| one != other), "{i}");
+            }
+            assert_eq!(coded(1, Shot::Results), all[3], "a replay draws the same");
+        });
+    }
+
+    #[test]
     fn an_order_to_stop_ends_the_conversion() {
         let stop = AtomicBool::new(true);
         with_frame(Codec::Int8B64, |frame| {

@@ -42,10 +42,13 @@ fn may_be_unsafe(path: &str) -> bool {
         || krate.ends_with("-sys")
         || match krate {
             // dtype: the promise that a type is plain bytes, on which memory builds.
-            "ftcore" => is("memory") || is("dtype"),
+            // parting: `atexit`.
+            "ftcore" => is("memory") || is("dtype") || is("parting"),
             "plugin" => true,
             "backend-gloo" => is("transport/shm") || is("shm") || is("raw"),
-            "backend-xccl" => is_raw(inside) || inside.starts_with("src/sycl/raw"),
+            "backend-xccl" => {
+                is_raw(inside) || inside.starts_with("src/sycl/raw") || inside == "tests/lifecycle/raw.rs"
+            }
             "backend-nccl" => is_raw(inside) || inside.starts_with("src/cuda/raw"),
             "isolate" => is_raw(inside) || is("shm"),
             "adapters" => is("raw"),

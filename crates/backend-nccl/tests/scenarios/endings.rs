@@ -86,6 +86,18 @@ fn ends_badly() -> Outcome {
     })
 }
 
+/// Somebody is stuck in the library: a revocation lets the call out before the communicator is freed under it.
+fn let_out_first() -> Outcome {
+    super::failures::call_hangs()?;
+    until_logged("end abort rank=0")?;
+    let lines = log_lines()?;
+    let at = |line: &str| lines.iter().position(|l| l == line);
+    let (revoked, aborted) = (at("end revoke rank=0"), at("end abort rank=0"));
+    check(revoked.is_some() && revoked < aborted, || {
+        format!("revoked at {revoked:?}, aborted at {aborted:?}")
+    })
+}
+
 fn scaling_is_not_freed() -> Outcome {
     two(GroupOptions::default(), |rank, group, _| {
         for _ in 0..2 {
@@ -339,6 +351,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             FAIL,
             "ncclCommAbort@0:1:3",
             ends_badly,
+        ),
+        scenario(
+            "end_revoke_lets_out_who_is_stuck_before_the_abort",
+            &[(HANG, "call:ncclAllReduce@0:3"), LOG],
+            let_out_first,
         ),
         scenario(
             "end_revoke_that_fails_is_followed_by_the_abort",

@@ -5,8 +5,8 @@ use std::time::Duration;
 
 use backend_nccl::CudaAccelerator;
 use ftcore::{
-    Accelerator, Collective, DType, ErrorKind, Feature, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Store, Stream, SubmitOptions, Tensor, Work, deadline_in, leaked_bytes,
+    Accelerator, Collective, DType, ErrorKind, Feature, GroupOptions, ProcessGroup, ProcessGroupExt,
+    ReduceOp, Stream, SubmitOptions, Tensor, Work, deadline_in, leaked_bytes,
 };
 use isolate::{IsolateOptions, IsolatedGroup};
 
@@ -84,37 +84,6 @@ fn options(rank: u32) -> IsolateOptions {
     }
 }
 
-/// Runs `body` on `world` ranks with groups at epoch 1; all failures in one text.
-fn ranks<G: ProcessGroup>(
-    world: u32,
-    make: impl Fn(u32) -> Result<G, ftcore::Error> + Sync,
-    body: impl Fn(u32, &G, &Arc<dyn Store>) -> Outcome + Sync,
-) -> Outcome {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    let (store, make, body) = (&store, &make, &body);
-    let failures: Vec<String> = std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..world)
-            .map(|rank| {
-                scope.spawn(move || -> Outcome {
-                    let group = make(rank)?;
-                    group.configure(configuration(store, rank, world, 1, SOON))?;
-                    body(rank, &group, store)
-                })
-            })
-            .collect();
-        let ended = ranks
-            .into_iter()
-            .enumerate()
-            .map(|(rank, thread)| match thread.join() {
-                Ok(Ok(())) => None,
-                Ok(Err(e)) => Some(format!("rank {rank}: {}", e.message().unwrap_or("failed"))),
-                Err(_) => Some(format!("rank {rank} panicked")),
-            });
-        ended.flatten().collect()
-    });
-    check(failures.is_empty(), || failures.join("\n"))
-}
-
 fn isolated(rank: u32) -> Result<IsolatedGroup, ftcore::Error> {
     IsolatedGroup::new(options(rank))
 }
@@ -152,7 +121,7 @@ fn works(rank: u32, world: u32, group: &dyn ProcessGroup) -> Outcome {
 
 /// At 4 ms per piece of work: an event that does not really cross shows as old contents.
 fn order() -> Outcome {
-    ranks(2, isolated, |rank, group, _| {
+    groups(2, isolated, |rank, group, _| {
         let writer = CudaAccelerator.new_stream(rank, false)?;
         for round in 0..4u32 {
             let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[500])?;
@@ -174,7 +143,7 @@ fn order() -> Outcome {
 }
 
 fn capabilities() -> Outcome {
-    ranks(2, isolated, |rank, group, _| {
+    groups(2, isolated, |rank, group, _| {
         let child = group.child_pid().ok_or("no child")?;
         check(child != std::process::id(), || "the group is not isolated".into())?;
         let c = group.capabilities();
@@ -205,7 +174,7 @@ fn capabilities() -> Outcome {
 }
 
 fn in_place() -> Outcome {
-    ranks(2, isolated, |rank, group, _| {
+    groups(2, isolated, |rank, group, _| {
         let mut tensor = group.alloc(DType::F32, &[10, 50])?;
         check(*tensor.device() == cuda(rank), || format!("{tensor:?}"))?;
         let stream = CudaAccelerator.new_stream(rank, false)?;
@@ -223,7 +192,7 @@ fn in_place() -> Outcome {
 }
 
 fn killed() -> Outcome {
-    ranks(2, isolated, |rank, group, store| {
+    groups(2, isolated, |rank, group, store| {
         works(rank, 2, group)?;
         let work = sum(group, filled(rank, 1.0, 1000)?, None);
         if rank == 0 {
@@ -251,12 +220,11 @@ fn killed() -> Outcome {
 
 fn blocked() -> Outcome {
     let alone = super::kit::group(0, GroupOptions::default())?;
-    let own: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    alone.configure(configuration(&own, 0, 1, 1, PATIENCE))?;
+    alone.configure(by_itself(1, PATIENCE))?;
     let never = alone.broadcast(filled(0, 1.0, 10)?, 0)?;
     let stream: Arc<dyn Stream> = CudaAccelerator.new_stream(0, false)?;
     never.wait_on(&*stream)?;
-    ranks(2, isolated, |rank, group, store| {
+    groups(2, isolated, |rank, group, store| {
         if rank == 0 {
             let before = leaked_bytes();
             let work = sum(group, filled(0, 1.0, 1000)?, Some(&stream))?;
@@ -284,7 +252,7 @@ fn blocked() -> Outcome {
 
 fn copy_back_fails() -> Outcome {
     let before = leaked_bytes();
-    ranks(1, isolated, |_, group, _| {
+    groups(1, isolated, |_, group, _| {
         let work = sum(group, filled(0, 1.0, 1000)?, None)?;
         let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
         says(&e, ErrorKind::Backend, &["cuMemcpyDtoDAsync", "all_reduce"])?;
@@ -299,7 +267,7 @@ fn copy_back_fails() -> Outcome {
 
 /// The order cannot be kept, so the operation is refused by the child, and nothing is guessed.
 fn event_not_opened() -> Outcome {
-    ranks(1, isolated, |_, group, store| {
+    groups(1, isolated, |_, group, store| {
         let e = ended(sum(group, filled(0, 1.0, 1000)?, None))?;
         says(&e, e.kind(), &["cuIpcOpenEventHandle", "not supported"])?;
         // A new child fails once as well, at its first event.

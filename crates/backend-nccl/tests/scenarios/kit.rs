@@ -52,10 +52,19 @@ pub(super) fn two(
     options: GroupOptions,
     body: impl Fn(u32, &NcclGroup, &Arc<dyn Store>) -> Outcome + Sync,
 ) -> Outcome {
+    groups(2, |rank| group(rank, options.clone()), body)
+}
+
+/// Runs `body` as so many ranks, each with its group in the first epoch.
+pub(super) fn groups<G: ProcessGroup>(
+    world: u32,
+    make: impl Fn(u32) -> Result<G, Error> + Sync,
+    body: impl Fn(u32, &G, &Arc<dyn Store>) -> Outcome + Sync,
+) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    ranks(2, |rank| {
-        let group = group(rank, options.clone())?;
-        group.configure(configuration(&store, rank, 2, 1, Duration::from_secs(20)))?;
+    ranks(world, |rank| {
+        let group = make(rank)?;
+        group.configure(configuration(&store, rank, world, 1, Duration::from_secs(20)))?;
         body(rank, &group, &store)
     })
 }

@@ -4,7 +4,8 @@ use std::time::{Duration, Instant};
 
 use backend_nccl::CudaAccelerator;
 use ftcore::{
-    Accelerator, DType, ErrorKind, GroupOptions, ProcessGroupExt, ReduceOp, Registry, Tensor, deadline_in,
+    Accelerator, DType, Error, ErrorKind, GroupOptions, ProcessGroupExt, ReduceOp, Registry, Stream, Tensor,
+    deadline_in,
 };
 
 use super::devices::stream;
@@ -88,35 +89,32 @@ fn no_pinned_memory() -> Outcome {
 
 const SLOW: (&str, &str) = ("OXCCL_STANDIN_CUDA_DELAY_US", "30000");
 
+/// A copy between the device and page-locked memory, one way or the other; what came of it, and whether it was over then.
+fn copied(out: bool, stream: &dyn Stream) -> Result<(Option<Error>, bool), Error> {
+    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
+    let mut host = CudaAccelerator.alloc_host(0, DType::U8, &[4000])?;
+    let bytes = host.as_mut_slice::<u8>()?;
+    let copied = match out {
+        true => CudaAccelerator.copy_out(&tensor, bytes, stream),
+        false => CudaAccelerator.copy_in(bytes, &mut tensor, stream),
+    };
+    Ok((copied.err(), stream.query().unwrap_or(false)))
+}
+
 /// The event behind a copy cannot be had or asked: the error comes when the copy is over, because nothing keeps the memory of both sides
 /// any more. Work takes 30 ms here.
 fn over_when_it_fails(out: bool) -> Outcome {
-    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
-    let mut host = CudaAccelerator.alloc_host(0, DType::U8, &[4000])?;
-    let stream = CudaAccelerator.new_stream(0, false)?;
-    let bytes = host.as_mut_slice::<u8>()?;
-    let copied = match out {
-        true => CudaAccelerator.copy_out(&tensor, bytes, &*stream),
-        false => CudaAccelerator.copy_in(bytes, &mut tensor, &*stream),
-    };
-    let over = stream.query()?;
-    let e = copied.err().ok_or("nothing failed")?;
-    says(&e, ErrorKind::Backend, &["code 700"])?;
+    let (e, over) = copied(out, &*stream()?)?;
+    says(&e.ok_or("nothing failed")?, ErrorKind::Backend, &["code 700"])?;
     check(over, || "it returned before the copy was over".into())
 }
 
 /// Neither an event nor the stream tells any more whether the copy is over: a device that only fails works on nothing.
 fn over_with_an_error(out: bool) -> Outcome {
-    let mut tensor = CudaAccelerator.alloc(0, DType::U8, &[4000])?;
-    let mut host = CudaAccelerator.alloc_host(0, DType::U8, &[4000])?;
-    let stream = CudaAccelerator.new_stream(0, false)?;
-    let bytes = host.as_mut_slice::<u8>()?;
-    let copied = match out {
-        true => CudaAccelerator.copy_out(&tensor, bytes, &*stream),
-        false => CudaAccelerator.copy_in(bytes, &mut tensor, &*stream),
-    };
+    let stream = stream()?;
+    let (e, _) = copied(out, &*stream)?;
     says(
-        &copied.err().ok_or("nothing failed")?,
+        &e.ok_or("nothing failed")?,
         ErrorKind::Backend,
         &["cuEventRecord", "code 700"],
     )?;

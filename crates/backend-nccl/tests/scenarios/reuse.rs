@@ -313,14 +313,24 @@ fn nothing_works() -> Outcome {
 }
 
 /// A call that came apart leaves a communicator that nobody may build on.
-fn split_breaks() -> Outcome {
+fn after_a_broken_split() -> Outcome {
     two(options(), |rank, group, store| {
         check(group.split(Some(1), rank, deadline_in(SOON)).is_err(), || {
             "the split succeeded".into()
         })?;
         group_error(group)?;
         next_epoch(rank, group, store)
-    })?;
+    })
+}
+
+/// On both ranks, or on the one that comes first: if both held theirs for the next epoch, it would be split of all.
+fn split_breaks_everywhere() -> Outcome {
+    after_a_broken_split()?;
+    counts(&[("split ", 0)])
+}
+
+fn split_breaks() -> Outcome {
+    after_a_broken_split()?;
     // Rank 0 may have heard of the failure before it began its own call: what it holds is whole then, and rank 1 may join it.
     counts(&[("split rank=1", 0), ("shrink rank=1", 0)])
 }
@@ -575,6 +585,12 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             FAIL,
             "ncclCommSplit@1:1:5",
             split_breaks,
+        ),
+        fault(
+            "reuse_of_what_a_split_broke_on_all_ranks_is_not_tried",
+            FAIL,
+            "ncclCommSplit@0:1:5,ncclCommSplit@1:1:5",
+            split_breaks_everywhere,
         ),
         plain("reuse_is_there_for_the_next_try_if_nobody_came", missed),
         plain("reuse_ends_with_a_shut_down", shut_down),

@@ -80,30 +80,10 @@ fn make(rank: u32) -> Result<Group, ftcore::Error> {
 /// Runs `body` as rank 0 and 1 with configured groups.
 fn pair(body: impl Fn(u32, Group, &Arc<dyn Store>) -> Outcome + Sync) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    let (store, body) = (&store, &body);
-    std::thread::scope(|scope| {
-        let ranks: Vec<_> = (0..2u32)
-            .map(|rank| {
-                scope.spawn(move || -> Outcome {
-                    let group = make(rank)?;
-                    group.configure(configuration(store, rank, 2, 1, SOON))?;
-                    body(rank, group, store)
-                })
-            })
-            .collect();
-        let mut failures = Vec::new();
-        for (rank, thread) in ranks.into_iter().enumerate() {
-            match thread.join() {
-                Ok(Ok(())) => {}
-                Ok(Err(e)) => failures.push(format!("rank {rank}: {}", e.message().unwrap_or("failed"))),
-                Err(_) => failures.push(format!("rank {rank} panicked")),
-            }
-        }
-        if failures.is_empty() {
-            Ok(())
-        } else {
-            Err(failures.join("\n").into())
-        }
+    ranks(2, |rank| {
+        let group = make(rank)?;
+        group.configure(configuration(&store, rank, 2, 1, SOON))?;
+        body(rank, group, &store)
     })
 }
 
@@ -116,8 +96,7 @@ struct Blocked {
 
 fn blocked() -> Result<Blocked, libtest_mimic::Failed> {
     let alone = group(0, GroupOptions::default())?;
-    let own: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-    alone.configure(configuration(&own, 0, 1, 1, PATIENCE))?;
+    alone.configure(by_itself(1, PATIENCE))?;
     let never = submit(0, &alone, PATIENCE * 10)?;
     let stream = CudaAccelerator.new_stream(0, false)?;
     never.wait_on(&*stream)?;

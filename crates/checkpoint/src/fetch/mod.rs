@@ -103,11 +103,11 @@ pub fn fetch_with(
             runtime.shutdown_background();
         })
         .map_err(failed)?;
-    // The download watches the deadline itself and says more about it; the margin lets its answer through.
-    let result = match receiver.recv_timeout(time_left(deadline) + Duration::from_millis(100)) {
+    // The download watches the deadline itself and says more about it; the margin lets its answer through, also where its threads wait for a core.
+    let result = match receiver.recv_timeout(time_left(deadline) + Duration::from_secs(1)) {
         Ok(result) => result,
         Err(RecvTimeoutError::Timeout) => Err(Error::timeout(format!(
-            "step {step}: the state was still being decoded at the deadline"
+            "step {step}: the state was still being decoded a second after the deadline"
         ))),
         Err(RecvTimeoutError::Disconnected) => Err(Error::new(
             ErrorKind::Internal,

@@ -172,8 +172,8 @@ impl HttpTransport {
         let Some(ended) = self.ended.lock().unwrap_or_else(PoisonError::into_inner).take() else {
             return Ok(());
         };
-        // The thread itself acts on the deadline; it needs a moment afterwards to say so.
-        match ended.recv_timeout(time_left(deadline) + Duration::from_millis(200)) {
+        // The thread itself acts on the deadline; it needs a moment afterwards, and a core, to say so.
+        match ended.recv_timeout(time_left(deadline) + Duration::from_secs(1)) {
             Ok(0) => Ok(()),
             Ok(n) => Err(Error::timeout(format!(
                 "shutting down the checkpoint server: {n} connections still had answers in progress and were cut off"

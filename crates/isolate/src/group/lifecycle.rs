@@ -12,7 +12,8 @@ use crate::peers::{self, Peers};
 use crate::wire::frames::{Order, Settled};
 use crate::{clock, nursery};
 
-/// What a backend gets to tell the other ranks of an abort before SIGKILL. INV-2 gives 100 ms in all.
+/// What a backend gets to tell the other ranks of an abort before pending work fails: INV-2 gives 100 ms in all. A child that then has no
+/// memory of the caller's may go on until `GOODBYE`: on a busy machine it may not have had a core yet.
 const LAST_WORDS: Duration = Duration::from_millis(60);
 /// What a child gets to say good-bye and exit.
 const GOODBYE: Duration = Duration::from_millis(500);
@@ -190,8 +191,8 @@ impl Handle {
             link.part();
         }
         match (self.number, self.core.tells) {
-            (0, true) => link.end_after_words(error, Some(tell), LAST_WORDS),
-            (_, false) if watched => link.end_after_words(error, None, LAST_WORDS),
+            (0, true) => link.end_after_words(error, Some(tell), LAST_WORDS, GOODBYE),
+            (_, false) if watched => link.end_after_words(error, None, LAST_WORDS, LAST_WORDS),
             (_, false) => link.end(error, None, Duration::ZERO),
             (_, true) => link.abort_group(self.number, reason, error, LAST_WORDS),
         }

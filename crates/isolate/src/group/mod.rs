@@ -32,9 +32,9 @@ use crate::wire::op::put;
 /// Any registered backend in a child process, behind the same trait.
 ///
 /// Beyond the common contract of [`ProcessGroup`]:
-/// - `abort` ends the child (SIGKILL, after at most 60 ms in which a backend that can tells the other ranks why); pending
-///   work fails with `Aborted` at once, tensors in shared memory come back when the child is gone; the next `configure` uses
-///   the spare or a new child;
+/// - `abort` ends the child; pending work fails with `Aborted` once a backend that can has told the other ranks why, after 60 ms at
+///   most. SIGKILL comes then if a tensor of [`alloc`](Self::alloc) is pending, which comes back when the child is gone, else half a second after
+///   the abort if the child has not ended by itself. The next `configure` uses the spare or a new child;
 /// - a child that ends by itself fails all pending work with `Unavailable`: its exit status or signal (also as code:
 ///   the status, or minus the signal) and the last lines that it printed;
 /// - an operation whose end the child does not report within 1.5 s after its deadline fails with `Timeout`, and the child is killed;

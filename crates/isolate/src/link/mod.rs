@@ -41,9 +41,8 @@ pub(crate) struct Ending {
     pub(crate) error: Error,
     /// What the child is told, so that it can tell the other ranks.
     pub(crate) farewell: Option<Arc<Order>>,
-    /// Pending work fails when the child is killed or gone, not before: whoever sees it fail may end at once, and the child
-    /// with it, but the other ranks are to be told first.
-    pub(crate) hold: bool,
+    /// Pending work fails now, or before that when the child is gone: whoever sees it fail may want the other ranks to have been told.
+    pub(crate) fail_at: Instant,
     pub(crate) kill_at: Instant,
 }
 
@@ -264,24 +263,29 @@ impl Link {
     /// Orders the end: pending work fails with `error`, the child gets `grace` after its `farewell`, then SIGKILL. Never
     /// blocks. Of several orders the first error and the earliest end count.
     pub(crate) fn end(&self, error: Error, farewell: Option<Order>, grace: Duration) {
-        self.end_with(error, farewell, grace, false);
+        self.end_after_words(error, farewell, Duration::ZERO, grace);
     }
 
-    /// As [`end`](Self::end), but pending work fails only once the child is killed or gone.
-    pub(crate) fn end_after_words(&self, error: Error, farewell: Option<Order>, grace: Duration) {
-        self.end_with(error, farewell, grace, true);
-    }
-
-    fn end_with(&self, error: Error, farewell: Option<Order>, grace: Duration, hold: bool) {
-        let kill_at = clock::later(Instant::now(), grace);
+    /// As [`end`](Self::end), but pending work fails only once the child is gone, or after `words`. Memory of the caller on which the child
+    /// works comes back with its end alone: then that is `words` from now, too.
+    pub(crate) fn end_after_words(
+        &self,
+        error: Error,
+        farewell: Option<Order>,
+        words: Duration,
+        grace: Duration,
+    ) {
+        let now = Instant::now();
         let mut state = self.lock();
+        let waits = !words.is_zero() && state.pending.values().any(Pending::is_direct);
+        let kill_at = clock::later(now, if waits { words } else { grace });
         match &mut state.ending {
             Some(ending) => ending.kill_at = ending.kill_at.min(kill_at),
             None => {
                 state.ending = Some(Ending {
                     error,
                     farewell: farewell.map(Arc::new),
-                    hold,
+                    fail_at: clock::later(now, words),
                     kill_at,
                 });
             }
@@ -317,7 +321,8 @@ impl Link {
                 if let Some(link) = self.0.upgrade() {
                     // Others of its groups may live: they end with this process, and without a word.
                     let error = Error::new(ErrorKind::Aborted, "the process is ending");
-                    link.end_after_words(error, Some(Order::Quit), time_left(deadline));
+                    let left = time_left(deadline);
+                    link.end_after_words(error, Some(Order::Quit), left, left);
                     link.wait_gone(deadline);
                 }
             }

@@ -172,7 +172,7 @@ pub(crate) fn as_quitter() -> Option<ExitCode> {
             });
             group.abort("it ends");
             // A child that comes late, not one that is stuck.
-            std::thread::sleep(Duration::from_millis(5));
+            std::thread::sleep(Duration::from_millis(150));
             signal(Signal::CONT);
             std::process::exit(0)
         }),
@@ -235,6 +235,7 @@ fn heard(scene: &str) -> Error {
 fn last_words() {
     let scenes = [
         ("dropped", "left"),
+        ("aborted", "it ends"),
         ("part dropped", "left"),
         ("part dropped busy", "dropped while work was pending"),
         ("part aborted", "it ends"),
@@ -244,12 +245,10 @@ fn last_words() {
         let error = heard(scene);
         assert!(error.to_string().contains(said), "{scene}: {error}");
     }
-    // A child that is to be killed has 60 ms for its words (INV-2), which are not many on a machine that is busy.
-    for (scene, at_least) in [("aborted", 5), (BEHIND, 1)] {
-        let heard: Vec<_> = (0..8).map(|_| heard(scene).to_string()).collect();
-        let told = heard.iter().filter(|e| e.contains("it ends")).count();
-        assert!(told >= at_least, "{scene}: {heard:?}");
-    }
+    // A child has half a second for its words, of which little is left here on a machine that is busy.
+    let late: Vec<_> = (0..5).map(|_| heard(BEHIND).to_string()).collect();
+    let told = late.iter().filter(|e| e.contains("it ends")).count();
+    assert!(told >= 3, "{BEHIND}: {late:?}");
 }
 
 fn last_words_of_a_library() {

@@ -113,14 +113,14 @@ fn profile() -> &'static str {
     if cfg!(debug_assertions) { "dev" } else { "release" }
 }
 
-/// Runs cargo in `folder` and gives the one dynamic library that it names.
-pub(crate) fn cargo(folder: &Path, arguments: &[&str]) -> Result<PathBuf, String> {
+/// Runs cargo in `folder` and gives the dynamic library that it names, the one whose path ends with `end`.
+pub(crate) fn cargo(folder: &Path, arguments: &[&str], end: &str) -> Result<PathBuf, String> {
     let text = cargo_says(folder, &["build"], arguments)?;
     let library = text
         .lines()
         .filter(|l| l.contains("\"compiler-artifact\"") && l.contains("\"cdylib\""))
         .flat_map(|l| l.split('"'))
-        .rfind(|part| part.ends_with(".so"));
+        .rfind(|part| part.ends_with(end));
     library
         .map(PathBuf::from)
         .ok_or_else(|| format!("cargo built no library:\n{text}"))
@@ -165,6 +165,13 @@ fn cargo_says(folder: &Path, command: &[&str], arguments: &[&str]) -> Result<Str
 pub(crate) fn rust_plugin(package: &str) -> Result<PathBuf, String> {
     static BUILT: Built = Mutex::new(BTreeMap::new());
     once(&BUILT, package, || {
-        cargo(root(), &["--package", package, "--lib", "--profile", profile()])
+        let file = format!("/lib{}.so", package.replace('-', "_"));
+        let mut arguments = vec!["--lib", "--profile", profile()];
+        // Alone its dependencies have fewer features and would all be built once more: under xtask the whole workspace is built.
+        match std::env::var_os("OXCCL_XTASK_RUN") {
+            Some(_) => arguments.push("--workspace"),
+            None => arguments.extend(["--package", package]),
+        }
+        cargo(root(), &arguments, &file)
     })
 }

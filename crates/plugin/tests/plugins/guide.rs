@@ -65,6 +65,6 @@ fn in_rust() -> Outcome {
     put(folder.join("Cargo.toml"), manifest + "\n[workspace]\n")?;
     put(sources.join("lib.rs"), block("src/lib.rs")?)?;
     std::fs::copy(root.join("Cargo.lock"), folder.join("Cargo.lock")).map_err(text)?;
-    let library = build::cargo(&folder, &["--offline", "--target-dir", "target"])?;
+    let library = build::cargo(&folder, &["--offline", "--target-dir", "target"], ".so")?;
     reduces(&library, "acme", 3)
 }
