@@ -275,15 +275,19 @@ fn large_operations_need_no_memory_beside_their_tensors() {
 #[test]
 #[ignore = "run by a_pair_has_as_many_sockets_as_it_was_told in a process of its own"]
 fn sockets() {
+    let open = || {
+        std::fs::read_dir("/proc/self/fd")
+            .unwrap()
+            .filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok())
+            .filter(|to| to.to_string_lossy().starts_with("socket:"))
+            .count()
+    };
     let of = |transport: &str| {
+        eventually("the end of the sockets", || open() == 0);
         let counts = with_groups_over(transport, 2, |_, group| {
             // Both have closed what they only needed to meet.
             group.barrier().unwrap();
-            let count = std::fs::read_dir("/proc/self/fd")
-                .unwrap()
-                .filter_map(|fd| std::fs::read_link(fd.ok()?.path()).ok())
-                .filter(|to| to.to_string_lossy().starts_with("socket:"))
-                .count();
+            let count = open();
             group.barrier().unwrap();
             count
         });
