@@ -80,8 +80,6 @@ fn test() -> Result<bool> {
     runner::test(&TestArgs {
         require: ["gloo", "isolate", "plugin", "xccl"].map(str::to_owned).to_vec(),
         require_installable: vec!["xccl-sycl".to_owned()],
-        // One after the other the rows leave 40 % of two cores idle.
-        at_once: 2,
         ..TestArgs::default()
     })
 }
