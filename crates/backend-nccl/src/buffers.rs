@@ -230,7 +230,6 @@ impl Buffers {
 
 /// A collective call: what goes wrong on the way fails the group, as a split does.
 fn window(engine: &Arc<Engine>, memory: &Arc<Memory>, deadline: Instant) -> Result<()> {
-    let _order = engine.enter_order()?;
     let stop = || engine.failure();
     let late =
         || Error::timeout("NCCL did not make the window by the deadline: all ranks must allocate alike");
@@ -251,12 +250,12 @@ fn window(engine: &Arc<Engine>, memory: &Arc<Memory>, deadline: Instant) -> Resu
             }
         }
     };
-    let made = bounded("ox-nccl-window", deadline, &stop, &late, register, drop);
-    made.and_then(|made| made).map_err(|error| {
-        let error = match (error.kind(), engine.failure()) {
-            (ErrorKind::Timeout, None) => late(),
-            _ => error,
-        };
-        engine.fail_in("alloc", error)
+    engine.jointly("alloc", || {
+        let made = bounded("ox-nccl-window", deadline, &stop, &late, register, drop);
+        made.and_then(|made| made)
+            .map_err(|error| match (error.kind(), engine.failure()) {
+                (ErrorKind::Timeout, None) => late(),
+                _ => error,
+            })
     })
 }

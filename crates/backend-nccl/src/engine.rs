@@ -441,19 +441,30 @@ impl Engine {
         );
     }
 
-    /// Splits the communicator; a collective call of all ranks. The child is connected. A split that fails on the way leaves the parent
-    /// in a state that nobody knows, so it fails the group, and the other ranks hear of it at once.
+    /// Splits the communicator; a collective call of all ranks. The child is connected.
     pub(crate) fn split(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
-        let _order = self.enter_order()?;
-        self.divide(part, wish, deadline)
-            .map_err(|error| self.fail_in("split", error))
+        self.jointly("split", || self.divide(part, wish, deadline))
     }
 
-    /// A collective call outside `submit` has failed, and the group with it. What the caller is told: the group's own failure if that
-    /// came first and only closed the communicator under the call.
-    pub(crate) fn fail_in(&self, op: &'static str, error: Error) -> Error {
-        // Nobody knows what the other ranks made of the call.
-        self.legacy.waive();
+    /// Makes a collective call of all ranks outside `submit`, in its order; refuses on a group that has failed. What goes wrong on the way
+    /// leaves the communicator in a state that nobody knows, so it fails the group, and the other ranks hear of it at once.
+    pub(crate) fn jointly<T>(&self, op: &'static str, call: impl FnOnce() -> Result<T>) -> Result<T> {
+        let _order = lock(&self.order);
+        // Before the look at the failure: whoever ends a failed engine then sees that the call is under way, or the call is not made.
+        self.legacy.doubt();
+        if let Some(cause) = self.failure() {
+            self.legacy.trust();
+            let text = format!("the group has failed before: {cause}");
+            return Err(Error::new(ErrorKind::Poisoned, text).with_source(cause));
+        }
+        let made = call().map_err(|error| self.fail_in(op, error))?;
+        self.legacy.trust();
+        Ok(made)
+    }
+
+    /// What the caller of a collective call that failed is told: the group's own failure if that came first and only closed the
+    /// communicator under the call.
+    fn fail_in(&self, op: &'static str, error: Error) -> Error {
         match self.failure() {
             Some(cause) if matches!(error.kind(), ErrorKind::Aborted) => cause,
             Some(_) => error,
@@ -461,18 +472,6 @@ impl Engine {
                 self.fail(error.clone().with_op(op).with_rank(self.place.rank));
                 error
             }
-        }
-    }
-
-    /// Held while a collective call outside `submit` is made. Refuses on a group that has failed.
-    pub(crate) fn enter_order(&self) -> Result<MutexGuard<'_, Sequence>> {
-        let order = lock(&self.order);
-        match self.failure() {
-            Some(cause) => {
-                let text = format!("the group has failed before: {cause}");
-                Err(Error::new(ErrorKind::Poisoned, text).with_source(cause))
-            }
-            None => Ok(order),
         }
     }
 

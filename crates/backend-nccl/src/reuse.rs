@@ -30,8 +30,22 @@ pub(crate) struct Legacy {
     id: CommId,
     /// How long it gets to be revoked before it is aborted instead.
     revoke: Duration,
-    state: Mutex<(Fate, bool)>,
+    state: Mutex<State>,
     moved: Condvar,
+}
+
+struct State {
+    fate: Fate,
+    /// It is to be left to the next configuration.
+    wanted: bool,
+    /// A collective call on it is under way, or came apart: nobody knows what the other ranks made of it, so that nobody may build on it.
+    in_doubt: bool,
+}
+
+impl State {
+    fn is_inheritable(&self) -> bool {
+        self.wanted && !self.in_doubt
+    }
 }
 
 impl Legacy {
@@ -40,40 +54,54 @@ impl Legacy {
         Self {
             id,
             revoke,
-            state: Mutex::new((Fate::Open, wanted)),
+            state: Mutex::new(State {
+                fate: Fate::Open,
+                wanted,
+                in_doubt: false,
+            }),
             moved: Condvar::new(),
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, (Fate, bool)> {
+    fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How much longer an abort may take than one without a revocation, or with one by the default.
     pub(crate) fn beyond(&self) -> Duration {
-        match self.lock().1 {
+        match self.lock().wanted {
             true => self.revoke.saturating_sub(REVOKE),
             false => Duration::ZERO,
         }
     }
 
-    /// It is not left to anybody: the group ends, or nobody knows in which state it is.
+    /// It is not left to anybody: the group ends.
     pub(crate) fn waive(&self) {
-        self.lock().1 = false;
+        self.lock().wanted = false;
+    }
+
+    /// A collective call on it begins. Until it is known to be whole again, it is not left to anybody.
+    pub(crate) fn doubt(&self) {
+        self.lock().in_doubt = true;
+    }
+
+    /// The call was not made, or succeeded.
+    pub(crate) fn trust(&self) {
+        self.lock().in_doubt = false;
     }
 
     /// An idle communicator: true if it is kept, and not to be freed.
     pub(crate) fn keep_idle(&self, comm: &Comm) -> bool {
         let mut state = self.lock();
-        let kept = state.1 && comm.withdraw();
-        state.0 = if kept { Fate::Kept(How::Idle) } else { Fate::Gone };
+        let kept = state.is_inheritable() && comm.withdraw();
+        state.fate = if kept { Fate::Kept(How::Idle) } else { Fate::Gone };
         self.moved.notify_all();
         kept
     }
 
     /// A communicator that failed: ends what runs on it. True if it is kept; otherwise it is to be aborted.
     pub(crate) fn keep_revoked(&self, comm: &Arc<Comm>) -> bool {
-        let kept = self.lock().1 && comm.withdraw() && {
+        let kept = self.lock().is_inheritable() && comm.withdraw() && {
             let (until, this) = (deadline_in(self.revoke), comm.clone());
             let late = || Error::timeout("NCCL did not return from ncclCommRevoke in time");
             let call = move || this.revoke(until);
@@ -85,8 +113,8 @@ impl Legacy {
         };
         let mut state = self.lock();
         // Waived in the meantime: the caller ends it.
-        let kept = kept && state.1;
-        state.0 = if kept {
+        let kept = kept && state.wanted;
+        state.fate = if kept {
             Fate::Kept(How::Revoked)
         } else {
             Fate::Gone
@@ -97,14 +125,14 @@ impl Legacy {
 
     /// It is being freed.
     pub(crate) fn lose(&self) {
-        self.lock().0 = Fate::Gone;
+        self.lock().fate = Fate::Gone;
         self.moved.notify_all();
     }
 
     /// How it was kept, once that is decided.
     fn how(&self, until: Instant) -> Option<How> {
         let mut state = self.lock();
-        while state.0 == Fate::Open {
+        while state.fate == Fate::Open {
             let left = time_left(until);
             if left.is_zero() {
                 return None;
@@ -115,8 +143,8 @@ impl Legacy {
                 .unwrap_or_else(PoisonError::into_inner)
                 .0;
         }
-        match state.0 {
-            Fate::Kept(how) if state.1 => Some(how),
+        match state.fate {
+            Fate::Kept(how) if state.wanted => Some(how),
             _ => None,
         }
     }
@@ -179,8 +207,8 @@ impl Drop for Parent {
 pub(crate) fn end(engine: &Arc<Engine>) {
     let kept = {
         let mut state = engine.legacy.lock();
-        state.1 = false;
-        matches!(state.0, Fate::Kept(_))
+        state.wanted = false;
+        matches!(state.fate, Fate::Kept(_))
     };
     if kept {
         engine.legacy.lose();

@@ -183,3 +183,9 @@ pub(super) fn let_go() -> Outcome {
     let log = std::env::var("OXCCL_STANDIN_NCCL_LOG")?;
     Ok(std::fs::write(log + ".go", "")?)
 }
+
+/// Holds later ones again.
+pub(super) fn hold_again() -> Outcome {
+    let log = std::env::var("OXCCL_STANDIN_NCCL_LOG")?;
+    Ok(std::fs::remove_file(log + ".go")?)
+}

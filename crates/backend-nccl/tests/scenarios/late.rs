@@ -1,14 +1,15 @@
 //! Calls of the library that come back when nobody waits for them any more: what they give then is ended, and what stands is left alone.
 
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use ftcore::{ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, Store, deadline_in};
+use libtest_mimic::Failed;
 
 use super::endings::until_logged;
 use super::kit::*;
 use super::parts::message;
-use super::reuse::{all_end, death_goes_on_anew, newcomer_goes_on_anew};
+use super::reuse::{all_end, count, counts, death_goes_on_anew, newcomer_goes_on_anew, options};
 use super::set_up::log_lines;
 use super::system::nothing_is_left;
 use super::{FAIL, HANG, Scenario, scenario};
@@ -98,6 +99,51 @@ fn shrink_late() -> Outcome {
     )
 }
 
+/// How often a split fails late: whether the news or the call is first on rank 0 is a matter of microseconds.
+const ROUNDS: usize = 6;
+
+/// Rank 1's part of a split fails when rank 0 is in the middle of it: its communicator is not one to build on, however the news comes in
+/// between, and nobody waits for a revocation.
+fn split_fails_late() -> Outcome {
+    two(options(), |rank, group, store| {
+        for round in 1..=ROUNDS {
+            let split = || group.split(Some(1), rank, deadline_in(SOON)).map(drop);
+            let split = match rank {
+                0 => std::thread::scope(|scope| {
+                    let helper = scope.spawn(|| let_go_when_under_way(round));
+                    let split = split();
+                    helper.join().map_err(|_| Failed::from("a panic"))??;
+                    Ok::<_, Failed>(split)
+                })?,
+                _ => split(),
+            };
+            says(
+                &split.err().ok_or("the split succeeded")?,
+                ErrorKind::Backend,
+                &["ncclCommSplit"],
+            )?;
+            if rank == 1 {
+                hold_again()?;
+            }
+            group_error(group)?;
+            group.configure(configuration(store, rank, 2, round as u64 + 1, SOON))?;
+            sum_works(rank, group)?;
+        }
+        Ok(())
+    })?;
+    counts(&[("init ", 2 + 2 * ROUNDS), ("end revoke", 0)])?;
+    nothing_is_left()
+}
+
+fn let_go_when_under_way(round: usize) -> Outcome {
+    let until = deadline_in(SOON);
+    while count("held ncclCommSplit")? < round || count("split rank=0")? < round {
+        check(Instant::now() < until, || "not both ranks split".into())?;
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    let_go()
+}
+
 pub(super) fn scenarios() -> Vec<Scenario> {
     let held = |name, what, body| scenario(name, &[(HANG, what), LOG], body);
     vec![
@@ -135,6 +181,23 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "late_answer_of_a_call_that_shrinks_touches_nothing_that_is_gone",
             "held:ncclCommShrink@2:1",
             shrink_late,
+        ),
+        scenario(
+            "late_error_of_a_split_leaves_no_communicator_to_build_on",
+            &[
+                (
+                    HANG,
+                    "held:ncclCommSplit@1:1,held:ncclCommSplit@1:2,held:ncclCommSplit@1:3,\
+                     held:ncclCommSplit@1:4,held:ncclCommSplit@1:5,held:ncclCommSplit@1:6",
+                ),
+                (
+                    FAIL,
+                    "ncclCommSplit@1:1:5,ncclCommSplit@1:2:5,ncclCommSplit@1:3:5,\
+                     ncclCommSplit@1:4:5,ncclCommSplit@1:5:5,ncclCommSplit@1:6:5",
+                ),
+                LOG,
+            ],
+            split_fails_late,
         ),
     ]
 }

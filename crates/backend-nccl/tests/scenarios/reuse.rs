@@ -115,7 +115,7 @@ impl Scene {
 }
 
 /// How many lines begin like this.
-fn count(start: &str) -> Result<usize, libtest_mimic::Failed> {
+pub(super) fn count(start: &str) -> Result<usize, libtest_mimic::Failed> {
     Ok(log_lines()?.iter().filter(|l| l.starts_with(start)).count())
 }
 
