@@ -10,6 +10,7 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
 mod ci;
+mod delays;
 mod deny;
 mod libtest;
 mod matrix;
@@ -80,6 +81,10 @@ pub(crate) struct TestArgs {
     /// Run so many rows at once (most of them wait more than they compute); rows that measure still run alone.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) at_once: u8,
+    /// Run the tests with random naps where threads and processes meet, with four times the time limits: finds orders of events that somebody
+    /// took for granted. The seed varies the naps; a harshness above 1 makes them longer. Needs a C compiler.
+    #[arg(long, value_name = "SEED[,HARSHNESS]")]
+    pub(crate) delays: Option<delays::Wish>,
     /// Print the rows and whether each can run here; run nothing.
     #[arg(long)]
     pub(crate) list: bool,

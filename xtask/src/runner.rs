@@ -17,6 +17,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, Result, anyhow, bail};
 
 use crate::TestArgs;
+use crate::delays::Delays;
 use crate::libtest::Tally;
 use crate::matrix::{Environment, ROWS, Row, Skip, TestCall};
 use crate::metadata::{Metadata, cargo_command};
@@ -79,8 +80,11 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
     let metadata = Metadata::read()?;
     let logs = metadata.target_directory.join("xtask");
     fs::create_dir_all(&logs).with_context(|| format!("cannot make {}", logs.display()))?;
+    let root = &metadata.workspace_root;
+    let delays = args.delays.clone().map(|wish| Delays::build(root, &logs, wish));
     let matrix = Matrix {
         args,
+        delays: delays.transpose()?,
         metadata,
         logs,
         probing: Mutex::new(()),
@@ -95,6 +99,7 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
 /// What the rows share while they run.
 struct Matrix<'a> {
     args: &'a TestArgs,
+    delays: Option<Delays>,
     metadata: Metadata,
     logs: PathBuf,
     /// Held while one row looks for what it needs: two would fetch and build the same library.
@@ -112,7 +117,8 @@ impl Matrix<'_> {
             (row.probe)()
         };
         let verdict = match probed {
-            Ok(environment) => execute(row, &environment, &self.metadata, &self.logs, self.args.long)
+            Ok(environment) => self
+                .execute(row, &environment)
                 .unwrap_or_else(|e| Verdict::Failed {
                     why: format!("{e:#}"),
                 }),
@@ -122,6 +128,57 @@ impl Matrix<'_> {
         let mut counts = lock(&self.counts);
         report(row, &verdict, started.elapsed(), &log_path(&self.logs, row));
         counts.add(&verdict);
+    }
+
+    /// Builds and runs one row.
+    fn execute(&self, row: &Row, environment: &Environment) -> Result<Verdict> {
+        let long = self.args.long;
+        let log = log_path(&self.logs, row);
+        let calls = row.run.calls(&self.metadata, long);
+        let root = &self.metadata.workspace_root;
+        for call in calls.iter().filter(|c| !c.is_doc) {
+            let mut command = cargo_command(root);
+            command.arg("test").args(&call.select).arg("--no-run");
+            if let Some(why) = build(row, &mut command, &log)? {
+                return Ok(Verdict::Failed { why });
+            }
+        }
+        let patience = if long || self.delays.is_some() { 4 } else { 1 };
+        let mut limit = row.limit * patience;
+        let mut tally = Tally::default();
+        let mut wrong = Vec::new();
+        let mut printed = String::new();
+        for call in &calls {
+            let part = self.logs.join(format!("{}.part", row.name));
+            let mut command = test_command(root, call);
+            command.envs(environment.iter().map(|(k, v)| (k, v)));
+            if long {
+                // For suites that decide themselves what is long.
+                command.env("OXCCL_LONG", "1");
+            }
+            if let Some(delays) = &self.delays {
+                delays.apply(&mut command);
+            }
+            let finished = process::run(&mut command, limit, Output::Log(&part), |time| {
+                beat(row, "runs", time)
+            })?;
+            let text =
+                String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
+                    .into_owned();
+            fs::remove_file(&part).context("cannot remove the partial log")?;
+            tally.add(Tally::parse(&text));
+            printed.push_str(&text);
+            if !finished.is_success() {
+                wrong.push(finished.describe());
+            }
+            let left = finished.sweep(GRACE);
+            if !left.is_empty() {
+                wrong.push(format!("left running: {}", left.join(", ")));
+            }
+            limit = limit.saturating_sub(finished.took).max(Duration::from_secs(1));
+        }
+        fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
+        Ok(judge(&tally, &wrong))
     }
 }
 
@@ -223,57 +280,6 @@ fn enforce(verdict: Verdict, row: &Row, require: &[String], installable: &[Strin
 
 fn log_path(logs: &Path, row: &Row) -> PathBuf {
     logs.join(format!("{}.log", row.name))
-}
-
-/// Builds and runs one row.
-fn execute(
-    row: &Row,
-    environment: &Environment,
-    metadata: &Metadata,
-    logs: &Path,
-    long: bool,
-) -> Result<Verdict> {
-    let log = log_path(logs, row);
-    let calls = row.run.calls(metadata, long);
-    let root = &metadata.workspace_root;
-    for call in calls.iter().filter(|c| !c.is_doc) {
-        let mut command = cargo_command(root);
-        command.arg("test").args(&call.select).arg("--no-run");
-        if let Some(why) = build(row, &mut command, &log)? {
-            return Ok(Verdict::Failed { why });
-        }
-    }
-    let mut limit = row.limit * if long { 4 } else { 1 };
-    let mut tally = Tally::default();
-    let mut wrong = Vec::new();
-    let mut printed = String::new();
-    for call in &calls {
-        let part = logs.join(format!("{}.part", row.name));
-        let mut command = test_command(root, call);
-        command.envs(environment.iter().map(|(k, v)| (k, v)));
-        if long {
-            // For suites that decide themselves what is long.
-            command.env("OXCCL_LONG", "1");
-        }
-        let finished = process::run(&mut command, limit, Output::Log(&part), |time| {
-            beat(row, "runs", time)
-        })?;
-        let text = String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
-            .into_owned();
-        fs::remove_file(&part).context("cannot remove the partial log")?;
-        tally.add(Tally::parse(&text));
-        printed.push_str(&text);
-        if !finished.is_success() {
-            wrong.push(finished.describe());
-        }
-        let left = finished.sweep(GRACE);
-        if !left.is_empty() {
-            wrong.push(format!("left running: {}", left.join(", ")));
-        }
-        limit = limit.saturating_sub(finished.took).max(Duration::from_secs(1));
-    }
-    fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
-    Ok(judge(&tally, &wrong))
 }
 
 fn test_command(root: &Path, call: &TestCall) -> Command {

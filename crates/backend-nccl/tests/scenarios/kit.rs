@@ -65,6 +65,8 @@ pub(super) fn groups<G: ProcessGroup>(
     ranks(world, |rank| {
         let group = make(rank)?;
         group.configure(configuration(&store, rank, world, 1, Duration::from_secs(20)))?;
+        // What fails from here on fails no rank's `configure`.
+        store.barrier("all are configured", world, deadline_in(Duration::from_secs(20)))?;
         body(rank, &group, &store)
     })
 }
