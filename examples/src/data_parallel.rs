@@ -140,7 +140,7 @@ pub fn train(
             report.contributors,
             report.healed.as_ref(),
             sync,
-            hash(&whole.model.params)?,
+            Some(hash(&whole.model.params)?),
             traffic,
         )?;
         let (step, is_last) = (ddp.current_step(), ddp.is_finished());

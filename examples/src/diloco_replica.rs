@@ -307,7 +307,13 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
     loop {
         let has_committed = !reports.is_empty();
         for r in reports.drain(..) {
-            let (hash, traffic) = (diloco.global_hash()?, diloco.traffic());
+            let traffic = diloco.traffic();
+            // What is here now is of another step, if that was healed over.
+            let hash = if r.superseded {
+                None
+            } else {
+                Some(diloco.global_hash()?)
+            };
             place.committed(
                 r.step,
                 r.epoch,

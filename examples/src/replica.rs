@@ -14,6 +14,10 @@ use crate::device;
 use crate::drive::NetArgs;
 use crate::resume::{CheckpointArgs, Checkpoints};
 
+/// How long the end of a run waits for its supervisor to take the report: one that was stopped, or has no core, is no reason to
+/// have trained in vain.
+const REPORT: Duration = Duration::from_secs(60);
+
 /// A replica's place, its events and its clock.
 pub struct Place {
     /// Index, number of replicas, life, lighthouse.
@@ -117,7 +121,7 @@ impl Place {
         });
     }
 
-    /// Reports a committed step.
+    /// Reports a committed step; without `hash` if the parameters that it ended with are no longer here.
     ///
     /// Errors: `InvalidState` if this is a restarted life that began from nothing, alone, or one with damaged checkpoints only:
     /// training on would silently be another run.
@@ -133,7 +137,7 @@ impl Place {
         contributors: u32,
         healed: Option<&Healed>,
         sync: Duration,
-        hash: String,
+        hash: Option<String>,
         traffic: Traffic,
     ) -> Result<()> {
         if self.env.life > 0 && step == 0 && members < 2 && self.env.replicas > 1 {
@@ -171,7 +175,7 @@ impl Place {
             committed: true,
             participants,
             contributors,
-            hash: Some(hash),
+            hash,
             inner_ms: std::mem::take(&mut self.inner).as_secs_f64() * 1e3,
             sync_ms: sync.as_secs_f64() * 1e3,
             bytes_sent: traffic.sent,
@@ -209,7 +213,7 @@ impl Place {
         if let Some(checkpoints) = &self.checkpoints {
             checkpoints.flush();
         }
-        self.events.flush(ftcore::deadline_in(Duration::from_secs(5)))
+        self.events.flush(ftcore::deadline_in(REPORT))
     }
 }
 

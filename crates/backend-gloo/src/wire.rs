@@ -212,7 +212,8 @@ pub(crate) struct Control {
     /// Offer, Inline: dtype code. Abort: error code. Ready: one more than the core to which it is bound, or 0.
     pub(crate) code: u8,
     pub(crate) epoch: u64,
-    /// The sender's number of the message. Ready: the lowest rank with which it shares memory, itself included.
+    /// The sender's number of the message. Ready: the lowest rank with which it shares memory, itself included. Abort: 1 from a rank that
+    /// gives up its configuration.
     pub(crate) id: u64,
     /// Offer, Inline: tag. Abort: the rank the report is about, or `u32::MAX`. Ready: 1 if it shares memory with every rank.
     pub(crate) a: u32,

@@ -346,9 +346,12 @@ mod tests {
     #[test]
     fn a_monitored_barrier_names_everybody_who_is_missing() {
         let all = channels(4);
+        let soon = || deadline_in(Duration::from_secs(20));
         std::thread::scope(|scope| {
-            let one =
-                scope.spawn(|| all[1].monitored_barrier(7, true, deadline_in(Duration::from_millis(200))));
+            let one = scope.spawn(|| all[1].monitored_barrier(7, true, soon()));
+            // Rank 0 does not wait long, but rank 1 is there.
+            let entered = all[0].key("monitored/7/1");
+            all[0].store().wait(&[&entered], soon()).unwrap();
             let zero = all[0].monitored_barrier(7, true, deadline_in(Duration::from_millis(200)));
             for e in [zero.unwrap_err(), one.join().unwrap().unwrap_err()] {
                 assert!(e.to_string().contains("ranks 2, 3 of 4"), "{e}");

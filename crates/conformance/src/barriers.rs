@@ -62,7 +62,7 @@ fn missing(rank: &Rank) -> Outcome {
         return Ok(());
     }
     // Whoever of the others is later than that is missing, too.
-    let by = SubmitOptions::by(deadline_in(Duration::from_secs(1)));
+    let by = SubmitOptions::by(deadline_in(Duration::from_secs(2)));
     let Err(e) = group.monitored_barrier(true, by) else {
         return Err(crate::Failure::new("the barrier opened without all ranks"));
     };

@@ -7,7 +7,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
 
@@ -43,10 +43,15 @@ pub struct LighthouseState {
     aborted: Option<AbortEpoch>,
     /// Previous members of which there is evidence that they are gone: a stray heartbeat does not revive them.
     departed: BTreeSet<String>,
+    /// Previous members that said good-bye.
+    left: BTreeSet<String>,
     waiting: BTreeMap<String, Waiting>,
     /// Last sign of life of the ids that count.
     known: BTreeMap<String, Instant>,
     attached: BTreeMap<String, u64>,
+    /// Streams that were open while the lighthouse was away. Their other ends may have given them up meanwhile: until then their end is no
+    /// evidence, and the heartbeats decide.
+    doubted: Option<(Instant, BTreeSet<u64>)>,
     /// Lives that a newer life of the same name replaced: old id -> new id, oldest first.
     replaced: VecDeque<(String, String)>,
     reason: String,
@@ -65,9 +70,11 @@ impl LighthouseState {
             previous: None,
             aborted: None,
             departed: BTreeSet::new(),
+            left: BTreeSet::new(),
             waiting: BTreeMap::new(),
             known: previous_ids.into_iter().map(|id| (id, now)).collect(),
             attached: BTreeMap::new(),
+            doubted: None,
             replaced: VecDeque::new(),
             reason: String::new(),
         }
@@ -76,6 +83,9 @@ impl LighthouseState {
     /// Takes in one event.
     pub fn apply(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
+        if let Event::Away { time } = event {
+            self.away(time, now);
+        }
         self.expire(now, &mut actions);
         match event {
             Event::Heartbeat { replica_id } => self.heartbeat(&replica_id, now),
@@ -91,11 +101,16 @@ impl LighthouseState {
             Event::Detached { replica_id, stream } => {
                 if self.attached.get(&replica_id) == Some(&stream) {
                     self.attached.remove(&replica_id);
-                    self.depart(&replica_id, "its stream broke", &mut actions);
+                    if !self.is_doubted(stream, now) {
+                        self.depart(&replica_id, "its stream broke", &mut actions);
+                    }
                 }
             }
             Event::Leave { replica_id, reason } => {
                 self.attached.remove(&replica_id);
+                if self.is_previous(&replica_id) {
+                    self.left.insert(replica_id.clone());
+                }
                 // No push: who says good-bye has done its part of the step, and others may still be finishing theirs.
                 self.remove(&replica_id, &format!("it left: {}", cut(&reason)), &mut actions);
             }
@@ -106,7 +121,7 @@ impl LighthouseState {
             } => {
                 self.report(&replica_id, quorum_id, &reason, &mut actions);
             }
-            Event::Tick => {}
+            Event::Tick | Event::Away { .. } => {}
         }
         self.decide(now, &mut actions);
         actions
@@ -199,6 +214,7 @@ impl LighthouseState {
         }
         self.drop_older_lives(&id, actions);
         self.departed.remove(&id);
+        self.left.remove(&id);
         self.known.insert(id.clone(), now);
         if let Some(old) = self.waiting.insert(
             id.clone(),
@@ -319,6 +335,22 @@ impl LighthouseState {
         actions.push(Action::Push { to, event });
     }
 
+    /// Nobody is older by the time in which this lighthouse could not hear them.
+    fn away(&mut self, time: Duration, now: Instant) {
+        let waits = self.waiting.values_mut().map(|w| &mut w.since);
+        for seen in self.known.values_mut().chain(waits) {
+            *seen = seen.checked_add(time).map_or(now, |later| later.min(now));
+        }
+        let until = now.checked_add(self.rules.heartbeat_timeout).unwrap_or(now);
+        self.doubted = Some((until, self.attached.values().copied().collect()));
+    }
+
+    /// True for a stream of before the lighthouse was away, for as long as a heartbeat may take.
+    fn is_doubted(&self, stream: u64, now: Instant) -> bool {
+        let doubted = self.doubted.as_ref().filter(|(until, _)| now < *until);
+        doubted.is_some_and(|(_, streams)| streams.contains(&stream))
+    }
+
     fn expire(&mut self, now: Instant, actions: &mut Vec<Action>) {
         let timeout = self.rules.heartbeat_timeout;
         let late: Vec<String> = self
@@ -424,7 +456,37 @@ impl LighthouseState {
         ))
     }
 
+    /// Once all members of the last quorum have said good-bye, the run is over: a replica of an earlier quorum, which they went on
+    /// without, would go on alone to another end.
+    fn turn_away_stragglers(&mut self, actions: &mut Vec<Action>) {
+        let Some(last) = self
+            .previous
+            .clone()
+            .filter(|q| q.ids().all(|id| self.left.contains(id)))
+        else {
+            return;
+        };
+        let stragglers = self
+            .waiting
+            .extract_if(.., |_, w| (1..last.quorum_id).contains(&w.member.last_quorum_id));
+        for (id, w) in stragglers {
+            self.known.remove(&id);
+            let text = format!(
+                "the run is over: after quorum {} it went on without replica {id}, and all members of quorum {} have said good-bye ({}). \
+                 The state of this replica is not what it ended with",
+                w.member.last_quorum_id,
+                last.quorum_id,
+                last.ids().collect::<Vec<_>>().join(", ")
+            );
+            actions.push(Action::Reject {
+                ticket: w.ticket,
+                error: Error::new(ErrorKind::Conflict, text),
+            });
+        }
+    }
+
     fn decide(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.turn_away_stragglers(actions);
         loop {
             match self.compute(now) {
                 Ok(ids) => self.form(&ids, actions),
@@ -460,6 +522,7 @@ impl LighthouseState {
         self.previous = Some(quorum.clone());
         self.aborted = None;
         self.departed.clear();
+        self.left.clear();
         actions.push(Action::Deliver { tickets, quorum });
     }
 
@@ -520,6 +583,8 @@ pub(crate) fn cut(text: &str) -> &str {
     &text[..end]
 }
 
+#[cfg(test)]
+mod absences;
 #[cfg(test)]
 mod random_lives;
 #[cfg(test)]

@@ -19,7 +19,7 @@ use std::path::PathBuf;
 use std::process::{Child, ChildStdin, Command, ExitCode, Stdio};
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
@@ -274,17 +274,21 @@ fn its_lighthouse_clients(torchft: &Torchft) {
 fn its_client_times_out(torchft: &Torchft) {
     let server = lighthouse(2);
     torchft.lighthouse_client("client", &server.address());
-    let alone = torchft.begin(
-        "client",
-        "quorum",
-        &json!({"replica_id": "lonely", "timeout": 0.5}),
-    );
-    let error = alone.recv_timeout(PATIENCE).unwrap().unwrap_err();
-    assert!(error.starts_with("TimeoutError"), "{error}");
-    assert!(
-        error.contains("lonely") && error.contains("min_replicas is 2"),
-        "{error}"
-    );
+    let end = Instant::now() + PATIENCE;
+    loop {
+        let alone = torchft.begin(
+            "client",
+            "quorum",
+            &json!({"replica_id": "lonely", "timeout": 2.0}),
+        );
+        let error = alone.recv_timeout(PATIENCE).unwrap().unwrap_err();
+        assert!(error.starts_with("TimeoutError"), "{error}");
+        if error.contains("lonely") && error.contains("min_replicas is 2") {
+            break;
+        }
+        // The answer left 400 ms before the client gave up, and found no core in time.
+        assert!(Instant::now() < end, "{error}");
+    }
 }
 
 fn its_managers(torchft: &Torchft) {

@@ -49,6 +49,9 @@ pub struct RoundReport {
     pub healed: Option<Healed>,
     /// Time spent in quorums, healing and waiting, over all attempts.
     pub sync: Duration,
+    /// The parameters here are no longer what this round ended with: with eager updates the next round has begun, and in its quorum this
+    /// replica has taken over another's state.
+    pub superseded: bool,
 }
 
 /// The part that a round works on, kept until it commits.
@@ -317,6 +320,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             }
             self.count = 0;
             self.begin_round(inner)?;
+            if let Some(finished) = reports.last_mut() {
+                finished.superseded = self.healed.is_some();
+            }
         } else if self.round.is_none() && self.count >= self.send_at() {
             self.begin_round(inner)?;
         }
@@ -498,6 +504,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             failed_attempts: std::mem::take(&mut self.failed_attempts),
             healed: self.healed.take(),
             sync: std::mem::take(&mut self.sync),
+            superseded: false,
         }
     }
 }

@@ -87,6 +87,32 @@ fn a_replica_that_just_healed_has_no_part_in_the_mean_to_look_ahead_by() {
 }
 
 #[test]
+fn a_round_whose_parameters_are_healed_over_before_it_is_reported_says_so() {
+    let config = config(true, 0.5);
+    let (step, state) = source(&config, 3.0);
+    let mut replica = ScriptedReplica::identical();
+    replica.heal = Some(Source::Now(step, state));
+    // The quorums of the initial synchronisation and of the first round go by; that of the second comes before the first is reported.
+    replica.heal_after = 2;
+    let mut d = begun(replica, &[2], config);
+    inner_steps(&mut d, 7, 1.0);
+    let last = |d: &mut Run| d.after_inner_step(&mut Nothing).unwrap();
+    let first = last(&mut d);
+    let told: Vec<_> = first
+        .iter()
+        .map(|r| (r.step, r.healed.is_some(), r.superseded))
+        .collect();
+    assert_eq!(told, [(1, false, true)]);
+    inner_steps(&mut d, 3, 1.0);
+    let second = last(&mut d);
+    let told: Vec<_> = second
+        .iter()
+        .map(|r| (r.step, r.healed.is_some(), r.superseded))
+        .collect();
+    assert_eq!(told, [(step, true, false)]);
+}
+
+#[test]
 fn l13_a_replica_that_heals_between_two_attempts_sends_what_it_healed_to_and_not_what_it_had_kept() {
     for eager in [false, true] {
         let config = config(eager, 1.0);

@@ -29,8 +29,8 @@ const AHEAD: Duration = Duration::from_millis(20);
 /// A child that ended without a word is lost after this, unless what is pending ends meanwhile without it: the reason, or a
 /// good-bye, may still be on its way from its rank.
 const SILENT: Duration = Duration::from_secs(1);
-/// The same if the rank's own process has ended too. What it said or sent before is with the store and in this host's sockets already, and
-/// gets this long to be read.
+/// The same if the rank's own process has ended too. What it said before is with the store, which is asked; what it sent is in this host's
+/// sockets, and gets this long to be read. A store that is there and does not answer is asked again for as long as above.
 const GONE: Duration = Duration::from_millis(40);
 /// How often the watch looks while it waits for a word.
 const SOON: Duration = Duration::from_millis(10);
@@ -287,7 +287,7 @@ impl Shared {
         let key = self.news_key();
         while !self.lock().closed {
             match self.store.wait(&[&key], deadline_in(SLICE)) {
-                Ok(()) => match self.news() {
+                Ok(()) => match self.news(CALL).ok().flatten() {
                     Some(error) => {
                         self.failed(error);
                         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
@@ -323,13 +323,34 @@ impl Shared {
         }
     }
 
-    /// What another rank posted, as this rank's error.
-    fn news(&self) -> Option<Error> {
+    /// What another rank posted, as this rank's error. A store that does not answer is an error of its own.
+    fn news(&self, patience: Duration) -> Result<Option<Error>> {
         let key = self.news_key();
-        if !self.store.check(&[&key], deadline_in(CALL)).ok()? {
-            return None;
+        if !self.store.check(&[&key], deadline_in(patience))? {
+            return Ok(None);
         }
-        let bytes = self.store.get(&key, deadline_in(CALL)).ok()?;
+        let bytes = self.store.get(&key, deadline_in(patience))?;
+        Ok(self.told(&bytes))
+    }
+
+    /// What the store has of a rank whose child has ended. What a rank said before its process ended is there, so that this needs no luck:
+    /// the thread that waits for news may not have had its turn.
+    fn last_word(&self, rank: u32, patience: Duration) -> Word {
+        let answer = self
+            .store
+            .check(&[&self.left_key(rank)], deadline_in(patience))
+            .and_then(|left| match left {
+                true => Ok(Word::Left),
+                false => Ok(self.news(patience)?.map_or(Word::None, Word::Failed)),
+            });
+        match answer {
+            Ok(word) => word,
+            Err(e) if is_refused(&e) => Word::None,
+            Err(_) => Word::Unheard,
+        }
+    }
+
+    fn told(&self, bytes: &[u8]) -> Option<Error> {
         let mut r = Reader::new(bytes.get(5..)?);
         let (origin, told) = (r.u32().ok()?, error::get(&mut r).ok()?);
         if origin == self.rank {
@@ -350,6 +371,30 @@ impl Shared {
     fn left_key(&self, rank: u32) -> String {
         format!("{}/{rank}/left", self.prefix)
     }
+}
+
+/// What a rank whose child has ended has left in the store.
+enum Word {
+    /// It left in good order.
+    Left,
+    /// Why it, or another rank, has failed.
+    Failed(Error),
+    /// Nothing, or the store is gone.
+    None,
+    /// The store has not answered.
+    Unheard,
+}
+
+/// True if nobody is there to answer: the store may have been in the very process that has ended.
+fn is_refused(error: &Error) -> bool {
+    use std::io::ErrorKind as Kind;
+    let cause = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
+    cause.is_some_and(|e| {
+        matches!(
+            e.kind(),
+            Kind::ConnectionRefused | Kind::ConnectionReset | Kind::BrokenPipe | Kind::UnexpectedEof
+        )
+    })
 }
 
 struct Peer {
@@ -438,22 +483,30 @@ impl Watch {
                 peer.gone = Some(Instant::now());
             }
             let Some(at) = peer.ended else { continue };
-            let (silent, text) = match peer.gone {
-                Some(gone) => (gone.elapsed() > GONE, "its process has ended"),
-                None => (at.elapsed() > SILENT, "its child process has ended"),
+            let (silent, unheard, text) = match peer.gone {
+                Some(gone) => (
+                    gone.elapsed() > GONE,
+                    gone.elapsed() > SILENT,
+                    "its process has ended",
+                ),
+                None => {
+                    let silent = at.elapsed() > SILENT;
+                    (silent, silent, "its child process has ended")
+                }
             };
+            let mut is_known = true;
             if !peer.left {
-                let key = shared.left_key(peer.rank);
-                // The store may have been in that very process.
                 let patience = peer.gone.map_or(CALL, |_| GONE);
-                peer.left = shared
-                    .store
-                    .check(&[&key], deadline_in(patience))
-                    .unwrap_or(false);
+                match shared.last_word(peer.rank, patience) {
+                    Word::Left => peer.left = true,
+                    Word::Failed(error) => return Some(error),
+                    Word::None => {}
+                    Word::Unheard => is_known = false,
+                }
             }
             let text = match peer.left {
                 true if link.misses(peer.rank, at, NEEDED) => "left the group, which still needed it",
-                false if silent => text,
+                false if silent && (is_known || unheard) => text,
                 _ => continue,
             };
             return Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer.rank));

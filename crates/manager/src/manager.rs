@@ -55,8 +55,8 @@ pub struct Manager {
     _watch: WatchGuard,
     /// The epoch that pushed aborts are compared with.
     live_epoch: Arc<AtomicI64>,
-    /// The newest epoch that was aborted from elsewhere; ids only grow, so that one is enough.
-    aborted: Arc<Mutex<Option<i64>>>,
+    /// The newest epoch that was aborted from elsewhere, and why; ids only grow, so that one is enough.
+    aborted: Arc<Mutex<Option<(i64, String)>>>,
     step: i64,
     lineage: Lineage,
     members: Vec<String>,
@@ -122,7 +122,7 @@ impl Manager {
         let transport = HttpTransport::start(&config.bind, config.advertise_host.as_deref())?;
         let reporter = Reporter::start(client.clone())?;
         let live_epoch = Arc::new(AtomicI64::new(NO_EPOCH));
-        let aborted: Arc<Mutex<Option<i64>>> = Arc::default();
+        let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
         let watch = {
             let (live, aborted, group) = (live_epoch.clone(), aborted.clone(), group.clone());
             client.watch(
@@ -146,7 +146,10 @@ impl Manager {
                     // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
                     {
                         let mut newest = aborted.lock().unwrap_or_else(PoisonError::into_inner);
-                        *newest = Some(newest.map_or(quorum_id, |n: i64| n.max(quorum_id)));
+                        // Of several reasons for one epoch the last tells most: who is gone, after who said so.
+                        if newest.as_ref().is_none_or(|(epoch, _)| *epoch <= quorum_id) {
+                            *newest = Some((quorum_id, text.clone()));
+                        }
                     }
                     if live.load(Ordering::Acquire) == quorum_id {
                         group.abort(&text);
@@ -202,15 +205,19 @@ impl Manager {
         &self.lineage
     }
 
-    /// True once the lighthouse has said that the epoch is over.
-    fn epoch_is_over(&self) -> bool {
-        let aborted = *self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
-        aborted.is_some_and(|epoch| epoch >= self.epoch)
+    /// Why the epoch is over, once the lighthouse has said that it is.
+    fn epoch_is_over(&self) -> Option<String> {
+        let aborted = self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, why) = aborted.as_ref().filter(|(epoch, _)| *epoch >= self.epoch)?;
+        Some(why.clone())
     }
 
-    /// True if the group cannot be used for another collective without a new epoch.
-    fn group_is_broken(&self) -> bool {
-        self.group.error().is_some() || self.epoch_is_over()
+    /// Why the group cannot be used for another collective without a new epoch, if it cannot.
+    fn broken(&self) -> Option<String> {
+        self.group
+            .error()
+            .map(|e| e.to_string())
+            .or_else(|| self.epoch_is_over())
     }
 
     /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
@@ -232,7 +239,7 @@ impl Manager {
     }
 
     fn ask(&self, deadline: Instant) -> Result<QuorumResult> {
-        let broken = self.epoch != NO_EPOCH && self.group_is_broken();
+        let broken = self.epoch != NO_EPOCH && self.broken().is_some();
         let request = QuorumRequest {
             group_rank: self.config.group_rank,
             step: self.step,
@@ -284,6 +291,26 @@ impl Manager {
         }
     }
 
+    /// Casts the vote, again if the way to the server broke: the answer may be lost while the other ranks have theirs, and a rank that took
+    /// that for a no would stand at another step than they. The server counts the same vote once.
+    fn vote(&self, vote: &CommitVote, deadline: Instant) -> Result<bool> {
+        let mut pause = Duration::from_millis(20);
+        let mut refused: Option<Instant> = None;
+        loop {
+            let error = match self.client.should_commit(vote, deadline) {
+                Err(e) if e.kind() == ErrorKind::Unavailable && time_left(deadline) > pause => e,
+                answer => return answer,
+            };
+            refused = is_refused(&error).then(|| refused.unwrap_or_else(Instant::now));
+            if refused.is_some_and(|since| since.elapsed() >= GONE) {
+                return Err(error);
+            }
+            tracing::warn!(%error, step = vote.step, "no answer to the vote; casting it again");
+            std::thread::park_timeout(pause);
+            pause = (pause * 2).min(Duration::from_secs(1));
+        }
+    }
+
     fn configure(&mut self, answer: &QuorumResult, deadline: Instant) -> Result<()> {
         let epoch = u64::try_from(answer.quorum_id).map_err(|_| {
             Error::new(
@@ -293,10 +320,10 @@ impl Manager {
         })?;
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&answer.store_address, deadline)?);
         // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
-        if self.epoch_is_over() {
+        if let Some(why) = self.epoch_is_over() {
             return Err(Error::new(
                 ErrorKind::Aborted,
-                "the epoch was aborted before the group connected",
+                format!("the epoch was over before the group connected: {why}"),
             ));
         }
         self.group.configure(Configuration {
@@ -361,12 +388,17 @@ impl Manager {
     ) -> Result<Option<Healed>> {
         // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
         let same = answer.quorum_id == self.epoch && answer.replica_ids == self.members;
-        if answer.quorum_id == self.epoch && (!same || self.group_is_broken()) {
-            // It broke after the question was asked: an epoch is never configured twice (INV-1).
-            return Err(Error::new(
-                ErrorKind::Aborted,
-                format!("epoch {} ended before it was used again", self.epoch),
-            ));
+        if answer.quorum_id == self.epoch {
+            let why = if same {
+                self.broken()
+            } else {
+                Some("its members are others now".to_owned())
+            };
+            if let Some(why) = why {
+                // It broke after the question was asked: an epoch is never configured twice (INV-1).
+                let text = format!("epoch {} ended before it was used again: {why}", self.epoch);
+                return Err(Error::new(ErrorKind::Aborted, text));
+            }
         }
         if !same {
             self.epoch = answer.quorum_id;
@@ -384,10 +416,10 @@ impl Manager {
             let limit = deadline_in(self.config.timeout).min(deadline);
             self.configure(answer, limit)?;
             // A push that came while the group was connecting had nothing to abort.
-            if self.group_is_broken() {
+            if let Some(why) = self.broken() {
                 return Err(Error::new(
                     ErrorKind::Aborted,
-                    "the epoch was aborted while the group was connecting",
+                    format!("the epoch was over while the group connected: {why}"),
                 ));
             }
         }
@@ -528,7 +560,7 @@ impl Replica for Manager {
             vote: local.is_none(),
         };
         self.attempt += 1;
-        let decision = self.client.should_commit(&vote, deadline);
+        let decision = self.vote(&vote, deadline);
         match &decision {
             Ok(true) => {
                 self.lineage = self.lineage.after(self.epoch, self.step);

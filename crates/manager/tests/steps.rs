@@ -13,7 +13,8 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{
-    LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, ManagerServerConfig, QuorumRequest,
+    LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, ManagerServerConfig,
+    QuorumRequest,
 };
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, GroupInfo, GroupOptions,
@@ -518,4 +519,95 @@ fn an_epoch_that_ends_before_the_group_connects_is_not_waited_for() {
         m.leave(soon()).unwrap();
     });
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+}
+
+/// A group that connects to nobody, and breaks when it is told to.
+struct Unplugged(backend_gloo::GlooGroup, Mutex<Option<Error>>);
+
+impl ProcessGroup for Unplugged {
+    fn info(&self) -> GroupInfo {
+        self.0.info()
+    }
+    fn capabilities(&self) -> &Capabilities {
+        self.0.capabilities()
+    }
+    fn configure(&self, _: Configuration) -> Result<()> {
+        Ok(())
+    }
+    fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        self.0.submit(op, options)
+    }
+    fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
+        self.0.execute(op, options)
+    }
+    fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        Ok(None)
+    }
+    fn abort(&self, _: &str) {}
+    fn error(&self) -> Option<Error> {
+        self.1.lock().unwrap().clone()
+    }
+    fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.0.shutdown(deadline)
+    }
+    fn traffic(&self) -> Traffic {
+        self.0.traffic()
+    }
+}
+
+#[test]
+fn an_epoch_that_breaks_while_the_quorum_is_asked_for_is_given_up_with_its_cause() {
+    let lighthouse = lighthouse(2);
+    let url = lighthouse.address();
+    let gloo = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
+    let group = Arc::new(Unplugged(gloo, Mutex::default()));
+    let mut number = Number {
+        value: 0.0,
+        refuse: false,
+    };
+    std::thread::scope(|scope| {
+        let broken = group.clone();
+        let peer_url = url.clone();
+        scope.spawn(move || {
+            let config = ManagerServerConfig {
+                replica_id: "r1:script".into(),
+                lighthouse: peer_url.clone(),
+                store_address: "127.0.0.1:1".into(),
+                ..ManagerServerConfig::default()
+            };
+            let server = ManagerServer::start(config).unwrap();
+            let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+            let ask = |request| client.quorum(&request, soon()).unwrap();
+            let first = ask(QuorumRequest {
+                init_sync: true,
+                ..QuorumRequest::default()
+            });
+            let watch = LighthouseClient::connect(&peer_url, soon()).unwrap();
+            let end = soon();
+            while watch.status(soon()).unwrap().waiting.is_empty() {
+                assert!(Instant::now() < end, "the other replica does not ask again");
+                std::thread::park_timeout(Duration::from_millis(2));
+            }
+            // It has asked with a whole group; this replica's question, after it, lets the epoch go on.
+            let lost = Error::new(ErrorKind::PeerLost, "the cable was pulled").with_peer(1);
+            *broken.1.lock().unwrap() = Some(lost);
+            let second = ask(QuorumRequest {
+                step: 1,
+                init_sync: true,
+                last_quorum_id: first.quorum_id,
+                ..QuorumRequest::default()
+            });
+            assert_eq!(second.quorum_id, first.quorum_id);
+        });
+        let mut m = Manager::new(group, ManagerConfig::new("r0", &url)).unwrap();
+        m.start_quorum(&mut number, soon()).unwrap();
+        assert!(m.should_commit(soon()).unwrap());
+        m.start_quorum(&mut number, soon()).unwrap();
+        let e = m.error().unwrap().to_string();
+        for part in ["ended before it was used again", "peer 1", "the cable was pulled"] {
+            assert!(e.contains(part), "{e}");
+        }
+        assert!(!m.should_commit(soon()).unwrap());
+        m.leave(soon()).unwrap();
+    });
 }

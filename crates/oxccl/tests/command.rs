@@ -221,7 +221,12 @@ mod lighthouse {
 
     impl Lighthouse {
         fn start() -> Self {
+            Self::start_with(&[])
+        }
+
+        fn start_with(arguments: &[&str]) -> Self {
             let mut child = oxccl(&["lighthouse", "--bind", "127.0.0.1:0"])
+                .args(arguments)
                 .stderr(Stdio::piped())
                 .spawn()
                 .unwrap();
@@ -265,6 +270,57 @@ mod lighthouse {
         let pid = Pid::from_raw(lighthouse.child.id().cast_signed()).unwrap();
         kill_process(pid, Signal::TERM).unwrap();
         assert_eq!(lighthouse.child.wait().unwrap().code(), Some(0));
+    }
+
+    #[test]
+    fn one_that_was_stopped_for_longer_than_a_heartbeat_may_take_blames_nobody() {
+        use oxccl::coordination::{ManagerClient, ManagerServer, ManagerServerConfig, QuorumRequest};
+
+        let lighthouse = Lighthouse::start_with(&["--min-replicas", "2", "--heartbeat-timeout-ms", "4000"]);
+        let soon = || deadline_in(Duration::from_secs(60));
+        let replicas = ["a:1", "b:1"].map(|id| {
+            let config = ManagerServerConfig {
+                replica_id: id.into(),
+                lighthouse: lighthouse.url.clone(),
+                store_address: "127.0.0.1:1".into(),
+                ..ManagerServerConfig::default()
+            };
+            let server = ManagerServer::start(config).unwrap();
+            let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+            (server, client)
+        });
+        let quorum = |last_quorum_id| {
+            std::thread::scope(|scope| {
+                let calls = replicas.each_ref().map(|(_, client)| {
+                    scope.spawn(move || {
+                        let request = QuorumRequest {
+                            last_quorum_id,
+                            ..QuorumRequest::default()
+                        };
+                        loop {
+                            match client.quorum(&request, soon()) {
+                                Ok(answer) => return (answer.quorum_id, answer.replica_ids),
+                                // The connection may have been given up while nobody answered.
+                                Err(e) if e.is_retryable() => std::thread::sleep(Duration::from_millis(20)),
+                                Err(e) => panic!("{e}"),
+                            }
+                        }
+                    })
+                });
+                calls.map(|call| call.join().unwrap())
+            })
+        };
+        let [before, _] = quorum(0);
+        let pid = Pid::from_raw(lighthouse.child.id().cast_signed()).unwrap();
+        kill_process(pid, Signal::STOP).unwrap();
+        std::thread::sleep(Duration::from_secs(6));
+        kill_process(pid, Signal::CONT).unwrap();
+        assert_eq!(before.1, ["a:1", "b:1"]);
+        assert_eq!(
+            quorum(before.0),
+            [before.clone(), before],
+            "the same epoch, with both"
+        );
     }
 
     #[test]

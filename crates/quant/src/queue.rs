@@ -53,6 +53,8 @@ struct Dispute {
     tensors: Vec<Tensor>,
     turn: Turn,
     fingerprint: Fingerprint,
+    /// With whom, when it failed: while the group is being configured again there is nobody.
+    agreement: Option<Agreement>,
 }
 
 #[derive(Default)]
@@ -71,6 +73,8 @@ pub(crate) struct State {
     pub(crate) epoch: Option<Epoch>,
     pub(crate) next: Turn,
     pub(crate) configuring: bool,
+    /// It was aborted since `configure` began.
+    pub(crate) cancelled: bool,
     pub(crate) closing: bool,
     /// The first failure of this layer, or why `configure` failed.
     pub(crate) failure: Option<Error>,
@@ -123,8 +127,26 @@ impl Shared {
         plan(op, world, self.options.moves)
     }
 
-    /// Ends everything that is pending. Never blocks.
+    /// Ends everything that is pending, a `configure` too. Never blocks.
     pub(crate) fn abort(&self, reason: &str) {
+        {
+            let mut state = self.lock();
+            state.cancelled = state.configuring;
+        }
+        self.stop(reason);
+    }
+
+    /// `Aborted` if the group was aborted since `configure` began.
+    pub(crate) fn not_cancelled(&self) -> Result<()> {
+        let cancelled = self.lock().cancelled;
+        let text = "aborted while it was being configured";
+        (!cancelled)
+            .then_some(())
+            .ok_or_else(|| Error::new(ErrorKind::Aborted, text))
+    }
+
+    /// Ends everything that is pending in the present configuration. Never blocks.
+    pub(crate) fn stop(&self, reason: &str) {
         self.interrupt.store(true, Ordering::Release);
         self.inner.abort(reason);
         let inner = self.inner.error();
@@ -219,7 +241,8 @@ impl Shared {
         let stopped = match (self.error(), place) {
             (Some(e), _) if may_be_mismatch(&e) => {
                 // The news came before the call: this call is this rank's side of it.
-                Some(self.disputed(e, job.turn, job.op.get().fingerprint()))
+                let agreement = self.lock().agreement.clone();
+                Some(self.disputed(e, job.turn, job.op.get().fingerprint(), agreement))
             }
             (Some(e), _) => Some(e),
             (None, None) => Some(Error::new(ErrorKind::Aborted, "the group was configured again")),
@@ -265,13 +288,17 @@ impl Shared {
                 let (error, tensors) = (error.clone(), source.recover());
                 match weak.upgrade() {
                     Some(shared) if may_be_mismatch(&error) => {
-                        shared.lock().disputes.push_back(Dispute {
+                        let mut state = shared.lock();
+                        let agreement = state.agreement.clone();
+                        state.disputes.push_back(Dispute {
                             completer,
                             error,
                             tensors,
                             turn,
                             fingerprint,
+                            agreement,
                         });
+                        drop(state);
                         shared.wake();
                     }
                     _ => completer.fail(error, tensors),
@@ -293,24 +320,32 @@ impl Shared {
     }
 
     fn settle(&self, dispute: Dispute) {
-        let error = self.disputed(dispute.error, dispute.turn, dispute.fingerprint);
+        let error = self.disputed(
+            dispute.error,
+            dispute.turn,
+            dispute.fingerprint,
+            dispute.agreement,
+        );
         dispute.completer.fail(error, dispute.tensors);
     }
 
     /// Names both sides of a mismatch by what was called; it becomes the group's error if there is none of this layer yet.
-    fn disputed(&self, error: Error, turn: Turn, fingerprint: Fingerprint) -> Error {
-        let (agreement, known) = {
-            let state = self.lock();
-            (state.agreement.clone(), state.failure.clone())
+    /// Not for a call of a configuration that is over: that one's failure is none of the next (L30).
+    fn disputed(
+        &self,
+        error: Error,
+        turn: Turn,
+        fingerprint: Fingerprint,
+        agreement: Option<Agreement>,
+    ) -> Error {
+        let Some(agreement) = agreement else {
+            return error;
         };
-        match (known, agreement) {
-            (Some(known), _) => known,
-            (None, Some(agreement)) => {
-                let named = agreement.name_both(turn.seq, fingerprint, &error, &self.interrupt);
-                self.lock().failure.get_or_insert(named).clone()
-            }
-            (None, None) => error,
+        if let Some(known) = self.lock().failure.clone() {
+            return known;
         }
+        let named = agreement.name_both(turn.seq, fingerprint, &error, &self.interrupt);
+        self.lock().failure.get_or_insert(named).clone()
     }
 
     fn exchange(self: &Arc<Self>, job: Job, plan: &Plan, place: Place) {
@@ -352,7 +387,8 @@ impl Shared {
                 if self.inner.error().is_none() {
                     self.inner.abort(&format!("{DISPUTED}: {error}"));
                 }
-                return self.disputed(error, job.turn, fingerprint);
+                let agreement = self.lock().agreement.clone();
+                return self.disputed(error, job.turn, fingerprint, agreement);
             }
             self.poison(&error);
             error

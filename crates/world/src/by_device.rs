@@ -13,6 +13,8 @@ use ftcore::{
     Feature, FeatureSet, GroupInfo, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
 };
 
+use crate::watched::watched;
+
 /// A group that dispatches by device.
 ///
 /// Beyond the common contract of [`ProcessGroup`]:
@@ -140,19 +142,21 @@ impl ByDevice {
 
     /// Configures all members, one after the other in the same order on every rank.
     fn connect(&self, configuration: &Configuration) -> Result<Arc<Together>> {
-        for member in self.members.iter() {
-            let kind = &member.device.kind;
+        let cancelled = || {
             let cancelled = self.lifecycle.cancelled().load(Ordering::Acquire);
-            let configured = if cancelled {
-                Err(Error::new(
-                    ErrorKind::Aborted,
-                    "aborted while it was being configured",
-                ))
-            } else {
-                member.group.configure(Configuration {
-                    prefix: format!("{}/{kind}", configuration.prefix),
-                    ..configuration.clone()
-                })
+            cancelled.then(|| Error::new(ErrorKind::Aborted, "aborted while it was being configured"))
+        };
+        for (n, member) in self.members.iter().enumerate() {
+            let kind = &member.device.kind;
+            // The connections of those that stand already are where the end of a peer shows, whatever the next one still waits for.
+            let failed = || self.members.iter().take(n).find_map(|m| m.group.error());
+            let configuration = Configuration {
+                prefix: format!("{}/{kind}", configuration.prefix),
+                ..configuration.clone()
+            };
+            let configured = match cancelled() {
+                Some(error) => Err(error),
+                None => watched(&*member.group, configuration, &cancelled, &failed),
             };
             if let Err(error) = configured {
                 let reason = format!("the group's part on {kind} was not configured: {error}");

@@ -11,6 +11,7 @@ mod mesh;
 mod order;
 mod place;
 mod spec;
+mod watched;
 mod world;
 
 pub use by_device::ByDevice;

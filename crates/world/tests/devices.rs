@@ -34,7 +34,7 @@ fn ensure(ok: bool, text: impl FnOnce() -> String) -> Result<()> {
     if ok { Ok(()) } else { Err(fail(text())) }
 }
 
-/// Two ranks with a device each.
+/// Two ranks with a device each, which begin once both are connected.
 fn pair(body: fn(&World) -> Result<()>) -> Result<()> {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let results: Vec<Result<()>> = std::thread::scope(|scope| {
@@ -47,7 +47,10 @@ fn pair(body: fn(&World) -> Result<()>) -> Result<()> {
                         device: cuda(rank),
                         ..WorldOptions::default()
                     };
-                    body(&World::with_store(store, rank, 2, options, soon())?)
+                    let world = World::with_store(store.clone(), rank, 2, options, soon())?;
+                    // Nobody ends it while the other still connects.
+                    store.barrier("connected", 2, soon())?;
+                    body(&world)
                 })
             })
             .collect();

@@ -27,6 +27,8 @@ struct Told {
     shutdowns: u32,
     error: Option<Error>,
     refuses_configure: bool,
+    /// It comes to connecting only after this, and then waits for a peer that never comes.
+    before_waiting: Option<Box<dyn FnOnce() + Send>>,
 }
 
 /// A member that does nothing but answer.
@@ -58,7 +60,20 @@ impl ProcessGroup for Member {
             return Err(Error::new(ErrorKind::PeerLost, "nobody came"));
         }
         told.error = None;
-        Ok(())
+        let Some(before) = told.before_waiting.take() else {
+            return Ok(());
+        };
+        drop(told);
+        before();
+        let known = self.told.lock().unwrap().aborts.len();
+        // As a backend does: an abort from before it connects is none of this configuration.
+        while Instant::now() < configuration.deadline {
+            if self.told.lock().unwrap().aborts.len() > known {
+                return Err(Error::new(ErrorKind::Aborted, "told to end"));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Err(Error::timeout("a peer did not come"))
     }
     fn submit(&self, op: Checked, _: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let op = op.into_inner();
@@ -252,6 +267,50 @@ fn an_abort_and_a_failed_configuration_reach_every_member() {
     assert_eq!(e.kind(), ErrorKind::PeerLost);
     let why = told[0].lock().unwrap().aborts.join(" ");
     assert!(why.contains("hpu") && why.contains("nobody came"), "{why}");
+}
+
+/// How ranks of two configure, with much time.
+fn of_two() -> Configuration {
+    Configuration {
+        world_size: 2,
+        deadline: deadline_in(Duration::from_secs(30)),
+        ..configuration(1)
+    }
+}
+
+#[test]
+fn l27_an_abort_between_the_members_ends_a_configuration_that_waits_for_a_peer() {
+    for member in [0, 1] {
+        let (group, told) = both(true);
+        let group = Arc::new(group);
+        let aborting = group.clone();
+        told[member].lock().unwrap().before_waiting = Some(Box::new(move || aborting.abort("enough")));
+        let began = Instant::now();
+        let e = group.configure(of_two()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Aborted, "member {member}: {e}");
+        assert!(began.elapsed() < Duration::from_secs(15), "member {member}");
+        assert_eq!(group.info().world_size, 0);
+    }
+}
+
+#[test]
+fn l27_a_peer_that_is_lost_to_one_member_is_not_waited_for_by_the_next() {
+    let (group, told) = both(true);
+    let first = told[0].clone();
+    told[1].lock().unwrap().before_waiting = Some(Box::new(move || {
+        let lost = Error::new(ErrorKind::PeerLost, "closed its connection").with_peer(1);
+        first.lock().unwrap().error = Some(lost);
+    }));
+    let began = Instant::now();
+    let e = group.configure(of_two()).unwrap_err();
+    assert_eq!(
+        (e.kind(), e.context().peer),
+        (ErrorKind::PeerLost, Some(1)),
+        "{e}"
+    );
+    assert!(began.elapsed() < Duration::from_secs(15));
+    let why = told[1].lock().unwrap().aborts.join(" ");
+    assert!(why.contains("closed its connection"), "{why}");
 }
 
 #[test]

@@ -10,6 +10,9 @@ use super::outgoing::Dial;
 use crate::transport::tcp::Moved;
 use crate::wire::{self, Control, ControlKind, Hello, Lane};
 
+/// The id of an abort by a rank that gives up its configuration: one that was connected before it failed has another.
+const GAVE_UP: u64 = 1;
+
 impl Rendezvous<'_> {
     /// Once connected with everybody, tells everybody.
     pub(super) fn say_ready(&mut self) -> Result<()> {
@@ -58,10 +61,11 @@ impl Rendezvous<'_> {
         )
     }
 
-    /// A rank that is connected says that it is ready, or gives up: its abort says why.
+    /// A rank that is connected says that it is ready, or gives up: its abort says why. It may also give up when it has been ready, because
+    /// another one was not: nobody needs to wait for that one then (L27).
     pub(super) fn look_at_found(&mut self) -> Result<()> {
         for rank in 0..self.configuration.world_size {
-            let Some(found) = self.found.get_mut(rank as usize).filter(|f| !f.ready) else {
+            let Some(found) = self.found.get_mut(rank as usize) else {
                 continue;
             };
             let Some(link) = found.control.as_mut() else {
@@ -73,6 +77,8 @@ impl Rendezvous<'_> {
             let length = match rustix::net::recv(&*link, &mut seen[..], flags) {
                 Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
                 Ok((n, _)) if n > 0 => n,
+                // It may have been connected with all: that is the engine's to find.
+                _ if found.ready => continue,
                 Ok(_) | Err(_) => {
                     let address = found.address.clone();
                     return Err(self.gone(rank, address));
@@ -83,7 +89,12 @@ impl Rendezvous<'_> {
                 continue; // the rest of the header is on its way
             };
             let epoch = self.configuration.epoch.0;
-            match Control::decode(header).filter(|h| h.epoch == epoch) {
+            let header = Control::decode(header).filter(|h| h.epoch == epoch);
+            let gave_up = |h: &Control| h.kind == ControlKind::Abort && h.id == GAVE_UP;
+            if found.ready && !header.as_ref().is_some_and(gave_up) {
+                continue; // Likewise.
+            }
+            match header {
                 Some(h) if h.kind == ControlKind::Ready => {
                     let mut taken = [0u8; Control::BYTES];
                     let lowest = u32::try_from(h.id).ok().filter(|lowest| *lowest <= rank);
@@ -127,7 +138,7 @@ impl Rendezvous<'_> {
             kind: ControlKind::Abort,
             code: wire::code_of(error.kind()),
             epoch: self.configuration.epoch.0,
-            id: 0,
+            id: GAVE_UP,
             a: error.context().peer.unwrap_or(u32::MAX),
             b: self.configuration.rank,
             length: text.len() as u64,
@@ -187,11 +198,15 @@ mod tests {
     }
 
     fn control(kind: ControlKind, text: &str) -> Vec<u8> {
+        numbered(kind, 0, text)
+    }
+
+    fn numbered(kind: ControlKind, id: u64, text: &str) -> Vec<u8> {
         let header = Control {
             kind,
             code: wire::code_of(ErrorKind::Timeout),
             epoch: 1,
-            id: 0,
+            id,
             a: u32::MAX,
             b: 1,
             length: text.len() as u64,
@@ -199,7 +214,7 @@ mod tests {
         [&header.encode(), text.as_bytes()].concat()
     }
 
-    /// What rank 0 makes of it that rank 1 says this and goes, before rank 0 can say that it is ready.
+    /// What rank 0 makes of it that rank 1 says this and goes before rank 0 can say that it is ready.
     fn after(says: &[Vec<u8>]) -> Result<()> {
         let mut outcome = Ok(());
         with_pair(0, |mut rendezvous, link, mut theirs| {
@@ -214,7 +229,8 @@ mod tests {
             let (data, messages) = (data(&spare), data(&spare));
             let found = &mut rendezvous.found[1];
             (found.control, found.data, found.messages) = (Some(link), Some(data), Some(messages));
-            outcome = rendezvous.say_ready();
+            // In the order of `run`.
+            outcome = rendezvous.say_ready().and_then(|()| rendezvous.look_at_found());
         });
         outcome
     }
@@ -238,6 +254,40 @@ mod tests {
     }
 
     #[test]
+    fn l27_a_rank_that_gives_up_after_it_was_ready_is_heard_by_those_that_wait_for_others() {
+        let ready = || control(ControlKind::Ready, "");
+        let gives_up = numbered(ControlKind::Abort, GAVE_UP, "waiting for rank 7");
+        // Before this rank is ready, and after.
+        let error = after(&[ready(), gives_up.clone()]).unwrap_err();
+        assert!(error.to_string().contains("waiting for rank 7"), "{error}");
+        with_pair(0, |mut rendezvous, link, mut theirs| {
+            rendezvous.found[1].control = Some(link);
+            theirs.write_all(&ready()).unwrap();
+            rendezvous.look_at_found().unwrap();
+            assert!(rendezvous.found[1].ready);
+            rendezvous.look_at_found().unwrap();
+            theirs.write_all(&gives_up).unwrap();
+            let error = rendezvous.look_at_found().unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+            assert!(
+                error.to_string().contains("rank 1 reports: waiting for rank 7"),
+                "{error}"
+            );
+        });
+        // One that was connected with all and failed then, or is gone, is none of the configuration's affairs.
+        for later in [Some(control(ControlKind::Abort, "failed")), None] {
+            with_pair(0, |mut rendezvous, link, mut theirs| {
+                rendezvous.found[1].control = Some(link);
+                theirs.write_all(&ready()).unwrap();
+                rendezvous.look_at_found().unwrap();
+                later.iter().for_each(|frame| theirs.write_all(frame).unwrap());
+                drop(theirs);
+                rendezvous.look_at_found().unwrap();
+            });
+        }
+    }
+
+    #[test]
     fn a_rank_that_gives_up_while_it_is_being_recognised_says_why() {
         with_pair(1, |mut rendezvous, link, mut theirs| {
             let dialed = rendezvous.dialed.iter_mut().find(|d| d.lane == Lane::Control);
@@ -251,7 +301,8 @@ mod tests {
             let mut said = Vec::new();
             theirs.read_to_end(&mut said).unwrap();
             let (header, text) = said.split_first_chunk().unwrap();
-            assert_eq!(Control::decode(header).unwrap().kind, ControlKind::Abort);
+            let header = Control::decode(header).unwrap();
+            assert_eq!((header.kind, header.id), (ControlKind::Abort, GAVE_UP));
             assert!(String::from_utf8_lossy(text).contains("waiting for rank 7"));
         });
     }

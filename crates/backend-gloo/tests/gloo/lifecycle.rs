@@ -101,8 +101,9 @@ fn l30_a_deadline_of_an_earlier_epoch_never_fires_in_a_later_one() {
             scope.spawn(move || {
                 let group = group();
                 group.configure(configuration(store, 1, rank, 2)).unwrap();
+                meet.wait();
                 // Pending for ever (the other rank never sends), with a deadline a little ahead.
-                let due = deadline_in(Duration::from_millis(400));
+                let due = deadline_in(Duration::from_secs(1));
                 let op = ftcore::Collective::Recv {
                     tensor: Tensor::zeros(DType::U8, 1),
                     peer: Some(1 - rank),

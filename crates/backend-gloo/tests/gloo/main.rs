@@ -13,4 +13,5 @@ mod rails;
 mod ranks;
 mod rates;
 mod resources;
+mod stores;
 mod turns;

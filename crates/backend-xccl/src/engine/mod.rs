@@ -8,9 +8,11 @@
 use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::lifecycle::part_from;
 use ftcore::{
     Collective, Completer, Error, ErrorKind, Event, OpKind, Rejected, Result, Tensor, Work, driven_work_pair,
     time_left,
@@ -120,6 +122,8 @@ struct State {
     ended: bool,
     /// While this rank says good-bye: the end of the process waits for it.
     leaving: Option<Leaving>,
+    /// Ends with the thread that tells the other ranks of a failure.
+    listener: Option<Receiver<()>>,
 }
 
 /// One configuration.
@@ -181,7 +185,12 @@ impl Engine {
             engine.lock().lanes.insert(LaneId::Collectives, Lane::default());
             engine.spawn("ox-xccl", |e| e.collectives())?;
             engine.spawn("ox-xccl-watch", |e| e.watch())?;
-            engine.spawn("ox-xccl-news", |e| e.listen())?;
+            let (listening, listener) = mpsc::channel();
+            engine.lock().listener = Some(listener);
+            engine.spawn("ox-xccl-news", move |e| {
+                e.listen();
+                drop(listening);
+            })?;
         }
         Ok(engine)
     }
@@ -428,7 +437,7 @@ impl Engine {
         world: u32,
         deadline: Instant,
     ) -> Result<Option<Comms>> {
-        let (reply, answer) = std::sync::mpsc::channel();
+        let (reply, answer) = mpsc::channel();
         {
             let mut state = self.lock();
             if let Some(error) = self.refusal(&state) {
@@ -502,6 +511,9 @@ impl Engine {
     pub(crate) fn abort(&self, reason: &str) {
         let text = format!("rank {} aborted the group: {reason}", self.place.rank);
         self.fail(&Error::new(ErrorKind::Aborted, text).with_epoch(self.place.epoch));
+        // This process may end at once: not before that is told.
+        let listener = self.lock().listener.take();
+        listener.into_iter().for_each(part_from);
     }
 
     /// Ends in good order if idle, else as [`abort`](Self::abort). Never blocks.

@@ -125,3 +125,41 @@ fn earliest(state: &State) -> Option<(Instant, Stage, &Label)> {
     });
     jobs.min_by_key(|(when, stage, _)| (*when, *stage))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use ftcore::{InMemoryStore, Store, deadline_in};
+
+    use super::*;
+    use crate::engine::{Comms, Parts, Place};
+    use crate::news::Channel;
+
+    #[test]
+    fn a_process_that_ends_right_after_an_abort_has_told_the_others() {
+        let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+        let channels = [0, 1].map(|rank| Channel::new(store.clone(), "x".into(), rank, 2));
+        let parts = Parts {
+            comms: Comms::alone(),
+            channel: Some(channels[0].clone()),
+            counters: Arc::default(),
+            counted: false,
+            tally: None,
+            side: None,
+        };
+        let place = Place {
+            rank: 0,
+            world: 2,
+            epoch: 1,
+        };
+        let engine = Engine::start(place, parts).unwrap();
+        engine.abort("enough");
+        // As the end of the process does.
+        ftcore::lifecycle::wait_for_partings();
+        let told = store.check(&[&channels[0].key("news")], deadline_in(Duration::ZERO));
+        assert!(told.unwrap(), "nothing was told");
+        let heard = channels[1].news().unwrap();
+        assert!(heard.to_string().contains("enough"), "{heard}");
+    }
+}

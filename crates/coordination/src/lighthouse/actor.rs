@@ -109,10 +109,19 @@ struct Actor {
     streams: HashMap<String, (u64, watch::Sender<Option<AbortEpoch>>)>,
     counters: Counters,
     reason: watch::Sender<String>,
+    /// When this task last did something, which it does at every tick.
+    awake: Instant,
+    /// A longer time without a tick is an absence of this lighthouse itself.
+    away_after: Duration,
 }
 
-/// Starts the task on the present runtime.
-pub(crate) fn start(state: LighthouseState, tick: Duration, state_file: Option<PathBuf>) -> Lighthouse {
+/// Starts the task on the present runtime. Who was not heard while the task itself did not run for longer than `away_after` is not blamed.
+pub(crate) fn start(
+    state: LighthouseState,
+    tick: Duration,
+    away_after: Duration,
+    state_file: Option<PathBuf>,
+) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let (reason, reason_now) = watch::channel(String::from("no replica has asked yet"));
     let mut actor = Actor {
@@ -123,6 +132,8 @@ pub(crate) fn start(state: LighthouseState, tick: Duration, state_file: Option<P
         streams: HashMap::new(),
         counters: Counters::default(),
         reason,
+        awake: Instant::now(),
+        away_after,
     };
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(tick);
@@ -218,8 +229,22 @@ impl Actor {
         let _ = self.act(event);
     }
 
-    /// Carries out what the state wants; gives back the refusal of an attach.
+    /// Takes the event in, after the absence that it ends, if there was one.
     fn act(&mut self, event: Event) -> Option<Error> {
+        let time = self.awake.elapsed();
+        self.awake = Instant::now();
+        if time > self.away_after {
+            tracing::warn!(
+                ?time,
+                "this lighthouse did not run for a while; nobody is blamed for what it did not hear"
+            );
+            let _ = self.carry_out(Event::Away { time });
+        }
+        self.carry_out(event)
+    }
+
+    /// Carries out what the state wants; gives back the refusal of an attach.
+    fn carry_out(&mut self, event: Event) -> Option<Error> {
         let mut refused = None;
         for action in self.state.apply(event, Instant::now()) {
             match action {

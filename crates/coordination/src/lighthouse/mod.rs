@@ -96,7 +96,9 @@ impl LighthouseServer {
         let runtime = serve::runtime("ox-lighthouse", 2)?;
         let lighthouse = {
             let _guard = runtime.enter();
-            actor::start(state, config.quorum_tick, config.state_file)
+            // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
+            let away_after = 2 * config.quorum_tick + config.heartbeat_timeout / 4;
+            actor::start(state, config.quorum_tick, away_after, config.state_file)
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
         let service = Service::start(runtime, listener, page::routes(lighthouse), Duration::ZERO)?;

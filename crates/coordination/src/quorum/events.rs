@@ -78,6 +78,12 @@ pub enum Event {
     },
     /// Time passed.
     Tick,
+    /// The lighthouse itself did not run for so long: its process was stopped, or its machine. What it did not hear in that time
+    /// says nothing about anybody.
+    Away {
+        /// How long, until now.
+        time: Duration,
+    },
 }
 
 /// What the server shall do, in this order.

@@ -9,7 +9,7 @@ use super::*;
 
 /// One step of a random life. Ids are few, so that they meet.
 fn step() -> impl Strategy<Value = (u8, usize, u64, u64)> {
-    (0u8..9, 0usize..6, 0u64..6, 0u64..4)
+    (0u8..10, 0usize..6, 0u64..6, 0u64..4)
 }
 
 const IDS: [&str; 6] = ["a:1", "a:2", "b:1", "c:1", "d", "e"];
@@ -57,6 +57,7 @@ proptest! {
                 }
                 6 => Event::Leave { replica_id: id, reason: String::new() },
                 7 => Event::Report { replica_id: id, quorum_id: highest, reason: String::new() },
+                8 => Event::Away { time: Duration::from_millis(ms * 900) },
                 _ => Event::Heartbeat { replica_id: id },
             };
             let gone = match &event {

@@ -53,18 +53,18 @@ impl Sim {
         self
     }
 
-    fn join_as(&mut self, member: Member) -> Ticket {
+    pub(super) fn join_as(&mut self, member: Member) -> Ticket {
         self.tickets += 1;
         let ticket = self.tickets;
         self.event(Event::Join { member, ticket });
         ticket
     }
 
-    fn join(&mut self, id: &str) -> Ticket {
+    pub(super) fn join(&mut self, id: &str) -> Ticket {
         self.join_as(member(id))
     }
 
-    fn beat(&mut self, ids: &[&str]) {
+    pub(super) fn beat(&mut self, ids: &[&str]) {
         for id in ids {
             self.event(Event::Heartbeat {
                 replica_id: (*id).into(),
@@ -73,7 +73,7 @@ impl Sim {
     }
 
     /// Time passes; the ids given send heartbeats meanwhile.
-    fn pass(&mut self, time: Duration, alive: &[&str]) {
+    pub(super) fn pass(&mut self, time: Duration, alive: &[&str]) {
         let end = self.now + time;
         let mut all = Vec::new();
         while self.now < end {
@@ -91,18 +91,18 @@ impl Sim {
         self.actions = all;
     }
 
-    fn delivered(&self) -> Option<Arc<Quorum>> {
+    pub(super) fn delivered(&self) -> Option<Arc<Quorum>> {
         self.actions.iter().rev().find_map(|a| match a {
             Action::Deliver { quorum, .. } => Some(quorum.clone()),
             _ => None,
         })
     }
 
-    fn ids(&self) -> Option<Vec<String>> {
+    pub(super) fn ids(&self) -> Option<Vec<String>> {
         self.delivered().map(|q| q.ids().map(str::to_string).collect())
     }
 
-    fn rejected(&self) -> Vec<(Ticket, ErrorKind)> {
+    pub(super) fn rejected(&self) -> Vec<(Ticket, ErrorKind)> {
         let rejections = self.actions.iter().filter_map(|a| match a {
             Action::Reject { ticket, error } => Some((*ticket, error.kind())),
             _ => None,
@@ -110,7 +110,7 @@ impl Sim {
         rejections.collect()
     }
 
-    fn pushes(&self) -> Vec<(Vec<String>, AbortEpoch)> {
+    pub(super) fn pushes(&self) -> Vec<(Vec<String>, AbortEpoch)> {
         let pushes = self.actions.iter().filter_map(|a| match a {
             Action::Push { to, event } => Some((to.clone(), event.clone())),
             _ => None,
@@ -118,7 +118,7 @@ impl Sim {
         pushes.collect()
     }
 
-    fn attach(&mut self, id: &str, stream: u64) {
+    pub(super) fn attach(&mut self, id: &str, stream: u64) {
         self.event(Event::Attached {
             replica_id: id.into(),
             stream,
@@ -126,7 +126,7 @@ impl Sim {
         });
     }
 
-    fn detach(&mut self, id: &str, stream: u64) {
+    pub(super) fn detach(&mut self, id: &str, stream: u64) {
         self.event(Event::Detached {
             replica_id: id.into(),
             stream,
@@ -134,7 +134,7 @@ impl Sim {
     }
 
     /// A first quorum of these ids, all attached (streams 1, 2, …).
-    fn quorum_of(rules: QuorumRules, ids: &[&str]) -> Self {
+    pub(super) fn quorum_of(rules: QuorumRules, ids: &[&str]) -> Self {
         let mut sim = Self::new(QuorumRules {
             initial_replicas: Some(ids.len()),
             ..rules.clone()

@@ -15,7 +15,7 @@ use coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus, ManagerClient, ManagerServer,
     ManagerServerConfig, Member, PushEvent, QuorumRequest, QuorumResult, WatchGuard,
 };
-use ftcore::Result;
+use ftcore::{Error, ErrorKind, Result};
 
 /// Generous: only a hang reaches it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -178,6 +178,20 @@ pub(crate) fn until(
     }
 }
 
+/// Makes calls that can only time out, until one was told in time what was missing: the server answers a fifth of the time before the deadline,
+/// 400 ms at most, and on a starved machine that may not be enough to cross it.
+pub(crate) fn timed_out_saying(text: &str, call: impl Fn(Instant) -> Error) {
+    let end = soon();
+    loop {
+        let error = call(Instant::now() + Duration::from_secs(2));
+        assert_eq!(error.kind(), ErrorKind::Timeout, "{error}");
+        if error.to_string().contains(text) {
+            return;
+        }
+        assert!(Instant::now() < end, "no call was told '{text}': {error}");
+    }
+}
+
 pub(crate) fn socket_of(url: &str) -> SocketAddr {
     url.strip_prefix("http://").unwrap().parse().unwrap()
 }
@@ -201,6 +215,9 @@ impl Proxy {
                 let Ok(far) = TcpStream::connect(target) else {
                     continue;
                 };
+                // Before a byte crosses: who has seen one may cut this connection.
+                let ends = [&near, &far].map(|end| end.try_clone().unwrap());
+                open_there.lock().unwrap().extend(ends);
                 for (mut from, mut to) in [
                     (near.try_clone().unwrap(), far.try_clone().unwrap()),
                     (far.try_clone().unwrap(), near.try_clone().unwrap()),
@@ -219,7 +236,6 @@ impl Proxy {
                         }
                     });
                 }
-                open_there.lock().unwrap().extend([near, far]);
             }
         });
         Self { url, frozen, open }

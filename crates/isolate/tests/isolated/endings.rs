@@ -22,6 +22,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         "endings::ranks_of_a_backend_that_tells_nobody_hear_of_them_too",
         last_words_of_a_library,
     ),
+    (
+        "endings::the_last_words_of_a_process_count_even_where_its_end_is_seen_before_them",
+        words_behind_the_end,
+    ),
     ("endings::a_process_that_ends_without_a_word_is_a_death", no_words),
     (
         "endings::l32_what_failed_first_is_told_whatever_its_rank_does_next",
@@ -46,7 +50,8 @@ const LONG: u32 = 8000;
 const SCENE: &str = "OXCCL_ISOLATE_TEST_SCENE";
 const STORE: &str = "OXCCL_ISOLATE_TEST_STORE";
 
-/// A store whose writes of the watch over the other ranks take a while to arrive: longer than a child that is killed.
+/// A store to and from which the words of the watch over the other ranks take a while: longer than a child that is killed, or than what a
+/// rank is waited for whose process has ended.
 struct Far(Arc<dyn Store>);
 
 const FAR: Duration = Duration::from_millis(90);
@@ -76,7 +81,9 @@ impl Store for Far {
         self.0.check(keys, deadline)
     }
     fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
-        self.0.wait(keys, deadline)
+        let reached = self.0.wait(keys, deadline);
+        keys.iter().for_each(|key| travel(key));
+        reached
     }
     fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {
         self.0.delete(key, deadline)
@@ -102,11 +109,11 @@ impl Store for Far {
 }
 
 /// A rank of two, configured over the store at `address`.
-fn rank_of_two(options: IsolateOptions, address: &str, rank: u32) -> IsolatedGroup {
+fn rank_of_two(options: IsolateOptions, address: &str, rank: u32, is_far: bool) -> IsolatedGroup {
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, soon()).unwrap());
-    let store = match rank {
-        0 => Arc::new(Far(store)),
-        _ => store,
+    let store = match is_far {
+        true => Arc::new(Far(store)),
+        false => store,
     };
     let group = IsolatedGroup::new(options).unwrap();
     let configuration = Configuration {
@@ -132,7 +139,7 @@ fn backend_of(scene: &str) -> IsolateOptions {
 /// The process of rank 0: ends its group as the scene says, and itself at once.
 pub(crate) fn as_quitter() -> Option<ExitCode> {
     let scene = std::env::var(SCENE).ok()?;
-    let group = rank_of_two(backend_of(&scene), &std::env::var(STORE).unwrap(), 0);
+    let group = rank_of_two(backend_of(&scene), &std::env::var(STORE).unwrap(), 0, true);
     let act = scene.trim_start_matches("library: ");
     let split = |group: &IsolatedGroup| group.split(Some(0), 0, soon()).unwrap().unwrap();
     let byte = || Tensor::zeros(DType::U8, 1);
@@ -205,6 +212,10 @@ pub(crate) fn as_quitter() -> Option<ExitCode> {
 
 /// Rank 1, beside a process that plays `scene`: what its pending work fails with.
 fn heard(scene: &str) -> Error {
+    heard_over(scene, false)
+}
+
+fn heard_over(scene: &str, is_far: bool) -> Error {
     let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
     let address = server.local_addr().to_string();
     let mut quitter = Command::new(std::env::current_exe().unwrap())
@@ -214,7 +225,7 @@ fn heard(scene: &str) -> Error {
         .stdout(Stdio::null())
         .spawn()
         .unwrap();
-    let group = rank_of_two(backend_of(scene), &address, 1);
+    let group = rank_of_two(backend_of(scene), &address, 1, is_far);
     let splits = scene.contains("part") || scene.contains("whole");
     let part = splits.then(|| group.split(Some(0), 1, soon()).unwrap().unwrap());
     let byte = Tensor::zeros(DType::U8, 1);
@@ -263,6 +274,22 @@ fn last_words_of_a_library() {
     ];
     for (scene, said) in scenes.iter().cycle().take(3 * scenes.len()) {
         let error = heard(scene);
+        assert!(error.to_string().contains(said), "{scene}: {error}");
+    }
+}
+
+/// The end of rank 0's process is seen at once; the thread that waits for news returns later than such a rank is waited for.
+fn words_behind_the_end() {
+    let scenes = [
+        (
+            "library: dropped busy",
+            "dropped the group while work was pending",
+        ),
+        ("library: aborted", "it ends"),
+        ("library: part aborted", "it ends"),
+    ];
+    for (scene, said) in scenes.iter().cycle().take(2 * scenes.len()) {
+        let error = heard_over(scene, true);
         assert!(error.to_string().contains(said), "{scene}: {error}");
     }
 }

@@ -44,6 +44,11 @@ pub(crate) fn with_options(options: QuantizeOptions) -> QuantizedGroup {
     group
 }
 
+/// A new store.
+pub(crate) fn store() -> Arc<dyn Store> {
+    Arc::new(InMemoryStore::default())
+}
+
 /// How rank `rank` of `world` configures its group.
 pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world: u32) -> Configuration {
     Configuration {
@@ -77,7 +82,7 @@ pub(crate) fn meet(store: &Arc<dyn Store>, name: &str, world: u32) {
 
 /// Runs `body` on `world` ranks; the results in rank order.
 pub(crate) fn ranks<T: Send>(world: u32, body: impl Fn(u32, Arc<dyn Store>) -> T + Sync) -> Vec<T> {
-    let store: Arc<dyn Store> = Arc::new(InMemoryStore::default());
+    let store = store();
     std::thread::scope(|scope| {
         let body = &body;
         let threads: Vec<_> = (0..world)

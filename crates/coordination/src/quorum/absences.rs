@@ -1,0 +1,147 @@
+//! A lighthouse that did not run for a while: whom it may not blame for that, and whom it still finds gone. And a replica that did
+//! not: what becomes of it if the run ended meanwhile.
+
+use std::time::Duration;
+
+use super::tests::{SEED, Sim, member, rules};
+use super::*;
+
+/// Three attached members, and a minute in which the lighthouse was stopped.
+fn after_a_minute_away() -> Sim {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    let time = Duration::from_secs(60);
+    sim.now += time;
+    sim.event(Event::Away { time });
+    sim
+}
+
+fn gone(sim: &Sim) -> Vec<String> {
+    sim.pushes().into_iter().flat_map(|(_, e)| e.departed).collect()
+}
+
+#[test]
+fn nobody_is_blamed_for_what_the_lighthouse_did_not_hear() {
+    let mut sim = after_a_minute_away();
+    assert_eq!(gone(&sim), [""; 0]);
+    // Their calls and streams timed out meanwhile; heartbeats come at once, streams are opened again.
+    for (stream, id) in (1..).zip(["a", "b", "c"]) {
+        sim.detach(id, stream);
+        assert_eq!(gone(&sim), [""; 0], "{id}");
+    }
+    sim.beat(&["a", "b", "c"]);
+    for (stream, id) in (11..).zip(["a", "b", "c"]) {
+        sim.attach(id, stream);
+    }
+    // One that asks first does not go on alone, and the epoch is still good.
+    sim.join("b");
+    assert_eq!(sim.ids(), None);
+    sim.join("a");
+    sim.join("c");
+    let quorum = sim.delivered().unwrap();
+    assert_eq!(quorum.ids().collect::<Vec<_>>(), ["a", "b", "c"]);
+    assert_eq!(quorum.quorum_id, SEED + 1);
+}
+
+#[test]
+fn who_died_meanwhile_is_missed_by_its_heartbeats() {
+    let mut sim = after_a_minute_away();
+    sim.detach("c", 3);
+    assert_eq!(gone(&sim), [""; 0]);
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.ids(), None, "c may still be there");
+    sim.pass(Duration::from_millis(4500), &["a", "b"]);
+    assert_eq!((gone(&sim), sim.ids()), (Vec::new(), None));
+    sim.pass(Duration::from_millis(1000), &["a", "b"]);
+    assert_eq!(gone(&sim), ["c"]);
+    let quorum = sim.delivered().unwrap();
+    assert_eq!(quorum.ids().collect::<Vec<_>>(), ["a", "b"]);
+    assert_eq!(quorum.quorum_id, SEED + 2);
+}
+
+#[test]
+fn a_stream_of_afterwards_is_evidence_at_once_and_an_old_one_again_later() {
+    let mut sim = after_a_minute_away();
+    sim.detach("a", 1);
+    sim.attach("a", 11);
+    sim.detach("a", 11);
+    assert_eq!(gone(&sim), ["a"]);
+    sim.pass(Duration::from_secs(6), &["b", "c"]);
+    sim.detach("b", 2);
+    assert_eq!(gone(&sim), ["b"]);
+}
+
+#[test]
+fn the_time_away_is_no_time_that_a_quorum_waited_for_late_replicas() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    sim.join("a");
+    sim.join("b");
+    let time = Duration::from_secs(60);
+    sim.now += time;
+    sim.event(Event::Away { time });
+    assert_eq!(sim.ids(), None, "c had no chance to ask");
+    sim.pass(Duration::from_secs(11), &["a", "b", "c"]);
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
+}
+
+/// a and b went on without c, in quorum SEED + 2.
+fn without_c() -> Sim {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    sim.pass(Duration::from_secs(6), &["a", "b"]);
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.delivered().unwrap().quorum_id, SEED + 2);
+    sim
+}
+
+fn leave(sim: &mut Sim, id: &str) {
+    sim.event(Event::Leave {
+        replica_id: id.into(),
+        reason: "done".into(),
+    });
+}
+
+/// c asks, with the quorum that it was in last.
+fn come_back(sim: &mut Sim) -> Ticket {
+    sim.join_as(Member {
+        last_quorum_id: SEED + 1,
+        ..member("c")
+    })
+}
+
+#[test]
+fn a_replica_that_comes_back_after_the_end_of_the_run_does_not_go_on_alone() {
+    let mut sim = without_c();
+    leave(&mut sim, "a");
+    leave(&mut sim, "b");
+    let ticket = come_back(&mut sim);
+    assert_eq!(sim.ids(), None);
+    assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
+    // A new run at the same lighthouse is none of its business.
+    sim.join("a:2");
+    assert_eq!(sim.ids().unwrap(), ["a:2"]);
+}
+
+#[test]
+fn a_replica_that_waits_to_be_taken_in_learns_that_the_run_has_ended() {
+    let mut sim = without_c();
+    let ticket = come_back(&mut sim);
+    leave(&mut sim, "a");
+    assert_eq!(
+        (sim.ids(), sim.rejected()),
+        (None, Vec::new()),
+        "b may still take it in"
+    );
+    leave(&mut sim, "b");
+    assert_eq!(sim.ids(), None);
+    assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
+}
+
+#[test]
+fn a_replica_whose_successors_died_goes_on_with_what_it_has() {
+    let mut sim = without_c();
+    sim.detach("a", 1);
+    leave(&mut sim, "b");
+    come_back(&mut sim);
+    assert_eq!(sim.ids().unwrap(), ["c"]);
+}
