@@ -517,8 +517,8 @@ impl Drop for Comm {
         if !*self.closed.get_mut() || *self.spared.get_mut() {
             tracing::debug!("a communicator was dropped without being freed");
         }
-        if !*self.freed.get_mut() && !self.handle.is_null() {
-            // The library may still write there.
+        if !*self.freed.get_mut() {
+            // The library may still write there, also if it said that it was through and had written nothing.
             std::mem::forget(self.place.take());
             std::mem::forget(
                 self.child
