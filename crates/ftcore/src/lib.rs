@@ -24,6 +24,7 @@ mod roles;
 mod staged;
 pub mod store;
 mod validate;
+mod watched;
 mod work;
 
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};

@@ -10,6 +10,7 @@ use std::time::Instant;
 
 use crate::parting::part_from_engine;
 pub use crate::parting::{Parting, part_from, wait_for_partings};
+pub use crate::watched::configure_watched;
 use crate::{
     Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, accelerator,

@@ -13,6 +13,7 @@ use coordination::{
     CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
     WatchGuard, is_refused,
 };
+use ftcore::lifecycle::configure_watched;
 use ftcore::{
     Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
     Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, time_left,
@@ -207,9 +208,7 @@ impl Manager {
 
     /// Why the epoch is over, once the lighthouse has said that it is.
     fn epoch_is_over(&self) -> Option<String> {
-        let aborted = self.aborted.lock().unwrap_or_else(PoisonError::into_inner);
-        let (_, why) = aborted.as_ref().filter(|(epoch, _)| *epoch >= self.epoch)?;
-        Some(why.clone())
+        over(&self.aborted, self.epoch)
     }
 
     /// Why the group cannot be used for another collective without a new epoch, if it cannot.
@@ -319,14 +318,7 @@ impl Manager {
             )
         })?;
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&answer.store_address, deadline)?);
-        // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
-        if let Some(why) = self.epoch_is_over() {
-            return Err(Error::new(
-                ErrorKind::Aborted,
-                format!("the epoch was over before the group connected: {why}"),
-            ));
-        }
-        self.group.configure(Configuration {
+        let configuration = Configuration {
             store,
             prefix: format!("torchft/{}/{}", answer.quorum_id, self.config.group_rank),
             name: self.replica_id.clone(),
@@ -334,6 +326,15 @@ impl Manager {
             rank: answer.replica_rank,
             world_size: answer.replica_world_size,
             deadline,
+        };
+        // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
+        let (aborted, epoch) = (&*self.aborted, self.epoch);
+        configure_watched(&*self.group, configuration, &|| {
+            let text = format!(
+                "the epoch was over before the group connected: {}",
+                over(aborted, epoch)?
+            );
+            Some(Error::new(ErrorKind::Aborted, text))
         })
     }
 
@@ -625,6 +626,13 @@ impl Drop for Manager {
             servers.store.shutdown();
         }
     }
+}
+
+/// Why `epoch` is over, once the lighthouse has said that it is.
+fn over(aborted: &Mutex<Option<(i64, String)>>, epoch: i64) -> Option<String> {
+    let aborted = aborted.lock().unwrap_or_else(PoisonError::into_inner);
+    let (_, why) = aborted.as_ref().filter(|(newest, _)| *newest >= epoch)?;
+    Some(why.clone())
 }
 
 /// True for an error that the same step would meet again in every other epoch: the call itself is wrong, or nothing here can do it.

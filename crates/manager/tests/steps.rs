@@ -430,40 +430,45 @@ fn a_configuration_that_cannot_work_is_refused_before_anything_starts() {
     }
 }
 
-/// A group that says when it is aborted.
-struct Overheard(backend_gloo::GlooGroup, Mutex<Sender<String>>);
+/// A group that says when it is aborted, and does something before it connects.
+struct Overheard {
+    group: backend_gloo::GlooGroup,
+    aborts: Mutex<Sender<String>>,
+    before: Box<dyn Fn() + Send + Sync>,
+}
 
 impl ProcessGroup for Overheard {
     fn info(&self) -> GroupInfo {
-        self.0.info()
+        self.group.info()
     }
     fn capabilities(&self) -> &Capabilities {
-        self.0.capabilities()
+        self.group.capabilities()
     }
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.0.configure(configuration)
+        (self.before)();
+        self.group.configure(configuration)
     }
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        self.0.submit(op, options)
+        self.group.submit(op, options)
     }
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
-        self.0.execute(op, options)
+        self.group.execute(op, options)
     }
     fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
         Ok(None)
     }
     fn abort(&self, reason: &str) {
-        self.0.abort(reason);
-        let _ = self.1.lock().unwrap().send(reason.to_string());
+        self.group.abort(reason);
+        let _ = self.aborts.lock().unwrap().send(reason.to_string());
     }
     fn error(&self) -> Option<Error> {
-        self.0.error()
+        self.group.error()
     }
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.0.shutdown(deadline)
+        self.group.shutdown(deadline)
     }
     fn traffic(&self) -> Traffic {
-        self.0.traffic()
+        self.group.traffic()
     }
 }
 
@@ -483,42 +488,80 @@ impl State for Slow {
     }
 }
 
-#[test]
-fn an_epoch_that_ends_before_the_group_connects_is_not_waited_for() {
+/// A first step with a replica that dies in its first quorum, once there is something in `dies`: nobody may wait for it until the deadline.
+/// `told`: of aborts. `before`: what happens between the manager's look for news and the group's own beginning.
+fn step_with_one_that_dies(
+    dies: Receiver<()>,
+    state: &mut dyn State,
+    told: Sender<String>,
+    before: Box<dyn Fn() + Send + Sync>,
+) {
     let lighthouse = lighthouse(2);
     let url = lighthouse.address();
     let began = Instant::now();
     std::thread::scope(|scope| {
-        // Heals in the first step, but dies as soon as it is in the quorum.
-        scope.spawn(|| {
+        let their_url = url.clone();
+        scope.spawn(move || {
             let config = ManagerServerConfig {
                 replica_id: "r1:dies".into(),
-                lighthouse: url.clone(),
+                lighthouse: their_url,
                 store_address: "127.0.0.1:1".into(),
                 ..ManagerServerConfig::default()
             };
             let server = ManagerServer::start(config).unwrap();
             let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+            // Heals in the first step.
             let request = QuorumRequest {
                 init_sync: true,
                 ..QuorumRequest::default()
             };
             client.quorum(&request, soon()).unwrap();
+            dies.recv_timeout(Duration::from_secs(20)).unwrap();
         });
-        let (told, aborts) = channel();
-        let gloo = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
+        let group = Overheard {
+            group: backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap(),
+            aborts: Mutex::new(told),
+            before,
+        };
         let mut config = ManagerConfig::new("r0", &url);
         // Far more than the whole test takes.
         config.timeout = Duration::from_secs(60);
-        let mut m = Manager::new(Arc::new(Overheard(gloo, Mutex::new(told))), config).unwrap();
-        let far = || deadline_in(Duration::from_secs(60));
-        let part = m.start_quorum(&mut Slow(aborts), far()).unwrap();
+        let mut m = Manager::new(Arc::new(group), config).unwrap();
+        let part = m
+            .start_quorum(state, deadline_in(Duration::from_secs(60)))
+            .unwrap();
         assert_eq!(part.replica_world_size, 2);
         assert!(!part.contributes);
+        let e = m.error().unwrap().to_string();
+        assert!(e.contains("the epoch was over before the group connected"), "{e}");
         assert!(!m.should_commit(soon()).unwrap());
         m.leave(soon()).unwrap();
     });
     assert!(began.elapsed() < Duration::from_secs(30), "{:?}", began.elapsed());
+}
+
+#[test]
+fn an_epoch_that_ends_before_the_group_connects_is_not_waited_for() {
+    let ((die, dies), (told, aborts)) = (channel(), channel());
+    die.send(()).unwrap();
+    step_with_one_that_dies(dies, &mut Slow(aborts), told, Box::new(|| ()));
+}
+
+#[test]
+fn l27_an_abort_that_comes_just_before_the_group_connects_is_not_lost() {
+    let ((die, dies), (told, aborts)) = (channel(), channel::<String>());
+    let aborts = Mutex::new(aborts);
+    // This one finds nothing to end.
+    let before = move || {
+        die.send(()).unwrap();
+        let reason = aborts.lock().unwrap().recv_timeout(Duration::from_secs(20));
+        assert!(reason.unwrap().contains("was aborted"));
+    };
+    let mut number = Number {
+        value: 0.0,
+        refuse: false,
+    };
+    step_with_one_that_dies(dies, &mut number, told, Box::new(before));
 }
 
 /// A group that connects to nobody, and breaks when it is told to.

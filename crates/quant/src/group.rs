@@ -2,11 +2,11 @@
 
 use std::borrow::Cow;
 use std::sync::atomic::Ordering;
-use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::lifecycle::part_from;
+use ftcore::lifecycle::{configure_watched, part_from};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Error, ErrorKind, Failed,
     Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
@@ -20,9 +20,6 @@ use crate::options::{Accuracy, CodecChoice, Moves, QuantizeOptions};
 use crate::plan::{FLOATS, REDUCTIONS, is_reduction, unsupported};
 use crate::queue::{Job, Shared, Turn};
 use crate::{Codec, ErrorFeedback};
-
-/// How often is looked for an abort while the group below connects.
-const LOOK: Duration = Duration::from_millis(20);
 
 /// A group whose reductions travel in a [`Codec`].
 ///
@@ -134,11 +131,10 @@ impl QuantizedGroup {
         }
         shared.wait_idle(c.deadline)?;
         shared.interrupt.store(false, Ordering::Release);
-        // One from before that line would have been forgotten by it.
-        shared.not_cancelled()?;
         agreement.publish()?;
         let inner = &shared.inner;
-        let connected = self.configure_inner(c).map_err(|e| match e.kind() {
+        let connected = configure_watched(&*shared.inner, c.clone(), &|| shared.not_cancelled().err());
+        let connected = connected.map_err(|e| match e.kind() {
             // Another rank may have found out first and left.
             ErrorKind::PeerLost | ErrorKind::Aborted | ErrorKind::Timeout | ErrorKind::Poisoned => {
                 agreement.known_mismatch().unwrap_or(e)
@@ -149,33 +145,6 @@ impl QuantizedGroup {
         agreement
             .compare_all(&shared.interrupt)
             .inspect_err(|e| inner.abort(&e.to_string()))
-    }
-
-    /// Configures the group below. An abort that comes before that has begun to connect finds nothing to end there, so a thread says it
-    /// again as often as it takes.
-    fn configure_inner(&self, c: &Configuration) -> Result<()> {
-        let shared = &self.shared;
-        if c.world_size == 1 {
-            return shared.inner.configure(c.clone());
-        }
-        std::thread::scope(|scope| {
-            // Held until the group below is configured.
-            let (configuring, over) = channel::<()>();
-            let watch = move || {
-                while over.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
-                    if let Err(cancelled) = shared.not_cancelled() {
-                        shared.inner.abort(&cancelled.to_string());
-                    }
-                }
-            };
-            std::thread::Builder::new()
-                .name("ox-quant-watch".to_string())
-                .spawn_scoped(scope, watch)
-                .map_err(|e| Error::io("cannot start the thread ox-quant-watch", e))?;
-            let configured = shared.inner.configure(c.clone());
-            drop(configuring);
-            configured
-        })
     }
 
     /// Why `op` is not carried out; `None` if it is.

@@ -5,15 +5,16 @@
 
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
-use ftcore::lifecycle::{self, Lifecycle};
+use ftcore::lifecycle::{self, Lifecycle, configure_watched};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DTypeSet, Device, Error, ErrorKind, Failed,
     Feature, FeatureSet, GroupInfo, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
 };
 
-use crate::watched::watched;
+/// After the failure of another member one that connects gets so long to hear of it by itself, and perhaps more.
+const GRACE: Duration = Duration::from_millis(300);
 
 /// A group that dispatches by device.
 ///
@@ -149,16 +150,17 @@ impl ByDevice {
         for (n, member) in self.members.iter().enumerate() {
             let kind = &member.device.kind;
             // The connections of those that stand already are where the end of a peer shows, whatever the next one still waits for.
-            let failed = || self.members.iter().take(n).find_map(|m| m.group.error());
+            let since = OnceLock::new();
+            let failed = || {
+                let error = self.members.iter().take(n).find_map(|m| m.group.error())?;
+                (since.get_or_init(Instant::now).elapsed() >= GRACE).then_some(error)
+            };
+            let in_vain = || cancelled().or_else(failed);
             let configuration = Configuration {
                 prefix: format!("{}/{kind}", configuration.prefix),
                 ..configuration.clone()
             };
-            let configured = match cancelled() {
-                Some(error) => Err(error),
-                None => watched(&*member.group, configuration, &cancelled, &failed),
-            };
-            if let Err(error) = configured {
+            if let Err(error) = configure_watched(&*member.group, configuration, &in_vain) {
                 let reason = format!("the group's part on {kind} was not configured: {error}");
                 self.members.iter().for_each(|m| m.group.abort(&reason));
                 return Err(error);

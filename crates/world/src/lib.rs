@@ -11,7 +11,6 @@ mod mesh;
 mod order;
 mod place;
 mod spec;
-mod watched;
 mod world;
 
 pub use by_device::ByDevice;
