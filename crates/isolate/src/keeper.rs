@@ -167,16 +167,7 @@ impl Keeper {
                 }
                 Filled::Some => {
                     while let Some(body) = self.receiver.next()? {
-                        match Report::decode(body)? {
-                            Report::Done(done) => self.link.done(done)?,
-                            Report::Answer { call, result } => self.link.answered(call, result),
-                            Report::Poison { group, error } => self.link.poisoned(group, &error),
-                            Report::Ready {
-                                capabilities,
-                                library,
-                            } => self.link.greeted(Ok((capabilities, library))),
-                            Report::Refused(error) => self.link.greeted(Err(error)),
-                        }
+                        self.link.take(Report::decode(body)?)?;
                     }
                 }
             }

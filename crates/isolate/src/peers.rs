@@ -242,6 +242,26 @@ impl Herald {
             .map(|shared| shared.stop(Stop::Tell(error)))
             .is_some()
     }
+
+    /// The child reports that a rank is lost. Where that may be the end of a rank that has said why, `hold` holds the report back; if it then
+    /// says that nobody is asking yet, the store is asked, and the link [settles](Link::settle) what is held. Never blocks.
+    pub(crate) fn inquire(&self, hold: impl FnOnce() -> bool) {
+        let Some(shared) = self.0.upgrade() else { return };
+        // Held while the report is put away: with a watch that is over, nothing is left behind that would count in the next epoch.
+        let control = shared.lock();
+        let is_first = !control.closed && shared.front.error().is_none() && hold();
+        drop(control);
+        if is_first {
+            let asking = shared.clone();
+            let started = std::thread::Builder::new()
+                .name("ox-iasks".to_string())
+                .spawn(move || asking.ask());
+            if let Err(error) = started {
+                tracing::warn!(rank = shared.rank, %error, "a loss is believed without asking why");
+                shared.link.settle(None);
+            }
+        }
+    }
 }
 
 impl Drop for Peers {
@@ -266,6 +286,10 @@ impl Shared {
             control.watch.take().into_iter().for_each(part_from);
         }
         drop(control);
+        self.wake();
+    }
+
+    fn wake(&self) {
         let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
     }
 
@@ -290,7 +314,7 @@ impl Shared {
                 Ok(()) => match self.news(CALL).ok().flatten() {
                     Some(error) => {
                         self.failed(error);
-                        let _ = rustix::io::write(&self.waker, &1u64.to_ne_bytes());
+                        self.wake();
                         return;
                     }
                     // This rank's own.
@@ -331,6 +355,27 @@ impl Shared {
         }
         let bytes = self.store.get(&key, deadline_in(patience))?;
         Ok(self.told(&bytes))
+    }
+
+    /// A rank is lost, as the child says: why, if anybody has said so. A rank that ends its child says it before, so that one answer of the
+    /// store is enough; one that is gone, or does not answer in time, leaves a loss.
+    fn ask(&self) {
+        let mut told = None;
+        for patience in [GONE, SILENT] {
+            match self.news(patience) {
+                Ok(news) => {
+                    told = news;
+                    break;
+                }
+                Err(e) if is_refused(&e) => break,
+                Err(_) => {}
+            }
+        }
+        if let Some(error) = &told {
+            self.failed(error.clone());
+            self.wake();
+        }
+        self.link.settle(told.as_ref());
     }
 
     /// What the store has of a rank whose child has ended. What a rank said before its process ended is there, so that this needs no luck:

@@ -8,10 +8,6 @@ use ftcore::{Configuration, Error, ErrorKind, Fingerprint, Result, deadline_in, 
 
 /// How long one look at the store takes before an order to stop is looked for.
 const LOOK: Duration = Duration::from_millis(50);
-/// The same for a store that was not reached the last time.
-const LONG_LOOK: Duration = Duration::from_millis(500);
-/// A store that could not be reached for this long is gone.
-const GONE: Duration = Duration::from_secs(3);
 
 /// How long the calls of other ranks are waited for after a mismatch.
 const DISPUTE: Duration = Duration::from_secs(2);
@@ -92,7 +88,6 @@ impl Agreement {
         let c = &self.configuration;
         for peer in self.peers() {
             let key = self.key("format", peer);
-            let mut unreached = None;
             let theirs = loop {
                 if stop.load(Ordering::Acquire) {
                     return Err(Error::new(
@@ -100,17 +95,10 @@ impl Agreement {
                         "aborted while ranks compared formats",
                     ));
                 }
-                let waited = unreached.map_or(Duration::ZERO, |since: Instant| since.elapsed());
-                let look = (LOOK + waited).min(LONG_LOOK);
-                match c.store.get(&key, deadline_in(look).min(c.deadline)) {
+                match c.store.get(&key, deadline_in(LOOK).min(c.deadline)) {
                     Ok(value) => break value,
-                    // On a busy machine it may not even be reached within one look.
-                    Err(e)
-                        if e.kind() == ErrorKind::Unavailable
-                            && Instant::now() < c.deadline
-                            && unreached.get_or_insert_with(Instant::now).elapsed() < GONE => {}
                     Err(e) if e.kind() != ErrorKind::Timeout => return Err(e.with_peer(peer)),
-                    Err(_) if Instant::now() < c.deadline => unreached = None,
+                    Err(_) if Instant::now() < c.deadline => {}
                     Err(e) => {
                         let text = format!("waiting for rank {peer} to say how it quantises");
                         return Err(Error::timeout(text).with_peer(peer).with_source(e));

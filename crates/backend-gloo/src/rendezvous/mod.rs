@@ -10,7 +10,6 @@
 mod card;
 mod connected;
 mod incoming;
-mod lookup;
 mod outgoing;
 mod ready;
 
@@ -23,7 +22,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::nonce;
-use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
+use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use card::Card;
@@ -36,6 +35,9 @@ use crate::transport::interface::{self, Addresses};
 use crate::transport::shm::{Region, Shared};
 use crate::transport::tcp::{self, Counters, Link};
 use crate::wire::{Hello, Lane, VERSION};
+
+/// The longest uninterrupted wait for the store.
+const STORE_SLICE: Duration = Duration::from_millis(50);
 
 #[derive(Default)]
 struct Found {
@@ -109,8 +111,6 @@ struct Rendezvous<'a> {
     card: Card,
     /// By rank; `None` where not known yet.
     cards: Vec<Option<Card>>,
-    /// Since when the store has not been reached, if it was not at the last look.
-    unreached: Option<Instant>,
     dialed: Vec<Dialed>,
     strangers: Vec<Stranger>,
     found: Vec<Found>,
@@ -232,7 +232,6 @@ impl<'a> Rendezvous<'a> {
             near,
             card,
             cards: (0..configuration.world_size).map(|_| None).collect(),
-            unreached: None,
             dialed,
             strangers: Vec::new(),
             found: (0..configuration.world_size)
@@ -323,6 +322,50 @@ impl<'a> Rendezvous<'a> {
             c.world_size,
             self.began.elapsed().as_secs_f64(),
         )))
+    }
+
+    /// Asks the store for addresses that are needed. True if some are still unknown.
+    fn look_up(&mut self) -> Result<bool> {
+        let c = self.configuration;
+        let unknown: Vec<u32> = (0..c.rank)
+            .filter(|&r| self.cards.get(r as usize).is_some_and(Option::is_none))
+            .collect();
+        if unknown.is_empty() {
+            return Ok(false);
+        }
+        let keys: Vec<String> = unknown.iter().map(|&r| key(c, r)).collect();
+        let names: Vec<&str> = keys.iter().map(String::as_str).collect();
+        let slice = deadline_in(STORE_SLICE).min(c.deadline);
+        let all = match c.store.wait(&names, slice) {
+            Ok(()) => true,
+            Err(e) if e.kind() == ErrorKind::Timeout => false,
+            Err(e) => return Err(self.named(e)),
+        };
+        for (rank, name) in unknown.into_iter().zip(names) {
+            let there = all || self.present(c.store.as_ref(), name)?;
+            if !there {
+                continue;
+            }
+            let value = c.store.get(name, c.deadline).map_err(|e| self.named(e))?;
+            let card = Card::decode(&value).ok_or_else(|| {
+                self.named(Error::new(
+                    ErrorKind::Protocol,
+                    format!("what the store has under '{name}' is not the address of a rank"),
+                ))
+            })?;
+            if let Some(slot) = self.cards.get_mut(rank as usize) {
+                *slot = Some(card);
+            }
+        }
+        Ok(self.cards.iter().take(c.rank as usize).any(Option::is_none))
+    }
+
+    fn present(&self, store: &dyn Store, name: &str) -> Result<bool> {
+        match store.check(&[name], deadline_in(STORE_SLICE).max(self.configuration.deadline)) {
+            Ok(there) => Ok(there),
+            Err(e) if e.kind() == ErrorKind::Timeout => Ok(false),
+            Err(e) => Err(self.named(e)),
+        }
     }
 
     fn hello(&self, lane: Lane, nonce: u64) -> Hello {

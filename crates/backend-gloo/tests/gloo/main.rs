@@ -13,5 +13,4 @@ mod rails;
 mod ranks;
 mod rates;
 mod resources;
-mod stores;
 mod turns;

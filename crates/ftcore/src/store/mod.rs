@@ -27,7 +27,8 @@ pub use tcp::{TcpStore, TcpStoreServer};
 /// - keys are non-empty UTF-8 of at most 8192 bytes, values at most 8 MiB (the limits of PyTorch's server);
 /// - a call that cannot finish by `deadline` fails with `ErrorKind::Timeout` naming the keys it waited for, not
 ///   earlier and at most some tens of milliseconds later;
-/// - a lost server is `ErrorKind::Unavailable` (the store reconnects until the deadline first);
+/// - a lost server is `ErrorKind::Unavailable` (the store reconnects until the deadline first), one that has not answered by the deadline
+///   `ErrorKind::Timeout`;
 /// - calls may be made from several threads; a blocked `wait` does not delay calls of other threads.
 pub trait Store: Send + Sync {
     /// Sets `key`, replacing what is there.

@@ -42,7 +42,7 @@ impl Handle {
         }
         if let Some(old) = old {
             let text = format!("configured again at epoch {epoch}");
-            old.detach(0, Error::new(ErrorKind::Aborted, text));
+            old.detach(0, Error::new(ErrorKind::Aborted, text), Some(Order::Leave));
         }
         let spent = self.front.take_traffic();
         {
@@ -66,6 +66,8 @@ impl Handle {
     fn connect(&self, configuration: &Configuration) -> Result<Settled> {
         let deadline = configuration.deadline;
         let link = self.child_for(configuration.epoch, deadline)?;
+        // Of the epoch before, whose watch is over: it is not to count in this one.
+        link.settle(None);
         let watched = !self.core.tells && configuration.world_size > 1;
         if watched {
             peers::publish(configuration, &link)?;
@@ -192,7 +194,8 @@ impl Handle {
         }
         match (self.number, self.core.tells) {
             (0, true) => link.end_after_words(error, Some(tell), LAST_WORDS, GOODBYE),
-            (_, false) if watched => link.end_after_words(error, None, LAST_WORDS, LAST_WORDS),
+            // The watch ends the child once it has posted this; its end is not to overtake a store that takes longer.
+            (_, false) if watched => link.end_after_words(error, None, LAST_WORDS, GOODBYE),
             (_, false) => link.end(error, None, Duration::ZERO),
             (_, true) => link.abort_group(self.number, reason, error, LAST_WORDS),
         }
@@ -280,11 +283,11 @@ impl Handle {
                 }))))
             }
             Ok(_) => {
-                link.detach(new, unneeded());
+                link.detach(new, unneeded(), Some(Order::Leave));
                 Ok(None)
             }
             Err(e) => {
-                link.detach(new, unneeded());
+                link.detach(new, unneeded(), Some(Order::Leave));
                 Err(e)
             }
         }

@@ -26,7 +26,7 @@ use crate::pending::{Needs, Pending};
 use crate::pool::Pool;
 use crate::spare::Spare;
 use crate::staging::stage;
-use crate::wire::frames::{Settled, submit};
+use crate::wire::frames::{Order, Settled, submit};
 use crate::wire::op::put;
 
 /// Any registered backend in a child process, behind the same trait.
@@ -403,9 +403,12 @@ impl Drop for IsolatedGroup {
             let mut state = self.0.lock();
             (state.link.take(), state.peers.take())
         };
+        let mut farewell = Some(Order::Leave);
         if let (Some(link), Some(peers)) = (&link, &peers)
-            && link.is_busy()
+            && (link.is_busy() || (link.is_alone() && self.0.front.error().is_some()))
         {
+            // The watch ends the child, after it has told the others why.
+            farewell = None;
             let info = self.0.info();
             let text = format!("rank {} dropped the group while work was pending", info.rank);
             peers.tell(Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0));
@@ -415,6 +418,7 @@ impl Drop for IsolatedGroup {
             link.detach(
                 self.0.number,
                 Error::new(ErrorKind::Aborted, "the group was dropped"),
+                farewell,
             );
         }
         if self.0.number == 0 {

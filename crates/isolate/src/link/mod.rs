@@ -2,8 +2,10 @@
 //!
 //! Callers put operations and calls in here and send their frames; the [`keeper`](crate::keeper) takes them out when the
 //! child reports, or when the child is gone. Memory that the child may still touch stays in here until then (INV-8).
-//! Here: the state, the handles on it, and the order to end; [`sending`] and [`reports`] are the two directions.
+//! Here: the state, the handles on it, and the order to end; [`sending`] and [`reports`] are the two directions, and [`doubts`] what of
+//! the reports is not believed at once.
 
+mod doubts;
 mod reports;
 mod sending;
 
@@ -73,6 +75,7 @@ struct State {
     /// Groups that were aborted alone, and until when the child may take to end their work.
     soft: Vec<(u32, Instant, Error)>,
     ending: Option<Ending>,
+    doubts: doubts::Doubts,
     /// The end of this process waits for the child's.
     parting: bool,
     /// The child kept memory of an operation that failed.
@@ -150,14 +153,17 @@ impl Link {
         drop(self.stores.set(stores));
     }
 
+    fn herald(&self) -> MutexGuard<'_, Herald> {
+        self.herald.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     pub(crate) fn set_herald(&self, herald: Herald) {
-        *self.herald.lock().unwrap_or_else(PoisonError::into_inner) = herald;
+        *self.herald() = herald;
     }
 
     /// Tells the other ranks why this one's child ends, if somebody watches them; false otherwise. Never blocks.
     pub(crate) fn tell_peers(&self, error: &Error) -> bool {
-        let herald = self.herald.lock().unwrap_or_else(PoisonError::into_inner);
-        herald.tell(error.clone())
+        self.herald().tell(error.clone())
     }
 
     pub(crate) fn stores(&self) -> Result<&Arc<Stores>> {
@@ -224,8 +230,8 @@ impl Link {
         self.lock().handles <= 1
     }
 
-    /// The handle of `group` is gone; with the last one the child goes too. Never blocks.
-    pub(crate) fn detach(self: &Arc<Self>, group: u32, error: Error) {
+    /// The handle of `group` is gone; with the last one the child goes too, after this `farewell`. Never blocks.
+    pub(crate) fn detach(self: &Arc<Self>, group: u32, error: Error, farewell: Option<Order>) {
         let last = {
             let mut state = self.lock();
             state.fronts.remove(&group);
@@ -237,7 +243,7 @@ impl Link {
         };
         self.part();
         if last {
-            self.end(error, Some(Order::Leave), Duration::from_millis(500));
+            self.end(error, farewell, Duration::from_millis(500));
         } else {
             self.wake();
         }

@@ -23,15 +23,15 @@ impl Link {
         self.express.try_lock().ok()
     }
 
-    /// Takes reports from the express socket until `work` has ended. Returns too when the child has closed it: then the keeper
-    /// ends the work.
+    /// Takes reports from the express socket until `work` has ended. Returns too when the child has closed it, or when the report is held
+    /// back: then the keeper, or whoever asks whether it is true, ends the work.
     pub(crate) fn await_express(&self, receiver: &mut Receiver, work: &Work) {
         loop {
             let taken = self.take_express(receiver);
             if let Err(error) = &taken {
                 self.end(error.clone(), None, Duration::ZERO);
             }
-            if taken.is_err() || !matches!(work.status(), Status::Pending) {
+            if !matches!(taken, Ok(true)) || !matches!(work.status(), Status::Pending) {
                 return;
             }
             match receiver.fill(true) {
@@ -42,10 +42,12 @@ impl Link {
         }
     }
 
-    fn take_express(&self, receiver: &mut Receiver) -> Result<()> {
+    /// False if a report is held back.
+    fn take_express(&self, receiver: &mut Receiver) -> Result<bool> {
+        let mut taken = true;
         while let Some(body) = receiver.next()? {
             match Report::decode(body)? {
-                Report::Done(done) => self.done(done)?,
+                report @ Report::Done(_) => taken &= self.take(report)?,
                 _ => {
                     return Err(crate::wire::odd(
                         "another report than an operation's end on the express socket",
@@ -53,16 +55,16 @@ impl Link {
                 }
             }
         }
-        Ok(())
+        Ok(taken)
     }
 
-    pub(crate) fn greeted(&self, result: Greeting) {
+    pub(super) fn greeted(&self, result: Greeting) {
         if let Some(greeting) = self.lock().greeting.take() {
             drop(greeting.send(result));
         }
     }
 
-    pub(crate) fn answered(&self, number: u32, result: Result<Settled>) {
+    pub(super) fn answered(&self, number: u32, result: Result<Settled>) {
         let Some(call) = self.lock().calls.remove(&number) else {
             return;
         };
@@ -73,7 +75,7 @@ impl Link {
         drop(call.answer.send(result));
     }
 
-    pub(crate) fn poisoned(&self, group: u32, error: &Error) {
+    pub(super) fn poisoned(&self, group: u32, error: &Error) {
         if let Some(front) = self.front(group) {
             front.poison(error);
         }
@@ -84,7 +86,7 @@ impl Link {
     }
 
     /// `Protocol` if the child reports what was never asked.
-    pub(crate) fn done(&self, done: Done) -> Result<()> {
+    pub(super) fn done(&self, done: Done) -> Result<()> {
         let (pending, front) = {
             let mut state = self.lock();
             if done.id >= state.next_id {
@@ -219,6 +221,8 @@ impl Link {
     /// The child was collected: nobody touches its memory any more.
     pub(crate) fn collected(&self, error: &Error) {
         self.lock().gone.get_or_insert_with(|| error.clone());
+        // What it said of another rank before it ended tells more than its end.
+        self.settle(None);
         self.fail_all(error);
         let (doomed, quarantine) = {
             let mut state = self.lock();

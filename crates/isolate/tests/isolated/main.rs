@@ -6,6 +6,7 @@
 mod endings;
 mod lessons;
 mod lives;
+mod losses;
 mod odd;
 mod rig;
 
@@ -21,7 +22,7 @@ fn main() -> ExitCode {
     }
     let mut arguments = Arguments::from_args();
     arguments.test_threads = Some(1);
-    let tests: Vec<(&str, fn())> = [lives::TESTS, endings::TESTS, lessons::TESTS].concat();
+    let tests: Vec<(&str, fn())> = [lives::TESTS, endings::TESTS, losses::TESTS, lessons::TESTS].concat();
     let trials = tests.into_iter().map(|(name, test)| {
         Trial::test(name, move || {
             test();

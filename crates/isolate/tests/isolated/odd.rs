@@ -31,6 +31,10 @@ fn capabilities() -> Capabilities {
     }
 }
 
+fn lost() -> Error {
+    Error::new(ErrorKind::PeerLost, "closed the connection").with_peer(0)
+}
+
 impl Odd {
     fn orders(&self) -> &str {
         self.options.hints.get("do").map_or("", String::as_str)
@@ -94,7 +98,19 @@ impl ProcessGroup for Odd {
                 std::fs::write(file, "left behind").unwrap();
                 self.state.lock().unwrap().1.push((completer, tensors));
             }
-            "hang" => self.state.lock().unwrap().1.push((completer, tensors)),
+            "hang" | "lose idle" => self.state.lock().unwrap().1.push((completer, tensors)),
+            // Once the test says so, as a library does that has seen the end of rank 0's child.
+            "lose" | "lose and exit" => {
+                let exits = self.orders() == "lose and exit";
+                let store = self.state.lock().unwrap().0.as_ref().unwrap().store.clone();
+                std::thread::spawn(move || {
+                    store.wait(&["lose"], deadline).unwrap();
+                    completer.fail(lost(), tensors);
+                    if exits {
+                        std::process::exit(7);
+                    }
+                });
+            }
             // Its own time-out, with nothing else pending, or once another operation is.
             "late" | "late beside another" => {
                 let mut state = self.state.lock().unwrap();
@@ -147,7 +163,12 @@ impl ProcessGroup for Odd {
     fn abort(&self, _: &str) {}
 
     fn error(&self) -> Option<Error> {
-        None
+        let state = self.state.lock().unwrap();
+        let configuration = state.0.as_ref().filter(|_| self.orders() == "lose idle")?;
+        let told = configuration
+            .store
+            .check(&["lose"], deadline_in(self.options.timeout));
+        told.is_ok_and(|told| told).then(lost)
     }
 
     fn shutdown(&self, _: Instant) -> Result<()> {

@@ -7,10 +7,10 @@
 
 use std::fmt;
 use std::io;
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::conn::{Backoff, Conn, encode, parse_address};
+use super::conn::{Backoff, Conn, Greeting, encode, parse_address};
 use super::link::{Patience, is_late};
 use super::wire::{self, Request};
 use crate::lifecycle::nonce;
@@ -21,6 +21,10 @@ use crate::{Error, ErrorKind, Result, deadline_in, time_left};
 
 /// Idle connections kept for later calls.
 const MAX_IDLE: usize = 16;
+/// Connections kept that the server has not greeted yet. Calls with short deadlines would otherwise begin anew each time, and never get
+/// through to a server that takes longer.
+const MAX_UNGREETED: usize = 4;
+
 /// A client of [`TcpStoreServer`](super::TcpStoreServer), or of PyTorch's TCPStore server.
 ///
 /// Keys get the prefix `/` on the wire, as PyTorch's client does it, and it counts: a key has at most 8191 bytes.
@@ -30,11 +34,15 @@ const MAX_IDLE: usize = 16;
 /// If the connection breaks during a call, the call is made again over a new one until its deadline; except `add`,
 /// `append`, `compare_set`, `delete` and `barrier` once their request was sent, which fail with `Unavailable`, as it cannot
 /// be known whether the server did them.
+///
+/// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
+/// attempt to connect, is `Timeout`: whoever looks in short slices may look again.
 pub struct TcpStore {
     host: String,
     port: u16,
     address: String,
     idle: Mutex<Vec<Conn>>,
+    ungreeted: Mutex<Vec<Greeting>>,
 }
 
 /// What may be done when the connection breaks after the request was sent.
@@ -89,8 +97,8 @@ impl TcpStore {
     /// Connects to the server at `addr` (`host:port`, `[v6]:port`), trying again until `deadline` if it is not there yet.
     ///
     /// # Errors
-    /// `Unavailable`, naming the address, the time and the last cause, if no server was reached by the deadline;
-    /// `Protocol` if what answers is not a TCPStore server; `InvalidArgument` for a malformed address.
+    /// `Unavailable`, naming the address, the time and the last cause, if by the deadline the server was not there, or closed the
+    /// connection; `Timeout` if it did not answer; `Protocol` if what answers is not a TCPStore server; `InvalidArgument` for a malformed address.
     pub fn connect(addr: &str, deadline: Instant) -> Result<Self> {
         let (host, port) = parse_address(addr)?;
         let store = Self {
@@ -98,6 +106,7 @@ impl TcpStore {
             port,
             address: addr.to_owned(),
             idle: Mutex::default(),
+            ungreeted: Mutex::default(),
         };
         let conn = store.open(
             &Call::new("store.connect", &[], deadline, Repeat::Again),
@@ -146,21 +155,41 @@ impl TcpStore {
             ));
         }
         let mut tries = 0u32;
+        let mut away: Option<io::Error> = None;
         loop {
-            tries += 1;
-            let last = match Conn::open(&self.host, self.port, call.deadline) {
-                Ok(conn) => return Ok(conn),
-                Err(e) if e.kind() == io::ErrorKind::InvalidData => {
-                    return Err(self.error(
-                        ErrorKind::Protocol,
-                        call,
-                        format!("what answers there is not a TCPStore server: {e}"),
-                    ));
-                }
-                Err(e) => e,
+            let earlier = self.take_ungreeted();
+            let is_first = earlier.is_none();
+            let missed = match earlier {
+                Some(greeting) => greeting.end(call.deadline),
+                None => Conn::open(&self.host, self.port, call.deadline),
             };
+            let missed = match missed {
+                Ok(conn) => return Ok(conn),
+                // It broke, whenever that was.
+                Err(missed) if !is_first && missed.greeting.is_none() => continue,
+                Err(missed) => missed,
+            };
+            tries += 1;
+            let is_there = missed.greeting.is_some();
+            self.keep_ungreeted(missed.greeting);
+            let mut last = missed.error;
+            if last.kind() == io::ErrorKind::InvalidData {
+                return Err(self.error(
+                    ErrorKind::Protocol,
+                    call,
+                    format!("what answers there is not a TCPStore server: {last}"),
+                ));
+            }
             tracing::debug!(server = %self.address, error = %last, tries, "store server not reached yet");
+            // An attempt that ran out of time before it met anybody takes nothing back.
+            if is_late(&last) && !is_there {
+                last = away.take().unwrap_or(last);
+            }
             if !backoff.pause(call.deadline) {
+                let kind = match is_late(&last) {
+                    true => ErrorKind::Timeout,
+                    false => ErrorKind::Unavailable,
+                };
                 let tries = if tries == 1 {
                     "1 try".to_owned()
                 } else {
@@ -170,8 +199,24 @@ impl TcpStore {
                     "no TCPStore server was reached there in {:.1} s ({tries}); the last one failed with: {last}",
                     call.waited()
                 );
-                return Err(self.error(ErrorKind::Unavailable, call, text).with_source(last));
+                return Err(self.error(kind, call, text).with_source(last));
             }
+            away = Some(last).filter(|last| !is_late(last));
+        }
+    }
+
+    fn ungreeted(&self) -> MutexGuard<'_, Vec<Greeting>> {
+        self.ungreeted.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn take_ungreeted(&self) -> Option<Greeting> {
+        self.ungreeted().pop()
+    }
+
+    fn keep_ungreeted(&self, greeting: Option<Greeting>) {
+        let mut ungreeted = self.ungreeted();
+        if ungreeted.len() < MAX_UNGREETED {
+            ungreeted.extend(greeting);
         }
     }
 

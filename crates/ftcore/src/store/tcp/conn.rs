@@ -36,42 +36,90 @@ pub(super) struct Conn {
     pub(super) spoiled: bool,
 }
 
+/// A connection on which the server has not answered the greeting yet.
+pub(super) struct Greeting {
+    conn: Conn,
+    nonce: u32,
+    since: Instant,
+}
+
+/// An attempt that gave no connection: what is known of the server, and a greeting that may still be answered.
+pub(super) struct Missed {
+    /// Late (see `link::is_late`) if nothing says that the server is not there.
+    pub(super) error: io::Error,
+    pub(super) greeting: Option<Greeting>,
+}
+
+impl From<io::Error> for Missed {
+    fn from(error: io::Error) -> Self {
+        Self {
+            error,
+            greeting: None,
+        }
+    }
+}
+
+fn late(text: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::TimedOut, text.into())
+}
+
+impl Greeting {
+    /// Connects and says VALIDATE and PING in one segment.
+    fn begin(address: &SocketAddr, deadline: Instant) -> io::Result<Self> {
+        let left = time_left(deadline).min(ATTEMPT);
+        if left.is_zero() {
+            return Err(late("no time was left to connect"));
+        }
+        let stream = TcpStream::connect_timeout(address, left).map_err(|e| match is_late(&e) {
+            true => late(format!("no answer to the connection attempt in {left:.1?}")),
+            false => e,
+        })?;
+        // Without a listener, a connect within one host can meet itself on the same port.
+        if stream.local_addr()? == stream.peer_addr()? {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        let since = Instant::now();
+        let patience = Patience::Until(deadline.min(since + ATTEMPT));
+        let mut conn = Conn {
+            link: Link::new(stream, patience)?,
+            sent: false,
+            spoiled: false,
+        };
+        let nonce = nonce() as u32;
+        conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
+        Ok(Self { conn, nonce, since })
+    }
+
+    /// Waits for the answer.
+    pub(super) fn end(mut self, deadline: Instant) -> std::result::Result<Conn, Missed> {
+        self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
+        match self.conn.pong(self.nonce) {
+            Ok(()) => Ok(self.conn),
+            Err(e) if is_late(&e) => {
+                let greeting = (self.since.elapsed() < ATTEMPT).then_some(self);
+                let error = late("no answer to the greeting");
+                Err(Missed { error, greeting })
+            }
+            Err(e) => Err(e.into()),
+        }
+    }
+}
+
 impl Conn {
-    /// One attempt: look-up, connect, VALIDATE and PING in one segment.
-    pub(super) fn open(host: &str, port: u16, deadline: Instant) -> io::Result<Self> {
-        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{}'", host));
+    /// One attempt: look-up, connect, greeting.
+    pub(super) fn open(host: &str, port: u16, deadline: Instant) -> std::result::Result<Self, Missed> {
+        let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{host}'")).into();
         for address in resolve(host, port, deadline)? {
-            let left = time_left(deadline).min(ATTEMPT);
-            if left.is_zero() {
+            match Greeting::begin(&address, deadline)
+                .map_err(Missed::from)
+                .and_then(|greeting| greeting.end(deadline))
+            {
+                Ok(conn) => return Ok(conn),
+                Err(missed) => last = missed,
+            }
+            if time_left(deadline).is_zero() {
                 break;
             }
-            let connected = TcpStream::connect_timeout(&address, left).map_err(|e| match is_late(&e) {
-                true => io::Error::other(format!("no answer to the connection attempt in {left:.1?}")),
-                false => e,
-            });
-            let attempt = connected.and_then(|stream| {
-                // Without a listener, a connect within one host can meet itself on the same port.
-                if stream.local_addr()? == stream.peer_addr()? {
-                    return Err(io::ErrorKind::ConnectionRefused.into());
-                }
-                let patience = Patience::Until(deadline.min(deadline_in(ATTEMPT)));
-                let mut conn = Self {
-                    link: Link::new(stream, patience)?,
-                    sent: false,
-                    spoiled: false,
-                };
-                let nonce = nonce() as u32;
-                conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
-                conn.pong(nonce)?;
-                Ok(conn)
-            });
-            match attempt {
-                Ok(conn) => return Ok(conn),
-                Err(e) => last = e,
-            }
-        }
-        if is_late(&last) {
-            last = io::Error::other("no answer to the greeting");
         }
         Err(last)
     }
@@ -213,7 +261,7 @@ fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAdd
         })?;
     receiver
         .recv_timeout(time_left(deadline).min(ATTEMPT))
-        .map_err(|_| io::Error::other(format!("looking up the name '{host}' took too long")))?
+        .map_err(|_| late(format!("looking up the name '{host}' took too long")))?
 }
 
 /// Pauses between attempts, growing.

@@ -1,7 +1,7 @@
 //! Servers that are not there, go away, come back or never answer: what the client makes of it.
 
-use std::io::Write;
-use std::net::TcpListener;
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
 use std::thread;
 use std::time::Instant;
 
@@ -13,7 +13,7 @@ fn a_server_that_never_answers_costs_a_call_its_deadline_and_no_more() {
     let address = listener.local_addr().unwrap().to_string();
     let start = Instant::now();
     let e = TcpStore::connect(&address, millis(300)).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::Unavailable);
+    assert_eq!(e.kind(), ErrorKind::Timeout);
     assert!(
         e.to_string().contains(&address) && e.to_string().contains("greeting"),
         "{e}"
@@ -44,6 +44,84 @@ fn a_server_that_never_answers_costs_a_call_its_deadline_and_no_more() {
         );
         thread.join().unwrap();
     }
+}
+
+/// A way to `server` on which the greeting of each connection is answered 300 ms late.
+fn far(server: &TcpStoreServer) -> String {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let behind = server.local_addr();
+    let pass = |mut from: TcpStream, mut to: TcpStream, mut delay: u64| {
+        thread::spawn(move || {
+            let mut bytes = [0; 1024];
+            while let Ok(n @ 1..) = from.read(&mut bytes) {
+                thread::sleep(Duration::from_millis(std::mem::take(&mut delay)));
+                if to.write_all(&bytes[..n]).is_err() {
+                    break;
+                }
+            }
+            let _ = to.shutdown(std::net::Shutdown::Both);
+        });
+    };
+    thread::spawn(move || {
+        while let Ok((near, _)) = listener.accept() {
+            let there = TcpStream::connect(behind).unwrap();
+            pass(near.try_clone().unwrap(), there.try_clone().unwrap(), 0);
+            pass(there, near, 300);
+        }
+    });
+    address
+}
+
+#[test]
+fn calls_in_short_slices_get_through_to_a_server_that_greets_late() {
+    let server = server();
+    let near = client(&server);
+    let store = TcpStore::connect(&far(&server), soon()).unwrap();
+    thread::scope(|scope| {
+        let waits = scope.spawn(|| store.wait(&["later"], soon()));
+        until("the first connection is in use", || server.waiting() == 1);
+        let until = soon();
+        let mut late = 0;
+        // An answer needs next to nothing of a slice, a greeting several.
+        while let Err(e) = store.check(&["k"], millis(100)) {
+            assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+            late += 1;
+            if Instant::now() > until {
+                break;
+            }
+        }
+        near.set("later", b"", soon()).unwrap();
+        waits.join().unwrap().unwrap();
+        assert!(Instant::now() < until && late > 0, "{late} calls were late");
+    });
+}
+
+#[test]
+fn a_greeting_that_takes_longer_than_a_call_is_waited_for_by_the_next() {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    let store = thread::scope(|scope| {
+        let connecting = scope.spawn(|| TcpStore::connect(&address, soon()).unwrap());
+        let (mut first, _) = listener.accept().unwrap();
+        let mut greeting = [0; 10];
+        first.read_exact(&mut greeting).unwrap();
+        first.write_all(&greeting[6..]).unwrap();
+        connecting.join().unwrap()
+    });
+    // The first connection is closed. The next one nobody answers.
+    for _ in 0..3 {
+        let e = store.num_keys(millis(50)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        assert!(e.to_string().contains("greeting"), "{e}");
+    }
+    let second = listener.accept().unwrap();
+    listener.set_nonblocking(true).unwrap();
+    assert!(listener.accept().is_err(), "a third connection");
+    // It is closed without an answer, and nobody else is there.
+    drop((second, listener));
+    let e = store.num_keys(millis(300)).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
 }
 
 #[test]
