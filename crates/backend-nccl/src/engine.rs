@@ -453,7 +453,7 @@ impl Engine {
         // Before the look at the failure: whoever ends a failed engine then sees that the call is under way, or the call is not made.
         self.legacy.doubt();
         if let Some(cause) = self.failure() {
-            self.legacy.trust();
+            // It stays in doubt: an earlier call may have come apart.
             let text = format!("the group has failed before: {cause}");
             return Err(Error::new(ErrorKind::Poisoned, text).with_source(cause));
         }

@@ -85,7 +85,7 @@ impl Legacy {
         self.lock().in_doubt = true;
     }
 
-    /// The call was not made, or succeeded.
+    /// The call succeeded.
     pub(crate) fn trust(&self) {
         self.lock().in_doubt = false;
     }
