@@ -5,27 +5,21 @@
 //! ([`QuorumResult`]). Deaths and errors travel the other way without being asked for: every manager server keeps a
 //! stream to the lighthouse open, its break is evidence of a death, and the lighthouse pushes it to the members.
 //!
-//! All decisions are pure functions of events and times ([`quorum`], [`assignment`], [`commit`], [`gather`]); the servers
-//! around them only carry messages.
+//! All decisions are pure functions of events and times, in the crate `protocol`; the servers around them only carry
+//! messages.
 
-pub mod assignment;
 mod channel;
 mod client;
-pub mod commit;
-pub mod gather;
 mod lighthouse;
 mod manager;
-mod member;
-pub mod quorum;
 mod serve;
 mod wire;
 
-pub use assignment::QuorumResult;
 pub use client::{CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 pub use lighthouse::{
     HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus, WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
-pub use member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum};
+pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};
 
 pub use wire::is_refused;

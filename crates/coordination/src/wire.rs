@@ -8,8 +8,8 @@ use ftcore::{Error, ErrorKind, Result};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
-use crate::assignment::QuorumResult;
-use crate::member::{AbortEpoch, Member, Quorum};
+use protocol::QuorumResult;
+use protocol::{AbortEpoch, Member, Quorum};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod torchft {

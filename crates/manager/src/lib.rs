@@ -7,14 +7,13 @@
 
 mod config;
 mod counted;
-mod lineage;
 mod manager;
 mod pending;
 mod replica;
 mod reporter;
 
 pub use config::{ManagerConfig, WorldSizeMode};
-pub use lineage::Lineage;
 pub use manager::Manager;
 pub use pending::{ManagedWork, Pending};
+pub use protocol::Lineage;
 pub use replica::{Healed, Participation, Replica, State};

@@ -21,10 +21,10 @@ use ftcore::{
 
 use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
-use crate::lineage::Lineage;
 use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
 use crate::reporter::Reporter;
+use protocol::Lineage;
 
 /// Keys under which group rank 0 tells the other ranks of its replica where its servers are.
 const KEY_MANAGER: &str = "oxccl/manager_address";

@@ -23,6 +23,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("manager", Place::Floor(4)),
     ("checkpoint", Place::Floor(4)),
     ("coordination", Place::Floor(4)),
+    ("protocol", Place::Floor(4)),
     ("ddp", Place::Floor(5)),
     ("diloco", Place::Floor(5)),
     ("oxccl-candle", Place::Floor(5)),
@@ -39,7 +40,8 @@ const FLOORS: &[(&str, Place)] = &[
 
 /// Steps within one floor that the design asks for.
 const WITHIN: &[(&str, &[&str])] = &[
-    ("manager", &["coordination", "checkpoint"]),
+    ("coordination", &["protocol"]),
+    ("manager", &["protocol", "coordination", "checkpoint"]),
     ("oxccl-candle", &["ddp", "diloco"]),
 ];
 

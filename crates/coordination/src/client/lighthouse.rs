@@ -11,10 +11,10 @@ use tonic::transport::Channel;
 use super::Connection;
 use crate::channel::{call, wait_for};
 use crate::lighthouse::LighthouseStatus;
-use crate::member::{Member, Quorum};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use protocol::{Member, Quorum};
 
 /// How often a waiting call says that its replica is alive.
 const HEARTBEAT: Duration = Duration::from_millis(500);

@@ -11,11 +11,11 @@ use tonic::Code;
 use tonic::transport::Channel;
 
 use super::Connection;
-use crate::assignment::QuorumResult;
 use crate::channel::{Backoff, call, wait_for};
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use protocol::QuorumResult;
 
 /// What a rank says when it asks for a quorum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]

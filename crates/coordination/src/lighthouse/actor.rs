@@ -15,9 +15,9 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
 use super::persist;
-use crate::member::{AbortEpoch, Member, Quorum};
-use crate::quorum::{Action, Event, LighthouseState, Status, Ticket};
 use crate::wire::{quorum_message, torchft};
+use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
+use protocol::{AbortEpoch, Member, Quorum};
 
 /// The latest event for a stream; a slow reader finds the last one, which is the one that counts.
 pub(crate) type Pushed = watch::Receiver<Option<AbortEpoch>>;

@@ -1,6 +1,6 @@
 //! The lighthouse: one small service per job through which replicas find each other.
 //!
-//! gRPC and HTTP share one port. Every call becomes a message to one task that owns the [`crate::quorum`] state; that
+//! gRPC and HTTP share one port. Every call becomes a message to one task that owns the [`protocol::quorum`] state; that
 //! task answers calls, pushes events over the replicas' open streams, and persists a quorum's id before it delivers it.
 
 use std::path::PathBuf;
@@ -8,8 +8,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, Result};
 
-use crate::quorum::{LighthouseState, QuorumRules};
 use crate::serve::{self, Service};
+use protocol::quorum::{LighthouseState, QuorumRules};
 
 mod actor;
 mod page;

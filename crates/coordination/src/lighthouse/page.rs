@@ -11,9 +11,9 @@ use serde::{Deserialize, Serialize};
 use tonic::service::Routes;
 
 use super::actor::{Counters, Lighthouse};
-use crate::quorum::Status;
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use protocol::quorum::Status;
 
 /// The state of a lighthouse, as `GET /status` gives it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

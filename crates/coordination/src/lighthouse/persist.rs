@@ -7,7 +7,7 @@ use std::path::Path;
 use ftcore::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::member::Quorum;
+use protocol::Quorum;
 
 /// No state file of ours is larger, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 20;
@@ -65,7 +65,7 @@ pub(crate) fn save(path: &Path, quorum: &Quorum) -> Result<()> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::member::Member;
+    use protocol::Member;
 
     #[test]
     fn what_is_saved_is_loaded_and_damage_is_an_error() {

@@ -11,9 +11,9 @@ use tokio_stream::wrappers::WatchStream;
 use tonic::{Request, Response, Status};
 
 use super::actor::{Lighthouse, Message, gone};
-use crate::member::{AbortEpoch, MAX_ID_BYTES, Member};
-use crate::quorum::{Event, Ticket, cut};
 use crate::wire::{answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
+use protocol::quorum::{Event, Ticket, cut};
+use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
 
 /// The longest address or lineage, in bytes.
 const MAX_TEXT: usize = 4096;

@@ -12,11 +12,12 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::uplink::Uplink;
-use crate::assignment::{QuorumResult, assign};
-use crate::commit::{CommitAction, CommitState, VoteKey};
-use crate::gather::{GatherAction, GatherState, RankRequest};
-use crate::member::{AbortEpoch, Quorum};
-use crate::quorum::Ticket;
+use protocol::QuorumResult;
+use protocol::assignment::assign;
+use protocol::commit::{CommitAction, CommitState, VoteKey};
+use protocol::gather::{GatherAction, GatherState, RankRequest};
+use protocol::quorum::Ticket;
+use protocol::{AbortEpoch, Quorum};
 
 pub(crate) enum Message {
     /// A rank asks for a quorum.

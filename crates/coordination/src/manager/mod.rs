@@ -9,8 +9,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use crate::channel::{reach, wait_for};
-use crate::member::MAX_ID_BYTES;
 use crate::serve::{self, Service};
+use protocol::MAX_ID_BYTES;
 
 mod actor;
 mod service;

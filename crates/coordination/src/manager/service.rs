@@ -14,12 +14,12 @@ use tonic::{Request, Response, Status};
 
 use super::actor::{Manager, Message, gone};
 use crate::channel::background_deadline;
-use crate::commit::VoteKey;
-use crate::gather::RankRequest;
-use crate::member::AbortEpoch;
-use crate::quorum::{Ticket, cut};
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, rank, status_of, torchft};
+use protocol::AbortEpoch;
+use protocol::commit::VoteKey;
+use protocol::gather::RankRequest;
+use protocol::quorum::{Ticket, cut};
 
 /// The longest checkpoint address of a rank, in bytes.
 const MAX_METADATA: usize = 64 * 1024;

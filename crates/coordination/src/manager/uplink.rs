@@ -15,11 +15,11 @@ use tonic::transport::Channel;
 use super::ManagerServerConfig;
 use super::actor::{Manager, Message};
 use crate::channel::{Backoff, call};
-use crate::gather::RankRequest;
-use crate::member::{Member, Quorum};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use protocol::gather::RankRequest;
+use protocol::{Member, Quorum};
 
 /// The phases of a replica's life, as the background tasks see them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -575,7 +575,7 @@ impl LighthouseState {
 }
 
 /// At most [`MAX_REASON_BYTES`] of a peer's text.
-pub(crate) fn cut(text: &str) -> &str {
+pub fn cut(text: &str) -> &str {
     let mut end = text.len().min(MAX_REASON_BYTES);
     while !text.is_char_boundary(end) {
         end -= 1;

@@ -1,0 +1,21 @@
+//! The step protocol, from the lighthouse to the rank, without IO, clock, threads or runtime.
+//!
+//! Each part is a state machine: an event and the present time go in, actions come out, and the same events give the same
+//! actions. `coordination` and `manager` are thin shells that carry the actions out; `tests/simulation` runs all parts
+//! together under virtual time.
+//!
+//! - [`quorum`]: the lighthouse. Which replicas form the next epoch.
+//! - [`gather`] and [`commit`]: the manager server. One quorum request and one vote out of those of a replica's ranks.
+//! - [`assignment`]: what a rank does in a quorum, and who heals from whom.
+//! - [`Lineage`]: the history that led to a state.
+
+pub mod assignment;
+pub mod commit;
+pub mod gather;
+mod lineage;
+mod member;
+pub mod quorum;
+
+pub use assignment::QuorumResult;
+pub use lineage::Lineage;
+pub use member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum};
