@@ -38,6 +38,7 @@ impl From<torchft::QuorumMember> for Member {
             lineage: m.lineage,
             last_quorum_id: m.last_quorum_id,
             life: m.life.unwrap_or_default(),
+            healed: m.healed,
         }
     }
 }
@@ -56,6 +57,7 @@ impl From<Member> for torchft::QuorumMember {
             lineage: m.lineage,
             last_quorum_id: m.last_quorum_id,
             life: Some(m.life).filter(|l| !l.is_empty()),
+            healed: m.healed,
         }
     }
 }
@@ -115,6 +117,8 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             commit_failures: r.commit_failures,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
+            contributor_rank: r.contributor_rank.map(i64::from),
+            contributor_world_size: i64::from(r.contributor_world_size),
         }
     }
 }
@@ -156,6 +160,11 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             commit_failures: r.commit_failures,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
+            contributor_rank: r
+                .contributor_rank
+                .map(|n| number("contributor_rank", n))
+                .transpose()?,
+            contributor_world_size: number("contributor_world_size", r.contributor_world_size)?,
         };
         if result.replica_rank >= result.replica_world_size {
             let text = format!(
@@ -194,7 +203,8 @@ pub(crate) fn status_of(error: &Error) -> Status {
         ErrorKind::Mismatch => Code::FailedPrecondition,
         ErrorKind::Aborted => Code::Aborted,
         ErrorKind::Unsupported => Code::Unimplemented,
-        ErrorKind::Unavailable | ErrorKind::PeerLost | ErrorKind::Io => Code::Unavailable,
+        ErrorKind::PeerLost => Code::DataLoss,
+        ErrorKind::Unavailable | ErrorKind::Io => Code::Unavailable,
         _ => Code::Internal,
     };
     Status::new(code, error.message())
@@ -215,6 +225,7 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         Code::AlreadyExists => ErrorKind::Conflict,
         Code::FailedPrecondition => ErrorKind::Mismatch,
         Code::Aborted => ErrorKind::Aborted,
+        Code::DataLoss => ErrorKind::PeerLost,
         Code::Unimplemented | Code::PermissionDenied => ErrorKind::Unsupported,
         Code::ResourceExhausted => ErrorKind::Unavailable,
         _ => ErrorKind::Protocol,
@@ -332,6 +343,7 @@ mod tests {
             ErrorKind::Mismatch,
             ErrorKind::Aborted,
             ErrorKind::Unavailable,
+            ErrorKind::PeerLost,
         ];
         for kind in kinds {
             let e = error_of(
@@ -365,7 +377,7 @@ mod tests {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, life,
+                last_quorum_id: last, life, healed: flag,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {
@@ -373,6 +385,7 @@ mod tests {
                 max_step: step, max_replica_rank: optional, max_world_size: 2, heal: flag,
                 recover_src_manager_address: "m".into(), recover_src_replica_rank: optional,
                 recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, lineage,
+                contributor_rank: optional, contributor_world_size: rank,
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

@@ -11,7 +11,7 @@ pub enum WorldSizeMode {
     /// Every healthy replica contributes.
     #[default]
     Dynamic,
-    /// Exactly `min_replicas` contribute; further members are hot spares that follow along.
+    /// At most `min_replicas` contribute; further members are hot spares that follow along.
     FixedWithSpares,
 }
 
@@ -33,7 +33,8 @@ pub struct ManagerConfig {
     /// The host name or address that other machines reach this one by; `None`: the bind host, or this host's name if that
     /// is a wildcard.
     pub advertise_host: Option<String>,
-    /// A step commits only with at least this many contributors.
+    /// A step commits only in a quorum of at least this many members. It counts members, not contributors: one that healed into
+    /// the step holds its state, although its values do not count yet.
     pub min_replicas: u32,
     /// How the number of contributors behaves.
     pub world_size_mode: WorldSizeMode,
@@ -45,6 +46,9 @@ pub struct ManagerConfig {
     pub connect_timeout: Duration,
     /// Between heartbeats to the lighthouse.
     pub heartbeat_interval: Duration,
+    /// A rank whose training thread neither waits in a call nor shows progress ([`Replica::progress`](crate::Replica::progress)) for
+    /// this long takes its replica out of the quorum, so that the others go on. Nothing is expected before the first quorum.
+    pub progress_timeout: Duration,
 }
 
 impl ManagerConfig {
@@ -64,6 +68,7 @@ impl ManagerConfig {
             timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(20),
             heartbeat_interval: Duration::from_millis(100),
+            progress_timeout: Duration::from_secs(120),
         }
     }
 
@@ -92,6 +97,9 @@ impl ManagerConfig {
         }
         if self.min_replicas == 0 {
             return bad("min_replicas must be at least 1".into());
+        }
+        if self.progress_timeout.is_zero() {
+            return bad("progress_timeout must be longer than zero".into());
         }
         Ok(())
     }

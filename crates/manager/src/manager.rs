@@ -1,10 +1,11 @@
 //! The manager: servers of this replica, the client, and the step protocol.
 //!
-//! Per step: quorum (over the manager server and the lighthouse) → configure the group if the epoch is new → publish a
-//! snapshot if somebody heals from here, or heal → all-reduces → vote. A pushed abort for the current epoch ends the
-//! pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
+//! What comes next in a step, and what survives a failed attempt, is decided by [`protocol::rank::Rank`]; here it is carried
+//! out. Per step: quorum (over the manager server and the lighthouse) → publish a snapshot if somebody heals from here →
+//! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
+//! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -25,6 +26,8 @@ use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
 use crate::reporter::Reporter;
 use protocol::Lineage;
+use protocol::commit::VoteKey;
+use protocol::rank::{Next, Rank, RankRules, blame_peer};
 
 /// Keys under which group rank 0 tells the other ranks of its replica where its servers are.
 const KEY_MANAGER: &str = "oxccl/manager_address";
@@ -34,6 +37,9 @@ const KEY_REPLICA_ID: &str = "oxccl/replica_id";
 const TELL: Duration = Duration::from_secs(5);
 /// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
 const GONE: Duration = Duration::from_secs(1);
+
+/// The longest time between two messages of progress.
+const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 
 /// No quorum yet.
 const NO_EPOCH: i64 = -1;
@@ -58,16 +64,11 @@ pub struct Manager {
     live_epoch: Arc<AtomicI64>,
     /// The newest epoch that was aborted from elsewhere, and why; ids only grow, so that one is enough.
     aborted: Arc<Mutex<Option<(i64, String)>>>,
-    step: i64,
-    lineage: Lineage,
-    members: Vec<String>,
-    epoch: i64,
-    /// Votes taken so far for the current (epoch, step).
-    attempt: i64,
-    commit_failures: i64,
-    contributes: bool,
+    rank: Rank,
+    /// Grows whenever the training thread shows that it moves.
+    progress: Arc<AtomicU64>,
+    _progress: WatchGuard,
     pending: Pending,
-    in_step: bool,
 }
 
 impl Manager {
@@ -96,6 +97,7 @@ impl Manager {
                     store_address: format!("{store_host}:{}", store.port()),
                     world_size: config.group_world_size,
                     heartbeat_interval: config.heartbeat_interval,
+                    progress_timeout: config.progress_timeout,
                     connect_timeout: config.connect_timeout,
                     ..ManagerServerConfig::default()
                 })?;
@@ -158,6 +160,18 @@ impl Manager {
                 }),
             )
         };
+        let rank = Rank::new(RankRules {
+            min_replicas: config.min_replicas,
+            max_contributors: match config.world_size_mode {
+                WorldSizeMode::Dynamic => None,
+                WorldSizeMode::FixedWithSpares => Some(config.min_replicas),
+            },
+            init_sync: config.init_sync,
+        });
+        let progress = Arc::new(AtomicU64::new(1));
+        // Often enough that several messages may be lost, and rarely enough to cost nothing.
+        let every = (config.progress_timeout / 6).min(PROGRESS_EVERY);
+        let told = client.progress(config.group_rank, progress.clone(), every);
         Ok(Self {
             config,
             replica_id,
@@ -169,15 +183,10 @@ impl Manager {
             _watch: watch,
             live_epoch,
             aborted,
-            step: 0,
-            lineage: Lineage::default(),
-            members: Vec::new(),
-            epoch: NO_EPOCH,
-            attempt: 0,
-            commit_failures: 0,
-            contributes: false,
+            rank,
+            progress,
+            _progress: told,
             pending: Pending::default(),
-            in_step: false,
         })
     }
 
@@ -190,25 +199,22 @@ impl Manager {
     ///
     /// Errors: `InvalidState` once a quorum was asked for.
     pub fn restore(&mut self, step: i64, lineage: Lineage) -> Result<()> {
-        if self.epoch != NO_EPOCH {
-            return Err(Error::new(
-                ErrorKind::InvalidState,
-                "restore comes before the first quorum",
-            ));
-        }
-        self.step = step;
-        self.lineage = lineage;
-        Ok(())
+        self.rank.restore(step, lineage)
     }
 
     /// The identity of the current state, for a disk checkpoint.
     pub fn lineage(&self) -> &Lineage {
-        &self.lineage
+        self.rank.lineage()
+    }
+
+    /// The newest epoch of the group.
+    fn epoch(&self) -> i64 {
+        self.rank.epoch().unwrap_or(NO_EPOCH)
     }
 
     /// Why the epoch is over, once the lighthouse has said that it is.
     fn epoch_is_over(&self) -> Option<String> {
-        over(&self.aborted, self.epoch)
+        over(&self.aborted, self.epoch())
     }
 
     /// Why the group cannot be used for another collective without a new epoch, if it cannot.
@@ -224,39 +230,44 @@ impl Manager {
         if self.config.group_world_size == 1 {
             return;
         }
-        let vote = CommitVote {
-            group_rank: self.config.group_rank,
-            step: self.step,
-            quorum_id: self.epoch,
-            attempt: self.attempt,
-            vote: false,
-        };
+        let vote = self.vote_on(self.rank.key(), false);
         let deadline = deadline.min(deadline_in(TELL));
         if let Err(e) = self.client.give_up(&vote, &error.to_string(), deadline) {
             tracing::warn!(error = %e, "the other ranks of this replica were not told that this one gives up");
         }
     }
 
-    fn ask(&self, deadline: Instant) -> Result<QuorumResult> {
-        let broken = self.epoch != NO_EPOCH && self.broken().is_some();
+    fn vote_on(&self, key: VoteKey, vote: bool) -> CommitVote {
+        CommitVote {
+            group_rank: self.config.group_rank,
+            step: key.step,
+            quorum_id: key.quorum_id,
+            attempt: key.attempt,
+            vote,
+        }
+    }
+
+    fn ask(&mut self, deadline: Instant) -> Result<QuorumResult> {
+        let broken = self.broken().is_some();
+        let request = self.rank.start(broken);
         let request = QuorumRequest {
             group_rank: self.config.group_rank,
-            step: self.step,
+            step: request.step,
             checkpoint_metadata: self.transport.metadata(),
-            shrink_only: false,
-            init_sync: self.config.init_sync,
-            // A broken group needs a new epoch even if no vote was lost over it.
-            commit_failures: self.commit_failures.max(i64::from(broken)),
-            lineage: self.lineage.as_str().to_string(),
-            last_quorum_id: self.epoch.max(0),
+            shrink_only: request.shrink_only,
+            init_sync: request.init_sync,
+            commit_failures: request.commit_failures,
+            lineage: request.lineage,
+            last_quorum_id: request.last_quorum_id,
+            healed: request.healed,
         };
         self.client.quorum(&request, deadline)
     }
 
     /// Asks until there is an answer or the deadline passes; what can be retried is (L28).
-    fn ask_until(&self, deadline: Instant) -> Result<QuorumResult> {
+    fn ask_until(&mut self, deadline: Instant) -> Result<QuorumResult> {
         // Epochs that keep failing at once (members that cannot reach each other) must not become a busy loop.
-        if let Some(doublings) = u32::try_from(self.commit_failures)
+        if let Some(doublings) = u32::try_from(self.rank.commit_failures())
             .ok()
             .and_then(|n| n.checked_sub(3))
         {
@@ -278,6 +289,8 @@ impl Manager {
                         .with_op("quorum")
                         .with_source(e));
                 }
+                // A rank of this replica is gone, and the replica with it.
+                Err(e) if e.kind() == ErrorKind::PeerLost => return Err(e.with_op("quorum")),
                 Err(e) if e.is_retryable() && time_left(deadline) > pause => {
                     tracing::warn!(error = %e, "no quorum yet; asking again");
                     refused = is_refused(&e).then(|| refused.unwrap_or_else(Instant::now));
@@ -310,14 +323,17 @@ impl Manager {
         }
     }
 
-    fn configure(&mut self, answer: &QuorumResult, deadline: Instant) -> Result<()> {
+    fn configure(&self, answer: &QuorumResult, deadline: Instant) -> Result<()> {
         let epoch = u64::try_from(answer.quorum_id).map_err(|_| {
             Error::new(
                 ErrorKind::Protocol,
                 format!("quorum id {} is negative", answer.quorum_id),
             )
         })?;
-        let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&answer.store_address, deadline)?);
+        // The store is a member's, and its address is what that member says.
+        let store = TcpStore::connect(&answer.store_address, deadline)
+            .map_err(|e| blame_peer(e, "with the rendezvous store"))?;
+        let store: Arc<dyn Store> = Arc::new(store);
         let configuration = Configuration {
             store,
             prefix: format!("torchft/{}/{}", answer.quorum_id, self.config.group_rank),
@@ -328,7 +344,7 @@ impl Manager {
             deadline,
         };
         // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
-        let (aborted, epoch) = (&*self.aborted, self.epoch);
+        let (aborted, epoch) = (&*self.aborted, answer.quorum_id);
         configure_watched(&*self.group, configuration, &|| {
             let text = format!(
                 "the epoch was over before the group connected: {}",
@@ -341,13 +357,18 @@ impl Manager {
     fn publish(&self, answer: &QuorumResult, state: &dyn State) -> Result<()> {
         let mut dict = StateDict::new();
         state.save(&mut dict)?;
-        dict.set_metadata("manager.lineage", self.lineage.as_str());
+        dict.set_metadata("manager.lineage", self.rank.lineage().as_str());
         self.transport
             .publish(Snapshot::new(answer.max_step, answer.quorum_id, &dict)?);
         Ok(())
     }
 
-    fn heal(&mut self, answer: &QuorumResult, state: &mut dyn State, deadline: Instant) -> Result<Healed> {
+    fn heal(
+        &self,
+        answer: &QuorumResult,
+        state: &mut dyn State,
+        deadline: Instant,
+    ) -> Result<(Lineage, Healed)> {
         let begun = Instant::now();
         let source = ManagerClient::connect(&answer.recover_src_manager_address, deadline)?;
         loop {
@@ -365,133 +386,118 @@ impl Manager {
                 continue;
             }
             state.load(&dict)?;
-            // Only now: the step advances with the state, never before it (INV-5, L03).
-            self.step = answer.max_step;
             let lineage = dict
                 .metadata()
                 .get("manager.lineage")
                 .cloned()
                 .unwrap_or_default();
-            self.lineage = Lineage::from_peer(lineage);
-            return Ok(Healed {
+            let healed = Healed {
                 source: answer.recover_src_replica_rank,
                 bytes: dict.total_bytes(),
                 took: begun.elapsed(),
-            });
+            };
+            return Ok((Lineage::from_peer(lineage), healed));
         }
     }
 
-    fn follow(
+    /// What `next` wants, until the step can begin or the attempt is lost. The recovery of this replica, if there was one.
+    fn come_up(
         &mut self,
-        answer: &QuorumResult,
+        answer: QuorumResult,
         state: &mut dyn State,
         deadline: Instant,
-    ) -> Result<Option<Healed>> {
-        // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
-        let same = answer.quorum_id == self.epoch && answer.replica_ids == self.members;
-        if answer.quorum_id == self.epoch {
-            let why = if same {
-                self.broken()
-            } else {
-                Some("its members are others now".to_owned())
+    ) -> (Next, Option<Healed>) {
+        let limit = || deadline_in(self.config.timeout).min(deadline);
+        let mut recovery = None;
+        let before = self.rank.epoch();
+        let broken = self.broken();
+        let mut next = self.rank.answered(answer.clone(), broken);
+        if self.rank.epoch() != before {
+            self.live_epoch.store(self.epoch(), Ordering::Release);
+        }
+        loop {
+            next = match next {
+                Next::Offer { publish: true } => {
+                    let offered = self.publish(&answer, state);
+                    self.rank.offered(offered)
+                }
+                Next::Offer { publish: false } => {
+                    self.transport.retire();
+                    self.rank.offered(Ok(()))
+                }
+                Next::Configure => {
+                    let configured = self.configure(&answer, limit());
+                    // A push that came while the group was connecting had nothing to abort.
+                    let broken = if configured.is_ok() { self.broken() } else { None };
+                    self.rank.configured(configured, broken)
+                }
+                Next::Heal => match self.heal(&answer, state, limit()) {
+                    Ok((lineage, healed)) => {
+                        recovery = Some(healed);
+                        self.rank.healed(Ok(lineage))
+                    }
+                    Err(e) => {
+                        let source = answer
+                            .recover_src_replica_rank
+                            .and_then(|r| answer.replica_ids.get(r as usize));
+                        let source =
+                            source.map_or(answer.recover_src_manager_address.as_str(), String::as_str);
+                        let text = format!(
+                            "replica '{}' cannot take over the state of replica '{source}': {e}",
+                            self.replica_id
+                        );
+                        let error = Error::new(e.kind(), text).with_op("heal").with_source(e);
+                        self.rank.healed(Err(error))
+                    }
+                },
+                Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
             };
-            if let Some(why) = why {
-                // It broke after the question was asked: an epoch is never configured twice (INV-1).
-                let text = format!("epoch {} ended before it was used again: {why}", self.epoch);
-                return Err(Error::new(ErrorKind::Aborted, text));
-            }
         }
-        if !same {
-            self.epoch = answer.quorum_id;
-            self.attempt = 0;
-            self.members = answer.replica_ids.clone();
-            self.live_epoch.store(answer.quorum_id, Ordering::Release);
-        }
-        // Snapshot first: whoever heals needs it while this replica is still connecting.
-        if !answer.recover_dst_replica_ranks.is_empty() {
-            self.publish(answer, state)?;
-        } else {
-            self.transport.retire();
-        }
-        if !same {
-            let limit = deadline_in(self.config.timeout).min(deadline);
-            self.configure(answer, limit)?;
-            // A push that came while the group was connecting had nothing to abort.
-            if let Some(why) = self.broken() {
-                return Err(Error::new(
-                    ErrorKind::Aborted,
-                    format!("the epoch was over while the group connected: {why}"),
-                ));
-            }
-        }
-        if !answer.heal {
-            return Ok(None);
-        }
-        let limit = deadline_in(self.config.timeout).min(deadline);
-        self.heal(answer, state, limit).map(Some).map_err(|e| {
-            let source = answer
-                .recover_src_replica_rank
-                .and_then(|r| answer.replica_ids.get(r as usize));
-            let source = source.map_or(answer.recover_src_manager_address.as_str(), String::as_str);
-            let text = format!(
-                "replica '{}' cannot take over the state of replica '{source}': {e}",
-                self.replica_id
-            );
-            Error::new(e.kind(), text).with_op("heal").with_source(e)
-        })
     }
 }
 
 impl Replica for Manager {
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation> {
+        self.progress();
         // An abandoned step must not leave its reductions running into the next one.
-        if self.in_step && self.pending.drain(Instant::now()).is_err() {
+        if self.rank.in_step() && self.pending.drain(Instant::now()).is_err() {
             self.group.abort("the step was abandoned");
-            self.commit_failures = self.commit_failures.max(1);
+            self.rank.abandon();
         }
         self.pending = Pending::default();
-        self.in_step = false;
         let answer = self.ask_until(deadline)?;
-        self.in_step = true;
-        let spare = self.config.world_size_mode == WorldSizeMode::FixedWithSpares
-            && answer
-                .max_replica_rank
-                .is_none_or(|r| r >= self.config.min_replicas);
-        let mut healed = None;
-        self.contributes = match self.follow(&answer, state, deadline) {
-            Ok(h) => {
-                healed = h;
-                healed.is_none() && !spare
+        let (next, healed) = self.come_up(answer.clone(), state, deadline);
+        match next {
+            Next::Lost(e) => {
+                tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; it will not commit");
+                self.group.abort(&e.to_string());
+                self.report_error(e);
             }
-            Err(e) if is_permanent(&e) => {
-                self.in_step = false;
+            Next::End(e) => {
                 self.group.abort(&e.to_string());
                 self.reporter.send(answer.quorum_id, &e);
                 self.give_up(&e, deadline);
                 return Err(e);
             }
-            Err(e) => {
-                // The other ranks of this replica may be in the step already and will vote on it. So this one votes as
-                // well, with a no, and all of them ask for the next epoch together.
-                tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; it will not commit");
-                self.group.abort(&e.to_string());
-                self.report_error(e);
-                false
-            }
-        };
+            Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal => {}
+        }
+        let (contributor_rank, contributors) = self.rank.contribution();
         Ok(Participation {
-            epoch: self.epoch,
-            step: self.step,
+            epoch: answer.quorum_id,
+            step: self.rank.step(),
             replica_rank: answer.replica_rank,
             replica_world_size: answer.replica_world_size,
-            contributes: self.contributes,
+            contributes: contributor_rank.is_some(),
+            contributor_rank,
+            contributors,
             healed,
             members: answer.replica_ids,
         })
     }
 
     fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        if !self.in_step {
+        self.progress();
+        if !self.rank.in_step() {
             let e = Error::new(
                 ErrorKind::InvalidState,
                 "there is no quorum: call start_quorum first",
@@ -504,12 +510,12 @@ impl Replica for Manager {
         }
         let options = SubmitOptions {
             deadline: Some(deadline_in(self.config.timeout)),
-            contribute: self.contributes,
+            contribute: self.rank.contribution().0.is_some(),
             stream: None,
         };
         match self.group.run(Collective::AllReduce { tensors, op }, options) {
             Ok(work) => {
-                let (reporter, epoch) = (self.reporter.clone(), self.epoch);
+                let (reporter, epoch) = (self.reporter.clone(), self.epoch());
                 self.pending
                     .track(&work, move |error| reporter.send(epoch, &error));
                 ManagedWork::submitted(work)
@@ -522,73 +528,54 @@ impl Replica for Manager {
     }
 
     fn should_commit(&mut self, deadline: Instant) -> Result<bool> {
-        if !self.in_step {
-            return Err(Error::new(
-                ErrorKind::InvalidState,
-                "there is no quorum to vote on: call start_quorum first",
-            ));
-        }
-        self.in_step = false;
-        if let Err(e) = self.pending.drain(deadline) {
+        self.progress();
+        if self.rank.in_step()
+            && let Err(e) = self.pending.drain(deadline)
+        {
             self.report_error(e);
             self.group.abort("a reduction did not finish in time");
         }
-        if let Some(n) = self
-            .pending
-            .least_contributors()
-            .filter(|&n| n < self.config.min_replicas)
+        let vote = match self
+            .rank
+            .vote(self.pending.error(), self.pending.least_contributors())
         {
-            self.report_error(Error::new(
-                ErrorKind::Unavailable,
-                format!(
-                    "{n} replicas contributed; min_replicas is {}",
-                    self.config.min_replicas
-                ),
-            ));
-        }
-        let local = self.pending.error();
-        if let Some(e) = local.as_ref().filter(|e| is_permanent(e)) {
-            // A lost vote would be repeated until the time limit, with the same end.
-            self.commit_failures += 1;
-            self.give_up(e, deadline);
-            return Err(e.clone());
-        }
-        let vote = CommitVote {
-            group_rank: self.config.group_rank,
-            step: self.step,
-            quorum_id: self.epoch,
-            attempt: self.attempt,
-            vote: local.is_none(),
+            Ok(vote) => vote,
+            Err(e) if e.kind() == ErrorKind::InvalidState => return Err(e),
+            Err(e) => {
+                self.give_up(&e, deadline);
+                return Err(e);
+            }
         };
-        self.attempt += 1;
-        let decision = self.vote(&vote, deadline);
-        match &decision {
-            Ok(true) => {
-                self.lineage = self.lineage.after(self.epoch, self.step);
-                self.step += 1;
-                self.attempt = 0;
-                self.commit_failures = 0;
-            }
-            other => {
-                self.commit_failures += 1;
-                tracing::warn!(
-                    step = self.step,
-                    epoch = self.epoch,
-                    error = ?local.map(|e| e.to_string()).or_else(|| other.as_ref().err().map(ToString::to_string)),
-                    "the step did not commit"
-                );
-            }
+        if let Some(e) = &vote.against {
+            self.report_error(e.clone());
+        }
+        let cast = self.vote_on(vote.key, vote.against.is_none());
+        let decision = self.vote(&cast, deadline);
+        self.rank.decided(decision.as_ref().ok().copied());
+        self.progress();
+        if !matches!(decision, Ok(true)) {
+            let error = vote.against.as_ref().or(decision.as_ref().err());
+            tracing::warn!(
+                step = cast.step,
+                epoch = cast.quorum_id,
+                error = error.map(ToString::to_string),
+                "the step did not commit"
+            );
         }
         decision
     }
 
     fn current_step(&self) -> i64 {
-        self.step
+        self.rank.step()
+    }
+
+    fn progress(&self) {
+        self.progress.fetch_add(1, Ordering::Relaxed);
     }
 
     fn report_error(&mut self, error: Error) {
         if self.pending.fail(error.clone()) {
-            self.reporter.send(self.epoch, &error);
+            self.reporter.send(self.epoch(), &error);
         }
     }
 
@@ -601,9 +588,14 @@ impl Replica for Manager {
     }
 
     fn leave(&mut self, deadline: Instant) -> Result<()> {
-        self.in_step = false;
         self.live_epoch.store(NO_EPOCH, Ordering::Release);
         self.group.shutdown(deadline)?;
+        if self.servers.is_none()
+            && let Err(error) = self.client.leave(self.config.group_rank, deadline)
+        {
+            // Rank 0 and its server may have left before.
+            tracing::debug!(%error, "the manager server did not hear that this rank leaves");
+        }
         if let Some(servers) = self.servers.take() {
             // A lighthouse that is gone already needs no good-bye.
             if let Err(error) = servers.manager.leave(deadline) {
@@ -633,11 +625,6 @@ fn over(aborted: &Mutex<Option<(i64, String)>>, epoch: i64) -> Option<String> {
     let aborted = aborted.lock().unwrap_or_else(PoisonError::into_inner);
     let (_, why) = aborted.as_ref().filter(|(newest, _)| *newest >= epoch)?;
     Some(why.clone())
-}
-
-/// True for an error that the same step would meet again in every other epoch: the call itself is wrong, or nothing here can do it.
-fn is_permanent(error: &Error) -> bool {
-    matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported)
 }
 
 /// 128 random bits: two lives of one name never share an id.

@@ -29,8 +29,14 @@ pub struct Participation {
     pub replica_rank: u32,
     /// The number of members, healing ones included.
     pub replica_world_size: u32,
-    /// True if this replica's values count in this step (false when it just healed, or is a spare).
+    /// True if this replica's values count in this attempt. A replica contributes only work that it did itself: one that healed
+    /// into this step holds copies, so it stands aside in every attempt at the step while a member is there that did not heal
+    /// into it. Spares never contribute.
     pub contributes: bool,
+    /// The place among those that contribute, in order of their ids; `None` if this replica does not.
+    pub contributor_rank: Option<u32>,
+    /// The number of replicas that contribute to this attempt.
+    pub contributors: u32,
     /// `Some` if this replica took its state over from a peer just now.
     pub healed: Option<Healed>,
     /// Ids of the members.
@@ -75,6 +81,10 @@ pub trait Replica {
 
     /// The number of steps committed (or healed to).
     fn current_step(&self) -> i64;
+
+    /// Shows that the training thread moves. The calls above do, too; whoever computes for long between them calls this now and
+    /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).
+    fn progress(&self);
 
     /// Records an error of this step: the vote will be no.
     fn report_error(&mut self, error: ftcore::Error);

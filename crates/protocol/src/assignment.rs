@@ -1,13 +1,21 @@
 //! What one rank of one replica does in a quorum: its place, who heals from whom, and where the group meets.
 //!
 //! A pure function of the quorum, the rank and its wish for an initial sync, computed alike in every manager server.
-//! The rules are torchft's, with two corrections: members at the highest step whose history (lineage) differs are
-//! behind as well, and the initial sync has one source for all ranks of a replica (L11).
+//! The rules are torchft's, with three corrections:
+//!
+//! - Members at the highest step whose history (lineage) differs are behind as well.
+//! - The initial sync has one source for all ranks of a replica (L11), and happens once: who took part in it holds the
+//!   source's [initial lineage](Lineage::initial) from then on, also if the step itself has to be done again.
+//! - **Who contributes.** A replica contributes to a step only work that it did itself. One that healed into the step holds
+//!   copies of its source's work, so it stands aside in every attempt at that step while a member is there that did not heal
+//!   into it. If none is, the copies are all that is left of the work: then everybody who held the step before this quorum
+//!   contributes.
 
 use std::collections::BTreeMap;
 
 use ftcore::{Error, ErrorKind, Result};
 
+use crate::lineage::Lineage;
 use crate::member::{Member, Quorum};
 
 /// A rank's answer to "what is my place in this quorum?".
@@ -39,8 +47,12 @@ pub struct QuorumResult {
     pub commit_failures: i64,
     /// The members' ids, in the order of their ranks.
     pub replica_ids: Vec<String>,
-    /// The history of the members that are up to date; empty if they tell none.
+    /// The history of the members that are up to date, or that the initial sync begins; empty if they tell none.
     pub lineage: String,
+    /// The replica's place among those that contribute to the step; `None` if it does not.
+    pub contributor_rank: Option<u32>,
+    /// The number of replicas that contribute to the step.
+    pub contributor_world_size: u32,
 }
 
 /// The lineage that counts at `max_step`: the one that most members hold, the lowest id's in a tie.
@@ -90,22 +102,36 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
         })?;
     let max_step = members.iter().map(|m| m.step).max().unwrap_or(0);
     let lineage = reference_lineage(&members, max_step);
+    let initial = init_sync && max_step == 0;
+    // After the first commit an old peer that tells no history counts as current; before it, it may hold anything.
     let current = |m: &Member| {
-        m.step == max_step && (m.lineage.is_empty() || lineage.is_empty() || m.lineage == lineage)
+        let untold = m.lineage.is_empty() && !initial;
+        m.step == max_step && (untold || lineage.is_empty() || m.lineage == lineage)
     };
+    let is_current: Vec<bool> = members.iter().map(|m| current(m)).collect();
     let up_to_date: Vec<usize> = (0..members.len())
-        .filter(|&i| members.get(i).is_some_and(|m| current(m)))
+        .filter(|&i| is_current.get(i) == Some(&true))
         .collect();
     let spread = usize::try_from(group_rank).unwrap_or(0);
-    let force = init_sync && max_step == 0;
+    let force = initial && lineage.is_empty();
     // Ranks of one replica must agree at the start: a rank-dependent source could mix two initialisations (L11).
-    let offset = if force { 0 } else { spread };
+    let offset = if initial { 0 } else { spread };
     let primary = up_to_date
         .get(offset % up_to_date.len().max(1))
         .copied()
         .ok_or_else(|| Error::new(ErrorKind::Internal, "no member is at the highest step"))?;
     let (behind, sources): (Vec<usize>, Vec<usize>) =
-        (0..members.len()).partition(|i| !up_to_date.contains(i) || (force && *i != primary));
+        (0..members.len()).partition(|&i| is_current.get(i) != Some(&true) || (force && i != primary));
+    let fresh: Vec<usize> = sources
+        .iter()
+        .copied()
+        .filter(|&i| members.get(i).is_some_and(|m| !m.healed))
+        .collect();
+    let contributors = if fresh.is_empty() { &sources } else { &fresh };
+    let lineage = match members.get(primary) {
+        Some(m) if force => Lineage::initial(&m.replica_id).as_str().to_string(),
+        _ => lineage,
+    };
 
     let mut result = QuorumResult {
         quorum_id: quorum.quorum_id,
@@ -121,6 +147,12 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
         commit_failures: members.iter().map(|m| m.commit_failures).max().unwrap_or(0),
         replica_ids: members.iter().map(|m| m.replica_id.clone()).collect(),
         lineage,
+        contributor_rank: contributors
+            .iter()
+            .position(|&i| i == own)
+            .map(rank)
+            .transpose()?,
+        contributor_world_size: rank(contributors.len())?,
         ..QuorumResult::default()
     };
     for (k, &destination) in behind.iter().enumerate() {
@@ -228,6 +260,67 @@ mod tests {
         let tie = quorum(&[(5, "z"), (5, "a")]);
         assert_eq!(at(&tie, 0, 0, true).lineage, "z");
         assert!(at(&tie, 1, 0, true).heal);
+    }
+
+    /// Which replicas contribute, as each of them computes it.
+    fn contributors(q: &Quorum) -> Vec<usize> {
+        let all: Vec<_> = (0..q.participants.len()).map(|i| at(q, i, 0, true)).collect();
+        let those: Vec<_> = (0..all.len())
+            .filter(|&i| all[i].contributor_rank.is_some())
+            .collect();
+        for (place, &i) in those.iter().enumerate() {
+            assert_eq!(all[i].contributor_rank, Some(u32::try_from(place).unwrap()));
+        }
+        let number = u32::try_from(those.len()).unwrap();
+        assert!(all.iter().all(|r| r.contributor_world_size == number));
+        those
+    }
+
+    fn with_healed(mut q: Quorum, healed: &[usize]) -> Quorum {
+        for &i in healed {
+            q.participants[i].healed = true;
+        }
+        q
+    }
+
+    #[test]
+    fn who_healed_into_a_step_stands_aside_in_every_attempt_at_it() {
+        assert_eq!(contributors(&steps(&[7, 7, 6])), [0, 1], "it heals now");
+        assert_eq!(
+            contributors(&with_healed(steps(&[7, 7, 7]), &[2])),
+            [0, 1],
+            "it healed in an attempt before"
+        );
+        assert_eq!(
+            contributors(&with_healed(steps(&[7, 7]), &[0, 1])),
+            [0, 1],
+            "copies are all that is left"
+        );
+        assert_eq!(
+            contributors(&with_healed(steps(&[7, 6]), &[0])),
+            [0],
+            "a copy of the copy does not count twice"
+        );
+    }
+
+    #[test]
+    fn the_initial_sync_happens_once_also_if_its_step_is_done_again() {
+        let first = steps(&[0, 0, 0]);
+        assert_eq!(contributors(&first), [0]);
+        let lineage = at(&first, 1, 0, true).lineage;
+        assert_eq!(lineage, at(&first, 0, 0, true).lineage);
+        assert!(!lineage.is_empty());
+        // The step did not commit. All three hold the initial state now, a fourth comes and heals from them.
+        let l = lineage.as_str();
+        let mut again = with_healed(quorum(&[(0, l), (0, l), (0, l), (0, "")]), &[1, 2]);
+        assert_eq!(
+            (0..4).map(|i| at(&again, i, 0, true).heal).collect::<Vec<_>>(),
+            [false, false, false, true]
+        );
+        assert_eq!(contributors(&again), [0]);
+        // The source is gone: the others go on with what they have.
+        again.participants.remove(0);
+        assert!(!at(&again, 1, 0, true).heal && !at(&again, 2, 0, true).heal && at(&again, 3, 0, true).heal);
     }
 
     #[test]

@@ -26,6 +26,8 @@ pub struct RankRequest {
     pub lineage: String,
     /// The quorum that it is configured for; 0 if none or not told.
     pub last_quorum_id: i64,
+    /// It fetched its state from a peer at this very step, and has not committed since.
+    pub healed: bool,
 }
 
 /// What the server shall do.
@@ -178,6 +180,7 @@ impl GatherState {
         let mut request = all.next().cloned().unwrap_or_default();
         for r in all {
             request.shrink_only |= r.shrink_only;
+            request.healed |= r.healed;
             request.commit_failures = request.commit_failures.max(r.commit_failures);
             if request.last_quorum_id != r.last_quorum_id {
                 // Some ranks did not get through the last configuration: only a new epoch brings them together.

@@ -6,7 +6,9 @@
 //!
 //! - [`quorum`]: the lighthouse. Which replicas form the next epoch.
 //! - [`gather`] and [`commit`]: the manager server. One quorum request and one vote out of those of a replica's ranks.
-//! - [`assignment`]: what a rank does in a quorum, and who heals from whom.
+//! - [`assignment`]: what a rank does in a quorum, who heals from whom, and who contributes.
+//! - [`rank`]: a rank's way through a step.
+//! - [`replica`]: the manager server. Gathering, votes, and whether all ranks of the replica are there.
 //! - [`Lineage`]: the history that led to a state.
 
 pub mod assignment;
@@ -15,6 +17,8 @@ pub mod gather;
 mod lineage;
 mod member;
 pub mod quorum;
+pub mod rank;
+pub mod replica;
 
 pub use assignment::QuorumResult;
 pub use lineage::Lineage;

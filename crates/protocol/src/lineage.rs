@@ -16,6 +16,15 @@ impl Lineage {
         Self(text.into())
     }
 
+    /// The lineage of the state that an initial sync takes from `replica_id`, before the first commit.
+    pub fn initial(replica_id: &str) -> Self {
+        Self(short(
+            blake3::Hasher::new()
+                .update(b"initial")
+                .update(replica_id.as_bytes()),
+        ))
+    }
+
     /// The text that goes to the lighthouse.
     pub fn as_str(&self) -> &str {
         &self.0
@@ -28,13 +37,18 @@ impl Lineage {
         hasher.update(self.0.as_bytes());
         hasher.update(&epoch.to_le_bytes());
         hasher.update(&step.to_le_bytes());
-        let mut text = String::with_capacity(32);
-        for byte in hasher.finalize().as_bytes().iter().take(16) {
-            // Writing to a String cannot fail.
-            let _ = write!(text, "{byte:02x}");
-        }
-        Self(text)
+        Self(short(&hasher))
     }
+}
+
+/// 128 bits of the hash in hexadecimal.
+fn short(hasher: &blake3::Hasher) -> String {
+    let mut text = String::with_capacity(32);
+    for byte in hasher.finalize().as_bytes().iter().take(16) {
+        // Writing to a String cannot fail.
+        let _ = write!(text, "{byte:02x}");
+    }
+    text
 }
 
 #[cfg(test)]

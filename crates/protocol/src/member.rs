@@ -27,6 +27,8 @@ pub struct Member {
     pub lineage: String,
     /// The quorum that it is configured for; 0 if none or not told.
     pub last_quorum_id: i64,
+    /// It fetched its state from a peer at this very step, and has not committed since.
+    pub healed: bool,
     /// Tells two processes apart that come under the same `replica_id`; empty if not told.
     pub life: String,
 }

@@ -119,6 +119,7 @@ impl LighthouseClient {
         let message = oxccl::LeaveRequest {
             replica_id: replica_id.to_string(),
             reason: reason.to_string(),
+            failed: false,
         };
         wait_for(
             &self.connection.handle()?,

@@ -2,16 +2,17 @@
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
-use std::time::Instant;
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Result};
+use ftcore::{ErrorKind, Result, deadline_in};
 use tokio::task::AbortHandle;
 use tonic::Code;
 use tonic::transport::Channel;
 
 use super::Connection;
 use crate::channel::{Backoff, call, wait_for};
+use crate::manager::presence::process_space;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
@@ -36,6 +37,8 @@ pub struct QuorumRequest {
     pub lineage: String,
     /// The quorum that the rank's group is configured for; 0 if none.
     pub last_quorum_id: i64,
+    /// It fetched its state from a peer at this very step, and has not committed since.
+    pub healed: bool,
 }
 
 /// A rank's vote on whether the replica commits the step.
@@ -134,6 +137,7 @@ impl ManagerClient {
             commit_failures: request.commit_failures,
             lineage: request.lineage.clone(),
             last_quorum_id: request.last_quorum_id,
+            healed: request.healed,
             attempt: self.calls.fetch_add(1, Ordering::Relaxed).wrapping_add(1),
         };
         wait_for(&self.connection.handle()?, "quorum", deadline, async move {
@@ -242,6 +246,36 @@ impl ManagerClient {
         })
     }
 
+    /// Says that `group_rank` leaves in good order, so that its end is no death.
+    pub fn leave(&self, group_rank: u32, deadline: Instant) -> Result<()> {
+        let (mut client, url) = (self.ours(), self.connection.url.clone());
+        let message = oxccl::ManagerLeaveRequest {
+            group_rank: i64::from(group_rank),
+        };
+        wait_for(&self.connection.handle()?, "leave", deadline, async move {
+            call("leave", &url, deadline, message, |r| async move {
+                client.leave(r).await
+            })
+            .await
+            .map(|_| ())
+        })
+    }
+
+    /// Tells the manager server, at most once each `every`, that the training thread moves: whenever `stamp` has another value than
+    /// before. Until the guard is dropped.
+    pub fn progress(&self, group_rank: u32, stamp: Arc<AtomicU64>, every: Duration) -> WatchGuard {
+        let (client, url) = (self.ours(), self.connection.url.clone());
+        let task = self.connection.handle().ok().map(|handle| {
+            let every = every.max(Duration::from_millis(1));
+            let told = progress(client, url, group_rank, stamp, every);
+            handle.spawn(told).abort_handle()
+        });
+        WatchGuard {
+            task,
+            _connection: self.connection.clone(),
+        }
+    }
+
     /// Calls `callback` for every event, until the guard is dropped. The stream is opened again when it breaks; the last
     /// event is repeated then, so that none is lost.
     pub fn watch(&self, group_rank: u32, callback: Callback) -> WatchGuard {
@@ -260,12 +294,46 @@ impl ManagerClient {
     }
 }
 
+/// Tells the server of progress, at most once each `every`.
+async fn progress(
+    mut client: OxcclManagerClient<Channel>,
+    url: String,
+    group_rank: u32,
+    stamp: Arc<AtomicU64>,
+    every: Duration,
+) {
+    let mut told = 0;
+    let mut ticks = tokio::time::interval(every);
+    ticks.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
+    loop {
+        ticks.tick().await;
+        let now = stamp.load(Ordering::Relaxed);
+        if now == told {
+            continue;
+        }
+        let message = oxccl::ManagerProgressRequest {
+            group_rank: i64::from(group_rank),
+        };
+        let deadline = deadline_in(every.max(Duration::from_secs(1)));
+        let answer = call("progress", &url, deadline, message, |r| async {
+            client.progress(r).await
+        })
+        .await;
+        match answer {
+            Ok(_) => told = now,
+            Err(error) => tracing::debug!(%error, "the manager server did not hear of progress"),
+        }
+    }
+}
+
 async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank: u32, callback: Callback) {
     let mut backoff = Backoff::new();
     loop {
         match client
             .watch(oxccl::WatchRequest {
                 group_rank: i64::from(group_rank),
+                process: i64::from(std::process::id()),
+                process_space: process_space(),
             })
             .await
         {

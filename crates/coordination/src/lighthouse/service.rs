@@ -178,7 +178,9 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         &self,
         request: Request<oxccl::LeaveRequest>,
     ) -> Result<Response<oxccl::LeaveResponse>, Status> {
-        let oxccl::LeaveRequest { replica_id, reason } = request.into_inner();
+        let oxccl::LeaveRequest {
+            replica_id, reason, ..
+        } = request.into_inner();
         tracing::info!(replica_id = cut(&replica_id), reason = cut(&reason), "leaves");
         self.tell(Event::Leave { replica_id, reason }).await;
         Ok(Response::new(oxccl::LeaveResponse {}))

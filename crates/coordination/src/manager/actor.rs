@@ -1,56 +1,36 @@
-//! The one task that owns the state of a manager server: gathering, votes, checkpoint addresses, the last abort.
-//!
-//! Calls come in as messages; quorum calls to the lighthouse run beside it and come back as messages.
+//! The one task that owns a manager server's state ([`protocol::replica`]): calls come in as messages, and what the state
+//! wants is carried out before the next message is looked at. Quorum calls to the lighthouse run beside it and come back
+//! as messages.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
+use protocol::quorum::Ticket;
+use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
+use protocol::{AbortEpoch, QuorumResult};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
 use super::uplink::Uplink;
-use protocol::QuorumResult;
-use protocol::assignment::assign;
-use protocol::commit::{CommitAction, CommitState, VoteKey};
-use protocol::gather::{GatherAction, GatherState, RankRequest};
-use protocol::quorum::Ticket;
-use protocol::{AbortEpoch, Quorum};
 
 pub(crate) enum Message {
-    /// A rank asks for a quorum.
+    /// A rank asks for a quorum: the event, with the place for its answer.
     Quorum {
-        rank: u32,
-        request: RankRequest,
-        metadata: String,
-        deadline: Instant,
+        event: ReplicaEvent,
         ticket: Ticket,
         reply: oneshot::Sender<Result<QuorumResult>>,
     },
-    /// A rank votes.
+    /// A rank votes, or gives up.
     Vote {
-        rank: u32,
-        key: VoteKey,
-        vote: bool,
+        event: ReplicaEvent,
         ticket: Ticket,
         reply: oneshot::Sender<Result<bool>>,
     },
-    /// A rank cannot go on, for a reason that no other epoch would change.
-    GiveUp {
-        rank: u32,
-        why: String,
-        reply: oneshot::Sender<Result<bool>>,
-    },
-    /// The server closes: whoever waits, or asks later, is told `why`.
-    Close { why: Error },
-    /// A call is over.
-    Withdraw { ticket: Ticket },
-    /// The lighthouse answered the replica's call.
-    Answered { call: u64, answer: Result<Quorum> },
-    /// An epoch is over: from the lighthouse, or from a rank of this replica.
-    Aborted(AbortEpoch),
+    /// Anything that needs no answer.
+    Event(ReplicaEvent),
     /// Where does this rank offer its checkpoint?
     Metadata {
         rank: u32,
@@ -72,7 +52,7 @@ pub(crate) struct Manager {
 }
 
 impl Manager {
-    /// A number for a call.
+    /// A number for a call or a stream.
     pub(crate) fn ticket(&self) -> Ticket {
         self.next.fetch_add(1, Ordering::Relaxed)
     }
@@ -80,6 +60,11 @@ impl Manager {
     /// Never blocks; a message after the end of the task is lost, like its answer.
     pub(crate) fn send(&self, message: Message) {
         let _ = self.messages.send(message);
+    }
+
+    /// Never blocks.
+    pub(crate) fn tell(&self, event: ReplicaEvent) {
+        self.send(Message::Event(event));
     }
 
     /// The last abort, and the ones to come.
@@ -96,43 +81,49 @@ impl Manager {
 }
 
 struct Actor {
-    world_size: u32,
+    state: ReplicaState,
     uplink: Uplink,
     /// To send the lighthouse's answers back to this task.
     messages: mpsc::WeakUnboundedSender<Message>,
-    gather: GatherState,
-    commit: CommitState,
-    quorum_calls: HashMap<Ticket, (Instant, oneshot::Sender<Result<QuorumResult>>)>,
-    vote_calls: HashMap<Ticket, oneshot::Sender<Result<bool>>>,
-    /// Set once a rank has given up or the server closes.
-    over: Option<Error>,
+    quorums: HashMap<Ticket, oneshot::Sender<Result<QuorumResult>>>,
+    votes: HashMap<Ticket, oneshot::Sender<Result<bool>>>,
     /// The running call to the lighthouse.
     asking: HashMap<u64, AbortHandle>,
-    metadata: BTreeMap<u32, String>,
     /// Gone once the server closes, which ends the streams of those who watch.
     aborted: Option<watch::Sender<Option<AbortEpoch>>>,
 }
 
 /// Starts the task on the present runtime.
-pub(crate) fn start(uplink: Uplink, world_size: u32) -> Manager {
+pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let (aborted, last_abort) = watch::channel(None);
     let mut actor = Actor {
-        world_size,
+        state: ReplicaState::new(rules),
         uplink: uplink.clone(),
         messages: messages.downgrade(),
-        gather: GatherState::new(world_size),
-        commit: CommitState::new(world_size),
-        quorum_calls: HashMap::new(),
-        vote_calls: HashMap::new(),
-        over: None,
+        quorums: HashMap::new(),
+        votes: HashMap::new(),
         asking: HashMap::new(),
-        metadata: BTreeMap::new(),
         aborted: Some(aborted),
     };
     tokio::spawn(async move {
-        while let Some(message) = inbox.recv().await {
-            actor.take(message);
+        loop {
+            let due = actor.state.next_deadline();
+            let tick = async {
+                match due {
+                    Some(due) => tokio::time::sleep_until(due.into()).await,
+                    None => std::future::pending().await,
+                }
+            };
+            tokio::select! {
+                // What has arrived counts before time-outs do.
+                biased;
+                message = inbox.recv() => match message {
+                    Some(message) => actor.take(message),
+                    None => return,
+                },
+                () = tick => actor.apply(ReplicaEvent::Tick),
+            }
         }
     });
     Manager {
@@ -146,198 +137,95 @@ pub(crate) fn start(uplink: Uplink, world_size: u32) -> Manager {
 impl Actor {
     fn take(&mut self, message: Message) {
         match message {
-            Message::Quorum {
-                rank,
-                request,
-                metadata,
-                deadline,
-                ticket,
-                reply,
-            } => {
+            Message::Quorum { event, ticket, reply } => {
                 // The caller may be gone already, and its withdrawal with it.
-                if let Some(error) = &self.over {
-                    let _ = reply.send(Err(error.clone()));
-                } else if !reply.is_closed() {
-                    if rank < self.world_size {
-                        self.metadata.insert(rank, metadata);
-                    }
-                    self.quorum_calls.insert(ticket, (deadline, reply));
-                    let actions = self.gather.ask(rank, request, ticket);
-                    self.gathered(actions);
+                if !reply.is_closed() {
+                    self.quorums.insert(ticket, reply);
+                    self.apply(event);
                 }
             }
-            Message::Vote {
-                rank,
-                key,
-                vote,
-                ticket,
-                reply,
-            } => {
-                if let Some(error) = &self.over {
-                    let _ = reply.send(Err(error.clone()));
-                } else if !reply.is_closed() {
-                    self.vote_calls.insert(ticket, reply);
-                    let actions = self.commit.vote(rank, key, vote, ticket);
-                    self.voted(actions);
+            Message::Vote { event, ticket, reply } => {
+                if !reply.is_closed() {
+                    self.votes.insert(ticket, reply);
+                    self.apply(event);
                 }
             }
-            Message::GiveUp { rank, why, reply } if rank < self.world_size => {
-                self.give_up(rank, &why);
-                let _ = reply.send(Ok(false));
-            }
-            Message::GiveUp { rank, reply, .. } => {
-                let text = format!("rank {rank} gives up; the replica has {} ranks", self.world_size);
-                let _ = reply.send(Err(Error::invalid(text)));
-            }
-            Message::Close { why } => {
-                self.end(why);
-                self.aborted = None;
-            }
-            Message::Withdraw { ticket } => {
-                self.vote_calls.remove(&ticket);
-                self.commit.withdraw(ticket);
-                self.quorum_calls.remove(&ticket);
-                let actions = self.gather.withdraw(ticket);
-                self.gathered(actions);
-            }
-            Message::Answered { call, answer } => {
-                if self.asking.remove(&call).is_some() {
-                    let actions = self.gather.answered(call, answer.map(Arc::new));
-                    self.gathered(actions);
+            Message::Event(event) => {
+                if let ReplicaEvent::Withdraw { ticket } = &event {
+                    self.quorums.remove(ticket);
+                    self.votes.remove(ticket);
                 }
+                self.apply(event);
             }
-            Message::Aborted(event) => self.abort(event),
             Message::Metadata { rank, reply } => {
-                let _ = reply.send(self.metadata.get(&rank).cloned());
+                let _ = reply.send(self.state.metadata(rank).map(str::to_string));
             }
             Message::Missing { reply } => {
-                let voted = self.commit.open();
-                let absent = (0..self.world_size)
-                    .filter(|r| !voted.iter().any(|(v, _)| v == r))
-                    .collect();
-                let _ = reply.send((self.gather.missing(), absent));
+                let _ = reply.send(self.state.missing());
             }
         }
     }
 
-    fn give_up(&mut self, rank: u32, why: &str) {
-        self.end(Error::unsupported(format!(
-            "rank {rank} of this replica cannot go on: {why}"
-        )));
-    }
-
-    /// The replica ends here: whoever waits, or asks later, learns why.
-    fn end(&mut self, why: Error) {
-        let error = self.over.get_or_insert(why).clone();
-        let votes: Vec<Ticket> = self.vote_calls.keys().copied().collect();
-        for ticket in votes {
-            self.commit.withdraw(ticket);
-            self.answer_vote(ticket, Err(error.clone()));
-        }
-        let quorums: Vec<Ticket> = self.quorum_calls.keys().copied().collect();
-        for ticket in quorums {
-            // The lighthouse must not count the replica in either.
-            let actions = self.gather.withdraw(ticket);
-            self.gathered(actions);
-            self.answer(ticket, Err(error.clone()));
-        }
-    }
-
-    fn gathered(&mut self, actions: Vec<GatherAction>) {
+    fn apply(&mut self, event: ReplicaEvent) {
+        let actions = self.state.apply(event, Instant::now());
+        self.uplink.set_last_quorum(self.state.last_quorum_id());
         for action in actions {
             match action {
-                GatherAction::Ask { call, request } => self.ask(call, request),
-                GatherAction::Cancel { call } => {
+                ReplicaAction::Ask {
+                    call,
+                    request,
+                    deadline,
+                } => {
+                    self.uplink.begin_heartbeats();
+                    let (uplink, messages) = (self.uplink.clone(), self.messages.clone());
+                    let task = tokio::spawn(async move {
+                        let answer = uplink.quorum(request, deadline).await.map(Arc::new);
+                        if let Some(messages) = messages.upgrade() {
+                            let _ = messages.send(Message::Event(ReplicaEvent::Answered { call, answer }));
+                        }
+                    });
+                    // One call at a time: an earlier one was answered or cancelled.
+                    self.asking.clear();
+                    self.asking.insert(call, task.abort_handle());
+                }
+                ReplicaAction::Cancel { call } => {
                     // Dropping the call withdraws it at the lighthouse.
                     if let Some(task) = self.asking.remove(&call) {
                         task.abort();
                     }
                 }
-                GatherAction::Deliver {
-                    ticket,
-                    rank,
-                    init_sync,
-                    quorum,
-                } => {
-                    self.uplink.set_last_quorum(quorum.quorum_id);
-                    let result = assign(self.uplink.replica_id(), rank, &quorum, init_sync);
-                    self.answer(ticket, result);
-                }
-                GatherAction::Reject { ticket, error } => self.answer(ticket, Err(error)),
-            }
-        }
-    }
-
-    fn answer(&mut self, ticket: Ticket, result: Result<QuorumResult>) {
-        if let Some((_, reply)) = self.quorum_calls.remove(&ticket) {
-            let _ = reply.send(result);
-        }
-    }
-
-    fn ask(&mut self, call: u64, request: RankRequest) {
-        self.uplink.begin_heartbeats();
-        // When the first rank's time is up, so is the replica's.
-        let Some(deadline) = self.quorum_calls.values().map(|(d, _)| *d).min() else {
-            return;
-        };
-        let (uplink, messages) = (self.uplink.clone(), self.messages.clone());
-        let task = tokio::spawn(async move {
-            let answer = uplink.quorum(request, deadline).await;
-            if let Some(messages) = messages.upgrade() {
-                let _ = messages.send(Message::Answered { call, answer });
-            }
-        });
-        self.asking.insert(call, task.abort_handle());
-    }
-
-    fn voted(&mut self, actions: Vec<CommitAction>) {
-        for action in actions {
-            match action {
-                CommitAction::Decide { tickets, commit } => {
-                    for ticket in tickets {
-                        self.answer_vote(ticket, Ok(commit));
+                ReplicaAction::Quorum { ticket, answer } => {
+                    if let Some(reply) = self.quorums.remove(&ticket) {
+                        let _ = reply.send(answer);
                     }
                 }
-                CommitAction::Reject { ticket, error } => self.answer_vote(ticket, Err(error)),
-            }
-        }
-    }
-
-    fn answer_vote(&mut self, ticket: Ticket, result: Result<bool>) {
-        if let Some(reply) = self.vote_calls.remove(&ticket) {
-            let _ = reply.send(result);
-        }
-    }
-
-    /// Passes an abort on to the watchers, unless it says nothing new.
-    fn abort(&mut self, event: AbortEpoch) {
-        let Some(aborted) = &self.aborted else { return };
-        aborted.send_if_modified(|last| match last {
-            Some(known) if known.quorum_id > event.quorum_id => false,
-            Some(known) if known.quorum_id == event.quorum_id => {
-                let news: Vec<String> = event
-                    .departed
-                    .iter()
-                    .filter(|d| !known.departed.contains(d))
-                    .cloned()
-                    .collect();
-                if news.is_empty() {
-                    return false;
+                ReplicaAction::Decide { ticket, answer } => {
+                    if let Some(reply) = self.votes.remove(&ticket) {
+                        let _ = reply.send(answer);
+                    }
                 }
-                known.departed.extend(news);
-                known.reason.clone_from(&event.reason);
-                true
+                ReplicaAction::Push(event) => {
+                    tracing::info!(
+                        epoch = event.quorum_id,
+                        reason = event.reason,
+                        "the epoch is over"
+                    );
+                    if let Some(aborted) = &self.aborted {
+                        aborted.send_replace(Some(event));
+                    }
+                }
+                ReplicaAction::Fail { reason } => {
+                    tracing::warn!(
+                        replica = self.uplink.replica_id(),
+                        reason,
+                        "this replica cannot go on"
+                    );
+                    let uplink = self.uplink.clone();
+                    tokio::spawn(async move { uplink.fail(reason).await });
+                }
+                ReplicaAction::EndWatches => self.aborted = None,
             }
-            other => {
-                tracing::info!(
-                    epoch = event.quorum_id,
-                    reason = event.reason,
-                    "the epoch is over"
-                );
-                *other = Some(event);
-                true
-            }
-        });
+        }
     }
 }
 

@@ -13,10 +13,12 @@ use crate::serve::{self, Service};
 use protocol::MAX_ID_BYTES;
 
 mod actor;
+pub(crate) mod presence;
 mod service;
 mod uplink;
 
-use actor::{Manager, Message};
+use actor::Manager;
+use protocol::replica::{ReplicaEvent, ReplicaRules};
 use uplink::Uplink;
 
 /// What the answers that are on their way to the other ranks may still take in a shut-down.
@@ -41,13 +43,16 @@ pub struct ManagerServerConfig {
     pub heartbeat_interval: Duration,
     /// How long the lighthouse may take to be reached at the start.
     pub connect_timeout: Duration,
+    /// A rank that neither waits in a call nor shows progress ([`ManagerClient::progress`](crate::ManagerClient::progress)) for this long
+    /// takes the replica out of the quorum.
+    pub progress_timeout: Duration,
     /// How often a quorum call to the lighthouse is tried again before the ranks are told of its failure.
     pub quorum_retries: u32,
 }
 
 impl Default for ManagerServerConfig {
-    /// Loopback on a free port, one rank, 100 ms heartbeats, 10 s to connect, no retries. The ids and addresses are
-    /// empty: set them.
+    /// Loopback on a free port, one rank, 100 ms heartbeats, 10 s to connect, two minutes for progress, no retries. The ids and
+    /// addresses are empty: set them.
     fn default() -> Self {
         Self {
             replica_id: String::new(),
@@ -58,6 +63,7 @@ impl Default for ManagerServerConfig {
             world_size: 1,
             heartbeat_interval: Duration::from_millis(100),
             connect_timeout: Duration::from_secs(10),
+            progress_timeout: Duration::from_secs(120),
             quorum_retries: 0,
         }
     }
@@ -86,8 +92,10 @@ impl ManagerServer {
         if config.world_size == 0 {
             return Err(Error::invalid("world_size is 0; a replica has at least one rank"));
         }
-        if config.heartbeat_interval.is_zero() {
-            return Err(Error::invalid("heartbeat_interval is zero"));
+        if config.heartbeat_interval.is_zero() || config.progress_timeout.is_zero() {
+            return Err(Error::invalid(
+                "heartbeat_interval and progress_timeout are longer than zero",
+            ));
         }
         let listener = serve::listen("the manager server", &config.bind)?;
         let address = serve::url(&listener, config.advertise_host.as_deref())?;
@@ -113,7 +121,13 @@ impl ManagerServer {
         );
         let manager = {
             let _guard = runtime.enter();
-            let manager = actor::start(uplink.clone(), config.world_size);
+            let rules = ReplicaRules {
+                replica_id: config.replica_id.clone(),
+                world_size: config.world_size,
+                progress_timeout: config.progress_timeout,
+                grace: service::GRACE,
+            };
+            let manager = actor::start(uplink.clone(), rules);
             uplink.keep_attached(manager.clone());
             manager
         };
@@ -145,7 +159,7 @@ impl ManagerServer {
         };
         let text = "rank 0 of this replica has left, and its servers with it: leave as well";
         let why = Error::new(ErrorKind::Mismatch, text);
-        self.manager.send(Message::Close { why });
+        self.manager.tell(ReplicaEvent::Close { why });
         let uplink = self.uplink.clone();
         wait_for(
             &handle,
@@ -159,7 +173,7 @@ impl ManagerServer {
     /// background.
     pub fn shutdown(self, deadline: Instant) -> Result<()> {
         self.uplink.stop();
-        self.manager.send(Message::Close { why: actor::gone() });
+        self.manager.tell(ReplicaEvent::Close { why: actor::gone() });
         self.service.shutdown("the manager server", deadline)
     }
 }

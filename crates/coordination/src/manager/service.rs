@@ -1,28 +1,28 @@
 //! The manager server's gRPC services: each call becomes a message to the actor, and a guard tells it when the caller
 //! goes away.
 
-use std::pin::Pin;
 use std::time::Duration;
 
 use axum::Router;
 use ftcore::{Error, deadline_in};
 use tokio::sync::oneshot;
-use tokio_stream::wrappers::WatchStream;
-use tokio_stream::{Stream, StreamExt};
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::actor::{Manager, Message, gone};
+use super::presence::{Watched, process_space};
 use crate::channel::background_deadline;
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, rank, status_of, torchft};
-use protocol::AbortEpoch;
 use protocol::commit::VoteKey;
 use protocol::gather::RankRequest;
 use protocol::quorum::{Ticket, cut};
+use protocol::replica::ReplicaEvent;
 
 /// The longest checkpoint address of a rank, in bytes.
 const MAX_METADATA: usize = 64 * 1024;
+/// For how long a rank's watch stream may be gone before the rank counts as gone. A client that reconnects takes a second at most.
+pub(crate) const GRACE: Duration = Duration::from_secs(3);
 /// The longest lineage, in bytes.
 const MAX_TEXT: usize = 4096;
 
@@ -46,7 +46,7 @@ struct OpenCall<'a> {
 
 impl Drop for OpenCall<'_> {
     fn drop(&mut self) {
-        self.manager.send(Message::Withdraw { ticket: self.ticket });
+        self.manager.tell(ReplicaEvent::Withdraw { ticket: self.ticket });
     }
 }
 
@@ -75,7 +75,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
             manager: self,
             ticket,
         };
-        self.send(Message::Quorum {
+        let event = ReplicaEvent::Ask {
             rank,
             request: RankRequest {
                 step: r.step,
@@ -84,12 +84,13 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 commit_failures: r.commit_failures,
                 lineage: r.lineage,
                 last_quorum_id: r.last_quorum_id,
+                healed: r.healed,
             },
             metadata: r.checkpoint_metadata,
             deadline,
             ticket,
-            reply,
-        });
+        };
+        self.send(Message::Quorum { event, ticket, reply });
         let Ok(answer) = tokio::time::timeout_at(deadline.into(), answer).await else {
             let (missing, _) = self.missing().await;
             let why = if missing.is_empty() {
@@ -144,18 +145,19 @@ impl torchft::manager_service_server::ManagerService for Manager {
             manager: self,
             ticket,
         };
-        self.send(if r.gives_up.is_empty() {
-            Message::Vote {
+        let event = if r.gives_up.is_empty() {
+            let vote = r.should_commit;
+            ReplicaEvent::Vote {
                 rank,
                 key,
-                vote: r.should_commit,
+                vote,
                 ticket,
-                reply,
             }
         } else {
-            let why = r.gives_up;
-            Message::GiveUp { rank, why, reply }
-        });
+            let why = cut(&r.gives_up).to_string();
+            ReplicaEvent::GiveUp { rank, why, ticket }
+        };
+        self.send(Message::Vote { event, ticket, reply });
         // Without a time-out the call lasts as long as its caller.
         let deadline = answer_by(timeout.unwrap_or(Duration::MAX));
         let Ok(answer) = tokio::time::timeout_at(deadline.into(), answer).await else {
@@ -182,24 +184,38 @@ impl torchft::manager_service_server::ManagerService for Manager {
     }
 }
 
-fn event(abort: AbortEpoch) -> oxccl::ManagerEvent {
-    oxccl::ManagerEvent {
-        event: Some(oxccl::manager_event::Event::AbortEpoch(abort.into())),
-    }
-}
-
 #[tonic::async_trait]
 impl oxccl::oxccl_manager_server::OxcclManager for Manager {
-    type WatchStream = Pin<Box<dyn Stream<Item = Result<oxccl::ManagerEvent, Status>> + Send>>;
+    type WatchStream = Watched;
 
     async fn watch(
         &self,
         request: Request<oxccl::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
-        rank("group_rank", request.into_inner().group_rank)?;
-        // Begins with the last abort, so that none is lost while a watcher reconnects.
-        let events = WatchStream::new(self.aborts()).filter_map(|abort| abort.map(|a| Ok(event(a))));
-        Ok(Response::new(Box::pin(events)))
+        let r = request.into_inner();
+        let rank = rank("group_rank", r.group_rank)?;
+        let own = i64::from(std::process::id());
+        let here = r.process != own && !r.process_space.is_empty() && r.process_space == process_space();
+        let process = Some(r.process).filter(|_| here);
+        Ok(Response::new(Watched::begin(self, rank, process, GRACE)))
+    }
+
+    async fn progress(
+        &self,
+        request: Request<oxccl::ManagerProgressRequest>,
+    ) -> Result<Response<oxccl::ManagerProgressResponse>, Status> {
+        let rank = rank("group_rank", request.into_inner().group_rank)?;
+        self.tell(ReplicaEvent::Progress { rank });
+        Ok(Response::new(oxccl::ManagerProgressResponse {}))
+    }
+
+    async fn leave(
+        &self,
+        request: Request<oxccl::ManagerLeaveRequest>,
+    ) -> Result<Response<oxccl::LeaveResponse>, Status> {
+        let rank = rank("group_rank", request.into_inner().group_rank)?;
+        self.tell(ReplicaEvent::Left { rank });
+        Ok(Response::new(oxccl::LeaveResponse {}))
     }
 
     async fn report(
@@ -210,15 +226,11 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
         let reason = format!("rank {rank}: {}", cut(&r.reason));
-        // The other ranks of this replica need not wait for the way over the lighthouse.
-        if r.quorum_id == self.uplink.last_quorum() {
-            let reason = format!("{} reported: {reason}", self.uplink.replica_id());
-            self.send(Message::Aborted(AbortEpoch {
-                quorum_id: r.quorum_id,
-                reason,
-                departed: Vec::new(),
-            }));
-        }
+        self.tell(ReplicaEvent::Reported {
+            rank,
+            quorum_id: r.quorum_id,
+            reason: cut(&r.reason).to_string(),
+        });
         let deadline = timeout
             .map_or_else(background_deadline, answer_by)
             .min(deadline_in(Duration::from_secs(30)));

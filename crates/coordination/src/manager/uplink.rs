@@ -13,12 +13,13 @@ use tonic::Code;
 use tonic::transport::Channel;
 
 use super::ManagerServerConfig;
-use super::actor::{Manager, Message};
-use crate::channel::{Backoff, call};
+use super::actor::Manager;
+use crate::channel::{Backoff, background_deadline, call};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
 use protocol::gather::RankRequest;
+use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
 
 /// The phases of a replica's life, as the background tasks see them.
@@ -82,7 +83,7 @@ impl Uplink {
         self.inner.last_quorum_id.store(id, Ordering::Relaxed);
     }
 
-    pub(crate) fn last_quorum(&self) -> i64 {
+    fn last_quorum(&self) -> i64 {
         self.inner.last_quorum_id.load(Ordering::Relaxed)
     }
 
@@ -134,6 +135,7 @@ impl Uplink {
             commit_failures: request.commit_failures,
             lineage: request.lineage,
             last_quorum_id: request.last_quorum_id.max(0),
+            healed: request.healed,
             ..inner.own.clone()
         };
         let mut backoff = Backoff::new();
@@ -212,6 +214,27 @@ impl Uplink {
         unless_unsupported(answer.await)
     }
 
+    /// Tells the lighthouse that this replica is out of the quorum, so that the others do not wait for it.
+    pub(crate) async fn fail(&self, reason: String) {
+        let message = oxccl::LeaveRequest {
+            replica_id: self.replica_id().to_string(),
+            reason,
+            failed: true,
+        };
+        let mut client = self.ours();
+        let deadline = background_deadline();
+        let answer = call(
+            "lighthouse.leave",
+            &self.inner.url,
+            deadline,
+            message,
+            |r| async move { client.leave(r).await },
+        );
+        if let Err(error) = answer.await {
+            tracing::warn!(%error, "the lighthouse did not hear that this replica cannot go on");
+        }
+    }
+
     /// Says goodbye and ends the background tasks.
     pub(crate) async fn leave(&self, deadline: Instant) -> Result<()> {
         // The stream stays open until the goodbye has arrived: its break would look like a death.
@@ -219,6 +242,7 @@ impl Uplink {
         let message = oxccl::LeaveRequest {
             replica_id: self.replica_id().to_string(),
             reason: "the replica ends in order".to_string(),
+            failed: false,
         };
         let mut client = self.ours();
         let answer = call(
@@ -291,7 +315,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                     match events.message().await {
                         Ok(Some(event)) => {
                             if let Some(oxccl::lighthouse_event::Event::AbortEpoch(abort)) = event.event {
-                                manager.send(Message::Aborted(abort.into()));
+                                manager.tell(ReplicaEvent::Aborted(abort.into()));
                             }
                         }
                         Ok(None) => break "the lighthouse ended it".to_string(),

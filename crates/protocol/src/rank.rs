@@ -1,0 +1,500 @@
+//! One rank's way through a step: ask, offer a snapshot, connect the group, heal, reduce, vote.
+//!
+//! [`Rank`] decides what comes next and keeps what must survive the attempt (step, lineage, epoch, attempts); whoever
+//! drives it carries the work out and says how it went. Three kinds of failure are kept apart:
+//!
+//! - *Mine*: the call, the configuration or the state of this rank is wrong (`InvalidArgument`, `Unsupported`). No other
+//!   epoch would change that, so the rank's run ends ([`Next::End`]).
+//! - *A peer's*: what another replica sent makes no sense. Whoever talks to a peer gives such an error another kind
+//!   ([`blame_peer`]), so that it costs this attempt only.
+//! - *The world's*: somebody died, a connection broke, a deadline passed. The attempt is lost, and the same step is done
+//!   again in the next quorum ([`Next::Lost`]).
+
+use ftcore::{Error, ErrorKind};
+
+use crate::assignment::QuorumResult;
+use crate::commit::VoteKey;
+use crate::gather::RankRequest;
+use crate::lineage::Lineage;
+
+/// What stays the same for the whole run.
+#[derive(Debug, Clone, Default)]
+pub struct RankRules {
+    /// A step commits only in a quorum of at least this many members. It counts members, not contributors: a replica that
+    /// healed into the step holds its state, although it does not contribute to it.
+    pub min_replicas: u32,
+    /// At most this many contribute; further members follow along as spares. `None`: everybody who can.
+    pub max_contributors: Option<u32>,
+    /// At step 0, all replicas take the state of one.
+    pub init_sync: bool,
+}
+
+/// What the driver does next.
+#[derive(Debug, Clone)]
+pub enum Next {
+    /// Make a snapshot of the state, since somebody heals from here, or (`publish` is false) withdraw the last one. Then
+    /// [`Rank::offered`].
+    Offer {
+        /// True if somebody heals from this replica.
+        publish: bool,
+    },
+    /// Connect the group for the answer's epoch. Then [`Rank::configured`].
+    Configure,
+    /// Fetch and load the state. Then [`Rank::healed`].
+    Heal,
+    /// The reductions of the step may begin. Then [`Rank::vote`].
+    Ready,
+    /// This attempt will not commit: abort the group, report the error, and vote, which will be a no. The other ranks of
+    /// the replica may be in the step already and wait for this one's vote; all of them ask for the next epoch together.
+    Lost(Error),
+    /// The run of this rank ends here, and its replica's with it.
+    End(Error),
+}
+
+/// What one rank knows of its own progress.
+#[derive(Debug, Clone)]
+pub struct Rank {
+    rules: RankRules,
+    step: i64,
+    lineage: Lineage,
+    /// The step into which the state was fetched from a peer.
+    healed_into: Option<i64>,
+    epoch: Option<i64>,
+    members: Vec<String>,
+    /// Votes taken so far for the present (epoch, step).
+    attempt: i64,
+    commit_failures: i64,
+    answer: Option<QuorumResult>,
+    connects: bool,
+    in_step: bool,
+    lost: Option<Error>,
+}
+
+impl Rank {
+    /// A rank at step 0, without a history.
+    pub fn new(rules: RankRules) -> Self {
+        Self {
+            rules,
+            step: 0,
+            lineage: Lineage::default(),
+            healed_into: None,
+            epoch: None,
+            members: Vec::new(),
+            attempt: 0,
+            commit_failures: 0,
+            answer: None,
+            connects: false,
+            in_step: false,
+            lost: None,
+        }
+    }
+
+    /// The step that the state is of.
+    pub fn step(&self) -> i64 {
+        self.step
+    }
+
+    /// The history of the state.
+    pub fn lineage(&self) -> &Lineage {
+        &self.lineage
+    }
+
+    /// The newest epoch that this rank was told to connect for; `None` before the first.
+    pub fn epoch(&self) -> Option<i64> {
+        self.epoch
+    }
+
+    /// Attempts in a row that did not commit.
+    pub fn commit_failures(&self) -> i64 {
+        self.commit_failures
+    }
+
+    /// True between the quorum and the vote.
+    pub fn in_step(&self) -> bool {
+        self.in_step
+    }
+
+    /// The present quorum as this rank sees it.
+    pub fn answer(&self) -> Option<&QuorumResult> {
+        self.answer.as_ref()
+    }
+
+    /// The place among the contributors of this attempt, and their number. No place: the values of this replica do not count.
+    pub fn contribution(&self) -> (Option<u32>, u32) {
+        let Some(answer) = &self.answer else {
+            return (None, 0);
+        };
+        let most = self.rules.max_contributors.unwrap_or(u32::MAX);
+        let place = answer
+            .contributor_rank
+            .filter(|&r| r < most && self.lost.is_none() && !answer.heal);
+        (place, answer.contributor_world_size.min(most))
+    }
+
+    /// Takes up a state that was loaded before the first quorum. Errors: `InvalidState` after it.
+    pub fn restore(&mut self, step: i64, lineage: Lineage) -> Result<(), Error> {
+        if self.epoch.is_some() {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "restore comes before the first quorum",
+            ));
+        }
+        self.step = step;
+        self.lineage = lineage;
+        Ok(())
+    }
+
+    /// The step was left without a vote while its reductions were still running: the next quorum is a new epoch.
+    pub fn abandon(&mut self) {
+        self.commit_failures = self.commit_failures.max(1);
+    }
+
+    /// Begins an attempt: what to ask. `broken`: the group cannot be used for another step as it is.
+    pub fn start(&mut self, broken: bool) -> RankRequest {
+        self.in_step = false;
+        self.answer = None;
+        self.lost = None;
+        RankRequest {
+            step: self.step,
+            shrink_only: false,
+            init_sync: self.rules.init_sync,
+            // A broken group needs a new epoch even if no vote was lost over it.
+            commit_failures: self
+                .commit_failures
+                .max(i64::from(broken && self.epoch.is_some())),
+            lineage: self.lineage.as_str().to_string(),
+            last_quorum_id: self.epoch.unwrap_or(0),
+            healed: self.healed_into == Some(self.step),
+        }
+    }
+
+    /// The quorum's answer. `broken`: why the group as it is cannot be used, if it cannot.
+    pub fn answered(&mut self, answer: QuorumResult, broken: Option<String>) -> Next {
+        let id = answer.quorum_id;
+        // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
+        let same = self.epoch == Some(id) && answer.replica_ids == self.members;
+        let newest = self.epoch.unwrap_or(0);
+        let trouble = if id < newest {
+            // Of an epoch that comes back, old bytes may still be on their way (INV-1). A lost vote makes the ids grow.
+            Some(format!(
+                "the lighthouse gave quorum {id} after quorum {newest}: it has forgotten this job, and is asked again until its ids are new"
+            ))
+        } else if self.epoch == Some(id) && !same {
+            Some(format!(
+                "epoch {id} ended before it was used again: its members are others now"
+            ))
+        } else if same {
+            // It broke after the question was asked: an epoch is never configured twice (INV-1).
+            broken.map(|why| format!("epoch {id} ended before it was used again: {why}"))
+        } else {
+            None
+        };
+        self.in_step = true;
+        self.connects = !same;
+        let publish = !answer.recover_dst_replica_ranks.is_empty();
+        // The source of an initial sync holds the initial state from now on, as those do that heal from it.
+        let initial = self.step == 0 && answer.max_step == 0 && self.lineage.as_str().is_empty();
+        if initial && !answer.heal {
+            self.lineage = Lineage::from_peer(answer.lineage.clone());
+        }
+        if !same && trouble.is_none() {
+            self.epoch = Some(id);
+            self.attempt = 0;
+            self.members.clone_from(&answer.replica_ids);
+        }
+        self.answer = Some(answer);
+        match trouble {
+            Some(text) => self.lose(Error::new(ErrorKind::Aborted, text)),
+            // Snapshot first: whoever heals needs it while this replica is still connecting.
+            None => Next::Offer { publish },
+        }
+    }
+
+    /// The snapshot is offered, or was withdrawn.
+    pub fn offered(&mut self, outcome: Result<(), Error>) -> Next {
+        match outcome {
+            Err(e) => self.fail(e),
+            Ok(()) if self.connects => Next::Configure,
+            Ok(()) => self.connected(),
+        }
+    }
+
+    /// The group is connected, or is not. `broken`: why it cannot be used although it is connected.
+    pub fn configured(&mut self, outcome: Result<(), Error>, broken: Option<String>) -> Next {
+        match (outcome, broken) {
+            (Err(e), _) => self.fail(e),
+            (Ok(()), Some(why)) => self.lose(Error::new(
+                ErrorKind::Aborted,
+                format!("the epoch was over while the group connected: {why}"),
+            )),
+            (Ok(()), None) => self.connected(),
+        }
+    }
+
+    /// The state of the quorum's step was loaded, with its lineage, or it was not.
+    pub fn healed(&mut self, outcome: Result<Lineage, Error>) -> Next {
+        match (outcome, &self.answer) {
+            (Ok(lineage), Some(answer)) => {
+                // Only now: the step advances with the state, never before it (INV-5, L03).
+                self.step = answer.max_step;
+                self.lineage = lineage;
+                self.healed_into = Some(self.step);
+                Next::Ready
+            }
+            (Err(e), _) => self.fail(e),
+            (Ok(_), None) => self.fail(Error::new(
+                ErrorKind::InvalidState,
+                "a state was loaded without a quorum",
+            )),
+        }
+    }
+
+    fn connected(&self) -> Next {
+        match &self.answer {
+            Some(answer) if answer.heal => Next::Heal,
+            _ => Next::Ready,
+        }
+    }
+
+    fn lose(&mut self, error: Error) -> Next {
+        self.lost = Some(error.clone());
+        Next::Lost(error)
+    }
+
+    fn fail(&mut self, error: Error) -> Next {
+        if is_permanent(&error) {
+            self.in_step = false;
+            return Next::End(error);
+        }
+        self.lose(error)
+    }
+
+    /// All reductions of the step have ended: `error` is the first that failed, `least_contributors` the smallest number of
+    /// contributors of those that did not. The vote to cast; its answer goes to [`decided`](Self::decided).
+    ///
+    /// Errors: the step's own, if it ends the run, and `InvalidState` without a quorum.
+    pub fn vote(&mut self, error: Option<Error>, least_contributors: Option<u32>) -> Result<RankVote, Error> {
+        let Some(answer) = self.answer.as_ref().filter(|_| self.in_step) else {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "there is no quorum to vote on: call start_quorum first",
+            ));
+        };
+        let members = answer.replica_world_size;
+        let against = self.lost.clone().or(error).or_else(|| {
+            let text = if members < self.rules.min_replicas {
+                format!(
+                    "{members} replicas take part; min_replicas is {}",
+                    self.rules.min_replicas
+                )
+            } else if least_contributors == Some(0) {
+                "nobody contributed to a reduction of this step".to_string()
+            } else {
+                return None;
+            };
+            Some(Error::new(ErrorKind::Unavailable, text))
+        });
+        self.in_step = false;
+        if let Some(e) = against.as_ref().filter(|e| is_permanent(e)) {
+            // A lost vote would be repeated until the time limit, with the same end.
+            self.commit_failures += 1;
+            return Err(e.clone());
+        }
+        let key = self.key();
+        self.attempt += 1;
+        Ok(RankVote { key, against })
+    }
+
+    /// What a vote of this rank is about at present.
+    pub fn key(&self) -> VoteKey {
+        VoteKey {
+            quorum_id: self.epoch.unwrap_or(0),
+            step: self.step,
+            attempt: self.attempt,
+        }
+    }
+
+    /// What the replica decided: true if the step is committed. Without an answer (`None`) it is not, here.
+    pub fn decided(&mut self, commit: Option<bool>) {
+        if commit == Some(true) {
+            self.lineage = self.lineage.after(self.epoch.unwrap_or(0), self.step);
+            self.step += 1;
+            self.attempt = 0;
+            self.commit_failures = 0;
+        } else {
+            self.commit_failures += 1;
+        }
+    }
+}
+
+/// A vote to cast.
+#[derive(Debug, Clone)]
+pub struct RankVote {
+    /// What it is about.
+    pub key: VoteKey,
+    /// Why it is a no; `None` for a yes.
+    pub against: Option<Error>,
+}
+
+/// True for an error that the same step would meet again in every other epoch: the call itself is wrong, or nothing here
+/// can do it.
+pub fn is_permanent(error: &Error) -> bool {
+    matches!(error.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported)
+}
+
+/// An error met while talking to `peer` with what it sent: never this rank's own fault, so never one that ends its run.
+pub fn blame_peer(error: Error, peer: &str) -> Error {
+    if !is_permanent(&error) {
+        return error;
+    }
+    let text = format!("replica {peer} sent what cannot be used: {}", error.message());
+    Error::new(ErrorKind::Protocol, text).with_source(error)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank() -> Rank {
+        Rank::new(RankRules {
+            min_replicas: 1,
+            max_contributors: None,
+            init_sync: true,
+        })
+    }
+
+    /// A quorum of two in which this replica is at `step`, or heals to it.
+    fn answer(quorum_id: i64, step: i64, heal: bool) -> QuorumResult {
+        QuorumResult {
+            quorum_id,
+            replica_world_size: 2,
+            max_step: step,
+            heal,
+            replica_ids: vec!["a".into(), "b".into()],
+            contributor_rank: Some(0).filter(|_| !heal),
+            contributor_world_size: 2 - u32::from(heal),
+            ..QuorumResult::default()
+        }
+    }
+
+    /// Goes through a quorum in which everything comes up.
+    fn come_up(rank: &mut Rank, answer: QuorumResult) {
+        let mut next = rank.answered(answer, None);
+        loop {
+            next = match next {
+                Next::Offer { .. } => rank.offered(Ok(())),
+                Next::Configure => rank.configured(Ok(()), None),
+                Next::Heal => rank.healed(Ok(Lineage::from_peer("peer"))),
+                Next::Ready => return,
+                other => panic!("{other:?}"),
+            };
+        }
+    }
+
+    #[test]
+    fn l03_the_step_advances_with_the_state_and_not_before_it() {
+        let mut r = rank();
+        r.start(false);
+        r.answered(answer(5, 9, true), None);
+        r.offered(Ok(()));
+        r.configured(Ok(()), None);
+        let broken = Error::new(ErrorKind::PeerLost, "the source is gone");
+        assert!(matches!(r.healed(Err(broken)), Next::Lost(_)));
+        assert_eq!((r.step(), r.contribution().0), (0, None));
+        assert!(r.vote(None, None).unwrap().against.is_some());
+        r.decided(Some(false));
+        r.start(true);
+        come_up(&mut r, answer(6, 9, true));
+        assert_eq!((r.step(), r.lineage().as_str()), (9, "peer"));
+    }
+
+    #[test]
+    fn who_healed_says_so_until_it_commits() {
+        let mut r = rank();
+        assert!(!r.start(false).healed);
+        come_up(&mut r, answer(5, 9, true));
+        assert_eq!(r.contribution().0, None);
+        r.vote(None, Some(1)).unwrap();
+        r.decided(Some(false));
+        assert!(r.start(false).healed);
+        come_up(&mut r, answer(6, 9, false));
+        r.vote(None, Some(1)).unwrap();
+        r.decided(Some(true));
+        assert!(!r.start(false).healed);
+    }
+
+    #[test]
+    fn an_epoch_that_goes_back_or_has_broken_is_a_lost_attempt_and_never_configured_again() {
+        let mut r = rank();
+        r.start(false);
+        come_up(&mut r, answer(7, 0, false));
+        r.vote(None, None).unwrap();
+        r.decided(Some(true));
+        for (id, broken) in [(6, None), (7, Some("gone".to_string()))] {
+            r.start(false);
+            assert!(matches!(r.answered(answer(id, 1, false), broken), Next::Lost(e) if e.is_retryable()));
+            assert!(r.vote(None, None).unwrap().against.is_some());
+            r.decided(Some(false));
+        }
+        assert_eq!(r.epoch(), Some(7));
+        assert_eq!(r.start(false).commit_failures, 2);
+    }
+
+    #[test]
+    fn only_what_is_wrong_here_ends_the_run() {
+        for (kind, ends) in [
+            (ErrorKind::InvalidArgument, true),
+            (ErrorKind::Unsupported, true),
+            (ErrorKind::Protocol, false),
+            (ErrorKind::Corrupt, false),
+        ] {
+            let mut r = rank();
+            r.start(false);
+            r.answered(answer(5, 0, false), None);
+            r.offered(Ok(()));
+            let next = r.configured(Err(Error::new(kind, "why")), None);
+            assert_eq!(matches!(next, Next::End(_)), ends, "{kind:?}");
+        }
+        let theirs = blame_peer(Error::invalid("no port in 'x'"), "b:1");
+        assert_eq!(theirs.kind(), ErrorKind::Protocol);
+        assert!(
+            theirs.message().contains("b:1") && theirs.message().contains("no port"),
+            "{theirs}"
+        );
+    }
+
+    #[test]
+    fn min_replicas_counts_members_and_a_step_without_contributors_does_not_commit() {
+        let mut r = Rank::new(RankRules {
+            min_replicas: 2,
+            ..RankRules::default()
+        });
+        r.start(false);
+        come_up(&mut r, answer(5, 3, true));
+        assert!(
+            r.vote(None, Some(1)).unwrap().against.is_none(),
+            "the healed one counts as a member"
+        );
+        r.decided(Some(false));
+        r.start(false);
+        come_up(&mut r, answer(6, 3, false));
+        assert!(r.vote(None, Some(0)).unwrap().against.is_some());
+        r.decided(Some(false));
+        r.start(false);
+        let alone = QuorumResult {
+            replica_world_size: 1,
+            ..answer(7, 3, false)
+        };
+        come_up(&mut r, alone);
+        let against = r.vote(None, Some(1)).unwrap().against.unwrap();
+        assert!(against.message().contains("min_replicas is 2"), "{against}");
+    }
+
+    #[test]
+    fn without_a_quorum_there_is_nothing_to_vote_on() {
+        let mut r = rank();
+        assert_eq!(r.vote(None, None).unwrap_err().kind(), ErrorKind::InvalidState);
+        r.start(false);
+        assert_eq!(r.vote(None, None).unwrap_err().kind(), ErrorKind::InvalidState);
+    }
+}

@@ -1,0 +1,804 @@
+//! The manager server's logic: one quorum request and one vote out of those of a replica's ranks, and whether all of them are there.
+//!
+//! **Liveness is per rank and means progress.** A replica goes on as a whole, so its servers answer for all its ranks, not
+//! for the threads that happen to run them:
+//!
+//! - A rank that is *gone* (its process ended, or its watch stream broke and did not come back within
+//!   [`ReplicaRules::grace`]) ends the replica: every call is told so, and the lighthouse at once.
+//! - A rank *without progress* for [`ReplicaRules::progress_timeout`] takes the replica out of the quorum, so that the
+//!   others do not wait for it. It is not ended: should the rank move again, the replica asks again.
+//!
+//! A rank that waits in a call makes no progress and needs none. Nothing is expected of a rank before its first quorum.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind};
+
+use crate::assignment::{QuorumResult, assign};
+use crate::commit::{CommitAction, CommitState, VoteKey};
+use crate::gather::{GatherAction, GatherState, RankRequest};
+use crate::member::{AbortEpoch, Quorum};
+use crate::quorum::Ticket;
+
+/// What stays the same for the life of the server.
+#[derive(Debug, Clone)]
+pub struct ReplicaRules {
+    /// This replica.
+    pub replica_id: String,
+    /// Its number of ranks.
+    pub world_size: u32,
+    /// A rank that neither waits in a call nor shows progress for this long takes the replica out of the quorum.
+    pub progress_timeout: Duration,
+    /// A rank whose watch stream broke is gone after this time.
+    pub grace: Duration,
+}
+
+/// Something that happened.
+#[derive(Debug, Clone)]
+pub enum ReplicaEvent {
+    /// A rank asks for a quorum.
+    Ask {
+        /// Which.
+        rank: u32,
+        /// What it asks.
+        request: RankRequest,
+        /// Where others fetch its state.
+        metadata: String,
+        /// Until when it waits.
+        deadline: Instant,
+        /// The call.
+        ticket: Ticket,
+    },
+    /// A rank votes.
+    Vote {
+        /// Which.
+        rank: u32,
+        /// On what.
+        key: VoteKey,
+        /// Yes or no.
+        vote: bool,
+        /// The call.
+        ticket: Ticket,
+    },
+    /// A rank cannot go on, for a reason that no other epoch would change.
+    GiveUp {
+        /// Which.
+        rank: u32,
+        /// The reason.
+        why: String,
+        /// The call.
+        ticket: Ticket,
+    },
+    /// A call is over.
+    Withdraw {
+        /// Which.
+        ticket: Ticket,
+    },
+    /// The lighthouse answered the replica's call.
+    Answered {
+        /// Which.
+        call: u64,
+        /// What it said.
+        answer: Result<Arc<Quorum>, Error>,
+    },
+    /// An epoch is over, says the lighthouse.
+    Aborted(AbortEpoch),
+    /// An epoch failed, says a rank. The other ranks need not wait for the way over the lighthouse.
+    Reported {
+        /// Which rank.
+        rank: u32,
+        /// Which epoch.
+        quorum_id: i64,
+        /// Why.
+        reason: String,
+    },
+    /// A rank opened its watch stream.
+    Watched {
+        /// Which.
+        rank: u32,
+        /// Names the stream; a later one of the same rank replaces it.
+        watch: u64,
+    },
+    /// A watch stream broke.
+    Unwatched {
+        /// Whose.
+        rank: u32,
+        /// Which.
+        watch: u64,
+    },
+    /// The process of a rank ended: there is proof.
+    Ended {
+        /// Which.
+        rank: u32,
+        /// Its watch stream at that time.
+        watch: u64,
+    },
+    /// A rank says that its training thread moved.
+    Progress {
+        /// Which.
+        rank: u32,
+    },
+    /// A rank leaves in good order: nothing is expected of it any more.
+    Left {
+        /// Which.
+        rank: u32,
+    },
+    /// The server closes: whoever waits, or asks later, is told `why`.
+    Close {
+        /// The reason.
+        why: Error,
+    },
+    /// Time passed.
+    Tick,
+}
+
+/// What the server shall do, in this order.
+#[derive(Debug, Clone)]
+pub enum ReplicaAction {
+    /// Ask the lighthouse for a quorum on behalf of the replica; the answer comes back as [`ReplicaEvent::Answered`].
+    Ask {
+        /// Names the request.
+        call: u64,
+        /// All ranks' requests in one.
+        request: RankRequest,
+        /// Until when: when the first rank's time is up, so is the replica's.
+        deadline: Instant,
+    },
+    /// Give up that request.
+    Cancel {
+        /// Which.
+        call: u64,
+    },
+    /// Answer a rank's quorum call.
+    Quorum {
+        /// The call.
+        ticket: Ticket,
+        /// The answer.
+        answer: Result<QuorumResult, Error>,
+    },
+    /// Answer a rank's vote.
+    Decide {
+        /// The call.
+        ticket: Ticket,
+        /// The answer.
+        answer: Result<bool, Error>,
+    },
+    /// Tell the ranks that watch.
+    Push(AbortEpoch),
+    /// Tell the lighthouse that this replica cannot go on, or not now.
+    Fail {
+        /// Why, naming the rank.
+        reason: String,
+    },
+    /// End the streams of those that watch: nothing more will come.
+    EndWatches,
+}
+
+/// What is known of one rank.
+#[derive(Debug, Default)]
+struct Presence {
+    watch: Option<u64>,
+    /// Since when a stream that it had is gone.
+    unwatched: Option<Instant>,
+    /// Its last sign of progress; nothing before its first quorum.
+    progress: Option<Instant>,
+}
+
+/// The state of a manager server.
+#[derive(Debug)]
+pub struct ReplicaState {
+    rules: ReplicaRules,
+    gather: GatherState,
+    commit: CommitState,
+    quorums: BTreeMap<Ticket, (u32, Instant)>,
+    votes: BTreeMap<Ticket, u32>,
+    /// Set once the replica has ended: why.
+    over: Option<Error>,
+    metadata: BTreeMap<u32, String>,
+    aborted: Option<AbortEpoch>,
+    last_quorum_id: i64,
+    ranks: BTreeMap<u32, Presence>,
+    /// The ranks without progress for which the lighthouse was told.
+    stalled: BTreeSet<u32>,
+}
+
+impl ReplicaState {
+    /// No calls yet.
+    pub fn new(rules: ReplicaRules) -> Self {
+        Self {
+            gather: GatherState::new(rules.world_size),
+            commit: CommitState::new(rules.world_size),
+            rules,
+            quorums: BTreeMap::new(),
+            votes: BTreeMap::new(),
+            over: None,
+            metadata: BTreeMap::new(),
+            aborted: None,
+            last_quorum_id: 0,
+            ranks: BTreeMap::new(),
+            stalled: BTreeSet::new(),
+        }
+    }
+
+    /// The newest quorum that was given to a rank; 0 if none.
+    pub fn last_quorum_id(&self) -> i64 {
+        self.last_quorum_id
+    }
+
+    /// Where `rank` offers its state, as it said with its last request.
+    pub fn metadata(&self, rank: u32) -> Option<&str> {
+        self.metadata.get(&rank).map(String::as_str)
+    }
+
+    /// The ranks that a quorum, and a vote, wait for.
+    pub fn missing(&self) -> (Vec<u32>, Vec<u32>) {
+        let voted: BTreeSet<u32> = self.commit.open().into_iter().map(|(rank, _)| rank).collect();
+        let absent = (0..self.rules.world_size).filter(|r| !voted.contains(r));
+        (self.gather.missing(), absent.collect())
+    }
+
+    /// When a [`ReplicaEvent::Tick`] is due, if nothing else happens before.
+    pub fn next_deadline(&self) -> Option<Instant> {
+        if self.over.is_some() {
+            return None;
+        }
+        let waiting = self.waiting();
+        let times = self.ranks.iter().flat_map(|(rank, p)| {
+            let gone = p.unwatched.and_then(|t| t.checked_add(self.rules.grace));
+            let idle = !waiting.contains(rank) && !self.stalled.contains(rank);
+            let stuck = p.progress.filter(|_| idle);
+            let stuck = stuck.and_then(|t| t.checked_add(self.rules.progress_timeout));
+            gone.into_iter().chain(stuck)
+        });
+        times.min()
+    }
+
+    /// Takes in one event.
+    pub fn apply(&mut self, event: ReplicaEvent, now: Instant) -> Vec<ReplicaAction> {
+        let mut actions = Vec::new();
+        match event {
+            ReplicaEvent::Ask {
+                rank,
+                request,
+                metadata,
+                deadline,
+                ticket,
+            } => {
+                if let Some(error) = self.over.clone() {
+                    actions.push(ReplicaAction::Quorum {
+                        ticket,
+                        answer: Err(error),
+                    });
+                } else {
+                    if rank < self.rules.world_size {
+                        self.metadata.insert(rank, metadata);
+                        self.moved(rank, now);
+                    }
+                    self.quorums.insert(ticket, (rank, deadline));
+                    let gathered = self.gather.ask(rank, request, ticket);
+                    self.gathered(gathered, now, &mut actions);
+                }
+            }
+            ReplicaEvent::Vote {
+                rank,
+                key,
+                vote,
+                ticket,
+            } => {
+                if let Some(error) = self.over.clone() {
+                    actions.push(ReplicaAction::Decide {
+                        ticket,
+                        answer: Err(error),
+                    });
+                } else {
+                    self.moved(rank, now);
+                    self.votes.insert(ticket, rank);
+                    let voted = self.commit.vote(rank, key, vote, ticket);
+                    self.voted(voted, now, &mut actions);
+                }
+            }
+            ReplicaEvent::GiveUp { rank, why, ticket } => {
+                let answer = if rank < self.rules.world_size {
+                    let text = format!("rank {rank} of this replica cannot go on: {why}");
+                    self.fail(Error::unsupported(text), &mut actions);
+                    Ok(false)
+                } else {
+                    Err(Error::invalid(format!(
+                        "rank {rank} gives up; the replica has {} ranks",
+                        self.rules.world_size
+                    )))
+                };
+                actions.push(ReplicaAction::Decide { ticket, answer });
+            }
+            ReplicaEvent::Close { why } => {
+                self.end(why, &mut actions);
+                actions.push(ReplicaAction::EndWatches);
+            }
+            ReplicaEvent::Withdraw { ticket } => {
+                if let Some(rank) = self.votes.remove(&ticket) {
+                    self.commit.withdraw(ticket);
+                    self.moved(rank, now);
+                }
+                if let Some((rank, _)) = self.quorums.remove(&ticket) {
+                    self.moved(rank, now);
+                    let gathered = self.gather.withdraw(ticket);
+                    self.gathered(gathered, now, &mut actions);
+                }
+            }
+            ReplicaEvent::Answered { call, answer } => {
+                let gathered = self.gather.answered(call, answer);
+                self.gathered(gathered, now, &mut actions);
+            }
+            ReplicaEvent::Aborted(event) => self.abort(event, &mut actions),
+            ReplicaEvent::Reported {
+                rank,
+                quorum_id,
+                reason,
+            } => {
+                if quorum_id == self.last_quorum_id {
+                    let event = AbortEpoch {
+                        quorum_id,
+                        reason: format!("{} reported: rank {rank}: {reason}", self.rules.replica_id),
+                        departed: Vec::new(),
+                    };
+                    self.abort(event, &mut actions);
+                }
+            }
+            ReplicaEvent::Watched { rank, watch } if rank < self.rules.world_size => {
+                let presence = self.ranks.entry(rank).or_default();
+                presence.watch = Some(watch);
+                presence.unwatched = None;
+            }
+            ReplicaEvent::Unwatched { rank, watch } => {
+                let presence = self.ranks.get_mut(&rank).filter(|p| p.watch == Some(watch));
+                if let Some(presence) = presence {
+                    presence.watch = None;
+                    presence.unwatched = Some(now);
+                }
+            }
+            ReplicaEvent::Ended { rank, watch } => {
+                // A later stream of the rank is a sign of life after that proof.
+                let newer = |p: &Presence| p.watch.is_some_and(|w| w != watch);
+                if self.ranks.get(&rank).is_some_and(|p| !newer(p)) {
+                    self.gone(rank, "its process ended", &mut actions);
+                }
+            }
+            ReplicaEvent::Progress { rank } => {
+                if self.ranks.get(&rank).is_some_and(|p| p.progress.is_some()) {
+                    self.moved(rank, now);
+                }
+            }
+            ReplicaEvent::Left { rank } => {
+                self.ranks.remove(&rank);
+            }
+            ReplicaEvent::Watched { .. } | ReplicaEvent::Tick => {}
+        }
+        self.look(now, &mut actions);
+        actions
+    }
+
+    /// The ranks that wait in a call.
+    fn waiting(&self) -> BTreeSet<u32> {
+        let asking = self.quorums.values().map(|(rank, _)| *rank);
+        asking.chain(self.votes.values().copied()).collect()
+    }
+
+    fn moved(&mut self, rank: u32, now: Instant) {
+        if let Some(p) = self.ranks.get_mut(&rank).and_then(|p| p.progress.as_mut()) {
+            *p = now;
+        }
+        self.stalled.remove(&rank);
+    }
+
+    /// Finds the ranks that are gone or do not move.
+    fn look(&mut self, now: Instant, actions: &mut Vec<ReplicaAction>) {
+        if self.over.is_some() {
+            return;
+        }
+        let since = |t: Option<Instant>| t.map_or(Duration::ZERO, |t| now.saturating_duration_since(t));
+        let gone = self
+            .ranks
+            .iter()
+            .find(|(_, p)| p.unwatched.is_some() && since(p.unwatched) >= self.rules.grace)
+            .map(|(rank, _)| *rank);
+        if let Some(rank) = gone {
+            let how = format!(
+                "its connection broke and did not come back within {:?}",
+                self.rules.grace
+            );
+            self.gone(rank, &how, actions);
+            return;
+        }
+        let waiting = self.waiting();
+        let limit = self.rules.progress_timeout;
+        let stuck: Vec<u32> = self
+            .ranks
+            .iter()
+            .filter(|(rank, p)| {
+                p.progress.is_some()
+                    && since(p.progress) >= limit
+                    && !waiting.contains(rank)
+                    && !self.stalled.contains(rank)
+            })
+            .map(|(rank, _)| *rank)
+            .collect();
+        for rank in stuck {
+            self.stalled.insert(rank);
+            let reason = format!("rank {rank} made no progress for {limit:?}");
+            actions.push(ReplicaAction::Fail { reason });
+        }
+    }
+
+    fn gone(&mut self, rank: u32, how: &str, actions: &mut Vec<ReplicaAction>) {
+        let text = format!(
+            "rank {rank} of this replica is gone: {how}; start the replica again: it goes on as a whole"
+        );
+        self.fail(Error::new(ErrorKind::PeerLost, text).with_peer(rank), actions);
+    }
+
+    /// The replica ends because of one of its ranks, and the lighthouse learns it at once.
+    fn fail(&mut self, why: Error, actions: &mut Vec<ReplicaAction>) {
+        if self.over.is_none() {
+            let reason = why.message().to_string();
+            self.end(why, actions);
+            actions.push(ReplicaAction::Fail { reason });
+        }
+    }
+
+    /// The replica ends here: whoever waits, or asks later, learns why.
+    fn end(&mut self, why: Error, actions: &mut Vec<ReplicaAction>) {
+        let error = self.over.get_or_insert(why).clone();
+        for ticket in std::mem::take(&mut self.votes).into_keys() {
+            self.commit.withdraw(ticket);
+            let answer = Err(error.clone());
+            actions.push(ReplicaAction::Decide { ticket, answer });
+        }
+        for ticket in std::mem::take(&mut self.quorums).into_keys() {
+            // The lighthouse must not count the replica in either.
+            for action in self.gather.withdraw(ticket) {
+                if let GatherAction::Cancel { call } = action {
+                    actions.push(ReplicaAction::Cancel { call });
+                }
+            }
+            let answer = Err(error.clone());
+            actions.push(ReplicaAction::Quorum { ticket, answer });
+        }
+    }
+
+    fn gathered(&mut self, gathered: Vec<GatherAction>, now: Instant, actions: &mut Vec<ReplicaAction>) {
+        for action in gathered {
+            match action {
+                GatherAction::Ask { call, request } => {
+                    let deadline = self.quorums.values().map(|(_, deadline)| *deadline).min();
+                    actions.push(ReplicaAction::Ask {
+                        call,
+                        request,
+                        deadline: deadline.unwrap_or(now),
+                    });
+                }
+                GatherAction::Cancel { call } => actions.push(ReplicaAction::Cancel { call }),
+                GatherAction::Deliver {
+                    ticket,
+                    rank,
+                    init_sync,
+                    quorum,
+                } => {
+                    self.last_quorum_id = quorum.quorum_id;
+                    // From its first quorum on, progress is expected of a rank.
+                    self.ranks.entry(rank).or_default().progress = Some(now);
+                    let answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
+                    self.answer(ticket, answer, actions);
+                }
+                GatherAction::Reject { ticket, error } => {
+                    if let Some((rank, _)) = self.quorums.get(&ticket) {
+                        self.moved(*rank, now);
+                    }
+                    self.answer(ticket, Err(error), actions);
+                }
+            }
+        }
+    }
+
+    fn answer(
+        &mut self,
+        ticket: Ticket,
+        answer: Result<QuorumResult, Error>,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        if self.quorums.remove(&ticket).is_some() {
+            actions.push(ReplicaAction::Quorum { ticket, answer });
+        }
+    }
+
+    fn voted(&mut self, voted: Vec<CommitAction>, now: Instant, actions: &mut Vec<ReplicaAction>) {
+        for action in voted {
+            let (tickets, answer) = match action {
+                CommitAction::Decide { tickets, commit } => (tickets, Ok(commit)),
+                CommitAction::Reject { ticket, error } => (vec![ticket], Err(error)),
+            };
+            for ticket in tickets {
+                if let Some(rank) = self.votes.remove(&ticket) {
+                    self.moved(rank, now);
+                    let answer = answer.clone();
+                    actions.push(ReplicaAction::Decide { ticket, answer });
+                }
+            }
+        }
+    }
+
+    /// Passes an abort on to those that watch, unless it says nothing new.
+    fn abort(&mut self, event: AbortEpoch, actions: &mut Vec<ReplicaAction>) {
+        match &mut self.aborted {
+            Some(known) if known.quorum_id > event.quorum_id => return,
+            Some(known) if known.quorum_id == event.quorum_id => {
+                let before = known.departed.len();
+                for id in event.departed {
+                    if !known.departed.contains(&id) {
+                        known.departed.push(id);
+                    }
+                }
+                if known.departed.len() == before {
+                    return;
+                }
+                known.reason = event.reason;
+            }
+            newest => *newest = Some(event),
+        }
+        actions.extend(self.aborted.clone().map(ReplicaAction::Push));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::member::Member;
+
+    struct Rig {
+        state: ReplicaState,
+        now: Instant,
+        tickets: Ticket,
+    }
+
+    const LIMIT: Duration = Duration::from_secs(60);
+
+    impl Rig {
+        fn new(world_size: u32) -> Self {
+            let rules = ReplicaRules {
+                replica_id: "a:1".into(),
+                world_size,
+                progress_timeout: LIMIT,
+                grace: Duration::from_secs(3),
+            };
+            Self {
+                state: ReplicaState::new(rules),
+                now: Instant::now(),
+                tickets: 0,
+            }
+        }
+
+        /// Two ranks that watch and stand in quorum 7.
+        fn in_a_quorum() -> Self {
+            let mut rig = Self::new(2);
+            for rank in 0..2 {
+                let watch = u64::from(rank) + 1;
+                rig.event(ReplicaEvent::Watched { rank, watch });
+            }
+            rig.quorum(7);
+            rig
+        }
+
+        fn event(&mut self, event: ReplicaEvent) -> Vec<ReplicaAction> {
+            self.state.apply(event, self.now)
+        }
+
+        fn ask(&mut self, rank: u32) -> Vec<ReplicaAction> {
+            self.tickets += 1;
+            let (ticket, deadline) = (self.tickets, self.now + LIMIT * 100);
+            self.event(ReplicaEvent::Ask {
+                rank,
+                request: RankRequest::default(),
+                metadata: format!("at {rank}"),
+                deadline,
+                ticket,
+            })
+        }
+
+        fn vote(&mut self, rank: u32, vote: bool) -> Vec<ReplicaAction> {
+            self.tickets += 1;
+            let (ticket, key) = (
+                self.tickets,
+                VoteKey {
+                    quorum_id: 7,
+                    step: 0,
+                    attempt: 0,
+                },
+            );
+            self.event(ReplicaEvent::Vote {
+                rank,
+                key,
+                vote,
+                ticket,
+            })
+        }
+
+        fn quorum(&mut self, quorum_id: i64) -> Vec<ReplicaAction> {
+            let mut asked = Vec::new();
+            for rank in 0..self.state.rules.world_size {
+                asked = self.ask(rank);
+            }
+            let Some(ReplicaAction::Ask { call, .. }) = asked.last() else {
+                panic!("{asked:?}")
+            };
+            let participants = vec![Member {
+                replica_id: "a:1".into(),
+                ..Member::default()
+            }];
+            let answer = Ok(Arc::new(Quorum {
+                quorum_id,
+                participants,
+            }));
+            let call = *call;
+            self.event(ReplicaEvent::Answered { call, answer })
+        }
+
+        fn pass(&mut self, time: Duration) -> Vec<ReplicaAction> {
+            self.now += time;
+            self.event(ReplicaEvent::Tick)
+        }
+    }
+
+    fn failures(actions: &[ReplicaAction]) -> Vec<&str> {
+        let all = actions.iter().filter_map(|a| match a {
+            ReplicaAction::Fail { reason } => Some(reason.as_str()),
+            _ => None,
+        });
+        all.collect()
+    }
+
+    fn errors(actions: &[ReplicaAction]) -> Vec<ErrorKind> {
+        let all = actions.iter().filter_map(|a| match a {
+            ReplicaAction::Quorum { answer: Err(e), .. } | ReplicaAction::Decide { answer: Err(e), .. } => {
+                Some(e.kind())
+            }
+            _ => None,
+        });
+        all.collect()
+    }
+
+    #[test]
+    fn a_rank_whose_process_ended_takes_its_replica_out_at_once() {
+        let mut rig = Rig::in_a_quorum();
+        rig.vote(0, true);
+        rig.event(ReplicaEvent::Unwatched { rank: 1, watch: 2 });
+        let actions = rig.event(ReplicaEvent::Ended { rank: 1, watch: 2 });
+        assert_eq!(failures(&actions).len(), 1);
+        assert!(failures(&actions)[0].contains("rank 1"), "{actions:?}");
+        assert_eq!(
+            errors(&actions),
+            [ErrorKind::PeerLost],
+            "who waits for it is told"
+        );
+        assert_eq!(errors(&rig.ask(0)), [ErrorKind::PeerLost], "and who asks later");
+    }
+
+    #[test]
+    fn a_connection_that_comes_back_in_time_is_no_death_and_one_that_does_not_is() {
+        let mut rig = Rig::in_a_quorum();
+        rig.event(ReplicaEvent::Unwatched { rank: 1, watch: 2 });
+        assert_eq!(failures(&rig.pass(Duration::from_secs(2))), [""; 0]);
+        rig.event(ReplicaEvent::Watched { rank: 1, watch: 3 });
+        assert_eq!(
+            failures(&rig.event(ReplicaEvent::Ended { rank: 1, watch: 2 })),
+            [""; 0],
+            "an older process"
+        );
+        assert_eq!(failures(&rig.pass(Duration::from_secs(5))), [""; 0]);
+        rig.event(ReplicaEvent::Unwatched { rank: 1, watch: 3 });
+        let due = rig.state.next_deadline().unwrap();
+        assert_eq!(due, rig.now + Duration::from_secs(3));
+        assert_eq!(failures(&rig.pass(Duration::from_secs(3))).len(), 1);
+    }
+
+    #[test]
+    fn a_rank_without_progress_takes_its_replica_out_by_name_until_it_moves() {
+        let mut rig = Rig::in_a_quorum();
+        rig.vote(0, true);
+        rig.now += LIMIT / 2;
+        rig.event(ReplicaEvent::Progress { rank: 1 });
+        assert_eq!(failures(&rig.pass(LIMIT / 2)), [""; 0], "it moved meanwhile");
+        let actions = rig.pass(LIMIT / 2);
+        assert!(
+            failures(&actions)[0].contains("rank 1 made no progress"),
+            "{actions:?}"
+        );
+        assert_eq!(
+            failures(&rig.pass(LIMIT)),
+            [""; 0],
+            "said once; rank 0 waits and is not blamed"
+        );
+        // It moves again: the replica goes on where it was.
+        let actions = rig.vote(1, true);
+        assert_eq!(actions.len(), 2, "{actions:?}");
+        assert!(matches!(
+            rig.quorum(8)[..],
+            [ReplicaAction::Quorum { answer: Ok(_), .. }, ..]
+        ));
+    }
+
+    #[test]
+    fn nothing_is_expected_of_a_rank_that_loads_waits_or_has_left() {
+        let mut rig = Rig::new(2);
+        rig.event(ReplicaEvent::Watched { rank: 1, watch: 2 });
+        assert_eq!(failures(&rig.pass(LIMIT * 10)), [""; 0], "it loads");
+        rig.ask(0);
+        assert_eq!(
+            failures(&rig.pass(LIMIT * 10)),
+            [""; 0],
+            "rank 0 waits, rank 1 loads"
+        );
+        let mut rig = Rig::in_a_quorum();
+        rig.event(ReplicaEvent::Left { rank: 1 });
+        rig.event(ReplicaEvent::Unwatched { rank: 1, watch: 2 });
+        rig.event(ReplicaEvent::Ended { rank: 1, watch: 2 });
+        rig.vote(0, true);
+        assert_eq!(failures(&rig.pass(LIMIT * 10)), [""; 0]);
+    }
+
+    #[test]
+    fn who_gives_up_or_closes_ends_the_calls_of_all_ranks() {
+        let mut rig = Rig::in_a_quorum();
+        rig.ask(0);
+        let why = "no such dtype".to_string();
+        let actions = rig.event(ReplicaEvent::GiveUp {
+            rank: 1,
+            why,
+            ticket: 99,
+        });
+        assert_eq!(errors(&actions), [ErrorKind::Unsupported]);
+        assert!(failures(&actions)[0].contains("no such dtype"));
+        let mut rig = Rig::in_a_quorum();
+        rig.ask(0);
+        let why = Error::new(ErrorKind::Mismatch, "left");
+        let actions = rig.event(ReplicaEvent::Close { why });
+        assert_eq!(
+            (errors(&actions), failures(&actions)),
+            (vec![ErrorKind::Mismatch], vec![])
+        );
+        assert!(matches!(actions.last(), Some(ReplicaAction::EndWatches)));
+    }
+
+    #[test]
+    fn an_abort_is_passed_on_once_and_again_when_it_names_more_who_are_gone() {
+        let mut rig = Rig::in_a_quorum();
+        let abort = |quorum_id, departed: &[&str]| {
+            let departed = departed.iter().map(ToString::to_string).collect();
+            ReplicaEvent::Aborted(AbortEpoch {
+                quorum_id,
+                reason: "why".into(),
+                departed,
+            })
+        };
+        for (event, pushed) in [
+            (abort(7, &[]), true),
+            (abort(7, &[]), false),
+            (abort(7, &["b"]), true),
+            (abort(6, &["c"]), false),
+            (abort(8, &[]), true),
+        ] {
+            let actions = rig.event(event.clone());
+            assert_eq!(
+                matches!(actions[..], [ReplicaAction::Push(_)]),
+                pushed,
+                "{event:?}"
+            );
+        }
+        let report = |quorum_id| ReplicaEvent::Reported {
+            rank: 1,
+            quorum_id,
+            reason: "broke".into(),
+        };
+        assert!(rig.event(report(6)).is_empty(), "of another epoch");
+    }
+}
