@@ -41,6 +41,8 @@ pub(crate) enum Message {
         last_quorum_id: i64,
         reply: oneshot::Sender<Result<Pushed>>,
     },
+    /// Why is there no new quorum?
+    Reason { reply: oneshot::Sender<String> },
     /// A look at the state.
     Status {
         reply: oneshot::Sender<(Status, Counters)>,
@@ -63,7 +65,6 @@ pub(crate) struct Counters {
 pub(crate) struct Lighthouse {
     messages: mpsc::UnboundedSender<Message>,
     next: Arc<AtomicU64>,
-    reason: watch::Receiver<String>,
 }
 
 impl Lighthouse {
@@ -88,8 +89,12 @@ impl Lighthouse {
     }
 
     /// Why there is no new quorum.
-    pub(crate) fn reason(&self) -> String {
-        self.reason.borrow().clone()
+    pub(crate) async fn reason(&self) -> String {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Reason { reply });
+        answer
+            .await
+            .unwrap_or_else(|_| "the lighthouse is shutting down".into())
     }
 
     /// A look at the state; `None` while the lighthouse shuts down.
@@ -108,7 +113,6 @@ struct Actor {
     /// By replica id: the present stream and its sending side.
     streams: HashMap<String, (u64, watch::Sender<Option<AbortEpoch>>)>,
     counters: Counters,
-    reason: watch::Sender<String>,
     /// When this task last did something, which it does at every tick.
     awake: Instant,
     /// A longer time without a tick is an absence of this lighthouse itself.
@@ -123,7 +127,6 @@ pub(crate) fn start(
     state_file: Option<PathBuf>,
 ) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
-    let (reason, reason_now) = watch::channel(String::from("no replica has asked yet"));
     let mut actor = Actor {
         state,
         state_file,
@@ -131,7 +134,6 @@ pub(crate) fn start(
         calls: HashMap::new(),
         streams: HashMap::new(),
         counters: Counters::default(),
-        reason,
         awake: Instant::now(),
         away_after,
     };
@@ -151,7 +153,6 @@ pub(crate) fn start(
     Lighthouse {
         messages,
         next: Arc::new(AtomicU64::new(1)),
-        reason: reason_now,
     }
 }
 
@@ -213,6 +214,9 @@ impl Actor {
                     }
                 }
             }
+            Message::Reason { reply } => {
+                let _ = reply.send(self.state.reason(Instant::now()));
+            }
             Message::Status { reply } => {
                 let _ = reply.send((self.state.status(Instant::now()), self.counters));
             }
@@ -270,10 +274,6 @@ impl Actor {
                     }
                 }
                 Action::Refuse { error, .. } => refused = Some(error),
-                Action::Reason(reason) => {
-                    tracing::info!(reason, "no new quorum");
-                    self.reason.send_replace(reason);
-                }
             }
         }
         refused

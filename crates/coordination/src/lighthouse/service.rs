@@ -71,16 +71,17 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         });
         let answer = match timeout {
             None => answer.await,
-            Some(timeout) => tokio::time::timeout_at(answer_by(timeout).into(), answer)
-                .await
-                .map_err(|_| {
+            Some(timeout) => match tokio::time::timeout_at(answer_by(timeout).into(), answer).await {
+                Ok(answer) => answer,
+                Err(_) => {
                     let text = format!(
                         "no quorum for {id} within {:.1} s: {}",
                         timeout.as_secs_f64(),
-                        self.reason()
+                        self.reason().await
                     );
-                    status_of(&Error::timeout(text))
-                })?,
+                    return Err(status_of(&Error::timeout(text)));
+                }
+            },
         };
         let quorum = answer
             .unwrap_or_else(|_| Err(gone()))
