@@ -47,7 +47,8 @@ pub struct ManagerConfig {
     /// Between heartbeats to the lighthouse.
     pub heartbeat_interval: Duration,
     /// A rank whose training thread neither waits in a call nor shows progress ([`Replica::progress`](crate::Replica::progress)) for
-    /// this long takes its replica out of the quorum, so that the others go on. Nothing is expected before the first quorum.
+    /// this long takes its replica out of the quorum, so that the others go on. Nothing is expected before the first quorum. Longer than
+    /// `timeout`.
     pub progress_timeout: Duration,
 }
 
@@ -98,8 +99,12 @@ impl ManagerConfig {
         if self.min_replicas == 0 {
             return bad("min_replicas must be at least 1".into());
         }
-        if self.progress_timeout.is_zero() {
-            return bad("progress_timeout must be longer than zero".into());
+        if self.progress_timeout <= self.timeout {
+            // A rank that waits for a peer in a collective would be taken for one that hangs.
+            return bad(format!(
+                "progress_timeout ({:?}) must be longer than timeout ({:?})",
+                self.progress_timeout, self.timeout
+            ));
         }
         Ok(())
     }

@@ -247,10 +247,11 @@ impl Manager {
         }
     }
 
-    fn ask(&mut self, deadline: Instant) -> Result<QuorumResult> {
+    /// What this rank asks at the beginning of an attempt.
+    fn question(&mut self) -> QuorumRequest {
         let broken = self.broken().is_some();
         let request = self.rank.start(broken);
-        let request = QuorumRequest {
+        QuorumRequest {
             group_rank: self.config.group_rank,
             step: request.step,
             checkpoint_metadata: self.transport.metadata(),
@@ -260,8 +261,8 @@ impl Manager {
             lineage: request.lineage,
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
-        };
-        self.client.quorum(&request, deadline)
+            question: request.question,
+        }
     }
 
     /// Asks until there is an answer or the deadline passes; what can be retried is (L28).
@@ -274,10 +275,11 @@ impl Manager {
             let pause = Duration::from_millis(10 << doublings.min(6));
             std::thread::park_timeout(pause.min(time_left(deadline)));
         }
+        let question = self.question();
         let mut pause = Duration::from_millis(20);
         let mut refused = None;
         loop {
-            match self.ask(deadline) {
+            match self.client.quorum(&question, deadline) {
                 Ok(answer) => return Ok(answer),
                 Err(e) if is_refused(&e) && refused.is_some_and(|since: Instant| since.elapsed() >= GONE) => {
                     let text = format!(

@@ -163,6 +163,16 @@ impl CommitState {
         actions
     }
 
+    /// Ends the open votes, which cannot be decided any more, with `why`.
+    pub fn reject_open(&mut self, why: &Error) -> Vec<CommitAction> {
+        let open = std::mem::take(&mut self.open).into_values();
+        open.map(|v| CommitAction::Reject {
+            ticket: v.ticket,
+            error: why.clone(),
+        })
+        .collect()
+    }
+
     /// The caller went away: its vote never happened.
     pub fn withdraw(&mut self, ticket: Ticket) {
         self.open.retain(|_, v| v.ticket != ticket);

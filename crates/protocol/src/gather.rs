@@ -1,7 +1,8 @@
 //! Turns the quorum requests of a replica's ranks into one request of the replica, without IO.
 //!
 //! The lighthouse is asked only while a live call of every rank waits; if one goes away, so does the replica's request
-//! (L24). No rank speaks for the others: their steps and histories must agree, their wishes are combined (L08).
+//! (L24). No rank speaks for the others: their wishes are combined, and if their steps or histories differ, the replica as a
+//! whole holds no step and heals (L08).
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -28,6 +29,8 @@ pub struct RankRequest {
     pub last_quorum_id: i64,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
+    /// Counts the questions of this rank. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
+    pub question: i64,
 }
 
 /// What the server shall do.
@@ -72,6 +75,8 @@ pub struct GatherState {
     open: BTreeMap<u32, (RankRequest, Ticket)>,
     asking: Option<u64>,
     calls: u64,
+    /// The last quorum that was given to the ranks, and which question of each it answered.
+    given: Option<(Arc<Quorum>, BTreeMap<u32, i64>)>,
 }
 
 impl GatherState {
@@ -82,6 +87,7 @@ impl GatherState {
             open: BTreeMap::new(),
             asking: None,
             calls: 0,
+            given: None,
         }
     }
 
@@ -95,6 +101,18 @@ impl GatherState {
             return vec![GatherAction::Reject {
                 ticket,
                 error: Error::invalid(text),
+            }];
+        }
+        // The answer was lost, and the other ranks are in the step already: this one gets the same.
+        let given = self.given.as_ref().filter(|(_, answered)| {
+            request.question != 0 && self.open.is_empty() && answered.get(&rank) == Some(&request.question)
+        });
+        if let Some((quorum, _)) = given {
+            return vec![GatherAction::Deliver {
+                ticket,
+                rank,
+                init_sync: request.init_sync,
+                quorum: quorum.clone(),
             }];
         }
         let mut actions: Vec<GatherAction> = self.cancel().into_iter().collect();
@@ -141,17 +159,26 @@ impl GatherState {
         }
         self.asking = None;
         match answer {
-            Ok(quorum) => std::mem::take(&mut self.open)
-                .into_iter()
-                .map(|(rank, (request, ticket))| GatherAction::Deliver {
-                    ticket,
-                    rank,
-                    init_sync: request.init_sync,
-                    quorum: quorum.clone(),
-                })
-                .collect(),
+            Ok(quorum) => {
+                let open = std::mem::take(&mut self.open);
+                let answered = open.iter().map(|(rank, (r, _))| (*rank, r.question)).collect();
+                self.given = Some((quorum.clone(), answered));
+                open.into_iter()
+                    .map(|(rank, (request, ticket))| GatherAction::Deliver {
+                        ticket,
+                        rank,
+                        init_sync: request.init_sync,
+                        quorum: quorum.clone(),
+                    })
+                    .collect()
+            }
             Err(error) => self.reject_all(&error),
         }
+    }
+
+    /// A rank that waits for a quorum, if one does.
+    pub fn asks(&self) -> Option<u32> {
+        self.open.keys().next().copied()
     }
 
     /// The ranks that have not asked.
@@ -178,6 +205,7 @@ impl GatherState {
     fn combined(&self) -> RankRequest {
         let mut all = self.open.values().map(|(r, _)| r);
         let mut request = all.next().cloned().unwrap_or_default();
+        let mut is_torn = false;
         for r in all {
             request.shrink_only |= r.shrink_only;
             request.healed |= r.healed;
@@ -187,9 +215,15 @@ impl GatherState {
                 request.commit_failures = request.commit_failures.max(1);
                 request.last_quorum_id = request.last_quorum_id.max(r.last_quorum_id);
             }
-            if request.lineage.is_empty() {
-                request.lineage.clone_from(&r.lineage);
-            }
+            is_torn |= request.step != r.step || request.lineage != r.lineage;
+        }
+        if is_torn {
+            // A rank has not applied, or not fetched, what the others have. The replica as a whole holds no step: it comes as one that has
+            // nothing, and heals on all its ranks.
+            request.step = 0;
+            request.lineage.clear();
+            request.healed = false;
+            request.commit_failures = request.commit_failures.max(1);
         }
         request
     }
@@ -197,18 +231,6 @@ impl GatherState {
 
 /// Why two ranks of one replica cannot ask together.
 fn disagreement(a: u32, ra: &RankRequest, b: u32, rb: &RankRequest) -> Option<String> {
-    if ra.step != rb.step {
-        return Some(format!(
-            "rank {a} asks for a quorum at step {}, rank {b} of the same replica at step {}",
-            ra.step, rb.step
-        ));
-    }
-    if !ra.lineage.is_empty() && !rb.lineage.is_empty() && ra.lineage != rb.lineage {
-        return Some(format!(
-            "rank {a} holds step {} of lineage '{}', rank {b} of the same replica of lineage '{}'",
-            ra.step, ra.lineage, rb.lineage
-        ));
-    }
     (ra.init_sync != rb.init_sync).then(|| {
         format!(
             "rank {a} asks with init_sync = {}, rank {b} of the same replica with {}",
@@ -270,7 +292,6 @@ mod tests {
             1,
             RankRequest {
                 commit_failures: 2,
-                lineage: "x".into(),
                 last_quorum_id: 9,
                 ..at(4)
             },
@@ -288,7 +309,6 @@ mod tests {
         let expected = RankRequest {
             shrink_only: true,
             commit_failures: 2,
-            lineage: "x".into(),
             last_quorum_id: 9,
             ..at(4)
         };
@@ -296,51 +316,72 @@ mod tests {
     }
 
     #[test]
-    fn l08_ranks_at_different_steps_are_all_told_naming_both() {
-        let mut s = GatherState::new(2);
-        s.ask(0, at(4), 1);
-        let actions = s.ask(1, at(5), 2);
-        assert_eq!(actions.len(), 2, "{actions:?}");
-        for a in actions {
-            let GatherAction::Reject { error, .. } = a else {
-                panic!("{a:?}")
-            };
-            assert_eq!(error.kind(), ErrorKind::Mismatch);
-            assert!(
-                error.message().contains("rank 0 asks for a quorum at step 4"),
-                "{error}"
-            );
-            assert!(
-                error.message().contains("rank 1 of the same replica at step 5"),
-                "{error}"
-            );
+    fn l08_a_replica_whose_ranks_hold_different_states_comes_as_one_that_has_none() {
+        let of = |step, lineage: &str| RankRequest {
+            lineage: lineage.into(),
+            ..at(step)
+        };
+        for (a, b, torn) in [
+            (of(4, "a"), of(5, "b"), true),
+            (of(4, "a"), of(4, "b"), true),
+            (of(0, "a"), of(0, ""), true),
+            (of(4, "a"), of(4, "a"), false),
+        ] {
+            let mut s = GatherState::new(2);
+            s.ask(0, a.clone(), 1);
+            let (_, request) = asked(&s.ask(1, b.clone(), 2)).unwrap();
+            let expected = if torn { (0, "", 1) } else { (4, "a", 0) };
+            let got = (request.step, request.lineage.as_str(), request.commit_failures);
+            assert_eq!(got, expected, "{a:?} {b:?}");
         }
-        assert_eq!(s.missing(), vec![0, 1]);
     }
 
     #[test]
-    fn ranks_with_different_histories_are_all_told() {
+    fn a_rank_whose_answer_was_lost_gets_it_again_while_the_others_are_in_the_step() {
+        let question = |question| RankRequest { question, ..at(4) };
         let mut s = GatherState::new(2);
-        s.ask(
-            0,
-            RankRequest {
-                lineage: "a".into(),
-                ..at(4)
+        s.ask(0, question(7), 1);
+        let (call, _) = asked(&s.ask(1, question(3), 2)).unwrap();
+        let quorum = Quorum {
+            quorum_id: 9,
+            ..Quorum::default()
+        };
+        s.answered(call, Ok(Arc::new(quorum)));
+        let again = s.ask(0, question(7), 4);
+        let [
+            GatherAction::Deliver {
+                ticket: 4,
+                rank: 0,
+                quorum,
+                ..
             },
-            1,
+        ] = &again[..]
+        else {
+            panic!("{again:?}")
+        };
+        assert_eq!(quorum.quorum_id, 9);
+        assert!(
+            s.ask(0, question(8), 5).is_empty(),
+            "the next question waits for the others"
         );
-        assert_eq!(
-            s.ask(
-                1,
-                RankRequest {
-                    lineage: "b".into(),
-                    ..at(4)
-                },
-                2
-            )
-            .len(),
-            2
+        assert!(
+            asked(&s.ask(1, question(3), 6)).is_some(),
+            "rank 0 has left that quorum, so it is not given again"
         );
+    }
+
+    #[test]
+    fn ranks_that_were_configured_differently_are_all_told() {
+        let mut s = GatherState::new(2);
+        s.ask(0, at(4), 1);
+        let other = RankRequest {
+            init_sync: true,
+            ..at(4)
+        };
+        let actions = s.ask(1, other, 2);
+        let told = |a: &GatherAction| matches!(a, GatherAction::Reject { error, .. } if error.kind() == ErrorKind::Mismatch);
+        assert!(actions.len() == 2 && actions.iter().all(told), "{actions:?}");
+        assert_eq!(s.missing(), vec![0, 1]);
     }
 
     #[test]

@@ -68,6 +68,7 @@ pub struct Rank {
     connects: bool,
     in_step: bool,
     lost: Option<Error>,
+    questions: i64,
 }
 
 impl Rank {
@@ -86,6 +87,7 @@ impl Rank {
             connects: false,
             in_step: false,
             lost: None,
+            questions: 0,
         }
     }
 
@@ -149,11 +151,12 @@ impl Rank {
         self.commit_failures = self.commit_failures.max(1);
     }
 
-    /// Begins an attempt: what to ask. `broken`: the group cannot be used for another step as it is.
+    /// Begins an attempt: what to ask, and to ask again as it is if the answer is lost. `broken`: the group cannot be used for another step as it is.
     pub fn start(&mut self, broken: bool) -> RankRequest {
         self.in_step = false;
         self.answer = None;
         self.lost = None;
+        self.questions += 1;
         RankRequest {
             step: self.step,
             shrink_only: false,
@@ -165,6 +168,7 @@ impl Rank {
             lineage: self.lineage.as_str().to_string(),
             last_quorum_id: self.epoch.unwrap_or(0),
             healed: self.healed_into == Some(self.step),
+            question: self.questions,
         }
     }
 
@@ -203,6 +207,19 @@ impl Rank {
             self.members.clone_from(&answer.replica_ids);
         }
         self.answer = Some(answer);
+        if self
+            .answer
+            .as_ref()
+            .is_some_and(|a| !a.heal && a.max_step != self.step)
+        {
+            // The ranks of this replica hold different steps, so it asked as one that has none; and nobody else has any.
+            let text = format!(
+                "this rank stands at step {}, its replica at none, and no other replica is there to heal from: start the replica from a checkpoint",
+                self.step
+            );
+            self.in_step = false;
+            return Next::End(Error::new(ErrorKind::InvalidState, text));
+        }
         match trouble {
             Some(text) => self.lose(Error::new(ErrorKind::Aborted, text)),
             // Snapshot first: whoever heals needs it while this replica is still connecting.
@@ -305,11 +322,12 @@ impl Rank {
         Ok(RankVote { key, against })
     }
 
-    /// What a vote of this rank is about at present.
+    /// What a vote of this rank is about at present: the step of the quorum, also if this rank could not heal to it, so that the votes
+    /// of the replica's ranks meet.
     pub fn key(&self) -> VoteKey {
         VoteKey {
             quorum_id: self.epoch.unwrap_or(0),
-            step: self.step,
+            step: self.answer.as_ref().map_or(self.step, |a| a.max_step),
             attempt: self.attempt,
         }
     }
@@ -406,6 +424,21 @@ mod tests {
         r.start(true);
         come_up(&mut r, answer(6, 9, true));
         assert_eq!((r.step(), r.lineage().as_str()), (9, "peer"));
+    }
+
+    #[test]
+    fn a_rank_that_cannot_heal_votes_on_the_step_that_the_others_of_its_replica_healed_to() {
+        let mut ranks = [rank(), rank()];
+        let keys = ranks.each_mut().map(|r| {
+            r.start(false);
+            r.answered(answer(5, 9, true), None);
+            r.offered(Ok(()));
+            r.key()
+        });
+        come_up(&mut ranks[0], answer(5, 9, true));
+        let e = Error::new(ErrorKind::PeerLost, "gone");
+        ranks[1].configured(Err(e), None);
+        assert_eq!(ranks.each_mut().map(|r| r.vote(None, None).unwrap().key), keys);
     }
 
     #[test]

@@ -8,7 +8,8 @@
 //! - A rank *without progress* for [`ReplicaRules::progress_timeout`] takes the replica out of the quorum, so that the
 //!   others do not wait for it. It is not ended: should the rank move again, the replica asks again.
 //!
-//! A rank that waits in a call makes no progress and needs none. Nothing is expected of a rank before its first quorum.
+//! A rank that waits in a call makes no progress and needs none. One that waits in a collective does so for that one's
+//! time-out at most, which is shorter than the one for progress. Nothing is expected of a rank before its first quorum.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -227,6 +228,12 @@ impl ReplicaState {
         self.last_quorum_id
     }
 
+    /// True while this replica cannot go on, for good or for now. Its server then shows no sign of life to the lighthouse, which
+    /// would have others wait for it.
+    pub fn is_out(&self) -> bool {
+        self.over.is_some() || !self.stalled.is_empty()
+    }
+
     /// Where `rank` offers its state, as it said with its last request.
     pub fn metadata(&self, rank: u32) -> Option<&str> {
         self.metadata.get(&rank).map(String::as_str)
@@ -375,8 +382,20 @@ impl ReplicaState {
             }
             ReplicaEvent::Watched { .. } | ReplicaEvent::Tick => {}
         }
+        self.end_hopeless_votes(now, &mut actions);
         self.look(now, &mut actions);
         actions
+    }
+
+    /// A rank that asks for a quorum has left the step, so votes on it cannot be decided: who waits for it is told at once.
+    fn end_hopeless_votes(&mut self, now: Instant, actions: &mut Vec<ReplicaAction>) {
+        let Some(rank) = self.gather.asks().filter(|_| !self.votes.is_empty()) else {
+            return;
+        };
+        let text =
+            format!("rank {rank} of this replica asks for the next quorum and will not vote on this step");
+        let rejected = self.commit.reject_open(&Error::new(ErrorKind::Aborted, text));
+        self.voted(rejected, now, actions);
     }
 
     /// The ranks that wait in a call.
@@ -744,6 +763,16 @@ mod tests {
         rig.event(ReplicaEvent::Ended { rank: 1, watch: 2 });
         rig.vote(0, true);
         assert_eq!(failures(&rig.pass(LIMIT * 10)), [""; 0]);
+    }
+
+    #[test]
+    fn a_vote_that_another_rank_will_not_join_ends_at_once() {
+        let mut rig = Rig::in_a_quorum();
+        rig.vote(0, true);
+        assert_eq!(errors(&rig.ask(1)), [ErrorKind::Aborted]);
+        let mut rig = Rig::in_a_quorum();
+        rig.ask(1);
+        assert_eq!(errors(&rig.vote(0, true)), [ErrorKind::Aborted]);
     }
 
     #[test]

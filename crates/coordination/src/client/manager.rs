@@ -39,6 +39,8 @@ pub struct QuorumRequest {
     pub last_quorum_id: i64,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
+    /// Counts the rank's questions. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
+    pub question: i64,
 }
 
 /// A rank's vote on whether the replica commits the step.
@@ -94,7 +96,6 @@ impl Drop for WatchGuard {
 #[derive(Debug, Clone)]
 pub struct ManagerClient {
     connection: Arc<Connection>,
-    calls: Arc<AtomicI64>,
     /// The rank that last asked or watches through this client, for the text of a report.
     rank: Arc<AtomicI64>,
 }
@@ -106,7 +107,6 @@ impl ManagerClient {
         let connection = Connection::open(url, "manager server", hint, deadline)?;
         Ok(Self {
             connection,
-            calls: Arc::default(),
             rank: Arc::default(),
         })
     }
@@ -138,7 +138,7 @@ impl ManagerClient {
             lineage: request.lineage.clone(),
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
-            attempt: self.calls.fetch_add(1, Ordering::Relaxed).wrapping_add(1),
+            question: request.question,
         };
         wait_for(&self.connection.handle()?, "quorum", deadline, async move {
             call("quorum", &url, deadline, message, |r| async move {

@@ -68,7 +68,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         let rank = rank("group_rank", r.group_rank)?;
         bounded("checkpoint_metadata", &r.checkpoint_metadata, MAX_METADATA)?;
         bounded("lineage", &r.lineage, MAX_TEXT)?;
-        tracing::debug!(rank, step = r.step, attempt = r.attempt, "quorum call");
+        tracing::debug!(rank, step = r.step, question = r.question, "quorum call");
         let (reply, answer) = oneshot::channel();
         let (ticket, deadline) = (self.ticket(), answer_by(timeout));
         let _open = OpenCall {
@@ -85,6 +85,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 lineage: r.lineage,
                 last_quorum_id: r.last_quorum_id,
                 healed: r.healed,
+                question: r.question,
             },
             metadata: r.checkpoint_metadata,
             deadline,

@@ -1,0 +1,107 @@
+//! The data plane: groups that connect once all members have come, reductions that each member finishes or not, and the
+//! news of a member that is gone. What the real groups promise, and no more: of a reduction that everybody has begun, any
+//! part of the members may still see it fail.
+
+use std::collections::BTreeMap;
+
+/// One process of one run of a replica.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Who {
+    pub(crate) slot: usize,
+    pub(crate) life: u64,
+    pub(crate) rank: u32,
+}
+
+/// What a member brings to a reduction.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub(crate) struct Share {
+    pub(crate) contributes: bool,
+    /// Names the work: copies of it have the same name.
+    pub(crate) work: u64,
+    /// The work is a copy.
+    pub(crate) copied: bool,
+}
+
+#[derive(Debug, Default)]
+struct Group {
+    world: u32,
+    /// By replica rank.
+    members: BTreeMap<u32, Who>,
+    shares: BTreeMap<u32, Share>,
+    is_broken: bool,
+}
+
+/// All groups of all epochs, by epoch and group rank.
+#[derive(Debug, Default)]
+pub(crate) struct Groups(BTreeMap<(i64, u32), Group>);
+
+/// What became of a call.
+pub(crate) enum Progress {
+    /// Others are still missing.
+    Waits,
+    /// All are there.
+    Complete(Vec<Who>, Vec<Share>),
+    /// A member is gone already.
+    Broken,
+}
+
+impl Groups {
+    /// A member begins to connect. Errors: two that claim one rank, or two sizes of one world.
+    pub(crate) fn join(&mut self, epoch: i64, who: Who, place: u32, world: u32) -> Result<Progress, String> {
+        let group = self.0.entry((epoch, who.rank)).or_default();
+        if group.members.is_empty() {
+            group.world = world;
+        }
+        if group.world != world {
+            return Err(format!(
+                "epoch {epoch}: worlds of {} and {world} under one epoch",
+                group.world
+            ));
+        }
+        if let Some(other) = group.members.insert(place, who) {
+            return Err(format!(
+                "epoch {epoch}: {other:?} and {who:?} both are rank {place}"
+            ));
+        }
+        if group.is_broken {
+            return Ok(Progress::Broken);
+        }
+        Ok(if group.members.len() as u32 == world {
+            Progress::Complete(group.members.values().copied().collect(), Vec::new())
+        } else {
+            Progress::Waits
+        })
+    }
+
+    /// A member brings its share to the reduction of the attempt. There is one reduction an epoch and attempt, and a group whose
+    /// reduction has ended begins the next.
+    pub(crate) fn reduce(&mut self, epoch: i64, who: Who, place: u32, share: Share) -> Progress {
+        let Some(group) = self.0.get_mut(&(epoch, who.rank)) else {
+            return Progress::Broken;
+        };
+        if group.is_broken {
+            return Progress::Broken;
+        }
+        group.shares.insert(place, share);
+        if group.shares.len() as u32 == group.world {
+            let shares = std::mem::take(&mut group.shares);
+            return Progress::Complete(
+                group.members.values().copied().collect(),
+                shares.into_values().collect(),
+            );
+        }
+        Progress::Waits
+    }
+
+    /// A member is gone, or gives the group up: the others that it has, who hear of it.
+    pub(crate) fn leave(&mut self, epoch: i64, who: Who) -> Vec<Who> {
+        let Some(group) = self.0.get_mut(&(epoch, who.rank)) else {
+            return Vec::new();
+        };
+        if group.is_broken || !group.members.values().any(|m| *m == who) {
+            return Vec::new();
+        }
+        group.is_broken = true;
+        group.members.values().copied().filter(|m| *m != who).collect()
+    }
+}

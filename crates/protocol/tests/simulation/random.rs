@@ -1,0 +1,159 @@
+//! Random numbers that follow from a seed alone (SplitMix64, Steele et al. 2014), and the scenarios drawn from them.
+
+use std::time::Duration;
+
+/// A stream of random numbers.
+#[derive(Debug, Clone)]
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn new(seed: u64) -> Self {
+        Self(seed ^ 0x5851_f42d_4c95_7f2d)
+    }
+
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        mix(self.0)
+    }
+
+    /// A number below `limit`, which is not 0.
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.next() % limit
+    }
+
+    pub(crate) fn chance(&mut self, permille: u64) -> bool {
+        self.below(1000) < permille
+    }
+
+    /// A time between `from` and `to` milliseconds, in microseconds.
+    pub(crate) fn millis(&mut self, from: u64, to: u64) -> Duration {
+        Duration::from_micros(from * 1000 + self.below((to - from).max(1) * 1000))
+    }
+}
+
+/// A hash of one number.
+pub(crate) fn mix(mut z: u64) -> u64 {
+    z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    z ^ (z >> 31)
+}
+
+/// What goes wrong.
+#[derive(Debug, Clone)]
+pub(crate) enum Fault {
+    /// SIGKILL of a rank's process; its replica is started again so long after its last process ended.
+    Kill {
+        slot: usize,
+        rank: u32,
+        restart: Duration,
+    },
+    /// SIGSTOP and SIGCONT.
+    Pause { slot: usize, rank: u32, time: Duration },
+    /// The training thread does nothing; the process's other threads go on. For ever without a time.
+    Hang {
+        slot: usize,
+        rank: u32,
+        time: Option<Duration>,
+    },
+    /// SIGKILL of the lighthouse, and its next start.
+    KillLighthouse { down: Duration },
+    /// SIGSTOP and SIGCONT of the lighthouse.
+    PauseLighthouse { time: Duration },
+    /// A replica and the lighthouse do not reach each other.
+    Cut { slot: usize, time: Duration },
+    /// Ranks of one side do not reach those of the other. Bit per slot.
+    Split { side: u64, time: Duration },
+    /// Somebody who is no replica talks to the lighthouse.
+    Stranger { claim: u64 },
+}
+
+/// One run, wholly determined.
+#[derive(Debug, Clone)]
+pub(crate) struct Scenario {
+    pub(crate) seed: u64,
+    pub(crate) replicas: usize,
+    pub(crate) ranks: u32,
+    pub(crate) min_replicas: u32,
+    pub(crate) spares: bool,
+    pub(crate) init_sync: bool,
+    /// Of a thousand messages between servers, so many find their connection broken.
+    pub(crate) loss: u64,
+    pub(crate) faults: Vec<(Duration, Fault)>,
+}
+
+impl Scenario {
+    pub(crate) fn of(seed: u64) -> Self {
+        let mut r = Random::new(seed);
+        let replicas = 1 + r.below(5) as usize;
+        let ranks = [1, 1, 2, 2, 3][r.below(5) as usize];
+        let majority = replicas as u32 / 2 + 1;
+        let min_replicas = match r.below(4) {
+            0 => replicas as u32,
+            1 => majority,
+            _ => 1,
+        };
+        let mut scenario = Self {
+            seed,
+            replicas,
+            ranks,
+            min_replicas,
+            spares: r.chance(150),
+            init_sync: r.chance(900),
+            loss: [0, 0, 5, 20][r.below(4) as usize],
+            faults: Vec::new(),
+        };
+        for _ in 0..r.below(8) {
+            let mut at = r.millis(0, 30_000);
+            let mut fault = scenario.fault(&mut r);
+            if let Fault::Hang { slot, time: None, .. } = &mut fault {
+                // Of one replica at most, and not before the job has begun: somebody must be left who is able to commit.
+                *slot = replicas - 1;
+                at += Duration::from_secs(4);
+            }
+            scenario.faults.push((at, fault));
+        }
+        scenario
+    }
+
+    fn fault(&self, r: &mut Random) -> Fault {
+        let slot = r.below(self.replicas as u64) as usize;
+        let rank = r.below(u64::from(self.ranks)) as u32;
+        match r.below(16) {
+            0..=5 => Fault::Kill {
+                slot,
+                rank,
+                restart: r.millis(50, 8_000),
+            },
+            6 | 7 => Fault::Pause {
+                slot,
+                rank,
+                time: r.millis(100, 12_000),
+            },
+            8 | 9 => {
+                // Somebody must be left who can commit.
+                let for_ever = (self.min_replicas as usize) < self.replicas && r.chance(500);
+                let time = r.millis(1_000, 20_000);
+                Fault::Hang {
+                    slot,
+                    rank,
+                    time: Some(time).filter(|_| !for_ever),
+                }
+            }
+            10 | 11 => Fault::KillLighthouse {
+                down: r.millis(20, 7_000),
+            },
+            12 => Fault::PauseLighthouse {
+                time: r.millis(500, 9_000),
+            },
+            13 => Fault::Cut {
+                slot,
+                time: r.millis(200, 9_000),
+            },
+            14 => Fault::Split {
+                side: r.next(),
+                time: r.millis(200, 9_000),
+            },
+            _ => Fault::Stranger { claim: r.next() },
+        }
+    }
+}

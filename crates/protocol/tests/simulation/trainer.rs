@@ -1,0 +1,554 @@
+//! The training thread of a rank: drives the real [`Rank`] through its attempts, as `manager::Manager` does, over groups and
+//! transfers that are played.
+//!
+//! The state is a number, and a step's result follows from the number and from what was contributed: two ranks that hold
+//! the same step of the same history hold the same number, or somebody has broken a promise.
+
+use std::time::Duration;
+
+use ftcore::{Error, ErrorKind};
+use protocol::gather::RankRequest;
+use protocol::quorum::Ticket;
+use protocol::rank::{Next, Rank, RankRules, RankVote};
+use protocol::replica::ReplicaEvent;
+use protocol::{Lineage, QuorumResult};
+
+use crate::groups::{Progress, Share, Who};
+use crate::random::{Scenario, mix};
+use crate::world::{CALL, Happening, World};
+
+/// How a call of the training thread went.
+#[derive(Debug)]
+pub(crate) enum Done {
+    Connected,
+    /// The reduction of this epoch is complete: a hash of what went in, and how many contributed.
+    Reduced(i64, u64, u32),
+    /// A member of this epoch's group is gone.
+    Lost(i64, String),
+    /// The state that was fetched.
+    Fetched(u64, Lineage, u64),
+    NotFetched(String),
+    TimedOut,
+}
+
+/// What others may heal from.
+#[derive(Debug, Clone)]
+pub(crate) struct Offer {
+    pub(crate) step: i64,
+    pub(crate) epoch: i64,
+    pub(crate) value: u64,
+    pub(crate) lineage: Lineage,
+    pub(crate) work: u64,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Doing {
+    Nothing,
+    Connecting,
+    Fetching,
+    Reducing,
+}
+
+pub(crate) struct Trainer {
+    who: Who,
+    rank: Rank,
+    value: u64,
+    /// The outer gradient of the present step: whose it is. A copy travels with the state.
+    work: u64,
+    copied: bool,
+    pub(crate) offer: Option<Offer>,
+    /// The present call of the training thread; whatever answers another one is late.
+    pub(crate) op: u64,
+    doing: Doing,
+    pub(crate) call: Option<Ticket>,
+    request: RankRequest,
+    vote: Option<RankVote>,
+    /// The group's epoch, and why it cannot be used.
+    group: Option<i64>,
+    broken: Option<String>,
+    aborted: Option<(i64, String)>,
+    error: Option<Error>,
+    least: Option<u32>,
+    result: u64,
+    retries: u32,
+    pub(crate) moved: u64,
+}
+
+impl Trainer {
+    pub(crate) fn rules(scenario: &Scenario) -> RankRules {
+        RankRules {
+            min_replicas: scenario.min_replicas,
+            max_contributors: scenario.spares.then_some(scenario.min_replicas),
+            init_sync: scenario.init_sync,
+        }
+    }
+
+    pub(crate) fn new(who: Who, rules: RankRules, value: u64, work: u64) -> Self {
+        // Without an initial sync all replicas begin with the same state.
+        let value = if rules.init_sync {
+            value
+        } else {
+            u64::from(who.rank)
+        };
+        Self {
+            who,
+            rank: Rank::new(rules),
+            value,
+            work,
+            copied: false,
+            offer: None,
+            op: 0,
+            doing: Doing::Nothing,
+            call: None,
+            request: RankRequest::default(),
+            vote: None,
+            group: None,
+            broken: None,
+            aborted: None,
+            error: None,
+            least: None,
+            result: 0,
+            retries: 0,
+            moved: 1,
+        }
+    }
+
+    pub(crate) fn step(&self) -> i64 {
+        self.rank.step()
+    }
+
+    /// The epochs in whose groups it is.
+    pub(crate) fn epochs(&self) -> Vec<i64> {
+        self.group.into_iter().collect()
+    }
+
+    pub(crate) fn new_work(&mut self, work: u64) {
+        self.work = work;
+        self.copied = false;
+    }
+
+    /// Why the group cannot be used for another step, as the manager finds it.
+    fn why_broken(&self) -> Option<String> {
+        let over = self
+            .aborted
+            .as_ref()
+            .filter(|(e, _)| Some(*e) >= self.rank.epoch());
+        self.broken.clone().or_else(|| over.map(|(_, why)| why.clone()))
+    }
+}
+
+impl World {
+    pub(crate) fn attempt(&mut self, who: Who) {
+        let Some(t) = self.trainer(who) else { return };
+        t.moved += 1;
+        t.error = None;
+        t.least = None;
+        t.doing = Doing::Nothing;
+        let broken = t.why_broken().is_some();
+        t.request = t.rank.start(broken);
+        self.ask(who);
+    }
+
+    /// Asks, for the first time or again.
+    pub(crate) fn ask(&mut self, who: Who) {
+        let ticket = self.number();
+        let deadline = self.deadline();
+        let Some(t) = self.trainer(who) else { return };
+        t.call = Some(ticket);
+        let request = t.request.clone();
+        let rank = who.rank;
+        let metadata = String::new();
+        self.server_hears(
+            who,
+            ReplicaEvent::Ask {
+                rank,
+                request,
+                metadata,
+                deadline,
+                ticket,
+            },
+        );
+        let error = Error::timeout("no quorum");
+        self.later(CALL * 6, who, Happening::Quorum(ticket, Err(error)));
+    }
+
+    pub(crate) fn quorum_answered(&mut self, who: Who, ticket: Ticket, answer: Result<QuorumResult, Error>) {
+        let Some(t) = self.trainer(who).filter(|t| t.call == Some(ticket)) else {
+            return;
+        };
+        t.call = None;
+        t.moved += 1;
+        match answer {
+            Ok(answer) => {
+                t.retries = 0;
+                let broken = t.why_broken();
+                let next = t.rank.answered(answer, broken);
+                self.next(who, next);
+            }
+            Err(e) => {
+                self.server_hears(who, ReplicaEvent::Withdraw { ticket });
+                self.fails_or_asks_again(who, e);
+            }
+        }
+    }
+
+    fn fails_or_asks_again(&mut self, who: Who, error: Error) {
+        self.note(|| format!("{who:?} gets no quorum: {error}"));
+        if error.kind() == ErrorKind::PeerLost || error.kind() == ErrorKind::Conflict {
+            self.later(Duration::ZERO, who, Happening::Exit);
+            return;
+        }
+        if !error.is_retryable() {
+            self.violate(format!("{who:?} ends for good: {error}"));
+            return;
+        }
+        let Some(t) = self.trainer(who) else { return };
+        t.retries += 1;
+        let pause = Duration::from_millis(20 << t.retries.min(6));
+        self.later(pause.min(Duration::from_secs(1)), who, Happening::AskAgain);
+    }
+
+    fn next(&mut self, who: Who, mut next: Next) {
+        loop {
+            let Some(t) = self.trainer(who) else { return };
+            let Some(answer) = t.rank.answer().cloned() else {
+                return;
+            };
+            next = match next {
+                Next::Offer { publish } => {
+                    t.offer = publish.then(|| Offer {
+                        step: answer.max_step,
+                        epoch: answer.quorum_id,
+                        value: t.value,
+                        lineage: t.rank.lineage().clone(),
+                        work: t.work,
+                    });
+                    t.rank.offered(Ok(()))
+                }
+                Next::Configure => return self.connect(who, &answer),
+                Next::Heal => return self.fetch(who, &answer),
+                Next::Ready => return self.reduce(who, &answer),
+                Next::Lost(e) => {
+                    t.error.get_or_insert(e);
+                    self.give_up_group(who);
+                    return self.vote(who);
+                }
+                // Torn, and nobody is left to heal from: it starts again.
+                Next::End(e) if e.kind() == ErrorKind::InvalidState => {
+                    return self.later(Duration::ZERO, who, Happening::Exit);
+                }
+                Next::End(e) => return self.violate(format!("{who:?} ends its run for good: {e}")),
+            };
+        }
+    }
+
+    /// A new call of the training thread, with its time limit.
+    fn begin(&mut self, who: Who, doing: Doing) -> u64 {
+        let op = self.number();
+        if let Some(t) = self.trainer(who) {
+            t.op = op;
+            t.doing = doing;
+        }
+        self.later(CALL, who, Happening::Done(op, Done::TimedOut));
+        op
+    }
+
+    fn give_up_group(&mut self, who: Who) {
+        let Some(t) = self.trainer(who) else { return };
+        t.broken.get_or_insert_with(|| "this rank gave it up".into());
+        if let Some(epoch) = t.group {
+            self.leave_group(epoch, who);
+        }
+    }
+
+    fn connect(&mut self, who: Who, answer: &QuorumResult) {
+        if let Some(old) = self.trainer(who).and_then(|t| t.group.take()) {
+            self.leave_group(old, who);
+        }
+        let epoch = answer.quorum_id;
+        let op = self.begin(who, Doing::Connecting);
+        let Some(t) = self.trainer(who) else { return };
+        t.group = Some(epoch);
+        t.broken = None;
+        if let Some((_, why)) = t.aborted.clone().filter(|(e, _)| *e >= epoch) {
+            return self.later(Duration::ZERO, who, Happening::Done(op, Done::Lost(epoch, why)));
+        }
+        match self
+            .groups
+            .join(epoch, who, answer.replica_rank, answer.replica_world_size)
+        {
+            Err(text) => self.violate(text),
+            Ok(Progress::Waits) => {}
+            Ok(Progress::Broken) => {
+                let delay = self.random.millis(0, 20);
+                self.later(
+                    delay,
+                    who,
+                    Happening::Done(op, Done::Lost(epoch, "a member is gone".into())),
+                );
+            }
+            Ok(Progress::Complete(members, _)) => {
+                if members.iter().all(|m| members.iter().all(|o| self.reach(*m, *o))) {
+                    for member in members {
+                        let op = self.trainer(member).map_or(0, |t| t.op);
+                        let delay = self.random.millis(1, 20);
+                        self.later(delay, member, Happening::Done(op, Done::Connected));
+                    }
+                }
+            }
+        }
+    }
+
+    fn fetch(&mut self, who: Who, answer: &QuorumResult) {
+        let op = self.begin(who, Doing::Fetching);
+        self.look_for_offer(who, op, answer, 0);
+    }
+
+    fn look_for_offer(&mut self, who: Who, op: u64, answer: &QuorumResult, tries: u64) {
+        let address = answer.recover_src_manager_address.clone();
+        let found = self.offer_of(&address, who.rank, answer.max_step, answer.quorum_id);
+        let delay = self.random.millis(5, 200);
+        let done = match found {
+            Some((source, value, lineage, work)) if self.reach(who, source) => {
+                Done::Fetched(value, lineage, work)
+            }
+            _ => Done::NotFetched(tries.to_string()),
+        };
+        self.later(delay, who, Happening::Done(op, done));
+    }
+
+    fn reduce(&mut self, who: Who, answer: &QuorumResult) {
+        let op = self.begin(who, Doing::Reducing);
+        let epoch = answer.quorum_id;
+        let Some(t) = self.trainer(who) else { return };
+        t.moved += 1;
+        if t.broken.is_some() {
+            return self.later(
+                Duration::ZERO,
+                who,
+                Happening::Done(op, Done::Lost(epoch, "it is broken".into())),
+            );
+        }
+        let share = Share {
+            contributes: t.rank.contribution().0.is_some(),
+            work: t.work,
+            copied: t.copied,
+        };
+        match self.groups.reduce(epoch, who, answer.replica_rank, share) {
+            Progress::Waits => {}
+            Progress::Broken => {
+                let delay = self.random.millis(0, 5);
+                self.later(
+                    delay,
+                    who,
+                    Happening::Done(op, Done::Lost(epoch, "a member is gone".into())),
+                );
+            }
+            Progress::Complete(members, shares) => {
+                let weights = self.checks.weights(epoch, &shares);
+                self.check(weights);
+                let mut works: Vec<u64> = shares.iter().filter(|s| s.contributes).map(|s| s.work).collect();
+                works.sort_unstable();
+                let number = works.len() as u32;
+                let result = works.iter().fold(7, |h, w| mix(h ^ w));
+                if !members.iter().all(|m| members.iter().all(|o| self.reach(*m, *o))) {
+                    return;
+                }
+                for member in members {
+                    let op = self.trainer(member).map_or(0, |t| t.op);
+                    let delay = self.random.millis(0, 8);
+                    self.later(
+                        delay,
+                        member,
+                        Happening::Done(op, Done::Reduced(epoch, result, number)),
+                    );
+                }
+            }
+        }
+    }
+
+    pub(crate) fn done(&mut self, who: Who, op: u64, done: Done) {
+        let Some(t) = self.trainer(who) else { return };
+        // That a group is broken stays true, whatever the training thread does meanwhile.
+        if let Done::Lost(epoch, why) = &done
+            && t.group == Some(*epoch)
+        {
+            t.broken.get_or_insert_with(|| why.clone());
+        }
+        if t.op != op || t.doing == Doing::Nothing {
+            return;
+        }
+        let doing = t.doing;
+        let lost = |why: String| Error::new(ErrorKind::PeerLost, why);
+        match (doing, done) {
+            (Doing::Connecting, Done::Connected) => {
+                t.doing = Doing::Nothing;
+                let broken = t.why_broken();
+                let next = t.rank.configured(Ok(()), broken);
+                self.next(who, next);
+            }
+            (Doing::Connecting, Done::Lost(_, why)) => {
+                t.doing = Doing::Nothing;
+                let next = t.rank.configured(Err(lost(why)), None);
+                self.next(who, next);
+            }
+            (Doing::Connecting, Done::TimedOut) => {
+                t.doing = Doing::Nothing;
+                let next = t
+                    .rank
+                    .configured(Err(Error::timeout("the others did not come")), None);
+                self.next(who, next);
+            }
+            (Doing::Fetching, Done::Fetched(value, lineage, work)) => {
+                t.doing = Doing::Nothing;
+                t.value = value;
+                t.work = work;
+                t.copied = true;
+                let next = t.rank.healed(Ok(lineage));
+                let (step, lineage) = (t.rank.step(), t.rank.lineage().clone());
+                let checked = self.checks.state(who, step, lineage.as_str(), value);
+                self.check(checked);
+                self.note(|| format!("{who:?} healed to step {step}"));
+                self.next(who, next);
+            }
+            (Doing::Fetching, Done::NotFetched(tries)) => {
+                let Some(answer) = t.rank.answer().cloned() else {
+                    return;
+                };
+                let tries: u64 = tries.parse().unwrap_or(0);
+                if tries > 40 {
+                    t.doing = Doing::Nothing;
+                    let next = t.rank.healed(Err(Error::new(
+                        ErrorKind::Unavailable,
+                        "the source does not offer it",
+                    )));
+                    self.next(who, next);
+                } else {
+                    self.look_for_offer(who, op, &answer, tries + 1);
+                }
+            }
+            (Doing::Fetching, Done::TimedOut) => {
+                t.doing = Doing::Nothing;
+                let next = t.rank.healed(Err(Error::timeout("the state did not come")));
+                self.next(who, next);
+            }
+            (Doing::Reducing, Done::Reduced(epoch, result, number))
+                if t.group == Some(epoch) && t.broken.is_none() =>
+            {
+                t.result = result;
+                t.least = Some(number);
+                self.vote(who);
+            }
+            (Doing::Reducing, Done::Lost(_, why)) => {
+                t.error.get_or_insert(lost(why.clone()));
+                self.reports(who, why);
+                self.vote(who);
+            }
+            (Doing::Reducing, Done::TimedOut) => {
+                t.error.get_or_insert(Error::timeout("the reduction"));
+                self.reports(who, "the reduction timed out".into());
+                self.give_up_group(who);
+                self.vote(who);
+            }
+            _ => {}
+        }
+    }
+
+    /// The rank says that its epoch failed.
+    fn reports(&mut self, who: Who, reason: String) {
+        let Some(epoch) = self.trainer(who).and_then(|t| t.group) else {
+            return;
+        };
+        let rank = who.rank;
+        let quorum_id = epoch;
+        self.server_hears(
+            who,
+            ReplicaEvent::Reported {
+                rank,
+                quorum_id,
+                reason: reason.clone(),
+            },
+        );
+        self.report_to_lighthouse(who, quorum_id, reason);
+    }
+
+    fn vote(&mut self, who: Who) {
+        let ticket = self.number();
+        let Some(t) = self.trainer(who) else { return };
+        t.moved += 1;
+        t.doing = Doing::Nothing;
+        match t.rank.vote(t.error.clone(), t.least) {
+            Err(e) => self.violate(format!("{who:?} cannot vote: {e}")),
+            Ok(vote) => {
+                t.vote = Some(vote);
+                self.cast(who, ticket);
+            }
+        }
+    }
+
+    fn cast(&mut self, who: Who, ticket: Ticket) {
+        let Some(t) = self.trainer(who) else { return };
+        t.call = Some(ticket);
+        let Some(vote) = t.vote.clone() else { return };
+        self.server_hears(who, Self::vote_event(&vote, who.rank, ticket));
+        let late = Error::timeout("no decision");
+        self.later(CALL * 6, who, Happening::Decision(ticket, Err(late)));
+    }
+
+    pub(crate) fn decided(&mut self, who: Who, ticket: Ticket, decision: Result<bool, Error>) {
+        let again = self.number();
+        let Some(t) = self.trainer(who).filter(|t| t.call == Some(ticket)) else {
+            return;
+        };
+        t.call = None;
+        t.moved += 1;
+        match &decision {
+            // The answer is lost, not the vote: it is cast again.
+            Err(e) if e.kind() == ErrorKind::Unavailable => {
+                self.server_hears(who, ReplicaEvent::Withdraw { ticket });
+                return self.cast(who, again);
+            }
+            Err(e) if e.kind() == ErrorKind::PeerLost => {
+                self.later(Duration::ZERO, who, Happening::Exit);
+                return;
+            }
+            Err(_) => self.server_hears(who, ReplicaEvent::Withdraw { ticket }),
+            Ok(_) => {}
+        }
+        let Some(t) = self.trainer(who) else { return };
+        let commit = decision.as_ref().ok().copied();
+        t.rank.decided(commit);
+        if commit == Some(true) {
+            t.value = mix(t.value ^ t.result);
+            let (step, lineage, value) = (t.rank.step(), t.rank.lineage().clone(), t.value);
+            let checked = self.checks.state(who, step, lineage.as_str(), value);
+            self.check(checked);
+            self.note(|| format!("{who:?} committed step {}", step - 1));
+            self.committed(who);
+            let delay = self.random.millis(20, 400);
+            self.later(delay, who, Happening::InnerSteps);
+            return;
+        }
+        let failures = u32::try_from(t.rank.commit_failures()).unwrap_or(0);
+        self.note(|| format!("{who:?} did not commit: {decision:?}"));
+        let pause = match failures.checked_sub(3) {
+            Some(doublings) => Duration::from_millis(10 << doublings.min(6)),
+            None => Duration::ZERO,
+        };
+        self.later(pause, who, Happening::Attempt);
+    }
+
+    pub(crate) fn pushed(&mut self, who: Who, epoch: i64, reason: String) {
+        let Some(t) = self.trainer(who) else { return };
+        if t.aborted.as_ref().is_none_or(|(newest, _)| *newest <= epoch) {
+            t.aborted = Some((epoch, reason.clone()));
+        }
+        if t.group != Some(epoch) {
+            return;
+        }
+        t.broken.get_or_insert_with(|| reason.clone());
+        let op = t.op;
+        self.leave_group(epoch, who);
+        self.done(who, op, Done::Lost(epoch, reason));
+    }
+}

@@ -1,0 +1,1076 @@
+//! Replicas, lighthouse and network under virtual time: the real state machines, and around them a machine that delays,
+//! loses, kills, stops and cuts.
+//!
+//! Everything that happens is an event with a time and an owner, the process in which it happens. A stopped process's events
+//! wait until it goes on; a dead one's are nobody's. Messages over one connection stay in order, as TCP has them.
+
+use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use ftcore::{Error, ErrorKind};
+use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Ticket};
+use protocol::rank::RankVote;
+use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
+use protocol::{Lineage, Member, Quorum, QuorumResult};
+
+use crate::checks::Checks;
+use crate::groups::{Groups, Who};
+use crate::random::{Fault, Random, Scenario, mix};
+use crate::trainer::{Done, Trainer};
+
+pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
+const JOIN_TIMEOUT: Duration = Duration::from_secs(4);
+const PROGRESS_TIMEOUT: Duration = Duration::from_secs(15);
+const GRACE: Duration = Duration::from_secs(3);
+const BEAT: Duration = Duration::from_millis(900);
+/// For one call of a rank, one connect, one reduction.
+pub(crate) const CALL: Duration = Duration::from_secs(10);
+/// After the last fault, everybody who is able to has committed again within this time.
+const RECOVERY: Duration = Duration::from_secs(120);
+/// So many more commits count as going on.
+const GOES_ON: u64 = 3;
+const START_OF_DAY: i64 = 1_000_000;
+
+/// Who does what happens.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Owner {
+    World,
+    Lighthouse(u64),
+    Process(Who),
+}
+
+/// What happens.
+#[derive(Debug)]
+pub(crate) enum Happening {
+    Fault(usize),
+    /// All processes of a replica start.
+    Start(usize),
+    LighthouseStarts,
+    LighthouseTick,
+    /// An event for the lighthouse; a stream or call of the replica `from` in its life.
+    ToLighthouse(Event),
+    /// What the lighthouse answers or pushes.
+    Answered(u64, Result<Arc<Quorum>, Error>),
+    Server(ReplicaEvent),
+    ServerTick,
+    Beat,
+    Attach,
+    /// The stream to the lighthouse broke.
+    AttachBroke(u64),
+    /// The training thread begins an attempt.
+    Attempt,
+    AskAgain,
+    Quorum(Ticket, Result<QuorumResult, Error>),
+    Done(u64, Done),
+    Decision(Ticket, Result<bool, Error>),
+    Pushed(i64, String),
+    InnerSteps,
+    /// The rank's client tells of progress.
+    ShowProgress,
+    /// A process exits by itself.
+    Exit,
+}
+
+struct Queued {
+    at: Duration,
+    order: u64,
+    owner: Owner,
+    what: Happening,
+}
+
+impl PartialEq for Queued {
+    fn eq(&self, other: &Self) -> bool {
+        (self.at, self.order) == (other.at, other.order)
+    }
+}
+impl Eq for Queued {}
+impl PartialOrd for Queued {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Queued {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        // The heap gives the largest: the earliest is that.
+        (other.at, other.order).cmp(&(self.at, self.order))
+    }
+}
+
+/// One run of a replica.
+struct Replica {
+    life: u64,
+    id: String,
+    /// By rank; `None` once the process has ended.
+    processes: Vec<Option<Process>>,
+    server: ReplicaState,
+    stream: Option<u64>,
+    /// Quorum calls to the lighthouse that are open.
+    calls: BTreeMap<u64, Ticket>,
+    /// Messages to the lighthouse stay in order.
+    last_arrival: Duration,
+    restart: Duration,
+    /// When the server looks at its time-outs next.
+    tick: Option<Duration>,
+}
+
+struct Process {
+    trainer: Trainer,
+    stopped_until: Duration,
+    hung_until: Duration,
+    shown: u64,
+}
+
+struct Lighthouse {
+    state: LighthouseState,
+    life: u64,
+    stopped_until: Duration,
+    awake: Duration,
+    calls: BTreeMap<Ticket, (Who, u64)>,
+    streams: BTreeMap<String, (Who, u64)>,
+}
+
+pub(crate) struct World {
+    scenario: Scenario,
+    pub(crate) random: Random,
+    pub(crate) now: Duration,
+    start: Instant,
+    queue: BinaryHeap<Queued>,
+    order: u64,
+    numbers: u64,
+    lighthouse: Option<Lighthouse>,
+    saved: (i64, Vec<String>),
+    lighthouse_lives: u64,
+    replicas: Vec<Option<Replica>>,
+    lives: Vec<u64>,
+    cut_until: Vec<Duration>,
+    split: (u64, Duration),
+    pub(crate) groups: Groups,
+    pub(crate) checks: Checks,
+    quiet_from: Duration,
+    /// Commits of each slot since the last fault.
+    since: Vec<u64>,
+    trace: Option<VecDeque<String>>,
+    violation: Option<String>,
+    pub(crate) events: u64,
+}
+
+/// What a run came to.
+pub(crate) struct Outcome {
+    pub(crate) violation: Option<String>,
+    pub(crate) trace: Vec<String>,
+    pub(crate) events: u64,
+    pub(crate) commits: u64,
+}
+
+pub(crate) fn run(scenario: &Scenario, traced: bool) -> Outcome {
+    let mut world = World::new(scenario.clone(), traced);
+    world.go();
+    Outcome {
+        violation: world.violation,
+        trace: world.trace.unwrap_or_default().into(),
+        events: world.events,
+        commits: world.checks.commits,
+    }
+}
+
+impl World {
+    fn new(scenario: Scenario, traced: bool) -> Self {
+        let n = scenario.replicas;
+        let mut world = Self {
+            random: Random::new(mix(scenario.seed)),
+            now: Duration::ZERO,
+            start: Instant::now(),
+            queue: BinaryHeap::new(),
+            order: 0,
+            numbers: 1,
+            lighthouse: None,
+            saved: (0, Vec::new()),
+            lighthouse_lives: 0,
+            replicas: (0..n).map(|_| None).collect(),
+            lives: vec![0; n],
+            cut_until: vec![Duration::ZERO; n],
+            split: (0, Duration::ZERO),
+            groups: Groups::default(),
+            checks: Checks::default(),
+            quiet_from: Duration::ZERO,
+            since: vec![0; n],
+            trace: traced.then(VecDeque::new),
+            violation: None,
+            events: 0,
+            scenario,
+        };
+        world.start_lighthouse();
+        for slot in 0..n {
+            let at = world.random.millis(0, 500);
+            world.at(at, Owner::World, Happening::Start(slot));
+        }
+        for (i, (at, fault)) in world.scenario.faults.clone().into_iter().enumerate() {
+            world.quiet_from = world.quiet_from.max(at + lasts(&fault));
+            world.at(at, Owner::World, Happening::Fault(i));
+        }
+        world
+    }
+
+    fn instant(&self) -> Instant {
+        self.start + self.now
+    }
+
+    pub(crate) fn number(&mut self) -> u64 {
+        self.numbers += 1;
+        self.numbers
+    }
+
+    fn at(&mut self, at: Duration, owner: Owner, what: Happening) {
+        self.order += 1;
+        let order = self.order;
+        self.queue.push(Queued {
+            at,
+            order,
+            owner,
+            what,
+        });
+    }
+
+    /// Something for a process, `delay` from now.
+    pub(crate) fn later(&mut self, delay: Duration, who: Who, what: Happening) {
+        self.at(self.now + delay, Owner::Process(who), what);
+    }
+
+    pub(crate) fn note(&mut self, text: impl FnOnce() -> String) {
+        // Who is stuck long after the last fault became so before: what the others do since tells nothing.
+        let told = self.now < self.quiet_from + CALL * 3;
+        if let Some(trace) = self.trace.as_mut().filter(|_| told) {
+            trace.push_back(format!("{:>9.3} s  {}", self.now.as_secs_f64(), text()));
+            if trace.len() > 400 {
+                trace.pop_front();
+            }
+        }
+    }
+
+    pub(crate) fn violate(&mut self, text: String) {
+        self.violation.get_or_insert(text);
+    }
+
+    pub(crate) fn check(&mut self, outcome: Result<(), String>) {
+        if let Err(text) = outcome {
+            self.violate(text);
+        }
+    }
+
+    fn go(&mut self) {
+        let end = self.quiet_from + RECOVERY;
+        let mut is_quiet = false;
+        while let Some(next) = self.queue.pop() {
+            if !is_quiet && next.at >= self.quiet_from {
+                is_quiet = true;
+                self.since.fill(0);
+            }
+            self.now = next.at.max(self.now);
+            if self.now > end {
+                self.stuck();
+                return;
+            }
+            if is_quiet && self.all_go_on() {
+                return;
+            }
+            self.events += 1;
+            self.take(next.order, next.owner, next.what);
+            if self.violation.is_some() {
+                return;
+            }
+        }
+        self.stuck();
+    }
+
+    /// True if every replica that is not hung has committed some steps since the last fault.
+    fn all_go_on(&self) -> bool {
+        (0..self.replicas.len()).all(|slot| self.is_hung(slot) || self.since[slot] >= GOES_ON)
+    }
+
+    fn is_hung(&self, slot: usize) -> bool {
+        let hung = |p: &Option<Process>| p.as_ref().is_some_and(|p| p.hung_until == Duration::MAX);
+        self.replicas[slot]
+            .as_ref()
+            .is_some_and(|r| r.processes.iter().any(hung))
+    }
+
+    /// The largest step of a replica's ranks.
+    fn step_of(&self, slot: usize) -> i64 {
+        let processes = self.replicas[slot]
+            .iter()
+            .flat_map(|r| r.processes.iter().flatten());
+        processes.map(|p| p.trainer.step()).max().unwrap_or(0)
+    }
+
+    fn stuck(&mut self) {
+        let newest = |hung: bool| {
+            let slots = (0..self.replicas.len()).filter(|&s| self.is_hung(s) == hung);
+            slots.map(|s| self.step_of(s)).max().unwrap_or(0)
+        };
+        let hangs = (0..self.replicas.len()).any(|s| self.is_hung(s));
+        if newest(true) > newest(false) || (hangs && self.checks.commits == 0) {
+            // Whoever hangs for ever is the only one that holds the newest state, so that nobody is able to go on from it; or it is
+            // one of those that the first quorum waits for, however long that takes.
+            return;
+        }
+        let slots: Vec<String> = (0..self.replicas.len())
+            .filter(|&s| !self.is_hung(s) && self.since[s] < GOES_ON)
+            .map(|s| format!("r{s} ({} commits)", self.since[s]))
+            .collect();
+        let reason = self.lighthouse.as_ref().map(|l| l.state.reason(self.instant()));
+        self.violate(format!(
+            "liveness: {RECOVERY:?} after the last fault {} do not go on; the lighthouse: {reason:?}",
+            slots.join(", ")
+        ));
+    }
+
+    fn replica(&mut self, who: Who) -> Option<&mut Replica> {
+        self.replicas[who.slot].as_mut().filter(|r| r.life == who.life)
+    }
+
+    fn process(&mut self, who: Who) -> Option<&mut Process> {
+        self.replica(who)?.processes[who.rank as usize].as_mut()
+    }
+
+    pub(crate) fn trainer(&mut self, who: Who) -> Option<&mut Trainer> {
+        self.process(who).map(|p| &mut p.trainer)
+    }
+
+    /// True if neither side of a split lies between the two.
+    pub(crate) fn reach(&self, a: Who, b: Who) -> bool {
+        let side = |w: Who| (self.split.0 >> w.slot) & 1;
+        self.now >= self.split.1 || side(a) == side(b)
+    }
+
+    /// Once more at `until`, before whatever is queued for that time but happened later.
+    fn postpone(&mut self, until: Duration, order: u64, owner: Owner, what: Happening) {
+        self.queue.push(Queued {
+            at: until,
+            order,
+            owner,
+            what,
+        });
+    }
+
+    fn take(&mut self, order: u64, owner: Owner, what: Happening) {
+        match owner {
+            Owner::World => self.world_event(what),
+            Owner::Lighthouse(life) => {
+                let Some(lighthouse) = self.lighthouse.as_ref().filter(|l| l.life == life) else {
+                    return;
+                };
+                let until = lighthouse.stopped_until;
+                if until > self.now {
+                    self.postpone(until, order, owner, what);
+                    return;
+                }
+                match what {
+                    Happening::ToLighthouse(event) => self.tell_lighthouse(event),
+                    _ => {
+                        self.at(
+                            self.now + Duration::from_millis(500),
+                            owner,
+                            Happening::LighthouseTick,
+                        );
+                        self.tell_lighthouse(Event::Tick);
+                    }
+                }
+            }
+            Owner::Process(who) => {
+                let Some(process) = self.process(who) else { return };
+                let trains = matches!(
+                    what,
+                    Happening::Attempt
+                        | Happening::AskAgain
+                        | Happening::Quorum(..)
+                        | Happening::Done(..)
+                        | Happening::Decision(..)
+                        | Happening::InnerSteps
+                );
+                let hung = if trains {
+                    process.hung_until
+                } else {
+                    Duration::ZERO
+                };
+                let until = process.stopped_until.max(hung);
+                if until == Duration::MAX {
+                    return;
+                }
+                if until > self.now {
+                    self.postpone(until, order, owner, what);
+                    return;
+                }
+                self.process_event(who, what);
+            }
+        }
+    }
+
+    // ---- the lighthouse ----
+
+    fn start_lighthouse(&mut self) {
+        let rules = QuorumRules {
+            min_replicas: self.scenario.min_replicas as usize,
+            initial_replicas: Some(self.scenario.replicas),
+            join_timeout: JOIN_TIMEOUT,
+            heartbeat_timeout: HEARTBEAT_TIMEOUT,
+        };
+        self.lighthouse_lives += 1;
+        let life = self.lighthouse_lives;
+        let clock = START_OF_DAY + self.now.as_millis() as i64;
+        let (id, members) = self.saved.clone();
+        let state = LighthouseState::new(rules, clock.max(id), members, self.instant());
+        self.lighthouse = Some(Lighthouse {
+            state,
+            life,
+            stopped_until: Duration::ZERO,
+            awake: self.now,
+            calls: BTreeMap::new(),
+            streams: BTreeMap::new(),
+        });
+        self.at(self.now, Owner::Lighthouse(life), Happening::LighthouseTick);
+    }
+
+    fn tell_lighthouse(&mut self, event: Event) {
+        let (now, instant) = (self.now, self.instant());
+        let Some(lighthouse) = &mut self.lighthouse else {
+            return;
+        };
+        let mut all = Vec::new();
+        let away = now.saturating_sub(lighthouse.awake);
+        if away > Duration::from_secs(2) {
+            all.extend(lighthouse.state.apply(Event::Away { time: away }, instant));
+        }
+        lighthouse.awake = now;
+        if let Event::Withdraw { ticket } = &event {
+            lighthouse.calls.remove(ticket);
+        }
+        if let Event::Detached { replica_id, stream } = &event
+            && lighthouse
+                .streams
+                .get(replica_id)
+                .is_some_and(|(_, s)| s == stream)
+        {
+            lighthouse.streams.remove(replica_id);
+        }
+        let text = if self.trace.is_some() && !matches!(event, Event::Tick | Event::Heartbeat { .. }) {
+            format!("lighthouse hears {event:?}")
+        } else {
+            String::new()
+        };
+        all.extend(lighthouse.state.apply(event, instant));
+        if !text.is_empty() {
+            self.note(|| text);
+        }
+        for action in all {
+            self.lighthouse_acts(action);
+        }
+    }
+
+    fn lighthouse_acts(&mut self, action: Action) {
+        let Some(lighthouse) = &mut self.lighthouse else {
+            return;
+        };
+        match action {
+            Action::Deliver { tickets, quorum } => {
+                let ids: Vec<String> = quorum.ids().map(str::to_string).collect();
+                self.saved = (quorum.quorum_id, ids.clone());
+                let calls: Vec<_> = tickets
+                    .iter()
+                    .filter_map(|t| lighthouse.calls.remove(t))
+                    .collect();
+                let checked = self
+                    .checks
+                    .quorum(quorum.quorum_id, &ids, self.scenario.min_replicas as usize);
+                self.check(checked);
+                self.note(|| format!("quorum {} of {ids:?}", quorum.quorum_id));
+                for (who, call) in calls {
+                    self.to_server(who, Happening::Answered(call, Ok(quorum.clone())));
+                }
+            }
+            Action::Reject { ticket, error } => {
+                if let Some((who, call)) = lighthouse.calls.remove(&ticket) {
+                    self.to_server(who, Happening::Answered(call, Err(error)));
+                }
+            }
+            Action::Push { to, event } => {
+                let streams: Vec<_> = to
+                    .iter()
+                    .filter_map(|id| lighthouse.streams.get(id).copied())
+                    .collect();
+                for (who, _) in streams {
+                    self.to_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
+                }
+            }
+            Action::Refuse { stream, .. } => {
+                lighthouse.streams.retain(|_, (_, s)| *s != stream);
+            }
+            _ => {}
+        }
+    }
+
+    /// A message from the lighthouse; a broken connection costs it.
+    fn to_server(&mut self, who: Who, what: Happening) {
+        if self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
+            self.connection_breaks(who);
+            return;
+        }
+        let delay = self.random.millis(0, 3);
+        self.later(delay, who, what);
+    }
+
+    /// An event that a replica's server sends to the lighthouse.
+    fn to_lighthouse(&mut self, who: Who, event: Event) {
+        if self.lighthouse.is_none() || self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
+            self.connection_breaks(who);
+            return;
+        }
+        let at = self.now + self.random.millis(0, 3);
+        let Some(replica) = self.replica(who) else { return };
+        let at = at.max(replica.last_arrival);
+        replica.last_arrival = at;
+        let life = self.lighthouse_lives;
+        self.at(at, Owner::Lighthouse(life), Happening::ToLighthouse(event));
+    }
+
+    fn is_cut(&self, slot: usize) -> bool {
+        self.cut_until[slot] > self.now
+    }
+
+    /// The connection between a replica's server and the lighthouse is gone: both ends learn it, each in its time.
+    fn connection_breaks(&mut self, who: Who) {
+        let slow = if self.is_cut(who.slot) { 5_000 } else { 50 };
+        let Some(replica) = self.replica(who) else { return };
+        let id = replica.id.clone();
+        let calls = std::mem::take(&mut replica.calls);
+        let stream = replica.stream.take();
+        for (call, ticket) in calls {
+            let delay = self.random.millis(0, slow);
+            self.lighthouse_later(delay, Event::Withdraw { ticket });
+            let error = Error::new(ErrorKind::Unavailable, "the connection broke");
+            let delay = self.random.millis(1, slow);
+            self.later(delay, who, Happening::Answered(call, Err(error)));
+        }
+        if let Some(stream) = stream {
+            let delay = self.random.millis(0, slow);
+            self.lighthouse_later(
+                delay,
+                Event::Detached {
+                    replica_id: id,
+                    stream,
+                },
+            );
+            let delay = self.random.millis(1, slow);
+            self.later(delay, who, Happening::AttachBroke(stream));
+        }
+    }
+
+    fn lighthouse_later(&mut self, delay: Duration, event: Event) {
+        let life = self.lighthouse_lives;
+        self.at(
+            self.now + delay,
+            Owner::Lighthouse(life),
+            Happening::ToLighthouse(event),
+        );
+    }
+
+    // ---- processes ----
+
+    fn process_event(&mut self, who: Who, what: Happening) {
+        match what {
+            Happening::Server(event) => self.tell_server(who, event),
+            Happening::Answered(call, answer) => {
+                if let Some(replica) = self.replica(who) {
+                    replica.calls.remove(&call);
+                }
+                self.tell_server(who, ReplicaEvent::Answered { call, answer });
+            }
+            Happening::ServerTick => {
+                if let Some(replica) = self.replica(who) {
+                    replica.tick = None;
+                }
+                self.tell_server(who, ReplicaEvent::Tick);
+            }
+            Happening::Beat => {
+                self.later(BEAT, who, Happening::Beat);
+                let Some(replica) = self.replica(who) else { return };
+                let replica_id = replica.id.clone();
+                let asks = replica.server.last_quorum_id() > 0 || !replica.calls.is_empty();
+                if asks && !replica.server.is_out() {
+                    self.to_lighthouse(who, Event::Heartbeat { replica_id });
+                }
+            }
+            Happening::Attach => self.attach(who),
+            Happening::AttachBroke(stream) => {
+                if let Some(replica) = self.replica(who)
+                    && replica.stream == Some(stream)
+                {
+                    replica.stream = None;
+                }
+                let delay = self.random.millis(50, 1_000);
+                self.later(delay, who, Happening::Attach);
+            }
+            Happening::Attempt => self.attempt(who),
+            Happening::AskAgain => self.ask(who),
+            Happening::Quorum(ticket, answer) => self.quorum_answered(who, ticket, answer),
+            Happening::Done(op, done) => self.done(who, op, done),
+            Happening::Decision(ticket, decision) => self.decided(who, ticket, decision),
+            Happening::Pushed(epoch, reason) => self.pushed(who, epoch, reason),
+            Happening::InnerSteps => {
+                let work = self.number();
+                if let Some(trainer) = self.trainer(who) {
+                    trainer.new_work(work);
+                    self.attempt(who);
+                }
+            }
+            Happening::ShowProgress => {
+                self.later(Duration::from_secs(1), who, Happening::ShowProgress);
+                if let Some(process) = self.process(who)
+                    && process.shown != process.trainer.moved
+                {
+                    process.shown = process.trainer.moved;
+                    let rank = who.rank;
+                    self.server_hears(who, ReplicaEvent::Progress { rank });
+                }
+            }
+            Happening::Exit => self.ends(who, "it exits"),
+            Happening::Fault(_)
+            | Happening::Start(_)
+            | Happening::LighthouseStarts
+            | Happening::LighthouseTick
+            | Happening::ToLighthouse(_) => {}
+        }
+    }
+
+    fn attach(&mut self, who: Who) {
+        let stream = self.number();
+        let refused = self.lighthouse.is_none() || self.is_cut(who.slot);
+        let Some(replica) = self.replica(who) else { return };
+        let out = replica.server.is_out();
+        if refused || out || replica.stream.is_some() {
+            if refused || out {
+                let delay = self.random.millis(200, 1_000);
+                self.later(delay, who, Happening::Attach);
+            }
+            return;
+        }
+        replica.stream = Some(stream);
+        let (replica_id, last_quorum_id) = (replica.id.clone(), replica.server.last_quorum_id());
+        if let Some(lighthouse) = &mut self.lighthouse {
+            lighthouse.streams.insert(replica_id.clone(), (who, stream));
+        }
+        let event = Event::Attached {
+            replica_id,
+            stream,
+            last_quorum_id,
+        };
+        self.to_lighthouse(who, event);
+    }
+
+    /// The server of the rank's replica, as `who` reaches it.
+    fn server_of(who: Who) -> Who {
+        Who { rank: 0, ..who }
+    }
+
+    pub(crate) fn server_hears(&mut self, who: Who, event: ReplicaEvent) {
+        let delay = self.random.millis(0, 1);
+        self.later(delay, Self::server_of(who), Happening::Server(event));
+    }
+
+    fn tell_server(&mut self, server: Who, event: ReplicaEvent) {
+        let instant = self.instant();
+        let Some(replica) = self.replica(server) else {
+            return;
+        };
+        let actions = replica.server.apply(event, instant);
+        let due = replica.server.next_deadline();
+        for action in actions {
+            self.server_acts(server, action);
+        }
+        let start = self.start;
+        let Some(replica) = self.replica(server) else {
+            return;
+        };
+        let at = due.map(|due| due.saturating_duration_since(start));
+        if let Some(at) = at.filter(|at| replica.tick.is_none_or(|t| *at < t)) {
+            replica.tick = Some(at);
+            self.at(at.max(self.now), Owner::Process(server), Happening::ServerTick);
+        }
+    }
+
+    fn server_acts(&mut self, server: Who, action: ReplicaAction) {
+        match action {
+            ReplicaAction::Ask { call, request, .. } => {
+                let ticket = self.number();
+                let refused = self.lighthouse.is_none() || self.is_cut(server.slot);
+                let Some(replica) = self.replica(server) else {
+                    return;
+                };
+                let slot = server.slot;
+                let member = Member {
+                    replica_id: replica.id.clone(),
+                    address: format!("http://10.0.0.{slot}:{}", 1000 + server.life),
+                    store_address: format!("10.0.0.{slot}:{}", 20_000 + server.life),
+                    step: request.step,
+                    world_size: replica.processes.len() as u64,
+                    shrink_only: request.shrink_only,
+                    commit_failures: request.commit_failures,
+                    lineage: request.lineage,
+                    last_quorum_id: request.last_quorum_id,
+                    healed: request.healed,
+                    life: server.life.to_string(),
+                    ..Member::default()
+                };
+                replica.calls.insert(call, ticket);
+                if refused {
+                    self.connection_breaks(server);
+                    return;
+                }
+                if let Some(lighthouse) = &mut self.lighthouse {
+                    lighthouse.calls.insert(ticket, (server, call));
+                }
+                self.to_lighthouse(server, Event::Join { member, ticket });
+            }
+            ReplicaAction::Cancel { call } => {
+                if let Some(ticket) = self.replica(server).and_then(|r| r.calls.remove(&call)) {
+                    self.to_lighthouse(server, Event::Withdraw { ticket });
+                }
+            }
+            ReplicaAction::Quorum { ticket, answer } => {
+                self.to_rank_of(server, ticket, |t| Happening::Quorum(t, answer));
+            }
+            ReplicaAction::Decide { ticket, answer } => {
+                self.to_rank_of(server, ticket, |t| Happening::Decision(t, answer));
+            }
+            ReplicaAction::Push(event) => {
+                for rank in 0..self.scenario.ranks {
+                    let delay = self.random.millis(0, 2);
+                    let what = Happening::Pushed(event.quorum_id, event.reason.clone());
+                    self.later(delay, Who { rank, ..server }, what);
+                }
+            }
+            ReplicaAction::Fail { reason } => {
+                self.note(|| format!("{server:?} cannot go on: {reason}"));
+                let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
+                    return;
+                };
+                self.to_lighthouse(server, Event::Leave { replica_id, reason });
+                // Its stream ends with that.
+                if let Some(stream) = self.replica(server).and_then(|r| r.stream.take()) {
+                    self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
+                }
+            }
+            ReplicaAction::EndWatches => {}
+        }
+    }
+
+    /// An answer to the rank that waits under `ticket`: over loopback, where connections break too.
+    fn to_rank_of(&mut self, server: Who, ticket: Ticket, what: impl FnOnce(Ticket) -> Happening) {
+        let rank = (0..self.scenario.ranks).find(|&rank| {
+            let trainer = self.trainer(Who { rank, ..server });
+            trainer.is_some_and(|t| t.call == Some(ticket))
+        });
+        let Some(rank) = rank else { return };
+        let who = Who { rank, ..server };
+        let delay = self.random.millis(0, 1);
+        let what = what(ticket);
+        let lost = self.random.chance(self.scenario.loss / 4);
+        let what = match what {
+            Happening::Decision(ticket, _) if lost => Happening::Decision(
+                ticket,
+                Err(Error::new(ErrorKind::Unavailable, "the connection broke")),
+            ),
+            Happening::Quorum(ticket, _) if lost => Happening::Quorum(
+                ticket,
+                Err(Error::new(ErrorKind::Unavailable, "the connection broke")),
+            ),
+            what => what,
+        };
+        self.later(delay, who, what);
+    }
+
+    pub(crate) fn vote_event(vote: &RankVote, rank: u32, ticket: Ticket) -> ReplicaEvent {
+        ReplicaEvent::Vote {
+            rank,
+            key: vote.key,
+            vote: vote.against.is_none(),
+            ticket,
+        }
+    }
+
+    pub(crate) fn deadline(&self) -> Instant {
+        self.instant() + CALL * 6
+    }
+
+    pub(crate) fn min_replicas(&self) -> u32 {
+        self.scenario.min_replicas
+    }
+
+    /// A rank has committed.
+    pub(crate) fn committed(&mut self, who: Who) {
+        if who.rank == 0 {
+            self.since[who.slot] += 1;
+            self.checks.commits += 1;
+        }
+    }
+
+    /// A state that a peer offers, as it is now.
+    pub(crate) fn offer_of(
+        &mut self,
+        address: &str,
+        rank: u32,
+        step: i64,
+        epoch: i64,
+    ) -> Option<(Who, u64, Lineage, u64)> {
+        let slot: usize = address
+            .strip_prefix("http://10.0.0.")?
+            .split(':')
+            .next()?
+            .parse()
+            .ok()?;
+        let life = self.replicas.get(slot)?.as_ref()?.life;
+        let who = Who { slot, life, rank };
+        if !address.ends_with(&format!(":{}", 1000 + life)) {
+            return None;
+        }
+        let offer = self
+            .trainer(who)?
+            .offer
+            .clone()
+            .filter(|o| (o.step, o.epoch) == (step, epoch))?;
+        Some((who, offer.value, offer.lineage, offer.work))
+    }
+
+    // ---- faults ----
+
+    fn world_event(&mut self, what: Happening) {
+        match what {
+            Happening::Start(slot) => self.start_replica(slot),
+            Happening::LighthouseStarts => self.start_lighthouse(),
+            Happening::Fault(i) => {
+                let Some((_, fault)) = self.scenario.faults.get(i).cloned() else {
+                    return;
+                };
+                self.note(|| format!("FAULT {fault:?}"));
+                self.fault(fault);
+            }
+            _ => {}
+        }
+    }
+
+    fn start_replica(&mut self, slot: usize) {
+        self.lives[slot] += 1;
+        let life = self.lives[slot];
+        let id = format!("r{slot}:{life}");
+        self.note(|| format!("{id} starts"));
+        let rules = ReplicaRules {
+            replica_id: id.clone(),
+            world_size: self.scenario.ranks,
+            progress_timeout: PROGRESS_TIMEOUT,
+            grace: GRACE,
+        };
+        let ranks = self.scenario.ranks;
+        let rank_rules = Trainer::rules(&self.scenario);
+        let processes = (0..ranks).map(|rank| {
+            let value = self.random.next();
+            let work = mix(value);
+            let who = Who { slot, life, rank };
+            Some(Process {
+                trainer: Trainer::new(who, rank_rules.clone(), value, work),
+                stopped_until: Duration::ZERO,
+                hung_until: Duration::ZERO,
+                shown: 0,
+            })
+        });
+        self.replicas[slot] = Some(Replica {
+            life,
+            id,
+            processes: processes.collect(),
+            server: ReplicaState::new(rules),
+            stream: None,
+            calls: BTreeMap::new(),
+            last_arrival: self.now,
+            restart: Duration::from_millis(500),
+            tick: None,
+        });
+        let server = Who { slot, life, rank: 0 };
+        self.later(Duration::ZERO, server, Happening::Attach);
+        self.later(BEAT, server, Happening::Beat);
+        for rank in 0..ranks {
+            let who = Who { slot, life, rank };
+            let watch = u64::from(rank) + 1;
+            self.server_hears(who, ReplicaEvent::Watched { rank, watch });
+            let delay = self.random.millis(1, 100);
+            self.later(delay, who, Happening::Attempt);
+            self.later(Duration::from_secs(1), who, Happening::ShowProgress);
+        }
+    }
+
+    fn fault(&mut self, fault: Fault) {
+        let now = self.now;
+        match fault {
+            Fault::Kill { slot, rank, restart } => {
+                let Some(replica) = &mut self.replicas[slot] else {
+                    return;
+                };
+                replica.restart = restart;
+                let who = Who {
+                    slot,
+                    life: replica.life,
+                    rank,
+                };
+                self.ends(who, "it is killed");
+            }
+            Fault::Pause { slot, rank, time } => {
+                let process = self.replicas[slot]
+                    .as_mut()
+                    .and_then(|r| r.processes[rank as usize].as_mut());
+                if let Some(process) = process {
+                    process.stopped_until = process.stopped_until.max(now + time);
+                }
+            }
+            Fault::Hang { slot, rank, time } => {
+                let process = self.replicas[slot]
+                    .as_mut()
+                    .and_then(|r| r.processes[rank as usize].as_mut());
+                if let Some(process) = process {
+                    process.hung_until = process.hung_until.max(time.map_or(Duration::MAX, |t| now + t));
+                }
+            }
+            Fault::KillLighthouse { down } => {
+                self.lighthouse = None;
+                self.at(now + down, Owner::World, Happening::LighthouseStarts);
+                for slot in 0..self.replicas.len() {
+                    let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) else {
+                        continue;
+                    };
+                    self.connection_breaks(Who { slot, life, rank: 0 });
+                }
+            }
+            Fault::PauseLighthouse { time } => {
+                if let Some(lighthouse) = &mut self.lighthouse {
+                    lighthouse.stopped_until = now + time;
+                }
+            }
+            Fault::Cut { slot, time } => {
+                self.cut_until[slot] = now + time;
+                if let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) {
+                    self.connection_breaks(Who { slot, life, rank: 0 });
+                }
+            }
+            Fault::Split { side, time } => self.split = (side, now + time),
+            Fault::Stranger { claim } => self.stranger(claim),
+        }
+    }
+
+    /// What somebody who is no replica of the job may say; it must cost the job nothing.
+    fn stranger(&mut self, claim: u64) {
+        let id = format!("x{}:1", claim % 3);
+        let ticket = self.number();
+        let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
+        let member = Member {
+            replica_id: id.clone(),
+            address: ["", "x", "http://", "http://10.0.0.9:0"][(claim >> 16) as usize % 4].into(),
+            store_address: ["", "10.0.0.9", "10.0.0.9:x", ":1"][(claim >> 20) as usize % 4].into(),
+            step: absurd,
+            world_size: 1,
+            last_quorum_id: absurd.max(0),
+            ..Member::default()
+        };
+        let event = match claim >> 32 & 3 {
+            0 => Event::Join { member, ticket },
+            1 => Event::Heartbeat { replica_id: id },
+            2 => Event::Attached {
+                replica_id: id,
+                stream: ticket,
+                last_quorum_id: absurd.max(1),
+            },
+            _ => Event::Report {
+                replica_id: id,
+                quorum_id: self.saved.0,
+                reason: "I say so".into(),
+            },
+        };
+        self.lighthouse_later(Duration::ZERO, event);
+    }
+
+    /// A process ends: its kernel closes what it had open.
+    fn ends(&mut self, who: Who, why: &str) {
+        let Some(replica) = self.replica(who) else { return };
+        let Some(process) = replica.processes[who.rank as usize].take() else {
+            return;
+        };
+        let all_gone = replica.processes.iter().all(Option::is_none);
+        let restart = replica.restart;
+        self.note(|| format!("{who:?} ends: {why}"));
+        for epoch in process.trainer.epochs() {
+            self.leave_group(epoch, who);
+        }
+        if who.rank == 0 {
+            // Its servers are gone: the lighthouse sees the stream break, the ranks see refused connections for a while.
+            self.connection_breaks(who);
+            for rank in 1..self.scenario.ranks {
+                let delay = Duration::from_secs(1) + self.random.millis(0, 200);
+                self.later(delay, Who { rank, ..who }, Happening::Exit);
+            }
+        } else {
+            let (rank, watch) = (who.rank, u64::from(who.rank) + 1);
+            self.server_hears(who, ReplicaEvent::Unwatched { rank, watch });
+            let delay = self.random.millis(1, 20);
+            self.later(
+                delay,
+                Self::server_of(who),
+                Happening::Server(ReplicaEvent::Ended { rank, watch }),
+            );
+        }
+        if all_gone {
+            self.replicas[who.slot] = None;
+            self.at(self.now + restart, Owner::World, Happening::Start(who.slot));
+        }
+    }
+
+    /// The others of the group hear that `who` left it.
+    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who) {
+        for other in self.groups.leave(epoch, who) {
+            let op = self.trainer(other).map_or(0, |t| t.op);
+            let delay = self.random.millis(0, 4);
+            self.later(
+                delay,
+                other,
+                Happening::Done(op, Done::Lost(epoch, format!("{who:?} is gone"))),
+            );
+        }
+    }
+}
+
+/// How long a fault lasts.
+fn lasts(fault: &Fault) -> Duration {
+    match fault {
+        Fault::Kill { restart, .. } => *restart,
+        Fault::Pause { time, .. }
+        | Fault::PauseLighthouse { time }
+        | Fault::Cut { time, .. }
+        | Fault::Split { time, .. } => *time,
+        Fault::Hang { time, .. } => time.unwrap_or(Duration::ZERO),
+        Fault::KillLighthouse { down } => *down,
+        Fault::Stranger { .. } => Duration::ZERO,
+    }
+}
+
+impl World {
+    /// What the reporter of a rank sends over the manager server.
+    pub(crate) fn report_to_lighthouse(&mut self, who: Who, quorum_id: i64, reason: String) {
+        let server = Self::server_of(who);
+        let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
+            return;
+        };
+        self.to_lighthouse(
+            server,
+            Event::Report {
+                replica_id,
+                quorum_id,
+                reason,
+            },
+        );
+    }
+}
