@@ -412,15 +412,17 @@ fn a_rank_that_gives_up_ends_the_calls_of_all_ranks_those_that_wait_and_those_to
         );
     };
     std::thread::scope(|scope| {
-        let (asks, votes) = (rank(), rank());
-        let asks = scope.spawn(move || asks.quorum(&ask(0), soon()).unwrap_err());
-        let votes = scope.spawn(move || votes.should_commit(&vote(2), soon()).unwrap_err());
+        let waits = [0, 2].map(|group_rank| {
+            let client = rank();
+            scope.spawn(move || client.quorum(&ask(group_rank), soon()).unwrap_err())
+        });
         let leaves = rank();
         let wrong = leaves.give_up(&vote(3), "x", soon()).unwrap_err();
         assert_eq!(wrong.kind(), ErrorKind::InvalidArgument, "{wrong}");
         leaves.give_up(&vote(1), "no such dtype", soon()).unwrap();
-        given_up(asks.join().unwrap());
-        given_up(votes.join().unwrap());
+        for wait in waits {
+            given_up(wait.join().unwrap());
+        }
     });
     // The first reason stays.
     rank().give_up(&vote(0), "another one", soon()).unwrap();
