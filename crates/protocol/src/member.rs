@@ -29,6 +29,8 @@ pub struct Member {
     pub last_quorum_id: i64,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
+    /// The number of members of that quorum; 0 if not told.
+    pub last_world_size: u64,
     /// Tells two processes apart that come under the same `replica_id`; empty if not told.
     pub life: String,
 }

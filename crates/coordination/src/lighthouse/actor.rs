@@ -5,7 +5,6 @@
 //! call has at most one message in it and waits for its answer.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -14,7 +13,7 @@ use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
-use super::persist;
+use super::persist::StateFile;
 use crate::wire::{quorum_message, torchft};
 use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
@@ -107,7 +106,7 @@ impl Lighthouse {
 
 struct Actor {
     state: LighthouseState,
-    state_file: Option<PathBuf>,
+    state_file: Option<Arc<StateFile>>,
     saved_id: i64,
     calls: HashMap<Ticket, oneshot::Sender<Result<torchft::Quorum>>>,
     /// By replica id: the present stream and its sending side.
@@ -124,7 +123,7 @@ pub(crate) fn start(
     state: LighthouseState,
     tick: Duration,
     away_after: Duration,
-    state_file: Option<PathBuf>,
+    state_file: Option<Arc<StateFile>>,
 ) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let mut actor = Actor {
@@ -252,6 +251,12 @@ impl Actor {
         let mut refused = None;
         for action in self.state.apply(event, Instant::now()) {
             match action {
+                Action::Save(record) => {
+                    // Without the file, a restart still continues from the clock.
+                    if let Some(Err(error)) = self.state_file.as_ref().map(|file| file.save(&record)) {
+                        tracing::error!(%error, "the record could not be saved");
+                    }
+                }
                 Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
@@ -286,10 +291,6 @@ impl Actor {
             self.saved_id = quorum.quorum_id;
             let ids: Vec<&str> = quorum.ids().collect();
             tracing::info!(epoch = quorum.quorum_id, members = ?ids, "quorum");
-            // Before anybody learns the id. Without the file, a restart still continues from the clock.
-            if let Some(Err(error)) = self.state_file.as_ref().map(|path| persist::save(path, quorum)) {
-                tracing::error!(%error, "the quorum id could not be saved");
-            }
         }
         let message = quorum_message(quorum, SystemTime::now());
         for ticket in tickets {

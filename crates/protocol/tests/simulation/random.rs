@@ -118,7 +118,7 @@ impl Scenario {
     fn fault(&self, r: &mut Random) -> Fault {
         let slot = r.below(self.replicas as u64) as usize;
         let rank = r.below(u64::from(self.ranks)) as u32;
-        match r.below(16) {
+        match r.below(17) {
             0..=5 => Fault::Kill {
                 slot,
                 rank,

@@ -50,7 +50,6 @@ enum Doing {
 }
 
 pub(crate) struct Trainer {
-    who: Who,
     rank: Rank,
     value: u64,
     /// The outer gradient of the present step: whose it is. A copy travels with the state.
@@ -83,15 +82,14 @@ impl Trainer {
         }
     }
 
-    pub(crate) fn new(who: Who, rules: RankRules, value: u64, work: u64) -> Self {
+    pub(crate) fn new(group_rank: u32, rules: RankRules, value: u64, work: u64) -> Self {
         // Without an initial sync all replicas begin with the same state.
         let value = if rules.init_sync {
             value
         } else {
-            u64::from(who.rank)
+            u64::from(group_rank)
         };
         Self {
-            who,
             rank: Rank::new(rules),
             value,
             work,

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
-use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Ticket};
+use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Record, Start, Ticket};
 use protocol::rank::RankVote;
 use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
 use protocol::{Lineage, Member, Quorum, QuorumResult};
@@ -139,7 +139,7 @@ pub(crate) struct World {
     order: u64,
     numbers: u64,
     lighthouse: Option<Lighthouse>,
-    saved: (i64, Vec<String>),
+    record: Option<Record>,
     lighthouse_lives: u64,
     replicas: Vec<Option<Replica>>,
     lives: Vec<u64>,
@@ -185,7 +185,7 @@ impl World {
             order: 0,
             numbers: 1,
             lighthouse: None,
-            saved: (0, Vec::new()),
+            record: None,
             lighthouse_lives: 0,
             replicas: (0..n).map(|_| None).collect(),
             lives: vec![0; n],
@@ -295,12 +295,12 @@ impl World {
             .is_some_and(|r| r.processes.iter().any(hung))
     }
 
-    /// The largest step of a replica's ranks.
+    /// The smallest step of a replica's ranks: what it holds as a whole.
     fn step_of(&self, slot: usize) -> i64 {
         let processes = self.replicas[slot]
             .iter()
             .flat_map(|r| r.processes.iter().flatten());
-        processes.map(|p| p.trainer.step()).max().unwrap_or(0)
+        processes.map(|p| p.trainer.step()).min().unwrap_or(0)
     }
 
     fn stuck(&mut self) {
@@ -309,8 +309,13 @@ impl World {
             slots.map(|s| self.step_of(s)).max().unwrap_or(0)
         };
         let hangs = (0..self.replicas.len()).any(|s| self.is_hung(s));
-        if newest(true) > newest(false) || (hangs && self.checks.commits == 0) {
-            // Whoever hangs for ever is the only one that holds the newest state, so that nobody is able to go on from it; or it is
+        let recorded = self
+            .lighthouse
+            .as_ref()
+            .and_then(|l| l.state.record())
+            .map_or(0, |r| r.step);
+        if hangs && (newest(true) > newest(false) || recorded > newest(false) || self.checks.commits == 0) {
+            // Whoever hangs for ever is the only one that holds the newest state, or is missing for the decision to go back; or it is
             // one of those that the first quorum waits for, however long that takes.
             return;
         }
@@ -418,8 +423,12 @@ impl World {
         self.lighthouse_lives += 1;
         let life = self.lighthouse_lives;
         let clock = START_OF_DAY + self.now.as_millis() as i64;
-        let (id, members) = self.saved.clone();
-        let state = LighthouseState::new(rules, clock.max(id), members, self.instant());
+        let start = Start {
+            clock_ms: clock,
+            record: self.record.clone(),
+            accept_rollback: false,
+        };
+        let state = LighthouseState::new(rules, start, self.instant());
         self.lighthouse = Some(Lighthouse {
             state,
             life,
@@ -474,7 +483,6 @@ impl World {
         match action {
             Action::Deliver { tickets, quorum } => {
                 let ids: Vec<String> = quorum.ids().map(str::to_string).collect();
-                self.saved = (quorum.quorum_id, ids.clone());
                 let calls: Vec<_> = tickets
                     .iter()
                     .filter_map(|t| lighthouse.calls.remove(t))
@@ -502,10 +510,10 @@ impl World {
                     self.to_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
                 }
             }
+            Action::Save(record) => self.record = Some(record),
             Action::Refuse { stream, .. } => {
                 lighthouse.streams.retain(|_, (_, s)| *s != stream);
             }
-            _ => {}
         }
     }
 
@@ -754,7 +762,7 @@ impl World {
                 let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
                     return;
                 };
-                self.to_lighthouse(server, Event::Leave { replica_id, reason });
+                self.to_lighthouse(server, Event::Failed { replica_id, reason });
                 // Its stream ends with that.
                 if let Some(stream) = self.replica(server).and_then(|r| r.stream.take()) {
                     self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
@@ -800,10 +808,6 @@ impl World {
 
     pub(crate) fn deadline(&self) -> Instant {
         self.instant() + CALL * 6
-    }
-
-    pub(crate) fn min_replicas(&self) -> u32 {
-        self.scenario.min_replicas
     }
 
     /// A rank has committed.
@@ -874,9 +878,8 @@ impl World {
         let processes = (0..ranks).map(|rank| {
             let value = self.random.next();
             let work = mix(value);
-            let who = Who { slot, life, rank };
             Some(Process {
-                trainer: Trainer::new(who, rank_rules.clone(), value, work),
+                trainer: Trainer::new(rank, rank_rules.clone(), value, work),
                 stopped_until: Duration::ZERO,
                 hung_until: Duration::ZERO,
                 shown: 0,
@@ -968,26 +971,44 @@ impl World {
         let id = format!("x{}:1", claim % 3);
         let ticket = self.number();
         let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
+        // Before there is a record, a stranger that says the right things is a replica: who may speak is for credentials to say.
+        let is_well_formed = self.record.is_some() && claim >> 12 & 1 == 1;
+        let (address, store_address) = if is_well_formed {
+            ("http://10.0.0.9:1", "10.0.0.9:2")
+        } else {
+            let addresses = ["", "x", "http://", "http://10.0.0.9:0"];
+            let stores = ["", "10.0.0.9", "10.0.0.9:x", ":1"];
+            (
+                addresses[(claim >> 16) as usize % 4],
+                stores[(claim >> 20) as usize % 4],
+            )
+        };
         let member = Member {
             replica_id: id.clone(),
-            address: ["", "x", "http://", "http://10.0.0.9:0"][(claim >> 16) as usize % 4].into(),
-            store_address: ["", "10.0.0.9", "10.0.0.9:x", ":1"][(claim >> 20) as usize % 4].into(),
-            step: absurd,
+            address: address.into(),
+            store_address: store_address.into(),
+            // At or below the recorded step it would be a newcomer like any other.
+            step: if is_well_formed {
+                absurd.max(1 << 40)
+            } else {
+                absurd
+            },
             world_size: 1,
+            lineage: ["", "made up"][(claim >> 24) as usize % 2].into(),
             last_quorum_id: absurd.max(0),
             ..Member::default()
         };
-        let event = match claim >> 32 & 3 {
-            0 => Event::Join { member, ticket },
-            1 => Event::Heartbeat { replica_id: id },
-            2 => Event::Attached {
+        let event = match (claim >> 32) % 5 {
+            0 | 1 => Event::Join { member, ticket },
+            2 => Event::Heartbeat { replica_id: id },
+            3 => Event::Attached {
                 replica_id: id,
                 stream: ticket,
                 last_quorum_id: absurd.max(1),
             },
             _ => Event::Report {
                 replica_id: id,
-                quorum_id: self.saved.0,
+                quorum_id: self.record.as_ref().map_or(0, |r| r.quorum_id),
                 reason: "I say so".into(),
             },
         };
