@@ -253,3 +253,6 @@ impl Rounds {
         self.phase = Phase::Left;
     }
 }
+
+#[cfg(test)]
+mod tests;
