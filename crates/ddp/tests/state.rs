@@ -68,10 +68,11 @@ fn apply(weight: &mut Weight, averages: &[Vec<f32>]) -> Result<()> {
 
 #[test]
 fn inv4_gradients_of_a_state_that_was_healed_over_are_never_sent() {
-    for all_healed in [false, true] {
+    // Into a later step, and into the same one, whose history is another.
+    for (all_healed, step) in [(false, 5), (true, 5), (true, 0)] {
         let (mut replica, sent) = watched();
         // Lost, then healed and voted down, then done.
-        (replica.heal, replica.heal_after) = (Some(Source::Now(5, saved(100.0))), 1);
+        (replica.heal, replica.heal_after) = (Some(Source::Now(step, saved(100.0))), 1);
         replica.all_healed = all_healed;
         replica.reductions = VecDeque::from([false, true, true]);
         replica.votes = VecDeque::from([false, true]);
@@ -81,16 +82,16 @@ fn inv4_gradients_of_a_state_that_was_healed_over_are_never_sent() {
             gradient(w)
         };
         let report = d.step(&mut weight, compute, apply).unwrap();
-        assert_eq!((report.step, report.failed_attempts), (5, 2));
+        assert_eq!((report.step, report.failed_attempts), (step, 2));
         assert!(report.healed.is_some());
         // It contributes to the step that it healed into only if all did, and then with what it computed on that state, once.
         let healed = if all_healed { 100.0 } else { 0.0 };
-        assert_eq!(*sent.borrow(), [(0, 1.0), (5, healed), (5, healed)]);
+        assert_eq!(*sent.borrow(), [(0, 1.0), (step, healed), (step, healed)]);
         assert_eq!((computed, weight.0), (1 + i32::from(all_healed), 100.0 + healed));
         d.step(&mut weight, |w, _| gradient(w), apply).unwrap();
         assert_eq!(
             sent.borrow()[3],
-            (6, 100.0 + healed),
+            (step + 1, 100.0 + healed),
             "from the next step on it contributes"
         );
     }
