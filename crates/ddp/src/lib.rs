@@ -10,6 +10,7 @@
 mod attempt;
 mod buckets;
 mod feedback;
+mod sampler;
 mod state;
 
 use std::sync::Arc;
@@ -23,6 +24,7 @@ use feedback::Feedback;
 use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
 use quant::ErrorFeedback;
+pub use sampler::{Part, Sampler};
 use state::Whole;
 
 /// How gradients travel.
