@@ -73,11 +73,13 @@ pub struct StepReport {
     pub healed: Option<Healed>,
 }
 
-/// How far the end of the run has got.
+/// How far the run has got.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
+enum Stage {
+    /// There was no quorum yet.
+    New,
     /// There are steps to make.
-    Open,
+    Running,
     /// The closing round is done.
     Closed,
     /// This replica has left.
@@ -91,7 +93,7 @@ pub struct Ddp<R> {
     plan: BucketPlan,
     feedback: Feedback,
     integrity: Integrity,
-    end: End,
+    stage: Stage,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
 }
 
@@ -112,7 +114,7 @@ impl<R: Replica> Ddp<R> {
             plan,
             feedback: Feedback::default(),
             integrity: Integrity::default(),
-            end: End::Open,
+            stage: Stage::New,
             on_reduce: None,
         })
     }
@@ -148,9 +150,14 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// Takes over what [`save`](Self::save) gave on this replica, before the first step; the [`Replica`] must stand at the same step
-    /// (`Manager::restore`). Errors: those of `state`, which leave one of no step; `InvalidArgument` for debts that are none.
+    /// (`Manager::restore`). Errors: those of `state`, which leave one of no step; `InvalidArgument` for debts that are none; `InvalidState` once
+    /// there was a step.
     pub fn restore(&mut self, from: &StateDict, state: &mut dyn State) -> Result<()> {
         self.integrity.check()?;
+        if self.stage != Stage::New {
+            let text = "restore comes before the first step: what the state holds now is of the present one";
+            return Err(Error::new(ErrorKind::InvalidState, text));
+        }
         self.whole(state, &mut Kept::default(), true).load(from)
     }
 
@@ -244,24 +251,25 @@ impl<R: Replica> Ddp<R> {
     ///
     /// Errors: those of [`step`](Self::step); `InvalidState` if the run has ended already.
     pub fn finish<S: State>(&mut self, state: &mut S) -> Result<()> {
-        if self.end == End::Left {
+        if self.stage == Stage::Left {
             return self.check();
         }
         // A replica that healed right into the closing round has been through it already.
-        if self.end == End::Open && self.config.steps.is_none_or(|n| self.current_step() <= n) {
+        let is_open = self.stage != Stage::Closed;
+        if is_open && self.config.steps.is_none_or(|n| self.current_step() <= n) {
             self.run(state, true, |_, _, _| Ok(()), |_, _| Ok(()))?;
         }
         self.integrity.check()?;
-        self.end = End::Closed;
+        self.stage = Stage::Closed;
         self.replica.leave(deadline_in(Duration::from_secs(5)))?;
-        self.end = End::Left;
+        self.stage = Stage::Left;
         Ok(())
     }
 
     /// Errors: `InvalidState` if there can be no step.
     fn check(&self) -> Result<()> {
         self.integrity.check()?;
-        if self.end != End::Open {
+        if matches!(self.stage, Stage::Closed | Stage::Left) {
             let text = "the run has ended: finish was called, and no step comes after it";
             return Err(Error::new(ErrorKind::InvalidState, text));
         }
@@ -291,6 +299,7 @@ impl<R: Replica> Ddp<R> {
             let participation = self.replica.start_quorum(&mut whole, deadline)?;
             // A recovery that failed is a lost vote for the replica; from half of a state nobody goes on (INV-5).
             self.integrity.check()?;
+            self.stage = Stage::Running;
             if participation.healed.is_some() {
                 healed = participation.healed.clone();
             }

@@ -180,7 +180,11 @@ fn a_run_ends_once_and_its_end_is_retried_where_it_broke_off() {
     let (mut replica, sent) = watched();
     replica.quorums = VecDeque::from([true, false, true]);
     let (mut d, mut weight) = (made(replica), Weight(1.0));
+    d.restore(&saved(3.0), &mut weight).unwrap();
     d.step(&mut weight, |w, _| gradient(w), apply).unwrap();
+    let e = d.restore(&saved(3.0), &mut weight).unwrap_err();
+    assert_eq!((e.kind(), weight.0), (ErrorKind::InvalidState, 6.0), "{e}");
+    assert!(e.to_string().contains("before the first step"), "{e}");
     assert_eq!(d.finish(&mut weight).unwrap_err().kind(), ErrorKind::Timeout);
     d.finish(&mut weight).unwrap();
     assert_eq!((d.current_step(), sent.borrow().len()), (2, 1));

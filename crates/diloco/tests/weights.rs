@@ -14,7 +14,7 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, RoundReport, SliceParameters};
+use diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
 
