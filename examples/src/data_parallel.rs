@@ -1,18 +1,18 @@
 //! Fault-tolerant data-parallel training of a candle model: the loop of `train_ddp`, and of `train_diloco --data-parallel`.
 //!
-//! Per step: loss and gradients of this replica's batch, averaged with whoever is there, and one step of AdamW on what a
-//! healing replica would take over (`Whole`).
+//! Per step a quorum; then loss and gradients of this replica's batch on the state that it has after it, averaged with those of the other
+//! contributors, and one step of AdamW on what a healing replica would take over (`Whole`).
 
 use std::sync::atomic::Ordering;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig};
+use ddp::{Ddp, DdpConfig, Slot};
 use diloco::optim::{AdamW, Optimizer};
 use diloco::parameters_hash;
 use ftcore::{Error, Result};
-use manager::{Manager, State};
+use manager::{Manager, Participation, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
@@ -86,7 +86,10 @@ pub fn train(
     evaluate: impl FnOnce() -> Result<(f32, Option<f32>)>,
 ) -> Result<()> {
     let last = config.steps.unwrap_or(0);
-    let mut ddp = Ddp::new(manager, config)?;
+    let slots: Vec<Slot> = (0..model.params.len())
+        .map(|i| Slot::f32(model.params.numel(i)))
+        .collect();
+    let mut ddp = Ddp::new(manager, &slots, config)?;
     if let Some(debts) = place.debts.take() {
         ddp = ddp.with_error_feedback(debts);
     }
@@ -105,24 +108,29 @@ pub fn train(
     }
     whole.events = place.events.clone();
     while !ddp.is_finished() {
-        let begun = Instant::now();
-        let (loss, samples) = loss_of(whole.step)?;
-        let grads = loss
-            .backward()
-            .map_err(|e| candle_error("the backward pass", e))?;
-        let value = loss
-            .to_scalar::<f32>()
-            .map_err(|e| candle_error("reading the loss", e))?;
-        let params = &whole.model.params;
-        params.check_grads(&grads)?;
-        let gradients = (0..params.len())
-            .map(|i| params.with_grad(&grads, i, <[f32]>::to_vec))
-            .collect::<Result<Vec<_>>>()?;
-        recent.push(value);
-        place.inner_step(begun, whole.step, value, samples);
         place.step.store(ddp.current_step(), Ordering::Release);
-        let synced = Instant::now();
-        let report = ddp.step(&mut whole, &gradients, |whole, averages| {
+        let (begun, mut computing) = (Instant::now(), Duration::ZERO);
+        let compute = |whole: &mut Whole, now: &Participation| {
+            let begun = Instant::now();
+            place.step.store(now.step, Ordering::Release);
+            let (loss, samples) = loss_of(whole.step)?;
+            let grads = loss
+                .backward()
+                .map_err(|e| candle_error("the backward pass", e))?;
+            let value = loss
+                .to_scalar::<f32>()
+                .map_err(|e| candle_error("reading the loss", e))?;
+            let params = &whole.model.params;
+            params.check_grads(&grads)?;
+            let gradients = (0..params.len())
+                .map(|i| params.with_grad(&grads, i, <[f32]>::to_vec))
+                .collect::<Result<Vec<_>>>()?;
+            recent.push(value);
+            place.inner_step(begun, whole.step, value, samples);
+            computing += begun.elapsed();
+            Ok(gradients)
+        };
+        let report = ddp.step(&mut whole, compute, |whole, averages| {
             let Model { params, optimizer } = &mut whole.model;
             optimizer.lr = lr_at(whole.step);
             optimizer.begin_step();
@@ -132,7 +140,7 @@ pub fn train(
             whole.step += 1;
             Ok(())
         })?;
-        let (sync, traffic) = (synced.elapsed(), ddp.traffic());
+        let (sync, traffic) = (begun.elapsed().saturating_sub(computing), ddp.traffic());
         place.committed(
             report.step,
             report.epoch,
@@ -145,7 +153,8 @@ pub fn train(
         )?;
         let (step, is_last) = (ddp.current_step(), ddp.is_finished());
         if let Some(checkpoints) = place.checkpoints.as_ref().filter(|c| c.is_due(step, is_last)) {
-            checkpoints.offer(ddp.replica(), step, ddp.save(&mut whole)?, &recent)?;
+            let state = ddp.save(&mut whole)?;
+            checkpoints.offer(ddp.replica(), step, state, &recent)?;
         }
     }
     ddp.finish(&mut whole)?;

@@ -11,6 +11,7 @@
 mod codec;
 mod disk;
 mod fetch;
+mod integrity;
 mod manifest;
 mod newest;
 mod seal;
@@ -23,6 +24,7 @@ mod writer;
 pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
 pub use disk::{load, save};
 pub use fetch::{FetchOptions, fetch, fetch_with};
+pub use integrity::Integrity;
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest};
 pub use newest::{Found, Search, newest};
 pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use ftcore::{DType, Element, Error, ErrorKind, ReduceOp, Result, Tensor};
 use half::{bf16, f16};
-use manager::{ManagedWork, Replica};
+use manager::{ManagedWork, Participation, Replica};
 
 /// One gradient's place. The list of slots is the same on every replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -118,8 +118,15 @@ impl BucketPlan {
         })
     }
 
-    pub(crate) fn is_for(&self, slots: &[Slot]) -> bool {
-        self.slots == slots
+    /// The number of slots.
+    pub(crate) fn len(&self) -> usize {
+        self.slots.len()
+    }
+
+    /// Sends every bucket as zeros: what a replica sends that does not contribute.
+    pub(crate) fn send_zeros(&self, replica: &mut dyn Replica) -> Vec<ManagedWork> {
+        let zeros = |b: &Slot| replica.allreduce(vec![Tensor::zeros(b.dtype, b.count)], ReduceOp::Avg);
+        self.buckets.iter().map(zeros).collect()
     }
 
     /// The slots' tensors out of the buckets'.
@@ -168,6 +175,7 @@ enum Sum {
 pub struct Sink<'a> {
     replica: &'a mut dyn Replica,
     plan: &'a BucketPlan,
+    participation: &'a Participation,
     micro_batches: u32,
     micro_batch: u32,
     /// Per slot, while micro-batches add up.
@@ -181,10 +189,16 @@ pub struct Sink<'a> {
 }
 
 impl<'a> Sink<'a> {
-    pub(crate) fn new(replica: &'a mut dyn Replica, plan: &'a BucketPlan, micro_batches: u32) -> Self {
+    pub(crate) fn new(
+        replica: &'a mut dyn Replica,
+        plan: &'a BucketPlan,
+        participation: &'a Participation,
+        micro_batches: u32,
+    ) -> Self {
         Self {
             replica,
             plan,
+            participation,
             micro_batches: micro_batches.max(1),
             micro_batch: 0,
             sums: plan.slots.iter().map(|_| None).collect(),
@@ -197,6 +211,11 @@ impl<'a> Sink<'a> {
             missing: plan.buckets.iter().map(|b| b.count).collect(),
             works: Vec::with_capacity(plan.buckets.len()),
         }
+    }
+
+    /// The part that this replica has in the attempt.
+    pub fn participation(&self) -> &'a Participation {
+        self.participation
     }
 
     /// The gradient of `slot` in this micro-batch.

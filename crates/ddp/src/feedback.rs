@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use checkpoint::StateDict;
 use ftcore::Result;
-use manager::State;
 use quant::ErrorFeedback;
 
 /// The debts of this replica's rank; without error feedback there are none.
@@ -37,37 +36,27 @@ impl Feedback {
             None => {}
         }
     }
-}
 
-/// The caller's state and what this replica owes.
-pub(crate) struct Whole<'a> {
-    pub(crate) state: &'a mut dyn State,
-    pub(crate) feedback: &'a Feedback,
-    /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
-    pub(crate) own: bool,
-}
-
-impl State for Whole<'_> {
-    fn save(&self, out: &mut StateDict) -> Result<()> {
-        for (name, debts) in self.feedback.debts.iter().flat_map(|d| d.state()) {
-            out.insert_f32(format!("{PREFIX}{name}"), &[debts.len()], &debts)?;
-        }
-        self.state.save(out)
+    pub(crate) fn save(&self, out: &mut StateDict) -> Result<()> {
+        let all = self.debts.iter().flat_map(|d| d.state());
+        all.into_iter()
+            .try_for_each(|(name, debts)| out.insert_f32(format!("{PREFIX}{name}"), &[debts.len()], &debts))
     }
 
-    fn load(&mut self, from: &StateDict) -> Result<()> {
-        if let Some(debts) = &self.feedback.debts {
-            let saved = from.iter().filter_map(|(key, _)| {
-                let name = key.strip_prefix(PREFIX)?;
-                Some(from.get_f32(key).map(|values| (name.to_string(), values)))
-            });
-            let saved = saved.collect::<Result<Vec<_>>>()?;
-            if self.own {
-                debts.load(saved)?;
-            } else {
-                debts.adopt(saved)?;
-            }
+    /// Takes over the debts in `from`: this replica's `own`, or those of the source that it heals from.
+    pub(crate) fn load(&self, from: &StateDict, own: bool) -> Result<()> {
+        let Some(debts) = &self.debts else {
+            return Ok(());
+        };
+        let saved = from.iter().filter_map(|(key, _)| {
+            let name = key.strip_prefix(PREFIX)?;
+            Some(from.get_f32(key).map(|values| (name.to_string(), values)))
+        });
+        let saved = saved.collect::<Result<Vec<_>>>()?;
+        if own {
+            debts.load(saved)
+        } else {
+            debts.adopt(saved)
         }
-        self.state.load(from)
     }
 }

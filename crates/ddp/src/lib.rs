@@ -1,24 +1,31 @@
 //! Fault-tolerant data parallel: bucketed gradient averaging over plain slices.
 //!
-//! Per step a quorum, then this replica's gradients go out in `buckets` as they are made ([`Ddp::step_with`]: overlap with
-//! the backward pass, several dtypes, micro-batches, unused parameters) or all at once ([`Ddp::step`]); then a vote, and
-//! on a yes the averages over whoever is there go to the caller's optimizer. A step that fails is done again with the
-//! gradients that were kept; a replica that healed in it follows along without counting.
+//! Per step a quorum, in which a replica that is behind heals; then this replica computes its gradients on the state that it has now, and they
+//! go out in `buckets` as they are made ([`Ddp::step_with`]: overlap with the backward pass, several dtypes, micro-batches, unused
+//! parameters) or all at once ([`Ddp::step`]); then a vote, and on a yes the averages over the contributors go to the caller's optimizer.
+//!
+//! Gradients belong to a state (`attempt`): a step that fails is done again with those that were kept, unless the replica healed
+//! meanwhile. A replica that does not contribute computes nothing and follows along with zeros.
 
+mod attempt;
 mod buckets;
 mod feedback;
+mod sampler;
+mod state;
 
 use std::sync::Arc;
 use std::time::Duration;
 
-use checkpoint::StateDict;
-use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
-use manager::{Healed, ManagedWork, Replica, State};
-
+use attempt::{Kept, Sends};
 use buckets::BucketPlan;
 pub use buckets::{Sink, Slot};
-use feedback::{Feedback, Whole};
+use checkpoint::{Integrity, StateDict};
+use feedback::Feedback;
+use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
+use manager::{Healed, ManagedWork, Participation, Replica, State};
 use quant::ErrorFeedback;
+pub use sampler::{Part, Sampler};
+use state::Whole;
 
 /// How gradients travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -66,29 +73,48 @@ pub struct StepReport {
     pub healed: Option<Healed>,
 }
 
+/// How far the run has got.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    /// There was no quorum yet.
+    New,
+    /// There are steps to make.
+    Running,
+    /// The closing round is done.
+    Closed,
+    /// This replica has left.
+    Left,
+}
+
 /// Fault-tolerant data parallel over a [`Replica`].
 pub struct Ddp<R> {
     replica: R,
     config: DdpConfig,
-    plan: Option<BucketPlan>,
+    plan: BucketPlan,
     feedback: Feedback,
+    integrity: Integrity,
+    stage: Stage,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
 }
 
 impl<R: Replica> Ddp<R> {
-    /// Errors: a bucket size or a number of micro-batches of zero.
-    pub fn new(replica: R, config: DdpConfig) -> Result<Self> {
+    /// `slots` are the gradients of the model, the same on every replica. Errors: a slot that holds no gradients; a bucket size or a number of
+    /// micro-batches of zero.
+    pub fn new(replica: R, slots: &[Slot], config: DdpConfig) -> Result<Self> {
         if config.first_bucket_elements == 0 || config.bucket_elements == 0 {
             return Err(Error::invalid("bucket sizes must be at least one element"));
         }
         if config.micro_batches == 0 {
             return Err(Error::invalid("a step has at least one micro-batch"));
         }
+        let plan = BucketPlan::new(slots, config.first_bucket_elements, config.bucket_elements)?;
         Ok(Self {
             replica,
             config,
-            plan: None,
+            plan,
             feedback: Feedback::default(),
+            integrity: Integrity::default(),
+            stage: Stage::New,
             on_reduce: None,
         })
     }
@@ -101,21 +127,38 @@ impl<R: Replica> Ddp<R> {
         self
     }
 
-    /// `state` and what is owed, for a checkpoint on disk between two steps. Errors: those of `state`.
-    pub fn save(&self, state: &mut dyn State) -> Result<StateDict> {
+    fn whole<'a>(
+        &'a mut self,
+        state: &'a mut dyn State,
+        kept: &'a mut Kept<Vec<Tensor>>,
+        own: bool,
+    ) -> Whole<'a> {
+        Whole {
+            state,
+            feedback: &self.feedback,
+            kept,
+            integrity: &mut self.integrity,
+            own,
+        }
+    }
+
+    /// `state` and what is owed, for a checkpoint on disk between two steps. Errors: those of `state`; `InvalidState` if it is of no step.
+    pub fn save(&mut self, state: &mut dyn State) -> Result<StateDict> {
         let mut out = StateDict::new();
-        let feedback = &self.feedback;
-        let own = true;
-        Whole { state, feedback, own }.save(&mut out)?;
+        self.whole(state, &mut Kept::default(), true).save(&mut out)?;
         Ok(out)
     }
 
     /// Takes over what [`save`](Self::save) gave on this replica, before the first step; the [`Replica`] must stand at the same step
-    /// (`Manager::restore`). Errors: those of `state`; `InvalidArgument` for debts that are none.
-    pub fn restore(&self, from: &StateDict, state: &mut dyn State) -> Result<()> {
-        let feedback = &self.feedback;
-        let own = true;
-        Whole { state, feedback, own }.load(from)
+    /// (`Manager::restore`). Errors: those of `state`, which leave one of no step; `InvalidArgument` for debts that are none; `InvalidState` once
+    /// there was a step.
+    pub fn restore(&mut self, from: &StateDict, state: &mut dyn State) -> Result<()> {
+        self.integrity.check()?;
+        if self.stage != Stage::New {
+            let text = "restore comes before the first step: what the state holds now is of the present one";
+            return Err(Error::new(ErrorKind::InvalidState, text));
+        }
+        self.whole(state, &mut Kept::default(), true).load(from)
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
@@ -138,17 +181,23 @@ impl<R: Replica> Ddp<R> {
         self.replica.current_step()
     }
 
-    /// Averages `gradients` (one vector per parameter, in the same order and sizes on every replica) and calls `apply`
-    /// with the averages and the state once the step has committed. `state` is what a healing replica takes over; if this
-    /// replica heals in this step, `apply` gets the averages of the others, to go on from the state it just took. If it
-    /// heals right into the end of the run, `apply` is not called.
+    /// One step. After the quorum, and after healing if this replica is behind, `compute` gives the gradients of the state as it is then, one
+    /// vector per slot in the order of the slots; `apply` gets the averages over the contributors and the state once the step has
+    /// committed. `state` is what a healing replica takes over.
     ///
-    /// Errors: what cannot be retried, or a step that did not commit within `step_timeout`; the gradients are unchanged
-    /// then and nothing was applied. `InvalidState` with several micro-batches, which `step_with` takes.
+    /// `compute` runs again in a later attempt at the step if this replica healed meanwhile, or if its place among the contributors is another
+    /// one; otherwise the same gradients are sent again. It does not run where this replica does not contribute: one that has just
+    /// healed gets the averages of the others, to go on from the state that it took. If it heals right into the end of the run, `apply` does not
+    /// run either.
+    ///
+    /// Errors: what cannot be retried, a quorum that did not come about, or a step that did not commit within `step_timeout`; nothing was
+    /// applied then, and the step may be called again. Those of `compute`. Those of `apply`: the step has committed by then, so that the state
+    /// is of no step, and every later call is `InvalidState` until the replica is started again. `InvalidState` with several
+    /// micro-batches, which `step_with` takes.
     pub fn step<S: State>(
         &mut self,
         state: &mut S,
-        gradients: &[Vec<f32>],
+        mut compute: impl FnMut(&mut S, &Participation) -> Result<Vec<Vec<f32>>>,
         apply: impl FnOnce(&mut S, &[Vec<f32>]) -> Result<()>,
     ) -> Result<StepReport> {
         if self.config.micro_batches != 1 {
@@ -157,12 +206,20 @@ impl<R: Replica> Ddp<R> {
                 "this run accumulates micro-batches: use step_with",
             ));
         }
-        let slots: Vec<Slot> = gradients.iter().map(|g| Slot::f32(g.len())).collect();
-        let push_all = |_: &mut S, _: u32, sink: &mut Sink<'_>| {
+        let slots = self.plan.len();
+        let push_all = |state: &mut S, _: u32, sink: &mut Sink<'_>| {
+            let gradients = compute(state, sink.participation())?;
+            if gradients.len() != slots {
+                let text = format!(
+                    "{} gradients were computed; there are {slots} slots",
+                    gradients.len()
+                );
+                return Err(Error::invalid(text));
+            }
             let mut all = gradients.iter().enumerate().rev();
             all.try_for_each(|(slot, g)| sink.push(slot, g))
         };
-        self.run(state, &slots, false, push_all, |state, averages| {
+        self.run(state, false, push_all, |state, averages| {
             let averages = averages
                 .into_iter()
                 .map(|t| t.into_vec::<f32>().map_err(Error::from))
@@ -171,21 +228,16 @@ impl<R: Replica> Ddp<R> {
         })
     }
 
-    /// One step whose gradients are made while earlier ones already travel. After the quorum (and healing),
-    /// `compute(state, micro_batch, sink)` runs once per micro-batch and pushes the gradients of `slots` as the backward
-    /// pass makes them, the last parameter's first; slots that it leaves out count as zero. `apply` gets the averages, a
-    /// tensor per slot, as in [`step`](Self::step).
-    ///
-    /// A step that has to be done again sends the same gradients and does not compute anew. Errors: as
-    /// [`step`](Self::step), and those of `compute`, after which the step cannot go on.
+    /// One step whose gradients are made while earlier ones already travel: `compute(state, micro_batch, sink)` runs once per micro-batch
+    /// and pushes the gradients as the backward pass makes them, the last parameter's first; slots that it leaves out count as zero.
+    /// `apply` gets the averages, a tensor per slot. Both run where and when, and errors are as, in [`step`](Self::step).
     pub fn step_with<S: State>(
         &mut self,
         state: &mut S,
-        slots: &[Slot],
         compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
         apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
     ) -> Result<StepReport> {
-        self.run(state, slots, false, compute, apply)
+        self.run(state, false, compute, apply)
     }
 
     /// True once the configured number of steps is done; only `finish` is left to call.
@@ -194,66 +246,86 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
-    /// bitwise equal; then says good-bye. Without `DdpConfig::steps`, all replicas must call it after the same step.
+    /// bitwise equal; then leaves. Without `DdpConfig::steps`, all replicas must call it after the same step. After an error that can be
+    /// retried it may be called again.
+    ///
+    /// Errors: those of [`step`](Self::step); `InvalidState` if the run has ended already.
     pub fn finish<S: State>(&mut self, state: &mut S) -> Result<()> {
-        // A replica that healed right into the closing round has been through it already.
-        if self.config.steps.is_none_or(|n| self.current_step() <= n) {
-            self.run(state, &[], true, |_, _, _| Ok(()), |_, _| Ok(()))?;
+        if self.stage == Stage::Left {
+            return self.check();
         }
-        self.replica.leave(deadline_in(Duration::from_secs(5)))
+        // A replica that healed right into the closing round has been through it already.
+        let is_open = self.stage != Stage::Closed;
+        if is_open && self.config.steps.is_none_or(|n| self.current_step() <= n) {
+            self.run(state, true, |_, _, _| Ok(()), |_, _| Ok(()))?;
+        }
+        self.integrity.check()?;
+        self.stage = Stage::Closed;
+        self.replica.leave(deadline_in(Duration::from_secs(5)))?;
+        self.stage = Stage::Left;
+        Ok(())
+    }
+
+    /// Errors: `InvalidState` if there can be no step.
+    fn check(&self) -> Result<()> {
+        self.integrity.check()?;
+        if matches!(self.stage, Stage::Closed | Stage::Left) {
+            let text = "the run has ended: finish was called, and no step comes after it";
+            return Err(Error::new(ErrorKind::InvalidState, text));
+        }
+        Ok(())
     }
 
     fn run<S: State>(
         &mut self,
         state: &mut S,
-        slots: &[Slot],
         closing: bool,
         mut compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
         apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
     ) -> Result<StepReport> {
+        self.check()?;
         let deadline = deadline_in(self.config.step_timeout);
-        let plan = match self.plan.take().filter(|plan| plan.is_for(slots)) {
-            Some(plan) => plan,
-            None => BucketPlan::new(
-                slots,
-                self.config.first_bucket_elements,
-                self.config.bucket_elements,
-            )?,
-        };
         let mut failed_attempts = 0;
         let mut healed = None;
-        let mut kept: Option<Vec<Tensor>> = None;
+        let mut kept = Kept::default();
         loop {
             let mut whole = Whole {
                 state,
                 feedback: &self.feedback,
+                kept: &mut kept,
+                integrity: &mut self.integrity,
                 own: false,
             };
             let participation = self.replica.start_quorum(&mut whole, deadline)?;
+            // A recovery that failed is a lost vote for the replica; from half of a state nobody goes on (INV-5).
+            self.integrity.check()?;
+            self.stage = Stage::Running;
             if participation.healed.is_some() {
                 healed = participation.healed.clone();
             }
             let closing = closing || self.config.steps.is_some_and(|n| participation.step >= n);
             self.feedback.begin();
-            let works = match &kept {
-                _ if closing => Vec::new(),
-                Some(buckets) => buckets
-                    .iter()
-                    .map(|b| {
+            let works = match kept.sends(&participation, closing) {
+                Sends::Nothing => Vec::new(),
+                Sends::Zeros => self.plan.send_zeros(&mut self.replica),
+                Sends::Again(buckets) => {
+                    let again = |b| {
                         self.replica
                             .allreduce(vec![buckets::copy(b)], ftcore::ReduceOp::Avg)
-                    })
-                    .collect(),
-                None => {
-                    let mut sink = Sink::new(&mut self.replica, &plan, self.config.micro_batches);
-                    for micro_batch in 0..self.config.micro_batches {
+                    };
+                    buckets.iter().map(again).collect()
+                }
+                Sends::Fresh => {
+                    let n = self.config.micro_batches;
+                    let mut sink = Sink::new(&mut self.replica, &self.plan, &participation, n);
+                    for micro_batch in 0..n {
                         if micro_batch > 0 {
                             sink.next_micro_batch();
                         }
                         compute(state, micro_batch, &mut sink)?;
                     }
                     let (works, buckets) = sink.finish()?;
-                    kept = Some(buckets);
+                    kept.keep(&participation, buckets);
                     works
                 }
             };
@@ -268,16 +340,14 @@ impl<R: Replica> Ddp<R> {
             };
             self.feedback.end(committed);
             if committed {
-                let (averages, contributors) = averages.ok_or_else(|| {
-                    Error::new(
-                        ErrorKind::Internal,
-                        "a step was committed although a reduction failed",
-                    )
-                })?;
-                if !closing {
-                    apply(state, plan.unpack(&averages)?)?;
-                }
-                self.plan = Some(plan);
+                // The step has advanced: what goes wrong from here on leaves a state that is of no step.
+                let applied = averages.ok_or_else(reduction_missing).and_then(|(averages, n)| {
+                    if !closing {
+                        apply(state, self.plan.unpack(&averages)?)?;
+                    }
+                    Ok(n)
+                });
+                let contributors = self.integrity.record(applied)?;
                 return Ok(StepReport {
                     step: participation.step,
                     epoch: participation.epoch,
@@ -316,4 +386,11 @@ impl<R: Replica> Ddp<R> {
         }
         Some((buckets, if contributors == u32::MAX { 0 } else { contributors }))
     }
+}
+
+fn reduction_missing() -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        "a step was committed although a reduction failed",
+    )
 }

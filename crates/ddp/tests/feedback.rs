@@ -7,13 +7,15 @@
     reason = "a failure here is a failed test"
 )]
 
-use std::sync::Arc;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex};
 
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig};
+use ddp::{Ddp, DdpConfig, Slot};
 use ftcore::{Result, Store};
 use manager::State;
-use training_rig::{ScriptedReplica, ranks, two_bits};
+use quant::ErrorFeedback;
+use training_rig::{ScriptedReplica, Source, ranks, two_bits};
 
 const WORLD: u32 = 2;
 
@@ -43,7 +45,7 @@ fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>
         let debts = group.error_feedback().unwrap();
         let mut member = ScriptedReplica::connected(group, (rank, WORLD));
         (member.step, member.votes) = (step, votes.iter().copied().collect());
-        Ddp::new(member, DdpConfig::default())
+        Ddp::new(member, &[Slot::f32(2)], DdpConfig::default())
             .unwrap()
             .with_error_feedback(debts)
     };
@@ -62,7 +64,8 @@ fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>
                 state.0 = before.iter().zip(&averages[0]).map(|(s, a)| s + a).collect();
                 Ok(())
             };
-            ddp.step(&mut state, &[vec![4.0, 1.0]], apply).unwrap();
+            ddp.step(&mut state, |_, _| Ok(vec![vec![4.0, 1.0]]), apply)
+                .unwrap();
             [state.0[0] - before[0], state.0[1] - before[1]]
         })
         .collect()
@@ -80,4 +83,57 @@ fn l13_a_failed_commit_and_a_restart_leave_what_is_owed_as_it_was() {
     assert_eq!(history(&[true, false, false, true, false], None), undisturbed);
     assert_eq!(history(&[false], Some(1)), undisturbed);
     assert_eq!(history(&[], Some(2)), undisturbed);
+}
+
+#[test]
+fn a_replica_that_healed_into_a_step_pays_nothing_of_what_it_owes_in_any_attempt_at_it() {
+    let (offer, heal) = channel();
+    let (offer, heal) = (Mutex::new(Some(offer)), Mutex::new(Some(heal)));
+    let contributed = |debts: &ErrorFeedback| {
+        let mut all = debts.state();
+        all.retain(|(name, _)| name.ends_with(".contributed"));
+        all
+    };
+    let ends = ranks(WORLD, |rank, store| {
+        let group = two_bits(1, store, (rank, WORLD));
+        let debts = group.error_feedback().unwrap();
+        let mut member = ScriptedReplica::connected(group, (rank, WORLD));
+        // The second step fails twice on both.
+        member.votes = [true, false, false].into();
+        let adopted = Arc::new(Mutex::new(Vec::new()));
+        if rank == 1 {
+            member.heal = heal.lock().unwrap().take().map(Source::From);
+            member.heal_after = 1;
+            let (seen, owed) = (adopted.clone(), debts.clone());
+            member.on_healed = Some(Box::new(move || *seen.lock().unwrap() = contributed(&owed)));
+        }
+        let mut ddp = Ddp::new(member, &[Slot::f32(2)], DdpConfig::default())
+            .unwrap()
+            .with_error_feedback(debts.clone());
+        let mut state = Sum(vec![0.0; 2]);
+        let mut averages = Vec::new();
+        let mut after = Vec::new();
+        for step in 0..2 {
+            if (rank, step) == (0, 1) {
+                *ddp.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
+            }
+            let report = ddp.step(
+                &mut state,
+                |_, _| Ok(vec![vec![4.0, 1.0 + rank as f32]]),
+                |_, a| {
+                    averages = a[0].clone();
+                    Ok(())
+                },
+            );
+            assert_eq!(report.unwrap().failed_attempts, 2 * step);
+            after.push(contributed(&debts));
+        }
+        (adopted.lock().unwrap().clone(), after, averages)
+    });
+    let ((_, source, mean), (adopted, healed, seen)) = (&ends[0], &ends[1]);
+    assert_eq!(adopted, &source[0], "it owes what its source owes");
+    assert!(adopted.iter().any(|(_, debts)| debts.iter().any(|d| *d != 0.0)));
+    assert_eq!(&healed[1], adopted, "the step changed nothing of it");
+    assert_ne!(source[1], source[0], "its source paid");
+    assert_eq!(mean, seen);
 }

@@ -55,7 +55,12 @@ fn doubled() -> (ScriptedReplica, Sent) {
     (replica, sent)
 }
 
-fn ddp(first: usize, rest: usize, micro_batches: u32, reductions: &[bool]) -> (Ddp<ScriptedReplica>, Sent) {
+fn ddp(
+    slots: &[Slot],
+    (first, rest): (usize, usize),
+    micro_batches: u32,
+    reductions: &[bool],
+) -> (Ddp<ScriptedReplica>, Sent) {
     let (mut replica, sent) = doubled();
     replica.reductions = reductions.iter().copied().collect();
     let config = DdpConfig {
@@ -64,7 +69,7 @@ fn ddp(first: usize, rest: usize, micro_batches: u32, reductions: &[bool]) -> (D
         micro_batches,
         ..DdpConfig::default()
     };
-    (Ddp::new(replica, config).unwrap(), sent)
+    (Ddp::new(replica, slots, config).unwrap(), sent)
 }
 
 #[test]
@@ -76,12 +81,17 @@ fn l04_every_gradient_is_averaged_whatever_the_buckets() {
             .map(|(i, n)| (0..*n).map(|k| (100 * i + k) as f32).collect())
             .collect();
         let mut averages = Vec::new();
-        let (mut d, _) = ddp(first, rest, 1, &[]);
+        let slots: Vec<Slot> = gradients.iter().map(|g| Slot::f32(g.len())).collect();
+        let (mut d, _) = ddp(&slots, (first, rest), 1, &[]);
         let report = d
-            .step(&mut Nothing, &gradients, |_, a| {
-                averages = a.to_vec();
-                Ok(())
-            })
+            .step(
+                &mut Nothing,
+                |_, _| Ok(gradients.clone()),
+                |_, a| {
+                    averages = a.to_vec();
+                    Ok(())
+                },
+            )
             .unwrap();
         assert_eq!(report.contributors, 2);
         let expected: Vec<Vec<f32>> = gradients
@@ -94,13 +104,12 @@ fn l04_every_gradient_is_averaged_whatever_the_buckets() {
 
 #[test]
 fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
-    let (mut d, sent) = ddp(2, 3, 1, &[]);
     let slots = [Slot::f32(3), Slot::f32(2), Slot::f32(2)];
+    let (mut d, sent) = ddp(&slots, (2, 3), 1, &[]);
     let mut averages = Vec::new();
     let mut under_way = Vec::new();
     d.step_with(
         &mut Nothing,
-        &slots,
         |_, _, sink| {
             // Out of order: the last bucket in the order of sending is full first, and waits.
             sink.push(0, &[1.0f32, 2.0, 3.0])?;
@@ -135,7 +144,6 @@ fn a_bucket_leaves_while_later_gradients_are_still_being_computed() {
 
 #[test]
 fn several_dtypes_micro_batches_and_unused_parameters_go_together() {
-    let (mut d, _) = ddp(4, 4, 2, &[]);
     let slots = [
         Slot::f32(2),
         Slot {
@@ -148,10 +156,10 @@ fn several_dtypes_micro_batches_and_unused_parameters_go_together() {
         },
         Slot::f32(3),
     ];
+    let (mut d, _) = ddp(&slots, (4, 4), 2, &[]);
     let mut averages = Vec::new();
     d.step_with(
         &mut Nothing,
-        &slots,
         |_, micro_batch, sink| {
             let x = f32::from(u8::try_from(micro_batch).unwrap());
             sink.push(2, &[1.0 + f64::from(x)])?;
@@ -176,13 +184,12 @@ fn several_dtypes_micro_batches_and_unused_parameters_go_together() {
 
 #[test]
 fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
-    let (mut d, _) = ddp(2, 2, 1, &[true, false, true, false]);
+    let (mut d, _) = ddp(&[Slot::f32(4)], (2, 2), 1, &[true, false, true, false]);
     let mut computed = 0;
     let mut averages = Vec::new();
     let report = d
         .step_with(
             &mut Nothing,
-            &[Slot::f32(4)],
             |_, _, sink| {
                 computed += 1;
                 sink.push(0, &[1.0f32, 2.0, 3.0, 4.0])
@@ -201,14 +208,9 @@ fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
 fn wrong_gradients_are_named_and_stop_the_step() {
     let slots = [Slot::f32(2)];
     let refused = |f: &mut dyn FnMut(&mut ddp::Sink<'_>) -> Result<()>, text: &str| {
-        let (mut d, _) = ddp(4, 4, 1, &[]);
+        let (mut d, _) = ddp(&slots, (4, 4), 1, &[]);
         let e = d
-            .step_with(
-                &mut Nothing,
-                &slots,
-                |_, _, sink| f(sink),
-                |_, _| panic!("not applied"),
-            )
+            .step_with(&mut Nothing, |_, _, sink| f(sink), |_, _| panic!("not applied"))
             .unwrap_err();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.to_string().contains(text), "{e}");
@@ -223,22 +225,26 @@ fn wrong_gradients_are_named_and_stop_the_step() {
         },
         "twice in micro-batch 0",
     );
-    let (mut d, _) = ddp(4, 4, 2, &[]);
-    let e = d.step(&mut Nothing, &[vec![1.0]], |_, _| Ok(())).unwrap_err();
+    let (mut d, _) = ddp(&slots, (4, 4), 2, &[]);
+    let e = d.step(&mut Nothing, |_, _| Ok(vec![vec![1.0]]), |_, _| Ok(()));
+    let e = e.unwrap_err();
     assert!(e.to_string().contains("step_with"), "{e}");
+    let (mut d, _) = ddp(&slots, (4, 4), 1, &[]);
+    let e = d.step(&mut Nothing, |_, _| Ok(Vec::new()), |_, _| panic!("not applied"));
+    let e = e.unwrap_err().to_string();
+    assert!(e.contains("0 gradients were computed; there are 1 slots"), "{e}");
 }
 
 #[test]
 fn micro_batches_leave_with_the_last_one_and_are_averaged_in_f32() {
-    let (mut d, sent) = ddp(1, 1, 3, &[]);
     let slots = [Slot {
         dtype: DType::BF16,
         count: 1,
     }];
+    let (mut d, sent) = ddp(&slots, (1, 1), 3, &[]);
     let mut averages = Vec::new();
     d.step_with(
         &mut Nothing,
-        &slots,
         |_, micro_batch, sink| {
             assert_eq!(sent.borrow().len(), 0, "micro-batch {micro_batch}");
             // Added up in bf16 the two small ones would be lost beside 256.
@@ -278,20 +284,23 @@ fn a_replica_that_heals_takes_the_state_over_before_the_averages_and_steps_are_c
         steps: Some(7),
         ..DdpConfig::default()
     };
-    let mut d = Ddp::new(replica, config).unwrap();
+    let mut d = Ddp::new(replica, &[Slot::f32(1)], config).unwrap();
     let mut weight = Weight(0.0);
     let apply = |w: &mut Weight, a: &[Vec<f32>]| {
         w.0 -= a[0][0];
         Ok(())
     };
-    let report = d.step(&mut weight, &[vec![1.0]], apply).unwrap();
+    let report = d
+        .step(&mut weight, |_, _| panic!("it does not contribute"), apply)
+        .unwrap();
     assert!(report.healed.is_some());
-    assert_eq!((report.step, d.current_step(), weight.0), (5, 6, 98.0));
+    // Its own part is zero; twice that is the mean of this world.
+    assert_eq!((report.step, d.current_step(), weight.0), (5, 6, 100.0));
     assert!(!d.is_finished());
-    d.step(&mut weight, &[vec![2.0]], apply).unwrap();
+    d.step(&mut weight, |_, _| Ok(vec![vec![2.0]]), apply).unwrap();
     assert!(d.is_finished());
     d.finish(&mut weight).unwrap();
-    assert_eq!(weight.0, 94.0);
+    assert_eq!(weight.0, 96.0);
     assert_eq!(sent.borrow().len(), 2, "the closing round has no data");
 }
 
@@ -303,8 +312,12 @@ fn a_step_that_does_not_commit_in_time_applies_nothing() {
         step_timeout: Duration::ZERO,
         ..DdpConfig::default()
     };
-    let mut d = Ddp::new(replica, config).unwrap();
-    let e = d.step(&mut Nothing, &[vec![1.0]], |_, _| panic!("not applied"));
+    let mut d = Ddp::new(replica, &[Slot::f32(1)], config).unwrap();
+    let e = d.step(
+        &mut Nothing,
+        |_, _| Ok(vec![vec![1.0]]),
+        |_, _| panic!("not applied"),
+    );
     let e = e.unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Timeout);
     assert!(
@@ -339,7 +352,7 @@ fn sizes_of_zero_are_refused() {
             "at least one micro-batch",
         ),
     ] {
-        let e = Ddp::new(doubled().0, config).err().unwrap();
+        let e = Ddp::new(doubled().0, &[Slot::f32(1)], config).err().unwrap();
         assert!(e.to_string().contains(says), "{e}");
     }
 }

@@ -111,7 +111,7 @@ pub struct DilocoConfig {
     /// The number of rounds with data, after which the run is closed. `None`: the training loop decides, the same on
     /// every replica.
     pub rounds: Option<i64>,
-    /// How long a round may take from its quorum to its commit, retries included.
+    /// How long a call may wait for the others for the sake of one round: its quorum, its commit and its repetitions together.
     pub round_timeout: Duration,
 }
 

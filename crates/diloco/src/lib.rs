@@ -14,6 +14,7 @@ mod ferry;
 mod fragment;
 pub mod optim;
 mod params;
+mod schedule;
 mod state;
 mod streaming;
 mod tensors;

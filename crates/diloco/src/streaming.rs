@@ -9,6 +9,9 @@
 //! With *eager updates* (arXiv 2502.12996) a round is begun where the one before it is finished, and overlaps with all inner
 //! steps up to the next: see [`DilocoConfig::eager`] for what the local parameters are meanwhile.
 //!
+//! What is due when is decided by `schedule`, which knows no parameters, replicas or clock; here it is done. An error leaves what was due to
+//! the next call.
+//!
 //! What a quantised group owes of earlier rounds (`feedback`) follows the rounds: a commit keeps what the round changed, anything
 //! else forgets it.
 //!
@@ -17,6 +20,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use checkpoint::Integrity;
 use ftcore::{Device, Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
 use quant::ErrorFeedback;
@@ -24,13 +28,12 @@ use quant::ErrorFeedback;
 use crate::backup::Keeper;
 use crate::feedback::Feedback;
 use crate::params::ParametersHash;
-use crate::state::{Fragment, Whole};
+use crate::schedule::{Due, Rounds};
+use crate::state::{Fragment, Kept, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters};
 
 mod outer;
 mod resume;
-
-use resume::Resumed;
 
 /// What a finished round was like.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,18 +52,9 @@ pub struct RoundReport {
     pub healed: Option<Healed>,
     /// Time spent in quorums, healing and waiting, over all attempts.
     pub sync: Duration,
-    /// The parameters here are no longer what this round ended with: with eager updates the next round has begun, and in its quorum this
+    /// The parameters here are no longer what this round ended with: the next round has begun in the same call, and in its quorum this
     /// replica has taken over another's state.
     pub superseded: bool,
-}
-
-/// The part that a round works on, kept until it commits.
-struct Round {
-    fragment: usize,
-    /// The outer gradient, flat over the fragment's parameters: needed again if the round has to be repeated.
-    gradient: Vec<f32>,
-    works: Vec<ManagedWork>,
-    participation: Participation,
 }
 
 /// DiLoCo over a [`Replica`] and [`Parameters`]. See the crate for the protocol.
@@ -71,13 +65,15 @@ pub struct Diloco<R, P> {
     plan: FragmentPlan,
     fragments: Vec<Fragment>,
     feedback: Feedback,
-    /// Inner steps made in the current round.
-    count: u64,
-    /// Why the state is of no step, if it was written in part only: a device failed.
-    torn: Option<Error>,
-    round: Option<Round>,
-    resumed: Option<Resumed>,
-    closing: bool,
+    rounds: Rounds,
+    integrity: Integrity,
+    /// The outer gradient of the round in flight, needed again if the round has to be repeated.
+    kept: Option<Kept>,
+    works: Vec<ManagedWork>,
+    /// This replica's part in the round in flight.
+    participation: Option<Participation>,
+    /// Rounds that were committed in a call that ended with an error afterwards, or in this one.
+    reports: Vec<RoundReport>,
     healed: Option<Healed>,
     sync: Duration,
     failed_attempts: u32,
@@ -108,6 +104,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 optimizer: config.outer.build(),
             });
         }
+        let rounds = Rounds::new(&config);
         Ok(Self {
             replica,
             params,
@@ -115,11 +112,12 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             plan,
             fragments,
             feedback: Feedback::default(),
-            count: 0,
-            torn: None,
-            round: None,
-            resumed: None,
-            closing: false,
+            rounds,
+            integrity: Integrity::default(),
+            kept: None,
+            works: Vec::new(),
+            participation: None,
+            reports: Vec::new(),
             healed: None,
             sync: Duration::ZERO,
             failed_attempts: 0,
@@ -182,8 +180,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 
     /// A hash over the global parameters: bitwise equal on all replicas of the same step.
     ///
-    /// Errors: only those of a device that holds the copies.
+    /// Errors: those of a device that holds the copies; `InvalidState` if the state is of no step.
     pub fn global_hash(&self) -> Result<String> {
+        self.integrity.check()?;
         let mut hash = ParametersHash::default();
         for (i, fragment, slot) in self.homes() {
             fragment.global.read(slot, &mut |values| {
@@ -207,8 +206,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 
     /// Runs `f` with the parameters set to the global ones (what one evaluates and ships), then puts the local ones back.
     ///
-    /// Errors: only those of a device that holds parameters or copies; if the local ones cannot be put back, the state is of no step.
+    /// Errors: those of a device that holds parameters or copies; if the local ones cannot be put back, the state is of no step.
+    /// `InvalidState` if it is already.
     pub fn with_global<T>(&mut self, f: impl FnOnce(&P) -> T) -> Result<T> {
+        self.integrity.check()?;
         let mut locals = Vec::with_capacity(self.params.len());
         for i in 0..self.params.len() {
             self.params.read(i, &mut |v| locals.push(v.to_vec()))?;
@@ -216,10 +217,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let result = self.show_global().map(|()| f(&self.params));
         for (i, values) in locals.iter().enumerate() {
             let back = self.params.write(i, &mut |p| p.copy_from_slice(values));
-            if let Err(e) = &back {
-                self.torn = Some(e.clone());
-            }
-            back?;
+            self.integrity.record(back)?;
         }
         result
     }
@@ -248,88 +246,47 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             plan: &self.plan,
             outer: self.config.outer,
             fragments: &mut self.fragments,
-            count: &mut self.count,
+            rounds: &mut self.rounds,
+            kept: &mut self.kept,
             feedback: &self.feedback,
             bucket_elements: self.config.bucket_elements,
             own,
-            torn: &mut self.torn,
+            integrity: &mut self.integrity,
             inner,
         }
     }
 
     /// Joins the job: the initial synchronisation of a new one, healing into a running one, or the place where a restored one
-    /// was stopped. Call once, before the first inner step. Returns the committed rounds (several if this replica healed and
+    /// was stopped. Call it once, before the first inner step. Returns the committed rounds (several if this replica healed and
     /// had no inner steps to make).
+    ///
+    /// Errors: those of [`after_inner_step`](Self::after_inner_step); after one that can be retried, call it again. `InvalidState` if the run
+    /// has begun.
     pub fn begin(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
-        match self.resumed.take() {
-            Some(Resumed { gradient: Some(kept) }) => {
-                let step = self.step();
-                let participation = self.quorum(inner, deadline_in(self.config.round_timeout))?;
-                self.send(participation, Some((step, kept)))?;
-            }
-            Some(_) if self.step() > 0 => return Ok(Vec::new()),
-            _ => self.begin_round(inner)?,
-        }
-        let mut reports = Vec::new();
-        while self.is_due() {
-            reports.push(self.finish_round(inner)?);
-            // Healed at the end of its source's round: the next one begins there.
-            if self.config.eager && self.step() > 1 && !self.is_finished() {
-                self.begin_round(inner)?;
-            }
-        }
-        Ok(reports)
-    }
-
-    /// How many inner steps into a round its fragment is sent.
-    fn send_at(&self) -> u64 {
-        self.config.round_steps() - self.config.delay
-    }
-
-    /// True if the round in flight has nothing left to overlap with.
-    fn is_due(&self) -> bool {
-        match &self.round {
-            // The initial synchronisation and the closing round have no inner steps; neither has what follows the
-            // last round.
-            Some(round) if round.gradient.is_empty() => true,
-            Some(round) if self.config.eager && self.config.rounds == Some(round.participation.step) => true,
-            Some(_) => self.count >= self.config.round_steps(),
-            None => false,
-        }
+        self.integrity.check()?;
+        self.rounds.begin()?;
+        self.drive(inner)?;
+        self.rounds.begun();
+        Ok(std::mem::take(&mut self.reports))
     }
 
     /// True if the next [`after_inner_step`](Self::after_inner_step) may wait for other replicas.
     pub fn next_step_syncs(&self) -> bool {
-        let next = self.count + 1;
-        next >= self.config.round_steps() || (self.round.is_none() && next >= self.send_at())
+        let mut next = self.rounds;
+        next.inner_step().is_ok() && next.due().is_some()
     }
 
     /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the reports of the rounds
-    /// that committed in this call: at most one, or two at the end of a run with eager updates.
+    /// that committed: at most one, or two at the end of a run with eager updates.
     ///
-    /// Errors: only what cannot be retried, or a round that did not commit within `round_timeout`.
+    /// Errors: a quorum that did not come about, or a round that did not commit within `round_timeout`: nothing is lost then, and the next call
+    /// goes on with what was due and counts no inner step, so make none before it. `InvalidState` before `begin`, after the last round, or if
+    /// the state is of no step. What else cannot be retried.
     pub fn after_inner_step(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
-        self.count += 1;
-        let mut reports = Vec::new();
-        if self.config.eager {
-            if self.count < self.config.round_steps() {
-                return Ok(reports);
-            }
-            if self.round.is_some() {
-                reports.push(self.finish_round(inner)?);
-            }
-            self.count = 0;
-            self.begin_round(inner)?;
-            if let Some(finished) = reports.last_mut() {
-                finished.superseded = self.healed.is_some();
-            }
-        } else if self.round.is_none() && self.count >= self.send_at() {
-            self.begin_round(inner)?;
-        }
-        if self.is_due() {
-            reports.push(self.finish_round(inner)?);
-        }
-        Ok(reports)
+        self.integrity.check()?;
+        self.rounds.inner_step()?;
+        self.drive(inner)?;
+        Ok(std::mem::take(&mut self.reports))
     }
 
     /// True once the configured number of rounds is done and closed; only `finish` is left to call.
@@ -338,161 +295,148 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     }
 
     /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
-    /// bitwise equal; then says good-bye. Without `DilocoConfig::rounds`, all replicas must call it after the same round.
+    /// bitwise equal; then leaves. Without `DilocoConfig::rounds`, all replicas must call it after the same round.
+    ///
+    /// Errors: those of [`after_inner_step`](Self::after_inner_step); after one that can be retried, call it again. `InvalidState` if the run
+    /// has ended.
     pub fn finish(&mut self, inner: &mut dyn State) -> Result<()> {
-        while self.round.is_some() {
-            self.finish_round(inner)?;
+        self.integrity.check()?;
+        self.rounds.close()?;
+        self.drive(inner)?;
+        self.replica.leave(deadline_in(Duration::from_secs(5)))?;
+        self.rounds.left();
+        Ok(())
+    }
+
+    /// Does what is due. Each round has its own time limit.
+    fn drive(&mut self, inner: &mut dyn State) -> Result<()> {
+        let mut deadline = deadline_in(self.config.round_timeout);
+        while let Some(due) = self.rounds.due() {
+            match due {
+                Due::Send => self.send(inner, deadline)?,
+                Due::Finish => {
+                    if self.finish_attempt(deadline)? {
+                        deadline = deadline_in(self.config.round_timeout);
+                    }
+                }
+            }
         }
-        // A replica that healed right into the closing round has been through it already.
-        if self.config.rounds.is_none_or(|last| self.step() <= last + 1) {
-            self.closing = true;
-            self.begin_round(inner)?;
-            self.finish_round(inner)?;
-        }
-        self.replica.leave(deadline_in(Duration::from_secs(5)))
+        Ok(())
     }
 
     fn quorum(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<Participation> {
-        self.check_whole()?;
         let begun = Instant::now();
         let mut whole = Whole {
             params: &mut self.params,
             plan: &self.plan,
             outer: self.config.outer,
             fragments: &mut self.fragments,
-            count: &mut self.count,
+            rounds: &mut self.rounds,
+            kept: &mut self.kept,
             feedback: &self.feedback,
             bucket_elements: self.config.bucket_elements,
             own: false,
-            torn: &mut self.torn,
+            integrity: &mut self.integrity,
             inner,
         };
         let participation = self.replica.start_quorum(&mut whole, deadline)?;
         // A recovery that failed is a lost vote for the replica; with half of it written nobody may go on from here (INV-5).
-        self.check_whole()?;
+        self.integrity.check()?;
+        self.rounds.joined(participation.step);
         if participation.healed.is_some() {
             self.healed = participation.healed.clone();
+            self.reports
+                .iter_mut()
+                .for_each(|report| report.superseded = true);
         }
         self.sync += begun.elapsed();
         Ok(participation)
     }
 
-    /// Errors: `InvalidState` if the state here is of no step.
-    fn check_whole(&self) -> Result<()> {
-        let Some(why) = &self.torn else {
-            return Ok(());
-        };
-        let text = format!(
-            "this replica's state was written in part only and is of no step ({}): start the replica again, so that it heals",
-            why.message()
-        );
-        Err(Error::new(ErrorKind::InvalidState, text).with_source(why.clone()))
-    }
-
     /// Quorum, then the outer gradient of the step's fragment goes out.
-    fn begin_round(&mut self, inner: &mut dyn State) -> Result<()> {
-        let participation = self.quorum(inner, deadline_in(self.config.round_timeout))?;
-        self.send(participation, None)
+    fn send(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<()> {
+        let participation = self.quorum(inner, deadline)?;
+        self.works.clear();
+        if self.rounds.has_data(participation.step) {
+            self.reduce(&participation)?;
+        } else {
+            self.kept = None;
+        }
+        self.participation = Some(participation);
+        self.rounds.sent();
+        Ok(())
     }
 
-    /// Hands the gradient of the participation's step to the group. `kept` is the step and gradient of an earlier
-    /// attempt, used again if that is still the step and this replica did not heal.
-    fn send(&mut self, participation: Participation, kept: Option<(i64, Vec<f32>)>) -> Result<()> {
+    /// Hands the gradient of the participation's step to the group: the one that was kept, if that is of this step and state, or a new one.
+    fn reduce(&mut self, participation: &Participation) -> Result<()> {
         let step = participation.step;
-        if step == 0 || self.closing || self.config.rounds.is_some_and(|last| step > last) {
-            self.round = Some(Round {
-                fragment: 0,
-                gradient: Vec::new(),
-                works: Vec::new(),
-                participation,
-            });
-            return Ok(());
-        }
         let fragment = self.fragment_at(step);
-        let (gradient, is_new) = match kept {
-            Some((of, g)) if step == of && participation.healed.is_none() && !g.is_empty() => (g, false),
-            _ => (self.outer_gradient(fragment)?, true),
+        let kept = self.kept.take().filter(|kept| kept.step == step);
+        let is_new = kept.is_none();
+        let values = match kept {
+            Some(kept) => kept.values,
+            None => self.outer_gradient(fragment)?,
         };
         self.feedback.begin(fragment);
         if let Some(f) = &mut self.before_reduce {
             f(step);
         }
-        let works = gradient
-            .chunks(self.config.bucket_elements)
-            .map(|bucket| {
-                self.replica
-                    .allreduce(vec![Tensor::from_slice(bucket)], ReduceOp::Avg)
-            })
-            .collect();
+        for bucket in values.chunks(self.config.bucket_elements) {
+            let bucket = vec![Tensor::from_slice(bucket)];
+            self.works.push(self.replica.allreduce(bucket, ReduceOp::Avg));
+        }
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
         }
-        let share = if participation.contributes {
-            1.0 / participation.replica_world_size.max(1) as f32
+        let ahead = if self.config.eager && is_new {
+            let share = own_share(participation);
+            let own: Vec<f32> = values.iter().map(|g| g * share).collect();
+            self.look_ahead(fragment, &own)
         } else {
-            0.0
+            Ok(())
         };
-        let own: Option<Vec<f32>> =
-            (self.config.eager && is_new).then(|| gradient.iter().map(|g| g * share).collect());
-        self.round = Some(Round {
-            fragment,
-            gradient,
-            works,
-            participation,
-        });
-        let Some(own) = own else {
-            return Ok(());
-        };
-        let ahead = self.look_ahead(fragment, &own);
-        if let Err(e) = &ahead {
-            self.torn = Some(e.clone());
-        }
-        ahead
+        self.kept = Some(Kept { step, values });
+        self.integrity.record(ahead)
     }
 
-    /// Waits, votes and applies; repeats the round in a new quorum until it commits.
-    fn finish_round(&mut self, inner: &mut dyn State) -> Result<RoundReport> {
-        let deadline = deadline_in(self.config.round_timeout);
-        loop {
-            let Some(mut round) = self.round.take() else {
-                return Err(Error::new(ErrorKind::InvalidState, "no round is in flight"));
-            };
-            let begun = Instant::now();
-            let step = round.participation.step;
-            let mean = collect(&mut round, &mut self.replica);
-            let committed = match self.replica.should_commit(deadline) {
-                Ok(yes) => yes,
-                Err(e) if e.is_retryable() => false,
-                Err(e) => return Err(e),
-            };
-            self.feedback.end(committed);
-            self.sync += begun.elapsed();
-            match (committed, mean) {
-                (true, Some((mean, contributors))) => {
-                    self.apply(round.fragment, &mean)?;
-                    return Ok(self.report(&round.participation, contributors));
-                }
-                (true, None) => {
-                    return Err(Error::new(
-                        ErrorKind::Internal,
-                        "a step was committed although a reduction failed",
-                    ));
-                }
-                (false, _) => {}
-            }
+    /// Waits for what was sent, votes, and applies it on a yes. On a no the round is to be done again; true if it was committed.
+    fn finish_attempt(&mut self, deadline: Instant) -> Result<bool> {
+        let begun = Instant::now();
+        let mean = self.collect();
+        let vote = self.replica.should_commit(deadline);
+        self.sync += begun.elapsed();
+        let committed = matches!(vote, Ok(true));
+        self.feedback.end(committed);
+        let Some(participation) = self.participation.take().filter(|_| committed) else {
+            self.rounds.lost();
             self.failed_attempts += 1;
-            if time_left(deadline).is_zero() {
-                return Err(Error::timeout(format!(
-                    "step {step} did not commit in {} attempts within {:?}",
-                    self.failed_attempts, self.config.round_timeout
-                )));
-            }
-            let gradient = std::mem::take(&mut round.gradient);
-            let participation = self.quorum(inner, deadline)?;
-            // A replica that healed here may stand before the end of its source's round. The others wait for nobody's
-            // inner steps, so it too goes straight to the end of the round.
-            self.send(participation, Some((step, gradient)))?;
-        }
+            return match vote {
+                Err(e) if !e.is_retryable() => Err(e),
+                _ if time_left(deadline).is_zero() => Err(Error::timeout(format!(
+                    "step {} did not commit in {} attempts within {:?}",
+                    self.step(),
+                    self.failed_attempts,
+                    self.config.round_timeout
+                ))),
+                _ => Ok(false),
+            };
+        };
+        // The step has advanced: what goes wrong from here on leaves a state that is of no step.
+        let applied = match mean {
+            Some((mean, contributors)) => self
+                .outer_step(self.fragment_at(participation.step), &mean)
+                .map(|()| contributors),
+            None => Err(Error::new(
+                ErrorKind::Internal,
+                "a step was committed although a reduction failed",
+            )),
+        };
+        let contributors = self.integrity.record(applied)?;
+        self.kept = None;
+        self.rounds.committed();
+        let report = self.report(&participation, contributors);
+        self.reports.push(report);
+        Ok(true)
     }
 
     fn report(&mut self, participation: &Participation, contributors: u32) -> RoundReport {
@@ -507,33 +451,39 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             superseded: false,
         }
     }
-}
 
-/// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.
-fn collect<R: Replica>(round: &mut Round, replica: &mut R) -> Option<(Vec<f32>, u32)> {
-    let mut mean = Vec::with_capacity(round.gradient.len());
-    let mut contributors = u32::MAX;
-    for work in round.works.drain(..) {
-        let bucket = work.take().and_then(|done| {
-            contributors = contributors.min(done.contributors);
-            done.into_tensor()?.into_vec::<f32>().map_err(Error::from)
-        });
-        match bucket {
-            Ok(values) => mean.extend(values),
-            Err(e) => {
-                replica.report_error(e);
-                return None;
+    /// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.
+    fn collect(&mut self) -> Option<(Vec<f32>, u32)> {
+        let expected = self.kept.as_ref().map_or(0, |kept| kept.values.len());
+        let mut mean = Vec::with_capacity(expected);
+        let mut contributors = u32::MAX;
+        for work in self.works.drain(..) {
+            let bucket = work.take().and_then(|done| {
+                contributors = contributors.min(done.contributors);
+                done.into_tensor()?.into_vec::<f32>().map_err(Error::from)
+            });
+            match bucket {
+                Ok(values) => mean.extend(values),
+                Err(e) => {
+                    self.replica.report_error(e);
+                    return None;
+                }
             }
         }
+        if mean.len() != expected {
+            let text = format!("the buckets returned {} of {expected} values", mean.len());
+            self.replica.report_error(Error::new(ErrorKind::Internal, text));
+            return None;
+        }
+        Some((mean, if contributors == u32::MAX { 0 } else { contributors }))
     }
-    if mean.len() != round.gradient.len() {
-        let text = format!(
-            "the buckets returned {} of {} values",
-            mean.len(),
-            round.gradient.len()
-        );
-        replica.report_error(Error::new(ErrorKind::Internal, text));
-        return None;
+}
+
+/// This replica's part of the mean that is on its way.
+fn own_share(participation: &Participation) -> f32 {
+    if participation.contributes {
+        1.0 / participation.replica_world_size.max(1) as f32
+    } else {
+        0.0
     }
-    Some((mean, if contributors == u32::MAX { 0 } else { contributors }))
 }

@@ -452,11 +452,16 @@ fn inv5_a_committed_round_that_was_applied_in_part_is_nobodys_to_go_on_from() {
         d.save(&mut Nothing).err().unwrap().kind(),
         ErrorKind::InvalidState
     );
-    inner_step(d.params_mut(), 2);
-    d.after_inner_step(&mut Nothing).unwrap();
-    inner_step(d.params_mut(), 3);
-    let e = d.after_inner_step(&mut Nothing).unwrap_err();
-    assert!(e.kind() == ErrorKind::InvalidState && d.step() == 2, "{e}");
+    for e in [
+        d.after_inner_step(&mut Nothing).map(drop),
+        d.with_global(|_| ()),
+        d.global_hash().map(drop),
+        d.finish(&mut Nothing),
+    ] {
+        let e = e.unwrap_err();
+        assert!(e.kind() == ErrorKind::InvalidState && d.step() == 2, "{e}");
+        assert!(e.to_string().contains("the device is gone"), "{e}");
+    }
 }
 
 #[test]

@@ -15,10 +15,10 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig};
+use ddp::{Ddp, DdpConfig, Slot};
 use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters, parameters_hash};
 use ftcore::{GroupOptions, Result};
-use manager::{Manager, ManagerConfig, State};
+use manager::{Manager, ManagerConfig, Participation, State};
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
@@ -120,8 +120,10 @@ fn run(args: &[String]) -> Result<()> {
     let manager = Manager::new(Arc::new(group), config)?;
     let mut position = Position { step: 0 };
     if mode == "ddp" {
+        let slots: Vec<Slot> = (0..params.len()).map(|i| Slot::f32(params.count(i))).collect();
         let mut ddp = Ddp::new(
             manager,
+            &slots,
             DdpConfig {
                 first_bucket_elements: 1000,
                 bucket_elements: 4000,
@@ -132,8 +134,10 @@ fn run(args: &[String]) -> Result<()> {
         ddp.on_reduce(|step, _| say(&format!("reducing {step}")));
         let mut model = Model { params, position };
         while !ddp.is_finished() {
-            let gradients = gradient(&model.params, shard, model.position.step);
-            let report = ddp.step(&mut model, &gradients, |model, average| {
+            let compute = |model: &mut Model, _: &Participation| {
+                Ok(gradient(&model.params, shard, model.position.step))
+            };
+            let report = ddp.step(&mut model, compute, |model, average| {
                 for (i, g) in average.iter().enumerate() {
                     model
                         .params

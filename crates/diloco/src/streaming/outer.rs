@@ -48,17 +48,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Ok(())
     }
 
-    /// The outer step on `fragment`, then the mix into the local parameters; the round is over.
-    pub(super) fn apply(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
-        self.count = 0;
-        let applied = self.outer_step(fragment, mean);
-        if let Err(e) = &applied {
-            self.torn = Some(e.clone());
-        }
-        applied
-    }
-
-    fn outer_step(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
+    /// The outer step on `fragment`, then the mix into the local parameters.
+    pub(super) fn outer_step(&mut self, fragment: usize, mean: &[f32]) -> Result<()> {
         if mean.is_empty() {
             return Ok(());
         }

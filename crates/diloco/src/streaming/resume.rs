@@ -4,13 +4,8 @@ use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
 use manager::{Replica, State};
 
+use crate::state::Kept;
 use crate::{Diloco, Parameters};
-
-/// Where a run that was stopped goes on.
-pub(super) struct Resumed {
-    /// The outer gradient of the round that was in flight, if there was one.
-    pub(super) gradient: Option<Vec<f32>>,
-}
 
 /// Names in a saved run, besides those of the state that heals.
 const STEP: &str = "diloco/step";
@@ -20,14 +15,15 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Everything that this replica goes on from, for a checkpoint on disk: the state that also heals, the step, and the outer
     /// gradient of a round in flight. Between any two inner steps.
     ///
-    /// Errors: `InvalidState` after an error that left the state in part written; those of a device that holds parameters or copies.
+    /// Errors: `InvalidState` before `begin`, and after an error that left the state written in part; those of a device that holds parameters
+    /// or copies.
     pub fn save(&mut self, inner: &mut dyn State) -> Result<StateDict> {
-        self.check_whole()?;
+        self.integrity.check()?;
+        self.rounds.check_begun()?;
         let mut out = StateDict::new();
         out.insert_i64s(STEP, &[self.step()])?;
-        let gradient = self.round.as_ref().map(|r| &r.gradient).filter(|g| !g.is_empty());
-        if let Some(gradient) = gradient {
-            out.insert_f32(GRADIENT, &[gradient.len()], gradient)?;
+        if let Some(Kept { values, .. }) = &self.kept {
+            out.insert_f32(GRADIENT, &[values.len()], values)?;
         }
         self.whole(inner, true).save(&mut out)?;
         Ok(out)
@@ -37,9 +33,11 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// the same bits as if it had never been stopped; one that is behind the others heals. The [`Replica`] must stand at the saved step
     /// (`Manager::restore`, with the lineage that was the manager's then).
     ///
-    /// Errors: `InvalidState` if the replica stands at another step; `InvalidArgument` or `NotFound` for a state that is not of
+    /// Errors: `InvalidState` if the replica stands at another step, or the run has begun; `InvalidArgument` or `NotFound` for a state that is not of
     /// such a run, with nothing changed; those of `inner` or of a device, which leave a state of no step.
     pub fn restore(&mut self, from: &StateDict, inner: &mut dyn State) -> Result<()> {
+        self.integrity.check()?;
+        self.rounds.may_restore()?;
         let (saved, now) = (from.get_i64s(STEP)?, self.step());
         if saved != [now] {
             let text = format!(
@@ -63,8 +61,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             return Err(Error::invalid(text));
         }
         self.whole(inner, true).load(from)?;
-        self.round = None;
-        self.resumed = Some(Resumed { gradient });
+        self.rounds.restored(now, gradient.is_some());
+        self.kept = gradient.map(|values| Kept { step: now, values });
         Ok(())
     }
 }
