@@ -93,6 +93,7 @@ fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()
         bucket_elements: 1 << 12,
         micro_batches: 1,
         steps: Some(args.steps),
+        samples_by_contributor: false,
         step_timeout: Duration::from_secs(300),
     };
     let optimizer = AdamW::new(args.lr, 0.01);

@@ -1,7 +1,7 @@
 //! What an attempt at a step sends, as a pure rule: no group, no tensors, no clock.
 //!
-//! Gradients belong to the state that they were computed on, and to the share of the data that this replica had: its place among the
-//! contributors. While both stand, a repeated attempt sends the same gradients; when either changes they are computed anew.
+//! Gradients belong to the state that they were computed on and, where the samples are dealt among the contributors, to this replica's
+//! place among them. While these stand, a repeated attempt sends the same gradients; when they change they are computed anew.
 
 use manager::Participation;
 
@@ -20,33 +20,39 @@ pub(crate) enum Sends<'a, G> {
 
 /// The gradients that were computed for the present step, if there are any.
 #[derive(Debug)]
-pub(crate) struct Kept<G>(Option<(Basis, G)>);
+pub(crate) struct Kept<G> {
+    gradients: Option<(Basis, G)>,
+    /// The samples follow from the place among the contributors.
+    by_place: bool,
+}
 
 /// What gradients are of: the step, and the place among its contributors.
-type Basis = (i64, Place);
+type Basis = (i64, Option<Place>);
 /// Which of how many.
-type Place = (u32, u32);
-
-/// This replica's place among those that contribute.
-fn place(participation: &Participation) -> Place {
-    (participation.replica_rank, participation.replica_world_size)
-}
-
-impl<G> Default for Kept<G> {
-    fn default() -> Self {
-        Self(None)
-    }
-}
+type Place = (Option<u32>, u32);
 
 impl<G> Kept<G> {
+    /// `by_place`: this replica's samples follow from its place among the contributors.
+    pub(crate) fn new(by_place: bool) -> Self {
+        Self {
+            gradients: None,
+            by_place,
+        }
+    }
+
+    fn basis(&self, participation: &Participation) -> Basis {
+        let place = (participation.contributor_rank, participation.contributors);
+        (participation.step, Some(place).filter(|_| self.by_place))
+    }
+
     /// The state is another one now.
     pub(crate) fn forget(&mut self) {
-        self.0 = None;
+        self.gradients = None;
     }
 
     /// Keeps what was computed in the attempt of `participation`.
     pub(crate) fn keep(&mut self, participation: &Participation, gradients: G) {
-        self.0 = Some(((participation.step, place(participation)), gradients));
+        self.gradients = Some((self.basis(participation), gradients));
     }
 
     pub(crate) fn sends(&self, participation: &Participation, closing: bool) -> Sends<'_, G> {
@@ -56,10 +62,8 @@ impl<G> Kept<G> {
         if !participation.contributes {
             return Sends::Zeros;
         }
-        match &self.0 {
-            Some((of, gradients)) if *of == (participation.step, place(participation)) => {
-                Sends::Again(gradients)
-            }
+        match &self.gradients {
+            Some((of, gradients)) if *of == self.basis(participation) => Sends::Again(gradients),
             _ => Sends::Fresh,
         }
     }
@@ -76,6 +80,8 @@ mod tests {
             replica_rank: rank,
             replica_world_size: world,
             contributes,
+            contributor_rank: Some(rank).filter(|_| contributes),
+            contributors: world,
             healed: None,
             members: Vec::new(),
         }
@@ -83,7 +89,7 @@ mod tests {
 
     #[test]
     fn gradients_are_sent_again_for_the_same_state_and_share_of_the_data_only() {
-        let mut kept = Kept::default();
+        let mut kept = Kept::new(true);
         let first = attempt(3, (0, 2), true);
         assert_eq!(kept.sends(&first, false), Sends::Fresh);
         kept.keep(&first, 7);
@@ -104,5 +110,10 @@ mod tests {
         }
         kept.forget();
         assert_eq!(kept.sends(&first, false), Sends::Fresh);
+        // Samples that do not depend on who else contributes.
+        let mut kept = Kept::new(false);
+        kept.keep(&first, 7);
+        assert_eq!(kept.sends(&attempt(3, (0, 1), true), false), Sends::Again(&7));
+        assert_eq!(kept.sends(&attempt(4, (0, 2), true), false), Sends::Fresh);
     }
 }

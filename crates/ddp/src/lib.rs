@@ -39,6 +39,9 @@ pub struct DdpConfig {
     /// The number of steps of the run, after which it is closed (see [`Ddp::finish`]). `None`: the training loop
     /// decides, the same on every replica.
     pub steps: Option<i64>,
+    /// A replica's samples follow from its place among the contributors ([`Sampler`]). A step that is done again with other contributors
+    /// then computes its gradients anew; otherwise it sends those that it has.
+    pub samples_by_contributor: bool,
     /// How long a step may take, retries included.
     pub step_timeout: Duration,
 }
@@ -51,6 +54,7 @@ impl Default for DdpConfig {
             bucket_elements: 25 << 18,
             micro_batches: 1,
             steps: None,
+            samples_by_contributor: false,
             step_timeout: Duration::from_secs(600),
         }
     }
@@ -145,7 +149,7 @@ impl<R: Replica> Ddp<R> {
     /// `state` and what is owed, for a checkpoint on disk between two steps. Errors: those of `state`; `InvalidState` if it is of no step.
     pub fn save(&mut self, state: &mut dyn State) -> Result<StateDict> {
         let mut out = StateDict::new();
-        self.whole(state, &mut Kept::default(), true).save(&mut out)?;
+        self.whole(state, &mut Kept::new(false), true).save(&mut out)?;
         Ok(out)
     }
 
@@ -158,7 +162,7 @@ impl<R: Replica> Ddp<R> {
             let text = "restore comes before the first step: what the state holds now is of the present one";
             return Err(Error::new(ErrorKind::InvalidState, text));
         }
-        self.whole(state, &mut Kept::default(), true).load(from)
+        self.whole(state, &mut Kept::new(false), true).load(from)
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
@@ -287,7 +291,7 @@ impl<R: Replica> Ddp<R> {
         let deadline = deadline_in(self.config.step_timeout);
         let mut failed_attempts = 0;
         let mut healed = None;
-        let mut kept = Kept::default();
+        let mut kept = Kept::new(self.config.samples_by_contributor);
         loop {
             let mut whole = Whole {
                 state,

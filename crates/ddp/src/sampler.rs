@@ -25,17 +25,13 @@ use ftcore::{Error, Result};
 /// #     fn apply(&mut self, averages: &[Vec<f32>]) -> Result<()>;
 /// # }
 ///
-/// /// `place` is this replica's index among the contributors of an attempt, and how many they are. The cursor is saved and loaded with
-/// /// the model.
-/// fn train<R: Replica, M: Model>(
-///     ddp: &mut Ddp<R>,
-///     model: &mut M,
-///     place: impl Fn(&Participation) -> (u32, u32),
-/// ) -> Result<()> {
+/// /// The cursor is saved and loaded with the model; `DdpConfig::samples_by_contributor` is on.
+/// fn train<R: Replica, M: Model>(ddp: &mut Ddp<R>, model: &mut M) -> Result<()> {
 ///     let sampler = Sampler::new(7, 50_000, 32)?;
 ///     while !ddp.is_finished() {
 ///         let compute = |model: &mut M, now: &Participation| {
-///             let own = sampler.part(model.cursor(), place(now))?;
+///             let place = (now.contributor_rank.unwrap_or(0), now.contributors);
+///             let own = sampler.part(model.cursor(), place)?;
 ///             model.gradients(&own.samples, own.weight)
 ///         };
 ///         let report = ddp.step(model, compute, |model, averages| model.apply(averages))?;

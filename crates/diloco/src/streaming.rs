@@ -284,6 +284,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// the state is of no step. What else cannot be retried.
     pub fn after_inner_step(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
         self.integrity.check()?;
+        self.replica.progress();
         self.rounds.inner_step()?;
         self.drive(inner)?;
         Ok(std::mem::take(&mut self.reports))
@@ -482,7 +483,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 /// This replica's part of the mean that is on its way.
 fn own_share(participation: &Participation) -> f32 {
     if participation.contributes {
-        1.0 / participation.replica_world_size.max(1) as f32
+        1.0 / participation.contributors.max(1) as f32
     } else {
         0.0
     }
