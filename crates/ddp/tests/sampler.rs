@@ -8,8 +8,15 @@
     reason = "a failure here is a failed test"
 )]
 
-use ddp::Sampler;
+use std::sync::Mutex;
+use std::sync::mpsc::channel;
+
+use checkpoint::StateDict;
+use ddp::{Ddp, DdpConfig, Sampler, Slot};
+use ftcore::Result;
+use manager::Participation;
 use proptest::prelude::*;
+use training_rig::{ScriptedReplica, Source, gloo, ranks};
 
 /// A replica's state: what heals. Every committed step leaves its samples in it.
 #[derive(Clone, Default)]
@@ -170,4 +177,74 @@ fn what_gives_nothing_to_train_on_is_refused() {
     assert!(Sampler::new(1, 0, 4).is_err() && Sampler::new(1, 4, 0).is_err());
     let e = Sampler::new(1, 4, 1).unwrap().part(0, (2, 2)).unwrap_err();
     assert!(e.to_string().contains("no contributor 2 among 2"), "{e}");
+}
+
+/// A model that counts how often each sample was used.
+struct Counts {
+    cursor: u64,
+    used: Vec<f32>,
+}
+
+impl manager::State for Counts {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_i64s("cursor", &[i64::try_from(self.cursor).unwrap()])?;
+        out.insert_f32("used", &[self.used.len()], &self.used)
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.cursor = u64::try_from(from.get_i64s("cursor")?[0]).unwrap();
+        self.used = from.get_f32("used")?;
+        Ok(())
+    }
+}
+
+#[test]
+fn steps_of_replicas_that_lose_votes_and_heal_use_each_sample_once() {
+    const SAMPLES: u64 = 20;
+    let (offer, heal) = channel();
+    let (offer, heal) = (Mutex::new(Some(offer)), Mutex::new(Some(heal)));
+    let ends = ranks(3, |rank, store| {
+        let mut member = ScriptedReplica::connected(gloo(1, store, (rank, 3)), (rank, 3));
+        // The second step, into which the last rank heals, and the third one are lost once.
+        member.votes = [true, false, true, false].into();
+        if rank == 2 {
+            (member.heal, member.heal_after) = (heal.lock().unwrap().take().map(Source::From), 1);
+        }
+        let slots = [Slot::f32(20)];
+        let mut ddp = Ddp::new(member, &slots, DdpConfig::default()).unwrap();
+        let sampler = Sampler::new(9, SAMPLES, 2).unwrap();
+        let mut state = Counts {
+            cursor: 0,
+            used: vec![0.0; 20],
+        };
+        let mut windows = Vec::new();
+        while state.cursor < SAMPLES {
+            if (rank, ddp.current_step()) == (0, 1) {
+                *ddp.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
+            }
+            let compute = |state: &mut Counts, now: &Participation| {
+                let contributors = if now.step == 1 { 2 } else { 3 };
+                let mut gradient = vec![0.0; 20];
+                for sample in sampler.part(state.cursor, (rank, contributors))?.samples {
+                    gradient[usize::try_from(sample).unwrap()] += 1.0;
+                }
+                Ok(vec![gradient])
+            };
+            let mut averages = Vec::new();
+            let keep = |_: &mut Counts, all: &[Vec<f32>]| {
+                averages = all[0].clone();
+                Ok(())
+            };
+            let report = ddp.step(&mut state, compute, keep).unwrap();
+            let next = sampler.advance(state.cursor, report.contributors);
+            windows.push(next - state.cursor);
+            state.cursor = next;
+            let counted = averages.iter().map(|a| a * report.contributors as f32);
+            state.used.iter_mut().zip(counted).for_each(|(u, c)| *u += c);
+        }
+        (windows, state.used)
+    });
+    for (windows, used) in ends {
+        assert_eq!(windows, [6, 4, 6, 4]);
+        assert!(used.iter().all(|n| (n - 1.0).abs() < 1e-3), "{used:?}");
+    }
 }
