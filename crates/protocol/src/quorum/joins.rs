@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
+use super::arrivals::MAX_HERALDED;
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
+use crate::member::Member;
 
 const DAY_MS: i64 = 24 * 60 * 60 * 1000;
 
