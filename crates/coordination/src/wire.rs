@@ -363,7 +363,10 @@ mod tests {
             let message = status.message();
             assert!(message.len() < 4200, "{}", message.len());
             assert!(message.starts_with(&text[..kept]) && !message.starts_with(&text[..kept + 2]));
-            assert!(message.ends_with(&format!("({} bytes in all)", text.len())), "{message}");
+            assert!(
+                message.ends_with(&format!("({} bytes in all)", text.len())),
+                "{message}"
+            );
         }
         assert_eq!(status_of(&Error::timeout("x".repeat(4096))).message().len(), 4096);
     }

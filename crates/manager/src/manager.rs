@@ -17,8 +17,8 @@ use ftcore::lifecycle::configure_watched;
 use ftcore::store::epoch_prefix;
 use ftcore::{
     Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
-    time_left,
+    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, join_address,
+    split_address, time_left,
 };
 
 use crate::config::{ManagerConfig, WorldSizeMode};

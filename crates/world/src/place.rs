@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, FileStore, Result, Store, TcpStore, TcpStoreServer};
+use ftcore::{Error, FileStore, Result, Store, TcpStore, TcpStoreServer, join_address, split_address};
 
 /// torchrun's default port.
 const DEFAULT_PORT: u16 = 29500;

@@ -163,7 +163,9 @@ async fn get(url: &str, path: &str) -> Result<Vec<u8>> {
     let (host, port) = split_url(url)?;
     let unreachable =
         |e: std::io::Error| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")).with_source(e);
-    let mut stream = tokio::net::TcpStream::connect((host, port)).await.map_err(unreachable)?;
+    let mut stream = tokio::net::TcpStream::connect((host, port))
+        .await
+        .map_err(unreachable)?;
     let host = join_address(host, port);
     let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.map_err(unreachable)?;

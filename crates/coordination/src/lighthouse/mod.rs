@@ -105,7 +105,13 @@ impl LighthouseServer {
             actor::start(state, config.quorum_tick, away_after, config.state_file)
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
-        let service = Service::start(runtime, listener, page::routes(lighthouse), config.limits, Duration::ZERO)?;
+        let service = Service::start(
+            runtime,
+            listener,
+            page::routes(lighthouse),
+            config.limits,
+            Duration::ZERO,
+        )?;
         tracing::info!(address, "the lighthouse listens");
         Ok(Self { service, address })
     }

@@ -11,7 +11,7 @@ use std::sync::PoisonError;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_address, split_url, time_left};
 use rustix::process::Signal;
 
 use super::child;

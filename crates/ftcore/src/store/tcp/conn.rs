@@ -163,7 +163,10 @@ impl Conn {
     }
 
     /// The answer to a write that has one.
-    pub(super) fn outcome<T>(&mut self, read: impl FnOnce(&mut Link) -> io::Result<T>) -> io::Result<Outcome<T>> {
+    pub(super) fn outcome<T>(
+        &mut self,
+        read: impl FnOnce(&mut Link) -> io::Result<T>,
+    ) -> io::Result<Outcome<T>> {
         if self.ours {
             match wire::read_u8(&mut self.link)? {
                 wire::DONE => {}
@@ -275,7 +278,9 @@ pub(super) fn encode(requests: &[Request]) -> Vec<u8> {
 /// Host and port of the server.
 pub(super) fn parse_address(addr: &str) -> Result<(String, u16)> {
     match split_address(addr).map_err(|e| e.with_op("store.connect"))? {
-        (_, 0) => Err(Error::invalid(format!("'{addr}' has port 0, on which nobody listens")).with_op("store.connect")),
+        (_, 0) => Err(
+            Error::invalid(format!("'{addr}' has port 0, on which nobody listens")).with_op("store.connect"),
+        ),
         (host, port) => Ok((host.to_owned(), port)),
     }
 }

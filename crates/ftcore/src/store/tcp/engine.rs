@@ -154,7 +154,8 @@ impl Engine {
 
     /// Appends to a value of up to `most` bytes.
     pub(super) fn append(&self, key: &[u8], more: &[u8], most: usize) -> Result<(), Refusal> {
-        self.lock().write(key, |table| table.append_up_to(key, more, most))
+        self.lock()
+            .write(key, |table| table.append_up_to(key, more, most))
     }
 
     /// The values of the first keys, of `most` bytes together or one that is longer; `None` for an absent key.
@@ -325,7 +326,13 @@ impl Engine {
                 None => [kept.as_slice(), b"\0"].concat(),
             };
         }
-        doomed.extend(state.queues.keys().filter(|key| retired.has(key).is_some()).cloned());
+        doomed.extend(
+            state
+                .queues
+                .keys()
+                .filter(|key| retired.has(key).is_some())
+                .cloned(),
+        );
         for key in &doomed {
             state.table.remove(key);
             for item in state.queues.remove(key).into_iter().flatten() {
@@ -639,7 +646,9 @@ mod tests {
     #[test]
     fn names_that_many_wait_for_are_held_once_and_every_waiter_says_what_it_costs() {
         let (e, bell) = engine();
-        let many: Vec<Vec<u8>> = (0..1000).map(|i| format!("/a/long/name/of/key/{i}").into_bytes()).collect();
+        let many: Vec<Vec<u8>> = (0..1000)
+            .map(|i| format!("/a/long/name/of/key/{i}").into_bytes())
+            .collect();
         let Entry::Pending(first, dear) = e.wait(many.clone(), &bell) else {
             panic!("nothing is there")
         };
@@ -671,7 +680,9 @@ mod tests {
             let ticket = pending(e.wait(keys(&names), &bell));
             let mut there = BTreeSet::new();
             while e.is_pending(ticket) {
-                seed = seed.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+                seed = seed
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
                 let name = names[(seed >> 33) as usize % 4];
                 match (seed >> 40) % 3 {
                     0 if there.remove(name) => assert!(e.delete(name.as_bytes())),
@@ -689,7 +700,9 @@ mod tests {
     #[test]
     fn retired_keys_are_gone_refused_and_told_to_those_who_wait_and_no_others_are() {
         let (e, bell) = engine();
-        for key in ["n/1/a", "n/2/a", "n/2/b", "n/9/a", "n/10/a", "n/x/a", "n/3", "nn/1/a", "m"] {
+        for key in [
+            "n/1/a", "n/2/a", "n/2/b", "n/9/a", "n/10/a", "n/x/a", "n/3", "nn/1/a", "m",
+        ] {
             e.set(key.as_bytes(), vec![1]).unwrap();
         }
         e.push(b"n/2/q".to_vec(), vec![1]).unwrap();
@@ -707,7 +720,10 @@ mod tests {
         assert_eq!(left, ["m", "n/10/a", "n/3", "n/9/a", "n/x/a", "nn/1/a"]);
         assert_eq!(e.queue_len(b"n/2/q"), 0);
         assert_eq!(e.progress(oldest), Progress::Retired(b"n/1/late".to_vec(), 1));
-        assert_eq!(e.progress(at_barrier), Progress::Retired(b"n/1/barrier".to_vec(), 1));
+        assert_eq!(
+            e.progress(at_barrier),
+            Progress::Retired(b"n/1/barrier".to_vec(), 1)
+        );
         assert!(e.is_pending(old) && e.is_pending(free));
         assert_eq!(e.set(b"n/2/a", vec![]), Err(Refusal::Retired(2)));
         assert_eq!(e.add(b"n/8/a", 1), Err(Refusal::Retired(8)));

@@ -17,7 +17,9 @@ use super::link::{Bell, Link, Patience, is_late, watch_listener};
 use super::wire::{self, Budget, Held, Request};
 use crate::store::keys::MAX_VALUE;
 use crate::store::table::Refusal;
-use crate::{Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit, split_address, time_left};
+use crate::{
+    Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit, split_address, time_left,
+};
 
 /// Keys, values and queues together.
 const MAX_STORED: usize = 1 << 30;
@@ -157,7 +159,9 @@ impl TcpStoreServer {
         };
         *epochs = Some((previous, epoch));
         // Numbers may go back, after a restart of a lighthouse that counts from 1.
-        self.shared.engine.retire(NAMESPACE.as_bytes(), previous.min(epoch))
+        self.shared
+            .engine
+            .retire(NAMESPACE.as_bytes(), previous.min(epoch))
     }
 
     /// The number of keys.
@@ -281,7 +285,10 @@ fn accept(listener: TcpListener, shared: &Arc<Shared>) {
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => {
                 // Most likely no file descriptors are left: connections that end will free some.
-                tracing::warn!("store server: cannot accept a connection: {}", accept_failure(&error));
+                tracing::warn!(
+                    "store server: cannot accept a connection: {}",
+                    accept_failure(&error)
+                );
                 pause = Some(deadline_in(Duration::from_millis(50)));
             }
         }
@@ -554,10 +561,15 @@ impl Session<'_> {
     }
 
     /// The end of a write without a reply. A client of ours hears of a refusal at its next PING; any other only by the end of the connection.
-    fn silent(&mut self, key: &[u8], written: std::result::Result<(), Refusal>) -> std::result::Result<(), End> {
+    fn silent(
+        &mut self,
+        key: &[u8],
+        written: std::result::Result<(), Refusal>,
+    ) -> std::result::Result<(), End> {
         match written {
             Err(refusal) if self.ours => {
-                self.refused.get_or_insert((refusal.kind(), refusal.describe(key)));
+                self.refused
+                    .get_or_insert((refusal.kind(), refusal.describe(key)));
                 Ok(())
             }
             Err(refusal) => Err(End::Refused(key.to_vec(), refusal)),

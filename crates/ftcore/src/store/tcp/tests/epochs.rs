@@ -89,7 +89,11 @@ fn numbers_that_go_back_remove_nothing_that_is_in_use() {
     for epoch in [1000, 1001, 1, 2, 3] {
         server.begin_epoch(epoch);
         rendezvous(&store, epoch);
-        assert!(store.check(&[&format!("{}/{epoch}/gloo/3", epoch_prefix(epoch, 0))], soon()).unwrap());
+        assert!(
+            store
+                .check(&[&format!("{}/{epoch}/gloo/3", epoch_prefix(epoch, 0))], soon())
+                .unwrap()
+        );
     }
     // 1 is gone; the two of before the restart stay until numbers pass them.
     assert_eq!(server.num_keys(), 4 * 4);
