@@ -176,7 +176,7 @@ impl TcpStore {
             };
             tries += 1;
             let is_there = missed.greeting.is_some();
-            self.keep_ungreeted(missed.greeting);
+            self.keep_ungreeted(missed.greeting.map(|greeting| *greeting));
             let mut last = missed.error;
             if last.kind() == io::ErrorKind::InvalidData {
                 return Err(self.error(
@@ -427,7 +427,7 @@ impl Store for TcpStore {
         let outcome = self
             .call(&call, |conn| {
                 conn.write(&bytes)?;
-                conn.outcome(|link| wire::read_i64(link))
+                conn.outcome(wire::read_i64)
             })
             .map_err(|lost| self.explain(lost, &call, |value| sum(Some(value), amount).err()))?;
         self.done(&call, outcome)
@@ -447,7 +447,7 @@ impl Store for TcpStore {
         let call = Call::new(op, &keys, deadline, Repeat::Never);
         let outcome = self.call(&call, |conn| {
             conn.write(&bytes)?;
-            conn.outcome(|link| wire::read_value(link))
+            conn.outcome(wire::read_value)
         })?;
         self.done(&call, outcome)
     }

@@ -49,7 +49,7 @@ pub(super) struct Greeting {
 pub(super) struct Missed {
     /// Late (see `link::is_late`) if nothing says that the server is not there.
     pub(super) error: io::Error,
-    pub(super) greeting: Option<Greeting>,
+    pub(super) greeting: Option<Box<Greeting>>,
 }
 
 impl From<io::Error> for Missed {
@@ -119,7 +119,7 @@ impl Greeting {
             }
             Ok(got) => Err(not_the_ping(self.nonce, got).into()),
             Err(e) if is_late(&e) => {
-                let greeting = (self.since.elapsed() < ATTEMPT).then_some(self);
+                let greeting = (self.since.elapsed() < ATTEMPT).then(|| Box::new(self));
                 let error = late("no answer to the greeting");
                 Err(Missed { error, greeting })
             }
