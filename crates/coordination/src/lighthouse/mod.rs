@@ -10,7 +10,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, Result};
 
-use crate::serve::{self, Service};
+use crate::serve::{self, ConnectionLimits, Service};
 use persist::StateFile;
 use protocol::quorum::{LighthouseState, QuorumRules, Start};
 
@@ -45,6 +45,8 @@ pub struct LighthouseConfig {
     /// The operator's word, for the first quorum: it may go back to an earlier step than the recorded one, and needs no majority of the
     /// recorded members.
     pub accept_rollback: bool,
+    /// What its clients' connections may take.
+    pub limits: ConnectionLimits,
 }
 
 impl Default for LighthouseConfig {
@@ -60,6 +62,7 @@ impl Default for LighthouseConfig {
             quorum_tick: Duration::from_millis(100),
             state_file: None,
             accept_rollback: false,
+            limits: ConnectionLimits::lighthouse(),
         }
     }
 }
@@ -86,6 +89,7 @@ impl LighthouseServer {
                 "quorum_tick and heartbeat_timeout are longer than zero",
             ));
         }
+        config.limits.validate()?;
         if let Some(initial) = config.initial_replicas.filter(|i| *i < config.min_replicas) {
             return Err(Error::invalid(format!(
                 "initial_replicas is {initial}, and no quorum has fewer than min_replicas = {} members",
@@ -124,7 +128,13 @@ impl LighthouseServer {
             actor::start(state, config.quorum_tick, away_after, state_file.clone())
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
-        let service = Service::start(runtime, listener, page::routes(lighthouse), Duration::ZERO)?;
+        let service = Service::start(
+            runtime,
+            listener,
+            page::routes(lighthouse),
+            config.limits,
+            Duration::ZERO,
+        )?;
         tracing::info!(address, "the lighthouse listens");
         Ok(Self {
             service,

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use crate::channel::{reach, wait_for};
-use crate::serve::{self, Service};
+use crate::serve::{self, ConnectionLimits, Service};
 use protocol::MAX_ID_BYTES;
 
 mod actor;
@@ -48,6 +48,8 @@ pub struct ManagerServerConfig {
     pub progress_timeout: Duration,
     /// How often a quorum call to the lighthouse is tried again before the ranks are told of its failure.
     pub quorum_retries: u32,
+    /// What its clients' connections may take.
+    pub limits: ConnectionLimits,
 }
 
 impl Default for ManagerServerConfig {
@@ -65,6 +67,7 @@ impl Default for ManagerServerConfig {
             connect_timeout: Duration::from_secs(10),
             progress_timeout: Duration::from_secs(120),
             quorum_retries: 0,
+            limits: ConnectionLimits::manager(),
         }
     }
 }
@@ -97,6 +100,7 @@ impl ManagerServer {
                 "heartbeat_interval and progress_timeout are longer than zero",
             ));
         }
+        config.limits.validate()?;
         let listener = serve::listen("the manager server", &config.bind)?;
         let address = serve::url(&listener, config.advertise_host.as_deref())?;
         let runtime = serve::runtime("ox-manager-srv", 2)?;
@@ -131,7 +135,13 @@ impl ManagerServer {
             uplink.keep_attached(manager.clone());
             manager
         };
-        let service = Service::start(runtime, listener, service::routes(manager.clone()), GRACE)?;
+        let service = Service::start(
+            runtime,
+            listener,
+            service::routes(manager.clone()),
+            config.limits,
+            GRACE,
+        )?;
         tracing::info!(
             replica = config.replica_id,
             address,
