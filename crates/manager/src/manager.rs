@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::{HttpTransport, Snapshot, StateDict};
+use checkpoint::HttpTransport;
 use coordination::{
     CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
     WatchGuard, is_refused,
@@ -21,6 +21,7 @@ use ftcore::{
 
 use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
+use crate::heal;
 use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
 use crate::reporter::Reporter;
@@ -338,49 +339,6 @@ impl Manager {
         })
     }
 
-    fn publish(&self, answer: &QuorumResult, state: &dyn State) -> Result<()> {
-        let mut dict = StateDict::new();
-        state.save(&mut dict)?;
-        dict.set_metadata("manager.lineage", self.lineage.as_str());
-        self.transport
-            .publish(Snapshot::new(answer.max_step, answer.quorum_id, &dict)?);
-        Ok(())
-    }
-
-    fn heal(&mut self, answer: &QuorumResult, state: &mut dyn State, deadline: Instant) -> Result<Healed> {
-        let begun = Instant::now();
-        let source = ManagerClient::connect(&answer.recover_src_manager_address, deadline)?;
-        loop {
-            let url = source.checkpoint_metadata(self.config.group_rank, deadline)?;
-            let (epoch, dict) = checkpoint::fetch(&[url], answer.max_step, deadline)?;
-            if epoch != answer.quorum_id {
-                // A snapshot of the same step from an earlier attempt: the newer one is being made right now.
-                if time_left(deadline).is_zero() {
-                    return Err(Error::timeout(format!(
-                        "the source serves step {} of epoch {epoch}, not of epoch {}",
-                        answer.max_step, answer.quorum_id
-                    )));
-                }
-                std::thread::park_timeout(Duration::from_millis(5));
-                continue;
-            }
-            state.load(&dict)?;
-            // Only now: the step advances with the state, never before it (INV-5, L03).
-            self.step = answer.max_step;
-            let lineage = dict
-                .metadata()
-                .get("manager.lineage")
-                .cloned()
-                .unwrap_or_default();
-            self.lineage = Lineage::from_peer(lineage);
-            return Ok(Healed {
-                source: answer.recover_src_replica_rank,
-                bytes: dict.total_bytes(),
-                took: begun.elapsed(),
-            });
-        }
-    }
-
     fn follow(
         &mut self,
         answer: &QuorumResult,
@@ -409,7 +367,7 @@ impl Manager {
         }
         // Snapshot first: whoever heals needs it while this replica is still connecting.
         if !answer.recover_dst_replica_ranks.is_empty() {
-            self.publish(answer, state)?;
+            heal::publish(&self.transport, &self.lineage, answer, state)?;
         } else {
             self.transport.retire();
         }
@@ -428,17 +386,11 @@ impl Manager {
             return Ok(None);
         }
         let limit = deadline_in(self.config.timeout).min(deadline);
-        self.heal(answer, state, limit).map(Some).map_err(|e| {
-            let source = answer
-                .recover_src_replica_rank
-                .and_then(|r| answer.replica_ids.get(r as usize));
-            let source = source.map_or(answer.recover_src_manager_address.as_str(), String::as_str);
-            let text = format!(
-                "replica '{}' cannot take over the state of replica '{source}': {e}",
-                self.replica_id
-            );
-            Error::new(e.kind(), text).with_op("heal").with_source(e)
-        })
+        let (healed, lineage) = heal::heal(&self.replica_id, self.config.group_rank, answer, state, limit)?;
+        // Only now: the step advances with the state, never before it (INV-5, L03).
+        self.step = answer.max_step;
+        self.lineage = lineage;
+        Ok(Some(healed))
     }
 }
 
