@@ -1,0 +1,122 @@
+//! How fast a state heals over loopback: from one source and from three, beside a plain `TcpStream` that copies and hashes
+//! the same bytes in the same run, in turns. It also tells what publishing costs a source.
+//!
+//! `cargo run --release -p checkpoint --example heal_rate [MIB] [ROUNDS]` (1024 MiB and 3 rounds unless told otherwise)
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::print_stdout,
+    clippy::indexing_slicing,
+    reason = "a measuring program: a failure is the end of it"
+)]
+
+use std::io::{Read, Write};
+use std::net::{TcpListener, TcpStream};
+use std::time::{Duration, Instant};
+
+use checkpoint::{HttpTransport, Snapshot, StateDict, fetch};
+
+/// The tensors of the state that is measured.
+const TENSORS: usize = 64;
+
+fn state(mib: usize) -> StateDict {
+    let mut state = StateDict::new();
+    let elements = (mib << 20) / 4 / TENSORS;
+    for i in 0..TENSORS {
+        let values: Vec<f32> = (0..elements).map(|e| (e * (i + 1)) as f32).collect();
+        state
+            .insert_f32(format!("layer{i:02}.weight"), &[elements], &values)
+            .unwrap();
+    }
+    state
+}
+
+/// GB/s of `bytes` in the best of the measured times.
+fn rate(bytes: usize, times: &[Duration]) -> f64 {
+    let best = times.iter().min().copied().unwrap_or_default();
+    bytes as f64 / best.as_secs_f64() / 1e9
+}
+
+/// One thread writes what is there; this one reads it into new memory, as a healing replica does, and hashes it.
+fn plain_copy(state: &StateDict) -> Duration {
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    std::thread::scope(|scope| {
+        scope.spawn(move || {
+            let (mut stream, _) = listener.accept().unwrap();
+            for (_, tensor) in state.iter() {
+                stream.write_all(&tensor.data).unwrap();
+            }
+        });
+        let begun = Instant::now();
+        let mut stream = TcpStream::connect(address).unwrap();
+        let mut kept = Vec::new();
+        for (_, tensor) in state.iter() {
+            let mut data = vec![0; tensor.data.len()];
+            for chunk in data.chunks_mut(1 << 20) {
+                stream.read_exact(chunk).unwrap();
+                std::hint::black_box(blake3::hash(chunk));
+            }
+            kept.push(data);
+        }
+        let took = begun.elapsed();
+        drop(kept);
+        took
+    })
+}
+
+fn heal(sources: usize, state: &StateDict, hashed: bool) -> Duration {
+    let servers: Vec<HttpTransport> = (0..sources)
+        .map(|_| HttpTransport::start("127.0.0.1:0", None).unwrap())
+        .collect();
+    for server in &servers {
+        let snapshot = Snapshot::new(5, 1, state).unwrap();
+        if hashed {
+            snapshot.manifest();
+        }
+        server.publish(snapshot);
+    }
+    let urls: Vec<String> = servers.iter().map(HttpTransport::metadata).collect();
+    let begun = Instant::now();
+    let (_, got) = fetch(&urls, 5, begun + Duration::from_secs(600)).unwrap();
+    let took = begun.elapsed();
+    assert_eq!(got.total_bytes(), state.total_bytes());
+    took
+}
+
+fn main() {
+    let mut arguments = std::env::args().skip(1).map(|a| a.parse::<usize>().unwrap());
+    let mib = arguments.next().unwrap_or(1024);
+    let rounds = arguments.next().unwrap_or(3);
+    let state = state(mib);
+    let bytes = state.total_bytes();
+    println!("{mib} MiB in {TENSORS} tensors, {rounds} rounds in turns, best of each");
+    let [mut plain, mut one, mut one_cold, mut three, mut copy, mut hash] = [const { Vec::new() }; 6];
+    for _ in 0..rounds {
+        plain.push(plain_copy(&state));
+        one.push(heal(1, &state, true));
+        one_cold.push(heal(1, &state, false));
+        three.push(heal(3, &state, true));
+        let begun = Instant::now();
+        let snapshot = Snapshot::new(5, 1, &state).unwrap();
+        copy.push(begun.elapsed());
+        let begun = Instant::now();
+        snapshot.manifest();
+        hash.push(begun.elapsed());
+    }
+    let plain_rate = rate(bytes, &plain);
+    for (what, times) in [
+        ("plain TcpStream copy + blake3", &plain),
+        ("heal, 1 source, already hashed", &one),
+        ("heal, 1 source, hashes on request", &one_cold),
+        ("heal, 3 sources, already hashed", &three),
+        ("publish: the copy", &copy),
+        ("publish: the hashes (lazily)", &hash),
+    ] {
+        let r = rate(bytes, times);
+        println!(
+            "{what:36} {r:6.2} GB/s   {:5.2} of the plain copy",
+            r / plain_rate
+        );
+    }
+}
