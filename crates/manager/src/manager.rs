@@ -366,7 +366,7 @@ impl Manager {
             self.live_epoch.store(answer.quorum_id, Ordering::Release);
         }
         // Snapshot first: whoever heals needs it while this replica is still connecting.
-        if !answer.recover_dst_replica_ranks.is_empty() {
+        if !answer.serves_replica_ranks.is_empty() {
             heal::publish(&self.transport, &self.lineage, answer, state)?;
         } else {
             self.transport.retire();
@@ -386,7 +386,13 @@ impl Manager {
             return Ok(None);
         }
         let limit = deadline_in(self.config.timeout).min(deadline);
-        let (healed, lineage) = heal::heal(&self.replica_id, self.config.group_rank, answer, state, limit)?;
+        let me = heal::Behind {
+            replica_id: &self.replica_id,
+            group_rank: self.config.group_rank,
+            step: self.step,
+            lineage: &self.lineage,
+        };
+        let (healed, lineage) = heal::heal(&me, answer, state, limit)?;
         // Only now: the step advances with the state, never before it (INV-5, L03).
         self.step = answer.max_step;
         self.lineage = lineage;
