@@ -75,7 +75,9 @@ fn counted(to: &str, bytes: u64, after: impl FnOnce() + Send + 'static) -> (Stri
         for inward in listener.incoming() {
             let Ok(inward) = inward else { return };
             // Once the source is dead nothing answers: so the connection ends as it would without us between.
-            let Ok(outward) = TcpStream::connect(&address) else { continue };
+            let Ok(outward) = TcpStream::connect(&address) else {
+                continue;
+            };
             let (mut from, mut to) = (inward.try_clone().unwrap(), outward.try_clone().unwrap());
             std::thread::spawn(move || std::io::copy(&mut from, &mut to));
             let (count, after) = (Arc::clone(&count), Arc::clone(&after));
@@ -120,9 +122,15 @@ fn a_source_killed_in_the_middle_of_a_transfer_costs_no_more_than_what_it_had_no
     assert_eq!(fetched.state, state(KIB, 3.0));
     let total = (KIB as u64) << 10;
     let (first, second) = (sent.load(Ordering::SeqCst), sent_by_other.load(Ordering::SeqCst));
-    assert!(first > 2 << 20, "the first source was killed before it sent anything: {first}");
+    assert!(
+        first > 2 << 20,
+        "the first source was killed before it sent anything: {first}"
+    );
     // Started over, it would be everything again from the second one.
-    assert!(second < total, "{second} of {total} bytes from the one that lives");
+    assert!(
+        second < total,
+        "{second} of {total} bytes from the one that lives"
+    );
     let kept: u64 = fetched.received.iter().map(|r| r.1).sum();
     assert!(kept >= total, "{kept}");
 }
