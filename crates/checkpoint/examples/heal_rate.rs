@@ -2,6 +2,9 @@
 //! the same bytes in the same run, in turns. It also tells what publishing costs a source.
 //!
 //! `cargo run --release -p checkpoint --example heal_rate [MIB] [ROUNDS]` (1024 MiB and 3 rounds unless told otherwise)
+//!
+//! Between two machines, or network namespaces: `heal_rate serve ADDRESS:PORT MIB` prints a URL and serves until it is ended;
+//! `heal_rate fetch URL...` fetches from there, once.
 
 #![allow(
     clippy::unwrap_used,
@@ -88,8 +91,35 @@ fn heal(sources: usize, state: &StateDict, hashed: bool, own: Option<StateDict>)
     took
 }
 
+fn serve(bind: &str, mib: usize) {
+    let server = HttpTransport::start(bind, None).unwrap();
+    let snapshot = Snapshot::new(5, 1, &state(mib)).unwrap();
+    snapshot.manifest();
+    server.publish(snapshot);
+    println!("{}", server.metadata());
+    loop {
+        std::thread::park();
+    }
+}
+
+fn fetch_from(urls: &[&str]) {
+    let begun = Instant::now();
+    let got = Fetch::step(5, urls.iter().map(|u| CheckpointSource::at(*u)).collect())
+        .run(begun + Duration::from_secs(600), &FetchOptions::default())
+        .unwrap();
+    let seconds = begun.elapsed().as_secs_f64();
+    let bits = got.state.total_bytes() as f64 * 8.0;
+    println!("{:.3} Gbit/s of state in {seconds:.2} s", bits / seconds / 1e9);
+}
+
 fn main() {
-    let mut arguments = std::env::args().skip(1).map(|a| a.parse::<usize>().unwrap());
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["serve", bind, mib] => return serve(bind, mib.parse().unwrap()),
+        ["fetch", ref urls @ ..] if !urls.is_empty() => return fetch_from(urls),
+        _ => {}
+    }
+    let mut arguments = words.iter().map(|a| a.parse::<usize>().unwrap());
     let mib = arguments.next().unwrap_or(1024);
     let rounds = arguments.next().unwrap_or(3);
     let state = state(mib);
