@@ -77,6 +77,33 @@ pub fn encode(state: &StateDict) -> Result<Vec<u8>> {
 
 /// [`encode`] with the format's own metadata entries; their keys carry [`RESERVED_METADATA_PREFIX`].
 pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> Result<Vec<u8>> {
+    let (header, names) = header_of(state, own)?;
+    let mut bytes = room_for(header.len().saturating_add(state.total_bytes()))?;
+    bytes.extend_from_slice(&header);
+    for name in &names {
+        let tensor = state.get(name).ok_or_else(lost)?;
+        bytes.extend_from_slice(&tensor.data);
+    }
+    Ok(bytes)
+}
+
+/// [`encode_with`] without a copy: the header and, in the order of the file, the data of each tensor.
+pub(crate) fn encode_parts(mut state: StateDict, own: &BTreeMap<String, String>) -> Result<Vec<Vec<u8>>> {
+    let (header, names) = header_of(&state, own)?;
+    let mut parts = Vec::with_capacity(names.len().saturating_add(1));
+    parts.push(header);
+    for name in &names {
+        parts.push(state.remove(name).ok_or_else(lost)?.data);
+    }
+    Ok(parts)
+}
+
+fn lost() -> Error {
+    Error::new(ErrorKind::Internal, "a tensor of the header is not in the state")
+}
+
+/// The beginning of the file, with its length before it, and the names of the tensors in the order of their data.
+fn header_of(state: &StateDict, own: &BTreeMap<String, String>) -> Result<(Vec<u8>, Vec<String>)> {
     if let Some(key) = state
         .metadata()
         .keys()
@@ -135,13 +162,11 @@ pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> 
         )));
     }
 
-    let mut bytes = room_for(LENGTH_BYTES.saturating_add(header.len()).saturating_add(end))?;
+    let mut bytes = room_for(LENGTH_BYTES.saturating_add(header.len()))?;
     bytes.extend_from_slice(&(header.len() as u64).to_le_bytes());
     bytes.extend_from_slice(&header);
-    for (.., tensor) in &ordered {
-        bytes.extend_from_slice(&tensor.data);
-    }
-    Ok(bytes)
+    let names = ordered.iter().map(|(_, name, _)| (*name).to_owned()).collect();
+    Ok((bytes, names))
 }
 
 fn room_for(bytes: usize) -> Result<Vec<u8>> {
@@ -192,25 +217,83 @@ pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, 
 
     let mut state = StateDict::new();
     for name in header.offset_keys() {
-        let Some(info) = header.info(&name) else { continue };
-        let dtype = from_file(info.dtype).ok_or_else(|| {
-            Error::unsupported(format!(
-                "tensor '{name}' has the dtype {}, which oxccl does not know",
-                info.dtype
-            ))
-        })?;
-        let (start, end) = info.data_offsets;
-        let data = source.take(end.saturating_sub(start))?;
-        let tensor = StateTensor {
-            dtype,
-            shape: info.shape.clone(),
-            data,
-        };
-        // A name that is not allowed, seen from the reader, is damage and not a wrong argument.
-        state
-            .insert(name, tensor)
-            .map_err(|e| corrupt(e.message()).with_source(e))?;
+        insert(&mut state, &header, name, |bytes| source.take(bytes))?;
     }
+    let own = move_metadata(&header, &mut state);
+    Ok((state, own))
+}
+
+/// What [`encode_parts`] gave, as a state again and without a copy; also gives the reserved metadata. Errors as
+/// [`decode`]: a part that is longer or shorter than the header says is `Corrupt`.
+pub(crate) fn decode_whole_parts(parts: Vec<Vec<u8>>) -> Result<(StateDict, BTreeMap<String, String>)> {
+    let mut parts = parts.into_iter();
+    let head = parts.next().unwrap_or_default();
+    let (length, header) = head
+        .split_first_chunk::<LENGTH_BYTES>()
+        .ok_or_else(|| corrupt("a state without a header"))?;
+    if usize::try_from(u64::from_le_bytes(*length)).ok() != Some(header.len())
+        || header.len() > MAX_HEADER_BYTES
+    {
+        return Err(corrupt(format!(
+            "a header of {} bytes in a part of {} (the limit is {MAX_HEADER_BYTES})",
+            u64::from_le_bytes(*length),
+            head.len()
+        )));
+    }
+    let header: Metadata = serde_json::from_slice(header)
+        .map_err(|e| corrupt(format!("the header of the state: {e}")).with_source(e))?;
+    let names = header.offset_keys();
+    if names.len() != parts.len() {
+        return Err(corrupt(format!(
+            "the header describes {} tensors, {} are there",
+            names.len(),
+            parts.len()
+        )));
+    }
+    let mut state = StateDict::new();
+    for (name, data) in names.into_iter().zip(parts) {
+        insert(&mut state, &header, name, |bytes| {
+            if data.len() == bytes {
+                return Ok(data);
+            }
+            let text = format!("a tensor of {bytes} bytes is {} bytes long", data.len());
+            Err(corrupt(text))
+        })?;
+    }
+    let own = move_metadata(&header, &mut state);
+    Ok((state, own))
+}
+
+/// Puts the tensor `name` of `header` into `state`; `data` brings as many bytes as it is told.
+fn insert(
+    state: &mut StateDict,
+    header: &Metadata,
+    name: String,
+    data: impl FnOnce(usize) -> Result<Vec<u8>>,
+) -> Result<()> {
+    let Some(info) = header.info(&name) else {
+        return Ok(());
+    };
+    let dtype = from_file(info.dtype).ok_or_else(|| {
+        Error::unsupported(format!(
+            "tensor '{name}' has the dtype {}, which oxccl does not know",
+            info.dtype
+        ))
+    })?;
+    let (start, end) = info.data_offsets;
+    let tensor = StateTensor {
+        dtype,
+        shape: info.shape.clone(),
+        data: data(end.saturating_sub(start))?,
+    };
+    // A name that is not allowed, seen from the reader, is damage and not a wrong argument.
+    state
+        .insert(name, tensor)
+        .map_err(|e| corrupt(e.message()).with_source(e))
+}
+
+/// Gives `state` its metadata and returns the reserved entries.
+fn move_metadata(header: &Metadata, state: &mut StateDict) -> BTreeMap<String, String> {
     let mut own = BTreeMap::new();
     for (key, value) in header.metadata().iter().flatten() {
         let map = if key.starts_with(RESERVED_METADATA_PREFIX) {
@@ -220,7 +303,7 @@ pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, 
         };
         map.insert(key.clone(), value.clone());
     }
-    Ok((state, own))
+    own
 }
 
 /// The metadata in a header (without the length before it), the state's own and the reserved entries together.
@@ -334,6 +417,9 @@ mod tests {
             prop_assert_eq!(&decode(&bytes).unwrap(), &s);
             let parts: Vec<&[u8]> = bytes.chunks(cut).collect();
             prop_assert_eq!(&decode_parts(parts).unwrap().0, &s);
+            let whole = encode_parts(s.clone(), &BTreeMap::new()).unwrap();
+            prop_assert_eq!(&whole.concat(), &bytes);
+            prop_assert_eq!(&decode_whole_parts(whole).unwrap().0, &s);
             // Other readers of the format accept it too.
             let theirs = safetensors::SafeTensors::deserialize(&bytes).unwrap();
             prop_assert_eq!(theirs.len(), s.len());
@@ -444,6 +530,29 @@ mod tests {
         // A header length far beyond the data.
         let e = decode(&[&u64::MAX.to_le_bytes()[..], b"{}"].concat()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+    }
+
+    #[test]
+    fn parts_that_are_not_those_of_the_header_are_corrupt() {
+        let mut s = StateDict::new();
+        s.insert_f32("a", &[2], &[1.0, 2.0]).unwrap();
+        s.insert_f32("b", &[3], &[1.0, 2.0, 3.0]).unwrap();
+        let good = encode_parts(s, &BTreeMap::new()).unwrap();
+        let [head, a, b] = &good[..] else {
+            panic!("{good:?}")
+        };
+        let longer = [head.as_slice(), b" "].concat();
+        for bad in [
+            vec![],
+            vec![head[..7].to_vec()],
+            vec![head.clone(), a.clone()],
+            vec![head.clone(), a.clone(), b.clone(), vec![]],
+            vec![head.clone(), b.clone(), a.clone()],
+            vec![longer, a.clone(), b.clone()],
+        ] {
+            let e = decode_whole_parts(bad).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+        }
     }
 
     #[test]

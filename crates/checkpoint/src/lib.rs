@@ -11,6 +11,7 @@
 mod codec;
 mod disk;
 mod fetch;
+mod hashing;
 mod integrity;
 mod manifest;
 mod newest;
@@ -23,12 +24,14 @@ mod writer;
 
 pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
 pub use disk::{load, save};
-pub use fetch::{FetchOptions, fetch, fetch_with};
+pub use fetch::{CheckpointSource, Fetch, FetchOptions, Fetched, fetch, fetch_with};
 pub use integrity::Integrity;
-pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest};
+pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 pub use newest::{Found, Search, newest};
 pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};
-pub use server::{DIGEST_HEADER, HttpTransport, MAX_WAIT, TransportOptions, WAIT_HEADER};
+pub use server::{
+    DIGEST_HEADER, EPOCH_HEADER, HttpTransport, LINEAGE_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER,
+};
 pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
 pub use state::{StateDict, StateTensor};
 pub use writer::{Outcome, Writer};

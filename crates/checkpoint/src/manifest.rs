@@ -1,6 +1,6 @@
 //! What a receiver knows about a snapshot before it takes the first chunk: sizes and hashes.
 //!
-//! The digest binds step, epoch, all sizes and the ordered list of chunk hashes. A manifest whose digest fits, together
+//! The digest binds step, epoch, lineage, all sizes and the ordered list of chunk hashes. A manifest whose digest fits, together
 //! with chunks that fit their hashes, therefore proves the whole state without hashing it twice; and two sources
 //! with the same digest serve the same bytes.
 
@@ -8,21 +8,51 @@ use blake3::Hash;
 use ftcore::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::hashing::hash_all;
+
 /// The version of manifest and snapshot metadata that this build writes and reads.
-pub const FORMAT_VERSION: u32 = 1;
+pub const FORMAT_VERSION: u32 = 2;
 
 /// The largest chunk that is served or accepted, in bytes. Bounds what one request costs both sides.
 pub const MAX_CHUNK_BYTES: u64 = 64 << 20;
 
-const DIGEST_CONTEXT: &str = "oxccl 2026-11-21 checkpoint manifest v1";
+const DIGEST_CONTEXT: &str = "oxccl 2026-11-21 checkpoint manifest v2";
 
-/// The manifest of one snapshot. Only made by [`Manifest::of`] and [`Manifest::parse`], so its fields agree.
+/// Which state this is. Two replicas that hold the same one have equal bytes (INV-6).
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct SnapshotId {
+    /// The step whose state it is; 0 or more.
+    pub step: i64,
+    /// The epoch (quorum id) in which the snapshot was taken.
+    pub epoch: i64,
+    /// The commits that led to it; empty if not told.
+    pub lineage: String,
+}
+
+impl std::fmt::Display for SnapshotId {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "step {} of epoch {}", self.step, self.epoch)?;
+        if !self.lineage.is_empty() {
+            // It came from a peer and goes into logs: no control characters.
+            write!(f, " with lineage {}", self.lineage.escape_debug())?;
+        }
+        Ok(())
+    }
+}
+
+/// The manifest of one snapshot. Only made from a state and by [`Manifest::parse`], so its fields agree.
+///
+/// The state is a sequence of parts (the header, then one tensor each), and every part is cut into chunks of its own. So
+/// a tensor that did not change between two steps has the same chunks in both, whatever became of the others.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Manifest {
-    step: i64,
-    epoch: i64,
-    total_bytes: u64,
+    id: SnapshotId,
     chunk_bytes: u64,
+    /// The bytes of each part.
+    parts: Vec<u64>,
+    /// The first chunk of each part.
+    first_chunks: Vec<usize>,
+    total_bytes: u64,
     chunks: Vec<Hash>,
     digest: Hash,
 }
@@ -32,23 +62,38 @@ struct Json {
     version: u32,
     step: i64,
     epoch: i64,
-    total_bytes: u64,
+    lineage: String,
     chunk_bytes: u64,
+    parts: Vec<u64>,
     chunk_hashes: Vec<String>,
     hash: String,
 }
 
 impl Manifest {
-    /// The manifest of `bytes`, cut into chunks of `chunk_bytes` (the last one may be shorter; 0 counts as 1).
+    /// The manifest of `bytes` as one part, cut into chunks of `chunk_bytes` (the last one may be shorter; 0 counts as 1).
     pub fn of(step: i64, epoch: i64, bytes: &[u8], chunk_bytes: u64) -> Self {
-        let size = usize::try_from(chunk_bytes.max(1)).unwrap_or(usize::MAX);
-        let chunks: Vec<Hash> = bytes.chunks(size).map(blake3::hash).collect();
-        let mut manifest = Self {
+        let id = SnapshotId {
             step,
             epoch,
-            total_bytes: bytes.len() as u64,
-            chunk_bytes: chunk_bytes.max(1),
-            chunks,
+            lineage: String::new(),
+        };
+        Self::of_parts(id, &[bytes], chunk_bytes)
+    }
+
+    /// The manifest of a state in `parts`; hashes all of it.
+    pub(crate) fn of_parts(id: SnapshotId, parts: &[&[u8]], chunk_bytes: u64) -> Self {
+        let chunk_bytes = chunk_bytes.max(1);
+        let size = usize::try_from(chunk_bytes).unwrap_or(usize::MAX);
+        let pieces: Vec<&[u8]> = parts.iter().flat_map(|p| p.chunks(size)).collect();
+        let lengths: Vec<u64> = parts.iter().map(|p| p.len() as u64).collect();
+        let (first_chunks, total_bytes, _) = layout(&lengths, chunk_bytes).unwrap_or_default();
+        let mut manifest = Self {
+            id,
+            chunk_bytes,
+            parts: lengths,
+            first_chunks,
+            total_bytes,
+            chunks: hash_all(&pieces),
             digest: Hash::from_bytes([0; 32]),
         };
         manifest.digest = manifest.compute_digest();
@@ -58,48 +103,54 @@ impl Manifest {
     /// Reads a manifest that came from a peer. `Protocol` if it is not one or of another version, `Corrupt` if its
     /// fields disagree or the digest does not fit. A state above `max_state_bytes` is `Protocol` naming both sizes.
     pub fn parse(json: &[u8], max_state_bytes: u64) -> Result<Self> {
-        let json: Json = serde_json::from_slice(json).map_err(|e| {
+        let refused = |what: String| Error::new(ErrorKind::Protocol, what);
+        /// Read first: what else a manifest has depends on it.
+        #[derive(Deserialize)]
+        struct Version {
+            version: u32,
+        }
+        let not_one = |e: serde_json::Error| {
             Error::new(ErrorKind::Protocol, format!("not a checkpoint manifest: {e}")).with_source(e)
-        })?;
-        if json.version != FORMAT_VERSION {
-            return Err(Error::new(
-                ErrorKind::Protocol,
-                format!(
-                    "a manifest of version {}, this build reads {FORMAT_VERSION}",
-                    json.version
-                ),
-            ));
+        };
+        let Version { version } = serde_json::from_slice(json).map_err(not_one)?;
+        if version != FORMAT_VERSION {
+            return Err(refused(format!(
+                "a manifest of version {version}, this build reads {FORMAT_VERSION}"
+            )));
         }
-        if json.total_bytes > max_state_bytes {
-            return Err(Error::new(
-                ErrorKind::Protocol,
-                format!(
-                    "a state of {} bytes is larger than the limit of {max_state_bytes} (max_state_bytes)",
-                    json.total_bytes
-                ),
-            ));
-        }
+        let json: Json = serde_json::from_slice(json).map_err(not_one)?;
         if json.chunk_bytes == 0 || json.chunk_bytes > MAX_CHUNK_BYTES {
             return Err(corrupt(format!(
                 "chunks of {} bytes (1 to {MAX_CHUNK_BYTES})",
                 json.chunk_bytes
             )));
         }
-        let count = json.total_bytes.div_ceil(json.chunk_bytes);
-        if json.chunk_hashes.len() as u64 != count {
+        let (first_chunks, total_bytes, count) = layout(&json.parts, json.chunk_bytes)
+            .ok_or_else(|| refused("a state of more bytes than there are numbers for".into()))?;
+        if total_bytes > max_state_bytes {
+            return Err(refused(format!(
+                "a state of {total_bytes} bytes is larger than the limit of {max_state_bytes} (max_state_bytes)"
+            )));
+        }
+        if json.chunk_hashes.len() != count {
             return Err(corrupt(format!(
-                "{} chunk hashes, but {} bytes in chunks of {} are {count} chunks",
+                "{} chunk hashes, but {total_bytes} bytes in {} parts in chunks of {} are {count} chunks",
                 json.chunk_hashes.len(),
-                json.total_bytes,
+                json.parts.len(),
                 json.chunk_bytes
             )));
         }
         let hash = |hex: &String| Hash::from_hex(hex).map_err(|e| corrupt(format!("a hash: {e}")));
         let manifest = Self {
-            step: json.step,
-            epoch: json.epoch,
-            total_bytes: json.total_bytes,
+            id: SnapshotId {
+                step: json.step,
+                epoch: json.epoch,
+                lineage: json.lineage,
+            },
             chunk_bytes: json.chunk_bytes,
+            parts: json.parts,
+            first_chunks,
+            total_bytes,
             chunks: json.chunk_hashes.iter().map(hash).collect::<Result<_>>()?,
             digest: hash(&json.hash)?,
         };
@@ -113,14 +164,16 @@ impl Manifest {
         Ok(manifest)
     }
 
-    /// The JSON form: {version, step, epoch, total_bytes, chunk_bytes, chunk_hashes, hash}, hashes in hex.
+    /// The JSON form: {version, step, epoch, lineage, chunk_bytes, parts, chunk_hashes, hash}; `parts` are sizes in bytes,
+    /// hashes are in hex.
     pub fn to_json(&self) -> Result<Vec<u8>> {
         let json = Json {
             version: FORMAT_VERSION,
-            step: self.step,
-            epoch: self.epoch,
-            total_bytes: self.total_bytes,
+            step: self.id.step,
+            epoch: self.id.epoch,
+            lineage: self.id.lineage.clone(),
             chunk_bytes: self.chunk_bytes,
+            parts: self.parts.clone(),
             chunk_hashes: self.chunks.iter().map(|h| h.to_hex().to_string()).collect(),
             hash: self.digest.to_hex().to_string(),
         };
@@ -131,24 +184,35 @@ impl Manifest {
     fn compute_digest(&self) -> Hash {
         let mut hasher = blake3::Hasher::new_derive_key(DIGEST_CONTEXT);
         hasher.update(&FORMAT_VERSION.to_le_bytes());
-        hasher.update(&self.step.to_le_bytes());
-        hasher.update(&self.epoch.to_le_bytes());
-        hasher.update(&self.total_bytes.to_le_bytes());
+        hasher.update(&self.id.step.to_le_bytes());
+        hasher.update(&self.id.epoch.to_le_bytes());
+        // Each list with its length before it, so that nothing can pass from one field into the next.
+        hasher.update(&(self.id.lineage.len() as u64).to_le_bytes());
+        hasher.update(self.id.lineage.as_bytes());
         hasher.update(&self.chunk_bytes.to_le_bytes());
+        hasher.update(&(self.parts.len() as u64).to_le_bytes());
+        for part in &self.parts {
+            hasher.update(&part.to_le_bytes());
+        }
         for chunk in &self.chunks {
             hasher.update(chunk.as_bytes());
         }
         hasher.finalize()
     }
 
+    /// Which state this is.
+    pub fn id(&self) -> &SnapshotId {
+        &self.id
+    }
+
     /// The step whose state this is.
     pub fn step(&self) -> i64 {
-        self.step
+        self.id.step
     }
 
     /// The epoch (quorum id) in which the snapshot was taken.
     pub fn epoch(&self) -> i64 {
-        self.epoch
+        self.id.epoch
     }
 
     /// The encoded state, in bytes.
@@ -156,7 +220,7 @@ impl Manifest {
         self.total_bytes
     }
 
-    /// The size of every chunk but perhaps the last, in bytes.
+    /// The size of every chunk but perhaps the last of a part, in bytes.
     pub fn chunk_bytes(&self) -> u64 {
         self.chunk_bytes
     }
@@ -173,17 +237,53 @@ impl Manifest {
 
     /// The bytes of chunk `index`; `None` beyond the last.
     pub fn chunk_len(&self, index: usize) -> Option<usize> {
+        let (part, start) = self.place(index)?;
+        let left = self.parts.get(part)?.checked_sub(start)?;
+        usize::try_from(left.min(self.chunk_bytes)).ok()
+    }
+
+    /// The bytes of each part: the header, then one tensor each.
+    pub(crate) fn parts(&self) -> &[u64] {
+        &self.parts
+    }
+
+    /// The chunks of part `part`.
+    pub(crate) fn chunks_of(&self, part: usize) -> std::ops::Range<usize> {
+        let start = self.first_chunks.get(part).copied().unwrap_or(self.chunks.len());
+        let next = part.saturating_add(1);
+        let end = self.first_chunks.get(next).copied().unwrap_or(self.chunks.len());
+        start..end
+    }
+
+    /// The part in which chunk `index` lies, and its first byte there; `None` beyond the last chunk.
+    pub(crate) fn place(&self, index: usize) -> Option<(usize, u64)> {
         if index >= self.chunks.len() {
             return None;
         }
-        let start = self.chunk_bytes.checked_mul(index as u64)?;
-        usize::try_from(self.total_bytes.checked_sub(start)?.min(self.chunk_bytes)).ok()
+        // Parts without bytes have no chunk: of those that begin at the same one the last has it.
+        let part = self
+            .first_chunks
+            .partition_point(|f| *f <= index)
+            .checked_sub(1)?;
+        let within = index.checked_sub(*self.first_chunks.get(part)?)?;
+        Some((part, (within as u64).checked_mul(self.chunk_bytes)?))
     }
 
-    /// The hash over step, epoch, sizes and all chunk hashes: equal digests mean equal bytes.
+    /// The hash over identity, sizes and all chunk hashes: equal digests mean equal bytes.
     pub fn digest(&self) -> Hash {
         self.digest
     }
+}
+
+/// The first chunk of each part, the bytes and the chunks of all parts together; `None` if a sum does not fit.
+fn layout(parts: &[u64], chunk_bytes: u64) -> Option<(Vec<usize>, u64, usize)> {
+    let (mut first, mut bytes, mut chunks) = (Vec::with_capacity(parts.len()), 0u64, 0usize);
+    for part in parts {
+        first.push(chunks);
+        bytes = bytes.checked_add(*part)?;
+        chunks = chunks.checked_add(usize::try_from(part.div_ceil(chunk_bytes)).ok()?)?;
+    }
+    Some((first, bytes, chunks))
 }
 
 fn corrupt(what: impl Into<String>) -> Error {
@@ -207,13 +307,32 @@ mod tests {
     }
 
     #[test]
+    fn every_part_has_chunks_of_its_own_and_an_empty_one_has_none() {
+        let parts: [&[u8]; 5] = [&[1; 10], &[], &[2; 25], &[], &[3; 5]];
+        let m = Manifest::of_parts(SnapshotId::default(), &parts, 10);
+        let places: Vec<_> = (0..m.chunk_count()).map(|i| m.place(i).unwrap()).collect();
+        assert_eq!(places, [(0, 0), (2, 0), (2, 10), (2, 20), (4, 0)]);
+        let lengths: Vec<_> = (0..5).map(|i| m.chunk_len(i).unwrap()).collect();
+        assert_eq!(lengths, [10, 10, 10, 5, 5]);
+        assert_eq!(
+            (m.chunks_of(1), m.chunks_of(2), m.chunks_of(9)),
+            (1..1, 1..4, 5..5)
+        );
+        assert_eq!((m.place(5), m.total_bytes()), (None, 40));
+        assert_eq!(Manifest::parse(&m.to_json().unwrap(), 40).unwrap(), m);
+    }
+
+    #[test]
     fn a_manifest_whose_fields_disagree_is_refused() {
         let json = String::from_utf8(Manifest::of(7, 3, &[9; 2500], 1000).to_json().unwrap()).unwrap();
         let good_hash = blake3::hash(&[9; 1000]).to_hex().to_string();
         for (from, to, kind) in [
             ("\"step\":7", "\"step\":8", ErrorKind::Corrupt),
             ("\"epoch\":3", "\"epoch\":4", ErrorKind::Corrupt),
-            ("\"version\":1", "\"version\":2", ErrorKind::Protocol),
+            ("\"lineage\":\"\"", "\"lineage\":\"x\"", ErrorKind::Corrupt),
+            ("[2500]", "[1500,1000]", ErrorKind::Corrupt),
+            ("[2500]", "[18446744073709551615,1]", ErrorKind::Protocol),
+            ("\"version\":2", "\"version\":1", ErrorKind::Protocol),
             ("2500", "2400", ErrorKind::Corrupt),
             ("2500", "3500", ErrorKind::Corrupt),
             ("2500", "2501", ErrorKind::Protocol),

@@ -1,6 +1,6 @@
 //! The immutable state of one step: what sources serve.
 //!
-//! Made by one copy of the state into safetensors bytes; whatever the trainer does to its tensors afterwards, readers
+//! Made of one copy of the state; whatever the trainer does to its tensors afterwards, readers
 //! get the step that was asked for (lesson L10). The hashes are computed when the first reader asks, on the server's
 //! threads, so that a healthy replica pays for the copy only.
 
@@ -10,7 +10,7 @@ use std::sync::{Arc, OnceLock};
 use bytes::Bytes;
 use ftcore::{Error, ErrorKind, Result};
 
-use crate::manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest};
+use crate::manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 use crate::{StateDict, codec};
 
 /// The chunk size unless told otherwise: 1 MiB.
@@ -18,15 +18,26 @@ pub const DEFAULT_CHUNK_BYTES: u64 = 1 << 20;
 
 const STEP: &str = "oxccl.step";
 const EPOCH: &str = "oxccl.epoch";
+const LINEAGE: &str = "oxccl.lineage";
 const VERSION: &str = "oxccl.version";
 
-/// An immutable, encoded state with its step and epoch.
+/// What a state says about itself in its header.
+fn own_metadata(id: &SnapshotId) -> BTreeMap<String, String> {
+    BTreeMap::from([
+        (STEP.to_owned(), id.step.to_string()),
+        (EPOCH.to_owned(), id.epoch.to_string()),
+        (LINEAGE.to_owned(), id.lineage.clone()),
+        (VERSION.to_owned(), FORMAT_VERSION.to_string()),
+    ])
+}
+
+/// An immutable, encoded state with its identity.
 #[derive(Debug)]
 pub struct Snapshot {
-    step: i64,
-    epoch: i64,
+    id: SnapshotId,
     chunk_bytes: u64,
-    bytes: Vec<u8>,
+    /// The header of a safetensors file, then the data of each tensor in the order of the file.
+    parts: Vec<Vec<u8>>,
     manifest: OnceLock<(Manifest, Bytes)>,
 }
 
@@ -38,48 +49,66 @@ impl Snapshot {
         Self::with_chunk_bytes(step, epoch, state, DEFAULT_CHUNK_BYTES)
     }
 
-    /// [`Self::new`] with another chunk size, from 1 to [`MAX_CHUNK_BYTES`]. All sources of a job should use the
-    /// same one: a receiver mixes chunks of sources only if their manifests are equal.
+    /// [`Self::new`] with another chunk size, from 1 to [`MAX_CHUNK_BYTES`].
     pub fn with_chunk_bytes(step: i64, epoch: i64, state: &StateDict, chunk_bytes: u64) -> Result<Arc<Self>> {
-        if step < 0 {
-            return Err(Error::invalid(format!("a snapshot of step {step}")));
+        let id = SnapshotId {
+            step,
+            epoch,
+            lineage: String::new(),
+        };
+        Self::of(id, state.clone(), chunk_bytes)
+    }
+
+    /// A snapshot that takes `state` itself, without a copy. Errors as [`Self::new`].
+    ///
+    /// All sources of a job use the same chunk size: to a receiver a state in other chunks is another state.
+    pub fn of(id: SnapshotId, state: StateDict, chunk_bytes: u64) -> Result<Arc<Self>> {
+        if id.step < 0 {
+            return Err(Error::invalid(format!("a snapshot of step {}", id.step)));
         }
         if chunk_bytes == 0 || chunk_bytes > MAX_CHUNK_BYTES {
             return Err(Error::invalid(format!(
                 "chunks of {chunk_bytes} bytes (1 to {MAX_CHUNK_BYTES})"
             )));
         }
-        let own = BTreeMap::from([
-            (STEP.to_owned(), step.to_string()),
-            (EPOCH.to_owned(), epoch.to_string()),
-            (VERSION.to_owned(), FORMAT_VERSION.to_string()),
-        ]);
-        let bytes = codec::encode_with(state, &own)?;
         Ok(Arc::new(Self {
-            step,
-            epoch,
+            parts: codec::encode_parts(state, &own_metadata(&id))?,
+            id,
             chunk_bytes,
-            bytes,
             manifest: OnceLock::new(),
         }))
     }
 
+    /// One whose parts may be anything: what a strange peer serves.
+    #[cfg(test)]
+    pub(crate) fn of_raw_parts(step: i64, parts: Vec<Vec<u8>>) -> Arc<Self> {
+        Arc::new(Self {
+            id: SnapshotId {
+                step,
+                ..SnapshotId::default()
+            },
+            chunk_bytes: 64,
+            parts,
+            manifest: OnceLock::new(),
+        })
+    }
+
+    /// Which state this is.
+    pub fn id(&self) -> &SnapshotId {
+        &self.id
+    }
+
     /// The step whose state this is.
     pub fn step(&self) -> i64 {
-        self.step
+        self.id.step
     }
 
     /// The epoch in which it was taken.
     pub fn epoch(&self) -> i64 {
-        self.epoch
+        self.id.epoch
     }
 
-    /// The encoded state: a safetensors file.
-    pub fn bytes(&self) -> &[u8] {
-        &self.bytes
-    }
-
-    /// The manifest. The first call hashes the whole state (about a second for a few GB).
+    /// The manifest. The first call hashes the whole state (see `docs/healing.md` for what that takes).
     pub fn manifest(&self) -> &Manifest {
         &self.hashed().0
     }
@@ -96,30 +125,28 @@ impl Snapshot {
 
     fn hashed(&self) -> &(Manifest, Bytes) {
         self.manifest.get_or_init(|| {
-            let manifest = Manifest::of(self.step, self.epoch, &self.bytes, self.chunk_bytes);
+            let parts: Vec<&[u8]> = self.parts.iter().map(Vec::as_slice).collect();
+            let manifest = Manifest::of_parts(self.id.clone(), &parts, self.chunk_bytes);
             let json = manifest.to_json().unwrap_or_default();
             (manifest, json.into())
         })
     }
 
-    /// Chunk `index`; `None` beyond the last.
+    /// Chunk `index`; `None` beyond the last. Hashes the state if that was not done yet.
     pub fn chunk(&self, index: usize) -> Option<&[u8]> {
-        let size = usize::try_from(self.chunk_bytes).ok()?;
-        let start = index.checked_mul(size).filter(|s| *s < self.bytes.len())?;
-        self.bytes
-            .get(start..start.saturating_add(size).min(self.bytes.len()))
+        let manifest = self.manifest();
+        let (part, start) = manifest.place(index)?;
+        let start = usize::try_from(start).ok()?;
+        let end = start.checked_add(manifest.chunk_len(index)?)?;
+        self.parts.get(part)?.get(start..end)
     }
 
-    /// The state again, from received chunks whose hashes were checked. `Corrupt` if what the state says about
+    /// The state again, from the received parts, whose hashes were checked. `Corrupt` if what the state says about
     /// itself is not what `manifest` says.
-    pub(crate) fn restore(manifest: &Manifest, chunks: Vec<Bytes>) -> Result<StateDict> {
-        let (state, own) = codec::decode_parts(chunks)?;
-        for (key, expected) in [
-            (STEP, manifest.step().to_string()),
-            (EPOCH, manifest.epoch().to_string()),
-            (VERSION, FORMAT_VERSION.to_string()),
-        ] {
-            let found = own.get(key).map_or("missing", String::as_str);
+    pub(crate) fn restore(manifest: &Manifest, parts: Vec<Vec<u8>>) -> Result<StateDict> {
+        let (state, own) = codec::decode_whole_parts(parts)?;
+        for (key, expected) in own_metadata(manifest.id()) {
+            let found = own.get(&key).map_or("missing", String::as_str);
             if found != expected {
                 return Err(Error::new(
                     ErrorKind::Corrupt,
@@ -141,38 +168,93 @@ mod tests {
         s
     }
 
-    fn chunks(s: &Snapshot) -> Vec<Bytes> {
-        (0..)
-            .map_while(|i| s.chunk(i))
-            .map(Bytes::copy_from_slice)
-            .collect()
-    }
-
     #[test]
     fn chunks_fit_the_manifest_and_make_up_the_state() {
         let s = Snapshot::with_chunk_bytes(5, 2, &state(), 64).unwrap();
         let m = s.manifest();
-        let all = chunks(&s);
+        let all: Vec<&[u8]> = (0..).map_while(|i| s.chunk(i)).collect();
         assert_eq!(all.len(), m.chunk_count());
         for (i, c) in all.iter().enumerate() {
             assert_eq!(Some(blake3::hash(c)), m.chunk_hash(i));
             assert_eq!(Some(c.len()), m.chunk_len(i));
         }
-        assert_eq!(s.chunk(all.len()), None);
         assert_eq!(s.chunk(usize::MAX), None);
-        assert_eq!(Snapshot::restore(m, all).unwrap(), state());
+        assert_eq!(crate::decode(&all.concat()).unwrap(), state());
+        assert_eq!(Snapshot::restore(m, s.parts.clone()).unwrap(), state());
     }
 
     #[test]
-    fn l03_the_step_inside_the_state_must_be_the_step_of_the_manifest() {
+    fn l03_what_the_state_says_of_itself_must_be_what_the_manifest_says() {
         let s = Snapshot::new(5, 2, &state()).unwrap();
-        let lie = Manifest::of(6, 2, s.bytes(), 1 << 20);
-        let e = Snapshot::restore(&lie, chunks(&s)).unwrap_err();
-        assert_eq!(e.kind(), ErrorKind::Corrupt);
-        assert!(
-            e.message().contains("oxccl.step 6") && e.message().contains('5'),
-            "{e}"
-        );
+        let parts: Vec<&[u8]> = s.parts.iter().map(Vec::as_slice).collect();
+        for (step, epoch, lineage, text) in [
+            (6, 2, "", "oxccl.step 6"),
+            (5, 3, "", "oxccl.epoch 3"),
+            (5, 2, "x", "oxccl.lineage x"),
+        ] {
+            let lineage = lineage.to_owned();
+            let id = SnapshotId { step, epoch, lineage };
+            let lie = Manifest::of_parts(id, &parts, 1 << 20);
+            let e = Snapshot::restore(&lie, s.parts.clone()).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Corrupt);
+            assert!(e.message().contains(text), "{e}");
+        }
+    }
+
+    #[test]
+    fn bitwise_equal_states_make_equal_manifests_however_they_came_about() {
+        let id = || SnapshotId {
+            step: 5,
+            epoch: 2,
+            lineage: "ab".into(),
+        };
+        let names = ["w", "a/b", "z", "m"];
+        let build = |order: &[usize]| {
+            let mut s = StateDict::new();
+            for &i in order {
+                // NaNs with different payloads and both zeros: bits count, not values.
+                let bits = [f32::from_bits(0x7fc0_0001 + i as u32), -0.0, 0.0, i as f32];
+                s.insert_f32(names[i], &[2, 2], &bits).unwrap();
+                s.set_metadata(names[i], "x");
+            }
+            s
+        };
+        let one = Snapshot::of(id(), build(&[0, 1, 2, 3]), 8).unwrap();
+        // Another order, tensors replaced and taken out meanwhile, and a copy instead of the state itself.
+        let mut other = build(&[3, 1]);
+        other.insert_i64s("gone", &[1]).unwrap();
+        other.remove("gone");
+        other.insert_f32("w", &[1], &[9.0]).unwrap();
+        let rest = build(&[0, 2]);
+        for name in ["w", "z"] {
+            other.insert(name, rest.get(name).unwrap().clone()).unwrap();
+            other.set_metadata(name, "x");
+        }
+        let two = Snapshot::of(id(), other.clone(), 8).unwrap();
+        assert_eq!(one.manifest(), two.manifest());
+        // One bit of difference in a value that compares equal is another manifest.
+        other
+            .insert_f32("w", &[2, 2], &[f32::from_bits(0x7fc0_0001), 0.0, 0.0, 0.0])
+            .unwrap();
+        let changed = Snapshot::of(id(), other, 8).unwrap();
+        assert_ne!(one.manifest().digest(), changed.manifest().digest());
+    }
+
+    #[test]
+    fn a_tensor_that_did_not_change_has_the_same_chunks_in_the_next_step_whatever_happens_around_it() {
+        let frozen = |s: &Snapshot| {
+            let m = s.manifest();
+            let hashes: Vec<_> = (0..m.chunk_count()).filter_map(|i| m.chunk_hash(i)).collect();
+            hashes
+        };
+        let mut state = state();
+        let before = Snapshot::with_chunk_bytes(9, 2, &state, 64).unwrap();
+        // More digits in the header, and a tensor before it in the file.
+        state.insert_f32("a", &[3], &[1.0; 3]).unwrap();
+        let after = Snapshot::with_chunk_bytes(10_000, 77, &state, 64).unwrap();
+        let after = frozen(&after);
+        let kept: Vec<_> = before.parts[1].chunks(64).map(blake3::hash).collect();
+        assert!(kept.len() > 5 && kept.iter().all(|h| after.contains(h)));
     }
 
     #[test]

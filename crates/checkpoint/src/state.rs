@@ -3,7 +3,7 @@
 //! Providers (model, optimiser, DiLoCo fragments, data loader) each fill a [`StateDict`]; [`StateDict::merge`] puts
 //! them side by side under prefixes and [`StateDict::split`] takes them apart again after healing.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 
 use ftcore::{DType, Element, Error, ErrorKind, Result};
 
@@ -209,6 +209,22 @@ impl StateDict {
         &mut self.metadata
     }
 
+    /// The first tensor, in the order of names, that the two do not have alike in dtype and shape, and how it is on either side;
+    /// `None` if there is none. Values are not compared.
+    pub fn first_difference(&self, other: &Self) -> Option<String> {
+        let names: BTreeSet<&String> = self.tensors.keys().chain(other.tensors.keys()).collect();
+        let kind = |t: Option<&StateTensor>| {
+            t.map_or_else(
+                || "absent".to_owned(),
+                |t| format!("{} of shape {:?}", t.dtype, t.shape),
+            )
+        };
+        names.into_iter().find_map(|name| {
+            let (here, there) = (kind(self.tensors.get(name)), kind(other.tensors.get(name)));
+            (here != there).then(|| format!("tensor '{name}': {here} here, {there} there"))
+        })
+    }
+
     /// Takes over all of `other` as `prefix/name`, metadata too. On an error (`InvalidArgument` for an empty prefix
     /// or one that ends in '/', `Conflict` naming the first name that exists already) nothing has changed.
     pub fn merge(&mut self, prefix: &str, other: Self) -> Result<()> {
@@ -297,6 +313,25 @@ mod tests {
         let e = s.get_f32("v").unwrap_err();
         assert_eq!(e.kind(), ErrorKind::NotFound);
         assert!(e.message().contains("'v'") && e.message().contains("n, w"), "{e}");
+    }
+
+    #[test]
+    fn two_states_of_different_models_are_told_apart_by_their_first_tensor() {
+        let state = |shapes: &[(&str, usize)]| {
+            let mut s = StateDict::new();
+            for (name, n) in shapes {
+                s.insert_f32(*name, &[*n], &vec![0.5; *n]).unwrap();
+            }
+            s
+        };
+        let one = state(&[("a", 1), ("b", 2)]);
+        assert_eq!(one.first_difference(&one), None);
+        let text = one
+            .first_difference(&state(&[("a", 1), ("b", 3), ("c", 1)]))
+            .unwrap();
+        assert_eq!(text, "tensor 'b': f32 of shape [2] here, f32 of shape [3] there");
+        let text = state(&[]).first_difference(&one).unwrap();
+        assert_eq!(text, "tensor 'a': absent here, f32 of shape [1] there");
     }
 
     #[test]

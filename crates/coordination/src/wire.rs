@@ -9,6 +9,7 @@ use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
 use protocol::QuorumResult;
+use protocol::assignment::RecoverySource;
 use protocol::{AbortEpoch, Member, Quorum};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
@@ -121,6 +122,15 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             lineage: r.lineage,
             contributor_rank: r.contributor_rank.map(i64::from),
             contributor_world_size: i64::from(r.contributor_world_size),
+            recover_sources: r
+                .recover_sources
+                .into_iter()
+                .map(|s| torchft::RecoverySource {
+                    replica_rank: i64::from(s.replica_rank),
+                    manager_address: s.manager_address,
+                })
+                .collect(),
+            serves_replica_ranks: r.serves_replica_ranks.into_iter().map(i64::from).collect(),
         }
     }
 }
@@ -137,7 +147,13 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
                 )
             })
         };
-        let result = Self {
+        let sources = r.recover_sources.into_iter().map(|s| {
+            Ok(RecoverySource {
+                replica_rank: number("recover_sources", s.replica_rank)?,
+                manager_address: s.manager_address,
+            })
+        });
+        let mut result = Self {
             quorum_id: r.quorum_id,
             replica_rank: number("replica_rank", r.replica_rank)?,
             replica_world_size: number("replica_world_size", r.replica_world_size)?,
@@ -167,7 +183,28 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
                 .map(|n| number("contributor_rank", n))
                 .transpose()?,
             contributor_world_size: number("contributor_world_size", r.contributor_world_size)?,
+            recover_sources: sources.collect::<Result<_>>()?,
+            serves_replica_ranks: r
+                .serves_replica_ranks
+                .into_iter()
+                .map(|n| number("serves_replica_ranks", n))
+                .collect::<Result<_>>()?,
         };
+        // A server that tells one source and its readers only, such as torchft's.
+        if result.heal
+            && result.recover_sources.is_empty()
+            && let Some(replica_rank) = result.recover_src_replica_rank
+        {
+            result.recover_sources.push(RecoverySource {
+                replica_rank,
+                manager_address: result.recover_src_manager_address.clone(),
+            });
+        }
+        if result.serves_replica_ranks.is_empty() {
+            result
+                .serves_replica_ranks
+                .clone_from(&result.recover_dst_replica_ranks);
+        }
         if result.replica_rank >= result.replica_world_size {
             let text = format!(
                 "the manager server sent rank {} of {}",
@@ -397,6 +434,25 @@ mod tests {
         }
     }
 
+    #[test]
+    fn a_server_that_knows_one_source_only_is_understood() {
+        let r = torchft::ManagerQuorumResponse {
+            replica_world_size: 2,
+            heal: true,
+            recover_src_replica_rank: Some(1),
+            recover_src_manager_address: "m".into(),
+            recover_dst_replica_ranks: vec![3],
+            ..torchft::ManagerQuorumResponse::default()
+        };
+        let result = QuorumResult::try_from(r).unwrap();
+        let source = RecoverySource {
+            replica_rank: 1,
+            manager_address: "m".into(),
+        };
+        assert_eq!(result.recover_sources, [source]);
+        assert_eq!(result.serves_replica_ranks, [3]);
+    }
+
     proptest! {
         #[test]
         fn a_member_and_a_result_survive_the_wire(
@@ -415,6 +471,11 @@ mod tests {
                 recover_src_manager_address: "m".into(), recover_src_replica_rank: optional,
                 recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, lineage,
                 contributor_rank: optional, contributor_world_size: rank,
+                recover_sources: vec![
+                    RecoverySource { replica_rank: rank, manager_address: "m".into() },
+                    RecoverySource { replica_rank: 7, manager_address: "n".into() },
+                ],
+                serves_replica_ranks: vec![rank, 5],
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

@@ -7,6 +7,7 @@
 
 mod config;
 mod counted;
+mod heal;
 mod manager;
 mod pending;
 mod replica;

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::{HttpTransport, Snapshot, StateDict};
+use checkpoint::HttpTransport;
 use coordination::{
     CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
     WatchGuard, is_refused,
@@ -24,6 +24,7 @@ use ftcore::{
 
 use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
+use crate::heal;
 use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
 use crate::reporter::Reporter;
@@ -363,52 +364,6 @@ impl Manager {
         })
     }
 
-    fn publish(&self, answer: &QuorumResult, state: &dyn State) -> Result<()> {
-        let mut dict = StateDict::new();
-        state.save(&mut dict)?;
-        dict.set_metadata("manager.lineage", self.rank.lineage().as_str());
-        self.transport
-            .publish(Snapshot::new(answer.max_step, answer.quorum_id, &dict)?);
-        Ok(())
-    }
-
-    fn heal(
-        &self,
-        answer: &QuorumResult,
-        state: &mut dyn State,
-        deadline: Instant,
-    ) -> Result<(Lineage, Healed)> {
-        let begun = Instant::now();
-        let source = ManagerClient::connect(&answer.recover_src_manager_address, deadline)?;
-        loop {
-            let url = source.checkpoint_metadata(self.config.group_rank, deadline)?;
-            let (epoch, dict) = checkpoint::fetch(&[url], answer.max_step, deadline)?;
-            if epoch != answer.quorum_id {
-                // A snapshot of the same step from an earlier attempt: the newer one is being made right now.
-                if time_left(deadline).is_zero() {
-                    return Err(Error::timeout(format!(
-                        "the source serves step {} of epoch {epoch}, not of epoch {}",
-                        answer.max_step, answer.quorum_id
-                    )));
-                }
-                std::thread::park_timeout(Duration::from_millis(5));
-                continue;
-            }
-            state.load(&dict)?;
-            let lineage = dict
-                .metadata()
-                .get("manager.lineage")
-                .cloned()
-                .unwrap_or_default();
-            let healed = Healed {
-                source: answer.recover_src_replica_rank,
-                bytes: dict.total_bytes(),
-                took: begun.elapsed(),
-            };
-            return Ok((Lineage::from_peer(lineage), healed));
-        }
-    }
-
     /// What `next` wants, until the step can begin or the attempt is lost. The recovery of this replica, if there was one.
     fn come_up(
         &mut self,
@@ -427,7 +382,7 @@ impl Manager {
         loop {
             next = match next {
                 Next::Offer { publish: true } => {
-                    let offered = self.publish(&answer, state);
+                    let offered = heal::publish(&self.transport, self.rank.lineage(), &answer, state);
                     self.rank.offered(offered)
                 }
                 Next::Offer { publish: false } => {
@@ -440,25 +395,19 @@ impl Manager {
                     let broken = if configured.is_ok() { self.broken() } else { None };
                     self.rank.configured(configured, broken)
                 }
-                Next::Heal => match self.heal(&answer, state, limit()) {
-                    Ok((lineage, healed)) => {
+                Next::Heal => {
+                    let me = heal::Behind {
+                        replica_id: &self.replica_id,
+                        group_rank: self.config.group_rank,
+                        step: self.rank.step(),
+                        lineage: self.rank.lineage(),
+                    };
+                    let outcome = heal::heal(&me, &answer, state, limit());
+                    self.rank.healed(outcome.map(|(healed, lineage)| {
                         recovery = Some(healed);
-                        self.rank.healed(Ok(lineage))
-                    }
-                    Err(e) => {
-                        let source = answer
-                            .recover_src_replica_rank
-                            .and_then(|r| answer.replica_ids.get(r as usize));
-                        let source =
-                            source.map_or(answer.recover_src_manager_address.as_str(), String::as_str);
-                        let text = format!(
-                            "replica '{}' cannot take over the state of replica '{source}': {e}",
-                            self.replica_id
-                        );
-                        let error = Error::new(e.kind(), text).with_op("heal").with_source(e);
-                        self.rank.healed(Err(error))
-                    }
-                },
+                        lineage
+                    }))
+                }
                 Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
             };
         }

@@ -18,6 +18,19 @@ use ftcore::{Error, ErrorKind, Result};
 use crate::lineage::Lineage;
 use crate::member::{Member, Quorum};
 
+/// The most members that one replica heals from at once. Each of them copies its state for it, all at the same time, and keeps
+/// the copy for that step; with three, one may die and another stall, and two still vouch for each other's state.
+pub const MAX_SOURCES: usize = 3;
+
+/// A member that has the state of the highest step.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct RecoverySource {
+    /// Its `replica_rank`.
+    pub replica_rank: u32,
+    /// Its manager server, which knows where each of its ranks serves snapshots.
+    pub manager_address: String,
+}
+
 /// A rank's answer to "what is my place in this quorum?".
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct QuorumResult {
@@ -41,8 +54,12 @@ pub struct QuorumResult {
     pub recover_src_manager_address: String,
     /// The source's `replica_rank`.
     pub recover_src_replica_rank: Option<u32>,
-    /// The replicas that fetch from this one.
+    /// The replicas whose first source this one is.
     pub recover_dst_replica_ranks: Vec<u32>,
+    /// All sources of this replica, [`MAX_SOURCES`] at most, the one above first; empty if it does not heal.
+    pub recover_sources: Vec<RecoverySource>,
+    /// All replicas that may fetch from this one: it publishes its state if there is one.
+    pub serves_replica_ranks: Vec<u32>,
     /// The highest number of commit failures of a member.
     pub commit_failures: i64,
     /// The members' ids, in the order of their ranks.
@@ -156,17 +173,31 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
         ..QuorumResult::default()
     };
     for (k, &destination) in behind.iter().enumerate() {
-        let Some(&source) = sources.get((k + offset) % sources.len().max(1)) else {
-            continue;
-        };
-        if destination == own {
-            result.heal = true;
-            result.recover_src_replica_rank = Some(rank(source)?);
-            result.recover_src_manager_address =
-                members.get(source).map(|m| m.address.clone()).unwrap_or_default();
-        }
-        if source == own {
-            result.recover_dst_replica_ranks.push(rank(destination)?);
+        let start = (k + offset) % sources.len().max(1);
+        let all = sources
+            .iter()
+            .cycle()
+            .skip(start)
+            .take(sources.len().min(MAX_SOURCES));
+        for (nth, &source) in all.enumerate() {
+            if destination == own {
+                let address = members.get(source).map(|m| m.address.clone()).unwrap_or_default();
+                if nth == 0 {
+                    result.heal = true;
+                    result.recover_src_replica_rank = Some(rank(source)?);
+                    result.recover_src_manager_address.clone_from(&address);
+                }
+                result.recover_sources.push(RecoverySource {
+                    replica_rank: rank(source)?,
+                    manager_address: address,
+                });
+            }
+            if source == own {
+                result.serves_replica_ranks.push(rank(destination)?);
+                if nth == 0 {
+                    result.recover_dst_replica_ranks.push(rank(destination)?);
+                }
+            }
         }
     }
     Ok(result)
@@ -218,6 +249,32 @@ mod tests {
         assert_eq!(at(&q, 3, 0, true).recover_dst_replica_ranks, vec![2]);
         assert_eq!(at(&q, 1, 1, true).recover_dst_replica_ranks, vec![2]);
         assert_eq!(at(&q, 3, 1, true).recover_dst_replica_ranks, vec![0, 4]);
+    }
+
+    #[test]
+    fn a_replica_heals_from_several_members_but_never_from_two_first_states() {
+        let q = steps(&[0, 7, 7, 7, 7]);
+        let ranks = |r: &QuorumResult| {
+            r.recover_sources
+                .iter()
+                .map(|s| s.replica_rank)
+                .collect::<Vec<_>>()
+        };
+        assert_eq!(ranks(&at(&q, 0, 0, true)), [1, 2, 3]);
+        assert_eq!(ranks(&at(&q, 0, 3, true)), [4, 1, 2]);
+        assert_eq!(at(&q, 0, 3, true).recover_sources[1].manager_address, "addr_1");
+        let serving: Vec<_> = (1..5)
+            .map(|i| at(&q, i, 0, true).serves_replica_ranks.len())
+            .collect();
+        assert_eq!(
+            serving,
+            [1, 1, 1, 0],
+            "only those that are read from pay for a copy"
+        );
+        // At step 0 every replica has its own first state: one of them counts.
+        let start = steps(&[0, 0, 0]);
+        assert_eq!(ranks(&at(&start, 1, 0, true)), [0]);
+        assert_eq!(at(&start, 2, 0, true).serves_replica_ranks, Vec::<u32>::new());
     }
 
     #[test]
@@ -343,6 +400,16 @@ mod tests {
                 prop_assert_eq!(r.replica_rank as usize, i);
                 prop_assert_eq!(&r.store_address, &all[0].store_address);
                 prop_assert_eq!(r.heal, r.recover_src_replica_rank.is_some());
+                prop_assert_eq!(r.recover_src_replica_rank, r.recover_sources.first().map(|s| s.replica_rank));
+                for s in &r.recover_sources {
+                    let of = &all[s.replica_rank as usize];
+                    prop_assert!(!of.heal && of.serves_replica_ranks.contains(&r.replica_rank));
+                    prop_assert_eq!(&s.manager_address, &format!("addr_{}", s.replica_rank));
+                }
+                let mut ranks: Vec<u32> = r.recover_sources.iter().map(|s| s.replica_rank).collect();
+                ranks.sort_unstable();
+                ranks.dedup();
+                prop_assert_eq!(ranks.len(), r.recover_sources.len(), "a source twice");
                 if let Some(source) = r.recover_src_replica_rank {
                     let source = &all[source as usize];
                     prop_assert!(!source.heal && source.max_replica_rank.is_some());

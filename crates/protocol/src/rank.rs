@@ -195,7 +195,7 @@ impl Rank {
         };
         self.in_step = true;
         self.connects = !same;
-        let publish = !answer.recover_dst_replica_ranks.is_empty();
+        let publish = !answer.serves_replica_ranks.is_empty();
         // The source of an initial sync holds the initial state from now on, as those do that heal from it.
         let initial = self.step == 0 && answer.max_step == 0 && self.lineage.as_str().is_empty();
         if initial && !answer.heal {

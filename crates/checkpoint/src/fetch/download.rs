@@ -1,43 +1,54 @@
 //! Which chunk comes from which source, and what happens when one fails.
 //!
-//! One task owns all of this state; requests are tasks that report back as [`Event`]s. The first manifest that arrives
-//! is followed. Sources with the same digest join in, those with another wait in case no source of the first
-//! is left; chunks that both have in common are kept then. A chunk is asked at most twice from each source, from the
-//! others first. Once every chunk is on its way, sources with nothing to do repeat the requests of the others, so that
-//! one that hangs does not hold up the end.
+//! One task owns all of this state; look-ups and requests are tasks that report back as [`Event`]s. The first manifest that
+//! arrives is followed. Sources with the same one join in; one with another for the same state ends the download, since nothing says
+//! which of the two is right. A source takes as many chunks at once as it brings in a moment, so that a slower one gets less.
+//! A request that stands still is repeated elsewhere, so that a source that hangs does not hold up the end.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::Arc;
-use std::time::Instant;
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
 
-use bytes::Bytes;
 use ftcore::{Error, ErrorKind, Result};
-use tokio::task::JoinSet;
+use tokio::sync::{Notify, mpsc};
 
-use super::FetchOptions;
-use super::sources::{Connection, Source, ask_chunk, ask_manifest};
+use super::assembly::{Assembly, Slot};
+use super::sources::{Connection, Ended, Source, Wanted, ask_chunks, ask_manifest};
+use super::{CheckpointSource, Fetch, FetchOptions, Fetched};
+use crate::StateDict;
 use crate::manifest::Manifest;
-use crate::{Snapshot, StateDict};
 
-/// Wrong chunks after which a source is no longer asked while there are others.
-const MAX_BAD_CHUNKS: u32 = 3;
-const MAX_TRIES: u8 = 2;
+/// What a request should take: long enough that its round trip does not count, short enough that the last ones end together.
+const REQUEST: Duration = Duration::from_millis(250);
+
+/// The most bytes of one request, unless a single chunk has more.
+const MAX_REQUEST_BYTES: u64 = 8 << 20;
+
+/// The most chunks of one request.
+const MAX_REQUEST_CHUNKS: usize = 256;
+
+/// A request that brought no chunk for this long is repeated by whoever has nothing else to do.
+const STANDSTILL: Duration = Duration::from_millis(200);
+
+/// When all chunks are here: how long sources that have not told their manifest yet may still contradict it.
+const AGREEMENT: Duration = Duration::from_secs(1);
+
+/// The first pause before a source that failed is asked again; it doubles.
+const PAUSE: Duration = Duration::from_millis(50);
 
 enum Event {
-    Manifest(usize, Result<(Connection, Manifest)>),
-    Chunk {
-        from: usize,
-        index: usize,
-        digest: blake3::Hash,
-        connection: Option<Connection>,
-        result: Result<Bytes>,
-    },
+    Manifest(usize, Result<(Arc<Source>, Connection, Manifest)>),
+    Chunk { request: u64, slot: Slot },
+    Ended { request: u64, ended: Ended },
 }
 
 struct Peer {
-    source: Arc<Source>,
-    /// Its manifest, once it answered.
-    manifest: Option<Arc<Manifest>>,
+    name: String,
+    source: Option<Arc<Source>>,
+    /// What it serves instead of what is wanted, while it is waited for.
+    said: Arc<Mutex<Option<String>>>,
+    /// Its manifest is the one that is followed.
+    agreed: bool,
     /// Why it is no longer asked.
     lost: Option<Error>,
     /// The latest failure, even if it was not the end.
@@ -45,409 +56,518 @@ struct Peer {
     idle: Vec<Connection>,
     in_flight: usize,
     /// Failures since the last good chunk.
-    failures_in_row: usize,
-    bad_chunks: u32,
+    failures_in_row: u32,
+    /// Not asked before then.
+    pause_until: Option<Instant>,
+    /// Bytes that it brought.
+    received: u64,
+    /// Bytes per second over one connection, as last seen.
+    rate: Option<f64>,
 }
 
 impl Peer {
-    fn usable_for(&self, manifest: &Manifest) -> bool {
-        self.lost.is_none()
-            && self
-                .manifest
-                .as_ref()
-                .is_some_and(|m| m.digest() == manifest.digest())
+    fn pending(&self) -> bool {
+        !self.agreed && self.lost.is_none()
     }
+
+    fn usable(&self, now: Instant, connections: usize) -> bool {
+        self.agreed
+            && self.lost.is_none()
+            && self.in_flight < connections
+            && self.pause_until.is_none_or(|until| until <= now)
+    }
+}
+
+struct Request {
+    peer: usize,
+    /// What it still has to bring.
+    chunks: BTreeSet<usize>,
+    /// Its slots are the chunks' places.
+    in_place: bool,
+    begun: Instant,
+    progress: Instant,
+    received: u64,
+    cancel: Arc<Notify>,
 }
 
 pub(super) struct Download {
-    step: i64,
+    wanted: Wanted,
+    own: Option<StateDict>,
     deadline: Instant,
     options: FetchOptions,
     peers: Vec<Peer>,
-    /// Sources whose URL cannot be used.
-    unusable: Vec<Error>,
-    tasks: JoinSet<Event>,
-    /// The manifest being followed.
-    manifest: Option<Arc<Manifest>>,
-    chunks: Vec<Option<Bytes>>,
-    /// Chunks neither here nor in flight.
-    missing: BTreeSet<usize>,
-    /// Chunks in flight, and from whom; of the manifest followed.
-    asked: BTreeMap<usize, Vec<usize>>,
-    received: usize,
-    /// How often a chunk (of the manifest followed) failed at a source.
-    tries: HashMap<(usize, usize), u8>,
-    /// A wrong answer is more telling than a lost connection: the first one is kept for the final error.
-    first_corrupt: Option<Error>,
+    to_find: Vec<CheckpointSource>,
+    sender: mpsc::UnboundedSender<Event>,
+    events: mpsc::UnboundedReceiver<Event>,
+    assembly: Option<Assembly>,
+    requests: BTreeMap<u64, Request>,
+    next_request: u64,
+    complete_since: Option<Instant>,
 }
 
 impl Download {
-    pub(super) fn new(sources: &[String], step: i64, deadline: Instant, options: FetchOptions) -> Self {
-        let (mut peers, mut unusable) = (Vec::new(), Vec::new());
-        for url in sources {
-            match Source::parse(url) {
-                Ok(source) => peers.push(Peer {
-                    source: Arc::new(source),
-                    manifest: None,
-                    lost: None,
-                    trouble: None,
-                    idle: Vec::new(),
-                    in_flight: 0,
-                    failures_in_row: 0,
-                    bad_chunks: 0,
-                }),
-                Err(e) => unusable.push(e),
-            }
-        }
+    pub(super) fn new(fetch: Fetch, deadline: Instant, options: FetchOptions) -> Self {
+        let peer = |s: &CheckpointSource| Peer {
+            name: s.name.clone(),
+            source: None,
+            said: Arc::default(),
+            agreed: false,
+            lost: None,
+            trouble: None,
+            idle: Vec::new(),
+            in_flight: 0,
+            failures_in_row: 0,
+            pause_until: None,
+            received: 0,
+            rate: None,
+        };
+        let (sender, events) = mpsc::unbounded_channel();
         Self {
-            step,
+            peers: fetch.sources.iter().map(peer).collect(),
+            to_find: fetch.sources,
+            wanted: Wanted {
+                step: fetch.step,
+                epoch: fetch.epoch,
+                lineage: fetch.lineage,
+            },
+            own: fetch.own,
             deadline,
             options,
-            peers,
-            unusable,
-            tasks: JoinSet::new(),
-            manifest: None,
-            chunks: Vec::new(),
-            missing: BTreeSet::new(),
-            asked: BTreeMap::new(),
-            received: 0,
-            tries: HashMap::new(),
-            first_corrupt: None,
+            sender,
+            events,
+            assembly: None,
+            requests: BTreeMap::new(),
+            next_request: 0,
+            complete_since: None,
         }
     }
 
-    /// Runs until the state is here, no source is left, or the deadline has passed.
-    pub(super) async fn run(mut self) -> Result<(i64, StateDict)> {
-        for (i, peer) in self.peers.iter().enumerate() {
-            let (source, options) = (Arc::clone(&peer.source), self.options.clone());
-            let (step, deadline) = (self.step, self.deadline.into());
-            self.tasks.spawn(async move {
-                Event::Manifest(i, ask_manifest(&source, step, deadline, &options).await)
-            });
-        }
+    /// Runs until the state is here, no source is left, two contradict each other, or the deadline has passed.
+    pub(super) async fn run(mut self) -> Result<Fetched> {
+        self.ask_for_manifests();
         loop {
-            if let Some(done) = self.finished() {
-                return Ok(done);
+            let now = Instant::now();
+            if self.may_finish(now) {
+                return self.finish().await;
             }
-            self.start_requests();
-            if self.stuck() {
-                if self.follow_another() {
-                    continue;
-                }
-                if self.waiting_for_manifests() == 0 {
-                    return Err(self.failure());
-                }
+            self.start_requests(now);
+            if self.nothing_left() {
+                return Err(self.failure());
             }
-            let Ok(event) = tokio::time::timeout_at(self.deadline.into(), self.tasks.join_next()).await
-            else {
-                return Err(self.too_late());
-            };
-            match event {
-                Some(Ok(Event::Manifest(from, result))) => self.on_manifest(from, result),
-                Some(Ok(Event::Chunk {
-                    from,
-                    index,
-                    digest,
-                    connection,
-                    result,
-                })) => {
-                    self.on_chunk(from, index, digest, connection, result);
-                }
-                Some(Err(e)) => {
-                    return Err(Error::new(
-                        ErrorKind::Internal,
-                        format!("a download task ended: {e}"),
-                    ));
-                }
-                // Nothing in flight: the next round starts something, follows another source, or fails.
-                None => {}
+            let until = self.next_look(now).min(self.deadline);
+            match tokio::time::timeout_at(until.into(), self.events.recv()).await {
+                Ok(Some(event)) => self.on_event(event)?,
+                // `sender` is ours: the channel does not close.
+                Ok(None) => return Err(Error::new(ErrorKind::Internal, "the download's tasks ended")),
+                Err(_) if Instant::now() >= self.deadline => return Err(self.too_late()),
+                Err(_) => {}
             }
         }
     }
 
-    /// The state, if all chunks are here and it can be decoded. Otherwise whoever served it is given up.
-    fn finished(&mut self) -> Option<(i64, StateDict)> {
-        let manifest = self.manifest.clone()?;
-        if self.received < manifest.chunk_count() {
-            return None;
-        }
-        let chunks = std::mem::take(&mut self.chunks).into_iter().flatten().collect();
-        match Snapshot::restore(&manifest, chunks) {
-            Ok(state) => Some((manifest.epoch(), state)),
-            Err(e) => {
-                for peer in self.peers.iter_mut().filter(|p| p.usable_for(&manifest)) {
-                    peer.lost = Some(Error::new(
-                        e.kind(),
-                        format!("{}: {}", peer.source.url, e.message()),
-                    ));
-                }
-                self.note_corrupt(&e);
-                self.manifest = None;
-                self.missing.clear();
-                self.asked.clear();
-                self.received = 0;
-                None
-            }
-        }
-    }
-
-    fn start_requests(&mut self) {
-        let Some(manifest) = self.manifest.clone() else {
-            return;
-        };
-        for from in 0..self.peers.len() {
-            while let Some(index) = self.next_chunk_for(from, &manifest) {
-                let Some(peer) = self.peers.get_mut(from) else {
-                    break;
-                };
-                self.missing.remove(&index);
-                self.asked.entry(index).or_default().push(from);
-                peer.in_flight += 1;
-                let (source, connection) = (Arc::clone(&peer.source), peer.idle.pop());
-                let (manifest, stall) = (Arc::clone(&manifest), self.options.stall_timeout);
-                self.tasks.spawn(async move {
-                    let digest = manifest.digest();
-                    let (connection, result) = ask_chunk(&source, connection, &manifest, index, stall).await;
-                    Event::Chunk {
-                        from,
-                        index,
-                        digest,
-                        connection,
-                        result,
-                    }
-                });
-            }
-        }
-    }
-
-    /// The first missing chunk that `from` has not failed yet, or has failed once like every other source. If none is
-    /// missing, one that was asked for only once.
-    fn next_chunk_for(&self, from: usize, manifest: &Manifest) -> Option<usize> {
-        let peer = self.peers.get(from)?;
-        if !peer.usable_for(manifest) || peer.in_flight >= self.options.connections_per_source {
-            return None;
-        }
-        let tries = |index, at| self.tries.get(&(index, at)).copied().unwrap_or(0);
-        let others_failed = |index| {
-            let mut others = self
+    fn ask_for_manifests(&mut self) {
+        for (from, source) in std::mem::take(&mut self.to_find).into_iter().enumerate() {
+            let CheckpointSource { name, locate } = source;
+            let (wanted, deadline, options) = (self.wanted.clone(), self.deadline, self.options.clone());
+            let said = self
                 .peers
-                .iter()
-                .enumerate()
-                .filter(|(i, p)| *i != from && p.usable_for(manifest));
-            others.all(|(i, _)| tries(index, i) > 0)
-        };
-        let missing = self
-            .missing
-            .iter()
-            .copied()
-            .find(|index| match tries(*index, from) {
-                0 => true,
-                n => n < MAX_TRIES && others_failed(*index),
+                .get(from)
+                .map(|p| Arc::clone(&p.said))
+                .unwrap_or_default();
+            let sender = self.sender.clone();
+            tokio::spawn(async move {
+                let ask = async {
+                    // It may block, on the network or on a name.
+                    let found = tokio::task::spawn_blocking(move || locate(deadline)).await;
+                    let url = found.map_err(|e| {
+                        let what = format!("{name}: looking it up ended: {e}");
+                        Error::new(ErrorKind::Internal, what)
+                    })?;
+                    let url = url.map_err(|e| {
+                        let what = format!("{name}: {e}");
+                        Error::new(e.kind(), what).with_source(e)
+                    })?;
+                    let source = Arc::new(Source::parse(&name, &url)?);
+                    let (connection, manifest) =
+                        ask_manifest(&source, &wanted, deadline.into(), &options, &said).await?;
+                    Ok((source, connection, manifest))
+                };
+                let result = ask.await;
+                // The download may have ended.
+                let _ = sender.send(Event::Manifest(from, result));
             });
-        missing.or_else(|| {
-            // A connection that is open may also overtake one of the same source that is still waiting to be accepted.
-            let may = |by: &[usize]| by.len() == 1 && (!by.contains(&from) || !peer.idle.is_empty());
-            let mut single = self.asked.iter().filter(|(_, by)| may(by));
-            single
-                .find(|(index, _)| tries(**index, from) == 0)
-                .map(|(index, _)| *index)
-        })
-    }
-
-    /// True if no chunk is on its way and none could be started: there is no manifest, or its sources are used up.
-    fn stuck(&self) -> bool {
-        self.peers.iter().all(|p| p.in_flight == 0)
-    }
-
-    fn waiting_for_manifests(&self) -> usize {
-        self.peers
-            .iter()
-            .filter(|p| p.manifest.is_none() && p.lost.is_none())
-            .count()
-    }
-
-    /// Gives up the manifest followed so far and takes that of another source. False if there is none.
-    fn follow_another(&mut self) -> bool {
-        if let Some(old) = &self.manifest {
-            for peer in self.peers.iter_mut().filter(|p| p.usable_for(old)) {
-                let trouble = peer.trouble.clone();
-                peer.lost = Some(trouble.unwrap_or_else(|| {
-                    Error::new(
-                        ErrorKind::PeerLost,
-                        format!("{}: no chunk left to try", peer.source.url),
-                    )
-                }));
-                peer.idle.clear();
-            }
-        }
-        let next = self
-            .peers
-            .iter()
-            .find_map(|p| p.manifest.clone().filter(|_| p.lost.is_none()));
-        match next {
-            Some(manifest) => {
-                self.follow(manifest);
-                true
-            }
-            None => false,
         }
     }
 
-    /// Follows `manifest`, keeping chunks that it has in common with the one before.
-    fn follow(&mut self, manifest: Arc<Manifest>) {
-        let old_chunks = std::mem::take(&mut self.chunks);
-        let old = self.manifest.take();
-        let keeps = |i: usize| {
-            old.as_ref().is_some_and(|o| {
-                o.chunk_bytes() == manifest.chunk_bytes() && o.chunk_hash(i) == manifest.chunk_hash(i)
-            })
-        };
-        // No allocation by announced size beyond one pointer per hash that the manifest really carries.
-        let mut old_chunks = old_chunks.into_iter();
-        self.chunks = (0..manifest.chunk_count())
-            .map(|i| old_chunks.next().flatten().filter(|_| keeps(i)))
-            .collect();
-        self.missing = (0..)
-            .zip(&self.chunks)
-            .filter(|(_, c)| c.is_none())
-            .map(|(i, _)| i)
-            .collect();
-        self.received = manifest.chunk_count() - self.missing.len();
-        self.tries.clear();
-        self.asked.clear();
-        tracing::debug!(
-            step = self.step,
-            epoch = manifest.epoch(),
-            bytes = manifest.total_bytes(),
-            missing = self.missing.len(),
-            "following a manifest"
-        );
-        self.manifest = Some(manifest);
-    }
-
-    fn on_manifest(&mut self, from: usize, result: Result<(Connection, Manifest)>) {
-        let Some(peer) = self.peers.get_mut(from) else {
-            return;
-        };
-        match result {
-            Ok((connection, manifest)) => {
-                let manifest = Arc::new(manifest);
-                peer.manifest = Some(Arc::clone(&manifest));
-                // Kept open even if another manifest is followed: it makes us a reader there.
-                peer.idle.push(connection);
-                if self.manifest.is_none() {
-                    self.follow(manifest);
-                }
-            }
-            Err(e) => {
-                tracing::warn!(step = self.step, "checkpoint source not used: {e}");
-                self.note_corrupt(&e);
-                if let Some(peer) = self.peers.get_mut(from) {
-                    peer.lost = Some(e);
-                }
-            }
+    fn on_event(&mut self, event: Event) -> Result<()> {
+        match event {
+            Event::Manifest(from, result) => self.on_manifest(from, result)?,
+            Event::Chunk { request, slot } => self.on_chunk(request, slot),
+            Event::Ended { request, ended } => self.on_ended(request, ended),
         }
+        Ok(())
     }
 
-    fn on_chunk(
+    fn on_manifest(
         &mut self,
         from: usize,
-        index: usize,
-        digest: blake3::Hash,
-        connection: Option<Connection>,
-        result: Result<Bytes>,
-    ) {
-        let Some(peer) = self.peers.get_mut(from) else {
+        result: Result<(Arc<Source>, Connection, Manifest)>,
+    ) -> Result<()> {
+        let (source, connection, manifest) = match result {
+            Ok(found) => found,
+            Err(e) => {
+                self.lose(from, e);
+                return Ok(());
+            }
+        };
+        if let Some(assembly) = &self.assembly {
+            let followed = assembly.manifest();
+            if followed.id() != manifest.id() {
+                let what = format!("it serves {}, {} is being fetched", manifest.id(), followed.id());
+                self.lose(from, source.error(ErrorKind::NotFound, what));
+                return Ok(());
+            }
+            if followed.digest() != manifest.digest() {
+                return Err(self.divergence(followed, &source, &manifest));
+            }
+        }
+        let manifest = Arc::new(manifest);
+        if self.assembly.is_none() {
+            tracing::debug!(id = %manifest.id(), bytes = manifest.total_bytes(), "following a manifest");
+            let own = self.own.take();
+            // May hash a whole state of ours; the other tasks go on meanwhile.
+            self.assembly = Some(Assembly::new(Arc::clone(&manifest), own)?);
+        }
+        if let Some(peer) = self.peers.get_mut(from) {
+            peer.source = Some(source);
+            peer.agreed = true;
+            // It also makes us a reader there.
+            peer.idle.push(connection);
+        }
+        Ok(())
+    }
+
+    /// Two sources hold different states under one name. Nothing here says which one is right, so neither is taken.
+    fn divergence(&self, followed: &Manifest, source: &Source, other: &Manifest) -> Error {
+        let first: Vec<&str> = self
+            .peers
+            .iter()
+            .filter(|p| p.agreed)
+            .filter_map(|p| Some(p.source.as_ref()?.label()))
+            .collect();
+        let count = followed.chunk_count().max(other.chunk_count());
+        let where_ = (0..count)
+            .find(|i| followed.chunk_hash(*i) != other.chunk_hash(*i))
+            .map_or_else(
+                || {
+                    format!(
+                        "chunks of {} and {} bytes",
+                        followed.chunk_bytes(),
+                        other.chunk_bytes()
+                    )
+                },
+                |i| format!("chunk {i} is the first that differs"),
+            );
+        let what = format!(
+            "two sources hold different states of {}: {} has {}, {} has {} ({where_}); nothing was taken from either",
+            followed.id(),
+            first.join(" and "),
+            followed.digest(),
+            source.label(),
+            other.digest()
+        );
+        Error::new(ErrorKind::Corrupt, what)
+    }
+
+    fn on_chunk(&mut self, id: u64, slot: Slot) {
+        let Some(request) = self.requests.get_mut(&id) else {
+            return;
+        };
+        let now = Instant::now();
+        request.chunks.remove(&slot.index);
+        request.progress = now;
+        request.received = request.received.saturating_add(slot.length as u64);
+        let (bytes, in_place) = (slot.length as u64, request.in_place);
+        if let Some(peer) = self.peers.get_mut(request.peer) {
+            peer.failures_in_row = 0;
+            peer.received = peer.received.saturating_add(bytes);
+        }
+        if let Some(assembly) = &mut self.assembly {
+            assembly.arrived(slot, in_place);
+        }
+    }
+
+    fn on_ended(&mut self, id: u64, ended: Ended) {
+        let Some(request) = self.requests.remove(&id) else {
+            return;
+        };
+        let seconds = request.begun.elapsed().as_secs_f64();
+        let Some(peer) = self.peers.get_mut(request.peer) else {
             return;
         };
         peer.in_flight = peer.in_flight.saturating_sub(1);
-        peer.idle.extend(connection);
-        let current = self.manifest.as_ref().is_some_and(|m| m.digest() == digest);
-        let mut also_asked = false;
-        if current && let Some(by) = self.asked.get_mut(&index) {
-            if let Some(at) = by.iter().position(|i| *i == from) {
-                by.swap_remove(at);
-            }
-            also_asked = !by.is_empty();
-            if !also_asked {
-                self.asked.remove(&index);
+        if request.received > 0 {
+            peer.rate = Some(request.received as f64 / seconds.max(1e-6));
+        }
+        if peer.lost.is_none() {
+            peer.idle.extend(ended.connection);
+        }
+        if let Some(assembly) = &mut self.assembly {
+            let elsewhere = |index: usize| self.requests.values().any(|r| r.chunks.contains(&index));
+            for slot in ended.left {
+                let missed = !elsewhere(slot.index);
+                assembly.give_back(slot, request.in_place, missed);
             }
         }
-        let e = match result {
-            Ok(chunk) => {
-                peer.failures_in_row = 0;
-                if let Some(slot) = self.chunks.get_mut(index).filter(|c| current && c.is_none()) {
-                    *slot = Some(chunk);
-                    self.received += 1;
-                    // A repeated request may still be on its way; it is not missed.
-                    self.asked.remove(&index);
+        match ended.result {
+            Err(e) if e.kind() != ErrorKind::Aborted => self.on_failure(request.peer, e),
+            _ => {}
+        }
+    }
+
+    fn on_failure(&mut self, from: usize, e: Error) {
+        let Some(peer) = self.peers.get_mut(from) else {
+            return;
+        };
+        if peer.lost.is_some() {
+            return;
+        }
+        tracing::warn!(
+            step = self.wanted.step,
+            "a request to a checkpoint source failed: {e}"
+        );
+        let may_pass = matches!(e.kind(), ErrorKind::PeerLost | ErrorKind::Unavailable);
+        peer.failures_in_row = peer.failures_in_row.saturating_add(1);
+        // One failure for every connection may be one event; one more is not.
+        let limit = u32::try_from(self.options.connections_per_source).unwrap_or(u32::MAX);
+        if may_pass && peer.failures_in_row <= limit {
+            let doublings = peer.failures_in_row.saturating_sub(1).min(4);
+            peer.pause_until = Some(Instant::now() + PAUSE * 2u32.pow(doublings));
+            peer.trouble = Some(e);
+            // They may be as broken as that one.
+            peer.idle.clear();
+        } else {
+            self.lose(from, e);
+        }
+    }
+
+    /// A source is not asked again in this download. What it sent before and fitted its hash stays.
+    fn lose(&mut self, from: usize, e: Error) {
+        tracing::warn!(step = self.wanted.step, "checkpoint source given up: {e}");
+        for request in self.requests.values().filter(|r| r.peer == from) {
+            request.cancel.notify_one();
+        }
+        if let Some(peer) = self.peers.get_mut(from) {
+            peer.idle.clear();
+            peer.lost = Some(e);
+        }
+    }
+
+    fn start_requests(&mut self, now: Instant) {
+        let connections = self.options.connections_per_source;
+        // One request for each source before the second for any: all begin at once.
+        for round in 1..=connections {
+            for from in 0..self.peers.len() {
+                let usable = |p: &Peer| p.in_flight < round && p.usable(now, connections);
+                if !self.peers.get(from).is_some_and(usable) {
+                    continue;
                 }
-                return;
-            }
-            Err(e) => e,
-        };
-        tracing::warn!(step = self.step, chunk = index, "checkpoint chunk failed: {e}");
-        peer.trouble = Some(e.clone());
-        peer.failures_in_row += 1;
-        if e.kind() == ErrorKind::Corrupt {
-            peer.bad_chunks += 1;
-        }
-        let gone = match e.kind() {
-            // Counted per chunk; below, per source.
-            ErrorKind::Corrupt => false,
-            // One failure for every connection may be one event; one more is not.
-            ErrorKind::PeerLost | ErrorKind::Unavailable => {
-                peer.failures_in_row > self.options.connections_per_source
-            }
-            _ => true,
-        };
-        let distrusted = peer.bad_chunks >= MAX_BAD_CHUNKS;
-        if current {
-            *self.tries.entry((index, from)).or_default() += 1;
-            let here = self.chunks.get(index).is_none_or(Option::is_some);
-            if !here && !also_asked {
-                self.missing.insert(index);
-            }
-        }
-        self.note_corrupt(&e);
-        let has_others = self.manifest.as_ref().is_some_and(|m| {
-            self.peers
-                .iter()
-                .enumerate()
-                .any(|(i, p)| i != from && p.usable_for(m))
-        });
-        if gone || (distrusted && has_others) {
-            tracing::warn!(step = self.step, "checkpoint source given up: {e}");
-            if let Some(peer) = self.peers.get_mut(from) {
-                peer.idle.clear();
-                peer.lost = Some(e);
+                let (mut slots, mut in_place) = (self.take_missing(from), true);
+                if slots.is_empty() {
+                    (slots, in_place) = (self.repeat(from, now), false);
+                }
+                if !slots.is_empty() {
+                    self.request(from, slots, in_place, now);
+                }
             }
         }
     }
 
-    fn note_corrupt(&mut self, e: &Error) {
-        if e.kind() == ErrorKind::Corrupt && self.first_corrupt.is_none() {
-            self.first_corrupt = Some(e.clone());
+    /// The next chunks for `from`: as many as it brings in a moment.
+    fn take_missing(&mut self, from: usize) -> Vec<Slot> {
+        let (Some(peer), Some(assembly)) = (self.peers.get(from), &mut self.assembly) else {
+            return Vec::new();
+        };
+        let moment = peer.rate.map_or(0.0, |rate| rate * REQUEST.as_secs_f64());
+        let mut slots = Vec::new();
+        let mut bytes = 0u64;
+        while slots.len() < MAX_REQUEST_CHUNKS {
+            let next = assembly.next_missing();
+            let Some(slot) = next else { break };
+            bytes = bytes.saturating_add(slot.length as u64);
+            slots.push(slot);
+            if bytes >= MAX_REQUEST_BYTES || bytes as f64 >= moment {
+                break;
+            }
         }
+        slots
+    }
+
+    /// Chunks of a request that stands still, asked for once more: from another source, or over a connection that is open
+    /// where the first one may not have been accepted yet.
+    fn repeat(&self, from: usize, now: Instant) -> Vec<Slot> {
+        let (Some(peer), Some(assembly)) = (self.peers.get(from), &self.assembly) else {
+            return Vec::new();
+        };
+        if assembly.has_missing() {
+            return Vec::new();
+        }
+        let asked = |index: usize| {
+            let by = self.requests.values().filter(|r| r.chunks.contains(&index));
+            by.count()
+        };
+        let stands = |r: &&Request| now.saturating_duration_since(r.progress) >= STANDSTILL;
+        let mut standing = self.requests.values().filter(stands).filter(|r| {
+            let elsewhere = r.peer != from || !peer.idle.is_empty();
+            elsewhere && r.chunks.iter().any(|i| !assembly.is_done(*i) && asked(*i) == 1)
+        });
+        let Some(request) = standing.next() else {
+            return Vec::new();
+        };
+        let wanted = request.chunks.iter().copied();
+        let wanted = wanted.filter(|i| !assembly.is_done(*i) && asked(*i) == 1);
+        let mut bytes = 0u64;
+        wanted
+            .take_while(|index| {
+                let within = bytes < MAX_REQUEST_BYTES;
+                bytes = bytes.saturating_add(assembly.manifest().chunk_len(*index).unwrap_or(0) as u64);
+                within
+            })
+            .filter_map(|index| assembly.again(index))
+            .collect()
+    }
+
+    fn request(&mut self, from: usize, slots: Vec<Slot>, in_place: bool, now: Instant) {
+        let (Some(peer), Some(assembly)) = (self.peers.get_mut(from), &self.assembly) else {
+            return;
+        };
+        let Some(source) = peer.source.clone() else { return };
+        let request = self.next_request;
+        self.next_request = request.wrapping_add(1);
+        peer.in_flight = peer.in_flight.saturating_add(1);
+        let cancel = Arc::new(Notify::new());
+        let chunks = slots.iter().map(|s| s.index).collect();
+        self.requests.insert(
+            request,
+            Request {
+                peer: from,
+                chunks,
+                in_place,
+                begun: now,
+                progress: now,
+                received: 0,
+                cancel: Arc::clone(&cancel),
+            },
+        );
+        let (connection, manifest) = (peer.idle.pop(), Arc::clone(assembly.manifest()));
+        let (sender, stall) = (self.sender.clone(), self.options.stall_timeout);
+        tokio::spawn(async move {
+            let done = |slot| {
+                // The download may have ended.
+                let _ = sender.send(Event::Chunk { request, slot });
+            };
+            let ended = ask_chunks(&source, connection, &manifest, slots, (stall, &cancel), done).await;
+            let _ = sender.send(Event::Ended { request, ended });
+        });
+    }
+
+    fn may_finish(&mut self, now: Instant) -> bool {
+        if !self.assembly.as_ref().is_some_and(Assembly::is_complete) {
+            return false;
+        }
+        let since = *self.complete_since.get_or_insert(now);
+        let agreed = self.agreed();
+        agreed > 1
+            || !self.peers.iter().any(Peer::pending)
+            || now.saturating_duration_since(since) >= AGREEMENT
+    }
+
+    /// Sources that vouch for the manifest and were not caught with wrong bytes.
+    fn agreed(&self) -> usize {
+        let honest = |p: &&Peer| p.agreed && p.lost.as_ref().is_none_or(|e| e.kind() != ErrorKind::Corrupt);
+        self.peers.iter().filter(honest).count()
+    }
+
+    async fn finish(mut self) -> Result<Fetched> {
+        // Repeated requests: what they hold is wanted back, at once.
+        for request in self.requests.values() {
+            request.cancel.notify_one();
+        }
+        while !self.requests.is_empty() {
+            match tokio::time::timeout_at(self.deadline.into(), self.events.recv()).await {
+                Ok(Some(event)) => self.on_event(event)?,
+                // What is still out is here a second time, beside its place.
+                Ok(None) | Err(_) => break,
+            }
+        }
+        let agreed = self.agreed();
+        let names: Vec<&str> = self
+            .peers
+            .iter()
+            .filter(|p| p.agreed)
+            .map(|p| p.name.as_str())
+            .collect();
+        let none = || Error::new(ErrorKind::Internal, "a download without a manifest is complete");
+        let assembly = self.assembly.take().ok_or_else(none)?;
+        let (id, reused_bytes) = (assembly.manifest().id().clone(), assembly.reused_bytes());
+        let state = assembly.finish().map_err(|e| {
+            // All hashes fit: it is what they serve, and no argument of ours.
+            let what = format!("{id} from {}: {}", names.join(", "), e.message());
+            Error::new(from_peer(e.kind()), what).with_source(e)
+        })?;
+        Ok(Fetched {
+            id,
+            state,
+            agreed,
+            received: self
+                .peers
+                .iter()
+                .filter(|p| p.received > 0)
+                .map(|p| (p.name.clone(), p.received))
+                .collect(),
+            reused_bytes,
+        })
+    }
+
+    /// True if no chunk is on its way and no source may still answer or be asked again.
+    fn nothing_left(&self) -> bool {
+        self.requests.is_empty() && self.peers.iter().all(|p| p.lost.is_some())
+    }
+
+    /// When something changes by itself: a pause ends, a request stands still, a wait for agreement is over.
+    fn next_look(&self, now: Instant) -> Instant {
+        let pauses = self
+            .peers
+            .iter()
+            .filter_map(|p| p.pause_until)
+            .filter(|until| *until > now);
+        let stands = self
+            .requests
+            .values()
+            .map(|r| r.progress + STANDSTILL)
+            .filter(|at| *at > now);
+        let agreement = self.complete_since.map(|since| since + AGREEMENT);
+        pauses
+            .chain(stands)
+            .chain(agreement)
+            .min()
+            .unwrap_or(self.deadline)
     }
 
     /// The most telling reason first, then what each source said.
     fn failure(&self) -> Error {
-        let reasons: Vec<&Error> = self
-            .peers
-            .iter()
-            .filter_map(|p| p.lost.as_ref())
-            .chain(&self.unusable)
-            .collect();
+        let reasons: Vec<&Error> = self.peers.iter().filter_map(|p| p.lost.as_ref()).collect();
         let of_kind = |k: ErrorKind| reasons.iter().copied().find(|e| e.kind() == k);
-        let first = self.first_corrupt.as_ref().or_else(|| {
-            [ErrorKind::PeerLost, ErrorKind::Unavailable, ErrorKind::NotFound]
-                .into_iter()
-                .find_map(of_kind)
-        });
-        let kind = first
-            .or(reasons.first().copied())
-            .map_or(ErrorKind::Unavailable, Error::kind);
+        let first = [
+            ErrorKind::Corrupt,
+            ErrorKind::PeerLost,
+            ErrorKind::Unavailable,
+            ErrorKind::NotFound,
+        ]
+        .into_iter()
+        .find_map(of_kind)
+        .or(reasons.first().copied());
+        let kind = first.map_or(ErrorKind::Unavailable, |e| from_peer(e.kind()));
         let mut texts: Vec<String> = Vec::new();
         for e in first.into_iter().chain(reasons) {
             let text = e.to_string();
@@ -462,16 +582,17 @@ impl Download {
     }
 
     fn too_late(&self) -> Error {
-        let said: Vec<String> = self
-            .peers
-            .iter()
-            .map(|p| match (&p.lost, &p.trouble, &p.manifest) {
-                (Some(e), ..) | (None, Some(e), _) => e.to_string(),
-                (None, None, Some(_)) => format!("{}: was being read", p.source.url),
-                (None, None, None) => format!("{}: has not published the step", p.source.url),
-            })
-            .chain(self.unusable.iter().map(Error::to_string))
-            .collect();
+        let said = |p: &Peer| {
+            let label = p.source.as_ref().map_or(p.name.as_str(), |s| s.label());
+            let instead = p.said.lock().unwrap_or_else(PoisonError::into_inner).clone();
+            match (&p.lost, &p.trouble, p.agreed, instead) {
+                (Some(e), ..) | (None, Some(e), ..) => e.to_string(),
+                (None, None, true, _) => format!("{label}: was being read"),
+                (None, None, false, Some(text)) => format!("{label}: has not published it ({text})"),
+                (None, None, false, None) => format!("{label}: has not published it, or does not answer"),
+            }
+        };
+        let said: Vec<String> = self.peers.iter().map(said).collect();
         Error::timeout(format!(
             "{} when the deadline passed: {}",
             self.progress(),
@@ -480,14 +601,22 @@ impl Download {
     }
 
     fn progress(&self) -> String {
-        match &self.manifest {
-            Some(m) => format!(
-                "step {}, {} of {} chunks received",
-                self.step,
-                self.received,
-                m.chunk_count()
+        match &self.assembly {
+            Some(a) => format!(
+                "{}, {} of {} chunks received",
+                self.wanted,
+                a.done(),
+                a.manifest().chunk_count()
             ),
-            None => format!("step {}, no manifest received", self.step),
+            None => format!("{}, no manifest received", self.wanted),
         }
+    }
+}
+
+/// What a peer sent is never our own wrong argument, nor something that we do not offer.
+fn from_peer(kind: ErrorKind) -> ErrorKind {
+    match kind {
+        ErrorKind::InvalidArgument | ErrorKind::Unsupported => ErrorKind::Protocol,
+        other => other,
     }
 }

@@ -1,17 +1,21 @@
-//! The healing side: [`fetch`] brings the state of a step from one or several sources.
+//! The healing side: [`Fetch`] brings the state of a step from one or several sources.
 //!
 //! `sources.rs` asks each source for its manifest and for chunks over HTTP, `download.rs` decides which chunk comes from
-//! where and what to do about failures. All of it runs on a thread of its own (`ox-ckpt-fetch`), so that `fetch` may
+//! where and what to do about failures, `assembly.rs` holds the state as it grows, `own.rs` finds what is here already.
+//! All of it runs on a thread of its own (`ox-ckpt-fetch`), so that it may
 //! be called from anywhere, an async runtime included; the caller waits on a channel with the deadline.
 
+use std::fmt;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, time_left};
 
-use crate::StateDict;
+use crate::{SnapshotId, StateDict};
 
+mod assembly;
 mod download;
+mod own;
 mod sources;
 
 /// Limits of a download.
@@ -51,20 +55,149 @@ impl FetchOptions {
     }
 }
 
-/// Downloads the state of `step` from `sources` (the [`crate::HttpTransport::metadata`] of peers) and returns the epoch
-/// in which it was taken, and the state.
-///
-/// - Waits until a source publishes that step, up to the deadline.
-/// - Every chunk is checked against its hash. A bad or failed one comes from another source, or once more from the
-///   same; chunks that were good are kept. Sources whose states differ are never mixed.
-/// - The memory used grows with verified chunks only.
-///
-/// Errors: `Timeout` when the deadline passes, saying how far it got. If no source is left before: `Corrupt` naming
-/// source and chunk if one sent wrong data, else `PeerLost` (the connection broke), `Unavailable` (nobody answers),
-/// `NotFound` (other steps are served) or `Protocol` (not a checkpoint server, or beyond the limits).
-/// `InvalidArgument` for no sources or a negative step.
-///
-/// Nothing of the caller's is changed: its step advances when it has applied the state (INV-5).
+type Locate = Box<dyn FnOnce(Instant) -> Result<String> + Send>;
+
+/// A peer whose state may be fetched.
+pub struct CheckpointSource {
+    name: String,
+    locate: Locate,
+}
+
+impl fmt::Debug for CheckpointSource {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("CheckpointSource").field(&self.name).finish()
+    }
+}
+
+impl CheckpointSource {
+    /// The source at `url` (what [`crate::HttpTransport::metadata`] says there).
+    pub fn at(url: impl Into<String>) -> Self {
+        let url = url.into();
+        Self {
+            name: url.clone(),
+            locate: Box::new(move |_| Ok(url)),
+        }
+    }
+
+    /// The source that errors call `name`. `locate` finds its URL before the deadline that it is given; it runs on a thread of
+    /// its own, so that a source that is hard to find holds up no other.
+    pub fn found_by(
+        name: impl Into<String>,
+        locate: impl FnOnce(Instant) -> Result<String> + Send + 'static,
+    ) -> Self {
+        Self {
+            name: name.into(),
+            locate: Box::new(locate),
+        }
+    }
+}
+
+/// What is to be fetched, and from whom.
+#[derive(Debug)]
+pub struct Fetch {
+    /// The peers that have it, the preferred one first.
+    pub sources: Vec<CheckpointSource>,
+    /// The step.
+    pub step: i64,
+    /// The epoch in which the snapshot is taken; `None`: any.
+    pub epoch: Option<i64>,
+    /// The history that led to it; `None`: any.
+    pub lineage: Option<String>,
+    /// An older state of the caller's: what did not change since is taken from there.
+    pub own: Option<StateDict>,
+}
+
+/// A state that was fetched, every byte of it checked against the manifest.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fetched {
+    /// Which state it is.
+    pub id: SnapshotId,
+    /// The state.
+    pub state: StateDict,
+    /// The number of sources whose manifest was this one.
+    pub agreed: usize,
+    /// What came from each source that sent anything, by name, in bytes.
+    pub received: Vec<(String, u64)>,
+    /// What was taken from the caller's older state, in bytes.
+    pub reused_bytes: u64,
+}
+
+impl Fetch {
+    /// `step` from `sources`, whatever its epoch and history.
+    pub fn step(step: i64, sources: Vec<CheckpointSource>) -> Self {
+        Self {
+            sources,
+            step,
+            epoch: None,
+            lineage: None,
+            own: None,
+        }
+    }
+
+    /// Downloads the state.
+    ///
+    /// - The manifest comes first: a snapshot of another step, epoch or history costs one small answer. An earlier one is
+    ///   waited out, up to the deadline.
+    /// - Chunks come from all sources at once, from faster ones more. Each is checked against its hash. What a source that
+    ///   died or stalled did not send comes from the others, or from itself over a new connection; chunks that are here stay.
+    /// - A source that sent wrong bytes is named and not asked again. Two sources with different manifests for one state
+    ///   are a divergence: nothing is taken from either.
+    /// - The memory used grows with received chunks only.
+    ///
+    /// Errors: `Timeout` when the deadline passes, saying what was waited for and how far it got. `Corrupt` naming source and chunk
+    /// if no source is left and one sent wrong data, or naming both sources of a divergence. Else `PeerLost` (the connection broke),
+    /// `Unavailable` (nobody answers), `NotFound` (other states are served) or `Protocol` (not a checkpoint server, a malformed
+    /// address, or beyond the limits). `InvalidArgument` only for what the caller said: no sources, a negative step, options.
+    ///
+    /// Nothing of the caller's is changed: its step advances when it has applied the state (INV-5).
+    pub fn run(self, deadline: Instant, options: &FetchOptions) -> Result<Fetched> {
+        options.check()?;
+        if self.sources.is_empty() || self.step < 0 {
+            return Err(Error::invalid(format!(
+                "fetching step {} from {} sources",
+                self.step,
+                self.sources.len()
+            )));
+        }
+        let (step, failed) = (self.step, |e| {
+            Error::io("starting the download of a checkpoint", e)
+        });
+        let runtime = tokio::runtime::Builder::new_multi_thread()
+            // Two threads: one hashes while the other receives.
+            .worker_threads(2)
+            .thread_name("ox-ckpt-fetch")
+            .enable_io()
+            .enable_time()
+            .build()
+            .map_err(failed)?;
+        let (sender, receiver) = sync_channel(1);
+        let download = download::Download::new(self, deadline, options.clone());
+        std::thread::Builder::new()
+            .name("ox-ckpt-fetch".into())
+            .spawn(move || {
+                let result = runtime.block_on(download.run());
+                // The caller may have given up; a look-up of a name or a source may still hang in the runtime's pool.
+                let _ = sender.send(result);
+                runtime.shutdown_background();
+            })
+            .map_err(failed)?;
+        // The download watches the deadline itself and says more about it; the margin lets its answer through, also where its threads wait for a core.
+        let result = match receiver.recv_timeout(time_left(deadline) + Duration::from_secs(1)) {
+            Ok(result) => result,
+            Err(RecvTimeoutError::Timeout) => Err(Error::timeout(format!(
+                "step {step}: the state was still being put together a second after the deadline"
+            ))),
+            Err(RecvTimeoutError::Disconnected) => Err(Error::new(
+                ErrorKind::Internal,
+                format!("step {step}: the download ended without a result"),
+            )),
+        };
+        result.map_err(|e| e.with_op("checkpoint.fetch"))
+    }
+}
+
+/// Downloads the state of `step` from `sources` (the [`crate::HttpTransport::metadata`] of peers), see [`Fetch::run`]; returns
+/// the epoch in which it was taken, and the state.
 pub fn fetch(sources: &[String], step: i64, deadline: Instant) -> Result<(i64, StateDict)> {
     fetch_with(sources, step, deadline, &FetchOptions::default())
 }
@@ -76,43 +209,28 @@ pub fn fetch_with(
     deadline: Instant,
     options: &FetchOptions,
 ) -> Result<(i64, StateDict)> {
-    options.check()?;
-    if sources.is_empty() || step < 0 {
-        return Err(Error::invalid(format!(
-            "fetching step {step} from {} sources",
-            sources.len()
-        )));
+    let sources = sources.iter().map(CheckpointSource::at).collect();
+    let fetched = Fetch::step(step, sources).run(deadline, options)?;
+    Ok((fetched.id.epoch, fetched.state))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{HttpTransport, Snapshot};
+
+    #[test]
+    fn a_dtype_that_only_the_source_knows_is_its_fault_and_no_unsupported_call_of_ours() {
+        let header = br#"{"a":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}}"#;
+        let head = [&(header.len() as u64).to_le_bytes()[..], header].concat();
+        let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
+        server.publish(Snapshot::of_raw_parts(5, vec![head, vec![0; 8]]));
+        let deadline = Instant::now() + Duration::from_secs(60);
+        let e = fetch(&[server.metadata()], 5, deadline).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+        assert!(
+            e.message().contains("'a'") && e.message().contains(&server.metadata()),
+            "{e}"
+        );
     }
-    let failed = |e| Error::io("starting the download of a checkpoint", e);
-    let runtime = tokio::runtime::Builder::new_multi_thread()
-        // Two threads: one hashes while the other receives.
-        .worker_threads(2)
-        .thread_name("ox-ckpt-fetch")
-        .enable_io()
-        .enable_time()
-        .build()
-        .map_err(failed)?;
-    let (sender, receiver) = sync_channel(1);
-    let download = download::Download::new(sources, step, deadline, options.clone());
-    std::thread::Builder::new()
-        .name("ox-ckpt-fetch".into())
-        .spawn(move || {
-            let result = runtime.block_on(download.run());
-            // The caller may have given up; a name look-up may still hang in the runtime's pool.
-            let _ = sender.send(result);
-            runtime.shutdown_background();
-        })
-        .map_err(failed)?;
-    // The download watches the deadline itself and says more about it; the margin lets its answer through, also where its threads wait for a core.
-    let result = match receiver.recv_timeout(time_left(deadline) + Duration::from_secs(1)) {
-        Ok(result) => result,
-        Err(RecvTimeoutError::Timeout) => Err(Error::timeout(format!(
-            "step {step}: the state was still being decoded a second after the deadline"
-        ))),
-        Err(RecvTimeoutError::Disconnected) => Err(Error::new(
-            ErrorKind::Internal,
-            format!("step {step}: the download ended without a result"),
-        )),
-    };
-    result.map_err(|e| e.with_op("checkpoint.fetch"))
 }

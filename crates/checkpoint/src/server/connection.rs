@@ -10,22 +10,21 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use blake3::Hash;
-use bytes::Bytes;
 use ftcore::accept_failure;
-use http_body_util::Full;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpStream;
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
 
+use super::body::{Answer, Chunks, Held, parse_chunks};
 use super::guests::{Busy, Guest, Guests};
 use super::pace::Paced;
-use super::serving::{Lookup, Part, Pin, Serving};
-use super::{DIGEST_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER};
+use super::serving::{Asked, Lookup, Part, Pin, Serving};
+use super::{DIGEST_HEADER, EPOCH_HEADER, LINEAGE_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER};
 
 /// Enough for any request of ours; what is longer is refused.
 const MAX_REQUEST_BYTES: usize = 16 << 10;
@@ -53,21 +52,6 @@ impl Limits {
             options,
             permits: Arc::new(Semaphore::new(permits)),
         }
-    }
-}
-
-/// Bytes of an answer, and what is given back once they are sent.
-struct Held {
-    bytes: Bytes,
-    /// The permit to have a chunk in memory.
-    _permit: Option<OwnedSemaphorePermit>,
-    /// The connection is in the middle of something.
-    _busy: Busy,
-}
-
-impl AsRef<[u8]> for Held {
-    fn as_ref(&self) -> &[u8] {
-        &self.bytes
     }
 }
 
@@ -202,22 +186,22 @@ async fn answer<B>(
     limits: &Limits,
     pin: &Mutex<Option<Pin>>,
     busy: Busy,
-) -> Response<Full<Bytes>> {
+) -> Response<Answer> {
     if request.method() != Method::GET {
         return text(
             StatusCode::METHOD_NOT_ALLOWED,
             format!("only GET is answered, not {}", request.method()),
         );
     }
-    let (step, part) = match parse(request.uri().path(), &limits.prefix, request.headers()) {
-        Ok(asked) => asked,
+    let (asked, part) = match parse(request.uri().path(), &limits.prefix, request.headers()) {
+        Ok(what) => what,
         Err(why) => return text(StatusCode::BAD_REQUEST, why),
     };
     let wait = wait_of(request.headers());
     let until = tokio::time::Instant::now() + wait;
     let mut changes = serving.subscribe();
     let (snapshot, reader) = loop {
-        match serving.lookup(step, part) {
+        match serving.lookup(&asked, part.digest()) {
             Lookup::Found(snapshot, reader) => break (snapshot, reader),
             Lookup::Other(why) => return text(StatusCode::CONFLICT, why),
             Lookup::Closed => return text(StatusCode::SERVICE_UNAVAILABLE, "shutting down".into()),
@@ -237,43 +221,44 @@ async fn answer<B>(
     // From here on this connection is a reader of that snapshot; an earlier one is let go.
     let earlier = pin.lock().unwrap_or_else(PoisonError::into_inner).replace(reader);
     drop(earlier);
-    let (bytes, permit, kind) = match part {
-        Part::Manifest => {
-            // Hashing takes long the first time; the other connections go on meanwhile.
-            match tokio::task::spawn_blocking(move || snapshot.manifest_json()).await {
-                Ok(json) => (json, None, "application/json"),
-                Err(e) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("hashing failed: {e}")),
-            }
-        }
-        Part::Chunk(index, _) => {
+    // Hashing takes long the first time; the other connections go on meanwhile.
+    let hashed = tokio::task::spawn_blocking(move || {
+        let json = snapshot.manifest_json();
+        (snapshot, json)
+    });
+    let (snapshot, json) = match hashed.await {
+        Ok(hashed) => hashed,
+        Err(e) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("hashing failed: {e}")),
+    };
+    let (body, kind) = match part {
+        Part::Manifest => (
+            Answer::text(json).holding(Held::new(None, busy)),
+            "application/json",
+        ),
+        Part::Chunks(indices, _) => {
+            let Some(chunks) = Chunks::of(&snapshot, indices) else {
+                return text(
+                    StatusCode::RANGE_NOT_SATISFIABLE,
+                    format!("step {} has not all of these chunks", asked.step),
+                );
+            };
             // Others that wait for theirs go on in turn: whoever has one must read it, or loses it (`pace`).
             let Ok(permit) = Arc::clone(&limits.permits).acquire_owned().await else {
                 return text(StatusCode::SERVICE_UNAVAILABLE, "shutting down".into());
             };
-            // A copy: a reader that never takes it holds one chunk and not the snapshot.
-            let Some(bytes) = snapshot.chunk(index).map(Bytes::copy_from_slice) else {
-                return text(
-                    StatusCode::RANGE_NOT_SATISFIABLE,
-                    format!("step {step} has no chunk {index}"),
-                );
-            };
-            (bytes, Some(permit), "application/octet-stream")
+            let body = Answer::chunks(chunks).holding(Held::new(Some(permit), busy));
+            (body, "application/octet-stream")
         }
     };
-    let body = Bytes::from_owner(Held {
-        bytes,
-        _permit: permit,
-        _busy: busy,
-    });
-    let mut response = Response::new(Full::new(body));
+    let mut response = Response::new(body);
     response
         .headers_mut()
         .insert(CONTENT_TYPE, HeaderValue::from_static(kind));
     response
 }
 
-/// `{prefix}/{step}/manifest` or `{prefix}/{step}/chunk/{i}`.
-fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(i64, Part), String> {
+/// `{prefix}/{step}/manifest` or `{prefix}/{step}/chunk/{list}`.
+fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(Asked, Part), String> {
     let rest = path
         .strip_prefix(prefix)
         .and_then(|r| r.strip_prefix('/'))
@@ -286,23 +271,34 @@ fn parse(path: &str, prefix: &str, headers: &HeaderMap) -> Result<(i64, Part), S
     let part = match next() {
         "manifest" => Part::Manifest,
         "chunk" => {
-            let index = next()
-                .parse::<usize>()
-                .map_err(|e| format!("the chunk in the path: {e}"))?;
+            let indices = parse_chunks(next())?;
             let digest = match headers.get(DIGEST_HEADER) {
                 Some(hex) => {
                     Some(Hash::from_hex(hex.as_bytes()).map_err(|e| format!("{DIGEST_HEADER}: {e}"))?)
                 }
                 None => None,
             };
-            Part::Chunk(index, digest)
+            Part::Chunks(indices, digest)
         }
-        _ => return Err("only {step}/manifest and {step}/chunk/{i} are served".into()),
+        _ => return Err("only {step}/manifest and {step}/chunk/{list} are served".into()),
     };
     if pieces.next().is_some() {
-        return Err("only {step}/manifest and {step}/chunk/{i} are served".into());
+        return Err("only {step}/manifest and {step}/chunk/{list} are served".into());
     }
-    Ok((step, part))
+    let epoch = match headers.get(EPOCH_HEADER) {
+        Some(text) => Some(
+            text.to_str()
+                .ok()
+                .and_then(|t| t.parse::<i64>().ok())
+                .ok_or_else(|| format!("{EPOCH_HEADER} is not a number"))?,
+        ),
+        None => None,
+    };
+    let lineage = headers
+        .get(LINEAGE_HEADER)
+        .map(|text| String::from_utf8_lossy(text.as_bytes()).into_owned());
+    let asked = Asked { step, epoch, lineage };
+    Ok((asked, part))
 }
 
 /// A header that is not a number counts as none: the answer then comes at once.
@@ -314,8 +310,8 @@ fn wait_of(headers: &HeaderMap) -> Duration {
     Duration::from_millis(ms.unwrap_or(0)).min(MAX_WAIT)
 }
 
-fn text(status: StatusCode, text: String) -> Response<Full<Bytes>> {
-    let mut response = Response::new(Full::new(Bytes::from(text)));
+fn text(status: StatusCode, text: String) -> Response<Answer> {
+    let mut response = Response::new(Answer::text(text));
     *response.status_mut() = status;
     response.headers_mut().insert(
         CONTENT_TYPE,

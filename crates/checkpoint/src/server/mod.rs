@@ -4,7 +4,7 @@
 //! across I/O; connections (`connection.rs`) look snapshots up there, and `pace.rs` cuts readers that do not read.
 //!
 //! Memory at a source is bounded: the newest two snapshots, at most two retired ones that still have readers, and
-//! one chunk per connection.
+//! one piece of a chunk per connection.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
@@ -16,6 +16,7 @@ use tokio::sync::watch;
 
 use crate::Snapshot;
 
+pub(crate) mod body;
 mod connection;
 mod guests;
 mod pace;
@@ -31,6 +32,12 @@ pub const WAIT_HEADER: &str = "x-oxccl-wait-ms";
 /// Request header: the digest (hex) of the manifest that the chunk belongs to, so that a snapshot published anew
 /// for the same step is not mixed up with the one being read.
 pub const DIGEST_HEADER: &str = "x-oxccl-digest";
+
+/// Request header: the epoch of the snapshot that is asked for. One of the same step and an earlier epoch is then waited out.
+pub const EPOCH_HEADER: &str = "x-oxccl-epoch";
+
+/// Request header: the lineage of the snapshot that is asked for. One with another is refused at once.
+pub const LINEAGE_HEADER: &str = "x-oxccl-lineage";
 
 /// The longest wait that [`WAIT_HEADER`] gets; a client that wants to wait longer asks again.
 pub const MAX_WAIT: Duration = Duration::from_secs(60);
@@ -62,10 +69,11 @@ impl Default for TransportOptions {
 
 /// Serves snapshots to healing peers over HTTP, from its own thread `ox-ckpt`.
 ///
-/// - `GET {prefix}/{step}/manifest` and `GET {prefix}/{step}/chunk/{i}`, nothing else; no request changes anything.
-/// - A step not yet published (newer than the newest, or retired and perhaps to come again) waits as
-///   [`WAIT_HEADER`] says, then 404. An older or other step is 409 with "serving step X, asked for Y". Any other
-///   path, including one of an earlier life on the same port, is 400.
+/// - `GET {prefix}/{step}/manifest` and `GET {prefix}/{step}/chunk/{list}` (`3`, `3-7`, `3-7,9`), nothing else; no request
+///   changes anything.
+/// - A step not yet published (newer than the newest, of a later epoch if [`EPOCH_HEADER`] names one, or retired and perhaps
+///   to come again) waits as [`WAIT_HEADER`] says, then 404. An older or other step, epoch or lineage is 409 with
+///   "serving step X, asked for Y". Any other path, including one of an earlier life on the same port, is 400.
 /// - `publish` and `retire` never wait for a reader (L29): readers of a retired snapshot go on with it while they stay
 ///   connected, and at most two such snapshots are kept for them.
 /// - Dropping it stops the thread without waiting.

@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use blake3::Hash;
 use tokio::sync::watch;
 
-use crate::Snapshot;
+use crate::{Snapshot, SnapshotId};
 
 const MAX_PUBLISHED: usize = 2;
 const MAX_LINGERING: usize = 2;
@@ -77,11 +77,55 @@ pub(super) enum Lookup {
 }
 
 /// What part of a snapshot is asked for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) enum Part {
     Manifest,
-    /// A chunk by index; with the digest of its manifest, if the reader says which.
-    Chunk(usize, Option<Hash>),
+    /// Chunks by index; with the digest of their manifest, if the reader says which.
+    Chunks(Vec<usize>, Option<Hash>),
+}
+
+impl Part {
+    /// `None` for the manifest; else the digest, if there is one.
+    pub(super) fn digest(&self) -> Option<Option<Hash>> {
+        match self {
+            Self::Manifest => None,
+            Self::Chunks(_, digest) => Some(*digest),
+        }
+    }
+}
+
+/// Which snapshot is asked for; what is `None` does not matter to the reader.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Asked {
+    pub(super) step: i64,
+    pub(super) epoch: Option<i64>,
+    pub(super) lineage: Option<String>,
+}
+
+impl Asked {
+    fn fits(&self, id: &SnapshotId) -> bool {
+        self.step == id.step
+            && self.epoch.is_none_or(|e| e == id.epoch)
+            && self.lineage.as_ref().is_none_or(|l| *l == id.lineage)
+    }
+
+    /// The difference to what is served, in terms that the reader asked in.
+    fn instead_of(&self, served: Option<&SnapshotId>) -> String {
+        let say = |step: i64, epoch: Option<i64>, lineage: Option<&str>| {
+            let epoch = epoch.map_or(String::new(), |e| format!(" of epoch {e}"));
+            let lineage = lineage.map_or(String::new(), |l| format!(" with lineage '{l}'"));
+            format!("{step}{epoch}{lineage}")
+        };
+        let asked = say(self.step, self.epoch, self.lineage.as_deref());
+        match served {
+            Some(id) => {
+                let lineage = self.lineage.is_some().then_some(id.lineage.as_str());
+                let served = say(id.step, self.epoch.map(|_| id.epoch), lineage);
+                format!("serving step {served}, asked for {asked}")
+            }
+            None => format!("serving no step, asked for {asked}"),
+        }
+    }
 }
 
 /// The table with its lock, and the signal that it changed.
@@ -180,13 +224,15 @@ impl Serving {
         self.table().sweep(&mut freed);
     }
 
-    pub(super) fn lookup(&self, step: i64, part: Part) -> Lookup {
+    /// `chunks`: `None` for a manifest; else the digest that the reader names, if it does.
+    pub(super) fn lookup(&self, asked: &Asked, chunks: Option<Option<Hash>>) -> Lookup {
         let table = self.table();
-        let found = match part {
-            Part::Manifest => table.published.iter().rev().find(|e| e.is(step, None)),
-            Part::Chunk(_, digest) => {
+        let found = match chunks {
+            None => table.published.iter().rev().find(|e| asked.fits(e.snapshot.id())),
+            Some(digest) => {
                 let all = table.published.iter().rev().chain(table.lingering.iter().rev());
-                all.into_iter().find(|e| e.is(step, digest))
+                all.into_iter()
+                    .find(|e| asked.fits(e.snapshot.id()) && e.is(asked.step, digest))
             }
         };
         if let Some(entry) = found {
@@ -195,17 +241,16 @@ impl Serving {
         if table.closed {
             return Lookup::Closed;
         }
-        let newest = table.published.back().map(|e| e.snapshot.step());
-        let text = match newest {
-            Some(s) => format!("serving step {s}, asked for {step}"),
-            None => format!("serving no step, asked for {step}"),
-        };
-        let may_come = match (newest, table.last_step, part) {
+        let newest = table.published.back().map(|e| e.snapshot.id());
+        let text = asked.instead_of(newest);
+        let may_come = match (newest, table.last_step, chunks) {
             // The reader names a snapshot that it has seen: it was replaced or retired, and will not come back.
-            (_, _, Part::Chunk(_, Some(_))) => false,
-            (Some(newest), ..) => step > newest,
+            (_, _, Some(Some(_))) => false,
+            // The same step again, after a commit that failed: epochs only grow.
+            (Some(newest), ..) if asked.step == newest.step => asked.epoch.is_some_and(|e| e > newest.epoch),
+            (Some(newest), ..) => asked.step > newest.step,
             // A step whose commit failed is published again in the next epoch.
-            (None, Some(last), _) => step >= last,
+            (None, Some(last), _) => asked.step >= last,
             (None, None, _) => true,
         };
         if may_come {
@@ -225,15 +270,22 @@ mod tests {
         Snapshot::new(step, 1, &StateDict::new()).unwrap()
     }
 
+    fn of(step: i64) -> Asked {
+        Asked {
+            step,
+            ..Asked::default()
+        }
+    }
+
     fn pin(s: &Serving, step: i64) -> Pin {
-        match s.lookup(step, Part::Manifest) {
+        match s.lookup(&of(step), None) {
             Lookup::Found(_, pin) => pin,
             other => panic!("step {step}: {other:?}"),
         }
     }
 
     fn text(s: &Serving, step: i64) -> String {
-        match s.lookup(step, Part::Manifest) {
+        match s.lookup(&of(step), None) {
             Lookup::NotYet(t) => format!("wait: {t}"),
             Lookup::Other(t) => t,
             other => format!("{other:?}"),
@@ -275,8 +327,8 @@ mod tests {
             weak.iter().map(alive).collect::<Vec<_>>(),
             [false, false, false, true, true, false]
         );
-        assert!(matches!(s.lookup(4, Part::Chunk(0, None)), Lookup::Found(..)));
-        assert!(!matches!(s.lookup(4, Part::Manifest), Lookup::Found(..)));
+        assert!(matches!(s.lookup(&of(4), Some(None)), Lookup::Found(..)));
+        assert!(!matches!(s.lookup(&of(4), None), Lookup::Found(..)));
         pins.clear();
         s.sweep();
         assert!(weak.iter().all(|w| !alive(w)));
@@ -292,20 +344,17 @@ mod tests {
         let new = Snapshot::new(7, 2, &StateDict::new()).unwrap();
         s.publish(Arc::clone(&new));
         assert_eq!(s.published_steps(), [7]);
-        let Lookup::Found(found, _) = s.lookup(7, Part::Chunk(0, Some(digest))) else {
+        let Lookup::Found(found, _) = s.lookup(&of(7), Some(Some(digest))) else {
             panic!("old is gone")
         };
         assert!(Arc::ptr_eq(&found, &old));
-        let Lookup::Found(found, _) = s.lookup(7, Part::Manifest) else {
+        let Lookup::Found(found, _) = s.lookup(&of(7), None) else {
             panic!("new is not there")
         };
         assert!(Arc::ptr_eq(&found, &new));
         drop(reader);
         s.sweep();
-        assert!(matches!(
-            s.lookup(7, Part::Chunk(0, Some(digest))),
-            Lookup::Other(_)
-        ));
+        assert!(matches!(s.lookup(&of(7), Some(Some(digest))), Lookup::Other(_)));
     }
 
     #[test]
@@ -314,6 +363,37 @@ mod tests {
         s.publish(snapshot(1));
         s.close();
         assert!(!s.publish(snapshot(2)));
-        assert!(matches!(s.lookup(1, Part::Manifest), Lookup::Closed));
+        assert!(matches!(s.lookup(&of(1), None), Lookup::Closed));
+    }
+
+    #[test]
+    fn a_snapshot_of_an_earlier_epoch_is_waited_out_and_one_of_another_history_refused() {
+        let s = Serving::default();
+        let id = |epoch, lineage: &str| SnapshotId {
+            step: 7,
+            epoch,
+            lineage: lineage.into(),
+        };
+        let publish = |id| s.publish(Snapshot::of(id, StateDict::new(), 64).unwrap());
+        let ask = |epoch, lineage: &str| {
+            let asked = Asked {
+                step: 7,
+                epoch: Some(epoch),
+                lineage: Some(lineage.into()),
+            };
+            match s.lookup(&asked, None) {
+                Lookup::NotYet(t) => format!("wait: {t}"),
+                Lookup::Other(t) => t,
+                Lookup::Found(found, _) => found.id().to_string(),
+                Lookup::Closed => "closed".into(),
+            }
+        };
+        publish(id(3, "a"));
+        let said = "serving step 7 of epoch 3 with lineage 'a', asked for 7 of epoch";
+        assert_eq!(ask(4, "a"), format!("wait: {said} 4 with lineage 'a'"));
+        assert_eq!(ask(2, "a"), format!("{said} 2 with lineage 'a'"));
+        assert_eq!(ask(3, "b"), format!("{said} 3 with lineage 'b'"));
+        publish(id(4, "a"));
+        assert_eq!(ask(4, "a"), "step 7 of epoch 4 with lineage a");
     }
 }

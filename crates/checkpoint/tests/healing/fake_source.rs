@@ -8,10 +8,21 @@ use std::sync::{Arc, Mutex};
 use checkpoint::{Snapshot, StateDict};
 
 /// What a request is for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Asked {
     Manifest,
-    Chunk(usize),
+    Chunks(Vec<usize>),
+}
+
+impl Asked {
+    /// True if the request is for chunk `i`, among others.
+    pub(crate) fn has(&self, i: usize) -> bool {
+        matches!(self, Self::Chunks(all) if all.contains(&i))
+    }
+
+    pub(crate) fn is_chunks(&self) -> bool {
+        matches!(self, Self::Chunks(_))
+    }
 }
 
 /// What the source does with it.
@@ -20,6 +31,8 @@ pub(crate) enum Reply {
     Honest,
     /// 200 with this body.
     Body(Vec<u8>),
+    /// This many bytes of an honest body, then the connection is closed.
+    Cut(usize),
     /// These bytes as they are, then the connection is closed.
     Raw(Vec<u8>),
     /// 200 without a length, zeros without an end.
@@ -34,6 +47,8 @@ struct Shared {
     snapshot: Arc<Snapshot>,
     dead: AtomicBool,
     requests: AtomicUsize,
+    /// Bytes of chunks.
+    sent: AtomicUsize,
     open: Mutex<Vec<TcpStream>>,
 }
 
@@ -47,7 +62,7 @@ impl FakeSource {
     /// Serves `snapshot`; `reply(asked, n)` decides about the n-th request (from 0) of this source.
     pub(crate) fn start(
         snapshot: &Arc<Snapshot>,
-        reply: impl Fn(Asked, usize) -> Reply + Send + Sync + 'static,
+        reply: impl Fn(&Asked, usize) -> Reply + Send + Sync + 'static,
     ) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -55,6 +70,7 @@ impl FakeSource {
             snapshot: Arc::clone(snapshot),
             dead: AtomicBool::new(false),
             requests: AtomicUsize::new(0),
+            sent: AtomicUsize::new(0),
             open: Mutex::default(),
         });
         let reply = Arc::new(reply);
@@ -88,6 +104,17 @@ impl FakeSource {
     pub(crate) fn requests(&self) -> usize {
         self.shared.requests.load(Ordering::SeqCst)
     }
+
+    /// [`Self::sent`] for another thread.
+    pub(crate) fn counter(&self) -> impl Fn() -> usize + Send + Sync + 'static {
+        let shared = Arc::clone(&self.shared);
+        move || shared.sent.load(Ordering::SeqCst)
+    }
+
+    /// How many bytes of chunks it sent so far.
+    pub(crate) fn sent(&self) -> usize {
+        self.shared.sent.load(Ordering::SeqCst)
+    }
 }
 
 impl Drop for FakeSource {
@@ -110,7 +137,7 @@ fn serve(
     stream: TcpStream,
     shared: &Shared,
     address: std::net::SocketAddr,
-    reply: &dyn Fn(Asked, usize) -> Reply,
+    reply: &dyn Fn(&Asked, usize) -> Reply,
 ) -> std::io::Result<()> {
     stream.set_nodelay(true)?;
     let mut out = stream.try_clone()?;
@@ -125,12 +152,19 @@ fn serve(
         }
         let asked = match first.split(['/', ' ']).collect::<Vec<_>>()[..] {
             ["GET", _, "fake", _, "manifest", ..] => Asked::Manifest,
-            ["GET", _, "fake", _, "chunk", i, ..] => Asked::Chunk(i.parse().unwrap()),
+            ["GET", _, "fake", _, "chunk", list, ..] => Asked::Chunks(chunks(list)),
             _ => panic!("the client asked for {first}"),
         };
         let number = shared.requests.fetch_add(1, Ordering::SeqCst);
-        let body = match reply(asked, number) {
-            Reply::Honest => honest(&shared.snapshot, asked),
+        let body = match reply(&asked, number) {
+            Reply::Honest => honest(&shared.snapshot, &asked),
+            Reply::Cut(bytes) => {
+                let body = honest(&shared.snapshot, &asked);
+                write!(out, "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len())?;
+                out.write_all(&body[..bytes.min(body.len())])?;
+                shared.sent.fetch_add(bytes.min(body.len()), Ordering::SeqCst);
+                return out.shutdown(Shutdown::Both);
+            }
             Reply::Body(body) => body,
             Reply::Raw(bytes) => {
                 out.write_all(&bytes)?;
@@ -154,14 +188,30 @@ fn serve(
             }
         };
         write!(out, "HTTP/1.1 200 OK\r\ncontent-length: {}\r\n\r\n", body.len())?;
+        if asked.is_chunks() {
+            shared.sent.fetch_add(body.len(), Ordering::SeqCst);
+        }
         out.write_all(&body)?;
     }
 }
 
-pub(crate) fn honest(snapshot: &Snapshot, asked: Asked) -> Vec<u8> {
+/// `3-5,7` as numbers.
+fn chunks(list: &str) -> Vec<usize> {
+    let number = |text: &str| text.parse::<usize>().unwrap();
+    let range = |text: &str| match text.split_once('-') {
+        Some((first, last)) => number(first)..=number(last),
+        None => number(text)..=number(text),
+    };
+    list.split(',').flat_map(range).collect()
+}
+
+pub(crate) fn honest(snapshot: &Snapshot, asked: &Asked) -> Vec<u8> {
     match asked {
         Asked::Manifest => snapshot.manifest().to_json().unwrap(),
-        Asked::Chunk(i) => snapshot.chunk(i).unwrap().to_vec(),
+        Asked::Chunks(all) => all
+            .iter()
+            .flat_map(|i| snapshot.chunk(*i).unwrap().to_vec())
+            .collect(),
     }
 }
 

@@ -2,7 +2,7 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::{FetchOptions, Manifest, StateDict, fetch, fetch_with};
+use checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict, fetch, fetch_with};
 use ftcore::{Error, ErrorKind};
 
 use crate::fake_source::{Asked, FakeSource, Reply, honest, snapshot, state};
@@ -32,40 +32,74 @@ fn good() -> (i64, StateDict) {
     (9, state(64, 3.0))
 }
 
-/// Of a source whose chunk 3 has one bit flipped, as long as `when(request number)`.
-fn tampered(when: impl Fn(usize) -> bool + Send + Sync + 'static) -> FakeSource {
+/// A source whose chunk 3 has one bit flipped.
+fn tampered() -> FakeSource {
     let snap = snapshot(5, 64, 3.0);
     let copy = snap.clone();
-    FakeSource::start(&snap, move |asked, n| {
-        if asked != Asked::Chunk(3) || !when(n) {
+    FakeSource::start(&snap, move |asked, _| {
+        let Asked::Chunks(all) = asked else {
             return Reply::Honest;
-        }
+        };
+        let Some(at) = all.iter().position(|i| *i == 3) else {
+            return Reply::Honest;
+        };
         let mut body = honest(&copy, asked);
-        body[100] ^= 1;
+        let before: usize = all[..at].iter().map(|i| copy.chunk(*i).unwrap().len()).sum();
+        body[before + 100] ^= 1;
         Reply::Body(body)
     })
 }
 
 #[test]
-fn a_tampered_chunk_is_refused_and_fetched_from_the_second_source() {
-    let bad = tampered(|_| true);
+fn a_source_that_sends_wrong_bytes_is_named_and_never_asked_again_while_another_heals() {
+    let bad = tampered();
     let snap = snapshot(5, 64, 3.0);
-    let other = FakeSource::start(&snap, |_, _| Reply::Honest);
-    assert_eq!(fetch(&[bad.url(), other.url()], 5, long()).unwrap(), good());
-    assert_eq!(fetch(&[other.url(), bad.url()], 5, long()).unwrap(), good());
-    assert!(other.requests() > 2, "the second source was not used");
+    for order in [true, false] {
+        let other = FakeSource::start(&snap, |asked, _| {
+            // Slow enough that the bad one is asked for chunk 3 first.
+            if asked.is_chunks() {
+                std::thread::sleep(Duration::from_millis(20));
+            }
+            Reply::Honest
+        });
+        let urls = if order {
+            [bad.url(), other.url()]
+        } else {
+            [other.url(), bad.url()]
+        };
+        let sources = urls.iter().map(CheckpointSource::at).collect();
+        let before = bad.requests();
+        let fetched = Fetch::step(5, sources)
+            .run(long(), &FetchOptions::default())
+            .unwrap();
+        assert_eq!((fetched.id.epoch, fetched.state), good());
+        // Its manifest, and one request for each connection at the very most after the wrong one.
+        let asked = bad.requests() - before;
+        assert!(asked <= 12, "{asked} requests");
+        assert!(other.requests() > 2, "the second source was not used");
+    }
 }
 
 #[test]
-fn a_chunk_that_is_wrong_once_is_fetched_from_the_same_source_again() {
-    let hits = std::sync::atomic::AtomicUsize::new(0);
-    let source = tampered(move |_| hits.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 0);
-    assert_eq!(fetch(&[source.url()], 5, long()).unwrap(), good());
+fn a_chunk_that_was_wrong_once_is_not_asked_from_that_source_again() {
+    let asked_for_3 = std::sync::Arc::new(std::sync::atomic::AtomicUsize::new(0));
+    let count = asked_for_3.clone();
+    let snap = snapshot(5, 64, 3.0);
+    let copy = snap.clone();
+    let source = FakeSource::start(&snap, move |asked, _| {
+        if asked.has(3) && count.fetch_add(1, std::sync::atomic::Ordering::SeqCst) == 0 {
+            return Reply::Body(vec![0; honest(&copy, asked).len()]);
+        }
+        Reply::Honest
+    });
+    let e = fails(&source, &FetchOptions::default());
+    assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+    assert_eq!(asked_for_3.load(std::sync::atomic::Ordering::SeqCst), 1);
 }
 
 #[test]
 fn a_chunk_that_is_wrong_everywhere_is_corrupt_and_names_source_and_chunk() {
-    let (a, b) = (tampered(|_| true), tampered(|_| true));
+    let (a, b) = (tampered(), tampered());
     let e = fetch(&[a.url(), b.url()], 5, long()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Corrupt);
     let text = e.to_string();
@@ -79,7 +113,7 @@ fn a_chunk_that_is_wrong_everywhere_is_corrupt_and_names_source_and_chunk() {
 fn a_chunk_shorter_than_the_manifest_says_is_corrupt() {
     let snap = snapshot(5, 64, 3.0);
     let source = FakeSource::start(&snap, |asked, _| match asked {
-        Asked::Chunk(2) => Reply::Body(vec![1; 100]),
+        asked if asked.has(2) => Reply::Body(vec![1; 100]),
         _ => Reply::Honest,
     });
     let e = fails(&source, &FetchOptions::default());
@@ -92,18 +126,27 @@ fn an_answer_cut_in_the_middle_is_a_lost_peer() {
     let snap = snapshot(5, 64, 3.0);
     let cut = b"HTTP/1.1 200 OK\r\ncontent-length: 4096\r\n\r\nonly this".to_vec();
     let source = FakeSource::start(&snap, move |asked, _| match asked {
-        Asked::Chunk(2) => Reply::Raw(cut.clone()),
+        asked if asked.has(2) => Reply::Raw(cut.clone()),
         _ => Reply::Honest,
     });
     let e = fails(&source, &FetchOptions::default());
     assert_eq!(e.kind(), ErrorKind::PeerLost);
-    assert!(e.message().contains("chunk/2 after 9 bytes"), "{e}");
+    assert!(e.message().contains("after 9 bytes"), "{e}");
+}
+
+/// Serves the first chunks only.
+fn dies_late(asked: &Asked, _: usize) -> Reply {
+    if (10..99).any(|i| asked.has(i)) {
+        Reply::Die
+    } else {
+        Reply::Honest
+    }
 }
 
 #[test]
 fn a_source_killed_in_the_middle_is_a_lost_peer_before_the_deadline() {
     let snap = snapshot(5, 64, 3.0);
-    let source = FakeSource::start(&snap, |_, n| if n < 6 { Reply::Honest } else { Reply::Die });
+    let source = FakeSource::start(&snap, dies_late);
     let e = fails(&source, &FetchOptions::default());
     assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
     assert!(e.is_retryable());
@@ -116,7 +159,7 @@ fn a_source_killed_in_the_middle_is_a_lost_peer_before_the_deadline() {
 #[test]
 fn a_source_killed_in_the_middle_is_replaced_by_another() {
     let snap = snapshot(5, 64, 3.0);
-    let dies = FakeSource::start(&snap, |_, n| if n < 6 { Reply::Honest } else { Reply::Die });
+    let dies = FakeSource::start(&snap, dies_late);
     let lives = FakeSource::start(&snap, |_, _| Reply::Honest);
     assert_eq!(fetch(&[dies.url(), lives.url()], 5, long()).unwrap(), good());
 }
@@ -126,7 +169,7 @@ fn l31_a_source_that_hangs_does_not_hold_up_the_download_from_another() {
     let snap = snapshot(5, 64, 3.0);
     let hangs = FakeSource::start(&snap, |asked, _| match asked {
         Asked::Manifest => Reply::Honest,
-        Asked::Chunk(_) => Reply::Hang,
+        Asked::Chunks(_) => Reply::Hang,
     });
     let lives = FakeSource::start(&snap, |_, _| Reply::Honest);
     // The hanging source would be given up only long after the deadline.
@@ -144,7 +187,7 @@ fn l31_a_source_that_hangs_does_not_hold_up_the_download_from_another() {
 fn a_source_that_hangs_alone_is_lost_after_the_stall_time_and_a_timeout_at_the_deadline() {
     let snap = snapshot(5, 64, 3.0);
     let source = FakeSource::start(&snap, |asked, _| match asked {
-        Asked::Chunk(1) => Reply::Hang,
+        asked if asked.has(1) => Reply::Hang,
         _ => Reply::Honest,
     });
     let options = FetchOptions {
@@ -180,14 +223,14 @@ fn a_manifest_beyond_the_limit_is_refused_whether_it_is_announced_or_endless() {
 }
 
 #[test]
-fn an_endless_chunk_is_refused() {
+fn an_endless_answer_is_refused_with_its_first_chunk() {
     let snap = snapshot(5, 64, 3.0);
     let source = FakeSource::start(&snap, |asked, _| match asked {
-        Asked::Chunk(_) => Reply::Endless,
+        Asked::Chunks(_) => Reply::Endless,
         Asked::Manifest => Reply::Honest,
     });
     let e = fails(&source, &FetchOptions::default());
-    assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+    assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
 }
 
 #[test]
@@ -220,14 +263,14 @@ fn a_manifest_that_fits_its_chunks_but_not_the_state_is_corrupt() {
     let source = FakeSource::start(&snapshot(5, 64, 3.0), move |asked, _| {
         Reply::Body(match asked {
             Asked::Manifest => json.clone(),
-            Asked::Chunk(i) => bytes.chunks(4096).nth(i).unwrap().to_vec(),
+            Asked::Chunks(all) => all
+                .iter()
+                .flat_map(|i| bytes.chunks(4096).nth(*i).unwrap().to_vec())
+                .collect(),
         })
     });
     let e = fails(&source, &FetchOptions::default());
     assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
-    // An honest source beside it heals all the same.
-    let other = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
-    assert_eq!(fetch(&[source.url(), other.url()], 5, long()).unwrap(), good());
 }
 
 #[test]
@@ -245,28 +288,56 @@ fn a_server_that_does_not_speak_the_protocol_is_named() {
 }
 
 #[test]
-fn sources_with_different_states_are_never_mixed() {
-    // The first has the same chunks at the beginning and dies there.
-    let dies = FakeSource::start(&snapshot(5, 64, 2.0), |asked, _| match asked {
-        Asked::Chunk(i) if i > 4 => Reply::Die,
-        _ => Reply::Honest,
-    });
-    let lives = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
-    for _ in 0..3 {
-        assert_eq!(fetch(&[dies.url(), lives.url()], 5, long()).unwrap(), good());
+fn two_sources_with_different_states_of_one_step_are_a_divergence_that_names_both() {
+    let (a, b) = (snapshot(5, 64, 2.0), snapshot(5, 64, 3.0));
+    let (one, other) = (
+        FakeSource::start(&a, |_, _| Reply::Honest),
+        FakeSource::start(&b, |_, _| Reply::Honest),
+    );
+    for urls in [[one.url(), other.url()], [other.url(), one.url()]] {
+        let e = fetch(&urls, 5, long()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+        let text = e.to_string();
+        for part in [
+            one.address(),
+            other.address(),
+            a.manifest().digest().to_hex().to_string(),
+            b.manifest().digest().to_hex().to_string(),
+            "step 5 of epoch 9".into(),
+        ] {
+            assert!(text.contains(&part), "{part} is not in: {text}");
+        }
     }
-    // Two live ones: either state, whole.
-    let other = FakeSource::start(&snapshot(5, 64, 2.0), |_, _| Reply::Honest);
-    let (_, got) = fetch(&[lives.url(), other.url()], 5, long()).unwrap();
-    assert!(got == state(64, 3.0) || got == state(64, 2.0));
+}
+
+#[test]
+fn a_source_whose_manifest_comes_last_still_contradicts_a_state_that_is_complete() {
+    let first = FakeSource::start(&snapshot(5, 64, 2.0), |_, _| Reply::Honest);
+    let done = {
+        let (first, chunks) = (
+            first.counter(),
+            snapshot(5, 64, 2.0).manifest().total_bytes() as usize,
+        );
+        move || {
+            while first() < chunks {
+                std::thread::yield_now();
+            }
+        }
+    };
+    let late = FakeSource::start(&snapshot(5, 64, 3.0), move |asked, _| {
+        if *asked == Asked::Manifest {
+            done();
+        }
+        Reply::Honest
+    });
+    let e = fetch(&[first.url(), late.url()], 5, long()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Corrupt, "{e}");
+    assert!(e.message().contains("different states"), "{e}");
 }
 
 #[test]
 fn chunks_received_before_a_source_died_are_kept_when_the_next_one_shares_them() {
-    let dies = FakeSource::start(&snapshot(5, 64, 3.0), |asked, _| match asked {
-        Asked::Chunk(i) if i >= 10 => Reply::Die,
-        _ => Reply::Honest,
-    });
+    let dies = FakeSource::start(&snapshot(5, 64, 3.0), dies_late);
     // Its manifest comes only when the first source is gone.
     let gate = {
         let dies = dies.address();
@@ -277,29 +348,109 @@ fn chunks_received_before_a_source_died_are_kept_when_the_next_one_shares_them()
         }
     };
     let snap = snapshot(5, 64, 3.0);
-    let total = snap.manifest().chunk_count();
+    let total = snap.manifest().total_bytes() as usize;
     let next = FakeSource::start(&snap, move |asked, _| {
-        if asked == Asked::Manifest {
+        if *asked == Asked::Manifest {
             gate();
         }
         Reply::Honest
     });
     assert_eq!(fetch(&[dies.url(), next.url()], 5, long()).unwrap(), good());
-    assert!(
-        next.requests() < total,
-        "{} requests for {total} chunks",
-        next.requests()
-    );
+    assert!(next.sent() < total, "{} of {total} bytes", next.sent());
 }
 
 #[test]
-fn urls_that_are_no_urls_are_errors_unless_another_source_helps() {
-    let e = fetch(&["<n/a>".into()], 5, long()).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
-    assert_eq!(
-        fetch(&[], 5, long()).unwrap_err().kind(),
-        ErrorKind::InvalidArgument
-    );
+fn a_peers_url_that_is_none_is_the_peers_fault_and_no_matter_if_another_source_helps() {
+    for url in ["<n/a>", "", "https://a/b", "http://:0/x", "http://a b/"] {
+        let e = fetch(&[url.into()], 5, long()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{url}: {e}");
+        assert!(e.to_string().contains(&format!("'{url}'")), "{e}");
+    }
+    // Only what the caller itself said is a wrong argument.
+    for (sources, step) in [(vec![], 5), (vec!["http://a/b".into()], -1)] {
+        let e = fetch(&sources, step, long()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+    }
     let source = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
     assert_eq!(fetch(&["<n/a>".into(), source.url()], 5, long()).unwrap(), good());
+}
+
+#[test]
+fn a_source_that_cannot_be_found_is_named_and_holds_up_no_other() {
+    let lost = || {
+        CheckpointSource::found_by("replica 'r7'", |_| {
+            Err(Error::new(ErrorKind::InvalidArgument, "rank not found"))
+        })
+    };
+    let e = Fetch::step(5, vec![lost()])
+        .run(long(), &FetchOptions::default())
+        .unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+    assert!(
+        e.message().contains("replica 'r7'") && e.message().contains("rank not found"),
+        "{e}"
+    );
+    // One that is looked for until the deadline.
+    let (held, release) = std::sync::mpsc::channel::<()>();
+    let slow = CheckpointSource::found_by("replica 'r8'", move |_| {
+        let _ = release.recv();
+        Err(Error::new(ErrorKind::Unavailable, "gone"))
+    });
+    let source = FakeSource::start(&snapshot(5, 64, 3.0), |_, _| Reply::Honest);
+    let sources = vec![lost(), slow, CheckpointSource::at(source.url())];
+    let fetched = Fetch::step(5, sources)
+        .run(long(), &FetchOptions::default())
+        .unwrap();
+    assert_eq!(fetched.state, good().1);
+    assert_eq!((fetched.agreed, fetched.received.len()), (1, 1));
+    drop(held);
+}
+
+#[test]
+fn a_connection_that_breaks_again_and_again_is_resumed_and_nothing_is_sent_twice_over() {
+    let snap = snapshot(5, 512, 3.0);
+    let total = snap.manifest().total_bytes() as usize;
+    // Every answer breaks off in the middle of its second chunk.
+    let source = FakeSource::start(&snap, |asked, _| match asked {
+        Asked::Chunks(all) if all.len() > 1 => Reply::Cut(6000),
+        _ => Reply::Honest,
+    });
+    let (_, got) = fetch(&[source.url()], 5, long()).unwrap();
+    assert_eq!(got, state(512, 3.0));
+    assert!(source.sent() < 2 * total, "{} of {total} bytes", source.sent());
+}
+
+#[test]
+fn a_slow_source_brings_less_than_a_fast_one() {
+    let snap = snapshot(5, 2048, 3.0);
+    let slow = FakeSource::start(&snap, |asked, _| {
+        if asked.is_chunks() {
+            std::thread::sleep(Duration::from_millis(30));
+        }
+        Reply::Honest
+    });
+    let fast = FakeSource::start(&snap, |asked, _| {
+        if asked.is_chunks() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Reply::Honest
+    });
+    let sources = [slow.url(), fast.url()]
+        .iter()
+        .map(CheckpointSource::at)
+        .collect();
+    let fetched = Fetch::step(5, sources)
+        .run(long(), &FetchOptions::default())
+        .unwrap();
+    assert_eq!(fetched.state, state(2048, 3.0));
+    assert_eq!(fetched.agreed, 2);
+    let of = |url: String| {
+        fetched
+            .received
+            .iter()
+            .find(|(n, _)| *n == url)
+            .map_or(0, |r| r.1)
+    };
+    let (slow, fast) = (of(slow.url()), of(fast.url()));
+    assert!(slow > 0 && fast > 2 * slow, "slow {slow}, fast {fast}");
 }

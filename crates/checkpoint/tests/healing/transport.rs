@@ -149,7 +149,7 @@ fn l29_readers_that_never_read_block_neither_publish_nor_retire_nor_other_reader
     let mut slow: Vec<Reader> = (0..4).map(|_| Reader::connect(&server)).collect();
     for reader in &mut slow {
         reader.manifest(0);
-        reader.ask("/0/chunk/0", "");
+        reader.ask("/0/chunk/1", "");
         // The answer has begun, so its writer is at work; it is not read further.
         let mut one = [0];
         reader.stream.read_exact(&mut one).unwrap();
@@ -416,7 +416,7 @@ fn a_reader_that_stops_reading_loses_its_place() {
     server.publish(Snapshot::with_chunk_bytes(5, 9, &large, 32 << 20).unwrap());
     server.publish(snapshot(6, 4, 3.0));
     let mut slow = Reader::connect(&server);
-    slow.ask("/5/chunk/0", "");
+    slow.ask("/5/chunk/1", "");
     slow.stream.read_exact(&mut [0]).unwrap();
     assert_eq!(
         fetch(&[server.metadata()], 6, long()).unwrap(),
@@ -465,7 +465,7 @@ fn a_shutdown_ends_at_its_deadline_and_counts_the_readers_cut_off() {
     large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
     server.publish(Snapshot::with_chunk_bytes(5, 9, &large, 32 << 20).unwrap());
     let mut slow = Reader::connect(&server);
-    slow.ask("/5/chunk/0", "");
+    slow.ask("/5/chunk/1", "");
     slow.stream.read_exact(&mut [0]).unwrap();
     let e = server
         .shutdown(Instant::now() + Duration::from_millis(100))

@@ -1,0 +1,418 @@
+//! Both ends of healing: the snapshot that a source publishes, and the replica that takes a state over.
+//!
+//! The rule for errors: what a source sends (its address, its URL, its manifest, its bytes) is never this replica's wrong argument.
+//! Such an error costs the vote, and the next quorum names other sources or none. Only the state's own refusal to load what
+//! arrived can end the run, and only if this replica is the odd one: it has committed nothing yet, or two sources vouch for the
+//! same bytes. A replica with commits of its own does not end because of what one peer holds.
+
+use std::time::Instant;
+
+use checkpoint::{
+    CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, SnapshotId,
+    StateDict,
+};
+use coordination::{ManagerClient, QuorumResult};
+use ftcore::{Error, ErrorKind, Result};
+use protocol::Lineage;
+
+use crate::replica::{Healed, State};
+
+/// Offers the state of this step to the replicas that heal from here. Costs the copy that `save` makes; the hashes are computed
+/// on the server's threads once somebody asks.
+pub(crate) fn publish(
+    transport: &HttpTransport,
+    lineage: &Lineage,
+    answer: &QuorumResult,
+    state: &dyn State,
+) -> Result<()> {
+    let mut dict = StateDict::new();
+    state.save(&mut dict)?;
+    let id = SnapshotId {
+        step: answer.max_step,
+        epoch: answer.quorum_id,
+        lineage: lineage.as_str().to_owned(),
+    };
+    transport.publish(Snapshot::of(id, dict, DEFAULT_CHUNK_BYTES)?);
+    Ok(())
+}
+
+/// The replica that heals, as it stands before.
+pub(crate) struct Behind<'a> {
+    pub(crate) replica_id: &'a str,
+    pub(crate) group_rank: u32,
+    pub(crate) step: i64,
+    pub(crate) lineage: &'a Lineage,
+}
+
+impl Behind<'_> {
+    /// True if nothing would be lost with this replica's state.
+    fn is_new(&self) -> bool {
+        self.step == 0 && self.lineage.as_str().is_empty()
+    }
+}
+
+/// Takes the state over from the sources that `answer` names, and says which history it has. Nothing else of the replica changes.
+pub(crate) fn heal(
+    me: &Behind<'_>,
+    answer: &QuorumResult,
+    state: &mut dyn State,
+    deadline: Instant,
+) -> Result<(Healed, Lineage)> {
+    let begun = Instant::now();
+    let fetched = fetch(me, answer, state, deadline).map_err(|e| {
+        let text = format!(
+            "replica '{}' cannot take over the state of {}: {e}",
+            me.replica_id,
+            named(answer)
+        );
+        Error::new(of_peer(e.kind()), text).with_op("heal").with_source(e)
+    })?;
+    tracing::info!(
+        id = %fetched.id,
+        bytes = fetched.state.total_bytes(),
+        reused = fetched.reused_bytes,
+        agreed = fetched.agreed,
+        received = ?fetched.received,
+        "fetched the state"
+    );
+    state
+        .load(&fetched.state)
+        .map_err(|e| refused(me, answer, &fetched, state, &e))?;
+    let healed = Healed {
+        source: answer.recover_src_replica_rank,
+        bytes: fetched.state.total_bytes(),
+        took: begun.elapsed(),
+    };
+    Ok((healed, Lineage::from_peer(fetched.id.lineage)))
+}
+
+fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: Instant) -> Result<Fetched> {
+    if answer.recover_sources.is_empty() {
+        let text = "the quorum says that this replica is behind, and names no source";
+        return Err(Error::new(ErrorKind::Protocol, text));
+    }
+    let group_rank = me.group_rank;
+    let source = |(rank, address): (u32, String)| {
+        CheckpointSource::found_by(replica(answer, rank), move |deadline| {
+            ManagerClient::connect(&address, deadline)?.checkpoint_metadata(group_rank, deadline)
+        })
+    };
+    let fetch = Fetch {
+        sources: answer
+            .recover_sources
+            .iter()
+            .map(|s| source((s.replica_rank, s.manager_address.clone())))
+            .collect(),
+        step: answer.max_step,
+        epoch: Some(answer.quorum_id),
+        lineage: Some(answer.lineage.clone()).filter(|l| !l.is_empty()),
+        own: older_state(me, state),
+    };
+    fetch.run(deadline, &FetchOptions::default())
+}
+
+/// What this replica has already, if it has committed anything: parts of it may still be right.
+fn older_state(me: &Behind<'_>, state: &dyn State) -> Option<StateDict> {
+    if me.is_new() {
+        return None;
+    }
+    let mut own = StateDict::new();
+    // One that was written in part cannot be saved (INV-5), and need not.
+    state.save(&mut own).ok().map(|()| own)
+}
+
+/// The state that arrived is not one for this replica. Who is the odd one decides what that means.
+fn refused(me: &Behind<'_>, answer: &QuorumResult, fetched: &Fetched, state: &dyn State, e: &Error) -> Error {
+    let permanent = me.is_new() || fetched.agreed > 1;
+    let kind = if permanent { e.kind() } else { of_peer(e.kind()) };
+    let (rule, vouched) = if permanent {
+        ("this replica is the odd one", fetched.agreed)
+    } else {
+        (
+            "which of the two is the odd one is open: the next quorum may decide",
+            fetched.agreed,
+        )
+    };
+    let mut own = StateDict::new();
+    let difference = match state.save(&mut own) {
+        Ok(()) => own.first_difference(&fetched.state),
+        Err(_) => None,
+    };
+    let difference = difference.map_or(String::new(), |d| format!("; the two differ first in {d}"));
+    let text = format!(
+        "replica '{}' (step {}) cannot take over the state of {} ({}, {} tensors, {} bytes, vouched for by {vouched} of {} \
+         sources): {e}{difference}; {rule}",
+        me.replica_id,
+        me.step,
+        named(answer),
+        fetched.id,
+        fetched.state.len(),
+        fetched.state.total_bytes(),
+        answer.recover_sources.len(),
+    );
+    Error::new(kind, text).with_op("heal").with_source(e.clone())
+}
+
+fn replica(answer: &QuorumResult, rank: u32) -> String {
+    let id = answer
+        .replica_ids
+        .get(usize::try_from(rank).unwrap_or(usize::MAX));
+    id.map_or_else(|| format!("replica rank {rank}"), |id| format!("replica '{id}'"))
+}
+
+fn named(answer: &QuorumResult) -> String {
+    let all: Vec<String> = answer
+        .recover_sources
+        .iter()
+        .map(|s| replica(answer, s.replica_rank))
+        .collect();
+    if all.is_empty() {
+        "another replica".into()
+    } else {
+        all.join(", ")
+    }
+}
+
+/// See the rule above: these two kinds would end the run.
+fn of_peer(kind: ErrorKind) -> ErrorKind {
+    match kind {
+        ErrorKind::InvalidArgument | ErrorKind::Unsupported => ErrorKind::Protocol,
+        other => other,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use coordination::{LighthouseConfig, LighthouseServer, ManagerServer, ManagerServerConfig};
+    use ftcore::deadline_in;
+    use protocol::assignment::RecoverySource;
+
+    use super::*;
+
+    struct Weights {
+        shape: Vec<usize>,
+        values: Vec<f32>,
+    }
+
+    impl Weights {
+        fn of(values: &[f32]) -> Self {
+            Self {
+                shape: vec![values.len()],
+                values: values.to_vec(),
+            }
+        }
+    }
+
+    impl State for Weights {
+        fn save(&self, out: &mut StateDict) -> Result<()> {
+            out.insert_f32("w", &self.shape, &self.values)
+        }
+        fn load(&mut self, from: &StateDict) -> Result<()> {
+            self.values = from.get_f32_shaped("w", &self.shape)?;
+            Ok(())
+        }
+    }
+
+    /// The manager servers of the sources, each with a lighthouse of its own: none waits for another.
+    #[derive(Default)]
+    struct Sources {
+        lighthouses: Vec<LighthouseServer>,
+        servers: Vec<ManagerServer>,
+        transports: Vec<HttpTransport>,
+    }
+
+    fn soon() -> Instant {
+        deadline_in(Duration::from_secs(30))
+    }
+
+    impl Sources {
+        /// A replica whose rank has not asked for a quorum yet.
+        fn add(&mut self) -> &mut Self {
+            let lighthouse = LighthouseServer::start(LighthouseConfig {
+                bind: "127.0.0.1:0".into(),
+                min_replicas: 1,
+                initial_replicas: Some(1),
+                ..LighthouseConfig::default()
+            })
+            .unwrap();
+            let server = ManagerServer::start(ManagerServerConfig {
+                replica_id: format!("r{}:x", self.servers.len()),
+                lighthouse: lighthouse.address(),
+                bind: "127.0.0.1:0".into(),
+                store_address: "127.0.0.1:1".into(),
+                world_size: 1,
+                ..ManagerServerConfig::default()
+            });
+            self.servers.push(server.unwrap());
+            self.lighthouses.push(lighthouse);
+            self
+        }
+
+        /// A replica that publishes `state` as `step` of epoch 9.
+        fn publishing(&mut self, step: i64, state: &Weights) -> &mut Self {
+            let transport = HttpTransport::start("127.0.0.1:0", None).unwrap();
+            let answer = QuorumResult {
+                max_step: step,
+                quorum_id: 9,
+                ..QuorumResult::default()
+            };
+            publish(&transport, &Lineage::default(), &answer, state).unwrap();
+            self.add();
+            let address = self.servers.last().unwrap().address();
+            let client = ManagerClient::connect(&address, soon()).unwrap();
+            let request = coordination::QuorumRequest {
+                checkpoint_metadata: transport.metadata(),
+                ..coordination::QuorumRequest::default()
+            };
+            client.quorum(&request, soon()).unwrap();
+            self.transports.push(transport);
+            self
+        }
+
+        fn answer(&self) -> QuorumResult {
+            answer(self.servers.iter().map(ManagerServer::address).collect())
+        }
+    }
+
+    /// Told to heal step 5 of epoch 9 from the managers at these addresses.
+    fn answer(addresses: Vec<String>) -> QuorumResult {
+        QuorumResult {
+            quorum_id: 9,
+            max_step: 5,
+            heal: true,
+            recover_src_replica_rank: Some(0),
+            replica_ids: (0..addresses.len()).map(|i| format!("r{i}:x")).collect(),
+            recover_sources: (0..)
+                .zip(addresses)
+                .map(|(replica_rank, manager_address)| RecoverySource {
+                    replica_rank,
+                    manager_address,
+                })
+                .collect(),
+            ..QuorumResult::default()
+        }
+    }
+
+    fn heal_at(step: i64, answer: &QuorumResult, state: &mut Weights, deadline: Instant) -> Result<Healed> {
+        let lineage = if step == 0 {
+            Lineage::default()
+        } else {
+            Lineage::default().after(1, step)
+        };
+        let me = Behind {
+            replica_id: "me:y",
+            group_rank: 0,
+            step,
+            lineage: &lineage,
+        };
+        heal(&me, answer, state, deadline).map(|(healed, _)| healed)
+    }
+
+    #[test]
+    fn what_a_source_says_of_itself_is_never_this_replicas_wrong_argument() {
+        let mut unasked = Sources::default();
+        unasked.add();
+        let known = unasked.servers[0].address();
+        for address in ["", "n/a", "ftp://a:1", "http://", &known] {
+            let mut state = Weights::of(&[1.0]);
+            let e = heal_at(3, &answer(vec![address.into()]), &mut state, soon()).unwrap_err();
+            assert_eq!(e.kind(), ErrorKind::Protocol, "{address}: {e}");
+            let text = e.to_string();
+            assert!(
+                text.contains("replica 'r0:x'") && text.contains("'me:y'"),
+                "{text}"
+            );
+            if address == known {
+                assert!(text.contains("rank 0 has not asked"), "{text}");
+            }
+            assert_eq!(state.values, [1.0]);
+        }
+        let e = heal_at(3, &answer(vec![]), &mut Weights::of(&[1.0]), soon()).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+    }
+
+    #[test]
+    fn a_source_that_cannot_be_found_does_not_hold_up_healing_from_another() {
+        let mut sources = Sources::default();
+        sources.publishing(5, &Weights::of(&[2.0, 3.0]));
+        let mut named = vec![String::new(), "http://127.0.0.1:1".into()];
+        named.push(sources.servers[0].address());
+        let mut state = Weights::of(&[0.0, 0.0]);
+        let begun = Instant::now();
+        heal_at(
+            3,
+            &answer(named),
+            &mut state,
+            deadline_in(Duration::from_secs(120)),
+        )
+        .unwrap();
+        assert_eq!(state.values, [2.0, 3.0]);
+        assert!(begun.elapsed() < Duration::from_secs(60), "{:?}", begun.elapsed());
+    }
+
+    #[test]
+    fn sources_that_contradict_each_other_are_refused_with_both_named() {
+        let mut sources = Sources::default();
+        sources
+            .publishing(5, &Weights::of(&[2.0]))
+            .publishing(5, &Weights::of(&[2.5]));
+        let mut state = Weights::of(&[0.0]);
+        let e = heal_at(0, &sources.answer(), &mut state, soon()).unwrap_err();
+        assert_eq!(
+            (e.kind(), &state.values[..]),
+            (ErrorKind::Corrupt, &[0.0][..]),
+            "{e}"
+        );
+        let text = e.to_string();
+        assert!(text.contains("different states"), "{text}");
+        assert!(text.contains("'r0:x' at") && text.contains("'r1:x' at"), "{text}");
+    }
+
+    #[test]
+    fn only_the_odd_replica_ends_because_of_a_state_that_does_not_fit_and_both_sides_are_told() {
+        let other_model = Weights::of(&[2.0, 3.0]);
+        let mut one = Sources::default();
+        one.publishing(5, &other_model);
+        let mut two = Sources::default();
+        two.publishing(5, &other_model).publishing(5, &other_model);
+        for (own_step, sources, kind) in [
+            // It joins, and has nothing to lose.
+            (0, &one, ErrorKind::InvalidArgument),
+            // It has commits of its own, and the other side is a single peer.
+            (3, &one, ErrorKind::Protocol),
+            // Two vouch for the same bytes.
+            (3, &two, ErrorKind::InvalidArgument),
+        ] {
+            let mut state = Weights::of(&[7.0]);
+            let e = heal_at(own_step, &sources.answer(), &mut state, soon()).unwrap_err();
+            assert_eq!(e.kind(), kind, "{e}");
+            let text = e.to_string();
+            for part in [
+                "'me:y'",
+                "'r0:x'",
+                "expected shape [1], found [2]",
+                "tensor 'w': f32 of shape [1] here",
+            ] {
+                assert!(text.contains(part), "{part} is not in: {text}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_source_of_an_earlier_epoch_is_named_with_what_it_serves_and_what_was_waited_for() {
+        let mut sources = Sources::default();
+        sources.publishing(5, &Weights::of(&[2.0]));
+        let mut answer = sources.answer();
+        answer.quorum_id = 11;
+        let deadline = deadline_in(Duration::from_secs(1));
+        let e = heal_at(3, &answer, &mut Weights::of(&[0.0]), deadline).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        assert!(
+            e.to_string()
+                .contains("serving step 5 of epoch 9, asked for 5 of epoch 11"),
+            "{e}"
+        );
+    }
+}

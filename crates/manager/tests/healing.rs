@@ -1,0 +1,130 @@
+//! Healing through real managers: a replica that joins two others takes its state from both.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use coordination::{LighthouseConfig, LighthouseServer};
+use ftcore::{GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use manager::{Manager, ManagerConfig, Replica, State};
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+/// A number that counts steps, beside weights that never change; counts how often it was copied for others.
+struct Model {
+    frozen: Vec<f32>,
+    steps: f32,
+    saved: Arc<AtomicUsize>,
+}
+
+impl State for Model {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        self.saved.fetch_add(1, Ordering::SeqCst);
+        out.insert_f32("frozen", &[self.frozen.len()], &self.frozen)?;
+        out.insert_f32("steps", &[1], &[self.steps])
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        self.frozen = from.get_f32_shaped("frozen", &[self.frozen.len()])?;
+        self.steps = from.get_f32_shaped("steps", &[1])?[0];
+        Ok(())
+    }
+}
+
+fn manager(name: &str, lighthouse: &str) -> Manager {
+    let group = backend_gloo::GlooGroup::new(name, GroupOptions::default()).unwrap();
+    let mut config = ManagerConfig::new(name, lighthouse);
+    config.timeout = Duration::from_secs(20);
+    Manager::new(Arc::new(group), config).unwrap()
+}
+
+/// One attempt at a step that adds 1.
+fn step(m: &mut Manager, state: &mut Model) -> bool {
+    m.start_quorum(state, soon()).unwrap();
+    let sum = m
+        .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+        .take();
+    if !m.should_commit(soon()).unwrap() {
+        return false;
+    }
+    state.steps += sum.unwrap().into_tensor().unwrap().as_slice::<f32>().unwrap()[0];
+    true
+}
+
+#[test]
+fn a_replica_that_joins_two_others_has_a_copy_made_by_each_and_ends_with_their_state() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        min_replicas: 1,
+        initial_replicas: Some(2),
+        join_timeout: Duration::from_secs(20),
+        heartbeat_timeout: Duration::from_secs(60),
+        ..LighthouseConfig::default()
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let frozen = |seed: f32| (0..100_000).map(|i| i as f32 * seed).collect::<Vec<_>>();
+    let (warm, joined) = (AtomicUsize::new(0), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let old = [0, 1].map(|i| {
+            let (url, warm, joined) = (&url, &warm, &joined);
+            scope.spawn(move || {
+                let mut m = manager(&format!("r{i}"), url);
+                let saved = Arc::new(AtomicUsize::new(0));
+                let mut state = Model {
+                    frozen: frozen(2.0),
+                    steps: 0.0,
+                    saved: Arc::clone(&saved),
+                };
+                while m.current_step() < 3 {
+                    step(&mut m, &mut state);
+                }
+                let before = saved.load(Ordering::SeqCst);
+                warm.fetch_add(1, Ordering::SeqCst);
+                while !joined.load(Ordering::SeqCst) {
+                    step(&mut m, &mut state);
+                }
+                assert_eq!(state.steps, m.current_step() as f32);
+                m.leave(soon()).unwrap();
+                saved.load(Ordering::SeqCst) - before
+            })
+        });
+        while warm.load(Ordering::SeqCst) < 2 {
+            assert!(old.iter().all(|h| !h.is_finished()), "a source ended early");
+            std::thread::yield_now();
+        }
+        let mut new = manager("r2", &url);
+        let mut state = Model {
+            frozen: frozen(0.0),
+            steps: -1.0,
+            saved: Arc::default(),
+        };
+        // A source that is between two states may cost an attempt.
+        let healed = loop {
+            let p = new.start_quorum(&mut state, soon()).unwrap();
+            if let Some(healed) = p.healed {
+                break healed;
+            }
+            let _ = new.should_commit(soon()).unwrap();
+        };
+        assert_eq!(state.steps, new.current_step() as f32);
+        assert!(state.frozen == frozen(2.0), "the weights are not the sources'");
+        assert!(healed.bytes > 400_000, "{healed:?}");
+        // A new process has nothing to offer, so nothing of it is copied or hashed.
+        assert_eq!(state.saved.load(Ordering::SeqCst), 0);
+        joined.store(true, Ordering::SeqCst);
+        new.leave(soon()).unwrap();
+        for handle in old {
+            assert!(handle.join().unwrap() > 0, "a source made no copy");
+        }
+    });
+}
