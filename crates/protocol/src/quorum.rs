@@ -208,6 +208,8 @@ impl LighthouseState {
                 // Its stream stays open: it may ask again, and others' deaths concern its ranks too.
                 let why = format!("its servers say that it cannot go on: {}", cut(&reason));
                 self.depart(&replica_id, &why, actions);
+                self.roster
+                    .update(&replica_id, |entry| entry.failed = entry.member);
             }
             Event::Report {
                 replica_id,

@@ -110,7 +110,7 @@ impl LighthouseState {
             since: now,
         };
         let older = self.roster.update(&id, |entry| {
-            (entry.departed, entry.left, entry.coming) = (false, false, None);
+            (entry.departed, entry.left, entry.failed, entry.coming) = (false, false, false, None);
             (entry.current, entry.named, entry.newest) = (current, named, newest);
             entry.seen = Some(now);
             entry.waiting.replace(waiting)
@@ -185,7 +185,7 @@ impl LighthouseState {
             entry.stream = Some(stream);
             // A member of the last quorum is worth waiting for; one that is still loading must not hold up others, and a stranger
             // that has been in some other quorum no more.
-            if entry.member || entry.waiting.is_some() || entry.seen.is_some() {
+            if (entry.member && !entry.failed) || entry.waiting.is_some() || entry.seen.is_some() {
                 entry.departed = false;
                 entry.seen = Some(now);
             }

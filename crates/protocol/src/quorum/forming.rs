@@ -74,7 +74,8 @@ impl LighthouseState {
         let mut participants = Vec::with_capacity(ids.len());
         for (id, takes_part) in ids {
             let waiting = self.roster.update(&id, |entry| {
-                (entry.member, entry.departed, entry.left) = (takes_part, false, false);
+                (entry.member, entry.departed) = (takes_part, false);
+                (entry.left, entry.failed) = (false, false);
                 entry.waiting.take_if(|_| takes_part)
             });
             if let Some(w) = waiting {
