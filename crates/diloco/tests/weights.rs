@@ -15,6 +15,7 @@ use std::sync::mpsc::channel;
 
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
+use ftcore::ProcessGroupExt;
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
 
@@ -48,6 +49,11 @@ fn rounds(d: &mut Run, by: f32, n: usize) -> Vec<RoundReport> {
     reports
 }
 
+/// Waits until no other rank needs this one for what is in flight.
+fn settle(d: &Run) {
+    d.replica().group().barrier().unwrap();
+}
+
 fn global(d: &mut Run) -> f32 {
     d.with_global(|p| p.get(0).unwrap()[0]).unwrap()
 }
@@ -70,6 +76,7 @@ fn inv4_a_replica_that_healed_into_a_round_does_not_weigh_in_in_any_attempt_at_i
                 *d.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
             }
             let report = rounds(&mut d, (rank + 1) as f32, 1).remove(0);
+            settle(&d);
             (report, global(&mut d))
         });
         // Inner steps that were made by the time at which the round is sent.
@@ -120,6 +127,7 @@ fn inv4_where_all_healed_into_a_round_their_copies_are_averaged() {
                 // What each does after it has sent the copy does not count in this round.
                 reports = rounds(&mut d, 10.0 * (rank + 1) as f32, 1);
             }
+            settle(&d);
             (reports.remove(0), global(&mut d))
         });
         for (report, global) in &ends {
