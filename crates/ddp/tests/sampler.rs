@@ -13,7 +13,7 @@ use std::sync::mpsc::channel;
 
 use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig, Sampler, Slot};
-use ftcore::Result;
+use ftcore::{ProcessGroupExt, Result};
 use manager::Participation;
 use proptest::prelude::*;
 use training_rig::{ScriptedReplica, Source, gloo, ranks};
@@ -241,6 +241,8 @@ fn steps_of_replicas_that_lose_votes_and_heal_use_each_sample_once() {
             let counted = averages.iter().map(|a| a * report.contributors as f32);
             state.used.iter_mut().zip(counted).for_each(|(u, c)| *u += c);
         }
+        // No other rank needs this one any more.
+        ddp.replica().group().barrier().unwrap();
         (windows, state.used)
     });
     for (windows, used) in ends {

@@ -15,6 +15,7 @@ use std::sync::mpsc::channel;
 
 use checkpoint::StateDict;
 use diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
+use ftcore::ProcessGroupExt;
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
 
@@ -48,6 +49,11 @@ fn rounds(d: &mut Run, by: f32, n: usize) -> Vec<RoundReport> {
     reports
 }
 
+/// Waits until no other rank needs this one for what is in flight.
+fn settle(d: &Run) {
+    d.replica().group().barrier().unwrap();
+}
+
 fn global(d: &mut Run) -> f32 {
     d.with_global(|p| p.get(0).unwrap()[0]).unwrap()
 }
@@ -70,12 +76,12 @@ fn inv4_a_replica_that_healed_into_a_round_does_not_weigh_in_in_any_attempt_at_i
                 *d.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
             }
             let report = rounds(&mut d, (rank + 1) as f32, 1).remove(0);
-            // Kept until all are done: with eager updates the next round is on its way, and a group that ends would fail it for the others.
-            (report, global(&mut d), d.replica().group())
+            settle(&d);
+            (report, global(&mut d))
         });
         // Inner steps that were made by the time at which the round is sent.
         let sent = (4 - config.delay) as f32;
-        for (rank, (report, global, _)) in ends.iter().enumerate() {
+        for (rank, (report, global)) in ends.iter().enumerate() {
             assert_eq!((report.step, report.failed_attempts), (1, 2));
             assert_eq!(report.contributors, 2, "rank {rank}: {config:?}");
             // The mean of 1 and 2 in each inner step. With the copy of rank 0's it would be 4/3.
@@ -121,9 +127,10 @@ fn inv4_where_all_healed_into_a_round_their_copies_are_averaged() {
                 // What each does after it has sent the copy does not count in this round.
                 reports = rounds(&mut d, 10.0 * (rank + 1) as f32, 1);
             }
-            (reports.remove(0), global(&mut d), d.replica().group())
+            settle(&d);
+            (reports.remove(0), global(&mut d))
         });
-        for (report, global, _) in &ends {
+        for (report, global) in &ends {
             assert_eq!((report.step, report.contributors), (step, 3));
             assert_eq!(*global, before - base, "{config:?}");
         }
