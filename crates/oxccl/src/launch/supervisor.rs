@@ -351,7 +351,11 @@ fn stop_on_signals(control: Sender<Control>) -> Result<Handle> {
 /// anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
 /// connection comes about by `deadline`.
 pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
-    let (host, port) = split_url(url).map_err(|e| {
+    let plain = |found| match url.trim_end_matches('/').matches('/').count() {
+        2 => Ok(found),
+        _ => Err(Error::invalid("there is a path behind the port")),
+    };
+    let (host, port) = split_url(url).and_then(plain).map_err(|e| {
         Error::invalid(format!(
             "lighthouse address \"{url}\" must look like http://host:port: {}",
             e.message()
