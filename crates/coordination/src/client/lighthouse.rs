@@ -63,6 +63,7 @@ impl LighthouseClient {
                 };
                 let message = torchft::LighthouseQuorumRequest {
                     requester: Some(member.into()),
+                    held_list: 0,
                 };
                 let alive = async {
                     let mut ticks = tokio::time::interval(HEARTBEAT);

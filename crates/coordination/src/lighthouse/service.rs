@@ -87,6 +87,8 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
             .map_err(|e| status_of(&e))?;
         Ok(Response::new(torchft::LighthouseQuorumResponse {
             quorum: Some(quorum),
+            unchanged: None,
+            list: 0,
         }))
     }
 

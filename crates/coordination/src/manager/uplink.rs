@@ -142,6 +142,7 @@ impl Uplink {
             tries += 1;
             let message = torchft::LighthouseQuorumRequest {
                 requester: Some(member.clone().into()),
+                held_list: 0,
             };
             let mut client = self.torchft();
             let answer = call(
