@@ -21,5 +21,5 @@ pub use lighthouse::{
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
 pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};
-
+pub use serve::ConnectionLimits;
 pub use wire::is_refused;

@@ -1,31 +1,46 @@
 //! One listening port for gRPC and HTTP/1, served from an own runtime with named threads.
 //!
-//! Every connection is bounded (streams, header time, pings that find a cut-off peer) and so is their number. When the
-//! [`Service`] is dropped or shut down, its connections are closed with it.
+//! Whatever a stranger sends, a connection is bounded in memory and time ([`ConnectionLimits`]): `frames` reads along below hyper, `activity`
+//! counts requests and answers above it, and `limits` the connections. When the [`Service`] is dropped or shut down, its connections
+//! are closed with it.
 
+use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use axum::Router;
-use axum::http::{HeaderMap, StatusCode, header};
+use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result, accept_failure, join_address, split_address, time_left};
+use hyper::body::Incoming;
+use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
-use hyper_util::service::TowerToHyperService;
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
+use tonic::codegen::Service as _;
+
+mod activity;
+mod frames;
+mod limits;
+
+use activity::{Activity, GOING, Guarded, Verdict};
+pub use limits::ConnectionLimits;
+use limits::{Place, Port};
 
 /// How often an open HTTP/2 connection is pinged, and how long the answer may take.
 pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(2);
 pub(crate) const PING_TIMEOUT: Duration = Duration::from_secs(3);
 
-/// How long a new connection may take to say its first byte, or the head of an HTTP/1 request.
-const FIRST_BYTES: Duration = Duration::from_secs(10);
-const MAX_CONNECTIONS: usize = 4096;
+/// Requests at once on a connection.
 const MAX_STREAMS: u32 = 256;
+/// The headers of a request or answer, in bytes; errors travel in them.
+pub(crate) const MAX_HEADERS: u32 = 16 * 1024;
+/// What a stream may hold of an answer that the peer does not take, in bytes, before the next part is asked for.
+const MAX_SEND_BUFFER: usize = 64 * 1024;
 
 /// A runtime with `threads` workers named `name`.
 pub(crate) fn runtime(name: &'static str, threads: usize) -> Result<Runtime> {
@@ -40,7 +55,9 @@ pub(crate) fn runtime(name: &'static str, threads: usize) -> Result<Runtime> {
 /// Listens on `bind` (`host:port`). Errors: `InvalidArgument` for an address that does not resolve, `Conflict` if it is
 /// in use.
 pub(crate) fn listen(what: &str, bind: &str) -> Result<TcpListener> {
-    let addresses: Vec<SocketAddr> = bind
+    let (host, port) =
+        split_address(bind).map_err(|e| Error::invalid(format!("{what}: bind address {}", e.message())))?;
+    let addresses: Vec<SocketAddr> = (host, port)
         .to_socket_addrs()
         .map_err(|e| Error::invalid(format!("{what}: bind address '{bind}': {e}")).with_source(e))?
         .collect();
@@ -71,12 +88,7 @@ pub(crate) fn url(listener: &TcpListener, host: Option<&str>) -> Result<String> 
         }
         None => local.ip().to_string(),
     };
-    let bracketed = host.contains(':') && !host.starts_with('[');
-    Ok(if bracketed {
-        format!("http://[{host}]:{}", local.port())
-    } else {
-        format!("http://{host}:{}", local.port())
-    })
+    Ok(format!("http://{}", join_address(&host, local.port())))
 }
 
 /// A running service. Dropping it closes everything without waiting.
@@ -88,11 +100,12 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// Serves `routes` on `listener` from `runtime`. `grace` is what calls under way may still take in a [shut-down](Self::shutdown).
+    /// Serves `routes` on `listener` from `runtime`, within `limits`. `grace` is what calls under way may still take in a [shut-down](Self::shutdown).
     pub(crate) fn start(
         runtime: Runtime,
         listener: TcpListener,
         routes: Router,
+        limits: ConnectionLimits,
         grace: Duration,
     ) -> Result<Self> {
         let (stop, stopped) = watch::channel(false);
@@ -101,7 +114,14 @@ impl Service {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
-        runtime.spawn(accept(listener, routes, stopped, close, grace));
+        runtime.spawn(accept(
+            listener,
+            routes,
+            Port::new(limits),
+            stopped,
+            close,
+            grace,
+        ));
         Ok(Self {
             runtime: Some(runtime),
             stop,
@@ -142,11 +162,13 @@ impl Drop for Service {
 async fn accept(
     listener: tokio::net::TcpListener,
     routes: Router,
+    port: Arc<Port>,
     mut stopped: watch::Receiver<bool>,
     close: oneshot::Sender<()>,
     grace: Duration,
 ) {
     let mut connections = JoinSet::new();
+    let mut failing = false;
     loop {
         let accepted = tokio::select! {
             a = listener.accept() => a,
@@ -155,15 +177,26 @@ async fn accept(
         };
         match accepted {
             Ok((stream, peer)) => {
-                if connections.len() >= MAX_CONNECTIONS {
-                    tracing::warn!(%peer, "connection refused: {MAX_CONNECTIONS} are open");
-                    continue;
+                failing = false;
+                match port.admit(peer, connections.len()) {
+                    Ok(place) => {
+                        let activity = Activity::new(port.clone(), peer);
+                        connections.spawn(connection(
+                            stream,
+                            place,
+                            activity,
+                            routes.clone(),
+                            stopped.clone(),
+                        ));
+                    }
+                    Err(why) => port.say(peer, &why),
                 }
-                connections.spawn(connection(stream, peer, routes.clone(), stopped.clone()));
             }
             Err(error) => {
-                // Out of descriptors, most likely: the next attempt would fail at once.
-                tracing::warn!(%error, "a connection could not be accepted");
+                // Out of descriptors, most likely: the next attempt would fail at once, and is not worth another line.
+                if !std::mem::replace(&mut failing, true) {
+                    tracing::warn!("connections cannot be accepted: {}", accept_failure(&error));
+                }
                 tokio::time::sleep(Duration::from_millis(50)).await;
             }
         }
@@ -175,43 +208,75 @@ async fn accept(
     let _ = close.send(());
 }
 
-async fn connection(stream: TcpStream, peer: SocketAddr, routes: Router, mut stopped: watch::Receiver<bool>) {
-    // Without the guard that it gives, which cannot be held over the wait for the last answers.
-    let mut stop = std::pin::pin!(async {
-        let _ = stopped.wait_for(|s| *s).await;
-    });
+/// Serves a connection for as long as it may stay.
+async fn connection(
+    stream: TcpStream,
+    _place: Place,
+    activity: Arc<Activity>,
+    routes: Router,
+    mut stopped: watch::Receiver<bool>,
+) {
     let _ = stream.set_nodelay(true);
-    // Who connects and says nothing is not kept.
-    let mut first = [0];
-    let spoke = tokio::select! {
-        read = tokio::time::timeout(FIRST_BYTES, stream.peek(&mut first)) => matches!(read, Ok(Ok(1..))),
-        () = stop.as_mut() => false,
-    };
-    if spoke {
-        let mut builder = auto::Builder::new(TokioExecutor::new());
-        builder
-            .http1()
-            .timer(TokioTimer::new())
-            .header_read_timeout(FIRST_BYTES)
-            .max_buf_size(64 * 1024);
-        builder
-            .http2()
-            .timer(TokioTimer::new())
-            .keep_alive_interval(PING_INTERVAL)
-            .keep_alive_timeout(PING_TIMEOUT)
-            .max_concurrent_streams(MAX_STREAMS)
-            .max_header_list_size(16 * 1024);
-        let served = builder.serve_connection(TokioIo::new(stream), TowerToHyperService::new(routes));
-        let mut served = std::pin::pin!(served);
-        let ended = tokio::select! {
-            ended = served.as_mut() => ended,
-            () = stop.as_mut() => {
+    let mut builder = auto::Builder::new(TokioExecutor::new());
+    builder
+        .http1()
+        .timer(TokioTimer::new())
+        .header_read_timeout(activity.greeting())
+        .max_buf_size(64 * 1024);
+    // What hyper limits by itself: streams that the peer or an error resets before they are looked at, and CONTINUATION frames.
+    builder
+        .http2()
+        .timer(TokioTimer::new())
+        .keep_alive_interval(PING_INTERVAL)
+        .keep_alive_timeout(PING_TIMEOUT)
+        .max_concurrent_streams(MAX_STREAMS)
+        .max_send_buf_size(MAX_SEND_BUFFER)
+        .max_header_list_size(MAX_HEADERS);
+    let service = service_fn(|request: Request<Incoming>| {
+        let (mut routes, open) = (routes.clone(), activity.begin());
+        async move {
+            let request = request.map(|body| open.bounded(body));
+            let answer = match routes.call(request).await {
+                Ok(answer) => answer.map(|body| open.answer(body)),
+                Err(never) => match never {},
+            };
+            Ok::<Response, Infallible>(answer)
+        }
+    });
+    let guarded = TokioIo::new(Guarded::new(stream, Arc::clone(&activity)));
+    let mut served = std::pin::pin!(builder.serve_connection(guarded, service));
+    let mut going: Option<Instant> = None;
+    let mut stopping = false;
+    loop {
+        let now = Instant::now();
+        let wake = match (going, activity.verdict(now)) {
+            (_, Verdict::Goes(why)) => {
+                activity.say(&why);
+                return;
+            }
+            // Also of one that was asked to go and had just begun a request.
+            (_, Verdict::Stays(until)) => until,
+            (Some(until), Verdict::Idle) if until <= now => return,
+            (Some(until), Verdict::Idle) => until,
+            (None, Verdict::Idle) => {
                 served.as_mut().graceful_shutdown();
-                served.await
+                let until = now + GOING;
+                going = Some(until);
+                until
             }
         };
-        if let Err(error) = ended {
-            tracing::debug!(%peer, error, "connection ended");
+        tokio::select! {
+            ended = served.as_mut() => {
+                if let Err(error) = ended {
+                    tracing::debug!(error, "connection ended");
+                }
+                return;
+            }
+            _ = stopped.wait_for(|s| *s), if !stopping => {
+                stopping = true;
+                served.as_mut().graceful_shutdown();
+            }
+            () = tokio::time::sleep_until(wake.into()) => {}
         }
     }
 }

@@ -5,10 +5,12 @@
 //! (`allreduce`, `broadcast`, …) are [`ProcessGroupExt`], written once on top of the one method `submit`, where all
 //! validation happens; a backend only ever sees valid input.
 
+mod address;
 mod capability;
 mod collective;
 mod crossing;
 mod deadline;
+mod descriptors;
 mod device;
 mod dtype;
 mod error;
@@ -27,10 +29,12 @@ mod validate;
 mod watched;
 mod work;
 
+pub use address::{bracketed_host, join_address, split_address, split_url};
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
 pub use collective::{Collective, Fingerprint, OpKind};
 pub use crossing::{Crossing, StaticCrossing, crossing};
 pub use deadline::{deadline_in, time_left};
+pub use descriptors::{accept_failure, raise_descriptor_limit};
 pub use device::{
     Accelerator, CpuStream, Device, DeviceKind, Event, ReachedEvent, StaticAccelerator, Stream, accelerator,
     register_accelerator,

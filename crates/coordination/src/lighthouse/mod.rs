@@ -8,7 +8,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, Result};
 
-use crate::serve::{self, Service};
+use crate::serve::{self, ConnectionLimits, Service};
 use protocol::quorum::{LighthouseState, QuorumRules};
 
 mod actor;
@@ -37,6 +37,8 @@ pub struct LighthouseConfig {
     pub quorum_tick: Duration,
     /// Keeps the quorum id and the members over restarts. Without it, ids continue from the clock.
     pub state_file: Option<PathBuf>,
+    /// What its clients' connections may take.
+    pub limits: ConnectionLimits,
 }
 
 impl Default for LighthouseConfig {
@@ -51,6 +53,7 @@ impl Default for LighthouseConfig {
             heartbeat_timeout: Duration::from_secs(5),
             quorum_tick: Duration::from_millis(100),
             state_file: None,
+            limits: ConnectionLimits::lighthouse(),
         }
     }
 }
@@ -76,6 +79,7 @@ impl LighthouseServer {
                 "quorum_tick and heartbeat_timeout are longer than zero",
             ));
         }
+        config.limits.validate()?;
         let saved = match &config.state_file {
             Some(path) => persist::load(path)?,
             None => persist::Saved::default(),
@@ -101,7 +105,7 @@ impl LighthouseServer {
             actor::start(state, config.quorum_tick, away_after, config.state_file)
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
-        let service = Service::start(runtime, listener, page::routes(lighthouse), Duration::ZERO)?;
+        let service = Service::start(runtime, listener, page::routes(lighthouse), config.limits, Duration::ZERO)?;
         tracing::info!(address, "the lighthouse listens");
         Ok(Self { service, address })
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use crate::channel::{reach, wait_for};
-use crate::serve::{self, Service};
+use crate::serve::{self, ConnectionLimits, Service};
 use protocol::MAX_ID_BYTES;
 
 mod actor;
@@ -43,6 +43,8 @@ pub struct ManagerServerConfig {
     pub connect_timeout: Duration,
     /// How often a quorum call to the lighthouse is tried again before the ranks are told of its failure.
     pub quorum_retries: u32,
+    /// What its clients' connections may take.
+    pub limits: ConnectionLimits,
 }
 
 impl Default for ManagerServerConfig {
@@ -59,6 +61,7 @@ impl Default for ManagerServerConfig {
             heartbeat_interval: Duration::from_millis(100),
             connect_timeout: Duration::from_secs(10),
             quorum_retries: 0,
+            limits: ConnectionLimits::manager(),
         }
     }
 }
@@ -89,6 +92,7 @@ impl ManagerServer {
         if config.heartbeat_interval.is_zero() {
             return Err(Error::invalid("heartbeat_interval is zero"));
         }
+        config.limits.validate()?;
         let listener = serve::listen("the manager server", &config.bind)?;
         let address = serve::url(&listener, config.advertise_host.as_deref())?;
         let runtime = serve::runtime("ox-manager-srv", 2)?;
@@ -117,7 +121,7 @@ impl ManagerServer {
             uplink.keep_attached(manager.clone());
             manager
         };
-        let service = Service::start(runtime, listener, service::routes(manager.clone()), GRACE)?;
+        let service = Service::start(runtime, listener, service::routes(manager.clone()), config.limits, GRACE)?;
         tracing::info!(
             replica = config.replica_id,
             address,

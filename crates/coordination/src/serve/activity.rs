@@ -1,0 +1,333 @@
+//! What one connection is doing: whether it has greeted, which requests are open, which answers nobody reads.
+//!
+//! [`Guarded`] watches its bytes below hyper, [`Activity::begin`] and the bodies its requests above. [`Activity::verdict`] says from
+//! both whether the connection may stay.
+
+use std::collections::HashMap;
+use std::future::Future;
+use std::io;
+use std::net::SocketAddr;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use axum::BoxError;
+use axum::body::{Body, Bytes, HttpBody};
+use hyper::body::{Frame, SizeHint};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::time::Sleep;
+
+use super::frames::Frames;
+use super::limits::{COSTLY_FRAMES, MAX_UNFINISHED_EACH, Port};
+
+/// One connection, as all who serve it see it.
+#[derive(Debug)]
+pub(super) struct Activity {
+    port: Arc<Port>,
+    peer: SocketAddr,
+    since: Instant,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+struct State {
+    greeted: bool,
+    /// Requests whose answers are not given yet.
+    open: usize,
+    /// When the last of them ended.
+    quiet_since: Instant,
+    /// Answers of which a part is ready, and since when.
+    unread: HashMap<u64, Instant>,
+    next: u64,
+    /// Bytes of requests that are not whole.
+    unfinished: usize,
+}
+
+/// What is to become of a connection.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    /// It may stay; look again at this instant.
+    Stays(Instant),
+    /// Nothing is open: it is asked to go.
+    Idle,
+    /// It is closed, because of this.
+    Goes(String),
+}
+
+impl Activity {
+    pub(super) fn new(port: Arc<Port>, peer: SocketAddr) -> Arc<Self> {
+        let now = Instant::now();
+        Arc::new(Self {
+            port,
+            peer,
+            since: now,
+            state: Mutex::new(State {
+                greeted: false,
+                open: 0,
+                quiet_since: now,
+                unread: HashMap::new(),
+                next: 0,
+                unfinished: 0,
+            }),
+        })
+    }
+
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn say(&self, why: &str) {
+        self.port.say(self.peer, why);
+    }
+
+    /// The time for a greeting.
+    pub(super) fn greeting(&self) -> Duration {
+        self.port.limits.greeting
+    }
+
+    /// A request has come, until the guard is dropped. Over HTTP/1 its head is the greeting.
+    pub(super) fn begin(self: &Arc<Self>) -> Open {
+        let mut state = self.state();
+        state.greeted = true;
+        state.open += 1;
+        state.next += 1;
+        Open {
+            id: state.next,
+            activity: Arc::clone(self),
+        }
+    }
+
+    pub(super) fn verdict(&self, now: Instant) -> Verdict {
+        let limits = &self.port.limits;
+        let state = self.state();
+        if !state.greeted {
+            let until = self.since + limits.greeting;
+            return if now < until {
+                Verdict::Stays(until)
+            } else {
+                Verdict::Goes(format!("it did not greet within {:?}", limits.greeting))
+            };
+        }
+        let oldest = state.unread.values().min();
+        if oldest.is_some_and(|since| *since + limits.unread <= now) {
+            return Verdict::Goes(format!("it took nothing of an answer for {:?}", limits.unread));
+        }
+        let idle_at = state.quiet_since + limits.idle;
+        if state.open > 0 {
+            // Whether an answer waits for its reader is looked up often enough to keep the time within a half.
+            Verdict::Stays(now + limits.unread / 2)
+        } else if now < idle_at {
+            Verdict::Stays(idle_at)
+        } else {
+            Verdict::Idle
+        }
+    }
+}
+
+/// An open request.
+#[derive(Debug)]
+pub(super) struct Open {
+    id: u64,
+    activity: Arc<Activity>,
+}
+
+impl Open {
+    /// The request's body, with a limit of time and memory.
+    pub(super) fn bounded<B>(&self, body: B) -> Body
+    where
+        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
+        B::Error: Into<BoxError>,
+    {
+        Body::new(Incoming {
+            body,
+            end: Box::pin(tokio::time::sleep(self.activity.port.limits.greeting)),
+            held: 0,
+            activity: Arc::clone(&self.activity),
+        })
+    }
+
+    /// The answer's body; the request ends with it.
+    pub(super) fn answer(self, body: Body) -> Body {
+        Body::new(Outgoing { body, open: self })
+    }
+}
+
+impl Drop for Open {
+    fn drop(&mut self) {
+        let mut state = self.activity.state();
+        state.unread.remove(&self.id);
+        state.open = state.open.saturating_sub(1);
+        state.quiet_since = Instant::now();
+    }
+}
+
+/// A request's body on its way in.
+struct Incoming<B> {
+    body: B,
+    end: Pin<Box<Sleep>>,
+    held: usize,
+    activity: Arc<Activity>,
+}
+
+impl<B> HttpBody for Incoming<B>
+where
+    B: HttpBody<Data = Bytes> + Unpin,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame = match Pin::new(&mut self.body).poll_frame(cx) {
+            Poll::Pending if self.end.as_mut().poll(cx).is_ready() => {
+                let limit = self.activity.port.limits.greeting;
+                return Poll::Ready(Some(Err(format!("the request was not whole within {limit:?}").into())));
+            }
+            Poll::Pending => return Poll::Pending,
+            Poll::Ready(frame) => frame,
+        };
+        let n = match &frame {
+            Some(Ok(frame)) => frame.data_ref().map_or(0, Bytes::len),
+            _ => 0,
+        };
+        let fits = {
+            let mut state = self.activity.state();
+            state.unfinished += n;
+            state.unfinished <= MAX_UNFINISHED_EACH
+        };
+        self.held += n;
+        if !self.activity.port.hold(n) || !fits {
+            let why = "its unfinished requests, or those of all connections, hold too many bytes";
+            self.activity.say(why);
+            return Poll::Ready(Some(Err(why.into())));
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl<B> Drop for Incoming<B> {
+    fn drop(&mut self) {
+        self.activity.port.give_back(self.held);
+        let mut state = self.activity.state();
+        state.unfinished = state.unfinished.saturating_sub(self.held);
+    }
+}
+
+/// An answer's body on its way out. Hyper asks for the next part once the peer has room for it.
+struct Outgoing {
+    body: Body,
+    open: Open,
+}
+
+impl HttpBody for Outgoing {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(cx);
+        let mut state = self.open.activity.state();
+        if matches!(&frame, Poll::Ready(Some(Ok(_)))) {
+            state.unread.insert(self.open.id, Instant::now());
+        } else {
+            state.unread.remove(&self.open.id);
+        }
+        drop(state);
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// The connection's stream, read along.
+pub(super) struct Guarded<S> {
+    stream: S,
+    frames: Frames,
+    activity: Arc<Activity>,
+}
+
+impl<S> Guarded<S> {
+    pub(super) fn new(stream: S, activity: Arc<Activity>) -> Self {
+        Self {
+            stream,
+            frames: Frames::new(COSTLY_FRAMES, Instant::now()),
+            activity,
+        }
+    }
+}
+
+impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        buf: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        let before = buf.filled().len();
+        let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if !matches!(read, Poll::Ready(Ok(()))) {
+            return read;
+        }
+        let greeted = self.frames.greeted();
+        let new = buf.filled().get(before..).unwrap_or_default();
+        if self.frames.read(new, Instant::now()).is_err() {
+            let why = "it floods the server with frames that ask for nothing";
+            self.activity.say(why);
+            return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, why)));
+        }
+        if !greeted && self.frames.greeted() {
+            let mut state = self.activity.state();
+            state.greeted = true;
+            state.quiet_since = Instant::now();
+        }
+        read
+    }
+}
+
+impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
+    fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write(cx, buf)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        cx: &mut Context<'_>,
+        bufs: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.stream.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_flush(cx)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.stream).poll_shutdown(cx)
+    }
+}
+
+/// How long a connection that was asked to go may take.
+pub(super) const GOING: Duration = Duration::from_secs(2);
