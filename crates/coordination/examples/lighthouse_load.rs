@@ -5,7 +5,11 @@
 //! ours opens the attach stream, sends no heartbeats, and names the member list that it holds. Replies are scanned, not decoded: a replica decodes its
 //! own on its own machine. The result is one line of JSON on standard output.
 
-#![allow(clippy::unwrap_used, clippy::expect_used, reason = "a tool that ends with the reason when something is wrong")]
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    reason = "a tool that ends with the reason when something is wrong"
+)]
 
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -57,8 +61,12 @@ impl Load {
             values.insert(name, value);
         }
         let mut take = |name: &str, default: &str| values.remove(name).unwrap_or_else(|| default.to_string());
-        let number = |name: &str, text: String| text.parse::<u64>().map_err(|_| format!("{name}: '{text}' is not a number"));
-        let size = |name: &str, text: String| number(name, text).map(|n| usize::try_from(n).unwrap_or(usize::MAX));
+        let number = |name: &str, text: String| {
+            text.parse::<u64>()
+                .map_err(|_| format!("{name}: '{text}' is not a number"))
+        };
+        let size =
+            |name: &str, text: String| number(name, text).map(|n| usize::try_from(n).unwrap_or(usize::MAX));
         let ours = match take("--clients", "ours").as_str() {
             "ours" => true,
             "torchft" => false,
@@ -70,13 +78,18 @@ impl Load {
             warmup: size("--warmup", take("--warmup", "3"))?,
             steps: size("--steps", take("--steps", "20"))?,
             ours,
-            heartbeat: Duration::from_millis(number("--heartbeat-ms", take("--heartbeat-ms", if ours { "0" } else { "100" }))?),
+            heartbeat: Duration::from_millis(number(
+                "--heartbeat-ms",
+                take("--heartbeat-ms", if ours { "0" } else { "100" }),
+            )?),
             limit: Duration::from_secs(number("--limit-s", take("--limit-s", "120"))?),
             idle: Duration::from_secs(number("--idle-s", take("--idle-s", "0"))?),
         };
         match values.keys().next() {
             Some(name) => Err(format!("{name} is not an option")),
-            None if load.replicas == 0 || load.steps == 0 => Err("--replicas and --steps are at least 1".into()),
+            None if load.replicas == 0 || load.steps == 0 => {
+                Err("--replicas and --steps are at least 1".into())
+            }
             None => Ok(load),
         }
     }
@@ -85,10 +98,15 @@ impl Load {
 /// Raises the limit of open files to the hard limit. Errors: the hard limit is below `wanted`.
 fn raise_descriptors(wanted: usize) -> Result<(), String> {
     let limit = getrlimit(Resource::Nofile);
-    let raised = Rlimit { current: limit.maximum, maximum: limit.maximum };
+    let raised = Rlimit {
+        current: limit.maximum,
+        maximum: limit.maximum,
+    };
     setrlimit(Resource::Nofile, raised).map_err(|e| format!("raising the limit of open files: {e}"))?;
     match limit.maximum {
-        Some(most) if most < wanted as u64 => Err(format!("{wanted} open files are needed, the hard limit (ulimit -Hn) is {most}")),
+        Some(most) if most < wanted as u64 => Err(format!(
+            "{wanted} open files are needed, the hard limit (ulimit -Hn) is {most}"
+        )),
         _ => Ok(()),
     }
 }
@@ -230,8 +248,16 @@ fn member(load: &Load, i: usize, step: usize, last: u64) -> torchft::QuorumMembe
         store_address: format!("host-{i:05}.cluster.local:29500"),
         step: i64::try_from(step).unwrap_or(0),
         world_size: 1,
-        last_quorum_id: if load.ours { i64::try_from(last).unwrap_or(0) } else { 0 },
-        lineage: if load.ours { format!("{step:032x}") } else { String::new() },
+        last_quorum_id: if load.ours {
+            i64::try_from(last).unwrap_or(0)
+        } else {
+            0
+        },
+        lineage: if load.ours {
+            format!("{step:032x}")
+        } else {
+            String::new()
+        },
         life: load.ours.then(|| format!("{i}-1700000000000000000")),
         ..torchft::QuorumMember::default()
     }
@@ -250,10 +276,18 @@ async fn steps(load: Arc<Load>, seen: Arc<Seen>, channel: Channel, i: usize) {
         if let Err(error) = client.ready().await {
             return seen.error(format!("replica {i}, step {step}: {error}"));
         }
-        let answer = client.unary(request, PathAndQuery::from_static(QUORUM), Raw).await;
+        let answer = client
+            .unary(request, PathAndQuery::from_static(QUORUM), Raw)
+            .await;
         let bytes = match answer {
             Ok(response) => response.into_inner(),
-            Err(status) => return seen.error(format!("replica {i}, step {step}: {}: {}", status.code(), status.message())),
+            Err(status) => {
+                return seen.error(format!(
+                    "replica {i}, step {step}: {}: {}",
+                    status.code(),
+                    status.message()
+                ));
+            }
         };
         let now = u64::try_from(seen.start.elapsed().as_nanos()).unwrap_or(u64::MAX);
         let Some(reply) = scan(&bytes) else {
@@ -287,7 +321,11 @@ async fn replica(load: Arc<Load>, seen: Arc<Seen>, channel: Channel, i: usize) {
     let id = member(&load, i, 0, 0).replica_id;
     let mut background = Vec::new();
     if load.ours {
-        let request = oxccl::AttachRequest { replica_id: id.clone(), address: String::new(), last_quorum_id: 0 };
+        let request = oxccl::AttachRequest {
+            replica_id: id.clone(),
+            address: String::new(),
+            last_quorum_id: 0,
+        };
         let mut client = oxccl::oxccl_lighthouse_client::OxcclLighthouseClient::new(channel.clone());
         let (seen, stream) = (seen.clone(), client.attach(request).await);
         background.push(tokio::spawn(async move {
@@ -298,7 +336,10 @@ async fn replica(load: Arc<Load>, seen: Arc<Seen>, channel: Channel, i: usize) {
                         match events.message().await {
                             Ok(Some(event)) => seen.error(format!("replica {i} was told {event:?}")),
                             Ok(None) => break,
-                            Err(status) => return seen.error(format!("replica {i}: its stream broke: {}", status.message())),
+                            Err(status) => {
+                                return seen
+                                    .error(format!("replica {i}: its stream broke: {}", status.message()));
+                            }
                         }
                     }
                 }
@@ -315,7 +356,13 @@ async fn replica(load: Arc<Load>, seen: Arc<Seen>, channel: Channel, i: usize) {
         background.push(tokio::spawn(async move {
             // torchft's loop: send, wait for the answer, sleep.
             loop {
-                if client.heartbeat(torchft::LighthouseHeartbeatRequest { replica_id: id.clone() }).await.is_err() {
+                if client
+                    .heartbeat(torchft::LighthouseHeartbeatRequest {
+                        replica_id: id.clone(),
+                    })
+                    .await
+                    .is_err()
+                {
                     seen.beats_failed.fetch_add(1, Ordering::Relaxed);
                 }
                 tokio::time::sleep(every).await;
@@ -341,12 +388,21 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
                     let endpoint = e.tcp_nodelay(true).connect_timeout(Duration::from_secs(20));
                     if load.ours {
                         // As a manager server's.
-                        endpoint.http2_keep_alive_interval(Duration::from_secs(2)).keep_alive_timeout(Duration::from_secs(3)).keep_alive_while_idle(true)
+                        endpoint
+                            .http2_keep_alive_interval(Duration::from_secs(2))
+                            .keep_alive_timeout(Duration::from_secs(3))
+                            .keep_alive_while_idle(true)
                     } else {
                         endpoint
                     }
                 });
-                tokio::spawn(async move { endpoint.map_err(|e| e.to_string())?.connect().await.map_err(|e| format!("{e:?}")) })
+                tokio::spawn(async move {
+                    endpoint
+                        .map_err(|e| e.to_string())?
+                        .connect()
+                        .await
+                        .map_err(|e| format!("{e:?}"))
+                })
             })
             .collect();
         for one in opening {
@@ -356,7 +412,9 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
     let connecting = start.elapsed();
     let seen = Arc::new(Seen {
         start: Instant::now(),
-        answers: (0..load.warmup + load.steps).map(|_| Default::default()).collect(),
+        answers: (0..load.warmup + load.steps)
+            .map(|_| Default::default())
+            .collect(),
         ids: Mutex::default(),
         errors: Mutex::default(),
         failed: AtomicUsize::new(0),
@@ -366,10 +424,17 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
         bytes: AtomicU64::new(0),
         over: AtomicBool::new(false),
     });
-    let replicas: Vec<_> =
-        channels.into_iter().enumerate().map(|(i, channel)| tokio::spawn(replica(load.clone(), seen.clone(), channel, i))).collect();
+    let replicas: Vec<_> = channels
+        .into_iter()
+        .enumerate()
+        .map(|(i, channel)| tokio::spawn(replica(load.clone(), seen.clone(), channel, i)))
+        .collect();
     let end = seen.start + load.limit;
-    let done = || seen.answers.last().is_some_and(|(count, _)| count.load(Ordering::Relaxed) + seen.failed.load(Ordering::Relaxed) >= load.replicas);
+    let done = || {
+        seen.answers.last().is_some_and(|(count, _)| {
+            count.load(Ordering::Relaxed) + seen.failed.load(Ordering::Relaxed) >= load.replicas
+        })
+    };
     while !done() && Instant::now() < end {
         tokio::time::sleep(Duration::from_millis(20)).await;
     }
@@ -384,7 +449,11 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
         .take_while(|(count, _)| count.load(Ordering::Relaxed) == load.replicas)
         .map(|(_, latest)| latest.load(Ordering::Relaxed))
         .collect();
-    let mut times: Vec<u64> = complete.windows(2).skip(load.warmup.saturating_sub(1)).map(|w| w[1].saturating_sub(w[0])).collect();
+    let mut times: Vec<u64> = complete
+        .windows(2)
+        .skip(load.warmup.saturating_sub(1))
+        .map(|w| w[1].saturating_sub(w[0]))
+        .collect();
     let result = serde_json::json!({
         "replicas": load.replicas,
         "clients": if load.ours { "ours" } else { "torchft" },
@@ -402,7 +471,12 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
     });
     times.sort_unstable();
     if let (Some(median), Some(worst)) = (times.get(times.len() / 2), times.last()) {
-        eprintln!("{} replicas: p50 {:.2} ms, max {:.2} ms", load.replicas, *median as f64 / 1e6, *worst as f64 / 1e6);
+        eprintln!(
+            "{} replicas: p50 {:.2} ms, max {:.2} ms",
+            load.replicas,
+            *median as f64 / 1e6,
+            *worst as f64 / 1e6
+        );
     }
     seen.over.store(true, Ordering::Relaxed);
     drop(replicas);
@@ -417,8 +491,18 @@ fn main() -> ExitCode {
             return ExitCode::from(2);
         }
     };
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).thread_name("ox-load").enable_all().build().expect("a runtime");
-    let result = runtime.block_on(async { tokio::spawn(run(load)).await.map_err(|e| e.to_string()).and_then(|r| r) });
+    let runtime = tokio::runtime::Builder::new_multi_thread()
+        .worker_threads(1)
+        .thread_name("ox-load")
+        .enable_all()
+        .build()
+        .expect("a runtime");
+    let result = runtime.block_on(async {
+        tokio::spawn(run(load))
+            .await
+            .map_err(|e| e.to_string())
+            .and_then(|r| r)
+    });
     runtime.shutdown_background();
     match result {
         Ok(text) => {

@@ -114,14 +114,7 @@ impl Service {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
-        runtime.spawn(accept(
-            listener,
-            routes,
-            Port::new(limits),
-            stopped,
-            close,
-            grace,
-        ));
+        runtime.spawn(accept(listener, routes, Port::new(limits), stopped, close, grace));
         Ok(Self {
             runtime: Some(runtime),
             stop,

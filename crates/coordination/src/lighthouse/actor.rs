@@ -3,6 +3,9 @@
 //! Calls come in as messages in the order of their arrival; what the state answers is carried out before the next
 //! message is looked at. The queue is unbounded so that a guard can report from a drop; it stays short, because every
 //! call has at most one message in it and waits for its answer.
+//!
+//! The state's clock is the time at which a message came, and ticks come through the same queue: what waits in the queue of a busy lighthouse is taken
+//! in before a time-out that ended after it came. So nobody is found silent whose word is here already.
 
 use std::collections::HashMap;
 use std::path::PathBuf;
@@ -15,7 +18,7 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
 use super::persist;
-use crate::wire::{quorum_message, torchft};
+use super::reply::{Reply, Shelf};
 use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
 
@@ -28,11 +31,12 @@ pub(crate) enum Message {
         event: Event,
         done: Option<oneshot::Sender<()>>,
     },
-    /// A call for a quorum.
+    /// A call for a quorum, by a replica that holds the member list `held`.
     Join {
         member: Box<Member>,
+        held: u64,
         ticket: Ticket,
-        reply: oneshot::Sender<Result<torchft::Quorum>>,
+        reply: oneshot::Sender<Result<Reply>>,
     },
     /// A replica opens its event stream.
     Attach {
@@ -45,6 +49,8 @@ pub(crate) enum Message {
     Status {
         reply: oneshot::Sender<(Status, Counters)>,
     },
+    /// Why is there no new quorum?
+    Reason { reply: oneshot::Sender<String> },
 }
 
 /// What happened since the start, for the metrics.
@@ -61,9 +67,8 @@ pub(crate) struct Counters {
 /// The way to the task; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Lighthouse {
-    messages: mpsc::UnboundedSender<Message>,
+    messages: mpsc::UnboundedSender<(Instant, Message)>,
     next: Arc<AtomicU64>,
-    reason: watch::Receiver<String>,
 }
 
 impl Lighthouse {
@@ -74,7 +79,7 @@ impl Lighthouse {
 
     /// Never blocks; a message after the end of the task is lost, like its answer.
     pub(crate) fn send(&self, message: Message) {
-        let _ = self.messages.send(message);
+        let _ = self.messages.send((Instant::now(), message));
     }
 
     /// Tells the task and waits until it has taken the event in.
@@ -88,8 +93,10 @@ impl Lighthouse {
     }
 
     /// Why there is no new quorum.
-    pub(crate) fn reason(&self) -> String {
-        self.reason.borrow().clone()
+    pub(crate) async fn reason(&self) -> String {
+        let (reply, answer) = oneshot::channel();
+        self.send(Message::Reason { reply });
+        answer.await.unwrap_or_else(|_| gone().message().to_string())
     }
 
     /// A look at the state; `None` while the lighthouse shuts down.
@@ -104,14 +111,15 @@ struct Actor {
     state: LighthouseState,
     state_file: Option<PathBuf>,
     saved_id: i64,
-    calls: HashMap<Ticket, oneshot::Sender<Result<torchft::Quorum>>>,
+    /// By ticket: the member list that the caller holds, and the way to it.
+    calls: HashMap<Ticket, (u64, oneshot::Sender<Result<Reply>>)>,
+    shelf: Shelf,
     /// By replica id: the present stream and its sending side.
     streams: HashMap<String, (u64, watch::Sender<Option<AbortEpoch>>)>,
     counters: Counters,
-    reason: watch::Sender<String>,
-    /// When this task last did something, which it does at every tick.
-    awake: Instant,
-    /// A longer time without a tick is an absence of this lighthouse itself.
+    /// When the last message came: the state's clock.
+    now: Instant,
+    /// A longer time without a message, of which every tick is one, is an absence of this lighthouse itself.
     away_after: Duration,
 }
 
@@ -123,40 +131,48 @@ pub(crate) fn start(
     state_file: Option<PathBuf>,
 ) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
-    let (reason, reason_now) = watch::channel(String::from("no replica has asked yet"));
     let mut actor = Actor {
         state,
         state_file,
         saved_id: 0,
         calls: HashMap::new(),
+        shelf: Shelf::default(),
         streams: HashMap::new(),
         counters: Counters::default(),
-        reason,
-        awake: Instant::now(),
+        now: Instant::now(),
         away_after,
     };
+    tokio::spawn(async move {
+        while let Some((came, message)) = inbox.recv().await {
+            actor.take(came, message);
+        }
+    });
+    let lighthouse = Lighthouse {
+        messages,
+        next: Arc::new(AtomicU64::new(1)),
+    };
+    let clock = lighthouse.messages.downgrade();
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(tick);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            tokio::select! {
-                message = inbox.recv() => match message {
-                    Some(message) => actor.take(message),
-                    None => return,
-                },
-                _ = ticks.tick() => actor.apply(Event::Tick),
+            ticks.tick().await;
+            let tick = Message::Event {
+                event: Event::Tick,
+                done: None,
+            };
+            let Some(messages) = clock.upgrade() else { return };
+            if messages.send((Instant::now(), tick)).is_err() {
+                return;
             }
         }
     });
-    Lighthouse {
-        messages,
-        next: Arc::new(AtomicU64::new(1)),
-        reason: reason_now,
-    }
+    lighthouse
 }
 
 impl Actor {
-    fn take(&mut self, message: Message) {
+    fn take(&mut self, came: Instant, message: Message) {
+        self.tell_time(came);
         match message {
             Message::Event { event, done } => {
                 match &event {
@@ -173,13 +189,14 @@ impl Actor {
             }
             Message::Join {
                 member,
+                held,
                 ticket,
                 reply,
             } => {
                 // The caller may be gone already, and its withdrawal with it.
                 if !reply.is_closed() {
                     self.counters.joins += 1;
-                    self.calls.insert(ticket, reply);
+                    self.calls.insert(ticket, (held, reply));
                     self.apply(Event::Join {
                         member: *member,
                         ticket,
@@ -214,7 +231,10 @@ impl Actor {
                 }
             }
             Message::Status { reply } => {
-                let _ = reply.send((self.state.status(Instant::now()), self.counters));
+                let _ = reply.send((self.state.status(self.now), self.counters));
+            }
+            Message::Reason { reply } => {
+                let _ = reply.send(self.state.reason().to_string());
             }
         }
     }
@@ -225,33 +245,33 @@ impl Actor {
         }
     }
 
-    fn apply(&mut self, event: Event) {
-        let _ = self.act(event);
-    }
-
-    /// Takes the event in, after the absence that it ends, if there was one.
-    fn act(&mut self, event: Event) -> Option<Error> {
-        let time = self.awake.elapsed();
-        self.awake = Instant::now();
+    /// Takes in when the next message came, and the absence that it ends, if there was one.
+    fn tell_time(&mut self, came: Instant) {
+        // Two threads that send at the same time may be in the queue in the other order.
+        let time = came.saturating_duration_since(self.now);
+        self.now = self.now.max(came);
         if time > self.away_after {
             tracing::warn!(
                 ?time,
                 "this lighthouse did not run for a while; nobody is blamed for what it did not hear"
             );
-            let _ = self.carry_out(Event::Away { time });
+            self.apply(Event::Away { time });
         }
-        self.carry_out(event)
+    }
+
+    fn apply(&mut self, event: Event) {
+        let _ = self.act(event);
     }
 
     /// Carries out what the state wants; gives back the refusal of an attach.
-    fn carry_out(&mut self, event: Event) -> Option<Error> {
+    fn act(&mut self, event: Event) -> Option<Error> {
         let mut refused = None;
-        for action in self.state.apply(event, Instant::now()) {
+        for action in self.state.apply(event, self.now) {
             match action {
                 Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
-                    if let Some(reply) = self.calls.remove(&ticket) {
+                    if let Some((_, reply)) = self.calls.remove(&ticket) {
                         let _ = reply.send(Err(error));
                     }
                 }
@@ -259,7 +279,7 @@ impl Actor {
                     tracing::info!(
                         epoch = event.quorum_id,
                         reason = event.reason,
-                        ?to,
+                        told = to.len(),
                         "epoch aborted"
                     );
                     for id in to {
@@ -270,33 +290,46 @@ impl Actor {
                     }
                 }
                 Action::Refuse { error, .. } => refused = Some(error),
-                Action::Reason(reason) => {
-                    tracing::info!(reason, "no new quorum");
-                    self.reason.send_replace(reason);
-                }
+                Action::Reason(_) => {}
             }
         }
         refused
     }
 
-    fn deliver(&mut self, tickets: &[Ticket], quorum: &Quorum) {
+    fn deliver(&mut self, tickets: &[Ticket], quorum: &Arc<Quorum>) {
         self.counters.quorums += 1;
         if quorum.quorum_id != self.saved_id {
             self.counters.epochs += 1;
             self.saved_id = quorum.quorum_id;
-            let ids: Vec<&str> = quorum.ids().collect();
-            tracing::info!(epoch = quorum.quorum_id, members = ?ids, "quorum");
+            tracing::info!(
+                epoch = quorum.quorum_id,
+                size = quorum.participants.len(),
+                members = named(quorum),
+                "quorum"
+            );
             // Before anybody learns the id. Without the file, a restart still continues from the clock.
             if let Some(Err(error)) = self.state_file.as_ref().map(|path| persist::save(path, quorum)) {
                 tracing::error!(%error, "the quorum id could not be saved");
             }
         }
-        let message = quorum_message(quorum, SystemTime::now());
+        let mut replies = self.shelf.replies(quorum, SystemTime::now());
         for ticket in tickets {
-            if let Some(reply) = self.calls.remove(ticket) {
-                let _ = reply.send(Ok(message.clone()));
+            if let Some((held, reply)) = self.calls.remove(ticket) {
+                let _ = reply.send(replies.to_holder_of(held));
             }
         }
+    }
+}
+
+/// The most ids in a line of the log.
+const MAX_NAMED: usize = 16;
+
+/// The members for the log.
+fn named(quorum: &Quorum) -> String {
+    let first: Vec<&str> = quorum.ids().take(MAX_NAMED).collect();
+    match quorum.participants.len().saturating_sub(MAX_NAMED) {
+        0 => first.join(", "),
+        more => format!("{} and {more} more", first.join(", ")),
     }
 }
 

@@ -14,6 +14,7 @@ use protocol::quorum::{LighthouseState, QuorumRules};
 mod actor;
 mod page;
 mod persist;
+mod reply;
 mod service;
 
 pub use page::{HealthyReplica, LighthouseStatus, ParticipantStatus, WaitingReplica};
@@ -105,7 +106,13 @@ impl LighthouseServer {
             actor::start(state, config.quorum_tick, away_after, config.state_file)
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
-        let service = Service::start(runtime, listener, page::routes(lighthouse), config.limits, Duration::ZERO)?;
+        let service = Service::start(
+            runtime,
+            listener,
+            page::routes(lighthouse),
+            config.limits,
+            Duration::ZERO,
+        )?;
         tracing::info!(address, "the lighthouse listens");
         Ok(Self { service, address })
     }

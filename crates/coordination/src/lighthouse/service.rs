@@ -8,10 +8,14 @@ use ftcore::Error;
 use tokio::sync::oneshot;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::WatchStream;
+use tonic::codec::{Codec, Streaming};
+use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
+use tonic_prost::ProstCodec;
 
 use super::actor::{Lighthouse, Message, gone};
-use crate::wire::{answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
+use super::reply::Reply;
+use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
 
@@ -44,18 +48,17 @@ fn check(member: &Member) -> Result<(), Status> {
     bounded("data", &member.data, MAX_DATA)
 }
 
-#[tonic::async_trait]
-impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
-    async fn quorum(
+impl Lighthouse {
+    /// Asks for a quorum and waits for it, until the caller goes away or its time is over.
+    async fn ask(
         &self,
-        request: Request<torchft::LighthouseQuorumRequest>,
-    ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
-        let timeout = grpc_timeout(request.metadata())?;
-        let requester = request
-            .into_inner()
-            .requester
-            .ok_or_else(|| Status::invalid_argument("the requester is missing"))?;
-        let member = Member::from(requester);
+        metadata: &MetadataMap,
+        message: torchft::LighthouseQuorumRequest,
+    ) -> Result<Reply, Status> {
+        let timeout = grpc_timeout(metadata)?;
+        let torchft::LighthouseQuorumRequest { requester, held_list } = message;
+        let member =
+            Member::from(requester.ok_or_else(|| Status::invalid_argument("the requester is missing"))?);
         check(&member)?;
         let id = member.replica_id.clone();
         let (reply, answer) = oneshot::channel();
@@ -66,30 +69,56 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         };
         self.send(Message::Join {
             member: Box::new(member),
+            held: held_list,
             ticket,
             reply,
         });
         let answer = match timeout {
             None => answer.await,
-            Some(timeout) => tokio::time::timeout_at(answer_by(timeout).into(), answer)
-                .await
-                .map_err(|_| {
+            Some(timeout) => match tokio::time::timeout_at(answer_by(timeout).into(), answer).await {
+                Ok(answer) => answer,
+                Err(_) => {
                     let text = format!(
                         "no quorum for {id} within {:.1} s: {}",
                         timeout.as_secs_f64(),
-                        self.reason()
+                        self.reason().await
                     );
-                    status_of(&Error::timeout(text))
-                })?,
+                    return Err(status_of(&Error::timeout(text)));
+                }
+            },
         };
-        let quorum = answer
-            .unwrap_or_else(|_| Err(gone()))
-            .map_err(|e| status_of(&e))?;
-        Ok(Response::new(torchft::LighthouseQuorumResponse {
-            quorum: Some(quorum),
-            unchanged: None,
-            list: 0,
-        }))
+        answer.unwrap_or_else(|_| Err(gone())).map_err(|e| status_of(&e))
+    }
+
+    /// The call `Quorum` from its first byte to its answer, which is sent as it was encoded for all members.
+    pub(crate) async fn quorum_call(self, request: axum::extract::Request) -> axum::response::Response {
+        let (head, body) = request.into_parts();
+        let decoder = <ProstCodec<(), torchft::LighthouseQuorumRequest> as Codec>::Decoder::default();
+        let answer = async {
+            let mut messages = Streaming::new_request(decoder, body, None, Some(MAX_MESSAGE_BYTES));
+            let none = || Status::invalid_argument("the request is missing");
+            let message = messages.message().await?.ok_or_else(none)?;
+            self.ask(&MetadataMap::from_headers(head.headers), message).await
+        };
+        answer
+            .await
+            .map_or_else(|status| status.into_http(), Reply::into_response)
+    }
+}
+
+#[tonic::async_trait]
+impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
+    /// [`Lighthouse::quorum_call`] stands before it in the router and shares its answers; both give the same.
+    async fn quorum(
+        &self,
+        request: Request<torchft::LighthouseQuorumRequest>,
+    ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
+        let (metadata, _, message) = request.into_parts();
+        let reply = self.ask(&metadata, message).await?;
+        let decoded = prost::Message::decode(reply.message());
+        decoded
+            .map(Response::new)
+            .map_err(|e| Status::internal(e.to_string()))
     }
 
     async fn heartbeat(
@@ -197,7 +226,8 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
             suspects,
         } = request.into_inner();
         let named: Vec<&str> = suspects.iter().take(16).map(|s| cut(s)).collect();
-        tracing::info!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
+        // The first of an epoch is in the line that says that the epoch is aborted; the others change nothing.
+        tracing::debug!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
         self.tell(Event::Report {
             replica_id,
             quorum_id,

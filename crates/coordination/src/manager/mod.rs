@@ -121,7 +121,13 @@ impl ManagerServer {
             uplink.keep_attached(manager.clone());
             manager
         };
-        let service = Service::start(runtime, listener, service::routes(manager.clone()), config.limits, GRACE)?;
+        let service = Service::start(
+            runtime,
+            listener,
+            service::routes(manager.clone()),
+            config.limits,
+            GRACE,
+        )?;
         tracing::info!(
             replica = config.replica_id,
             address,

@@ -3,8 +3,8 @@
 //! The channel reconnects by itself; the stream is opened again with growing pauses. A lighthouse that knows only
 //! torchft's services serves for everything but the pushes.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
@@ -15,9 +15,10 @@ use tonic::transport::Channel;
 use super::ManagerServerConfig;
 use super::actor::{Manager, Message};
 use crate::channel::{Backoff, call};
+use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::{Member, Quorum};
 
@@ -49,6 +50,8 @@ struct Inner {
     /// The quorum that the replica was last given; 0 if none.
     last_quorum_id: AtomicI64,
     phase: watch::Sender<Phase>,
+    /// The lighthouse's last answer.
+    held: Mutex<Held>,
 }
 
 impl Uplink {
@@ -70,6 +73,7 @@ impl Uplink {
                 retries: config.quorum_retries,
                 last_quorum_id: AtomicI64::new(0),
                 phase: watch::channel(Phase::Quiet).0,
+                held: Mutex::default(),
             }),
         }
     }
@@ -92,7 +96,7 @@ impl Uplink {
     }
 
     fn torchft(&self) -> LighthouseServiceClient<Channel> {
-        LighthouseServiceClient::new(self.inner.channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES)
+        LighthouseServiceClient::new(self.inner.channel.clone()).max_decoding_message_size(MAX_QUORUM_BYTES)
     }
 
     fn ours(&self) -> OxcclLighthouseClient<Channel> {
@@ -142,7 +146,7 @@ impl Uplink {
             tries += 1;
             let message = torchft::LighthouseQuorumRequest {
                 requester: Some(member.clone().into()),
-                held_list: 0,
+                held_list: self.held().list(),
             };
             let mut client = self.torchft();
             let answer = call(
@@ -172,11 +176,13 @@ impl Uplink {
         }
     }
 
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.inner.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The quorum of an answer, made whole.
     fn check(&self, response: torchft::LighthouseQuorumResponse) -> Result<Quorum> {
-        let quorum: Quorum = response
-            .quorum
-            .map(Into::into)
-            .ok_or_else(|| Error::new(ErrorKind::Protocol, "the lighthouse answered without a quorum"))?;
+        let quorum = self.held().take_in(response)?;
         if !quorum.contains(self.replica_id()) {
             let text = format!(
                 "the lighthouse sent quorum {} without {}",

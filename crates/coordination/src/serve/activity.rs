@@ -185,7 +185,9 @@ where
         let frame = match Pin::new(&mut self.body).poll_frame(cx) {
             Poll::Pending if self.end.as_mut().poll(cx).is_ready() => {
                 let limit = self.activity.port.limits.greeting;
-                return Poll::Ready(Some(Err(format!("the request was not whole within {limit:?}").into())));
+                return Poll::Ready(Some(Err(
+                    format!("the request was not whole within {limit:?}").into()
+                )));
             }
             Poll::Pending => return Poll::Pending,
             Poll::Ready(frame) => frame,

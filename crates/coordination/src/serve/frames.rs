@@ -124,7 +124,9 @@ impl Frames {
             // RST_STREAM, PRIORITY, CONTINUATION, GOAWAY, empty DATA, and what nobody knows.
             _ => 1.0,
         };
-        let passed = now.saturating_duration_since(self.at).min(Duration::from_secs(3600));
+        let passed = now
+            .saturating_duration_since(self.at)
+            .min(Duration::from_secs(3600));
         self.at = now;
         let earned = passed.as_secs_f64() * f64::from(self.rate.per_second);
         self.credit = (self.credit + earned).min(f64::from(self.rate.burst));

@@ -154,7 +154,10 @@ impl Port {
     pub(super) fn say(&self, peer: SocketAddr, why: &str) {
         let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
         let now = Instant::now();
-        if said.0.is_some_and(|at| now.saturating_duration_since(at) < SAY_EVERY) {
+        if said
+            .0
+            .is_some_and(|at| now.saturating_duration_since(at) < SAY_EVERY)
+        {
             said.1 += 1;
             return;
         }
@@ -200,7 +203,11 @@ mod tests {
         let _e = port.admit(from("[2001:db8::1]:1"), 3).unwrap();
         let f = port.admit(from("[2001:db8::2]:1"), 4).unwrap();
         assert!(port.admit(from("[2001:db8::3]:1"), 4).is_err());
-        assert!(port.admit(from("10.0.0.3:1"), 5).unwrap_err().contains("RLIMIT_NOFILE"));
+        assert!(
+            port.admit(from("10.0.0.3:1"), 5)
+                .unwrap_err()
+                .contains("RLIMIT_NOFILE")
+        );
         drop(f);
         assert_eq!(port.addresses.lock().unwrap().len(), 3);
     }
