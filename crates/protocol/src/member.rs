@@ -52,12 +52,33 @@ impl Quorum {
     }
 }
 
-/// The part of an id before ':', which the lives of one replica share; `None` if the id has no such part.
-pub(crate) fn name_of(replica_id: &str) -> Option<&str> {
-    replica_id
-        .split_once(':')
-        .map(|(name, _)| name)
-        .filter(|name| !name.is_empty())
+/// The part of an id up to its first ':', which all incarnations of one replica share; `None` if the id has no such part.
+pub(crate) fn prefix_of(replica_id: &str) -> Option<&str> {
+    let end = replica_id.find(':').filter(|end| *end > 0)?;
+    replica_id.get(..=end)
+}
+
+/// The most ids that a text lists, and the most bytes that they take in it: a longer text does not fit into the headers of a gRPC error.
+const MAX_LISTED: usize = 16;
+const MAX_LISTED_BYTES: usize = 1024;
+
+/// The ids as a text: the first ones, and how many more there are.
+pub(crate) fn listed<'a>(ids: impl IntoIterator<Item = &'a str>) -> String {
+    let mut ids = ids.into_iter();
+    let mut text = String::new();
+    for n in 0.. {
+        let Some(id) = ids.next() else { break };
+        if n == MAX_LISTED || text.len() + id.len() > MAX_LISTED_BYTES {
+            let more = 1 + ids.count();
+            text.push_str(&format!(", and {more} more"));
+            break;
+        }
+        if n > 0 {
+            text.push_str(", ");
+        }
+        text.push_str(id);
+    }
+    text
 }
 
 /// The news that an epoch is over. Everybody in it aborts what is pending and asks for the next quorum.

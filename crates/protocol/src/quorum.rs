@@ -4,6 +4,11 @@
 //! the same actions. A replica takes part only through a live call (its ticket), counts as healthy only while there is
 //! evidence of its life, and no path, fast ones included, forms a quorum below `min_replicas` or without a strict
 //! majority of the healthy (INV-7).
+//!
+//! **How long a quorum waits for late replicas.** It forms at once when every healthy replica asks, or when every
+//! healthy member of the last quorum does. Otherwise it waits up to `join_timeout`, counted from the latest moment at
+//! which those who ask became able to form a quorum: how long a replica had to wait for others before that does not
+//! shorten the time that a late one has.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -11,9 +16,13 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
 
-use crate::member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, name_of};
+use crate::member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, listed};
+use roster::{Entry, Id, Roster, Waiting, later};
+use verdict::Verdict;
 
 mod events;
+mod roster;
+mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Status, Ticket};
 
@@ -26,35 +35,41 @@ const MAX_REPORTED_ID: i64 = 1 << 60;
 /// Texts of peers that are kept or passed on are cut to this many bytes.
 const MAX_REASON_BYTES: usize = 1024;
 
-#[derive(Debug)]
-struct Waiting {
-    member: Member,
-    ticket: Ticket,
-    since: Instant,
-}
-
 /// The lighthouse's state.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct LighthouseState {
     rules: QuorumRules,
     quorum_id: i64,
     previous: Option<Arc<Quorum>>,
     /// The abort of the present epoch, for members that reattach after the push.
     aborted: Option<AbortEpoch>,
-    /// Previous members of which there is evidence that they are gone: a stray heartbeat does not revive them.
-    departed: BTreeSet<String>,
-    /// Previous members that said good-bye.
-    left: BTreeSet<String>,
-    waiting: BTreeMap<String, Waiting>,
-    /// Last sign of life of the ids that count.
-    known: BTreeMap<String, Instant>,
-    attached: BTreeMap<String, u64>,
+    roster: Roster,
+    /// Since when those who ask could form a quorum.
+    able_since: Option<Instant>,
     /// Streams that were open while the lighthouse was away. Their other ends may have given them up meanwhile: until then their end is no
     /// evidence, and the heartbeats decide.
     doubted: Option<(Instant, BTreeSet<u64>)>,
-    /// Lives that a newer life of the same name replaced: old id -> new id, oldest first.
-    replaced: VecDeque<(String, String)>,
-    reason: String,
+    replaced: Replaced,
+}
+
+/// Incarnations that a newer one of the same name replaced.
+#[derive(Debug, Clone, Default)]
+struct Replaced {
+    by: BTreeMap<Id, Id>,
+    oldest_first: VecDeque<Id>,
+}
+
+impl Replaced {
+    fn remember(&mut self, old: Id, new: Id) {
+        if self.by.insert(old.clone(), new).is_none() {
+            self.oldest_first.push_back(old);
+        }
+        if self.oldest_first.len() > MAX_REPLACED
+            && let Some(oldest) = self.oldest_first.pop_front()
+        {
+            self.by.remove(&oldest);
+        }
+    }
 }
 
 impl LighthouseState {
@@ -64,72 +79,84 @@ impl LighthouseState {
     /// `previous_ids` are the persisted members of the last quorum; they count as healthy for one heartbeat time-out,
     /// so that the first to come back after a restart does not go on alone.
     pub fn new(rules: QuorumRules, seed: i64, previous_ids: Vec<String>, now: Instant) -> Self {
+        let mut roster = Roster::new(rules.heartbeat_timeout);
+        for id in previous_ids {
+            roster.update(&id, |entry| entry.seen = Some(now));
+        }
         Self {
             rules,
             quorum_id: seed.max(0),
             previous: None,
             aborted: None,
-            departed: BTreeSet::new(),
-            left: BTreeSet::new(),
-            waiting: BTreeMap::new(),
-            known: previous_ids.into_iter().map(|id| (id, now)).collect(),
-            attached: BTreeMap::new(),
+            roster,
+            able_since: None,
             doubted: None,
-            replaced: VecDeque::new(),
-            reason: String::new(),
+            replaced: Replaced::default(),
         }
     }
 
     /// Takes in one event.
     pub fn apply(&mut self, event: Event, now: Instant) -> Vec<Action> {
         let mut actions = Vec::new();
+        self.take(event, now, &mut actions);
+        self.decide(now, &mut actions);
+        actions
+    }
+
+    fn take(&mut self, event: Event, now: Instant, actions: &mut Vec<Action>) {
         if let Event::Away { time } = event {
             self.away(time, now);
         }
-        self.expire(now, &mut actions);
+        self.expire(now, actions);
         match event {
             Event::Heartbeat { replica_id } => self.heartbeat(&replica_id, now),
-            Event::Join { member, ticket } => self.join(member, ticket, now, &mut actions),
-            Event::Withdraw { ticket } => self.waiting.retain(|_, w| w.ticket != ticket),
+            Event::Join { member, ticket } => self.join(member, ticket, now, actions),
+            Event::Withdraw { ticket } => {
+                if let Some(id) = self.roster.caller(ticket) {
+                    self.roster.update(&id, |entry| entry.waiting = None);
+                }
+            }
             Event::Attached {
                 replica_id,
                 stream,
                 last_quorum_id,
             } => {
-                self.attach(replica_id, stream, last_quorum_id, now, &mut actions);
+                self.attach(replica_id, stream, last_quorum_id, now, actions);
             }
             Event::Detached { replica_id, stream } => {
-                if self.attached.get(&replica_id) == Some(&stream) {
-                    self.attached.remove(&replica_id);
+                let present = self.roster.get(&replica_id).and_then(|e| e.stream);
+                if present == Some(stream) {
+                    self.roster.update(&replica_id, |entry| entry.stream = None);
                     if !self.is_doubted(stream, now) {
-                        self.depart(&replica_id, "its stream broke", &mut actions);
+                        self.depart(&replica_id, "its stream broke", actions);
                     }
                 }
             }
             Event::Leave { replica_id, reason } => {
-                self.attached.remove(&replica_id);
-                if self.is_previous(&replica_id) {
-                    self.left.insert(replica_id.clone());
-                }
-                // No push: who says good-bye has done its part of the step, and others may still be finishing theirs.
-                self.remove(&replica_id, &format!("it left: {}", cut(&reason)), &mut actions);
+                self.roster.update(&replica_id, |entry| {
+                    entry.stream = None;
+                    entry.left = entry.member;
+                });
+                // No push: a replica that leaves has done its part of the step, and others may still be finishing theirs.
+                self.remove(&replica_id, &format!("it left: {}", cut(&reason)), actions);
             }
             Event::Report {
                 replica_id,
                 quorum_id,
                 reason,
             } => {
-                self.report(&replica_id, quorum_id, &reason, &mut actions);
+                self.report(&replica_id, quorum_id, &reason, actions);
             }
             Event::Tick | Event::Away { .. } => {}
         }
-        self.decide(now, &mut actions);
-        actions
     }
 
     /// What a dashboard shows.
     pub fn status(&self, now: Instant) -> Status {
         let age = |t: Instant| now.saturating_duration_since(t);
+        let seen = |(id, e): (&Id, &Entry)| e.seen.map(|t| (id.to_string(), age(t)));
+        let waits = |(id, e): (&Id, &Entry)| e.waiting.as_ref().map(|w| (id.to_string(), age(w.since)));
+        let attached = |(id, e): (&Id, &Entry)| e.stream.map(|_| id.to_string());
         Status {
             quorum_id: self.quorum_id,
             participants: self
@@ -137,14 +164,10 @@ impl LighthouseState {
                 .as_ref()
                 .map(|q| q.participants.clone())
                 .unwrap_or_default(),
-            healthy: self.known.iter().map(|(id, t)| (id.clone(), age(*t))).collect(),
-            waiting: self
-                .waiting
-                .iter()
-                .map(|(id, w)| (id.clone(), age(w.since)))
-                .collect(),
-            attached: self.attached.keys().cloned().collect(),
-            reason: self.reason.clone(),
+            healthy: self.roster.iter().filter_map(seen).collect(),
+            waiting: self.roster.iter().filter_map(waits).collect(),
+            attached: self.roster.iter().filter_map(attached).collect(),
+            reason: self.reason(now),
             aborted: self.aborted.as_ref().map(|a| a.reason.clone()),
         }
     }
@@ -154,29 +177,15 @@ impl LighthouseState {
         self.quorum_id
     }
 
-    /// Why there is no new quorum.
-    pub fn reason(&self) -> &str {
-        &self.reason
-    }
-
     fn is_previous(&self, id: &str) -> bool {
-        self.previous.as_ref().is_some_and(|q| q.contains(id))
+        self.roster.get(id).is_some_and(|e| e.member)
     }
 
     fn heartbeat(&mut self, id: &str, now: Instant) {
-        if let Some(seen) = self.known.get_mut(id) {
-            *seen = now;
-        } else if self.waiting.contains_key(id) || (self.is_previous(id) && !self.departed.contains(id)) {
-            self.known.insert(id.to_string(), now);
+        let Some(entry) = self.roster.get(id) else { return };
+        if entry.seen.is_some() || entry.waiting.is_some() || (entry.member && !entry.departed) {
+            self.roster.update(id, |entry| entry.seen = Some(now));
         }
-    }
-
-    /// The life that replaced `id`, if one did.
-    fn successor(&self, id: &str) -> Option<&str> {
-        self.replaced
-            .iter()
-            .find(|(old, _)| old == id)
-            .map(|(_, new)| new.as_str())
     }
 
     fn check(&self, id: &str, last_quorum_id: i64) -> Result<(), Error> {
@@ -191,13 +200,13 @@ impl LighthouseState {
                 "replica {id} reports the impossible quorum id {last_quorum_id}"
             )));
         }
-        if let Some(new) = self.successor(id) {
+        if let Some(new) = self.replaced.by.get(id) {
             return Err(Error::new(
                 ErrorKind::Conflict,
                 format!("replica {id} was replaced by {new}, a newer life of the same name"),
             ));
         }
-        if self.known.len() >= MAX_KNOWN && !self.known.contains_key(id) {
+        if self.roster.len() >= MAX_KNOWN && self.roster.get(id).is_none() {
             return Err(Error::new(
                 ErrorKind::Unavailable,
                 format!("{MAX_KNOWN} replicas are known already"),
@@ -213,17 +222,17 @@ impl LighthouseState {
             return;
         }
         self.drop_older_lives(&id, actions);
-        self.departed.remove(&id);
-        self.left.remove(&id);
-        self.known.insert(id.clone(), now);
-        if let Some(old) = self.waiting.insert(
-            id.clone(),
-            Waiting {
-                member,
-                ticket,
-                since: now,
-            },
-        ) {
+        let waiting = Waiting {
+            member,
+            ticket,
+            since: now,
+        };
+        let older = self.roster.update(&id, |entry| {
+            (entry.departed, entry.left) = (false, false);
+            entry.seen = Some(now);
+            entry.waiting.replace(waiting)
+        });
+        if let Some(old) = older {
             let error = Error::new(
                 ErrorKind::Aborted,
                 format!("a newer call of replica {id} replaced this one"),
@@ -235,29 +244,18 @@ impl LighthouseState {
         }
     }
 
-    /// Two lives of one name cannot both be alive: the one that comes later is the replica, the other is dead.
+    /// Two incarnations of one name cannot both be alive: the one that comes later is the replica, the other is dead.
     fn drop_older_lives(&mut self, id: &str, actions: &mut Vec<Action>) {
-        let Some(name) = name_of(id) else { return };
-        let mut older: BTreeSet<String> = self
-            .known
-            .keys()
-            .chain(self.attached.keys())
-            .chain(self.waiting.keys())
-            .cloned()
-            .collect();
-        older.extend(self.previous.iter().flat_map(|q| q.ids()).map(str::to_string));
-        older.retain(|o| o != id && name_of(o) == Some(name) && self.successor(o).is_none());
+        let mut older = self.roster.lives(id);
+        older.retain(|o| o.as_ref() != id && !self.replaced.by.contains_key(o));
         for old in older {
-            self.attached.remove(&old);
+            self.roster.update(&old, |entry| entry.stream = None);
             self.depart(
                 &old,
                 &format!("{id}, a newer life of the same name, came"),
                 actions,
             );
-            if self.replaced.len() == MAX_REPLACED {
-                self.replaced.pop_front();
-            }
-            self.replaced.push_back((old, id.to_string()));
+            self.replaced.remember(old, id.into());
         }
     }
 
@@ -266,18 +264,18 @@ impl LighthouseState {
             actions.push(Action::Refuse { stream, error });
             return;
         }
-        // A replica that is in a quorum is worth waiting for; one that is still loading must not hold up others.
-        if last > 0 || self.is_previous(&id) {
-            self.departed.remove(&id);
-            self.known.insert(id.clone(), now);
+        let member = self.roster.update(&id, |entry| {
+            entry.stream = Some(stream);
+            // A replica that is in a quorum is worth waiting for; one that is still loading must not hold up others.
+            if last > 0 || entry.member {
+                entry.departed = false;
+                entry.seen = Some(now);
+            }
+            entry.member
+        });
+        if let Some(event) = self.aborted.clone().filter(|_| member) {
+            actions.push(Action::Push { to: vec![id], event });
         }
-        if let Some(event) = self.aborted.clone().filter(|_| self.is_previous(&id)) {
-            actions.push(Action::Push {
-                to: vec![id.clone()],
-                event,
-            });
-        }
-        self.attached.insert(id, stream);
     }
 
     /// There is evidence that `id` is gone: it is out of everything, and its epoch is over.
@@ -287,10 +285,15 @@ impl LighthouseState {
         }
     }
 
-    /// Takes `id` out of everything. True if it was a member of the present quorum until now.
+    /// Takes `id` out of everything but the streams. True if it was a member of the present quorum until now.
     fn remove(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) -> bool {
-        self.known.remove(id);
-        if let Some(w) = self.waiting.remove(id) {
+        let (waiting, departs) = self.roster.update(id, |entry| {
+            entry.seen = None;
+            let departs = entry.member && !entry.departed;
+            entry.departed |= departs;
+            (entry.waiting.take(), departs)
+        });
+        if let Some(w) = waiting {
             let error = Error::new(
                 ErrorKind::Unavailable,
                 format!("replica {id} no longer takes part: {why}"),
@@ -300,7 +303,7 @@ impl LighthouseState {
                 error,
             });
         }
-        self.is_previous(id) && self.departed.insert(id.to_string())
+        departs
     }
 
     fn report(&mut self, id: &str, quorum_id: i64, reason: &str, actions: &mut Vec<Action>) {
@@ -319,7 +322,7 @@ impl LighthouseState {
         };
         let to: Vec<String> = previous
             .ids()
-            .filter(|id| self.attached.contains_key(*id))
+            .filter(|id| self.is_attached(id))
             .map(str::to_string)
             .collect();
         match &mut self.aborted {
@@ -335,14 +338,17 @@ impl LighthouseState {
         actions.push(Action::Push { to, event });
     }
 
+    fn is_attached(&self, id: &str) -> bool {
+        self.roster.get(id).is_some_and(|e| e.stream.is_some())
+    }
+
     /// Nobody is older by the time in which this lighthouse could not hear them.
     fn away(&mut self, time: Duration, now: Instant) {
-        let waits = self.waiting.values_mut().map(|w| &mut w.since);
-        for seen in self.known.values_mut().chain(waits) {
-            *seen = seen.checked_add(time).map_or(now, |later| later.min(now));
-        }
+        self.roster.forgive(time, now);
+        self.able_since = self.able_since.map(|since| later(since, time, now));
         let until = now.checked_add(self.rules.heartbeat_timeout).unwrap_or(now);
-        self.doubted = Some((until, self.attached.values().copied().collect()));
+        let streams = self.roster.iter().filter_map(|(_, e)| e.stream);
+        self.doubted = Some((until, streams.collect()));
     }
 
     /// True for a stream of before the lighthouse was away, for as long as a heartbeat may take.
@@ -352,131 +358,45 @@ impl LighthouseState {
     }
 
     fn expire(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        let timeout = self.rules.heartbeat_timeout;
-        let late: Vec<String> = self
-            .known
-            .iter()
-            .filter(|(_, seen)| now.saturating_duration_since(**seen) >= timeout)
-            .map(|(id, _)| id.clone())
-            .collect();
-        for id in late {
-            self.known.remove(&id);
+        for id in self.roster.expire(now) {
             // Its call, if one is open, waits on: the heartbeats may only be late, and then it counts again.
-            if self.is_previous(&id) && !self.departed.contains(&id) {
-                let why = format!("{id} is gone: no heartbeat for {timeout:?}");
+            if self.roster.get(&id).is_some_and(|e| e.member && !e.departed) {
+                let why = format!(
+                    "{id} is gone: no heartbeat for {:?}",
+                    self.rules.heartbeat_timeout
+                );
                 self.abort(&why, Some(&id), actions);
             }
         }
     }
 
-    /// The ids of the quorum that may form now, or why none may.
-    fn compute(&self, now: Instant) -> Result<Vec<String>, String> {
-        let rules = &self.rules;
-        let asking: BTreeMap<&String, &Waiting> = self
-            .waiting
-            .iter()
-            .filter(|(id, _)| self.known.contains_key(*id))
-            .collect();
-        if asking.is_empty() {
-            return Err("no replica is asking for a quorum".into());
-        }
-        let shrink_only = asking.values().any(|w| w.member.shrink_only) && self.previous.is_some();
-        let candidates: Vec<String> = asking
-            .keys()
-            .filter(|id| !shrink_only || self.is_previous(id))
-            .map(|id| (*id).clone())
-            .collect();
-        // Under shrink_only the newcomers that wait are shut out on purpose, so nobody waits for them; but they are
-        // healthy, and the majority rule counts them.
-        let missing: Vec<&str> = self
-            .known
-            .keys()
-            .filter(|id| !asking.contains_key(id))
-            .map(String::as_str)
-            .collect();
-        let (n, healthy) = (candidates.len(), self.known.len());
-        let note = if shrink_only {
-            ", without newcomers (shrink_only)"
-        } else {
-            ""
-        };
-        let lacking = if missing.is_empty() {
-            String::new()
-        } else {
-            format!("; not asking: {}", missing.join(", "))
-        };
-        if n < rules.min_replicas.max(1) {
-            return Err(format!(
-                "{n} of {healthy} healthy replicas ask{note}, min_replicas is {}{lacking}",
-                rules.min_replicas
-            ));
-        }
-        if n * 2 <= healthy {
-            return Err(format!(
-                "{n} of {healthy} healthy replicas ask{note}, no strict majority{lacking}"
-            ));
-        }
-        let goes_on = self.previous.is_some() || asking.values().any(|w| w.member.last_quorum_id > 0);
-        if let Some(initial) = rules.initial_replicas.filter(|initial| !goes_on && n < *initial) {
-            return Err(format!(
-                "the first quorum waits for {initial} replicas, {n} ask: {}",
-                candidates.join(", ")
-            ));
-        }
-        // Of the previous members: is one a candidate, and who is healthy but not asking?
-        let overlaps = candidates.iter().any(|id| self.is_previous(id));
-        let busy: Vec<&str> = missing
-            .iter()
-            .copied()
-            .filter(|id| self.is_previous(id))
-            .collect();
-        if !overlaps && !busy.is_empty() {
-            // Without a member of it in the new quorum, the old epoch could go on beside the new one (L26).
-            return Err(format!(
-                "{n} newcomers ask; waiting for a member of quorum {}: {}",
-                self.quorum_id,
-                busy.join(", ")
-            ));
-        }
-        if missing.is_empty() || (overlaps && busy.is_empty()) {
-            return Ok(candidates);
-        }
-        let waited = asking
-            .values()
-            .map(|w| now.saturating_duration_since(w.since))
-            .max()
-            .unwrap_or_default();
-        if waited >= rules.join_timeout {
-            return Ok(candidates);
-        }
-        Err(format!(
-            "{n} of {healthy} healthy replicas ask; waiting up to {:?} for {}",
-            rules.join_timeout,
-            missing.join(", ")
-        ))
-    }
-
-    /// Once all members of the last quorum have said good-bye, the run is over: a replica of an earlier quorum, which they went on
+    /// Once all members of the last quorum have left, the run is over: a replica of an earlier quorum, which they went on
     /// without, would go on alone to another end.
     fn turn_away_stragglers(&mut self, actions: &mut Vec<Action>) {
-        let Some(last) = self
-            .previous
-            .clone()
-            .filter(|q| q.ids().all(|id| self.left.contains(id)))
-        else {
+        let tally = self.roster.tally();
+        if tally.left < tally.members || tally.reporting == 0 {
             return;
-        };
-        let stragglers = self
-            .waiting
-            .extract_if(.., |_, w| (1..last.quorum_id).contains(&w.member.last_quorum_id));
-        for (id, w) in stragglers {
-            self.known.remove(&id);
+        }
+        let Some(last) = self.previous.clone() else { return };
+        let of_before = |w: &Waiting| (1..last.quorum_id).contains(&w.member.last_quorum_id);
+        let stragglers: Vec<Id> = self
+            .roster
+            .iter()
+            .filter(|(_, e)| e.waiting.as_ref().is_some_and(of_before))
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in stragglers {
+            let waiting = self.roster.update(&id, |entry| {
+                entry.seen = None;
+                entry.waiting.take()
+            });
+            let Some(w) = waiting else { continue };
             let text = format!(
                 "the run is over: after quorum {} it went on without replica {id}, and all members of quorum {} have said good-bye ({}). \
                  The state of this replica is not what it ended with",
                 w.member.last_quorum_id,
                 last.quorum_id,
-                last.ids().collect::<Vec<_>>().join(", ")
+                listed(last.ids())
             );
             actions.push(Action::Reject {
                 ticket: w.ticket,
@@ -488,24 +408,33 @@ impl LighthouseState {
     fn decide(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.turn_away_stragglers(actions);
         loop {
-            match self.compute(now) {
-                Ok(ids) => self.form(&ids, actions),
-                Err(reason) => {
-                    if reason != self.reason {
-                        self.reason.clone_from(&reason);
-                        actions.push(Action::Reason(reason));
-                    }
-                    return;
-                }
+            let verdict = self.judge(now);
+            self.able_since = match verdict {
+                Verdict::Wait => Some(self.able_since.unwrap_or(now)),
+                _ => None,
+            };
+            match verdict {
+                Verdict::Form => self.form(actions),
+                // Without any time to wait, it forms at once.
+                Verdict::Wait if self.rules.join_timeout.is_zero() => {}
+                _ => return,
             }
         }
     }
 
-    fn form(&mut self, ids: &[String], actions: &mut Vec<Action>) {
+    fn form(&mut self, actions: &mut Vec<Action>) {
+        let of_note = self.roster.iter().filter(|(_, e)| e.member || e.is_asking());
+        let ids: Vec<(Id, bool)> = of_note
+            .map(|(id, e)| (id.clone(), self.is_candidate(e)))
+            .collect();
         let mut tickets = Vec::with_capacity(ids.len());
         let mut participants = Vec::with_capacity(ids.len());
-        for id in ids {
-            if let Some(w) = self.waiting.remove(id) {
+        for (id, takes_part) in ids {
+            let waiting = self.roster.update(&id, |entry| {
+                (entry.member, entry.departed, entry.left) = (takes_part, false, false);
+                entry.waiting.take_if(|_| takes_part)
+            });
+            if let Some(w) = waiting {
                 tickets.push(w.ticket);
                 participants.push(w.member);
             }
@@ -521,24 +450,27 @@ impl LighthouseState {
         self.tell_left_out(&quorum, actions);
         self.previous = Some(quorum.clone());
         self.aborted = None;
-        self.departed.clear();
-        self.left.clear();
         actions.push(Action::Deliver { tickets, quorum });
     }
 
     /// Previous members that were too slow for the new quorum learn that their epoch is over.
     fn tell_left_out(&self, quorum: &Quorum, actions: &mut Vec<Action>) {
         let Some(previous) = &self.previous else { return };
+        // Those of the new quorum are its members already.
         let to: Vec<String> = previous
             .ids()
-            .filter(|id| !quorum.contains(id) && self.attached.contains_key(*id))
+            .filter(|id| {
+                self.roster
+                    .get(id)
+                    .is_some_and(|e| !e.member && e.stream.is_some())
+            })
             .map(str::to_string)
             .collect();
         if !to.is_empty() {
             let reason = format!(
                 "quorum {} formed without {}, which did not ask",
                 quorum.quorum_id,
-                to.join(", ")
+                listed(to.iter().map(String::as_str))
             );
             let event = AbortEpoch {
                 quorum_id: previous.quorum_id,
@@ -585,6 +517,8 @@ pub fn cut(text: &str) -> &str {
 
 #[cfg(test)]
 mod absences;
+#[cfg(test)]
+mod oracle;
 #[cfg(test)]
 mod random_lives;
 #[cfg(test)]

@@ -234,7 +234,7 @@ impl Actor {
                 let _ = reply.send((self.state.status(self.now), self.counters));
             }
             Message::Reason { reply } => {
-                let _ = reply.send(self.state.reason().to_string());
+                let _ = reply.send(self.state.reason(self.now));
             }
         }
     }
@@ -290,7 +290,6 @@ impl Actor {
                     }
                 }
                 Action::Refuse { error, .. } => refused = Some(error),
-                Action::Reason(_) => {}
             }
         }
         refused

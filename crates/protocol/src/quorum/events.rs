@@ -117,8 +117,6 @@ pub enum Action {
         /// Why.
         error: Error,
     },
-    /// The reason why no quorum forms has changed; worth a log line.
-    Reason(String),
 }
 
 /// What a dashboard shows.

@@ -72,7 +72,7 @@ proptest! {
                     Action::Reject { ticket, .. } => prop_assert!(live.remove(ticket).is_some(), "answered twice"),
                     Action::Deliver { tickets, quorum } => {
                         prop_assert!(quorum.participants.len() >= min_replicas.max(1));
-                        prop_assert!(quorum.participants.len() * 2 > sim.state.known.len());
+                        prop_assert!(quorum.participants.len() * 2 > sim.healthy().len());
                         prop_assert_eq!(tickets.len(), quorum.participants.len());
                         let ids: Vec<_> = quorum.ids().map(str::to_string).collect();
                         let sorted: BTreeSet<_> = ids.iter().cloned().collect();
@@ -80,7 +80,7 @@ proptest! {
                         for (ticket, id) in tickets.iter().zip(&ids) {
                             let owner = live.remove(ticket);
                             prop_assert_eq!(owner.as_ref(), Some(id), "only through a live call");
-                            prop_assert!(sim.state.known.contains_key(id));
+                            prop_assert!(sim.is_healthy(id));
                             prop_assert!(gone.as_ref() != Some(id));
                         }
                         prop_assert!(!(ids.contains(&"a:1".into()) && ids.contains(&"a:2".into())));

@@ -1,0 +1,272 @@
+//! Every replica that the lighthouse knows of, and the figures that its rules look at.
+//!
+//! All changes go through [`Roster::update`], which keeps the counters, the index of the calls and the index of the
+//! time-outs in step with the entries: an event costs O(log n), and a rule reads a counter. Time-outs are indexed
+//! lazily: a sign of life only moves an entry's time, and the index is corrected when its old time comes.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::{AddAssign, Bound, SubAssign};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use super::Ticket;
+use crate::member::{Member, prefix_of};
+
+/// A replica id, shared by the indexes.
+pub(super) type Id = Arc<str>;
+
+/// An open call for a quorum.
+#[derive(Debug, Clone)]
+pub(super) struct Waiting {
+    pub(super) member: Member,
+    pub(super) ticket: Ticket,
+    pub(super) since: Instant,
+}
+
+/// What is known of one replica id. An entry without content is removed.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Entry {
+    pub(super) waiting: Option<Waiting>,
+    /// The last sign of life, if it counts as healthy.
+    pub(super) seen: Option<Instant>,
+    /// Its open event stream.
+    pub(super) stream: Option<u64>,
+    /// A member of the last quorum.
+    pub(super) member: bool,
+    /// A member of the last quorum of which there is evidence that it is gone: a stray heartbeat does not revive it.
+    pub(super) departed: bool,
+    /// A member of the last quorum that left.
+    pub(super) left: bool,
+    /// Where the entry stands in the index of the time-outs; never later than its time-out.
+    due: Option<Instant>,
+}
+
+impl Entry {
+    /// It waits for a quorum and is healthy.
+    pub(super) fn is_asking(&self) -> bool {
+        self.waiting.is_some() && self.seen.is_some()
+    }
+
+    /// A healthy member of the last quorum that is not waiting: at work in it.
+    pub(super) fn is_busy(&self) -> bool {
+        self.member && self.seen.is_some() && self.waiting.is_none()
+    }
+
+    fn is_empty(&self) -> bool {
+        self.waiting.is_none() && self.seen.is_none() && self.stream.is_none() && !self.member
+    }
+
+    /// What it adds to the counters.
+    pub(super) fn tally(&self) -> Tally {
+        let of = usize::from;
+        let asking = self.waiting.as_ref().filter(|_| self.seen.is_some());
+        Tally {
+            healthy: of(self.seen.is_some()),
+            asking: of(asking.is_some()),
+            members: of(self.member),
+            members_asking: of(self.member && asking.is_some()),
+            busy: of(self.is_busy()),
+            shrinking: of(asking.is_some_and(|w| w.member.shrink_only)),
+            reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
+            left: of(self.left),
+        }
+    }
+}
+
+/// How many entries are what.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(super) struct Tally {
+    pub(super) healthy: usize,
+    /// Healthy, with an open call.
+    pub(super) asking: usize,
+    /// Members of the last quorum.
+    pub(super) members: usize,
+    pub(super) members_asking: usize,
+    /// Members of the last quorum that are healthy and have not asked.
+    pub(super) busy: usize,
+    /// Asking, and for a quorum without newcomers.
+    pub(super) shrinking: usize,
+    /// Asking, with an earlier quorum.
+    pub(super) reporting: usize,
+    /// Members of the last quorum that left.
+    pub(super) left: usize,
+}
+
+impl Tally {
+    fn each(&mut self, other: &Self, change: fn(&mut usize, usize)) {
+        for (own, other) in [
+            (&mut self.healthy, other.healthy),
+            (&mut self.asking, other.asking),
+            (&mut self.members, other.members),
+            (&mut self.members_asking, other.members_asking),
+            (&mut self.busy, other.busy),
+            (&mut self.shrinking, other.shrinking),
+            (&mut self.reporting, other.reporting),
+            (&mut self.left, other.left),
+        ] {
+            change(own, other);
+        }
+    }
+}
+
+impl AddAssign<&Self> for Tally {
+    fn add_assign(&mut self, other: &Self) {
+        self.each(other, |own, other| *own += other);
+    }
+}
+
+impl SubAssign<&Self> for Tally {
+    fn sub_assign(&mut self, other: &Self) {
+        self.each(other, |own, other| *own = own.saturating_sub(other));
+    }
+}
+
+/// The entries with their indexes.
+#[derive(Debug, Clone)]
+pub(super) struct Roster {
+    heartbeat_timeout: Duration,
+    entries: BTreeMap<Id, Entry>,
+    tickets: BTreeMap<Ticket, Id>,
+    due: BTreeSet<(Instant, Id)>,
+    tally: Tally,
+}
+
+impl Roster {
+    pub(super) fn new(heartbeat_timeout: Duration) -> Self {
+        Self {
+            heartbeat_timeout,
+            entries: BTreeMap::new(),
+            tickets: BTreeMap::new(),
+            due: BTreeSet::new(),
+            tally: Tally::default(),
+        }
+    }
+
+    pub(super) fn tally(&self) -> &Tally {
+        &self.tally
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.entries.len()
+    }
+
+    pub(super) fn get(&self, id: &str) -> Option<&Entry> {
+        self.entries.get(id)
+    }
+
+    /// The id whose call this is.
+    pub(super) fn caller(&self, ticket: Ticket) -> Option<Id> {
+        self.tickets.get(&ticket).cloned()
+    }
+
+    #[cfg(test)]
+    pub(super) fn calls(&self) -> usize {
+        self.tickets.len()
+    }
+
+    /// All entries in order of their ids.
+    pub(super) fn iter(&self) -> impl Iterator<Item = (&Id, &Entry)> {
+        self.entries.iter()
+    }
+
+    /// The ids with the name of `id`, which are lives of one replica; none if it has no name.
+    pub(super) fn lives(&self, id: &str) -> Vec<Id> {
+        let Some(prefix) = prefix_of(id) else {
+            return Vec::new();
+        };
+        let from = (Bound::Included(prefix), Bound::Unbounded);
+        let lives = self.entries.range::<str, _>(from).map(|(id, _)| id);
+        lives.take_while(|id| id.starts_with(prefix)).cloned().collect()
+    }
+
+    /// Changes the entry of `id`, which is made if there is none and removed if it ends without content.
+    pub(super) fn update<T>(&mut self, id: &str, change: impl FnOnce(&mut Entry) -> T) -> T {
+        if let Some(entry) = self.entries.get_mut(id) {
+            let (before, ticket) = (entry.tally(), entry.waiting.as_ref().map(|w| w.ticket));
+            let told = change(entry);
+            self.tally -= &before;
+            if let Some(ticket) = ticket {
+                self.tickets.remove(&ticket);
+            }
+            if entry.is_empty() {
+                if let Some((id, entry)) = self.entries.remove_entry(id)
+                    && let Some(due) = entry.due
+                {
+                    self.due.remove(&(due, id));
+                }
+            } else {
+                self.index(id);
+            }
+            told
+        } else {
+            let mut entry = Entry::default();
+            let told = change(&mut entry);
+            if !entry.is_empty() {
+                self.entries.insert(id.into(), entry);
+                self.index(id);
+            }
+            told
+        }
+    }
+
+    /// Adds an entry, as it is now, to the counters and indexes.
+    fn index(&mut self, id: &str) {
+        let Some((key, _)) = self.entries.get_key_value(id) else {
+            return;
+        };
+        let key = key.clone();
+        let Some(entry) = self.entries.get_mut(id) else {
+            return;
+        };
+        self.tally += &entry.tally();
+        if let Some(w) = &entry.waiting {
+            self.tickets.insert(w.ticket, key.clone());
+        }
+        // A time-out beyond the clock's range never comes.
+        let timeout = entry
+            .seen
+            .and_then(|seen| seen.checked_add(self.heartbeat_timeout));
+        if let Some(timeout) = timeout.filter(|t| entry.due.is_none_or(|due| *t < due)) {
+            if let Some(due) = entry.due.replace(timeout) {
+                self.due.remove(&(due, key.clone()));
+            }
+            self.due.insert((timeout, key));
+        }
+    }
+
+    /// Takes the entries whose time-out has come out of the healthy, and gives their ids in order.
+    pub(super) fn expire(&mut self, now: Instant) -> BTreeSet<Id> {
+        let timeout = self.heartbeat_timeout;
+        let mut late = BTreeSet::new();
+        while self.due.first().is_some_and(|(due, _)| *due <= now) {
+            let Some((_, id)) = self.due.pop_first() else {
+                break;
+            };
+            let is_late = self.update(&id, |entry| {
+                // Its present time-out, if it has one, takes the place of the one that came.
+                entry.due = None;
+                let is_late = |seen: Instant| now.saturating_duration_since(seen) >= timeout;
+                entry.seen.take_if(|seen| is_late(*seen)).is_some()
+            });
+            if is_late {
+                late.insert(id);
+            }
+        }
+        late
+    }
+
+    /// Nobody is older by the time in which the lighthouse could not hear them.
+    pub(super) fn forgive(&mut self, time: Duration, now: Instant) {
+        for entry in self.entries.values_mut() {
+            let waits = entry.waiting.iter_mut().map(|w| &mut w.since);
+            for at in entry.seen.iter_mut().chain(waits) {
+                *at = later(*at, time, now);
+            }
+        }
+    }
+}
+
+/// `at`, moved on by `time`, but not beyond `now`.
+pub(super) fn later(at: Instant, time: Duration, now: Instant) -> Instant {
+    at.checked_add(time).map_or(now, |later| later.min(now))
+}
