@@ -1,7 +1,8 @@
 //! Connections: accept, parse one small request, look it up, answer.
 //!
-//! `serve` runs on the `ox-ckpt` thread until it is told to stop. Each connection is a task that holds one of a bounded
-//! number of permits; a task holds a [`Pin`] on the snapshot that it read last, which is what makes it a reader.
+//! `serve` runs on the `ox-ckpt` thread until it is told to stop. Each connection is a task that holds a [`Pin`] on the snapshot that it
+//! read last, which is what makes it a reader. Connections that ask for nothing cost little and make room for new ones (`guests`); an
+//! answer holds one of a bounded number of permits for as long as its bytes are in memory.
 
 use std::convert::Infallible;
 use std::net::TcpListener;
@@ -10,6 +11,7 @@ use std::time::{Duration, Instant};
 
 use blake3::Hash;
 use bytes::Bytes;
+use ftcore::accept_failure;
 use http_body_util::Full;
 use hyper::header::{CONTENT_TYPE, HeaderMap, HeaderValue};
 use hyper::server::conn::http1;
@@ -17,15 +19,19 @@ use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use tokio::net::TcpStream;
-use tokio::sync::{Semaphore, watch};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::JoinSet;
 
+use super::guests::{Busy, Guest, Guests};
 use super::pace::Paced;
 use super::serving::{Lookup, Part, Pin, Serving};
 use super::{DIGEST_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER};
 
 /// Enough for any request of ours; what is longer is refused.
 const MAX_REQUEST_BYTES: usize = 16 << 10;
+
+/// Connections that may be open for each answer that may be in progress.
+const OPEN_FOR_EACH_ANSWER: usize = 8;
 
 /// Pause after a failed accept (out of file descriptors, say), so that the loop does not spin.
 const ACCEPT_PAUSE: Duration = Duration::from_millis(50);
@@ -35,6 +41,34 @@ pub(super) struct Limits {
     /// `/ckpt/{life}`.
     pub(super) prefix: String,
     pub(super) options: TransportOptions,
+    /// For the answers in progress.
+    pub(super) permits: Arc<Semaphore>,
+}
+
+impl Limits {
+    pub(super) fn new(prefix: String, options: TransportOptions) -> Self {
+        let permits = options.max_connections.min(Semaphore::MAX_PERMITS);
+        Self {
+            prefix,
+            options,
+            permits: Arc::new(Semaphore::new(permits)),
+        }
+    }
+}
+
+/// Bytes of an answer, and what is given back once they are sent.
+struct Held {
+    bytes: Bytes,
+    /// The permit to have a chunk in memory.
+    _permit: Option<OwnedSemaphorePermit>,
+    /// The connection is in the middle of something.
+    _busy: Busy,
+}
+
+impl AsRef<[u8]> for Held {
+    fn as_ref(&self) -> &[u8] {
+        &self.bytes
+    }
 }
 
 type Stop = watch::Receiver<Option<Instant>>;
@@ -55,34 +89,34 @@ pub(super) async fn serve(
         }
     };
     let limits = Arc::new(limits);
-    let permits = Arc::new(Semaphore::new(
-        limits.options.max_connections.min(Semaphore::MAX_PERMITS),
-    ));
+    let guests = Guests::new(limits.options.max_connections.saturating_mul(OPEN_FOR_EACH_ANSWER));
+    let mut failing = false;
     loop {
-        // Finished tasks are collected here, so the set holds no more than there are permits.
+        // Finished tasks are collected here, so the set holds little more than there are connections.
         while tasks.try_join_next().is_some() {}
-        let accepted = async {
-            let permit = Arc::clone(&permits).acquire_owned().await;
-            (permit, listener.accept().await)
-        };
         tokio::select! {
             () = stopping(&mut stop) => break,
-            (permit, accepted) = accepted => match (permit, accepted) {
-                (Ok(permit), Ok((stream, peer))) => {
+            accepted = listener.accept() => match accepted {
+                Ok((stream, peer)) => {
+                    failing = false;
+                    let Some(guest) = guests.admit() else {
+                        tracing::debug!(%peer, "checkpoint connection refused: all others are in the middle of an answer");
+                        continue;
+                    };
                     let (serving, limits, stop) = (Arc::clone(&serving), Arc::clone(&limits), stop.clone());
                     tasks.spawn(async move {
-                        if let Err(e) = connection(stream, &serving, &limits, stop).await {
+                        if let Err(e) = connection(stream, &serving, &limits, &guest, stop).await {
                             tracing::debug!(%peer, "checkpoint connection ended: {e}");
                         }
                         serving.sweep();
-                        drop(permit);
                     });
                 }
-                (Ok(_), Err(e)) => {
-                    tracing::warn!("the checkpoint server cannot accept: {e}");
+                Err(e) => {
+                    if !std::mem::replace(&mut failing, true) {
+                        tracing::warn!("the checkpoint server cannot accept: {}", accept_failure(&e));
+                    }
                     tokio::time::sleep(ACCEPT_PAUSE).await;
                 }
-                (Err(_), _) => break,
             },
         }
     }
@@ -119,14 +153,16 @@ async fn connection(
     stream: TcpStream,
     serving: &Arc<Serving>,
     limits: &Arc<Limits>,
+    guest: &Guest,
     mut stop: Stop,
-) -> hyper::Result<()> {
+) -> Result<(), String> {
     // Only a matter of latency.
     let _ = stream.set_nodelay(true);
     let pin: Arc<Mutex<Option<Pin>>> = Arc::default();
     let service = service_fn(|request: Request<hyper::body::Incoming>| {
         let (serving, limits, pin) = (Arc::clone(serving), Arc::clone(limits), Arc::clone(&pin));
-        async move { Ok::<_, Infallible>(answer(&request, &serving, &limits, &pin).await) }
+        let busy = guest.busy();
+        async move { Ok::<_, Infallible>(answer(&request, &serving, &limits, &pin, busy).await) }
     });
     let io = TokioIo::new(Paced::new(stream, limits.options.stall_timeout));
     let connection = http1::Builder::new()
@@ -135,12 +171,24 @@ async fn connection(
         .max_buf_size(MAX_REQUEST_BYTES)
         .serve_connection(io, service);
     let mut connection = std::pin::pin!(connection);
+    let said = |e: hyper::Error| e.to_string();
+    let greeting = tokio::time::sleep(limits.options.greeting_timeout);
     tokio::select! {
-        ended = connection.as_mut() => return ended,
+        ended = connection.as_mut() => return ended.map_err(said),
+        () = guest.asked_to_go() => return Err("it had no request for longest, and made room".into()),
+        () = unless_greeted(greeting, guest) => return Err("it sent no request in time".into()),
         () = stopping(&mut stop) => {}
     }
     connection.as_mut().graceful_shutdown();
-    connection.await
+    connection.await.map_err(said)
+}
+
+/// Ready after `time` if the first request has not come by then.
+async fn unless_greeted(time: tokio::time::Sleep, guest: &Guest) {
+    time.await;
+    if guest.greeted() {
+        std::future::pending::<()>().await;
+    }
 }
 
 async fn answer<B>(
@@ -148,6 +196,7 @@ async fn answer<B>(
     serving: &Serving,
     limits: &Limits,
     pin: &Mutex<Option<Pin>>,
+    busy: Busy,
 ) -> Response<Full<Bytes>> {
     if request.method() != Method::GET {
         return text(
@@ -183,25 +232,34 @@ async fn answer<B>(
     // From here on this connection is a reader of that snapshot; an earlier one is let go.
     let earlier = pin.lock().unwrap_or_else(PoisonError::into_inner).replace(reader);
     drop(earlier);
-    let (body, kind) = match part {
+    let (bytes, permit, kind) = match part {
         Part::Manifest => {
             // Hashing takes long the first time; the other connections go on meanwhile.
             match tokio::task::spawn_blocking(move || snapshot.manifest_json()).await {
-                Ok(json) => (json, "application/json"),
+                Ok(json) => (json, None, "application/json"),
                 Err(e) => return text(StatusCode::INTERNAL_SERVER_ERROR, format!("hashing failed: {e}")),
             }
         }
-        Part::Chunk(index, _) => match snapshot.chunk(index) {
+        Part::Chunk(index, _) => {
+            // Others that wait for theirs go on in turn: whoever has one must read it, or loses it (`pace`).
+            let Ok(permit) = Arc::clone(&limits.permits).acquire_owned().await else {
+                return text(StatusCode::SERVICE_UNAVAILABLE, "shutting down".into());
+            };
             // A copy: a reader that never takes it holds one chunk and not the snapshot.
-            Some(chunk) => (Bytes::copy_from_slice(chunk), "application/octet-stream"),
-            None => {
+            let Some(bytes) = snapshot.chunk(index).map(Bytes::copy_from_slice) else {
                 return text(
                     StatusCode::RANGE_NOT_SATISFIABLE,
                     format!("step {step} has no chunk {index}"),
                 );
-            }
-        },
+            };
+            (bytes, Some(permit), "application/octet-stream")
+        }
     };
+    let body = Bytes::from_owner(Held {
+        bytes,
+        _permit: permit,
+        _busy: busy,
+    });
     let mut response = Response::new(Full::new(body));
     response
         .headers_mut()

@@ -6,17 +6,18 @@
 //! Memory at a source is bounded: the newest two snapshots, at most two retired ones that still have readers, and
 //! one chunk per connection.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result, bracketed_host, raise_descriptor_limit, time_left};
 use tokio::sync::watch;
 
 use crate::Snapshot;
 
 mod connection;
+mod guests;
 mod pace;
 mod serving;
 
@@ -37,8 +38,11 @@ pub const MAX_WAIT: Duration = Duration::from_secs(60);
 /// Limits of a server. The defaults suit a job of hundreds of replicas.
 #[derive(Debug, Clone)]
 pub struct TransportOptions {
-    /// Connections served at once; others wait in the listener's backlog. Default 128.
+    /// Chunks on their way at once; further requests wait for their turn. Eight times as many connections may be open; for one more, the
+    /// one that has been without a request for longest is closed. Default 128.
     pub max_connections: usize,
+    /// A new connection that sends no whole request for this long is closed. Default 10 s.
+    pub greeting_timeout: Duration,
     /// A connection that sends no request for this long is closed. Default 60 s.
     pub idle_timeout: Duration,
     /// A reader that takes less than 64 KiB of a pending answer in this time is cut off. Default 30 s.
@@ -49,6 +53,7 @@ impl Default for TransportOptions {
     fn default() -> Self {
         Self {
             max_connections: 128,
+            greeting_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
             stall_timeout: Duration::from_secs(30),
         }
@@ -86,9 +91,14 @@ impl HttpTransport {
 
     /// [`Self::start`] with other limits; `InvalidArgument` if one of them is zero.
     pub fn start_with(bind: &str, advertise_host: Option<&str>, options: TransportOptions) -> Result<Self> {
-        if options.max_connections == 0 || options.idle_timeout.is_zero() || options.stall_timeout.is_zero() {
+        if options.max_connections == 0
+            || options.greeting_timeout.is_zero()
+            || options.idle_timeout.is_zero()
+            || options.stall_timeout.is_zero()
+        {
             return Err(Error::invalid(format!("a limit of zero in {options:?}")));
         }
+        raise_descriptor_limit();
         let listener = TcpListener::bind(bind).map_err(|e| {
             let kind = if e.kind() == std::io::ErrorKind::AddrInUse {
                 ErrorKind::Conflict
@@ -100,7 +110,7 @@ impl HttpTransport {
         let failed = |e| Error::io(format!("checkpoint server on {bind}"), e);
         listener.set_nonblocking(true).map_err(failed)?;
         let address = listener.local_addr().map_err(failed)?;
-        let host = advertise_host.map_or_else(|| advertised(address.ip()), bracketed);
+        let host = advertise_host.map_or_else(|| advertised(address.ip()), bracketed_host);
         let prefix = format!("/ckpt/{:016x}", life_id());
         let url = format!("http://{host}:{}{prefix}", address.port());
 
@@ -116,7 +126,7 @@ impl HttpTransport {
             .build()
             .map_err(failed)?;
         let for_thread = Arc::clone(&serving);
-        let limits = Limits { prefix, options };
+        let limits = Limits::new(prefix, options);
         std::thread::Builder::new()
             .name("ox-ckpt".into())
             .spawn(move || {
@@ -202,14 +212,6 @@ fn life_id() -> u64 {
     RandomState::new().hash_one((std::process::id(), std::time::SystemTime::now()))
 }
 
-fn bracketed(host: &str) -> String {
-    if host.parse::<Ipv6Addr>().is_ok() {
-        format!("[{host}]")
-    } else {
-        host.to_owned()
-    }
-}
-
 fn advertised(bound: IpAddr) -> String {
     let address = if bound.is_unspecified() {
         outward_address(bound.is_ipv4())
@@ -220,7 +222,7 @@ fn advertised(bound: IpAddr) -> String {
         tracing::warn!("no address towards other machines found; peers are told the loopback address");
         IpAddr::V4(Ipv4Addr::LOCALHOST)
     });
-    bracketed(&address.to_string())
+    bracketed_host(&address.to_string())
 }
 
 /// The source address that the routing table chooses towards the outside. Connecting a UDP socket sends nothing;

@@ -326,6 +326,7 @@ fn random_bytes_and_oversized_requests_do_not_disturb_the_server() {
 
 fn tight(f: impl FnOnce(&mut TransportOptions)) -> HttpTransport {
     let mut options = TransportOptions {
+        greeting_timeout: LONG,
         idle_timeout: LONG,
         stall_timeout: LONG,
         ..TransportOptions::default()
@@ -347,6 +348,57 @@ fn silent_connections_lose_their_place_to_those_that_ask() {
         (9, state(4, 3.0))
     );
     drop(silent);
+}
+
+#[test]
+fn a_thousand_silent_connections_make_room_for_one_that_asks_long_before_their_time_is_over() {
+    let server = tight(|o| o.max_connections = 8);
+    server.publish(snapshot(5, 4, 3.0));
+    let mut silent: Vec<Reader> = (0..1000).map(|_| Reader::connect(&server)).collect();
+    // These have asked once, and keep their connection.
+    let _kept: Vec<Reader> = (0..10)
+        .map(|_| {
+            let mut reader = Reader::connect(&server);
+            reader.manifest(5);
+            reader
+        })
+        .collect();
+    assert_eq!(
+        fetch(&[server.metadata()], 5, long()).unwrap(),
+        (9, state(4, 3.0))
+    );
+    // Who came first has made room.
+    assert_eq!(silent[0].stream.read(&mut [0]).unwrap_or(0), 0);
+}
+
+#[test]
+fn who_never_finishes_its_first_request_is_gone_after_the_greeting_time() {
+    let server = tight(|o| o.greeting_timeout = Duration::from_millis(300));
+    server.publish(snapshot(5, 4, 3.0));
+    let mut asked = Reader::connect(&server);
+    asked.manifest(5);
+    for beginning in ["", "G", "GET /x HTTP/1.1\r\nHost: a\r\nA: "] {
+        let mut reader = Reader::connect(&server);
+        reader.stream.write_all(beginning.as_bytes()).unwrap();
+        // Another byte now and then, for as long as anybody listens.
+        reader
+            .stream
+            .set_read_timeout(Some(Duration::from_millis(20)))
+            .unwrap();
+        let begun = Instant::now();
+        while begun.elapsed() < LONG / 2 {
+            match reader.stream.read(&mut [0]) {
+                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {}
+                _ => break,
+            }
+            if beginning.len() > 1 && reader.stream.write_all(b"x").is_err() {
+                break;
+            }
+        }
+        assert!(begun.elapsed() < LONG / 2, "{beginning:?} holds its connection");
+    }
+    // Who has asked once may think for longer than that.
+    asked.manifest(5);
 }
 
 #[test]

@@ -100,11 +100,13 @@ impl Activity {
 
     pub(super) fn verdict(&self, now: Instant) -> Verdict {
         let limits = &self.port.limits;
+        // What a connection does between two looks shows at the second, so none is far off.
+        let soon = now + (limits.unread / 2).min(limits.idle);
         let state = self.state();
         if !state.greeted {
             let until = self.since + limits.greeting;
             return if now < until {
-                Verdict::Stays(until)
+                Verdict::Stays(until.min(soon))
             } else {
                 Verdict::Goes(format!("it did not greet within {:?}", limits.greeting))
             };
@@ -115,10 +117,9 @@ impl Activity {
         }
         let idle_at = state.quiet_since + limits.idle;
         if state.open > 0 {
-            // Whether an answer waits for its reader is looked up often enough to keep the time within a half.
-            Verdict::Stays(now + limits.unread / 2)
+            Verdict::Stays(soon)
         } else if now < idle_at {
-            Verdict::Stays(idle_at)
+            Verdict::Stays(idle_at.min(soon))
         } else {
             Verdict::Idle
         }
