@@ -61,7 +61,8 @@ impl Ports {
     }
 
     fn addresses(&self) -> [SocketAddr; 2] {
-        [self.lighthouse.address(), self.manager.address()].map(|url| url.strip_prefix("http://").unwrap().parse().unwrap())
+        [self.lighthouse.address(), self.manager.address()]
+            .map(|url| url.strip_prefix("http://").unwrap().parse().unwrap())
     }
 
     /// New clients come, and are answered.
@@ -71,7 +72,9 @@ impl Ports {
         lighthouse.heartbeat("somebody:1", deadline).unwrap();
         lighthouse.status(deadline).unwrap();
         let manager = ManagerClient::connect(&self.manager.address(), deadline).unwrap();
-        manager.report(0, "a report of an epoch that never was", deadline).unwrap();
+        manager
+            .report(0, "a report of an epoch that never was", deadline)
+            .unwrap();
     }
 }
 
@@ -84,7 +87,10 @@ fn connect(address: SocketAddr) -> TcpStream {
 }
 
 fn is_pause(e: &std::io::Error) -> bool {
-    matches!(e.kind(), ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted)
+    matches!(
+        e.kind(),
+        ErrorKind::WouldBlock | ErrorKind::TimedOut | ErrorKind::Interrupted
+    )
 }
 
 /// Reads what there is; false once the server has closed the connection.
@@ -341,7 +347,10 @@ fn endless_frames_that_ask_for_nothing_end_the_connection_after_a_bounded_number
     let request = post(HEARTBEAT);
     type Next = Box<dyn Fn(u32) -> Vec<u8>>;
     let floods: Vec<(&str, Next)> = vec![
-        ("settings", Box::new(|_| frame(SETTINGS, 0, 0, &[0, 3, 0, 0, 0, 9]))),
+        (
+            "settings",
+            Box::new(|_| frame(SETTINGS, 0, 0, &[0, 3, 0, 0, 0, 9])),
+        ),
         ("ping", Box::new(|n| frame(6, 0, 0, &u64::from(n).to_be_bytes()))),
         ("priority", Box::new(|n| frame(2, 0, 2 * n + 1, &[0, 0, 0, 0, 9]))),
         ("unknown", Box::new(|_| frame(0x77, 0, 0, &[]))),
@@ -406,7 +415,9 @@ fn one_address_gets_no_more_than_its_share_of_the_connections() {
     assert_eq!(open, 29);
     let from_elsewhere = std::net::Ipv4Addr::new(127, 0, 0, 2);
     let mut other = connect_from(from_elsewhere, lighthouse);
-    other.write_all(b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").unwrap();
+    other
+        .write_all(b"GET /status HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        .unwrap();
     let mut text = String::new();
     other.read_to_string(&mut text).unwrap();
     assert!(text.starts_with("HTTP/1.1 200"), "{text}");

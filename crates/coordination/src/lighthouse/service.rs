@@ -127,7 +127,11 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
     ) -> Result<Response<torchft::LighthouseHeartbeatResponse>, Status> {
         let replica_id = request.into_inner().replica_id;
         bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
-        self.tell(Event::Heartbeat { replica_id }).await;
+        // The answer says that it has come, which is when it counts.
+        self.send(Message::Event {
+            event: Event::Heartbeat { replica_id },
+            done: None,
+        });
         Ok(Response::new(torchft::LighthouseHeartbeatResponse {}))
     }
 }

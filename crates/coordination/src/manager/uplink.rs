@@ -1,5 +1,6 @@
 //! The manager server's side of the talk with the lighthouse: the attach stream, heartbeats, quorum calls, reports.
 //!
+//! The open stream stands for the replica's life, with HTTP/2's pings both ways; heartbeats are sent only while there is none.
 //! The channel reconnects by itself; the stream is opened again with growing pauses. A lighthouse that knows only
 //! torchft's services serves for everything but the pushes.
 
@@ -50,6 +51,8 @@ struct Inner {
     /// The quorum that the replica was last given; 0 if none.
     last_quorum_id: AtomicI64,
     phase: watch::Sender<Phase>,
+    /// Whether the stream to the lighthouse is open.
+    attached: watch::Sender<bool>,
     /// The lighthouse's last answer.
     held: Mutex<Held>,
 }
@@ -73,6 +76,7 @@ impl Uplink {
                 retries: config.quorum_retries,
                 last_quorum_id: AtomicI64::new(0),
                 phase: watch::channel(Phase::Quiet).0,
+                attached: watch::channel(false).0,
                 held: Mutex::default(),
             }),
         }
@@ -251,13 +255,18 @@ fn unless_unsupported<T>(answer: Result<T>) -> Result<()> {
 async fn heartbeats(uplink: Uplink) {
     let inner = &uplink.inner;
     let mut phase = inner.phase.subscribe();
+    let mut attached = inner.attached.subscribe();
     let mut beats = tokio::time::interval(inner.heartbeat_interval);
     beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let patience = (inner.heartbeat_interval * 10).max(Duration::from_secs(1));
     let mut failing = false;
     loop {
         tokio::select! {
-            _ = beats.tick() => {}
+            // The lighthouse counts the stream; its end is worth a heartbeat at once.
+            () = async {
+                drop(attached.wait_for(|a| !*a).await);
+                beats.tick().await;
+            } => {}
             _ = phase.wait_for(|p| *p >= Phase::Leaving) => return,
         }
         let message = torchft::LighthouseHeartbeatRequest {
@@ -281,6 +290,22 @@ async fn heartbeats(uplink: Uplink) {
     }
 }
 
+/// The stream is open until this is dropped.
+struct Open<'a>(&'a watch::Sender<bool>);
+
+impl<'a> Open<'a> {
+    fn new(attached: &'a watch::Sender<bool>) -> Self {
+        attached.send_replace(true);
+        Self(attached)
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.0.send_replace(false);
+    }
+}
+
 async fn attach(uplink: &Uplink, manager: &Manager) {
     let inner = &uplink.inner;
     let mut backoff = Backoff::new();
@@ -294,6 +319,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
             Ok(response) => {
                 backoff.reset();
                 let mut events = response.into_inner();
+                let open = Open::new(&inner.attached);
                 let end = loop {
                     match events.message().await {
                         Ok(Some(event)) => {
@@ -305,6 +331,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                         Err(status) => break status.message().to_string(),
                     }
                 };
+                drop(open);
                 tracing::info!(
                     url = inner.url,
                     end,

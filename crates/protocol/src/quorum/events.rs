@@ -20,7 +20,7 @@ pub struct QuorumRules {
     pub initial_replicas: Option<usize>,
     /// How long a quorum waits for healthy replicas that have not asked yet.
     pub join_timeout: Duration,
-    /// A replica without a heartbeat for this long is dead.
+    /// A replica without a stream and without a heartbeat for this long is dead.
     pub heartbeat_timeout: Duration,
 }
 
@@ -44,7 +44,7 @@ pub enum Event {
         /// The call.
         ticket: Ticket,
     },
-    /// The replica opened its event stream.
+    /// The replica opened its event stream. While it stands, the replica needs no heartbeats.
     Attached {
         /// Who.
         replica_id: String,

@@ -245,6 +245,10 @@ impl Roster {
             let is_late = self.update(&id, |entry| {
                 // Its present time-out, if it has one, takes the place of the one that came.
                 entry.due = None;
+                // An open stream is a sign of life for as long as it stands: its connection is pinged.
+                if entry.stream.is_some() {
+                    entry.seen = entry.seen.map(|_| now);
+                }
                 let is_late = |seen: Instant| now.saturating_duration_since(seen) >= timeout;
                 entry.seen.take_if(|seen| is_late(*seen)).is_some()
             });
