@@ -14,6 +14,7 @@ fn advance(member: &mut Member, progress: &Member) {
     member.commit_failures = progress.commit_failures;
     member.lineage.clone_from(&progress.lineage);
     member.last_quorum_id = progress.last_quorum_id;
+    member.last_world_size = progress.last_world_size;
 }
 
 /// What `member` says about its progress, and nothing else.

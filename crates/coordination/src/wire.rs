@@ -39,6 +39,7 @@ impl From<torchft::QuorumMember> for Member {
             commit_failures: m.commit_failures,
             lineage: m.lineage,
             last_quorum_id: m.last_quorum_id,
+            last_world_size: m.last_world_size,
             life: m.life.unwrap_or_default(),
         }
     }
@@ -57,6 +58,7 @@ impl From<Member> for torchft::QuorumMember {
             commit_failures: m.commit_failures,
             lineage: m.lineage,
             last_quorum_id: m.last_quorum_id,
+            last_world_size: m.last_world_size,
             life: Some(m.life).filter(|l| !l.is_empty()),
         }
     }
@@ -367,7 +369,7 @@ mod tests {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, life,
+                last_quorum_id: last, last_world_size: 4, life,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {

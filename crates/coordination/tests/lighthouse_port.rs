@@ -55,33 +55,27 @@ fn l24_a_call_whose_connection_broke_is_withdrawn() {
 }
 
 #[test]
-fn l25_heartbeats_and_streams_of_replicas_that_never_asked_hold_up_nobody() {
+fn l25_heartbeats_and_streams_of_replicas_that_never_asked_hold_up_no_running_job() {
     let lighthouse = lighthouse(1);
     let tool = client(&lighthouse);
+    let ask = || {
+        let quorum = tool.quorum(&member("a"), soon()).unwrap();
+        quorum.ids().map(str::to_string).collect::<Vec<_>>()
+    };
+    assert_eq!(ask(), ["a"]);
     for stranger in ["x", "y", "z"] {
         tool.heartbeat(stranger, soon()).unwrap();
     }
     let _loading = ManagerServer::start(manager_config("loading:1", &lighthouse.address(), 1)).unwrap();
     until(&tool, "the loading one attaches", |s| s.attached == ["loading:1"]);
     let start = Instant::now();
-    assert_eq!(
-        tool.quorum(&member("a"), soon())
-            .unwrap()
-            .ids()
-            .collect::<Vec<_>>(),
-        ["a"]
-    );
+    assert_eq!(ask(), ["a"]);
     assert!(
         start.elapsed() < Duration::from_secs(10),
         "the join time-out is 20 s"
     );
-    let healthy: Vec<_> = tool
-        .status(soon())
-        .unwrap()
-        .healthy
-        .into_iter()
-        .map(|h| h.replica_id)
-        .collect();
+    let healthy = tool.status(soon()).unwrap().healthy;
+    let healthy: Vec<_> = healthy.into_iter().map(|h| h.replica_id).collect();
     assert_eq!(healthy, ["a"]);
 }
 
@@ -123,6 +117,14 @@ fn an_unusable_member_is_refused_with_a_reason() {
                 ..member("a")
             },
             "impossible quorum id -4",
+        ),
+        (
+            Member {
+                address: String::new(),
+                step: 1 << 40,
+                ..member("a")
+            },
+            "replica a: address is '', and should be",
         ),
     ] {
         let error = tool.quorum(&member, soon()).unwrap_err();
@@ -264,6 +266,13 @@ fn an_address_in_use_and_a_lighthouse_that_is_not_there_are_said_so() {
     })
     .unwrap_err();
     assert_eq!(zero.kind(), ErrorKind::InvalidArgument);
+    let few = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(1),
+        ..config(2)
+    })
+    .unwrap_err();
+    assert_eq!(few.kind(), ErrorKind::InvalidArgument);
+    assert!(few.to_string().contains("initial_replicas is 1"), "{few}");
 }
 
 #[test]
@@ -279,4 +288,52 @@ fn a_shut_down_lighthouse_serves_nobody_any_more() {
         tool.heartbeat("a", soon()).unwrap_err().kind(),
         ErrorKind::Unavailable
     );
+}
+
+#[test]
+fn a_wait_of_hundreds_of_replicas_is_told_in_an_error_that_arrives() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(500),
+        ..config(1)
+    })
+    .unwrap();
+    let tool = client(&lighthouse);
+    let clients: Vec<_> = (0..10).map(|_| client(&lighthouse)).collect();
+    std::thread::scope(|scope| {
+        for i in 0..320 {
+            let client = clients[i % clients.len()].clone();
+            let id = format!("replica-{i:03}-{}", "x".repeat(50));
+            scope.spawn(move || client.quorum(&member(&id), soon()));
+        }
+        until(&tool, "all wait", |s| s.waiting.len() == 320);
+        timed_out_saying(", and 305 more", |deadline| {
+            tool.quorum(&member("last"), deadline).unwrap_err()
+        });
+        lighthouse.shutdown(soon()).unwrap();
+    });
+}
+
+#[test]
+fn a_replica_that_its_servers_give_up_is_out_at_once_and_the_others_are_told_why() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let (mut a, mut b) = (Replica::start("a:1", &url), Replica::start("b:1", &url));
+    let epoch = quorum(&mut [&mut a, &mut b], 0)[0].quorum_id;
+    let tool = client(&lighthouse);
+    tool.failed("b:1", "rank 1 died", soon()).unwrap();
+    for told in [&a, &b] {
+        let (reason, departed) = told.abort_of(epoch);
+        assert_eq!(departed, ["b:1"]);
+        assert!(reason.contains("rank 1 died"), "{reason}");
+    }
+    // Its server lives and sends heartbeats; the time-outs are 20 and 30 s.
+    let start = Instant::now();
+    assert_eq!(quorum(&mut [&mut a], 0)[0].replica_ids, ["a:1"]);
+    assert!(start.elapsed() < Duration::from_secs(10));
+    // Its ranks are back.
+    assert_eq!(quorum_of(&mut [&mut a, &mut b], 0)[0].replica_ids, ["a:1", "b:1"]);
 }

@@ -8,6 +8,7 @@ use coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
 };
 use ftcore::ErrorKind;
+use protocol::Lineage;
 use rig::*;
 
 #[test]
@@ -29,7 +30,7 @@ fn three_replicas_get_one_quorum_and_their_places_in_it() {
     for r in &first {
         assert_eq!(
             (r.quorum_id, r.replica_world_size, r.store_address.as_str()),
-            (first[0].quorum_id, 3, "store-of-a:1")
+            (first[0].quorum_id, 3, "store-of-a-1:1")
         );
         assert_eq!(r.replica_ids, ["a:1", "b:1", "c:1"]);
         assert_eq!(
@@ -181,6 +182,92 @@ fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back(
     let epoch = after[0].quorum_id;
     drop(b);
     assert_eq!(a.abort_of(epoch).1, ["b:1"]);
+}
+
+#[test]
+fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restarts() {
+    let dir = tempfile::tempdir().unwrap();
+    let start = |bind: &str| {
+        LighthouseServer::start(LighthouseConfig {
+            bind: bind.into(),
+            initial_replicas: Some(3),
+            state_file: Some(dir.path().join("state")),
+            ..config(2)
+        })
+    };
+    let mut lighthouse = start("127.0.0.1:0").unwrap();
+    let url = lighthouse.address();
+    let mut replicas = ["a:1", "b:1", "c:1"].map(|id| Replica::start(id, &url));
+    let ask = |replica: &Replica, lineage: &Lineage, step: i64| {
+        let request = QuorumRequest {
+            lineage: lineage.as_str().into(),
+            ..replica.request(step)
+        };
+        let client = replica.client.clone();
+        std::thread::spawn(move || {
+            loop {
+                match client.quorum(&request, soon()) {
+                    Err(e) if e.is_retryable() => std::thread::park_timeout(Duration::from_millis(20)),
+                    other => return other.unwrap(),
+                }
+            }
+        })
+    };
+    let mut lineage = Lineage::default();
+    let mut epochs = Vec::new();
+    for step in 0..9 {
+        let first = ask(&replicas[0], &lineage, step);
+        if step == 3 || step == 6 {
+            until(&client(&lighthouse), "a:1 waits", |s| !s.waiting.is_empty());
+            // Nothing is told to anybody, and nothing more is saved.
+            drop(lighthouse);
+            let end = soon();
+            lighthouse = loop {
+                match start(&socket_of(&url).to_string()) {
+                    Ok(again) => break again,
+                    // Its port may close a little later.
+                    Err(e) => assert!(e.kind() == ErrorKind::Conflict && Instant::now() < end, "{e}"),
+                }
+            };
+        }
+        let others = [1, 2].map(|i| ask(&replicas[i], &lineage, step));
+        for (replica, call) in replicas.iter_mut().zip([first].into_iter().chain(others)) {
+            let result = call.join().unwrap();
+            assert_eq!(result.replica_ids, ["a:1", "b:1", "c:1"]);
+            assert_eq!((result.max_step, result.heal && step > 0), (step, false));
+            replica.last = result.quorum_id;
+        }
+        assert!(replicas.iter().all(|r| r.last == replicas[0].last));
+        epochs.push(replicas[0].last);
+        lineage = lineage.after(replicas[0].last, step);
+    }
+    // One epoch from each start to the next, each above the one before.
+    for (step, pair) in (1..).zip(epochs.windows(2)) {
+        let restarted = step == 3 || step == 6;
+        assert_eq!(
+            (pair[1] > pair[0], pair[1] == pair[0]),
+            (restarted, !restarted),
+            "{epochs:?}"
+        );
+    }
+    // A state of another history is still none of this job's.
+    let error = client(&lighthouse)
+        .quorum(
+            &coordination::Member {
+                step: 10,
+                lineage: lineage.after(1, 9).as_str().into(),
+                ..member("rumour")
+            },
+            soon(),
+        )
+        .unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict);
+    assert!(
+        error
+            .to_string()
+            .contains("does not descend from the recorded state"),
+        "{error}"
+    );
 }
 
 #[test]

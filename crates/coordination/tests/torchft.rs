@@ -172,7 +172,7 @@ impl Torchft {
             "ManagerServer",
             id,
             &json!({"replica_id": id, "lighthouse_addr": lighthouse, "hostname": "127.0.0.1", "bind": "127.0.0.1:0",
-                "store_addr": format!("store-of-{id}"), "world_size": 1, "heartbeat_interval": 0.1,
+                "store_addr": format!("store-of-{id}:1"), "world_size": 1, "heartbeat_interval": 0.1,
                 "connect_timeout": SECONDS, "quorum_retries": 0}),
         );
         let address = text(&self.call(id, "address", &json!({})));
@@ -248,8 +248,8 @@ fn its_lighthouse_clients(torchft: &Torchft) {
             torchft.begin(
                 &client,
                 "quorum",
-                &json!({"replica_id": id, "timeout": SECONDS, "address": format!("http://host-{i}"),
-                    "store_address": format!("store-{i}"), "step": i, "world_size": i + 1, "shrink_only": false,
+                &json!({"replica_id": id, "timeout": SECONDS, "address": format!("http://host-{i}:1"),
+                    "store_address": format!("store-{i}:1"), "step": i, "world_size": i + 1, "shrink_only": false,
                     "data": {"loss": [0.5, i], "name": "ü"}}),
             )
         })
@@ -260,8 +260,8 @@ fn its_lighthouse_clients(torchft: &Torchft) {
         let members = quorum["participants"].as_array().unwrap();
         assert_eq!(members.len(), 2);
         for (i, member) in members.iter().enumerate() {
-            let expected = json!({"replica_id": format!("replica-{i}"), "address": format!("http://host-{i}"),
-                "store_address": format!("store-{i}"), "step": i, "world_size": i + 1, "shrink_only": false,
+            let expected = json!({"replica_id": format!("replica-{i}"), "address": format!("http://host-{i}:1"),
+                "store_address": format!("store-{i}:1"), "step": i, "world_size": i + 1, "shrink_only": false,
                 "data": {"loss": [0.5, i], "name": "ü"}});
             for (field, value) in expected.as_object().unwrap() {
                 assert_eq!(&member[field], value, "{field} of {member}");
@@ -279,7 +279,8 @@ fn its_client_times_out(torchft: &Torchft) {
         let alone = torchft.begin(
             "client",
             "quorum",
-            &json!({"replica_id": "lonely", "timeout": 2.0}),
+            &json!({"replica_id": "lonely", "timeout": 2.0, "address": "http://host:1", "store_address": "store:1",
+                "world_size": 1}),
         );
         let error = alone.recv_timeout(PATIENCE).unwrap().unwrap_err();
         assert!(error.starts_with("TimeoutError"), "{error}");
@@ -323,7 +324,7 @@ fn its_managers(torchft: &Torchft) {
     assert_eq!(first[1]["recover_src_manager_address"], json!(source));
     assert_eq!(first[0]["recover_dst_replica_ranks"], json!([1]));
     assert_eq!(first[0]["replica_ids"], json!(["a", "b"]));
-    assert_eq!(first[0]["store_address"], "store-of-a");
+    assert_eq!(first[0]["store_address"], "store-of-a:1");
     let state = torchft.call(
         "client-of-a",
         "_checkpoint_metadata",

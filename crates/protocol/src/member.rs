@@ -27,6 +27,8 @@ pub struct Member {
     pub lineage: String,
     /// The quorum that it is configured for; 0 if none or not told.
     pub last_quorum_id: i64,
+    /// The number of members of that quorum; 0 if not told.
+    pub last_world_size: u64,
     /// Tells two processes apart that come under the same `replica_id`; empty if not told.
     pub life: String,
 }

@@ -116,10 +116,21 @@ impl LighthouseClient {
 
     /// Says that `replica_id` goes, and why. Errors: `Unsupported` from a lighthouse without that service.
     pub fn leave(&self, replica_id: &str, reason: &str, deadline: Instant) -> Result<()> {
+        self.out(replica_id, reason, false, deadline)
+    }
+
+    /// Says that `replica_id` cannot go on, and why: it is out at once, and the members of its epoch are told. Errors: as of
+    /// [`LighthouseClient::leave`].
+    pub fn failed(&self, replica_id: &str, reason: &str, deadline: Instant) -> Result<()> {
+        self.out(replica_id, reason, true, deadline)
+    }
+
+    fn out(&self, replica_id: &str, reason: &str, failed: bool, deadline: Instant) -> Result<()> {
         let (mut client, url) = (self.ours(), self.connection.url.clone());
         let message = oxccl::LeaveRequest {
             replica_id: replica_id.to_string(),
             reason: reason.to_string(),
+            failed,
         };
         wait_for(
             &self.connection.handle()?,

@@ -8,7 +8,6 @@
 //! in before a time-out that ended after it came. So nobody is found silent whose word is here already.
 
 use std::collections::HashMap;
-use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant, SystemTime};
@@ -17,7 +16,7 @@ use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
-use super::persist;
+use super::persist::StateFile;
 use super::reply::{Reply, Shelf};
 use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
@@ -109,7 +108,7 @@ impl Lighthouse {
 
 struct Actor {
     state: LighthouseState,
-    state_file: Option<PathBuf>,
+    state_file: Option<Arc<StateFile>>,
     saved_id: i64,
     /// By ticket: the member list that the caller holds, and the way to it.
     calls: HashMap<Ticket, (u64, oneshot::Sender<Result<Reply>>)>,
@@ -128,7 +127,7 @@ pub(crate) fn start(
     state: LighthouseState,
     tick: Duration,
     away_after: Duration,
-    state_file: Option<PathBuf>,
+    state_file: Option<Arc<StateFile>>,
 ) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let mut actor = Actor {
@@ -268,6 +267,12 @@ impl Actor {
         let mut refused = None;
         for action in self.state.apply(event, self.now) {
             match action {
+                Action::Save(record) => {
+                    // Without the file, a restart still continues from the clock.
+                    if let Some(Err(error)) = self.state_file.as_ref().map(|file| file.save(&record)) {
+                        tracing::error!(%error, "the record could not be saved");
+                    }
+                }
                 Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
@@ -306,10 +311,6 @@ impl Actor {
                 members = named(quorum),
                 "quorum"
             );
-            // Before anybody learns the id. Without the file, a restart still continues from the clock.
-            if let Some(Err(error)) = self.state_file.as_ref().map(|path| persist::save(path, quorum)) {
-                tracing::error!(%error, "the quorum id could not be saved");
-            }
         }
         let mut replies = self.shelf.replies(quorum, SystemTime::now());
         for ticket in tickets {

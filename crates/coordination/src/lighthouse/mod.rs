@@ -1,15 +1,18 @@
 //! The lighthouse: one small service per job through which replicas find each other.
 //!
 //! gRPC and HTTP share one port. Every call becomes a message to one task that owns the [`protocol::quorum`] state; that
-//! task answers calls, pushes events over the replicas' open streams, and persists a quorum's id before it delivers it.
+//! task answers calls, pushes events over the replicas' open streams, and saves the job's record before it delivers a new
+//! epoch.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, Result};
 
 use crate::serve::{self, ConnectionLimits, Service};
-use protocol::quorum::{LighthouseState, QuorumRules};
+use persist::StateFile;
+use protocol::quorum::{LighthouseState, QuorumRules, Start};
 
 mod actor;
 mod page;
@@ -36,10 +39,15 @@ pub struct LighthouseConfig {
     pub heartbeat_timeout: Duration,
     /// How often time-outs are looked at; everything else happens at once.
     pub quorum_tick: Duration,
-    /// Keeps the quorum id and the members over restarts. Without it, ids continue from the clock.
+    /// Keeps the job's record over restarts: epoch, step, lineage, members. Its folder is made if there is none; one file serves one
+    /// lighthouse at a time. Without it (the default here; the `oxccl lighthouse` command has one), ids continue from the clock, and a
+    /// restarted lighthouse believes what the replicas tell of their last quorum.
     pub state_file: Option<PathBuf>,
     /// What its clients' connections may take.
     pub limits: ConnectionLimits,
+    /// The operator's word, for the first quorum: it may go back to an earlier step than the recorded one, and needs no majority of the
+    /// recorded members.
+    pub accept_rollback: bool,
 }
 
 impl Default for LighthouseConfig {
@@ -55,6 +63,7 @@ impl Default for LighthouseConfig {
             quorum_tick: Duration::from_millis(100),
             state_file: None,
             limits: ConnectionLimits::lighthouse(),
+            accept_rollback: false,
         }
     }
 }
@@ -64,11 +73,12 @@ impl Default for LighthouseConfig {
 pub struct LighthouseServer {
     service: Service,
     address: String,
+    _state_file: ClosedWithServer,
 }
 
 impl LighthouseServer {
-    /// Starts it. Errors: `InvalidArgument` for the configuration, `Conflict` if the address is in use, `Corrupt` or `Io`
-    /// for the state file.
+    /// Starts it. Errors: `InvalidArgument` for the configuration, `Conflict` if the address is in use or the state file belongs to another
+    /// lighthouse, `Corrupt` or `Io` for the state file.
     pub fn start(config: LighthouseConfig) -> Result<Self> {
         if config.min_replicas == 0 {
             return Err(Error::invalid(
@@ -81,14 +91,27 @@ impl LighthouseServer {
             ));
         }
         config.limits.validate()?;
-        let saved = match &config.state_file {
-            Some(path) => persist::load(path)?,
-            None => persist::Saved::default(),
+        if let Some(initial) = config.initial_replicas.filter(|i| *i < config.min_replicas) {
+            return Err(Error::invalid(format!(
+                "initial_replicas is {initial}, and no quorum has fewer than min_replicas = {} members",
+                config.min_replicas
+            )));
+        }
+        let (state_file, record) = match &config.state_file {
+            Some(path) => {
+                let (file, record) = StateFile::open(path)?;
+                (Some(Arc::new(file)), record)
+            }
+            None => (None, None),
         };
         let clock = SystemTime::now()
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| d.as_millis());
-        let seed = i64::try_from(clock).unwrap_or(0).max(saved.quorum_id);
+        let start = Start {
+            clock_ms: i64::try_from(clock).unwrap_or(0),
+            record,
+            accept_rollback: config.accept_rollback,
+        };
         let listener = serve::listen("the lighthouse", &config.bind)?;
         let address = serve::url(&listener, config.advertise_host.as_deref())?;
         let rules = QuorumRules {
@@ -97,13 +120,13 @@ impl LighthouseServer {
             join_timeout: config.join_timeout,
             heartbeat_timeout: config.heartbeat_timeout,
         };
-        let state = LighthouseState::new(rules, seed, saved.members, Instant::now());
+        let state = LighthouseState::new(rules, start, Instant::now());
         let runtime = serve::runtime("ox-lighthouse", 2)?;
         let lighthouse = {
             let _guard = runtime.enter();
             // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
             let away_after = 2 * config.quorum_tick + config.heartbeat_timeout / 4;
-            actor::start(state, config.quorum_tick, away_after, config.state_file)
+            actor::start(state, config.quorum_tick, away_after, state_file.clone())
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
         let service = Service::start(
@@ -114,7 +137,11 @@ impl LighthouseServer {
             Duration::ZERO,
         )?;
         tracing::info!(address, "the lighthouse listens");
-        Ok(Self { service, address })
+        Ok(Self {
+            service,
+            address,
+            _state_file: ClosedWithServer(state_file),
+        })
     }
 
     /// The URL that managers are given: `http://host:port`.
@@ -124,6 +151,22 @@ impl LighthouseServer {
 
     /// Closes the port and all connections. Errors: `Timeout` if that takes longer; it goes on in the background.
     pub fn shutdown(self, deadline: Instant) -> Result<()> {
-        self.service.shutdown("the lighthouse", deadline)
+        // The file is free for the next lighthouse once nobody is served any more.
+        let Self {
+            service, _state_file, ..
+        } = self;
+        service.shutdown("the lighthouse", deadline)
+    }
+}
+
+/// Closes the file when the server ends: what runs on in the background saves nothing more.
+#[derive(Debug)]
+struct ClosedWithServer(Option<Arc<StateFile>>);
+
+impl Drop for ClosedWithServer {
+    fn drop(&mut self) {
+        if let Some(file) = &self.0 {
+            file.close();
+        }
     }
 }

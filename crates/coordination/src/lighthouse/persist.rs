@@ -1,30 +1,137 @@
-//! The state file: the last quorum's id and members, replaced as a whole by a rename.
+//! The state file: the job's record, replaced as a whole by a rename, and locked against a second lighthouse.
 
-use std::fs::File;
-use std::io::{Read, Write};
-use std::path::Path;
+use std::fs::{File, OpenOptions};
+use std::io::{ErrorKind as IoKind, Read, Write};
+use std::path::{Path, PathBuf};
+use std::sync::{Mutex, PoisonError};
 
 use ftcore::{Error, ErrorKind, Result};
+use protocol::quorum::Record;
+use rustix::fs::{FlockOperation, flock};
 use serde::{Deserialize, Serialize};
-
-use protocol::Quorum;
 
 /// No state file of ours is larger, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 20;
 
-/// What outlives a restart.
+/// The content of the file. What older versions did not write has a default.
 #[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub(crate) struct Saved {
-    pub(crate) quorum_id: i64,
-    pub(crate) members: Vec<String>,
+struct Saved {
+    quorum_id: i64,
+    members: Vec<String>,
+    #[serde(default)]
+    step: i64,
+    #[serde(default)]
+    lineage: Option<String>,
+    #[serde(default)]
+    departed: Vec<String>,
+    #[serde(default)]
+    left: Vec<String>,
 }
 
-/// Reads the file; a missing one is the default. Errors: `Io`, or `Corrupt` if it is not ours.
-pub(crate) fn load(path: &Path) -> Result<Saved> {
+/// A state file that belongs to this lighthouse until it is closed or dropped.
+#[derive(Debug)]
+pub(crate) struct StateFile {
+    path: PathBuf,
+    /// A file beside it, because a lock does not survive a rename. `None` once closed.
+    lock: Mutex<Option<File>>,
+}
+
+fn beside(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+impl StateFile {
+    /// Makes its folder if there is none, locks it and reads it; a missing file is no record.
+    ///
+    /// Errors: `Io` if it cannot be written or read, `Conflict` if another lighthouse has it, `Corrupt` if it is not ours.
+    pub(crate) fn open(path: &Path) -> Result<(Self, Option<Record>)> {
+        let path =
+            std::path::absolute(path).map_err(|e| Error::io(format!("state file {}", path.display()), e))?;
+        let unwritable = |e: std::io::Error| {
+            let kind = e.kind();
+            let text = format!(
+                "state file {} cannot be written: {e}; choose a place that can be, or go without one",
+                path.display()
+            );
+            Error::io(text, kind.into())
+        };
+        if let Some(folder) = path.parent() {
+            std::fs::create_dir_all(folder).map_err(unwritable)?;
+        }
+        let lock = OpenOptions::new()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(beside(&path, ".lock"))
+            .map_err(unwritable)?;
+        flock(&lock, FlockOperation::NonBlockingLockExclusive).map_err(|e| {
+            if e == rustix::io::Errno::WOULDBLOCK {
+                let text = format!(
+                    "state file {} belongs to another lighthouse that is running: end that one, or give this one a file of its own",
+                    path.display()
+                );
+                return Error::new(ErrorKind::Conflict, text);
+            }
+            unwritable(e.into())
+        })?;
+        let record = load(&path)?;
+        // What would fail at the first quorum fails now: the disk may be full, or the file another's.
+        let probe = beside(&path, ".new");
+        let written = File::create(&probe).and_then(|mut f| f.write_all(b"{}").and_then(|()| f.sync_data()));
+        written.map_err(unwritable)?;
+        std::fs::remove_file(&probe).map_err(unwritable)?;
+        let lock = Mutex::new(Some(lock));
+        Ok((Self { path, lock }, record))
+    }
+
+    /// Replaces the file, so that a crash leaves the old or the new one. Errors: `Io`; `InvalidState` once closed.
+    pub(crate) fn save(&self, record: &Record) -> Result<()> {
+        let what = || format!("state file {}", self.path.display());
+        let open = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if open.is_none() {
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                format!("{} is closed", what()),
+            ));
+        }
+        let saved = Saved {
+            quorum_id: record.quorum_id,
+            members: record.members.clone(),
+            step: record.step,
+            lineage: record.lineage.clone(),
+            departed: record.departed.clone(),
+            left: record.left.clone(),
+        };
+        let text = serde_json::to_vec(&saved)
+            .map_err(|e| Error::new(ErrorKind::Internal, format!("{}: {e}", what())).with_source(e))?;
+        let new = beside(&self.path, ".new");
+        let write = || {
+            let mut file = File::create(&new)?;
+            file.write_all(&text)?;
+            file.sync_data()?;
+            std::fs::rename(&new, &self.path)?;
+            // The rename itself is durable once the folder is.
+            self.path
+                .parent()
+                .map_or(Ok(()), |folder| File::open(folder)?.sync_all())
+        };
+        write().map_err(|e| Error::io(what(), e))
+    }
+
+    /// Gives the file up, for another lighthouse to go on with; this one saves nothing more.
+    pub(crate) fn close(&self) {
+        *self.lock.lock().unwrap_or_else(PoisonError::into_inner) = None;
+    }
+}
+
+/// Reads the file; a missing one is no record. Errors: `Io`, or `Corrupt` if it is not ours.
+fn load(path: &Path) -> Result<Option<Record>> {
     let what = || format!("state file {}", path.display());
     let file = match File::open(path) {
         Ok(f) => f,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Saved::default()),
+        Err(e) if e.kind() == IoKind::NotFound => return Ok(None),
         Err(e) => return Err(Error::io(what(), e)),
     };
     let mut text = Vec::new();
@@ -33,67 +140,110 @@ pub(crate) fn load(path: &Path) -> Result<Saved> {
         .map_err(|e| Error::io(what(), e))?;
     let saved: Saved = serde_json::from_slice(&text)
         .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", what())).with_source(e))?;
-    if saved.quorum_id < 0 {
+    if saved.quorum_id < 0 || saved.step < 0 {
         return Err(Error::new(
             ErrorKind::Corrupt,
-            format!("{}: quorum_id {} is negative", what(), saved.quorum_id),
+            format!(
+                "{}: quorum_id {} or step {} is negative",
+                what(),
+                saved.quorum_id,
+                saved.step
+            ),
         ));
     }
-    Ok(saved)
-}
-
-/// Replaces the file, so that a crash leaves the old or the new one.
-pub(crate) fn save(path: &Path, quorum: &Quorum) -> Result<()> {
-    let saved = Saved {
-        quorum_id: quorum.quorum_id,
-        members: quorum.ids().map(str::to_string).collect(),
-    };
-    let what = || format!("state file {}", path.display());
-    let text = serde_json::to_vec(&saved)
-        .map_err(|e| Error::new(ErrorKind::Internal, format!("{}: {e}", what())).with_source(e))?;
-    let mut name = path.as_os_str().to_owned();
-    name.push(".new");
-    let write = || {
-        let mut file = File::create(&name)?;
-        file.write_all(&text)?;
-        file.sync_data()?;
-        std::fs::rename(&name, path)
-    };
-    write().map_err(|e| Error::io(what(), e))
+    Ok(Some(Record {
+        quorum_id: saved.quorum_id,
+        step: saved.step,
+        lineage: saved.lineage,
+        members: saved.members,
+        departed: saved.departed,
+        left: saved.left,
+    }))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use protocol::Member;
+
+    fn record() -> Record {
+        Record {
+            quorum_id: 41,
+            step: 7,
+            lineage: Some("ab".into()),
+            members: vec!["a:1".into(), "b:1".into()],
+            departed: vec!["b:1".into()],
+            left: vec!["b:1".into()],
+        }
+    }
 
     #[test]
     fn what_is_saved_is_loaded_and_damage_is_an_error() {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("state");
-        assert_eq!(load(&path).unwrap(), Saved::default());
-        let participants = vec![Member {
-            replica_id: "a:1".into(),
-            ..Member::default()
-        }];
-        save(
-            &path,
-            &Quorum {
-                quorum_id: 41,
-                participants,
-            },
-        )
-        .unwrap();
-        assert_eq!(
-            load(&path).unwrap(),
-            Saved {
-                quorum_id: 41,
-                members: vec!["a:1".into()]
-            }
+        let (file, none) = StateFile::open(&path).unwrap();
+        assert_eq!(none, None);
+        file.save(&record()).unwrap();
+        drop(file);
+        assert_eq!(StateFile::open(&path).unwrap().1, Some(record()));
+        for damage in [
+            "{\"quorum_id\": 4",
+            "{\"quorum_id\": -4, \"members\": []}",
+            "{\"quorum_id\": 4, \"step\": -1, \"members\": []}",
+            "",
+        ] {
+            std::fs::write(&path, damage).unwrap();
+            let error = StateFile::open(&path).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::Corrupt, "{damage}");
+        }
+    }
+
+    #[test]
+    fn a_file_of_an_older_version_is_loaded_without_a_state() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state");
+        std::fs::write(&path, "{\"quorum_id\":41,\"members\":[\"a:1\"]}").unwrap();
+        let expected = Record {
+            quorum_id: 41,
+            members: vec!["a:1".into()],
+            ..Record::default()
+        };
+        assert_eq!(StateFile::open(&path).unwrap().1, Some(expected));
+    }
+
+    #[test]
+    fn a_missing_folder_is_made_and_a_place_that_cannot_be_written_is_an_error_at_once() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("some/where/state");
+        let (file, _) = StateFile::open(&path).unwrap();
+        file.save(&record()).unwrap();
+        let below_a_file = path.join("state");
+        let error = StateFile::open(&below_a_file).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Io);
+        assert!(
+            error.to_string().contains(&below_a_file.display().to_string()),
+            "{error}"
         );
-        std::fs::write(&path, b"{\"quorum_id\": 4").unwrap();
-        assert_eq!(load(&path).unwrap_err().kind(), ErrorKind::Corrupt);
-        std::fs::write(&path, b"{\"quorum_id\": -4, \"members\": []}").unwrap();
-        assert_eq!(load(&path).unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(
+            StateFile::open(dir.path()).unwrap_err().kind(),
+            ErrorKind::Io,
+            "a folder"
+        );
+    }
+
+    #[test]
+    fn a_file_has_one_lighthouse_and_a_closed_one_saves_nothing_more() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("state");
+        let (first, _) = StateFile::open(&path).unwrap();
+        let error = StateFile::open(&path).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+        assert!(
+            error.to_string().contains("another lighthouse that is running"),
+            "{error}"
+        );
+        first.close();
+        let (second, _) = StateFile::open(&path).unwrap();
+        assert_eq!(first.save(&record()).unwrap_err().kind(), ErrorKind::InvalidState);
+        second.save(&record()).unwrap();
     }
 }

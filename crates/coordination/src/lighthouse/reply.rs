@@ -160,6 +160,7 @@ mod tests {
             commit_failures: i64::from(same & 3),
             lineage: text("lineage", same),
             last_quorum_id: i64::from(same >> 4),
+            last_world_size: u64::from(same >> 5),
             life: text("life", own & 32),
         }
     }

@@ -213,9 +213,23 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         &self,
         request: Request<oxccl::LeaveRequest>,
     ) -> Result<Response<oxccl::LeaveResponse>, Status> {
-        let oxccl::LeaveRequest { replica_id, reason } = request.into_inner();
-        tracing::info!(replica_id = cut(&replica_id), reason = cut(&reason), "leaves");
-        self.tell(Event::Leave { replica_id, reason }).await;
+        let oxccl::LeaveRequest {
+            replica_id,
+            reason,
+            failed,
+        } = request.into_inner();
+        tracing::info!(
+            replica_id = cut(&replica_id),
+            reason = cut(&reason),
+            failed,
+            "leaves"
+        );
+        let event = if failed {
+            Event::Failed { replica_id, reason }
+        } else {
+            Event::Leave { replica_id, reason }
+        };
+        self.tell(event).await;
         Ok(Response::new(oxccl::LeaveResponse {}))
     }
 

@@ -254,6 +254,7 @@ mod tests {
         let manager = ManagerServer::start(ManagerServerConfig {
             replica_id: "a:1".into(),
             lighthouse: lighthouse.address(),
+            store_address: "127.0.0.1:1".into(),
             ..ManagerServerConfig::default()
         });
         (lighthouse, manager.unwrap())

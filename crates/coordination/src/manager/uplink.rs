@@ -230,6 +230,7 @@ impl Uplink {
         let message = oxccl::LeaveRequest {
             replica_id: self.replica_id().to_string(),
             reason: "the replica ends in order".to_string(),
+            failed: false,
         };
         let mut client = self.ours();
         let answer = call(

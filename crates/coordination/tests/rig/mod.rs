@@ -48,11 +48,16 @@ pub(crate) struct Replica {
     pub(crate) last: i64,
 }
 
+/// Where the replica's store would be.
+pub(crate) fn store_of(id: &str) -> String {
+    format!("store-of-{}:1", id.replace(':', "-"))
+}
+
 pub(crate) fn manager_config(id: &str, lighthouse: &str, world_size: u32) -> ManagerServerConfig {
     ManagerServerConfig {
         replica_id: id.into(),
         lighthouse: lighthouse.into(),
-        store_address: format!("store-of-{id}"),
+        store_address: store_of(id),
         world_size,
         ..ManagerServerConfig::default()
     }
@@ -151,7 +156,11 @@ pub(crate) fn quorum_of(replicas: &mut [&mut Replica], step: i64) -> Vec<QuorumR
 pub(crate) fn member(id: &str) -> Member {
     Member {
         replica_id: id.into(),
-        address: format!("http://{id}"),
+        address: format!(
+            "http://{}:1",
+            id.replace(|c: char| !c.is_ascii_alphanumeric(), "-")
+        ),
+        store_address: "store:1".into(),
         world_size: 1,
         ..Member::default()
     }

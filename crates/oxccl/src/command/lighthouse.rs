@@ -1,5 +1,6 @@
 //! `oxccl lighthouse`: runs the service through which replicas find each other, until it is interrupted.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -11,8 +12,16 @@ use signal_hook::iterator::Signals;
 
 const EXAMPLES: &str = "\
 Examples:
-  For a job of two machines, restart-safe:
-    oxccl lighthouse --bind 0.0.0.0:29510 --min-replicas 2 --state-file /var/lib/oxccl/lighthouse
+  For a job of two machines:
+    oxccl lighthouse --bind 0.0.0.0:29510 --min-replicas 2
+
+  The job's record is on disk, so that a lighthouse that is killed and started again goes on with the same step.
+  A new job at the same port, under other replica names, begins with a new file:
+    oxccl lighthouse --min-replicas 2 --state-file /var/lib/oxccl/second-job.json
+
+  All replicas that are left stand at an earlier step than the recorded one (they come from checkpoints), and most of
+  the recorded ones are lost for good:
+    oxccl lighthouse --min-replicas 2 --accept-rollback
 
   Its page with the members and the reason why a quorum waits: http://host:29510/
   As JSON: http://host:29510/status   For Prometheus: http://host:29510/metrics
@@ -42,15 +51,49 @@ pub(crate) struct Arguments {
     /// A replica that sent no heartbeat for this long is dead.
     #[arg(long, default_value_t = 5_000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
     heartbeat_timeout_ms: u64,
-    /// A file that keeps the quorum id over restarts.
+    /// Keeps the job's record over restarts [default: oxccl/lighthouse-<port>.json in $XDG_STATE_HOME or ~/.local/state; none with port 0].
     #[arg(long, value_name = "FILE")]
     state_file: Option<PathBuf>,
+    /// Keep no record: a restarted lighthouse believes what the replicas tell.
+    #[arg(long, conflicts_with = "state_file")]
+    no_state_file: bool,
+    /// The first quorum may go back to an earlier step than the recorded one, without a majority of the recorded members. Holds once.
+    #[arg(long)]
+    accept_rollback: bool,
+}
+
+impl Arguments {
+    /// Where the record is kept, if it is. Errors: `InvalidArgument` if there is no default place.
+    fn record(&self, state_home: Option<OsString>, home: Option<OsString>) -> Result<Option<PathBuf>> {
+        if self.no_state_file || self.state_file.is_some() {
+            return Ok(self.state_file.clone());
+        }
+        // A free port is another one each time: a file named for it would be another job's.
+        let port = self.bind.rsplit_once(':').map_or("", |(_, port)| port);
+        if port.parse() == Ok(0_u16) {
+            return Ok(None);
+        }
+        let state_home = state_home.map(PathBuf::from).filter(|p| p.is_absolute());
+        let home = home.map(PathBuf::from).filter(|p| p.is_absolute());
+        let folder = state_home.or_else(|| home.map(|h| h.join(".local/state"))).ok_or_else(|| {
+            Error::invalid(
+                "there is no place for the job's record: neither XDG_STATE_HOME nor HOME is set; name a file with --state-file, or go \
+                 without with --no-state-file",
+            )
+        })?;
+        Ok(Some(folder.join("oxccl").join(format!("lighthouse-{port}.json"))))
+    }
 }
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Caught before anything listens, so that an early interrupt ends it in order too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
     let count = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
+    let state_file = arguments.record(std::env::var_os("XDG_STATE_HOME"), std::env::var_os("HOME"))?;
+    match &state_file {
+        Some(path) => tracing::info!(path = %path.display(), "the job's record"),
+        None => tracing::info!("no record of the job is kept"),
+    }
     let server = LighthouseServer::start(LighthouseConfig {
         bind: arguments.bind,
         advertise_host: arguments.advertise_host,
@@ -58,7 +101,8 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         initial_replicas: arguments.initial_replicas.map(count),
         join_timeout: Duration::from_millis(arguments.join_timeout_ms),
         heartbeat_timeout: Duration::from_millis(arguments.heartbeat_timeout_ms),
-        state_file: arguments.state_file,
+        state_file,
+        accept_rollback: arguments.accept_rollback,
         ..LighthouseConfig::default()
     })?;
     let url = server.address();
@@ -68,4 +112,46 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     tracing::info!("lighthouse ends (signal {})", signal.unwrap_or_default());
     server.shutdown(deadline_in(Duration::from_secs(2)))?;
     Ok(ExitCode::SUCCESS)
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::{Args as _, Command, FromArgMatches as _};
+
+    use super::*;
+
+    fn parse(arguments: &[&str]) -> Arguments {
+        let command = Arguments::augment_args(Command::new("lighthouse").no_binary_name(true));
+        Arguments::from_arg_matches(&command.get_matches_from(arguments)).unwrap()
+    }
+
+    #[test]
+    fn the_record_is_kept_by_default_under_the_port() {
+        let record = |arguments: &[&str], state: Option<&str>, home: Option<&str>| {
+            let found = parse(arguments).record(state.map(Into::into), home.map(Into::into));
+            found.map(|path| path.map(|p| p.display().to_string()))
+        };
+        let cases: [(&[&str], Option<&str>, &str); 6] = [
+            (&[], None, "/home/me/.local/state/oxccl/lighthouse-29510.json"),
+            (
+                &[],
+                Some("relative"),
+                "/home/me/.local/state/oxccl/lighthouse-29510.json",
+            ),
+            (
+                &["--bind", "[::]:29511"],
+                Some("/state"),
+                "/state/oxccl/lighthouse-29511.json",
+            ),
+            (&["--state-file", "here"], Some("/state"), "here"),
+            (&["--no-state-file"], Some("/state"), ""),
+            (&["--bind", "127.0.0.1:0"], Some("/state"), ""),
+        ];
+        for (arguments, state, expected) in cases {
+            let found = record(arguments, state, Some("/home/me")).unwrap();
+            assert_eq!(found.unwrap_or_default(), expected, "{arguments:?}");
+        }
+        let error = record(&[], None, None).unwrap_err();
+        assert!(error.to_string().contains("--no-state-file"), "{error}");
+    }
 }

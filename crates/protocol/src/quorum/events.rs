@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use ftcore::Error;
 
+use super::Record;
 use crate::member::{AbortEpoch, Member, Quorum};
 
 /// Names one live call. Unique in the life of the server.
@@ -24,10 +25,21 @@ pub struct QuorumRules {
     pub heartbeat_timeout: Duration,
 }
 
+/// What a lighthouse starts with.
+#[derive(Debug, Clone, Default)]
+pub struct Start {
+    /// The wall clock in milliseconds since 1970. Ids go on above it and above the record's.
+    pub clock_ms: i64,
+    /// What the lighthouse before it saved.
+    pub record: Option<Record>,
+    /// The operator's word that the first quorum may go back to an earlier step, and that it needs no majority of the recorded members.
+    pub accept_rollback: bool,
+}
+
 /// Something that happened.
 #[derive(Debug, Clone)]
 pub enum Event {
-    /// A replica says it is alive. Ignored for ids that never asked for a quorum (L25).
+    /// A replica says it is alive. One that has not asked yet counts for nothing but the wait of a first quorum (L25).
     Heartbeat {
         /// Who.
         replica_id: String,
@@ -50,7 +62,7 @@ pub enum Event {
         replica_id: String,
         /// Names the stream; a later stream of the same id replaces it.
         stream: u64,
-        /// The quorum that the replica is configured for, 0 if none; it counts as healthy if it has one.
+        /// The quorum that the replica is configured for, 0 if none. It counts as healthy if it was in the recorded one.
         last_quorum_id: i64,
     },
     /// A stream broke. If it is the replica's present one, the replica is gone at once.
@@ -65,6 +77,13 @@ pub enum Event {
         /// Who.
         replica_id: String,
         /// Why, in its own words.
+        reason: String,
+    },
+    /// The replica's own servers say that it cannot go on: it is out at once, like one whose stream broke, until it asks again.
+    Failed {
+        /// Who.
+        replica_id: String,
+        /// Why, in the words of its servers.
         reason: String,
     },
     /// A member says that its epoch failed: all members are told, nobody is removed.
@@ -89,7 +108,9 @@ pub enum Event {
 /// What the server shall do, in this order.
 #[derive(Debug, Clone)]
 pub enum Action {
-    /// Answer these calls with the quorum. Persist its id first.
+    /// Save the record. Before the quorum that it describes is delivered.
+    Save(Record),
+    /// Answer these calls with the quorum.
     Deliver {
         /// The calls of the members.
         tickets: Vec<Ticket>,

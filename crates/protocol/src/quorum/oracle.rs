@@ -20,8 +20,10 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     if asking.is_empty() {
         return Err(Verdict::Idle);
     }
-    let previous = |id: &str| state.previous.as_ref().is_some_and(|q| q.contains(id));
-    let shrinks = state.previous.is_some() && asking.iter().any(|(_, w)| w.member.shrink_only);
+    let record = state.record();
+    let members = record.iter().flat_map(|r| &r.members).collect::<Vec<_>>();
+    let previous = |id: &str| members.iter().any(|m| m.as_str() == id);
+    let shrinks = record.is_some() && asking.iter().any(|(_, w)| w.member.shrink_only);
     let candidates: Vec<Id> = asking
         .iter()
         .filter(|(id, _)| !shrinks || previous(id))
@@ -38,7 +40,7 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     if candidates.len() * 2 <= known.len() {
         return Err(Verdict::NoMajority);
     }
-    let goes_on = state.previous.is_some() || asking.iter().any(|(_, w)| w.member.last_quorum_id > 0);
+    let goes_on = record.is_some() || asking.iter().any(|(_, w)| w.member.last_quorum_id > 0);
     if rules
         .initial_replicas
         .is_some_and(|initial| !goes_on && candidates.len() < initial)
@@ -50,8 +52,42 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     if !overlaps && busy > 0 {
         return Err(Verdict::Newcomers);
     }
+    let name = |id: &str| id.split(':').next().unwrap_or(id).to_string();
+    let binding = record.filter(|r| r.left.len() < r.members.len());
+    if let Some(r) = &binding {
+        let named = |ids: &[Id]| {
+            let known = |id: &&Id| r.members.iter().any(|m| name(m) == name(id));
+            ids.iter().filter(known).count()
+        };
+        let step_of = |id: &Id| {
+            asking
+                .iter()
+                .find(|(a, _)| *a == id)
+                .map_or(0, |(_, w)| w.member.step)
+        };
+        if candidates.iter().all(|id| step_of(id) < r.step) && named(&candidates) * 2 <= r.members.len() {
+            return Err(Verdict::GoesBack);
+        }
+        let first = state
+            .first_asked
+            .map(|first| now.saturating_duration_since(first));
+        let in_time = first.is_none_or(|time| time < rules.heartbeat_timeout + rules.join_timeout);
+        let left = r.members.len() - r.departed.len();
+        let all: Vec<Id> = asking.iter().map(|(id, _)| (*id).clone()).collect();
+        if state.previous.is_none() && in_time && left > 0 && named(&all) * 2 <= left {
+            return Err(Verdict::Recovers);
+        }
+    }
+    let coming = state
+        .roster
+        .iter()
+        .filter(|(_, e)| e.coming.is_some_and(|c| c.counts))
+        .count();
     let over = |since: Instant| now.saturating_duration_since(since) >= rules.join_timeout;
-    if missing.is_empty() || (overlaps && busy == 0) || state.able_since.is_some_and(over) {
+    if (missing.is_empty() && (overlaps || coming == 0))
+        || (overlaps && busy == 0)
+        || state.able_since.is_some_and(over)
+    {
         return Ok(candidates);
     }
     Err(Verdict::Wait)
@@ -61,9 +97,21 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
 fn verify(state: &LighthouseState, now: Instant) -> Result<(), TestCaseError> {
     let mut tally = Tally::default();
     for (id, entry) in state.roster.iter() {
-        let previous = state.previous.as_ref().is_some_and(|q| q.contains(id));
-        prop_assert_eq!(entry.member, previous, "{}", id);
-        prop_assert!(previous || !(entry.departed || entry.left), "{id}");
+        if let Some(previous) = &state.previous {
+            prop_assert_eq!(entry.member, previous.contains(id), "{}", id);
+        }
+        prop_assert!(entry.member || !(entry.departed || entry.left), "{id}");
+        prop_assert!(
+            entry.coming.is_none() || (entry.waiting.is_none() && !entry.member),
+            "{id}"
+        );
+        let silent = |c: Coming| now.saturating_duration_since(c.last) >= state.rules.heartbeat_timeout;
+        let overdue =
+            |c: Coming| c.counts && now.saturating_duration_since(c.first) >= state.rules.join_timeout;
+        prop_assert!(
+            !entry.coming.is_some_and(|c| silent(c) || overdue(c)),
+            "{id} was not expired"
+        );
         tally += &entry.tally();
         if let Some(w) = &entry.waiting {
             prop_assert_eq!(state.roster.caller(w.ticket), Some(id.clone()));
@@ -86,7 +134,7 @@ proptest! {
     fn the_indexed_state_says_what_a_linear_scan_says(
         min_replicas in 1usize..4,
         initial in prop::option::of(1usize..4),
-        steps in prop::collection::vec((0u8..9, 0usize..6, 0u64..6, 0u64..5), 1..150),
+        steps in prop::collection::vec((0u8..10, 0usize..6, 0u64..6, 0u64..5), 1..150),
     ) {
         let rules = QuorumRules { initial_replicas: initial, ..rules(min_replicas) };
         let mut sim = Sim::new(rules);
@@ -98,13 +146,19 @@ proptest! {
                 0..=2 => {
                     tickets += 1;
                     let known = if n > 3 { sim.state.quorum_id() } else { 0 };
-                    let member = Member { shrink_only: n == 1, last_quorum_id: known, ..member(&replica_id) };
+                    let member = Member { shrink_only: n == 1, step: (ms % 4).cast_signed(), last_quorum_id: known, ..member(&replica_id) };
                     Event::Join { member, ticket: tickets }
                 }
                 3 => Event::Withdraw { ticket: tickets.saturating_sub(n) },
                 4 => Event::Attached { replica_id, stream: n, last_quorum_id: if n > 3 { SEED } else { 0 } },
                 5 => Event::Detached { replica_id, stream: n },
                 6 => Event::Leave { replica_id, reason: String::new() },
+                7 if n == 0 => {
+                    let record = sim.state.record();
+                    sim.state = Sim::started(sim.state.rules.clone(), SEED, record, sim.now).state;
+                    continue;
+                }
+                8 if n == 0 => Event::Failed { replica_id, reason: String::new() },
                 7 => Event::Away { time: Duration::from_millis(ms * 1100) },
                 _ => Event::Heartbeat { replica_id },
             };

@@ -24,7 +24,7 @@ proptest! {
         steps in prop::collection::vec(step(), 1..120),
     ) {
         let mut sim = Sim::new(rules(min_replicas));
-        let mut twin = LighthouseState::new(rules(min_replicas), SEED, Vec::new(), sim.now);
+        let mut twin = sim.state.clone();
         let mut live: BTreeMap<Ticket, String> = BTreeMap::new();
         let mut last: Option<Arc<Quorum>> = None;
         let mut highest = 0;
@@ -48,10 +48,9 @@ proptest! {
                 6 if n == 0 => {
                     // A restart: every call is lost, the id and the members are not.
                     live.clear();
-                    let members: Vec<String> =
-                        last.iter().flat_map(|q| q.ids()).map(str::to_string).collect();
-                    sim.state = LighthouseState::new(rules(min_replicas), highest.max(SEED), members.clone(), sim.now);
-                    twin = LighthouseState::new(rules(min_replicas), highest.max(SEED), members, sim.now);
+                    let record = sim.state.record();
+                    sim.state = Sim::started(rules(min_replicas), SEED, record, sim.now).state;
+                    twin = sim.state.clone();
                     last = None;
                     continue;
                 }

@@ -23,6 +23,15 @@ pub(super) struct Waiting {
     pub(super) since: Instant,
 }
 
+/// A replica that sends heartbeats and has not asked for a quorum.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Coming {
+    pub(super) first: Instant,
+    pub(super) last: Instant,
+    /// Others still wait for it: not forever, it may be a stranger.
+    pub(super) counts: bool,
+}
+
 /// What is known of one replica id. An entry without content is removed.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Entry {
@@ -37,6 +46,14 @@ pub(super) struct Entry {
     pub(super) departed: bool,
     /// A member of the last quorum that left.
     pub(super) left: bool,
+    /// Set for one that sends heartbeats and has not asked yet.
+    pub(super) coming: Option<Coming>,
+    /// It waits with a state that is not behind the recorded one.
+    pub(super) current: bool,
+    /// It waits, and a member of the recorded quorum has its name.
+    pub(super) named: bool,
+    /// It waits, and was in the newest quorum that a replica has told of.
+    pub(super) newest: bool,
     /// Where the entry stands in the index of the time-outs; never later than its time-out.
     due: Option<Instant>,
 }
@@ -53,7 +70,11 @@ impl Entry {
     }
 
     fn is_empty(&self) -> bool {
-        self.waiting.is_none() && self.seen.is_none() && self.stream.is_none() && !self.member
+        self.waiting.is_none()
+            && self.seen.is_none()
+            && self.stream.is_none()
+            && self.coming.is_none()
+            && !self.member
     }
 
     /// What it adds to the counters.
@@ -62,13 +83,21 @@ impl Entry {
         let asking = self.waiting.as_ref().filter(|_| self.seen.is_some());
         Tally {
             healthy: of(self.seen.is_some()),
+            waiting: of(self.waiting.is_some()),
             asking: of(asking.is_some()),
             members: of(self.member),
             members_asking: of(self.member && asking.is_some()),
             busy: of(self.is_busy()),
             shrinking: of(asking.is_some_and(|w| w.member.shrink_only)),
             reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
+            departed: of(self.departed),
             left: of(self.left),
+            heralded: of(self.coming.is_some()),
+            coming: of(self.coming.is_some_and(|c| c.counts)),
+            current: of(self.current && asking.is_some()),
+            members_current: of(self.current && self.member && asking.is_some()),
+            named: of(self.named && asking.is_some()),
+            newest: of(self.newest && asking.is_some()),
         }
     }
 }
@@ -77,6 +106,8 @@ impl Entry {
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(super) struct Tally {
     pub(super) healthy: usize,
+    /// With an open call.
+    pub(super) waiting: usize,
     /// Healthy, with an open call.
     pub(super) asking: usize,
     /// Members of the last quorum.
@@ -88,21 +119,42 @@ pub(super) struct Tally {
     pub(super) shrinking: usize,
     /// Asking, with an earlier quorum.
     pub(super) reporting: usize,
+    /// Members of the last quorum that are known to be gone.
+    pub(super) departed: usize,
     /// Members of the last quorum that left.
     pub(super) left: usize,
+    /// Not asking yet, but sending heartbeats.
+    pub(super) heralded: usize,
+    /// Of these, those that a first quorum waits for.
+    pub(super) coming: usize,
+    /// Asking, with a state that is not behind the recorded one.
+    pub(super) current: usize,
+    pub(super) members_current: usize,
+    /// Asking under a recorded name.
+    pub(super) named: usize,
+    /// Asking, out of the newest quorum that a replica has told of.
+    pub(super) newest: usize,
 }
 
 impl Tally {
     fn each(&mut self, other: &Self, change: fn(&mut usize, usize)) {
         for (own, other) in [
             (&mut self.healthy, other.healthy),
+            (&mut self.waiting, other.waiting),
             (&mut self.asking, other.asking),
             (&mut self.members, other.members),
             (&mut self.members_asking, other.members_asking),
             (&mut self.busy, other.busy),
             (&mut self.shrinking, other.shrinking),
             (&mut self.reporting, other.reporting),
+            (&mut self.departed, other.departed),
             (&mut self.left, other.left),
+            (&mut self.heralded, other.heralded),
+            (&mut self.coming, other.coming),
+            (&mut self.current, other.current),
+            (&mut self.members_current, other.members_current),
+            (&mut self.named, other.named),
+            (&mut self.newest, other.newest),
         ] {
             change(own, other);
         }
@@ -125,6 +177,7 @@ impl SubAssign<&Self> for Tally {
 #[derive(Debug, Clone)]
 pub(super) struct Roster {
     heartbeat_timeout: Duration,
+    join_timeout: Duration,
     entries: BTreeMap<Id, Entry>,
     tickets: BTreeMap<Ticket, Id>,
     due: BTreeSet<(Instant, Id)>,
@@ -132,9 +185,10 @@ pub(super) struct Roster {
 }
 
 impl Roster {
-    pub(super) fn new(heartbeat_timeout: Duration) -> Self {
+    pub(super) fn new(heartbeat_timeout: Duration, join_timeout: Duration) -> Self {
         Self {
             heartbeat_timeout,
+            join_timeout,
             entries: BTreeMap::new(),
             tickets: BTreeMap::new(),
             due: BTreeSet::new(),
@@ -162,6 +216,14 @@ impl Roster {
     #[cfg(test)]
     pub(super) fn calls(&self) -> usize {
         self.tickets.len()
+    }
+
+    /// Changes every entry.
+    pub(super) fn update_all(&mut self, change: impl Fn(&Id, &mut Entry)) {
+        let ids: Vec<Id> = self.entries.keys().cloned().collect();
+        for id in ids {
+            self.update(&id, |entry| change(&id, entry));
+        }
     }
 
     /// All entries in order of their ids.
@@ -223,9 +285,15 @@ impl Roster {
             self.tickets.insert(w.ticket, key.clone());
         }
         // A time-out beyond the clock's range never comes.
-        let timeout = entry
+        let silent = entry
             .seen
             .and_then(|seen| seen.checked_add(self.heartbeat_timeout));
+        let heralded = entry.coming.and_then(|c| {
+            let silent = c.last.checked_add(self.heartbeat_timeout);
+            let over = c.first.checked_add(self.join_timeout).filter(|_| c.counts);
+            silent.into_iter().chain(over).min()
+        });
+        let timeout = silent.into_iter().chain(heralded).min();
         if let Some(timeout) = timeout.filter(|t| entry.due.is_none_or(|due| *t < due)) {
             if let Some(due) = entry.due.replace(timeout) {
                 self.due.remove(&(due, key.clone()));
@@ -236,7 +304,7 @@ impl Roster {
 
     /// Takes the entries whose time-out has come out of the healthy, and gives their ids in order.
     pub(super) fn expire(&mut self, now: Instant) -> BTreeSet<Id> {
-        let timeout = self.heartbeat_timeout;
+        let (timeout, join_timeout) = (self.heartbeat_timeout, self.join_timeout);
         let mut late = BTreeSet::new();
         while self.due.first().is_some_and(|(due, _)| *due <= now) {
             let Some((_, id)) = self.due.pop_first() else {
@@ -249,8 +317,15 @@ impl Roster {
                 if entry.stream.is_some() {
                     entry.seen = entry.seen.map(|_| now);
                 }
-                let is_late = |seen: Instant| now.saturating_duration_since(seen) >= timeout;
-                entry.seen.take_if(|seen| is_late(*seen)).is_some()
+                let is_over = |at: Instant, time: Duration| now.saturating_duration_since(at) >= time;
+                entry.coming = entry
+                    .coming
+                    .filter(|c| !is_over(c.last, timeout))
+                    .map(|c| Coming {
+                        counts: c.counts && !is_over(c.first, join_timeout),
+                        ..c
+                    });
+                entry.seen.take_if(|seen| is_over(*seen, timeout)).is_some()
             });
             if is_late {
                 late.insert(id);
@@ -263,7 +338,8 @@ impl Roster {
     pub(super) fn forgive(&mut self, time: Duration, now: Instant) {
         for entry in self.entries.values_mut() {
             let waits = entry.waiting.iter_mut().map(|w| &mut w.since);
-            for at in entry.seen.iter_mut().chain(waits) {
+            let heralds = entry.coming.iter_mut().flat_map(|c| [&mut c.first, &mut c.last]);
+            for at in entry.seen.iter_mut().chain(waits).chain(heralds) {
                 *at = later(*at, time, now);
             }
         }

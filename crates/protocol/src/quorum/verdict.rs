@@ -5,7 +5,7 @@ use std::time::Instant;
 use super::{Entry, LighthouseState};
 use crate::member::listed;
 
-/// What the rules say. Those from [`Verdict::Wait`] on are of a quorum that could form.
+/// What the rules say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
     /// Nobody asks.
@@ -18,6 +18,10 @@ pub(super) enum Verdict {
     Initial,
     /// Only newcomers ask, and members of the last quorum are at work: it could go on beside the new one (L26).
     Newcomers,
+    /// All that ask are behind the recorded step, and not enough of the recorded members are there to decide so.
+    GoesBack,
+    /// The first quorum after a restart waits for a majority of the last one's members.
+    Recovers,
     /// It could form, and waits for healthy replicas that have not asked.
     Wait,
     /// It forms.
@@ -26,7 +30,7 @@ pub(super) enum Verdict {
 
 impl LighthouseState {
     fn shrinks(&self) -> bool {
-        self.roster.tally().shrinking > 0 && self.previous.is_some()
+        self.roster.tally().shrinking > 0 && self.job.is_some()
     }
 
     /// How many would be in a quorum that forms now.
@@ -44,10 +48,44 @@ impl LighthouseState {
         entry.is_asking() && (entry.member || !self.shrinks())
     }
 
+    /// True if the job would go back from the recorded step without those who could say so.
+    fn goes_back(&self) -> bool {
+        let tally = self.roster.tally();
+        let (current, named) = if self.shrinks() {
+            (tally.members_current, tally.members_asking)
+        } else {
+            (tally.current, tally.named)
+        };
+        let binds = self.job.is_some() && !self.is_over() && !self.accept_rollback;
+        binds && current == 0 && named * 2 <= tally.members
+    }
+
+    /// How many of the last quorum's members ask, and how many it had, if they are not enough for the first quorum after a restart.
+    fn lacks_of_last(&self, now: Instant) -> Option<(usize, usize)> {
+        if self.previous.is_some() || self.accept_rollback || self.is_over() {
+            return None;
+        }
+        let time = self
+            .rules
+            .heartbeat_timeout
+            .saturating_add(self.rules.join_timeout);
+        let waited = self.first_asked.map(|first| now.saturating_duration_since(first));
+        if waited.is_some_and(|waited| waited >= time) {
+            return None;
+        }
+        let tally = self.roster.tally();
+        let (present, of) = match (&self.job, self.told) {
+            (Some(_), _) => (tally.named, tally.members.saturating_sub(tally.departed)),
+            (None, Some((_, size))) => (tally.newest, usize::try_from(size).unwrap_or(usize::MAX)),
+            (None, None) => return None,
+        };
+        (of > 0 && present <= of / 2).then_some((present, of))
+    }
+
     /// What the rules say. O(1).
     pub(super) fn judge(&self, now: Instant) -> Verdict {
         let (rules, tally, n) = (&self.rules, self.roster.tally(), self.candidates());
-        let goes_on = self.previous.is_some() || tally.reporting > 0;
+        let goes_on = self.job.is_some() || tally.reporting > 0;
         let overlaps = tally.members_asking > 0;
         if tally.asking == 0 {
             Verdict::Idle
@@ -60,7 +98,13 @@ impl LighthouseState {
             Verdict::Initial
         } else if !overlaps && tally.busy > 0 {
             Verdict::Newcomers
-        } else if tally.healthy == tally.asking || (overlaps && tally.busy == 0) {
+        } else if self.goes_back() {
+            Verdict::GoesBack
+        } else if self.lacks_of_last(now).is_some() {
+            Verdict::Recovers
+        } else if (tally.healthy == tally.asking && (overlaps || tally.coming == 0))
+            || (overlaps && tally.busy == 0)
+        {
             Verdict::Form
         } else {
             let waited = self.able_since.map(|since| now.saturating_duration_since(since));
@@ -71,7 +115,8 @@ impl LighthouseState {
         }
     }
 
-    fn listed(&self, which: impl Fn(&Entry) -> bool) -> String {
+    /// The first ids of such entries.
+    pub(super) fn listed(&self, which: impl Fn(&Entry) -> bool) -> String {
         listed(
             self.roster
                 .iter()
@@ -113,10 +158,33 @@ impl LighthouseState {
                 self.quorum_id,
                 self.listed(Entry::is_busy)
             ),
-            Verdict::Wait => format!(
-                "{n} of {healthy} healthy replicas ask; waiting up to {:?} for {missing}",
-                rules.join_timeout
-            ),
+            Verdict::GoesBack => {
+                let (epoch, step) = self.job.as_ref().map_or((0, 0), |job| (job.epoch, job.step));
+                format!(
+                    "the {n} replicas that ask are all behind the recorded step {step} (epoch {epoch}): waiting for a replica with that state, \
+                     or for a majority of {}; `oxccl lighthouse --accept-rollback` goes on without them",
+                    self.listed(|e| e.member)
+                )
+            }
+            Verdict::Recovers => {
+                let (present, of) = self.lacks_of_last(now).unwrap_or_default();
+                format!(
+                    "this lighthouse restarted, and {present} of the {of} members of the last quorum ask; waiting up to {:?} for a majority",
+                    rules.heartbeat_timeout.saturating_add(rules.join_timeout)
+                )
+            }
+            Verdict::Wait => {
+                let coming = self.listed(|e| e.coming.is_some_and(|c| c.counts));
+                let both = if missing.is_empty() || coming.is_empty() {
+                    ""
+                } else {
+                    ", "
+                };
+                format!(
+                    "{n} of {healthy} healthy replicas ask; waiting up to {:?} for {missing}{both}{coming}",
+                    rules.join_timeout
+                )
+            }
         }
     }
 }

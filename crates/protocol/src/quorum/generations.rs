@@ -1,0 +1,354 @@
+//! The record: which states a job goes on from, over deaths of replicas and restarts of the lighthouse.
+
+use std::time::Duration;
+
+use super::tests::{SEED, Sim, member, rules};
+use super::*;
+use crate::Lineage;
+
+/// A member with a state.
+fn at(id: &str, step: i64, lineage: &Lineage) -> Member {
+    Member {
+        step,
+        lineage: lineage.as_str().into(),
+        ..member(id)
+    }
+}
+
+/// The lineage after the commits of `epoch` at these steps.
+fn chain(from: &Lineage, epoch: i64, steps: std::ops::Range<i64>) -> Lineage {
+    steps.fold(from.clone(), |l, s| l.after(epoch, s))
+}
+
+fn saved(sim: &Sim) -> Option<Record> {
+    sim.actions.iter().rev().find_map(|a| match a {
+        Action::Save(record) => Some(record.clone()),
+        _ => None,
+    })
+}
+
+/// a and b (and others) at step 10 of an epoch that began with step 10; the lineage that they have.
+fn at_step_10(ids: &[&str]) -> (Sim, Lineage) {
+    let lineage = chain(&Lineage::default(), 7, 0..10);
+    let mut sim = Sim::new(QuorumRules {
+        initial_replicas: Some(ids.len()),
+        ..rules(1)
+    });
+    for (stream, id) in (1..).zip(ids) {
+        sim.attach(id, stream);
+        sim.join_as(at(id, 10, &lineage));
+    }
+    assert_eq!(sim.ids().unwrap(), ids);
+    (sim, lineage)
+}
+
+fn restart(sim: &Sim) -> Sim {
+    Sim::started(rules(1), SEED, sim.state.record(), sim.now)
+}
+
+fn text(sim: &Sim) -> String {
+    format!("{:?}", sim.actions)
+}
+
+#[test]
+fn the_record_is_saved_before_a_new_epoch_is_delivered_and_not_for_every_step() {
+    let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);
+    let expected = Record {
+        quorum_id: SEED + 1,
+        step: 10,
+        lineage: Some(lineage.as_str().into()),
+        members: vec!["a:1".into(), "b:1".into()],
+        ..Record::default()
+    };
+    assert_eq!(saved(&sim), Some(expected));
+    assert!(
+        matches!(sim.actions[..], [Action::Save(_), Action::Deliver { .. }]),
+        "{}",
+        text(&sim)
+    );
+    for step in 11..14 {
+        let lineage = chain(&lineage, SEED + 1, 10..step);
+        sim.join_as(at("a:1", step, &lineage));
+        sim.join_as(at("b:1", step, &lineage));
+        assert_eq!(sim.delivered().unwrap().quorum_id, SEED + 1);
+        assert_eq!(saved(&sim), None, "the members did not change");
+    }
+    // Departures are saved together at the next tick, and with them the newest state.
+    sim.detach("b:1", 2);
+    assert_eq!(saved(&sim), None);
+    sim.event(Event::Tick);
+    let record = saved(&sim).unwrap();
+    assert_eq!((record.step, record.departed), (13, vec!["b:1".to_string()]));
+    sim.event(Event::Tick);
+    assert_eq!(saved(&sim), None);
+}
+
+#[test]
+fn a_state_that_descends_from_the_record_goes_on_and_another_one_does_not_win_by_its_step() {
+    let (mut sim, lineage) = at_step_10(&["a:1", "b:1"]);
+    let ours = chain(&lineage, SEED + 1, 10..11);
+    let others = [
+        ("another epoch", 11, chain(&lineage, SEED, 10..11)),
+        ("another history", 11, chain(&Lineage::default(), SEED + 1, 0..11)),
+        ("a step too many", 12, ours.clone()),
+        ("far ahead", 1_000_000_000_000, Lineage::from_peer("ff")),
+        ("as far as can be said", i64::MAX, Lineage::from_peer("ff")),
+        ("no lineage", 11, Lineage::default()),
+    ];
+    for (what, step, other) in others {
+        let ticket = sim.join_as(at("rumour", step, &other));
+        assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)], "{what}");
+        assert!(
+            text(&sim).contains("recorded state of this job (epoch 1001, step 10)"),
+            "{}",
+            text(&sim)
+        );
+        assert!(!sim.healthy().contains(&"rumour".to_string()));
+    }
+    sim.join_as(at("a:1", 11, &ours));
+    sim.join_as(at("behind", 9, &Lineage::from_peer("ff")));
+    sim.join_as(at("b:1", 11, &ours));
+    assert_eq!(
+        sim.ids().unwrap(),
+        ["a:1", "b:1", "behind"],
+        "who is behind heals"
+    );
+}
+
+#[test]
+fn a_member_that_tells_no_lineage_may_be_ahead_and_a_stranger_may_not() {
+    let mut sim = Sim::quorum_of(rules(1), &["a:1", "b:1"]);
+    let none = Lineage::default();
+    let stranger = sim.join_as(at("c:1", 3, &none));
+    assert_eq!(sim.rejected(), [(stranger, ErrorKind::Conflict)]);
+    sim.join_as(at("a:1", 3, &none));
+    sim.join_as(at("b:2", 4, &none));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:2"], "the name is recorded");
+}
+
+#[test]
+fn at_the_recorded_step_the_recorded_history_wins_and_not_the_lowest_id() {
+    let (mut sim, lineage) = at_step_10(&["b:1"]);
+    sim.join_as(at("a:1", 10, &Lineage::from_peer("ff")));
+    sim.join_as(at("b:1", 10, &lineage));
+    let quorum = sim.delivered().unwrap();
+    let place = crate::assignment::assign("a:1", 0, &quorum, false).unwrap();
+    assert!(place.heal, "{quorum:?}");
+    assert_eq!(place.lineage, lineage.as_str());
+    assert_eq!(
+        sim.state.record().unwrap().lineage.as_deref(),
+        Some(lineage.as_str())
+    );
+}
+
+#[test]
+fn a_replica_that_waits_with_a_state_that_no_longer_descends_is_turned_away() {
+    let (mut sim, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    let waiting = sim.join_as(at("n:1", 11, &chain(&lineage, SEED + 1, 10..11)));
+    let shrink = |m: Member| Member {
+        shrink_only: true,
+        ..m
+    };
+    sim.join_as(shrink(at("a:1", 10, &lineage)));
+    sim.join_as(at("c:1", 10, &lineage));
+    sim.detach("b:1", 2);
+    assert_eq!(sim.ids().unwrap(), ["a:1", "c:1"], "a new epoch at step 10");
+    assert!(
+        sim.rejected().contains(&(waiting, ErrorKind::Conflict)),
+        "{}",
+        text(&sim)
+    );
+}
+
+#[test]
+fn a_job_goes_back_only_with_a_majority_of_its_recorded_members() {
+    let (mut sim, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    for (stream, id) in (1..).zip(["a:1", "b:1", "c:1"]) {
+        sim.detach(id, stream);
+    }
+    let old = chain(&Lineage::default(), 7, 0..5);
+    sim.join_as(at("d:1", 0, &Lineage::default()));
+    sim.join_as(at("a:2", 5, &old));
+    sim.pass(Duration::from_secs(60), &["a:2", "d:1"]);
+    assert_eq!(sim.ids(), None, "1 of 3");
+    let reason = sim.reason();
+    for part in ["recorded step 10", "a:1, b:1, c:1", "--accept-rollback"] {
+        assert!(reason.contains(part), "{reason}");
+    }
+    sim.join_as(at("b:2", 5, &old));
+    assert_eq!(sim.ids().unwrap(), ["a:2", "b:2", "d:1"]);
+    assert_eq!(saved(&sim).unwrap().step, 5);
+    // The other way: one comes that has the state.
+    let mut sim = restart(&at_step_10(&["a:1"]).0);
+    sim.pass(Duration::from_secs(6), &[]);
+    sim.join_as(at("d:1", 0, &Lineage::default()));
+    sim.pass(Duration::from_secs(60), &["d:1"]);
+    assert_eq!(sim.ids(), None);
+    sim.join_as(at("e:1", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["d:1", "e:1"]);
+}
+
+#[test]
+fn the_operators_word_lets_a_job_go_back_once() {
+    let (sim, _) = at_step_10(&["a:1", "b:1", "c:1"]);
+    let start = Start {
+        clock_ms: SEED,
+        record: sim.state.record(),
+        accept_rollback: true,
+    };
+    let mut sim = Sim::new(rules(1));
+    sim.state = LighthouseState::new(rules(1), start, sim.now);
+    sim.pass(Duration::from_secs(6), &[]);
+    let old = chain(&Lineage::default(), 7, 0..5);
+    sim.join_as(at("d:1", 5, &old));
+    assert_eq!(sim.ids().unwrap(), ["d:1"]);
+    sim.event(Event::Failed {
+        replica_id: "d:1".into(),
+        reason: String::new(),
+    });
+    sim.join("e:1");
+    sim.pass(Duration::from_secs(60), &["e:1"]);
+    assert_eq!(sim.ids(), None, "the word was for once");
+}
+
+#[test]
+fn once_all_have_left_the_record_binds_nobody() {
+    let (mut sim, _) = at_step_10(&["a:1", "b:1"]);
+    for id in ["a:1", "b:1"] {
+        sim.event(Event::Leave {
+            replica_id: id.into(),
+            reason: "done".into(),
+        });
+    }
+    let record = saved(&sim).expect("the end of the run is saved at once");
+    assert_eq!(record.left, ["a:1", "b:1"]);
+    for mut sim in [restart(&sim), sim] {
+        sim.join_as(at("x:1", 3, &Lineage::from_peer("ff")));
+        assert_eq!(sim.ids().unwrap(), ["x:1"], "another run");
+        assert_eq!(sim.state.record().unwrap().members, ["x:1"]);
+    }
+}
+
+#[test]
+fn after_a_restart_the_same_step_goes_on_and_a_minority_waits_for_the_majority() {
+    let (mut before, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    let record = before.state.record();
+    for step in 11..2000 {
+        let now = chain(&lineage, SEED + 1, 10..step);
+        for id in ["a:1", "b:1", "c:1"] {
+            before.join_as(at(id, step, &now));
+        }
+    }
+    // The record is that of the first step of the epoch; the members are 1990 commits ahead of it.
+    let mut sim = Sim::started(rules(1), SEED, record, before.now);
+    let now = chain(&lineage, SEED + 1, 10..2000);
+    sim.pass(Duration::from_secs(6), &[]);
+    sim.join_as(at("a:1", 2000, &now));
+    sim.pass(Duration::from_secs(8), &["a:1"]);
+    assert_eq!(sim.ids(), None, "1 of 3, and the others may be alive");
+    assert!(sim.reason().contains("1 of the 3 members"), "{}", sim.reason());
+    sim.join_as(at("b:1", 2000, &now));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
+    assert!(sim.delivered().unwrap().quorum_id > SEED + 1);
+    assert_eq!(saved(&sim).unwrap().step, 2000);
+}
+
+#[test]
+fn a_job_whose_other_machines_died_with_the_lighthouse_goes_on_after_both_timeouts() {
+    let (before, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    let mut sim = restart(&before);
+    sim.pass(Duration::from_secs(60), &[]);
+    sim.join_as(at("a:1", 10, &lineage));
+    // The call is made again and again, as a rank does whose time is up: that does not begin the wait anew.
+    for _ in 0..14 {
+        sim.pass(Duration::from_secs(1), &["a:1"]);
+        assert_eq!(sim.ids(), None);
+        sim.join_as(at("a:1", 10, &lineage));
+        assert_eq!(sim.ids(), None);
+    }
+    sim.pass(Duration::from_secs(2), &["a:1"]);
+    assert_eq!(sim.ids().unwrap(), ["a:1"], "15 s after it asked first");
+    // Who committed meanwhile, in the old epoch, has lost that commit.
+    let ticket = sim.join_as(at("b:1", 11, &chain(&lineage, SEED + 1, 10..11)));
+    assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
+}
+
+#[test]
+fn members_that_are_known_to_be_gone_are_not_needed_after_a_restart() {
+    let (mut before, lineage) = at_step_10(&["a:1", "b:1", "c:1", "d:1"]);
+    before.detach("b:1", 2);
+    before.event(Event::Leave {
+        replica_id: "c:1".into(),
+        reason: "done".into(),
+    });
+    before.event(Event::Tick);
+    let mut sim = Sim::started(rules(1), SEED, saved(&before), before.now);
+    assert_eq!(sim.healthy(), ["a:1", "d:1"]);
+    sim.pass(Duration::from_secs(6), &[]);
+    sim.join_as(at("a:1", 10, &lineage));
+    assert_eq!(sim.ids(), None, "1 of 2");
+    sim.join_as(at("d:1", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "d:1"]);
+}
+
+#[test]
+fn without_a_record_the_size_of_the_last_quorum_that_replicas_tell_is_what_counts() {
+    let told = |id: &str, last_quorum_id, last_world_size| Member {
+        last_quorum_id,
+        last_world_size,
+        ..member(id)
+    };
+    let mut sim = Sim::new(rules(1));
+    sim.join_as(told("a:1", 900, 5));
+    sim.join_as(told("b:1", 900, 5));
+    sim.join_as(told("c:1", 800, 9));
+    assert_eq!(sim.ids(), None, "2 of 5 from quorum 900");
+    assert!(sim.reason().contains("2 of the 5 members"), "{}", sim.reason());
+    sim.join_as(told("d:1", 900, 4));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:1", "c:1", "d:1"]);
+    // An older quorum's size does not count once a newer one is told of.
+    let mut sim = Sim::new(rules(1));
+    sim.join_as(told("c:1", 800, 9));
+    assert_eq!(sim.ids(), None);
+    sim.join_as(told("a:1", 900, 1));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "c:1"]);
+    // And a lie costs time, not the job.
+    let mut sim = Sim::new(rules(1));
+    sim.join_as(told("liar", SEED + 50, u64::MAX));
+    sim.join_as(told("a:1", 900, 1));
+    sim.pass(Duration::from_secs(16), &["a:1"]);
+    assert_eq!(sim.ids().unwrap(), ["a:1"]);
+}
+
+#[test]
+fn a_record_of_an_older_version_knows_no_state_and_its_members_may_be_ahead() {
+    let record = Record {
+        quorum_id: SEED,
+        members: vec!["a:1".into(), "b:1".into()],
+        ..Record::default()
+    };
+    let mut sim = Sim::started(rules(1), SEED, Some(record), Instant::now());
+    let lineage = chain(&Lineage::default(), 7, 0..500);
+    let stranger = sim.join_as(at("c:1", 500, &lineage));
+    assert_eq!(sim.rejected(), [(stranger, ErrorKind::Conflict)]);
+    sim.join_as(at("a:1", 500, &lineage));
+    sim.join_as(at("b:1", 500, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
+}
+
+#[test]
+fn a_state_far_ahead_is_checked_with_bounded_work_and_checked_again_for_little() {
+    let job = Record {
+        quorum_id: 5,
+        lineage: Some(String::new()),
+        ..Record::default()
+    };
+    let mut job = Job::of(&job);
+    let far = chain(&Lineage::default(), 5, 0..5000);
+    assert!(job.refuses(&at("a", 5000, &far)).is_none());
+    assert!(job.refuses(&at("a", 4999, &far)).is_some());
+    assert!(job.refuses(&at("a", 5000, &far)).is_none());
+    assert_eq!(job.kept(), 4, "every 1024th lineage");
+    assert!(job.refuses(&at("a", 1_000_001, &far)).is_some());
+    assert_eq!(job.kept(), 4, "beyond what is checked, nothing is computed");
+}

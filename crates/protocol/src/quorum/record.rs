@@ -1,0 +1,174 @@
+//! What the lighthouse remembers of its job, in memory and on disk: the last epoch, its members, and the state that they went on from.
+//!
+//! A lineage is a hash chain over (epoch, step), so the lighthouse can compute the lineage of every state that the recorded epoch can
+//! lead to. A replica that comes with a larger step is *checked* against it: "the largest step wins" holds only for states that
+//! descend from the record.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::roster::Id;
+use crate::Lineage;
+use crate::member::{Member, prefix_of};
+
+/// How far ahead of the record a state is checked at most, in commits.
+const MAX_CHECKED: i64 = 1_000_000;
+/// Of a chain one in so many lineages is kept, so that checking it again costs little.
+const KEPT_EACH: i64 = 1024;
+
+/// What outlives a restart of the lighthouse. Saved before the quorum that it describes is delivered.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Record {
+    /// The last epoch.
+    pub quorum_id: i64,
+    /// The step that its members began it with.
+    pub step: i64,
+    /// The lineage of their state at `step`; `None` if they told none, or an older version saved the record.
+    pub lineage: Option<String>,
+    /// The ids of its members.
+    pub members: Vec<String>,
+    /// Those of them that are known to be gone since, for whatever reason.
+    pub departed: Vec<String>,
+    /// Those of `departed` that left in order. Once all did, the run is over.
+    pub left: Vec<String>,
+}
+
+/// The part of an id that a replica keeps over restarts.
+fn name_of(id: &str) -> &str {
+    prefix_of(id).unwrap_or(id)
+}
+
+/// The last epoch and the states that descend from it.
+#[derive(Debug, Clone)]
+pub(super) struct Job {
+    pub(super) epoch: i64,
+    pub(super) step: i64,
+    lineage: Option<Lineage>,
+    names: BTreeSet<Id>,
+    /// Lineages of the chain at some steps beyond `step`.
+    known: BTreeMap<i64, Lineage>,
+    /// The lineage that was asked for last: that of the next step, as a rule.
+    last: Option<(i64, Lineage)>,
+}
+
+impl Job {
+    pub(super) fn of(record: &Record) -> Self {
+        Self {
+            epoch: record.quorum_id,
+            step: record.step,
+            lineage: record.lineage.clone().map(Lineage::from_peer),
+            names: record.members.iter().map(|id| name_of(id).into()).collect(),
+            known: BTreeMap::new(),
+            last: None,
+        }
+    }
+
+    /// The job as `members` of `epoch` go on with it.
+    pub(super) fn next(former: Option<Self>, epoch: i64, members: &[Member]) -> Self {
+        let step = members.iter().map(|m| m.step).max().unwrap_or(0);
+        let lineage = held_by_most(members, step);
+        // In the same epoch the same members go on along the same chain.
+        if let Some(mut job) = former.filter(|job| job.epoch == epoch && lineage.is_some())
+            && job.lineage_at(step) == lineage
+        {
+            job.known = job.known.split_off(&step);
+            (job.step, job.lineage) = (step, lineage);
+            return job;
+        }
+        Self {
+            epoch,
+            step,
+            lineage,
+            names: members.iter().map(|m| name_of(&m.replica_id).into()).collect(),
+            known: BTreeMap::new(),
+            last: None,
+        }
+    }
+
+    pub(super) fn lineage(&self) -> Option<&Lineage> {
+        self.lineage.as_ref()
+    }
+
+    #[cfg(test)]
+    pub(super) fn kept(&self) -> usize {
+        self.known.len()
+    }
+
+    /// True for a recorded member, in whatever incarnation.
+    pub(super) fn names(&self, id: &str) -> bool {
+        self.names.contains(name_of(id))
+    }
+
+    /// The lineage of the state at `step`, if it is one that this epoch can lead to and that can be checked.
+    fn lineage_at(&mut self, step: i64) -> Option<Lineage> {
+        let ahead = step.checked_sub(self.step)?;
+        if !(0..=MAX_CHECKED).contains(&ahead) {
+            return None;
+        }
+        if let Some((_, lineage)) = self.last.as_ref().filter(|(at, _)| *at == step) {
+            return Some(lineage.clone());
+        }
+        let own = self.lineage.clone()?;
+        let known = self.known.range(self.step..=step).next_back();
+        let (mut at, mut lineage) = known.map_or((self.step, own), |(at, l)| (*at, l.clone()));
+        while at < step {
+            lineage = lineage.after(self.epoch, at);
+            at += 1;
+            if at % KEPT_EACH == 0 {
+                self.known.insert(at, lineage.clone());
+            }
+        }
+        self.last = Some((step, lineage.clone()));
+        Some(lineage)
+    }
+
+    /// Why the state of `member` is not one of this job; `None` if it is, or if the member would heal anyway.
+    pub(super) fn refuses(&mut self, member: &Member) -> Option<String> {
+        if member.step <= self.step {
+            return None;
+        }
+        let why = if member.lineage.is_empty() || self.lineage.is_none() {
+            if self.names(&member.replica_id) {
+                return None;
+            }
+            "no lineage shows that it descends from"
+        } else {
+            let descends = self
+                .lineage_at(member.step)
+                .is_some_and(|l| l.as_str() == member.lineage);
+            if descends {
+                return None;
+            }
+            "it does not descend from"
+        };
+        Some(format!(
+            "the state of replica {} is at step {}, and {why} the recorded state of this job (epoch {}, step {}): start the replica \
+             without its state, so that it heals; if its state is the one to go on from, start the lighthouse with another state file",
+            member.replica_id, member.step, self.epoch, self.step
+        ))
+    }
+
+    /// True if `member` stands at the recorded step with a state of another history.
+    pub(super) fn diverged(&self, member: &Member) -> bool {
+        let lineage = self
+            .lineage
+            .as_ref()
+            .filter(|_| member.step == self.step && self.step > 0);
+        lineage.is_some_and(|l| !member.lineage.is_empty() && l.as_str() != member.lineage)
+    }
+}
+
+/// The lineage that most members at `step` tell, the lowest id's in a tie; as the assignment chooses it.
+fn held_by_most(members: &[Member], step: i64) -> Option<Lineage> {
+    let told = || members.iter().filter(|m| m.step == step && !m.lineage.is_empty());
+    let mut count: BTreeMap<&str, usize> = BTreeMap::new();
+    for m in told() {
+        *count.entry(m.lineage.as_str()).or_default() += 1;
+    }
+    let most = count.values().max();
+    let held = told().find(|m| count.get(m.lineage.as_str()) == most);
+    match held {
+        Some(m) => Some(Lineage::from_peer(m.lineage.as_str())),
+        // Before the first commit there is no history to tell.
+        None => (step == 0).then(Lineage::default),
+    }
+}
