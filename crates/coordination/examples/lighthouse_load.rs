@@ -399,10 +399,10 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
                 let endpoint = Endpoint::from_shared(load.url.clone()).map(|e| {
                     let endpoint = e.tcp_nodelay(true).connect_timeout(Duration::from_secs(20));
                     if load.ours {
-                        // As a manager server's.
+                        // As a manager server's; but thousands of them share a thread here, which may be late.
                         endpoint
                             .http2_keep_alive_interval(Duration::from_secs(2))
-                            .keep_alive_timeout(Duration::from_secs(3))
+                            .keep_alive_timeout(Duration::from_secs(60))
                             .keep_alive_while_idle(true)
                     } else {
                         endpoint

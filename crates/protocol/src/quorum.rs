@@ -203,6 +203,11 @@ impl LighthouseState {
                     }
                 }
             }
+            Event::Disconnected { replica_id } => {
+                if !self.is_attached(&replica_id) {
+                    self.depart(&replica_id, "its connections broke", actions);
+                }
+            }
             Event::Leave { replica_id, reason } => {
                 self.roster.update(&replica_id, |entry| {
                     entry.stream = None;

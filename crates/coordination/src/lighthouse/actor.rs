@@ -16,6 +16,7 @@ use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
+use super::callers::Callers;
 use super::persist::StateFile;
 use super::reply::{Reply, Shelf};
 use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
@@ -44,6 +45,10 @@ pub(crate) enum Message {
         last_quorum_id: i64,
         reply: oneshot::Sender<Result<Pushed>>,
     },
+    /// A replica calls over this connection for the first time.
+    Calling { line: u64, replica_id: String },
+    /// A connection over which replicas called has ended, by its peer or by this server.
+    Ended { line: u64, by_peer: bool },
     /// A look at the state.
     Status {
         reply: oneshot::Sender<(Status, Counters)>,
@@ -120,6 +125,10 @@ struct Actor {
     now: Instant,
     /// A longer time without a message, of which every tick is one, is an absence of this lighthouse itself.
     away_after: Duration,
+    heartbeat_timeout: Duration,
+    callers: Callers,
+    /// Until then the end of a connection says nothing: its peer may have given it up while the lighthouse was away.
+    doubted_until: Option<Instant>,
 }
 
 /// Starts the task on the present runtime. Who was not heard while the task itself did not run for longer than `away_after` is not blamed.
@@ -127,6 +136,7 @@ pub(crate) fn start(
     state: LighthouseState,
     tick: Duration,
     away_after: Duration,
+    heartbeat_timeout: Duration,
     state_file: Option<Arc<StateFile>>,
 ) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
@@ -140,6 +150,9 @@ pub(crate) fn start(
         counters: Counters::default(),
         now: Instant::now(),
         away_after,
+        heartbeat_timeout,
+        callers: Callers::default(),
+        doubted_until: None,
     };
     tokio::spawn(async move {
         while let Some((came, message)) = inbox.recv().await {
@@ -180,6 +193,11 @@ impl Actor {
                     }
                     Event::Detached { replica_id, stream } => self.forget_stream(replica_id, *stream),
                     _ => {}
+                }
+                if matches!(event, Event::Tick) {
+                    for replica_id in self.callers.gone(self.now) {
+                        self.apply(Event::Disconnected { replica_id });
+                    }
                 }
                 self.apply(event);
                 if let Some(done) = done {
@@ -229,6 +247,11 @@ impl Actor {
                     }
                 }
             }
+            Message::Calling { line, replica_id } => self.callers.call(line, replica_id),
+            Message::Ended { line, by_peer } => {
+                let doubted = self.doubted_until.is_some_and(|until| self.now < until);
+                self.callers.ended(line, by_peer && !doubted, self.now);
+            }
             Message::Status { reply } => {
                 let _ = reply.send((self.state.status(self.now), self.counters));
             }
@@ -254,6 +277,8 @@ impl Actor {
                 ?time,
                 "this lighthouse did not run for a while; nobody is blamed for what it did not hear"
             );
+            self.callers.forgive();
+            self.doubted_until = self.now.checked_add(self.heartbeat_timeout);
             self.apply(Event::Away { time });
         }
     }

@@ -15,6 +15,7 @@ use persist::StateFile;
 use protocol::quorum::{LighthouseState, QuorumRules, Start};
 
 mod actor;
+mod callers;
 mod page;
 mod persist;
 mod reply;
@@ -91,6 +92,8 @@ impl LighthouseServer {
             ));
         }
         config.limits.validate()?;
+        let mut limits = config.limits;
+        limits.silence = limits.silence.min(config.heartbeat_timeout);
         if let Some(initial) = config.initial_replicas.filter(|i| *i < config.min_replicas) {
             return Err(Error::invalid(format!(
                 "initial_replicas is {initial}, and no quorum has fewer than min_replicas = {} members",
@@ -126,14 +129,20 @@ impl LighthouseServer {
             let _guard = runtime.enter();
             // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
             let away_after = 2 * config.quorum_tick + config.heartbeat_timeout / 4;
-            actor::start(state, config.quorum_tick, away_after, state_file.clone())
+            actor::start(
+                state,
+                config.quorum_tick,
+                away_after,
+                config.heartbeat_timeout,
+                state_file.clone(),
+            )
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
         let service = Service::start(
             runtime,
             listener,
             page::routes(lighthouse),
-            config.limits,
+            limits,
             Duration::ZERO,
         )?;
         tracing::info!(address, "the lighthouse listens");

@@ -2,6 +2,7 @@
 //! in any other way than by its answer.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use ftcore::Error;
@@ -9,12 +10,14 @@ use tokio::sync::oneshot;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::WatchStream;
 use tonic::codec::{Codec, Streaming};
+use tonic::codegen::http::Extensions;
 use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 use tonic_prost::ProstCodec;
 
 use super::actor::{Lighthouse, Message, gone};
 use super::reply::Reply;
+use crate::serve::Line;
 use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
@@ -49,10 +52,31 @@ fn check(member: &Member) -> Result<(), Status> {
 }
 
 impl Lighthouse {
+    /// Remembers over which connection a replica calls.
+    fn note_caller(&self, extensions: &Extensions, replica_id: &str) {
+        let Some(line) = extensions.get::<Arc<Line>>() else {
+            return;
+        };
+        if line.is_new(replica_id) {
+            let (lighthouse, number) = (self.clone(), line.number());
+            self.send(Message::Calling {
+                line: number,
+                replica_id: replica_id.to_string(),
+            });
+            line.at_end(move |by_peer| {
+                lighthouse.send(Message::Ended {
+                    line: number,
+                    by_peer,
+                })
+            });
+        }
+    }
+
     /// Asks for a quorum and waits for it, until the caller goes away or its time is over.
     async fn ask(
         &self,
         metadata: &MetadataMap,
+        extensions: &Extensions,
         message: torchft::LighthouseQuorumRequest,
     ) -> Result<Reply, Status> {
         let timeout = grpc_timeout(metadata)?;
@@ -61,6 +85,7 @@ impl Lighthouse {
             Member::from(requester.ok_or_else(|| Status::invalid_argument("the requester is missing"))?);
         check(&member)?;
         let id = member.replica_id.clone();
+        self.note_caller(extensions, &id);
         let (reply, answer) = oneshot::channel();
         let ticket = self.number();
         let _open = OpenCall {
@@ -98,7 +123,12 @@ impl Lighthouse {
             let mut messages = Streaming::new_request(decoder, body, None, Some(MAX_MESSAGE_BYTES));
             let none = || Status::invalid_argument("the request is missing");
             let message = messages.message().await?.ok_or_else(none)?;
-            self.ask(&MetadataMap::from_headers(head.headers), message).await
+            self.ask(
+                &MetadataMap::from_headers(head.headers),
+                &head.extensions,
+                message,
+            )
+            .await
         };
         answer
             .await
@@ -113,8 +143,8 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         &self,
         request: Request<torchft::LighthouseQuorumRequest>,
     ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
-        let (metadata, _, message) = request.into_parts();
-        let reply = self.ask(&metadata, message).await?;
+        let (metadata, extensions, message) = request.into_parts();
+        let reply = self.ask(&metadata, &extensions, message).await?;
         let decoded = prost::Message::decode(reply.message());
         decoded
             .map(Response::new)
@@ -125,8 +155,10 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         &self,
         request: Request<torchft::LighthouseHeartbeatRequest>,
     ) -> Result<Response<torchft::LighthouseHeartbeatResponse>, Status> {
-        let replica_id = request.into_inner().replica_id;
+        let (_, extensions, message) = request.into_parts();
+        let replica_id = message.replica_id;
         bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
+        self.note_caller(&extensions, &replica_id);
         // The answer says that it has come, which is when it counts.
         self.send(Message::Event {
             event: Event::Heartbeat { replica_id },

@@ -72,6 +72,11 @@ pub enum Event {
         /// Which stream.
         stream: u64,
     },
+    /// All connections over which a replica without a stream called have ended, as those of a process that was killed do. It is gone at once.
+    Disconnected {
+        /// Who.
+        replica_id: String,
+    },
     /// The replica says goodbye.
     Leave {
         /// Who.
