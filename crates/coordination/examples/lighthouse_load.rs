@@ -20,6 +20,7 @@ use std::time::{Duration, Instant};
 use http_body_util::{BodyExt, Full};
 use prost::Message;
 use prost::bytes::Bytes;
+use protocol::Lineage;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
@@ -257,7 +258,7 @@ impl Seen {
     }
 }
 
-fn member(load: &Load, i: usize, step: usize, last: u64) -> torchft::QuorumMember {
+fn member(load: &Load, i: usize, step: usize, last: u64, lineage: &Lineage) -> torchft::QuorumMember {
     torchft::QuorumMember {
         replica_id: format!("replica_{i:05}:6e0d5cbe-8d83-4a2e-9f5e-{i:012}"),
         address: format!("http://host-{i:05}.cluster.local:40123"),
@@ -269,21 +270,17 @@ fn member(load: &Load, i: usize, step: usize, last: u64) -> torchft::QuorumMembe
         } else {
             0
         },
-        lineage: if load.ours {
-            format!("{step:032x}")
-        } else {
-            String::new()
-        },
+        lineage: lineage.as_str().to_string(),
         life: load.ours.then(|| format!("{i}-1700000000000000000")),
         ..torchft::QuorumMember::default()
     }
 }
 
 async fn steps(load: Arc<Load>, seen: Arc<Seen>, mut channel: Channel, i: usize) {
-    let (mut last, mut list) = (0, 0);
+    let (mut last, mut list, mut lineage) = (0, 0, Lineage::default());
     for step in 0..load.warmup + load.steps {
         let message = torchft::LighthouseQuorumRequest {
-            requester: Some(member(&load, i, step, last)),
+            requester: Some(member(&load, i, step, last, &lineage)),
             held_list: list,
         };
         // One replica counts the members, which takes the whole list; ours need the list's number, which is at the end, once.
@@ -319,6 +316,8 @@ async fn steps(load: Arc<Load>, seen: Arc<Seen>, mut channel: Channel, i: usize)
         }
         last = reply.quorum_id;
         if load.ours {
+            let number = |n: u64| i64::try_from(n).unwrap_or(i64::MAX);
+            lineage = lineage.after(number(last), number(step as u64));
             // A whole list that comes later is not looked through: the next one is asked for without a name, and is.
             list = if wanted == usize::MAX || reply.members.is_none() {
                 reply.list
@@ -330,7 +329,7 @@ async fn steps(load: Arc<Load>, seen: Arc<Seen>, mut channel: Channel, i: usize)
 }
 
 async fn replica(load: Arc<Load>, seen: Arc<Seen>, channel: Channel, i: usize) {
-    let id = member(&load, i, 0, 0).replica_id;
+    let id = member(&load, i, 0, 0, &Lineage::default()).replica_id;
     let mut background = Vec::new();
     if load.ours {
         let request = oxccl::AttachRequest {
