@@ -21,6 +21,8 @@ use crate::torchft;
 
 /// How long a lighthouse may take to say where it listens.
 const START: Duration = Duration::from_secs(20);
+/// Beyond this many replicas, the one process that plays them all reads their first full answers for longer than a replica may be silent.
+const PATIENT_FROM: u32 = 8192;
 /// The kernel's unit of processor time in /proc.
 const TICKS_PER_SECOND: f64 = 100.0;
 
@@ -322,6 +324,9 @@ impl Lighthouse {
             "--min-replicas",
             &replicas.to_string(),
         ]);
+        if replicas > PATIENT_FROM {
+            command.args(["--heartbeat-timeout-ms", "60000"]);
+        }
         let mut process = spawn(&mut command, log)?;
         let text = wait_for(log, "lighthouse at http://", &mut process)?;
         Ok(Self {

@@ -66,6 +66,7 @@ pub(crate) struct Counters {
     pub(crate) quorums: u64,
     pub(crate) epochs: u64,
     pub(crate) pushes: u64,
+    pub(crate) heartbeats: u64,
 }
 
 /// The way to the task; cheap to clone.
@@ -192,6 +193,7 @@ impl Actor {
                         self.counters.withdrawn += 1
                     }
                     Event::Detached { replica_id, stream } => self.forget_stream(replica_id, *stream),
+                    Event::Heartbeat { .. } => self.counters.heartbeats += 1,
                     _ => {}
                 }
                 if matches!(event, Event::Tick) {
@@ -361,4 +363,101 @@ fn named(quorum: &Quorum) -> String {
 /// The error of a call whose lighthouse is shutting down.
 pub(crate) fn gone() -> Error {
     Error::new(ErrorKind::Unavailable, "the lighthouse is shutting down")
+}
+
+#[cfg(test)]
+mod tests {
+    use protocol::quorum::{QuorumRules, Start};
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn what_waits_in_the_queue_of_a_busy_lighthouse_is_not_silence() {
+        let start = Instant::now();
+        let rules = QuorumRules {
+            min_replicas: 2,
+            initial_replicas: None,
+            join_timeout: Duration::from_secs(60),
+            heartbeat_timeout: TIMEOUT,
+        };
+        let mut actor = Actor {
+            state: LighthouseState::new(rules, Start::default(), start),
+            state_file: None,
+            saved_id: 0,
+            calls: HashMap::new(),
+            shelf: Shelf::default(),
+            streams: HashMap::new(),
+            counters: Counters::default(),
+            now: start,
+            away_after: Duration::from_secs(60),
+            heartbeat_timeout: TIMEOUT,
+            callers: Callers::default(),
+            doubted_until: None,
+        };
+        let event = |event| Message::Event { event, done: None };
+        let beat = |id: &str| {
+            event(Event::Heartbeat {
+                replica_id: id.into(),
+            })
+        };
+        let mut queue = Vec::new();
+        let mut answers = Vec::new();
+        for (ticket, id) in (1..).zip(["a", "b"]) {
+            let (reply, answer) = oneshot::channel();
+            let member = Member {
+                replica_id: id.into(),
+                address: format!("http://{id}:1"),
+                store_address: format!("{id}:2"),
+                world_size: 1,
+                ..Member::default()
+            };
+            queue.push(Message::Join {
+                member: Box::new(member),
+                held: 0,
+                ticket,
+                reply,
+            });
+            answers.push(answer);
+        }
+        queue.extend([
+            event(Event::Tick),
+            event(Event::Tick),
+            event(Event::Tick),
+            beat("a"),
+            beat("b"),
+        ]);
+        // All of it came within a few milliseconds, and this task takes longer for it than a replica may be silent.
+        for (ms, message) in (0..).zip(queue) {
+            actor.take(start + Duration::from_millis(ms), message);
+            std::thread::sleep(TIMEOUT / 2);
+        }
+        assert!(answers.iter_mut().all(|a| matches!(a.try_recv(), Ok(Ok(_)))));
+        let status = actor.state.status(actor.now);
+        assert_eq!((status.healthy.len(), status.aborted), (2, None));
+        // One that says nothing is found all the same.
+        actor.take(start + TIMEOUT, beat("a"));
+        actor.take(start + TIMEOUT + Duration::from_millis(50), event(Event::Tick));
+        let status = actor.state.status(actor.now);
+        let healthy: Vec<&str> = status.healthy.iter().map(|(id, _)| id.as_str()).collect();
+        assert_eq!(healthy, ["a"]);
+        assert!(status.aborted.is_some_and(|why| why.contains("b is gone")));
+    }
+
+    #[test]
+    fn a_line_of_the_log_names_sixteen_members_and_counts_the_rest() {
+        let quorum = |n: usize| Quorum {
+            quorum_id: 1,
+            participants: (0..n)
+                .map(|i| Member {
+                    replica_id: format!("r{i}"),
+                    ..Member::default()
+                })
+                .collect(),
+        };
+        assert_eq!(named(&quorum(2)), "r0, r1");
+        assert!(named(&quorum(16)).ends_with(", r15"));
+        assert!(named(&quorum(4096)).ends_with(", r15 and 4080 more"));
+    }
 }

@@ -36,7 +36,7 @@ pub struct LighthouseConfig {
     pub initial_replicas: Option<usize>,
     /// How long a quorum waits for healthy replicas that have not asked yet.
     pub join_timeout: Duration,
-    /// A replica without a heartbeat for this long is dead.
+    /// A replica is dead when its connection answers no ping for this long, or, if it has no event stream, when no heartbeat comes.
     pub heartbeat_timeout: Duration,
     /// How often time-outs are looked at; everything else happens at once.
     pub quorum_tick: Duration,
@@ -44,7 +44,7 @@ pub struct LighthouseConfig {
     /// lighthouse at a time. Without it (the default here; the `oxccl lighthouse` command has one), ids continue from the clock, and a
     /// restarted lighthouse believes what the replicas tell of their last quorum.
     pub state_file: Option<PathBuf>,
-    /// What its clients' connections may take.
+    /// What its clients' connections may take. Its `silence` is not used: the heartbeat time-out is.
     pub limits: ConnectionLimits,
     /// The operator's word, for the first quorum: it may go back to an earlier step than the recorded one, and needs no majority of the
     /// recorded members.
@@ -93,7 +93,7 @@ impl LighthouseServer {
         }
         config.limits.validate()?;
         let mut limits = config.limits;
-        limits.silence = limits.silence.min(config.heartbeat_timeout);
+        limits.silence = config.heartbeat_timeout;
         if let Some(initial) = config.initial_replicas.filter(|i| *i < config.min_replicas) {
             return Err(Error::invalid(format!(
                 "initial_replicas is {initial}, and no quorum has fewer than min_replicas = {} members",

@@ -201,6 +201,11 @@ fn metrics_text(status: &Status, c: Counters) -> String {
         ),
         ("quorums_total", "Quorums delivered.", c.quorums),
         ("epochs_total", "Quorums that began a new epoch.", c.epochs),
+        (
+            "heartbeats_total",
+            "Heartbeats of replicas without a stream.",
+            c.heartbeats,
+        ),
         ("abort_pushes_total", "Abort events pushed to replicas.", c.pushes),
     ];
     let mut text = String::new();

@@ -40,7 +40,7 @@ pub struct ConnectionLimits {
     /// A connection without an open request is closed after this time. Default 60 s.
     pub idle: Duration,
     /// A connection over HTTP/2 is pinged, and closed when nothing has come over it for this time. Default 5 s; a lighthouse takes its heartbeat
-    /// time-out if that is shorter.
+    /// time-out.
     pub silence: Duration,
     /// An answer of which the peer takes nothing for this time is given up, and the connection with it. Default 30 s.
     pub unread: Duration,
