@@ -201,7 +201,19 @@ pub(crate) fn status_of(error: &Error) -> Status {
         ErrorKind::Unavailable | ErrorKind::PeerLost | ErrorKind::Io => Code::Unavailable,
         _ => Code::Internal,
     };
-    Status::new(code, error.message())
+    Status::new(code, cut(error.message()))
+}
+
+/// A status message travels in a header, where each byte may take three, and the headers of an answer are limited to 16 KiB.
+const MAX_STATUS_BYTES: usize = 4096;
+
+/// The text, or as much of its beginning as an answer can carry.
+fn cut(text: &str) -> std::borrow::Cow<'_, str> {
+    if text.len() <= MAX_STATUS_BYTES {
+        return text.into();
+    }
+    let (kept, _) = text.split_at(text.floor_char_boundary(MAX_STATUS_BYTES));
+    format!("{kept}… ({} bytes in all)", text.len()).into()
 }
 
 /// What a failed call to `url` means. `deadline` tells a time-out of ours from a call that was cut.
@@ -346,6 +358,21 @@ mod tests {
             );
             assert_eq!((e.kind(), e.message()), (kind, "why"));
         }
+    }
+
+    #[test]
+    fn a_long_message_is_cut_at_a_character_and_says_so() {
+        for (text, kept) in [("é".repeat(4096), 4096), (format!("x{}", "é".repeat(9999)), 4095)] {
+            let status = status_of(&Error::timeout(text.clone()));
+            let message = status.message();
+            assert!(message.len() < 4200, "{}", message.len());
+            assert!(message.starts_with(&text[..kept]) && !message.starts_with(&text[..kept + 2]));
+            assert!(
+                message.ends_with(&format!("({} bytes in all)", text.len())),
+                "{message}"
+            );
+        }
+        assert_eq!(status_of(&Error::timeout("x".repeat(4096))).message().len(), 4096);
     }
 
     #[test]

@@ -1,6 +1,14 @@
 //! Strangers on the ports of a real lighthouse and a real manager server. Each holds on to its connection as well as it can; honest clients
 //! are answered meanwhile, and the stranger is gone within the stated time.
 
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing,
+    reason = "a failure here is a failed test"
+)]
+
 use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};

@@ -52,8 +52,12 @@ pub fn split_url(url: &str) -> Result<(&str, u16)> {
         .strip_prefix("http://")
         .ok_or_else(|| Error::invalid(format!("'{url}' does not begin with http://")))?;
     let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
-    split_address(rest.get(..end).unwrap_or_default())
-        .map_err(|e| Error::invalid(format!("'{url}' is not of the form http://host:port: {}", e.message())))
+    split_address(rest.get(..end).unwrap_or_default()).map_err(|e| {
+        Error::invalid(format!(
+            "'{url}' is not of the form http://host:port: {}",
+            e.message()
+        ))
+    })
 }
 
 #[cfg(test)]
@@ -80,12 +84,30 @@ mod tests {
     #[test]
     fn anything_else_is_refused_with_the_text_and_the_forms() {
         for bad in [
-            "", "host", ":1", "[]:1", "::1:5", "::1", "[::1]", "[::1]5", "host:", "host:65536", "host:+5", "host:-1",
-            "host:5 ", "[[::1]]:5", "a:b:5", "[a:5", "a]:5",
+            "",
+            "host",
+            ":1",
+            "[]:1",
+            "::1:5",
+            "::1",
+            "[::1]",
+            "[::1]5",
+            "host:",
+            "host:65536",
+            "host:+5",
+            "host:-1",
+            "host:5 ",
+            "[[::1]]:5",
+            "a:b:5",
+            "[a:5",
+            "a]:5",
         ] {
             let e = split_address(bad).unwrap_err();
             assert_eq!(e.kind(), crate::ErrorKind::InvalidArgument);
-            assert!(e.message().contains(&format!("'{bad}'")) && e.message().contains("host:port"), "{e}");
+            assert!(
+                e.message().contains(&format!("'{bad}'")) && e.message().contains("host:port"),
+                "{e}"
+            );
         }
         for bad in ["127.0.0.1:5", "https://a:5", "http://a", "http:///x:5"] {
             assert!(split_url(bad).unwrap_err().message().contains(bad));

@@ -34,7 +34,9 @@ pub fn accept_failure(error: &std::io::Error) -> String {
     }
     let limit = getrlimit(Resource::Nofile).current;
     let limit = limit.map_or_else(|| "unlimited".to_owned(), |n| n.to_string());
-    format!("{error}: the limit of open files (RLIMIT_NOFILE, here {limit}) is reached; raise it with `ulimit -n`")
+    format!(
+        "{error}: the limit of open files (RLIMIT_NOFILE, here {limit}) is reached; raise it with `ulimit -n`"
+    )
 }
 
 #[cfg(test)]
@@ -48,7 +50,10 @@ mod tests {
         assert_eq!(getrlimit(Resource::Nofile).current, hard);
         assert_eq!(now, hard.map_or(usize::MAX, |n| n as usize));
         let text = accept_failure(&std::io::Error::from(rustix::io::Errno::MFILE));
-        assert!(text.contains("RLIMIT_NOFILE") && text.contains("ulimit"), "{text}");
+        assert!(
+            text.contains("RLIMIT_NOFILE") && text.contains("ulimit"),
+            "{text}"
+        );
         let other = accept_failure(&std::io::Error::from(rustix::io::Errno::CONNABORTED));
         assert!(!other.contains("RLIMIT_NOFILE"), "{other}");
     }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Error, Result, Store};
+use ftcore::{Error, Result, Store, split_address};
 
 /// How the number of contributing replicas behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -28,7 +28,8 @@ pub struct ManagerConfig {
     pub group_world_size: u32,
     /// Where the ranks of the replica meet; needed if there are several.
     pub replica_store: Option<Arc<dyn Store>>,
-    /// Address to bind servers to: `host:0` picks a free port.
+    /// Where this rank listens, `host:port` or `[v6]:port`. The port is the manager server's (group rank 0), 0 picks a free one; the store and the
+    /// checkpoint server listen on free ports of the same host.
     pub bind: String,
     /// The host name or address that other machines reach this one by; `None`: the bind host, or this host's name if that
     /// is a wildcard.
@@ -90,6 +91,7 @@ impl ManagerConfig {
                 self.group_world_size
             ));
         }
+        split_address(&self.bind).map_err(|e| Error::invalid(format!("bind: {}", e.message())))?;
         if self.min_replicas == 0 {
             return bad("min_replicas must be at least 1".into());
         }

@@ -14,9 +14,11 @@ use coordination::{
     WatchGuard, is_refused,
 };
 use ftcore::lifecycle::configure_watched;
+use ftcore::store::epoch_prefix;
 use ftcore::{
     Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, time_left,
+    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, join_address,
+    split_address, time_left,
 };
 
 use crate::config::{ManagerConfig, WorldSizeMode};
@@ -82,8 +84,8 @@ impl Manager {
         let (servers, replica_id, manager_address) = match (&config.lighthouse, config.group_rank) {
             (Some(lighthouse), 0) => {
                 let replica_id = format!("{}:{}", config.name, random_id()?);
-                let host = config.bind.rsplit_once(':').map_or("127.0.0.1", |(h, _)| h);
-                let store = TcpStoreServer::bind(&format!("{host}:0"))?;
+                let (host, _) = split_address(&config.bind)?;
+                let store = TcpStoreServer::bind(&join_address(host, 0))?;
                 let store_host = config
                     .advertise_host
                     .clone()
@@ -93,7 +95,7 @@ impl Manager {
                     lighthouse: lighthouse.clone(),
                     bind: config.bind.clone(),
                     advertise_host: Some(store_host.clone()),
-                    store_address: format!("{store_host}:{}", store.port()),
+                    store_address: join_address(&store_host, store.port()),
                     world_size: config.group_world_size,
                     heartbeat_interval: config.heartbeat_interval,
                     connect_timeout: config.connect_timeout,
@@ -120,7 +122,9 @@ impl Manager {
             }
         };
         let client = Arc::new(ManagerClient::connect(&manager_address, deadline)?);
-        let transport = HttpTransport::start(&config.bind, config.advertise_host.as_deref())?;
+        // The port in `bind` is the manager server's.
+        let own = join_address(split_address(&config.bind)?.0, 0);
+        let transport = HttpTransport::start(&own, config.advertise_host.as_deref())?;
         let reporter = Reporter::start(client.clone())?;
         let live_epoch = Arc::new(AtomicI64::new(NO_EPOCH));
         let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
@@ -317,10 +321,13 @@ impl Manager {
                 format!("quorum id {} is negative", answer.quorum_id),
             )
         })?;
+        if let Some(servers) = &self.servers {
+            servers.store.begin_epoch(epoch);
+        }
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(&answer.store_address, deadline)?);
         let configuration = Configuration {
             store,
-            prefix: format!("torchft/{}/{}", answer.quorum_id, self.config.group_rank),
+            prefix: epoch_prefix(epoch, self.config.group_rank),
             name: self.replica_id.clone(),
             epoch: Epoch(epoch),
             rank: answer.replica_rank,
@@ -654,8 +661,8 @@ fn random_id() -> Result<String> {
 
 /// What other machines call this one when it listens on `host`.
 fn reachable_host(host: &str) -> String {
-    match host.trim_matches(['[', ']']) {
-        "0.0.0.0" | "::" | "" => {
+    match host {
+        "0.0.0.0" | "::" => {
             let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
             if name.is_empty() { "127.0.0.1".into() } else { name }
         }

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, FileStore, Result, Store, TcpStore, TcpStoreServer};
+use ftcore::{Error, FileStore, Result, Store, TcpStore, TcpStoreServer, join_address, split_address};
 
 /// torchrun's default port.
 const DEFAULT_PORT: u16 = 29500;
@@ -133,7 +133,7 @@ impl Place {
             rank: needed(launcher.rank)?,
             world_size: needed(launcher.world_size)?,
             local_rank: number(launcher.local_rank)?,
-            meeting: Meeting::Tcp(address(&host, port)),
+            meeting: Meeting::Tcp(join_address(&host, port)),
         }
         .checked()
     }
@@ -179,8 +179,7 @@ impl Place {
         };
         let meeting = match scheme {
             "tcp" => {
-                let port = target.rsplit_once(':').map(|(_, port)| port.parse::<u16>());
-                if !matches!(port, Some(Ok(_))) {
+                if split_address(target).is_err() {
                     return Err(wrong("HOST:PORT is missing"));
                 }
                 Meeting::Tcp(target.to_string())
@@ -223,15 +222,6 @@ impl Place {
             }
             Meeting::File(path) => Ok((Arc::new(FileStore::open(path)?), None)),
         }
-    }
-}
-
-/// `host:port`, with the brackets that an IPv6 address needs.
-fn address(host: &str, port: u16) -> String {
-    if host.contains(':') && !host.starts_with('[') {
-        format!("[{host}]:{port}")
-    } else {
-        format!("{host}:{port}")
     }
 }
 

@@ -89,7 +89,12 @@ pub(super) async fn serve(
         }
     };
     let limits = Arc::new(limits);
-    let guests = Guests::new(limits.options.max_connections.saturating_mul(OPEN_FOR_EACH_ANSWER));
+    let guests = Guests::new(
+        limits
+            .options
+            .max_connections
+            .saturating_mul(OPEN_FOR_EACH_ANSWER),
+    );
     let mut failing = false;
     loop {
         // Finished tasks are collected here, so the set holds little more than there are connections.

@@ -11,7 +11,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, bracketed_host, raise_descriptor_limit, time_left};
+use ftcore::{Error, ErrorKind, Result, bracketed_host, raise_descriptor_limit, split_address, time_left};
 use tokio::sync::watch;
 
 use crate::Snapshot;
@@ -84,7 +84,7 @@ impl HttpTransport {
     ///
     /// Peers are told `advertise_host` (a name or address without port); without it the bound address or, when that
     /// is unspecified (`0.0.0.0`, `[::]`), the address this machine uses towards others. Errors: `Conflict` if the
-    /// address is in use, `Io` otherwise.
+    /// address is in use, `InvalidArgument` for one that is malformed, `Io` otherwise.
     pub fn start(bind: &str, advertise_host: Option<&str>) -> Result<Self> {
         Self::start_with(bind, advertise_host, TransportOptions::default())
     }
@@ -98,6 +98,7 @@ impl HttpTransport {
         {
             return Err(Error::invalid(format!("a limit of zero in {options:?}")));
         }
+        split_address(bind).map_err(|e| Error::invalid(format!("checkpoint server: {}", e.message())))?;
         raise_descriptor_limit();
         let listener = TcpListener::bind(bind).map_err(|e| {
             let kind = if e.kind() == std::io::ErrorKind::AddrInUse {

@@ -388,7 +388,11 @@ fn who_never_finishes_its_first_request_is_gone_after_the_greeting_time() {
         let begun = Instant::now();
         while begun.elapsed() < LONG / 2 {
             match reader.stream.read(&mut [0]) {
-                Err(e) if matches!(e.kind(), std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut) => {}
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        std::io::ErrorKind::WouldBlock | std::io::ErrorKind::TimedOut
+                    ) => {}
                 _ => break,
             }
             if beginning.len() > 1 && reader.stream.write_all(b"x").is_err() {

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_url};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::MissedTickBehavior;
 use tonic::transport::Channel;
@@ -172,10 +172,13 @@ impl LighthouseClient {
 
 /// The body of a page, over a connection of its own.
 async fn get(url: &str, path: &str) -> Result<Vec<u8>> {
-    let host = url.strip_prefix("http://").unwrap_or(url).trim_end_matches('/');
+    let (host, port) = split_url(url)?;
     let unreachable =
         |e: std::io::Error| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")).with_source(e);
-    let mut stream = tokio::net::TcpStream::connect(host).await.map_err(unreachable)?;
+    let mut stream = tokio::net::TcpStream::connect((host, port))
+        .await
+        .map_err(unreachable)?;
+    let host = join_address(host, port);
     let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.map_err(unreachable)?;
     let mut answer = Vec::new();

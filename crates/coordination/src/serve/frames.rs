@@ -207,10 +207,13 @@ mod tests {
                 assert_eq!(frames.read(&one, now), Ok(()), "{kind}");
             }
             assert_eq!(frames.read(&one, now), Err(Flood), "{kind}");
-            // A second later it may go on for a while.
+            // Who waits a second earns more.
+            let mut frames = Frames::new(RATE, now);
+            frames.read(&greeting(), now).unwrap();
             let later = now + Duration::from_secs(1);
-            for _ in 0..5 {
-                assert_eq!(frames.read(&one, later), Ok(()), "{kind}");
+            for n in 0..14 {
+                let at = if n < 9 { now } else { later };
+                assert_eq!(frames.read(&one, at), Ok(()), "{kind}");
             }
             assert_eq!(frames.read(&one, later), Err(Flood), "{kind}");
         }

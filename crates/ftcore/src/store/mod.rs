@@ -19,7 +19,7 @@ mod tests;
 pub use file::FileStore;
 pub use memory::InMemoryStore;
 pub use prefix::PrefixStore;
-pub use tcp::{TcpStore, TcpStoreServer};
+pub use tcp::{TcpStore, TcpStoreServer, epoch_prefix};
 
 /// A key-value store shared by the ranks of a job.
 ///

@@ -26,6 +26,8 @@ pub(super) enum Refusal {
     TooLong(usize),
     /// The table would be larger than its limit in bytes.
     Full(usize),
+    /// The key belongs to this epoch, which is over; its keys were removed.
+    Retired(u64),
 }
 
 impl Refusal {
@@ -42,15 +44,22 @@ impl Refusal {
             Self::Full(limit) => {
                 format!("key {key} does not fit: the store is at its limit of {limit} bytes")
             }
+            Self::Retired(epoch) => format!(
+                "key {key} is of epoch {epoch}, which is over: its keys were removed; ask for the present epoch"
+            ),
+        }
+    }
+
+    pub(super) fn kind(&self) -> ErrorKind {
+        match self {
+            Self::Full(_) => ErrorKind::Unavailable,
+            Self::Retired(_) => ErrorKind::Aborted,
+            _ => ErrorKind::InvalidArgument,
         }
     }
 
     pub(super) fn into_error(self, op: &'static str, key: &str) -> Error {
-        let kind = match self {
-            Self::Full(_) => ErrorKind::Unavailable,
-            _ => ErrorKind::InvalidArgument,
-        };
-        Error::new(kind, self.describe(key.as_bytes())).with_op(op)
+        Error::new(self.kind(), self.describe(key.as_bytes())).with_op(op)
     }
 }
 
@@ -82,10 +91,10 @@ pub(super) fn sum(current: Option<&[u8]>, amount: i64) -> Result<i64, Refusal> {
     start.checked_add(amount).ok_or(Refusal::Overflow)
 }
 
-/// The length of a value after an append, if that is allowed.
-pub(super) fn appended_len(current: usize, more: usize) -> Result<usize, Refusal> {
+/// The length of a value after an append, if it is at most `most`.
+fn appended_len(current: usize, more: usize, most: usize) -> Result<usize, Refusal> {
     let len = current.saturating_add(more);
-    if len > MAX_VALUE {
+    if len > most {
         Err(Refusal::TooLong(len))
     } else {
         Ok(len)
@@ -170,10 +179,26 @@ impl Table {
     }
 
     pub(super) fn append(&mut self, key: &[u8], more: &[u8]) -> Result<(), Refusal> {
+        self.append_up_to(key, more, MAX_VALUE)
+    }
+
+    /// As `add`, but a sum beyond 64 bits begins again at the other end: what PyTorch's server answers.
+    pub(super) fn add_wrapping(&mut self, key: &[u8], amount: i64) -> Result<i64, Refusal> {
+        let start = self
+            .get(key)
+            .map_or(Some(0), |v| leading_number(v))
+            .ok_or(Refusal::NotANumber)?;
+        let sum = start.wrapping_add(amount);
+        self.set(key, sum.to_string().into_bytes())?;
+        Ok(sum)
+    }
+
+    /// As `append`, for values of up to `most` bytes.
+    pub(super) fn append_up_to(&mut self, key: &[u8], more: &[u8], most: usize) -> Result<(), Refusal> {
         let Some(current) = self.map.get(key).map(|v| v.len()) else {
             return self.set(key, more.to_vec());
         };
-        appended_len(current, more.len())?;
+        appended_len(current, more.len(), most)?;
         self.charge(more.len(), 0)?;
         if let Some(slot) = self.map.get_mut(key) {
             Arc::make_mut(slot).extend_from_slice(more);
@@ -188,6 +213,14 @@ impl Table {
         };
         self.bytes = self.bytes.saturating_sub(ENTRY_BYTES + key.len() + old.len());
         true
+    }
+
+    /// The keys from `from` on that begin with `prefix`, sorted.
+    pub(super) fn keys_from<'a>(&'a self, from: &[u8], prefix: &'a [u8]) -> impl Iterator<Item = &'a [u8]> {
+        self.map
+            .range::<[u8], _>((std::ops::Bound::Included(from), std::ops::Bound::Unbounded))
+            .map(|(key, _)| key.as_slice())
+            .take_while(move |key| key.starts_with(prefix))
     }
 
     /// Counts `cost` bytes against the limit and gives `freed` back. Also used for what is stored beside the map.

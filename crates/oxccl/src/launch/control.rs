@@ -11,7 +11,7 @@ use std::sync::PoisonError;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_address, split_url, time_left};
 use rustix::process::Signal;
 
 use super::child;
@@ -574,12 +574,8 @@ impl Machine {
 /// `bind` with the port of `url`, so that a restarted lighthouse is found where the first one was; `bind` itself while
 /// there is no url yet.
 fn same_port(bind: &str, url: &str) -> String {
-    let port = url
-        .trim_end_matches('/')
-        .rsplit_once(':')
-        .and_then(|(_, port)| port.parse::<u16>().ok());
-    match (bind.rsplit_once(':'), port) {
-        (Some((host, _)), Some(port)) => format!("{host}:{port}"),
+    match (split_address(bind), split_url(url)) {
+        (Ok((host, _)), Ok((_, port))) => join_address(host, port),
         _ => bind.to_owned(),
     }
 }

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Error, ErrorKind, Result, deadline_in, split_url, time_left};
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::{Handle, Signals};
@@ -351,23 +351,16 @@ fn stop_on_signals(control: Sender<Control>) -> Result<Handle> {
 /// anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
 /// connection comes about by `deadline`.
 pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
-    let authority = url
-        .strip_prefix("http://")
-        .map(|rest| rest.trim_end_matches('/'))
-        .filter(|rest| !rest.is_empty() && !rest.contains('/'))
-        .ok_or_else(|| {
-            Error::invalid(format!(
-                "lighthouse address \"{url}\" must look like http://host:port"
-            ))
-        })?;
-    if !authority
-        .rsplit_once(':')
-        .is_some_and(|(host, port)| !host.is_empty() && port.parse::<u16>().is_ok())
-    {
-        return Err(Error::invalid(format!(
-            "lighthouse address \"{url}\" must name a port: http://host:port"
-        )));
-    }
+    let plain = |found| match url.trim_end_matches('/').matches('/').count() {
+        2 => Ok(found),
+        _ => Err(Error::invalid("there is a path behind the port")),
+    };
+    let (host, port) = split_url(url).and_then(plain).map_err(|e| {
+        Error::invalid(format!(
+            "lighthouse address \"{url}\" must look like http://host:port: {}",
+            e.message()
+        ))
+    })?;
     let unavailable = |what: String| {
         Error::new(
             ErrorKind::Unavailable,
@@ -377,7 +370,7 @@ pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
             ),
         )
     };
-    let addresses: Vec<_> = authority
+    let addresses: Vec<_> = (host, port)
         .to_socket_addrs()
         .map_err(|e| unavailable(e.to_string()))?
         .collect();

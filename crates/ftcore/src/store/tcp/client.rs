@@ -10,13 +10,13 @@ use std::io;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use super::conn::{Backoff, Conn, Greeting, encode, parse_address};
+use super::conn::{Backoff, Conn, Greeting, Outcome, Reached, encode, parse_address};
 use super::link::{Patience, is_late};
 use super::wire::{self, Request};
 use crate::lifecycle::nonce;
 use crate::store::Store;
 use crate::store::keys::{self, MAX_KEY};
-use crate::store::table::{Refusal, appended_len, sum};
+use crate::store::table::{Refusal, sum};
 use crate::{Error, ErrorKind, Result, deadline_in, time_left};
 
 /// Idle connections kept for later calls.
@@ -34,6 +34,9 @@ const MAX_UNGREETED: usize = 4;
 /// If the connection breaks during a call, the call is made again over a new one until its deadline; except `add`,
 /// `append`, `compare_set`, `delete` and `barrier` once their request was sent, which fail with `Unavailable`, as it cannot
 /// be known whether the server did them.
+///
+/// What a server of ours refuses, it says why, and the connection stays. PyTorch's has no way to: it closes the connection, lets a value grow
+/// beyond 8 MiB (this client does not read such a one), and an `add` beyond 64 bits begins again at the other end.
 ///
 /// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
 /// attempt to connect, is `Timeout`: whoever looks in short slices may look again.
@@ -91,6 +94,8 @@ enum Waited<T> {
     Done(T),
     /// The deadline came first; the keys then known to be missing.
     Late(Vec<usize>),
+    /// It will not end: why.
+    Never(ErrorKind, String),
 }
 
 impl TcpStore {
@@ -171,7 +176,7 @@ impl TcpStore {
             };
             tries += 1;
             let is_there = missed.greeting.is_some();
-            self.keep_ungreeted(missed.greeting);
+            self.keep_ungreeted(missed.greeting.map(|greeting| *greeting));
             let mut last = missed.error;
             if last.kind() == io::ErrorKind::InvalidData {
                 return Err(self.error(
@@ -277,10 +282,16 @@ impl TcpStore {
     fn confirmed(&self, call: &Call<'_>, request: Request) -> Result<()> {
         let nonce = nonce() as u32;
         let bytes = sized(call.op, encode(&[request, Request::Ping(nonce)]))?;
-        self.call(call, |conn| {
+        let outcome = self.call(call, |conn| {
             conn.write(&bytes)?;
-            conn.pong(nonce)
-        })
+            conn.confirmed(nonce)
+        })?;
+        self.done(call, outcome)
+    }
+
+    /// A server of ours says why it refuses; the connection stays.
+    fn done<T>(&self, call: &Call<'_>, outcome: Outcome<T>) -> Result<T> {
+        outcome.map_err(|(kind, why)| self.error(kind, call, why))
     }
 
     fn values(&self, op: &'static str, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
@@ -299,8 +310,10 @@ impl TcpStore {
             loop {
                 conn.link.patience = Patience::Until(deadline);
                 conn.write(&wait)?;
-                if !conn.reached()? {
-                    return Ok(Waited::Late(conn.missing(&on_wire)));
+                match conn.reached()? {
+                    Reached::Done => {}
+                    Reached::Late => return Ok(Waited::Late(conn.missing(&on_wire))),
+                    Reached::Never(kind, why) => return Ok(Waited::Never(kind, why)),
                 }
                 conn.write(&fetch)?;
                 let values = keys
@@ -319,6 +332,7 @@ impl TcpStore {
     fn waited<T>(&self, call: &Call<'_>, out: Waited<T>) -> Result<T> {
         match out {
             Waited::Done(out) => Ok(out),
+            Waited::Never(kind, why) => Err(self.error(kind, call, why)),
             Waited::Late(missing) => {
                 let missing: Vec<&str> = missing
                     .iter()
@@ -330,8 +344,8 @@ impl TcpStore {
         }
     }
 
-    /// The protocol has no error replies: a server that refuses a write closes the connection. If that is what happened
-    /// (`lost`), looks at the value to say why.
+    /// PyTorch's protocol has no error replies: its server closes the connection if it refuses a write. If that is what happened (`lost`),
+    /// looks at the value to say why.
     fn explain(&self, lost: Error, call: &Call<'_>, why: impl FnOnce(&[u8]) -> Option<Refusal>) -> Error {
         let [key] = call.keys else { return lost };
         if lost.kind() != ErrorKind::Unavailable || time_left(call.deadline).is_zero() {
@@ -410,11 +424,13 @@ impl Store for TcpStore {
         let bytes = encode(&[Request::Add(wire_key(op, key)?, amount)]);
         let keys = [key];
         let call = Call::new(op, &keys, deadline, Repeat::Never);
-        self.call(&call, |conn| {
-            conn.write(&bytes)?;
-            wire::read_i64(&mut conn.link)
-        })
-        .map_err(|lost| self.explain(lost, &call, |value| sum(Some(value), amount).err()))
+        let outcome = self
+            .call(&call, |conn| {
+                conn.write(&bytes)?;
+                conn.outcome(wire::read_i64)
+            })
+            .map_err(|lost| self.explain(lost, &call, |value| sum(Some(value), amount).err()))?;
+        self.done(&call, outcome)
     }
 
     fn compare_set(&self, key: &str, expected: &[u8], desired: &[u8], deadline: Instant) -> Result<Vec<u8>> {
@@ -427,10 +443,13 @@ impl Store for TcpStore {
             expected,
             desired,
         }]);
-        self.call(&Call::new(op, &[key], deadline, Repeat::Never), |conn| {
+        let keys = [key];
+        let call = Call::new(op, &keys, deadline, Repeat::Never);
+        let outcome = self.call(&call, |conn| {
             conn.write(&bytes)?;
-            wire::read_value(&mut conn.link)
-        })
+            conn.outcome(wire::read_value)
+        })?;
+        self.done(&call, outcome)
     }
 
     fn check(&self, keys: &[&str], deadline: Instant) -> Result<bool> {
@@ -457,10 +476,10 @@ impl Store for TcpStore {
         let call = Call::new(op, keys, deadline, Repeat::Again);
         let out = self.call(&call, |conn| {
             conn.write(&bytes)?;
-            Ok(if conn.reached()? {
-                Waited::Done(())
-            } else {
-                Waited::Late(conn.missing(&on_wire))
+            Ok(match conn.reached()? {
+                Reached::Done => Waited::Done(()),
+                Reached::Late => Waited::Late(conn.missing(&on_wire)),
+                Reached::Never(kind, why) => Waited::Never(kind, why),
             })
         })?;
         self.waited(&call, out)
@@ -481,11 +500,6 @@ impl Store for TcpStore {
         let keys = [key];
         let call = Call::new(op, &keys, deadline, Repeat::Never);
         self.confirmed(&call, Request::Append(wire_key(op, key)?, value.to_vec()))
-            .map_err(|lost| {
-                self.explain(lost, &call, |current| {
-                    appended_len(current.len(), value.len()).err()
-                })
-            })
     }
 
     fn multi_get(&self, keys: &[&str], deadline: Instant) -> Result<Vec<Vec<u8>>> {
@@ -548,13 +562,13 @@ impl Store for TcpStore {
         // `Some`: the deadline came first, with the number of callers that had arrived if that is known.
         let late = self.call(&call, |conn| {
             conn.write(&bytes)?;
-            Ok(if conn.reached()? {
-                None
-            } else {
-                Some(conn.arrived(&on_wire))
+            Ok(match conn.reached()? {
+                Reached::Done => Ok(None),
+                Reached::Late => Ok(Some(conn.arrived(&on_wire))),
+                Reached::Never(kind, why) => Err((kind, why)),
             })
         })?;
-        match late {
+        match self.done(&call, late)? {
             None => Ok(()),
             Some(arrived) => Err(keys::barrier_timed_out(key, arrived, world_size, call.since)
                 .with_peer_address(&self.address)),

@@ -13,7 +13,7 @@ use super::link::{Link, Patience, is_late};
 use super::wire::{self, Request};
 use crate::lifecycle::nonce;
 use crate::store::table::leading_number;
-use crate::{Error, Result, deadline_in, time_left};
+use crate::{Error, ErrorKind, Result, deadline_in, split_address, time_left};
 
 /// Pauses between attempts to connect: doubled from the first to the longest, with jitter.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -32,6 +32,8 @@ pub(super) struct Conn {
     pub(super) link: Link,
     /// The whole request of this call was handed to the kernel.
     pub(super) sent: bool,
+    /// The server is one of ours, and says why it refuses (`wire::OURS`).
+    pub(super) ours: bool,
     /// A reply may still arrive that belongs to no call: not to be used again.
     pub(super) spoiled: bool,
 }
@@ -47,7 +49,7 @@ pub(super) struct Greeting {
 pub(super) struct Missed {
     /// Late (see `link::is_late`) if nothing says that the server is not there.
     pub(super) error: io::Error,
-    pub(super) greeting: Option<Greeting>,
+    pub(super) greeting: Option<Box<Greeting>>,
 }
 
 impl From<io::Error> for Missed {
@@ -57,6 +59,22 @@ impl From<io::Error> for Missed {
             greeting: None,
         }
     }
+}
+
+/// What became of a write: its result, or why the server refused it.
+pub(super) type Outcome<T> = std::result::Result<T, (ErrorKind, String)>;
+
+/// What became of a wait.
+pub(super) enum Reached {
+    Done,
+    /// The deadline came first.
+    Late,
+    /// It will not end: why.
+    Never(ErrorKind, String),
+}
+
+fn not_the_ping(nonce: u32, got: u32) -> io::Error {
+    wire::bad(format!("PING {nonce:#010x} was answered with {got:#010x}"))
 }
 
 fn late(text: impl Into<String>) -> io::Error {
@@ -83,9 +101,10 @@ impl Greeting {
         let mut conn = Conn {
             link: Link::new(stream, patience)?,
             sent: false,
+            ours: false,
             spoiled: false,
         };
-        let nonce = nonce() as u32;
+        let nonce = wire::our_ping(nonce() as u32);
         conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
         Ok(Self { conn, nonce, since })
     }
@@ -93,10 +112,14 @@ impl Greeting {
     /// Waits for the answer.
     pub(super) fn end(mut self, deadline: Instant) -> std::result::Result<Conn, Missed> {
         self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
-        match self.conn.pong(self.nonce) {
-            Ok(()) => Ok(self.conn),
+        match wire::read_u32(&mut self.conn.link) {
+            Ok(got) if got == self.nonce || got == !self.nonce => {
+                self.conn.ours = got != self.nonce;
+                Ok(self.conn)
+            }
+            Ok(got) => Err(not_the_ping(self.nonce, got).into()),
             Err(e) if is_late(&e) => {
-                let greeting = (self.since.elapsed() < ATTEMPT).then_some(self);
+                let greeting = (self.since.elapsed() < ATTEMPT).then(|| Box::new(self));
                 let error = late("no answer to the greeting");
                 Err(Missed { error, greeting })
             }
@@ -130,13 +153,28 @@ impl Conn {
         Ok(())
     }
 
-    pub(super) fn pong(&mut self, nonce: u32) -> io::Result<()> {
+    /// The answer to a PING behind a write: whether that was done.
+    pub(super) fn confirmed(&mut self, nonce: u32) -> io::Result<Outcome<()>> {
         match wire::read_u32(&mut self.link)? {
-            got if got == nonce => Ok(()),
-            got => Err(wire::bad(format!(
-                "PING {nonce:#010x} was answered with {got:#010x}"
-            ))),
+            got if got == nonce => Ok(Ok(())),
+            got if self.ours && got == !nonce => Ok(Err(wire::read_refusal(&mut self.link)?)),
+            got => Err(not_the_ping(nonce, got)),
         }
+    }
+
+    /// The answer to a write that has one.
+    pub(super) fn outcome<T>(
+        &mut self,
+        read: impl FnOnce(&mut Link) -> io::Result<T>,
+    ) -> io::Result<Outcome<T>> {
+        if self.ours {
+            match wire::read_u8(&mut self.link)? {
+                wire::DONE => {}
+                wire::REFUSED => return Ok(Err(wire::read_refusal(&mut self.link)?)),
+                other => return Err(wire::bad(format!("a write was answered with {other}"))),
+            }
+        }
+        read(&mut self.link).map(Ok)
     }
 
     /// True if all keys exist now.
@@ -153,24 +191,36 @@ impl Conn {
         }
     }
 
-    /// The end of a WAIT or BARRIER just sent: true if it was reached; at the deadline it is cancelled.
-    pub(super) fn reached(&mut self) -> io::Result<bool> {
+    /// The end of a WAIT or BARRIER just sent; at the deadline it is cancelled.
+    pub(super) fn reached(&mut self) -> io::Result<Reached> {
         match wire::read_u8(&mut self.link) {
-            Ok(wire::STOP_WAITING) => return Ok(true),
-            Ok(other) => return Err(wire::bad(format!("a wait was answered with {other}"))),
+            Ok(code) => return self.ended(code),
             Err(e) if is_late(&e) => {}
             Err(e) => return Err(e),
         }
         self.link.patience = Patience::Until(deadline_in(CANCEL_GRACE));
         self.write(&encode(&[Request::CancelWait]))?;
         match wire::read_u8(&mut self.link)? {
-            wire::WAIT_CANCELED => Ok(false),
+            wire::WAIT_CANCELED => Ok(Reached::Late),
             // The end of the wait and the cancellation crossed.
-            wire::STOP_WAITING => match wire::read_u8(&mut self.link)? {
-                wire::WAIT_CANCELED => Ok(true),
-                other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
-            },
-            other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
+            code => {
+                let ended = self.ended(code)?;
+                match wire::read_u8(&mut self.link)? {
+                    wire::WAIT_CANCELED => Ok(ended),
+                    other => Err(wire::bad(format!("CANCEL_WAIT was answered with {other}"))),
+                }
+            }
+        }
+    }
+
+    fn ended(&mut self, code: u8) -> io::Result<Reached> {
+        match code {
+            wire::STOP_WAITING => Ok(Reached::Done),
+            wire::NEVER if self.ours => {
+                let (kind, why) = wire::read_refusal(&mut self.link)?;
+                Ok(Reached::Never(kind, why))
+            }
+            other => Err(wire::bad(format!("a wait was answered with {other}"))),
         }
     }
 
@@ -225,22 +275,14 @@ pub(super) fn encode(requests: &[Request]) -> Vec<u8> {
     out
 }
 
-/// Host and port of `host:port` or `[v6]:port`.
+/// Host and port of the server.
 pub(super) fn parse_address(addr: &str) -> Result<(String, u16)> {
-    let malformed =
-        || Error::invalid(format!("'{addr}' is not of the form host:port")).with_op("store.connect");
-    let (host, port) = addr.rsplit_once(':').ok_or_else(malformed)?;
-    let port = port
-        .parse()
-        .ok()
-        .filter(|port| *port != 0)
-        .ok_or_else(malformed)?;
-    let bare = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
-    let host = bare.unwrap_or(host);
-    if host.is_empty() || (bare.is_none() && host.contains(':')) {
-        return Err(malformed());
+    match split_address(addr).map_err(|e| e.with_op("store.connect"))? {
+        (_, 0) => Err(
+            Error::invalid(format!("'{addr}' has port 0, on which nobody listens")).with_op("store.connect"),
+        ),
+        (host, port) => Ok((host.to_owned(), port)),
     }
-    Ok((host.to_owned(), port))
 }
 
 /// The addresses of `host`. The system's look-up has no deadline, so it runs on a thread that is left behind if it is late.

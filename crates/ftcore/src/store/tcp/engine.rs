@@ -1,10 +1,13 @@
 //! The server's state: the map, the queues, and who waits for what. One mutex, no IO.
 //!
-//! A waiter counts how many of its keys are absent; the count goes down when a key appears and *up again when one is
-//! deleted*, so a wait ends exactly when all its keys exist at the same moment (L40), at constant cost per change even
-//! with 100 000 keys. Ending a wait removes the waiter and rings its connection's bell.
+//! A waiter watches one of its keys that is absent; when it appears, the waiter looks for the next absent one, once round all of them, so
+//! that a wait ends exactly when all its keys exist at the same moment (L40). Ending a wait removes the waiter and rings its
+//! connection's bell. The names that many wait for are held once.
+//!
+//! Keys under `namespace/number/` may be retired below a number ([`Engine::retire`]): they are removed, whoever waits for one is told, and
+//! nobody makes them again.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use super::link::Bell;
@@ -12,6 +15,12 @@ use crate::store::table::{Refusal, Table, Value, leading_number};
 
 /// What an entry of a queue costs besides its bytes.
 const ITEM_BYTES: usize = 64;
+/// What a waiter costs for each key, and more for each that nobody else waits for.
+const WAIT_BYTES: usize = 16;
+const NAME_BYTES: usize = 128;
+
+/// A key that is waited for, shared by all who do.
+type Name = Arc<[u8]>;
 
 /// A pending wait, as its connection knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -22,8 +31,19 @@ pub(super) struct Ticket(u64);
 pub(super) enum Entry {
     /// What it is for is there.
     Ready,
-    /// It is not; the bell will ring.
-    Pending(Ticket),
+    /// It is not; the bell will ring. So many bytes are held for it.
+    Pending(Ticket, usize),
+    /// It never will be: this key, of this epoch, is retired.
+    Retired(Vec<u8>, u64),
+}
+
+/// How a wait stands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum Progress {
+    Pending,
+    Reached,
+    /// As [`Entry::Retired`].
+    Retired(Vec<u8>, u64),
 }
 
 #[derive(Debug)]
@@ -36,8 +56,34 @@ struct State {
     table: Table,
     queues: HashMap<Vec<u8>, VecDeque<Vec<u8>>>,
     waiters: BTreeMap<Ticket, Waiter>,
-    by_key: HashMap<Vec<u8>, BTreeSet<Ticket>>,
+    /// Who watches a key: each waiter one.
+    by_key: HashMap<Name, BTreeSet<Ticket>>,
+    /// Every key of every waiter.
+    names: HashSet<Name>,
+    /// Waits that ended because of a retired key, until their connections have asked.
+    hopeless: BTreeMap<Ticket, (Vec<u8>, u64)>,
     next: u64,
+    retired: Option<Retired>,
+}
+
+/// Of the keys `namespace` + number + `/` + anything, those with a lower number than `below` are gone.
+#[derive(Debug)]
+struct Retired {
+    namespace: Vec<u8>,
+    below: u64,
+}
+
+impl Retired {
+    fn number(&self, key: &[u8]) -> Option<u64> {
+        let rest = key.strip_prefix(self.namespace.as_slice())?;
+        let end = rest.iter().position(|b| *b == b'/')?;
+        std::str::from_utf8(rest.get(..end)?).ok()?.parse().ok()
+    }
+
+    /// The number of a key that is retired.
+    fn has(&self, key: &[u8]) -> Option<u64> {
+        self.number(key).filter(|n| *n < self.below)
+    }
 }
 
 #[derive(Debug)]
@@ -48,10 +94,10 @@ struct Waiter {
 
 #[derive(Debug)]
 enum Goal {
-    /// All of these exist; `absent` of them are not in the table now (in a queue they may be).
-    Keys { keys: Vec<Vec<u8>>, absent: usize },
+    /// All of these exist; the one at `at` is watched.
+    Keys { keys: Box<[Name]>, at: usize },
     /// The number at `key` is at least this.
-    Count { key: Vec<u8>, at_least: i64 },
+    Count { key: Name, at_least: i64 },
 }
 
 impl Engine {
@@ -63,7 +109,10 @@ impl Engine {
                 queues: HashMap::new(),
                 waiters: BTreeMap::new(),
                 by_key: HashMap::new(),
+                names: HashSet::new(),
+                hopeless: BTreeMap::new(),
                 next: 0,
+                retired: None,
             }),
         }
     }
@@ -98,14 +147,30 @@ impl Engine {
         self.lock().write(key, |table| table.add(key, amount))
     }
 
-    pub(super) fn append(&self, key: &[u8], more: &[u8]) -> Result<(), Refusal> {
-        self.lock().write(key, |table| table.append(key, more))
+    /// As PyTorch's server does it: beyond 64 bits it begins again at the other end.
+    pub(super) fn add_wrapping(&self, key: &[u8], amount: i64) -> Result<i64, Refusal> {
+        self.lock().write(key, |table| table.add_wrapping(key, amount))
     }
 
-    /// The values; `None` for an absent key.
-    pub(super) fn get(&self, keys: &[Vec<u8>]) -> Vec<Option<Value>> {
+    /// Appends to a value of up to `most` bytes.
+    pub(super) fn append(&self, key: &[u8], more: &[u8], most: usize) -> Result<(), Refusal> {
+        self.lock()
+            .write(key, |table| table.append_up_to(key, more, most))
+    }
+
+    /// The values of the first keys, of `most` bytes together or one that is longer; `None` for an absent key.
+    pub(super) fn get(&self, keys: &[Vec<u8>], most: usize) -> Vec<Option<Value>> {
         let state = self.lock();
-        keys.iter().map(|key| state.table.get(key).cloned()).collect()
+        let (mut out, mut bytes) = (Vec::new(), 0);
+        for key in keys {
+            let value = state.table.get(key);
+            bytes += ITEM_BYTES + value.map_or(0, |value| value.len());
+            if bytes > most && !out.is_empty() {
+                break;
+            }
+            out.push(value.cloned());
+        }
+        out
     }
 
     /// True if all keys exist, in the map or as a non-empty queue.
@@ -115,38 +180,34 @@ impl Engine {
 
     /// True if the key existed.
     pub(super) fn delete(&self, key: &[u8]) -> bool {
-        let mut state = self.lock();
-        let state = &mut *state;
-        if !state.table.remove(key) {
-            return false;
-        }
-        for ticket in state.by_key.get(key).into_iter().flatten() {
-            if let Some(Waiter {
-                goal: Goal::Keys { absent, .. },
-                ..
-            }) = state.waiters.get_mut(ticket)
-            {
-                *absent += 1;
-            }
-        }
-        true
+        self.lock().table.remove(key)
     }
 
     pub(super) fn num_keys(&self) -> usize {
         self.lock().table.len()
     }
 
-    pub(super) fn list(&self) -> Vec<Vec<u8>> {
-        self.lock().table.keys().map(<[u8]>::to_vec).collect()
+    /// The keys, sorted, if `room` is made for the bytes that a list of them holds.
+    pub(super) fn list<E>(&self, room: impl FnOnce(usize) -> Result<(), E>) -> Result<Vec<Vec<u8>>, E> {
+        let state = self.lock();
+        room(state.table.keys().map(|key| key.len() + ITEM_BYTES).sum())?;
+        Ok(state.table.keys().map(<[u8]>::to_vec).collect())
     }
 
     /// Puts an item at the end of a queue and wakes one waiter, as it can be popped once only.
     pub(super) fn push(&self, key: Vec<u8>, item: Vec<u8>) -> Result<(), Refusal> {
         let mut state = self.lock();
+        state.allow(&key)?;
         state.table.charge(ITEM_BYTES + item.len() + key.len(), 0)?;
         state.queues.entry(key.clone()).or_default().push_back(item);
-        let tickets: Vec<Ticket> = state.by_key.get(&key).into_iter().flatten().copied().collect();
-        if let Some(first) = tickets.into_iter().find(|ticket| state.is_met(*ticket)) {
+        let mut first = None;
+        // All of them: whoever lacks another key watches that one from now on.
+        for ticket in state.watchers(&key) {
+            if state.is_met(ticket) && first.is_none() {
+                first = Some(ticket);
+            }
+        }
+        if let Some(first) = first {
             state.finish(first);
         }
         Ok(())
@@ -179,11 +240,25 @@ impl Engine {
         keys.sort_unstable();
         keys.dedup();
         let mut state = self.lock();
-        if state.all_exist(&keys) {
-            return Entry::Ready;
+        let mut absent = None;
+        for (i, key) in keys.iter().enumerate() {
+            if state.exists(key) {
+                continue;
+            }
+            if let Some(number) = state.retired.as_ref().and_then(|r| r.has(key)) {
+                return Entry::Retired(key.clone(), number);
+            }
+            absent = absent.or(Some(i));
         }
-        let absent = keys.iter().filter(|key| !state.table.contains(key)).count();
-        Entry::Pending(state.register(bell, Goal::Keys { keys, absent }))
+        let Some(at) = absent else {
+            return Entry::Ready;
+        };
+        let mut held = 0;
+        let keys = keys
+            .into_iter()
+            .map(|key| state.name(key, &mut held))
+            .collect::<Box<[Name]>>();
+        state.register(bell, Goal::Keys { keys, at }, held)
     }
 
     /// Counts one more caller at `key` and waits for the count to reach `world_size`.
@@ -192,22 +267,96 @@ impl Engine {
         if state.write(&key, |table| table.add(&key, 1))? >= world_size {
             return Ok(Entry::Ready);
         }
-        Ok(Entry::Pending(state.register(
-            bell,
-            Goal::Count {
-                key,
-                at_least: world_size,
-            },
-        )))
+        let mut held = 0;
+        let goal = Goal::Count {
+            key: state.name(key, &mut held),
+            at_least: world_size,
+        };
+        Ok(state.register(bell, goal, held))
     }
 
-    pub(super) fn is_pending(&self, ticket: Ticket) -> bool {
-        self.lock().waiters.contains_key(&ticket)
+    /// How a wait stands. One that ended is asked for once.
+    pub(super) fn progress(&self, ticket: Ticket) -> Progress {
+        let mut state = self.lock();
+        if state.waiters.contains_key(&ticket) {
+            return Progress::Pending;
+        }
+        match state.hopeless.remove(&ticket) {
+            Some((key, number)) => Progress::Retired(key, number),
+            None => Progress::Reached,
+        }
     }
 
-    /// Gives a wait up; false if it had ended before.
-    pub(super) fn cancel(&self, ticket: Ticket) -> bool {
-        self.lock().take(ticket).is_some()
+    /// Gives a wait up; says how it stood.
+    pub(super) fn cancel(&self, ticket: Ticket) -> Progress {
+        let progress = self.progress(ticket);
+        self.lock().take(ticket);
+        progress
+    }
+
+    /// Removes all keys `namespace` + number + `/` + anything with a number lower than `below`, and refuses them from now on.
+    /// Returns how many were removed.
+    pub(super) fn retire(&self, namespace: &[u8], below: u64) -> usize {
+        let mut state = self.lock();
+        let retired = Retired {
+            namespace: namespace.to_vec(),
+            below,
+        };
+        let mut doomed: Vec<Vec<u8>> = Vec::new();
+        let mut from = namespace.to_vec();
+        loop {
+            // One look for each number, and one for each key that goes.
+            let mut skip = None;
+            for key in state.table.keys_from(&from, namespace) {
+                if retired.has(key).is_none() {
+                    skip = Some(key.to_vec());
+                    break;
+                }
+                doomed.push(key.to_vec());
+            }
+            let Some(kept) = skip else { break };
+            let end = kept
+                .iter()
+                .skip(namespace.len())
+                .position(|b| *b == b'/')
+                .map(|at| namespace.len() + at);
+            from = match end {
+                // `0` is the character behind `/`.
+                Some(end) => [kept.get(..end).unwrap_or_default(), b"0"].concat(),
+                None => [kept.as_slice(), b"\0"].concat(),
+            };
+        }
+        doomed.extend(
+            state
+                .queues
+                .keys()
+                .filter(|key| retired.has(key).is_some())
+                .cloned(),
+        );
+        for key in &doomed {
+            state.table.remove(key);
+            for item in state.queues.remove(key).into_iter().flatten() {
+                // Giving back cannot be refused.
+                let _ = state.table.charge(0, ITEM_BYTES + item.len() + key.len());
+            }
+        }
+        // Whoever waits for one of them learns that it will not come.
+        if state.names.iter().any(|name| retired.has(name).is_some()) {
+            let lost: Vec<(Ticket, Vec<u8>, u64)> = state
+                .waiters
+                .iter()
+                .filter_map(|(ticket, waiter)| {
+                    let mut keys = waiter.goal.keys().iter();
+                    keys.find_map(|key| Some((*ticket, key.to_vec(), retired.has(key)?)))
+                })
+                .collect();
+            for (ticket, key, number) in lost {
+                state.hopeless.insert(ticket, (key, number));
+                state.finish(ticket);
+            }
+        }
+        state.retired = Some(retired);
+        doomed.len()
     }
 
     /// How many waits are pending.
@@ -227,56 +376,90 @@ impl State {
         keys.iter().all(|key| self.exists(key))
     }
 
+    /// Refuses what belongs to a retired number.
+    fn allow(&self, key: &[u8]) -> Result<(), Refusal> {
+        match self.retired.as_ref().and_then(|r| r.has(key)) {
+            Some(number) => Err(Refusal::Retired(number)),
+            None => Ok(()),
+        }
+    }
+
     /// Does a write to the table, then wakes whom it satisfies.
     fn write<T>(
         &mut self,
         key: &[u8],
         f: impl FnOnce(&mut Table) -> Result<T, Refusal>,
     ) -> Result<T, Refusal> {
-        let existed = self.table.contains(key);
+        self.allow(key)?;
         let out = f(&mut self.table)?;
-        let Some(tickets) = self.by_key.get(key) else {
-            return Ok(out);
-        };
-        if !existed && self.table.contains(key) {
-            for ticket in tickets {
-                if let Some(Waiter {
-                    goal: Goal::Keys { absent, .. },
-                    ..
-                }) = self.waiters.get_mut(ticket)
-                {
-                    *absent = absent.saturating_sub(1);
-                }
+        for ticket in self.watchers(key) {
+            if self.is_met(ticket) {
+                self.finish(ticket);
             }
-        }
-        let met: Vec<Ticket> = tickets
-            .iter()
-            .copied()
-            .filter(|ticket| self.is_met(*ticket))
-            .collect();
-        for ticket in met {
-            self.finish(ticket);
         }
         Ok(out)
     }
 
-    fn is_met(&self, ticket: Ticket) -> bool {
-        match self.waiters.get(&ticket).map(|waiter| &waiter.goal) {
-            None => false,
-            Some(Goal::Keys { absent: 0, .. }) => true,
-            Some(Goal::Keys { keys, .. }) => !self.queues.is_empty() && self.all_exist(keys),
-            Some(Goal::Count { key, at_least }) => self
-                .table
-                .get(key)
-                .and_then(|value| leading_number(value))
-                .is_some_and(|n| n >= *at_least),
-        }
+    fn watchers(&self, key: &[u8]) -> Vec<Ticket> {
+        self.by_key.get(key).into_iter().flatten().copied().collect()
     }
 
-    fn register(&mut self, bell: &Arc<Bell>, goal: Goal) -> Ticket {
+    /// True if what a waiter waits for is there; otherwise it watches what is not.
+    fn is_met(&mut self, ticket: Ticket) -> bool {
+        let (from, to) = match self.waiters.get(&ticket).map(|waiter| &waiter.goal) {
+            None => return false,
+            Some(Goal::Count { key, at_least }) => {
+                let count = self.table.get(key).and_then(|value| leading_number(value));
+                return count.is_some_and(|n| n >= *at_least);
+            }
+            Some(Goal::Keys { keys, at }) => {
+                let order = (*at..keys.len()).chain(0..*at);
+                let absent = order
+                    .filter_map(|i| Some((i, keys.get(i)?)))
+                    .find(|(_, key)| !self.exists(key));
+                match (absent, keys.get(*at)) {
+                    (None, _) | (_, None) => return true,
+                    (Some((i, _)), _) if i == *at => return false,
+                    (Some((i, key)), Some(watched)) => ((watched.clone()), (i, key.clone())),
+                }
+            }
+        };
+        self.unwatch(&from, ticket);
+        let (i, key) = to;
+        let number = self.retired.as_ref().and_then(|r| r.has(&key));
+        if let Some(Waiter {
+            goal: Goal::Keys { at, .. },
+            ..
+        }) = self.waiters.get_mut(&ticket)
+        {
+            *at = i;
+        }
+        if let Some(number) = number {
+            self.hopeless.insert(ticket, (key.to_vec(), number));
+        }
+        self.by_key.entry(key).or_default().insert(ticket);
+        if number.is_some() {
+            self.finish(ticket);
+        }
+        false
+    }
+
+    /// The shared name of a key; what it costs is added to `held`.
+    fn name(&mut self, key: Vec<u8>, held: &mut usize) -> Name {
+        *held += WAIT_BYTES;
+        if let Some(name) = self.names.get(key.as_slice()) {
+            return name.clone();
+        }
+        *held += NAME_BYTES + key.len();
+        let name = Name::from(key);
+        self.names.insert(name.clone());
+        name
+    }
+
+    fn register(&mut self, bell: &Arc<Bell>, goal: Goal, held: usize) -> Entry {
         let ticket = Ticket(self.next);
         self.next += 1;
-        for key in goal.keys() {
+        if let Some(key) = goal.watched() {
             self.by_key.entry(key.clone()).or_default().insert(ticket);
         }
         self.waiters.insert(
@@ -286,17 +469,27 @@ impl State {
                 goal,
             },
         );
-        ticket
+        Entry::Pending(ticket, held)
+    }
+
+    fn unwatch(&mut self, key: &Name, ticket: Ticket) {
+        if let Some(tickets) = self.by_key.get_mut(key) {
+            tickets.remove(&ticket);
+            if tickets.is_empty() {
+                self.by_key.remove(key);
+            }
+        }
     }
 
     fn take(&mut self, ticket: Ticket) -> Option<Waiter> {
         let waiter = self.waiters.remove(&ticket)?;
-        for key in waiter.goal.keys() {
-            if let Some(tickets) = self.by_key.get_mut(key) {
-                tickets.remove(&ticket);
-                if tickets.is_empty() {
-                    self.by_key.remove(key);
-                }
+        if let Some(key) = waiter.goal.watched() {
+            self.unwatch(key, ticket);
+        }
+        for name in waiter.goal.keys() {
+            // Held by the set and by this waiter only.
+            if Arc::strong_count(name) == 2 {
+                self.names.remove(name);
             }
         }
         Some(waiter)
@@ -310,10 +503,17 @@ impl State {
 }
 
 impl Goal {
-    fn keys(&self) -> &[Vec<u8>] {
+    fn keys(&self) -> &[Name] {
         match self {
             Self::Keys { keys, .. } => keys,
             Self::Count { key, .. } => std::slice::from_ref(key),
+        }
+    }
+
+    fn watched(&self) -> Option<&Name> {
+        match self {
+            Self::Keys { keys, at } => keys.get(*at),
+            Self::Count { key, .. } => Some(key),
         }
     }
 }
@@ -326,14 +526,20 @@ mod tests {
         (Engine::new(1 << 20), Arc::new(Bell::new().unwrap()))
     }
 
+    impl Engine {
+        fn is_pending(&self, ticket: Ticket) -> bool {
+            self.progress(ticket) == Progress::Pending
+        }
+    }
+
     fn keys(names: &[&str]) -> Vec<Vec<u8>> {
         names.iter().map(|n| n.as_bytes().to_vec()).collect()
     }
 
     fn pending(entry: Entry) -> Ticket {
         match entry {
-            Entry::Pending(ticket) => ticket,
-            Entry::Ready => panic!("expected to wait"),
+            Entry::Pending(ticket, _) => ticket,
+            other => panic!("expected to wait: {other:?}"),
         }
     }
 
@@ -343,7 +549,7 @@ mod tests {
         let writes: [(&str, Write); 7] = [
             ("set", |e| e.set(b"k", b"v".to_vec()).unwrap()),
             ("add", |e| assert_eq!(e.add(b"k", 1), Ok(1))),
-            ("append", |e| e.append(b"k", b"v").unwrap()),
+            ("append", |e| e.append(b"k", b"v", 9).unwrap()),
             ("compare_set", |e| drop(e.compare_set(b"k", b"", b"v").unwrap())),
             ("multi_set", |e| {
                 e.multi_set(vec![(b"k".to_vec(), Vec::new())]).unwrap()
@@ -430,10 +636,105 @@ mod tests {
         let (e, bell) = engine();
         let a = pending(e.barrier(b"b".to_vec(), 2, &bell).unwrap());
         let w = pending(e.wait(keys(&["x", "y"]), &bell));
-        assert!(e.cancel(a) && e.cancel(w) && !e.cancel(w));
+        assert_eq!([e.cancel(a), e.cancel(w)], [Progress::Pending, Progress::Pending]);
+        assert_ne!(e.cancel(w), Progress::Pending);
         let state = e.lock();
-        assert!(state.waiters.is_empty() && state.by_key.is_empty());
+        assert!(state.waiters.is_empty() && state.by_key.is_empty() && state.names.is_empty());
         assert_eq!(state.table.get(b"b").unwrap().as_slice(), b"1");
+    }
+
+    #[test]
+    fn names_that_many_wait_for_are_held_once_and_every_waiter_says_what_it_costs() {
+        let (e, bell) = engine();
+        let many: Vec<Vec<u8>> = (0..1000)
+            .map(|i| format!("/a/long/name/of/key/{i}").into_bytes())
+            .collect();
+        let Entry::Pending(first, dear) = e.wait(many.clone(), &bell) else {
+            panic!("nothing is there")
+        };
+        let Entry::Pending(second, cheap) = e.wait(many.clone(), &bell) else {
+            panic!("nothing is there")
+        };
+        let bytes: usize = many.iter().map(Vec::len).sum();
+        assert!(dear >= bytes + 1000 * 100 && cheap <= 1000 * 32, "{dear} {cheap}");
+        {
+            let state = e.lock();
+            assert_eq!((state.names.len(), state.by_key.len()), (1000, 1));
+        }
+        e.cancel(first);
+        for key in many.iter().rev() {
+            assert!(e.is_pending(second));
+            e.set(key, Vec::new()).unwrap();
+        }
+        assert!(!e.is_pending(second));
+        let state = e.lock();
+        assert!(state.names.is_empty() && state.by_key.is_empty());
+    }
+
+    #[test]
+    fn a_wait_is_not_lost_whatever_order_writes_deletions_and_pushes_come_in() {
+        let names = ["a", "b", "c", "d"];
+        let mut seed = 7u64;
+        for _ in 0..2000 {
+            let (e, bell) = engine();
+            let ticket = pending(e.wait(keys(&names), &bell));
+            let mut there = BTreeSet::new();
+            while e.is_pending(ticket) {
+                seed = seed
+                    .wrapping_mul(6_364_136_223_846_793_005)
+                    .wrapping_add(1_442_695_040_888_963_407);
+                let name = names[(seed >> 33) as usize % 4];
+                match (seed >> 40) % 3 {
+                    0 if there.remove(name) => assert!(e.delete(name.as_bytes())),
+                    0 => {}
+                    _ => {
+                        there.insert(name);
+                        e.set(name.as_bytes(), Vec::new()).unwrap();
+                    }
+                }
+                assert_eq!(e.is_pending(ticket), there.len() < 4, "{there:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn retired_keys_are_gone_refused_and_told_to_those_who_wait_and_no_others_are() {
+        let (e, bell) = engine();
+        for key in [
+            "n/1/a", "n/2/a", "n/2/b", "n/9/a", "n/10/a", "n/x/a", "n/3", "nn/1/a", "m",
+        ] {
+            e.set(key.as_bytes(), vec![1]).unwrap();
+        }
+        e.push(b"n/2/q".to_vec(), vec![1]).unwrap();
+        let old = pending(e.wait(keys(&["n/9/late"]), &bell));
+        let oldest = pending(e.wait(keys(&["m", "n/1/late", "later"]), &bell));
+        let at_barrier = pending(e.barrier(b"n/1/barrier".to_vec(), 2, &bell).unwrap());
+        let free = pending(e.wait(keys(&["n/x/late"]), &bell));
+        assert_eq!(e.retire(b"n/", 9), 5);
+        let left: Vec<String> = e
+            .list(|_| Ok::<_, ()>(()))
+            .unwrap()
+            .into_iter()
+            .map(|k| String::from_utf8(k).unwrap())
+            .collect();
+        assert_eq!(left, ["m", "n/10/a", "n/3", "n/9/a", "n/x/a", "nn/1/a"]);
+        assert_eq!(e.queue_len(b"n/2/q"), 0);
+        assert_eq!(e.progress(oldest), Progress::Retired(b"n/1/late".to_vec(), 1));
+        assert_eq!(
+            e.progress(at_barrier),
+            Progress::Retired(b"n/1/barrier".to_vec(), 1)
+        );
+        assert!(e.is_pending(old) && e.is_pending(free));
+        assert_eq!(e.set(b"n/2/a", vec![]), Err(Refusal::Retired(2)));
+        assert_eq!(e.add(b"n/8/a", 1), Err(Refusal::Retired(8)));
+        assert_eq!(e.push(b"n/8/a".to_vec(), vec![]), Err(Refusal::Retired(8)));
+        assert_eq!(
+            e.wait(keys(&["m", "n/2/a"]), &bell),
+            Entry::Retired(b"n/2/a".to_vec(), 2)
+        );
+        e.set(b"n/9/late", vec![]).unwrap();
+        assert!(!e.is_pending(old));
+        assert!(e.lock().hopeless.is_empty());
     }
 
     #[test]

@@ -14,26 +14,18 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 use crate::time_left;
 
 const BUFFER: usize = 16 * 1024;
+/// What must move in one window of [`Patience::Pace`].
+const PACE: usize = 64 * 1024;
 
 /// How long a read or write may wait.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Patience {
     /// Until this instant.
     Until(Instant),
-    /// Until nothing has moved for this long.
-    Stall(Duration),
+    /// Until less than [`PACE`] has moved in this time, from the last [`Link::pace`] on.
+    Pace(Duration),
     /// As long as the connection lives; whoever uses this must be able to shut the socket down.
     Forever,
-}
-
-impl Patience {
-    fn deadline(self) -> Option<Instant> {
-        match self {
-            Self::Until(deadline) => Some(deadline),
-            Self::Stall(stall) => Some(crate::deadline_in(stall)),
-            Self::Forever => None,
-        }
-    }
 }
 
 /// True for the error of a [`Patience`] that ran out, false for time-outs of the kernel's.
@@ -116,6 +108,9 @@ pub(super) struct Link {
     start: usize,
     end: usize,
     pub(super) patience: Patience,
+    /// The window of [`Patience::Pace`] ends then, and so much has moved in it.
+    window: Option<Instant>,
+    moved: usize,
 }
 
 impl Link {
@@ -129,7 +124,32 @@ impl Link {
             start: 0,
             end: 0,
             patience,
+            window: None,
+            moved: 0,
         })
+    }
+
+    /// From now on, something must move in every `window`.
+    pub(super) fn pace(&mut self, window: Duration) {
+        self.patience = Patience::Pace(window);
+        self.window = None;
+        self.moved = 0;
+    }
+
+    fn deadline(&mut self) -> Option<Instant> {
+        match self.patience {
+            Patience::Until(deadline) => Some(deadline),
+            Patience::Pace(window) => Some(*self.window.get_or_insert_with(|| crate::deadline_in(window))),
+            Patience::Forever => None,
+        }
+    }
+
+    fn count(&mut self, n: usize) {
+        self.moved += n;
+        if self.moved >= PACE {
+            self.window = None;
+            self.moved = 0;
+        }
     }
 
     /// The socket, for shutting it down from elsewhere.
@@ -152,14 +172,15 @@ impl Link {
         if self.start < self.end {
             return Ok(true);
         }
-        let n = Self::receive(&self.stream, &mut self.buffer, self.patience)?;
+        let deadline = self.deadline();
+        let n = Self::receive(&self.stream, &mut self.buffer, deadline)?;
+        self.count(n);
         self.start = 0;
         self.end = n;
         Ok(n > 0)
     }
 
-    fn receive(mut stream: &TcpStream, into: &mut [u8], patience: Patience) -> io::Result<usize> {
-        let deadline = patience.deadline();
+    fn receive(mut stream: &TcpStream, into: &mut [u8], deadline: Option<Instant>) -> io::Result<usize> {
         loop {
             match stream.read(into) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
@@ -207,7 +228,10 @@ impl Link {
 impl Read for Link {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if self.start == self.end && into.len() >= BUFFER {
-            return Self::receive(&self.stream, into, self.patience);
+            let deadline = self.deadline();
+            let n = Self::receive(&self.stream, into, deadline)?;
+            self.count(n);
+            return Ok(n);
         }
         if !self.fill()? {
             return Ok(0);
@@ -223,10 +247,15 @@ impl Read for Link {
 
 impl Write for Link {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        let deadline = self.patience.deadline();
-        let mut stream: &TcpStream = &self.stream;
+        let deadline = self.deadline();
+        let socket = self.stream.clone();
+        let mut stream: &TcpStream = &socket;
         loop {
             match stream.write(bytes) {
+                Ok(n) => {
+                    self.count(n);
+                    return Ok(n);
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
                     if !poll_until(&mut [PollFd::new(stream, PollFlags::OUT)], deadline)? {
                         return Err(io::ErrorKind::TimedOut.into());

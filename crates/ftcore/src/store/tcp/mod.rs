@@ -18,4 +18,4 @@ mod tests;
 mod wire;
 
 pub use client::TcpStore;
-pub use server::TcpStoreServer;
+pub use server::{TcpStoreServer, epoch_prefix};

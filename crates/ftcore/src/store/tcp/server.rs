@@ -12,16 +12,23 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
-use super::engine::{Engine, Entry, Ticket};
+use super::engine::{Engine, Entry, Progress, Ticket};
 use super::link::{Bell, Link, Patience, is_late, watch_listener};
-use super::wire::{self, Budget, Request};
+use super::wire::{self, Budget, Held, Request};
+use crate::store::keys::MAX_VALUE;
 use crate::store::table::Refusal;
-use crate::{Error, ErrorKind, Result, deadline_in, time_left};
+use crate::{
+    Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit, split_address, time_left,
+};
 
 /// Keys, values and queues together.
 const MAX_STORED: usize = 1 << 30;
-/// What all connections together may hold in unfinished requests.
-const MAX_UNFINISHED: usize = 512 << 20;
+/// What all connections together may make the server hold besides: unfinished requests, waits, replies that are not taken.
+const MAX_HELD: usize = 512 << 20;
+/// Values of a reply that are taken from the store at once, in bytes. A longer one is taken alone.
+const BATCH: usize = 64 * 1024;
+/// How long a value may become by appending to it, for clients that know no limit: PyTorch's server has none.
+const MAX_APPENDED: usize = 64 << 20;
 /// A reply is gathered up to this size before it is sent.
 const REPLY: usize = 64 * 1024;
 /// The work of a connection is shallow; thousands of them should be cheap.
@@ -29,9 +36,19 @@ const STACK: usize = 256 * 1024;
 /// How long `shutdown` waits for the connections' threads.
 const SHUTDOWN: Duration = Duration::from_secs(5);
 
+/// Where the keys of epochs lie on the wire; clients put the first `/` there.
+const NAMESPACE: &str = "/torchft/";
+
+/// Under which prefix the ranks `group_rank` of all replicas meet for `epoch` (torchft's layout). [`TcpStoreServer::begin_epoch`] removes what
+/// lies there once the epoch is over.
+pub fn epoch_prefix(epoch: u64, group_rank: u32) -> String {
+    format!("torchft/{epoch}/{group_rank}")
+}
+
 /// A server of PyTorch's TCPStore protocol; see [`TcpStore`](super::TcpStore) for the client.
 ///
-/// Limits: 4096 connections, 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB per request, 1 GiB in all.
+/// Limits: 4096 connections, 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB for what one connection makes it hold,
+/// 512 MiB for all of them, 1 GiB of keys and values.
 /// Dropping it ends all connections without waiting for their threads.
 pub struct TcpStoreServer {
     address: SocketAddr,
@@ -47,6 +64,8 @@ pub(super) struct Limits {
     pub(super) handshake: Duration,
     /// A request that stops half way, or a peer that takes no replies, is given up after this time.
     pub(super) stall: Duration,
+    /// Bytes that all connections together may make the server hold.
+    pub(super) held: usize,
 }
 
 impl Default for Limits {
@@ -55,6 +74,7 @@ impl Default for Limits {
             connections: 4096,
             handshake: Duration::from_secs(30),
             stall: Duration::from_secs(60),
+            held: MAX_HELD,
         }
     }
 }
@@ -63,6 +83,8 @@ struct Shared {
     engine: Engine,
     limits: Limits,
     budget: Budget,
+    /// The last two epochs that [`TcpStoreServer::begin_epoch`] was told.
+    epochs: Mutex<Option<(u64, u64)>>,
     stop: Bell,
     doors: Mutex<Doors>,
     changed: Condvar,
@@ -89,13 +111,16 @@ impl TcpStoreServer {
 
     pub(super) fn bind_with(addr: &str, limits: Limits) -> Result<Self> {
         let fail = |e: io::Error| bind_error(addr, e);
+        split_address(addr).map_err(|e| e.with_op("store.serve"))?;
+        raise_descriptor_limit();
         let listener = TcpListener::bind(addr).map_err(fail)?;
         listener.set_nonblocking(true).map_err(fail)?;
         let address = listener.local_addr().map_err(fail)?;
         let shared = Arc::new(Shared {
             engine: Engine::new(MAX_STORED),
             limits,
-            budget: Budget::new(MAX_UNFINISHED),
+            budget: Budget::new(limits.held),
+            epochs: Mutex::default(),
             stop: Bell::new().map_err(fail)?,
             doors: Mutex::new(Doors {
                 accepting: true,
@@ -120,6 +145,28 @@ impl TcpStoreServer {
     /// The port listened on.
     pub fn port(&self) -> u16 {
         self.address.port()
+    }
+
+    /// Says that this process, which owns the store, goes on to `epoch`: the keys under [`epoch_prefix`] of every epoch before the previous one
+    /// are removed and refused from now on, and whoever waits for one of them gets `Aborted`. Those of the present and the previous epoch
+    /// stay, as a slow rank may still read them, and so do those of epochs to come. Returns how many keys were removed.
+    pub fn begin_epoch(&self, epoch: u64) -> usize {
+        let mut epochs = self.shared.epochs.lock().unwrap_or_else(PoisonError::into_inner);
+        let previous = match *epochs {
+            Some((previous, now)) if now == epoch => previous,
+            Some((_, now)) => now,
+            None => epoch,
+        };
+        *epochs = Some((previous, epoch));
+        // Numbers may go back, after a restart of a lighthouse that counts from 1.
+        self.shared
+            .engine
+            .retire(NAMESPACE.as_bytes(), previous.min(epoch))
+    }
+
+    /// The number of keys.
+    pub fn num_keys(&self) -> usize {
+        self.shared.engine.num_keys()
     }
 
     /// Stops accepting, ends all connections and waits (a few seconds at most) until the port is free again. A second
@@ -160,6 +207,18 @@ impl TcpStoreServer {
     #[cfg(test)]
     pub(in crate::store) fn waiting(&self) -> usize {
         self.shared.engine.waiting()
+    }
+
+    /// What the connections make the server hold, in bytes.
+    #[cfg(test)]
+    pub(in crate::store) fn held(&self) -> usize {
+        self.shared.budget.used()
+    }
+
+    /// How many connections there have been.
+    #[cfg(test)]
+    pub(in crate::store) fn opened(&self) -> u64 {
+        self.shared.doors().next
     }
 
     /// How many connections are open.
@@ -226,7 +285,10 @@ fn accept(listener: TcpListener, shared: &Arc<Shared>) {
             Err(e) if matches!(e.kind(), io::ErrorKind::WouldBlock | io::ErrorKind::Interrupted) => {}
             Err(error) => {
                 // Most likely no file descriptors are left: connections that end will free some.
-                tracing::warn!(%error, "store server: cannot accept a connection");
+                tracing::warn!(
+                    "store server: cannot accept a connection: {}",
+                    accept_failure(&error)
+                );
                 pause = Some(deadline_in(Duration::from_millis(50)));
             }
         }
@@ -273,6 +335,8 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
                 shared: &place.shared,
                 out: Vec::new(),
                 bell: None,
+                ours: false,
+                refused: None,
             }
             .run(peer);
         });
@@ -327,6 +391,10 @@ struct Session<'a> {
     out: Vec<u8>,
     /// Made by the first wait that blocks.
     bell: Option<Arc<Bell>>,
+    /// The client is one of ours (`wire::OURS`), and is told what is refused.
+    ours: bool,
+    /// What was refused since the last PING.
+    refused: Option<(ErrorKind, String)>,
 }
 
 impl Session<'_> {
@@ -360,7 +428,7 @@ impl Session<'_> {
                 wire::bad("it did not begin with VALIDATE; is it a client of another service?").into(),
             );
         }
-        match Request::read(&mut self.link, &self.shared.budget)? {
+        match Request::read(&mut self.link, &self.shared.budget)?.0 {
             Request::Validate(wire::MAGIC) => {}
             other => return Err(wire::bad(format!("wrong greeting {other:?}")).into()),
         }
@@ -372,44 +440,54 @@ impl Session<'_> {
                     return Err(End::Closed);
                 }
             }
-            self.link.patience = Patience::Stall(self.shared.limits.stall);
-            let request = Request::read(&mut self.link, &self.shared.budget)?;
-            self.execute(request)?;
+            self.link.pace(self.shared.limits.stall);
+            let (request, mut held) = Request::read(&mut self.link, &self.shared.budget)?;
+            self.execute(request, &mut held)?;
         }
     }
 
-    fn execute(&mut self, request: Request) -> std::result::Result<(), End> {
+    /// `held` is what the request takes of the budget: given back by the caller, once it is done.
+    fn execute(&mut self, request: Request, held: &mut Held<'_>) -> std::result::Result<(), End> {
         let engine = &self.shared.engine;
-        let refused = |key: &[u8]| {
-            let key = key.to_vec();
-            move |refusal| End::Refused(key, refusal)
-        };
         match request {
             Request::Validate(_) => return Err(wire::bad("a second VALIDATE").into()),
-            Request::Ping(nonce) => self.reply(&nonce.to_le_bytes())?,
-            Request::Set(key, value) => engine.set(&key, value).map_err(refused(&key))?,
-            Request::MultiSet(pairs) => {
-                engine
-                    .multi_set(pairs)
-                    .map_err(|(key, refusal)| End::Refused(key, refusal))?;
+            Request::Ping(nonce) => self.pong(nonce)?,
+            Request::Set(key, value) => {
+                let set = engine.set(&key, value);
+                self.silent(&key, set)?;
             }
-            Request::Append(key, more) => engine.append(&key, &more).map_err(refused(&key))?,
+            Request::MultiSet(pairs) => {
+                if let Err((key, refusal)) = engine.multi_set(pairs) {
+                    self.silent(&key, Err(refusal))?;
+                }
+            }
+            Request::Append(key, more) => {
+                let most = if self.ours { MAX_VALUE } else { MAX_APPENDED };
+                let appended = engine.append(&key, &more, most);
+                self.silent(&key, appended)?;
+            }
             Request::Add(key, amount) => {
-                let sum = engine.add(&key, amount).map_err(refused(&key))?;
-                self.reply(&sum.to_le_bytes())?;
+                let sum = match self.ours {
+                    true => engine.add(&key, amount),
+                    false => engine.add_wrapping(&key, amount),
+                };
+                if let Some(sum) = self.outcome(&key, sum)? {
+                    self.reply(&sum.to_le_bytes())?;
+                }
             }
             Request::CompareSet {
                 key,
                 expected,
                 desired,
             } => {
-                let value = engine
-                    .compare_set(&key, &expected, &desired)
-                    .map_err(refused(&key))?;
-                self.reply_bytes(&value)?;
+                let value = engine.compare_set(&key, &expected, &desired);
+                if let Some(value) = self.outcome(&key, value)? {
+                    held.take(value.len())?;
+                    self.reply_bytes(&value)?;
+                }
             }
-            Request::Get(key) => self.reply_values(vec![key])?,
-            Request::MultiGet(keys) => self.reply_values(keys)?,
+            Request::Get(key) => self.reply_values(&[key])?,
+            Request::MultiGet(keys) => self.reply_values(&keys)?,
             Request::Check(keys) => {
                 let code = if engine.check(&keys) {
                     wire::READY
@@ -421,13 +499,16 @@ impl Session<'_> {
             Request::NumKeys => self.reply_count(engine.num_keys())?,
             Request::Delete(key) => self.reply_count(usize::from(engine.delete(&key)))?,
             Request::ListKeys => {
-                let keys = engine.list();
+                let keys = engine.list(|bytes| held.take(bytes))?;
                 self.reply_count(keys.len())?;
                 for key in keys {
                     self.reply_bytes(&key)?;
                 }
             }
-            Request::QueuePush(key, item) => engine.push(key.clone(), item).map_err(refused(&key))?,
+            Request::QueuePush(key, item) => {
+                let pushed = engine.push(key.clone(), item);
+                pushed.map_err(|refusal| End::Refused(key, refusal))?;
+            }
             Request::QueuePop(key) => {
                 let (len, item) = engine.pop(&key);
                 self.reply_count(len)?;
@@ -439,16 +520,17 @@ impl Session<'_> {
             Request::Wait(keys) => {
                 let bell = self.bell()?;
                 let entry = self.shared.engine.wait(keys, &bell);
-                self.block(entry, &bell)?;
+                self.block(entry, held, &bell)?;
             }
             Request::Barrier { key, world_size } => {
                 let bell = self.bell()?;
-                let entry = self
-                    .shared
-                    .engine
-                    .barrier(key.clone(), world_size, &bell)
-                    .map_err(refused(&key))?;
-                self.block(entry, &bell)?;
+                match self.shared.engine.barrier(key.clone(), world_size, &bell) {
+                    Ok(entry) => self.block(entry, held, &bell)?,
+                    Err(refusal) if self.ours || matches!(refusal, Refusal::Retired(_)) => {
+                        self.never(&key, &refusal)?;
+                    }
+                    Err(refusal) => return Err(End::Refused(key, refusal)),
+                }
             }
             // Its wait ended just before: the client reads STOP_WAITING first, then this.
             Request::CancelWait => self.reply(&[wire::WAIT_CANCELED])?,
@@ -465,13 +547,86 @@ impl Session<'_> {
         Ok(bell)
     }
 
-    /// Waits for the engine, CANCEL_WAIT or the end of the connection, and replies.
-    fn block(&mut self, entry: Entry, bell: &Bell) -> std::result::Result<(), End> {
-        let Entry::Pending(ticket) = entry else {
-            return Ok(self.reply(&[wire::STOP_WAITING])?);
+    fn pong(&mut self, nonce: u32) -> io::Result<()> {
+        if !self.ours && wire::is_ours(nonce) {
+            self.ours = true;
+            return self.reply(&(!nonce).to_le_bytes());
+        }
+        let Some((kind, why)) = self.refused.take() else {
+            return self.reply(&nonce.to_le_bytes());
         };
-        let out = self
-            .send()
+        let mut reply = (!nonce).to_le_bytes().to_vec();
+        wire::put_refusal(&mut reply, kind, &why);
+        self.reply(&reply)
+    }
+
+    /// The end of a write without a reply. A client of ours hears of a refusal at its next PING; any other only by the end of the connection.
+    fn silent(
+        &mut self,
+        key: &[u8],
+        written: std::result::Result<(), Refusal>,
+    ) -> std::result::Result<(), End> {
+        match written {
+            Err(refusal) if self.ours => {
+                self.refused
+                    .get_or_insert((refusal.kind(), refusal.describe(key)));
+                Ok(())
+            }
+            Err(refusal) => Err(End::Refused(key.to_vec(), refusal)),
+            Ok(()) => Ok(()),
+        }
+    }
+
+    /// The end of a write whose reply follows, if it was done.
+    fn outcome<T>(
+        &mut self,
+        key: &[u8],
+        written: std::result::Result<T, Refusal>,
+    ) -> std::result::Result<Option<T>, End> {
+        match written {
+            Ok(out) => {
+                if self.ours {
+                    self.reply(&[wire::DONE])?;
+                }
+                Ok(Some(out))
+            }
+            Err(refusal) if self.ours => {
+                let mut reply = vec![wire::REFUSED];
+                wire::put_refusal(&mut reply, refusal.kind(), &refusal.describe(key));
+                self.reply(&reply)?;
+                Ok(None)
+            }
+            Err(refusal) => Err(End::Refused(key.to_vec(), refusal)),
+        }
+    }
+
+    /// The end of a wait that will never have what it waits for.
+    fn never(&mut self, key: &[u8], refusal: &Refusal) -> io::Result<()> {
+        let mut reply = vec![wire::NEVER];
+        if self.ours {
+            wire::put_refusal(&mut reply, refusal.kind(), &refusal.describe(key));
+        }
+        self.reply(&reply)
+    }
+
+    /// The end of a wait.
+    fn reached(&mut self, progress: Progress) -> io::Result<()> {
+        match progress {
+            Progress::Retired(key, number) => self.never(&key, &Refusal::Retired(number)),
+            _ => self.reply(&[wire::STOP_WAITING]),
+        }
+    }
+
+    /// Waits for the engine, CANCEL_WAIT or the end of the connection, and replies.
+    fn block(&mut self, entry: Entry, held: &mut Held<'_>, bell: &Bell) -> std::result::Result<(), End> {
+        let (ticket, bytes) = match entry {
+            Entry::Pending(ticket, bytes) => (ticket, bytes),
+            Entry::Ready => return Ok(self.reply(&[wire::STOP_WAITING])?),
+            Entry::Retired(key, number) => return Ok(self.never(&key, &Refusal::Retired(number))?),
+        };
+        let out = held
+            .set(bytes)
+            .and_then(|()| self.send())
             .map_err(End::Io)
             .and_then(|()| self.pend(ticket, bell));
         // Whatever happened, the engine must not keep a waiter that nobody serves.
@@ -485,13 +640,15 @@ impl Session<'_> {
             let next = self.link.buffered().first().copied();
             if next == Some(wire::CANCEL_WAIT) {
                 self.link.skip(1);
-                if self.shared.engine.cancel(ticket) {
-                    return Ok(self.reply(&[wire::WAIT_CANCELED])?);
+                let progress = self.shared.engine.cancel(ticket);
+                if progress != Progress::Pending {
+                    self.reached(progress)?;
                 }
-                return Ok(self.reply(&[wire::STOP_WAITING, wire::WAIT_CANCELED])?);
+                return Ok(self.reply(&[wire::WAIT_CANCELED])?);
             }
-            if !self.shared.engine.is_pending(ticket) {
-                return Ok(self.reply(&[wire::STOP_WAITING])?);
+            match self.shared.engine.progress(ticket) {
+                Progress::Pending => {}
+                ended => return Ok(self.reached(ended)?),
             }
             // Another request behind the wait stays where it is: replies go out in order.
             let seen = self.link.watch(bell, next.is_none())?;
@@ -524,11 +681,24 @@ impl Session<'_> {
     }
 
     /// An absent key gives empty bytes, as PyTorch's server does; clients wait for their keys first.
-    fn reply_values(&mut self, keys: Vec<Vec<u8>>) -> io::Result<()> {
-        for value in self.shared.engine.get(&keys) {
-            match value {
-                Some(value) => self.reply_bytes(&value)?,
-                None => self.reply_count(0)?,
+    ///
+    /// Values are taken from the store as they are sent: whoever reads slowly must not keep what others have replaced meanwhile.
+    fn reply_values(&mut self, keys: &[Vec<u8>]) -> io::Result<()> {
+        let shared = self.shared;
+        let mut rest = keys;
+        while !rest.is_empty() {
+            let values = shared.engine.get(rest, BATCH);
+            let mut held = shared.budget.held();
+            let bytes: usize = values.iter().flatten().map(|value| value.len()).sum();
+            if bytes > BATCH {
+                held.take(2 * bytes)?;
+            }
+            rest = rest.get(values.len().max(1)..).unwrap_or_default();
+            for value in values {
+                match value {
+                    Some(value) => self.reply_bytes(&value)?,
+                    None => self.reply_count(0)?,
+                }
             }
         }
         Ok(())
@@ -536,7 +706,7 @@ impl Session<'_> {
 
     fn send(&mut self) -> io::Result<()> {
         if !self.out.is_empty() {
-            self.link.patience = Patience::Stall(self.shared.limits.stall);
+            self.link.pace(self.shared.limits.stall);
             self.link.write_all(&self.out)?;
             self.out.clear();
             // A large reply is no reason to keep its memory for the life of the connection.

@@ -5,6 +5,7 @@ use std::net::{TcpListener, TcpStream};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+mod epochs;
 mod hostile;
 mod lost;
 

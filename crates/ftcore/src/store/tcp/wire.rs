@@ -7,6 +7,7 @@
 use std::io::{self, Read};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::ErrorKind;
 use crate::store::keys::{MAX_KEY, MAX_KEYS, MAX_VALUE};
 
 /// What a client says first, so that a stranger's bytes are not taken for requests.
@@ -17,6 +18,8 @@ pub(super) const MAX_REQUEST: usize = 64 << 20;
 const MAX_LISTED: i64 = 1 << 24;
 /// How much is read at once into a growing value.
 const CHUNK: usize = 64 * 1024;
+/// What a string costs besides its bytes.
+const STRING_BYTES: usize = 40;
 
 /// The one-byte reply to CHECK when all keys exist.
 pub(super) const READY: u8 = 0;
@@ -24,11 +27,58 @@ pub(super) const READY: u8 = 0;
 pub(super) const NOT_READY: u8 = 1;
 /// The one-byte reply to WAIT and BARRIER when what was waited for is there.
 pub(super) const STOP_WAITING: u8 = 0;
+/// The one-byte reply to WAIT and BARRIER when what was waited for will never be there: its key is of an epoch that is over. PyTorch's client
+/// takes anything but [`STOP_WAITING`] for an error; ours reads the reason behind it (see [`put_refusal`]).
+pub(super) const NEVER: u8 = 2;
+/// In front of the reply to ADD and COMPARE_SET between a client and a server of ours: done, and the reply follows …
+pub(super) const DONE: u8 = 0;
+/// … or refused, and the reason follows.
+pub(super) const REFUSED: u8 = 1;
 /// The one-byte reply to CANCEL_WAIT.
 pub(super) const WAIT_CANCELED: u8 = 1;
 
 /// The opcode of [`Request::CancelWait`], which the server looks for while a wait is pending.
 pub(super) const CANCEL_WAIT: u8 = 12;
+
+/// The upper 24 bits of the first PING of a client of ours; the others are random. A server of ours answers it with all bits inverted, and from
+/// then on both know that refusals are told instead of closing the connection: a confirming PING is answered inverted, with the reason
+/// behind it. A server of PyTorch's answers as always, and is spoken to as always.
+pub(super) const OURS: u32 = 0x6F78_6300;
+const OURS_MASK: u32 = 0xFFFF_FF00;
+/// Longest reason that a client takes, in bytes.
+const MAX_REASON: usize = 4096;
+
+/// True for the first PING of a client of ours.
+pub(super) fn is_ours(nonce: u32) -> bool {
+    nonce & OURS_MASK == OURS
+}
+
+/// The first PING of a client of ours.
+pub(super) fn our_ping(random: u32) -> u32 {
+    OURS | random & !OURS_MASK
+}
+
+/// Why something was refused, as it stands behind [`REFUSED`], [`NEVER`] or an inverted PING: one byte for the kind, then the text.
+pub(super) fn put_refusal(out: &mut Vec<u8>, kind: ErrorKind, why: &str) {
+    out.push(match kind {
+        ErrorKind::Unavailable => 1,
+        ErrorKind::Aborted => 2,
+        _ => 0,
+    });
+    put_bytes(out, why.as_bytes());
+}
+
+/// Reads what [`put_refusal`] wrote.
+pub(super) fn read_refusal(from: &mut impl Read) -> io::Result<(ErrorKind, String)> {
+    let kind = match read_u8(from)? {
+        0 => ErrorKind::InvalidArgument,
+        1 => ErrorKind::Unavailable,
+        2 => ErrorKind::Aborted,
+        other => return Err(bad(format!("a refusal of kind {other}"))),
+    };
+    let text = read_grown(from, "reason", MAX_REASON, |_| Ok(()))?;
+    Ok((kind, String::from_utf8_lossy(&text).into_owned()))
+}
 
 type Bytes = Vec<u8>;
 
@@ -128,15 +178,15 @@ impl Request {
         }
     }
 
-    /// Reads one request. `budget` is what all connections of a server may hold in unfinished requests together.
-    pub(super) fn read(from: &mut impl Read, budget: &Budget) -> io::Result<Self> {
+    /// Reads one request, of [`MAX_REQUEST`] bytes at most. `budget` is what all connections of a server may make it hold together; what this
+    /// request takes of it is given back when the second result is dropped.
+    pub(super) fn read<'a>(from: &mut impl Read, budget: &'a Budget) -> io::Result<(Self, Held<'a>)> {
         let mut from = Metered {
             from,
-            budget,
-            held: 0,
+            held: budget.held(),
         };
         let f = &mut from;
-        Ok(match read_u8(f.from)? {
+        let request = match read_u8(f.from)? {
             0 => Self::Validate(f.u32()?),
             1 => Self::Set(f.key()?, f.value()?),
             2 => Self::CompareSet {
@@ -171,11 +221,12 @@ impl Request {
                 world_size: f.i64()?,
             },
             other => return Err(bad(format!("unknown opcode {other}"))),
-        })
+        };
+        Ok((request, from.held))
     }
 }
 
-/// Bytes that may be held in unfinished requests.
+/// What all connections of a server may make it hold besides the store itself: requests, waits, replies.
 #[derive(Debug)]
 pub(super) struct Budget {
     used: AtomicUsize,
@@ -190,34 +241,64 @@ impl Budget {
         }
     }
 
-    fn take(&self, n: usize) -> io::Result<()> {
-        let before = self.used.fetch_add(n, Ordering::Relaxed);
-        if before.saturating_add(n) > self.limit {
-            self.used.fetch_sub(n, Ordering::Relaxed);
-            let text = format!(
-                "unfinished requests of all connections exceed {} bytes",
-                self.limit
-            );
-            return Err(io::Error::new(io::ErrorKind::OutOfMemory, text));
+    /// Nothing of it yet.
+    pub(super) fn held(&self) -> Held<'_> {
+        Held { budget: self, n: 0 }
+    }
+
+    #[cfg(test)]
+    pub(super) fn used(&self) -> usize {
+        self.used.load(Ordering::Relaxed)
+    }
+}
+
+/// A part of a [`Budget`], given back when it is dropped.
+#[derive(Debug)]
+pub(super) struct Held<'a> {
+    budget: &'a Budget,
+    n: usize,
+}
+
+impl Held<'_> {
+    /// Takes `n` bytes more.
+    pub(super) fn take(&mut self, n: usize) -> io::Result<()> {
+        let limit = self.budget.limit;
+        let before = self.budget.used.fetch_add(n, Ordering::Relaxed);
+        self.n += n;
+        let too_much = |whose: &str, limit: usize| {
+            let text = format!("what {whose} the server hold exceeds {limit} bytes");
+            Err(io::Error::new(io::ErrorKind::OutOfMemory, text))
+        };
+        if before.saturating_add(n) > limit {
+            return too_much("all connections make", limit);
+        }
+        if self.n > MAX_REQUEST {
+            return too_much("this connection makes", MAX_REQUEST);
         }
         Ok(())
     }
-}
 
-/// A reader that counts what one request holds, and gives it back when the request is read or given up.
-struct Metered<'a, R: Read> {
-    from: &'a mut R,
-    budget: &'a Budget,
-    held: usize,
-}
-
-impl<R: Read> Drop for Metered<'_, R> {
-    fn drop(&mut self) {
-        self.budget.used.fetch_sub(self.held, Ordering::Relaxed);
+    /// Holds `n` bytes instead.
+    pub(super) fn set(&mut self, n: usize) -> io::Result<()> {
+        self.budget.used.fetch_sub(self.n, Ordering::Relaxed);
+        self.n = 0;
+        self.take(n)
     }
 }
 
-impl<R: Read> Metered<'_, R> {
+impl Drop for Held<'_> {
+    fn drop(&mut self) {
+        self.budget.used.fetch_sub(self.n, Ordering::Relaxed);
+    }
+}
+
+/// A reader that counts what one request holds.
+struct Metered<'r, 'b, R: Read> {
+    from: &'r mut R,
+    held: Held<'b>,
+}
+
+impl<R: Read> Metered<'_, '_, R> {
     fn u32(&mut self) -> io::Result<u32> {
         read_u32(self.from)
     }
@@ -247,19 +328,10 @@ impl<R: Read> Metered<'_, R> {
     }
 
     fn bytes(&mut self, what: &str, limit: usize) -> io::Result<Bytes> {
-        let budget = self.budget;
+        // An empty string costs something as well: its place in the list, and what the allocator adds.
+        self.held.take(STRING_BYTES)?;
         let held = &mut self.held;
-        // An empty string costs something as well: its place in the list.
-        let mut meter = |n: usize| {
-            budget.take(n)?;
-            *held += n;
-            if *held > MAX_REQUEST {
-                return Err(bad(format!("a request of more than {MAX_REQUEST} bytes")));
-            }
-            Ok(())
-        };
-        meter(size_of::<Bytes>())?;
-        read_grown(self.from, what, limit, meter)
+        read_grown(self.from, what, limit, |n| held.take(n))
     }
 }
 
@@ -371,8 +443,8 @@ mod tests {
 
     fn read(mut bytes: &[u8]) -> io::Result<Request> {
         let budget = Budget::new(usize::MAX);
-        let request = Request::read(&mut bytes, &budget);
-        assert_eq!(budget.used.load(Ordering::Relaxed), 0);
+        let request = Request::read(&mut bytes, &budget).map(|(request, _)| request);
+        assert_eq!(budget.used(), 0);
         if request.is_ok() {
             assert!(bytes.is_empty(), "left over: {bytes:?}");
         }
@@ -496,7 +568,7 @@ mod tests {
         let budget = Budget::new(150_000);
         let e = Request::read(&mut whole.as_slice(), &budget).unwrap_err();
         assert_eq!(e.kind(), io::ErrorKind::OutOfMemory);
-        assert_eq!(budget.used.load(Ordering::Relaxed), 0);
+        assert_eq!(budget.used(), 0);
     }
 
     fn request() -> impl Strategy<Value = Request> {
@@ -537,7 +609,7 @@ mod tests {
             let budget = Budget::new(usize::MAX);
             let mut rest = bytes.as_slice();
             while Request::read(&mut rest, &budget).is_ok() {}
-            prop_assert_eq!(budget.used.load(Ordering::Relaxed), 0);
+            prop_assert_eq!(budget.used(), 0);
         }
     }
 }

@@ -135,6 +135,104 @@ fn a_peer_that_takes_no_replies_is_given_up() {
     until("the greedy peer is gone", || server.connections() == 0);
 }
 
+/// WAIT for `n` keys of 100 bytes that nobody sets.
+fn wait_for(n: usize, tag: u8) -> Vec<u8> {
+    let mut bytes = vec![6];
+    bytes.extend((n as u64).to_le_bytes());
+    for i in 0..n {
+        bytes.extend(100u64.to_le_bytes());
+        bytes.extend(format!("/{tag}{i:0>98}").into_bytes());
+    }
+    bytes
+}
+
+#[test]
+fn what_waits_hold_is_counted_and_who_goes_beyond_the_limit_is_closed() {
+    let server = TcpStoreServer::bind_with(
+        "127.0.0.1:0",
+        Limits {
+            held: 1 << 20,
+            ..Limits::default()
+        },
+    )
+    .unwrap();
+    let good = client(&server);
+    // 228 bytes for each name and 16 for each wait: two of them fit.
+    let mut waiters: Vec<Raw> = (1..=2)
+        .map(|tag| {
+            let mut raw = Raw::greeted(&server);
+            raw.0.write_all(&wait_for(2000, tag)).unwrap();
+            until("the wait is pending", || server.waiting() == usize::from(tag));
+            raw
+        })
+        .collect();
+    assert!(server.held() > 2 * 2000 * 200, "{}", server.held());
+    let mut third = Raw::greeted(&server);
+    let _ = third.0.write_all(&wait_for(2000, 3));
+    third.ends_closed();
+    // The names of the first are there already: to wait for the same costs little, as it does where all ranks wait for each other.
+    let mut same = Raw::greeted(&server);
+    same.0.write_all(&wait_for(500, 1)).unwrap();
+    until("the same wait is pending", || server.waiting() == 3);
+    good.set("k", b"v", soon()).unwrap();
+    // Who goes gives it back.
+    drop(waiters.pop());
+    until("the second is gone", || server.waiting() == 2);
+    let mut fourth = Raw::greeted(&server);
+    fourth.0.write_all(&wait_for(2000, 4)).unwrap();
+    until("the fourth is pending", || server.waiting() == 3);
+    drop((waiters, same, fourth));
+    until("nobody waits", || server.waiting() == 0);
+    until("nothing is held", || server.held() == 0);
+}
+
+#[test]
+fn replies_that_nobody_takes_are_counted_and_given_back() {
+    let server = TcpStoreServer::bind_with(
+        "127.0.0.1:0",
+        Limits {
+            held: 40 << 20,
+            ..Limits::default()
+        },
+    )
+    .unwrap();
+    let good = client(&server);
+    good.set("k", &vec![1; 8 << 20], soon()).unwrap();
+    let mut greedy: Vec<Raw> = (0..2)
+        .map(|_| {
+            let mut raw = Raw::greeted(&server);
+            raw.say(&format!("03 {} 03 {0}", text("/k")));
+            raw
+        })
+        .collect();
+    until("both hold a reply", || server.held() >= 32 << 20);
+    let mut third = Raw::greeted(&server);
+    third.say(&format!("03 {}", text("/k")));
+    third.ends_closed();
+    // Replacing the value is nobody's concern.
+    good.set("k", b"v", soon()).unwrap();
+    greedy.clear();
+    until("nothing is held", || server.held() == 0);
+    assert_eq!(good.get("k", soon()).unwrap(), b"v");
+}
+
+#[test]
+fn a_request_that_comes_byte_by_byte_for_ever_is_given_up() {
+    let limits = Limits {
+        stall: Duration::from_millis(300),
+        ..Limits::default()
+    };
+    let server = TcpStoreServer::bind_with("127.0.0.1:0", limits).unwrap();
+    let mut slow = Raw::greeted(&server);
+    slow.say("01 02000000000000002f6b 0000100000000000");
+    let end = soon();
+    while server.connections() > 0 {
+        assert!(Instant::now() < end, "a byte now and then holds the connection");
+        let _ = slow.0.write(&[0]);
+        thread::sleep(Duration::from_millis(20));
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig {
         cases: 64,
