@@ -28,7 +28,7 @@ use coordination::{
 use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
 
-use rig::{PATIENCE, Replica, config, lighthouse, manager_config, quorum, soon, until};
+use rig::{PATIENCE, Replica, client, config, lighthouse, manager_config, quorum, soon, until};
 
 const FOLDER: &str = "OXCCL_TORCHFT_PATH";
 /// What torchft's calls get, in seconds.
@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let folder = std::env::var_os(FOLDER)
         .filter(|f| !f.is_empty())
         .map(PathBuf::from);
-    let cases: [Case; 8] = [
+    let cases: [Case; 9] = [
         (
             "its_lighthouse_clients_share_a_quorum_of_ours",
             its_lighthouse_clients,
@@ -55,6 +55,10 @@ fn main() -> ExitCode {
         (
             "its_killed_manager_is_gone_long_before_its_heartbeat_is_missed",
             its_killed_manager,
+        ),
+        (
+            "its_managers_that_ask_one_after_the_other_get_one_quorum_of_ours",
+            its_managers_in_turn,
         ),
         ("its_manager_clients_vote_on_our_manager", its_manager_clients),
         (
@@ -392,6 +396,27 @@ fn its_killed_manager(torchft: &Torchft) {
         json!(["a"])
     );
     assert!(status.healthy.iter().any(|h| h.replica_id == "a"));
+}
+
+/// Its managers send heartbeats from their construction on, long before they ask.
+fn its_managers_in_turn(torchft: &Torchft) {
+    let server = lighthouse(1);
+    let tool = client(&server);
+    let ids = ["a", "b", "c"];
+    for id in ids {
+        torchft.replica(id, &server.address());
+        // Its own first heartbeat may still be on its way.
+        tool.heartbeat(id, soon()).unwrap();
+    }
+    let mut asked = Vec::new();
+    for (waits, id) in ids.into_iter().enumerate() {
+        until(&tool, "those before wait", |s| s.waiting.len() == waits);
+        asked.push(torchft.quorum(&format!("client-of-{id}"), 0, 0));
+    }
+    for answer in &asked {
+        let quorum = ended(answer);
+        assert_eq!(quorum["replica_ids"], json!(ids), "{quorum}");
+    }
 }
 
 fn its_manager_clients(torchft: &Torchft) {

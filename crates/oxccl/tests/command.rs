@@ -225,7 +225,11 @@ mod lighthouse {
         }
 
         fn start_with(arguments: &[&str]) -> Self {
-            let mut child = oxccl(&["lighthouse", "--bind", "127.0.0.1:0"])
+            Self::start_at("127.0.0.1:0", arguments)
+        }
+
+        fn start_at(bind: &str, arguments: &[&str]) -> Self {
+            let mut child = oxccl(&["lighthouse", "--bind", bind])
                 .args(arguments)
                 .stderr(Stdio::piped())
                 .spawn()
@@ -324,10 +328,90 @@ mod lighthouse {
     }
 
     #[test]
+    fn after_a_sigkill_the_same_step_goes_on_and_a_second_lighthouse_on_its_file_is_refused() {
+        use oxccl::coordination::{ManagerClient, ManagerServer, ManagerServerConfig, QuorumRequest};
+
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("made/for/it.json");
+        let arguments = ["--min-replicas", "2", "--state-file", file.to_str().unwrap()];
+        let first = Lighthouse::start_with(&arguments);
+        let (address, soon) = (first.address().to_owned(), || {
+            deadline_in(Duration::from_secs(60))
+        });
+        let replicas = ["a:1", "b:1"].map(|id| {
+            let config = ManagerServerConfig {
+                replica_id: id.into(),
+                lighthouse: first.url.clone(),
+                store_address: "127.0.0.1:1".into(),
+                quorum_retries: 1000,
+                ..ManagerServerConfig::default()
+            };
+            let server = ManagerServer::start(config).unwrap();
+            let client = ManagerClient::connect(&server.address(), soon()).unwrap();
+            (server, client)
+        });
+        let quorum = |step, last_quorum_id| {
+            let request = &QuorumRequest {
+                step,
+                last_quorum_id,
+                ..QuorumRequest::default()
+            };
+            std::thread::scope(|scope| {
+                let asked = replicas
+                    .each_ref()
+                    .map(|(_, client)| scope.spawn(move || client.quorum(request, soon()).unwrap()));
+                let [a, b] = asked.map(|call| call.join().unwrap());
+                assert_eq!((a.quorum_id, a.max_step), (b.quorum_id, step));
+                assert_eq!(a.replica_ids, ["a:1", "b:1"]);
+                a.quorum_id
+            })
+        };
+        let before = quorum(0, 0);
+        assert_eq!(quorum(1, before), before);
+        let (code, _, err) = text(
+            &oxccl(&["lighthouse", "--bind", "127.0.0.1:0"])
+                .args(arguments)
+                .output()
+                .unwrap(),
+        );
+        assert_eq!(code, Some(3), "{err}");
+        assert!(err.contains("belongs to another lighthouse"), "{err}");
+        // Killed and collected.
+        drop(first);
+        let _second = Lighthouse::start_at(&address, &arguments);
+        let after = quorum(2, before);
+        assert!(after > before, "{after} after {before}");
+        assert_eq!(quorum(3, after), after);
+    }
+
+    #[test]
+    fn a_record_that_cannot_be_kept_and_replicas_that_cannot_be_first_are_errors_at_the_start() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        std::fs::write(&file, "").unwrap();
+        let below = file.join("state.json");
+        let cases: [(&[&str], &str); 2] = [
+            (&["--state-file", below.to_str().unwrap()], "cannot be written"),
+            (
+                &["--min-replicas", "3", "--initial-replicas", "2"],
+                "initial_replicas is 2",
+            ),
+        ];
+        for (arguments, expected) in cases {
+            let mut command = oxccl(&["lighthouse", "--bind", "127.0.0.1:0"]);
+            let (code, _, err) = text(&command.args(arguments).output().unwrap());
+            assert!(
+                code.is_some_and(|c| c != 0) && err.contains(expected),
+                "{code:?}: {err}"
+            );
+        }
+    }
+
+    #[test]
     fn a_port_in_use_is_named_and_exit_code_3() {
         let lighthouse = Lighthouse::start();
         let (code, _, err) = text(
-            &oxccl(&["lighthouse", "--bind", lighthouse.address()])
+            &oxccl(&["lighthouse", "--no-state-file", "--bind", lighthouse.address()])
                 .output()
                 .unwrap(),
         );

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
+use crate::member::Member;
 
 /// Three attached members, and a minute in which the lighthouse was stopped.
 fn after_a_minute_away() -> Sim {

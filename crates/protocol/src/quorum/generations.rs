@@ -5,6 +5,7 @@ use std::time::Duration;
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
 use crate::Lineage;
+use crate::member::Member;
 
 /// A member with a state.
 fn at(id: &str, step: i64, lineage: &Lineage) -> Member {
@@ -207,8 +208,9 @@ fn the_operators_word_lets_a_job_go_back_once() {
         reason: String::new(),
     });
     sim.join("e:1");
-    sim.pass(Duration::from_secs(60), &["e:1"]);
     assert_eq!(sim.ids(), None, "the word was for once");
+    sim.pass(Duration::from_secs(60), &["e:1"]);
+    assert_eq!(sim.ids(), None);
 }
 
 #[test]
@@ -251,6 +253,34 @@ fn after_a_restart_the_same_step_goes_on_and_a_minority_waits_for_the_majority()
     assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
     assert!(sim.delivered().unwrap().quorum_id > SEED + 1);
     assert_eq!(saved(&sim).unwrap().step, 2000);
+}
+
+#[test]
+fn a_job_that_is_started_again_as_a_whole_waits_for_its_initial_replicas() {
+    let (before, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    let rules = QuorumRules {
+        initial_replicas: Some(3),
+        ..rules(1)
+    };
+    let again = || Sim::started(rules.clone(), SEED, before.state.record(), before.now);
+    let mut sim = again();
+    sim.join_as(at("a:2", 10, &lineage));
+    sim.join_as(at("b:2", 10, &lineage));
+    sim.pass(Duration::from_secs(60), &["a:2", "b:2"]);
+    assert_eq!(sim.ids(), None);
+    sim.join_as(at("c:2", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:2", "b:2", "c:2"]);
+    // Those that have been in a quorum go on with it.
+    let mut sim = again();
+    sim.pass(Duration::from_secs(6), &[]);
+    let last_quorum_id = SEED + 1;
+    for id in ["a:1", "b:1"] {
+        sim.join_as(Member {
+            last_quorum_id,
+            ..at(id, 10, &lineage)
+        });
+    }
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
 }
 
 #[test]

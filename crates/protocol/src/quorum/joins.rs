@@ -3,8 +3,10 @@
 
 use std::time::Duration;
 
+use super::arrivals::MAX_HERALDED;
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
+use crate::member::Member;
 
 const DAY_MS: i64 = 24 * 60 * 60 * 1000;
 
@@ -203,7 +205,15 @@ fn a_replica_that_its_own_servers_give_up_is_out_at_once_and_its_members_are_tol
         event.reason.contains("c is gone") && event.reason.contains("rank 1 died"),
         "{event:?}"
     );
-    // Its servers send heartbeats on, which say nothing about its ranks.
+    // Its servers send heartbeats on and may attach again, which says nothing about its ranks.
+    let mut early = Sim::quorum_of(rules(1), &["a", "b"]);
+    early.event(Event::Failed {
+        replica_id: "b".into(),
+        reason: "rank 1 died".into(),
+    });
+    early.attach("b", 12);
+    early.beat(&["b"]);
+    assert_eq!(early.healthy(), ["a"]);
     sim.pass(Duration::from_secs(11), &["a", "b", "c"]);
     assert_eq!(sim.healthy(), ["a", "b"]);
     // It may ask again, and the stream that it has is good.

@@ -6,8 +6,11 @@ use std::time::Duration;
 use proptest::prelude::*;
 
 use super::roster::Tally;
+use super::roster::{Coming, Waiting};
 use super::tests::{SEED, Sim, member, rules};
+use super::verdict::Verdict;
 use super::*;
+use crate::member::Member;
 
 /// The ids of the quorum that forms now, or which rule holds it up.
 fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
@@ -40,7 +43,7 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     if candidates.len() * 2 <= known.len() {
         return Err(Verdict::NoMajority);
     }
-    let goes_on = record.is_some() || asking.iter().any(|(_, w)| w.member.last_quorum_id > 0);
+    let goes_on = state.previous.is_some() || asking.iter().any(|(_, w)| w.member.last_quorum_id > 0);
     if rules
         .initial_replicas
         .is_some_and(|initial| !goes_on && candidates.len() < initial)

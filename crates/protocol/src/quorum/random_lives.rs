@@ -6,6 +6,7 @@ use proptest::prelude::*;
 
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
+use crate::member::Member;
 
 /// One step of a random life. Ids are few, so that they meet.
 fn step() -> impl Strategy<Value = (u8, usize, u64, u64)> {

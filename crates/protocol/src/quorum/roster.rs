@@ -46,6 +46,8 @@ pub(super) struct Entry {
     pub(super) departed: bool,
     /// A member of the last quorum that left.
     pub(super) left: bool,
+    /// A member of the last quorum that its own servers gave up: only its next call for a quorum says that it is back.
+    pub(super) failed: bool,
     /// Set for one that sends heartbeats and has not asked yet.
     pub(super) coming: Option<Coming>,
     /// It waits with a state that is not behind the recorded one.

@@ -3,6 +3,7 @@
 use std::time::Duration;
 
 use super::*;
+use crate::member::{MAX_ID_BYTES, Member, listed};
 
 pub(super) const SEED: i64 = 1000;
 

@@ -29,6 +29,12 @@ pub(super) enum Verdict {
 }
 
 impl LighthouseState {
+    /// All members of the last quorum have left.
+    pub(super) fn is_over(&self) -> bool {
+        let tally = self.roster.tally();
+        tally.members > 0 && tally.left == tally.members
+    }
+
     fn shrinks(&self) -> bool {
         self.roster.tally().shrinking > 0 && self.job.is_some()
     }
@@ -85,7 +91,8 @@ impl LighthouseState {
     /// What the rules say. O(1).
     pub(super) fn judge(&self, now: Instant) -> Verdict {
         let (rules, tally, n) = (&self.rules, self.roster.tally(), self.candidates());
-        let goes_on = self.job.is_some() || tally.reporting > 0;
+        // A record alone does not go on: a job of which nobody remembers a quorum starts again as a whole.
+        let goes_on = self.previous.is_some() || tally.reporting > 0;
         let overlaps = tally.members_asking > 0;
         if tally.asking == 0 {
             Verdict::Idle

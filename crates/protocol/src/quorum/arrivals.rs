@@ -1,0 +1,201 @@
+//! A replica comes: its heartbeats, its call for a quorum, its event stream. What it says of itself is checked here, once.
+
+use std::time::Instant;
+
+use ftcore::{Error, ErrorKind};
+
+use super::roster::{Coming, Waiting};
+use super::{Action, LighthouseState, Ticket, fields};
+use crate::member::{MAX_ID_BYTES, Member};
+
+/// How many ids are remembered as healthy at most; a join beyond that is refused.
+const MAX_KNOWN: usize = 65_536;
+/// How many replicas that have not asked are remembered for their heartbeats.
+pub(super) const MAX_HERALDED: usize = 4096;
+/// How far clocks of lighthouses may be apart, in milliseconds: one day.
+const MAX_CLOCK_SKEW_MS: i64 = 24 * 60 * 60 * 1000;
+
+impl LighthouseState {
+    pub(super) fn heartbeat(&mut self, id: &str, now: Instant) {
+        let entry = self.roster.get(id);
+        let counts =
+            entry.is_some_and(|e| e.seen.is_some() || e.waiting.is_some() || (e.member && !e.departed));
+        if counts {
+            self.roster.update(id, |entry| entry.seen = Some(now));
+        } else if !entry.is_some_and(|e| e.member)
+            && id.len() <= MAX_ID_BYTES
+            && !self.replaced.by.contains_key(id)
+        {
+            self.herald(id, now);
+        }
+    }
+
+    /// A replica that has not asked yet is on its way.
+    fn herald(&mut self, id: &str, now: Instant) {
+        let is_known = self.roster.get(id).is_some_and(|e| e.coming.is_some());
+        if is_known || self.roster.tally().heralded < MAX_HERALDED {
+            let first = Coming {
+                first: now,
+                last: now,
+                counts: true,
+            };
+            self.roster
+                .update(id, |entry| entry.coming.get_or_insert(first).last = now);
+        }
+    }
+
+    fn check(&self, id: &str, last_quorum_id: i64, now: Instant) -> Result<(), Error> {
+        if id.is_empty() || id.len() > MAX_ID_BYTES {
+            return Err(Error::invalid(format!(
+                "a replica_id has 1 to {MAX_ID_BYTES} bytes, this one has {}",
+                id.len()
+            )));
+        }
+        let (started, clock_ms) = self.started;
+        let ran = now.saturating_duration_since(started).as_millis();
+        let clock = clock_ms.saturating_add(i64::try_from(ran).unwrap_or(i64::MAX));
+        let possible = self.quorum_id.max(clock.saturating_add(MAX_CLOCK_SKEW_MS));
+        if !(0..=possible).contains(&last_quorum_id) {
+            return Err(Error::invalid(format!(
+                "replica {id} reports the impossible quorum id {last_quorum_id}: no lighthouse whose clock agrees with this one's within a \
+                 day has given it out"
+            )));
+        }
+        if self.job.is_some() && last_quorum_id > self.quorum_id {
+            return Err(Error::new(
+                ErrorKind::Conflict,
+                format!(
+                    "replica {id} reports quorum {last_quorum_id}, and the newest of this lighthouse is {}: it belongs to another job. Start it \
+                     with the lighthouse of its job, or anew",
+                    self.quorum_id
+                ),
+            ));
+        }
+        if let Some(new) = self.replaced.by.get(id) {
+            return Err(Error::new(
+                ErrorKind::Conflict,
+                format!("replica {id} was replaced by {new}, a newer life of the same name"),
+            ));
+        }
+        let counted = self.roster.len().saturating_sub(self.roster.tally().heralded);
+        if counted >= MAX_KNOWN && self.roster.get(id).is_none_or(|e| e.coming.is_some()) {
+            return Err(Error::new(
+                ErrorKind::Unavailable,
+                format!("{MAX_KNOWN} replicas are known already"),
+            ));
+        }
+        Ok(())
+    }
+
+    pub(super) fn join(&mut self, member: Member, ticket: Ticket, now: Instant, actions: &mut Vec<Action>) {
+        let id = member.replica_id.clone();
+        let checked = fields::check(&member).and_then(|()| self.check(&id, member.last_quorum_id, now));
+        if let Err(error) = checked.and_then(|()| self.check_state(&member)) {
+            actions.push(Action::Reject { ticket, error });
+            return;
+        }
+        self.drop_older_lives(&id, actions);
+        self.first_asked.get_or_insert(now);
+        self.hear(&member);
+        let newest = self
+            .told
+            .is_some_and(|(newest, _)| newest == member.last_quorum_id);
+        let (current, named) = match &self.job {
+            Some(job) => (member.step >= job.step, job.names(&id)),
+            None => (true, false),
+        };
+        let waiting = Waiting {
+            member,
+            ticket,
+            since: now,
+        };
+        let older = self.roster.update(&id, |entry| {
+            (entry.departed, entry.left, entry.failed, entry.coming) = (false, false, false, None);
+            (entry.current, entry.named, entry.newest) = (current, named, newest);
+            entry.seen = Some(now);
+            entry.waiting.replace(waiting)
+        });
+        if let Some(old) = older {
+            let error = Error::new(
+                ErrorKind::Aborted,
+                format!("a newer call of replica {id} replaced this one"),
+            );
+            actions.push(Action::Reject {
+                ticket: old.ticket,
+                error,
+            });
+        }
+    }
+
+    pub(super) fn check_state(&mut self, member: &Member) -> Result<(), Error> {
+        let job = if self.is_over() { None } else { self.job.as_mut() };
+        match job.and_then(|job| job.refuses(member)) {
+            Some(text) => Err(Error::new(ErrorKind::Conflict, text)),
+            None => Ok(()),
+        }
+    }
+
+    /// Without a record, the replicas tell what the last quorum was.
+    fn hear(&mut self, member: &Member) {
+        if self.job.is_some() || member.last_quorum_id == 0 {
+            return;
+        }
+        let (id, size) = (member.last_quorum_id, member.last_world_size);
+        let (newest, largest) = self.told.unwrap_or_default();
+        if id > newest {
+            self.roster.update_all(|_, entry| {
+                let last = entry.waiting.as_ref().map(|w| w.member.last_quorum_id);
+                entry.newest = last == Some(id);
+            });
+        }
+        if id >= newest {
+            let largest = if id > newest { 0 } else { largest };
+            self.told = Some((id, size.max(largest)));
+        }
+    }
+
+    /// Two incarnations of one name cannot both be alive: the one that comes later is the replica, the other is dead.
+    fn drop_older_lives(&mut self, id: &str, actions: &mut Vec<Action>) {
+        let mut older = self.roster.lives(id);
+        older.retain(|o| o.as_ref() != id && !self.replaced.by.contains_key(o));
+        for old in older {
+            self.roster.update(&old, |entry| entry.stream = None);
+            self.depart(
+                &old,
+                &format!("{id}, a newer life of the same name, came"),
+                actions,
+            );
+            self.replaced.remember(old, id.into());
+        }
+    }
+
+    pub(super) fn attach(
+        &mut self,
+        id: String,
+        stream: u64,
+        last: i64,
+        now: Instant,
+        actions: &mut Vec<Action>,
+    ) {
+        if let Err(error) = self.check(&id, last, now) {
+            actions.push(Action::Refuse { stream, error });
+            return;
+        }
+        let member = self.roster.update(&id, |entry| {
+            entry.stream = Some(stream);
+            // A member of the last quorum is worth waiting for; one that is still loading must not hold up others, and a stranger
+            // that has been in some other quorum no more.
+            if (entry.member && !entry.failed) || entry.waiting.is_some() || entry.seen.is_some() {
+                entry.departed = false;
+                entry.seen = Some(now);
+            }
+            entry.member
+        });
+        if last > 0 && self.job.is_none() && !self.is_known(&id) {
+            self.herald(&id, now);
+        }
+        if let Some(event) = self.aborted.clone().filter(|_| member) {
+            actions.push(Action::Push { to: vec![id], event });
+        }
+    }
+}

@@ -1,0 +1,201 @@
+//! A quorum forms: who is in it, under which id, what is recorded, and who is told or turned away.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use ftcore::{Error, ErrorKind};
+
+use super::record::Job;
+use super::roster::{Id, Waiting};
+use super::verdict::Verdict;
+use super::{Action, LighthouseState};
+use crate::member::{AbortEpoch, Member, Quorum, listed};
+
+impl LighthouseState {
+    /// Once all members of the last quorum have left, the run is over: a replica of an earlier quorum, which they went on
+    /// without, would go on alone to another end.
+    pub(super) fn turn_away_stragglers(&mut self, actions: &mut Vec<Action>) {
+        if !self.is_over() || self.roster.tally().reporting == 0 {
+            return;
+        }
+        let Some(last) = self.job.as_ref().map(|job| job.epoch) else {
+            return;
+        };
+        let of_before = |w: &Waiting| (1..last).contains(&w.member.last_quorum_id);
+        let stragglers: Vec<Id> = self
+            .roster
+            .iter()
+            .filter(|(_, e)| e.waiting.as_ref().is_some_and(of_before))
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in stragglers {
+            let waiting = self.roster.update(&id, |entry| {
+                entry.seen = None;
+                entry.waiting.take()
+            });
+            let Some(w) = waiting else { continue };
+            let text = format!(
+                "the run is over: after quorum {} it went on without replica {id}, and all members of quorum {} have said good-bye ({}). \
+                 The state of this replica is not what it ended with",
+                w.member.last_quorum_id,
+                last,
+                self.listed(|e| e.member)
+            );
+            actions.push(Action::Reject {
+                ticket: w.ticket,
+                error: Error::new(ErrorKind::Conflict, text),
+            });
+        }
+    }
+
+    pub(super) fn decide(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.turn_away_stragglers(actions);
+        loop {
+            let verdict = self.judge(now);
+            self.able_since = match verdict {
+                Verdict::Wait => Some(self.able_since.unwrap_or(now)),
+                _ => None,
+            };
+            match verdict {
+                Verdict::Form => self.form(actions),
+                // Without any time to wait, it forms at once.
+                Verdict::Wait if self.rules.join_timeout.is_zero() => {}
+                _ => return,
+            }
+        }
+    }
+
+    fn form(&mut self, actions: &mut Vec<Action>) {
+        let of_note = self.roster.iter().filter(|(_, e)| e.member || e.is_asking());
+        let ids: Vec<(Id, bool)> = of_note
+            .map(|(id, e)| (id.clone(), self.is_candidate(e)))
+            .collect();
+        let mut tickets = Vec::with_capacity(ids.len());
+        let mut participants = Vec::with_capacity(ids.len());
+        for (id, takes_part) in ids {
+            let waiting = self.roster.update(&id, |entry| {
+                (entry.member, entry.departed) = (takes_part, false);
+                (entry.left, entry.failed) = (false, false);
+                entry.waiting.take_if(|_| takes_part)
+            });
+            if let Some(w) = waiting {
+                tickets.push(w.ticket);
+                participants.push(w.member);
+            }
+        }
+        // One with another history at the recorded step heals, if somebody has the recorded state.
+        if let Some(job) = &self.job
+            && participants.iter().all(|m| m.step <= job.step)
+            && participants
+                .iter()
+                .any(|m| m.step == job.step && !job.diverged(m))
+        {
+            for member in participants.iter_mut().filter(|m| job.diverged(m)) {
+                member.step -= 1;
+            }
+        }
+        let is_new = self.needs_new_id(&participants);
+        if is_new {
+            let reported = participants.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
+            self.quorum_id = self.quorum_id.max(reported).saturating_add(1);
+        }
+        let job = Job::next(self.job.take(), self.quorum_id, &participants);
+        let left_over = self.roster.tally().waiting > 0;
+        if left_over {
+            self.roster.update_all(|id, entry| {
+                let step = entry.waiting.as_ref().map_or(0, |w| w.member.step);
+                (entry.current, entry.named) = (step >= job.step, job.names(id));
+            });
+        }
+        self.job = Some(job);
+        let quorum = Arc::new(Quorum {
+            quorum_id: self.quorum_id,
+            participants,
+        });
+        self.tell_left_out(&quorum, actions);
+        self.previous = Some(quorum.clone());
+        self.aborted = None;
+        self.accept_rollback = false;
+        if is_new {
+            self.unsaved = false;
+            actions.extend(self.record().map(Action::Save));
+        }
+        if left_over {
+            self.turn_away_strangers(actions);
+        }
+        actions.push(Action::Deliver { tickets, quorum });
+    }
+
+    /// Who still waits, ahead of a record that has changed meanwhile, must descend from it as if it asked now.
+    fn turn_away_strangers(&mut self, actions: &mut Vec<Action>) {
+        let ahead = self.roster.iter().filter_map(|(id, e)| {
+            let w = e.waiting.as_ref()?;
+            self.job.as_ref().filter(|job| w.member.step > job.step)?;
+            Some((id.clone(), w.member.clone()))
+        });
+        for (id, member) in ahead.collect::<Vec<_>>() {
+            let Err(error) = self.check_state(&member) else {
+                continue;
+            };
+            let waiting = self.roster.update(&id, |entry| {
+                entry.seen = None;
+                entry.waiting.take()
+            });
+            if let Some(ticket) = waiting.map(|w| w.ticket) {
+                actions.push(Action::Reject { ticket, error });
+            }
+        }
+    }
+
+    /// Previous members that were too slow for the new quorum learn that their epoch is over.
+    fn tell_left_out(&self, quorum: &Quorum, actions: &mut Vec<Action>) {
+        let Some(previous) = &self.previous else { return };
+        // Those of the new quorum are its members already.
+        let to: Vec<String> = previous
+            .ids()
+            .filter(|id| {
+                self.roster
+                    .get(id)
+                    .is_some_and(|e| !e.member && e.stream.is_some())
+            })
+            .map(str::to_string)
+            .collect();
+        if !to.is_empty() {
+            let reason = format!(
+                "quorum {} formed without {}, which did not ask",
+                quorum.quorum_id,
+                listed(to.iter().map(String::as_str))
+            );
+            let event = AbortEpoch {
+                quorum_id: previous.quorum_id,
+                reason,
+                departed: Vec::new(),
+            };
+            actions.push(Action::Push { to, event });
+        }
+    }
+
+    /// True unless the members can go on with the groups that they have.
+    fn needs_new_id(&self, participants: &[Member]) -> bool {
+        let Some(previous) = &self.previous else {
+            return true;
+        };
+        let same = |a: &Member, b: &Member| {
+            a.replica_id == b.replica_id
+                && a.address == b.address
+                && a.store_address == b.store_address
+                && a.life == b.life
+        };
+        self.aborted.is_some()
+            || previous.participants.len() != participants.len()
+            || !previous
+                .participants
+                .iter()
+                .zip(participants)
+                .all(|(a, b)| same(a, b))
+            || participants.iter().any(|m| m.commit_failures > 0)
+            || participants
+                .iter()
+                .any(|m| m.last_quorum_id != 0 && m.last_quorum_id != self.quorum_id)
+    }
+}
