@@ -1,7 +1,7 @@
 //! `cargo xtask`: what a developer and continuous integration run.
 //!
 //! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
-//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` compares our speed with others'. Every child
+//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others'. Every child
 //! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
@@ -13,6 +13,7 @@ mod ci;
 mod delays;
 mod deny;
 mod libtest;
+mod lighthouse;
 mod matrix;
 mod metadata;
 mod nccl;
@@ -49,6 +50,8 @@ enum Task {
     Deny,
     /// Measure our all-reduce against MPICH, Open MPI and PyTorch's Gloo here and now, and print the ratios.
     BenchPeers(Box<peers::Arguments>),
+    /// Measure the time of a step at our lighthouse and, with --peer, at torchft's, with many replicas from one process.
+    BenchLighthouse(lighthouse::Arguments),
     /// Fetch and build the CPU-only oneCCL that the xccl rows test against, and print how to use it.
     Oneccl {
         /// Instead, the SYCL build with the runtimes that let a CPU stand in for an Intel GPU (650 MB).
@@ -104,6 +107,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Tidy(_) => tidy::check(),
         Task::Deny => deny::check(),
         Task::BenchPeers(args) => peers::run(*args),
+        Task::BenchLighthouse(args) => lighthouse::run(&args),
         Task::Oneccl { sycl: false } => Ok(oneccl::run()),
         Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
         Task::Nccl => Ok(nccl::run()),

@@ -13,6 +13,7 @@ mod client;
 mod lighthouse;
 mod manager;
 mod serve;
+mod unchanged;
 mod wire;
 
 pub use client::{CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};

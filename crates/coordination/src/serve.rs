@@ -26,12 +26,14 @@ use tonic::codegen::Service as _;
 mod activity;
 mod frames;
 mod limits;
+mod line;
 
 use activity::{Activity, GOING, Guarded, Verdict};
 pub use limits::ConnectionLimits;
 use limits::{Place, Port};
+pub(crate) use line::Line;
 
-/// How often an open HTTP/2 connection is pinged, and how long the answer may take.
+/// How often a client pings its open HTTP/2 connection, and how long the answer may take.
 pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(2);
 pub(crate) const PING_TIMEOUT: Duration = Duration::from_secs(3);
 
@@ -220,13 +222,16 @@ async fn connection(
     builder
         .http2()
         .timer(TokioTimer::new())
-        .keep_alive_interval(PING_INTERVAL)
-        .keep_alive_timeout(PING_TIMEOUT)
+        .keep_alive_interval(activity.ping_interval())
+        // Whether the peer has answered is judged below, once what has come is read.
+        .keep_alive_timeout(GOING.max(activity.silence() * 4))
         .max_concurrent_streams(MAX_STREAMS)
         .max_send_buf_size(MAX_SEND_BUFFER)
         .max_header_list_size(MAX_HEADERS);
-    let service = service_fn(|request: Request<Incoming>| {
+    let line = Arc::new(Line::new());
+    let service = service_fn(|mut request: Request<Incoming>| {
         let (mut routes, open) = (routes.clone(), activity.begin());
+        request.extensions_mut().insert(Arc::clone(&line));
         async move {
             let request = request.map(|body| open.bounded(body));
             let answer = match routes.call(request).await {
@@ -245,11 +250,15 @@ async fn connection(
         let wake = match (going, activity.verdict(now)) {
             (_, Verdict::Goes(why)) => {
                 activity.say(&why);
+                line.ended(false);
                 return;
             }
             // Also of one that was asked to go and had just begun a request.
             (_, Verdict::Stays(until)) => until,
-            (Some(until), Verdict::Idle) if until <= now => return,
+            (Some(until), Verdict::Idle) if until <= now => {
+                line.ended(false);
+                return;
+            }
             (Some(until), Verdict::Idle) => until,
             (None, Verdict::Idle) => {
                 served.as_mut().graceful_shutdown();
@@ -259,10 +268,13 @@ async fn connection(
             }
         };
         tokio::select! {
+            // First, so that all that has come is read before the next verdict: on a busy server this task may be late.
+            biased;
             ended = served.as_mut() => {
                 if let Err(error) = ended {
                     tracing::debug!(error, "connection ended");
                 }
+                line.ended(!stopping && going.is_none() && activity.is_ended_by_peer());
                 return;
             }
             _ = stopped.wait_for(|s| *s), if !stopping => {

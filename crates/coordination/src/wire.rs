@@ -24,6 +24,8 @@ pub(crate) mod oxccl {
 
 /// The largest message that either side accepts, in bytes.
 pub(crate) const MAX_MESSAGE_BYTES: usize = 1 << 20;
+/// The largest answer with a quorum in it that a client accepts, in bytes: some 4 KiB for each of 16,384 members.
+pub(crate) const MAX_QUORUM_BYTES: usize = 64 << 20;
 
 impl From<torchft::QuorumMember> for Member {
     fn from(m: torchft::QuorumMember) -> Self {

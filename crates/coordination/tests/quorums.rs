@@ -82,6 +82,7 @@ fn l27_a_killed_manager_is_pushed_to_the_others_long_before_its_heartbeat_is_mis
 fn a_replica_that_was_cut_off_without_a_reset_is_noticed_by_its_silence() {
     let lighthouse = LighthouseServer::start(LighthouseConfig {
         initial_replicas: Some(2),
+        heartbeat_timeout: Duration::from_secs(3),
         ..config(1)
     })
     .unwrap();

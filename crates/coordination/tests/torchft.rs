@@ -22,7 +22,8 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use coordination::{
-    CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
+    CommitVote, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer,
+    QuorumRequest,
 };
 use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
@@ -38,7 +39,7 @@ fn main() -> ExitCode {
     let folder = std::env::var_os(FOLDER)
         .filter(|f| !f.is_empty())
         .map(PathBuf::from);
-    let cases: [Case; 8] = [
+    let cases: [Case; 9] = [
         (
             "its_lighthouse_clients_share_a_quorum_of_ours",
             its_lighthouse_clients,
@@ -50,6 +51,10 @@ fn main() -> ExitCode {
         (
             "its_managers_step_commit_and_heal_on_our_lighthouse",
             its_managers,
+        ),
+        (
+            "its_killed_manager_is_gone_long_before_its_heartbeat_is_missed",
+            its_killed_manager,
         ),
         (
             "its_managers_that_ask_one_after_the_other_get_one_quorum_of_ours",
@@ -350,6 +355,47 @@ fn its_managers(torchft: &Torchft) {
         (&third[1]["max_step"], &third[1]["max_replica_rank"]),
         (&json!(2), &json!(null))
     );
+}
+
+fn its_killed_manager(torchft: &Torchft) {
+    let server = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let other = Torchft::start(&PathBuf::from(std::env::var_os(FOLDER).unwrap_or_default()));
+    torchft.replica("a", &server.address());
+    other.replica("b", &server.address());
+    let asked = [
+        torchft.quorum("client-of-a", 0, 0),
+        other.quorum("client-of-b", 0, 0),
+    ];
+    for answer in &asked {
+        assert_eq!(ended(answer)["replica_ids"], json!(["a", "b"]));
+    }
+    let tool = LighthouseClient::connect(&server.address(), soon()).unwrap();
+    let killed = Instant::now();
+    // SIGKILL.
+    drop(other);
+    let status = until(&tool, "b is gone", |s| {
+        s.healthy.iter().all(|h| h.replica_id != "b")
+    });
+    // The heartbeat time-out is 30 s.
+    assert!(
+        killed.elapsed() < Duration::from_secs(15),
+        "{:?}",
+        killed.elapsed()
+    );
+    assert!(
+        status
+            .aborted
+            .is_some_and(|why| why.contains("its connections broke"))
+    );
+    assert_eq!(
+        ended(&torchft.quorum("client-of-a", 0, 1))["replica_ids"],
+        json!(["a"])
+    );
+    assert!(status.healthy.iter().any(|h| h.replica_id == "a"));
 }
 
 /// Its managers send heartbeats from their construction on, long before they ask.

@@ -189,10 +189,18 @@ impl LighthouseState {
             Event::Detached { replica_id, stream } => {
                 let present = self.roster.get(&replica_id).and_then(|e| e.stream);
                 if present == Some(stream) {
-                    self.roster.update(&replica_id, |entry| entry.stream = None);
+                    self.roster.update(&replica_id, |entry| {
+                        entry.stream = None;
+                        entry.seen = entry.seen.map(|_| now);
+                    });
                     if !self.is_doubted(stream, now) {
                         self.depart(&replica_id, "its stream broke", actions);
                     }
+                }
+            }
+            Event::Disconnected { replica_id } => {
+                if !self.is_attached(&replica_id) {
+                    self.depart(&replica_id, "its connections broke", actions);
                 }
             }
             Event::Leave { replica_id, reason } => {

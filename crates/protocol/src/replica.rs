@@ -199,7 +199,8 @@ pub struct ReplicaState {
     over: Option<Error>,
     metadata: BTreeMap<u32, String>,
     aborted: Option<AbortEpoch>,
-    last_quorum_id: i64,
+    /// The id of the newest quorum that was given to a rank, and its number of members.
+    last_quorum: (i64, u64),
     ranks: BTreeMap<u32, Presence>,
     /// The ranks without progress for which the lighthouse was told.
     stalled: BTreeSet<u32>,
@@ -217,15 +218,15 @@ impl ReplicaState {
             over: None,
             metadata: BTreeMap::new(),
             aborted: None,
-            last_quorum_id: 0,
+            last_quorum: (0, 0),
             ranks: BTreeMap::new(),
             stalled: BTreeSet::new(),
         }
     }
 
-    /// The newest quorum that was given to a rank; 0 if none.
-    pub fn last_quorum_id(&self) -> i64 {
-        self.last_quorum_id
+    /// The id of the newest quorum that was given to a rank, and its number of members; 0 if none.
+    pub fn last_quorum(&self) -> (i64, u64) {
+        self.last_quorum
     }
 
     /// True while this replica cannot go on, for good or for now. Its server then shows no sign of life to the lighthouse, which
@@ -344,7 +345,7 @@ impl ReplicaState {
                 quorum_id,
                 reason,
             } => {
-                if quorum_id == self.last_quorum_id {
+                if quorum_id == self.last_quorum.0 {
                     let event = AbortEpoch {
                         quorum_id,
                         reason: format!("{} reported: rank {rank}: {reason}", self.rules.replica_id),
@@ -504,7 +505,7 @@ impl ReplicaState {
                     init_sync,
                     quorum,
                 } => {
-                    self.last_quorum_id = quorum.quorum_id;
+                    self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
                     // From its first quorum on, progress is expected of a rank.
                     self.ranks.entry(rank).or_default().progress = Some(now);
                     let answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);

@@ -13,7 +13,7 @@ use crate::channel::{call, wait_for};
 use crate::lighthouse::LighthouseStatus;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
 use protocol::{Member, Quorum};
 
 /// How often a waiting call says that its replica is alive.
@@ -38,7 +38,7 @@ impl LighthouseClient {
 
     fn torchft(&self) -> LighthouseServiceClient<Channel> {
         LighthouseServiceClient::new(self.connection.channel.clone())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+            .max_decoding_message_size(MAX_QUORUM_BYTES)
     }
 
     fn ours(&self) -> OxcclLighthouseClient<Channel> {
@@ -63,6 +63,7 @@ impl LighthouseClient {
                 };
                 let message = torchft::LighthouseQuorumRequest {
                     requester: Some(member.into()),
+                    held_list: 0,
                 };
                 let alive = async {
                     let mut ticks = tokio::time::interval(HEARTBEAT);

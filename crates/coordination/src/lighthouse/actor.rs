@@ -3,6 +3,9 @@
 //! Calls come in as messages in the order of their arrival; what the state answers is carried out before the next
 //! message is looked at. The queue is unbounded so that a guard can report from a drop; it stays short, because every
 //! call has at most one message in it and waits for its answer.
+//!
+//! The state's clock is the time at which a message came, and ticks come through the same queue: what waits in the queue of a busy lighthouse is taken
+//! in before a time-out that ended after it came. So nobody is found silent whose word is here already.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -13,8 +16,9 @@ use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::time::MissedTickBehavior;
 
+use super::callers::Callers;
 use super::persist::StateFile;
-use crate::wire::{quorum_message, torchft};
+use super::reply::{Reply, Shelf};
 use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
 
@@ -27,11 +31,12 @@ pub(crate) enum Message {
         event: Event,
         done: Option<oneshot::Sender<()>>,
     },
-    /// A call for a quorum.
+    /// A call for a quorum, by a replica that holds the member list `held`.
     Join {
         member: Box<Member>,
+        held: u64,
         ticket: Ticket,
-        reply: oneshot::Sender<Result<torchft::Quorum>>,
+        reply: oneshot::Sender<Result<Reply>>,
     },
     /// A replica opens its event stream.
     Attach {
@@ -40,12 +45,16 @@ pub(crate) enum Message {
         last_quorum_id: i64,
         reply: oneshot::Sender<Result<Pushed>>,
     },
-    /// Why is there no new quorum?
-    Reason { reply: oneshot::Sender<String> },
+    /// A replica calls over this connection for the first time.
+    Calling { line: u64, replica_id: String },
+    /// A connection over which replicas called has ended, by its peer or by this server.
+    Ended { line: u64, by_peer: bool },
     /// A look at the state.
     Status {
         reply: oneshot::Sender<(Status, Counters)>,
     },
+    /// Why is there no new quorum?
+    Reason { reply: oneshot::Sender<String> },
 }
 
 /// What happened since the start, for the metrics.
@@ -57,12 +66,13 @@ pub(crate) struct Counters {
     pub(crate) quorums: u64,
     pub(crate) epochs: u64,
     pub(crate) pushes: u64,
+    pub(crate) heartbeats: u64,
 }
 
 /// The way to the task; cheap to clone.
 #[derive(Clone)]
 pub(crate) struct Lighthouse {
-    messages: mpsc::UnboundedSender<Message>,
+    messages: mpsc::UnboundedSender<(Instant, Message)>,
     next: Arc<AtomicU64>,
 }
 
@@ -74,7 +84,7 @@ impl Lighthouse {
 
     /// Never blocks; a message after the end of the task is lost, like its answer.
     pub(crate) fn send(&self, message: Message) {
-        let _ = self.messages.send(message);
+        let _ = self.messages.send((Instant::now(), message));
     }
 
     /// Tells the task and waits until it has taken the event in.
@@ -91,9 +101,7 @@ impl Lighthouse {
     pub(crate) async fn reason(&self) -> String {
         let (reply, answer) = oneshot::channel();
         self.send(Message::Reason { reply });
-        answer
-            .await
-            .unwrap_or_else(|_| "the lighthouse is shutting down".into())
+        answer.await.unwrap_or_else(|_| gone().message().to_string())
     }
 
     /// A look at the state; `None` while the lighthouse shuts down.
@@ -108,14 +116,20 @@ struct Actor {
     state: LighthouseState,
     state_file: Option<Arc<StateFile>>,
     saved_id: i64,
-    calls: HashMap<Ticket, oneshot::Sender<Result<torchft::Quorum>>>,
+    /// By ticket: the member list that the caller holds, and the way to it.
+    calls: HashMap<Ticket, (u64, oneshot::Sender<Result<Reply>>)>,
+    shelf: Shelf,
     /// By replica id: the present stream and its sending side.
     streams: HashMap<String, (u64, watch::Sender<Option<AbortEpoch>>)>,
     counters: Counters,
-    /// When this task last did something, which it does at every tick.
-    awake: Instant,
-    /// A longer time without a tick is an absence of this lighthouse itself.
+    /// When the last message came: the state's clock.
+    now: Instant,
+    /// A longer time without a message, of which every tick is one, is an absence of this lighthouse itself.
     away_after: Duration,
+    heartbeat_timeout: Duration,
+    callers: Callers,
+    /// Until then the end of a connection says nothing: its peer may have given it up while the lighthouse was away.
+    doubted_until: Option<Instant>,
 }
 
 /// Starts the task on the present runtime. Who was not heard while the task itself did not run for longer than `away_after` is not blamed.
@@ -123,6 +137,7 @@ pub(crate) fn start(
     state: LighthouseState,
     tick: Duration,
     away_after: Duration,
+    heartbeat_timeout: Duration,
     state_file: Option<Arc<StateFile>>,
 ) -> Lighthouse {
     let (messages, mut inbox) = mpsc::unbounded_channel();
@@ -131,32 +146,46 @@ pub(crate) fn start(
         state_file,
         saved_id: 0,
         calls: HashMap::new(),
+        shelf: Shelf::default(),
         streams: HashMap::new(),
         counters: Counters::default(),
-        awake: Instant::now(),
+        now: Instant::now(),
         away_after,
+        heartbeat_timeout,
+        callers: Callers::default(),
+        doubted_until: None,
     };
+    tokio::spawn(async move {
+        while let Some((came, message)) = inbox.recv().await {
+            actor.take(came, message);
+        }
+    });
+    let lighthouse = Lighthouse {
+        messages,
+        next: Arc::new(AtomicU64::new(1)),
+    };
+    let clock = lighthouse.messages.downgrade();
     tokio::spawn(async move {
         let mut ticks = tokio::time::interval(tick);
         ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
         loop {
-            tokio::select! {
-                message = inbox.recv() => match message {
-                    Some(message) => actor.take(message),
-                    None => return,
-                },
-                _ = ticks.tick() => actor.apply(Event::Tick),
+            ticks.tick().await;
+            let tick = Message::Event {
+                event: Event::Tick,
+                done: None,
+            };
+            let Some(messages) = clock.upgrade() else { return };
+            if messages.send((Instant::now(), tick)).is_err() {
+                return;
             }
         }
     });
-    Lighthouse {
-        messages,
-        next: Arc::new(AtomicU64::new(1)),
-    }
+    lighthouse
 }
 
 impl Actor {
-    fn take(&mut self, message: Message) {
+    fn take(&mut self, came: Instant, message: Message) {
+        self.tell_time(came);
         match message {
             Message::Event { event, done } => {
                 match &event {
@@ -164,7 +193,13 @@ impl Actor {
                         self.counters.withdrawn += 1
                     }
                     Event::Detached { replica_id, stream } => self.forget_stream(replica_id, *stream),
+                    Event::Heartbeat { .. } => self.counters.heartbeats += 1,
                     _ => {}
+                }
+                if matches!(event, Event::Tick) {
+                    for replica_id in self.callers.gone(self.now) {
+                        self.apply(Event::Disconnected { replica_id });
+                    }
                 }
                 self.apply(event);
                 if let Some(done) = done {
@@ -173,13 +208,14 @@ impl Actor {
             }
             Message::Join {
                 member,
+                held,
                 ticket,
                 reply,
             } => {
                 // The caller may be gone already, and its withdrawal with it.
                 if !reply.is_closed() {
                     self.counters.joins += 1;
-                    self.calls.insert(ticket, reply);
+                    self.calls.insert(ticket, (held, reply));
                     self.apply(Event::Join {
                         member: *member,
                         ticket,
@@ -213,11 +249,16 @@ impl Actor {
                     }
                 }
             }
-            Message::Reason { reply } => {
-                let _ = reply.send(self.state.reason(Instant::now()));
+            Message::Calling { line, replica_id } => self.callers.call(line, replica_id),
+            Message::Ended { line, by_peer } => {
+                let doubted = self.doubted_until.is_some_and(|until| self.now < until);
+                self.callers.ended(line, by_peer && !doubted, self.now);
             }
             Message::Status { reply } => {
-                let _ = reply.send((self.state.status(Instant::now()), self.counters));
+                let _ = reply.send((self.state.status(self.now), self.counters));
+            }
+            Message::Reason { reply } => {
+                let _ = reply.send(self.state.reason(self.now));
             }
         }
     }
@@ -228,28 +269,30 @@ impl Actor {
         }
     }
 
-    fn apply(&mut self, event: Event) {
-        let _ = self.act(event);
-    }
-
-    /// Takes the event in, after the absence that it ends, if there was one.
-    fn act(&mut self, event: Event) -> Option<Error> {
-        let time = self.awake.elapsed();
-        self.awake = Instant::now();
+    /// Takes in when the next message came, and the absence that it ends, if there was one.
+    fn tell_time(&mut self, came: Instant) {
+        // Two threads that send at the same time may be in the queue in the other order.
+        let time = came.saturating_duration_since(self.now);
+        self.now = self.now.max(came);
         if time > self.away_after {
             tracing::warn!(
                 ?time,
                 "this lighthouse did not run for a while; nobody is blamed for what it did not hear"
             );
-            let _ = self.carry_out(Event::Away { time });
+            self.callers.forgive();
+            self.doubted_until = self.now.checked_add(self.heartbeat_timeout);
+            self.apply(Event::Away { time });
         }
-        self.carry_out(event)
+    }
+
+    fn apply(&mut self, event: Event) {
+        let _ = self.act(event);
     }
 
     /// Carries out what the state wants; gives back the refusal of an attach.
-    fn carry_out(&mut self, event: Event) -> Option<Error> {
+    fn act(&mut self, event: Event) -> Option<Error> {
         let mut refused = None;
-        for action in self.state.apply(event, Instant::now()) {
+        for action in self.state.apply(event, self.now) {
             match action {
                 Action::Save(record) => {
                     // Without the file, a restart still continues from the clock.
@@ -260,7 +303,7 @@ impl Actor {
                 Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
-                    if let Some(reply) = self.calls.remove(&ticket) {
+                    if let Some((_, reply)) = self.calls.remove(&ticket) {
                         let _ = reply.send(Err(error));
                     }
                 }
@@ -268,7 +311,7 @@ impl Actor {
                     tracing::info!(
                         epoch = event.quorum_id,
                         reason = event.reason,
-                        ?to,
+                        told = to.len(),
                         "epoch aborted"
                     );
                     for id in to {
@@ -284,24 +327,137 @@ impl Actor {
         refused
     }
 
-    fn deliver(&mut self, tickets: &[Ticket], quorum: &Quorum) {
+    fn deliver(&mut self, tickets: &[Ticket], quorum: &Arc<Quorum>) {
         self.counters.quorums += 1;
         if quorum.quorum_id != self.saved_id {
             self.counters.epochs += 1;
             self.saved_id = quorum.quorum_id;
-            let ids: Vec<&str> = quorum.ids().collect();
-            tracing::info!(epoch = quorum.quorum_id, members = ?ids, "quorum");
+            tracing::info!(
+                epoch = quorum.quorum_id,
+                size = quorum.participants.len(),
+                members = named(quorum),
+                "quorum"
+            );
         }
-        let message = quorum_message(quorum, SystemTime::now());
+        let mut replies = self.shelf.replies(quorum, SystemTime::now());
         for ticket in tickets {
-            if let Some(reply) = self.calls.remove(ticket) {
-                let _ = reply.send(Ok(message.clone()));
+            if let Some((held, reply)) = self.calls.remove(ticket) {
+                let _ = reply.send(replies.to_holder_of(held));
             }
         }
+    }
+}
+
+/// The most ids in a line of the log.
+const MAX_NAMED: usize = 16;
+
+/// The members for the log.
+fn named(quorum: &Quorum) -> String {
+    let first: Vec<&str> = quorum.ids().take(MAX_NAMED).collect();
+    match quorum.participants.len().saturating_sub(MAX_NAMED) {
+        0 => first.join(", "),
+        more => format!("{} and {more} more", first.join(", ")),
     }
 }
 
 /// The error of a call whose lighthouse is shutting down.
 pub(crate) fn gone() -> Error {
     Error::new(ErrorKind::Unavailable, "the lighthouse is shutting down")
+}
+
+#[cfg(test)]
+mod tests {
+    use protocol::quorum::{QuorumRules, Start};
+
+    use super::*;
+
+    const TIMEOUT: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn what_waits_in_the_queue_of_a_busy_lighthouse_is_not_silence() {
+        let start = Instant::now();
+        let rules = QuorumRules {
+            min_replicas: 2,
+            initial_replicas: None,
+            join_timeout: Duration::from_secs(60),
+            heartbeat_timeout: TIMEOUT,
+        };
+        let mut actor = Actor {
+            state: LighthouseState::new(rules, Start::default(), start),
+            state_file: None,
+            saved_id: 0,
+            calls: HashMap::new(),
+            shelf: Shelf::default(),
+            streams: HashMap::new(),
+            counters: Counters::default(),
+            now: start,
+            away_after: Duration::from_secs(60),
+            heartbeat_timeout: TIMEOUT,
+            callers: Callers::default(),
+            doubted_until: None,
+        };
+        let event = |event| Message::Event { event, done: None };
+        let beat = |id: &str| {
+            event(Event::Heartbeat {
+                replica_id: id.into(),
+            })
+        };
+        let mut queue = Vec::new();
+        let mut answers = Vec::new();
+        for (ticket, id) in (1..).zip(["a", "b"]) {
+            let (reply, answer) = oneshot::channel();
+            let member = Member {
+                replica_id: id.into(),
+                address: format!("http://{id}:1"),
+                store_address: format!("{id}:2"),
+                world_size: 1,
+                ..Member::default()
+            };
+            queue.push(Message::Join {
+                member: Box::new(member),
+                held: 0,
+                ticket,
+                reply,
+            });
+            answers.push(answer);
+        }
+        queue.extend([
+            event(Event::Tick),
+            event(Event::Tick),
+            event(Event::Tick),
+            beat("a"),
+            beat("b"),
+        ]);
+        // All of it came within a few milliseconds, and this task takes longer for it than a replica may be silent.
+        for (ms, message) in (0..).zip(queue) {
+            actor.take(start + Duration::from_millis(ms), message);
+            std::thread::sleep(TIMEOUT / 2);
+        }
+        assert!(answers.iter_mut().all(|a| matches!(a.try_recv(), Ok(Ok(_)))));
+        let status = actor.state.status(actor.now);
+        assert_eq!((status.healthy.len(), status.aborted), (2, None));
+        // One that says nothing is found all the same.
+        actor.take(start + TIMEOUT, beat("a"));
+        actor.take(start + TIMEOUT + Duration::from_millis(50), event(Event::Tick));
+        let status = actor.state.status(actor.now);
+        let healthy: Vec<&str> = status.healthy.iter().map(|(id, _)| id.as_str()).collect();
+        assert_eq!(healthy, ["a"]);
+        assert!(status.aborted.is_some_and(|why| why.contains("b is gone")));
+    }
+
+    #[test]
+    fn a_line_of_the_log_names_sixteen_members_and_counts_the_rest() {
+        let quorum = |n: usize| Quorum {
+            quorum_id: 1,
+            participants: (0..n)
+                .map(|i| Member {
+                    replica_id: format!("r{i}"),
+                    ..Member::default()
+                })
+                .collect(),
+        };
+        assert_eq!(named(&quorum(2)), "r0, r1");
+        assert!(named(&quorum(16)).ends_with(", r15"));
+        assert!(named(&quorum(4096)).ends_with(", r15 and 4080 more"));
+    }
 }

@@ -15,8 +15,10 @@ use persist::StateFile;
 use protocol::quorum::{LighthouseState, QuorumRules, Start};
 
 mod actor;
+mod callers;
 mod page;
 mod persist;
+mod reply;
 mod service;
 
 pub use page::{HealthyReplica, LighthouseStatus, ParticipantStatus, WaitingReplica};
@@ -34,7 +36,7 @@ pub struct LighthouseConfig {
     pub initial_replicas: Option<usize>,
     /// How long a quorum waits for healthy replicas that have not asked yet.
     pub join_timeout: Duration,
-    /// A replica without a heartbeat for this long is dead.
+    /// A replica is dead when its connection answers no ping for this long, or, if it has no event stream, when no heartbeat comes.
     pub heartbeat_timeout: Duration,
     /// How often time-outs are looked at; everything else happens at once.
     pub quorum_tick: Duration,
@@ -42,11 +44,11 @@ pub struct LighthouseConfig {
     /// lighthouse at a time. Without it (the default here; the `oxccl lighthouse` command has one), ids continue from the clock, and a
     /// restarted lighthouse believes what the replicas tell of their last quorum.
     pub state_file: Option<PathBuf>,
+    /// What its clients' connections may take. Its `silence` is not used: the heartbeat time-out is.
+    pub limits: ConnectionLimits,
     /// The operator's word, for the first quorum: it may go back to an earlier step than the recorded one, and needs no majority of the
     /// recorded members.
     pub accept_rollback: bool,
-    /// What its clients' connections may take.
-    pub limits: ConnectionLimits,
 }
 
 impl Default for LighthouseConfig {
@@ -61,8 +63,8 @@ impl Default for LighthouseConfig {
             heartbeat_timeout: Duration::from_secs(5),
             quorum_tick: Duration::from_millis(100),
             state_file: None,
-            accept_rollback: false,
             limits: ConnectionLimits::lighthouse(),
+            accept_rollback: false,
         }
     }
 }
@@ -90,6 +92,8 @@ impl LighthouseServer {
             ));
         }
         config.limits.validate()?;
+        let mut limits = config.limits;
+        limits.silence = config.heartbeat_timeout;
         if let Some(initial) = config.initial_replicas.filter(|i| *i < config.min_replicas) {
             return Err(Error::invalid(format!(
                 "initial_replicas is {initial}, and no quorum has fewer than min_replicas = {} members",
@@ -125,14 +129,20 @@ impl LighthouseServer {
             let _guard = runtime.enter();
             // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
             let away_after = 2 * config.quorum_tick + config.heartbeat_timeout / 4;
-            actor::start(state, config.quorum_tick, away_after, state_file.clone())
+            actor::start(
+                state,
+                config.quorum_tick,
+                away_after,
+                config.heartbeat_timeout,
+                state_file.clone(),
+            )
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
         let service = Service::start(
             runtime,
             listener,
             page::routes(lighthouse),
-            config.limits,
+            limits,
             Duration::ZERO,
         )?;
         tracing::info!(address, "the lighthouse listens");

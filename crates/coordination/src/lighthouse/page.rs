@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use axum::Router;
 use axum::http::{StatusCode, header};
 use axum::response::{Html, IntoResponse, Response};
-use axum::routing::get;
+use axum::routing::{get, post};
 use serde::{Deserialize, Serialize};
 use tonic::service::Routes;
 
@@ -106,16 +106,23 @@ impl From<Status> for LighthouseStatus {
     }
 }
 
+/// The one call whose answers are shared.
+const QUORUM: &str = "/torchft.LighthouseService/Quorum";
+
 /// gRPC and pages in one router.
 pub(crate) fn routes(lighthouse: Lighthouse) -> Router {
     let torchft = torchft::lighthouse_service_server::LighthouseServiceServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let ours = oxccl::oxccl_lighthouse_server::OxcclLighthouseServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
-    let for_metrics = lighthouse.clone();
+    let (for_metrics, for_calls) = (lighthouse.clone(), lighthouse.clone());
     Routes::new(torchft)
         .add_service(ours)
         .into_axum_router()
+        .route(
+            QUORUM,
+            post(move |request| for_calls.clone().quorum_call(request)),
+        )
         .route("/", get(|| async { Html(PAGE) }))
         .route("/status", get(move || status(lighthouse.clone())))
         .route("/metrics", get(move || metrics(for_metrics.clone())))
@@ -194,6 +201,11 @@ fn metrics_text(status: &Status, c: Counters) -> String {
         ),
         ("quorums_total", "Quorums delivered.", c.quorums),
         ("epochs_total", "Quorums that began a new epoch.", c.epochs),
+        (
+            "heartbeats_total",
+            "Heartbeats of replicas without a stream.",
+            c.heartbeats,
+        ),
         ("abort_pushes_total", "Abort events pushed to replicas.", c.pushes),
     ];
     let mut text = String::new();

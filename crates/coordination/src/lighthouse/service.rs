@@ -2,16 +2,23 @@
 //! in any other way than by its answer.
 
 use std::pin::Pin;
+use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use ftcore::Error;
 use tokio::sync::oneshot;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::WatchStream;
+use tonic::codec::{Codec, Streaming};
+use tonic::codegen::http::Extensions;
+use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
+use tonic_prost::ProstCodec;
 
 use super::actor::{Lighthouse, Message, gone};
-use crate::wire::{answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
+use super::reply::Reply;
+use crate::serve::Line;
+use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
 
@@ -44,20 +51,41 @@ fn check(member: &Member) -> Result<(), Status> {
     bounded("data", &member.data, MAX_DATA)
 }
 
-#[tonic::async_trait]
-impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
-    async fn quorum(
+impl Lighthouse {
+    /// Remembers over which connection a replica calls.
+    fn note_caller(&self, extensions: &Extensions, replica_id: &str) {
+        let Some(line) = extensions.get::<Arc<Line>>() else {
+            return;
+        };
+        if line.is_new(replica_id) {
+            let (lighthouse, number) = (self.clone(), line.number());
+            self.send(Message::Calling {
+                line: number,
+                replica_id: replica_id.to_string(),
+            });
+            line.at_end(move |by_peer| {
+                lighthouse.send(Message::Ended {
+                    line: number,
+                    by_peer,
+                })
+            });
+        }
+    }
+
+    /// Asks for a quorum and waits for it, until the caller goes away or its time is over.
+    async fn ask(
         &self,
-        request: Request<torchft::LighthouseQuorumRequest>,
-    ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
-        let timeout = grpc_timeout(request.metadata())?;
-        let requester = request
-            .into_inner()
-            .requester
-            .ok_or_else(|| Status::invalid_argument("the requester is missing"))?;
-        let member = Member::from(requester);
+        metadata: &MetadataMap,
+        extensions: &Extensions,
+        message: torchft::LighthouseQuorumRequest,
+    ) -> Result<Reply, Status> {
+        let timeout = grpc_timeout(metadata)?;
+        let torchft::LighthouseQuorumRequest { requester, held_list } = message;
+        let member =
+            Member::from(requester.ok_or_else(|| Status::invalid_argument("the requester is missing"))?);
         check(&member)?;
         let id = member.replica_id.clone();
+        self.note_caller(extensions, &id);
         let (reply, answer) = oneshot::channel();
         let ticket = self.number();
         let _open = OpenCall {
@@ -66,6 +94,7 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         };
         self.send(Message::Join {
             member: Box::new(member),
+            held: held_list,
             ticket,
             reply,
         });
@@ -83,21 +112,58 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
                 }
             },
         };
-        let quorum = answer
-            .unwrap_or_else(|_| Err(gone()))
-            .map_err(|e| status_of(&e))?;
-        Ok(Response::new(torchft::LighthouseQuorumResponse {
-            quorum: Some(quorum),
-        }))
+        answer.unwrap_or_else(|_| Err(gone())).map_err(|e| status_of(&e))
+    }
+
+    /// The call `Quorum` from its first byte to its answer, which is sent as it was encoded for all members.
+    pub(crate) async fn quorum_call(self, request: axum::extract::Request) -> axum::response::Response {
+        let (head, body) = request.into_parts();
+        let decoder = <ProstCodec<(), torchft::LighthouseQuorumRequest> as Codec>::Decoder::default();
+        let answer = async {
+            let mut messages = Streaming::new_request(decoder, body, None, Some(MAX_MESSAGE_BYTES));
+            let none = || Status::invalid_argument("the request is missing");
+            let message = messages.message().await?.ok_or_else(none)?;
+            self.ask(
+                &MetadataMap::from_headers(head.headers),
+                &head.extensions,
+                message,
+            )
+            .await
+        };
+        answer
+            .await
+            .map_or_else(|status| status.into_http(), Reply::into_response)
+    }
+}
+
+#[tonic::async_trait]
+impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
+    /// [`Lighthouse::quorum_call`] stands before it in the router and shares its answers; both give the same.
+    async fn quorum(
+        &self,
+        request: Request<torchft::LighthouseQuorumRequest>,
+    ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
+        let (metadata, extensions, message) = request.into_parts();
+        let reply = self.ask(&metadata, &extensions, message).await?;
+        let decoded = prost::Message::decode(reply.message());
+        decoded
+            .map(Response::new)
+            .map_err(|e| Status::internal(e.to_string()))
     }
 
     async fn heartbeat(
         &self,
         request: Request<torchft::LighthouseHeartbeatRequest>,
     ) -> Result<Response<torchft::LighthouseHeartbeatResponse>, Status> {
-        let replica_id = request.into_inner().replica_id;
+        let (_, extensions, message) = request.into_parts();
+        let replica_id = message.replica_id;
         bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
-        self.tell(Event::Heartbeat { replica_id }).await;
+        self.note_caller(&extensions, &replica_id);
+        // The answer says that it has come, which is when it counts.
+        self.send(Message::Event {
+            event: Event::Heartbeat { replica_id },
+            done: None,
+        });
         Ok(Response::new(torchft::LighthouseHeartbeatResponse {}))
     }
 }
@@ -210,7 +276,8 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
             suspects,
         } = request.into_inner();
         let named: Vec<&str> = suspects.iter().take(16).map(|s| cut(s)).collect();
-        tracing::info!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
+        // The first of an epoch is in the line that says that the epoch is aborted; the others change nothing.
+        tracing::debug!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
         self.tell(Event::Report {
             replica_id,
             quorum_id,

@@ -168,7 +168,9 @@ impl Actor {
 
     fn apply(&mut self, event: ReplicaEvent) {
         let actions = self.state.apply(event, Instant::now());
-        self.uplink.set_last_quorum(self.state.last_quorum_id());
+        let (last, size) = self.state.last_quorum();
+        self.uplink.set_last_quorum(last, size);
+        self.uplink.set_out(self.state.is_out());
         for action in actions {
             match action {
                 ReplicaAction::Ask {

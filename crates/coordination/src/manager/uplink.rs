@@ -1,10 +1,11 @@
 //! The manager server's side of the talk with the lighthouse: the attach stream, heartbeats, quorum calls, reports.
 //!
+//! The open stream stands for the replica's life, with HTTP/2's pings both ways; heartbeats are sent only while there is none.
 //! The channel reconnects by itself; the stream is opened again with growing pauses. A lighthouse that knows only
 //! torchft's services serves for everything but the pushes.
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
@@ -15,12 +16,16 @@ use tonic::transport::Channel;
 use super::ManagerServerConfig;
 use super::actor::Manager;
 use crate::channel::{Backoff, background_deadline, call};
+use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
+
+/// How long the stream stays open after the replica has told why it cannot go on.
+const TELL_FIRST: Duration = Duration::from_millis(500);
 
 /// The phases of a replica's life, as the background tasks see them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -50,6 +55,13 @@ struct Inner {
     /// The quorum that the replica was last given; 0 if none.
     last_quorum_id: AtomicI64,
     phase: watch::Sender<Phase>,
+    last_world_size: AtomicU64,
+    /// Whether the stream to the lighthouse is open.
+    attached: watch::Sender<bool>,
+    /// The replica cannot go on, for good or for now: no sign of life goes out that would have others wait for it.
+    out: watch::Sender<bool>,
+    /// The lighthouse's last answer.
+    held: Mutex<Held>,
 }
 
 impl Uplink {
@@ -71,6 +83,10 @@ impl Uplink {
                 retries: config.quorum_retries,
                 last_quorum_id: AtomicI64::new(0),
                 phase: watch::channel(Phase::Quiet).0,
+                last_world_size: AtomicU64::new(0),
+                attached: watch::channel(false).0,
+                out: watch::channel(false).0,
+                held: Mutex::default(),
             }),
         }
     }
@@ -79,8 +95,17 @@ impl Uplink {
         &self.inner.own.replica_id
     }
 
-    pub(crate) fn set_last_quorum(&self, id: i64) {
+    /// The quorum that the replica was last given, and its number of members.
+    pub(crate) fn set_last_quorum(&self, id: i64, world_size: u64) {
         self.inner.last_quorum_id.store(id, Ordering::Relaxed);
+        self.inner.last_world_size.store(world_size, Ordering::Relaxed);
+    }
+
+    /// Whether the replica can go on.
+    pub(crate) fn set_out(&self, out: bool) {
+        self.inner
+            .out
+            .send_if_modified(|o| std::mem::replace(o, out) != out);
     }
 
     fn last_quorum(&self) -> i64 {
@@ -93,7 +118,7 @@ impl Uplink {
     }
 
     fn torchft(&self) -> LighthouseServiceClient<Channel> {
-        LighthouseServiceClient::new(self.inner.channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES)
+        LighthouseServiceClient::new(self.inner.channel.clone()).max_decoding_message_size(MAX_QUORUM_BYTES)
     }
 
     fn ours(&self) -> OxcclLighthouseClient<Channel> {
@@ -135,6 +160,7 @@ impl Uplink {
             commit_failures: request.commit_failures,
             lineage: request.lineage,
             last_quorum_id: request.last_quorum_id.max(0),
+            last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
             ..inner.own.clone()
         };
@@ -144,6 +170,7 @@ impl Uplink {
             tries += 1;
             let message = torchft::LighthouseQuorumRequest {
                 requester: Some(member.clone().into()),
+                held_list: self.held().list(),
             };
             let mut client = self.torchft();
             let answer = call(
@@ -173,11 +200,13 @@ impl Uplink {
         }
     }
 
+    fn held(&self) -> MutexGuard<'_, Held> {
+        self.inner.held.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The quorum of an answer, made whole.
     fn check(&self, response: torchft::LighthouseQuorumResponse) -> Result<Quorum> {
-        let quorum: Quorum = response
-            .quorum
-            .map(Into::into)
-            .ok_or_else(|| Error::new(ErrorKind::Protocol, "the lighthouse answered without a quorum"))?;
+        let quorum = self.held().take_in(response)?;
         if !quorum.contains(self.replica_id()) {
             let text = format!(
                 "the lighthouse sent quorum {} without {}",
@@ -268,13 +297,19 @@ fn unless_unsupported<T>(answer: Result<T>) -> Result<()> {
 async fn heartbeats(uplink: Uplink) {
     let inner = &uplink.inner;
     let mut phase = inner.phase.subscribe();
+    let (mut attached, mut out) = (inner.attached.subscribe(), inner.out.subscribe());
     let mut beats = tokio::time::interval(inner.heartbeat_interval);
     beats.set_missed_tick_behavior(tokio::time::MissedTickBehavior::Delay);
     let patience = (inner.heartbeat_interval * 10).max(Duration::from_secs(1));
     let mut failing = false;
     loop {
         tokio::select! {
-            _ = beats.tick() => {}
+            // The lighthouse counts the stream; its end is worth a heartbeat at once.
+            () = async {
+                drop(attached.wait_for(|a| !*a).await);
+                drop(out.wait_for(|out| !*out).await);
+                beats.tick().await;
+            } => {}
             _ = phase.wait_for(|p| *p >= Phase::Leaving) => return,
         }
         let message = torchft::LighthouseHeartbeatRequest {
@@ -298,10 +333,34 @@ async fn heartbeats(uplink: Uplink) {
     }
 }
 
+/// The stream is open until this is dropped.
+struct Open<'a>(&'a watch::Sender<bool>);
+
+impl<'a> Open<'a> {
+    fn new(attached: &'a watch::Sender<bool>) -> Self {
+        attached.send_replace(true);
+        Self(attached)
+    }
+}
+
+impl Drop for Open<'_> {
+    fn drop(&mut self) {
+        self.0.send_replace(false);
+    }
+}
+
+/// Ready once the replica cannot go on, and has had time to say why: the end of its stream alone would tell less.
+async fn went_out(out: &mut watch::Receiver<bool>) {
+    drop(out.wait_for(|out| *out).await);
+    tokio::time::sleep(TELL_FIRST).await;
+}
+
 async fn attach(uplink: &Uplink, manager: &Manager) {
     let inner = &uplink.inner;
     let mut backoff = Backoff::new();
+    let mut out = inner.out.subscribe();
     while *inner.phase.borrow() < Phase::Leaving {
+        drop(out.wait_for(|out| !*out).await);
         let request = oxccl::AttachRequest {
             replica_id: uplink.replica_id().to_string(),
             address: inner.own.address.clone(),
@@ -311,8 +370,13 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
             Ok(response) => {
                 backoff.reset();
                 let mut events = response.into_inner();
+                let open = Open::new(&inner.attached);
                 let end = loop {
-                    match events.message().await {
+                    let event = tokio::select! {
+                        event = events.message() => event,
+                        () = went_out(&mut out) => break "this replica cannot go on".to_string(),
+                    };
+                    match event {
                         Ok(Some(event)) => {
                             if let Some(oxccl::lighthouse_event::Event::AbortEpoch(abort)) = event.event {
                                 manager.tell(ReplicaEvent::Aborted(abort.into()));
@@ -322,6 +386,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                         Err(status) => break status.message().to_string(),
                     }
                 };
+                drop(open);
                 tracing::info!(
                     url = inner.url,
                     end,

@@ -42,6 +42,10 @@ struct State {
     next: u64,
     /// Bytes of requests that are not whole.
     unfinished: usize,
+    /// Over HTTP/2, the last sign that the peer's process runs: bytes of it, or room for more of ours where there was none.
+    heard: Option<Instant>,
+    /// The peer closed the connection, or its kernel did.
+    ended_by_peer: bool,
 }
 
 /// What is to become of a connection.
@@ -69,6 +73,8 @@ impl Activity {
                 unread: HashMap::new(),
                 next: 0,
                 unfinished: 0,
+                heard: None,
+                ended_by_peer: false,
             }),
         })
     }
@@ -84,6 +90,20 @@ impl Activity {
     /// The time for a greeting.
     pub(super) fn greeting(&self) -> Duration {
         self.port.limits.greeting
+    }
+
+    /// How long a peer may say nothing.
+    pub(super) fn silence(&self) -> Duration {
+        self.port.limits.silence
+    }
+
+    /// How often a connection over which nothing comes is pinged: the answer has the rest of the time.
+    pub(super) fn ping_interval(&self) -> Duration {
+        self.silence() * 2 / 5
+    }
+
+    pub(super) fn is_ended_by_peer(&self) -> bool {
+        self.state().ended_by_peer
     }
 
     /// A request has come, until the guard is dropped. Over HTTP/1 its head is the greeting.
@@ -266,6 +286,8 @@ impl HttpBody for Outgoing {
 pub(super) struct Guarded<S> {
     stream: S,
     frames: Frames,
+    /// The peer's side was full at the last write.
+    full: bool,
     activity: Arc<Activity>,
 }
 
@@ -274,8 +296,25 @@ impl<S> Guarded<S> {
         Self {
             stream,
             frames: Frames::new(COSTLY_FRAMES, Instant::now()),
+            full: false,
             activity,
         }
+    }
+
+    /// Takes in what became of a write. Where the peer's side was full, room is a sign of life, and elsewhere it is not: the kernel takes bytes
+    /// for a stopped process, too.
+    fn written(&mut self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
+        match &written {
+            Poll::Pending => self.full = true,
+            Poll::Ready(Ok(_)) => {
+                if std::mem::take(&mut self.full) {
+                    let mut state = self.activity.state();
+                    state.heard = state.heard.map(|_| Instant::now());
+                }
+            }
+            Poll::Ready(Err(_)) => self.activity.state().ended_by_peer = true,
+        }
+        written
     }
 }
 
@@ -286,7 +325,13 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
         buf: &mut ReadBuf<'_>,
     ) -> Poll<io::Result<()>> {
         let before = buf.filled().len();
+        let room = buf.remaining();
         let read = Pin::new(&mut self.stream).poll_read(cx, buf);
+        if let Poll::Ready(ended) = &read
+            && (ended.is_err() || room > 0 && buf.filled().len() == before)
+        {
+            self.activity.state().ended_by_peer = true;
+        }
         if !matches!(read, Poll::Ready(Ok(()))) {
             return read;
         }
@@ -297,10 +342,14 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
             self.activity.say(why);
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, why)));
         }
-        if !greeted && self.frames.greeted() {
+        if self.frames.greeted() {
+            let now = Instant::now();
             let mut state = self.activity.state();
-            state.greeted = true;
-            state.quiet_since = Instant::now();
+            state.heard = Some(now);
+            if !greeted {
+                state.greeted = true;
+                state.quiet_since = now;
+            }
         }
         read
     }
@@ -308,7 +357,8 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
 
 impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
     fn poll_write(mut self: Pin<&mut Self>, cx: &mut Context<'_>, buf: &[u8]) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(cx, buf)
+        let written = Pin::new(&mut self.stream).poll_write(cx, buf);
+        self.written(written)
     }
 
     fn poll_write_vectored(
@@ -316,7 +366,8 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
         cx: &mut Context<'_>,
         bufs: &[io::IoSlice<'_>],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write_vectored(cx, bufs)
+        let written = Pin::new(&mut self.stream).poll_write_vectored(cx, bufs);
+        self.written(written)
     }
 
     fn is_write_vectored(&self) -> bool {

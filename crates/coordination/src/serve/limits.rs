@@ -39,6 +39,9 @@ pub struct ConnectionLimits {
     pub greeting: Duration,
     /// A connection without an open request is closed after this time. Default 60 s.
     pub idle: Duration,
+    /// A connection over HTTP/2 is pinged, and closed when nothing has come over it for this time. Default 5 s; a lighthouse takes its heartbeat
+    /// time-out.
+    pub silence: Duration,
     /// An answer of which the peer takes nothing for this time is given up, and the connection with it. Default 30 s.
     pub unread: Duration,
 }
@@ -50,6 +53,7 @@ impl ConnectionLimits {
             per_address: (connections - connections / 8).max(16),
             greeting: Duration::from_secs(10),
             idle: Duration::from_secs(60),
+            silence: Duration::from_secs(5),
             unread: Duration::from_secs(30),
         }
     }
@@ -69,6 +73,7 @@ impl ConnectionLimits {
             || self.per_address == 0
             || self.greeting.is_zero()
             || self.idle.is_zero()
+            || self.silence.is_zero()
             || self.unread.is_zero()
         {
             return Err(Error::invalid(format!("a limit of zero in {self:?}")));

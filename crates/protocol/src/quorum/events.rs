@@ -21,7 +21,7 @@ pub struct QuorumRules {
     pub initial_replicas: Option<usize>,
     /// How long a quorum waits for healthy replicas that have not asked yet.
     pub join_timeout: Duration,
-    /// A replica without a heartbeat for this long is dead.
+    /// A replica without a stream and without a heartbeat for this long is dead.
     pub heartbeat_timeout: Duration,
 }
 
@@ -56,7 +56,7 @@ pub enum Event {
         /// The call.
         ticket: Ticket,
     },
-    /// The replica opened its event stream.
+    /// The replica opened its event stream. While it stands, the replica needs no heartbeats.
     Attached {
         /// Who.
         replica_id: String,
@@ -71,6 +71,11 @@ pub enum Event {
         replica_id: String,
         /// Which stream.
         stream: u64,
+    },
+    /// All connections over which a replica without a stream called have ended, as those of a process that was killed do. It is gone at once.
+    Disconnected {
+        /// Who.
+        replica_id: String,
     },
     /// The replica says goodbye.
     Leave {

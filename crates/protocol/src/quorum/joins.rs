@@ -165,7 +165,7 @@ fn who_waits_beside_a_running_quorum_is_taken_in_with_its_next_one() {
 
 #[test]
 fn strangers_that_attach_with_an_old_quorum_id_are_not_in_the_majority() {
-    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    let mut sim = Sim::unattached(rules(1), &["a", "b"]);
     for stream in 10..20 {
         sim.event(Event::Attached {
             replica_id: format!("stranger-{stream}"),

@@ -315,6 +315,10 @@ impl Roster {
             let is_late = self.update(&id, |entry| {
                 // Its present time-out, if it has one, takes the place of the one that came.
                 entry.due = None;
+                // An open stream is a sign of life for as long as it stands: its connection is pinged.
+                if entry.stream.is_some() {
+                    entry.seen = entry.seen.map(|_| now);
+                }
                 let is_over = |at: Instant, time: Duration| now.saturating_duration_since(at) >= time;
                 entry.coming = entry
                     .coming

@@ -168,12 +168,23 @@ impl Sim {
 
     /// A first quorum of these ids, all attached (streams 1, 2, …).
     pub(super) fn quorum_of(rules: QuorumRules, ids: &[&str]) -> Self {
+        Self::quorum_with(rules, ids, true)
+    }
+
+    /// A quorum of replicas that have no streams, as torchft's: their heartbeats are the signs of their lives.
+    pub(super) fn unattached(rules: QuorumRules, ids: &[&str]) -> Self {
+        Self::quorum_with(rules, ids, false)
+    }
+
+    fn quorum_with(rules: QuorumRules, ids: &[&str], attached: bool) -> Self {
         let mut sim = Self::new(QuorumRules {
             initial_replicas: Some(ids.len()),
             ..rules.clone()
         });
         for (stream, id) in (1..).zip(ids) {
-            sim.attach(id, stream);
+            if attached {
+                sim.attach(id, stream);
+            }
             sim.join(id);
         }
         assert_eq!(sim.ids().unwrap(), ids);
@@ -271,7 +282,7 @@ fn when_the_missing_member_is_known_dead_nobody_waits() {
         }
         assert_eq!(sim.ids().unwrap(), ["a", "b"], "{how}");
     }
-    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    let mut sim = Sim::unattached(rules(1), &["a", "b", "c"]);
     sim.join("a");
     sim.join("b");
     sim.pass(Duration::from_millis(5_500), &["a", "b"]);
@@ -490,7 +501,7 @@ fn a_good_bye_does_not_abort_what_the_others_are_still_finishing() {
 
 #[test]
 fn l25_who_is_silent_is_forgotten_and_who_leaves_is_out_at_once() {
-    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    let mut sim = Sim::unattached(rules(1), &["a", "b", "c"]);
     sim.event(Event::Leave {
         replica_id: "c".into(),
         reason: "done".into(),
@@ -504,6 +515,22 @@ fn l25_who_is_silent_is_forgotten_and_who_leaves_is_out_at_once() {
         sim.is_healthy("b"),
         "a member that was only silent comes back by itself"
     );
+}
+
+#[test]
+fn a_replica_needs_no_heartbeats_while_its_stream_stands_and_its_time_begins_when_it_ends() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    sim.pass(Duration::from_secs(600), &[]);
+    assert_eq!((sim.healthy().len(), sim.pushes().len()), (2, 0));
+    // A stream that the lighthouse's own absence broke is no evidence, and its end is the last sign of life.
+    let time = Duration::from_secs(60);
+    sim.now += time;
+    sim.event(Event::Away { time });
+    sim.detach("a", 1);
+    sim.pass(Duration::from_millis(4_800), &[]);
+    assert_eq!(sim.healthy(), ["a", "b"]);
+    sim.pass(Duration::from_millis(400), &[]);
+    assert_eq!(sim.healthy(), ["b"]);
 }
 
 #[test]

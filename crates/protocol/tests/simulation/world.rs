@@ -603,7 +603,7 @@ impl World {
                 self.later(BEAT, who, Happening::Beat);
                 let Some(replica) = self.replica(who) else { return };
                 let replica_id = replica.id.clone();
-                let asks = replica.server.last_quorum_id() > 0 || !replica.calls.is_empty();
+                let asks = replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
                 if asks && !replica.server.is_out() {
                     self.to_lighthouse(who, Event::Heartbeat { replica_id });
                 }
@@ -663,7 +663,7 @@ impl World {
             return;
         }
         replica.stream = Some(stream);
-        let (replica_id, last_quorum_id) = (replica.id.clone(), replica.server.last_quorum_id());
+        let (replica_id, last_quorum_id) = (replica.id.clone(), replica.server.last_quorum().0);
         if let Some(lighthouse) = &mut self.lighthouse {
             lighthouse.streams.insert(replica_id.clone(), (who, stream));
         }
@@ -725,6 +725,7 @@ impl World {
                     commit_failures: request.commit_failures,
                     lineage: request.lineage,
                     last_quorum_id: request.last_quorum_id,
+                    last_world_size: replica.server.last_quorum().1,
                     healed: request.healed,
                     life: server.life.to_string(),
                     ..Member::default()
