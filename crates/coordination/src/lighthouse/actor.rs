@@ -342,7 +342,7 @@ impl Actor {
         let mut replies = self.shelf.replies(quorum, SystemTime::now());
         for ticket in tickets {
             if let Some((held, reply)) = self.calls.remove(ticket) {
-                let _ = reply.send(replies.to_holder_of(held));
+                let _ = reply.send(replies.holding(held));
             }
         }
     }

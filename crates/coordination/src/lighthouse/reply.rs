@@ -100,7 +100,7 @@ pub(crate) struct Replies {
 
 impl Replies {
     /// The answer for a member that holds the list `held` (0: none).
-    pub(crate) fn to_holder_of(&mut self, held: u64) -> Result<Reply> {
+    pub(crate) fn holding(&mut self, held: u64) -> Result<Reply> {
         match &self.progress {
             Some(progress) if held == self.list => {
                 let make = || {
@@ -191,10 +191,10 @@ mod tests {
                 let participants = members.into_iter().enumerate().map(|(i, (same, own))| member(i, same, own)).collect();
                 let quorum = Arc::new(Quorum { quorum_id: id, participants });
                 let mut replies = shelf.replies(&quorum, SystemTime::now());
-                let full = received(&replies.to_holder_of(0).unwrap());
+                let full = received(&replies.holding(0).unwrap());
                 prop_assert_eq!(&Quorum::from(full.quorum.unwrap()), &*quorum);
                 for (held, lost) in holders.iter_mut().zip(lost) {
-                    let reply = replies.to_holder_of(held.list()).unwrap();
+                    let reply = replies.holding(held.list()).unwrap();
                     if !lost {
                         prop_assert_eq!(&held.take_in(received(&reply)).unwrap(), &*quorum);
                     }
@@ -222,10 +222,10 @@ mod tests {
     fn the_short_answer_is_as_short_for_ten_thousand_members_as_for_two() {
         let length = |n: usize| {
             let (mut shelf, now) = (Shelf::default(), SystemTime::now());
-            let full = shelf.replies(&of_step(n, 1), now).to_holder_of(0).unwrap();
+            let full = shelf.replies(&of_step(n, 1), now).holding(0).unwrap();
             let list = received(&full).list;
             assert!(full.message().len() > n * 8);
-            let short = shelf.replies(&of_step(n, 2), now).to_holder_of(list).unwrap();
+            let short = shelf.replies(&of_step(n, 2), now).holding(list).unwrap();
             assert!(received(&short).unchanged.is_some(), "{n} members");
             short.message().len()
         };
@@ -236,7 +236,7 @@ mod tests {
     #[test]
     fn all_members_share_one_encoded_answer() {
         let mut replies = Shelf::default().replies(&of_step(3, 1), SystemTime::now());
-        let [a, b] = [0, 9].map(|held| replies.to_holder_of(held).unwrap().0);
+        let [a, b] = [0, 9].map(|held| replies.holding(held).unwrap().0);
         assert_eq!(a.as_ptr(), b.as_ptr());
     }
 
@@ -244,12 +244,9 @@ mod tests {
     fn an_answer_that_builds_on_another_list_is_refused_and_the_next_one_is_asked_for_in_full() {
         let (mut shelf, now) = (Shelf::default(), SystemTime::now());
         let mut held = Held::default();
-        let full = shelf.replies(&of_step(2, 1), now).to_holder_of(0).unwrap();
+        let full = shelf.replies(&of_step(2, 1), now).holding(0).unwrap();
         held.take_in(received(&full)).unwrap();
-        let short = shelf
-            .replies(&of_step(2, 2), now)
-            .to_holder_of(held.list())
-            .unwrap();
+        let short = shelf.replies(&of_step(2, 2), now).holding(held.list()).unwrap();
         let wrong = torchft::LighthouseQuorumResponse {
             list: held.list() + 1,
             ..received(&short)
