@@ -62,7 +62,8 @@ fn a_client_without_a_stream_is_gone_soon_after_all_its_connections_broke() {
     let line = Proxy::to(&lighthouse.address());
     let through = || LighthouseClient::connect(&line.url, soon()).unwrap();
     let (first, second) = (through(), client(&lighthouse));
-    quorum_of_clients(&[("a", client(&lighthouse)), ("b", through()), ("c", first)]);
+    let clients = [("a", client(&lighthouse)), ("b", through()), ("c", first)];
+    quorum_of_clients(&clients);
     // c has another connection, b has none.
     second.heartbeat("c", soon()).unwrap();
     let cut = Instant::now();

@@ -48,7 +48,7 @@ pub struct ManagerConfig {
     /// Between heartbeats to the lighthouse.
     pub heartbeat_interval: Duration,
     /// A rank whose training thread neither waits in a call nor shows progress ([`Replica::progress`](crate::Replica::progress)) for
-    /// this long takes its replica out of the quorum, so that the others go on. Nothing is expected before the first quorum. Longer than
+    /// this long takes its replica out of the quorum, so that the others go on. Nothing is expected before it first asks for one. Longer than
     /// `timeout`.
     pub progress_timeout: Duration,
 }

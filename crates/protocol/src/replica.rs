@@ -9,7 +9,7 @@
 //!   others do not wait for it. It is not ended: should the rank move again, the replica asks again.
 //!
 //! A rank that waits in a call makes no progress and needs none. One that waits in a collective does so for that one's
-//! time-out at most, which is shorter than the one for progress. Nothing is expected of a rank before its first quorum.
+//! time-out at most, which is shorter than the one for progress. Nothing is expected of a rank before it first asks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -183,7 +183,7 @@ struct Presence {
     watch: Option<u64>,
     /// Since when a stream that it had is gone.
     unwatched: Option<Instant>,
-    /// Its last sign of progress; nothing before its first quorum.
+    /// Its last sign of progress; nothing before it first asks.
     progress: Option<Instant>,
 }
 
@@ -282,6 +282,8 @@ impl ReplicaState {
                 } else {
                     if rank < self.rules.world_size {
                         self.metadata.insert(rank, metadata);
+                        // From its first question on, progress is expected of a rank.
+                        self.ranks.entry(rank).or_default().progress.get_or_insert(now);
                         self.moved(rank, now);
                     }
                     self.quorums.insert(ticket, (rank, deadline));
@@ -506,8 +508,7 @@ impl ReplicaState {
                     quorum,
                 } => {
                     self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
-                    // From its first quorum on, progress is expected of a rank.
-                    self.ranks.entry(rank).or_default().progress = Some(now);
+                    self.moved(rank, now);
                     let answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
                     self.answer(ticket, answer, actions);
                 }
