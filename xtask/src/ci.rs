@@ -78,7 +78,9 @@ const STEPS: &[Step] = &[
 
 fn test() -> Result<bool> {
     runner::test(&TestArgs {
-        require: ["gloo", "isolate", "plugin", "xccl"].map(str::to_owned).to_vec(),
+        require: ["gloo", "isolate", "plugin", "xccl", "protocol"]
+            .map(str::to_owned)
+            .to_vec(),
         require_installable: vec!["xccl-sycl".to_owned()],
         ..TestArgs::default()
     })

@@ -33,6 +33,22 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "simulation",
+        Some("protocol"),
+        "replicas, servers and lighthouse together under virtual time: 5,000 seeds of faults",
+        nothing,
+        suite("simulation-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "hostile-peers",
+        Some("protocol"),
+        "strangers on the ports of a real lighthouse and a real manager server",
+        loopback,
+        suite("hostile-port-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "gloo-tcp-threads",
         Some("gloo"),
         "ranks as threads, over TCP",

@@ -336,7 +336,9 @@ fn a_replica_that_its_servers_give_up_is_out_at_once_and_the_others_are_told_why
     assert!(start.elapsed() < Duration::from_secs(10));
     // Its ranks are back: it waits for the others' next step, and is taken in.
     let back = std::thread::spawn(move || quorum(&mut [&mut b], 0));
-    until(&tool, "b waits", |s| s.waiting.iter().any(|w| w.replica_id == "b:1"));
+    until(&tool, "b waits", |s| {
+        s.waiting.iter().any(|w| w.replica_id == "b:1")
+    });
     assert_eq!(quorum(&mut [&mut a], 0)[0].replica_ids, ["a:1", "b:1"]);
     assert_eq!(back.join().unwrap()[0].replica_ids, ["a:1", "b:1"]);
 }

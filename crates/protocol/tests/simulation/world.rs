@@ -851,7 +851,11 @@ impl World {
     fn world_event(&mut self, what: Happening) {
         match what {
             Happening::Start(slot) => self.start_replica(slot),
-            Happening::LighthouseStarts => self.start_lighthouse(),
+            Happening::LighthouseStarts => {
+                if self.lighthouse.is_none() {
+                    self.start_lighthouse();
+                }
+            }
             Happening::Fault(i) => {
                 let Some((_, fault)) = self.scenario.faults.get(i).cloned() else {
                     return;
