@@ -5,7 +5,7 @@
 //! Each module has `seeds`: valid bytes to begin from.
 
 // The included sources name these from the crate's root.
-use ftcore::{Error, Result};
+use ftcore::{Error, ErrorKind, Result};
 
 #[allow(dead_code, unused_imports, reason = "included for the frames that name it")]
 #[path = "../../crates/isolate/src/clock.rs"]

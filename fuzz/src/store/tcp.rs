@@ -11,10 +11,13 @@ pub fn requests(data: &[u8]) {
     // Enough for whatever arrives, and no more: a length that only claims must not count.
     let budget = Budget::new(data.len() + 1024);
     let mut rest = data;
-    while let Ok(request) = Request::read(&mut rest, &budget) {
+    while let Ok((request, held)) = Request::read(&mut rest, &budget) {
+        // What a request holds is given back with it.
+        drop(held);
         let mut bytes = Vec::new();
         request.encode(&mut bytes);
-        assert_eq!(Request::read(&mut &bytes[..], &budget).ok(), Some(request));
+        let again = Request::read(&mut &bytes[..], &budget).map(|(again, _)| again);
+        assert_eq!(again.ok(), Some(request));
     }
     // Whatever was given up has been given back.
     let mut set = Vec::new();
@@ -25,6 +28,7 @@ pub fn requests(data: &[u8]) {
         let _ = wire::read_value(&mut reply);
     }
     let _ = wire::read_listing(&mut &data[..]);
+    let _ = wire::read_refusal(&mut &data[..]);
 }
 
 /// Valid bytes.

@@ -152,9 +152,10 @@ pub(crate) fn snapshot(_: &Rank) -> Outcome {
     let back = checkpoint::load(&file);
     std::fs::remove_file(&file)?;
     let back = back?.get_f32("params")?;
-    ensure(snapshot.bytes().len() > 4 * COUNT && back == old, || {
-        "the checkpoint is not what the device held".into()
-    })?;
+    ensure(
+        snapshot.manifest().total_bytes() > 4 * COUNT as u64 && back == old,
+        || "the checkpoint is not what the device held".into(),
+    )?;
     // It heals: into the device again, behind what the training still has to do.
     let bytes: Vec<u8> = back.iter().flat_map(|v| v.to_ne_bytes()).collect();
     let now = memory.read(&params, &training)?;

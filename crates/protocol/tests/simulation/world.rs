@@ -28,6 +28,8 @@ const BEAT: Duration = Duration::from_millis(900);
 pub(crate) const CALL: Duration = Duration::from_secs(10);
 /// After the last fault, everybody who is able to has committed again within this time.
 const RECOVERY: Duration = Duration::from_secs(120);
+/// No run needs so many events: something happens again and again.
+const MANY: u64 = 1_000_000;
 /// So many more commits count as going on.
 const GOES_ON: u64 = 3;
 const START_OF_DAY: i64 = 1_000_000;
@@ -275,6 +277,10 @@ impl World {
                 return;
             }
             self.events += 1;
+            if self.events > MANY {
+                self.violate(format!("livelock: {MANY} events by {:?}", self.now));
+                return;
+            }
             self.take(next.order, next.owner, next.what);
             if self.violation.is_some() {
                 return;
@@ -493,12 +499,12 @@ impl World {
                 self.check(checked);
                 self.note(|| format!("quorum {} of {ids:?}", quorum.quorum_id));
                 for (who, call) in calls {
-                    self.to_server(who, Happening::Answered(call, Ok(quorum.clone())));
+                    self.send_server(who, Happening::Answered(call, Ok(quorum.clone())));
                 }
             }
             Action::Reject { ticket, error } => {
                 if let Some((who, call)) = lighthouse.calls.remove(&ticket) {
-                    self.to_server(who, Happening::Answered(call, Err(error)));
+                    self.send_server(who, Happening::Answered(call, Err(error)));
                 }
             }
             Action::Push { to, event } => {
@@ -507,7 +513,7 @@ impl World {
                     .filter_map(|id| lighthouse.streams.get(id).copied())
                     .collect();
                 for (who, _) in streams {
-                    self.to_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
+                    self.send_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
                 }
             }
             Action::Save(record) => self.record = Some(record),
@@ -518,7 +524,7 @@ impl World {
     }
 
     /// A message from the lighthouse; a broken connection costs it.
-    fn to_server(&mut self, who: Who, what: Happening) {
+    fn send_server(&mut self, who: Who, what: Happening) {
         if self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
             self.connection_breaks(who);
             return;
@@ -528,7 +534,7 @@ impl World {
     }
 
     /// An event that a replica's server sends to the lighthouse.
-    fn to_lighthouse(&mut self, who: Who, event: Event) {
+    fn send_lighthouse(&mut self, who: Who, event: Event) {
         if self.lighthouse.is_none() || self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
             self.connection_breaks(who);
             return;
@@ -605,7 +611,7 @@ impl World {
                 let replica_id = replica.id.clone();
                 let asks = replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
                 if asks && !replica.server.is_out() {
-                    self.to_lighthouse(who, Event::Heartbeat { replica_id });
+                    self.send_lighthouse(who, Event::Heartbeat { replica_id });
                 }
             }
             Happening::Attach => self.attach(who),
@@ -672,7 +678,7 @@ impl World {
             stream,
             last_quorum_id,
         };
-        self.to_lighthouse(who, event);
+        self.send_lighthouse(who, event);
     }
 
     /// The server of the rank's replica, as `who` reaches it.
@@ -738,18 +744,18 @@ impl World {
                 if let Some(lighthouse) = &mut self.lighthouse {
                     lighthouse.calls.insert(ticket, (server, call));
                 }
-                self.to_lighthouse(server, Event::Join { member, ticket });
+                self.send_lighthouse(server, Event::Join { member, ticket });
             }
             ReplicaAction::Cancel { call } => {
                 if let Some(ticket) = self.replica(server).and_then(|r| r.calls.remove(&call)) {
-                    self.to_lighthouse(server, Event::Withdraw { ticket });
+                    self.send_lighthouse(server, Event::Withdraw { ticket });
                 }
             }
             ReplicaAction::Quorum { ticket, answer } => {
-                self.to_rank_of(server, ticket, |t| Happening::Quorum(t, answer));
+                self.answer_rank(server, ticket, |t| Happening::Quorum(t, answer));
             }
             ReplicaAction::Decide { ticket, answer } => {
-                self.to_rank_of(server, ticket, |t| Happening::Decision(t, answer));
+                self.answer_rank(server, ticket, |t| Happening::Decision(t, answer));
             }
             ReplicaAction::Push(event) => {
                 for rank in 0..self.scenario.ranks {
@@ -763,7 +769,7 @@ impl World {
                 let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
                     return;
                 };
-                self.to_lighthouse(server, Event::Failed { replica_id, reason });
+                self.send_lighthouse(server, Event::Failed { replica_id, reason });
                 // Its stream ends with that.
                 if let Some(stream) = self.replica(server).and_then(|r| r.stream.take()) {
                     self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
@@ -774,7 +780,7 @@ impl World {
     }
 
     /// An answer to the rank that waits under `ticket`: over loopback, where connections break too.
-    fn to_rank_of(&mut self, server: Who, ticket: Ticket, what: impl FnOnce(Ticket) -> Happening) {
+    fn answer_rank(&mut self, server: Who, ticket: Ticket, what: impl FnOnce(Ticket) -> Happening) {
         let rank = (0..self.scenario.ranks).find(|&rank| {
             let trainer = self.trainer(Who { rank, ..server });
             trainer.is_some_and(|t| t.call == Some(ticket))
@@ -851,11 +857,7 @@ impl World {
     fn world_event(&mut self, what: Happening) {
         match what {
             Happening::Start(slot) => self.start_replica(slot),
-            Happening::LighthouseStarts => {
-                if self.lighthouse.is_none() {
-                    self.start_lighthouse();
-                }
-            }
+            Happening::LighthouseStarts if self.lighthouse.is_none() => self.start_lighthouse(),
             Happening::Fault(i) => {
                 let Some((_, fault)) = self.scenario.faults.get(i).cloned() else {
                     return;
@@ -1090,7 +1092,7 @@ impl World {
         let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
             return;
         };
-        self.to_lighthouse(
+        self.send_lighthouse(
             server,
             Event::Report {
                 replica_id,
