@@ -360,7 +360,7 @@ impl LighthouseState {
     }
 }
 
-/// At most [`MAX_REASON_BYTES`] of a peer's text.
+/// At most 1 KiB of a peer's text.
 pub fn cut(text: &str) -> &str {
     let mut end = text.len().min(MAX_REASON_BYTES);
     while !text.is_char_boundary(end) {

@@ -1,0 +1,235 @@
+//! What goes wrong in the simulation, and what a process leaves behind when it ends.
+
+use super::*;
+
+impl World {
+    pub(super) fn world_event(&mut self, what: Happening) {
+        match what {
+            Happening::Start(slot) => self.start_replica(slot),
+            Happening::LighthouseStarts if self.lighthouse.is_none() => self.start_lighthouse(),
+            Happening::Fault(i) => {
+                let Some((_, fault)) = self.scenario.faults.get(i).cloned() else {
+                    return;
+                };
+                self.note(|| format!("FAULT {fault:?}"));
+                self.fault(fault);
+            }
+            _ => {}
+        }
+    }
+
+    pub(super) fn start_replica(&mut self, slot: usize) {
+        self.lives[slot] += 1;
+        let life = self.lives[slot];
+        let id = format!("r{slot}:{life}");
+        self.note(|| format!("{id} starts"));
+        let rules = ReplicaRules {
+            replica_id: id.clone(),
+            world_size: self.scenario.ranks,
+            progress_timeout: PROGRESS_TIMEOUT,
+            grace: GRACE,
+        };
+        let ranks = self.scenario.ranks;
+        let rank_rules = Trainer::rules(&self.scenario);
+        let processes = (0..ranks).map(|rank| {
+            let value = self.random.next();
+            let work = mix(value);
+            Some(Process {
+                trainer: Trainer::new(rank, rank_rules.clone(), value, work),
+                stopped_until: Duration::ZERO,
+                hung_until: Duration::ZERO,
+                shown: 0,
+            })
+        });
+        self.replicas[slot] = Some(Replica {
+            life,
+            id,
+            processes: processes.collect(),
+            server: ReplicaState::new(rules),
+            stream: None,
+            calls: BTreeMap::new(),
+            last_arrival: self.now,
+            restart: Duration::from_millis(500),
+            tick: None,
+        });
+        let server = Who { slot, life, rank: 0 };
+        self.later(Duration::ZERO, server, Happening::Attach);
+        self.later(BEAT, server, Happening::Beat);
+        for rank in 0..ranks {
+            let who = Who { slot, life, rank };
+            let watch = u64::from(rank) + 1;
+            self.server_hears(who, ReplicaEvent::Watched { rank, watch });
+            let delay = self.random.millis(1, 100);
+            self.later(delay, who, Happening::Attempt);
+            self.later(Duration::from_secs(1), who, Happening::ShowProgress);
+        }
+    }
+
+    pub(super) fn fault(&mut self, fault: Fault) {
+        let now = self.now;
+        match fault {
+            Fault::Kill { slot, rank, restart } => {
+                let Some(replica) = &mut self.replicas[slot] else {
+                    return;
+                };
+                replica.restart = restart;
+                let who = Who {
+                    slot,
+                    life: replica.life,
+                    rank,
+                };
+                self.ends(who, "it is killed");
+            }
+            Fault::Pause { slot, rank, time } => {
+                let process = self.replicas[slot]
+                    .as_mut()
+                    .and_then(|r| r.processes[rank as usize].as_mut());
+                if let Some(process) = process {
+                    process.stopped_until = process.stopped_until.max(now + time);
+                }
+            }
+            Fault::Hang { slot, rank, time } => {
+                let process = self.replicas[slot]
+                    .as_mut()
+                    .and_then(|r| r.processes[rank as usize].as_mut());
+                if let Some(process) = process {
+                    process.hung_until = process.hung_until.max(time.map_or(Duration::MAX, |t| now + t));
+                }
+            }
+            Fault::KillLighthouse { down } => {
+                self.lighthouse = None;
+                self.at(now + down, Owner::World, Happening::LighthouseStarts);
+                for slot in 0..self.replicas.len() {
+                    let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) else {
+                        continue;
+                    };
+                    self.connection_breaks(Who { slot, life, rank: 0 });
+                }
+            }
+            Fault::PauseLighthouse { time } => {
+                if let Some(lighthouse) = &mut self.lighthouse {
+                    lighthouse.stopped_until = now + time;
+                }
+            }
+            Fault::Cut { slot, time } => {
+                self.cut_until[slot] = now + time;
+                if let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) {
+                    self.connection_breaks(Who { slot, life, rank: 0 });
+                }
+            }
+            Fault::Split { side, time } => self.split = (side, now + time),
+            Fault::Stranger { claim } => self.stranger(claim),
+        }
+    }
+
+    /// What somebody who is no replica of the job may say; it must cost the job nothing.
+    pub(super) fn stranger(&mut self, claim: u64) {
+        let id = format!("x{}:1", claim % 3);
+        let ticket = self.number();
+        let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
+        // Before there is a record, a stranger that says the right things is a replica: who may speak is for credentials to say.
+        let is_well_formed = self.record.is_some() && claim >> 12 & 1 == 1;
+        let (address, store_address) = if is_well_formed {
+            ("http://10.0.0.9:1", "10.0.0.9:2")
+        } else {
+            let addresses = ["", "x", "http://", "http://10.0.0.9:0"];
+            let stores = ["", "10.0.0.9", "10.0.0.9:x", ":1"];
+            (
+                addresses[(claim >> 16) as usize % 4],
+                stores[(claim >> 20) as usize % 4],
+            )
+        };
+        let member = Member {
+            replica_id: id.clone(),
+            address: address.into(),
+            store_address: store_address.into(),
+            // At or below the recorded step it would be a newcomer like any other.
+            step: if is_well_formed {
+                absurd.max(1 << 40)
+            } else {
+                absurd
+            },
+            world_size: 1,
+            lineage: ["", "made up"][(claim >> 24) as usize % 2].into(),
+            last_quorum_id: absurd.max(0),
+            ..Member::default()
+        };
+        let event = match (claim >> 32) % 5 {
+            0 | 1 => Event::Join { member, ticket },
+            2 => Event::Heartbeat { replica_id: id },
+            3 => Event::Attached {
+                replica_id: id,
+                stream: ticket,
+                last_quorum_id: absurd.max(1),
+            },
+            _ => Event::Report {
+                replica_id: id,
+                quorum_id: self.record.as_ref().map_or(0, |r| r.quorum_id),
+                reason: "I say so".into(),
+            },
+        };
+        self.lighthouse_later(Duration::ZERO, event);
+    }
+
+    /// A process ends: its kernel closes what it had open.
+    pub(super) fn ends(&mut self, who: Who, why: &str) {
+        let Some(replica) = self.replica(who) else { return };
+        let Some(process) = replica.processes[who.rank as usize].take() else {
+            return;
+        };
+        let all_gone = replica.processes.iter().all(Option::is_none);
+        let restart = replica.restart;
+        self.note(|| format!("{who:?} ends: {why}"));
+        for epoch in process.trainer.epochs() {
+            self.leave_group(epoch, who);
+        }
+        if who.rank == 0 {
+            // Its servers are gone: the lighthouse sees the stream break, the ranks see refused connections for a while.
+            self.connection_breaks(who);
+            for rank in 1..self.scenario.ranks {
+                let delay = Duration::from_secs(1) + self.random.millis(0, 200);
+                self.later(delay, Who { rank, ..who }, Happening::Exit);
+            }
+        } else {
+            let (rank, watch) = (who.rank, u64::from(who.rank) + 1);
+            self.server_hears(who, ReplicaEvent::Unwatched { rank, watch });
+            let delay = self.random.millis(1, 20);
+            self.later(
+                delay,
+                Self::server_of(who),
+                Happening::Server(ReplicaEvent::Ended { rank, watch }),
+            );
+        }
+        if all_gone {
+            self.replicas[who.slot] = None;
+            self.at(self.now + restart, Owner::World, Happening::Start(who.slot));
+        }
+    }
+
+    /// The others of the group hear that `who` left it.
+    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who) {
+        for other in self.groups.leave(epoch, who) {
+            let op = self.trainer(other).map_or(0, |t| t.op);
+            let delay = self.random.millis(0, 4);
+            self.later(
+                delay,
+                other,
+                Happening::Done(op, Done::Lost(epoch, format!("{who:?} is gone"))),
+            );
+        }
+    }
+}
+
+/// How long a fault lasts.
+pub(super) fn lasts(fault: &Fault) -> Duration {
+    match fault {
+        Fault::Kill { restart, .. } => *restart,
+        Fault::Pause { time, .. }
+        | Fault::PauseLighthouse { time }
+        | Fault::Cut { time, .. }
+        | Fault::Split { time, .. } => *time,
+        Fault::Hang { time, .. } => time.unwrap_or(Duration::ZERO),
+        Fault::KillLighthouse { down } => *down,
+        Fault::Stranger { .. } => Duration::ZERO,
+    }
+}

@@ -1,0 +1,190 @@
+//! The lighthouse of the simulation: the real state machine, its calls and streams, and the connections that break.
+
+use super::*;
+
+impl World {
+    pub(super) fn start_lighthouse(&mut self) {
+        let rules = QuorumRules {
+            min_replicas: self.scenario.min_replicas as usize,
+            initial_replicas: Some(self.scenario.replicas),
+            join_timeout: JOIN_TIMEOUT,
+            heartbeat_timeout: HEARTBEAT_TIMEOUT,
+        };
+        self.lighthouse_lives += 1;
+        let life = self.lighthouse_lives;
+        let clock = START_OF_DAY + self.now.as_millis() as i64;
+        let start = Start {
+            clock_ms: clock,
+            record: self.record.clone(),
+            accept_rollback: false,
+        };
+        let state = LighthouseState::new(rules, start, self.instant());
+        self.lighthouse = Some(Lighthouse {
+            state,
+            life,
+            stopped_until: Duration::ZERO,
+            awake: self.now,
+            calls: BTreeMap::new(),
+            streams: BTreeMap::new(),
+        });
+        self.at(self.now, Owner::Lighthouse(life), Happening::LighthouseTick);
+    }
+
+    pub(super) fn tell_lighthouse(&mut self, event: Event) {
+        let (now, instant) = (self.now, self.instant());
+        let Some(lighthouse) = &mut self.lighthouse else {
+            return;
+        };
+        let mut all = Vec::new();
+        let away = now.saturating_sub(lighthouse.awake);
+        if away > Duration::from_secs(2) {
+            all.extend(lighthouse.state.apply(Event::Away { time: away }, instant));
+        }
+        lighthouse.awake = now;
+        if let Event::Withdraw { ticket } = &event {
+            lighthouse.calls.remove(ticket);
+        }
+        if let Event::Detached { replica_id, stream } = &event
+            && lighthouse
+                .streams
+                .get(replica_id)
+                .is_some_and(|(_, s)| s == stream)
+        {
+            lighthouse.streams.remove(replica_id);
+        }
+        let text = if self.trace.is_some() && !matches!(event, Event::Tick | Event::Heartbeat { .. }) {
+            format!("lighthouse hears {event:?}")
+        } else {
+            String::new()
+        };
+        all.extend(lighthouse.state.apply(event, instant));
+        if !text.is_empty() {
+            self.note(|| text);
+        }
+        for action in all {
+            self.lighthouse_acts(action);
+        }
+    }
+
+    pub(super) fn lighthouse_acts(&mut self, action: Action) {
+        let Some(lighthouse) = &mut self.lighthouse else {
+            return;
+        };
+        match action {
+            Action::Deliver { tickets, quorum } => {
+                let ids: Vec<String> = quorum.ids().map(str::to_string).collect();
+                let calls: Vec<_> = tickets
+                    .iter()
+                    .filter_map(|t| lighthouse.calls.remove(t))
+                    .collect();
+                let checked = self
+                    .checks
+                    .quorum(quorum.quorum_id, &ids, self.scenario.min_replicas as usize);
+                self.check(checked);
+                self.note(|| format!("quorum {} of {ids:?}", quorum.quorum_id));
+                for (who, call) in calls {
+                    self.send_server(who, Happening::Answered(call, Ok(quorum.clone())));
+                }
+            }
+            Action::Reject { ticket, error } => {
+                if let Some((who, call)) = lighthouse.calls.remove(&ticket) {
+                    self.send_server(who, Happening::Answered(call, Err(error)));
+                }
+            }
+            Action::Push { to, event } => {
+                let streams: Vec<_> = to
+                    .iter()
+                    .filter_map(|id| lighthouse.streams.get(id).copied())
+                    .collect();
+                for (who, _) in streams {
+                    self.send_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
+                }
+            }
+            Action::Save(record) => self.record = Some(record),
+            Action::Refuse { stream, .. } => {
+                lighthouse.streams.retain(|_, (_, s)| *s != stream);
+            }
+        }
+    }
+
+    /// A message from the lighthouse; a broken connection costs it.
+    pub(super) fn send_server(&mut self, who: Who, what: Happening) {
+        if self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
+            self.connection_breaks(who);
+            return;
+        }
+        let delay = self.random.millis(0, 3);
+        self.later(delay, who, what);
+    }
+
+    /// An event that a replica's server sends to the lighthouse.
+    pub(super) fn send_lighthouse(&mut self, who: Who, event: Event) {
+        if self.lighthouse.is_none() || self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
+            self.connection_breaks(who);
+            return;
+        }
+        let at = self.now + self.random.millis(0, 3);
+        let Some(replica) = self.replica(who) else { return };
+        let at = at.max(replica.last_arrival);
+        replica.last_arrival = at;
+        let life = self.lighthouse_lives;
+        self.at(at, Owner::Lighthouse(life), Happening::ToLighthouse(event));
+    }
+
+    pub(super) fn is_cut(&self, slot: usize) -> bool {
+        self.cut_until[slot] > self.now
+    }
+
+    /// The connection between a replica's server and the lighthouse is gone: both ends learn it, each in its time.
+    pub(super) fn connection_breaks(&mut self, who: Who) {
+        let slow = if self.is_cut(who.slot) { 5_000 } else { 50 };
+        let Some(replica) = self.replica(who) else { return };
+        let id = replica.id.clone();
+        let calls = std::mem::take(&mut replica.calls);
+        let stream = replica.stream.take();
+        for (call, ticket) in calls {
+            let delay = self.random.millis(0, slow);
+            self.lighthouse_later(delay, Event::Withdraw { ticket });
+            let error = Error::new(ErrorKind::Unavailable, "the connection broke");
+            let delay = self.random.millis(1, slow);
+            self.later(delay, who, Happening::Answered(call, Err(error)));
+        }
+        if let Some(stream) = stream {
+            let delay = self.random.millis(0, slow);
+            self.lighthouse_later(
+                delay,
+                Event::Detached {
+                    replica_id: id,
+                    stream,
+                },
+            );
+            let delay = self.random.millis(1, slow);
+            self.later(delay, who, Happening::AttachBroke(stream));
+        }
+    }
+
+    pub(super) fn lighthouse_later(&mut self, delay: Duration, event: Event) {
+        let life = self.lighthouse_lives;
+        self.at(
+            self.now + delay,
+            Owner::Lighthouse(life),
+            Happening::ToLighthouse(event),
+        );
+    }
+
+    /// What the reporter of a rank sends over the manager server.
+    pub(crate) fn report_to_lighthouse(&mut self, who: Who, quorum_id: i64, reason: String) {
+        let server = Self::server_of(who);
+        let Some(replica_id) = self.replica(server).map(|r| r.id.clone()) else {
+            return;
+        };
+        self.send_lighthouse(
+            server,
+            Event::Report {
+                replica_id,
+                quorum_id,
+                reason,
+            },
+        );
+    }
+}
