@@ -32,7 +32,7 @@ const BEAT: Duration = Duration::from_millis(900);
 /// For one call of a rank, one connect, one reduction.
 pub(crate) const CALL: Duration = Duration::from_secs(10);
 /// After the last fault, everybody who is able to has committed again within this time.
-const RECOVERY: Duration = Duration::from_secs(120);
+const RECOVERY: Duration = Duration::from_secs(35);
 /// No run needs so many events: something happens again and again.
 const MANY: u64 = 1_000_000;
 /// So many more commits count as going on.
