@@ -168,7 +168,7 @@ pub enum ReplicaAction {
     },
     /// Tell the ranks that watch.
     Push(AbortEpoch),
-    /// Tell the lighthouse that this replica cannot go on, or not now.
+    /// Tell the lighthouse that this replica cannot go on, or not now. Answers that follow wait for that, a little.
     Fail {
         /// Why, naming the rank.
         reason: String,
@@ -463,9 +463,10 @@ impl ReplicaState {
     /// The replica ends because of one of its ranks, and the lighthouse learns it at once.
     fn fail(&mut self, why: Error, actions: &mut Vec<ReplicaAction>) {
         if self.over.is_none() {
+            // Before the answers: whoever gets one may end its process, and the server with it.
             let reason = why.message().to_string();
-            self.end(why, actions);
             actions.push(ReplicaAction::Fail { reason });
+            self.end(why, actions);
         }
     }
 

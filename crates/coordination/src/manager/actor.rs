@@ -14,7 +14,7 @@ use protocol::{AbortEpoch, QuorumResult};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
 
-use super::uplink::Uplink;
+use super::uplink::{TELL_FIRST, Uplink};
 
 pub(crate) enum Message {
     /// A rank asks for a quorum: the event, with the place for its answer.
@@ -91,6 +91,8 @@ struct Actor {
     asking: HashMap<u64, AbortHandle>,
     /// Gone once the server closes, which ends the streams of those who watch.
     aborted: Option<watch::Sender<Option<AbortEpoch>>>,
+    /// Closed once the lighthouse was told why the replica cannot go on.
+    telling: Option<watch::Receiver<()>>,
 }
 
 /// Starts the task on the present runtime.
@@ -105,6 +107,7 @@ pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
         votes: HashMap::new(),
         asking: HashMap::new(),
         aborted: Some(aborted),
+        telling: None,
     };
     tokio::spawn(async move {
         loop {
@@ -198,12 +201,12 @@ impl Actor {
                 }
                 ReplicaAction::Quorum { ticket, answer } => {
                     if let Some(reply) = self.quorums.remove(&ticket) {
-                        let _ = reply.send(answer);
+                        self.reply(reply, answer);
                     }
                 }
                 ReplicaAction::Decide { ticket, answer } => {
                     if let Some(reply) = self.votes.remove(&ticket) {
-                        let _ = reply.send(answer);
+                        self.reply(reply, answer);
                     }
                 }
                 ReplicaAction::Push(event) => {
@@ -223,9 +226,32 @@ impl Actor {
                         "this replica cannot go on"
                     );
                     let uplink = self.uplink.clone();
-                    tokio::spawn(async move { uplink.fail(reason).await });
+                    let (told, telling) = watch::channel(());
+                    self.telling = Some(telling);
+                    tokio::spawn(async move {
+                        uplink.fail(reason).await;
+                        drop(told);
+                    });
                 }
                 ReplicaAction::EndWatches => self.aborted = None,
+            }
+        }
+    }
+
+    /// Answers a rank, but first lets the lighthouse hear why the replica cannot go on: the rank may end its process at the answer, and
+    /// this server with it.
+    fn reply<T: Send + 'static>(&self, reply: oneshot::Sender<T>, answer: T) {
+        match self
+            .telling
+            .clone()
+            .filter(|telling| telling.has_changed().is_ok())
+        {
+            None => drop(reply.send(answer)),
+            Some(mut telling) => {
+                tokio::spawn(async move {
+                    let _ = tokio::time::timeout(TELL_FIRST, telling.changed()).await;
+                    let _ = reply.send(answer);
+                });
             }
         }
     }

@@ -24,8 +24,8 @@ use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
 
-/// How long the stream stays open after the replica has told why it cannot go on.
-const TELL_FIRST: Duration = Duration::from_millis(500);
+/// How long a replica that cannot go on has to tell why, before its stream ends and its ranks are answered.
+pub(crate) const TELL_FIRST: Duration = Duration::from_millis(500);
 
 /// The phases of a replica's life, as the background tasks see them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
