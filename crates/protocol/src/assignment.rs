@@ -16,7 +16,7 @@ use std::collections::BTreeMap;
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::lineage::Lineage;
-use crate::member::{Member, Quorum};
+use crate::member::{Member, Quorum, listed};
 
 /// The most members that one replica heals from at once. Each of them copies its state for it, all at the same time, and keeps
 /// the copy for that step; with three, one may die and another stall, and two still vouch for each other's state.
@@ -107,13 +107,12 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
         .iter()
         .position(|m| m.replica_id == replica_id)
         .ok_or_else(|| {
-            let ids: Vec<&str> = members.iter().map(|m| m.replica_id.as_str()).collect();
+            let ids = listed(members.iter().map(|m| m.replica_id.as_str()));
             Error::new(
                 ErrorKind::NotFound,
                 format!(
-                    "replica {replica_id} is not in quorum {} of {}",
-                    quorum.quorum_id,
-                    ids.join(", ")
+                    "replica {replica_id} is not in quorum {} of {ids}",
+                    quorum.quorum_id
                 ),
             )
         })?;

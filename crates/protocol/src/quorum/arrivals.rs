@@ -11,7 +11,7 @@ use crate::member::{MAX_ID_BYTES, Member};
 /// How many ids are remembered as healthy at most; a join beyond that is refused.
 const MAX_KNOWN: usize = 65_536;
 /// How many replicas that have not asked are remembered for their heartbeats.
-pub(super) const MAX_HERALDED: usize = 4096;
+pub(super) const MAX_ANNOUNCED: usize = 4096;
 /// How far clocks of lighthouses may be apart, in milliseconds: one day.
 const MAX_CLOCK_SKEW_MS: i64 = 24 * 60 * 60 * 1000;
 
@@ -26,14 +26,14 @@ impl LighthouseState {
             && id.len() <= MAX_ID_BYTES
             && !self.replaced.by.contains_key(id)
         {
-            self.herald(id, now);
+            self.announce(id, now);
         }
     }
 
     /// A replica that has not asked yet is on its way.
-    fn herald(&mut self, id: &str, now: Instant) {
+    fn announce(&mut self, id: &str, now: Instant) {
         let is_known = self.roster.get(id).is_some_and(|e| e.coming.is_some());
-        if is_known || self.roster.tally().heralded < MAX_HERALDED {
+        if is_known || self.roster.tally().announced < MAX_ANNOUNCED {
             let first = Coming {
                 first: now,
                 last: now,
@@ -77,7 +77,7 @@ impl LighthouseState {
                 format!("replica {id} was replaced by {new}, a newer life of the same name"),
             ));
         }
-        let counted = self.roster.len().saturating_sub(self.roster.tally().heralded);
+        let counted = self.roster.len().saturating_sub(self.roster.tally().announced);
         if counted >= MAX_KNOWN && self.roster.get(id).is_none_or(|e| e.coming.is_some()) {
             return Err(Error::new(
                 ErrorKind::Unavailable,
@@ -192,7 +192,7 @@ impl LighthouseState {
             entry.member
         });
         if last > 0 && self.job.is_none() && !self.is_known(&id) {
-            self.herald(&id, now);
+            self.announce(&id, now);
         }
         if let Some(event) = self.aborted.clone().filter(|_| member) {
             actions.push(Action::Push { to: vec![id], event });

@@ -94,7 +94,7 @@ impl Entry {
             reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
             departed: of(self.departed),
             left: of(self.left),
-            heralded: of(self.coming.is_some()),
+            announced: of(self.coming.is_some()),
             coming: of(self.coming.is_some_and(|c| c.counts)),
             current: of(self.current && asking.is_some()),
             members_current: of(self.current && self.member && asking.is_some()),
@@ -126,7 +126,7 @@ pub(super) struct Tally {
     /// Members of the last quorum that left.
     pub(super) left: usize,
     /// Not asking yet, but sending heartbeats.
-    pub(super) heralded: usize,
+    pub(super) announced: usize,
     /// Of these, those that a first quorum waits for.
     pub(super) coming: usize,
     /// Asking, with a state that is not behind the recorded one.
@@ -151,7 +151,7 @@ impl Tally {
             (&mut self.reporting, other.reporting),
             (&mut self.departed, other.departed),
             (&mut self.left, other.left),
-            (&mut self.heralded, other.heralded),
+            (&mut self.announced, other.announced),
             (&mut self.coming, other.coming),
             (&mut self.current, other.current),
             (&mut self.members_current, other.members_current),
@@ -290,12 +290,12 @@ impl Roster {
         let silent = entry
             .seen
             .and_then(|seen| seen.checked_add(self.heartbeat_timeout));
-        let heralded = entry.coming.and_then(|c| {
+        let announced = entry.coming.and_then(|c| {
             let silent = c.last.checked_add(self.heartbeat_timeout);
             let over = c.first.checked_add(self.join_timeout).filter(|_| c.counts);
             silent.into_iter().chain(over).min()
         });
-        let timeout = silent.into_iter().chain(heralded).min();
+        let timeout = silent.into_iter().chain(announced).min();
         if let Some(timeout) = timeout.filter(|t| entry.due.is_none_or(|due| *t < due)) {
             if let Some(due) = entry.due.replace(timeout) {
                 self.due.remove(&(due, key.clone()));
@@ -340,8 +340,8 @@ impl Roster {
     pub(super) fn forgive(&mut self, time: Duration, now: Instant) {
         for entry in self.entries.values_mut() {
             let waits = entry.waiting.iter_mut().map(|w| &mut w.since);
-            let heralds = entry.coming.iter_mut().flat_map(|c| [&mut c.first, &mut c.last]);
-            for at in entry.seen.iter_mut().chain(waits).chain(heralds) {
+            let announced = entry.coming.iter_mut().flat_map(|c| [&mut c.first, &mut c.last]);
+            for at in entry.seen.iter_mut().chain(waits).chain(announced) {
                 *at = later(*at, time, now);
             }
         }
