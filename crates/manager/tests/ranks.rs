@@ -7,6 +7,7 @@
     reason = "a failure here is a failed test"
 )]
 
+use std::cell::Cell;
 use std::io::{BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, Command, Stdio};
 use std::sync::Arc;
@@ -379,23 +380,30 @@ fn attempts(name: &str, url: &str, input: f32, spoils: bool, begun: impl Fn(&Par
 #[test]
 fn a_replica_that_healed_into_a_lost_step_does_not_weigh_in() {
     let lighthouse = lighthouse();
-    let url = lighthouse.address();
-    let (running, late) = channel();
+    let url = &lighthouse.address();
+    let members_before = Cell::new(2);
+    let ((running, late), (healed, has_healed)) = (channel(), channel());
     let (a, b, c) = std::thread::scope(|scope| {
-        let a = scope.spawn(|| {
-            attempts("a", &url, 2.0, true, |p| {
-                if p.step > 2 {
-                    let _ = running.send(());
-                }
-            })
-        });
-        let b = scope.spawn(|| attempts("b", &url, 4.0, false, |_| ()));
+        // The attempt is lost only once c has healed in it: an epoch that ends before that leaves c where it was.
+        let until_healed = move |p: &Participation| {
+            if p.members.len() == 3 && members_before.replace(3) < 3 {
+                has_healed.recv_timeout(PATIENCE).unwrap();
+            } else if p.step > 2 {
+                let _ = running.send(());
+            }
+        };
+        let a = scope.spawn(move || attempts("a", url, 2.0, true, until_healed));
+        let b = scope.spawn(move || attempts("b", url, 4.0, false, |_| ()));
         late.recv_timeout(PATIENCE).unwrap();
-        let c = attempts("c", &url, 99.0, false, |_| ());
+        let c = attempts("c", url, 99.0, false, |p| {
+            if p.healed.is_some() {
+                let _ = healed.send(());
+            }
+        });
         (a.join().unwrap(), b.join().unwrap(), c)
     });
     let step = c[0].step;
-    assert!(!c[0].committed, "{c:?}");
+    assert!(step > 2 && !c[0].committed, "{c:?}");
     // Also in the second attempt c only has what the others gave it.
     for attempt in c.iter().filter(|attempt| attempt.step == step) {
         assert_eq!((attempt.members, attempt.contributors), (3, 2), "{c:?}");
