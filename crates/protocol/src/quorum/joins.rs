@@ -3,7 +3,7 @@
 
 use std::time::Duration;
 
-use super::arrivals::MAX_HERALDED;
+use super::arrivals::MAX_ANNOUNCED;
 use super::tests::{SEED, Sim, member, rules};
 use super::*;
 use crate::member::Member;
@@ -141,9 +141,9 @@ fn a_replica_that_only_sends_heartbeats_is_waited_for_no_longer_than_the_join_ti
 #[test]
 fn a_stranger_that_stops_its_heartbeats_is_not_waited_for_and_leaves_nothing_behind() {
     let mut sim = Sim::new(rules(1));
-    let strangers: Vec<String> = (0..MAX_HERALDED + 10).map(|i| format!("s{i}")).collect();
+    let strangers: Vec<String> = (0..MAX_ANNOUNCED + 10).map(|i| format!("s{i}")).collect();
     sim.beat(&strangers.iter().map(String::as_str).collect::<Vec<_>>());
-    assert_eq!(sim.state.roster.len(), MAX_HERALDED);
+    assert_eq!(sim.state.roster.len(), MAX_ANNOUNCED);
     sim.join("a");
     sim.pass(Duration::from_millis(5_500), &["a"]);
     assert_eq!(sim.ids().unwrap(), ["a"]);
