@@ -107,6 +107,8 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
         epoch: Some(answer.quorum_id),
         lineage: Some(answer.lineage.clone()).filter(|l| !l.is_empty()),
         own: older_state(me, state),
+        // Parts of a training state may be a replica's own: DiLoCo's local parameters, the residuals of error feedback.
+        are_equal: false,
     };
     fetch.run(deadline, &FetchOptions::default())
 }
@@ -353,21 +355,18 @@ mod tests {
     }
 
     #[test]
-    fn sources_that_contradict_each_other_are_refused_with_both_named() {
+    fn of_sources_whose_states_have_parts_of_their_own_one_is_followed_and_none_are_mixed() {
         let mut sources = Sources::default();
         sources
-            .publishing(5, &Weights::of(&[2.0]))
-            .publishing(5, &Weights::of(&[2.5]));
-        let mut state = Weights::of(&[0.0]);
-        let e = heal_at(0, &sources.answer(), &mut state, soon()).unwrap_err();
-        assert_eq!(
-            (e.kind(), &state.values[..]),
-            (ErrorKind::Corrupt, &[0.0][..]),
-            "{e}"
+            .publishing(5, &Weights::of(&[2.0, 2.5]))
+            .publishing(5, &Weights::of(&[2.0, 3.5]));
+        let mut state = Weights::of(&[0.0, 0.0]);
+        heal_at(0, &sources.answer(), &mut state, soon()).unwrap();
+        assert!(
+            [[2.0, 2.5], [2.0, 3.5]].iter().any(|s| state.values == s),
+            "{:?}",
+            state.values
         );
-        let text = e.to_string();
-        assert!(text.contains("different states"), "{text}");
-        assert!(text.contains("'r0:x' at") && text.contains("'r1:x' at"), "{text}");
     }
 
     #[test]

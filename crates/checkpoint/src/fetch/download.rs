@@ -1,7 +1,7 @@
 //! Which chunk comes from which source, and what happens when one fails.
 //!
 //! One task owns all of this state; look-ups and requests are tasks that report back as [`Event`]s. The first manifest that
-//! arrives is followed. Sources with the same one join in; one with another for the same state ends the download, since nothing says
+//! arrives is followed. Sources with the same one join in; one with another for the same state is left out or, where all must be equal, ends the download, since nothing says
 //! which of the two is right. A source takes as many chunks at once as it brings in a moment, so that a slower one gets less.
 //! A request that stands still is repeated elsewhere, so that a source that hangs does not hold up the end.
 
@@ -93,6 +93,7 @@ struct Request {
 pub(super) struct Download {
     wanted: Wanted,
     own: Option<StateDict>,
+    are_equal: bool,
     deadline: Instant,
     options: FetchOptions,
     peers: Vec<Peer>,
@@ -131,6 +132,7 @@ impl Download {
                 lineage: fetch.lineage,
             },
             own: fetch.own,
+            are_equal: fetch.are_equal,
             deadline,
             options,
             sender,
@@ -228,7 +230,15 @@ impl Download {
                 return Ok(());
             }
             if followed.digest() != manifest.digest() {
-                return Err(self.divergence(followed, &source, &manifest));
+                if self.are_equal {
+                    return Err(self.divergence(followed, &source, &manifest));
+                }
+                let what = format!(
+                    "its {} is not bitwise the one that is being fetched",
+                    manifest.id()
+                );
+                self.lose(from, source.error(ErrorKind::NotFound, what));
+                return Ok(());
             }
         }
         let manifest = Arc::new(manifest);

@@ -105,6 +105,10 @@ pub struct Fetch {
     pub lineage: Option<String>,
     /// An older state of the caller's: what did not change since is taken from there.
     pub own: Option<StateDict>,
+    /// All sources hold bitwise equal states, so one that holds another is a divergence, which ends the fetch. Otherwise parts of a state
+    /// may be a source's own (local parameters between outer steps, residuals): the first manifest is followed, and sources with
+    /// another one are not used.
+    pub are_equal: bool,
 }
 
 /// A state that was fetched, every byte of it checked against the manifest.
@@ -131,6 +135,7 @@ impl Fetch {
             epoch: None,
             lineage: None,
             own: None,
+            are_equal: true,
         }
     }
 
