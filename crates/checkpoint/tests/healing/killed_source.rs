@@ -116,8 +116,16 @@ fn fetch(urls: &[&String]) -> ftcore::Result<checkpoint::Fetched> {
 fn a_source_killed_in_the_middle_of_a_transfer_costs_no_more_than_what_it_had_not_sent() {
     let (dies, lives) = (Source::start(), Source::start());
     let pid = dies.child.id();
-    let (through, sent) = counted(&dies.url, 2 << 20, move || kill(pid));
-    let (other, sent_by_other) = counted(&lives.url, u64::MAX, || {});
+    let killed = Arc::new(std::sync::Barrier::new(2));
+    let (through, sent) = counted(&dies.url, 2 << 20, {
+        let killed = Arc::clone(&killed);
+        move || {
+            kill(pid);
+            killed.wait();
+        }
+    });
+    // It goes on after its first bytes once the other is dead: else it might bring everything before.
+    let (other, sent_by_other) = counted(&lives.url, 0, move || drop(killed.wait()));
     let fetched = fetch(&[&through, &other]).unwrap();
     assert_eq!(fetched.state, state(KIB, 3.0));
     let total = (KIB as u64) << 10;
