@@ -125,7 +125,9 @@ fn a_source_killed_in_the_middle_of_a_transfer_costs_no_more_than_what_it_had_no
         }
     });
     // It goes on after its first bytes once the other is dead: else it might bring everything before.
-    let (other, sent_by_other) = counted(&lives.url, 0, move || drop(killed.wait()));
+    let (other, sent_by_other) = counted(&lives.url, 0, move || {
+        killed.wait();
+    });
     let fetched = fetch(&[&through, &other]).unwrap();
     assert_eq!(fetched.state, state(KIB, 3.0));
     let total = (KIB as u64) << 10;
