@@ -82,7 +82,7 @@ pub trait Replica {
     /// The number of steps committed (or healed to).
     fn current_step(&self) -> i64;
 
-    /// Shows that the training thread moves. The calls above do, too; whoever computes for long between them calls this now and
+    /// Shows that the training thread moves. The calls above do, too; a loop that computes for long between them calls this now and
     /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).
     fn progress(&self);
 

@@ -5,7 +5,7 @@
 //!
 //! - *Mine*: the call, the configuration or the state of this rank is wrong (`InvalidArgument`, `Unsupported`). No other
 //!   epoch would change that, so the rank's run ends ([`Next::End`]).
-//! - *A peer's*: what another replica sent makes no sense. Whoever talks to a peer gives such an error another kind
+//! - *A peer's*: what another replica sent makes no sense. The caller that talks to a peer gives such an error another kind
 //!   ([`blame_peer`]), so that it costs this attempt only.
 //! - *The world's*: somebody died, a connection broke, a deadline passed. The attempt is lost, and the same step is done
 //!   again in the next quorum ([`Next::Lost`]).
@@ -222,7 +222,7 @@ impl Rank {
         }
         match trouble {
             Some(text) => self.lose(Error::new(ErrorKind::Aborted, text)),
-            // Snapshot first: whoever heals needs it while this replica is still connecting.
+            // Snapshot first: a replica that heals needs it while this replica is still connecting.
             None => Next::Offer { publish },
         }
     }

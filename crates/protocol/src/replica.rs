@@ -126,7 +126,7 @@ pub enum ReplicaEvent {
         /// Which.
         rank: u32,
     },
-    /// The server closes: whoever waits, or asks later, is told `why`.
+    /// The server closes: ranks that wait, or ask later, are told `why`.
     Close {
         /// The reason.
         why: Error,
@@ -463,14 +463,14 @@ impl ReplicaState {
     /// The replica ends because of one of its ranks, and the lighthouse learns it at once.
     fn fail(&mut self, why: Error, actions: &mut Vec<ReplicaAction>) {
         if self.over.is_none() {
-            // Before the answers: whoever gets one may end its process, and the server with it.
+            // Before the answers: a rank that gets one may end its process, and the server with it.
             let reason = why.message().to_string();
             actions.push(ReplicaAction::Fail { reason });
             self.end(why, actions);
         }
     }
 
-    /// The replica ends here: whoever waits, or asks later, learns why.
+    /// The replica ends here: ranks that wait, or ask later, learn why.
     fn end(&mut self, why: Error, actions: &mut Vec<ReplicaAction>) {
         let error = self.over.get_or_insert(why).clone();
         for ticket in std::mem::take(&mut self.votes).into_keys() {
