@@ -16,6 +16,7 @@ mod dtype;
 mod error;
 mod ext;
 mod group;
+pub mod identity;
 pub mod lifecycle;
 mod memory;
 mod options;
@@ -43,6 +44,7 @@ pub use dtype::{Bool, DType, Element, F8E4M3, F8E5M2};
 pub use error::{Error, ErrorContext, ErrorKind, Result};
 pub use ext::ProcessGroupExt;
 pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic, execute_by_submit};
+pub use identity::Credentials;
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;
 pub use memory::{Tensor, leaked_bytes, wrong_device};
