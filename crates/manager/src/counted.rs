@@ -2,8 +2,12 @@
 //!
 //! An all-reduce becomes two of the inner group: the sum, to which a rank that does not contribute brings zeros, and one integer,
 //! the number of those that do. The average divides by exactly that.
+//!
+//! Memory of a device is written through its copies only (`place`): zeros and the count go in, in the order of the call's stream, and an average
+//! is divided on the host, on a thread of its own (`ox-counted`), because completions must not block.
 
 use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -12,6 +16,10 @@ use ftcore::{
     ErrorKind, Feature, GroupInfo, ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions,
     Tensor, Traffic, Work, deadline_in, work_pair,
 };
+
+use place::Place;
+
+mod place;
 
 /// Averages of these are composed.
 const AVERAGED: [DType; 2] = [DType::F32, DType::F64];
@@ -37,7 +45,12 @@ struct CountedGroup {
     capabilities: Capabilities,
     /// The two reductions of one call are neighbours in the order that all ranks share.
     order: Mutex<()>,
+    /// To the thread that completes calls on a device, once there was one. It ends when the group and its calls are gone.
+    finisher: Mutex<Option<Sender<Finish>>>,
 }
+
+/// What completes a call.
+type Finish = Box<dyn FnOnce() + Send>;
 
 impl CountedGroup {
     fn new(inner: Arc<dyn ProcessGroup>, count: DType, timeout: Duration) -> Self {
@@ -63,7 +76,37 @@ impl CountedGroup {
             timeout,
             capabilities,
             order: Mutex::new(()),
+            finisher: Mutex::new(None),
         }
+    }
+
+    /// The thread that completes calls on a device.
+    fn finisher(&self) -> Result<Sender<Finish>> {
+        let mut finisher = self.finisher.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(sender) = &*finisher {
+            return Ok(sender.clone());
+        }
+        let (sender, calls) = channel::<Finish>();
+        std::thread::Builder::new()
+            .name("ox-counted".to_string())
+            .spawn(move || calls.into_iter().for_each(|finish| finish()))
+            .map_err(|e| Error::io("cannot start the thread ox-counted", e))?;
+        Ok(finisher.insert(sender).clone())
+    }
+
+    /// What has to be there before the call: the place of the tensors, the number of this rank, and who completes the call.
+    fn prepare(
+        &self,
+        tensors: &mut [Tensor],
+        options: &SubmitOptions,
+    ) -> Result<(Place, Tensor, Option<Sender<Finish>>)> {
+        let place = Place::of(tensors, options.stream.as_ref())?;
+        if !options.contribute {
+            tensors.iter_mut().try_for_each(|t| place.zero(t))?;
+        }
+        let one = place.bring(number(self.count, options.contribute)?)?;
+        let finisher = place.is_device().then(|| self.finisher()).transpose()?;
+        Ok((place, one, finisher))
     }
 
     fn all_reduce(
@@ -73,13 +116,8 @@ impl CountedGroup {
         options: SubmitOptions,
     ) -> Result<Work, Box<Rejected>> {
         let inner_op = if op == ReduceOp::Avg { ReduceOp::Sum } else { op };
-        if !options.contribute {
-            for tensor in &mut tensors {
-                tensor.bytes_mut().fill(0);
-            }
-        }
-        let one = match number(self.count, options.contribute) {
-            Ok(one) => one,
+        let (place, one, finisher) = match self.prepare(&mut tensors, &options) {
+            Ok(prepared) => prepared,
             Err(error) => {
                 let op = Collective::AllReduce { tensors, op };
                 return Err(Box::new(Rejected { error, op }));
@@ -88,7 +126,7 @@ impl CountedGroup {
         let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
         let both = || SubmitOptions {
             contribute: true,
-            stream: options.stream.clone(),
+            stream: place.stream(options.stream.as_ref()),
             ..SubmitOptions::by(deadline)
         };
         let order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
@@ -113,7 +151,16 @@ impl CountedGroup {
         let inner = self.inner.clone();
         let (work, completer) = work_pair(sum.kind(), deadline, move |reason| inner.abort(reason));
         match count {
-            Ok(count) => join(&sum, &count, op, completer),
+            Ok(count) => {
+                let call = Call {
+                    sum,
+                    count,
+                    op,
+                    place,
+                    deadline,
+                };
+                join(call, completer, finisher);
+            }
             Err(rejected) => completer.fail(rejected.error, sum.recover()),
         }
         Ok(work)
@@ -145,41 +192,68 @@ fn counted_in(tensor: &Tensor) -> Result<u32> {
     first.and_then(|n| u32::try_from(n).ok()).ok_or_else(wrong)
 }
 
-/// Completes the call when both reductions have ended, in whichever order they say so.
-fn join(sum: &Work, count: &Work, op: ReduceOp, completer: Completer) {
-    let left = Arc::new((AtomicU8::new(2), Mutex::new(Some(completer))));
-    for work in [sum, count] {
-        let (left, sum, count) = (left.clone(), sum.clone(), count.clone());
+/// Divides floats of the host.
+fn divide(bytes: &mut [u8], dtype: DType, by: u32) {
+    if dtype == DType::F64 {
+        for value in bytes.as_chunks_mut::<8>().0 {
+            *value = (f64::from_ne_bytes(*value) / f64::from(by)).to_ne_bytes();
+        }
+    } else {
+        for value in bytes.as_chunks_mut::<4>().0 {
+            *value = (f32::from_ne_bytes(*value) / by as f32).to_ne_bytes();
+        }
+    }
+}
+
+/// One call of the group: two of the inner one.
+struct Call {
+    sum: Work,
+    count: Work,
+    op: ReduceOp,
+    place: Place,
+    deadline: Instant,
+}
+
+impl Call {
+    /// Both have ended.
+    fn finish(&self) -> Result<Completion> {
+        let contributors = counted_in(&self.place.fetch(self.count.take_tensor()?)?)?;
+        let mut completion = self.sum.take()?;
+        if self.op == ReduceOp::Avg && contributors > 0 {
+            for tensor in &mut completion.tensors {
+                let dtype = tensor.dtype();
+                self.place
+                    .rewrite(tensor, self.deadline, |bytes| divide(bytes, dtype, contributors))?;
+            }
+        }
+        completion.contributors = contributors;
+        Ok(completion)
+    }
+}
+
+/// Completes the call when both reductions have ended, in whichever order they say so: there, or on the thread of `finisher`.
+fn join(call: Call, completer: Completer, finisher: Option<Sender<Finish>>) {
+    let works = [call.sum.clone(), call.count.clone()];
+    let left = Arc::new((AtomicU8::new(2), Mutex::new(Some((call, completer)))));
+    for work in works {
+        let (left, finisher) = (left.clone(), finisher.clone());
         work.on_complete(move |_| {
             if left.0.fetch_sub(1, Ordering::AcqRel) != 1 {
                 return;
             }
-            let completer = left.1.lock().unwrap_or_else(PoisonError::into_inner).take();
-            let Some(completer) = completer else { return };
-            match finish(&sum, &count, op) {
+            let ended = left.1.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let Some((call, completer)) = ended else { return };
+            let finish = move || match call.finish() {
                 Ok(completion) => completer.succeed(completion),
-                Err(error) => completer.fail(error, sum.recover()),
+                Err(error) => completer.fail(error, call.sum.recover()),
+            };
+            match finisher {
+                // A thread that is gone drops the completer, which ends the work with an error.
+                Some(thread) => drop(thread.send(Box::new(finish))),
+                None => finish(),
             }
         });
     }
-}
-
-fn finish(sum: &Work, count: &Work, op: ReduceOp) -> Result<Completion> {
-    let contributors = counted_in(&count.take_tensor()?)?;
-    let mut completion = sum.take()?;
-    if op == ReduceOp::Avg && contributors > 0 {
-        for tensor in &mut completion.tensors {
-            if tensor.dtype() == DType::F64 {
-                let by = f64::from(contributors);
-                tensor.as_mut_slice::<f64>()?.iter_mut().for_each(|v| *v /= by);
-            } else {
-                let by = contributors as f32;
-                tensor.as_mut_slice::<f32>()?.iter_mut().for_each(|v| *v /= by);
-            }
-        }
-    }
-    completion.contributors = contributors;
-    Ok(completion)
 }
 
 impl ProcessGroup for CountedGroup {
@@ -236,16 +310,20 @@ impl ProcessGroup for CountedGroup {
 #[cfg(test)]
 mod tests {
     use backend_gloo::GlooGroup;
-    use ftcore::{Epoch, GroupOptions, InMemoryStore, Store};
+    use ftcore::{Device, Epoch, GroupOptions, InMemoryStore, Staged, Store, accelerator};
+    use training_rig::CountedDevice;
 
     use super::*;
 
-    /// Gloo that says it can only sum, and is held to that.
-    struct OnlySums(GlooGroup, Capabilities);
+    fn gloo() -> Arc<dyn ProcessGroup> {
+        Arc::new(GlooGroup::new("sums", GroupOptions::default()).unwrap())
+    }
+
+    /// A group that says it can only sum, and is held to that.
+    struct OnlySums(Arc<dyn ProcessGroup>, Capabilities);
 
     impl OnlySums {
-        fn new() -> Self {
-            let group = GlooGroup::new("sums", GroupOptions::default()).unwrap();
+        fn new(group: Arc<dyn ProcessGroup>) -> Self {
             let mut capabilities = group.capabilities().clone();
             capabilities.features = capabilities
                 .features
@@ -291,15 +369,24 @@ mod tests {
         deadline_in(Duration::from_secs(30))
     }
 
-    /// Runs `body` as each of `world` ranks.
+    /// Runs `body` as each of `world` ranks, over gloo.
     fn ranks<T: Send>(world: u32, body: impl Fn(u32, &dyn ProcessGroup) -> T + Sync) -> Vec<T> {
+        ranks_over(&|_| gloo(), world, body)
+    }
+
+    /// As above, over what `inner` makes for each rank.
+    fn ranks_over<T: Send>(
+        inner: &(dyn Fn(u32) -> Arc<dyn ProcessGroup> + Sync),
+        world: u32,
+        body: impl Fn(u32, &dyn ProcessGroup) -> T + Sync,
+    ) -> Vec<T> {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
         std::thread::scope(|scope| {
             let started: Vec<_> = (0..world)
                 .map(|rank| {
                     let (store, body) = (store.clone(), &body);
                     scope.spawn(move || {
-                        let group = counted(Arc::new(OnlySums::new()), Duration::from_secs(30));
+                        let group = counted(Arc::new(OnlySums::new(inner(rank))), Duration::from_secs(30));
                         group
                             .configure(Configuration {
                                 store,
@@ -363,6 +450,35 @@ mod tests {
             assert_eq!(average.tensors[1].as_slice::<f32>().unwrap(), [100.0]);
             assert_eq!(sum.contributors, 1);
             assert_eq!(sum.tensors[0].as_slice::<i64>().unwrap(), [7]);
+        }
+    }
+
+    #[test]
+    fn on_a_device_a_rank_that_does_not_contribute_adds_nothing_and_the_others_are_divided_by() {
+        let devices: Vec<CountedDevice> = (0..3).map(|_| CountedDevice::new()).collect();
+        let at = |rank: u32| &devices[rank as usize];
+        let staged = |rank| -> Arc<dyn ProcessGroup> {
+            Arc::new(Staged::new(gloo(), &at(rank).device(), Duration::from_secs(30)).unwrap())
+        };
+        let on_host = |tensor: &Tensor| {
+            let Device { kind, index } = tensor.device();
+            let device = accelerator(kind).unwrap();
+            let mut here = Tensor::zeros(tensor.dtype(), tensor.count());
+            let stream = device.new_stream(*index, false).unwrap();
+            device.copy_out(tensor, here.bytes_mut(), &*stream).unwrap();
+            here.as_slice::<f32>().unwrap().to_vec()
+        };
+        let all = ranks_over(&staged, 3, |rank, group| {
+            let mine = |values: &[f32]| at(rank).tensor(values);
+            let averaged = vec![mine(&[rank as f32, 10.0]), mine(&[100.0])];
+            let average = reduce(group, averaged, ReduceOp::Avg, rank != 2).unwrap();
+            let sum = reduce(group, vec![mine(&[7.0])], ReduceOp::Sum, rank == 1).unwrap();
+            group.shutdown(soon()).unwrap();
+            let tensors: Vec<Vec<f32>> = average.tensors.iter().chain(&sum.tensors).map(on_host).collect();
+            (average.contributors, sum.contributors, tensors)
+        });
+        for said in all {
+            assert_eq!(said, (2, 1, vec![vec![0.5, 10.0], vec![100.0], vec![7.0]]));
         }
     }
 
