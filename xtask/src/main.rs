@@ -10,8 +10,10 @@ use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
 mod ci;
+mod debian;
 mod delays;
 mod deny;
+mod launchers;
 mod libtest;
 mod lighthouse;
 mod matrix;
@@ -24,6 +26,7 @@ mod process;
 mod runner;
 mod tidy;
 mod torchft;
+mod venv;
 mod wheels;
 
 /// Project tasks of oxccl.

@@ -298,6 +298,30 @@ pub(crate) const ROWS: &[Row] = &[
         suite("torchft-conformance", ""),
         minutes(5),
     ),
+    row(
+        "mpich",
+        Some("launchers"),
+        "ranks started by the real MPICH",
+        mpich,
+        suite("launchers-conformance", "mpich::"),
+        minutes(5),
+    ),
+    row(
+        "open-mpi",
+        Some("launchers"),
+        "ranks started by the real Open MPI",
+        open_mpi,
+        suite("launchers-conformance", "open-mpi::"),
+        minutes(5),
+    ),
+    row(
+        "slurm",
+        Some("launchers"),
+        "ranks started by the real Slurm on a cluster of four nodes, a killed task, a requeued job",
+        slurm,
+        suite("launchers-conformance", "slurm::"),
+        minutes(5),
+    ),
     // Measures how fast links carry and survivors hear.
     alone(row(
         "e2e",
@@ -531,6 +555,8 @@ pub(crate) enum Skip {
     NcclLibrary { why: String },
     /// The real torchft cannot be had.
     Torchft { why: String },
+    /// The launcher cannot be had.
+    Launcher { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
 }
@@ -549,6 +575,7 @@ impl fmt::Display for Skip {
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
+            Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
             Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
@@ -611,6 +638,27 @@ fn torchft() -> Result<Environment, Skip> {
         "OXCCL_TORCHFT_PATH".to_owned(),
         folder.display().to_string(),
     )])
+}
+
+fn launcher(found: anyhow::Result<Environment>) -> Result<Environment, Skip> {
+    found.map_err(|e| Skip::Launcher {
+        why: format!("{e:#}"),
+    })
+}
+
+/// Needs MPICH, which is fetched once.
+fn mpich() -> Result<Environment, Skip> {
+    launcher(crate::launchers::mpich())
+}
+
+/// Needs Open MPI, which is fetched once.
+fn open_mpi() -> Result<Environment, Skip> {
+    launcher(crate::launchers::open_mpi())
+}
+
+/// Needs Slurm, which root can install.
+fn slurm() -> Result<Environment, Skip> {
+    launcher(crate::launchers::slurm())
 }
 
 #[cfg(test)]

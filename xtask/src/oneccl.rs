@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use anyhow::{Context, Result};
 
+use crate::debian;
 use crate::wheels::{self, Place, Unfetched, Wheel, is_program, quietly};
 
 /// The version of both wheels.
@@ -39,7 +40,6 @@ const PLACE: Place<'_> = Place {
 const SYSTEM_LIBRARIES: [(&str, &str); 2] =
     [("libfabric.so.1", "libfabric1"), ("libhwloc.so.15", "libhwloc15")];
 
-const INSTALL_LIMIT: Duration = Duration::from_secs(300);
 const BUILD_LIMIT: Duration = Duration::from_secs(120);
 
 /// The archive refers to Intel's tracing library and memory functions, which are not in the wheels: tracing is off while
@@ -157,28 +157,7 @@ pub(crate) fn install_libraries(wanted: &[(&'static str, &'static str)]) -> Resu
         packages: packages.clone(),
         why,
     };
-    if !rustix::process::geteuid().is_root() {
-        return Err(refuse("only root can install them".to_owned()));
-    }
-    if !is_program("apt-get") {
-        return Err(refuse("there is no apt-get".to_owned()));
-    }
-    let log = wheels::cache()
-        .map_err(|e| refuse(format!("{e:#}")))?
-        .join("oneccl-apt.log");
-    let apt = |arguments: &[&str]| {
-        let mut command = Command::new("apt-get");
-        command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
-        quietly("apt-get", &mut command, INSTALL_LIMIT, &log)
-    };
-    let install: Vec<&str> = ["install", "-y", "--no-install-recommends"]
-        .into_iter()
-        .chain(packages.iter().copied())
-        .collect();
-    // The package lists may be old: fetched only if they are.
-    apt(&install)
-        .or_else(|_| apt(&["update"]).and_then(|()| apt(&install)))
-        .map_err(|e| refuse(format!("{e:#}")))?;
+    debian::install(&packages).map_err(|e| refuse(format!("{e:#}")))?;
     match missing_libraries(wanted).as_slice() {
         [] => Ok(()),
         still => Err(refuse(format!(

@@ -175,7 +175,15 @@ pub(crate) fn wheel_file(folder: &Path, name: &str) -> Result<PathBuf> {
 
 /// True if a program of this name is on the path.
 pub(crate) fn is_program(name: &str) -> bool {
-    env::var_os("PATH").is_some_and(|path| env::split_paths(&path).any(|folder| folder.join(name).is_file()))
+    on_path(&[name]).is_some()
+}
+
+/// The first of `names` that is a file in a folder of PATH.
+pub(crate) fn on_path(names: &[&str]) -> Option<PathBuf> {
+    let path = env::var_os("PATH")?;
+    env::split_paths(&path)
+        .flat_map(|folder| names.iter().map(move |name| folder.join(name)))
+        .find(|file| file.is_file())
 }
 
 /// Runs a command with its output in `log`, of which the last line becomes the error.
@@ -191,6 +199,12 @@ pub(crate) fn quietly(what: &str, command: &mut Command, limit: Duration, log: &
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_not_on_the_path_is_not_found() {
+        assert!(on_path(&["no-such-program-of-ours"]).is_none());
+        assert!(on_path(&["no-such-program-of-ours", "sh"]).is_some());
+    }
 
     #[test]
     fn only_a_folder_with_the_present_recipe_counts_as_complete() {

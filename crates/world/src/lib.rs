@@ -2,12 +2,14 @@
 //! which.
 //!
 //! [`BackendSpec`] is what a user writes (`gloo`, `cpu:gloo,cuda:nccl`, or nothing); [`ByDevice`] is a group that hands each operation
-//! to the backend of its tensors' device; [`Place`] says which rank this process is and where the others are (from torchrun, MPI or Slurm
-//! variables, or an address); [`World`] is the group of all ranks, from which [`World::new_group`] and [`World::split_group`] make
+//! to the backend of its tensors' device; [`Place`] says which rank this process is and where the others are (from the variables of
+//! torchrun, MPI, PALS or Slurm, or an address); [`World`] is the group of all ranks, from which [`World::new_group`] and [`World::split_group`] make
 //! others; [`DeviceMesh`] arranges ranks in named dimensions, and [`RankOrder`] in the ones of large-model training.
 
 mod by_device;
+mod launcher;
 mod mesh;
+mod one_host;
 mod order;
 mod place;
 mod spec;
@@ -16,6 +18,6 @@ mod world;
 pub use by_device::ByDevice;
 pub use mesh::{DeviceMesh, MeshShape};
 pub use order::{Dimension, RankOrder, Sizes};
-pub use place::{Meeting, Place};
+pub use place::{Host, Meeting, Place};
 pub use spec::BackendSpec;
 pub use world::{ENV_SPLIT_GROUPS, Make, World, WorldOptions};

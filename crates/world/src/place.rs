@@ -5,10 +5,12 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, FileStore, Result, Store, TcpStore, TcpStoreServer, join_address, split_address};
+use ftcore::{
+    Error, ErrorKind, FileStore, PrefixStore, Result, Store, TcpStore, TcpStoreServer, split_address,
+};
 
-/// torchrun's default port.
-const DEFAULT_PORT: u16 = 29500;
+use crate::launcher::Environment;
+use crate::one_host::{self, RemovedFile};
 
 /// One process among those of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -28,114 +30,36 @@ pub struct Place {
 pub enum Meeting {
     /// Rank 0 listens there (`host:port`), the others connect.
     Tcp(String),
+    /// Somebody else's store listens there and outlives this job's processes, such as that of torchrun's agent: all ranks connect.
+    Served {
+        /// `host:port`.
+        address: String,
+        /// How often the processes were started again: each attempt has keys of its own.
+        attempt: u32,
+    },
+    /// All ranks are on this host, below one process that started them: they meet in a file named after it.
+    OneHost {
+        /// Set in the environment of the ranks, and not in that of the process that started them.
+        variable: &'static str,
+    },
     /// A file on a file system that all ranks share.
     File(PathBuf),
 }
 
-/// What one launcher sets.
-struct Launcher {
-    name: &'static str,
-    rank: &'static str,
-    world_size: &'static str,
-    local_rank: &'static str,
-}
-
-/// In the order in which they are asked. torchrun goes first, since it may itself run under one of the others.
-const LAUNCHERS: [Launcher; 4] = [
-    Launcher {
-        name: "torchrun",
-        rank: "RANK",
-        world_size: "WORLD_SIZE",
-        local_rank: "LOCAL_RANK",
-    },
-    Launcher {
-        name: "Open MPI",
-        rank: "OMPI_COMM_WORLD_RANK",
-        world_size: "OMPI_COMM_WORLD_SIZE",
-        local_rank: "OMPI_COMM_WORLD_LOCAL_RANK",
-    },
-    Launcher {
-        name: "MPICH and Intel MPI",
-        rank: "PMI_RANK",
-        world_size: "PMI_SIZE",
-        local_rank: "MPI_LOCALRANKID",
-    },
-    Launcher {
-        name: "Slurm",
-        rank: "SLURM_PROCID",
-        world_size: "SLURM_NTASKS",
-        local_rank: "SLURM_LOCALID",
-    },
-];
-
-/// What says where rank 0 listens, in this order.
-const ADDRESSES: [&str; 2] = ["MASTER_ADDR", "SLURM_LAUNCH_NODE_IPADDR"];
-const PORT: &str = "MASTER_PORT";
-
 impl Place {
-    /// From the environment: the variables of torchrun, Open MPI, MPICH, Intel MPI or Slurm, whichever are there first. Rank 0 listens at
-    /// `MASTER_ADDR` (else Slurm's `SLURM_LAUNCH_NODE_IPADDR`) and `MASTER_PORT` (else 29500).
+    /// From the environment: the variables of torchrun, Open MPI, PALS, MPICH, Intel MPI or Slurm, whichever are there first.
     ///
-    /// Errors: as [`from_variables`](Self::from_variables).
-    pub fn from_env() -> Result<Self> {
-        Self::from_variables(|name| std::env::var(name).ok())
-    }
-
-    /// As [`from_env`](Self::from_env), with `variable` in the place of the environment.
+    /// The ranks meet at `MASTER_ADDR` and `MASTER_PORT` (29500) if that is set: rank 0 listens there, or torchrun's agent does
+    /// (`TORCHELASTIC_USE_AGENT_STORE`). Otherwise rank 0 listens on the first node of the Slurm step (its port comes from the job's and the
+    /// step's number) or of `PBS_NODEFILE`, and an MPI job whose ranks are all on one host meets in a file there.
     ///
     /// Errors: `InvalidArgument` names the variable that is missing or is no number, and what was looked for.
-    pub fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<Self> {
-        let variable = |name: &str| {
-            variable(name)
-                .map(|v| v.trim().to_string())
-                .filter(|v| !v.is_empty())
+    pub fn from_env() -> Result<Self> {
+        let environment = Environment {
+            variable: &|name| std::env::var(name).ok(),
+            file: &|path| std::fs::read_to_string(path),
         };
-        let Some(launcher) = LAUNCHERS.iter().find(|l| variable(l.rank).is_some()) else {
-            let looked: Vec<String> = LAUNCHERS
-                .iter()
-                .map(|l| format!("{} ({})", l.rank, l.name))
-                .collect();
-            return Err(Error::invalid(format!(
-                "no launcher says which rank this is: none of {} is set; use torchrun, mpirun or srun, or an address with rank and world size",
-                looked.join(", ")
-            )));
-        };
-        let number = |name: &str| -> Result<Option<u32>> {
-            let Some(text) = variable(name) else {
-                return Ok(None);
-            };
-            let number = text.parse();
-            number.map(Some).map_err(|_| {
-                Error::invalid(format!(
-                    "{name} is '{text}', not a number (set by {})",
-                    launcher.name
-                ))
-            })
-        };
-        let needed = |name: &str| {
-            number(name)?.ok_or_else(|| {
-                Error::invalid(format!(
-                    "{} is set, but {name} is not ({})",
-                    launcher.rank, launcher.name
-                ))
-            })
-        };
-        let host = ADDRESSES.iter().find_map(|name| variable(name)).ok_or_else(|| {
-            Error::invalid(format!("where rank 0 listens is not known: set {}", ADDRESSES[0]))
-        })?;
-        let port = match variable(PORT) {
-            None => DEFAULT_PORT,
-            Some(text) => text
-                .parse()
-                .map_err(|_| Error::invalid(format!("{PORT} is '{text}', not a port")))?,
-        };
-        Self {
-            rank: needed(launcher.rank)?,
-            world_size: needed(launcher.world_size)?,
-            local_rank: number(launcher.local_rank)?,
-            meeting: Meeting::Tcp(join_address(&host, port)),
-        }
-        .checked()
+        environment.place()
     }
 
     /// From an address: `env://` ([`from_env`](Self::from_env)), `tcp://HOST:PORT?rank=R&world_size=N` or
@@ -197,7 +121,7 @@ impl Place {
         .checked()
     }
 
-    fn checked(self) -> Result<Self> {
+    pub(crate) fn checked(self) -> Result<Self> {
         if self.rank < self.world_size {
             return Ok(self);
         }
@@ -207,140 +131,75 @@ impl Place {
         )))
     }
 
-    /// Opens the store at which the ranks meet; rank 0 of a TCP meeting also gets its server, which must live as long as any rank needs the
-    /// store.
+    /// Opens the store at which the ranks meet. What comes with it must live as long as any rank needs the store.
     ///
-    /// Errors: `Timeout` or `Unavailable` if rank 0 does not listen before `deadline`; `Conflict` or `Io` if it cannot.
-    pub fn open(&self, deadline: Instant) -> Result<(Arc<dyn Store>, Option<TcpStoreServer>)> {
-        match &self.meeting {
+    /// Errors: `Timeout` or `Unavailable` if nobody listens there before `deadline`; `Conflict` or `Io` if rank 0 cannot; `Conflict` if another
+    /// process says that it is this rank.
+    pub fn open(&self, deadline: Instant) -> Result<(Arc<dyn Store>, Host)> {
+        let mut host = Host::default();
+        let store: Arc<dyn Store> = match &self.meeting {
             Meeting::Tcp(address) => {
-                let server = match self.rank {
-                    0 => Some(TcpStoreServer::bind(address)?),
-                    _ => None,
-                };
-                Ok((Arc::new(TcpStore::connect(address, deadline)?), server))
+                if self.rank == 0 {
+                    host.server = Some(TcpStoreServer::bind(address)?);
+                }
+                Arc::new(TcpStore::connect(address, deadline)?)
             }
-            Meeting::File(path) => Ok((Arc::new(FileStore::open(path)?), None)),
-        }
+            Meeting::Served { address, attempt } => {
+                let store = Arc::new(TcpStore::connect(address, deadline)?);
+                Arc::new(PrefixStore::new(store, format!("oxccl/attempt-{attempt}")))
+            }
+            Meeting::File(path) => Arc::new(FileStore::open(path)?),
+            Meeting::OneHost { variable } => {
+                let path = one_host::file(variable)?;
+                let store = FileStore::open(&path)?;
+                if self.rank == 0 {
+                    host.file = Some(RemovedFile(path));
+                }
+                Arc::new(store)
+            }
+        };
+        claim(&*store, self.rank, deadline)?;
+        Ok((store, host))
     }
+}
+
+/// What rank 0 holds so that the others find the store: its server, or the file that goes with it. Nothing on other ranks.
+#[derive(Debug, Default)]
+pub struct Host {
+    server: Option<TcpStoreServer>,
+    file: Option<RemovedFile>,
+}
+
+/// Says that this process is `rank`. Two that say so are two processes with one number: the second one is told at once.
+fn claim(store: &dyn Store, rank: u32, deadline: Instant) -> Result<()> {
+    let system = rustix::system::uname();
+    let me = format!(
+        "process {} on {} ({:016x})",
+        std::process::id(),
+        system.nodename().to_string_lossy(),
+        ftcore::lifecycle::nonce()
+    );
+    let first = store.compare_set(&format!("rank/{rank}"), b"", me.as_bytes(), deadline)?;
+    if first == me.as_bytes() {
+        return Ok(());
+    }
+    let first = String::from_utf8_lossy(&first);
+    let (first, _) = first.split_once(" (").unwrap_or((&first, ""));
+    let (me, _) = me.split_once(" (").unwrap_or((&me, ""));
+    Err(Error::new(
+        ErrorKind::Conflict,
+        format!(
+            "rank {rank} is claimed twice: by {first}, and now by {me}; give each process a rank of its own, and each run a new meeting place"
+        ),
+    ))
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    fn from(pairs: &[(&str, &str)]) -> Result<Place> {
-        Place::from_variables(|name| {
-            let found = pairs.iter().find(|(n, _)| *n == name);
-            found.map(|(_, v)| (*v).to_string())
-        })
-    }
-
     fn tcp(address: &str) -> Meeting {
         Meeting::Tcp(address.to_string())
-    }
-
-    #[test]
-    fn every_launcher_is_understood_and_torchrun_goes_first() {
-        let place = from(&[
-            ("RANK", "3"),
-            ("WORLD_SIZE", "8"),
-            ("LOCAL_RANK", "1"),
-            ("MASTER_ADDR", "node7"),
-            ("MASTER_PORT", "4000"),
-            ("SLURM_PROCID", "0"),
-        ]);
-        let wanted = Place {
-            rank: 3,
-            world_size: 8,
-            local_rank: Some(1),
-            meeting: tcp("node7:4000"),
-        };
-        assert_eq!(place.unwrap(), wanted);
-        let ompi = from(&[
-            ("OMPI_COMM_WORLD_RANK", "1"),
-            ("OMPI_COMM_WORLD_SIZE", "2"),
-            ("MASTER_ADDR", "fe80::1"),
-        ]);
-        assert_eq!(ompi.unwrap().meeting, tcp("[fe80::1]:29500"));
-        let slurm = from(&[
-            ("SLURM_PROCID", "5"),
-            ("SLURM_NTASKS", "6"),
-            ("SLURM_LOCALID", "0"),
-            ("SLURM_LAUNCH_NODE_IPADDR", "10.0.0.9"),
-        ])
-        .unwrap();
-        assert_eq!((slurm.rank, slurm.local_rank), (5, Some(0)));
-        assert_eq!(slurm.meeting, tcp("10.0.0.9:29500"));
-        let mpich = from(&[("PMI_RANK", "0"), ("PMI_SIZE", "1"), ("MASTER_ADDR", "localhost")]).unwrap();
-        assert_eq!(mpich.local_rank, None);
-    }
-
-    #[test]
-    fn each_variable_of_a_launcher_is_read_and_no_other_is() {
-        // The names as the launchers' manuals give them. A launcher's other variables have other numbers.
-        for [rank, world_size, local_rank] in [
-            ["RANK", "WORLD_SIZE", "LOCAL_RANK"],
-            [
-                "OMPI_COMM_WORLD_RANK",
-                "OMPI_COMM_WORLD_SIZE",
-                "OMPI_COMM_WORLD_LOCAL_RANK",
-            ],
-            ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"],
-            ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"],
-        ] {
-            let others = [
-                "GROUP_RANK",
-                "ROLE_RANK",
-                "OMPI_COMM_WORLD_NODE_RANK",
-                "SLURM_NODEID",
-            ];
-            let pairs = [
-                (rank, "5"),
-                (world_size, "8"),
-                (local_rank, "3"),
-                ("MASTER_ADDR", "h"),
-            ];
-            let all: Vec<_> = others.map(|o| (o, "7")).into_iter().chain(pairs).collect();
-            let place = from(&all).unwrap();
-            let wanted = Place {
-                rank: 5,
-                world_size: 8,
-                local_rank: Some(3),
-                meeting: tcp("h:29500"),
-            };
-            assert_eq!(place, wanted, "{rank}");
-            let e = from(&[(rank, "5"), ("MASTER_ADDR", "h")]).unwrap_err();
-            assert!(e.to_string().contains(&format!("{world_size} is not")), "{e}");
-            let e = from(&[pairs[0], pairs[1], (local_rank, "x"), pairs[3]]).unwrap_err();
-            assert!(e.to_string().contains(&format!("{local_rank} is 'x'")), "{e}");
-        }
-    }
-
-    #[test]
-    fn what_is_missing_is_named() {
-        for (pairs, says) in [
-            (&[][..], "RANK (torchrun)"),
-            (&[("RANK", "0")], "set MASTER_ADDR"),
-            (&[("RANK", "0"), ("MASTER_ADDR", "a")], "WORLD_SIZE is not"),
-            (&[("RANK", "x"), ("MASTER_ADDR", "a")], "RANK is 'x'"),
-            (
-                &[("RANK", "2"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "a")],
-                "rank 2 does not exist",
-            ),
-            (
-                &[
-                    ("RANK", "0"),
-                    ("WORLD_SIZE", "1"),
-                    ("MASTER_ADDR", "a"),
-                    ("MASTER_PORT", "99999"),
-                ],
-                "MASTER_PORT is '99999'",
-            ),
-        ] {
-            let e = from(pairs).unwrap_err();
-            assert!(e.to_string().contains(says), "{pairs:?}: {e}");
-        }
     }
 
     #[test]
@@ -364,5 +223,25 @@ mod tests {
             let e = Place::from_url(url).unwrap_err();
             assert!(e.to_string().contains(says), "{url}: {e}");
         }
+    }
+
+    #[test]
+    fn a_rank_that_two_processes_claim_is_named_at_once_with_both() {
+        let folder = tempfile::tempdir().unwrap();
+        let place = |rank| Place {
+            rank,
+            world_size: 2,
+            local_rank: None,
+            meeting: Meeting::File(folder.path().join("meeting")),
+        };
+        let soon = || ftcore::deadline_in(std::time::Duration::from_secs(10));
+        let first = place(1).open(soon()).unwrap();
+        place(0).open(soon()).unwrap();
+        let e = place(1).open(soon()).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Conflict);
+        let me = format!("process {} on ", std::process::id());
+        assert_eq!(e.to_string().matches(&me).count(), 2, "{e}");
+        assert!(e.to_string().contains("rank 1 is claimed twice"), "{e}");
+        drop(first);
     }
 }

@@ -9,9 +9,10 @@ use std::time::Instant;
 use ftcore::lifecycle::Split;
 use ftcore::{
     Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result,
-    Store, TcpStoreServer,
+    Store,
 };
 
+use crate::place::Host;
 use crate::{BackendSpec, ByDevice, Place};
 
 /// With the value 1, [`World::new_group`] and [`World::split_group`] split the world's group; with 0, or unset, they configure new groups.
@@ -105,8 +106,8 @@ pub struct World {
     configuration: Configuration,
     options: WorldOptions,
     splits: bool,
-    /// Rank 0's, for a meeting over TCP.
-    _server: Option<TcpStoreServer>,
+    /// Rank 0's, so that the others find the store.
+    _host: Host,
 }
 
 impl fmt::Debug for World {
@@ -125,12 +126,9 @@ impl World {
     ///
     /// Errors: those of [`Place::open`] and [`World::with_store`].
     pub fn init(place: &Place, options: WorldOptions, deadline: Instant) -> Result<Self> {
-        let (store, server) = place.open(deadline)?;
+        let (store, host) = place.open(deadline)?;
         let world = Self::with_store(store, place.rank, place.world_size, options, deadline)?;
-        Ok(Self {
-            _server: server,
-            ..world
-        })
+        Ok(Self { _host: host, ..world })
     }
 
     /// Connects through a store that all ranks have; nobody has made a world through it before.
@@ -160,7 +158,7 @@ impl World {
             configuration,
             options,
             splits,
-            _server: None,
+            _host: Host::default(),
         })
     }
 

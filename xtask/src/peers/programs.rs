@@ -11,18 +11,15 @@ use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 
-use crate::deny;
 use crate::metadata::Metadata;
-use crate::process::{self, Output};
+use crate::venv::{MPICH, environment};
+use crate::wheels::{on_path, quietly};
+use crate::{debian, deny};
 
-const MPICH_VERSION: &str = "5.0.2";
-/// Of its build for Linux x86-64.
-const MPICH_HASH: &str = "8fed465ebff269ea2ebac179a25de02671ddf8df476e0f115be089015015cfd4";
 const TORCH: &str = "torch>=2.8";
 const SOURCE: &str = include_str!("../../peers/allreduce.c");
 const SCRIPT: &str = include_str!("../../peers/allreduce.py");
 
-const INSTALL_LIMIT: Duration = Duration::from_secs(5 * 60);
 const TORCH_LIMIT: Duration = Duration::from_secs(30 * 60);
 const COMPILE_LIMIT: Duration = Duration::from_secs(60);
 
@@ -133,43 +130,6 @@ pub(super) fn find(which: Which, ours: &Path, metadata: &Metadata, torch: bool) 
     found.map_err(|e| format!("{e:#}"))
 }
 
-/// Runs a command whose output only matters if it fails.
-fn quietly(what: &str, command: &mut Command, limit: Duration, log: &Path) -> Result<()> {
-    let finished = process::run(command, limit, Output::Log(log), |_| {})?;
-    if !finished.is_success() {
-        let said = fs::read_to_string(log).unwrap_or_default();
-        bail!(
-            "{what}: {}",
-            deny::reason(&said).unwrap_or_else(|| finished.describe())
-        );
-    }
-    Ok(())
-}
-
-/// A virtual environment in `folder` with what `requirements` (pip's format) name; made once.
-fn environment(folder: &Path, requirements: &str, extra: &[&str], limit: Duration) -> Result<()> {
-    let done = folder.join("complete");
-    if fs::read_to_string(&done).is_ok_and(|t| t == requirements) {
-        return Ok(());
-    }
-    // What an interrupted installation left is not to be trusted. Environments cannot be moved: their scripts hold paths.
-    let _ = fs::remove_dir_all(folder);
-    fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
-    let log = folder.join("install.log");
-    let mut venv = Command::new("python3");
-    venv.args(["-m", "venv"]).arg(folder);
-    quietly("python3 -m venv", &mut venv, INSTALL_LIMIT, &log)?;
-    let wanted = folder.join("requirements.txt");
-    fs::write(&wanted, requirements).with_context(|| format!("cannot write {}", wanted.display()))?;
-    let mut pip = Command::new(folder.join("bin/pip"));
-    pip.args(["install", "--disable-pip-version-check", "--only-binary", ":all:"])
-        .args(extra)
-        .arg("--requirement")
-        .arg(&wanted);
-    quietly("pip", &mut pip, limit, &log)?;
-    fs::write(&done, requirements).with_context(|| format!("cannot write {}", done.display()))
-}
-
 /// Compiles our C program with an MPI's compiler wrapper.
 fn compile(mpicc: &Path, folder: &Path) -> Result<PathBuf> {
     fs::create_dir_all(folder).with_context(|| format!("cannot make {}", folder.display()))?;
@@ -184,17 +144,7 @@ fn compile(mpicc: &Path, folder: &Path) -> Result<PathBuf> {
 }
 
 fn mpich(cache: &Path) -> Result<Program> {
-    if cfg!(not(all(target_os = "linux", target_arch = "x86_64"))) {
-        bail!("the pinned wheel is for Linux on x86-64");
-    }
-    let folder = cache.join(format!("mpich-{MPICH_VERSION}"));
-    let requirements = format!("mpich=={MPICH_VERSION} --hash=sha256:{MPICH_HASH}\n");
-    environment(
-        &folder,
-        &requirements,
-        &["--no-deps", "--require-hashes"],
-        INSTALL_LIMIT,
-    )?;
+    let folder = MPICH.install(cache)?;
     let binary = compile(&folder.join("bin/mpicc"), &folder.join("program"))?;
     let mut launch = vec![folder.join("bin/mpiexec").display().to_string()];
     launch.extend(["-bind-to", "core", "-n"].map(str::to_owned));
@@ -205,7 +155,7 @@ fn openmpi(cache: &Path, transport: &[&str]) -> Result<Program> {
     // Debian's names, so that no other MPI on the path is taken for it.
     let mut found = on_path(&["mpicc.openmpi"]).zip(on_path(&["mpirun.openmpi"]));
     if found.is_none() {
-        install_openmpi(cache)?;
+        debian::install(&["openmpi-bin", "libopenmpi-dev"])?;
         found = on_path(&["mpicc.openmpi"]).zip(on_path(&["mpirun.openmpi"]));
     }
     let (mpicc, mpirun) =
@@ -218,26 +168,6 @@ fn openmpi(cache: &Path, transport: &[&str]) -> Result<Program> {
     launch.extend(transport.iter().map(|&a| a.to_owned()));
     launch.push("-n".to_owned());
     Ok(Program::Mpi { launch, binary })
-}
-
-fn install_openmpi(cache: &Path) -> Result<()> {
-    if !rustix::process::geteuid().is_root() {
-        bail!("not installed, and only root can install it (apt-get install openmpi-bin libopenmpi-dev)");
-    }
-    if on_path(&["apt-get"]).is_none() {
-        bail!("not installed, and there is no apt-get");
-    }
-    fs::create_dir_all(cache).with_context(|| format!("cannot make {}", cache.display()))?;
-    let mut apt = Command::new("apt-get");
-    apt.args([
-        "install",
-        "--yes",
-        "--no-install-recommends",
-        "openmpi-bin",
-        "libopenmpi-dev",
-    ])
-    .env("DEBIAN_FRONTEND", "noninteractive");
-    quietly("apt-get", &mut apt, INSTALL_LIMIT, &cache.join("apt.log"))
 }
 
 fn gloo(cache: &Path, may_install: bool) -> Result<Program> {
@@ -264,14 +194,6 @@ fn gloo(cache: &Path, may_install: bool) -> Result<Program> {
     Ok(Program::Torch { python, script })
 }
 
-/// The first of `names` that is a file in a folder of PATH.
-fn on_path(names: &[&str]) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH")?;
-    std::env::split_paths(&path)
-        .flat_map(|folder| names.iter().map(move |name| folder.join(name)))
-        .find(|file| file.is_file())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -295,11 +217,5 @@ mod tests {
                 .contains("4 ranks on 2 cores")
         );
         assert!(Which::Openmpi.can_run(4, 2).is_ok());
-    }
-
-    #[test]
-    fn what_is_not_on_the_path_is_not_found() {
-        assert!(on_path(&["no-such-program-of-ours"]).is_none());
-        assert!(on_path(&["no-such-program-of-ours", "sh"]).is_some());
     }
 }

@@ -1,0 +1,75 @@
+//! What a rank does once a launcher has started it.
+
+use std::process::ExitCode;
+use std::time::Duration;
+
+use backend_gloo as _;
+use ftcore::{Error, ProcessGroupExt as _, ReduceOp, Result, Tensor, deadline_in};
+use world::{Place, World, WorldOptions};
+
+use crate::say;
+
+pub(crate) fn play(scene: &str) -> ExitCode {
+    match carry_out(scene) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => {
+            say(&format!("error: {e}"));
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn sum(world: &World) -> Result<f32> {
+    let mine = Tensor::from_slice(&[world.rank() as f32 + 1.0]);
+    let summed = world.group().allreduce(mine, ReduceOp::Sum)?.take_tensor()?;
+    summed
+        .as_slice::<f32>()?
+        .first()
+        .copied()
+        .ok_or_else(|| Error::invalid("no sum"))
+}
+
+/// Ends this process as a crash does.
+fn die() {
+    let me = rustix::process::getpid();
+    let _ = rustix::process::kill_process(me, rustix::process::Signal::KILL);
+}
+
+/// `reduce`: once. `die`: rank 1 dies after it, and the others say what they hear. `die-once`: likewise, in the first attempt only.
+fn carry_out(scene: &str) -> Result<()> {
+    let place = Place::from_env()?;
+    let options = WorldOptions {
+        backends: "gloo".parse()?,
+        ..WorldOptions::default()
+    };
+    let world = World::init(&place, options, deadline_in(Duration::from_secs(30)))?;
+    let first = sum(&world)?;
+    say(&format!(
+        "rank {} of {} has {first}",
+        world.rank(),
+        world.world_size()
+    ));
+    let restarts = ["TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"];
+    let is_again = restarts
+        .iter()
+        .any(|name| std::env::var(name).is_ok_and(|count| count != "0"));
+    if scene == "die" || (scene == "die-once" && !is_again) {
+        if world.rank() == 1 {
+            die();
+        }
+        match sum(&world) {
+            Ok(_) => say("nobody died"),
+            Err(e) => {
+                // The group may have heard before the call.
+                let e = world.group().error().unwrap_or(e);
+                let peer = e.context().peer.map_or("?".to_string(), |p| p.to_string());
+                say(&format!(
+                    "rank {} heard {:?} of rank {peer}",
+                    world.rank(),
+                    e.kind()
+                ));
+            }
+        }
+    }
+    world.shutdown(deadline_in(Duration::from_secs(10)))
+}
