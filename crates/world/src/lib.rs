@@ -20,4 +20,4 @@ pub use mesh::{DeviceMesh, MeshShape};
 pub use order::{Dimension, RankOrder, Sizes};
 pub use place::{Host, Meeting, Place};
 pub use spec::BackendSpec;
-pub use world::{ENV_SPLIT_GROUPS, Make, World, WorldOptions};
+pub use world::{ENV_SPLIT_GROUPS, GroupSpec, Make, World, WorldOptions};

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, ProcessGroup, Result};
 
-use crate::World;
+use crate::{GroupSpec, World};
 
 /// The dimensions of a mesh: names and lengths. The last one is the fastest: ranks that differ by one are neighbours in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -176,7 +176,7 @@ fn member(
     names: &[&str],
     deadline: Instant,
 ) -> Result<Box<dyn ProcessGroup>> {
-    let group = world.split_group(&shape.groups(names)?, deadline)?;
+    let group = world.split_group(&shape.groups(names)?, &GroupSpec::default(), deadline)?;
     group.ok_or_else(|| Error::new(ErrorKind::Internal, "this rank is in no group of the mesh"))
 }
 

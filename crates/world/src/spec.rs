@@ -40,16 +40,39 @@ impl BackendSpec {
                         home, home.kind
                     )));
                 }
-                let on = |kind: &DeviceKind| match kind {
-                    DeviceKind::Cpu => Device::CPU,
-                    kind => Device::new(kind.clone(), home.index),
-                };
                 Ok(pairs
                     .iter()
-                    .map(|(kind, name)| (on(kind), name.clone()))
+                    .map(|(kind, name)| (on(kind, home), name.clone()))
                     .collect())
             }
         }
+    }
+}
+
+impl BackendSpec {
+    /// The own device of a group with these backends that is made by ranks whose device is `device`: that one if it is served, otherwise the
+    /// first that is.
+    ///
+    /// Errors: `InvalidArgument` if there is none.
+    pub(crate) fn home(&self, device: &Device) -> Result<Device> {
+        let Self::ByDevice(pairs) = self else {
+            return Ok(device.clone());
+        };
+        if pairs.iter().any(|(kind, _)| *kind == device.kind) {
+            return Ok(device.clone());
+        }
+        let (first, _) = pairs
+            .first()
+            .ok_or_else(|| Error::invalid("a list of backends without a device"))?;
+        Ok(on(first, device))
+    }
+}
+
+/// The device of this kind that goes with `home`: of the same index, the CPU excepted.
+fn on(kind: &DeviceKind, home: &Device) -> Device {
+    match kind {
+        DeviceKind::Cpu => Device::CPU,
+        kind => Device::new(kind.clone(), home.index),
     }
 }
 

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::ffi::OsStr;
 use std::fmt;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ftcore::lifecycle::Split;
 use ftcore::{
@@ -78,12 +78,53 @@ impl WorldOptions {
         only.ok_or_else(|| Error::new(ErrorKind::Internal, "a specification without a backend"))
     }
 
+    /// These options where `spec` says nothing, and what it says otherwise.
+    ///
+    /// Errors: `InvalidArgument` for a specification without a device; `NotFound` if the device has no backend.
+    fn changed_by(&self, spec: &GroupSpec) -> Result<Self> {
+        let mut changed = self.clone();
+        if let Some(backends) = &spec.backends {
+            changed.device = backends.home(&self.device)?;
+            changed.backends = backends.clone();
+        }
+        if let Some(options) = &spec.options {
+            changed.options.clone_from(options);
+            changed.options_of.clear();
+        }
+        changed.options_of.extend(
+            spec.options_of
+                .iter()
+                .map(|(kind, options)| (kind.clone(), options.clone())),
+        );
+        if let Some(timeout) = spec.timeout {
+            changed.options.timeout = timeout;
+            changed.options_of.values_mut().for_each(|o| o.timeout = timeout);
+        }
+        Ok(changed)
+    }
+
     fn splits(&self) -> Result<bool> {
         if let Some(splits) = self.split_groups {
             return Ok(splits);
         }
         says_split(std::env::var_os(ENV_SPLIT_GROUPS).as_deref())
     }
+}
+
+/// In what a new group differs from the world's: in nothing, by default.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct GroupSpec {
+    /// Other backends, or only some of the world's: `cpu:gloo` of a `cpu:gloo,cuda:nccl` world makes the gloo group beside it. The same on
+    /// all ranks.
+    pub backends: Option<BackendSpec>,
+    /// In the place of [`WorldOptions::options`], and of all of [`WorldOptions::options_of`]. Every backend must honour them (INV-9).
+    pub options: Option<GroupOptions>,
+    /// For backends of these device kinds.
+    pub options_of: BTreeMap<DeviceKind, GroupOptions>,
+    /// How long an operation may take when its call names no deadline.
+    pub timeout: Option<Duration>,
+    /// What messages call it.
+    pub name: Option<String>,
 }
 
 /// What the value of [`ENV_SPLIT_GROUPS`] says.
@@ -178,43 +219,52 @@ impl World {
     }
 
     /// A group of `ranks`, in which rank `ranks[i]` is rank i; `None` on ranks that are not among them. A call of all ranks of the
-    /// world, with the same list.
+    /// world, with the same list and the same backends.
     ///
     /// Errors: as [`split_group`](Self::split_group).
-    pub fn new_group(&self, ranks: &[u32], deadline: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
-        self.split_group(&[ranks.to_vec()], deadline)
+    pub fn new_group(
+        &self,
+        ranks: &[u32],
+        spec: &GroupSpec,
+        deadline: Instant,
+    ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        self.split_group(&[ranks.to_vec()], spec, deadline)
             .map_err(|e| e.with_op("new_group"))
     }
 
     /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks of the world, with the same
-    /// lists; one exchange for all of them.
+    /// lists and the same backends; one exchange for all of them.
     ///
-    /// Errors: `InvalidArgument` for an empty list, a rank that does not exist or is in two places; `Mismatch` names a rank that passed
-    /// other lists; `Unsupported` if groups are to be split and the backend cannot; what `configure` of the new group says.
+    /// With [`ENV_SPLIT_GROUPS`] the backend splits it off the world's group, unless `spec` asks for something that a split would lose.
+    ///
+    /// Errors: `InvalidArgument` for an empty list, a rank that does not exist or is in two places, or an option that a backend does not honour;
+    /// `Mismatch` names a rank that passed other lists or backends; `Unsupported` if groups are to be split and the backend cannot; what
+    /// `configure` of the new group says.
     pub fn split_group(
         &self,
         partition: &[Vec<u32>],
+        spec: &GroupSpec,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
-        let ballots = ballots(partition, self.world_size()).map_err(|e| e.with_op("split_group"))?;
+        let named = |e: Error| e.with_op("split_group").with_rank(self.rank());
+        let ballots = ballots(partition, spec, self.world_size()).map_err(named)?;
         let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
-        if self.splits {
+        // A split has the options and the name of its parent.
+        if self.splits && *spec == GroupSpec::default() {
             let child = self.group.split(color, key, deadline)?;
             let wanted = ballots.iter().filter(|(c, _)| *c == color).count();
             if let Some(found) = child.as_ref().map(|c| c.info().world_size as usize)
                 && found != wanted
             {
-                return Err(Error::new(
-                    ErrorKind::Mismatch,
-                    format!(
-                        "{wanted} ranks should be in this group, {found} are: not all passed the same lists"
-                    ),
-                )
-                .with_op("split_group")
-                .with_rank(self.rank()));
+                let text = format!(
+                    "{wanted} ranks should be in this group, {found} are: not all passed the same lists"
+                );
+                return Err(named(Error::new(ErrorKind::Mismatch, text)));
             }
             return Ok(child);
         }
+        // Before the exchange: what this rank cannot make is told at once.
+        let options = self.options.changed_by(spec).map_err(named)?;
         let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
         if let Some(other) = split
             .said()
@@ -222,18 +272,16 @@ impl World {
             .position(|(said, wanted)| said != *wanted)
         {
             let other = u32::try_from(other).unwrap_or(u32::MAX);
-            return Err(Error::new(
-                ErrorKind::Mismatch,
-                format!("rank {other} did not pass the same lists of ranks"),
-            )
-            .with_op("split_group")
-            .with_rank(self.rank())
-            .with_peer(other));
+            let text = format!("rank {other} did not pass the same lists of ranks and the same backends");
+            return Err(named(Error::new(ErrorKind::Mismatch, text)).with_peer(other));
         }
-        let Some(configuration) = split.child(deadline) else {
+        let Some(mut configuration) = split.child(deadline) else {
             return Ok(None);
         };
-        let child = self.options.group(&configuration.name)?;
+        if let Some(name) = &spec.name {
+            configuration.name.clone_from(name);
+        }
+        let child = options.group(&configuration.name)?;
         child.configure(configuration)?;
         Ok(Some(child))
     }
@@ -246,11 +294,11 @@ impl World {
     }
 }
 
-/// What each rank passes for this partition: (colour, key). The colours depend on all lists, so that ranks which pass different ones
-/// cannot take each other for members.
-fn ballots(partition: &[Vec<u32>], world_size: u32) -> Result<Vec<(Option<u32>, u32)>> {
+/// What each rank passes for this partition: (colour, key). The colours depend on all lists and on the backends, so that ranks which pass
+/// different ones cannot take each other for members.
+fn ballots(partition: &[Vec<u32>], spec: &GroupSpec, world_size: u32) -> Result<Vec<(Option<u32>, u32)>> {
     let mut ballots = vec![(None, 0); world_size as usize];
-    let mut color = fingerprint(partition);
+    let mut color = fingerprint(partition, spec);
     for ranks in partition {
         if ranks.is_empty() {
             return Err(Error::invalid("a list of no ranks; a group has at least one"));
@@ -276,13 +324,18 @@ fn ballots(partition: &[Vec<u32>], world_size: u32) -> Result<Vec<(Option<u32>, 
 /// Libraries take colours as signed numbers of 32 bits.
 const COLORS: u32 = 0x7fff_ffff;
 
-/// FNV-1a over the lists and their lengths.
-fn fingerprint(partition: &[Vec<u32>]) -> u32 {
+/// FNV-1a over the lists, their lengths and the backends.
+fn fingerprint(partition: &[Vec<u32>], spec: &GroupSpec) -> u32 {
     let words = partition.iter().flat_map(|ranks| {
         let length = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         std::iter::once(length).chain(ranks.iter().copied())
     });
-    let bytes = words.flat_map(u32::to_le_bytes);
+    let backends = spec
+        .backends
+        .as_ref()
+        .map(ToString::to_string)
+        .unwrap_or_default();
+    let bytes = words.flat_map(u32::to_le_bytes).chain(backends.into_bytes());
     bytes.fold(0x811c_9dc5_u32, |hash, byte| {
         (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
     }) & COLORS
@@ -292,18 +345,22 @@ fn fingerprint(partition: &[Vec<u32>]) -> u32 {
 mod tests {
     use super::*;
 
+    fn passed(partition: &[Vec<u32>], world_size: u32) -> Result<Vec<(Option<u32>, u32)>> {
+        ballots(partition, &GroupSpec::default(), world_size)
+    }
+
     #[test]
     fn every_rank_passes_its_list_and_its_place_in_it() {
-        let said = ballots(&[vec![2, 0], vec![3]], 5).unwrap();
+        let said = passed(&[vec![2, 0], vec![3]], 5).unwrap();
         let colors: Vec<Option<u32>> = said.iter().map(|b| b.0).collect();
         assert_eq!(colors[0], colors[2]);
         assert!(colors[0].is_some() && colors[3].is_some() && colors[0] != colors[3]);
         assert_eq!((colors[1], colors[4]), (None, None));
         assert_eq!((said[2].1, said[0].1, said[3].1), (0, 1, 0));
         // Rank 3 alone has the same place in another partition, but not the same colour.
-        assert_ne!(ballots(&[vec![0, 2], vec![3]], 5).unwrap()[3], said[3]);
+        assert_ne!(passed(&[vec![0, 2], vec![3]], 5).unwrap()[3], said[3]);
         // The same ranks in a row, cut elsewhere: rank 0 is the first of the first list in both.
-        let cut = |at: usize| ballots(&[[0, 1, 2][..at].to_vec(), [0, 1, 2][at..].to_vec()], 3);
+        let cut = |at: usize| passed(&[[0, 1, 2][..at].to_vec(), [0, 1, 2][at..].to_vec()], 3);
         assert_ne!(cut(1).unwrap()[0], cut(2).unwrap()[0]);
     }
 
@@ -335,7 +392,7 @@ mod tests {
             (vec![vec![2, 2]], "rank 2 is in the lists twice"),
             (vec![vec![0], vec![]], "no ranks"),
         ] {
-            let e = ballots(&partition, 3).unwrap_err();
+            let e = passed(&partition, 3).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::InvalidArgument);
             assert!(e.to_string().contains(says), "{e}");
         }

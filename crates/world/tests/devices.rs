@@ -16,7 +16,7 @@ use ftcore::{
     ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, accelerator, deadline_in,
 };
 use libtest_mimic::{Arguments, Trial};
-use world::{BackendSpec, World, WorldOptions};
+use world::{BackendSpec, GroupSpec, World, WorldOptions};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))
@@ -108,12 +108,30 @@ fn each_to_its_own() -> Result<()> {
         group.barrier()?;
         for splits in [[0, 1], [1, 0]] {
             let child = world
-                .new_group(&splits, soon())?
+                .new_group(&splits, &GroupSpec::default(), soon())?
                 .ok_or_else(|| fail("this rank is in no group"))?;
             let found = sums(&*child, &device, world.rank() as f32)?;
             ensure(found == (1.0, 10.0), || format!("{found:?}"))?;
             child.shutdown(soon())?;
         }
+        // The group on the host beside it, of the gloo member alone.
+        let spec = GroupSpec {
+            backends: Some("cpu:gloo".parse()?),
+            ..GroupSpec::default()
+        };
+        let beside = world
+            .new_group(&[0, 1], &spec, soon())?
+            .ok_or_else(|| fail("this rank is in no group"))?;
+        let info = beside.info();
+        ensure(
+            (&*info.backend, &info.device) == ("cpu:gloo", &Device::CPU),
+            || format!("{info:?}"),
+        )?;
+        let summed = beside
+            .allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?
+            .take_tensor()?;
+        ensure(value(&summed)? == 2.0, || "the sum is wrong".into())?;
+        beside.shutdown(soon())?;
         let child = group
             .split(Some(0), 1 - world.rank(), soon())?
             .ok_or_else(|| fail("this rank passed a colour"))?;

@@ -7,15 +7,16 @@
     reason = "a failure here is a failed test"
 )]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 // Links the backend, which registers itself.
 use backend_gloo as _;
 use ftcore::{
-    ErrorKind, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, Tensor, deadline_in,
+    ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Registry, Result, Store,
+    Tensor, deadline_in,
 };
-use world::{DeviceMesh, MeshShape, Place, World, WorldOptions};
+use world::{DeviceMesh, GroupSpec, Make, MeshShape, Place, World, WorldOptions};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))
@@ -23,18 +24,22 @@ fn soon() -> Instant {
 
 /// Runs `body` on every rank; the results in rank order.
 fn ranks<T: Send>(world_size: u32, splits: bool, body: impl Fn(World) -> T + Sync) -> Vec<T> {
+    let options = WorldOptions {
+        split_groups: Some(splits),
+        ..WorldOptions::default()
+    };
+    ranks_with(world_size, &options, body)
+}
+
+/// As above, with all options.
+fn ranks_with<T: Send>(world_size: u32, options: &WorldOptions, body: impl Fn(World) -> T + Sync) -> Vec<T> {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     std::thread::scope(|scope| {
         let threads: Vec<_> = (0..world_size)
             .map(|rank| {
-                let (store, body) = (store.clone(), &body);
-                scope.spawn(move || {
-                    let options = WorldOptions {
-                        split_groups: Some(splits),
-                        ..WorldOptions::default()
-                    };
-                    body(World::with_store(store, rank, world_size, options, soon()).unwrap())
-                })
+                let (store, options, body) = (store.clone(), options.clone(), &body);
+                scope
+                    .spawn(move || body(World::with_store(store, rank, world_size, options, soon()).unwrap()))
             })
             .collect();
         threads.into_iter().map(|t| t.join().unwrap()).collect()
@@ -56,7 +61,7 @@ fn sum(group: &dyn ProcessGroup, rank: u32) -> f32 {
 fn a_new_group_has_the_ranks_it_names_in_the_order_it_names_them() {
     for splits in [false, true] {
         let found = ranks(4, splits, |world| {
-            let group = world.new_group(&[3, 1], soon()).unwrap();
+            let group = world.new_group(&[3, 1], &GroupSpec::default(), soon()).unwrap();
             // The world goes on beside it.
             assert_eq!(sum(world.group(), world.rank()), 15.0);
             let told = group.map(|g| (g.info().rank, g.info().world_size, sum(&*g, world.rank())));
@@ -73,11 +78,122 @@ fn a_partition_is_made_in_one_call_and_groups_of_one_are_valid() {
     for splits in [false, true] {
         let found = ranks(5, splits, |world| {
             let lists = [vec![0, 4], vec![2], vec![1, 3]];
-            let group = world.split_group(&lists, soon()).unwrap().unwrap();
+            let group = world
+                .split_group(&lists, &GroupSpec::default(), soon())
+                .unwrap()
+                .unwrap();
             sum(&*group, world.rank())
         });
         assert_eq!(found, [17.0, 10.0, 4.0, 10.0, 17.0], "split: {splits}");
     }
+}
+
+#[test]
+fn an_empty_partition_leaves_every_rank_without_a_group() {
+    for splits in [false, true] {
+        let found = ranks(2, splits, |world| {
+            let none = world.split_group(&[], &GroupSpec::default(), soon()).unwrap();
+            (none.is_none(), sum(world.group(), world.rank()))
+        });
+        assert_eq!(found, [(true, 3.0); 2], "split: {splits}");
+    }
+}
+
+/// Options as backends have seen them at the creation of each group.
+type Seen = Arc<Mutex<Vec<GroupOptions>>>;
+
+/// A world of two whose backends' options are written down.
+fn watched(splits: bool) -> (WorldOptions, Seen) {
+    let seen = Seen::default();
+    let notes = seen.clone();
+    let make: Arc<Make> = Arc::new(move |name, device, options| {
+        notes.lock().unwrap().push(options.clone());
+        Registry::global().create(name, device, options)
+    });
+    let options = WorldOptions {
+        make,
+        split_groups: Some(splits),
+        ..WorldOptions::default()
+    };
+    (options, seen)
+}
+
+#[test]
+fn what_a_new_group_asks_for_reaches_its_backend_split_or_not() {
+    let timeout = Duration::from_secs(7);
+    let spec = GroupSpec {
+        timeout: Some(timeout),
+        name: Some("side".to_string()),
+        ..GroupSpec::default()
+    };
+    for splits in [false, true] {
+        let (options, seen) = watched(splits);
+        let names = ranks_with(2, &options, |world| {
+            let side = world.new_group(&[0, 1], &spec, soon()).unwrap().unwrap();
+            assert_eq!(sum(&*side, world.rank()), 3.0);
+            side.info().name
+        });
+        assert_eq!(names, ["side", "side"]);
+        let timeouts: Vec<Duration> = seen.lock().unwrap().iter().map(|o| o.timeout).collect();
+        // Two for the world, two for the group: a split would have kept the world's.
+        assert_eq!(
+            timeouts.iter().filter(|t| **t == timeout).count(),
+            2,
+            "split: {splits}"
+        );
+        assert_eq!(timeouts.len(), 4, "split: {splits}");
+    }
+}
+
+#[test]
+fn a_group_that_asks_for_nothing_is_split_off_where_groups_are_split() {
+    for (splits, made) in [(false, 4), (true, 2)] {
+        let (options, seen) = watched(splits);
+        ranks_with(2, &options, |world| {
+            let group = world
+                .new_group(&[1, 0], &GroupSpec::default(), soon())
+                .unwrap()
+                .unwrap();
+            assert_eq!(sum(&*group, world.rank()), 3.0);
+        });
+        assert_eq!(seen.lock().unwrap().len(), made, "split: {splits}");
+    }
+}
+
+#[test]
+fn an_option_that_the_backend_does_not_honour_is_refused_and_the_world_goes_on() {
+    let options = GroupOptions {
+        min_ctas: Some(4),
+        ..GroupOptions::default()
+    };
+    let spec = GroupSpec {
+        options: Some(options),
+        ..GroupSpec::default()
+    };
+    for splits in [false, true] {
+        ranks(2, splits, |world| {
+            let e = world.new_group(&[0, 1], &spec, soon()).err().unwrap();
+            assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+            assert!(e.to_string().contains("min_ctas"), "{e}");
+            assert_eq!(sum(world.group(), world.rank()), 3.0);
+        });
+    }
+}
+
+#[test]
+fn ranks_that_ask_for_other_backends_are_named_on_every_rank() {
+    let found = ranks(2, false, |world| {
+        let spec = GroupSpec {
+            backends: (world.rank() == 1).then(|| "cpu:gloo".parse().unwrap()),
+            ..GroupSpec::default()
+        };
+        let e = world.new_group(&[0, 1], &spec, soon()).err().unwrap();
+        (e.kind(), e.context().peer)
+    });
+    assert_eq!(
+        found,
+        [(ErrorKind::Mismatch, Some(1)), (ErrorKind::Mismatch, Some(0))]
+    );
 }
 
 #[test]
@@ -88,7 +204,10 @@ fn ranks_that_pass_other_lists_are_named_on_every_rank() {
         } else {
             vec![0, 1, 2]
         };
-        let e = world.new_group(&mine, soon()).err().unwrap();
+        let e = world
+            .new_group(&mine, &GroupSpec::default(), soon())
+            .err()
+            .unwrap();
         // The world is none the worse for it.
         assert_eq!(sum(world.group(), world.rank()), 7.0);
         (e.kind(), e.context().peer)
@@ -101,7 +220,10 @@ fn ranks_that_pass_other_lists_are_named_on_every_rank() {
         } else {
             vec![0, 1, 2]
         };
-        world.new_group(&mine, soon()).err().map(|e| e.kind())
+        world
+            .new_group(&mine, &GroupSpec::default(), soon())
+            .err()
+            .map(|e| e.kind())
     });
     assert_eq!(found, [Some(ErrorKind::Mismatch); 3]);
 }
