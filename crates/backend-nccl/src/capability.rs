@@ -31,19 +31,6 @@ fn buffers(offer: &Offer) -> &'static str {
     }
 }
 
-/// How `configure` comes to a communicator, with that library.
-fn communicators(offer: &Offer) -> &'static str {
-    match (offer.lacks_reuse, offer.grows) {
-        (Some(_), _) => "a new communicator; this library can revoke and shrink none",
-        (None, true) => {
-            "a new communicator, or by the hint one split, shrunk or grown out of the last (not seen on a GPU)"
-        }
-        (None, false) => {
-            "a new communicator, or by the hint one split or shrunk out of the last (not seen on a GPU)"
-        }
-    }
-}
-
 /// The table for a library on a chip that reduces 8-bit floats or not.
 pub(crate) fn capabilities(offer: &Offer, chip_reduces_fp8: bool, counts_contributors: bool) -> Capabilities {
     let version = offer.version;
@@ -117,7 +104,6 @@ pub(crate) fn capabilities(offer: &Offer, chip_reduces_fp8: bool, counts_contrib
                 "runs over the control connections, not on the device",
             ),
             ("buffers", buffers(offer)),
-            ("configure", communicators(offer)),
             (
                 "traffic",
                 "computed from sizes and the ring algorithm, not measured",

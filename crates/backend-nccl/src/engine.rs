@@ -23,7 +23,6 @@ use crate::flight::{Flight, Label};
 use crate::lanes::Lanes;
 use crate::options::Settings;
 use crate::raw::{Comm, Native, Part, Wish};
-use crate::reuse::{self, Legacy};
 use crate::{enqueue, lanes};
 
 /// How long whoever waits for the end of an engine waits for the flush of its communicator, which the other ranks may hold up.
@@ -73,7 +72,7 @@ struct State {
     quit: bool,
     /// The watchdog has ended; nothing is pending.
     ended: bool,
-    /// The communicator is flushed and freed, or kept, or in the hands of another thread.
+    /// The communicator is flushed and freed, or in the hands of another thread.
     through: bool,
     /// Threads that are telling the others of a failure; the connections stay until they are through.
     reporting: u32,
@@ -87,8 +86,6 @@ pub(crate) struct Engine {
     pub(crate) place: Place,
     pub(crate) gpu: Arc<Gpu>,
     pub(crate) comm: Arc<Comm>,
-    /// What becomes of it.
-    pub(crate) legacy: Legacy,
     pub(crate) stream: CudaStream,
     pub(crate) settings: Settings,
     pub(crate) configuration: Configuration,
@@ -226,7 +223,6 @@ impl Engine {
 
     /// Lets pending work end until `deadline`, then ends the rest.
     pub(crate) fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
-        reuse::end(self);
         let mut state = lock(&self.state);
         state.closed = true;
         while !state.flights.is_empty() && state.failure.is_none() {
@@ -450,16 +446,11 @@ impl Engine {
     /// leaves the communicator in a state that nobody knows, so it fails the group, and the other ranks hear of it at once.
     pub(crate) fn jointly<T>(&self, op: &'static str, call: impl FnOnce() -> Result<T>) -> Result<T> {
         let _order = lock(&self.order);
-        // Before the look at the failure: whoever ends a failed engine then sees that the call is under way, or the call is not made.
-        self.legacy.doubt();
         if let Some(cause) = self.failure() {
-            // It stays in doubt: an earlier call may have come apart.
             let text = format!("the group has failed before: {cause}");
             return Err(Error::new(ErrorKind::Poisoned, text).with_source(cause));
         }
-        let made = call().map_err(|error| self.fail_in(op, error))?;
-        self.legacy.trust();
-        Ok(made)
+        call().map_err(|error| self.fail_in(op, error))
     }
 
     /// What the caller of a collective call that failed is told: the group's own failure if that came first and only closed the
@@ -491,7 +482,7 @@ impl Engine {
                 self.comm.has_no_child();
                 return Ok(None);
             }
-            Ok(()) => self.comm.take_child("ncclCommSplit")?,
+            Ok(()) => self.comm.take_child()?,
             // The child stays with this communicator, whose abort ends both.
             Err(error) => return Err(self.apart(error)),
         };

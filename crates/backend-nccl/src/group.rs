@@ -1,7 +1,7 @@
 //! The process group: how it connects, and its calls to the engine of the current configuration.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use ftcore::lifecycle::{self, Lifecycle, Split};
@@ -13,13 +13,11 @@ use ftcore::{
 use crate::bounded::bounded;
 use crate::buffers::Buffers;
 use crate::capability::capabilities;
-use crate::control::{self, Meeting};
+use crate::control;
 use crate::cuda::gpu::Gpu;
 use crate::engine::{Counters, Engine, Ingredients, Place};
-use crate::inherit::Heir;
 use crate::options::{Offer, Settings};
 use crate::raw::{Comm, Nccl, Part, nccl};
-use crate::reuse::{self, Parent};
 use crate::threads;
 
 /// A group of ranks on CUDA devices, one device per rank, over NCCL.
@@ -40,8 +38,6 @@ pub struct NcclGroup {
     gpu: Arc<Gpu>,
     counters: Arc<Counters>,
     buffers: Arc<Buffers>,
-    /// With `reuse_communicators`: the engine whose communicator the next configuration may have.
-    last: Mutex<Option<Arc<Engine>>>,
     lifecycle: Lifecycle<Engine>,
 }
 
@@ -75,7 +71,6 @@ impl NcclGroup {
             gpu,
             counters: Arc::default(),
             buffers: Arc::default(),
-            last: Mutex::default(),
             lifecycle: Lifecycle::new(name),
         })
     }
@@ -104,31 +99,25 @@ impl NcclGroup {
         threads::catch_up();
         let nccl = nccl()?;
         let _inside = self.gpu.enter()?;
-        let inherits = self.settings.reuse && matches!(origin, Origin::Id);
-        let parent = self.take_last().and_then(|last| Parent::of(last, c.deadline));
         let id = match &origin {
-            Origin::Id if c.rank == 0 && !inherits => {
+            Origin::Id if c.rank == 0 => {
                 let id = self.unique_id(nccl, c);
                 Some(id.inspect_err(|e| control::refuse(c, e))?)
             }
             _ => None,
         };
         let (constants, cancel) = (self.settings.constants(), self.lifecycle.cancelled());
-        let holding = parent.as_ref().map(Parent::holding);
-        let mut meeting = match control::meet(c, constants, id, holding, cancel) {
+        let mut meeting = match control::meet(c, constants, id, cancel) {
             Ok(meeting) => meeting,
             Err(error) => {
                 if let Origin::Parent(comm) = origin {
                     comm.give_up();
                 }
-                self.keep_last(parent.and_then(Parent::give_back));
                 return Err(error);
             }
         };
         let comm = match (origin, meeting.id) {
             (Origin::Parent(comm), _) => Ok(*comm),
-            // The ranks talk to each other there.
-            (Origin::Id, _) if inherits => self.inherit(nccl, c, &mut meeting, parent),
             (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
             (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
         };
@@ -148,49 +137,16 @@ impl NcclGroup {
             },
             gpu: self.gpu.clone(),
             comm,
-            comm_id: meeting.comm,
             settings: self.settings.clone(),
             configuration: c.clone(),
             counters: self.counters.clone(),
             streams: meeting.streams,
         })?;
         if let Err(error) = self.buffers.moved_to(&engine, self.settings.buffers) {
-            engine.legacy.waive();
             engine.abort("a buffer could not be registered again");
             return Err(error);
         }
-        if self.settings.reuse {
-            self.keep_last(Some(engine.clone()));
-        }
         Ok(engine)
-    }
-
-    fn inherit(
-        &self,
-        nccl: &'static Nccl,
-        c: &Configuration,
-        meeting: &mut Meeting,
-        parent: Option<Parent>,
-    ) -> Result<Comm> {
-        let heir = Heir {
-            nccl,
-            gpu: &self.gpu,
-            wish: self.settings.wish(&c.name),
-            configuration: c,
-            cancel: self.lifecycle.cancelled(),
-            stop: &|| self.cancelled(),
-            unique_id: &|| self.unique_id(nccl, c),
-            initialise: &|id, elsewhere| self.initialise(nccl, c, id, elsewhere),
-        };
-        heir.comm(meeting, parent)
-    }
-
-    fn take_last(&self) -> Option<Arc<Engine>> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    fn keep_last(&self, engine: Option<Arc<Engine>>) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = engine;
     }
 
     fn cancelled(&self) -> Option<Error> {
@@ -249,14 +205,6 @@ impl NcclGroup {
             ));
         }
         Ok(())
-    }
-}
-
-impl Drop for NcclGroup {
-    fn drop(&mut self) {
-        if let Some(last) = self.take_last() {
-            reuse::end(&last);
-        }
     }
 }
 

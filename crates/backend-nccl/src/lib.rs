@@ -9,8 +9,7 @@
 //!
 //! Options: all typed options of [`ftcore::GroupOptions`] reach the library as they are (`traffic_class` from 2.26 on); calls are
 //! non-blocking unless `blocking` says otherwise. The hint `contributors=all` leaves out the counting of contributors: averages are then
-//! NCCL's own and nobody may abstain. `reuse_communicators=on` makes the communicator of a new configuration out of the last one's where the
-//! library can (docs/nccl.md; off until it was seen on a GPU); `revoke_ms` is how long revoking the last one may take for that.
+//! NCCL's own and nobody may abstain.
 //!
 //! Environment: `OXCCL_NCCL_PATH` (the library, see `nccl_sys::locate`), `OXCCL_CUDA_PATH` (the driver library instead of the loader's
 //! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
@@ -24,14 +23,11 @@ mod engine;
 mod enqueue;
 mod flight;
 mod group;
-mod inherit;
 mod lanes;
 mod options;
-mod plan;
 mod probe;
 mod raw;
 mod raw_peer;
-mod reuse;
 mod threads;
 mod watch;
 

@@ -15,16 +15,6 @@ pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
 /// `hint:buffers`: what `NcclGroup::alloc` gives; `plain` (the default), `registered` or `window`.
 pub(crate) const HINT_BUFFERS: &str = "hint:buffers";
 
-/// `hint:reuse_communicators`: `off` (the default), or `on`: the communicator of a new configuration is made out of the last one's.
-pub(crate) const HINT_REUSE: &str = "hint:reuse_communicators";
-
-/// `hint:revoke_ms`: how long a failed communicator gets to be revoked before it is aborted instead, with `reuse_communicators=on`.
-/// An abort takes so much longer, at the most (INV-2).
-pub(crate) const HINT_REVOKE: &str = "hint:revoke_ms";
-/// Half of what an abort may take.
-pub(crate) const REVOKE: Duration = Duration::from_millis(40);
-const LONGEST_REVOKE: u64 = 60_000;
-
 /// What the library at hand has, as far as options depend on it.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Offer {
@@ -32,8 +22,6 @@ pub(crate) struct Offer {
     /// The function that is missing for it.
     pub(crate) lacks_registered: Option<&'static str>,
     pub(crate) lacks_windows: Option<&'static str>,
-    pub(crate) lacks_reuse: Option<&'static str>,
-    pub(crate) grows: bool,
 }
 
 impl Offer {
@@ -42,8 +30,6 @@ impl Offer {
             version: nccl.version(),
             lacks_registered: nccl.lacks_for_registered(),
             lacks_windows: nccl.lacks_for_windows(),
-            lacks_reuse: nccl.lacks_for_reuse(),
-            grows: nccl.can_grow(),
         }
     }
 
@@ -53,8 +39,6 @@ impl Offer {
             version,
             lacks_registered: Some("ncclMemAlloc"),
             lacks_windows: Some("ncclMemAlloc"),
-            lacks_reuse: Some("ncclCommRevoke"),
-            grows: false,
         }
     }
 }
@@ -90,30 +74,6 @@ fn can(hint: &str, lacks: Option<&'static str>, options: &GroupOptions, offer: &
     Err(Error::invalid(format!("{text}. Remove it or set `lenient`")))
 }
 
-/// Whether communicators are used again.
-fn reuse(options: &GroupOptions, offer: &Offer) -> Result<bool> {
-    match options.hints.get("reuse_communicators").map(String::as_str) {
-        None | Some("off") => Ok(false),
-        Some("on") => can(HINT_REUSE, offer.lacks_reuse, options, offer),
-        Some(other) => Err(Error::invalid(format!(
-            "{HINT_REUSE} is '{other}'; it is 'on' or 'off'"
-        ))),
-    }
-}
-
-/// How long a communicator gets to be revoked.
-fn revoke_within(options: &GroupOptions) -> Result<Duration> {
-    let Some(text) = options.hints.get("revoke_ms") else {
-        return Ok(REVOKE);
-    };
-    let fits = text.parse().ok().filter(|ms| (1..=LONGEST_REVOKE).contains(ms));
-    fits.map(Duration::from_millis).ok_or_else(|| {
-        Error::invalid(format!(
-            "{HINT_REVOKE} is '{text}'; it is a number of milliseconds from 1 to {LONGEST_REVOKE}"
-        ))
-    })
-}
-
 /// The options that are acted on with `version`; any other is refused (INV-9).
 pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
     let mut names = vec![
@@ -126,8 +86,6 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "blocking",
         HINT_CONTRIBUTORS,
         HINT_BUFFERS,
-        HINT_REUSE,
-        HINT_REVOKE,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -145,10 +103,6 @@ pub(crate) struct Settings {
     pub(crate) count_contributors: bool,
     /// What `NcclGroup::alloc` gives.
     pub(crate) buffers: Kind,
-    /// A communicator is left to the next configuration.
-    pub(crate) reuse: bool,
-    /// How long it gets to be revoked for that.
-    pub(crate) revoke_within: Duration,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -187,8 +141,6 @@ impl Settings {
             ));
         }
         let buffers = buffers(&options, offer)?;
-        let reuse = reuse(&options, offer)?;
-        let revoke_within = revoke_within(&options)?;
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -206,8 +158,6 @@ impl Settings {
             high_priority: options.is_high_priority_stream.unwrap_or(false),
             count_contributors,
             buffers,
-            reuse,
-            revoke_within,
             wish,
             version,
             options,
@@ -230,7 +180,6 @@ impl Settings {
             u64::from(self.count_contributors),
             // A window is made by all ranks together; the others' buffers are each rank's own affair.
             u64::from(self.buffers == Kind::Window),
-            u64::from(self.reuse),
             u64::from(u16::from_ne_bytes([1, 0])),
         ];
         parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
@@ -251,8 +200,6 @@ mod tests {
             version,
             lacks_registered: None,
             lacks_windows: None,
-            lacks_reuse: None,
-            grows: true,
         }
     }
 
@@ -289,12 +236,6 @@ mod tests {
         assert!(bad(|o| (o.min_ctas, o.max_ctas) = (Some(5), Some(4))).contains("larger than max_ctas"));
         assert!(bad(|o| drop(o.hints.insert("contributors".into(), "some".into()))).contains("'some'"));
         assert!(bad(|o| drop(o.hints.insert("buffers".into(), "fast".into()))).contains("'fast'"));
-        for odd in ["0", "60001", "-1", "soon", ""] {
-            let mut options = GroupOptions::default();
-            options.hints.insert("revoke_ms".into(), odd.into());
-            let e = Settings::new(options, NEW).unwrap_err().to_string();
-            assert!(e.contains("revoke_ms") && e.contains("1 to 60000"), "{e}");
-        }
         assert!(bad(|o| o.net_name = Some("a\0b".into())).contains("net_name"));
         assert!(bad(|o| drop(o.hints.insert("nonsense".into(), "1".into()))).contains("hint:nonsense"));
     }
@@ -315,30 +256,6 @@ mod tests {
         );
         options.lenient = true;
         assert_eq!(Settings::new(options, &lacking).unwrap().buffers, Kind::Plain);
-    }
-
-    #[test]
-    fn reuse_without_the_functions_for_it_is_refused_or_dropped_aloud() {
-        let mut options = GroupOptions::default();
-        assert!(!Settings::new(options.clone(), NEW).unwrap().reuse);
-        options.hints.insert("reuse_communicators".into(), "on".into());
-        assert!(Settings::new(options.clone(), NEW).unwrap().reuse);
-        let lacking = Offer {
-            lacks_reuse: Some("ncclCommRevoke"),
-            ..*OLD
-        };
-        let e = Settings::new(options.clone(), &lacking).unwrap_err().to_string();
-        assert!(
-            e.contains("ncclCommRevoke") && e.contains("reuse_communicators"),
-            "{e}"
-        );
-        options.lenient = true;
-        assert!(!Settings::new(options.clone(), &lacking).unwrap().reuse);
-        options
-            .hints
-            .insert("reuse_communicators".into(), "perhaps".into());
-        let e = Settings::new(options, NEW).unwrap_err().to_string();
-        assert!(e.contains("'perhaps'"), "{e}");
     }
 
     #[test]

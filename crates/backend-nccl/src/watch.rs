@@ -34,17 +34,14 @@ pub(crate) fn run(engine: &Arc<Engine>) {
     } else {
         fail_all(engine)
     };
-    let kept = in_good_order && engine.legacy.keep_idle(&engine.comm);
     // Submissions that slipped in while this ended are failed, too.
     engine.end(in_good_order);
     if in_good_order {
         // Nobody waits for an idle communicator longer than for work on it.
         let patience = PATIENCE.min(engine.settings.timeout);
-        if !kept {
-            engine.held.end(engine);
-            engine.comm.retire(patience);
-            engine.held.clear(engine.comm.is_freed());
-        }
+        engine.held.end(engine);
+        engine.comm.retire(patience);
+        engine.held.clear(engine.comm.is_freed());
         engine.lanes.retire(patience);
     } else {
         let cause = engine
@@ -163,24 +160,19 @@ fn fail_all(engine: &Arc<Engine>) -> End {
     let started = threads::start("ox-nccl-abort", move || {
         let _ = began.set(Instant::now());
         let _inside = this.gpu.enter();
-        // Revoked if the next configuration is to have it; what is registered stays with it.
-        if !this.legacy.keep_revoked(&this.comm) {
-            this.comm.abort();
-            this.held.clear(this.comm.is_freed());
-        }
+        this.comm.abort();
+        this.held.clear(this.comm.is_freed());
         this.lanes.abort();
         flag.store(true, Ordering::Release);
     });
     if let Err(error) = &started {
         tracing::warn!(%error, "a communicator is aborted only after its work was given up");
-        engine.legacy.lose();
     }
     let latest = deadline_in(if started.is_ok() { START } else { Duration::ZERO });
-    let grace = GRACE + engine.legacy.beyond();
     let is_over = |more: Duration| {
         let until = begun
             .get()
-            .map_or(latest, |began: &Instant| *began + grace + more);
+            .map_or(latest, |began: &Instant| *began + GRACE + more);
         time_left(until).is_zero()
     };
     let mut looks = 0;

@@ -132,14 +132,6 @@ table! {
     optional {
         /// Ends whatever runs, without freeing (2.28.7).
         comm_revoke = "ncclCommRevoke": fn(Comm, c_int) -> ResultCode;
-        /// A communicator without some ranks (2.27).
-        comm_shrink = "ncclCommShrink": fn(Comm, *mut c_int, c_int, *mut Comm, *mut Config, c_int) -> ResultCode;
-        /// A communicator with more ranks (2.29).
-        comm_grow = "ncclCommGrow": fn(Comm, c_int, *const UniqueId, c_int, *mut Comm, *mut Config) -> ResultCode;
-        /// A new id for the ranks by which a communicator grows; the caller coordinates them (2.29).
-        comm_get_unique_id = "ncclCommGetUniqueId": fn(Comm, *mut UniqueId) -> ResultCode;
-        /// This rank's number in a communicator.
-        comm_user_rank = "ncclCommUserRank": fn(Comm, *mut c_int) -> ResultCode;
         /// send, recv, count per rank, dtype, communicator, stream (2.28).
         all_to_all = "ncclAlltoAll": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
         /// send, recv, count per rank, dtype, root, communicator, stream (2.28).

@@ -91,10 +91,6 @@ pub const SPLIT_NOCOLOR: c_int = -1;
 
 /// `NCCL_REVOKE_DEFAULT`: the only way to revoke.
 pub const REVOKE_DEFAULT: c_int = 0;
-/// `NCCL_SHRINK_DEFAULT`: nothing runs on the parent, or it was revoked.
-pub const SHRINK_DEFAULT: c_int = 0;
-/// The rank that those pass to `ncclCommGrow` who are in the communicator already: they keep theirs.
-pub const GROW_STAYS: c_int = -1;
 
 /// What rank 0 makes and all ranks of a communicator share.
 #[derive(Clone, Copy, PartialEq, Eq)]

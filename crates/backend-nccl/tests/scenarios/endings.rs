@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 use backend_nccl::CudaAccelerator;
 use ftcore::{
     Accelerator, DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Status, Store, deadline_in,
+    ReduceOp, Store, deadline_in,
 };
 
 use super::kit::*;
@@ -173,8 +173,8 @@ fn watchdog_is_lost() -> Outcome {
 
 /// The work has left its stream, but the library still writes: the tensor comes back only when that is over, and what the caller then puts
 /// into it stays.
-fn late_writes(options: GroupOptions) -> Outcome {
-    two(options, |rank, group, store| {
+fn late_writes() -> Outcome {
+    two(GroupOptions::default(), |rank, group, store| {
         // Long enough for a busy machine to come to it: the abort ends it, not its deadline.
         let work = submit(rank, group, SOON)?;
         until_logged("late work begins rank=0")?;
@@ -201,36 +201,6 @@ fn late_writes(options: GroupOptions) -> Outcome {
         !log_lines()?.iter().any(|l| l.starts_with("late write into")),
         || "the library wrote into memory that was given back".into(),
     )
-}
-
-/// The library takes its time to revoke, but less than the hint gives it: nothing is lost.
-fn revocation_takes_long() -> Outcome {
-    two(super::reuse::options(), |rank, group, store| {
-        let work = submit(rank, group, PATIENCE)?;
-        store.barrier("both are at it", 2, deadline_in(SOON))?;
-        if rank == 0 {
-            group.abort("enough");
-            until_logged("held ncclCommRevoke")?;
-            // Longer than any abort takes without the hint.
-            std::thread::sleep(Duration::from_secs(1));
-            check(matches!(work.status(), Status::Pending), || {
-                "it was given up while the library had time left".into()
-            })?;
-            let_go()?;
-        }
-        let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
-        says(&e, ErrorKind::Aborted, &["enough"])?;
-        check(work.recover().len() == 1, || "the tensor is lost".into())?;
-        check(ftcore::leaked_bytes() == 0, || "something is leaked".into())
-    })
-}
-
-fn late_writes_and_abort() -> Outcome {
-    late_writes(GroupOptions::default())
-}
-
-fn late_writes_and_revoke() -> Outcome {
-    late_writes(super::reuse::options())
 }
 
 /// The streams are through, and the abort does not return: nobody knows what the library still does.
@@ -399,19 +369,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             watchdog_is_lost,
         ),
         scenario(
-            "end_revoke_has_the_time_that_the_hint_gives_it",
-            &[(HANG, "device:ncclAllReduce@0:1,held:ncclCommRevoke@0:1"), LOG],
-            revocation_takes_long,
-        ),
-        scenario(
             "l27_memory_comes_back_only_when_the_abort_is_over",
             &[(HANG, "late:ncclAllReduce@0:1"), LOG],
-            late_writes_and_abort,
-        ),
-        scenario(
-            "l27_memory_comes_back_only_when_the_revocation_is_over",
-            &[(HANG, "late:ncclAllReduce@0:1"), LOG],
-            late_writes_and_revoke,
+            late_writes,
         ),
         one(
             "l27_memory_of_an_abort_that_does_not_come_back_is_leaked_although_its_streams_are_through",

@@ -133,13 +133,6 @@ fn known_to_what_failed() -> Outcome {
     known(&options("registered"))
 }
 
-/// It was revoked and used again first.
-fn known_to_a_parent() -> Outcome {
-    let mut options = super::reuse::options();
-    options.hints.insert("buffers".into(), "registered".into());
-    known(&options)
-}
-
 /// Rank 0's window does not end, and its communicator neither.
 fn known_as_a_window() -> Outcome {
     let before = leaked_bytes();
@@ -216,11 +209,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "lost_buffers_of_a_communicator_that_cannot_be_aborted_are_counted",
             "ncclCommAbort@0:1:3",
             known_to_what_failed,
-        ),
-        refused(
-            "lost_buffers_of_a_communicator_that_was_used_again_and_cannot_be_ended_are_counted",
-            "ncclCommAbort@0:1:3",
-            known_to_a_parent,
         ),
         refused(
             "lost_windows_of_a_communicator_that_cannot_be_freed_are_counted",

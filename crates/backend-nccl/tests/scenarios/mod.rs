@@ -1,6 +1,7 @@
 //! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
 
 mod abstaining;
+mod between;
 mod buffers;
 mod calls;
 mod creation;
@@ -15,11 +16,9 @@ mod lost;
 mod parts;
 mod pinned;
 mod rendezvous;
-mod reuse;
 mod set_up;
 mod staged;
 mod system;
-mod talk;
 
 use kit::Outcome;
 
@@ -76,12 +75,11 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         endings::scenarios(),
         rendezvous::scenarios(),
         buffers::scenarios(),
-        reuse::scenarios(),
         staged::scenarios(),
         isolated::scenarios(),
         system::scenarios(),
         late::scenarios(),
-        talk::scenarios(),
+        between::scenarios(),
         lost::scenarios(),
         crossing::scenarios(),
     ]
