@@ -14,7 +14,6 @@ use ftcore::{
 };
 
 use crate::bounded::bounded;
-use crate::buffers::Held;
 use crate::control::{Control, Listener, News};
 use crate::cuda::event::CudaEvent;
 use crate::cuda::gpu::Gpu;
@@ -91,8 +90,6 @@ pub(crate) struct Engine {
     pub(crate) configuration: Configuration,
     pub(crate) counters: Arc<Counters>,
     pub(crate) lanes: Lanes,
-    /// Buffers that the communicator knows.
-    pub(crate) held: Held,
     control: Option<Arc<Control>>,
     listener: Listener,
     /// Held while an operation is enqueued: the order of submission is the order on the stream.
@@ -437,33 +434,24 @@ impl Engine {
         );
     }
 
-    /// Splits the communicator; a collective call of all ranks. The child is connected.
-    pub(crate) fn split(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
-        self.jointly("split", || self.divide(part, wish, deadline))
-    }
-
-    /// Makes a collective call of all ranks outside `submit`, in its order; refuses on a group that has failed. What goes wrong on the way
+    /// Splits the communicator; a collective call of all ranks, in the order of `submit`. The child is connected. What goes wrong on the way
     /// leaves the communicator in a state that nobody knows, so it fails the group, and the other ranks hear of it at once.
-    pub(crate) fn jointly<T>(&self, op: &'static str, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(crate) fn split(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
         let _order = lock(&self.order);
         if let Some(cause) = self.failure() {
             let text = format!("the group has failed before: {cause}");
             return Err(Error::new(ErrorKind::Poisoned, text).with_source(cause));
         }
-        call().map_err(|error| self.fail_in(op, error))
-    }
-
-    /// What the caller of a collective call that failed is told: the group's own failure if that came first and only closed the
-    /// communicator under the call.
-    fn fail_in(&self, op: &'static str, error: Error) -> Error {
-        match self.failure() {
-            Some(cause) if matches!(error.kind(), ErrorKind::Aborted) => cause,
+        let divided = self.divide(part, wish, deadline);
+        divided.map_err(|error| match self.failure() {
+            // The group's own failure came first, and only closed the communicator under the call.
+            Some(cause) if error.kind() == ErrorKind::Aborted => cause,
             Some(_) => error,
             None => {
-                self.fail(error.clone().with_op(op).with_rank(self.place.rank));
+                self.fail(error.clone().with_op("split").with_rank(self.place.rank));
                 error
             }
-        }
+        })
     }
 
     fn divide(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {

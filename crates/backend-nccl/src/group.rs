@@ -6,17 +6,16 @@ use std::time::Instant;
 
 use ftcore::lifecycle::{self, Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Configuration, DType, Device, DeviceKind, Error, ErrorKind, GroupInfo,
-    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    Capabilities, Checked, Configuration, Device, DeviceKind, Error, ErrorKind, GroupInfo, GroupOptions,
+    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in,
 };
 
 use crate::bounded::bounded;
-use crate::buffers::Buffers;
 use crate::capability::capabilities;
 use crate::control;
 use crate::cuda::gpu::Gpu;
 use crate::engine::{Counters, Engine, Ingredients, Place};
-use crate::options::{Offer, Settings};
+use crate::options::Settings;
 use crate::raw::{Comm, Nccl, Part, nccl};
 use crate::threads;
 
@@ -37,7 +36,6 @@ pub struct NcclGroup {
     capabilities: Capabilities,
     gpu: Arc<Gpu>,
     counters: Arc<Counters>,
-    buffers: Arc<Buffers>,
     lifecycle: Lifecycle<Engine>,
 }
 
@@ -57,40 +55,20 @@ impl NcclGroup {
         if device.kind != DeviceKind::Cuda {
             return Err(Error::invalid(format!("nccl serves cuda, not {device}")));
         }
-        let nccl = nccl()?;
-        let offer = Offer::of(nccl);
-        let settings = Settings::new(options, &offer)?;
+        let version = nccl()?.version();
+        let settings = Settings::new(options, version)?;
         let gpu = Gpu::open(device.index)?;
         let _inside = gpu.enter()?;
         gpu.prepare()?;
-        let capabilities = capabilities(&offer, gpu.native_fp8(), settings.count_contributors);
+        let capabilities = capabilities(version, gpu.native_fp8(), settings.count_contributors);
         Ok(Self {
             device: device.clone(),
             settings,
             capabilities,
             gpu,
             counters: Arc::default(),
-            buffers: Arc::default(),
             lifecycle: Lifecycle::new(name),
         })
-    }
-
-    /// A tensor on the group's device with undefined contents, in memory as the hint `buffers` says:
-    ///
-    /// - `plain`: as the accelerator's own.
-    /// - `registered`: made by the library (`ncclMemAlloc`) and registered with the group's communicator, now and in every later
-    ///   configuration, until the tensor is dropped. No other rank takes part.
-    /// - `window`: as above, but all ranks of a configured group make it together (`ncclCommWindowRegister`), with equally many bytes
-    ///   and in the same order among their calls. It is a window until the next configuration and ordinary memory afterwards, and it is
-    ///   freed no sooner than its communicator.
-    ///
-    /// Only collectives profit; messages run over other communicators. Errors: `InvalidArgument` (shape), `InvalidState` (a window without a
-    /// configuration), `Poisoned`, `Timeout`, `Backend` with the library's code. A window that fails fails the group.
-    pub fn alloc(&self, dtype: DType, shape: &[usize], deadline: Instant) -> Result<Tensor> {
-        let engine = self.lifecycle.configured().ok().map(|(engine, _)| engine);
-        let what = (dtype, shape);
-        self.buffers
-            .alloc(&self.gpu, nccl()?, self.settings.buffers, engine, what, deadline)
     }
 
     /// Makes the engine of a new configuration.
@@ -129,7 +107,7 @@ impl NcclGroup {
             }
         });
         let comm = settled.inspect_err(|error| meeting.fail(c.rank, error))?;
-        let engine = Engine::start(Ingredients {
+        Engine::start(Ingredients {
             place: Place {
                 rank: c.rank,
                 world: c.world_size,
@@ -141,12 +119,7 @@ impl NcclGroup {
             configuration: c.clone(),
             counters: self.counters.clone(),
             streams: meeting.streams,
-        })?;
-        if let Err(error) = self.buffers.moved_to(&engine, self.settings.buffers) {
-            engine.abort("a buffer could not be registered again");
-            return Err(error);
-        }
-        Ok(engine)
+        })
     }
 
     fn cancelled(&self) -> Option<Error> {

@@ -15,7 +15,6 @@
 //! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
 
 mod bounded;
-mod buffers;
 mod capability;
 mod control;
 mod cuda;
@@ -36,7 +35,6 @@ use std::sync::Arc;
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
 use nccl_sys::OLDEST;
-use options::Offer;
 
 pub use cuda::accelerator::CudaAccelerator;
 pub use group::NcclGroup;
@@ -54,8 +52,8 @@ impl BackendFactory for NcclFactory {
 
     /// What the library at hand offers on device 0; without a library, what the oldest supported one would.
     fn capabilities(&self) -> Capabilities {
-        let offer = raw::nccl().map_or(Offer::none(OLDEST), Offer::of);
-        capability::capabilities(&offer, probe::native_fp8(), true)
+        let version = raw::nccl().map_or(OLDEST, raw::Nccl::version);
+        capability::capabilities(version, probe::native_fp8(), true)
     }
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {

@@ -15,11 +15,9 @@ use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Vers
 use crate::threads::errand;
 
 mod calls;
-mod memory;
 mod split;
 
 pub(crate) use calls::Calls;
-pub(crate) use memory::Registration;
 pub(crate) use split::Part;
 
 /// How long an abort waits for a thread that is inside a call before it goes ahead without it.
@@ -440,11 +438,6 @@ impl Comm {
                 Err(error) => tracing::warn!(%error, "a communicator was not freed"),
             }
         }
-    }
-
-    /// True once the library has let go of everything that it knew.
-    pub(crate) fn is_freed(&self) -> bool {
-        self.freed.load(Ordering::Acquire)
     }
 
     /// Ends it on a thread of its own, because that may take as long as the library likes.

@@ -39,9 +39,7 @@ pub(crate) fn run(engine: &Arc<Engine>) {
     if in_good_order {
         // Nobody waits for an idle communicator longer than for work on it.
         let patience = PATIENCE.min(engine.settings.timeout);
-        engine.held.end(engine);
         engine.comm.retire(patience);
-        engine.held.clear(engine.comm.is_freed());
         engine.lanes.retire(patience);
     } else {
         let cause = engine
@@ -57,7 +55,6 @@ pub(crate) fn run(engine: &Arc<Engine>) {
             engine.is_through();
             // Nobody waits for this thread any more.
             engine.comm.abort();
-            engine.held.clear(engine.comm.is_freed());
             engine.lanes.abort();
         }
     }
@@ -161,7 +158,6 @@ fn fail_all(engine: &Arc<Engine>) -> End {
         let _ = began.set(Instant::now());
         let _inside = this.gpu.enter();
         this.comm.abort();
-        this.held.clear(this.comm.is_freed());
         this.lanes.abort();
         flag.store(true, Ordering::Release);
     });

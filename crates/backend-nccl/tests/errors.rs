@@ -76,12 +76,6 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
                 "@driver" => standin::without(library, path("driver.so"), &["cuMemAllocAsync"])
                     .display()
                     .to_string(),
-                "@plain" => {
-                    let functions = ["ncclCommRegister", "ncclCommWindowRegister"];
-                    standin::without(library, path("plain.so"), &functions)
-                        .display()
-                        .to_string()
-                }
                 value => value.to_string(),
             };
             (*name, value)

@@ -84,8 +84,6 @@ pub mod redop {
 
 /// `ncclScalarHostImmediate`: the scalar is read from host memory before the call returns.
 pub const SCALAR_HOST_IMMEDIATE: c_int = 1;
-/// A window whose parts lie at the same place on all ranks (`NCCL_WIN_COLL_SYMMETRIC`, 2.27).
-pub const WINDOW_SYMMETRIC: c_int = 1;
 /// The colour of a rank that gets no communicator from a split.
 pub const SPLIT_NOCOLOR: c_int = -1;
 

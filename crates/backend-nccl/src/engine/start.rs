@@ -5,7 +5,6 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use ftcore::{Configuration, Error, Result};
 
 use super::{Counters, Engine, Place, lock};
-use crate::buffers::Held;
 use crate::control::{Control, Listener};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::CudaStream;
@@ -67,7 +66,6 @@ impl Engine {
             configuration: i.configuration,
             counters: i.counters,
             lanes: Lanes::default(),
-            held: Held::default(),
             control: control.clone(),
             listener,
             order: Mutex::default(),

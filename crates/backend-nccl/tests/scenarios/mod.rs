@@ -2,7 +2,6 @@
 
 mod abstaining;
 mod between;
-mod buffers;
 mod calls;
 mod creation;
 mod crossing;
@@ -74,7 +73,6 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         parts::scenarios(),
         endings::scenarios(),
         rendezvous::scenarios(),
-        buffers::scenarios(),
         staged::scenarios(),
         isolated::scenarios(),
         system::scenarios(),

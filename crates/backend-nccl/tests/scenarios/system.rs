@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use backend_nccl::{CudaAccelerator, NcclGroup};
 use ftcore::{
-    Accelerator, Collective, DType, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup,
-    ProcessGroupExt, Store, SubmitOptions, deadline_in,
+    Accelerator, Collective, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
+    Store, SubmitOptions, deadline_in,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
@@ -348,44 +348,17 @@ fn no_synchronize() -> Outcome {
     Ok(CudaAccelerator.synchronize(0, deadline_in(SOON))?)
 }
 
-/// Making a buffer needs a thread, and so does freeing it; what could not be freed is freed with the next one.
-fn no_buffer() -> Outcome {
-    let mut options = GroupOptions::default();
-    options.hints.insert("buffers".into(), "registered".into());
-    let group = group(0, options)?;
-    let make = || group.alloc(DType::F32, &[100], deadline_in(SOON));
-    let e = make().err().ok_or("memory was made")?;
-    says(&e, ErrorKind::Io, &["ox-nccl-alloc", "does not start"])?;
-    drop((make()?, make()?));
-    let freed = || -> Result<usize, libtest_mimic::Failed> {
-        let lines = log_lines()?;
-        Ok(lines
-            .iter()
-            .filter(|l| l.starts_with("memory free bytes="))
-            .count())
-    };
-    let until = deadline_in(SOON);
-    while freed()? < 2 {
-        check(Instant::now() < until, || "the buffers were not freed".into())?;
-        std::thread::sleep(Duration::from_millis(2));
-    }
-    Ok(())
-}
-
-/// Most of what a rank does, three times: a group, a buffer, work, a split, a shut-down. The driver refuses one call somewhere: that costs
+/// Most of what a rank does, three times: a group, work, a split, a shut-down. The driver refuses one call somewhere: that costs
 /// one round at most, and the error says which call.
 fn a_day() -> Outcome {
     let fault = std::env::var(FAIL)?;
     let call = fault.split(':').next().unwrap_or_default();
     let round = |epoch: u64| -> Result<(), Error> {
-        let mut options = GroupOptions::default();
-        options.hints.insert("buffers".into(), "registered".into());
-        let group = group(0, options)?;
+        let group = group(0, GroupOptions::default())?;
         alone(&group, epoch)?;
-        let buffer = group.alloc(DType::F32, &[100], deadline_in(SOON))?;
         submit(0, &group, SOON)?.wait(deadline_in(SOON))?;
         let child = group.split(Some(0), 0, deadline_in(SOON))?;
-        drop((child, buffer));
+        drop(child);
         group.shutdown(deadline_in(SOON))
     };
     let mut lost = 0;
@@ -555,12 +528,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "system_without_a_thread_to_synchronise_on",
             "pthread_create:1:11",
             no_synchronize,
-        ),
-        // To make (refused, then twice), and to free the first.
-        refused(
-            "system_without_threads_for_buffers",
-            "pthread_create:1:11,pthread_create:4:11",
-            no_buffer,
         ),
     ];
     for (function, code, calls) in REFUSED_ONCE {
