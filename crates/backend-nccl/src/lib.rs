@@ -26,7 +26,6 @@ mod lanes;
 mod options;
 mod probe;
 mod raw;
-mod raw_peer;
 mod threads;
 mod watch;
 
@@ -38,8 +37,6 @@ use nccl_sys::OLDEST;
 
 pub use cuda::accelerator::CudaAccelerator;
 pub use group::NcclGroup;
-#[doc(hidden)]
-pub use raw_peer::RawPeer;
 
 /// Makes NCCL groups for the registry.
 #[derive(Debug, Clone, Copy, Default)]

@@ -329,12 +329,6 @@ impl Comm {
         self.settle(deadline, stop)
     }
 
-    /// One call outside any group.
-    pub(crate) fn plain(&self, call: impl FnOnce(&Calls<'_>) -> Result<()>) -> Result<()> {
-        let _inside = self.enter()?;
-        call(&Calls(self))
-    }
-
     /// A sum whose inputs are multiplied by `factor` first; freed by [`drop_op`](Self::drop_op).
     pub(crate) fn premul_sum(&self, factor: f64, d: DType) -> Result<RedOp> {
         let _inside = self.enter()?;
