@@ -2,12 +2,10 @@
 
 use std::time::{Duration, Instant};
 
-use backend_nccl::CudaAccelerator;
-use ftcore::{Accelerator, DType, DeviceKind, deadline_in, leaked_bytes};
+use ftcore::{DeviceKind, deadline_in, leaked_bytes};
 
 use super::kit::*;
 use super::set_up::log_lines;
-use super::system::{PRELOAD, REFUSE};
 use super::{FAIL, Scenario, scenario};
 
 const SOON: Duration = Duration::from_secs(20);
@@ -47,20 +45,6 @@ fn on_the_device() -> Outcome {
     counted(before, 400)
 }
 
-/// Of three blocks two are too much to keep.
-fn page_locked() -> Outcome {
-    const BYTES: usize = 200 << 20;
-    let before = leaked_bytes();
-    let large = || CudaAccelerator.alloc_host(0, DType::U8, &[BYTES]);
-    let (a, b, c) = (large()?, large()?, large()?);
-    drop((a, b, c));
-    until("pinned free bytes=209715200")?;
-    counted(before, BYTES as u64)?;
-    let mut again = large()?;
-    again.as_mut_slice::<u8>()?.fill(1);
-    Ok(())
-}
-
 /// Memory that crosses is let go of on both sides, and refused once on each.
 fn crossing() -> Outcome {
     let crossing = ftcore::crossing(&DeviceKind::Cuda).ok_or("nothing of CUDA crosses")?;
@@ -76,18 +60,6 @@ fn crossing() -> Outcome {
     counted(before, 2 * 4096)
 }
 
-/// No thread starts to free the first on; on the second's the driver refuses it.
-fn crossing_late() -> Outcome {
-    let crossing = ftcore::crossing(&DeviceKind::Cuda).ok_or("nothing of CUDA crosses")?;
-    let (first, _) = crossing.create(0, 4096)?;
-    let (second, _) = crossing.create(0, 8192)?;
-    let before = leaked_bytes();
-    drop(first);
-    drop(second);
-    until("shared free")?;
-    counted(before, 4096)
-}
-
 pub(super) fn scenarios() -> Vec<Scenario> {
     let refused = |name, what, body| scenario(name, &[(FAIL, what), LOG, OWN_IPC], body);
     vec![
@@ -97,25 +69,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             on_the_device,
         ),
         refused(
-            "lost_page_locked_memory_is_counted",
-            "cuMemFreeHost:1:700",
-            page_locked,
-        ),
-        refused(
             "lost_memory_that_crosses_is_counted_on_both_sides",
             "cuMemFree:1:700,cuIpcCloseMemHandle:1:700",
             crossing,
-        ),
-        scenario(
-            "system_without_a_thread_to_free_shared_memory_on_and_the_driver_refuses_later",
-            &[
-                PRELOAD,
-                LOG,
-                OWN_IPC,
-                (REFUSE, "pthread_create:1:11"),
-                (FAIL, "cuMemFree:1:700"),
-            ],
-            crossing_late,
         ),
     ]
 }

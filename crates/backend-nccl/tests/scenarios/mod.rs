@@ -177,11 +177,6 @@ fn of_groups() -> Vec<Scenario> {
             set_up::too_old,
         ),
         scenario(
-            "a_library_without_its_version_is_refused",
-            &[(FAIL, "ncclGetVersion:1:3")],
-            set_up::no_version,
-        ),
-        scenario(
             "a_device_that_does_not_exist_is_named",
             &[],
             set_up::no_such_device,
