@@ -28,23 +28,19 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) fn run(engine: &Arc<Engine>) {
     // Without the device nothing can be watched; its first use in `watch` reports that.
     let _inside = engine.gpu.enter();
-    let in_good_order = watch(engine);
-    let end = if in_good_order {
-        End::Over
-    } else {
-        fail_all(engine)
-    };
-    // Submissions that slipped in while this ended are failed, too.
-    engine.end(in_good_order);
-    if in_good_order {
+    if watch(engine) {
+        engine.end(true);
         // Nobody waits for an idle communicator longer than for work on it.
         let patience = PATIENCE.min(engine.settings.timeout);
         engine.comm.retire(patience);
         engine.lanes.retire(patience);
     } else {
+        let end = fail_all(engine);
+        engine.end(false);
         let cause = engine
             .failure()
             .unwrap_or_else(|| Error::timeout("the group ended"));
+        // Submissions that slipped in while this ended are failed, too.
         while engine.is_pending() {
             engine
                 .take_flights()
