@@ -13,9 +13,6 @@ mod clock;
 pub mod gloo;
 pub mod isolate;
 pub mod nccl;
-#[allow(dead_code, unused_imports, reason = "included for the words that name it")]
-#[path = "../../crates/backend-nccl/src/plan.rs"]
-mod plan;
 pub mod state;
 pub mod store;
 pub mod values;

@@ -101,12 +101,16 @@ struct TidyArgs {
     /// Print which lessons have a regression test, and where; check nothing else.
     #[arg(long)]
     lessons: bool,
+    /// Print how many lines of source each crate has (no tests, fixtures and examples); check nothing else.
+    #[arg(long, conflicts_with = "lessons")]
+    lines: bool,
 }
 
 fn run(cli: Cli) -> Result<bool> {
     match cli.task {
         Task::Test(args) => runner::test(&args),
         Task::Tidy(args) if args.lessons => tidy::print_lessons(),
+        Task::Tidy(args) if args.lines => tidy::print_lines(),
         Task::Tidy(_) => tidy::check(),
         Task::Deny => deny::check(),
         Task::BenchPeers(args) => peers::run(*args),

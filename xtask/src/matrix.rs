@@ -249,14 +249,6 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(10),
     ),
     row(
-        "nccl-reuse-standin",
-        Some("nccl-standin"),
-        "the nccl backend making communicators out of the last ones, over the stand-in",
-        nothing,
-        suite("nccl-reuse-conformance", ""),
-        minutes(10),
-    ),
-    row(
         "nccl-isolated-standin",
         Some("nccl-standin"),
         "nccl in child processes, memory and events crossing by IPC, over the stand-in",

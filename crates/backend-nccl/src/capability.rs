@@ -3,7 +3,7 @@
 use ftcore::{Capabilities, DType, DTypeSet, Feature, FeatureSet, OpKind, OpSet, ReduceOp, names, notes};
 use nccl_sys::Version;
 
-use crate::options::{Offer, honoured};
+use crate::options::honoured;
 
 /// The first version whose reductions know the 8-bit floats.
 const FP8: Version = Version::new(2, 24, 0);
@@ -19,34 +19,12 @@ const WHOLE: [DType; 6] = [
 const FLOATS: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 const EIGHTHS: [DType; 2] = [DType::F8E4M3, DType::F8E5M2];
 
-/// What `NcclGroup::alloc` can give with that library.
-fn buffers(offer: &Offer) -> &'static str {
-    match (offer.lacks_registered, offer.lacks_windows) {
-        (None, None) => "NcclGroup::alloc: plain, registered or window, by the hint",
-        (None, Some(_)) => "NcclGroup::alloc: plain or registered, by the hint; this library has no windows",
-        (Some(_), None) => {
-            "NcclGroup::alloc: plain or window, by the hint; this library registers no buffers"
-        }
-        (Some(_), Some(_)) => "NcclGroup::alloc: plain only; this library registers no buffers",
-    }
-}
-
-/// How `configure` comes to a communicator, with that library.
-fn communicators(offer: &Offer) -> &'static str {
-    match (offer.lacks_reuse, offer.grows) {
-        (Some(_), _) => "a new communicator; this library can revoke and shrink none",
-        (None, true) => {
-            "a new communicator, or by the hint one split, shrunk or grown out of the last (not seen on a GPU)"
-        }
-        (None, false) => {
-            "a new communicator, or by the hint one split or shrunk out of the last (not seen on a GPU)"
-        }
-    }
-}
-
 /// The table for a library on a chip that reduces 8-bit floats or not.
-pub(crate) fn capabilities(offer: &Offer, chip_reduces_fp8: bool, counts_contributors: bool) -> Capabilities {
-    let version = offer.version;
+pub(crate) fn capabilities(
+    version: Version,
+    chip_reduces_fp8: bool,
+    counts_contributors: bool,
+) -> Capabilities {
     let numbers: Vec<DType> = WHOLE.into_iter().chain(FLOATS).collect();
     let with_bool: Vec<DType> = numbers.iter().copied().chain([DType::Bool]).collect();
     let fp8 = chip_reduces_fp8 && version >= FP8;
@@ -116,8 +94,6 @@ pub(crate) fn capabilities(offer: &Offer, chip_reduces_fp8: bool, counts_contrib
                 "monitored_barrier",
                 "runs over the control connections, not on the device",
             ),
-            ("buffers", buffers(offer)),
-            ("configure", communicators(offer)),
             (
                 "traffic",
                 "computed from sizes and the ring algorithm, not measured",
@@ -132,14 +108,12 @@ mod tests {
 
     #[test]
     fn eight_bit_floats_need_a_new_library_and_a_new_chip() {
-        let reduces = |version, chip| {
-            capabilities(&Offer::none(version), chip, true).reduces(ReduceOp::Sum, DType::F8E4M3)
-        };
+        let reduces = |version, chip| capabilities(version, chip, true).reduces(ReduceOp::Sum, DType::F8E4M3);
         assert!(reduces(Version::new(2, 24, 3), true));
         assert!(!reduces(Version::new(2, 23, 4), true));
         assert!(!reduces(Version::new(2, 30, 7), false));
         assert!(
-            capabilities(&Offer::none(Version::new(2, 19, 3)), false, true)
+            capabilities(Version::new(2, 19, 3), false, true)
                 .moves
                 .contains(DType::F8E5M2)
         );

@@ -14,7 +14,6 @@ use ftcore::{
 };
 
 use crate::bounded::bounded;
-use crate::buffers::Held;
 use crate::control::{Control, Listener, News};
 use crate::cuda::event::CudaEvent;
 use crate::cuda::gpu::Gpu;
@@ -23,7 +22,6 @@ use crate::flight::{Flight, Label};
 use crate::lanes::Lanes;
 use crate::options::Settings;
 use crate::raw::{Comm, Native, Part, Wish};
-use crate::reuse::{self, Legacy};
 use crate::{enqueue, lanes};
 
 /// How long whoever waits for the end of an engine waits for the flush of its communicator, which the other ranks may hold up.
@@ -73,7 +71,7 @@ struct State {
     quit: bool,
     /// The watchdog has ended; nothing is pending.
     ended: bool,
-    /// The communicator is flushed and freed, or kept, or in the hands of another thread.
+    /// The communicator is flushed and freed, or in the hands of another thread.
     through: bool,
     /// Threads that are telling the others of a failure; the connections stay until they are through.
     reporting: u32,
@@ -87,15 +85,11 @@ pub(crate) struct Engine {
     pub(crate) place: Place,
     pub(crate) gpu: Arc<Gpu>,
     pub(crate) comm: Arc<Comm>,
-    /// What becomes of it.
-    pub(crate) legacy: Legacy,
     pub(crate) stream: CudaStream,
     pub(crate) settings: Settings,
     pub(crate) configuration: Configuration,
     pub(crate) counters: Arc<Counters>,
     pub(crate) lanes: Lanes,
-    /// Buffers that the communicator knows.
-    pub(crate) held: Held,
     control: Option<Arc<Control>>,
     listener: Listener,
     /// Held while an operation is enqueued: the order of submission is the order on the stream.
@@ -226,7 +220,6 @@ impl Engine {
 
     /// Lets pending work end until `deadline`, then ends the rest.
     pub(crate) fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
-        reuse::end(self);
         let mut state = lock(&self.state);
         state.closed = true;
         while !state.flights.is_empty() && state.failure.is_none() {
@@ -441,38 +434,24 @@ impl Engine {
         );
     }
 
-    /// Splits the communicator; a collective call of all ranks. The child is connected.
-    pub(crate) fn split(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
-        self.jointly("split", || self.divide(part, wish, deadline))
-    }
-
-    /// Makes a collective call of all ranks outside `submit`, in its order; refuses on a group that has failed. What goes wrong on the way
+    /// Splits the communicator; a collective call of all ranks, in the order of `submit`. The child is connected. What goes wrong on the way
     /// leaves the communicator in a state that nobody knows, so it fails the group, and the other ranks hear of it at once.
-    pub(crate) fn jointly<T>(&self, op: &'static str, call: impl FnOnce() -> Result<T>) -> Result<T> {
+    pub(crate) fn split(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
         let _order = lock(&self.order);
-        // Before the look at the failure: whoever ends a failed engine then sees that the call is under way, or the call is not made.
-        self.legacy.doubt();
         if let Some(cause) = self.failure() {
-            // It stays in doubt: an earlier call may have come apart.
             let text = format!("the group has failed before: {cause}");
             return Err(Error::new(ErrorKind::Poisoned, text).with_source(cause));
         }
-        let made = call().map_err(|error| self.fail_in(op, error))?;
-        self.legacy.trust();
-        Ok(made)
-    }
-
-    /// What the caller of a collective call that failed is told: the group's own failure if that came first and only closed the
-    /// communicator under the call.
-    fn fail_in(&self, op: &'static str, error: Error) -> Error {
-        match self.failure() {
-            Some(cause) if matches!(error.kind(), ErrorKind::Aborted) => cause,
+        let divided = self.divide(part, wish, deadline);
+        divided.map_err(|error| match self.failure() {
+            // The group's own failure came first, and only closed the communicator under the call.
+            Some(cause) if error.kind() == ErrorKind::Aborted => cause,
             Some(_) => error,
             None => {
-                self.fail(error.clone().with_op(op).with_rank(self.place.rank));
+                self.fail(error.clone().with_op("split").with_rank(self.place.rank));
                 error
             }
-        }
+        })
     }
 
     fn divide(self: &Arc<Self>, part: Part, wish: Wish, deadline: Instant) -> Result<Option<Comm>> {
@@ -491,7 +470,7 @@ impl Engine {
                 self.comm.has_no_child();
                 return Ok(None);
             }
-            Ok(()) => self.comm.take_child("ncclCommSplit")?,
+            Ok(()) => self.comm.take_child()?,
             // The child stays with this communicator, whose abort ends both.
             Err(error) => return Err(self.apart(error)),
         };

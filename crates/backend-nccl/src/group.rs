@@ -1,25 +1,22 @@
 //! The process group: how it connects, and its calls to the engine of the current configuration.
 
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use ftcore::lifecycle::{self, Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Configuration, DType, Device, DeviceKind, Error, ErrorKind, GroupInfo,
-    GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
+    Capabilities, Checked, Configuration, Device, DeviceKind, Error, ErrorKind, GroupInfo, GroupOptions,
+    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, deadline_in,
 };
 
 use crate::bounded::bounded;
-use crate::buffers::Buffers;
 use crate::capability::capabilities;
-use crate::control::{self, Meeting};
+use crate::control;
 use crate::cuda::gpu::Gpu;
 use crate::engine::{Counters, Engine, Ingredients, Place};
-use crate::inherit::Heir;
-use crate::options::{Offer, Settings};
+use crate::options::Settings;
 use crate::raw::{Comm, Nccl, Part, nccl};
-use crate::reuse::{self, Parent};
 use crate::threads;
 
 /// A group of ranks on CUDA devices, one device per rank, over NCCL.
@@ -39,9 +36,6 @@ pub struct NcclGroup {
     capabilities: Capabilities,
     gpu: Arc<Gpu>,
     counters: Arc<Counters>,
-    buffers: Arc<Buffers>,
-    /// With `reuse_communicators`: the engine whose communicator the next configuration may have.
-    last: Mutex<Option<Arc<Engine>>>,
     lifecycle: Lifecycle<Engine>,
 }
 
@@ -61,41 +55,20 @@ impl NcclGroup {
         if device.kind != DeviceKind::Cuda {
             return Err(Error::invalid(format!("nccl serves cuda, not {device}")));
         }
-        let nccl = nccl()?;
-        let offer = Offer::of(nccl);
-        let settings = Settings::new(options, &offer)?;
+        let version = nccl()?.version();
+        let settings = Settings::new(options, version)?;
         let gpu = Gpu::open(device.index)?;
         let _inside = gpu.enter()?;
         gpu.prepare()?;
-        let capabilities = capabilities(&offer, gpu.native_fp8(), settings.count_contributors);
+        let capabilities = capabilities(version, gpu.native_fp8(), settings.count_contributors);
         Ok(Self {
             device: device.clone(),
             settings,
             capabilities,
             gpu,
             counters: Arc::default(),
-            buffers: Arc::default(),
-            last: Mutex::default(),
             lifecycle: Lifecycle::new(name),
         })
-    }
-
-    /// A tensor on the group's device with undefined contents, in memory as the hint `buffers` says:
-    ///
-    /// - `plain`: as the accelerator's own.
-    /// - `registered`: made by the library (`ncclMemAlloc`) and registered with the group's communicator, now and in every later
-    ///   configuration, until the tensor is dropped. No other rank takes part.
-    /// - `window`: as above, but all ranks of a configured group make it together (`ncclCommWindowRegister`), with equally many bytes
-    ///   and in the same order among their calls. It is a window until the next configuration and ordinary memory afterwards, and it is
-    ///   freed no sooner than its communicator.
-    ///
-    /// Only collectives profit; messages run over other communicators. Errors: `InvalidArgument` (shape), `InvalidState` (a window without a
-    /// configuration), `Poisoned`, `Timeout`, `Backend` with the library's code. A window that fails fails the group.
-    pub fn alloc(&self, dtype: DType, shape: &[usize], deadline: Instant) -> Result<Tensor> {
-        let engine = self.lifecycle.configured().ok().map(|(engine, _)| engine);
-        let what = (dtype, shape);
-        self.buffers
-            .alloc(&self.gpu, nccl()?, self.settings.buffers, engine, what, deadline)
     }
 
     /// Makes the engine of a new configuration.
@@ -104,31 +77,25 @@ impl NcclGroup {
         threads::catch_up();
         let nccl = nccl()?;
         let _inside = self.gpu.enter()?;
-        let inherits = self.settings.reuse && matches!(origin, Origin::Id);
-        let parent = self.take_last().and_then(|last| Parent::of(last, c.deadline));
         let id = match &origin {
-            Origin::Id if c.rank == 0 && !inherits => {
+            Origin::Id if c.rank == 0 => {
                 let id = self.unique_id(nccl, c);
                 Some(id.inspect_err(|e| control::refuse(c, e))?)
             }
             _ => None,
         };
         let (constants, cancel) = (self.settings.constants(), self.lifecycle.cancelled());
-        let holding = parent.as_ref().map(Parent::holding);
-        let mut meeting = match control::meet(c, constants, id, holding, cancel) {
+        let mut meeting = match control::meet(c, constants, id, cancel) {
             Ok(meeting) => meeting,
             Err(error) => {
                 if let Origin::Parent(comm) = origin {
                     comm.give_up();
                 }
-                self.keep_last(parent.and_then(Parent::give_back));
                 return Err(error);
             }
         };
         let comm = match (origin, meeting.id) {
             (Origin::Parent(comm), _) => Ok(*comm),
-            // The ranks talk to each other there.
-            (Origin::Id, _) if inherits => self.inherit(nccl, c, &mut meeting, parent),
             (Origin::Id, Some(id)) => self.initialise(nccl, c, id, &meeting.watch()),
             (Origin::Id, None) => Err(Error::new(ErrorKind::Protocol, "rank 0 gave no unique id")),
         };
@@ -140,7 +107,7 @@ impl NcclGroup {
             }
         });
         let comm = settled.inspect_err(|error| meeting.fail(c.rank, error))?;
-        let engine = Engine::start(Ingredients {
+        Engine::start(Ingredients {
             place: Place {
                 rank: c.rank,
                 world: c.world_size,
@@ -148,49 +115,11 @@ impl NcclGroup {
             },
             gpu: self.gpu.clone(),
             comm,
-            comm_id: meeting.comm,
             settings: self.settings.clone(),
             configuration: c.clone(),
             counters: self.counters.clone(),
             streams: meeting.streams,
-        })?;
-        if let Err(error) = self.buffers.moved_to(&engine, self.settings.buffers) {
-            engine.legacy.waive();
-            engine.abort("a buffer could not be registered again");
-            return Err(error);
-        }
-        if self.settings.reuse {
-            self.keep_last(Some(engine.clone()));
-        }
-        Ok(engine)
-    }
-
-    fn inherit(
-        &self,
-        nccl: &'static Nccl,
-        c: &Configuration,
-        meeting: &mut Meeting,
-        parent: Option<Parent>,
-    ) -> Result<Comm> {
-        let heir = Heir {
-            nccl,
-            gpu: &self.gpu,
-            wish: self.settings.wish(&c.name),
-            configuration: c,
-            cancel: self.lifecycle.cancelled(),
-            stop: &|| self.cancelled(),
-            unique_id: &|| self.unique_id(nccl, c),
-            initialise: &|id, elsewhere| self.initialise(nccl, c, id, elsewhere),
-        };
-        heir.comm(meeting, parent)
-    }
-
-    fn take_last(&self) -> Option<Arc<Engine>> {
-        self.last.lock().unwrap_or_else(PoisonError::into_inner).take()
-    }
-
-    fn keep_last(&self, engine: Option<Arc<Engine>>) {
-        *self.last.lock().unwrap_or_else(PoisonError::into_inner) = engine;
+        })
     }
 
     fn cancelled(&self) -> Option<Error> {
@@ -249,14 +178,6 @@ impl NcclGroup {
             ));
         }
         Ok(())
-    }
-}
-
-impl Drop for NcclGroup {
-    fn drop(&mut self) {
-        if let Some(last) = self.take_last() {
-            reuse::end(&last);
-        }
     }
 }
 

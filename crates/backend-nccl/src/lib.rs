@@ -9,14 +9,12 @@
 //!
 //! Options: all typed options of [`ftcore::GroupOptions`] reach the library as they are (`traffic_class` from 2.26 on); calls are
 //! non-blocking unless `blocking` says otherwise. The hint `contributors=all` leaves out the counting of contributors: averages are then
-//! NCCL's own and nobody may abstain. `reuse_communicators=on` makes the communicator of a new configuration out of the last one's where the
-//! library can (docs/nccl.md; off until it was seen on a GPU); `revoke_ms` is how long revoking the last one may take for that.
+//! NCCL's own and nobody may abstain.
 //!
 //! Environment: `OXCCL_NCCL_PATH` (the library, see `nccl_sys::locate`), `OXCCL_CUDA_PATH` (the driver library instead of the loader's
 //! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
 
 mod bounded;
-mod buffers;
 mod capability;
 mod control;
 mod cuda;
@@ -24,14 +22,10 @@ mod engine;
 mod enqueue;
 mod flight;
 mod group;
-mod inherit;
 mod lanes;
 mod options;
-mod plan;
 mod probe;
 mod raw;
-mod raw_peer;
-mod reuse;
 mod threads;
 mod watch;
 
@@ -40,12 +34,9 @@ use std::sync::Arc;
 use ftcore::registry::{BackendFactory, StaticBackend};
 use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
 use nccl_sys::OLDEST;
-use options::Offer;
 
 pub use cuda::accelerator::CudaAccelerator;
 pub use group::NcclGroup;
-#[doc(hidden)]
-pub use raw_peer::RawPeer;
 
 /// Makes NCCL groups for the registry.
 #[derive(Debug, Clone, Copy, Default)]
@@ -58,8 +49,8 @@ impl BackendFactory for NcclFactory {
 
     /// What the library at hand offers on device 0; without a library, what the oldest supported one would.
     fn capabilities(&self) -> Capabilities {
-        let offer = raw::nccl().map_or(Offer::none(OLDEST), Offer::of);
-        capability::capabilities(&offer, probe::native_fp8(), true)
+        let version = raw::nccl().map_or(OLDEST, raw::Nccl::version);
+        capability::capabilities(version, probe::native_fp8(), true)
     }
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {

@@ -5,114 +5,11 @@ use std::time::Duration;
 use ftcore::{Error, GroupOptions, Result};
 use nccl_sys::{Config, Version};
 
-use crate::buffers::Kind;
-use crate::raw::{Nccl, Wish};
+use crate::raw::Wish;
 
 /// `hint:contributors`: `count` (the default) adds a reduction of one integer to every reduction, so that averages divide by who
 /// contributed; `all` leaves it out: everybody always contributes and averages are NCCL's own.
 pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
-
-/// `hint:buffers`: what `NcclGroup::alloc` gives; `plain` (the default), `registered` or `window`.
-pub(crate) const HINT_BUFFERS: &str = "hint:buffers";
-
-/// `hint:reuse_communicators`: `off` (the default), or `on`: the communicator of a new configuration is made out of the last one's.
-pub(crate) const HINT_REUSE: &str = "hint:reuse_communicators";
-
-/// `hint:revoke_ms`: how long a failed communicator gets to be revoked before it is aborted instead, with `reuse_communicators=on`.
-/// An abort takes so much longer, at the most (INV-2).
-pub(crate) const HINT_REVOKE: &str = "hint:revoke_ms";
-/// Half of what an abort may take.
-pub(crate) const REVOKE: Duration = Duration::from_millis(40);
-const LONGEST_REVOKE: u64 = 60_000;
-
-/// What the library at hand has, as far as options depend on it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Offer {
-    pub(crate) version: Version,
-    /// The function that is missing for it.
-    pub(crate) lacks_registered: Option<&'static str>,
-    pub(crate) lacks_windows: Option<&'static str>,
-    pub(crate) lacks_reuse: Option<&'static str>,
-    pub(crate) grows: bool,
-}
-
-impl Offer {
-    pub(crate) fn of(nccl: &Nccl) -> Self {
-        Self {
-            version: nccl.version(),
-            lacks_registered: nccl.lacks_for_registered(),
-            lacks_windows: nccl.lacks_for_windows(),
-            lacks_reuse: nccl.lacks_for_reuse(),
-            grows: nccl.can_grow(),
-        }
-    }
-
-    /// Of a library that is not there.
-    pub(crate) const fn none(version: Version) -> Self {
-        Self {
-            version,
-            lacks_registered: Some("ncclMemAlloc"),
-            lacks_windows: Some("ncclMemAlloc"),
-            lacks_reuse: Some("ncclCommRevoke"),
-            grows: false,
-        }
-    }
-}
-
-/// What the hint asks for. `InvalidArgument` for what this library cannot do, or `Plain` with a warning if `lenient`.
-fn buffers(options: &GroupOptions, offer: &Offer) -> Result<Kind> {
-    let (kind, lacks) = match options.hints.get("buffers").map(String::as_str) {
-        None | Some("plain") => return Ok(Kind::Plain),
-        Some("registered") => (Kind::Registered, offer.lacks_registered),
-        Some("window") => (Kind::Window, offer.lacks_windows),
-        Some(other) => {
-            return Err(Error::invalid(format!(
-                "{HINT_BUFFERS} is '{other}'; it is 'plain', 'registered' or 'window'"
-            )));
-        }
-    };
-    Ok(match can(HINT_BUFFERS, lacks, options, offer)? {
-        true => kind,
-        false => Kind::Plain,
-    })
-}
-
-/// True if nothing is lacking for `hint`; an error that names the function otherwise, or false with a warning if `lenient`.
-fn can(hint: &str, lacks: Option<&'static str>, options: &GroupOptions, offer: &Offer) -> Result<bool> {
-    let Some(function) = lacks else {
-        return Ok(true);
-    };
-    let text = format!("{hint} needs {function}, which NCCL {} has not", offer.version);
-    if options.lenient {
-        tracing::warn!(backend = "nccl", "{text}; it is dropped, as asked for");
-        return Ok(false);
-    }
-    Err(Error::invalid(format!("{text}. Remove it or set `lenient`")))
-}
-
-/// Whether communicators are used again.
-fn reuse(options: &GroupOptions, offer: &Offer) -> Result<bool> {
-    match options.hints.get("reuse_communicators").map(String::as_str) {
-        None | Some("off") => Ok(false),
-        Some("on") => can(HINT_REUSE, offer.lacks_reuse, options, offer),
-        Some(other) => Err(Error::invalid(format!(
-            "{HINT_REUSE} is '{other}'; it is 'on' or 'off'"
-        ))),
-    }
-}
-
-/// How long a communicator gets to be revoked.
-fn revoke_within(options: &GroupOptions) -> Result<Duration> {
-    let Some(text) = options.hints.get("revoke_ms") else {
-        return Ok(REVOKE);
-    };
-    let fits = text.parse().ok().filter(|ms| (1..=LONGEST_REVOKE).contains(ms));
-    fits.map(Duration::from_millis).ok_or_else(|| {
-        Error::invalid(format!(
-            "{HINT_REVOKE} is '{text}'; it is a number of milliseconds from 1 to {LONGEST_REVOKE}"
-        ))
-    })
-}
 
 /// The options that are acted on with `version`; any other is refused (INV-9).
 pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
@@ -125,9 +22,6 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "split_share",
         "blocking",
         HINT_CONTRIBUTORS,
-        HINT_BUFFERS,
-        HINT_REUSE,
-        HINT_REVOKE,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -143,12 +37,6 @@ pub(crate) struct Settings {
     pub(crate) high_priority: bool,
     /// False: everybody always contributes.
     pub(crate) count_contributors: bool,
-    /// What `NcclGroup::alloc` gives.
-    pub(crate) buffers: Kind,
-    /// A communicator is left to the next configuration.
-    pub(crate) reuse: bool,
-    /// How long it gets to be revoked for that.
-    pub(crate) revoke_within: Duration,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -157,8 +45,7 @@ pub(crate) struct Settings {
 
 impl Settings {
     /// Errors: `InvalidArgument` for an option that is not honoured, or a value out of range.
-    pub(crate) fn new(options: GroupOptions, offer: &Offer) -> Result<Self> {
-        let version = offer.version;
+    pub(crate) fn new(options: GroupOptions, version: Version) -> Result<Self> {
         let dropped = options.require_honoured("nccl", &honoured(version))?;
         let count_contributors = match options.hints.get("contributors").map(String::as_str) {
             None | Some("count") => true,
@@ -186,9 +73,6 @@ impl Settings {
                 "net_name holds a zero byte, which NCCL cannot be told",
             ));
         }
-        let buffers = buffers(&options, offer)?;
-        let reuse = reuse(&options, offer)?;
-        let revoke_within = revoke_within(&options)?;
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -205,9 +89,6 @@ impl Settings {
             timeout: options.timeout,
             high_priority: options.is_high_priority_stream.unwrap_or(false),
             count_contributors,
-            buffers,
-            reuse,
-            revoke_within,
             wish,
             version,
             options,
@@ -228,9 +109,6 @@ impl Settings {
             u64::from(crate::control::VERSION),
             u64::from(self.version.0 / 100),
             u64::from(self.count_contributors),
-            // A window is made by all ranks together; the others' buffers are each rank's own affair.
-            u64::from(self.buffers == Kind::Window),
-            u64::from(self.reuse),
             u64::from(u16::from_ne_bytes([1, 0])),
         ];
         parts.iter().fold(0xCBF2_9CE4_8422_2325, |hash, part| {
@@ -243,18 +121,8 @@ impl Settings {
 mod tests {
     use super::*;
 
-    const NEW: &Offer = &offer(Version::new(2, 30, 7));
-    const OLD: &Offer = &offer(Version::new(2, 21, 5));
-
-    const fn offer(version: Version) -> Offer {
-        Offer {
-            version,
-            lacks_registered: None,
-            lacks_windows: None,
-            lacks_reuse: None,
-            grows: true,
-        }
-    }
+    const NEW: Version = Version::new(2, 30, 7);
+    const OLD: Version = Version::new(2, 21, 5);
 
     #[test]
     fn an_option_that_this_version_does_not_read_is_refused_or_dropped_aloud() {
@@ -288,57 +156,8 @@ mod tests {
         assert!(bad(|o| o.min_ctas = Some(0)).contains("min_ctas"));
         assert!(bad(|o| (o.min_ctas, o.max_ctas) = (Some(5), Some(4))).contains("larger than max_ctas"));
         assert!(bad(|o| drop(o.hints.insert("contributors".into(), "some".into()))).contains("'some'"));
-        assert!(bad(|o| drop(o.hints.insert("buffers".into(), "fast".into()))).contains("'fast'"));
-        for odd in ["0", "60001", "-1", "soon", ""] {
-            let mut options = GroupOptions::default();
-            options.hints.insert("revoke_ms".into(), odd.into());
-            let e = Settings::new(options, NEW).unwrap_err().to_string();
-            assert!(e.contains("revoke_ms") && e.contains("1 to 60000"), "{e}");
-        }
         assert!(bad(|o| o.net_name = Some("a\0b".into())).contains("net_name"));
         assert!(bad(|o| drop(o.hints.insert("nonsense".into(), "1".into()))).contains("hint:nonsense"));
-    }
-
-    #[test]
-    fn buffers_that_the_library_cannot_register_are_refused_or_dropped_aloud() {
-        let mut options = GroupOptions::default();
-        options.hints.insert("buffers".into(), "window".into());
-        assert_eq!(Settings::new(options.clone(), NEW).unwrap().buffers, Kind::Window);
-        let lacking = Offer {
-            lacks_windows: Some("ncclCommWindowRegister"),
-            ..*OLD
-        };
-        let e = Settings::new(options.clone(), &lacking).unwrap_err().to_string();
-        assert!(
-            e.contains("ncclCommWindowRegister") && e.contains("2.21.5"),
-            "{e}"
-        );
-        options.lenient = true;
-        assert_eq!(Settings::new(options, &lacking).unwrap().buffers, Kind::Plain);
-    }
-
-    #[test]
-    fn reuse_without_the_functions_for_it_is_refused_or_dropped_aloud() {
-        let mut options = GroupOptions::default();
-        assert!(!Settings::new(options.clone(), NEW).unwrap().reuse);
-        options.hints.insert("reuse_communicators".into(), "on".into());
-        assert!(Settings::new(options.clone(), NEW).unwrap().reuse);
-        let lacking = Offer {
-            lacks_reuse: Some("ncclCommRevoke"),
-            ..*OLD
-        };
-        let e = Settings::new(options.clone(), &lacking).unwrap_err().to_string();
-        assert!(
-            e.contains("ncclCommRevoke") && e.contains("reuse_communicators"),
-            "{e}"
-        );
-        options.lenient = true;
-        assert!(!Settings::new(options.clone(), &lacking).unwrap().reuse);
-        options
-            .hints
-            .insert("reuse_communicators".into(), "perhaps".into());
-        let e = Settings::new(options, NEW).unwrap_err().to_string();
-        assert!(e.contains("'perhaps'"), "{e}");
     }
 
     #[test]

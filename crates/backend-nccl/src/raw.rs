@@ -15,12 +15,10 @@ use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Vers
 use crate::threads::errand;
 
 mod calls;
-mod children;
-mod memory;
+mod split;
 
 pub(crate) use calls::Calls;
-pub(crate) use children::Make;
-pub(crate) use memory::Registration;
+pub(crate) use split::Part;
 
 /// How long an abort waits for a thread that is inside a call before it goes ahead without it.
 const COURTESY: Duration = Duration::from_millis(30);
@@ -162,31 +160,6 @@ pub(crate) enum Native {
     Scatter,
 }
 
-/// Where a rank goes in a split, as NCCL takes it.
-#[derive(Debug, Clone, Copy)]
-pub(crate) struct Part {
-    color: c_int,
-    key: c_int,
-}
-
-impl Part {
-    /// `InvalidArgument` for what NCCL has no number for. Without a colour the rank gets no communicator.
-    pub(crate) fn new(color: Option<u32>, key: u32) -> Result<Self> {
-        let number = |what: &str, n: u32| {
-            c_int::try_from(n).map_err(|_| Error::invalid(format!("{what} {n} is too large for NCCL")))
-        };
-        Ok(Self {
-            color: color.map_or(Ok(nccl_sys::SPLIT_NOCOLOR), |c| number("colour", c))?,
-            key: number("key", key)?,
-        })
-    }
-
-    /// False for a rank that gets no communicator.
-    pub(crate) fn is_wanted(&self) -> bool {
-        self.color >= 0
-    }
-}
-
 /// A handle as the library writes it, on a thread of its own.
 type Place = Box<AtomicPtr<c_void>>;
 
@@ -200,14 +173,10 @@ pub(crate) struct Comm {
     handle: *mut c_void,
     /// Where the library writes the handle: at once, or when it is through, or both.
     place: Option<Place>,
-    /// That of a child that is being made. It is kept until nothing is in progress or this communicator is gone.
+    /// That of a child that is being split off. It is kept until nothing is in progress or this communicator is gone.
     child: Mutex<Option<Place>>,
     /// Nobody may call any more.
     closed: AtomicBool,
-    /// Closed without having been ended: a parent of others, or on the way there.
-    spared: AtomicBool,
-    /// It is being freed, or was.
-    ended: AtomicBool,
     /// The library says that it is gone.
     freed: AtomicBool,
     gate: RwLock<()>,
@@ -244,15 +213,12 @@ impl Comm {
     /// What a call has written into `place`.
     fn of(nccl: &'static Nccl, place: Place, call: &str, result: ResultCode) -> Result<Self> {
         let handle = place.load(Ordering::Acquire);
-        let none = || AtomicBool::new(handle.is_null());
         let comm = Self {
             nccl,
             handle,
             place: Some(place),
             child: Mutex::default(),
-            closed: none(),
-            spared: AtomicBool::new(false),
-            ended: none(),
+            closed: AtomicBool::new(handle.is_null()),
             freed: AtomicBool::new(false),
             gate: RwLock::new(()),
         };
@@ -281,11 +247,6 @@ impl Comm {
     /// `Ok(true)` if nothing is in progress; the communicator's error otherwise.
     pub(crate) fn state(&self) -> Result<bool> {
         let _inside = self.enter()?;
-        self.ask()
-    }
-
-    /// As [`state`](Self::state), of whoever holds it open.
-    fn ask(&self) -> Result<bool> {
         let mut state = code::SUCCESS;
         // SAFETY: INV-12 the gate keeps the communicator; writes one code.
         let result = unsafe { (self.nccl.api().comm_get_async_error)(self.handle, &raw mut state) };
@@ -298,18 +259,10 @@ impl Comm {
 
     /// Waits until nothing is in progress, `stop` says why not to go on, or the deadline passes.
     pub(crate) fn settle(&self, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<()> {
-        Self::settle_by(deadline, stop, &|| self.state())
-    }
-
-    fn settle_by(
-        deadline: Instant,
-        stop: &dyn Fn() -> Option<Error>,
-        state: &dyn Fn() -> Result<bool>,
-    ) -> Result<()> {
         let mut round = 0u32;
         // An abort closes the communicator under whoever waits; the reason is the group's.
         let is_through = || {
-            state().map_err(|error| match error.kind() {
+            self.state().map_err(|error| match error.kind() {
                 ErrorKind::Aborted => stop().unwrap_or(error),
                 _ => error,
             })
@@ -376,12 +329,6 @@ impl Comm {
         self.settle(deadline, stop)
     }
 
-    /// One call outside any group.
-    pub(crate) fn plain(&self, call: impl FnOnce(&Calls<'_>) -> Result<()>) -> Result<()> {
-        let _inside = self.enter()?;
-        call(&Calls(self))
-    }
-
     /// A sum whose inputs are multiplied by `factor` first; freed by [`drop_op`](Self::drop_op).
     pub(crate) fn premul_sum(&self, factor: f64, d: DType) -> Result<RedOp> {
         let _inside = self.enter()?;
@@ -439,14 +386,10 @@ impl Comm {
     /// Ends everything that runs and frees the communicator. May block for as long as the library likes: call it on a thread
     /// that can be given up. Idempotent.
     pub(crate) fn abort(&self) {
-        let open = !self.closed.swap(true, Ordering::AcqRel);
-        let spared = self.spared.swap(false, Ordering::AcqRel);
-        if !open && !spared {
+        if self.closed.swap(true, Ordering::AcqRel) {
             return;
         }
-        self.ended.store(true, Ordering::Release);
         if !self.is_left(COURTESY)
-            && open
             && let Some(revoke) = self.nccl.api().comm_revoke
         {
             // Somebody is stuck inside. Revoking lets them out without freeing anything under them.
@@ -457,7 +400,7 @@ impl Comm {
             }
             self.is_left(COURTESY);
         }
-        // SAFETY: INV-8 freed once (`closed`, `spared`). Callers have left, or are stuck in a call, which is what abort exists for.
+        // SAFETY: INV-8 freed once (`closed`). Callers have left, or are stuck in a call, which is what abort exists for.
         let result = unsafe { (self.nccl.api().comm_abort)(self.handle) };
         match self.nccl.check("ncclCommAbort", result) {
             Ok(()) => {
@@ -482,7 +425,6 @@ impl Comm {
             return self.abort();
         }
         if !self.closed.swap(true, Ordering::AcqRel) && self.is_left(COURTESY) {
-            self.ended.store(true, Ordering::Release);
             // SAFETY: INV-8 freed once (`closed`), nobody is inside.
             let result = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
             match self.nccl.check("ncclCommDestroy", result) {
@@ -492,29 +434,21 @@ impl Comm {
         }
     }
 
-    /// True once the library has let go of everything that it knew.
-    pub(crate) fn is_freed(&self) -> bool {
-        self.freed.load(Ordering::Acquire)
-    }
-
     /// Ends it on a thread of its own, because that may take as long as the library likes.
     pub(crate) fn give_up(self) {
-        give_up(Arc::new(self), || ());
+        give_up(Arc::new(self));
     }
 }
 
-/// Ends `comm` on a thread of its own; then `after`.
-pub(crate) fn give_up(comm: Arc<Comm>, after: impl FnOnce() + Send + 'static) {
-    errand("ox-nccl-abort", move || {
-        comm.abort();
-        after();
-    });
+/// As [`Comm::give_up`].
+pub(crate) fn give_up(comm: Arc<Comm>) {
+    errand("ox-nccl-abort", move || comm.abort());
 }
 
 impl Drop for Comm {
     fn drop(&mut self) {
         // Freed by abort or retire; a communicator that neither reached is left to the process (dropping must not block).
-        if !*self.closed.get_mut() || *self.spared.get_mut() {
+        if !*self.closed.get_mut() {
             tracing::debug!("a communicator was dropped without being freed");
         }
         if !*self.freed.get_mut() {

@@ -28,28 +28,19 @@ const PATIENCE: Duration = Duration::from_secs(10);
 pub(crate) fn run(engine: &Arc<Engine>) {
     // Without the device nothing can be watched; its first use in `watch` reports that.
     let _inside = engine.gpu.enter();
-    let in_good_order = watch(engine);
-    let end = if in_good_order {
-        End::Over
-    } else {
-        fail_all(engine)
-    };
-    let kept = in_good_order && engine.legacy.keep_idle(&engine.comm);
-    // Submissions that slipped in while this ended are failed, too.
-    engine.end(in_good_order);
-    if in_good_order {
+    if watch(engine) {
+        engine.end(true);
         // Nobody waits for an idle communicator longer than for work on it.
         let patience = PATIENCE.min(engine.settings.timeout);
-        if !kept {
-            engine.held.end(engine);
-            engine.comm.retire(patience);
-            engine.held.clear(engine.comm.is_freed());
-        }
+        engine.comm.retire(patience);
         engine.lanes.retire(patience);
     } else {
+        let end = fail_all(engine);
+        engine.end(false);
         let cause = engine
             .failure()
             .unwrap_or_else(|| Error::timeout("the group ended"));
+        // Submissions that slipped in while this ended are failed, too.
         while engine.is_pending() {
             engine
                 .take_flights()
@@ -60,7 +51,6 @@ pub(crate) fn run(engine: &Arc<Engine>) {
             engine.is_through();
             // Nobody waits for this thread any more.
             engine.comm.abort();
-            engine.held.clear(engine.comm.is_freed());
             engine.lanes.abort();
         }
     }
@@ -163,24 +153,18 @@ fn fail_all(engine: &Arc<Engine>) -> End {
     let started = threads::start("ox-nccl-abort", move || {
         let _ = began.set(Instant::now());
         let _inside = this.gpu.enter();
-        // Revoked if the next configuration is to have it; what is registered stays with it.
-        if !this.legacy.keep_revoked(&this.comm) {
-            this.comm.abort();
-            this.held.clear(this.comm.is_freed());
-        }
+        this.comm.abort();
         this.lanes.abort();
         flag.store(true, Ordering::Release);
     });
     if let Err(error) = &started {
         tracing::warn!(%error, "a communicator is aborted only after its work was given up");
-        engine.legacy.lose();
     }
     let latest = deadline_in(if started.is_ok() { START } else { Duration::ZERO });
-    let grace = GRACE + engine.legacy.beyond();
     let is_over = |more: Duration| {
         let until = begun
             .get()
-            .map_or(latest, |began: &Instant| *began + grace + more);
+            .map_or(latest, |began: &Instant| *began + GRACE + more);
         time_left(until).is_zero()
     };
     let mut looks = 0;

@@ -76,18 +76,6 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
                 "@driver" => standin::without(library, path("driver.so"), &["cuMemAllocAsync"])
                     .display()
                     .to_string(),
-                "@nogrow" => standin::without(library, path("nogrow.so"), &["ncclCommGrow"])
-                    .display()
-                    .to_string(),
-                "@norank" => standin::without(library, path("norank.so"), &["ncclCommUserRank"])
-                    .display()
-                    .to_string(),
-                "@plain" => {
-                    let functions = ["ncclCommRegister", "ncclCommWindowRegister"];
-                    standin::without(library, path("plain.so"), &functions)
-                        .display()
-                        .to_string()
-                }
                 value => value.to_string(),
             };
             (*name, value)

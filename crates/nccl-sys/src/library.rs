@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use crate::locate;
 use crate::types::{Comm, Config, DataType, RedOp, ResultCode, Stream, UniqueId, Version};
 
-/// The oldest version that is used: the first with `ncclMemAlloc` and everything in the required half of [`Api`].
+/// The oldest version that is used: the first with everything in the required half of [`Api`].
 pub const OLDEST: Version = Version::new(2, 19, 0);
 
 /// Why there is no library.
@@ -132,32 +132,12 @@ table! {
     optional {
         /// Ends whatever runs, without freeing (2.28.7).
         comm_revoke = "ncclCommRevoke": fn(Comm, c_int) -> ResultCode;
-        /// A communicator without some ranks (2.27).
-        comm_shrink = "ncclCommShrink": fn(Comm, *mut c_int, c_int, *mut Comm, *mut Config, c_int) -> ResultCode;
-        /// A communicator with more ranks (2.29).
-        comm_grow = "ncclCommGrow": fn(Comm, c_int, *const UniqueId, c_int, *mut Comm, *mut Config) -> ResultCode;
-        /// A new id for the ranks by which a communicator grows; the caller coordinates them (2.29).
-        comm_get_unique_id = "ncclCommGetUniqueId": fn(Comm, *mut UniqueId) -> ResultCode;
-        /// This rank's number in a communicator.
-        comm_user_rank = "ncclCommUserRank": fn(Comm, *mut c_int) -> ResultCode;
         /// send, recv, count per rank, dtype, communicator, stream (2.28).
         all_to_all = "ncclAlltoAll": fn(*const c_void, *mut c_void, usize, DataType, Comm, Stream) -> ResultCode;
         /// send, recv, count per rank, dtype, root, communicator, stream (2.28).
         gather = "ncclGather": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
         /// send, recv, count per rank, dtype, root, communicator, stream (2.28).
         scatter = "ncclScatter": fn(*const c_void, *mut c_void, usize, DataType, c_int, Comm, Stream) -> ResultCode;
-        /// Memory that the library likes best.
-        mem_alloc = "ncclMemAlloc": fn(*mut *mut c_void, usize) -> ResultCode;
-        /// Frees it.
-        mem_free = "ncclMemFree": fn(*mut c_void) -> ResultCode;
-        /// Registers one rank's buffer: communicator, buffer, bytes, handle (2.19).
-        comm_register = "ncclCommRegister": fn(Comm, *mut c_void, usize, *mut *mut c_void) -> ResultCode;
-        /// Ends it (2.19).
-        comm_deregister = "ncclCommDeregister": fn(Comm, *mut c_void) -> ResultCode;
-        /// Registers equally long buffers of all ranks, a collective call: communicator, buffer, bytes, window, flags (2.27).
-        comm_window_register = "ncclCommWindowRegister": fn(Comm, *mut c_void, usize, *mut *mut c_void, c_int) -> ResultCode;
-        /// Ends it (2.27).
-        comm_window_deregister = "ncclCommWindowDeregister": fn(Comm, *mut c_void) -> ResultCode;
         /// Only a stand-in has this: what it is, in words.
         standin_description = "oxccl_standin_description": fn() -> *const c_char;
     }

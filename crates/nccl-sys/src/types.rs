@@ -84,17 +84,11 @@ pub mod redop {
 
 /// `ncclScalarHostImmediate`: the scalar is read from host memory before the call returns.
 pub const SCALAR_HOST_IMMEDIATE: c_int = 1;
-/// A window whose parts lie at the same place on all ranks (`NCCL_WIN_COLL_SYMMETRIC`, 2.27).
-pub const WINDOW_SYMMETRIC: c_int = 1;
 /// The colour of a rank that gets no communicator from a split.
 pub const SPLIT_NOCOLOR: c_int = -1;
 
 /// `NCCL_REVOKE_DEFAULT`: the only way to revoke.
 pub const REVOKE_DEFAULT: c_int = 0;
-/// `NCCL_SHRINK_DEFAULT`: nothing runs on the parent, or it was revoked.
-pub const SHRINK_DEFAULT: c_int = 0;
-/// The rank that those pass to `ncclCommGrow` who are in the communicator already: they keep theirs.
-pub const GROW_STAYS: c_int = -1;
 
 /// What rank 0 makes and all ranks of a communicator share.
 #[derive(Clone, Copy, PartialEq, Eq)]

@@ -26,11 +26,8 @@ fn main() -> std::process::ExitCode {
         ("newer_functions_come_with_their_versions", |l| {
             let present = l.api().present();
             let since = [
-                ("ncclCommShrink", nccl_sys::Version::new(2, 27, 0)),
                 ("ncclAlltoAll", nccl_sys::Version::new(2, 28, 0)),
                 ("ncclCommRevoke", nccl_sys::Version::new(2, 28, 7)),
-                ("ncclCommGrow", nccl_sys::Version::new(2, 29, 0)),
-                ("ncclCommGetUniqueId", nccl_sys::Version::new(2, 29, 0)),
             ];
             for (name, version) in since {
                 check(

@@ -1,4 +1,4 @@
-/* oxccl plugin ABI 1.1: backends and device kinds as shared libraries.
+/* oxccl plugin ABI 1.0: backends and device kinds as shared libraries.
  *
  * Generated from crates/plugin/src/abi.rs; do not edit. The rules are in docs/plugins.md.
  *
@@ -23,7 +23,7 @@ extern "C" {
 
 #define OXCCL_PLUGIN_MAGIC UINT64_C(0x474c504c4343584f)
 #define OXCCL_PLUGIN_MAJOR 1u
-#define OXCCL_PLUGIN_MINOR 1u
+#define OXCCL_PLUGIN_MINOR 0u
 #define OXCCL_PLUGIN_MINIMUM_MINOR 0u
 #define OXCCL_NONE UINT32_MAX
 #define OXCCL_OK 0
@@ -616,8 +616,8 @@ struct oxccl_group {
     void (*traffic)(void *ctx, oxccl_traffic *traffic);
     /* The host will not use ctx any more. Exactly once. Pending operations still complete. */
     void (*close)(void *ctx);
-    /* Since 1.1. Runs an operation to its end, on the calling thread where that is possible. When it returns,
-     * nobody touches the buffers any more but whoever retained them. */
+    /* Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody
+     * touches the buffers any more but whoever retained them. */
     int32_t (*execute)(void *ctx, const oxccl_operation *operation, oxccl_outcome *outcome, oxccl_fault *fault);
 };
 
@@ -664,7 +664,7 @@ struct oxccl_device_table {
     int32_t (*event_query)(void *ctx, void *event, uint32_t *done, oxccl_fault *fault);
     /* Waits until it is reached. */
     int32_t (*event_synchronize)(void *ctx, void *event, int64_t timeout_ms, oxccl_fault *fault);
-    /* Since 1.1. 1 if the device computes in FP8 by itself. */
+    /* 1 if the device computes in FP8 by itself. */
     uint32_t (*native_fp8)(void *ctx, uint32_t index);
 };
 
@@ -683,7 +683,7 @@ struct oxccl_plugin {
     int32_t (*create)(void *ctx, uint32_t backend, oxccl_device_id device, const oxccl_group_options *options, oxccl_group *group, oxccl_fault *fault);
     /* Hands out a device kind; may be null if the query lists none. */
     int32_t (*device)(void *ctx, uint32_t device, oxccl_device_table *table, oxccl_fault *fault);
-    /* Since 1.1. The vendor library behind a backend, in words; nothing is written if there is none. */
+    /* The vendor library behind a backend, in words; nothing is written if there is none. */
     void (*library)(void *ctx, uint32_t backend, oxccl_sink text);
 };
 

@@ -4,7 +4,7 @@
 //! part that both sides know and sees zero in the rest, and a function that is not there is null. The fixed ones (`Str`,
 //! `Bytes`, `Sink`, `Note`, `DeviceId`) never change. The minor version that counts is the smaller of both sides'.
 //!
-//! Comments of fields go into the header. "Since 1.1." in one keeps the field out of the 1.0 header.
+//! Comments of fields go into the header.
 
 use std::ffi::{c_char, c_void};
 use std::mem::{offset_of, size_of};
@@ -461,7 +461,7 @@ c_structs! {
         traffic: Option<unsafe extern "C" fn(ctx: *mut c_void, traffic: *mut Traffic)>,
         /// The host will not use `ctx` any more. Exactly once. Pending operations still complete.
         close: Option<unsafe extern "C" fn(ctx: *mut c_void)>,
-        /// Since 1.1. Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody touches
+        /// Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody touches
         /// the buffers any more but whoever retained them.
         execute: Option<unsafe extern "C" fn(ctx: *mut c_void, operation: *const Operation, outcome: *mut Outcome, fault: *mut Fault) -> i32>,
     }
@@ -508,7 +508,7 @@ c_structs! {
         event_query: Option<unsafe extern "C" fn(ctx: *mut c_void, event: *mut c_void, done: *mut u32, fault: *mut Fault) -> i32>,
         /// Waits until it is reached.
         event_synchronize: Option<unsafe extern "C" fn(ctx: *mut c_void, event: *mut c_void, timeout_ms: i64, fault: *mut Fault) -> i32>,
-        /// Since 1.1. 1 if the device computes in FP8 by itself.
+        /// 1 if the device computes in FP8 by itself.
         native_fp8: Option<unsafe extern "C" fn(ctx: *mut c_void, index: u32) -> u32>,
     }
     /// An opened plugin. Lives as long as the process. Backends and devices are named by their place in the query's lists. Any
@@ -526,7 +526,7 @@ c_structs! {
         create: Option<unsafe extern "C" fn(ctx: *mut c_void, backend: u32, device: DeviceId, options: *const GroupOptions, group: *mut Group, fault: *mut Fault) -> i32>,
         /// Hands out a device kind; may be null if the query lists none.
         device: Option<unsafe extern "C" fn(ctx: *mut c_void, device: u32, table: *mut DeviceTable, fault: *mut Fault) -> i32>,
-        /// Since 1.1. The vendor library behind a backend, in words; nothing is written if there is none.
+        /// The vendor library behind a backend, in words; nothing is written if there is none.
         library: Option<unsafe extern "C" fn(ctx: *mut c_void, backend: u32, text: Sink)>,
     }
 }

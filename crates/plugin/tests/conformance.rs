@@ -53,10 +53,8 @@ fn make(options: GroupOptions) -> Result<Box<dyn ProcessGroup>> {
 
 /// The backend in C, with ranks as threads.
 fn cstore() -> std::result::Result<Vec<Trial>, String> {
-    let include = header::path(plugin::abi::MINOR);
-    let include = include.parent().unwrap_or(&include);
     let source = build::root().join("fixtures/c/cstore.c");
-    let library = build::c_plugin("cstore-conformance", &source, include, &[])?;
+    let library = build::c_plugin("cstore-conformance", &source, &header::folder(), &[])?;
     let loaded = plugin::load(&library).map_err(|e| e.to_string())?;
     let backend = loaded.backends().into_iter().next().ok_or("no backend")?;
     let make: MakeOn = Arc::new(move |device, options| backend.factory.create(device, &options));

@@ -14,7 +14,6 @@ use std::ops::Range;
 use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tensor};
 
 use crate::chunk::{Frame, Shot};
-use crate::codec::Codec;
 use crate::feedback::{Debts, ErrorFeedback, Slot};
 use crate::kernels::Piece;
 use crate::options::Accuracy;
@@ -45,13 +44,8 @@ pub(crate) struct Exchange<'a> {
     pub(crate) feedback: Option<(&'a ErrorFeedback, &'a Slot)>,
 }
 
-/// Values per part, so that only the last one has a short block or row.
-const fn unit(codec: Codec) -> usize {
-    match codec {
-        Codec::RowE4M3 { row } | Codec::RowInt8 { row } => row.get() as usize,
-        _ => 128,
-    }
-}
+/// Values per part are a multiple of this, so that only the last one has a short block.
+const UNIT: usize = 128;
 
 /// The elements of all pieces.
 fn total(pieces: &[Piece]) -> usize {
@@ -138,7 +132,7 @@ impl Exchange<'_> {
     /// The ranks' parts of `count` values.
     fn parts(&self, count: usize) -> Vec<Range<usize>> {
         let world = self.place.world.max(1) as usize;
-        let size = count.div_ceil(world).next_multiple_of(unit(self.frame.codec));
+        let size = count.div_ceil(world).next_multiple_of(UNIT);
         (0..world)
             .map(|rank| (size * rank).min(count)..(size * (rank + 1)).min(count))
             .collect()
@@ -552,6 +546,7 @@ mod tests {
     use std::sync::atomic::AtomicBool;
 
     use super::*;
+    use crate::codec::Codec;
     use crate::codec::Rounding;
     use crate::kernels::block_kernels;
 

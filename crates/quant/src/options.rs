@@ -214,6 +214,6 @@ mod tests {
         options.check(Codec::Int2B64).unwrap();
         options.moves = Moves::Quantized;
         assert!(options.check(Codec::Int2B64).is_err());
-        options.check(Codec::Int6B64).unwrap();
+        options.check(Codec::Int4B64).unwrap();
     }
 }

@@ -60,14 +60,10 @@ fn every_other_format_is_within_what_its_bits_allow() {
         let heavy = matches!(distribution, Distribution::Student3 | Distribution::Mixed);
         for (codec, bound) in [
             (Codec::MxE4M3, 1.3e-3),
-            (Codec::MxE5M2, 3.5e-3),
             (Codec::Bf16, 3e-6),
             (Codec::F16, 1e-7),
-            (Codec::Int6B64, if heavy { 2.4e-3 } else { 1.1e-3 }),
             (Codec::Int4B64, if heavy { 3.6e-2 } else { 2.1e-2 }),
-            (Codec::E3M0B64, 3.8e-2),
             (Codec::Int2B64, if heavy { 0.5 } else { 0.4 }),
-            ("e4m3-row:2048".parse().unwrap(), 8e-4),
         ] {
             let e = error(codec, distribution).unwrap();
             assert!(e <= bound && e > bound / 30.0, "{codec} {distribution:?} {e:e}");

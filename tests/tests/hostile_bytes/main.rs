@@ -29,9 +29,6 @@ mod listener;
 mod mutate;
 #[path = "../../../fuzz/src/nccl.rs"]
 mod nccl;
-#[allow(dead_code, unused_imports, reason = "included for the words that name it")]
-#[path = "../../../crates/backend-nccl/src/plan.rs"]
-mod plan;
 #[path = "../../../fuzz/src/state.rs"]
 mod state;
 #[path = "../../../fuzz/src/store/mod.rs"]

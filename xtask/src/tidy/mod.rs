@@ -1,7 +1,7 @@
 //! The rules of the house, checked on every run of continuous integration.
 //!
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
-//! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests.
+//! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -16,6 +16,7 @@ use lexer::Source;
 mod files;
 mod lessons;
 mod lexer;
+mod lines;
 mod rules;
 mod stairs;
 mod variables;
@@ -86,6 +87,21 @@ pub(crate) fn check() -> Result<bool> {
 pub(crate) fn print_lessons() -> Result<bool> {
     let metadata = Metadata::read()?;
     print!("{}", lessons::table(&read_sources(&metadata)?));
+    Ok(true)
+}
+
+/// Prints how many lines of source each crate has, plugins and crates with workspaces of their own among them.
+pub(crate) fn print_lines() -> Result<bool> {
+    let root = Metadata::read()?.workspace_root;
+    let mut paths = Vec::new();
+    for folder in ["crates", "plugins"] {
+        collect(&root.join(folder), "rs", &mut paths)?;
+    }
+    let sources: Vec<Source> = paths
+        .iter()
+        .map(|p| Ok(Source::new(&relative(&root, p), &read(p)?)))
+        .collect::<Result<_>>()?;
+    print!("{}", lines::table(&sources));
     Ok(true)
 }
 

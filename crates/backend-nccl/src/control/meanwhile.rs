@@ -1,5 +1,5 @@
 //! Between the meeting and the engine, while the communicator is made: a rank whose part fails tells the others, and so does the end of
-//! its connection, so that nobody waits for it until the deadline. While a communicator is used again, `talk` listens.
+//! its connection, so that nobody waits for it until the deadline.
 
 use std::cell::Cell;
 use std::io::Read;
@@ -19,7 +19,15 @@ const LOOK: Duration = Duration::from_millis(5);
 impl Meeting {
     /// Asked again and again: why not to go on, because another rank's part has failed or it is gone.
     pub(crate) fn watch(&self) -> impl Fn() -> Option<Error> {
-        watching(&self.streams)
+        let looked = Cell::new(Instant::now());
+        move || {
+            if looked.get().elapsed() < LOOK {
+                return None;
+            }
+            looked.set(Instant::now());
+            let elsewhere = |(peer, stream): &(u32, TcpStream)| failed(*peer, stream);
+            self.streams.iter().find_map(elsewhere)
+        }
     }
 
     /// Tells the others that this rank's part has failed.
@@ -38,18 +46,6 @@ fn discard(stream: &mut TcpStream) {
     let mut bytes = [0u8; MOST];
     if stream.set_nonblocking(true).is_ok() {
         let _ = stream.read(&mut bytes);
-    }
-}
-
-/// As [`Meeting::watch`], over these connections.
-pub(super) fn watching(streams: &[(u32, TcpStream)]) -> impl Fn() -> Option<Error> {
-    let looked = Cell::new(Instant::now());
-    move || {
-        if looked.get().elapsed() < LOOK {
-            return None;
-        }
-        looked.set(Instant::now());
-        streams.iter().find_map(|(peer, stream)| failed(*peer, stream))
     }
 }
 

@@ -7,9 +7,7 @@
 mod meanwhile;
 mod record;
 mod rendezvous;
-mod talk;
 mod wire;
-mod word;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Shutdown, TcpStream};
@@ -21,10 +19,8 @@ use ftcore::{Error, ErrorKind, Result};
 use crate::threads;
 use wire::{Frame, Kind};
 
-pub(crate) use rendezvous::{Meeting, meet, refuse};
-pub(crate) use talk::{Talk, not_said_by};
+pub(crate) use rendezvous::{meet, refuse};
 pub(crate) use wire::VERSION;
-pub(crate) use word::Word;
 
 /// What the engine hears.
 #[derive(Debug)]

@@ -12,7 +12,6 @@ use nccl_sys::UniqueId;
 use super::FILES;
 use super::record::{ID, Published, refusal, refused};
 use super::wire::{Frame, Hello, Kind, TOKEN};
-use crate::plan::{CommId, Holding};
 
 /// The address that the other hosts are told; without it the one of the default route.
 pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
@@ -24,10 +23,6 @@ const _: () = assert!(ID == UniqueId::BYTES);
 pub(crate) struct Meeting {
     pub(crate) id: Option<UniqueId>,
     pub(crate) streams: Vec<(u32, TcpStream)>,
-    /// The name of the communicator that comes of it.
-    pub(crate) comm: CommId,
-    /// On rank 0: what the ranks hold, in rank order.
-    pub(crate) holdings: Vec<Option<Holding>>,
 }
 
 /// What tells two hosts (and two network namespaces of one host) apart.
@@ -78,20 +73,17 @@ pub(crate) fn refuse(c: &Configuration, error: &Error) {
     let _ = c.store.set(&key_of(c), refused(error).as_bytes(), c.deadline);
 }
 
-/// Meets the other ranks. `id`: what rank 0 gives out; `holding`: what this rank has of an earlier configuration; `cancel` ends the wait.
+/// Meets the other ranks. `id`: what rank 0 gives out; `cancel` ends the wait.
 pub(crate) fn meet(
     c: &Configuration,
     constants: u64,
     id: Option<UniqueId>,
-    holding: Option<Holding>,
     cancel: &AtomicBool,
 ) -> Result<Meeting> {
     if c.world_size == 1 {
         return Ok(Meeting {
             id,
             streams: Vec::new(),
-            comm: token(),
-            holdings: vec![holding],
         });
     }
     let key = key_of(c);
@@ -101,25 +93,15 @@ pub(crate) fn meet(
         world: c.world_size,
         epoch: c.epoch.0,
         constants,
-        holding,
     };
     if c.rank == 0 {
         let (listener, published) = open(id).inspect_err(|e| refuse(c, e))?;
         let token = published.token;
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
         let guests = collect(c, &listener, &hello(token), cancel)?;
-        let mut holdings = vec![None; c.world_size as usize];
-        let said = guests.iter().map(|g| (g.rank, g.holding)).chain([(0, holding)]);
-        for (rank, holding) in said {
-            if let Some(slot) = holdings.get_mut(rank as usize) {
-                *slot = holding;
-            }
-        }
         return Ok(Meeting {
             id,
             streams: guests.into_iter().map(|g| (g.rank, g.stream)).collect(),
-            comm: token,
-            holdings,
         });
     }
     let bytes = from_store(c, &key, cancel)?;
@@ -136,8 +118,6 @@ pub(crate) fn meet(
     Ok(Meeting {
         id: published.id.map(UniqueId),
         streams: vec![(0, stream)],
-        comm: published.token,
-        holdings: Vec::new(),
     })
 }
 
@@ -189,7 +169,6 @@ fn from_store(c: &Configuration, key: &str, cancel: &AtomicBool) -> Result<Vec<u
 struct Guest {
     rank: u32,
     stream: TcpStream,
-    holding: Option<Holding>,
 }
 
 /// Rank 0's side: everybody's connection, or the same verdict for everybody.
@@ -279,7 +258,6 @@ fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option
     Ok(Some(Guest {
         rank: hello.rank,
         stream,
-        holding: hello.holding,
     }))
 }
 
@@ -327,7 +305,7 @@ fn connect(
 }
 
 /// The next frame of `peer` until `until` (`late`), or until `cancel` is raised.
-pub(super) fn hear(
+fn hear(
     stream: &mut TcpStream,
     peer: u32,
     until: Instant,

@@ -6,10 +6,8 @@ use std::io::{Read, Write};
 
 use ftcore::{Error, ErrorKind, Result};
 
-use crate::plan::{Holding, How};
-
 /// Changes with the meaning of any byte here.
-pub(crate) const VERSION: u32 = 2;
+pub(crate) const VERSION: u32 = 3;
 const MAGIC: &[u8; 8] = b"oxnccl\x00\x02";
 /// A longer text is cut before it is sent; a longer one that arrives ends the connection.
 pub(super) const MAX_TEXT: usize = 4096;
@@ -25,12 +23,10 @@ pub(crate) struct Hello {
     pub(crate) epoch: u64,
     /// Everything else that all ranks must have in common (see `options`).
     pub(crate) constants: u64,
-    /// The communicator that the rank still has from an earlier configuration.
-    pub(crate) holding: Option<Holding>,
 }
 
 impl Hello {
-    const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8 + 1 + TOKEN + 4 + 4;
+    const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8;
 
     pub(crate) fn write(&self, stream: &mut impl Write) -> std::io::Result<()> {
         let mut bytes = Vec::with_capacity(Self::BYTES);
@@ -41,10 +37,6 @@ impl Hello {
         bytes.extend(self.world.to_le_bytes());
         bytes.extend(self.epoch.to_le_bytes());
         bytes.extend(self.constants.to_le_bytes());
-        bytes.push(self.holding.map_or(0, |h| h.how as u8));
-        bytes.extend(self.holding.map_or([0; TOKEN], |h| h.id));
-        bytes.extend(self.holding.map_or(0, |h| h.rank).to_le_bytes());
-        bytes.extend(self.holding.map_or(0, |h| h.world).to_le_bytes());
         stream.write_all(&bytes)
     }
 
@@ -69,18 +61,6 @@ impl Hello {
             world: u32::from_le_bytes(at.take()),
             epoch: u64::from_le_bytes(at.take()),
             constants: u64::from_le_bytes(at.take()),
-            holding: {
-                let [code] = at.take();
-                let how = [How::Idle, How::Revoked].into_iter().find(|h| *h as u8 == code);
-                // Read whole in any case; a code that is not known holds nothing.
-                let (id, rank, world) = (at.take(), at.take(), at.take());
-                how.map(|how| Holding {
-                    id,
-                    rank: u32::from_le_bytes(rank),
-                    world: u32::from_le_bytes(world),
-                    how,
-                })
-            },
         })
     }
 }
@@ -115,22 +95,16 @@ pub(crate) enum Kind {
     Enter = 5,
     /// Monitored barrier `number` opens.
     Release = 6,
-    /// How the communicator is made, or an id, or that it stands: rank 0's word while the group is configured.
-    Plan = 7,
-    /// Whether the origin's part of the plan worked (number 1) or not, and why.
-    Tried = 8,
 }
 
 impl Kind {
-    const ALL: [Self; 8] = [
+    const ALL: [Self; 6] = [
         Self::Ready,
         Self::Refused,
         Self::Failed,
         Self::Bye,
         Self::Enter,
         Self::Release,
-        Self::Plan,
-        Self::Tried,
     ];
 }
 

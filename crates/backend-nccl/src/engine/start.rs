@@ -5,15 +5,12 @@ use std::sync::{Arc, Condvar, Mutex, Weak};
 use ftcore::{Configuration, Error, Result};
 
 use super::{Counters, Engine, Place, lock};
-use crate::buffers::Held;
 use crate::control::{Control, Listener};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::CudaStream;
 use crate::lanes::Lanes;
 use crate::options::Settings;
-use crate::plan::CommId;
 use crate::raw::{Comm, give_up};
-use crate::reuse::Legacy;
 use crate::{threads, watch};
 
 /// Everything an engine is made of.
@@ -21,8 +18,6 @@ pub(crate) struct Ingredients {
     pub(crate) place: Place,
     pub(crate) gpu: Arc<Gpu>,
     pub(crate) comm: Arc<Comm>,
-    /// The communicator's name.
-    pub(crate) comm_id: CommId,
     pub(crate) settings: Settings,
     pub(crate) configuration: Configuration,
     pub(crate) counters: Arc<Counters>,
@@ -33,7 +28,7 @@ impl Engine {
     /// Starts the control connections and the watchdog. If one of them does not start, the others are told, and the communicator is ended.
     pub(crate) fn start(i: Ingredients) -> Result<Arc<Self>> {
         let comm = i.comm.clone();
-        Self::begin(i).inspect_err(|_| give_up(comm, || ()))
+        Self::begin(i).inspect_err(|_| give_up(comm))
     }
 
     fn begin(i: Ingredients) -> Result<Arc<Self>> {
@@ -66,13 +61,11 @@ impl Engine {
             place: i.place,
             gpu: i.gpu,
             comm: i.comm,
-            legacy: Legacy::new(i.comm_id, i.settings.reuse, i.settings.revoke_within),
             stream,
             settings: i.settings,
             configuration: i.configuration,
             counters: i.counters,
             lanes: Lanes::default(),
-            held: Held::default(),
             control: control.clone(),
             listener,
             order: Mutex::default(),

@@ -57,16 +57,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             staged_because_of::<OPEN>,
         ),
         scenario(
-            "isolated_memory_that_cannot_be_made_is_staged",
-            &[(FAIL, "cuMemAlloc:1:801")],
-            staged_because_of::<ALLOC>,
-        ),
-        scenario(
-            "isolated_memory_whose_length_is_unknown_is_staged",
-            &[(FAIL, "cuMemGetAddressRange:1:801")],
-            staged_because_of::<RANGE>,
-        ),
-        scenario(
             "isolated_an_event_that_the_child_cannot_open_fails_the_operation",
             &[(FAIL, "cuIpcOpenEventHandle:1:801")],
             event_not_opened,
@@ -280,17 +270,9 @@ fn event_not_opened() -> Outcome {
 const MEM: u8 = 0;
 const EVENT: u8 = 1;
 const OPEN: u8 = 2;
-const ALLOC: u8 = 3;
-const RANGE: u8 = 4;
 
 fn staged_because_of<const WHAT: u8>() -> Outcome {
-    let call = [
-        "cuIpcGetMemHandle",
-        "cuIpcGetEventHandle",
-        "cuIpcOpenMemHandle",
-        "cuMemAlloc",
-        "cuMemGetAddressRange",
-    ][usize::from(WHAT)];
+    let call = ["cuIpcGetMemHandle", "cuIpcGetEventHandle", "cuIpcOpenMemHandle"][usize::from(WHAT)];
     // Each process refuses once; the second try of this one would succeed, so one rank is enough.
     let group = isolate::open(options(0))?;
     let note = {

@@ -1,7 +1,7 @@
 //! The scenarios of `errors.rs`: a name, what is injected, and what must be seen.
 
 mod abstaining;
-mod buffers;
+mod between;
 mod calls;
 mod creation;
 mod crossing;
@@ -15,11 +15,9 @@ mod lost;
 mod parts;
 mod pinned;
 mod rendezvous;
-mod reuse;
 mod set_up;
 mod staged;
 mod system;
-mod talk;
 
 use kit::Outcome;
 
@@ -75,13 +73,11 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         parts::scenarios(),
         endings::scenarios(),
         rendezvous::scenarios(),
-        buffers::scenarios(),
-        reuse::scenarios(),
         staged::scenarios(),
         isolated::scenarios(),
         system::scenarios(),
         late::scenarios(),
-        talk::scenarios(),
+        between::scenarios(),
         lost::scenarios(),
         crossing::scenarios(),
     ]
@@ -179,11 +175,6 @@ fn of_groups() -> Vec<Scenario> {
             "an_old_library_is_refused_with_both_versions",
             &[("OXCCL_STANDIN_NCCL_VERSION", "21803")],
             set_up::too_old,
-        ),
-        scenario(
-            "a_library_without_its_version_is_refused",
-            &[(FAIL, "ncclGetVersion:1:3")],
-            set_up::no_version,
         ),
         scenario(
             "a_device_that_does_not_exist_is_named",

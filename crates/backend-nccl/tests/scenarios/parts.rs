@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use ftcore::{Error, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, SubmitOptions, deadline_in};
 
 use super::kit::*;
-use super::{ASYNC, FAIL, HANG, Scenario, scenario};
+use super::{ASYNC, HANG, Scenario, scenario};
 
 const SOON: Duration = Duration::from_secs(20);
 
@@ -42,24 +42,6 @@ fn split_fails_later() -> Outcome {
         &["the communicator", "remote process exited"],
         PATIENCE,
     )
-}
-
-fn split_gives_nothing() -> Outcome {
-    split_breaks(
-        ErrorKind::Backend,
-        &["ncclCommSplit gave no communicator"],
-        PATIENCE,
-    )
-}
-
-fn split_without_a_colour() -> Outcome {
-    two(GroupOptions::default(), |rank, group, store| {
-        let color = (rank == 1).then_some(3);
-        let e = group.split(color, 0, deadline_in(PATIENCE)).err();
-        let e = e.ok_or("the split succeeded")?;
-        says(&e, e.kind(), &["ncclCommSplit", "code 5"])?;
-        next_epoch(rank, group, store)
-    })
 }
 
 fn split_numbers() -> Outcome {
@@ -191,18 +173,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             ASYNC,
             "ncclCommSplit.child@0:1:6",
             split_fails_later,
-        ),
-        one(
-            "split_without_a_communicator_is_an_error",
-            FAIL,
-            "ncclCommSplit@0:1:0",
-            split_gives_nothing,
-        ),
-        one(
-            "split_that_fails_without_a_colour",
-            FAIL,
-            "ncclCommSplit@0:1:5",
-            split_without_a_colour,
         ),
         scenario("split_numbers_that_nccl_has_not_are_refused", &[], split_numbers),
         one(

@@ -137,11 +137,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             &[(FAIL, "cuMemHostAlloc:1:2"), LOG],
             no_pinned_memory,
         ),
-        scenario(
-            "pinned_memory_at_null_is_replaced",
-            &[(FAIL, "cuMemHostAlloc:1:0"), LOG],
-            no_pinned_memory,
-        ),
         fault("device_that_is_lost_ends_a_copy", lost(), || {
             over_with_an_error(true)
         }),

@@ -20,20 +20,11 @@ fn record(port: u16) -> String {
 
 /// Rank 1 of 2 against whatever `zero` does at the port of the record.
 fn against(zero: impl FnOnce(TcpListener) + Send, kind: ErrorKind, words: &[&str]) -> Outcome {
-    against_with(GroupOptions::default(), zero, kind, words)
-}
-
-fn against_with(
-    options: GroupOptions,
-    zero: impl FnOnce(TcpListener) + Send,
-    kind: ErrorKind,
-    words: &[&str],
-) -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let port = listener.local_addr()?.port();
     store.set(KEY, record(port).as_bytes(), deadline_in(SOON))?;
-    let group = group(1, options)?;
+    let group = group(1, GroupOptions::default())?;
     std::thread::scope(|scope| {
         scope.spawn(move || zero(listener));
         let e = group
@@ -154,8 +145,8 @@ fn strangers() -> Outcome {
         drop(connect()?);
         connect()?.write_all(&[0x55; 200])?;
         // In the right form, and of another job: the token is not rank 0's.
-        let mut other = b"oxnccl\x00\x02\x02\x00\x00\x00".to_vec();
-        other.resize(77, 0);
+        let mut other = b"oxnccl\x00\x02\x03\x00\x00\x00".to_vec();
+        other.resize(52, 0);
         connect()?.write_all(&other)?;
         let silent = connect()?;
         let group = group(1, GroupOptions::default())?;
@@ -164,33 +155,6 @@ fn strangers() -> Outcome {
         drop(silent);
         zero.join().map_err(|_| "a panic")?
     })
-}
-
-/// A rank 0 that lets rank 1 go on and then talks of communicators to use again, which makes no sense.
-fn talks_of_reuse(kind: u8, text: &'static str, words: &[&str]) -> Outcome {
-    let zero = move |listener: TcpListener| {
-        if let Ok((mut stream, _)) = listener.accept() {
-            let mut frames = vec![1u8];
-            frames.extend([0; 16]);
-            frames.push(kind);
-            frames.extend([0; 12]);
-            frames.extend((text.len() as u32).to_le_bytes());
-            frames.extend(text.as_bytes());
-            let _ = stream.write_all(&frames);
-            let mut rest = [0; 1024];
-            while matches!(std::io::Read::read(&mut stream, &mut rest), Ok(n) if n > 0) {}
-        }
-    };
-    against_with(super::reuse::options(), zero, ErrorKind::Protocol, words)
-}
-
-fn nonsense_of_reuse() -> Outcome {
-    const PLAN: u8 = 7;
-    talks_of_reuse(PLAN, "nonsense", &["does not fit", "phase: reuse"])?;
-    // To a rank that holds nothing, and that would be a holder.
-    talks_of_reuse(PLAN, "reuse 2 split", &["does not fit"])?;
-    talks_of_reuse(PLAN, "stands", &["said no plan"])?;
-    talks_of_reuse(5, "", &["said something else"])
 }
 
 /// Rank 0 does not come at all.
@@ -353,11 +317,6 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         scenario("meet_nobody_and_be_aborted", &[], aborted),
         scenario("meet_through_a_store_that_fails", &[], store_fails),
-        scenario(
-            "meet_a_rank_0_that_talks_nonsense_of_reuse",
-            &[],
-            nonsense_of_reuse,
-        ),
         scenario(
             "meet_an_address_that_is_none_is_refused",
             &[("OXCCL_NCCL_HOST", "not-an-address")],

@@ -72,15 +72,6 @@ pub(super) fn too_old() -> Outcome {
     says(&e, ErrorKind::Unsupported, &["2.18.3", "2.19.0"])
 }
 
-pub(super) fn no_version() -> Outcome {
-    let e = NcclFactory.probe().err().ok_or("the probe passed")?;
-    says(
-        &e,
-        ErrorKind::Unsupported,
-        &["does not tell its version", "code 3"],
-    )
-}
-
 pub(super) fn missing_function() -> Outcome {
     let e = NcclFactory.probe().err().ok_or("the probe passed")?;
     says(&e, ErrorKind::Unsupported, &["ncclReduceScatter", "2.19"])

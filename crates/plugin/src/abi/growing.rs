@@ -1,6 +1,6 @@
 //! Structs that grow: how much of one both sides know, and copies of just that. Nothing that the other side says is believed unchecked (INV-10).
 
-use std::mem::{offset_of, size_of};
+use std::mem::size_of;
 
 use super::{
     BackendEntry, Buffer, Capabilities, Completion, Configuration, DeviceTable, Fault, Group, GroupOptions,
@@ -12,8 +12,8 @@ use super::{
 /// # Safety
 /// `#[repr(C)]`, first field `size: u64`, every field a number, a pointer, an optional function or a struct of such.
 pub unsafe trait Growing: Copy {
-    /// The size of its 1.0 form: less is not this struct.
-    const MINIMUM: usize;
+    /// The size of its first form: less is not this struct.
+    const MINIMUM: usize = size_of::<Self>();
 
     /// All zero but `size`.
     fn empty() -> Self {
@@ -26,31 +26,31 @@ pub unsafe trait Growing: Copy {
 }
 
 macro_rules! growing {
-    ($($name:ident $minimum:expr;)+) => {$(
+    ($($name:ident,)+) => {$(
         // SAFETY: INV-10 (structural) declared in `abi.rs` with `size: u64` first and only fields that may be zero.
-        unsafe impl Growing for $name { const MINIMUM: usize = $minimum; }
+        unsafe impl Growing for $name {}
     )+};
 }
 
 growing! {
-    Fault size_of::<Fault>();
-    BackendEntry size_of::<BackendEntry>();
-    QueryReply size_of::<QueryReply>();
-    Host size_of::<Host>();
-    Capabilities size_of::<Capabilities>();
-    GroupOptions size_of::<GroupOptions>();
-    Info size_of::<Info>();
-    Store size_of::<Store>();
-    Configuration size_of::<Configuration>();
-    Buffer size_of::<Buffer>();
-    Operation size_of::<Operation>();
-    Outcome size_of::<Outcome>();
-    Completion size_of::<Completion>();
-    WorkHandle size_of::<WorkHandle>();
-    Traffic size_of::<Traffic>();
-    Group offset_of!(Group, execute);
-    DeviceTable offset_of!(DeviceTable, native_fp8);
-    Plugin offset_of!(Plugin, library);
+    Fault,
+    BackendEntry,
+    QueryReply,
+    Host,
+    Capabilities,
+    GroupOptions,
+    Info,
+    Store,
+    Configuration,
+    Buffer,
+    Operation,
+    Outcome,
+    Completion,
+    WorkHandle,
+    Traffic,
+    Group,
+    DeviceTable,
+    Plugin,
 }
 
 /// No struct of the ABI will ever be larger; a `size` above it is garbage.

@@ -5,7 +5,7 @@ pub const MAGIC: u64 = u64::from_le_bytes(*b"OXCCLPLG");
 /// The major version; it is in the names of the entry points too.
 pub const MAJOR: u32 = 1;
 /// The newest minor version that this build speaks.
-pub const MINOR: u32 = 1;
+pub const MINOR: u32 = 0;
 /// The oldest minor version that this build speaks.
 pub const MINIMUM_MINOR: u32 = 0;
 /// The pure entry point.

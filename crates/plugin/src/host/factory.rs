@@ -6,8 +6,8 @@ use std::sync::Arc;
 
 use ftcore::registry::{Backend, BackendFactory, OnConflict, Outcome, Provenance, Source};
 use ftcore::{
-    Capabilities, DTypeSet, Device, ErrorKind, Feature, FeatureSet, GroupOptions, OpSet, ProcessGroup,
-    ReduceOp, Registry, Result,
+    Capabilities, DTypeSet, Device, ErrorKind, FeatureSet, GroupOptions, OpSet, ProcessGroup, ReduceOp,
+    Registry, Result,
 };
 
 use super::device;
@@ -142,13 +142,7 @@ pub(super) fn capabilities(library: &Library, ask: impl FnOnce(*mut c_void)) -> 
     let mut said = Said(None);
     ask((&raw mut said).cast());
     let why = match said.0 {
-        Some(Ok(mut capabilities)) => {
-            if library.minor < 1 {
-                // Promised by `execute`, which came with 1.1.
-                capabilities.features = capabilities.features.without(Feature::Borrow);
-            }
-            return capabilities;
-        }
+        Some(Ok(capabilities)) => return capabilities,
         Some(Err(why)) => why,
         None => "it said nothing".to_string(),
     };

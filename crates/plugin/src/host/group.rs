@@ -315,7 +315,7 @@ impl ProcessGroup for PluginGroup {
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         let Some(execute) = self.raw.table.execute else {
-            // An older plugin: submit and wait.
+            // It has no such function: submit and wait.
             let work = self.submit(op, options)?;
             return work.take().map_err(|error| {
                 let tensors = work.recover();

@@ -207,12 +207,14 @@ unsafe fn lists(r: &QueryReply) -> Result<Stated, String> {
             text::texts(r.devices, u64::from(r.device_count), "device kinds")?,
         )
     };
+    #[allow(clippy::unnecessary_min_or_max, reason = "the newest version will not stay 0")]
+    let minor = r.max_minor.min(abi::MINOR);
     Ok(Stated {
         name,
         version,
         backends,
         devices: devices.into_iter().map(kind).collect::<Result<_, _>>()?,
-        minor: r.max_minor.min(abi::MINOR),
+        minor,
     })
 }
 

@@ -1,6 +1,6 @@
-//! The backend in C: built against this header, against the frozen one of an older minor version, and polled.
+//! The backend in C: as it is, and polled.
 
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
 use ftcore::{
@@ -13,26 +13,20 @@ use plugin::{Loaded, load};
 use crate::ranks::{backend, configuration, soon, with_ranks};
 use crate::{Outcome, build, ensure, header, text, trial_in_c};
 
-fn built(name: &str, minor: u32, defines: &[&str]) -> Outcome<PathBuf> {
-    let include = header::path(minor);
+fn built(name: &str, defines: &[&str]) -> Outcome<PathBuf> {
     let source = build::root().join("fixtures/c/cstore.c");
-    build::c_plugin(name, &source, include.parent().unwrap_or(Path::new(".")), defines)
+    build::c_plugin(name, &source, &header::folder(), defines)
 }
 
-/// With the header of today.
-pub(crate) fn today() -> Outcome<PathBuf> {
-    built("cstore", plugin::abi::MINOR, &[])
+/// As it is.
+pub(crate) fn plain() -> Outcome<PathBuf> {
+    built("cstore", &[])
 }
 
-/// With the header of the minor version before.
-pub(crate) fn of_old() -> Outcome<PathBuf> {
-    built("cstore-1.0", 0, &[])
-}
-
-fn opened(name: &str, minor: u32, defines: &[&str]) -> Outcome<Loaded> {
-    let opened = load(&built(name, minor, defines)?).map_err(text)?;
+fn opened(name: &str, defines: &[&str]) -> Outcome<Loaded> {
+    let opened = load(&built(name, defines)?).map_err(text)?;
     ensure!(
-        opened.abi_minor() == minor,
+        opened.abi_minor() == plugin::abi::MINOR,
         "minor version {}",
         opened.abi_minor()
     );
@@ -42,14 +36,10 @@ fn opened(name: &str, minor: u32, defines: &[&str]) -> Outcome<Loaded> {
 pub(crate) fn trials() -> Vec<Trial> {
     vec![
         trial_in_c("cstore::a_backend_in_c_reduces_broadcasts_and_meets", || {
-            works(&opened("cstore", 1, &[])?)
+            works(&opened("cstore", &[])?)
         }),
-        trial_in_c(
-            "cstore::l45_one_that_was_built_with_an_older_minor_header_still_works",
-            || works(&opened("cstore-1.0", 0, &[])?),
-        ),
         trial_in_c("cstore::one_without_a_thread_is_polled", || {
-            works(&opened("cstore-polled", 1, &["CSTORE_POLLED"])?)
+            works(&opened("cstore-polled", &["CSTORE_POLLED"])?)
         }),
         trial_in_c(
             "cstore::abort_ends_what_is_pending_and_configure_gives_it_a_second_life",
@@ -139,7 +129,7 @@ fn works(plugin: &Loaded) -> Outcome {
 }
 
 fn second_life() -> Outcome {
-    let cstore = backend(&opened("cstore", 1, &[])?, "cstore")?;
+    let cstore = backend(&opened("cstore", &[])?, "cstore")?;
     with_ranks(&cstore, &Device::CPU, 2, |rank, group, store| {
         if rank == 0 {
             // Rank 1 never comes.
@@ -194,7 +184,7 @@ fn second_life() -> Outcome {
 }
 
 fn failures() -> Outcome {
-    let cstore = backend(&opened("cstore", 1, &[])?, "cstore")?;
+    let cstore = backend(&opened("cstore", &[])?, "cstore")?;
     let errors = with_ranks(&cstore, &Device::CPU, 2, |rank, group, _| {
         let count = 3 + rank as usize;
         let tensor = Tensor::from_vec(vec![1.0f64; count]);

@@ -46,8 +46,8 @@ fn folder() -> Outcome {
     let put = |name: &str, from: &Path| std::fs::copy(from, folder.path().join(name)).map_err(text);
     // Copies are other files than the ones other tests use: other plugins.
     put("a-crashes.so", &faulty::fault(6)?)?;
-    put("b-cstore.so", &cstore::today()?)?;
-    put("c-cstore-too.so", &cstore::today()?)?;
+    put("b-cstore.so", &cstore::plain()?)?;
+    put("c-cstore-too.so", &cstore::plain()?)?;
     std::fs::write(folder.path().join("d-text.so"), "no library").map_err(text)?;
     std::fs::write(folder.path().join("README"), "not looked at").map_err(text)?;
     let (registry, reports) = found(&[(ENV_PATH, folder.path())]);
@@ -99,7 +99,7 @@ fn named() -> Outcome {
     let (registry, reports) = found(&[
         (&format!("{ENV_LIBRARY}FAULTY"), &faulty::fault(3)?),
         (&format!("{ENV_LIBRARY}HCCL"), Path::new("/nowhere/libhccl.so")),
-        (&format!("{ENV_LIBRARY}CSTORE"), &cstore::today()?),
+        (&format!("{ENV_LIBRARY}CSTORE"), &cstore::plain()?),
     ]);
     let of = |name: &str| {
         reports
@@ -138,8 +138,8 @@ fn named() -> Outcome {
 fn precedence() -> Outcome {
     let folder = tempfile::tempdir().map_err(text)?;
     let copy = folder.path().join("a.so");
-    std::fs::copy(cstore::today()?, &copy).map_err(text)?;
-    let own = cstore::today()?;
+    std::fs::copy(cstore::plain()?, &copy).map_err(text)?;
+    let own = cstore::plain()?;
     let (registry, _) = found(&[(ENV_PATH, &copy), (&format!("{ENV_LIBRARY}CSTORE"), &own)]);
     let used = registry.get("cstore", None).map_err(text)?.source;
     let own = std::fs::canonicalize(own).map_err(text)?.display().to_string();

@@ -48,8 +48,7 @@ fn in_c() -> Outcome {
     let folder = build::folder("guide")?;
     let source = folder.join("mini.c");
     std::fs::write(&source, block("mini.c")?).map_err(text)?;
-    let include = header::path(plugin::abi::MINOR);
-    let library = build::c_plugin("mini", &source, include.parent().unwrap_or(Path::new(".")), &[])?;
+    let library = build::c_plugin("mini", &source, &header::folder(), &[])?;
     reduces(&library, "mini", 3)
 }
 

@@ -8,57 +8,45 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use ftcore::{DType, Feature, OpKind, ReduceOp};
-use plugin::abi::{self, FieldLayout, StructLayout};
+use plugin::abi::{self, StructLayout};
 
 use crate::build;
 
-/// The header of a minor version.
-pub(crate) fn path(minor: u32) -> PathBuf {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    if minor == abi::MINOR {
-        root.join("include/oxccl_plugin.h")
-    } else {
-        root.join(format!("include/1.{minor}/oxccl_plugin.h"))
-    }
+/// The folder of the header.
+pub(crate) fn folder() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("include")
 }
 
-/// Compares every header with what the structs say; `OXCCL_BLESS=1` writes them. A header of an older minor version is
-/// frozen: plugins were built with it, so a difference means that the ABI was broken.
+/// Compares the header with what the structs say; `OXCCL_BLESS=1` writes it.
 pub(crate) fn is_what_the_structs_say() -> Result<(), String> {
-    for minor in abi::MINIMUM_MINOR..=abi::MINOR {
-        let (path, wanted) = (path(minor), generate(minor));
-        if std::env::var("OXCCL_BLESS").is_ok_and(|v| v == "1") {
-            std::fs::create_dir_all(path.parent().unwrap_or(&path)).map_err(|e| e.to_string())?;
-            std::fs::write(&path, &wanted).map_err(|e| e.to_string())?;
-        }
-        let found = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-        if let Some((n, (a, b))) = (1..)
-            .zip(found.lines().zip(wanted.lines()))
-            .find(|(_, (a, b))| a != b)
-        {
-            return Err(format!(
-                "{}:{n} is not what the structs say (OXCCL_BLESS=1 writes it)\n  file:    {a}\n  structs: {b}",
-                path.display()
-            ));
-        }
-        if found != wanted {
-            return Err(format!("{} has another length than it should", path.display()));
-        }
+    let (path, wanted) = (folder().join("oxccl_plugin.h"), generate());
+    if std::env::var("OXCCL_BLESS").is_ok_and(|v| v == "1") {
+        std::fs::write(&path, &wanted).map_err(|e| e.to_string())?;
+    }
+    let found = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    if let Some((n, (a, b))) = (1..)
+        .zip(found.lines().zip(wanted.lines()))
+        .find(|(_, (a, b))| a != b)
+    {
+        return Err(format!(
+            "{}:{n} is not what the structs say (OXCCL_BLESS=1 writes it)\n  file:    {a}\n  structs: {b}",
+            path.display()
+        ));
+    }
+    if found != wanted {
+        return Err(format!("{} has another length than it should", path.display()));
     }
     Ok(())
 }
 
-/// Compiles the headers with all layout assertions.
+/// Compiles the header with all layout assertions.
 pub(crate) fn compiles_with_the_same_layout() -> Result<(), String> {
-    for minor in abi::MINIMUM_MINOR..=abi::MINOR {
-        let folder = path(minor).parent().map(Path::to_path_buf).unwrap_or_default();
-        let text = "#define OXCCL_PLUGIN_CHECK_LAYOUT\n#include \"oxccl_plugin.h\"\nint oxccl_nothing;\n";
-        build::c_object(&format!("layout-1.{minor}"), text, &folder)?;
-    }
+    let text = "#define OXCCL_PLUGIN_CHECK_LAYOUT\n#include \"oxccl_plugin.h\"\nint oxccl_nothing;\n";
+    build::c_object("layout", text, &folder())?;
     // The assertions can fail: one number that is wrong does not compile.
     let folder = std::env::temp_dir().join(format!("oxccl-wrong-header-{}", std::process::id()));
     std::fs::create_dir_all(&folder).map_err(|e| e.to_string())?;
-    let wrong = generate(abi::MINOR).replace("sizeof(oxccl_buffer) == ", "sizeof(oxccl_buffer) == 1");
+    let wrong = generate().replace("sizeof(oxccl_buffer) == ", "sizeof(oxccl_buffer) == 1");
     std::fs::write(folder.join("oxccl_plugin.h"), wrong).map_err(|e| e.to_string())?;
     let text = "#define OXCCL_PLUGIN_CHECK_LAYOUT\n#include \"oxccl_plugin.h\"\n";
     let result = build::c_object("layout-wrong", text, &folder);
@@ -183,21 +171,12 @@ fn comment(out: &mut String, indent: &str, docs: &[&str]) {
     let _ = writeln!(out, "{}*/", line);
 }
 
-fn since(field: &FieldLayout) -> u32 {
-    let text = field.docs.join(" ");
-    let version = text
-        .trim()
-        .strip_prefix("Since 1.")
-        .and_then(|t| t.split('.').next());
-    version.map_or(0, |v| v.parse().unwrap_or_else(|_| panic!("{text}")))
-}
-
-fn structure(out: &mut String, s: &StructLayout, minor: u32) {
+fn structure(out: &mut String, s: &StructLayout) {
     let name = format!("oxccl_{}", snake(s.name));
     out.push('\n');
     comment(out, "", s.docs);
     let _ = writeln!(out, "struct {name} {{");
-    for f in s.fields.iter().filter(|f| since(f) <= minor) {
+    for f in s.fields {
         comment(out, "    ", f.docs);
         // As the compiler shows a type, it may have line breaks.
         let ty =
@@ -210,13 +189,14 @@ fn structure(out: &mut String, s: &StructLayout, minor: u32) {
     let _ = writeln!(out, "}};");
 }
 
-fn layout(out: &mut String, s: &StructLayout, minor: u32) {
+fn layout(out: &mut String, s: &StructLayout) {
     let name = format!("oxccl_{}", snake(s.name));
-    let fields: Vec<&FieldLayout> = s.fields.iter().filter(|f| since(f) <= minor).collect();
-    // Without its newest fields a struct ends where the first of those begins.
-    let size = s.fields.get(fields.len()).map_or(s.size, |next| next.offset);
-    let _ = writeln!(out, "OXCCL_ASSERT(sizeof({name}) == {size}, \"size of {name}\");");
-    for f in fields {
+    let _ = writeln!(
+        out,
+        "OXCCL_ASSERT(sizeof({name}) == {}, \"size of {name}\");",
+        s.size
+    );
+    for f in s.fields {
         let _ = writeln!(
             out,
             "OXCCL_ASSERT(offsetof({name}, {}) == {}, \"{name}.{}\");",
@@ -240,12 +220,12 @@ fn enumeration(out: &mut String, name: &str, docs: &str, items: &[(String, u32)]
     let _ = writeln!(out, "}};");
 }
 
-/// The whole header of a minor version.
-pub(crate) fn generate(minor: u32) -> String {
+/// The whole header.
+pub(crate) fn generate() -> String {
     let mut out = String::new();
     let _ = write!(
         out,
-        "/* oxccl plugin ABI {}.{minor}: backends and device kinds as shared libraries.\n *\n \
+        "/* oxccl plugin ABI {}.{}: backends and device kinds as shared libraries.\n *\n \
          * Generated from crates/plugin/src/abi.rs; do not edit. The rules are in docs/plugins.md.\n *\n \
          * A plugin exports two functions:\n *\n \
          *   int32_t oxccl_plugin_query_v1(oxccl_query_reply *reply);\n \
@@ -254,12 +234,13 @@ pub(crate) fn generate(minor: u32) -> String {
          * you know, and take at most what both sides know.\n */\n\
          #ifndef OXCCL_PLUGIN_H\n#define OXCCL_PLUGIN_H\n\n#include <stddef.h>\n#include <stdint.h>\n#include <string.h>\n\n\
          #ifdef __cplusplus\nextern \"C\" {{\n#endif\n\n",
-        abi::MAJOR
+        abi::MAJOR,
+        abi::MINOR
     );
     let constants: [(&str, String); 24] = [
         ("PLUGIN_MAGIC", format!("UINT64_C({:#x})", abi::MAGIC)),
         ("PLUGIN_MAJOR", format!("{}u", abi::MAJOR)),
-        ("PLUGIN_MINOR", format!("{minor}u")),
+        ("PLUGIN_MINOR", format!("{}u", abi::MINOR)),
         ("PLUGIN_MINIMUM_MINOR", format!("{}u", abi::MINIMUM_MINOR)),
         ("NONE", "UINT32_MAX".into()),
         ("OK", abi::OK.to_string()),
@@ -346,7 +327,7 @@ pub(crate) fn generate(minor: u32) -> String {
         let _ = writeln!(out, "typedef struct {name} {name};");
     }
     for s in abi::STRUCTS {
-        structure(&mut out, s, minor);
+        structure(&mut out, s);
     }
     out.push_str(EPILOGUE);
     out.push_str(
@@ -354,7 +335,7 @@ pub(crate) fn generate(minor: u32) -> String {
          #define OXCCL_ASSERT _Static_assert\n#endif\n",
     );
     for s in abi::STRUCTS {
-        layout(&mut out, s, minor);
+        layout(&mut out, s);
     }
     out.push_str("#endif\n\n#ifdef __cplusplus\n}\n#endif\n\n#endif\n");
     out

@@ -32,11 +32,8 @@ pub(crate) fn trials() -> Vec<Trial> {
         ),
         trial_in_c(
             "job::a_plugin_chosen_by_name_alone_trains_through_a_death",
-            || by_name(&cstore::today()?),
+            || by_name(&cstore::plain()?),
         ),
-        trial_in_c("job::l45_so_does_one_with_an_older_header", || {
-            by_name(&cstore::of_old()?)
-        }),
     ]
 }
 
@@ -87,11 +84,11 @@ fn train(libraries: &[PathBuf], arguments: &[&str]) -> Outcome<Run> {
 /// The faulty ones, those that work, and twins of one name through a copy and a symlink.
 fn all_fixtures(folder: &Path) -> Outcome<Vec<PathBuf>> {
     let mut all = faulty::ALL.map(faulty::fault).collect::<Outcome<Vec<_>>>()?;
-    let good = cstore::today()?;
+    let good = cstore::plain()?;
     let (copy, link) = (folder.join("copy.so"), folder.join("link.so"));
     std::fs::copy(&good, &copy).map_err(text)?;
     std::os::unix::fs::symlink(&good, &link).map_err(text)?;
-    all.extend([good, copy, link, cstore::of_old()?]);
+    all.extend([good, copy, link]);
     all.extend([odd::library()?, build::rust_plugin("gloo-plugin")?]);
     Ok(all)
 }

@@ -6,7 +6,7 @@ use super::rounding::Round;
 use super::scale::put;
 use super::simd::Isa;
 use super::small::{self, Small};
-use super::tiles::{Layout, TILE};
+use super::tiles::Layout;
 
 /// Plain casts.
 pub(super) struct Cast<S>(PhantomData<S>);
@@ -18,10 +18,6 @@ impl<S> Cast<S> {
 }
 
 impl<S: Small> Layout for Cast<S> {
-    fn grain(&self) -> usize {
-        TILE
-    }
-
     fn encoded_len(&self, count: usize) -> usize {
         2 * count
     }

@@ -7,7 +7,7 @@ use super::pack;
 use super::rounding::Round;
 use super::scale::{self, Scale, put};
 use super::simd::Isa;
-use super::small::{self, INFINITE};
+use super::small::INFINITE;
 use super::tiles::{Blocks, PART};
 
 /// The codes of a format and their values.
@@ -36,14 +36,10 @@ pub(super) struct Int<const BITS: u32, const LIMIT: i8, const LEVELS: i8>;
 
 /// 8 bits.
 pub(super) type Int8 = Int<8, 127, 127>;
-/// 6 bits.
-pub(super) type Int6 = Int<6, 31, 31>;
 /// 4 bits.
 pub(super) type Int4 = Int<4, 7, 7>;
 /// 2 bits: the largest magnitudes are cut to half of the peak, which is better than to keep them and lose all others.
 pub(super) type Int2 = Int<2, 1, 2>;
-/// Powers of two.
-pub(super) struct PowersOfTwo;
 
 impl<const BITS: u32, const LIMIT: i8, const LEVELS: i8> Grid for Int<BITS, LIMIT, LEVELS> {
     const BITS: u32 = BITS;
@@ -66,31 +62,6 @@ impl<const BITS: u32, const LIMIT: i8, const LEVELS: i8> Grid for Int<BITS, LIMI
     #[inline(always)]
     fn value(code: i8) -> f32 {
         f32::from(code)
-    }
-}
-
-impl Grid for PowersOfTwo {
-    const BITS: u32 = 4;
-    const LEVELS: f32 = 64.0;
-    const MARKED_LEVELS: f32 = 32.0;
-    const SPECIAL: [i8; 3] = [7, -1, -8];
-
-    #[inline(always)]
-    fn code<R: Round>(scaled: f32, round: R, index: u64) -> i8 {
-        let code = small::encode_finite::<small::E3M0, R>(scaled, round, index);
-        // Code 8 would be a zero with a sign; it is kept free. The byte's sign bits are those of the 4-bit code.
-        let code = if code == 8 { 0 } else { code };
-        (code << 4) as i8 >> 4
-    }
-
-    #[inline(always)]
-    fn marked_code<R: Round>(scaled: f32, round: R, index: u64) -> i8 {
-        Self::code(scaled.clamp(-32.0, 32.0), round, index)
-    }
-
-    #[inline(always)]
-    fn value(code: i8) -> f32 {
-        small::value::<small::E3M0>(u32::from(code as u8 & 15))
     }
 }
 
@@ -174,7 +145,6 @@ pub(super) fn encode_part<G: Grid, R: Round, I: Isa, const B: usize>(
 fn write_codes<G: Grid>(all: &[i8], codes: &mut [u8]) {
     match G::BITS {
         8 => pack::pack::<8>(all, codes),
-        6 => pack::pack::<6>(all, codes),
         4 => pack::pack::<4>(all, codes),
         _ => pack::pack::<2>(all, codes),
     }
@@ -216,7 +186,6 @@ pub(super) fn decode_block<G: Grid, const ADD: bool, const B: usize>(
     };
     match G::BITS {
         8 => pack::unpack::<8>(codes, all),
-        6 => pack::unpack::<6>(codes, all),
         4 => pack::unpack::<4>(codes, all),
         _ => pack::unpack::<2>(codes, all),
     }

@@ -1,7 +1,7 @@
 //! The formats: how f32 values become bytes and values again. One exact definition each; tests hold golden vectors.
 //!
-//! Data flow: [`Codec`] picks the format; `tiles` says how encodings lie in the bytes; `grid` (integers and powers of two, with `scale` and
-//! `pack`), `rotated` (with `hadamard`), `mx`, `rows` and `casts` (with `small`) are the formats; `rounding` picks between two codes; `simd` runs it
+//! Data flow: [`Codec`] picks the format; `tiles` says how encodings lie in the bytes; `grid` (integers, with `scale` and
+//! `pack`), `rotated` (with `hadamard`), `mx` and `casts` (with `small`) are the formats; `rounding` picks between two codes; `simd` runs it
 //! all with the machine's instructions. Every step is a plain IEEE f32 operation in a fixed order, never a fused one (but where
 //! the product is exact, so that it rounds alike), so the bytes are the same on every machine. Any bytes of the right length decode to something: nothing can fail on their content.
 
@@ -13,7 +13,6 @@ mod names;
 mod pack;
 mod rotated;
 pub(crate) mod rounding;
-mod rows;
 mod scale;
 mod simd;
 mod small;
@@ -21,20 +20,17 @@ mod small;
 mod tests;
 mod tiles;
 
-use std::num::NonZeroU32;
-
 use ftcore::{Error, ErrorKind, Result};
 
 pub use rounding::Rounding;
 pub use simd::Simd;
 
 use casts::Cast;
-use grid::{Int2, Int4, Int6, Int8, PowersOfTwo, Scaled};
+use grid::{Int2, Int4, Int8, Scaled};
 use mx::Mx;
 use rotated::Rotated;
 use rounding::{Nearest, Round, Stochastic};
-use rows::{Float, Integer, Rows};
-use small::{Bf16, E4M3, E5M2, F16};
+use small::{Bf16, F16};
 use tiles::Layout;
 
 /// A format for f32 values. Blocks follow each other in the flat slice; the last one may be shorter.
@@ -55,11 +51,6 @@ pub enum Codec {
     Int8B64,
     /// Integers of 8 bits in blocks of 32, L = 127. 8.5 bits.
     Int8B32,
-    /// Integers of 6 bits in blocks of 64, L = 31. 6.25 bits.
-    ///
-    /// A block of m values has ⌈m/2⌉ bytes with the lower 4 bits of the codes, then ⌈m/4⌉ with the upper 2: byte i of the first plane holds
-    /// codes i (low half) and i + ⌈m/2⌉, byte i of the second codes i, i + q, i + 2q, i + 3q from the lowest bits up, with q = ⌈m/4⌉.
-    Int6B64,
     /// Integers of 4 bits in blocks of 64, L = 7. 4.25 bits.
     ///
     /// Byte i of a block of m holds code i in its low and code i + ⌈m/2⌉ in its high half.
@@ -78,33 +69,10 @@ pub enum Codec {
     ///
     /// Byte i of a block of m holds codes i, i + q, i + 2q, i + 3q from the lowest bits up, with q = ⌈m/4⌉.
     Int2B64,
-    /// 0 and ±1, 2, 4 … 64 (a sign, 3 bits of exponent, no mantissa) in blocks of 64, L = M = 64. 4.25 bits.
-    ///
-    /// Codes 0 to 7 are 0, 1, 2 … 64, codes 9 to 15 the negative ones; between two powers of two the nearest is taken, ties to the even code.
-    /// Marked blocks have L = M = 32, and 7 means +Inf, 15 −Inf, 8 NaN. Packed as `Int4B64`.
-    E3M0B64,
     /// OCP MX v1.0 MXFP8 E4M3: blocks of 32 with a scale `2^(floor(log2 amax) − 8)` as E8M0 (at least 2⁻¹²⁷). 8.25 bits.
     ///
     /// `x / scale` is rounded and saturates at ±448. The format has no infinity: ±Inf become NaN.
     MxE4M3,
-    /// OCP MX v1.0 MXFP8 E5M2: as `MxE4M3` with `floor(log2 amax) − 15`, saturating at ±57344; ±Inf stay. 8.25 bits.
-    MxE5M2,
-    /// torchft's layout in FP8 E4M3: per row of `row` values a little-endian f32 scale `448 / amax`, the codes, zeros up to a multiple of 4
-    /// bytes. 8 + 32 / row bits.
-    ///
-    /// The code is that of `x · scale` in f32, saturating at ±448; the value is `code / scale`. A scale that would be infinite is 1, and a
-    /// scale of 0 is read as 1. `amax` is taken over the finite values; ±Inf and NaN become NaN, and the rest of the row stays.
-    RowE4M3 {
-        /// Values per row: the last dimension of the tensor that torchft would quantise.
-        row: NonZeroU32,
-    },
-    /// torchft's layout in 8-bit integers: as `RowE4M3` with 127 in place of 448. 8 + 32 / row bits.
-    ///
-    /// There is no code for what is not finite: such a row gets the scale NaN and thereby decodes as NaN throughout, with any decoder.
-    RowInt8 {
-        /// Values per row.
-        row: NonZeroU32,
-    },
 }
 
 /// Calls `$body` with `$f` bound to the layout of `$codec`.
@@ -115,15 +83,10 @@ macro_rules! with_layout {
             Codec::Bf16 => with_layout!(@ $f = Cast::<Bf16>::new(), $body),
             Codec::Int8B64 => with_layout!(@ $f = Scaled::<Int8, 64>::new(), $body),
             Codec::Int8B32 => with_layout!(@ $f = Scaled::<Int8, 32>::new(), $body),
-            Codec::Int6B64 => with_layout!(@ $f = Scaled::<Int6, 64>::new(), $body),
             Codec::Int4B64 => with_layout!(@ $f = Scaled::<Int4, 64>::new(), $body),
             Codec::Int4Hadamard { seed } => with_layout!(@ $f = Rotated::new(seed), $body),
             Codec::Int2B64 => with_layout!(@ $f = Scaled::<Int2, 64>::new(), $body),
-            Codec::E3M0B64 => with_layout!(@ $f = Scaled::<PowersOfTwo, 64>::new(), $body),
-            Codec::MxE4M3 => with_layout!(@ $f = Mx::<E4M3>::new(), $body),
-            Codec::MxE5M2 => with_layout!(@ $f = Mx::<E5M2>::new(), $body),
-            Codec::RowE4M3 { row } => with_layout!(@ $f = Rows::<Float>::new(row.get()), $body),
-            Codec::RowInt8 { row } => with_layout!(@ $f = Rows::<Integer>::new(row.get()), $body),
+            Codec::MxE4M3 => with_layout!(@ $f = Mx, $body),
         }
     };
     (@ $f:ident = $layout:expr, $body:expr) => {{
@@ -191,8 +154,8 @@ impl Codec {
     }
 
     /// Encodings of slices cut at multiples of this, one after the other, are the encoding of the whole.
-    pub fn grain(self) -> usize {
-        with_layout!(self, f => f.grain())
+    pub const fn grain(self) -> usize {
+        tiles::TILE
     }
 
     /// Appends the encoding of `values` to `out`, rounded to nearest even. Returns how many of the values are not finite in it: those that
@@ -254,7 +217,7 @@ fn append<L: Layout, R: Round>(
     out: &mut Vec<u8>,
 ) -> usize {
     out.reserve(layout.encoded_len(values.len()));
-    let grain = layout.grain();
+    let grain = tiles::TILE;
     let mut non_finite = 0;
     for (values, first) in values.chunks(grain).zip((how.first..).step_by(grain)) {
         let start = out.len();

@@ -1,30 +1,20 @@
-//! OCP MX v1.0: blocks of 32 values in an 8-bit float type with a power-of-two scale (E8M0). The rules are at [`Codec`](super::Codec).
+//! OCP MX v1.0: blocks of 32 values in FP8 E4M3 with a power-of-two scale (E8M0). The rules are at [`Codec`](super::Codec).
 //!
 //! Scaling by a power of two and the way back are exact, so all error is in the one rounding to the element type.
-
-use std::marker::PhantomData;
 
 use super::rounding::Round;
 use super::scale::{self, put};
 use super::simd::Isa;
-use super::small::{self, INFINITE, Small};
+use super::small::{self, E4M3, INFINITE, Small};
 use super::tiles::{Blocks, PART};
 
 const BLOCK: usize = 32;
 
 /// See the module.
-pub(super) struct Mx<S>(PhantomData<S>);
-
-impl<S: Small> Mx<S> {
-    pub(super) fn new() -> Self {
-        Self(PhantomData)
-    }
-}
+pub(super) struct Mx;
 
 /// The exponent of the largest value of the type.
-const fn emax<S: Small>() -> u32 {
-    (S::LARGEST >> S::MANTISSA) - S::BIAS
-}
+const EMAX: u32 = (E4M3::LARGEST >> E4M3::MANTISSA) - E4M3::BIAS;
 
 /// The value of an E8M0 scale: `2^(code − 127)`; 255 is NaN.
 #[inline(always)]
@@ -37,11 +27,7 @@ pub(super) fn scale_value(code: u8) -> f32 {
 }
 
 #[inline(always)]
-fn encode_block<S: Small, R: Round>(
-    values: &[f32],
-    (round, first): (R, u64),
-    codes: &mut [u8],
-) -> (u8, usize) {
+fn encode_block<R: Round>(values: &[f32], (round, first): (R, u64), codes: &mut [u8]) -> (u8, usize) {
     let peak = scale::peak(values);
     let finite = if peak < INFINITE {
         peak
@@ -49,32 +35,32 @@ fn encode_block<S: Small, R: Round>(
         scale::finite_peak(values).to_bits()
     };
     // The biased exponent of the peak is floor(log2) + 127, and so is the scale's code.
-    let code = (finite >> 23).saturating_sub(emax::<S>());
+    let code = (finite >> 23).saturating_sub(EMAX);
     let inverse = f32::from_bits((254 - code) << 23);
     let n = values.len().min(codes.len());
     let (values, codes) = (&values[..n], &mut codes[..n]);
     if peak < INFINITE {
         for i in 0..n {
-            codes[i] = small::encode_finite::<S, R>(values[i] * inverse, round, first + i as u64) as u8;
+            codes[i] = small::encode_finite::<E4M3, R>(values[i] * inverse, round, first + i as u64) as u8;
         }
         return (code as u8, 0);
     }
     for i in 0..n {
-        codes[i] = small::encode::<S, R>(values[i] * inverse, round, first + i as u64) as u8;
+        codes[i] = small::encode::<E4M3, R>(values[i] * inverse, round, first + i as u64) as u8;
     }
     (code as u8, scale::non_finite(values))
 }
 
 #[inline(always)]
-fn decode_block<S: Small, const ADD: bool>(scale: f32, codes: &[u8], out: &mut [f32]) {
+fn decode_block<const ADD: bool>(scale: f32, codes: &[u8], out: &mut [f32]) {
     let n = codes.len().min(out.len());
     let (codes, out) = (&codes[..n], &mut out[..n]);
     for i in 0..n {
-        put::<ADD>(&mut out[i], small::value::<S>(u32::from(codes[i])) * scale);
+        put::<ADD>(&mut out[i], small::value::<E4M3>(u32::from(codes[i])) * scale);
     }
 }
 
-impl<S: Small> Blocks for Mx<S> {
+impl Blocks for Mx {
     const BLOCK: usize = BLOCK;
 
     #[inline(always)]
@@ -93,8 +79,8 @@ impl<S: Small> Blocks for Mx<S> {
             <&[f32; BLOCK]>::try_from(values),
             <&mut [u8; BLOCK]>::try_from(&mut *codes),
         ) {
-            (Ok(values), Ok(codes)) => encode_block::<S, R>(values, at, codes),
-            _ => encode_block::<S, R>(values, at, codes),
+            (Ok(values), Ok(codes)) => encode_block::<R>(values, at, codes),
+            _ => encode_block::<R>(values, at, codes),
         };
         if let Some(to) = scales.first_mut() {
             *to = scale;
@@ -109,8 +95,8 @@ impl<S: Small> Blocks for Mx<S> {
             <&[u8; BLOCK]>::try_from(codes),
             <&mut [f32; BLOCK]>::try_from(&mut *out),
         ) {
-            (Ok(codes), Ok(out)) => decode_block::<S, ADD>(scale, codes, out),
-            _ => decode_block::<S, ADD>(scale, codes, out),
+            (Ok(codes), Ok(out)) => decode_block::<ADD>(scale, codes, out),
+            _ => decode_block::<ADD>(scale, codes, out),
         }
     }
 
@@ -130,7 +116,7 @@ impl<S: Small> Blocks for Mx<S> {
             return false;
         }
         for k in 0..PART / BLOCK {
-            let code = (peaks[k] >> 23).saturating_sub(emax::<S>());
+            let code = (peaks[k] >> 23).saturating_sub(EMAX);
             scales[k] = code as u8;
             inverses[k] = f32::from_bits((254 - code) << 23);
         }
@@ -138,7 +124,7 @@ impl<S: Small> Blocks for Mx<S> {
             let (block, inverse, begins) = (&blocks[k], inverses[k], first + (k * BLOCK) as u64);
             for i in 0..BLOCK {
                 codes[k][i] =
-                    small::encode_finite::<S, R>(block[i] * inverse, round, begins + i as u64) as u8;
+                    small::encode_finite::<E4M3, R>(block[i] * inverse, round, begins + i as u64) as u8;
             }
         }
         true

@@ -1,12 +1,11 @@
 //! How codes of less than 8 bits share bytes. The halves and quarters of a block lie over each other, so that packing and unpacking
-//! need no shuffling: with h = ⌈n/2⌉ and q = ⌈n/4⌉, byte i of a plane of 4 bits holds codes i and i + h, of one of 2 bits i, i + q, i + 2q, i + 3q.
+//! need no shuffling: with h = ⌈n/2⌉ and q = ⌈n/4⌉, byte i holds codes i and i + h of 4 bits, and codes i, i + q, i + 2q, i + 3q of 2 bits.
 
-/// Bytes of `count` codes of `bits` bits: 8, 6 (a plane of 4, then one of 2), 4 or 2.
+/// Bytes of `count` codes of `bits` bits: 8, 4 or 2.
 #[inline(always)]
 pub(super) const fn bytes(bits: u32, count: usize) -> usize {
     match bits {
         8 => count,
-        6 => count.div_ceil(2) + count.div_ceil(4),
         4 => count.div_ceil(2),
         _ => count.div_ceil(4),
     }
@@ -23,13 +22,8 @@ pub(super) fn pack<const BITS: u32>(codes: &[i8], out: &mut [u8]) {
                 out[i] = codes[i] as u8;
             }
         }
-        6 => {
-            let (low, high) = out.split_at_mut(codes.len().div_ceil(2).min(out.len()));
-            halves(codes, low);
-            quarters::<4>(codes, high);
-        }
         4 => halves(codes, out),
-        _ => quarters::<0>(codes, out),
+        _ => quarters(codes, out),
     }
 }
 
@@ -44,27 +38,15 @@ pub(super) fn unpack<const BITS: u32>(packed: &[u8], codes: &mut [i8]) {
                 codes[i] = packed[i] as i8;
             }
         }
-        6 => {
-            let (low, high) = packed.split_at(codes.len().div_ceil(2).min(packed.len()));
-            let (first, second) = codes.split_at_mut(low.len().min(codes.len()));
-            each(low, first, |b, _| (b & 15) as i8);
-            each(low, second, |b, _| (b >> 4) as i8);
-            for k in 0..4 {
-                let shift = 2 * k;
-                each(high, quarter(codes, high.len(), k), |b, low| {
-                    low | ((b >> shift << 6) as i8) >> 2
-                });
-            }
-        }
         4 => {
             let (first, second) = codes.split_at_mut(codes.len().div_ceil(2));
-            each(packed, first, |b, _| (b << 4) as i8 >> 4);
-            each(packed, second, |b, _| b as i8 >> 4);
+            each(packed, first, |b| (b << 4) as i8 >> 4);
+            each(packed, second, |b| b as i8 >> 4);
         }
         _ => {
             for k in 0..4 {
                 let shift = 2 * k;
-                each(packed, quarter(codes, packed.len(), k), |b, _| {
+                each(packed, quarter(codes, packed.len(), k), |b| {
                     (b >> shift << 6) as i8 >> 6
                 });
             }
@@ -79,14 +61,14 @@ fn quarter(codes: &mut [i8], q: usize, k: usize) -> &mut [i8] {
     &mut codes[(k * q).min(n)..((k + 1) * q).min(n)]
 }
 
-/// Makes every code out of its byte and of what it was. Plain indices: they become vector code in every instruction set, where nested
+/// Makes every code out of its byte. Plain indices: they become vector code in every instruction set, where nested
 /// iterators are not always inlined.
 #[inline(always)]
-fn each(packed: &[u8], codes: &mut [i8], f: impl Fn(u8, i8) -> i8) {
+fn each(packed: &[u8], codes: &mut [i8], f: impl Fn(u8) -> i8) {
     let n = packed.len().min(codes.len());
     let (packed, codes) = (&packed[..n], &mut codes[..n]);
     for i in 0..n {
-        codes[i] = f(packed[i], codes[i]);
+        codes[i] = f(packed[i]);
     }
 }
 
@@ -107,11 +89,10 @@ fn halves(codes: &[i8], out: &mut [u8]) {
     }
 }
 
-/// Bits `SHIFT` and `SHIFT + 1` of each code.
 #[inline(always)]
-fn quarters<const SHIFT: u32>(codes: &[i8], out: &mut [u8]) {
+fn quarters(codes: &[i8], out: &mut [u8]) {
     let q = out.len();
-    let bits = |c: i8| c as u8 >> SHIFT & 3;
+    let bits = |c: i8| c as u8 & 3;
     if codes.len() == 4 * q {
         let (a, rest) = codes.split_at(q);
         let (b, rest) = rest.split_at(q);
@@ -154,7 +135,6 @@ mod tests {
     #[test]
     fn every_code_at_every_length_comes_back() {
         there_and_back::<8>();
-        there_and_back::<6>();
         there_and_back::<4>();
         there_and_back::<2>();
     }
@@ -168,9 +148,5 @@ mod tests {
         pack::<2>(&[1, -1, 0, -2, 1], &mut out);
         // q = 2: byte 0 holds codes 0, 2, 4; byte 1 codes 1 and 3.
         assert_eq!(out, [0b01_00_01, 0b10_11]);
-        let mut out = [0; 5];
-        pack::<6>(&[31, -31, 1, -1, 16], &mut out);
-        // Low nibbles 15, 1, 1, 15, 0 over h = 3; high bits 1, 2, 0, 3, 1 over q = 2.
-        assert_eq!(out, [0xff, 0x01, 0x01, 0b01_00_01, 0b11_10]);
     }
 }

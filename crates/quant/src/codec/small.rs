@@ -26,14 +26,10 @@ pub(super) trait Small {
 
 /// OCP FP8 E4M3: 4 bits of exponent, 3 of mantissa, NaN but no infinity; saturating.
 pub(super) struct E4M3;
-/// OCP FP8 E5M2: 5 bits of exponent, 2 of mantissa; saturating.
-pub(super) struct E5M2;
 /// IEEE binary16; what is too large becomes infinite.
 pub(super) struct F16;
 /// bfloat16; what is too large becomes infinite.
 pub(super) struct Bf16;
-/// 3 bits of exponent, no mantissa: 0, 1, 2, 4 … 64; saturating. It has no code for what is not finite.
-pub(super) struct E3M0;
 
 impl Small for E4M3 {
     const MANTISSA: u32 = 3;
@@ -43,17 +39,6 @@ impl Small for E4M3 {
     const TOO_LARGE: u32 = 0x7e;
     const INFINITY: u32 = 0x7f;
     const HAS_INFINITY: bool = false;
-    const NAN: u32 = 0x7f;
-}
-
-impl Small for E5M2 {
-    const MANTISSA: u32 = 2;
-    const BIAS: u32 = 15;
-    const SIGN: u32 = 7;
-    const LARGEST: u32 = 0x7b;
-    const TOO_LARGE: u32 = 0x7b;
-    const INFINITY: u32 = 0x7c;
-    const HAS_INFINITY: bool = true;
     const NAN: u32 = 0x7f;
 }
 
@@ -77,17 +62,6 @@ impl Small for Bf16 {
     const INFINITY: u32 = 0x7f80;
     const HAS_INFINITY: bool = true;
     const NAN: u32 = 0x7fc0;
-}
-
-impl Small for E3M0 {
-    const MANTISSA: u32 = 0;
-    const BIAS: u32 = 1;
-    const SIGN: u32 = 3;
-    const LARGEST: u32 = 7;
-    const TOO_LARGE: u32 = 7;
-    const INFINITY: u32 = 7;
-    const HAS_INFINITY: bool = false;
-    const NAN: u32 = 8;
 }
 
 /// The bits of infinity: magnitudes from here on are not finite.

@@ -7,7 +7,7 @@
 use super::rounding::Round;
 use super::simd::Isa;
 
-/// Values per tile; a multiple of every block.
+/// Values per tile; a multiple of every block, so that slices may be cut there without a change of the bytes.
 pub(super) const TILE: usize = 8192;
 
 /// Values that are encoded together: few enough that they and what is made of them on the way stay in the smallest cache.
@@ -15,10 +15,8 @@ pub(super) const PART: usize = 2048;
 
 const _: () = assert!(TILE.is_multiple_of(PART), "a tile is made of whole parts");
 
-/// A format of flat slices.
+/// A format of flat slices. They may be cut at multiples of [`TILE`] without a change of the bytes.
 pub(super) trait Layout {
-    /// Slices may be cut at multiples of this without a change of the bytes.
-    fn grain(&self) -> usize;
     /// Bytes of `count` values.
     fn encoded_len(&self, count: usize) -> usize;
     /// Encodes `values`, of which the first is number `at.1`, into `out`, which has their encoded length. Returns how many are not
@@ -67,10 +65,6 @@ fn planes<F: Blocks>(count: usize) -> (usize, usize) {
 }
 
 impl<F: Blocks> Layout for F {
-    fn grain(&self) -> usize {
-        TILE
-    }
-
     fn encoded_len(&self, count: usize) -> usize {
         let (scales, codes) = planes::<F>(count);
         scales + codes

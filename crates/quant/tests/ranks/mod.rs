@@ -147,12 +147,10 @@ pub(crate) fn error_of(codec: Codec, peak: f32) -> f32 {
     let relative = match codec {
         Codec::F16 => 0.001,
         Codec::Bf16 => 0.005,
-        Codec::Int8B64 | Codec::Int8B32 | Codec::RowInt8 { .. } => 0.005,
-        Codec::Int6B64 => 0.02,
+        Codec::Int8B64 | Codec::Int8B32 => 0.005,
         Codec::Int4B64 => 0.08,
         Codec::Int4Hadamard { .. } => 0.6,
-        Codec::MxE4M3 | Codec::MxE5M2 | Codec::RowE4M3 { .. } => 0.13,
-        Codec::E3M0B64 => 0.26,
+        Codec::MxE4M3 => 0.13,
         _ => 0.52,
     };
     relative * peak

@@ -23,14 +23,6 @@ impl Span {
         }
     }
 
-    /// Memory that a library made.
-    pub(crate) fn at(pointer: *mut c_void, bytes: usize) -> Self {
-        Self {
-            address: pointer as u64,
-            bytes,
-        }
-    }
-
     /// The part that begins at byte `offset`; `None` if it does not lie within.
     pub(crate) fn part(self, offset: usize, bytes: usize) -> Option<Self> {
         let end = offset.checked_add(bytes)?;
