@@ -115,7 +115,8 @@ impl NcclGroup {
         };
         let (constants, cancel) = (self.settings.constants(), self.lifecycle.cancelled());
         let holding = parent.as_ref().map(Parent::holding);
-        let mut meeting = match control::meet(c, constants, id, holding, cancel) {
+        let credentials = self.settings.credentials.as_ref();
+        let mut meeting = match control::meet(c, constants, credentials, id, holding, cancel) {
             Ok(meeting) => meeting,
             Err(error) => {
                 if let Origin::Parent(comm) = origin {

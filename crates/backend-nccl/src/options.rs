@@ -1,8 +1,10 @@
 //! What a group is told when it is made, as the library is told it, and what all ranks must have in common.
 
+use std::path::Path;
+use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Error, GroupOptions, Result};
+use ftcore::{Credentials, Error, GroupOptions, Result};
 use nccl_sys::{Config, Version};
 
 use crate::buffers::Kind;
@@ -11,6 +13,10 @@ use crate::raw::{Nccl, Wish};
 /// `hint:contributors`: `count` (the default) adds a reduction of one integer to every reduction, so that averages divide by who
 /// contributed; `all` leaves it out: everybody always contributes and averages are NCCL's own.
 pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
+
+/// `hint:credentials`: the folder of the job's credentials, which ranks prove to each other on the control connections; without it those of the
+/// environment.
+pub(crate) const HINT_CREDENTIALS: &str = "hint:credentials";
 
 /// `hint:buffers`: what `NcclGroup::alloc` gives; `plain` (the default), `registered` or `window`.
 pub(crate) const HINT_BUFFERS: &str = "hint:buffers";
@@ -126,6 +132,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "blocking",
         HINT_CONTRIBUTORS,
         HINT_BUFFERS,
+        HINT_CREDENTIALS,
         HINT_REUSE,
         HINT_REVOKE,
     ];
@@ -149,6 +156,8 @@ pub(crate) struct Settings {
     pub(crate) reuse: bool,
     /// How long it gets to be revoked for that.
     pub(crate) revoke_within: Duration,
+    /// What ranks prove to each other.
+    pub(crate) credentials: Option<Arc<Credentials>>,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -189,6 +198,10 @@ impl Settings {
         let buffers = buffers(&options, offer)?;
         let reuse = reuse(&options, offer)?;
         let revoke_within = revoke_within(&options)?;
+        let credentials = match options.hints.get("credentials") {
+            Some(folder) => Some(Credentials::load(Path::new(folder))?),
+            None => Credentials::from_env()?,
+        };
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -208,6 +221,7 @@ impl Settings {
             buffers,
             reuse,
             revoke_within,
+            credentials,
             wish,
             version,
             options,

@@ -275,12 +275,12 @@ fn silent_strangers_at_a_port_without_credentials_keep_no_rank_out() {
             sums(&group);
         });
         let (address, _) = card(store.as_ref());
-        let silent: Vec<_> = (0..400).map(|_| dial(address)).collect();
-        // As soon as there are too many: until then a newcomer had to wait for the time of the others to run out.
         let began = Instant::now();
+        let silent: Vec<_> = (0..400).map(|_| dial(address)).collect();
+        // A newcomer does not wait for the five seconds of those that are there.
         let group = group_with("tcp", None);
         group.configure(configuration(&store, 1, 1, 2)).unwrap();
-        assert!(began.elapsed() < Duration::from_secs(4), "{:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_millis(4800), "{:?}", began.elapsed());
         sums(&group);
         first.join().unwrap();
         drop(silent);

@@ -7,6 +7,7 @@
 mod meanwhile;
 mod record;
 mod rendezvous;
+mod strangers;
 mod talk;
 mod wire;
 mod word;
