@@ -1,8 +1,9 @@
 //! What a group is told when it is made, and the constants that all ranks must have in common.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Error, GroupOptions, Result};
+use ftcore::{Credentials, Error, GroupOptions, Result};
 
 use crate::schedule::layered::ONE_RAIL_MAX_BYTES;
 use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, FLAT_MAX_WORLD, TREE_MAX_BYTES};
@@ -11,7 +12,12 @@ use crate::transport::shm;
 use crate::wire::{EAGER, INLINE, MAX_CONNECTIONS, SEGMENT, STRIPE, VERSION};
 
 /// The options that are acted on; any other is refused (INV-9).
-pub(crate) const HONOURED: &[&str] = &["net_name", "hint:transport", "hint:connections"];
+pub(crate) const HONOURED: &[&str] = &[
+    "net_name",
+    "hint:transport",
+    "hint:connections",
+    "hint:credentials",
+];
 /// The environment variable that decides where the hint `transport` does not.
 pub(crate) const TRANSPORT_VARIABLE: &str = "OXCCL_GLOO_TRANSPORT";
 
@@ -57,6 +63,8 @@ pub(crate) struct Settings {
     pub(crate) transport: Transport,
     /// How many connections carry a large payload between two ranks without common memory; the same on all ranks.
     pub(crate) connections: u32,
+    /// What ranks prove to each other: of the hint `credentials` (a folder), else of the environment.
+    pub(crate) credentials: Option<Arc<Credentials>>,
     /// See [`constants`]; a field so that a test can make ranks disagree.
     pub(crate) constants: u64,
     /// As given: a split group is made with the same.
@@ -81,9 +89,11 @@ impl Settings {
                 _ => 1,
             },
         };
+        let credentials = options.credentials()?;
         Ok(Self {
             transport,
             connections,
+            credentials,
             timeout: options.timeout,
             net_name: options.net_name.clone(),
             constants: constants(),
@@ -93,6 +103,11 @@ impl Settings {
 }
 
 impl Settings {
+    /// True if this rank may be reached from other hosts.
+    pub(crate) fn is_open(&self) -> bool {
+        self.credentials.is_some() || ftcore::identity::is_insecure_allowed()
+    }
+
     /// How many connections there are beside the first one between two ranks without common memory: with several, the first
     /// carries headers and short payloads only.
     pub(crate) fn rails(&self) -> u32 {

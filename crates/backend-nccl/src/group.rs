@@ -85,7 +85,8 @@ impl NcclGroup {
             _ => None,
         };
         let (constants, cancel) = (self.settings.constants(), self.lifecycle.cancelled());
-        let mut meeting = match control::meet(c, constants, id, cancel) {
+        let credentials = self.settings.credentials.as_ref();
+        let mut meeting = match control::meet(c, constants, credentials, id, cancel) {
             Ok(meeting) => meeting,
             Err(error) => {
                 if let Origin::Parent(comm) = origin {

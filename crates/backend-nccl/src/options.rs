@@ -1,8 +1,9 @@
 //! What a group is told when it is made, as the library is told it, and what all ranks must have in common.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Error, GroupOptions, Result};
+use ftcore::{Credentials, Error, GroupOptions, Result};
 use nccl_sys::{Config, Version};
 
 use crate::raw::Wish;
@@ -10,6 +11,10 @@ use crate::raw::Wish;
 /// `hint:contributors`: `count` (the default) adds a reduction of one integer to every reduction, so that averages divide by who
 /// contributed; `all` leaves it out: everybody always contributes and averages are NCCL's own.
 pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
+
+/// `hint:credentials`: the folder of the job's credentials, which ranks prove to each other on the control connections; without it those of the
+/// environment.
+pub(crate) const HINT_CREDENTIALS: &str = "hint:credentials";
 
 /// The options that are acted on with `version`; any other is refused (INV-9).
 pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
@@ -22,6 +27,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "split_share",
         "blocking",
         HINT_CONTRIBUTORS,
+        HINT_CREDENTIALS,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -37,6 +43,8 @@ pub(crate) struct Settings {
     pub(crate) high_priority: bool,
     /// False: everybody always contributes.
     pub(crate) count_contributors: bool,
+    /// What ranks prove to each other.
+    pub(crate) credentials: Option<Arc<Credentials>>,
     wish: Wish,
     version: Version,
     /// As given: a split group is made with the same (L42).
@@ -73,6 +81,7 @@ impl Settings {
                 "net_name holds a zero byte, which NCCL cannot be told",
             ));
         }
+        let credentials = options.credentials()?;
         let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
@@ -89,6 +98,7 @@ impl Settings {
             timeout: options.timeout,
             high_priority: options.is_high_priority_stream.unwrap_or(false),
             count_contributors,
+            credentials,
             wish,
             version,
             options,

@@ -1,7 +1,7 @@
 //! Ranks as threads of this process or as processes of their own, and the test binary around them.
 //!
 //! A process rank is this very binary started again with `OXCCL_CONFORMANCE_CASE` and three more variables; it meets the
-//! others at a TCP store of the parent, runs the one case and ends with its verdict as exit code. Where ranks are dear to
+//! others at a TCP store of the parent (with credentials, so that every connection proves the secret there), runs the one case and ends with its verdict as exit code. Where ranks are dear to
 //! start, those of the cases that can share them live on (`lasting`, `living`).
 
 use std::io::Read;
@@ -10,11 +10,12 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Capabilities, Device, GroupOptions, InMemoryStore, ProcessGroup, Result, Store, TcpStore, TcpStoreServer,
-    deadline_in,
+    Capabilities, Credentials, Device, GroupOptions, InMemoryStore, ProcessGroup, Result, Store, TcpStore,
+    TcpStoreServer, deadline_in,
 };
 use libtest_mimic::{Arguments, Completion, Trial};
 
+use crate::credentials::{credentials, forget};
 use crate::lasting::{self, Place, side_by_side};
 use crate::{Case, Failure, Outcome, Rank, Worlds, case, cases, cases_at, living};
 
@@ -204,6 +205,7 @@ pub(crate) fn command(case: &str, rank: u32, world: u32, server: &TcpStoreServer
         .env(RANK, rank.to_string())
         .env(WORLD, world.to_string())
         .env(STORE, format!("127.0.0.1:{}", server.port()))
+        .env(Credentials::VARIABLE, credentials()?.folder())
         .stdin(Stdio::null())
         .stdout(Stdio::null())
         .stderr(Stdio::piped());
@@ -272,7 +274,7 @@ fn finish(running: &mut Running, case: &Case, until: Instant) -> Option<String> 
 
 /// The store at which process ranks meet.
 pub(crate) fn server() -> Outcome<TcpStoreServer> {
-    Ok(TcpStoreServer::bind("127.0.0.1:0")?)
+    Ok(TcpStoreServer::bind_with("127.0.0.1:0", Some(credentials()?))?)
 }
 
 /// What a process rank was told by its parent.
@@ -473,6 +475,8 @@ impl Plan {
                 }
             }
         }
-        libtest_mimic::run(&arguments, trials).exit_code()
+        let code = libtest_mimic::run(&arguments, trials).exit_code();
+        forget();
+        code
     }
 }

@@ -26,6 +26,7 @@ mod failure;
 mod arguments;
 mod barriers;
 mod case;
+mod credentials;
 mod failures;
 mod harness;
 mod lasting;

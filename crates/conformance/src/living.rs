@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Device, Store, TcpStore, TcpStoreServer, deadline_in};
 
+use crate::credentials::credentials;
 use crate::harness::{
     LASTING, MakeOn, PATIENCE, Running, command, server, store_of_parent, variable, verdict,
 };
@@ -69,7 +70,7 @@ impl Processes {
         Ok(Self {
             world,
             ranks,
-            verdicts: TcpStore::connect(&address, deadline_in(END))?,
+            verdicts: TcpStore::connect_with(&address, Some(credentials()?), deadline_in(END))?,
             served: 0,
             _server: server,
         })

@@ -1,15 +1,22 @@
 //! Who belongs to the job: the folder of credentials that `oxccl credentials new` makes, as every listener and caller reads it.
 //!
 //! The folder holds `job` (the job's id), `secret` (32 bytes in hex, shared by all processes of the job) and the certificates of the control
-//! plane, which the crates that speak TLS read from [`Credentials::folder`].
+//! plane, which the crates that speak TLS read from [`Credentials::folder`]. On the data plane both ends of a connection prove the secret by the
+//! keyed hello ([`hello`]).
 
+pub mod hello;
+mod listening;
+
+use std::ffi::OsString;
 use std::fmt;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Error, Result};
+
+pub use listening::{INSECURE, TurnedAway, is_insecure_allowed, may_listen};
 
 /// The longest job id, in bytes: it is one label of a host name, where TLS looks for it.
 const MAX_JOB: usize = 63;
@@ -26,14 +33,24 @@ impl Credentials {
     /// The variable that names the folder.
     pub const VARIABLE: &str = "OXCCL_CREDENTIALS";
 
-    /// The credentials that [`VARIABLE`](Self::VARIABLE) names; `None` if it is not set or empty.
+    /// The credentials that [`VARIABLE`](Self::VARIABLE) names; `None` if it is not set or empty. They are read once: a process has the same
+    /// ones for its whole life, whatever becomes of the folder.
     ///
     /// Errors: those of [`load`](Self::load).
     pub fn from_env() -> Result<Option<Arc<Self>>> {
-        match std::env::var_os(Self::VARIABLE) {
-            Some(folder) if !folder.is_empty() => Self::load(Path::new(&folder)).map(Some),
-            _ => Ok(None),
+        static READ: Mutex<Option<(OsString, Arc<Credentials>)>> = Mutex::new(None);
+        let Some(folder) = std::env::var_os(Self::VARIABLE).filter(|folder| !folder.is_empty()) else {
+            return Ok(None);
+        };
+        let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some((of, credentials)) = &*read
+            && *of == folder
+        {
+            return Ok(Some(credentials.clone()));
         }
+        let credentials = Self::load(Path::new(&folder))?;
+        *read = Some((folder, credentials.clone()));
+        Ok(Some(credentials))
     }
 
     /// Reads the folder that `oxccl credentials new` made.
@@ -65,6 +82,16 @@ impl Credentials {
             job: job.to_owned(),
             secret: Secret(bytes),
         }))
+    }
+
+    /// Credentials without a folder.
+    #[cfg(test)]
+    pub(crate) fn in_memory(job: &str, secret: u8) -> Arc<Self> {
+        Arc::new(Self {
+            folder: "/nowhere".into(),
+            job: job.to_owned(),
+            secret: Secret([secret; 32]),
+        })
     }
 
     /// Where they were read.

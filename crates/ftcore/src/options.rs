@@ -5,10 +5,11 @@
 //! caller asked for leniency.
 
 use std::collections::BTreeMap;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::{Error, Result, Stream};
+use crate::{Credentials, Error, Result, Stream};
 
 /// Options with which a group is created; they survive configure and split.
 #[derive(Debug, Clone, PartialEq)]
@@ -77,6 +78,16 @@ impl GroupOptions {
         );
         names.extend(self.hints.keys().map(|k| format!("hint:{k}")));
         names
+    }
+
+    /// What a backend's group proves to its peers: the credentials of the hint `credentials` (a folder), else those of the environment.
+    ///
+    /// Errors: those of [`Credentials::load`].
+    pub fn credentials(&self) -> Result<Option<Arc<Credentials>>> {
+        match self.hints.get("credentials") {
+            Some(folder) => Credentials::load(Path::new(folder)).map(Some),
+            None => Credentials::from_env(),
+        }
     }
 
     /// Checks that every option set is among `honoured` (typed names, or `hint:<name>`). Returns what is dropped if

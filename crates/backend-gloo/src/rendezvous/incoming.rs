@@ -3,17 +3,24 @@
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
+use ftcore::identity::TurnedAway;
+use ftcore::identity::hello::{self, Handshake, NO_RANK, Reason, Refused};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
 
 use super::Rendezvous;
 use crate::options::Transport;
-use crate::transport::tcp::{self, Link, Moved};
+use crate::transport::tcp::{self, Link, Moved, Stream};
 use crate::wire::{Hello, Lane};
 
 /// A connection that has not said who it is by then is dropped.
 const GREETING: Duration = Duration::from_secs(5);
-/// Connections that have not said who they are; beyond it new ones are dropped.
+/// Connections that have not said who they are, beside those that the other ranks make; beyond it the oldest is dropped: a rank says at once who
+/// it is.
 const MAX_STRANGERS: usize = 256;
+/// So many are taken before those that are there get a turn.
+const AT_ONCE: usize = 64;
+
+static TURNED_AWAY: TurnedAway = TurnedAway::new();
 
 /// A connection that came in and has not been recognised yet.
 pub(super) struct Stranger {
@@ -21,6 +28,10 @@ pub(super) struct Stranger {
     from: String,
     /// It came over the Unix socket.
     local: bool,
+    /// With credentials, until both ends have proved the job's secret.
+    hello: Option<Box<Handshake>>,
+    /// The rank as which it then proved itself.
+    proved: Option<u32>,
     /// What it handed over.
     handles: Vec<OwnedFd>,
     buffer: [u8; Hello::BYTES],
@@ -28,10 +39,37 @@ pub(super) struct Stranger {
     pub(super) until: Instant,
 }
 
+/// What is wrong with a stranger.
+enum Verdict {
+    /// It is no rank, or gone.
+    Drop(String),
+    /// One of the two ends has no credentials, or those of another job.
+    Refuse(String),
+}
+
+impl Stranger {
+    /// With credentials, moves the hello on.
+    fn prove(&mut self) -> Option<Verdict> {
+        let hello = self.hello.as_mut()?;
+        match hello.advance(&mut Stream(&mut self.link)) {
+            Ok(true) => {
+                self.proved = Some(hello.topic().from());
+                self.hello = None;
+                None
+            }
+            Ok(false) => None,
+            Err(error) => Some(match Refused::of(&error) {
+                Some(refused) => Verdict::Refuse(refused.to_string()),
+                None => Verdict::Drop(format!("the hello came to nothing: {error}")),
+            }),
+        }
+    }
+}
+
 impl Rendezvous<'_> {
     /// Takes what has come in.
     pub(super) fn accept(&mut self) {
-        loop {
+        for _ in 0..AT_ONCE {
             let next = self.listener.accept().map(|(stream, from)| {
                 if let Some(control) = &self.control {
                     tcp::pace_from_elsewhere(&stream, control);
@@ -43,7 +81,7 @@ impl Rendezvous<'_> {
                 break;
             }
         }
-        loop {
+        for _ in 0..AT_ONCE {
             let Some((listener, _)) = &self.near else { return };
             let next = listener.accept().map(|(stream, _)| {
                 let link = Link::local(stream, self.counters.clone());
@@ -58,19 +96,29 @@ impl Rendezvous<'_> {
     /// Takes one connection, if there is one. True if there may be more.
     fn greet(&mut self, next: std::io::Result<(Result<Link>, String, bool)>) -> bool {
         match next {
-            Ok((_, from, _)) if self.strangers.len() >= MAX_STRANGERS => {
-                tracing::warn!(%from, "too many unrecognised connections; this one is dropped");
+            Ok((Ok(link), from, local)) => {
+                if self.strangers.len() >= self.most_strangers() {
+                    self.drop_oldest_stranger();
+                }
+                let credentials = self.settings.credentials.clone();
+                let topic = self.topic(NO_RANK, self.configuration.rank);
+                let hello = credentials.map(|c| Handshake::listen(c, topic).map(Box::new));
+                match hello.transpose() {
+                    Ok(hello) => self.strangers.push(Stranger {
+                        link,
+                        from,
+                        local,
+                        hello,
+                        proved: None,
+                        handles: Vec::new(),
+                        buffer: [0; Hello::BYTES],
+                        have: 0,
+                        until: deadline_in(GREETING),
+                    }),
+                    Err(error) => TURNED_AWAY.say("gloo", &from, &error),
+                }
             }
-            Ok((Ok(link), from, local)) => self.strangers.push(Stranger {
-                link,
-                from,
-                local,
-                handles: Vec::new(),
-                buffer: [0; Hello::BYTES],
-                have: 0,
-                until: deadline_in(GREETING),
-            }),
-            Ok((Err(error), from, _)) => tracing::warn!(%from, %error, "a connection was dropped"),
+            Ok((Err(error), from, _)) => TURNED_AWAY.say("gloo", &from, &error),
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return false,
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
             Err(error) => {
@@ -82,13 +130,28 @@ impl Rendezvous<'_> {
         true
     }
 
+    /// Every other rank may come at once, with all its connections.
+    fn most_strangers(&self) -> usize {
+        let lanes = 3 + self.settings.rails() as usize;
+        MAX_STRANGERS.saturating_add(lanes.saturating_mul(self.configuration.world_size as usize))
+    }
+
+    fn drop_oldest_stranger(&mut self) {
+        let oldest = self.strangers.iter().enumerate().min_by_key(|(_, s)| s.until);
+        if let Some(index) = oldest.map(|(index, _)| index) {
+            let stranger = self.strangers.swap_remove(index);
+            let why = "there are too many that have not said who they are, and it is the oldest";
+            TURNED_AWAY.say("gloo", &stranger.from, &why);
+        }
+    }
+
     /// Reads towards the greetings of all strangers.
     pub(super) fn greet_strangers(&mut self) -> Result<()> {
         let now = Instant::now();
         let mut index = 0;
         while let Some(stranger) = self.strangers.get_mut(index) {
-            let mut verdict = None;
-            while stranger.have < Hello::BYTES {
+            let mut verdict = stranger.prove();
+            while stranger.hello.is_none() && verdict.is_none() && stranger.have < Hello::BYTES {
                 let Some(rest) = stranger.buffer.get_mut(stranger.have..) else {
                     break;
                 };
@@ -101,24 +164,35 @@ impl Rendezvous<'_> {
                     Moved::Bytes(n) => stranger.have += n,
                     Moved::Nothing => break,
                     Moved::Closed => {
-                        verdict = Some("it closed before it said who it is");
-                        break;
+                        verdict = Some(Verdict::Drop("it closed before it said who it is".into()))
                     }
                 }
+            }
+            let seen = stranger.buffer.get(..stranger.have).unwrap_or_default();
+            if stranger.proved.is_none() && hello::may_be_hello(seen) {
+                let _ = std::io::Write::write(
+                    &mut Stream(&mut stranger.link),
+                    &hello::refusal(Reason::NoCredentials),
+                );
+                verdict = Some(Verdict::Refuse(Refused::no_credentials().to_string()));
             }
             if verdict.is_none() && stranger.have < Hello::BYTES {
                 if now < stranger.until {
                     index += 1;
                     continue;
                 }
-                verdict = Some("it did not say who it is in time");
+                verdict = Some(Verdict::Drop("it did not say who it is in time".into()));
             }
-            let stranger = self.strangers.swap_remove(index);
-            if let Some(why) = verdict {
-                tracing::warn!(from = %stranger.from, why, "a connection was dropped");
-                continue;
+            let mut stranger = self.strangers.swap_remove(index);
+            match verdict {
+                None => self.recognise(stranger)?,
+                Some(Verdict::Drop(why)) => TURNED_AWAY.say("gloo", &stranger.from, &why),
+                Some(Verdict::Refuse(why)) => {
+                    Stream(&mut stranger.link).drain();
+                    TURNED_AWAY.say("gloo", &stranger.from, &why);
+                    self.turned_away = Some(format!("from {}: {why}", stranger.from));
+                }
             }
-            self.recognise(stranger)?;
         }
         Ok(())
     }
@@ -129,13 +203,14 @@ impl Rendezvous<'_> {
             mut link,
             from,
             local,
+            proved,
             handles,
             buffer,
             ..
         } = stranger;
         let c = self.configuration;
         let drop_it = |why: &str| {
-            tracing::warn!(%from, why, "a connection was dropped");
+            TURNED_AWAY.say("gloo", &from, &why);
             Ok(())
         };
         let Some(hello) = Hello::decode(&buffer) else {
@@ -146,6 +221,9 @@ impl Rendezvous<'_> {
         }
         if hello.epoch != c.epoch.0 {
             return drop_it("it is of another epoch");
+        }
+        if proved.is_some_and(|rank| rank != hello.rank) {
+            return drop_it("it proved itself as another rank");
         }
         if (hello.lane == Lane::Local) != local {
             return drop_it("it came in at the wrong socket");

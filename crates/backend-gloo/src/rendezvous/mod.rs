@@ -3,7 +3,7 @@
 //! Every rank listens, publishes its addresses and a secret under `prefix/epoch` in the store, connects to every lower
 //! rank and accepts from every higher one: over a Unix socket with the handles of shared memory where both are on one host, else
 //! several times over TCP. All of it is one non-blocking loop, so a stranger or a half-open connection
-//! holds nobody up. When a rank has all its connections it says so to all; `configure` ends on a rank once everybody has
+//! holds nobody up. With credentials both ends of each connection prove the job's secret first, bound to the epoch and both ranks. When a rank has all its connections it says so to all; `configure` ends on a rank once everybody has
 //! said so, so a rank that fails right afterwards cannot break the configuration of a slower one. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
 //! reached, so that they need not wait for their own deadline (L27).
 
@@ -21,6 +21,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ftcore::identity::hello::Topic;
+use ftcore::identity::may_listen;
 use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, Store, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
@@ -113,6 +115,8 @@ struct Rendezvous<'a> {
     cards: Vec<Option<Card>>,
     dialed: Vec<Dialed>,
     strangers: Vec<Stranger>,
+    /// The last connection that was turned away because of its credentials: who, and why.
+    turned_away: Option<String>,
     found: Vec<Found>,
     /// By rank: how often the way through shared memory failed.
     refused: Vec<u32>,
@@ -181,7 +185,8 @@ impl<'a> Rendezvous<'a> {
             bind,
             advertise,
             loopback_here,
-        } = interface::addresses(settings.net_name.as_deref(), host.as_deref())?;
+        } = interface::addresses(settings.net_name.as_deref(), host.as_deref(), settings.is_open())?;
+        may_listen("gloo", SocketAddr::new(bind, 0), settings.credentials.as_deref())?;
         let listener = TcpListener::bind((bind, 0))
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
             .map_err(|e| Error::io(format!("listening on {bind}"), e))?;
@@ -234,6 +239,7 @@ impl<'a> Rendezvous<'a> {
             cards: (0..configuration.world_size).map(|_| None).collect(),
             dialed,
             strangers: Vec::new(),
+            turned_away: None,
             found: (0..configuration.world_size)
                 .map(|_| Found {
                     rails: (0..settings.rails()).map(|_| None).collect(),
@@ -315,8 +321,12 @@ impl<'a> Rendezvous<'a> {
         };
         let missing: Vec<String> = missing.iter().map(u32::to_string).collect();
         let total = c.deadline.saturating_duration_since(self.began).as_secs_f64();
+        let turned_away = match &self.turned_away {
+            Some(text) => format!("; a connection was turned away, {text}"),
+            None => String::new(),
+        };
         self.named(Error::timeout(format!(
-            "waiting for {} {} of {} in phase {phase}, {:.1} s of {total:.1} s",
+            "waiting for {} {} of {} in phase {phase}, {:.1} s of {total:.1} s{turned_away}",
             if missing.len() == 1 { "rank" } else { "ranks" },
             missing.join(", "),
             c.world_size,
@@ -366,6 +376,11 @@ impl<'a> Rendezvous<'a> {
             Err(e) if e.kind() == ErrorKind::Timeout => Ok(false),
             Err(e) => Err(self.named(e)),
         }
+    }
+
+    /// What the hello of a connection is for.
+    fn topic(&self, from: u32, to: u32) -> Topic {
+        Topic::new("gloo", self.configuration.epoch.0, from, to)
     }
 
     fn hello(&self, lane: Lane, nonce: u64) -> Hello {
@@ -435,7 +450,7 @@ impl<'a> Rendezvous<'a> {
                 Dial::Connecting(fd) => {
                     fds.push(PollFd::from_borrowed_fd(fd.as_fd(), PollFlags::OUT));
                 }
-                Dial::Greeting { link, .. } => {
+                Dial::Greeting { link, .. } | Dial::Proving { link, .. } => {
                     fds.push(PollFd::from_borrowed_fd(link.as_fd(), PollFlags::IN));
                 }
             }

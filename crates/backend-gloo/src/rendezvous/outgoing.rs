@@ -6,6 +6,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
+use ftcore::identity::hello::{Handshake, Reason, Refused};
 use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
@@ -13,7 +14,7 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::Rendezvous;
 use super::card::Card;
 use crate::options::Transport;
-use crate::transport::tcp::{Link, Moved, unpaced};
+use crate::transport::tcp::{Link, Moved, Stream, unpaced};
 use crate::wire::{Hello, Lane};
 
 /// Between two attempts to reach a rank.
@@ -27,6 +28,11 @@ pub(super) enum Dial {
         retry_at: Instant,
     },
     Connecting(OwnedFd),
+    /// With credentials: both ends prove the job's secret before anything else is said.
+    Proving {
+        link: Link,
+        hello: Box<Handshake>,
+    },
     Greeting {
         link: Link,
         sent: usize,
@@ -99,6 +105,15 @@ impl Rendezvous<'_> {
         let card = card.clone();
         let address = self.address_of(&card);
         let within_host = self.is_this_host(&card);
+        if !within_host && address.ip().is_loopback() && card.host != "unknown" {
+            let text = format!(
+                "is on another host and listens on loopback only, as it has no credentials; set {} or, on a network that only the job can \
+                 reach, {}=1 on all hosts",
+                ftcore::Credentials::VARIABLE,
+                ftcore::identity::INSECURE
+            );
+            return Err(self.named(Error::new(ErrorKind::Unavailable, text).with_peer(rank)));
+        }
         let Some(dialed) = self.dialed.get_mut(index) else {
             return Ok(false);
         };
@@ -115,7 +130,7 @@ impl Rendezvous<'_> {
                 match begin_local(card.memory.as_deref().unwrap_or_default()) {
                     Ok(stream) => {
                         let link = Link::local(stream, self.counters.clone())?;
-                        (greeting(link), true)
+                        (self.begin_hello(link, rank)?, true)
                     }
                     Err(error) => {
                         tracing::debug!(rank, %error, "no way to its shared memory; trying again");
@@ -136,10 +151,28 @@ impl Rendezvous<'_> {
                 None => (Dial::Connecting(fd), false),
                 Some(Ok(())) => {
                     let link = Link::new(TcpStream::from(fd), self.counters.clone())?;
-                    (greeting(link), true)
+                    (self.begin_hello(link, rank)?, true)
                 }
                 Some(Err(error)) => {
                     tracing::debug!(rank, %address, %error, "connecting failed; trying again");
+                    self.forget(rank);
+                    (again(), false)
+                }
+            },
+            Dial::Proving { mut link, mut hello } => match hello.advance(&mut Stream(&mut link)) {
+                Ok(true) => (greeting(link), true),
+                Ok(false) => (Dial::Proving { link, hello }, false),
+                Err(error) => {
+                    match Refused::of(&error) {
+                        // The port is another's by now: it is asked for again.
+                        None => {}
+                        Some(refused) if refused.reason() == Reason::OtherTopic => {}
+                        Some(refused) => return Err(self.distrusts(rank, lane, &card, refused)),
+                    }
+                    tracing::debug!(rank, %address, %error, "the hello came to nothing; trying again");
+                    if lane == Lane::Local {
+                        self.refuse(rank);
+                    }
                     self.forget(rank);
                     (again(), false)
                 }
@@ -177,6 +210,10 @@ impl Rendezvous<'_> {
                         sent += n;
                     }
                 }
+                let seen = buffer.get(..have).unwrap_or_default();
+                if let Some(refused) = Refused::seen_without_credentials(seen) {
+                    return Err(self.distrusts(rank, lane, &card, &refused));
+                }
                 if have == Hello::BYTES {
                     self.answered(rank, lane, link, &buffer, handles)?;
                     (Dial::Done, false)
@@ -203,6 +240,30 @@ impl Rendezvous<'_> {
             dialed.state = state;
         }
         Ok(more)
+    }
+
+    /// What is said first on a connection to `rank`.
+    fn begin_hello(&self, link: Link, rank: u32) -> Result<Dial> {
+        let Some(credentials) = &self.settings.credentials else {
+            return Ok(greeting(link));
+        };
+        let topic = self.topic(self.configuration.rank, rank);
+        let hello = Box::new(Handshake::call(credentials.clone(), topic)?);
+        Ok(Dial::Proving { link, hello })
+    }
+
+    /// One of the two has no credentials, or those of another job.
+    fn distrusts(&self, rank: u32, lane: Lane, card: &Card, refused: &Refused) -> Error {
+        let address = match lane {
+            Lane::Local => "shared memory".to_string(),
+            _ => self.address_of(card).to_string(),
+        };
+        let text = format!("that rank and this one do not trust each other: {refused}");
+        self.named(
+            Error::new(ErrorKind::Protocol, text)
+                .with_peer(rank)
+                .with_peer_address(address),
+        )
     }
 
     /// Its address may have changed: ask the store again.

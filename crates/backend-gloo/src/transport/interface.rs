@@ -3,7 +3,7 @@
 //! - `net_name` is an IP address, or an interface whose first address is taken: listened on and told to everybody.
 //! - else `OXCCL_GLOO_HOST` (a name or an IP address) is told to everybody, and all interfaces are listened on.
 //! - else all interfaces are listened on; ranks of the same host and network namespace come over loopback, the others to
-//!   the address that the default route uses.
+//!   the address that the default route uses. Without credentials and without `OXCCL_INSECURE=1` loopback only.
 
 use std::net::{IpAddr, Ipv4Addr, ToSocketAddrs, UdpSocket};
 
@@ -24,8 +24,8 @@ pub(crate) struct Addresses {
     pub(crate) loopback_here: bool,
 }
 
-/// Decides by the rules above.
-pub(crate) fn addresses(net_name: Option<&str>, host: Option<&str>) -> Result<Addresses> {
+/// Decides by the rules above. `open`: the ranks prove themselves to each other, or need not.
+pub(crate) fn addresses(net_name: Option<&str>, host: Option<&str>, open: bool) -> Result<Addresses> {
     if let Some(name) = net_name {
         let ip = match name.parse::<IpAddr>() {
             Ok(ip) => ip,
@@ -45,7 +45,9 @@ pub(crate) fn addresses(net_name: Option<&str>, host: Option<&str>) -> Result<Ad
             .map(|a| a.ip())
             .min_by_key(IpAddr::is_ipv6)
             .ok_or_else(|| Error::invalid(format!("{HOST_VARIABLE}={host} has no address")))?;
-        let bind = if ip.is_ipv6() {
+        let bind = if ip.is_loopback() {
+            ip
+        } else if ip.is_ipv6() {
             IpAddr::V6(std::net::Ipv6Addr::UNSPECIFIED)
         } else {
             any
@@ -54,6 +56,13 @@ pub(crate) fn addresses(net_name: Option<&str>, host: Option<&str>) -> Result<Ad
             bind,
             advertise: ip,
             loopback_here: false,
+        });
+    }
+    if !open {
+        return Ok(Addresses {
+            bind: Ipv4Addr::LOCALHOST.into(),
+            advertise: Ipv4Addr::LOCALHOST.into(),
+            loopback_here: true,
         });
     }
     Ok(Addresses {
@@ -205,22 +214,32 @@ mod tests {
     fn an_interface_name_and_an_ip_address_both_decide_the_address() {
         let localhost = IpAddr::V4(Ipv4Addr::LOCALHOST);
         for name in ["127.0.0.1", "lo"] {
-            let a = addresses(Some(name), None).unwrap();
+            let a = addresses(Some(name), None, false).unwrap();
             assert_eq!(
                 (a.bind, a.advertise, a.loopback_here),
                 (localhost, localhost, false)
             );
         }
-        let e = addresses(Some("no-such-if"), None).unwrap_err();
+        let e = addresses(Some("no-such-if"), None, false).unwrap_err();
         assert!(e.to_string().contains("no-such-if"), "{e}");
     }
 
     #[test]
     fn the_variable_is_advertised_and_without_it_local_ranks_use_loopback() {
-        let a = addresses(None, Some("127.0.0.2")).unwrap();
-        assert_eq!(a.advertise.to_string(), "127.0.0.2");
+        let a = addresses(None, Some("10.1.2.3"), true).unwrap();
+        assert_eq!(a.advertise.to_string(), "10.1.2.3");
         assert!(a.bind.is_unspecified());
-        assert!(addresses(None, None).unwrap().loopback_here);
+        let a = addresses(None, None, true).unwrap();
+        assert!(a.loopback_here && a.bind.is_unspecified());
         assert_eq!(host_identity(), host_identity());
+    }
+
+    #[test]
+    fn ranks_that_need_not_prove_themselves_are_reached_over_loopback_only() {
+        let a = addresses(None, None, false).unwrap();
+        assert!(a.loopback_here && a.bind.is_loopback() && a.advertise.is_loopback());
+        // A loopback address is not listened for on all interfaces.
+        let a = addresses(None, Some("127.0.0.2"), false).unwrap();
+        assert_eq!(a.bind.to_string(), "127.0.0.2");
     }
 }

@@ -1,7 +1,7 @@
 //! One non-blocking stream connection (TCP, or a Unix socket within a host): reads and writes that say "would block" or "closed" instead of failing, the readiness
 //! remembered between polls, and the bytes counted.
 
-use std::io::IoSlice;
+use std::io::{self, IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -229,6 +229,50 @@ impl Link {
                 }
             }
         }
+    }
+}
+
+/// A link as a stream that says `WouldBlock`, for the hello of the credentials.
+pub(crate) struct Stream<'a>(pub(crate) &'a mut Link);
+
+impl Stream<'_> {
+    /// Takes what has come in, up to a limit: a connection that is closed with bytes unread resets, and what was written last may not arrive.
+    pub(crate) fn drain(&mut self) {
+        let mut sink = [0; 1024];
+        for _ in 0..4 {
+            if !matches!(self.0.read(&mut sink), Moved::Bytes(_)) {
+                return;
+            }
+        }
+    }
+}
+
+fn moved(moved: Moved, closed: Option<&str>) -> io::Result<usize> {
+    match moved {
+        Moved::Bytes(n) => Ok(n),
+        Moved::Nothing => Err(io::ErrorKind::WouldBlock.into()),
+        Moved::Closed => Err(io::Error::new(
+            io::ErrorKind::ConnectionReset,
+            closed.unwrap_or("closed the connection").to_string(),
+        )),
+    }
+}
+
+impl Read for Stream<'_> {
+    fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let done = self.0.read(into);
+        moved(done, self.0.read_closed.as_deref())
+    }
+}
+
+impl Write for Stream<'_> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let done = self.0.write(&[IoSlice::new(bytes)]);
+        moved(done, self.0.write_closed.as_deref())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
     }
 }
 

@@ -4,6 +4,7 @@
 
 mod ahead;
 mod blocking;
+mod credentials;
 mod hostile;
 mod layers;
 mod lifecycle;

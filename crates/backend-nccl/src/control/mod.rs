@@ -7,6 +7,7 @@
 mod meanwhile;
 mod record;
 mod rendezvous;
+mod strangers;
 mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};

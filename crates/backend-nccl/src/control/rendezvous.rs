@@ -2,15 +2,19 @@
 //! and greet; rank 0 lets all go on at once, or tells all what is wrong.
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use ftcore::identity::hello::{Handshake, Refused};
+use ftcore::identity::{INSECURE, is_insecure_allowed, may_listen};
 use ftcore::lifecycle::nonce;
-use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
+use ftcore::{Configuration, Credentials, Error, ErrorKind, Result, time_left};
 use nccl_sys::UniqueId;
 
 use super::FILES;
 use super::record::{ID, Published, refusal, refused};
+use super::strangers::{Greeted, Strangers, topic};
 use super::wire::{Frame, Hello, Kind, TOKEN};
 
 /// The address that the other hosts are told; without it the one of the default route.
@@ -73,10 +77,11 @@ pub(crate) fn refuse(c: &Configuration, error: &Error) {
     let _ = c.store.set(&key_of(c), refused(error).as_bytes(), c.deadline);
 }
 
-/// Meets the other ranks. `id`: what rank 0 gives out; `cancel` ends the wait.
+/// Meets the other ranks. `credentials`: what they prove to each other; `id`: what rank 0 gives out; `cancel` ends the wait.
 pub(crate) fn meet(
     c: &Configuration,
     constants: u64,
+    credentials: Option<&Arc<Credentials>>,
     id: Option<UniqueId>,
     cancel: &AtomicBool,
 ) -> Result<Meeting> {
@@ -95,10 +100,10 @@ pub(crate) fn meet(
         constants,
     };
     if c.rank == 0 {
-        let (listener, published) = open(id).inspect_err(|e| refuse(c, e))?;
+        let (listener, published) = open(credentials, id).inspect_err(|e| refuse(c, e))?;
         let token = published.token;
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
-        let guests = collect(c, &listener, &hello(token), cancel)?;
+        let guests = collect(c, credentials, &listener, &hello(token), cancel)?;
         return Ok(Meeting {
             id,
             streams: guests.into_iter().map(|g| (g.rank, g.stream)).collect(),
@@ -114,7 +119,7 @@ pub(crate) fn meet(
             format!("what stands at '{key}' is not rank 0's address"),
         )
     })?;
-    let stream = connect(c, &published, &hello(published.token), cancel)?;
+    let stream = connect(c, credentials, &published, &hello(published.token), cancel)?;
     Ok(Meeting {
         id: published.id.map(UniqueId),
         streams: vec![(0, stream)],
@@ -122,21 +127,30 @@ pub(crate) fn meet(
 }
 
 /// Rank 0's port, and what the others are told of it.
-fn open(id: Option<UniqueId>) -> Result<(TcpListener, Published)> {
+fn open(credentials: Option<&Arc<Credentials>>, id: Option<UniqueId>) -> Result<(TcpListener, Published)> {
     let io = |e| {
         Error::io(
             format!("rank 0 cannot listen for control connections ({FILES})"),
             e,
         )
     };
-    let listener = TcpListener::bind((Ipv4Addr::UNSPECIFIED, 0)).map_err(io)?;
+    let mut address = own_address()?;
+    let mut bind = Ipv4Addr::UNSPECIFIED;
+    if credentials.is_none() && !is_insecure_allowed() {
+        if std::env::var_os(ENV_HOST).is_some() {
+            may_listen("nccl", SocketAddr::new(address, 0), None)?;
+        }
+        bind = Ipv4Addr::LOCALHOST;
+        address = bind.into();
+    }
+    let listener = TcpListener::bind((bind, 0)).map_err(io)?;
     listener.set_nonblocking(true).map_err(io)?;
     let port = listener.local_addr().map_err(io)?.port();
     let published = Published {
         token: token(),
         port,
         host: host_name(),
-        address: own_address()?,
+        address,
         id: id.map(|id| id.0),
     };
     Ok((listener, published))
@@ -174,12 +188,14 @@ struct Guest {
 /// Rank 0's side: everybody's connection, or the same verdict for everybody.
 fn collect(
     c: &Configuration,
+    credentials: Option<&Arc<Credentials>>,
     listener: &TcpListener,
     own: &Hello,
     cancel: &AtomicBool,
 ) -> Result<Vec<Guest>> {
     let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
+    let mut strangers = Strangers::new(credentials.cloned(), c.epoch.0, c.world_size);
     let mut verdict = Ok(());
     while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
         if cancel.load(Ordering::Acquire) {
@@ -189,21 +205,25 @@ fn collect(
                 .filter(|r| guests.iter().all(|g| g.rank != *r))
                 .map(|r| format!("rank {r} of {}", c.world_size))
                 .collect();
-            let text = format!("{} did not come (phase: control connections)", missing.join(", "));
+            let turned_away = match &strangers.turned_away {
+                Some(text) => format!("; a connection was turned away, {text}"),
+                None => String::new(),
+            };
+            let missing = missing.join(", ");
+            let text = format!("{missing} did not come (phase: control connections){turned_away}");
             verdict = Err(Error::timeout(text));
-        } else {
-            match listener.accept() {
-                Ok((stream, _)) => match greet(stream, own, c.deadline) {
-                    Ok(Some(guest)) if guests.iter().all(|g| g.rank != guest.rank) => guests.push(guest),
-                    // A stranger, or a rank that is there already.
-                    Ok(_) => {}
-                    Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
-                    Err(error) => tracing::debug!(%error, "a stranger at the control port was turned away"),
-                },
-                // Nobody there, or somebody who is gone again.
-                Err(e) if is_passing(&e) => std::thread::sleep(Duration::from_micros(300)),
-                Err(e) => verdict = Err(io(e)),
+        } else if let Err(e) = strangers.accept(listener) {
+            verdict = Err(io(e));
+        } else if let Some(greeted) = strangers.next_greeted() {
+            match judge(greeted, own) {
+                Ok(Some(guest)) if guests.iter().all(|g| g.rank != guest.rank) => guests.push(guest),
+                // A stranger, or a rank that is there already.
+                Ok(_) => {}
+                Err(e) if e.kind() == ErrorKind::Mismatch => verdict = Err(e),
+                Err(error) => tracing::debug!(%error, "a stranger at the control port was turned away"),
             }
+        } else {
+            std::thread::sleep(Duration::from_micros(300));
         }
     }
     let frame = match &verdict {
@@ -224,25 +244,22 @@ fn collect(
     verdict.map(|()| guests)
 }
 
-fn is_passing(e: &std::io::Error) -> bool {
-    use std::io::ErrorKind::{ConnectionAborted, Interrupted, WouldBlock};
-    matches!(e.kind(), ConnectionAborted | Interrupted | WouldBlock)
-}
-
-/// Reads one greeting. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
-fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option<Guest>> {
+/// A connection that has greeted. `None` for a stranger; `Mismatch` for a rank of this job that is set up in another way.
+fn judge(greeted: Greeted, own: &Hello) -> Result<Option<Guest>> {
     let io = |e| Error::io("a control connection", e);
+    let Greeted {
+        mut stream,
+        from,
+        hello,
+    } = greeted;
+    if hello.token != own.token || hello.rank == 0 || hello.rank >= own.world.max(hello.world) {
+        tracing::debug!(%from, "a stranger at the control port was turned away");
+        return Ok(None);
+    }
     stream.set_nonblocking(false).map_err(io)?;
-    // A stranger that says nothing must not hold the others up for long.
-    let patience = time_left(deadline).clamp(Duration::from_millis(1), Duration::from_secs(2));
-    stream.set_read_timeout(Some(patience)).map_err(io)?;
     stream
         .set_write_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
-    let hello = Hello::read(&mut stream)?;
-    if hello.token != own.token || hello.rank == 0 || hello.rank >= own.world.max(hello.world) {
-        return Ok(None);
-    }
     if hello.world != own.world || hello.epoch != own.epoch || hello.constants != own.constants {
         let e = Error::new(
             ErrorKind::Mismatch,
@@ -264,27 +281,39 @@ fn greet(mut stream: TcpStream, own: &Hello, deadline: Instant) -> Result<Option
 /// The other ranks' side.
 fn connect(
     c: &Configuration,
+    credentials: Option<&Arc<Credentials>>,
     published: &Published,
     hello: &Hello,
     cancel: &AtomicBool,
 ) -> Result<TcpStream> {
-    let ip = if published.host == host_name() {
-        IpAddr::V4(Ipv4Addr::LOCALHOST)
-    } else {
-        published.address
+    let is_here = published.host == host_name();
+    let ip = match is_here {
+        true => IpAddr::V4(Ipv4Addr::LOCALHOST),
+        false => published.address,
+    };
+    let hint = match !is_here && ip.is_loopback() {
+        true => format!(
+            "; it is on another host and listens on loopback only, as it has no credentials: set {} or, on a network that only the job can \
+             reach, {INSECURE}=1 on all hosts",
+            Credentials::VARIABLE
+        ),
+        false => String::new(),
     };
     let address = SocketAddr::new(ip, published.port);
     let left = time_left(c.deadline).max(Duration::from_millis(1));
     let mut stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
         Error::io(
             format!(
-                "rank 0 of {} cannot be reached at {address} (phase: control connections; {FILES})",
+                "rank 0 of {} cannot be reached at {address} (phase: control connections; {FILES}){hint}",
                 c.world_size
             ),
             e,
         )
     })?;
     let io = |e| Error::io("greeting rank 0", e);
+    if let Some(credentials) = credentials {
+        prove(c, credentials, &mut stream, cancel)?;
+    }
     hello.write(&mut stream).map_err(io)?;
     // Rank 0 gives its verdict at its own deadline, which may be a little later; only it knows who is missing.
     let until = c.deadline + Duration::from_secs(1);
@@ -304,6 +333,48 @@ fn connect(
     }
 }
 
+/// Both ends prove the job's secret.
+fn prove(
+    c: &Configuration,
+    credentials: &Arc<Credentials>,
+    stream: &mut TcpStream,
+    cancel: &AtomicBool,
+) -> Result<()> {
+    let io = |e| Error::io("greeting rank 0", e);
+    stream.set_nonblocking(true).map_err(io)?;
+    stream.set_nodelay(true).map_err(io)?;
+    let mut proof = Handshake::call(credentials.clone(), topic(c.epoch.0, c.rank))?;
+    loop {
+        match proof.advance(stream) {
+            Ok(true) => return stream.set_nonblocking(false).map_err(io),
+            Ok(false) if cancel.load(Ordering::Acquire) => return Err(cancelled()),
+            Ok(false) if time_left(c.deadline).is_zero() => {
+                return Err(Error::timeout(format!(
+                    "rank 0 of {} has not answered the hello (phase: control connections)",
+                    c.world_size
+                )));
+            }
+            Ok(false) => std::thread::sleep(Duration::from_micros(100)),
+            Err(e) => {
+                return Err(match Refused::of(&e) {
+                    Some(refused) => distrusts(refused),
+                    None => {
+                        let text =
+                            "rank 0 closed the connection during the hello (phase: control connections)";
+                        Error::new(ErrorKind::PeerLost, text).with_peer(0).with_source(e)
+                    }
+                });
+            }
+        }
+    }
+}
+
+/// One of the two has no credentials, or those of another job.
+fn distrusts(refused: &Refused) -> Error {
+    let text = format!("rank 0 and this rank do not trust each other: {refused}");
+    Error::new(ErrorKind::Protocol, text).with_peer(0)
+}
+
 /// The next frame of `peer` until `until` (`late`), or until `cancel` is raised.
 fn hear(
     stream: &mut TcpStream,
@@ -318,12 +389,16 @@ fn hear(
         Error::new(ErrorKind::PeerLost, text).with_peer(peer)
     };
     stream.set_nonblocking(true).map_err(io)?;
-    let mut byte = [0u8; 1];
+    // Perhaps rank 0 asks for credentials.
+    let mut seen = [0u8; 16];
     loop {
-        match stream.peek(&mut byte) {
+        match stream.peek(&mut seen) {
             Ok(0) => return Err(closed()),
             Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => return Err(closed()),
-            Ok(_) => break,
+            Ok(n) => match Refused::seen_without_credentials(seen.get(..n).unwrap_or_default()) {
+                Some(refused) => return Err(distrusts(&refused)),
+                None => break,
+            },
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
                 if cancel.load(Ordering::Acquire) {
                     return Err(cancelled());

@@ -26,7 +26,7 @@ pub(crate) struct Hello {
 }
 
 impl Hello {
-    const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8;
+    pub(crate) const BYTES: usize = 8 + 4 + TOKEN + 4 + 4 + 8 + 8;
 
     pub(crate) fn write(&self, stream: &mut impl Write) -> std::io::Result<()> {
         let mut bytes = Vec::with_capacity(Self::BYTES);
@@ -40,13 +40,9 @@ impl Hello {
         stream.write_all(&bytes)
     }
 
-    /// Reads and checks the form; a stranger is `Protocol`.
-    pub(crate) fn read(stream: &mut impl Read) -> Result<Self> {
-        let mut bytes = [0u8; Self::BYTES];
-        stream
-            .read_exact(&mut bytes)
-            .map_err(|e| Error::io("reading a greeting", e))?;
-        let mut at = Reader(&bytes);
+    /// Checks the form; a stranger is `Protocol`.
+    pub(crate) fn decode(bytes: &[u8; Self::BYTES]) -> Result<Self> {
+        let mut at = Reader(bytes);
         let magic: [u8; 8] = at.take();
         let version = u32::from_le_bytes(at.take());
         if &magic != MAGIC || version != VERSION {

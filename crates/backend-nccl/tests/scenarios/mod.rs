@@ -4,6 +4,7 @@ mod abstaining;
 mod between;
 mod calls;
 mod creation;
+mod credentials;
 mod crossing;
 mod devices;
 mod endings;
@@ -68,6 +69,7 @@ pub(crate) fn scenarios() -> Vec<Scenario> {
         calls::scenarios(),
         abstaining::scenarios(),
         creation::scenarios(),
+        credentials::scenarios(),
         devices::scenarios(),
         pinned::scenarios(),
         parts::scenarios(),

@@ -7,17 +7,18 @@
 
 use std::fmt;
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::conn::{Backoff, Conn, Greeting, Outcome, Reached, encode, parse_address};
 use super::link::{Patience, is_late};
 use super::wire::{self, Request};
+use crate::identity::hello::Refused;
 use crate::lifecycle::nonce;
 use crate::store::Store;
 use crate::store::keys::{self, MAX_KEY};
 use crate::store::table::{Refusal, sum};
-use crate::{Error, ErrorKind, Result, deadline_in, time_left};
+use crate::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
 
 /// Idle connections kept for later calls.
 const MAX_IDLE: usize = 16;
@@ -38,12 +39,15 @@ const MAX_UNGREETED: usize = 4;
 /// What a server of ours refuses, it says why, and the connection stays. PyTorch's has no way to: it closes the connection, lets a value grow
 /// beyond 8 MiB (this client does not read such a one), and an `add` beyond 64 bits begins again at the other end.
 ///
+/// With credentials each connection begins with the keyed hello: the server must have those of the same job. PyTorch's server has none.
+///
 /// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
 /// attempt to connect, is `Timeout`: whoever looks in short slices may look again.
 pub struct TcpStore {
     host: String,
     port: u16,
     address: String,
+    credentials: Option<Arc<Credentials>>,
     idle: Mutex<Vec<Conn>>,
     ungreeted: Mutex<Vec<Greeting>>,
 }
@@ -99,17 +103,33 @@ enum Waited<T> {
 }
 
 impl TcpStore {
-    /// Connects to the server at `addr` (`host:port`, `[v6]:port`), trying again until `deadline` if it is not there yet.
+    /// Connects to the server at `addr` (`host:port`, `[v6]:port`), trying again until `deadline` if it is not there yet; with the credentials
+    /// of the environment ([`Credentials::from_env`]), if there are any.
     ///
     /// # Errors
     /// `Unavailable`, naming the address, the time and the last cause, if by the deadline the server was not there, or closed the
-    /// connection; `Timeout` if it did not answer; `Protocol` if what answers is not a TCPStore server; `InvalidArgument` for a malformed address.
+    /// connection; `Timeout` if it did not answer; `Protocol` if what answers is not a TCPStore server, or one end refuses the other's credentials,
+    /// which says which side lacks which; `InvalidArgument` for a malformed address. Those of [`Credentials::load`].
     pub fn connect(addr: &str, deadline: Instant) -> Result<Self> {
+        let credentials = Credentials::from_env().map_err(|e| e.with_op("store.connect"))?;
+        Self::connect_with(addr, credentials, deadline)
+    }
+
+    /// As [`connect`](Self::connect), with these credentials, or none.
+    ///
+    /// # Errors
+    /// As [`connect`](Self::connect).
+    pub fn connect_with(
+        addr: &str,
+        credentials: Option<Arc<Credentials>>,
+        deadline: Instant,
+    ) -> Result<Self> {
         let (host, port) = parse_address(addr)?;
         let store = Self {
             host,
             port,
             address: addr.to_owned(),
+            credentials,
             idle: Mutex::default(),
             ungreeted: Mutex::default(),
         };
@@ -166,7 +186,7 @@ impl TcpStore {
             let is_first = earlier.is_none();
             let missed = match earlier {
                 Some(greeting) => greeting.end(call.deadline),
-                None => Conn::open(&self.host, self.port, call.deadline),
+                None => Conn::open(&self.host, self.port, self.credentials.as_ref(), call.deadline),
             };
             let missed = match missed {
                 Ok(conn) => return Ok(conn),
@@ -178,6 +198,11 @@ impl TcpStore {
             let is_there = missed.greeting.is_some();
             self.keep_ungreeted(missed.greeting.map(|greeting| *greeting));
             let mut last = missed.error;
+            if let Some(refused) = Refused::of(&last) {
+                let text =
+                    format!("the store server there and this process do not trust each other: {refused}");
+                return Err(self.error(ErrorKind::Protocol, call, text).with_source(last));
+            }
             if last.kind() == io::ErrorKind::InvalidData {
                 return Err(self.error(
                     ErrorKind::Protocol,

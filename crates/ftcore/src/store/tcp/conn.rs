@@ -3,17 +3,19 @@
 //! Everything here ends by the link's patience. An `io::Error` says what the call above must know: late (see
 //! `link::is_late`), `InvalidData` (not the protocol), anything else (the connection broke).
 
-use std::io::{self, Write};
+use std::io::{self, Read, Write};
 use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use super::hello_topic;
 use super::link::{Link, Patience, is_late};
 use super::wire::{self, Request};
+use crate::identity::hello::{Handshake, Refused, may_be_hello};
 use crate::lifecycle::nonce;
 use crate::store::table::leading_number;
-use crate::{Error, ErrorKind, Result, deadline_in, split_address, time_left};
+use crate::{Credentials, Error, ErrorKind, Result, deadline_in, split_address, time_left};
 
 /// Pauses between attempts to connect: doubled from the first to the longest, with jitter.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
@@ -41,6 +43,8 @@ pub(super) struct Conn {
 /// A connection on which the server has not answered the greeting yet.
 pub(super) struct Greeting {
     conn: Conn,
+    /// With credentials, until both ends have proved the job's secret.
+    hello: Option<Box<Handshake>>,
     nonce: u32,
     since: Instant,
 }
@@ -82,8 +86,12 @@ fn late(text: impl Into<String>) -> io::Error {
 }
 
 impl Greeting {
-    /// Connects and says VALIDATE and PING in one segment.
-    fn begin(address: &SocketAddr, deadline: Instant) -> io::Result<Self> {
+    /// Connects and says VALIDATE and PING in one segment; with credentials, after the hello.
+    fn begin(
+        address: &SocketAddr,
+        credentials: Option<&Arc<Credentials>>,
+        deadline: Instant,
+    ) -> io::Result<Self> {
         let left = time_left(deadline).min(ATTEMPT);
         if left.is_zero() {
             return Err(late("no time was left to connect"));
@@ -105,19 +113,42 @@ impl Greeting {
             spoiled: false,
         };
         let nonce = wire::our_ping(nonce() as u32);
-        conn.write(&encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)]))?;
-        Ok(Self { conn, nonce, since })
+        let hello = credentials
+            .map(|credentials| Handshake::call(credentials.clone(), hello_topic()).map(Box::new))
+            .transpose()
+            .map_err(io::Error::other)?;
+        if hello.is_none() {
+            conn.write(&greeting(nonce))?;
+        }
+        Ok(Self {
+            conn,
+            hello,
+            nonce,
+            since,
+        })
+    }
+
+    /// The answer to the PING.
+    fn answer(&mut self) -> io::Result<u32> {
+        if let Some(hello) = &mut self.hello {
+            if !hello.advance(&mut self.conn.link).map_err(closed_at_hello)? {
+                return Err(late("no answer to the hello"));
+            }
+            self.hello = None;
+            self.conn.write(&greeting(self.nonce))?;
+        }
+        wire::read_u32(&mut self.conn.link)
     }
 
     /// Waits for the answer.
     pub(super) fn end(mut self, deadline: Instant) -> std::result::Result<Conn, Missed> {
         self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
-        match wire::read_u32(&mut self.conn.link) {
+        match self.answer() {
             Ok(got) if got == self.nonce || got == !self.nonce => {
                 self.conn.ours = got != self.nonce;
                 Ok(self.conn)
             }
-            Ok(got) => Err(not_the_ping(self.nonce, got).into()),
+            Ok(got) => Err(self.not_greeted(got).into()),
             Err(e) if is_late(&e) => {
                 let greeting = (self.since.elapsed() < ATTEMPT).then(|| Box::new(self));
                 let error = late("no answer to the greeting");
@@ -128,12 +159,48 @@ impl Greeting {
     }
 }
 
+impl Greeting {
+    /// Something else than the answer to the greeting came: perhaps the refusal of a server that asks for credentials.
+    fn not_greeted(&mut self, got: u32) -> io::Error {
+        let mut header = [0; 16];
+        let (first, rest) = header.split_at_mut(4);
+        first.copy_from_slice(&got.to_le_bytes());
+        if may_be_hello(first) && self.conn.link.read_exact(rest).is_ok() {
+            if let Some(refused) = Refused::seen_without_credentials(&header) {
+                return refused.into();
+            }
+        }
+        not_the_ping(self.nonce, got)
+    }
+}
+
+/// A server that knows no hello closes the connection: PyTorch's does.
+fn closed_at_hello(e: io::Error) -> io::Error {
+    use io::ErrorKind::{BrokenPipe, ConnectionAborted, ConnectionReset, UnexpectedEof};
+    match e.kind() {
+        kind @ (BrokenPipe | ConnectionAborted | ConnectionReset | UnexpectedEof) => {
+            let text = "it closed the connection at the hello of the job's credentials: is it PyTorch's server, or one that stops?";
+            io::Error::new(kind, text)
+        }
+        _ => e,
+    }
+}
+
+fn greeting(nonce: u32) -> Vec<u8> {
+    encode(&[Request::Validate(wire::MAGIC), Request::Ping(nonce)])
+}
+
 impl Conn {
     /// One attempt: look-up, connect, greeting.
-    pub(super) fn open(host: &str, port: u16, deadline: Instant) -> std::result::Result<Self, Missed> {
+    pub(super) fn open(
+        host: &str,
+        port: u16,
+        credentials: Option<&Arc<Credentials>>,
+        deadline: Instant,
+    ) -> std::result::Result<Self, Missed> {
         let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{host}'")).into();
         for address in resolve(host, port, deadline)? {
-            match Greeting::begin(&address, deadline)
+            match Greeting::begin(&address, credentials, deadline)
                 .map_err(Missed::from)
                 .and_then(|greeting| greeting.end(deadline))
             {

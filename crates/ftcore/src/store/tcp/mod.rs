@@ -5,8 +5,9 @@
 //! waiters, no IO), then `server` (a thread per connection between link and engine) and `conn` and
 //! `client` (a pool of connections).
 //!
-//! The protocol has no authentication and no encryption: whoever reaches the port can read and write the store. Bind it
-//! to a network that only the job can reach.
+//! The protocol has no authentication and no encryption. With credentials a connection begins with the keyed hello
+//! (`identity::hello`), in which both ends prove the job's secret; without, whoever reaches the port can read and write the store: bind it to a
+//! network that only the job can reach.
 
 mod client;
 mod conn;
@@ -17,5 +18,12 @@ mod server;
 mod tests;
 mod wire;
 
+use crate::identity::hello::{NO_RANK, Topic};
+
 pub use client::TcpStore;
 pub use server::{TcpStoreServer, epoch_prefix};
+
+/// What the hello of a store's connections is for: clients have no rank.
+fn hello_topic() -> Topic {
+    Topic::new("store", 0, NO_RANK, NO_RANK)
+}

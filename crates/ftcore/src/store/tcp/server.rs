@@ -4,21 +4,25 @@
 //! end of the connection) and its bell (rung by the engine) at once. Whatever a peer sends, the worst it gets is a closed
 //! connection and a line in the log.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::io::{self, Write};
-use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
 use super::engine::{Engine, Entry, Progress, Ticket};
+use super::hello_topic;
 use super::link::{Bell, Link, Patience, is_late, watch_listener};
 use super::wire::{self, Budget, Held, Request};
+use crate::identity::hello::{self, Handshake, Reason, Refused};
+use crate::identity::{TurnedAway, may_listen};
 use crate::store::keys::MAX_VALUE;
 use crate::store::table::Refusal;
 use crate::{
-    Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit, split_address, time_left,
+    Credentials, Error, ErrorKind, Result, accept_failure, deadline_in, raise_descriptor_limit,
+    split_address, time_left,
 };
 
 /// Keys, values and queues together.
@@ -47,7 +51,10 @@ pub fn epoch_prefix(epoch: u64, group_rank: u32) -> String {
 
 /// A server of PyTorch's TCPStore protocol; see [`TcpStore`](super::TcpStore) for the client.
 ///
-/// Limits: 4096 connections, 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB for what one connection makes it hold,
+/// With credentials a connection proves the job's secret before anything else of it is read, so PyTorch's clients cannot use it: see
+/// `docs/credentials-data-plane.md`. Without, whoever reaches the port can read and write the store.
+///
+/// Limits: 4096 connections, 3584 of them from one address and 1024 that have not greeted (then the oldest of those is closed), 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB for what one connection makes it hold,
 /// 512 MiB for all of them, 1 GiB of keys and values.
 /// Dropping it ends all connections without waiting for their threads.
 pub struct TcpStoreServer {
@@ -60,6 +67,10 @@ pub struct TcpStoreServer {
 pub(super) struct Limits {
     /// Connections at once.
     pub(super) connections: usize,
+    /// The same from one address; of IPv6, from one /64 network.
+    pub(super) per_address: usize,
+    /// Connections that have not greeted, or not proved themselves. One more, and the oldest is closed: those of the job greet at once.
+    pub(super) ungreeted: usize,
     /// A connection must validate itself within this time, so that silent strangers do not use the places up.
     pub(super) handshake: Duration,
     /// A request that stops half way, or a peer that takes no replies, is given up after this time.
@@ -72,6 +83,8 @@ impl Default for Limits {
     fn default() -> Self {
         Self {
             connections: 4096,
+            per_address: 4096 / 8 * 7,
+            ungreeted: 4096 / 4,
             handshake: Duration::from_secs(30),
             stall: Duration::from_secs(60),
             held: MAX_HELD,
@@ -82,6 +95,8 @@ impl Default for Limits {
 struct Shared {
     engine: Engine,
     limits: Limits,
+    credentials: Option<Arc<Credentials>>,
+    turned_away: TurnedAway,
     budget: Budget,
     /// The last two epochs that [`TcpStoreServer::begin_epoch`] was told.
     epochs: Mutex<Option<(u64, u64)>>,
@@ -96,29 +111,68 @@ struct Doors {
     stopped: bool,
     accepting: bool,
     open: HashMap<u64, Arc<TcpStream>>,
+    /// Those that have not greeted: the numbers grow, so the oldest is the first.
+    ungreeted: BTreeSet<u64>,
+    addresses: HashMap<IpAddr, usize>,
     next: u64,
 }
 
+impl Doors {
+    /// Closes the connection that has been silent for longest, if there is one.
+    fn close_oldest_ungreeted(&mut self) {
+        if let Some(id) = self.ungreeted.pop_first()
+            && let Some(socket) = self.open.get(&id)
+        {
+            let _ = socket.shutdown(Shutdown::Both);
+        }
+    }
+}
+
+/// What counts as one address.
+fn network(peer: SocketAddr) -> IpAddr {
+    match peer.ip().to_canonical() {
+        IpAddr::V6(v6) => {
+            let [a, b, c, d, ..] = v6.segments();
+            IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
+        }
+        v4 => v4,
+    }
+}
+
 impl TcpStoreServer {
-    /// Listens on `addr` (`host:port`, `[v6]:port`; port 0 takes a free one) and serves until it is dropped.
+    /// Listens on `addr` (`host:port`, `[v6]:port`; port 0 takes a free one) and serves until it is dropped: with the credentials of
+    /// the environment ([`Credentials::from_env`]); without any, on loopback only, or with `OXCCL_INSECURE=1`.
     ///
     /// # Errors
-    /// `Conflict` if the address is in use, `InvalidArgument` if it is not an address of this machine or malformed,
-    /// `Io` if the system refuses otherwise.
+    /// `Conflict` if the address is in use, `InvalidArgument` if it is not an address of this machine, malformed, or one that other machines reach
+    /// without credentials, `Io` if the system refuses otherwise. Those of [`Credentials::load`].
     pub fn bind(addr: &str) -> Result<Self> {
-        Self::bind_with(addr, Limits::default())
+        let credentials = Credentials::from_env().map_err(|e| e.with_op("store.serve"))?;
+        let (listener, address) = listen(addr)?;
+        may_listen("store server", address, credentials.as_deref()).map_err(|e| e.with_op("store.serve"))?;
+        Self::start(addr, (listener, address), credentials, Limits::default())
     }
 
-    pub(super) fn bind_with(addr: &str, limits: Limits) -> Result<Self> {
+    /// As [`bind`](Self::bind), with these credentials; `None` serves everybody who reaches `addr`.
+    ///
+    /// # Errors
+    /// As [`bind`](Self::bind), except for an address that other machines reach.
+    pub fn bind_with(addr: &str, credentials: Option<Arc<Credentials>>) -> Result<Self> {
+        Self::start(addr, listen(addr)?, credentials, Limits::default())
+    }
+
+    pub(super) fn start(
+        addr: &str,
+        (listener, address): (TcpListener, SocketAddr),
+        credentials: Option<Arc<Credentials>>,
+        limits: Limits,
+    ) -> Result<Self> {
         let fail = |e: io::Error| bind_error(addr, e);
-        split_address(addr).map_err(|e| e.with_op("store.serve"))?;
-        raise_descriptor_limit();
-        let listener = TcpListener::bind(addr).map_err(fail)?;
-        listener.set_nonblocking(true).map_err(fail)?;
-        let address = listener.local_addr().map_err(fail)?;
         let shared = Arc::new(Shared {
             engine: Engine::new(MAX_STORED),
             limits,
+            credentials,
+            turned_away: TurnedAway::new(),
             budget: Budget::new(limits.held),
             epochs: Mutex::default(),
             stop: Bell::new().map_err(fail)?,
@@ -242,6 +296,17 @@ impl fmt::Debug for TcpStoreServer {
     }
 }
 
+/// Listens on `addr`; with the real port.
+pub(super) fn listen(addr: &str) -> Result<(TcpListener, SocketAddr)> {
+    let fail = |e: io::Error| bind_error(addr, e);
+    split_address(addr).map_err(|e| e.with_op("store.serve"))?;
+    raise_descriptor_limit();
+    let listener = TcpListener::bind(addr).map_err(fail)?;
+    listener.set_nonblocking(true).map_err(fail)?;
+    let address = listener.local_addr().map_err(fail)?;
+    Ok((listener, address))
+}
+
 fn bind_error(addr: &str, e: io::Error) -> Error {
     let (kind, text) = match e.kind() {
         io::ErrorKind::AddrInUse => (
@@ -308,23 +373,40 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
         }
     };
     keep_alive(&link);
+    let address = network(peer);
     let id = {
         let mut doors = shared.doors();
         if doors.stopped {
             return;
         }
-        if doors.open.len() >= shared.limits.connections {
-            tracing::warn!(%peer, limit = shared.limits.connections, "store server: too many connections; closing this one");
+        let limits = &shared.limits;
+        let from_there = doors.addresses.get(&address).copied().unwrap_or(0);
+        let full = doors.open.len() >= limits.connections;
+        if full || doors.ungreeted.len() >= limits.ungreeted {
+            doors.close_oldest_ungreeted();
+        }
+        if full || from_there >= limits.per_address {
+            drop(doors);
+            let why = match full {
+                true => format!("{} connections are open, the most", limits.connections),
+                false => {
+                    format!("{from_there} connections from {address} are open, the most for one address")
+                }
+            };
+            shared.turned_away.say("store server", &peer, &why);
             return;
         }
         let id = doors.next;
         doors.next += 1;
         doors.open.insert(id, link.socket().clone());
+        doors.ungreeted.insert(id);
+        *doors.addresses.entry(address).or_default() += 1;
         id
     };
     let place = Place {
         shared: shared.clone(),
         id,
+        address,
     };
     let spawned = thread::Builder::new()
         .name("ox-store-conn".into())
@@ -333,6 +415,7 @@ fn admit(stream: TcpStream, peer: SocketAddr, shared: &Arc<Shared>) {
             Session {
                 link,
                 shared: &place.shared,
+                id,
                 out: Vec::new(),
                 bell: None,
                 ours: false,
@@ -358,11 +441,21 @@ fn keep_alive(link: &Link) {
 struct Place {
     shared: Arc<Shared>,
     id: u64,
+    address: IpAddr,
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.shared.doors().open.remove(&self.id);
+        let mut doors = self.shared.doors();
+        doors.open.remove(&self.id);
+        doors.ungreeted.remove(&self.id);
+        if let Some(count) = doors.addresses.get_mut(&self.address) {
+            *count = count.saturating_sub(1);
+            if *count == 0 {
+                doors.addresses.remove(&self.address);
+            }
+        }
+        drop(doors);
         self.shared.changed.notify_all();
     }
 }
@@ -387,6 +480,7 @@ impl From<io::Error> for End {
 struct Session<'a> {
     link: Link,
     shared: &'a Shared,
+    id: u64,
     /// Replies not sent yet.
     out: Vec<u8>,
     /// Made by the first wait that blocks.
@@ -406,22 +500,46 @@ impl Session<'_> {
                 tracing::warn!(%peer, "store server: closing a connection: {}", refusal.describe(&key));
             }
             Err(End::Io(e)) if is_late(&e) => {
-                tracing::warn!(%peer, "store server: closing a connection that stalled half way");
+                self.shared
+                    .turned_away
+                    .say("store server", &peer, &"it stalled half way");
             }
             Err(End::Io(e))
-                if matches!(e.kind(), io::ErrorKind::InvalidData | io::ErrorKind::OutOfMemory) =>
+                if matches!(
+                    e.kind(),
+                    io::ErrorKind::InvalidData | io::ErrorKind::OutOfMemory | io::ErrorKind::PermissionDenied
+                ) =>
             {
-                tracing::warn!(%peer, "store server: closing a connection: {e}");
+                self.shared.turned_away.say("store server", &peer, &e);
             }
             Err(End::Io(e)) => tracing::debug!(%peer, "store server: connection lost: {e}"),
         }
         self.link.shut();
     }
 
+    /// Both ends prove the job's secret, if this one has it.
+    fn prove(&mut self) -> std::result::Result<(), End> {
+        let Some(credentials) = &self.shared.credentials else {
+            return Ok(());
+        };
+        let mut handshake = Handshake::listen(credentials.clone(), hello_topic())
+            .map_err(|e| End::Io(io::Error::other(e)))?;
+        match handshake.advance(&mut self.link)? {
+            true => Ok(()),
+            // Reads and writes of a link end by its deadline.
+            false => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
+        }
+    }
+
     fn serve(&mut self) -> std::result::Result<std::convert::Infallible, End> {
+        self.prove()?;
         // All five bytes of the greeting, however they are cut into segments.
         if !self.link.fill()? {
             return Err(End::Closed);
+        }
+        if hello::may_be_hello(self.link.buffered()) {
+            self.link.write_all(&hello::refusal(Reason::NoCredentials))?;
+            return Err(io::Error::from(Refused::no_credentials()).into());
         }
         if self.link.buffered().first() != Some(&0) {
             return Err(
@@ -432,6 +550,7 @@ impl Session<'_> {
             Request::Validate(wire::MAGIC) => {}
             other => return Err(wire::bad(format!("wrong greeting {other:?}")).into()),
         }
+        self.shared.doors().ungreeted.remove(&self.id);
         loop {
             self.send()?;
             if self.link.buffered().is_empty() {

@@ -2,16 +2,19 @@
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+mod credentials;
 mod epochs;
 mod hostile;
 mod lost;
 
+use super::server::{Limits, listen};
 use super::{TcpStore, TcpStoreServer};
 use crate::store::Store;
-use crate::{ErrorKind, deadline_in};
+use crate::{Credentials, ErrorKind, Result, deadline_in};
 
 const HELLO: &str = "00 cef7853c 0d 01020304";
 
@@ -44,6 +47,10 @@ fn until(what: &str, condition: impl Fn() -> bool) {
         assert!(Instant::now() < deadline, "timed out: {what}");
         thread::sleep(Duration::from_millis(1));
     }
+}
+
+fn with_limits(limits: Limits) -> Result<TcpStoreServer> {
+    TcpStoreServer::start("127.0.0.1:0", listen("127.0.0.1:0")?, None, limits)
 }
 
 fn server() -> TcpStoreServer {

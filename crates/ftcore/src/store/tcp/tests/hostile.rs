@@ -4,7 +4,6 @@ use std::time::Duration;
 
 use proptest::prelude::*;
 
-use super::super::server::Limits;
 use super::*;
 
 #[test]
@@ -73,7 +72,7 @@ fn half_open_connections_disturb_nobody_and_are_closed_in_the_end() {
         stall: Duration::from_millis(200),
         ..Limits::default()
     };
-    let server = TcpStoreServer::bind_with("127.0.0.1:0", limits).unwrap();
+    let server = with_limits(limits).unwrap();
     let silent: Vec<_> = (0..20).map(|_| Raw::silent(&server)).collect();
     let half: Vec<_> = ["00 cef7", "00 cef7853c 0d 01"]
         .map(|start| {
@@ -97,13 +96,10 @@ fn half_open_connections_disturb_nobody_and_are_closed_in_the_end() {
 
 #[test]
 fn connections_beyond_the_limit_are_closed_and_a_place_that_comes_free_is_used() {
-    let server = TcpStoreServer::bind_with(
-        "127.0.0.1:0",
-        Limits {
-            connections: 2,
-            ..Limits::default()
-        },
-    )
+    let server = with_limits(Limits {
+        connections: 2,
+        ..Limits::default()
+    })
     .unwrap();
     let (first, mut second) = (Raw::greeted(&server), Raw::greeted(&server));
     let address = server.local_addr().to_string();
@@ -126,7 +122,7 @@ fn a_peer_that_takes_no_replies_is_given_up() {
         stall: Duration::from_millis(300),
         ..Limits::default()
     };
-    let server = TcpStoreServer::bind_with("127.0.0.1:0", limits).unwrap();
+    let server = with_limits(limits).unwrap();
     client(&server).set("k", &vec![1; 8 << 20], soon()).unwrap();
     let mut greedy = Raw::greeted(&server);
     for _ in 0..16 {
@@ -148,13 +144,10 @@ fn wait_for(n: usize, tag: u8) -> Vec<u8> {
 
 #[test]
 fn what_waits_hold_is_counted_and_who_goes_beyond_the_limit_is_closed() {
-    let server = TcpStoreServer::bind_with(
-        "127.0.0.1:0",
-        Limits {
-            held: 1 << 20,
-            ..Limits::default()
-        },
-    )
+    let server = with_limits(Limits {
+        held: 1 << 20,
+        ..Limits::default()
+    })
     .unwrap();
     let good = client(&server);
     // 228 bytes for each name and 16 for each wait: two of them fit.
@@ -192,13 +185,10 @@ fn what_waits_hold_is_counted_and_who_goes_beyond_the_limit_is_closed() {
 
 #[test]
 fn replies_that_nobody_takes_are_counted_and_given_back() {
-    let server = TcpStoreServer::bind_with(
-        "127.0.0.1:0",
-        Limits {
-            held: 40 << 20,
-            ..Limits::default()
-        },
-    )
+    let server = with_limits(Limits {
+        held: 40 << 20,
+        ..Limits::default()
+    })
     .unwrap();
     let good = client(&server);
     good.set("k", &vec![1; 8 << 20], soon()).unwrap();
@@ -226,7 +216,7 @@ fn a_request_that_comes_byte_by_byte_for_ever_is_given_up() {
         stall: Duration::from_millis(300),
         ..Limits::default()
     };
-    let server = TcpStoreServer::bind_with("127.0.0.1:0", limits).unwrap();
+    let server = with_limits(limits).unwrap();
     let mut slow = Raw::greeted(&server);
     slow.say("01 02000000000000002f6b 0000100000000000");
     let end = soon();
