@@ -72,7 +72,11 @@ impl Way {
 
     /// Checks that `url` is one for this way. Errors: `InvalidArgument` that says what is missing on which side.
     fn check(&self, url: &str) -> Result<()> {
-        let why = match (&self.party, url.starts_with("https://"), url.starts_with("http://")) {
+        let why = match (
+            &self.party,
+            url.starts_with("https://"),
+            url.starts_with("http://"),
+        ) {
             (Some(_), true, _) | (None, _, true) => return Ok(()),
             (Some(party), _, true) => format!(
                 "it is the URL of a server without credentials, and this process has those of job {}: start the server with them, and use its \

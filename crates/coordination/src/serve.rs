@@ -14,11 +14,11 @@ use axum::Router;
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ftcore::{Error, ErrorKind, Result, accept_failure, join_address, split_address, time_left};
-use identity::{Acceptor, Peer, allow_exposure};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
+use identity::{Acceptor, Peer, allow_exposure};
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
@@ -158,7 +158,14 @@ impl Service {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
-        runtime.spawn(accept(listener, Arc::new(served), Port::new(limits), stopped, close, grace));
+        runtime.spawn(accept(
+            listener,
+            Arc::new(served),
+            Port::new(limits),
+            stopped,
+            close,
+            grace,
+        ));
         Ok(Self {
             runtime: Some(runtime),
             stop,

@@ -116,7 +116,9 @@ impl Acceptor {
             () = tokio::time::sleep_until(deadline.into()) => "it did not prove in time who it is".to_owned(),
             () = going.end.notified() => "others came, and it had not proved who it is".to_owned(),
         };
-        if let Some(not_logged) = self.refusals.pass() {
+        if why == SILENT {
+            tracing::debug!(peer = %address, "a connection ended: {why}");
+        } else if let Some(not_logged) = self.refusals.pass() {
             tracing::warn!(peer = %address, not_logged, "a connection is refused: {why}");
         }
         None
@@ -134,7 +136,7 @@ impl Acceptor {
         let n = stream.peek(&mut first).await.map_err(|e| e.to_string())?;
         let first = first.get(..n).unwrap_or_default();
         if first.is_empty() {
-            return Err("it closed the connection without a word".into());
+            return Err(SILENT.into());
         }
         if !first.starts_with(&[RECORD]) {
             let text = self.lacking();
@@ -151,7 +153,10 @@ impl Acceptor {
             .and_then(|name| self.by_server_name.get(name))
             .copied();
         // One that means another job learns from our certificate that it is wrong here.
-        let (job, config) = self.jobs.get(index.unwrap_or(0)).ok_or("this server has no job")?;
+        let (job, config) = self
+            .jobs
+            .get(index.unwrap_or(0))
+            .ok_or("this server has no job")?;
         let stream = hello.into_stream(Arc::clone(config)).await.map_err(|e| {
             let meant = match (&asked, index) {
                 (Some(name), None) => format!(" (it means {:?})", shortened(name)),
@@ -174,6 +179,9 @@ impl Acceptor {
         )
     }
 }
+
+/// Of one that only looked whether something listens here.
+const SILENT: &str = "it closed the connection without a word";
 
 /// The type of TLS's first record.
 const RECORD: u8 = 0x16;

@@ -52,7 +52,13 @@ mod tests {
         for open in ["0.0.0.0", "::", "10.0.0.1", "2001:db8::1", "::ffff:10.0.0.1"] {
             let e = allow(open, false).unwrap_err();
             assert_eq!(e.kind(), ftcore::ErrorKind::InvalidArgument);
-            for part in [open, "the store", "--insecure", "OXCCL_INSECURE=1", "OXCCL_CREDENTIALS"] {
+            for part in [
+                open,
+                "the store",
+                "--insecure",
+                "OXCCL_INSECURE=1",
+                "OXCCL_CREDENTIALS",
+            ] {
                 assert!(e.message().contains(part), "{e}");
             }
             allow(open, true).unwrap();

@@ -51,7 +51,8 @@ impl Folder {
     pub(crate) fn open(credentials: &Credentials) -> Result<Self> {
         let path = credentials.folder().to_owned();
         let file = path.join("ca.pem");
-        let ca = CertificateDer::from_pem_slice(&read(&file)?).map_err(|e| malformed(&file, &e.to_string()))?;
+        let ca =
+            CertificateDer::from_pem_slice(&read(&file)?).map_err(|e| malformed(&file, &e.to_string()))?;
         let trust = Trust::new(ca).map_err(|e| malformed(&file, &e))?;
         Ok(Self {
             trust,
@@ -77,8 +78,8 @@ impl Folder {
         self.trust
             .check(&certificate, &self.job, SystemTime::now())
             .map_err(|e| malformed(&file, &e))?;
-        let peer = owner(Some(std::slice::from_ref(&certificate)), &self.job)
-            .map_err(|e| malformed(&file, &e))?;
+        let peer =
+            owner(Some(std::slice::from_ref(&certificate)), &self.job).map_err(|e| malformed(&file, &e))?;
         Ok((Pair { certificate, key }, peer.role))
     }
 
@@ -444,7 +445,10 @@ mod tests {
         );
         fs::set_permissions(other.join("ca.key"), fs::Permissions::from_mode(0o640)).unwrap();
         let e = show(&other).unwrap_err();
-        assert!(e.message().contains("ca.key") && e.message().contains("mode 640"), "{e}");
+        assert!(
+            e.message().contains("ca.key") && e.message().contains("mode 640"),
+            "{e}"
+        );
         fs::write(other.join("ca.pem"), "nothing").unwrap();
         let e = show(&other).unwrap_err();
         assert!(e.message().contains("ca.pem"), "{e}");

@@ -24,10 +24,10 @@ pub use exposure::{INSECURE, allow_exposure, is_insecure};
 pub use folder::{Summary, create, issue, show};
 pub use party::Party;
 pub use rarely::Rarely;
-/// A connection with TLS, this process being the server.
-pub use tokio_rustls::server::TlsStream as ServerStream;
 /// A connection with TLS, this process being the caller.
 pub use tokio_rustls::client::TlsStream as ClientStream;
+/// A connection with TLS, this process being the server.
+pub use tokio_rustls::server::TlsStream as ServerStream;
 
 /// The longest replica name in a certificate, in bytes.
 const MAX_NAME: usize = 128;

@@ -161,17 +161,25 @@ impl Party {
         let cause = error.get_ref().and_then(|e| e.downcast_ref::<rustls::Error>());
         let text = match cause {
             Some(rustls::Error::AlertReceived(alert)) => {
-                format!("the server refuses the credentials of this process, {own} of job {job} ({alert:?}): does it have those of the same job?")
+                format!(
+                    "the server refuses the credentials of this process, {own} of job {job} ({alert:?}): does it have those of the same job?"
+                )
             }
             Some(rustls::Error::InvalidCertificate(why)) => {
-                format!("the server's certificate is not of job {job} as this process knows it ({why:?}): does it have those credentials?")
+                format!(
+                    "the server's certificate is not of job {job} as this process knows it ({why:?}): does it have those credentials?"
+                )
             }
             Some(rustls::Error::InvalidMessage(_)) => {
-                format!("the server does not speak TLS: it runs without credentials, and this process has those of job {job}")
+                format!(
+                    "the server does not speak TLS: it runs without credentials, and this process has those of job {job}"
+                )
             }
             Some(other) => format!("the server did not prove that it is of job {job}: {other}"),
             None if error.kind() == io::ErrorKind::UnexpectedEof => {
-                format!("the server closed the connection while both were to prove that they are of job {job}: does it have credentials?")
+                format!(
+                    "the server closed the connection while both were to prove that they are of job {job}: does it have credentials?"
+                )
             }
             None => format!("while both were to prove that they are of job {job}: {error}"),
         };

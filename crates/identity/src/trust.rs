@@ -29,9 +29,10 @@ impl Trust {
         let mut roots = RootCertStore::empty();
         roots.add(ca).map_err(|e| e.to_string())?;
         let roots = Arc::new(roots);
-        let of_clients = WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
-            .build()
-            .map_err(|e| e.to_string())?;
+        let of_clients =
+            WebPkiClientVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
+                .build()
+                .map_err(|e| e.to_string())?;
         let of_servers =
             WebPkiServerVerifier::builder_with_provider(Arc::clone(&roots), Arc::clone(&provider))
                 .build()

@@ -230,7 +230,10 @@ fn a_caller_without_tls_reads_what_it_lacks() {
             let mut bytes = Vec::new();
             let _ = stream.read_to_end(&mut bytes).await;
             let text = String::from_utf8_lossy(&bytes);
-            assert!(text.contains("asks for the credentials of job demo"), "{first}: {text}");
+            assert!(
+                text.contains("asks for the credentials of job demo"),
+                "{first}: {text}"
+            );
         }
     });
 }
@@ -247,7 +250,9 @@ fn a_caller_with_credentials_says_that_the_server_has_none() {
             let _ = stream.write_all(b"HTTP/1.1 400 Bad Request\r\n\r\n").await;
             let _ = stream.read(&mut [0; 1]).await;
         });
-        let e = call(address, &Party::tool(&job).unwrap(), None).await.unwrap_err();
+        let e = call(address, &Party::tool(&job).unwrap(), None)
+            .await
+            .unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unavailable);
         assert!(e.message().contains("runs without credentials"), "{e}");
     });
@@ -262,7 +267,12 @@ fn half_handshakes_end_in_time_and_never_keep_a_member_out() {
         let member = Party::new(&job, replica("a")).unwrap();
         // The time of the strangers is not over before the test is: room must be made.
         let address = serve(&[Arc::clone(&lighthouse)], 8, PATIENCE * 2).await;
-        let beginnings: [&[u8]; 4] = [b"", &[0x16], &[0x16, 3, 1, 2, 0], &[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3]];
+        let beginnings: [&[u8]; 4] = [
+            b"",
+            &[0x16],
+            &[0x16, 3, 1, 2, 0],
+            &[0x16, 3, 1, 2, 0, 1, 0, 1, 0xfc, 3],
+        ];
         let mut strangers = Vec::new();
         for n in 0..40 {
             let mut stream = TcpStream::connect(address).await.unwrap();
@@ -275,7 +285,10 @@ fn half_handshakes_end_in_time_and_never_keep_a_member_out() {
         }
         // All but the newest 8 are gone.
         for mut stream in strangers.drain(..30) {
-            assert!(!matches!(stream.read(&mut [0; 8]).await, Ok(1..)), "no answer is given");
+            assert!(
+                !matches!(stream.read(&mut [0; 8]).await, Ok(1..)),
+                "no answer is given"
+            );
         }
         // And with a deadline all are.
         let address = serve(&[lighthouse], 64, Duration::from_millis(300)).await;

@@ -194,11 +194,7 @@ async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
     }
 }
 
-async fn get_over(
-    mut stream: impl AsyncRead + AsyncWrite + Unpin,
-    url: &str,
-    path: &str,
-) -> Result<Vec<u8>> {
+async fn get_over(mut stream: impl AsyncRead + AsyncWrite + Unpin, url: &str, path: &str) -> Result<Vec<u8>> {
     let (host, port) = split_url(url)?;
     let unreachable =
         |e: std::io::Error| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")).with_source(e);

@@ -261,6 +261,19 @@ impl ManagerClient {
         })
     }
 
+    /// Ends the replica, its ranks with an error that gives `why`. For the operator, with credentials; refused to all others.
+    pub fn kill(&self, why: &str, deadline: Instant) -> Result<()> {
+        let (mut client, url) = (self.torchft(), self.connection.url.clone());
+        let message = torchft::KillRequest { msg: why.to_string() };
+        wait_for(&self.connection.handle()?, "kill", deadline, async move {
+            call("kill", &url, deadline, message, |r| async move {
+                client.kill(r).await
+            })
+            .await
+            .map(|_| ())
+        })
+    }
+
     /// Says that `group_rank` leaves in good order, so that its end is no death.
     pub fn leave(&self, group_rank: u32, deadline: Instant) -> Result<()> {
         let (mut client, url) = (self.ours(), self.connection.url.clone());

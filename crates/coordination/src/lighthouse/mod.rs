@@ -165,13 +165,7 @@ impl LighthouseServer {
             Served::Jobs(Acceptor::new(&parties, limits.handshakes()), jobs)
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
-        let service = Service::start(
-            runtime,
-            listener,
-            served,
-            limits,
-            Duration::ZERO,
-        )?;
+        let service = Service::start(runtime, listener, served, limits, Duration::ZERO)?;
         tracing::info!(address, "the lighthouse listens");
         Ok(Self {
             service,

@@ -162,13 +162,7 @@ impl ManagerServer {
                 Served::Jobs(Acceptor::new(&[party], config.limits.handshakes()), jobs)
             }
         };
-        let service = Service::start(
-            runtime,
-            listener,
-            served,
-            config.limits,
-            GRACE,
-        )?;
+        let service = Service::start(runtime, listener, served, config.limits, GRACE)?;
         tracing::info!(
             replica = config.replica_id,
             address,

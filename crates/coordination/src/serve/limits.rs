@@ -160,7 +160,9 @@ impl Port {
 
     /// Logs what happened to a connection; a flood of them does not become a flood of lines.
     pub(super) fn say(&self, peer: SocketAddr, why: &str) {
-        let Some(not_logged) = self.said.pass() else { return };
+        let Some(not_logged) = self.said.pass() else {
+            return;
+        };
         tracing::warn!(%peer, not_logged, "a connection is closed: {why}");
     }
 }

@@ -1,25 +1,26 @@
 //! `oxccl credentials`: makes and shows the folders by which the processes of a job prove that they belong to it.
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Subcommand;
-use oxccl::core::Result;
+use oxccl::core::{Error, Result};
 use oxccl::identity;
 
 const EXAMPLES: &str = "\
 Examples:
   A new job, and a lighthouse that only its processes can talk to:
     oxccl credentials new job1
-    oxccl lighthouse --credentials job1 --bind 0.0.0.0:29510 --min-replicas 2
+    oxccl lighthouse --credentials job1 --min-replicas 2
 
   Each replica with a folder of its own, which can be that replica and nothing else; copy it to the replica's machine,
   and set it for its processes:
-    oxccl credentials issue job1 replica_0 job1-replica_0
-    OXCCL_CREDENTIALS=job1-replica_0 train_diloco replica ...
+    oxccl credentials issue job1 replica0 job1-replica0
+    oxccl launch --credentials job1-replica0 --lighthouse https://HOST:29510 --total-replicas 2 -- train_diloco replica
 
   Whom a folder lets a process be, and until when:
-    oxccl credentials show job1-replica_0
+    oxccl credentials show job1-replica0
 
 The folder of `new` holds the key that makes certificates: keep it where the lighthouse runs. Whoever reads it can take
 part in the job as anyone. There is no way to take a certificate back: make new credentials instead.
@@ -69,7 +70,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             identity::issue(&dir, &name, &out)?;
             say!("oxccl: credentials of replica '{name}' in {}", out.display());
         }
-        Action::Show { dir } => println!("{}", identity::show(&dir)?),
+        Action::Show { dir } => {
+            let summary = identity::show(&dir)?;
+            writeln!(std::io::stdout(), "{summary}").map_err(|e| Error::io("write to standard output", e))?;
+        }
     }
     Ok(ExitCode::SUCCESS)
 }
