@@ -7,10 +7,10 @@ use std::collections::{BTreeMap, HashMap};
 use std::io;
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use rustls::{CertificateError, ServerConfig};
-use tokio::io::{AsyncRead, AsyncWrite, AsyncWriteExt as _};
+use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio_rustls::LazyConfigAcceptor;
@@ -126,7 +126,7 @@ impl Acceptor {
 
     async fn handshake<S>(
         &self,
-        mut stream: TcpStream,
+        stream: TcpStream,
         wrap: impl FnOnce(TcpStream) -> S,
     ) -> Result<(TlsStream<S>, Peer), String>
     where
@@ -141,7 +141,7 @@ impl Acceptor {
         if !first.starts_with(&[RECORD]) {
             let text = self.lacking();
             // It need not listen.
-            let _ = stream.write_all(&plain(first, &text)).await;
+            let _ = tokio::time::timeout(TELLING, tell(stream, &plain(first, &text))).await;
             return Err(format!("it does not speak TLS; {text}"));
         }
         let hello = LazyConfigAcceptor::new(rustls::server::Acceptor::default(), wrap(stream))
@@ -188,6 +188,20 @@ const RECORD: u8 = 0x16;
 
 fn shortened(text: &str) -> String {
     text.chars().take(128).collect()
+}
+
+/// How long a caller without TLS may take to hear what it lacks.
+const TELLING: Duration = Duration::from_secs(1);
+/// What is read of it meanwhile, in bytes.
+const LISTENING: u64 = 64 * 1024;
+
+/// Sends `bytes`, and reads what comes until the caller has closed: to close before would take the answer away from it.
+async fn tell(mut stream: TcpStream, bytes: &[u8]) -> io::Result<()> {
+    stream.write_all(bytes).await?;
+    stream.shutdown().await?;
+    tokio::io::copy(&mut stream.take(LISTENING), &mut tokio::io::sink())
+        .await
+        .map(drop)
 }
 
 /// `text` for a caller without TLS that began with `first`: HTTP/2 as the reason of a GOAWAY, else HTTP/1.

@@ -109,7 +109,7 @@ impl Source {
             },
             authority: authority.as_str().to_owned(),
             host: host.to_owned(),
-            port: authority.port_u16().unwrap_or(80),
+            port: authority.port_u16().unwrap_or(if is_secured { 443 } else { 80 }),
             prefix: uri.path().trim_end_matches('/').to_owned(),
             party: None,
             expected: None,
@@ -558,7 +558,7 @@ mod tests {
         for wrong in [
             "",
             "<n/a>",
-            "https://a/b",
+            "ftp://a/b",
             "http://",
             "a:1/b",
             "http://a/b?c=d",

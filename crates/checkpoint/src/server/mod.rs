@@ -280,7 +280,13 @@ mod tests {
 
     #[test]
     fn advertised_hosts_make_valid_urls() {
-        let url = |bind, host| HttpTransport::start(bind, host).unwrap().metadata();
+        let url = |bind, host| {
+            let options = TransportOptions {
+                insecure: true,
+                ..TransportOptions::default()
+            };
+            HttpTransport::start_with(bind, host, options).unwrap().metadata()
+        };
         assert!(url("127.0.0.1:0", None).starts_with("http://127.0.0.1:"));
         assert!(url("127.0.0.1:0", Some("node7")).starts_with("http://node7:"));
         assert!(url("127.0.0.1:0", Some("fe80::1")).starts_with("http://[fe80::1]:"));
