@@ -49,6 +49,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "hostile-credentials",
+        Some("protocol"),
+        "strangers and forgers at a job with credentials that commits steps meanwhile",
+        loopback,
+        suite("hostile-credentials-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "gloo-tcp-threads",
         Some("gloo"),
         "ranks as threads, over TCP",

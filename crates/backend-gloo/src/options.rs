@@ -105,7 +105,7 @@ impl Settings {
 impl Settings {
     /// True if this rank may be reached from other hosts.
     pub(crate) fn is_open(&self) -> bool {
-        self.credentials.is_some() || ftcore::identity::is_insecure_allowed()
+        self.credentials.is_some() || ftcore::identity::is_insecure(false)
     }
 
     /// How many connections there are beside the first one between two ranks without common memory: with several, the first

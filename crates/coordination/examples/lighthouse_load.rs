@@ -12,16 +12,22 @@
 )]
 
 use std::collections::BTreeMap;
+use std::pin::Pin;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
+use ftcore::Credentials;
 use http_body_util::{BodyExt, Full};
+use hyper_util::rt::TokioIo;
+use identity::{ClientStream, Party, Role};
 use prost::Message;
 use prost::bytes::Bytes;
 use protocol::Lineage;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tokio::net::TcpStream;
 use tonic::body::Body;
 use tonic::codegen::{Service, http};
 use tonic::transport::{Channel, Endpoint};
@@ -43,6 +49,8 @@ const OPENING: usize = 64;
 /// What is asked of this run.
 struct Load {
     url: String,
+    /// With a job's folder each replica has a certificate of its own.
+    credentials: Option<Arc<Credentials>>,
     replicas: usize,
     /// Steps before the measured ones.
     warmup: usize,
@@ -77,6 +85,10 @@ impl Load {
         };
         let load = Self {
             url: take("--url", ""),
+            credentials: match take("--credentials", "") {
+                none if none.is_empty() => None,
+                folder => Some(Credentials::load(folder.as_ref()).map_err(|e| e.to_string())?),
+            },
             replicas: size("--replicas", take("--replicas", "64"))?,
             warmup: size("--warmup", take("--warmup", "3"))?,
             steps: size("--steps", take("--steps", "20"))?,
@@ -95,6 +107,37 @@ impl Load {
             }
             None => Ok(load),
         }
+    }
+}
+
+/// The name of a replica.
+fn name(i: usize) -> String {
+    format!("replica_{i:05}")
+}
+
+/// Connects one replica over TLS.
+#[derive(Clone)]
+struct Connector(Arc<Party>);
+
+impl Service<http::Uri> for Connector {
+    type Response = TokioIo<ClientStream<TcpStream>>;
+    type Error = Box<dyn std::error::Error + Send + Sync>;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Self::Error>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: http::Uri) -> Self::Future {
+        let party = self.0.clone();
+        Box::pin(async move {
+            let at = (uri.host().unwrap_or_default(), uri.port_u16().unwrap_or(443));
+            let stream = TcpStream::connect(at).await?;
+            stream.set_nodelay(true)?;
+            Ok(TokioIo::new(
+                party.connect(stream, Some(&Role::Lighthouse)).await?,
+            ))
+        })
     }
 }
 
@@ -260,7 +303,7 @@ impl Seen {
 
 fn member(load: &Load, i: usize, step: usize, last: u64, lineage: &Lineage) -> torchft::QuorumMember {
     torchft::QuorumMember {
-        replica_id: format!("replica_{i:05}:6e0d5cbe-8d83-4a2e-9f5e-{i:012}"),
+        replica_id: format!("{}:6e0d5cbe-8d83-4a2e-9f5e-{i:012}", name(i)),
         address: format!("http://host-{i:05}.cluster.local:40123"),
         store_address: format!("host-{i:05}.cluster.local:29500"),
         step: i64::try_from(step).unwrap_or(0),
@@ -393,9 +436,14 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
     let mut channels = Vec::new();
     while channels.len() < load.replicas {
         let n = OPENING.min(load.replicas - channels.len());
-        let opening: Vec<_> = (0..n)
-            .map(|_| {
-                let endpoint = Endpoint::from_shared(load.url.clone()).map(|e| {
+        let opening: Vec<_> = (channels.len()..channels.len() + n)
+            .map(|i| {
+                let party = load
+                    .credentials
+                    .as_ref()
+                    .map(|c| Party::new(c, Role::Replica(name(i))));
+                let plain = load.url.replacen("https://", "http://", 1);
+                let endpoint = Endpoint::from_shared(plain).map(|e| {
                     let endpoint = e.tcp_nodelay(true).connect_timeout(Duration::from_secs(20));
                     if load.ours {
                         // As a manager server's; but thousands of them share a thread here, which may be late.
@@ -408,11 +456,12 @@ async fn run(load: Arc<Load>) -> Result<String, String> {
                     }
                 });
                 tokio::spawn(async move {
-                    endpoint
-                        .map_err(|e| e.to_string())?
-                        .connect()
-                        .await
-                        .map_err(|e| format!("{e:?}"))
+                    let endpoint = endpoint.map_err(|e| e.to_string())?;
+                    let channel = match party.transpose().map_err(|e| e.to_string())? {
+                        None => endpoint.connect().await,
+                        Some(party) => endpoint.connect_with_connector(Connector(party)).await,
+                    };
+                    channel.map_err(|e| format!("{e:?}"))
                 })
             })
             .collect();

@@ -1,10 +1,18 @@
 //! The calling side of gRPC: channels that notice a cut-off peer, and a bridge for callers without a runtime.
 
 use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
+use hyper_util::rt::TokioIo;
+use identity::{ClientStream, Party, Role};
+use tokio::net::TcpStream;
 use tokio::runtime::Handle;
+use tonic::codegen::Service;
+use tonic::codegen::http::Uri;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response, Status};
 
@@ -40,13 +48,92 @@ impl Backoff {
     }
 }
 
-/// An endpoint for `url` (`http://host:port`). Errors: `InvalidArgument` for anything else.
-pub(crate) fn endpoint(url: &str) -> Result<Endpoint> {
-    let bad = |why: String| Error::invalid(format!("'{url}' is not a URL like http://host:29510: {why}"));
-    if !url.starts_with("http://") {
-        return Err(bad("it does not begin with http://".into()));
+/// As whom this process calls a server, and who that must be. Without credentials, anybody calls anybody.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Way {
+    pub(crate) party: Option<Arc<Party>>,
+    /// `None`: any member of the job.
+    pub(crate) expected: Option<Role>,
+}
+
+impl Way {
+    /// A connection to `host:port`.
+    pub(crate) async fn open(&self, host: &str, port: u16) -> Result<Line, BoxError> {
+        let stream = TcpStream::connect((host, port)).await?;
+        let _ = stream.set_nodelay(true);
+        match &self.party {
+            None => Ok(Line::Plain(stream)),
+            Some(party) => {
+                let stream = party.connect(stream, self.expected.as_ref()).await?;
+                Ok(Line::Secured(Box::new(stream)))
+            }
+        }
     }
-    let endpoint = Endpoint::from_shared(url.to_string()).map_err(|e| bad(e.to_string()))?;
+
+    /// Checks that `url` is one for this way. Errors: `InvalidArgument` that says what is missing on which side.
+    fn check(&self, url: &str) -> Result<()> {
+        let why = match (
+            &self.party,
+            url.starts_with("https://"),
+            url.starts_with("http://"),
+        ) {
+            (Some(_), true, _) | (None, _, true) => return Ok(()),
+            (Some(party), _, true) => format!(
+                "it is the URL of a server without credentials, and this process has those of job {}: start the server with them, and use its \
+                 https:// URL",
+                party.job()
+            ),
+            (None, true, _) => format!(
+                "that server asks for credentials, and this process has none: set {} to their folder",
+                Credentials::VARIABLE
+            ),
+            _ => "it begins neither with http:// nor with https://".into(),
+        };
+        Err(Error::invalid(format!("'{url}': {why}")))
+    }
+}
+
+/// A connection, with TLS or without.
+pub(crate) enum Line {
+    Plain(TcpStream),
+    Secured(Box<ClientStream<TcpStream>>),
+}
+
+/// Makes the connections of a channel that has credentials.
+#[derive(Clone)]
+struct Connector(Way);
+
+impl Service<Uri> for Connector {
+    type Response = TokioIo<ClientStream<TcpStream>>;
+    type Error = BoxError;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, uri: Uri) -> Self::Future {
+        let way = self.0.clone();
+        Box::pin(async move {
+            let host = uri.host().unwrap_or_default();
+            let host = host.trim_start_matches('[').trim_end_matches(']');
+            match way.open(host, uri.port_u16().unwrap_or(443)).await? {
+                Line::Secured(stream) => Ok(TokioIo::new(*stream)),
+                Line::Plain(_) => Err("a channel without credentials".into()),
+            }
+        })
+    }
+}
+
+type BoxError = Box<dyn std::error::Error + Send + Sync>;
+
+/// An endpoint for `url` (`http://host:port`, `https://` with credentials). Errors: `InvalidArgument` for anything else.
+pub(crate) fn endpoint(url: &str, way: &Way) -> Result<Endpoint> {
+    let bad = |why: String| Error::invalid(format!("'{url}' is not a URL like http://host:29510: {why}"));
+    way.check(url)?;
+    // TLS is the connector's; what speaks over it is the same.
+    let plain = url.replacen("https://", "http://", 1);
+    let endpoint = Endpoint::from_shared(plain).map_err(|e| bad(e.to_string()))?;
     Ok(endpoint
         .tcp_nodelay(true)
         .http2_keep_alive_interval(PING_INTERVAL)
@@ -61,12 +148,12 @@ pub(crate) fn endpoint(url: &str) -> Result<Endpoint> {
 pub(crate) fn reach(
     handle: &Handle,
     url: &str,
-    what: &'static str,
-    hint: &'static str,
+    way: Way,
+    (what, hint): (&'static str, &'static str),
     deadline: Instant,
 ) -> Result<Channel> {
     let start = Instant::now();
-    let endpoint = endpoint(url)?;
+    let endpoint = endpoint(url, &way)?;
     let unreached = move |url: &str, last: &str| {
         let waited = start.elapsed().as_secs_f64();
         let text = format!("cannot reach the {what} at {url} within {waited:.1} s ({last}); {hint}");
@@ -78,7 +165,13 @@ pub(crate) fn reach(
             let mut backoff = Backoff::new();
             let mut last = String::from("no answer");
             loop {
-                match tokio::time::timeout_at(deadline.into(), endpoint.connect()).await {
+                let connected = async {
+                    match way.party {
+                        None => endpoint.connect().await,
+                        Some(_) => endpoint.connect_with_connector(Connector(way.clone())).await,
+                    }
+                };
+                match tokio::time::timeout_at(deadline.into(), connected).await {
                     Ok(Ok(channel)) => return Ok(channel),
                     Ok(Err(e)) => last = chain(&e),
                     Err(_) => {}
@@ -189,8 +282,8 @@ mod tests {
         let e = reach(
             runtime.handle(),
             "http://127.0.0.1:9",
-            "lighthouse",
-            "start it",
+            Way::default(),
+            ("lighthouse", "start it"),
             deadline,
         )
         .unwrap_err();

@@ -4,6 +4,7 @@
 //! counts requests and answers above it, and `limits` the connections. When the [`Service`] is dropped or shut down, its connections
 //! are closed with it.
 
+use std::collections::HashMap;
 use std::convert::Infallible;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
@@ -12,11 +13,14 @@ use std::time::{Duration, Instant};
 use axum::Router;
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use ftcore::identity::{is_insecure, may_listen};
 use ftcore::{Error, ErrorKind, Result, accept_failure, join_address, split_address, time_left};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
 use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
+use identity::{Acceptor, Peer};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{oneshot, watch};
@@ -27,6 +31,7 @@ mod activity;
 mod frames;
 mod limits;
 mod line;
+pub(crate) mod members;
 
 use activity::{Activity, GOING, Guarded, Verdict};
 pub use limits::ConnectionLimits;
@@ -54,15 +59,41 @@ pub(crate) fn runtime(name: &'static str, threads: usize) -> Result<Runtime> {
         .map_err(|e| Error::io(format!("starting the threads {name}"), e))
 }
 
-/// Listens on `bind` (`host:port`). Errors: `InvalidArgument` for an address that does not resolve, `Conflict` if it is
-/// in use.
-pub(crate) fn listen(what: &str, bind: &str) -> Result<TcpListener> {
+/// How a port is closed to strangers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Closure {
+    /// Peers prove that they are of the job.
+    Credentials,
+    /// It listens on loopback only.
+    Loopback,
+    /// Not at all: the user allowed it.
+    None,
+}
+
+impl Closure {
+    pub(crate) fn new(has_credentials: bool, insecure: bool) -> Self {
+        match has_credentials {
+            true => Self::Credentials,
+            false if is_insecure(insecure) => Self::None,
+            false => Self::Loopback,
+        }
+    }
+}
+
+/// Listens on `bind` (`host:port`). Errors: `InvalidArgument` for an address that does not resolve, or that other machines reach where
+/// `closure` forbids it; `Conflict` if it is in use.
+pub(crate) fn listen(what: &str, bind: &str, closure: Closure) -> Result<TcpListener> {
     let (host, port) =
         split_address(bind).map_err(|e| Error::invalid(format!("{what}: bind address {}", e.message())))?;
     let addresses: Vec<SocketAddr> = (host, port)
         .to_socket_addrs()
         .map_err(|e| Error::invalid(format!("{what}: bind address '{bind}': {e}")).with_source(e))?
         .collect();
+    if closure != Closure::Credentials {
+        for address in &addresses {
+            may_listen(what, *address, None, closure == Closure::None)?;
+        }
+    }
     let listener = TcpListener::bind(addresses.as_slice()).map_err(|e| match e.kind() {
         std::io::ErrorKind::AddrInUse => Error::new(
             ErrorKind::Conflict,
@@ -79,7 +110,7 @@ pub(crate) fn listen(what: &str, bind: &str) -> Result<TcpListener> {
 
 /// The URL under which others reach `listener`: `host` if given, else its own address, else (it listens on all of
 /// them) this machine's name.
-pub(crate) fn url(listener: &TcpListener, host: Option<&str>) -> Result<String> {
+pub(crate) fn url(listener: &TcpListener, host: Option<&str>, closure: Closure) -> Result<String> {
     let local = listener
         .local_addr()
         .map_err(|e| Error::io("reading the listening address", e))?;
@@ -90,7 +121,19 @@ pub(crate) fn url(listener: &TcpListener, host: Option<&str>) -> Result<String> 
         }
         None => local.ip().to_string(),
     };
-    Ok(format!("http://{}", join_address(&host, local.port())))
+    let scheme = match closure {
+        Closure::Credentials => "https",
+        Closure::Loopback | Closure::None => "http",
+    };
+    Ok(format!("{scheme}://{}", join_address(&host, local.port())))
+}
+
+/// Who is served, and with what.
+pub(crate) enum Served {
+    /// Whoever connects.
+    All(Router),
+    /// The members of these jobs, each job with routes of its own; its [`Peer`] is among a request's extensions.
+    Jobs(Acceptor, HashMap<String, Router>),
 }
 
 /// A running service. Dropping it closes everything without waiting.
@@ -102,11 +145,11 @@ pub(crate) struct Service {
 }
 
 impl Service {
-    /// Serves `routes` on `listener` from `runtime`, within `limits`. `grace` is what calls under way may still take in a [shut-down](Self::shutdown).
+    /// Serves what is `served` on `listener` from `runtime`, within `limits`. `grace` is what calls under way may still take in a [shut-down](Self::shutdown).
     pub(crate) fn start(
         runtime: Runtime,
         listener: TcpListener,
-        routes: Router,
+        served: Served,
         limits: ConnectionLimits,
         grace: Duration,
     ) -> Result<Self> {
@@ -116,7 +159,14 @@ impl Service {
             let _guard = runtime.enter();
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
-        runtime.spawn(accept(listener, routes, Port::new(limits), stopped, close, grace));
+        runtime.spawn(accept(
+            listener,
+            Arc::new(served),
+            Port::new(limits),
+            stopped,
+            close,
+            grace,
+        ));
         Ok(Self {
             runtime: Some(runtime),
             stop,
@@ -156,7 +206,7 @@ impl Drop for Service {
 
 async fn accept(
     listener: tokio::net::TcpListener,
-    routes: Router,
+    served: Arc<Served>,
     port: Arc<Port>,
     mut stopped: watch::Receiver<bool>,
     close: oneshot::Sender<()>,
@@ -176,11 +226,12 @@ async fn accept(
                 match port.admit(peer, connections.len()) {
                     Ok(place) => {
                         let activity = Activity::new(port.clone(), peer);
-                        connections.spawn(connection(
+                        connections.spawn(identified(
                             stream,
+                            peer,
                             place,
                             activity,
-                            routes.clone(),
+                            Arc::clone(&served),
                             stopped.clone(),
                         ));
                     }
@@ -203,15 +254,42 @@ async fn accept(
     let _ = close.send(());
 }
 
-/// Serves a connection for as long as it may stay.
-async fn connection(
+/// Finds out who has connected, if it matters, and serves the connection.
+async fn identified(
     stream: TcpStream,
+    address: SocketAddr,
     _place: Place,
     activity: Arc<Activity>,
-    routes: Router,
+    served: Arc<Served>,
     mut stopped: watch::Receiver<bool>,
 ) {
     let _ = stream.set_nodelay(true);
+    let (acceptor, jobs) = match served.as_ref() {
+        Served::All(routes) => return connection(stream, None, activity, routes.clone(), stopped).await,
+        Served::Jobs(acceptor, jobs) => (acceptor, jobs),
+    };
+    let deadline = Instant::now() + activity.greeting();
+    let proved = tokio::select! {
+        proved = acceptor.accept(stream, address, deadline, |stream| stream) => proved,
+        _ = stopped.wait_for(|s| *s) => None,
+    };
+    if let Some((stream, peer)) = proved
+        && let Some(routes) = jobs.get(&peer.job)
+    {
+        connection(stream, Some(peer), activity, routes.clone(), stopped).await;
+    }
+}
+
+/// Serves a connection for as long as it may stay.
+async fn connection<S>(
+    stream: S,
+    peer: Option<Peer>,
+    activity: Arc<Activity>,
+    routes: Router,
+    mut stopped: watch::Receiver<bool>,
+) where
+    S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+{
     let mut builder = auto::Builder::new(TokioExecutor::new());
     builder
         .http1()
@@ -229,9 +307,13 @@ async fn connection(
         .max_send_buf_size(MAX_SEND_BUFFER)
         .max_header_list_size(MAX_HEADERS);
     let line = Arc::new(Line::new());
+    let peer = peer.map(Arc::new);
     let service = service_fn(|mut request: Request<Incoming>| {
         let (mut routes, open) = (routes.clone(), activity.begin());
         request.extensions_mut().insert(Arc::clone(&line));
+        if let Some(peer) = &peer {
+            request.extensions_mut().insert(Arc::clone(peer));
+        }
         async move {
             let request = request.map(|body| open.bounded(body));
             let answer = match routes.call(request).await {

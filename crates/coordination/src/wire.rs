@@ -272,7 +272,7 @@ pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: I
         Code::Cancelled if !local || expired => ErrorKind::Timeout,
         // A failure of the connection, whatever code it was given on the way.
         Code::Cancelled | Code::Unavailable => ErrorKind::Unavailable,
-        Code::Unknown | Code::Internal if local => ErrorKind::Unavailable,
+        Code::Unknown | Code::Internal | Code::PermissionDenied if local => ErrorKind::Unavailable,
         Code::InvalidArgument | Code::OutOfRange => ErrorKind::InvalidArgument,
         Code::NotFound => ErrorKind::NotFound,
         Code::AlreadyExists => ErrorKind::Conflict,

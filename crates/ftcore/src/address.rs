@@ -44,13 +44,14 @@ pub fn bracketed_host(host: &str) -> String {
     }
 }
 
-/// Host and port of `http://host:port`, with or without a path behind.
+/// Host and port of `http://host:port` or `https://host:port`, with or without a path behind.
 ///
 /// Errors: `InvalidArgument` that shows the URL.
 pub fn split_url(url: &str) -> Result<(&str, u16)> {
     let rest = url
         .strip_prefix("http://")
-        .ok_or_else(|| Error::invalid(format!("'{url}' does not begin with http://")))?;
+        .or_else(|| url.strip_prefix("https://"))
+        .ok_or_else(|| Error::invalid(format!("'{url}' begins neither with http:// nor with https://")))?;
     let end = rest.find(['/', '?', '#']).unwrap_or(rest.len());
     split_address(rest.get(..end).unwrap_or_default()).map_err(|e| {
         Error::invalid(format!(
@@ -77,6 +78,7 @@ mod tests {
             assert_eq!(join_address(host, port), text);
             assert_eq!(split_url(&format!("http://{text}/a:b")).unwrap(), (host, port));
             assert_eq!(split_url(&format!("http://{text}")).unwrap(), (host, port));
+            assert_eq!(split_url(&format!("https://{text}/a:b")).unwrap(), (host, port));
         }
         assert_eq!(join_address("[::1]", 5), "[::1]:5");
     }
@@ -109,7 +111,7 @@ mod tests {
                 "{e}"
             );
         }
-        for bad in ["127.0.0.1:5", "https://a:5", "http://a", "http:///x:5"] {
+        for bad in ["127.0.0.1:5", "ftp://a:5", "https://a", "http://a", "http:///x:5"] {
             assert!(split_url(bad).unwrap_err().message().contains(bad));
         }
     }

@@ -16,7 +16,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::{Error, Result};
 
-pub use listening::{INSECURE, TurnedAway, is_insecure_allowed, may_listen};
+pub use listening::{INSECURE, Rarely, TurnedAway, is_insecure, may_listen};
 
 /// The longest job id, in bytes: it is one label of a host name, where TLS looks for it.
 const MAX_JOB: usize = 63;

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use ftcore::{Error, Result, Store, split_address};
+use ftcore::{Credentials, Error, Result, Store, split_address};
 
 /// How the number of contributing replicas behaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -51,6 +51,10 @@ pub struct ManagerConfig {
     /// this long takes its replica out of the quorum, so that the others go on. Nothing is expected before it first asks for one. Longer than
     /// `timeout`.
     pub progress_timeout: Duration,
+    /// The job's credentials, or those of this replica alone: for all that it serves and calls. `None`: those of `OXCCL_CREDENTIALS`, if it is set.
+    pub credentials: Option<Arc<Credentials>>,
+    /// Without credentials, listen where other machines reach it (or `OXCCL_INSECURE=1`).
+    pub insecure: bool,
 }
 
 impl ManagerConfig {
@@ -71,6 +75,8 @@ impl ManagerConfig {
             connect_timeout: Duration::from_secs(20),
             heartbeat_interval: Duration::from_millis(100),
             progress_timeout: Duration::from_secs(120),
+            credentials: None,
+            insecure: false,
         }
     }
 

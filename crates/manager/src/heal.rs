@@ -5,6 +5,7 @@
 //! arrived can end the run, and only if this replica is the odd one: it has committed nothing yet, or two sources vouch for the
 //! same bytes. A replica with commits of its own does not end because of what one peer holds.
 
+use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::{
@@ -13,6 +14,7 @@ use checkpoint::{
 };
 use coordination::{ManagerClient, QuorumResult};
 use ftcore::{Error, ErrorKind, Result};
+use identity::Party;
 use protocol::Lineage;
 
 use crate::replica::{Healed, State};
@@ -42,6 +44,8 @@ pub(crate) struct Behind<'a> {
     pub(crate) group_rank: u32,
     pub(crate) step: i64,
     pub(crate) lineage: &'a Lineage,
+    /// As whom it calls the sources, with credentials.
+    pub(crate) party: Option<&'a Arc<Party>>,
 }
 
 impl Behind<'_> {
@@ -93,9 +97,19 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
     }
     let group_rank = me.group_rank;
     let source = |(rank, address): (u32, String)| {
-        CheckpointSource::found_by(replica(answer, rank), move |deadline| {
-            ManagerClient::connect(&address, deadline)?.checkpoint_metadata(group_rank, deadline)
-        })
+        let id = usize::try_from(rank)
+            .ok()
+            .and_then(|rank| answer.replica_ids.get(rank))
+            .cloned();
+        let (party, of) = (me.party.cloned(), id.clone());
+        let source = CheckpointSource::found_by(replica(answer, rank), move |deadline| {
+            ManagerClient::connect_as(party, of.as_deref(), &address, deadline)?
+                .checkpoint_metadata(group_rank, deadline)
+        });
+        match id {
+            Some(id) => source.of_replica(&id),
+            None => source,
+        }
     };
     let fetch = Fetch {
         sources: answer
@@ -110,7 +124,11 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
         // Parts of a training state may be a replica's own: DiLoCo's local parameters, the residuals of error feedback.
         are_equal: false,
     };
-    fetch.run(deadline, &FetchOptions::default())
+    let options = FetchOptions {
+        party: me.party.cloned(),
+        ..FetchOptions::default()
+    };
+    fetch.run(deadline, &options)
 }
 
 /// What this replica has already, if it has committed anything: parts of it may still be right.
@@ -308,6 +326,7 @@ mod tests {
             group_rank: 0,
             step,
             lineage: &lineage,
+            party: None,
         };
         heal(&me, answer, state, deadline).map(|(healed, _)| healed)
     }

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use checkpoint::HttpTransport;
+use checkpoint::{HttpTransport, TransportOptions};
 use coordination::{
     CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
     WatchGuard, is_refused,
@@ -21,6 +21,8 @@ use ftcore::{
     Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, join_address,
     split_address, time_left,
 };
+
+use identity::{Party, Role};
 
 use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
@@ -57,6 +59,8 @@ struct Servers {
 pub struct Manager {
     config: ManagerConfig,
     replica_id: String,
+    /// This process in its job, with credentials.
+    party: Option<Arc<Party>>,
     group: Arc<dyn ProcessGroup>,
     client: Arc<ManagerClient>,
     transport: HttpTransport,
@@ -83,6 +87,11 @@ impl Manager {
         config.validate()?;
         let group = counted(group, config.timeout);
         let deadline = deadline_in(config.connect_timeout);
+        let credentials = identity::credentials(config.credentials.as_ref())?;
+        let party = match &credentials {
+            Some(credentials) => Some(Party::new(credentials, Role::Replica(config.name.clone()))?),
+            None => None,
+        };
         let (servers, replica_id, manager_address) = match (&config.lighthouse, config.group_rank) {
             (Some(lighthouse), 0) => {
                 let replica_id = format!("{}:{}", config.name, random_id()?);
@@ -102,6 +111,8 @@ impl Manager {
                     heartbeat_interval: config.heartbeat_interval,
                     progress_timeout: config.progress_timeout,
                     connect_timeout: config.connect_timeout,
+                    credentials: credentials.clone(),
+                    insecure: config.insecure,
                     ..ManagerServerConfig::default()
                 })?;
                 let address = manager.address();
@@ -124,10 +135,19 @@ impl Manager {
                 (None, text(meet.get(KEY_REPLICA_ID, deadline)?)?, address)
             }
         };
-        let client = Arc::new(ManagerClient::connect(&manager_address, deadline)?);
+        let client = ManagerClient::connect_as(party.clone(), Some(&replica_id), &manager_address, deadline)?;
+        let client = Arc::new(client);
         // The port in `bind` is the manager server's.
         let own = join_address(split_address(&config.bind)?.0, 0);
-        let transport = HttpTransport::start(&own, config.advertise_host.as_deref())?;
+        let transport = HttpTransport::start_with(
+            &own,
+            config.advertise_host.as_deref(),
+            TransportOptions {
+                party: party.clone(),
+                insecure: config.insecure,
+                ..TransportOptions::default()
+            },
+        )?;
         let reporter = Reporter::start(client.clone())?;
         let live_epoch = Arc::new(AtomicI64::new(NO_EPOCH));
         let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
@@ -180,6 +200,7 @@ impl Manager {
         Ok(Self {
             config,
             replica_id,
+            party,
             group,
             client,
             transport,
@@ -401,6 +422,7 @@ impl Manager {
                         group_rank: self.config.group_rank,
                         step: self.rank.step(),
                         lineage: self.rank.lineage(),
+                        party: self.party.as_ref(),
                     };
                     let outcome = heal::heal(&me, &answer, state, limit());
                     self.rank.healed(outcome.map(|(healed, lineage)| {

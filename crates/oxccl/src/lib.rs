@@ -20,6 +20,8 @@ pub use ddp;
 #[cfg(feature = "diloco")]
 pub use diloco;
 pub use ftcore as core;
+#[cfg(feature = "identity")]
+pub use identity;
 #[cfg(feature = "isolate")]
 pub use isolate;
 #[cfg(feature = "manager")]

@@ -1,5 +1,5 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
-//! of one machine, `backends` lists what can carry data here, `bench` measures it. Results go to standard output, everything else to standard error.
+//! of one machine, `credentials` closes a job to strangers, `backends` lists what can carry data here, `bench` measures it. Results go to standard output, everything else to standard error.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -27,6 +27,7 @@ macro_rules! say {
 mod command {
     pub(crate) mod backends;
     pub(crate) mod bench;
+    pub(crate) mod credentials;
     pub(crate) mod launch;
     #[cfg(feature = "lighthouse")]
     pub(crate) mod lighthouse;
@@ -42,6 +43,8 @@ Exit codes:
   130  interrupted
 
 Environment:
+  OXCCL_CREDENTIALS   the folder of the job's credentials (`oxccl credentials`): all servers and calls ask for and show them
+  OXCCL_INSECURE      1: servers without credentials may listen beyond loopback
   OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info)
   NO_COLOR    no colours
   OXCCL_DEFAULT_BACKEND   the backend of a device kind when none is named, such as `cpu:gloo,hpu:hccl`";
@@ -59,6 +62,7 @@ enum Command {
     #[cfg(feature = "lighthouse")]
     Lighthouse(command::lighthouse::Arguments),
     Launch(command::launch::Arguments),
+    Credentials(command::credentials::Arguments),
     Backends(command::backends::Arguments),
     #[command(hide = true)]
     BackendsProbe(command::backends::ProbeArguments),
@@ -92,6 +96,7 @@ fn main() -> ExitCode {
         #[cfg(feature = "lighthouse")]
         Command::Lighthouse(arguments) => command::lighthouse::run(arguments),
         Command::Launch(arguments) => command::launch::run(arguments),
+        Command::Credentials(arguments) => command::credentials::run(arguments),
         Command::Backends(arguments) => command::backends::run(arguments),
         Command::BackendsProbe(arguments) => command::backends::probe(arguments),
         Command::Bench(arguments) => command::bench::run(arguments),

@@ -16,6 +16,8 @@ fn oxccl(arguments: &[&str]) -> Command {
     command
         .args(arguments)
         .env_remove("OXCCL_LIGHTHOUSE")
+        .env_remove("OXCCL_CREDENTIALS")
+        .env_remove("OXCCL_INSECURE")
         .env_remove("OXCCL_LOG");
     command
 }
@@ -449,6 +451,58 @@ mod lighthouse {
         assert!(
             TcpStream::connect(url.strip_prefix("http://").unwrap()).is_err(),
             "the lighthouse is gone"
+        );
+    }
+}
+
+mod credentials {
+    use super::*;
+
+    #[test]
+    fn folders_are_made_issued_and_shown_and_never_written_over() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = |name: &str| dir.path().join(name).to_str().unwrap().to_owned();
+        let run = |arguments: &[&str]| {
+            text(
+                &oxccl(&[&["credentials"][..], arguments].concat())
+                    .output()
+                    .unwrap(),
+            )
+        };
+        let (code, _, err) = run(&["new", &path("job"), "--job", "demo"]);
+        assert_eq!(code, Some(0), "{err}");
+        assert!(err.contains("job demo"), "{err}");
+        let (code, _, err) = run(&["new", &path("job")]);
+        assert_eq!(code, Some(3), "{err}");
+        assert!(err.contains("not empty"), "{err}");
+        assert_eq!(run(&["issue", &path("job"), "replica0", &path("one")]).0, Some(0));
+        let (code, out, _) = run(&["show", &path("one")]);
+        assert_eq!(code, Some(0));
+        assert!(
+            out.contains("demo") && out.contains("replica 'replica0', and nothing else"),
+            "{out}"
+        );
+        let secret = std::fs::read_to_string(dir.path().join("job/secret")).unwrap();
+        assert!(!out.contains(secret.trim()));
+        let (code, out, _) = run(&["--help"]);
+        assert_eq!(code, Some(0));
+        assert!(out.contains("Examples:") && out.contains("issue"), "{out}");
+        let (code, _, err) = run(&["show", &path("nowhere")]);
+        assert_eq!(code, Some(2), "{err}");
+        assert!(err.contains("nowhere/job"), "{err}");
+    }
+
+    #[test]
+    fn a_lighthouse_without_credentials_listens_beyond_loopback_only_if_it_is_told_to() {
+        let (code, _, err) = text(
+            &oxccl(&["lighthouse", "--bind", "0.0.0.0:0", "--no-state-file"])
+                .output()
+                .unwrap(),
+        );
+        assert_eq!(code, Some(2), "{err}");
+        assert!(
+            err.contains("--insecure") && err.contains("oxccl credentials new"),
+            "{err}"
         );
     }
 }

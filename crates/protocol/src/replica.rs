@@ -72,6 +72,11 @@ pub enum ReplicaEvent {
         /// The call.
         ticket: Ticket,
     },
+    /// The operator ends the replica.
+    Killed {
+        /// What the operator says.
+        why: String,
+    },
     /// A call is over.
     Withdraw {
         /// Which.
@@ -321,6 +326,10 @@ impl ReplicaState {
                     )))
                 };
                 actions.push(ReplicaAction::Decide { ticket, answer });
+            }
+            ReplicaEvent::Killed { why } => {
+                let text = format!("the operator ended this replica: {why}");
+                self.fail(Error::unsupported(text), &mut actions);
             }
             ReplicaEvent::Close { why } => {
                 self.end(why, &mut actions);

@@ -24,6 +24,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("checkpoint", Place::Floor(4)),
     ("coordination", Place::Floor(4)),
     ("protocol", Place::Floor(4)),
+    ("identity", Place::Floor(4)),
     ("ddp", Place::Floor(5)),
     ("diloco", Place::Floor(5)),
     ("oxccl-candle", Place::Floor(5)),
@@ -40,8 +41,9 @@ const FLOORS: &[(&str, Place)] = &[
 
 /// Steps within one floor that the design asks for.
 const WITHIN: &[(&str, &[&str])] = &[
-    ("coordination", &["protocol"]),
-    ("manager", &["protocol", "coordination", "checkpoint"]),
+    ("coordination", &["protocol", "identity"]),
+    ("checkpoint", &["identity"]),
+    ("manager", &["protocol", "identity", "coordination", "checkpoint"]),
     ("oxccl-candle", &["ddp", "diloco"]),
 ];
 
@@ -60,6 +62,7 @@ const FENCES: &[Fenced] = &[
             "coordination",
             "manager",
             "checkpoint",
+            "identity",
             "oxccl",
             "oxccl-examples",
             "oxccl-tests",

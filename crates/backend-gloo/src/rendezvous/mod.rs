@@ -186,7 +186,12 @@ impl<'a> Rendezvous<'a> {
             advertise,
             loopback_here,
         } = interface::addresses(settings.net_name.as_deref(), host.as_deref(), settings.is_open())?;
-        may_listen("gloo", SocketAddr::new(bind, 0), settings.credentials.as_deref())?;
+        may_listen(
+            "gloo",
+            SocketAddr::new(bind, 0),
+            settings.credentials.as_deref(),
+            false,
+        )?;
         let listener = TcpListener::bind((bind, 0))
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
             .map_err(|e| Error::io(format!("listening on {bind}"), e))?;

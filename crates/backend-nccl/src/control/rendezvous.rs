@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::identity::hello::{Handshake, Refused};
-use ftcore::identity::{INSECURE, is_insecure_allowed, may_listen};
+use ftcore::identity::{INSECURE, is_insecure, may_listen};
 use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Credentials, Error, ErrorKind, Result, time_left};
 use nccl_sys::UniqueId;
@@ -136,9 +136,9 @@ fn open(credentials: Option<&Arc<Credentials>>, id: Option<UniqueId>) -> Result<
     };
     let mut address = own_address()?;
     let mut bind = Ipv4Addr::UNSPECIFIED;
-    if credentials.is_none() && !is_insecure_allowed() {
+    if credentials.is_none() && !is_insecure(false) {
         if std::env::var_os(ENV_HOST).is_some() {
-            may_listen("nccl", SocketAddr::new(address, 0), None)?;
+            may_listen("nccl", SocketAddr::new(address, 0), None, false)?;
         }
         bind = Ipv4Addr::LOCALHOST;
         address = bind.into();

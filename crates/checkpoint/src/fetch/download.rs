@@ -169,7 +169,11 @@ impl Download {
 
     fn ask_for_manifests(&mut self) {
         for (from, source) in std::mem::take(&mut self.to_find).into_iter().enumerate() {
-            let CheckpointSource { name, locate } = source;
+            let CheckpointSource {
+                name,
+                expected,
+                locate,
+            } = source;
             let (wanted, deadline, options) = (self.wanted.clone(), self.deadline, self.options.clone());
             let said = self
                 .peers
@@ -189,7 +193,8 @@ impl Download {
                         let what = format!("{name}: {e}");
                         Error::new(e.kind(), what).with_source(e)
                     })?;
-                    let source = Arc::new(Source::parse(&name, &url)?);
+                    let source =
+                        Arc::new(Source::parse(&name, &url)?.called_by(options.party.clone(), expected)?);
                     let (connection, manifest) =
                         ask_manifest(&source, &wanted, deadline.into(), &options, &said).await?;
                     Ok((source, connection, manifest))

@@ -6,10 +6,12 @@
 //! be called from anywhere, an async runtime included; the caller waits on a channel with the deadline.
 
 use std::fmt;
+use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, time_left};
+use identity::{Party, Role, name_of};
 
 use crate::{SnapshotId, StateDict};
 
@@ -31,6 +33,8 @@ pub struct FetchOptions {
     /// A source that sends nothing for this long, or less than 16 KiB/s on top of it, is given up for the others.
     /// Default 10 s.
     pub stall_timeout: Duration,
+    /// As whom to fetch, from members of the same job, over TLS. `None`: as the one whose credentials `OXCCL_CREDENTIALS` names, if it does.
+    pub party: Option<Arc<Party>>,
 }
 
 impl Default for FetchOptions {
@@ -40,6 +44,7 @@ impl Default for FetchOptions {
             max_manifest_bytes: 64 << 20,
             connections_per_source: 2,
             stall_timeout: Duration::from_secs(10),
+            party: None,
         }
     }
 }
@@ -60,6 +65,7 @@ type Locate = Box<dyn FnOnce(Instant) -> Result<String> + Send>;
 /// A peer whose state may be fetched.
 pub struct CheckpointSource {
     name: String,
+    expected: Option<Role>,
     locate: Locate,
 }
 
@@ -75,6 +81,7 @@ impl CheckpointSource {
         let url = url.into();
         Self {
             name: url.clone(),
+            expected: None,
             locate: Box::new(move |_| Ok(url)),
         }
     }
@@ -87,8 +94,15 @@ impl CheckpointSource {
     ) -> Self {
         Self {
             name: name.into(),
+            expected: None,
             locate: Box::new(locate),
         }
+    }
+
+    /// With credentials: it must prove to be the replica of `replica_id`, and not only a member of the job.
+    pub fn of_replica(mut self, replica_id: &str) -> Self {
+        self.expected = Some(Role::Replica(name_of(replica_id).to_owned()));
+        self
     }
 }
 
@@ -164,6 +178,12 @@ impl Fetch {
                 self.sources.len()
             )));
         }
+        let mut options = options.clone();
+        if options.party.is_none() {
+            options.party = identity::credentials(None)?
+                .map(|c| Party::tool(&c))
+                .transpose()?;
+        }
         let (step, failed) = (self.step, |e| {
             Error::io("starting the download of a checkpoint", e)
         });
@@ -176,7 +196,7 @@ impl Fetch {
             .build()
             .map_err(failed)?;
         let (sender, receiver) = sync_channel(1);
-        let download = download::Download::new(self, deadline, options.clone());
+        let download = download::Download::new(self, deadline, options);
         std::thread::Builder::new()
             .name("ox-ckpt-fetch".into())
             .spawn(move || {

@@ -3,7 +3,7 @@
 //! What a source sends, its URL included, is never our own wrong argument: the errors here are `Protocol`, `Corrupt`,
 //! `PeerLost`, `Unavailable` or `NotFound`, and name it.
 
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use bytes::{Bytes, BytesMut};
@@ -14,6 +14,8 @@ use hyper::client::conn::http1::{self, SendRequest};
 use hyper::header::HOST;
 use hyper::{Request, Response, StatusCode, Uri};
 use hyper_util::rt::TokioIo;
+use identity::{Party, Role};
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -65,6 +67,10 @@ pub(super) struct Source {
     host: String,
     port: u16,
     prefix: String,
+    /// As whom it is called, and who it must be.
+    party: Option<Arc<Party>>,
+    expected: Option<Role>,
+    is_secured: bool,
 }
 
 impl Source {
@@ -85,9 +91,11 @@ impl Source {
             Error::new(ErrorKind::Protocol, what)
         };
         let uri: Uri = url.parse().map_err(|e| wrong(&format!("{e}")))?;
-        if uri.scheme_str() != Some("http") {
-            return Err(wrong("it does not begin with http://"));
-        }
+        let is_secured = match uri.scheme_str() {
+            Some("http") => false,
+            Some("https") => true,
+            _ => return Err(wrong("it begins neither with http:// nor with https://")),
+        };
         let authority = uri.authority().ok_or_else(|| wrong("no host"))?;
         let host = authority.host().trim_start_matches('[').trim_end_matches(']');
         if host.is_empty() || uri.query().is_some() {
@@ -101,9 +109,31 @@ impl Source {
             },
             authority: authority.as_str().to_owned(),
             host: host.to_owned(),
-            port: authority.port_u16().unwrap_or(80),
+            port: authority.port_u16().unwrap_or(if is_secured { 443 } else { 80 }),
             prefix: uri.path().trim_end_matches('/').to_owned(),
+            party: None,
+            expected: None,
+            is_secured,
         })
+    }
+
+    /// The source as `party` calls it, which must then be `expected`. Errors: `Unavailable` if only one side has credentials.
+    pub(super) fn called_by(mut self, party: Option<Arc<Party>>, expected: Option<Role>) -> Result<Self> {
+        let lacks = match (&party, self.is_secured) {
+            (Some(_), true) | (None, false) => None,
+            (Some(party), false) => Some(format!(
+                "it offers its state without credentials, and this process has those of job {}",
+                party.job()
+            )),
+            (None, true) => {
+                Some("it asks for credentials, and this process has none (OXCCL_CREDENTIALS)".into())
+            }
+        };
+        if let Some(text) = lacks {
+            return Err(self.error(ErrorKind::Unavailable, text));
+        }
+        (self.party, self.expected) = (party, expected);
+        Ok(self)
     }
 
     pub(super) fn label(&self) -> &str {
@@ -141,6 +171,25 @@ impl Connection {
             })?;
         // Only a matter of latency.
         let _ = stream.set_nodelay(true);
+        let Some(party) = &source.party else {
+            return Self::over(source, stream).await;
+        };
+        let stream = timeout(stall, party.connect(stream, source.expected.as_ref()))
+            .await
+            .map_err(|_| {
+                source.error(
+                    ErrorKind::Unavailable,
+                    format!("it proved nothing within {stall:?}"),
+                )
+            })?
+            .map_err(|e| source.error(e.kind(), e.message()).with_source(e))?;
+        Self::over(source, stream).await
+    }
+
+    async fn over<S>(source: &Source, stream: S) -> Result<Self>
+    where
+        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    {
         let (sender, driver) = http1::Builder::new()
             .max_buf_size(READ_BUFFER_BYTES)
             .handshake(TokioIo::new(stream))
@@ -509,7 +558,7 @@ mod tests {
         for wrong in [
             "",
             "<n/a>",
-            "https://a/b",
+            "ftp://a/b",
             "http://",
             "a:1/b",
             "http://a/b?c=d",

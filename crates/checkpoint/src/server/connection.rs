@@ -5,7 +5,7 @@
 //! answer holds one of a bounded number of permits for as long as its bytes are in memory.
 
 use std::convert::Infallible;
-use std::net::TcpListener;
+use std::net::{SocketAddr, TcpListener};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -16,6 +16,8 @@ use hyper::server::conn::http1;
 use hyper::service::service_fn;
 use hyper::{Method, Request, Response, StatusCode};
 use hyper_util::rt::{TokioIo, TokioTimer};
+use identity::Acceptor;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::{Semaphore, watch};
 use tokio::task::JoinSet;
@@ -42,14 +44,23 @@ pub(super) struct Limits {
     pub(super) options: TransportOptions,
     /// For the answers in progress.
     pub(super) permits: Arc<Semaphore>,
+    /// Who may connect; `None`: anybody.
+    acceptor: Option<Acceptor>,
 }
 
 impl Limits {
-    pub(super) fn new(prefix: String, options: TransportOptions) -> Self {
+    /// `acceptor` makes what finds out who connects, with a limit of its own for those of whom that is not known yet.
+    pub(super) fn new(
+        prefix: String,
+        options: TransportOptions,
+        acceptor: impl FnOnce(usize) -> Option<Acceptor>,
+    ) -> Self {
         let permits = options.max_connections.min(Semaphore::MAX_PERMITS);
+        let acceptor = acceptor(options.max_connections.saturating_mul(OPEN_FOR_EACH_ANSWER) / 2);
         Self {
             prefix,
             options,
+            acceptor,
             permits: Arc::new(Semaphore::new(permits)),
         }
     }
@@ -88,13 +99,13 @@ pub(super) async fn serve(
             accepted = listener.accept() => match accepted {
                 Ok((stream, peer)) => {
                     failing = false;
-                    let Some(guest) = guests.admit() else {
+                    let Some(guest) = guests.admit(limits.acceptor.is_none()) else {
                         tracing::debug!(%peer, "checkpoint connection refused: all others are in the middle of an answer");
                         continue;
                     };
                     let (serving, limits, stop) = (Arc::clone(&serving), Arc::clone(&limits), stop.clone());
                     tasks.spawn(async move {
-                        if let Err(e) = connection(stream, &serving, &limits, &guest, stop).await {
+                        if let Err(e) = identified(stream, peer, &serving, &limits, &guest, stop).await {
                             tracing::debug!(%peer, "checkpoint connection ended: {e}");
                         }
                         serving.sweep();
@@ -138,8 +149,10 @@ async fn deadline_passed(mut stop: Stop) {
     }
 }
 
-async fn connection(
+/// Finds out who has connected, if it matters, and serves the connection.
+async fn identified(
     stream: TcpStream,
+    peer: SocketAddr,
     serving: &Arc<Serving>,
     limits: &Arc<Limits>,
     guest: &Guest,
@@ -147,13 +160,42 @@ async fn connection(
 ) -> Result<(), String> {
     // Only a matter of latency.
     let _ = stream.set_nodelay(true);
+    let stall = limits.options.stall_timeout;
+    // Below TLS: it watches what goes out.
+    let paced = move |stream| Paced::new(stream, stall);
+    let Some(acceptor) = &limits.acceptor else {
+        return connection(paced(stream), serving, limits, guest, stop).await;
+    };
+    let deadline = Instant::now() + limits.options.greeting_timeout;
+    let proved = tokio::select! {
+        proved = acceptor.accept(stream, peer, deadline, paced) => proved,
+        () = guest.asked_to_go() => None,
+        () = stopping(&mut stop) => None,
+    };
+    let Some((stream, _)) = proved else {
+        return Err("it did not prove that it is of the job".into());
+    };
+    guest.is_member();
+    connection(stream, serving, limits, guest, stop).await
+}
+
+async fn connection<S>(
+    stream: S,
+    serving: &Arc<Serving>,
+    limits: &Arc<Limits>,
+    guest: &Guest,
+    mut stop: Stop,
+) -> Result<(), String>
+where
+    S: AsyncRead + AsyncWrite + Unpin,
+{
     let pin: Arc<Mutex<Option<Pin>>> = Arc::default();
     let service = service_fn(|request: Request<hyper::body::Incoming>| {
         let (serving, limits, pin) = (Arc::clone(serving), Arc::clone(limits), Arc::clone(&pin));
         let busy = guest.busy();
         async move { Ok::<_, Infallible>(answer(&request, &serving, &limits, &pin, busy).await) }
     });
-    let io = TokioIo::new(Paced::new(stream, limits.options.stall_timeout));
+    let io = TokioIo::new(stream);
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(limits.options.idle_timeout)

@@ -16,8 +16,8 @@ pub(super) struct Guests {
 struct Table {
     open: usize,
     next: u64,
-    /// Those without a request, whoever has been so for longest first.
-    idle: BTreeMap<u64, Arc<Notify>>,
+    /// Those without a request: first those that have not proved to be members, then the ones that have been so for longest.
+    idle: BTreeMap<(bool, u64), Arc<Notify>>,
 }
 
 impl Guests {
@@ -33,8 +33,8 @@ impl Guests {
         self.table.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A place for a new connection, if need be that of an idle one; `None` if none is idle.
-    pub(super) fn admit(self: &Arc<Self>) -> Option<Guest> {
+    /// A place for a new connection, if need be that of an idle one; `None` if none is idle. `member`: it need not prove that it is one.
+    pub(super) fn admit(self: &Arc<Self>, member: bool) -> Option<Guest> {
         let mut table = self.table();
         if table.open >= self.most {
             let (_, longest) = table.idle.pop_first()?;
@@ -45,7 +45,10 @@ impl Guests {
         drop(table);
         let seat = Seat {
             guests: Arc::clone(self),
-            state: Mutex::default(),
+            state: Mutex::new(State {
+                member,
+                ..State::default()
+            }),
             go: Arc::default(),
         };
         seat.rest();
@@ -60,8 +63,9 @@ impl Guests {
 
 #[derive(Debug, Default)]
 struct State {
-    /// Its number among the idle.
-    idle: Option<u64>,
+    member: bool,
+    /// Its place among the idle.
+    idle: Option<(bool, u64)>,
     requests: u64,
     /// Answers that are not gone yet.
     open: usize,
@@ -91,14 +95,25 @@ impl Seat {
             return;
         }
         let mut table = self.guests.table();
-        let number = table.next;
+        let place = (state.member, table.next);
         table.next += 1;
-        table.idle.insert(number, Arc::clone(&self.go));
-        state.idle = Some(number);
+        table.idle.insert(place, Arc::clone(&self.go));
+        state.idle = Some(place);
     }
 }
 
 impl Guest {
+    /// It has proved to be a member.
+    pub(super) fn is_member(&self) {
+        let mut state = self.0.state();
+        state.member = true;
+        if let Some(place) = state.idle.take() {
+            self.0.guests.table().idle.remove(&place);
+        }
+        drop(state);
+        self.0.rest();
+    }
+
     /// A request has come, until the guard is dropped with the last byte of its answer.
     pub(super) fn busy(&self) -> Busy {
         let mut state = self.0.state();
@@ -161,23 +176,44 @@ mod tests {
     fn who_was_idle_for_longest_makes_room_and_who_is_busy_never_does() {
         let guests = Guests::new(3);
         let (a, b, c) = (
-            guests.admit().unwrap(),
-            guests.admit().unwrap(),
-            guests.admit().unwrap(),
+            guests.admit(true).unwrap(),
+            guests.admit(true).unwrap(),
+            guests.admit(true).unwrap(),
         );
         // The first two ask; the first one rests again, later than the third came.
         drop(a.busy());
         let busy = b.busy();
         assert!(a.greeted() && b.greeted() && !c.greeted());
-        let d = guests.admit().unwrap();
+        let d = guests.admit(true).unwrap();
         assert!(is_asked(&c) && !is_asked(&a) && !is_asked(&b));
         drop(c);
         let busy_too = (a.busy(), d.busy());
-        assert!(guests.admit().is_none(), "all are in the middle of something");
+        assert!(guests.admit(true).is_none(), "all are in the middle of something");
         drop(busy);
-        let e = guests.admit().unwrap();
+        let e = guests.admit(true).unwrap();
         assert!(is_asked(&b) && !is_asked(&a) && !is_asked(&d));
         drop(busy_too);
+        drop((a, b, d, e));
+        assert_eq!(guests.open(), 0);
+        assert!(guests.table().idle.is_empty());
+    }
+
+    #[test]
+    fn one_that_has_proved_nothing_makes_room_before_any_member_does() {
+        let guests = Guests::new(3);
+        let (a, b, c) = (
+            guests.admit(false).unwrap(),
+            guests.admit(false).unwrap(),
+            guests.admit(false).unwrap(),
+        );
+        a.is_member();
+        b.is_member();
+        let d = guests.admit(false).unwrap();
+        assert!(is_asked(&c) && !is_asked(&a) && !is_asked(&b));
+        drop(c);
+        d.is_member();
+        let e = guests.admit(false).unwrap();
+        assert!(is_asked(&a) && !is_asked(&b) && !is_asked(&d));
         drop((a, b, d, e));
         assert_eq!(guests.open(), 0);
         assert!(guests.table().idle.is_empty());

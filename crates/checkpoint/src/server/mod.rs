@@ -6,12 +6,14 @@
 //! Memory at a source is bounded: the newest two snapshots, at most two retired ones that still have readers, and
 //! one piece of a chunk per connection.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::identity::may_listen;
 use ftcore::{Error, ErrorKind, Result, bracketed_host, raise_descriptor_limit, split_address, time_left};
+use identity::{Acceptor, Party};
 use tokio::sync::watch;
 
 use crate::Snapshot;
@@ -54,6 +56,10 @@ pub struct TransportOptions {
     pub idle_timeout: Duration,
     /// A reader that takes less than 64 KiB of a pending answer in this time is cut off. Default 30 s.
     pub stall_timeout: Duration,
+    /// As whom it serves: only to members of the same job, over TLS. `None`: as the one whose credentials `OXCCL_CREDENTIALS` names, if it does.
+    pub party: Option<Arc<Party>>,
+    /// Without credentials, listen where other machines reach it (or `OXCCL_INSECURE=1`).
+    pub insecure: bool,
 }
 
 impl Default for TransportOptions {
@@ -63,6 +69,8 @@ impl Default for TransportOptions {
             greeting_timeout: Duration::from_secs(10),
             idle_timeout: Duration::from_secs(60),
             stall_timeout: Duration::from_secs(30),
+            party: None,
+            insecure: false,
         }
     }
 }
@@ -107,6 +115,18 @@ impl HttpTransport {
             return Err(Error::invalid(format!("a limit of zero in {options:?}")));
         }
         split_address(bind).map_err(|e| Error::invalid(format!("checkpoint server: {}", e.message())))?;
+        let party = match &options.party {
+            Some(party) => Some(Arc::clone(party)),
+            None => identity::credentials(None)?
+                .map(|c| Party::tool(&c))
+                .transpose()?,
+        };
+        if party.is_none() {
+            // A name that does not resolve is the bind's to report.
+            for address in bind.to_socket_addrs().into_iter().flatten() {
+                may_listen("the checkpoint server", address, None, options.insecure)?;
+            }
+        }
         raise_descriptor_limit();
         let listener = TcpListener::bind(bind).map_err(|e| {
             let kind = if e.kind() == std::io::ErrorKind::AddrInUse {
@@ -121,7 +141,8 @@ impl HttpTransport {
         let address = listener.local_addr().map_err(failed)?;
         let host = advertise_host.map_or_else(|| advertised(address.ip()), bracketed_host);
         let prefix = format!("/ckpt/{:016x}", life_id());
-        let url = format!("http://{host}:{}{prefix}", address.port());
+        let scheme = if party.is_some() { "https" } else { "http" };
+        let url = format!("{scheme}://{host}:{}{prefix}", address.port());
 
         let serving = Arc::new(Serving::default());
         let (stop, stopped) = watch::channel(None);
@@ -135,7 +156,9 @@ impl HttpTransport {
             .build()
             .map_err(failed)?;
         let for_thread = Arc::clone(&serving);
-        let limits = Limits::new(prefix, options);
+        let limits = Limits::new(prefix, options, |handshakes| {
+            party.map(|party| Acceptor::new(&[party], handshakes))
+        });
         std::thread::Builder::new()
             .name("ox-ckpt".into())
             .spawn(move || {
@@ -257,7 +280,13 @@ mod tests {
 
     #[test]
     fn advertised_hosts_make_valid_urls() {
-        let url = |bind, host| HttpTransport::start(bind, host).unwrap().metadata();
+        let url = |bind, host| {
+            let options = TransportOptions {
+                insecure: true,
+                ..TransportOptions::default()
+            };
+            HttpTransport::start_with(bind, host, options).unwrap().metadata()
+        };
         assert!(url("127.0.0.1:0", None).starts_with("http://127.0.0.1:"));
         assert!(url("127.0.0.1:0", Some("node7")).starts_with("http://node7:"));
         assert!(url("127.0.0.1:0", Some("fe80::1")).starts_with("http://[fe80::1]:"));

@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_url};
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use identity::{Party, Role};
+use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::MissedTickBehavior;
 use tonic::transport::Channel;
 
-use super::Connection;
-use crate::channel::{call, wait_for};
+use super::{Connection, tool};
+use crate::channel::{Line, Way, call, wait_for};
 use crate::lighthouse::LighthouseStatus;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
@@ -28,11 +29,21 @@ pub struct LighthouseClient {
 }
 
 impl LighthouseClient {
-    /// Connects to `url` (`http://host:port`), trying again until `deadline`. Errors: `InvalidArgument`, `Unavailable`.
+    /// Connects to `url` (`http://host:port`), trying again until `deadline`; with the credentials that `OXCCL_CREDENTIALS` names, if it does, to
+    /// `https://host:port`, as the operator or the replica whose they are. Errors: `InvalidArgument`, `Unavailable`.
     pub fn connect(url: &str, deadline: Instant) -> Result<Self> {
+        Self::connect_as(tool()?, url, deadline)
+    }
+
+    /// Like [`LighthouseClient::connect`], as this party, whatever the environment says.
+    pub fn connect_as(party: Option<Arc<Party>>, url: &str, deadline: Instant) -> Result<Self> {
         let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
+        let way = Way {
+            party,
+            expected: Some(Role::Lighthouse),
+        };
         Ok(Self {
-            connection: Connection::open(url, "lighthouse", hint, deadline)?,
+            connection: Connection::open(url, way, ("lighthouse", hint), deadline)?,
         })
     }
 
@@ -148,7 +159,7 @@ impl LighthouseClient {
 
     /// What the lighthouse's page shows. Errors: `Unavailable`, `Timeout`, `Protocol` for another server's answer.
     pub fn status(&self, deadline: Instant) -> Result<LighthouseStatus> {
-        let url = self.connection.url.clone();
+        let (url, way) = (self.connection.url.clone(), self.connection.way.clone());
         wait_for(
             &self.connection.handle()?,
             "lighthouse.status",
@@ -159,7 +170,7 @@ impl LighthouseClient {
                         .with_op("lighthouse.status")
                         .with_peer_address(&url)
                 };
-                let body = tokio::time::timeout_at(deadline.into(), get(&url, "/status"))
+                let body = tokio::time::timeout_at(deadline.into(), get(&way, &url, "/status"))
                     .await
                     .map_err(late)??;
                 serde_json::from_slice(&body).map_err(|e| {
@@ -171,13 +182,22 @@ impl LighthouseClient {
 }
 
 /// The body of a page, over a connection of its own.
-async fn get(url: &str, path: &str) -> Result<Vec<u8>> {
+async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
+    let (host, port) = split_url(url)?;
+    let line = way
+        .open(host, port)
+        .await
+        .map_err(|e| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")))?;
+    match line {
+        Line::Plain(stream) => get_over(stream, url, path).await,
+        Line::Secured(stream) => get_over(stream, url, path).await,
+    }
+}
+
+async fn get_over(mut stream: impl AsyncRead + AsyncWrite + Unpin, url: &str, path: &str) -> Result<Vec<u8>> {
     let (host, port) = split_url(url)?;
     let unreachable =
         |e: std::io::Error| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")).with_source(e);
-    let mut stream = tokio::net::TcpStream::connect((host, port))
-        .await
-        .map_err(unreachable)?;
     let host = join_address(host, port);
     let request = format!("GET {path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\n\r\n");
     stream.write_all(request.as_bytes()).await.map_err(unreachable)?;

@@ -6,12 +6,13 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{ErrorKind, Result, deadline_in};
+use identity::{Party, Role, name_of};
 use tokio::task::AbortHandle;
 use tonic::Code;
 use tonic::transport::Channel;
 
-use super::Connection;
-use crate::channel::{Backoff, call, wait_for};
+use super::{Connection, tool};
+use crate::channel::{Backoff, Way, call, wait_for};
 use crate::manager::presence::process_space;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
@@ -101,10 +102,24 @@ pub struct ManagerClient {
 }
 
 impl ManagerClient {
-    /// Connects to `url` (`http://host:port`), trying again until `deadline`. Errors: `InvalidArgument`, `Unavailable`.
+    /// Connects to `url` (`http://host:port`), trying again until `deadline`; with the credentials that `OXCCL_CREDENTIALS` names, if it does, to
+    /// `https://host:port`, as the operator or the replica whose they are. Errors: `InvalidArgument`, `Unavailable`.
     pub fn connect(url: &str, deadline: Instant) -> Result<Self> {
+        Self::connect_as(tool()?, None, url, deadline)
+    }
+
+    /// Like [`ManagerClient::connect`], as this party, whatever the environment says. With credentials, the server must be that of the replica of
+    /// `replica_id`, if that is given.
+    pub fn connect_as(
+        party: Option<Arc<Party>>,
+        replica_id: Option<&str>,
+        url: &str,
+        deadline: Instant,
+    ) -> Result<Self> {
         let hint = "does group rank 0 of this replica run?";
-        let connection = Connection::open(url, "manager server", hint, deadline)?;
+        let expected = replica_id.map(|id| Role::Replica(name_of(id).to_owned()));
+        let way = Way { party, expected };
+        let connection = Connection::open(url, way, ("manager server", hint), deadline)?;
         Ok(Self {
             connection,
             rank: Arc::default(),
@@ -240,6 +255,19 @@ impl ManagerClient {
         wait_for(&self.connection.handle()?, "report", deadline, async move {
             call("report", &url, deadline, message, |r| async move {
                 client.report(r).await
+            })
+            .await
+            .map(|_| ())
+        })
+    }
+
+    /// Ends the replica, its ranks with an error that gives `why`. For the operator, with credentials; refused to all others.
+    pub fn kill(&self, why: &str, deadline: Instant) -> Result<()> {
+        let (mut client, url) = (self.torchft(), self.connection.url.clone());
+        let message = torchft::KillRequest { msg: why.to_string() };
+        wait_for(&self.connection.handle()?, "kill", deadline, async move {
+            call("kill", &url, deadline, message, |r| async move {
+                client.kill(r).await
             })
             .await
             .map(|_| ())

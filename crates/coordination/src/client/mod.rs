@@ -6,10 +6,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
+use identity::Party;
 use tokio::runtime::{Handle, Runtime};
 use tonic::transport::Channel;
 
-use crate::channel::reach;
+use crate::channel::{Way, reach};
 use crate::serve;
 
 mod lighthouse;
@@ -22,16 +23,24 @@ pub use manager::{CommitVote, ManagerClient, PushEvent, QuorumRequest, WatchGuar
 #[derive(Debug)]
 struct Connection {
     url: String,
+    way: Way,
     channel: Channel,
     runtime: Option<Runtime>,
 }
 
+/// As whom a program calls that has no place in the job of its own: with the credentials of its environment, if there are any.
+fn tool() -> Result<Option<Arc<Party>>> {
+    identity::credentials(None)?.map(|c| Party::tool(&c)).transpose()
+}
+
 impl Connection {
-    fn open(url: &str, what: &'static str, hint: &'static str, deadline: Instant) -> Result<Arc<Self>> {
+    /// `what` is at `url`, and what to do if it is not there.
+    fn open(url: &str, way: Way, what: (&'static str, &'static str), deadline: Instant) -> Result<Arc<Self>> {
         let runtime = serve::runtime("ox-client", 1)?;
-        match reach(runtime.handle(), url, what, hint, deadline) {
+        match reach(runtime.handle(), url, way.clone(), what, deadline) {
             Ok(channel) => Ok(Arc::new(Self {
                 url: url.to_string(),
+                way,
                 channel,
                 runtime: Some(runtime),
             })),

@@ -18,6 +18,7 @@ use tonic_prost::ProstCodec;
 use super::actor::{Lighthouse, Message, gone};
 use super::reply::Reply;
 use crate::serve::Line;
+use crate::serve::members::{by_the_operator, in_the_name_of};
 use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
@@ -49,6 +50,12 @@ fn check(member: &Member) -> Result<(), Status> {
     bounded("lineage", &member.lineage, MAX_TEXT)?;
     bounded("life", &member.life, MAX_ID_BYTES)?;
     bounded("data", &member.data, MAX_DATA)
+}
+
+/// Lets the operator's requests pass: with credentials, those that come with the operator's certificate. Errors: `PermissionDenied` that names the
+/// caller.
+pub(crate) fn operator_only<T>(request: &Request<T>) -> Result<(), Status> {
+    by_the_operator(request.extensions())
 }
 
 impl Lighthouse {
@@ -84,6 +91,7 @@ impl Lighthouse {
         let member =
             Member::from(requester.ok_or_else(|| Status::invalid_argument("the requester is missing"))?);
         check(&member)?;
+        in_the_name_of(extensions, &member.replica_id)?;
         let id = member.replica_id.clone();
         self.note_caller(extensions, &id);
         let (reply, answer) = oneshot::channel();
@@ -158,6 +166,7 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         let (_, extensions, message) = request.into_parts();
         let replica_id = message.replica_id;
         bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
+        in_the_name_of(&extensions, &replica_id)?;
         self.note_caller(&extensions, &replica_id);
         // The answer says that it has come, which is when it counts.
         self.send(Message::Event {
@@ -212,6 +221,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         &self,
         request: Request<oxccl::AttachRequest>,
     ) -> Result<Response<Self::AttachStream>, Status> {
+        in_the_name_of(request.extensions(), &request.get_ref().replica_id)?;
         let oxccl::AttachRequest {
             replica_id,
             last_quorum_id,
@@ -245,6 +255,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         &self,
         request: Request<oxccl::LeaveRequest>,
     ) -> Result<Response<oxccl::LeaveResponse>, Status> {
+        in_the_name_of(request.extensions(), &request.get_ref().replica_id)?;
         let oxccl::LeaveRequest {
             replica_id,
             reason,
@@ -269,6 +280,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         &self,
         request: Request<oxccl::ReportRequest>,
     ) -> Result<Response<oxccl::ReportResponse>, Status> {
+        in_the_name_of(request.extensions(), &request.get_ref().replica_id)?;
         let oxccl::ReportRequest {
             replica_id,
             quorum_id,

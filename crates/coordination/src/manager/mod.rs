@@ -4,12 +4,15 @@
 //! lighthouse open, whose break tells the lighthouse of this process's death at once, and passes on what comes down
 //! that stream to the ranks that watch.
 
+use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in};
+use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in};
+use identity::{Acceptor, Party, Role, name_of};
 
-use crate::channel::{reach, wait_for};
-use crate::serve::{self, ConnectionLimits, Service};
+use crate::channel::{Way, reach, wait_for};
+use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
 use protocol::MAX_ID_BYTES;
 
 mod actor;
@@ -50,6 +53,11 @@ pub struct ManagerServerConfig {
     pub quorum_retries: u32,
     /// What its clients' connections may take.
     pub limits: ConnectionLimits,
+    /// As whom it serves and calls: the replica that `replica_id` names, towards the members of the same job. `None`: those of `OXCCL_CREDENTIALS`, if
+    /// it is set.
+    pub credentials: Option<Arc<Credentials>>,
+    /// Without credentials, listen where other machines reach it (or `OXCCL_INSECURE=1`).
+    pub insecure: bool,
 }
 
 impl Default for ManagerServerConfig {
@@ -68,6 +76,8 @@ impl Default for ManagerServerConfig {
             progress_timeout: Duration::from_secs(120),
             quorum_retries: 0,
             limits: ConnectionLimits::manager(),
+            credentials: None,
+            insecure: false,
         }
     }
 }
@@ -101,12 +111,21 @@ impl ManagerServer {
             ));
         }
         config.limits.validate()?;
-        let listener = serve::listen("the manager server", &config.bind)?;
-        let address = serve::url(&listener, config.advertise_host.as_deref())?;
+        let party = identity::credentials(config.credentials.as_ref())?
+            .map(|c| Party::new(&c, Role::Replica(name_of(&config.replica_id).to_owned())))
+            .transpose()?;
+        let closure = Closure::new(party.is_some(), config.insecure);
+        let listener = serve::listen("the manager server", &config.bind, closure)?;
+        let address = serve::url(&listener, config.advertise_host.as_deref(), closure)?;
         let runtime = serve::runtime("ox-manager-srv", 2)?;
         let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
         let deadline = deadline_in(config.connect_timeout);
-        let channel = match reach(runtime.handle(), &config.lighthouse, "lighthouse", hint, deadline) {
+        let way = Way {
+            party: party.clone(),
+            expected: Some(Role::Lighthouse),
+        };
+        let lighthouse = ("lighthouse", hint);
+        let channel = match reach(runtime.handle(), &config.lighthouse, way, lighthouse, deadline) {
             Ok(channel) => channel,
             Err(error) => {
                 // A look-up of its name may hang for longer than anybody waits.
@@ -135,13 +154,15 @@ impl ManagerServer {
             uplink.keep_attached(manager.clone());
             manager
         };
-        let service = Service::start(
-            runtime,
-            listener,
-            service::routes(manager.clone()),
-            config.limits,
-            GRACE,
-        )?;
+        let routes = service::routes(manager.clone());
+        let served = match party {
+            None => Served::All(routes),
+            Some(party) => {
+                let jobs = HashMap::from([(party.job().to_owned(), routes)]);
+                Served::Jobs(Acceptor::new(&[party], config.limits.handshakes()), jobs)
+            }
+        };
+        let service = Service::start(runtime, listener, served, config.limits, GRACE)?;
         tracing::info!(
             replica = config.replica_id,
             address,
@@ -156,7 +177,7 @@ impl ManagerServer {
         })
     }
 
-    /// The URL that the replica's ranks and the other replicas are given: `http://host:port`.
+    /// The URL that the replica's ranks and the other replicas are given: `http://host:port`, `https://` with credentials.
     pub fn address(&self) -> String {
         self.address.clone()
     }

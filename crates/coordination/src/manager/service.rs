@@ -12,6 +12,8 @@ use tonic::{Request, Response, Status};
 use super::actor::{Manager, Message, gone};
 use super::presence::{Watched, process_space};
 use crate::channel::background_deadline;
+use crate::lighthouse::operator_only;
+use crate::serve::members::{caller, in_the_name_of};
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, rank, status_of, torchft};
 use protocol::commit::VoteKey;
@@ -38,6 +40,11 @@ pub(crate) fn routes(manager: Manager) -> Router {
         .fallback(unknown)
 }
 
+/// Lets the ranks of this replica pass. Errors: `PermissionDenied` that names replica and caller.
+fn own_ranks_only<T>(manager: &Manager, request: &Request<T>) -> Result<(), Status> {
+    in_the_name_of(request.extensions(), manager.uplink.replica_id())
+}
+
 /// Withdraws the call when its handler goes away, for whatever reason.
 struct OpenCall<'a> {
     manager: &'a Manager,
@@ -61,6 +68,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         &self,
         request: Request<torchft::ManagerQuorumRequest>,
     ) -> Result<Response<torchft::ManagerQuorumResponse>, Status> {
+        own_ranks_only(self, &request)?;
         let timeout = grpc_timeout(request.metadata())?.ok_or_else(|| {
             Status::invalid_argument("missing timeout: a quorum call needs the grpc-timeout header")
         })?;
@@ -132,6 +140,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         &self,
         request: Request<torchft::ShouldCommitRequest>,
     ) -> Result<Response<torchft::ShouldCommitResponse>, Status> {
+        own_ranks_only(self, &request)?;
         let timeout = grpc_timeout(request.metadata())?;
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
@@ -177,11 +186,18 @@ impl torchft::manager_service_server::ManagerService for Manager {
 
     async fn kill(
         &self,
-        _: Request<torchft::KillRequest>,
+        request: Request<torchft::KillRequest>,
     ) -> Result<Response<torchft::KillResponse>, Status> {
-        Err(Status::permission_denied(
-            "this server ends no process over the network",
-        ))
+        if caller(request.extensions()).is_none() {
+            return Err(Status::permission_denied(
+                "this server ends no process for callers that do not prove who they are",
+            ));
+        }
+        operator_only(&request)?;
+        let why = cut(&request.get_ref().msg).to_string();
+        tracing::warn!(why, "the operator ends this replica");
+        self.tell(ReplicaEvent::Killed { why });
+        Ok(Response::new(torchft::KillResponse {}))
     }
 }
 
@@ -193,6 +209,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         &self,
         request: Request<oxccl::WatchRequest>,
     ) -> Result<Response<Self::WatchStream>, Status> {
+        own_ranks_only(self, &request)?;
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
         let own = i64::from(std::process::id());
@@ -205,6 +222,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         &self,
         request: Request<oxccl::ManagerProgressRequest>,
     ) -> Result<Response<oxccl::ManagerProgressResponse>, Status> {
+        own_ranks_only(self, &request)?;
         let rank = rank("group_rank", request.into_inner().group_rank)?;
         self.tell(ReplicaEvent::Progress { rank });
         Ok(Response::new(oxccl::ManagerProgressResponse {}))
@@ -214,6 +232,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         &self,
         request: Request<oxccl::ManagerLeaveRequest>,
     ) -> Result<Response<oxccl::LeaveResponse>, Status> {
+        own_ranks_only(self, &request)?;
         let rank = rank("group_rank", request.into_inner().group_rank)?;
         self.tell(ReplicaEvent::Left { rank });
         Ok(Response::new(oxccl::LeaveResponse {}))
@@ -223,6 +242,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         &self,
         request: Request<oxccl::ManagerReportRequest>,
     ) -> Result<Response<oxccl::ReportResponse>, Status> {
+        own_ranks_only(self, &request)?;
         let timeout = grpc_timeout(request.metadata())?;
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;

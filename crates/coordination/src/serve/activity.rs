@@ -288,6 +288,8 @@ pub(super) struct Guarded<S> {
     frames: Frames,
     /// The peer's side was full at the last write.
     full: bool,
+    /// It was full at the last flush.
+    unflushed: bool,
     activity: Arc<Activity>,
 }
 
@@ -297,6 +299,7 @@ impl<S> Guarded<S> {
             stream,
             frames: Frames::new(COSTLY_FRAMES, Instant::now()),
             full: false,
+            unflushed: false,
             activity,
         }
     }
@@ -375,7 +378,18 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {
-        Pin::new(&mut self.stream).poll_flush(cx)
+        // With TLS, what was written may go out only here. A plain stream has nothing to flush, and never waits.
+        let flushed = Pin::new(&mut self.stream).poll_flush(cx);
+        match &flushed {
+            Poll::Pending => self.unflushed = true,
+            Poll::Ready(_) => {
+                if std::mem::take(&mut self.unflushed) {
+                    let mut state = self.activity.state();
+                    state.heard = state.heard.map(|_| Instant::now());
+                }
+            }
+        }
+        flushed
     }
 
     fn poll_shutdown(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -4,8 +4,9 @@ use std::collections::HashMap;
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use ftcore::identity::Rarely;
 use ftcore::{Error, Result, raise_descriptor_limit};
 
 use super::frames::Rate;
@@ -21,9 +22,6 @@ pub(super) const COSTLY_FRAMES: Rate = Rate {
     burst: 4000,
     per_second: 1000,
 };
-/// A refusal is logged at most this often, with the number of those that were not.
-const SAY_EVERY: Duration = Duration::from_secs(1);
-
 /// What connections to a server may take. Whoever takes more is disconnected, and the log says why.
 ///
 /// A connection with an open request, as the event streams are, may stay for as long as it answers pings.
@@ -68,6 +66,11 @@ impl ConnectionLimits {
         Self::with((raise_descriptor_limit() / 4).min(8192))
     }
 
+    /// The most connections at once that have not proved yet whose they are, where that is asked for. The others are for members.
+    pub(crate) fn handshakes(&self) -> usize {
+        (self.connections / 2).max(1)
+    }
+
     pub(crate) fn validate(&self) -> Result<()> {
         if self.connections == 0
             || self.per_address == 0
@@ -100,7 +103,7 @@ pub(super) struct Port {
     /// Bytes of unfinished requests.
     pub(super) unfinished: AtomicUsize,
     addresses: Mutex<HashMap<IpAddr, usize>>,
-    said: Mutex<(Option<Instant>, u64)>,
+    said: Rarely,
 }
 
 /// One connection in the count, until it is dropped.
@@ -116,7 +119,7 @@ impl Port {
             limits,
             unfinished: AtomicUsize::new(0),
             addresses: Mutex::default(),
-            said: Mutex::default(),
+            said: Rarely::default(),
         })
     }
 
@@ -157,19 +160,10 @@ impl Port {
 
     /// Logs what happened to a connection; a flood of them does not become a flood of lines.
     pub(super) fn say(&self, peer: SocketAddr, why: &str) {
-        let mut said = self.said.lock().unwrap_or_else(PoisonError::into_inner);
-        let now = Instant::now();
-        if said
-            .0
-            .is_some_and(|at| now.saturating_duration_since(at) < SAY_EVERY)
-        {
-            said.1 += 1;
+        let Some(not_logged) = self.said.pass() else {
             return;
-        }
-        let unsaid = std::mem::take(&mut said.1);
-        said.0 = Some(now);
-        drop(said);
-        tracing::warn!(%peer, not_logged = unsaid, "a connection is closed: {why}");
+        };
+        tracing::warn!(%peer, not_logged, "a connection is closed: {why}");
     }
 }
 

@@ -1,12 +1,13 @@
 //! `oxccl launch`: starts the replicas of this machine (and a lighthouse, unless there is one), restarts those that
 //! die, and says how it went.
 
+use std::ffi::OsString;
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use oxccl::core::{Error, Result, deadline_in};
+use oxccl::core::{Credentials, Error, Result, deadline_in};
 use oxccl::launch::{
     EventKind, ExitSummary, GiveUp, LighthouseSource, Outcome, RestartPolicy, StopReason, Supervisor,
     SupervisorConfig, SupervisorEvent, check_lighthouse,
@@ -18,9 +19,10 @@ Examples:
     oxccl launch --replicas 2 -- ./train --steps 500
 
   Two machines, one replica each:
-    hostA$ oxccl lighthouse --bind 0.0.0.0:29510 --min-replicas 2
-    hostA$ oxccl launch --lighthouse http://hostA:29510 --total-replicas 2 -- ./train
-    hostB$ oxccl launch --lighthouse http://hostA:29510 --total-replicas 2 --first-replica 1 -- ./train
+    hostA$ oxccl credentials new job1     (and copy the folder to hostB)
+    hostA$ oxccl lighthouse --credentials job1 --min-replicas 2
+    hostA$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 -- ./train
+    hostB$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 --first-replica 1 -- ./train
 
 Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE and OXCCL_EVENTS in its environment.
 The exit codes are those of `oxccl --help`; a program that exits with 2 is not restarted.";
@@ -31,9 +33,15 @@ The exit codes are those of `oxccl --help`; a program that exits with 2 is not r
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// The lighthouse, as http://host:port. Without it one is started here.
+    /// The lighthouse, as https://host:port (http:// without credentials). Without it one is started here.
     #[arg(long, env = "OXCCL_LIGHTHOUSE", value_name = "URL")]
     lighthouse: Option<String>,
+    /// The credentials of the job (`oxccl credentials`): all its processes ask for and show them.
+    #[arg(long, env = "OXCCL_CREDENTIALS", value_name = "DIR")]
+    credentials: Option<PathBuf>,
+    /// Without credentials, let the processes listen where other machines reach them (OXCCL_INSECURE=1 for them).
+    #[arg(long)]
+    insecure: bool,
     /// Replicas to start on this machine.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     replicas: u32,
@@ -93,12 +101,18 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         .split_first()
         .ok_or_else(|| Error::invalid("no program is given"))?;
     let (program, program_arguments) = (program.clone(), program_arguments.to_vec());
+    let closure = closure(arguments.credentials, arguments.insecure)?;
     let source = match arguments.lighthouse {
         Some(url) => {
             check_lighthouse(&url, deadline_in(REACH))?;
             LighthouseSource::External(url)
         }
-        None => own_lighthouse(arguments.lighthouse_bind, arguments.min_replicas, total_replicas)?,
+        None => own_lighthouse(
+            arguments.lighthouse_bind,
+            arguments.min_replicas,
+            total_replicas,
+            closure.clone(),
+        )?,
     };
     let run_dir = match arguments.run_dir {
         Some(dir) => dir,
@@ -126,7 +140,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let verdicts = oxccl::plugin::verdicts_for_job();
     let command = move |_: &_| {
         let mut command = Command::new(&program);
-        command.args(&program_arguments).envs(verdicts.clone());
+        command
+            .args(&program_arguments)
+            .envs(verdicts.clone())
+            .envs(closure.clone());
         command
     };
     let (supervisor, events) = Supervisor::start(config, command, deadline_in(START))?;
@@ -157,7 +174,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
 }
 
 #[cfg(feature = "lighthouse")]
-fn own_lighthouse(bind: String, min_replicas: u32, total_replicas: u32) -> Result<LighthouseSource> {
+fn own_lighthouse(
+    bind: String,
+    min_replicas: u32,
+    total_replicas: u32,
+    closure: Vec<(&'static str, OsString)>,
+) -> Result<LighthouseSource> {
     let this = std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
     let command = move |launch: &oxccl::launch::LighthouseLaunch| {
         let mut command = Command::new(&this);
@@ -167,6 +189,7 @@ fn own_lighthouse(bind: String, min_replicas: u32, total_replicas: u32) -> Resul
             .arg(&launch.state_file);
         command.args(["--min-replicas", &min_replicas.to_string()]);
         command.args(["--initial-replicas", &total_replicas.to_string()]);
+        command.envs(closure.clone());
         command
     };
     Ok(LighthouseSource::Spawn {
@@ -176,10 +199,26 @@ fn own_lighthouse(bind: String, min_replicas: u32, total_replicas: u32) -> Resul
 }
 
 #[cfg(not(feature = "lighthouse"))]
-fn own_lighthouse(_: String, _: u32, _: u32) -> Result<LighthouseSource> {
+fn own_lighthouse(_: String, _: u32, _: u32, _: Vec<(&'static str, OsString)>) -> Result<LighthouseSource> {
     Err(Error::invalid(
         "this build has no lighthouse of its own (feature `lighthouse`); give one with --lighthouse URL",
     ))
+}
+
+/// What tells the processes of the job whom to talk to. Errors: `InvalidArgument` if the credentials are not usable, before anything is started.
+fn closure(credentials: Option<PathBuf>, insecure: bool) -> Result<Vec<(&'static str, OsString)>> {
+    let mut variables = Vec::new();
+    if let Some(folder) = credentials.filter(|folder| !folder.as_os_str().is_empty()) {
+        // The processes may run in another folder.
+        let folder = std::path::absolute(&folder)
+            .map_err(|e| Error::io(format!("credentials: {}", folder.display()), e))?;
+        Credentials::load(&folder)?;
+        variables.push((Credentials::VARIABLE, folder.into()));
+    }
+    if insecure {
+        variables.push((ftcore::identity::INSECURE, "1".into()));
+    }
+    Ok(variables)
 }
 
 /// Unlike any other run's of this machine.

@@ -6,14 +6,21 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use oxccl::coordination::{LighthouseConfig, LighthouseServer};
-use oxccl::core::{Error, Result, deadline_in};
+use oxccl::core::{Credentials, Error, Result, deadline_in};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 
 const EXAMPLES: &str = "\
 Examples:
-  For a job of two machines:
-    oxccl lighthouse --bind 0.0.0.0:29510 --min-replicas 2
+  For a job of two machines, closed to all that do not have its credentials:
+    oxccl credentials new job1
+    oxccl lighthouse --credentials job1 --min-replicas 2
+
+  For several jobs, each apart from the others:
+    oxccl lighthouse --credentials job1,job2 --min-replicas 2
+
+  Without credentials, for torchft's clients and networks that you trust:
+    oxccl lighthouse --insecure --bind 0.0.0.0:29510 --min-replicas 2
 
   The job's record is on disk, so that a lighthouse that is killed and started again goes on with the same step.
   A new job at the same port, under other replica names, begins with a new file:
@@ -25,17 +32,23 @@ Examples:
 
   Its page with the members and the reason why a quorum waits: http://host:29510/
   As JSON: http://host:29510/status   For Prometheus: http://host:29510/metrics
+  With credentials, at https:// and for callers with a certificate of the job (docs/credentials.md).
 
-Anyone who reaches the port can take part: bind it to a network that you trust.
 The exit codes are those of `oxccl --help`.";
 
 /// Run the lighthouse of a job: it forms quorums and tells replicas about each other's deaths.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// Where to listen; port 0 takes a free one.
-    #[arg(long, default_value = "0.0.0.0:29510", value_name = "HOST:PORT")]
-    bind: String,
+    /// Where to listen; port 0 takes a free one [default: 0.0.0.0:29510 with credentials, 127.0.0.1:29510 without].
+    #[arg(long, value_name = "HOST:PORT")]
+    bind: Option<String>,
+    /// The credentials of the job (`oxccl credentials new`), or of several jobs: only their processes are served, each job apart from the others.
+    #[arg(long, env = "OXCCL_CREDENTIALS", value_name = "DIR", value_delimiter = ',')]
+    credentials: Vec<PathBuf>,
+    /// Without credentials, listen where other machines reach it: all that do can take part in the job.
+    #[arg(long)]
+    insecure: bool,
     /// The host name under which others reach this machine [default: its own name, or the address in --bind].
     #[arg(long, value_name = "HOST")]
     advertise_host: Option<String>,
@@ -51,7 +64,7 @@ pub(crate) struct Arguments {
     /// A replica that sent no heartbeat for this long is dead.
     #[arg(long, default_value_t = 5_000, value_name = "MS", value_parser = clap::value_parser!(u64).range(1..))]
     heartbeat_timeout_ms: u64,
-    /// Keeps the job's record over restarts [default: oxccl/lighthouse-<port>.json in $XDG_STATE_HOME or ~/.local/state; none with port 0].
+    /// Keeps the job's record over restarts; with credentials, the job's id is put behind the name [default: oxccl/lighthouse-<port>.json in $XDG_STATE_HOME or ~/.local/state; none with port 0].
     #[arg(long, value_name = "FILE")]
     state_file: Option<PathBuf>,
     /// Keep no record: a restarted lighthouse believes what the replicas tell.
@@ -63,13 +76,26 @@ pub(crate) struct Arguments {
 }
 
 impl Arguments {
+    fn bind(&self) -> &str {
+        match &self.bind {
+            Some(bind) => bind,
+            None if self.folders().next().is_none() => "127.0.0.1:29510",
+            None => "0.0.0.0:29510",
+        }
+    }
+
+    /// The folders of credentials. A variable that is set and empty names none.
+    fn folders(&self) -> impl Iterator<Item = &PathBuf> {
+        self.credentials.iter().filter(|dir| !dir.as_os_str().is_empty())
+    }
+
     /// Where the record is kept, if it is. Errors: `InvalidArgument` if there is no default place.
     fn record(&self, state_home: Option<OsString>, home: Option<OsString>) -> Result<Option<PathBuf>> {
         if self.no_state_file || self.state_file.is_some() {
             return Ok(self.state_file.clone());
         }
         // A free port is another one each time: a file named for it would be another job's.
-        let port = self.bind.rsplit_once(':').map_or("", |(_, port)| port);
+        let port = self.bind().rsplit_once(':').map_or("", |(_, port)| port);
         if port.parse() == Ok(0_u16) {
             return Ok(None);
         }
@@ -95,7 +121,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         None => tracing::info!("no record of the job is kept"),
     }
     let server = LighthouseServer::start(LighthouseConfig {
-        bind: arguments.bind,
+        bind: arguments.bind().to_owned(),
+        credentials: arguments
+            .folders()
+            .map(|dir| Credentials::load(dir))
+            .collect::<Result<_>>()?,
+        insecure: arguments.insecure,
         advertise_host: arguments.advertise_host,
         min_replicas: count(arguments.min_replicas),
         initial_replicas: arguments.initial_replicas.map(count),
@@ -106,7 +137,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..LighthouseConfig::default()
     })?;
     let url = server.address();
-    say!("oxccl: lighthouse at {url} (dashboard: the same address in a browser)");
+    let page = match url.starts_with("https://") {
+        true => "for the members of its jobs",
+        false => "dashboard: the same address in a browser",
+    };
+    say!("oxccl: lighthouse at {url} ({page})");
     oxccl::launch::announce_lighthouse(&url, deadline_in(Duration::from_secs(5)))?;
     let signal = signals.forever().next();
     tracing::info!("lighthouse ends (signal {})", signal.unwrap_or_default());

@@ -347,7 +347,7 @@ fn stop_on_signals(control: Sender<Control>) -> Result<Handle> {
     Ok(handle)
 }
 
-/// Looks whether somebody listens at a lighthouse's address (`http://host:port`), so that a wrong one is found before
+/// Looks whether somebody listens at a lighthouse's address (`http://host:port` or `https://host:port`), so that a wrong one is found before
 /// anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
 /// connection comes about by `deadline`.
 pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
@@ -366,7 +366,7 @@ pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
             ErrorKind::Unavailable,
             format!(
                 "lighthouse not reachable at {url}: {what}; is it running, and is the address right? \
-                 `oxccl lighthouse --bind 0.0.0.0:29510` starts one"
+                 `oxccl lighthouse` starts one"
             ),
         )
     };

@@ -149,7 +149,8 @@ impl TcpStoreServer {
     pub fn bind(addr: &str) -> Result<Self> {
         let credentials = Credentials::from_env().map_err(|e| e.with_op("store.serve"))?;
         let (listener, address) = listen(addr)?;
-        may_listen("store server", address, credentials.as_deref()).map_err(|e| e.with_op("store.serve"))?;
+        may_listen("store server", address, credentials.as_deref(), false)
+            .map_err(|e| e.with_op("store.serve"))?;
         Self::start(addr, (listener, address), credentials, Limits::default())
     }
 
