@@ -8,7 +8,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, ErrorKind, Result, deadline_in};
 
-use crate::channel::{reach, wait_for};
+use crate::channel::wait_for;
+use crate::lighthouses::Lighthouses;
 use crate::serve::{self, ConnectionLimits, Service};
 use protocol::MAX_ID_BYTES;
 
@@ -29,7 +30,7 @@ const GRACE: Duration = Duration::from_secs(1);
 pub struct ManagerServerConfig {
     /// The replica: `name:uuid`, another uuid in every life.
     pub replica_id: String,
-    /// The lighthouse's URL, `http://host:port`.
+    /// The lighthouse's URL, `http://host:port`. Of several lighthouses that share the job all, separated by commas; the leading one is found.
     pub lighthouse: String,
     /// Where to listen, `host:port`; port 0 takes a free one.
     pub bind: String,
@@ -104,10 +105,9 @@ impl ManagerServer {
         let listener = serve::listen("the manager server", &config.bind)?;
         let address = serve::url(&listener, config.advertise_host.as_deref())?;
         let runtime = serve::runtime("ox-manager-srv", 2)?;
-        let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
         let deadline = deadline_in(config.connect_timeout);
-        let channel = match reach(runtime.handle(), &config.lighthouse, "lighthouse", hint, deadline) {
-            Ok(channel) => channel,
+        let lighthouses = match Lighthouses::reach(runtime.handle(), &config.lighthouse, deadline) {
+            Ok(lighthouses) => lighthouses,
             Err(error) => {
                 // A look-up of its name may hang for longer than anybody waits.
                 runtime.shutdown_background();
@@ -118,7 +118,7 @@ impl ManagerServer {
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| d.as_nanos());
         let uplink = Uplink::new(
-            channel,
+            lighthouses,
             &config,
             address.clone(),
             format!("{}-{life}", std::process::id()),

@@ -31,7 +31,7 @@ The exit codes are those of `oxccl --help`; a program that exits with 2 is not r
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// The lighthouse, as http://host:port. Without it one is started here.
+    /// The lighthouse, as http://host:port; of several that share the job all, separated by commas. Without it one is started here.
     #[arg(long, env = "OXCCL_LIGHTHOUSE", value_name = "URL")]
     lighthouse: Option<String>,
     /// Replicas to start on this machine.
