@@ -12,6 +12,7 @@ use clap::{Args, Parser, Subcommand};
 mod ci;
 mod delays;
 mod deny;
+mod etcd;
 mod libtest;
 mod lighthouse;
 mod matrix;

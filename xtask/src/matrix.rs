@@ -298,6 +298,15 @@ pub(crate) const ROWS: &[Row] = &[
         suite("torchft-conformance", ""),
         minutes(5),
     ),
+    // Measures how fast another lighthouse takes over.
+    alone(row(
+        "etcd",
+        Some("etcd"),
+        "the job's record on a real etcd of three members, several lighthouses, one of them killed",
+        etcd,
+        suite("etcd-conformance", ""),
+        minutes(5),
+    )),
     // Measures how fast links carry and survivors hear.
     alone(row(
         "e2e",
@@ -531,6 +540,8 @@ pub(crate) enum Skip {
     NcclLibrary { why: String },
     /// The real torchft cannot be had.
     Torchft { why: String },
+    /// A real etcd cannot be had.
+    Etcd { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
 }
@@ -549,6 +560,7 @@ impl fmt::Display for Skip {
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
+            Self::Etcd { why } => write!(f, "etcd cannot be had: {why}"),
             Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
@@ -611,6 +623,14 @@ fn torchft() -> Result<Environment, Skip> {
         "OXCCL_TORCHFT_PATH".to_owned(),
         folder.display().to_string(),
     )])
+}
+
+/// Needs a real etcd, which is fetched once, and TCP over the loopback interface.
+fn etcd() -> Result<Environment, Skip> {
+    let mut environment = loopback()?;
+    let program = crate::etcd::prepare().map_err(|e| Skip::Etcd { why: e.to_string() })?;
+    environment.push(("OXCCL_ETCD_PATH".to_owned(), program.display().to_string()));
+    Ok(environment)
 }
 
 #[cfg(test)]

@@ -20,7 +20,8 @@ mod wire;
 
 pub use client::{CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 pub use lighthouse::{
-    EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus, WaitingReplica,
+    EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus,
+    WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
 pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};

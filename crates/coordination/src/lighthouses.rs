@@ -13,6 +13,7 @@ use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response};
 
 use crate::channel::{self, Backoff, call, reach, wait_for};
+use crate::wire::is_elsewhere;
 
 /// What to do when no lighthouse is reached.
 const HINT: &str = "is the lighthouse running? start it with `oxccl lighthouse`";
@@ -47,13 +48,16 @@ impl Lighthouses {
             let channel = reach(handle, url, "lighthouse", HINT, deadline)?;
             return Ok(Self::of(vec![channel], &urls, list, 0));
         }
-        let endpoints = urls.iter().map(|url| Ok(channel::endpoint(url)?.connect_timeout(CONNECT)));
+        let endpoints = urls
+            .iter()
+            .map(|url| Ok(channel::endpoint(url)?.connect_timeout(CONNECT)));
         let endpoints = endpoints.collect::<Result<Vec<_>>>()?;
         let (attempts, addresses) = (first_reached(endpoints.clone(), deadline), list.to_string());
         let start = Instant::now();
         let unreached = move |last: &str| {
             let waited = start.elapsed().as_secs_f64();
-            let text = format!("cannot reach a lighthouse at {addresses} within {waited:.1} s ({last}); {HINT}");
+            let text =
+                format!("cannot reach a lighthouse at {addresses} within {waited:.1} s ({last}); {HINT}");
             Error::new(ErrorKind::Unavailable, text)
         };
         let found = wait_for(handle, "connect", deadline, async move { attempts.await });
@@ -107,7 +111,7 @@ impl Lighthouses {
 
     /// One call with a deadline. A single lighthouse is asked once; of several one after another, until one answers.
     ///
-    /// Errors: what the leading lighthouse says; `Unavailable` if none leads until the deadline.
+    /// Errors: what the leading lighthouse says; of several, `Unavailable` if none leads until the deadline.
     pub(crate) async fn call<T, R, F>(
         &self,
         op: &'static str,
@@ -122,12 +126,18 @@ impl Lighthouses {
         let mut search = Search::new(self.count());
         loop {
             let asked = self.current()?;
+            let mut is_other = false;
             let answer = call(op, &asked.url, deadline, message.clone(), |request| {
-                rpc(asked.channel.clone(), request)
+                let (answer, is_other) = (rpc(asked.channel.clone(), request), &mut is_other);
+                async move {
+                    let answer = answer.await;
+                    *is_other = answer.as_ref().is_err_and(is_elsewhere);
+                    answer
+                }
             })
             .await;
             let error = match answer {
-                Err(error) if error.kind() == ErrorKind::Unavailable && self.count() > 1 => error,
+                Err(error) if is_other && self.count() > 1 => error,
                 answer => return answer,
             };
             self.go_on(&asked);

@@ -132,16 +132,11 @@ impl LighthouseClient {
             reason: reason.to_string(),
             failed,
         };
-        wait_for(
-            &self.thread.handle()?,
-            "lighthouse.leave",
-            deadline,
-            async move {
-                let leave = |c, r| async { ours(c).leave(r).await };
-                let answer = lighthouses.call("lighthouse.leave", deadline, message, leave);
-                answer.await.map(|_| ())
-            },
-        )
+        wait_for(&self.thread.handle()?, "lighthouse.leave", deadline, async move {
+            let leave = |c, r| async { ours(c).leave(r).await };
+            let answer = lighthouses.call("lighthouse.leave", deadline, message, leave);
+            answer.await.map(|_| ())
+        })
     }
 
     /// What the lighthouse's page shows; of several lighthouses the leading one's, or the last one's if none leads. Errors: `Unavailable`,
@@ -181,9 +176,8 @@ async fn status_of(url: &str, deadline: Instant) -> Result<LighthouseStatus> {
     let body = tokio::time::timeout_at(deadline.into(), get(url, "/status"))
         .await
         .map_err(late)??;
-    serde_json::from_slice(&body).map_err(|e| {
-        Error::new(ErrorKind::Protocol, format!("the status of {url}: {e}")).with_source(e)
-    })
+    serde_json::from_slice(&body)
+        .map_err(|e| Error::new(ErrorKind::Protocol, format!("the status of {url}: {e}")).with_source(e))
 }
 
 /// The body of a page, over a connection of its own.

@@ -414,7 +414,10 @@ pub(crate) mod tests {
         fn note(&self, what: &'static str) -> Result<()> {
             self.asked.lock().unwrap().push(what);
             if self.lost.load(Ordering::Relaxed) {
-                return Err(Error::new(ErrorKind::Conflict, "another lighthouse leads the job"));
+                return Err(Error::new(
+                    ErrorKind::Conflict,
+                    "another lighthouse leads the job",
+                ));
             }
             Ok(())
         }

@@ -92,7 +92,11 @@ impl Election {
             };
             let term = Arc::new(term);
             let step = record.as_ref().map(|r| r.step);
-            tracing::info!(term = term.token(), recorded_step = step, "this lighthouse leads the job");
+            tracing::info!(
+                term = term.token(),
+                recorded_step = step,
+                "this lighthouse leads the job"
+            );
             let (lighthouse, mut task) = begin(record, Journal::Etcd(term.clone()));
             self.role.send_replace(Role::Leads(lighthouse));
             let why = tokio::select! {

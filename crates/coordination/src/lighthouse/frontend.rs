@@ -11,7 +11,7 @@ use tokio_stream::wrappers::WatchStream;
 use tonic::Status;
 
 use super::actor::Lighthouse;
-use crate::wire::{oxccl, status_of};
+use crate::wire::{elsewhere, oxccl};
 
 /// What this lighthouse does at present.
 #[derive(Debug, Clone)]
@@ -60,7 +60,7 @@ impl Frontend {
 
     /// As [`Frontend::leading`], for a call.
     pub(crate) fn answering(&self) -> Result<Lighthouse, Status> {
-        self.leading().map_err(|e| status_of(&e))
+        self.leading().map_err(|e| elsewhere(&e))
     }
 
     /// How this lighthouse stands, at once and when that changes, until it does not lead.

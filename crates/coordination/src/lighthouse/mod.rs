@@ -14,9 +14,9 @@ use tokio::runtime::Runtime;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
-use crate::serve::{self, ConnectionLimits, Service};
 use crate::channel::wait_for;
 use crate::etcd::Etcd;
+use crate::serve::{self, ConnectionLimits, Service};
 use disk::StateFile;
 use election::{Begin, Election};
 use frontend::{Frontend, Role};

@@ -19,7 +19,9 @@ use super::actor::{Lighthouse, Message, gone};
 use super::frontend::{Frontend, Standings};
 use super::reply::Reply;
 use crate::serve::Line;
-use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
+use crate::wire::{
+    MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, oxccl, status_of, torchft,
+};
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
 
@@ -113,7 +115,10 @@ impl Lighthouse {
                 }
             },
         };
-        answer.unwrap_or_else(|_| Err(gone())).map_err(|e| status_of(&e))
+        match answer {
+            Ok(answer) => answer.map_err(|e| status_of(&e)),
+            Err(_) => Err(elsewhere(&gone())),
+        }
     }
 }
 
@@ -128,11 +133,11 @@ impl Frontend {
             let message = messages.message().await?.ok_or_else(none)?;
             self.answering()?
                 .ask(
-                &MetadataMap::from_headers(head.headers),
-                &head.extensions,
-                message,
-            )
-            .await
+                    &MetadataMap::from_headers(head.headers),
+                    &head.extensions,
+                    message,
+                )
+                .await
         };
         answer
             .await
@@ -240,10 +245,10 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
             last_quorum_id,
             reply,
         });
-        let events = answer
-            .await
-            .unwrap_or_else(|_| Err(gone()))
-            .map_err(|e| status_of(&e))?;
+        let events = match answer.await {
+            Ok(events) => events.map_err(|e| status_of(&e))?,
+            Err(_) => return Err(elsewhere(&gone())),
+        };
         attached.events = WatchStream::new(events);
         Ok(Response::new(attached))
     }
@@ -269,7 +274,7 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
             Event::Leave { replica_id, reason }
         };
         let told = self.answering()?.tell(event).await;
-        told.map_err(|e| status_of(&e))?;
+        told.map_err(|e| elsewhere(&e))?;
         Ok(Response::new(oxccl::LeaveResponse {}))
     }
 
@@ -292,14 +297,11 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
             reason,
         };
         let told = self.answering()?.tell(event).await;
-        told.map_err(|e| status_of(&e))?;
+        told.map_err(|e| elsewhere(&e))?;
         Ok(Response::new(oxccl::ReportResponse {}))
     }
 
-    async fn follow(
-        &self,
-        _: Request<oxccl::FollowRequest>,
-    ) -> Result<Response<Self::FollowStream>, Status> {
+    async fn follow(&self, _: Request<oxccl::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
         Ok(Response::new(Frontend::follow(self)))
     }
 }

@@ -128,8 +128,9 @@ impl Term {
                 Ok(())
             }
             _ => {
-                let text =
-                    format!("{place} was changed by somebody else while this lighthouse leads; the job's keys are its alone");
+                let text = format!(
+                    "{place} was changed by somebody else while this lighthouse leads; the job's keys are its alone"
+                );
                 Err(Error::new(ErrorKind::Conflict, text))
             }
         }
@@ -148,7 +149,8 @@ impl Term {
             Some(entry) if entry.revision == self.token => return Ok(()),
             Some(entry) => Leader::decode(entry, &self.keys.leader)?.address,
             None => {
-                let text = "the lease of this lighthouse has ended: it did not reach etcd in time, or was stopped";
+                let text =
+                    "the lease of this lighthouse has ended: it did not reach etcd in time, or was stopped";
                 return Err(Error::new(ErrorKind::Conflict, text));
             }
         };
@@ -164,7 +166,9 @@ impl Term {
             let begun = Instant::now();
             match self.etcd.keep_alive(self.lease, until).await {
                 Ok(true) => until = begun + self.lease.ttl,
-                Ok(false) => return Error::new(ErrorKind::Conflict, "the lease of this lighthouse has ended"),
+                Ok(false) => {
+                    return Error::new(ErrorKind::Conflict, "the lease of this lighthouse has ended");
+                }
                 Err(error) if time_left(until).is_zero() => return error,
                 Err(error) => tracing::warn!(%error, "the lease was not extended; trying again"),
             }

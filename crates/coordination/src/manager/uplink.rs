@@ -20,7 +20,7 @@ use crate::lighthouses::{Lighthouses, Search};
 use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, is_elsewhere, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
@@ -309,7 +309,10 @@ async fn heartbeats(uplink: Uplink) {
             .call("lighthouse.heartbeat", deadline_in(patience), message, beat)
             .await;
         match &answer {
-            Ok(_) if failing => tracing::info!(url = inner.lighthouses.list(), "heartbeats reach the lighthouse again"),
+            Ok(_) if failing => tracing::info!(
+                url = inner.lighthouses.list(),
+                "heartbeats reach the lighthouse again"
+            ),
             Err(error) if !failing => tracing::warn!(%error, "a heartbeat did not reach the lighthouse"),
             _ => {}
         }
@@ -392,7 +395,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
             }
             Err(status) => {
                 tracing::debug!(url = lighthouse.url, %status, "no stream to the lighthouse yet");
-                status.code() == Code::Unavailable || std::error::Error::source(&status).is_some()
+                is_elsewhere(&status)
             }
         };
         if gone {

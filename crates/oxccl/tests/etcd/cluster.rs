@@ -107,8 +107,18 @@ impl Cluster {
                 "--advertise-client-urls",
                 &client,
             ])
-            .args(["--listen-peer-urls", &peer, "--initial-advertise-peer-urls", &peer])
-            .args(["--initial-cluster", &all.join(","), "--initial-cluster-state", "new"])
+            .args([
+                "--listen-peer-urls",
+                &peer,
+                "--initial-advertise-peer-urls",
+                &peer,
+            ])
+            .args([
+                "--initial-cluster",
+                &all.join(","),
+                "--initial-cluster-state",
+                "new",
+            ])
             .args(["--heartbeat-interval", "20", "--election-timeout", "200"])
             .args(["--logger", "zap", "--log-level", "error"])
             .stdout(log.try_clone().unwrap())
@@ -118,7 +128,9 @@ impl Cluster {
 
     /// Until `member` answers with what the majority has.
     fn wait_for(&self, member: usize) {
-        wait_until("etcd answers", || self.ask(member, "/v3/kv/range", r#"{"key":"AA=="}"#));
+        wait_until("etcd answers", || {
+            self.ask(member, "/v3/kv/range", r#"{"key":"AA=="}"#)
+        });
     }
 
     pub(crate) fn kill(&mut self, member: usize) {
@@ -155,6 +167,18 @@ impl Cluster {
         let answer = wait_until("etcd answers", || self.ask(0, "/v3/kv/range", &body));
         let (_, rest) = answer.split_once(r#""mod_revision":""#)?;
         rest.split_once('"')?.0.parse().ok()
+    }
+
+    /// Writes a key; it and the value are in base64.
+    pub(crate) fn put(&self, key: &str, value: &str) {
+        let body = format!(r#"{{"key":"{key}","value":"{value}"}}"#);
+        wait_until("etcd answers", || self.ask(0, "/v3/kv/put", &body));
+    }
+
+    /// Removes a key; it is in base64.
+    pub(crate) fn delete(&self, key: &str) {
+        let body = format!(r#"{{"key":"{key}"}}"#);
+        wait_until("etcd answers", || self.ask(0, "/v3/kv/deleterange", &body));
     }
 }
 

@@ -72,7 +72,10 @@ impl Job {
     fn next(&mut self) -> Commit {
         let Ok(commit) = self.commits.recv_timeout(PATIENCE) else {
             let ended = self.replicas.iter().any(JoinHandle::is_finished);
-            panic!("no commit within {PATIENCE:?} (a replica ended: {ended}); the last: {:?}", self.newest);
+            panic!(
+                "no commit within {PATIENCE:?} (a replica ended: {ended}); the last: {:?}",
+                self.newest
+            );
         };
         let before = self.newest[commit.replica].replace(commit);
         if let Some(before) = before {

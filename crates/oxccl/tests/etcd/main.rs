@@ -67,7 +67,8 @@ fn quorum(url: &str, members: Vec<Member>) -> Quorum {
 
 fn report(what: &str, mut times: Vec<Duration>) {
     times.sort();
-    let at = |percent: usize| times[(times.len() * percent).div_ceil(100).saturating_sub(1)].as_secs_f64() * 1e3;
+    let at =
+        |percent: usize| times[(times.len() * percent).div_ceil(100).saturating_sub(1)].as_secs_f64() * 1e3;
     println!(
         "{what}: {} times, p50 {:.0} ms, p99 {:.0} ms",
         times.len(),
@@ -120,7 +121,10 @@ fn a_leader_that_was_stopped_beyond_its_lease_delivers_nothing_and_writes_nothin
         };
         let joined = |url: &str, epoch: i64| quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]);
         // A follower says who leads.
-        let refused = ask(&new.url, vec![member("a", 0, epoch)]).remove(0).join().unwrap();
+        let refused = ask(&new.url, vec![member("a", 0, epoch)])
+            .remove(0)
+            .join()
+            .unwrap();
         let refused = refused.unwrap_err();
         assert_eq!(refused.kind(), ErrorKind::Unavailable);
         assert!(refused.to_string().contains(&old.url), "{refused}");
@@ -155,6 +159,47 @@ fn a_leader_that_was_stopped_beyond_its_lease_delivers_nothing_and_writes_nothin
     }
 }
 
+/// `/oxccl/replaced/leader` and `/oxccl/replaced/record` in base64.
+const REPLACED_LEADER: &str = "L294Y2NsL3JlcGxhY2VkL2xlYWRlcg==";
+const REPLACED_RECORD: &str = "L294Y2NsL3JlcGxhY2VkL3JlY29yZA==";
+/// `{"address":"http://127.0.0.1:9","incarnation":"other"}` in base64.
+const ANOTHER: &str = "eyJhZGRyZXNzIjoiaHR0cDovLzEyNy4wLjAuMTo5IiwiaW5jYXJuYXRpb24iOiJvdGhlciJ9";
+
+#[test]
+fn a_leader_that_is_awake_and_was_replaced_delivers_nothing_and_writes_nothing() {
+    let _alone = alone();
+    let cluster = Cluster::start();
+    let all = lighthouses(&cluster, "replaced", 1);
+    let url = &all[0].url;
+    let mut epoch = 0;
+    // As above. Its lease is alive, and it has not looked at the key yet: only the fence is left.
+    for commit_failures in [0, 1] {
+        leading(&all);
+        epoch = quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]).quorum_id;
+        let revision = cluster.revision(REPLACED_RECORD).unwrap();
+        let clients = ["a", "b"].map(|id| (id, all[0].client()));
+        cluster.put(REPLACED_LEADER, ANOTHER);
+        let calls = clients.map(|(id, client)| {
+            let member = Member {
+                commit_failures,
+                ..member(id, 0, epoch)
+            };
+            std::thread::spawn(move || client.quorum(&member, soon()))
+        });
+        for call in calls {
+            let refused = call.join().unwrap().expect_err("a replaced leader delivered");
+            assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+        }
+        assert_eq!(
+            cluster.revision(REPLACED_RECORD),
+            Some(revision),
+            "{}",
+            all[0].said()
+        );
+        cluster.delete(REPLACED_LEADER);
+    }
+}
+
 #[test]
 fn training_goes_on_with_the_same_step_when_the_leading_lighthouse_is_killed() {
     let _alone = alone();
@@ -171,13 +216,21 @@ fn training_goes_on_with_the_same_step_when_the_leading_lighthouse_is_killed() {
         times.push(job.first_of_next_epoch().at - killed);
         all[leads].restart();
     }
+    // By the kernel's word, not by the end of a lease.
+    let evident = all
+        .iter()
+        .map(|l| l.said().matches("nothing listens at its address").count());
+    assert!(evident.sum::<usize>() >= KILLS / 2);
     // One that ends in order hands over.
     let leads = leading(&all);
     all[leads].process.signal(Signal::TERM);
     job.first_of_next_epoch();
     let steps = job.finish();
     println!("{steps} steps");
-    report("SIGKILL of the leading one of three lighthouses to the next commit", times);
+    report(
+        "SIGKILL of the leading one of three lighthouses to the next commit",
+        times,
+    );
 }
 
 #[test]
