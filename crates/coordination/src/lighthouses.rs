@@ -60,7 +60,7 @@ impl Lighthouses {
                 format!("cannot reach a lighthouse at {addresses} within {waited:.1} s ({last}); {HINT}");
             Error::new(ErrorKind::Unavailable, text)
         };
-        let found = wait_for(handle, "connect", deadline, async move { attempts.await });
+        let found = wait_for(handle, "connect", deadline, attempts);
         let at = found.map_err(|e| match e.kind() {
             ErrorKind::Timeout => unreached("no answer"),
             _ => unreached(e.message()),
