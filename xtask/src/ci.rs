@@ -78,9 +78,17 @@ const STEPS: &[Step] = &[
 
 fn test() -> Result<bool> {
     runner::test(&TestArgs {
-        require: ["gloo", "isolate", "launchers", "plugin", "xccl", "protocol"]
-            .map(str::to_owned)
-            .to_vec(),
+        require: [
+            "etcd",
+            "gloo",
+            "isolate",
+            "launchers",
+            "plugin",
+            "xccl",
+            "protocol",
+        ]
+        .map(str::to_owned)
+        .to_vec(),
         require_installable: vec!["xccl-sycl".to_owned()],
         ..TestArgs::default()
     })

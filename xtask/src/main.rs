@@ -13,6 +13,7 @@ mod ci;
 mod debian;
 mod delays;
 mod deny;
+mod etcd;
 mod launchers;
 mod libtest;
 mod lighthouse;

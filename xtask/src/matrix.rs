@@ -322,6 +322,15 @@ pub(crate) const ROWS: &[Row] = &[
         suite("launchers-conformance", "slurm::"),
         minutes(5),
     ),
+    // Measures how fast another lighthouse takes over.
+    alone(row(
+        "etcd",
+        Some("etcd"),
+        "the job's record on a real etcd of three members, several lighthouses, one of them killed",
+        etcd,
+        suite("etcd-conformance", ""),
+        minutes(5),
+    )),
     // Measures how fast links carry and survivors hear.
     alone(row(
         "e2e",
@@ -557,6 +566,8 @@ pub(crate) enum Skip {
     Torchft { why: String },
     /// The launcher cannot be had.
     Launcher { why: String },
+    /// A real etcd cannot be had.
+    Etcd { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
 }
@@ -576,6 +587,7 @@ impl fmt::Display for Skip {
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
+            Self::Etcd { why } => write!(f, "etcd cannot be had: {why}"),
             Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
@@ -659,6 +671,14 @@ fn open_mpi() -> Result<Environment, Skip> {
 /// Needs Slurm, which root can install.
 fn slurm() -> Result<Environment, Skip> {
     launcher(crate::launchers::slurm())
+}
+
+/// Needs a real etcd, which is fetched once, and TCP over the loopback interface.
+fn etcd() -> Result<Environment, Skip> {
+    let mut environment = loopback()?;
+    let program = crate::etcd::prepare().map_err(|e| Skip::Etcd { why: e.to_string() })?;
+    environment.push(("OXCCL_ETCD_PATH".to_owned(), program.display().to_string()));
+    Ok(environment)
 }
 
 #[cfg(test)]

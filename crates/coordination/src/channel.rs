@@ -70,6 +70,22 @@ impl Way {
         }
     }
 
+    /// A channel to `endpoint`, connected.
+    pub(crate) async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, tonic::transport::Error> {
+        match self.party {
+            None => endpoint.connect().await,
+            Some(_) => endpoint.connect_with_connector(Connector(self.clone())).await,
+        }
+    }
+
+    /// A channel to `endpoint` that connects with its first call. On a runtime.
+    pub(crate) fn connect_lazily(&self, endpoint: &Endpoint) -> Channel {
+        match self.party {
+            None => endpoint.connect_lazy(),
+            Some(_) => endpoint.connect_with_connector_lazy(Connector(self.clone())),
+        }
+    }
+
     /// Checks that `url` is one for this way. Errors: `InvalidArgument` that says what is missing on which side.
     fn check(&self, url: &str) -> Result<()> {
         let why = match (
@@ -165,13 +181,7 @@ pub(crate) fn reach(
             let mut backoff = Backoff::new();
             let mut last = String::from("no answer");
             loop {
-                let connected = async {
-                    match way.party {
-                        None => endpoint.connect().await,
-                        Some(_) => endpoint.connect_with_connector(Connector(way.clone())).await,
-                    }
-                };
-                match tokio::time::timeout_at(deadline.into(), connected).await {
+                match tokio::time::timeout_at(deadline.into(), way.connect(&endpoint)).await {
                     Ok(Ok(channel)) => return Ok(channel),
                     Ok(Err(e)) => last = chain(&e),
                     Err(_) => {}
@@ -192,7 +202,7 @@ pub(crate) fn reach(
 }
 
 /// An error with its causes, each said once.
-fn chain(error: &dyn std::error::Error) -> String {
+pub(crate) fn chain(error: &dyn std::error::Error) -> String {
     let mut text = error.to_string();
     let mut cause = error.source();
     while let Some(c) = cause {

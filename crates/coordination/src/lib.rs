@@ -10,7 +10,9 @@
 
 mod channel;
 mod client;
+mod etcd;
 mod lighthouse;
+mod lighthouses;
 mod manager;
 mod serve;
 mod unchanged;
@@ -18,7 +20,8 @@ mod wire;
 
 pub use client::{CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 pub use lighthouse::{
-    HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus, WaitingReplica,
+    EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus,
+    WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
 pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};

@@ -251,6 +251,22 @@ pub(crate) fn status_of(error: &Error) -> Status {
     Status::new(code, cut(error.message()))
 }
 
+/// On a refusal by a lighthouse that does not lead its job.
+const ELSEWHERE: &str = "oxccl-elsewhere";
+
+/// The refusal of a lighthouse that does not lead, or leads no more: another one may answer.
+pub(crate) fn elsewhere(error: &Error) -> Status {
+    let mut status = status_of(error);
+    let yes = tonic::metadata::MetadataValue::from_static("1");
+    status.metadata_mut().insert(ELSEWHERE, yes);
+    status
+}
+
+/// Whether another lighthouse may answer what this one did not: it was not reached, or said so.
+pub(crate) fn is_elsewhere(status: &Status) -> bool {
+    std::error::Error::source(status).is_some() || status.metadata().contains_key(ELSEWHERE)
+}
+
 /// A status message travels in a header, where each byte may take three, and the headers of an answer are limited to 16 KiB.
 const MAX_STATUS_BYTES: usize = 4096;
 

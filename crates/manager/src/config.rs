@@ -20,7 +20,7 @@ pub enum WorldSizeMode {
 pub struct ManagerConfig {
     /// The replica's name, the same in each of its lives; the id is `name:random`.
     pub name: String,
-    /// The lighthouse's URL; needed on group rank 0.
+    /// The lighthouse's URL, or those of all lighthouses that share the job, separated by commas; needed on group rank 0.
     pub lighthouse: Option<String>,
     /// This process's rank inside the replica.
     pub group_rank: u32,

@@ -4,14 +4,15 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_url};
-use identity::{Party, Role};
+use identity::Party;
 use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
 use tokio::time::MissedTickBehavior;
 use tonic::transport::Channel;
 
-use super::{Connection, tool};
-use crate::channel::{Line, Way, call, wait_for};
+use super::{Thread, tool};
+use crate::channel::{Line, Way, wait_for};
 use crate::lighthouse::LighthouseStatus;
+use crate::lighthouses::{Lighthouses, Search};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
@@ -22,39 +23,37 @@ const HEARTBEAT: Duration = Duration::from_millis(500);
 /// No status is longer, in bytes.
 const MAX_STATUS_BYTES: u64 = 64 << 20;
 
-/// A client of a lighthouse.
+/// A client of a lighthouse, or of several of which one leads.
 #[derive(Debug, Clone)]
 pub struct LighthouseClient {
-    connection: Arc<Connection>,
+    lighthouses: Arc<Lighthouses>,
+    thread: Arc<Thread>,
+}
+
+fn torchft(channel: Channel) -> LighthouseServiceClient<Channel> {
+    LighthouseServiceClient::new(channel).max_decoding_message_size(MAX_QUORUM_BYTES)
+}
+
+fn ours(channel: Channel) -> OxcclLighthouseClient<Channel> {
+    OxcclLighthouseClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES)
 }
 
 impl LighthouseClient {
-    /// Connects to `url` (`http://host:port`), trying again until `deadline`; with the credentials that `OXCCL_CREDENTIALS` names, if it does, to
-    /// `https://host:port`, as the operator or the replica whose they are. Errors: `InvalidArgument`, `Unavailable`.
+    /// Connects to `url` (`http://host:port`, or the URLs of all the job's lighthouses, separated by commas), trying again until `deadline`; with the
+    /// credentials that `OXCCL_CREDENTIALS` names, if it does, to `https://host:port`, as the operator or the replica whose they are.
+    /// Errors: `InvalidArgument`, `Unavailable`.
     pub fn connect(url: &str, deadline: Instant) -> Result<Self> {
         Self::connect_as(tool()?, url, deadline)
     }
 
     /// Like [`LighthouseClient::connect`], as this party, whatever the environment says.
     pub fn connect_as(party: Option<Arc<Party>>, url: &str, deadline: Instant) -> Result<Self> {
-        let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
-        let way = Way {
-            party,
-            expected: Some(Role::Lighthouse),
-        };
+        let thread = Thread::start()?;
+        let lighthouses = Lighthouses::reach(&thread.handle()?, party, url, deadline)?;
         Ok(Self {
-            connection: Connection::open(url, way, ("lighthouse", hint), deadline)?,
+            lighthouses: Arc::new(lighthouses),
+            thread: Arc::new(thread),
         })
-    }
-
-    fn torchft(&self) -> LighthouseServiceClient<Channel> {
-        LighthouseServiceClient::new(self.connection.channel.clone())
-            .max_decoding_message_size(MAX_QUORUM_BYTES)
-    }
-
-    fn ours(&self) -> OxcclLighthouseClient<Channel> {
-        OxcclLighthouseClient::new(self.connection.channel.clone())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES)
     }
 
     /// Asks for a quorum with `member` in it and waits for it; heartbeats are sent meanwhile.
@@ -62,10 +61,9 @@ impl LighthouseClient {
     /// Errors: `Timeout` saying whom the lighthouse waits for, `Conflict` if a newer life replaced this one,
     /// `Unavailable`, `InvalidArgument`.
     pub fn quorum(&self, member: &Member, deadline: Instant) -> Result<Quorum> {
-        let (mut client, mut beats, url) = (self.torchft(), self.torchft(), self.connection.url.clone());
-        let member = member.clone();
+        let (lighthouses, member) = (self.lighthouses.clone(), member.clone());
         wait_for(
-            &self.connection.handle()?,
+            &self.thread.handle()?,
             "lighthouse.quorum",
             deadline,
             async move {
@@ -82,18 +80,18 @@ impl LighthouseClient {
                     loop {
                         ticks.tick().await;
                         // Its failure shows in the call itself.
-                        let _ = call(
-                            "lighthouse.heartbeat",
-                            &url,
-                            deadline_in(HEARTBEAT * 4),
-                            beat.clone(),
-                            |r| async { beats.heartbeat(r).await },
-                        )
-                        .await;
+                        let _ = lighthouses
+                            .call(
+                                "lighthouse.heartbeat",
+                                deadline_in(HEARTBEAT * 4),
+                                beat.clone(),
+                                |c, r| async { torchft(c).heartbeat(r).await },
+                            )
+                            .await;
                     }
                 };
-                let ask = call("lighthouse.quorum", &url, deadline, message, |r| async move {
-                    client.quorum(r).await
+                let ask = lighthouses.call("lighthouse.quorum", deadline, message, |c, r| async {
+                    torchft(c).quorum(r).await
                 });
                 let response = tokio::select! {
                     answer = ask => answer?,
@@ -107,20 +105,18 @@ impl LighthouseClient {
 
     /// Says that `replica_id` is alive. It counts only for replicas that asked for a quorum.
     pub fn heartbeat(&self, replica_id: &str, deadline: Instant) -> Result<()> {
-        let (mut client, url) = (self.torchft(), self.connection.url.clone());
+        let lighthouses = self.lighthouses.clone();
         let message = torchft::LighthouseHeartbeatRequest {
             replica_id: replica_id.to_string(),
         };
         wait_for(
-            &self.connection.handle()?,
+            &self.thread.handle()?,
             "lighthouse.heartbeat",
             deadline,
             async move {
-                call("lighthouse.heartbeat", &url, deadline, message, |r| async move {
-                    client.heartbeat(r).await
-                })
-                .await
-                .map(|_| ())
+                let beat = |c, r| async { torchft(c).heartbeat(r).await };
+                let answer = lighthouses.call("lighthouse.heartbeat", deadline, message, beat);
+                answer.await.map(|_| ())
             },
         )
     }
@@ -137,48 +133,58 @@ impl LighthouseClient {
     }
 
     fn out(&self, replica_id: &str, reason: &str, failed: bool, deadline: Instant) -> Result<()> {
-        let (mut client, url) = (self.ours(), self.connection.url.clone());
+        let lighthouses = self.lighthouses.clone();
         let message = oxccl::LeaveRequest {
             replica_id: replica_id.to_string(),
             reason: reason.to_string(),
             failed,
         };
-        wait_for(
-            &self.connection.handle()?,
-            "lighthouse.leave",
-            deadline,
-            async move {
-                call("lighthouse.leave", &url, deadline, message, |r| async move {
-                    client.leave(r).await
-                })
-                .await
-                .map(|_| ())
-            },
-        )
+        wait_for(&self.thread.handle()?, "lighthouse.leave", deadline, async move {
+            let leave = |c, r| async { ours(c).leave(r).await };
+            let answer = lighthouses.call("lighthouse.leave", deadline, message, leave);
+            answer.await.map(|_| ())
+        })
     }
 
-    /// What the lighthouse's page shows. Errors: `Unavailable`, `Timeout`, `Protocol` for another server's answer.
+    /// What the lighthouse's page shows; of several lighthouses the leading one's, or the last one's if none leads. Errors: `Unavailable`,
+    /// `Timeout`, `Protocol` for another server's answer.
     pub fn status(&self, deadline: Instant) -> Result<LighthouseStatus> {
-        let (url, way) = (self.connection.url.clone(), self.connection.way.clone());
+        let lighthouses = self.lighthouses.clone();
         wait_for(
-            &self.connection.handle()?,
+            &self.thread.handle()?,
             "lighthouse.status",
             deadline,
             async move {
-                let late = |_| {
-                    Error::timeout("no status in time")
-                        .with_op("lighthouse.status")
-                        .with_peer_address(&url)
-                };
-                let body = tokio::time::timeout_at(deadline.into(), get(&way, &url, "/status"))
-                    .await
-                    .map_err(late)??;
-                serde_json::from_slice(&body).map_err(|e| {
-                    Error::new(ErrorKind::Protocol, format!("the status of {url}: {e}")).with_source(e)
-                })
+                let mut search = Search::new(lighthouses.count());
+                loop {
+                    let asked = lighthouses.current()?;
+                    let status = status_of(lighthouses.way(), &asked.url, deadline).await;
+                    let elsewhere = match &status {
+                        Ok(status) => !status.leads,
+                        Err(error) => error.kind() == ErrorKind::Unavailable,
+                    };
+                    // Each is asked once.
+                    if !elsewhere || !search.next().is_zero() {
+                        return status;
+                    }
+                    lighthouses.go_on(&asked);
+                }
             },
         )
     }
+}
+
+async fn status_of(way: &Way, url: &str, deadline: Instant) -> Result<LighthouseStatus> {
+    let late = |_| {
+        Error::timeout("no status in time")
+            .with_op("lighthouse.status")
+            .with_peer_address(url)
+    };
+    let body = tokio::time::timeout_at(deadline.into(), get(way, url, "/status"))
+        .await
+        .map_err(late)??;
+    serde_json::from_slice(&body)
+        .map_err(|e| Error::new(ErrorKind::Protocol, format!("the status of {url}: {e}")).with_source(e))
 }
 
 /// The body of a page, over a connection of its own.

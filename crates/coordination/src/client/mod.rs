@@ -23,9 +23,8 @@ pub use manager::{CommitVote, ManagerClient, PushEvent, QuorumRequest, WatchGuar
 #[derive(Debug)]
 struct Connection {
     url: String,
-    way: Way,
     channel: Channel,
-    runtime: Option<Runtime>,
+    thread: Thread,
 }
 
 /// As whom a program calls that has no place in the job of its own: with the credentials of its environment, if there are any.
@@ -36,30 +35,38 @@ fn tool() -> Result<Option<Arc<Party>>> {
 impl Connection {
     /// `what` is at `url`, and what to do if it is not there.
     fn open(url: &str, way: Way, what: (&'static str, &'static str), deadline: Instant) -> Result<Arc<Self>> {
-        let runtime = serve::runtime("ox-client", 1)?;
-        match reach(runtime.handle(), url, way.clone(), what, deadline) {
-            Ok(channel) => Ok(Arc::new(Self {
-                url: url.to_string(),
-                way,
-                channel,
-                runtime: Some(runtime),
-            })),
-            Err(error) => {
-                runtime.shutdown_background();
-                Err(error)
-            }
-        }
+        let thread = Thread::start()?;
+        let channel = reach(&thread.handle()?, url, way, what, deadline)?;
+        Ok(Arc::new(Self {
+            url: url.to_string(),
+            channel,
+            thread,
+        }))
+    }
+
+    fn handle(&self) -> Result<Handle> {
+        self.thread.handle()
+    }
+}
+
+/// The thread that drives a client. Dropping it ends it without waiting.
+#[derive(Debug)]
+struct Thread(Option<Runtime>);
+
+impl Thread {
+    fn start() -> Result<Self> {
+        serve::runtime("ox-client", 1).map(|runtime| Self(Some(runtime)))
     }
 
     fn handle(&self) -> Result<Handle> {
         let gone = || Error::new(ErrorKind::InvalidState, "the client was shut down");
-        self.runtime.as_ref().map(|r| r.handle().clone()).ok_or_else(gone)
+        self.0.as_ref().map(|r| r.handle().clone()).ok_or_else(gone)
     }
 }
 
-impl Drop for Connection {
+impl Drop for Thread {
     fn drop(&mut self) {
-        if let Some(runtime) = self.runtime.take() {
+        if let Some(runtime) = self.0.take() {
             runtime.shutdown_background();
         }
     }

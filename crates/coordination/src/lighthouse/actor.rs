@@ -14,10 +14,11 @@ use std::time::{Duration, Instant, SystemTime};
 
 use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::{mpsc, oneshot, watch};
+use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
 
 use super::callers::Callers;
-use super::persist::StateFile;
+use super::journal::Journal;
 use super::reply::{Reply, Shelf};
 use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
@@ -70,7 +71,7 @@ pub(crate) struct Counters {
 }
 
 /// The way to the task; cheap to clone.
-#[derive(Clone)]
+#[derive(Debug, Clone)]
 pub(crate) struct Lighthouse {
     messages: mpsc::UnboundedSender<(Instant, Message)>,
     next: Arc<AtomicU64>,
@@ -87,14 +88,14 @@ impl Lighthouse {
         let _ = self.messages.send((Instant::now(), message));
     }
 
-    /// Tells the task and waits until it has taken the event in.
-    pub(crate) async fn tell(&self, event: Event) {
+    /// Tells the task and waits until it has taken the event in. Errors: `Unavailable` if the task has ended.
+    pub(crate) async fn tell(&self, event: Event) -> Result<()> {
         let (done, taken) = oneshot::channel();
         self.send(Message::Event {
             event,
             done: Some(done),
         });
-        let _ = taken.await;
+        taken.await.map_err(|_| gone())
     }
 
     /// Why there is no new quorum.
@@ -114,7 +115,9 @@ impl Lighthouse {
 
 struct Actor {
     state: LighthouseState,
-    state_file: Option<Arc<StateFile>>,
+    journal: Journal,
+    /// Why this lighthouse may answer no more.
+    over: Option<Error>,
     saved_id: i64,
     /// By ticket: the member list that the caller holds, and the way to it.
     calls: HashMap<Ticket, (u64, oneshot::Sender<Result<Reply>>)>,
@@ -133,17 +136,20 @@ struct Actor {
 }
 
 /// Starts the task on the present runtime. Who was not heard while the task itself did not run for longer than `away_after` is not blamed.
+///
+/// The task ends, with the reason, once the journal says that this lighthouse may deliver nothing more: its open calls and streams end with it.
 pub(crate) fn start(
     state: LighthouseState,
     tick: Duration,
     away_after: Duration,
     heartbeat_timeout: Duration,
-    state_file: Option<Arc<StateFile>>,
-) -> Lighthouse {
+    journal: Journal,
+) -> (Lighthouse, JoinHandle<Error>) {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let mut actor = Actor {
         state,
-        state_file,
+        journal,
+        over: None,
         saved_id: 0,
         calls: HashMap::new(),
         shelf: Shelf::default(),
@@ -155,10 +161,14 @@ pub(crate) fn start(
         callers: Callers::default(),
         doubted_until: None,
     };
-    tokio::spawn(async move {
+    let task = tokio::spawn(async move {
         while let Some((came, message)) = inbox.recv().await {
-            actor.take(came, message);
+            actor.take(came, message).await;
+            if let Some(why) = actor.over.take() {
+                return why;
+            }
         }
+        gone()
     });
     let lighthouse = Lighthouse {
         messages,
@@ -180,12 +190,12 @@ pub(crate) fn start(
             }
         }
     });
-    lighthouse
+    (lighthouse, task)
 }
 
 impl Actor {
-    fn take(&mut self, came: Instant, message: Message) {
-        self.tell_time(came);
+    async fn take(&mut self, came: Instant, message: Message) {
+        self.tell_time(came).await;
         match message {
             Message::Event { event, done } => {
                 match &event {
@@ -198,11 +208,11 @@ impl Actor {
                 }
                 if matches!(event, Event::Tick) {
                     for replica_id in self.callers.gone(self.now) {
-                        self.apply(Event::Disconnected { replica_id });
+                        self.apply(Event::Disconnected { replica_id }).await;
                     }
                 }
-                self.apply(event);
-                if let Some(done) = done {
+                self.apply(event).await;
+                if let Some(done) = done.filter(|_| self.over.is_none()) {
                     let _ = done.send(());
                 }
             }
@@ -219,7 +229,8 @@ impl Actor {
                     self.apply(Event::Join {
                         member: *member,
                         ticket,
-                    });
+                    })
+                    .await;
                 }
             }
             Message::Attach {
@@ -230,12 +241,16 @@ impl Actor {
             } => {
                 let (sender, receiver) = watch::channel(None);
                 let former = self.streams.insert(replica_id.clone(), (stream, sender));
-                let refused = self.act(Event::Attached {
-                    replica_id: replica_id.clone(),
-                    stream,
-                    last_quorum_id,
-                });
+                let refused = self
+                    .act(Event::Attached {
+                        replica_id: replica_id.clone(),
+                        stream,
+                        last_quorum_id,
+                    })
+                    .await;
                 match refused {
+                    // Its caller is told so by the end of this task.
+                    _ if self.over.is_some() => {}
                     Some(error) => {
                         self.forget_stream(&replica_id, stream);
                         if let Some(former) = former {
@@ -270,7 +285,7 @@ impl Actor {
     }
 
     /// Takes in when the next message came, and the absence that it ends, if there was one.
-    fn tell_time(&mut self, came: Instant) {
+    async fn tell_time(&mut self, came: Instant) {
         // Two threads that send at the same time may be in the queue in the other order.
         let time = came.saturating_duration_since(self.now);
         self.now = self.now.max(came);
@@ -281,25 +296,37 @@ impl Actor {
             );
             self.callers.forgive();
             self.doubted_until = self.now.checked_add(self.heartbeat_timeout);
-            self.apply(Event::Away { time });
+            self.apply(Event::Away { time }).await;
         }
     }
 
-    fn apply(&mut self, event: Event) {
-        let _ = self.act(event);
+    async fn apply(&mut self, event: Event) {
+        let _ = self.act(event).await;
     }
 
     /// Carries out what the state wants; gives back the refusal of an attach.
-    fn act(&mut self, event: Event) -> Option<Error> {
+    ///
+    /// Nothing is answered that this lighthouse may not say: a quorum's record is saved before it is delivered, and every other answer comes
+    /// after a look at whether it still leads. A save is such a look too. The pushes tell of evidence, and cost at most an attempt.
+    async fn act(&mut self, event: Event) -> Option<Error> {
         let mut refused = None;
+        let mut confirmed = false;
+        if self.over.is_some() {
+            return None;
+        }
         for action in self.state.apply(event, self.now) {
+            let allowed = match &action {
+                Action::Save(record) => self.journal.save(record).await.map(|()| confirmed = true),
+                Action::Push { .. } => Ok(()),
+                _ if confirmed => Ok(()),
+                _ => self.journal.confirm().await.map(|()| confirmed = true),
+            };
+            if let Err(error) = allowed {
+                self.over = Some(error);
+                return None;
+            }
             match action {
-                Action::Save(record) => {
-                    // Without the file, a restart still continues from the clock.
-                    if let Some(Err(error)) = self.state_file.as_ref().map(|file| file.save(&record)) {
-                        tracing::error!(%error, "the record could not be saved");
-                    }
-                }
+                Action::Save(_) => {}
                 Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
@@ -360,31 +387,61 @@ fn named(quorum: &Quorum) -> String {
     }
 }
 
-/// The error of a call whose lighthouse is shutting down.
+/// The error of a call whose lighthouse is shutting down, or leads no more.
 pub(crate) fn gone() -> Error {
-    Error::new(ErrorKind::Unavailable, "the lighthouse is shutting down")
+    Error::new(
+        ErrorKind::Unavailable,
+        "the lighthouse shuts down or leads no more",
+    )
 }
 
 #[cfg(test)]
-mod tests {
-    use protocol::quorum::{QuorumRules, Start};
+pub(crate) mod tests {
+    use std::sync::Mutex;
+
+    use protocol::quorum::{QuorumRules, Record, Start};
 
     use super::*;
 
-    const TIMEOUT: Duration = Duration::from_millis(300);
+    /// A stand-in for the record's place: what was asked of it, and when it refuses.
+    #[derive(Debug, Default)]
+    pub(crate) struct Script {
+        asked: Mutex<Vec<&'static str>>,
+        lost: std::sync::atomic::AtomicBool,
+    }
 
-    #[test]
-    fn what_waits_in_the_queue_of_a_busy_lighthouse_is_not_silence() {
-        let start = Instant::now();
+    impl Script {
+        fn note(&self, what: &'static str) -> Result<()> {
+            self.asked.lock().unwrap().push(what);
+            if self.lost.load(Ordering::Relaxed) {
+                return Err(Error::new(
+                    ErrorKind::Conflict,
+                    "another lighthouse leads the job",
+                ));
+            }
+            Ok(())
+        }
+
+        pub(crate) fn save(&self, _: &Record) -> Result<()> {
+            self.note("save")
+        }
+
+        pub(crate) fn confirm(&self) -> Result<()> {
+            self.note("confirm")
+        }
+    }
+
+    fn actor(min_replicas: usize, journal: Journal, start: Instant) -> Actor {
         let rules = QuorumRules {
-            min_replicas: 2,
+            min_replicas,
             initial_replicas: None,
             join_timeout: Duration::from_secs(60),
             heartbeat_timeout: TIMEOUT,
         };
-        let mut actor = Actor {
+        Actor {
             state: LighthouseState::new(rules, Start::default(), start),
-            state_file: None,
+            journal,
+            over: None,
             saved_id: 0,
             calls: HashMap::new(),
             shelf: Shelf::default(),
@@ -395,7 +452,107 @@ mod tests {
             heartbeat_timeout: TIMEOUT,
             callers: Callers::default(),
             doubted_until: None,
+        }
+    }
+
+    fn join(id: &str, step: i64, ticket: Ticket) -> (Message, oneshot::Receiver<Result<Reply>>) {
+        let (reply, answer) = oneshot::channel();
+        let member = Member {
+            replica_id: id.into(),
+            address: format!("http://{id}:1"),
+            store_address: format!("{id}:2"),
+            world_size: 1,
+            step,
+            ..Member::default()
         };
+        let message = Message::Join {
+            member: Box::new(member),
+            held: 0,
+            ticket,
+            reply,
+        };
+        (message, answer)
+    }
+
+    fn block_on<T>(future: impl Future<Output = T>) -> T {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        runtime.block_on(future)
+    }
+
+    #[test]
+    fn nothing_is_answered_before_the_journal_allows_it_and_nothing_at_all_afterwards() {
+        let script = Arc::new(Script::default());
+        let asked = || std::mem::take(&mut *script.asked.lock().unwrap());
+        let now = Instant::now();
+        let mut actor = actor(1, Journal::Scripted(script.clone()), now);
+        // A new epoch is saved, which is confirmation enough.
+        let (message, mut answer) = join("a", 0, 1);
+        block_on(actor.take(now, message));
+        assert_eq!(asked(), ["save"]);
+        assert!(matches!(answer.try_recv(), Ok(Ok(_))));
+        // The next step of the same epoch saves nothing, and is confirmed all the same.
+        let (message, mut answer) = join("a", 1, 2);
+        block_on(actor.take(now, message));
+        assert_eq!(asked(), ["confirm"]);
+        assert!(matches!(answer.try_recv(), Ok(Ok(_))));
+        // What another lighthouse would decide otherwise is not said either: the refusal of a state that does not descend from the record.
+        script.lost.store(true, Ordering::Relaxed);
+        let (message, mut answer) = join("b", 99, 3);
+        block_on(actor.take(now, message));
+        assert_eq!(asked(), ["confirm"]);
+        assert!(answer.try_recv().is_err(), "an answer was given");
+        assert!(actor.over.is_some());
+        let (message, mut answer) = join("a", 2, 4);
+        block_on(actor.take(now, message));
+        assert_eq!(asked(), [""; 0]);
+        assert!(answer.try_recv().is_err(), "an answer was given");
+    }
+
+    #[test]
+    fn a_task_whose_journal_refuses_ends_and_its_calls_with_it() {
+        let script = Arc::new(Script::default());
+        script.lost.store(true, Ordering::Relaxed);
+        let runtime = tokio::runtime::Builder::new_current_thread()
+            .enable_time()
+            .build()
+            .unwrap();
+        runtime.block_on(async {
+            let rules = QuorumRules {
+                min_replicas: 1,
+                initial_replicas: None,
+                join_timeout: Duration::from_secs(60),
+                heartbeat_timeout: TIMEOUT,
+            };
+            let state = LighthouseState::new(rules, Start::default(), Instant::now());
+            let (lighthouse, task) = start(
+                state,
+                Duration::from_secs(3600),
+                Duration::from_secs(3600),
+                TIMEOUT,
+                Journal::Scripted(script),
+            );
+            let (message, answer) = join("a", 0, 1);
+            lighthouse.send(message);
+            let why = tokio::time::timeout(Duration::from_secs(30), task)
+                .await
+                .expect("it goes on");
+            assert_eq!(why.unwrap().kind(), ErrorKind::Conflict);
+            assert!(answer.await.is_err(), "an answer was given");
+            let leave = Event::Leave {
+                replica_id: "a".into(),
+                reason: String::new(),
+            };
+            let told = lighthouse.tell(leave).await;
+            assert_eq!(told.unwrap_err().kind(), ErrorKind::Unavailable);
+        });
+    }
+
+    const TIMEOUT: Duration = Duration::from_millis(300);
+
+    #[test]
+    fn what_waits_in_the_queue_of_a_busy_lighthouse_is_not_silence() {
+        let start = Instant::now();
+        let mut actor = actor(2, Journal::Nowhere, start);
         let event = |event| Message::Event { event, done: None };
         let beat = |id: &str| {
             event(Event::Heartbeat {
@@ -405,20 +562,8 @@ mod tests {
         let mut queue = Vec::new();
         let mut answers = Vec::new();
         for (ticket, id) in (1..).zip(["a", "b"]) {
-            let (reply, answer) = oneshot::channel();
-            let member = Member {
-                replica_id: id.into(),
-                address: format!("http://{id}:1"),
-                store_address: format!("{id}:2"),
-                world_size: 1,
-                ..Member::default()
-            };
-            queue.push(Message::Join {
-                member: Box::new(member),
-                held: 0,
-                ticket,
-                reply,
-            });
+            let (message, answer) = join(id, 0, ticket);
+            queue.push(message);
             answers.push(answer);
         }
         queue.extend([
@@ -430,15 +575,15 @@ mod tests {
         ]);
         // All of it came within a few milliseconds, and this task takes longer for it than a replica may be silent.
         for (ms, message) in (0..).zip(queue) {
-            actor.take(start + Duration::from_millis(ms), message);
+            block_on(actor.take(start + Duration::from_millis(ms), message));
             std::thread::sleep(TIMEOUT / 2);
         }
         assert!(answers.iter_mut().all(|a| matches!(a.try_recv(), Ok(Ok(_)))));
         let status = actor.state.status(actor.now);
         assert_eq!((status.healthy.len(), status.aborted), (2, None));
         // One that says nothing is found all the same.
-        actor.take(start + TIMEOUT, beat("a"));
-        actor.take(start + TIMEOUT + Duration::from_millis(50), event(Event::Tick));
+        block_on(actor.take(start + TIMEOUT, beat("a")));
+        block_on(actor.take(start + TIMEOUT + Duration::from_millis(50), event(Event::Tick)));
         let status = actor.state.status(actor.now);
         let healthy: Vec<&str> = status.healthy.iter().map(|(id, _)| id.as_str()).collect();
         assert_eq!(healthy, ["a"]);

@@ -2,27 +2,42 @@
 //!
 //! gRPC and HTTP share one port. Every call becomes a message to one task that owns the [`protocol::quorum`] state; that
 //! task answers calls, pushes events over the replicas' open streams, and saves the job's record before it delivers a new
-//! epoch.
+//! epoch (`journal`: on disk, or in etcd). With etcd several lighthouses share a job: one leads it and has that task (`election`, `term`), the
+//! others refuse and name it (`frontend`).
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
-use ftcore::{Credentials, Error, Result};
-use identity::{Acceptor, Party, Role};
+use ftcore::{Credentials, Error, Result, deadline_in, time_left};
+use identity::{Acceptor, Party};
+use tokio::runtime::Runtime;
+use tokio::sync::watch;
+use tokio::task::JoinHandle;
 
+use crate::channel::{Way, wait_for};
+use crate::etcd::Etcd;
 use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
-use persist::StateFile;
-use protocol::quorum::{LighthouseState, QuorumRules, Start};
+use disk::StateFile;
+use election::{Begin, Election};
+use frontend::{Frontend, Role};
+use journal::Journal;
+use protocol::quorum::{LighthouseState, QuorumRules, Record, Start};
+use term::Leader;
 
 mod actor;
 mod callers;
+mod disk;
+mod election;
+mod frontend;
+mod journal;
 mod page;
-mod persist;
 mod reply;
+mod saved;
 mod service;
+mod term;
 
 pub(crate) use service::operator_only;
 
@@ -49,10 +64,12 @@ pub struct LighthouseConfig {
     /// lighthouse at a time. Without it (the default here; the `oxccl lighthouse` command has one), ids continue from the clock, and a
     /// restarted lighthouse believes what the replicas tell of their last quorum.
     pub state_file: Option<PathBuf>,
+    /// Keeps the record in etcd instead. Several lighthouses may share a job so: one leads, and another one goes on where it stopped.
+    pub etcd: Option<EtcdConfig>,
     /// What its clients' connections may take. Its `silence` is not used: the heartbeat time-out is.
     pub limits: ConnectionLimits,
     /// The operator's word, for the first quorum: it may go back to an earlier step than the recorded one, and needs no majority of the
-    /// recorded members.
+    /// recorded members. With etcd it holds when this lighthouse leads for the first time.
     pub accept_rollback: bool,
     /// The jobs that it serves, each apart from the others: its own quorums, pages and record (`state_file` with the job's id behind), for peers that
     /// prove to be of it. Empty: the one of `OXCCL_CREDENTIALS`, else one job for all that connect.
@@ -60,6 +77,33 @@ pub struct LighthouseConfig {
     /// Without credentials, listen where other machines reach it (or `OXCCL_INSECURE=1`).
     pub insecure: bool,
 }
+
+/// Where a job's lighthouses meet.
+#[derive(Debug, Clone)]
+pub struct EtcdConfig {
+    /// The client ports of the cluster's members, `host:port`; one of them is enough, more outlive its end.
+    pub members: Vec<String>,
+    /// The job's name; with credentials, that of the credentials stands for it. 1 to 128 letters, digits, `-`, `_` and `.`. Its keys are `/oxccl/NAME/leader` and `/oxccl/NAME/record`.
+    pub job: String,
+}
+
+impl EtcdConfig {
+    fn validate(&self) -> Result<()> {
+        let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
+        if self.job.is_empty() || self.job.len() > 128 || !self.job.chars().all(plain) {
+            return Err(Error::invalid(format!(
+                "job name '{}' has 1 to 128 letters, digits, '-', '_' and '.'",
+                self.job
+            )));
+        }
+        Ok(())
+    }
+}
+
+/// How long etcd may take to answer at the start.
+const REACH_ETCD: Duration = Duration::from_secs(5);
+/// How long a lighthouse that ends may take to give up its lead.
+const RESIGN: Duration = Duration::from_millis(1500);
 
 impl Default for LighthouseConfig {
     /// Port 29510 on loopback, one replica suffices, 60 s join and 5 s heartbeat time-out, 100 ms tick.
@@ -73,6 +117,7 @@ impl Default for LighthouseConfig {
             heartbeat_timeout: Duration::from_secs(5),
             quorum_tick: Duration::from_millis(100),
             state_file: None,
+            etcd: None,
             limits: ConnectionLimits::lighthouse(),
             accept_rollback: false,
             credentials: Vec::new(),
@@ -86,12 +131,28 @@ impl Default for LighthouseConfig {
 pub struct LighthouseServer {
     service: Service,
     address: String,
-    _state_files: ClosedWithServer,
+    /// One for each job.
+    keeps: Vec<Keeps>,
+}
+
+/// What a lighthouse keeps for as long as it serves a job.
+#[derive(Debug)]
+enum Keeps {
+    /// It is the only one of the job: it always leads.
+    Alone {
+        _role: watch::Sender<Role>,
+        _state_file: ClosedWithServer,
+    },
+    /// It takes part in the job's election. Told to end, it gives up its lead first.
+    Elected {
+        stop: watch::Sender<bool>,
+        ended: mpsc::Receiver<()>,
+    },
 }
 
 impl LighthouseServer {
     /// Starts it. Errors: `InvalidArgument` for the configuration, `Conflict` if the address is in use or the state file belongs to another
-    /// lighthouse, `Corrupt` or `Io` for the state file.
+    /// lighthouse, `Corrupt` or `Io` for the state file, `Unavailable` if etcd does not answer.
     pub fn start(config: LighthouseConfig) -> Result<Self> {
         if config.min_replicas == 0 {
             return Err(Error::invalid(
@@ -104,7 +165,7 @@ impl LighthouseServer {
             ));
         }
         config.limits.validate()?;
-        let mut limits = config.limits;
+        let mut limits = config.limits.clone();
         limits.silence = config.heartbeat_timeout;
         if let Some(initial) = config.initial_replicas.filter(|i| *i < config.min_replicas) {
             return Err(Error::invalid(format!(
@@ -112,57 +173,45 @@ impl LighthouseServer {
                 config.min_replicas
             )));
         }
+        if let Some(etcd) = &config.etcd {
+            etcd.validate()?;
+            if config.state_file.is_some() {
+                return Err(Error::invalid(
+                    "the record lies in a state file or in etcd, not in both; choose one",
+                ));
+            }
+        }
         let parties = parties(&config.credentials)?;
         let closure = Closure::new(!parties.is_empty(), config.insecure);
         let listener = serve::listen("the lighthouse", &config.bind, closure)?;
         let address = serve::url(&listener, config.advertise_host.as_deref(), closure)?;
-        let rules = QuorumRules {
-            min_replicas: config.min_replicas,
-            initial_replicas: config.initial_replicas,
-            join_timeout: config.join_timeout,
-            heartbeat_timeout: config.heartbeat_timeout,
-        };
         let runtime = serve::runtime("ox-lighthouse", 2)?;
-        let mut state_files = ClosedWithServer(Vec::new());
-        let mut job = |state_file: Option<&Path>| -> Result<Router> {
-            let (state_file, record) = match state_file {
-                Some(path) => {
-                    let (file, record) = StateFile::open(path)?;
-                    let file = Arc::new(file);
-                    state_files.0.push(Arc::clone(&file));
-                    (Some(file), record)
-                }
-                None => (None, None),
-            };
-            let clock = SystemTime::now()
-                .duration_since(UNIX_EPOCH)
-                .map_or(0, |d| d.as_millis());
-            let start = Start {
-                clock_ms: i64::try_from(clock).unwrap_or(0),
-                record,
-                accept_rollback: config.accept_rollback,
-            };
-            let state = LighthouseState::new(rules.clone(), start, Instant::now());
-            let _guard = runtime.enter();
-            // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
-            let away_after = 2 * config.quorum_tick + config.heartbeat_timeout / 4;
-            Ok(page::routes(actor::start(
-                state,
-                config.quorum_tick,
-                away_after,
-                config.heartbeat_timeout,
-                state_file,
-            )))
+        let own = Leader {
+            address: address.clone(),
+            incarnation: incarnation(),
+        };
+        let mut keeps = Vec::new();
+        let mut job = |party: Option<&Arc<Party>>| -> Result<Router> {
+            let (kept, role) = enter(&runtime, &config, party, own.clone())?;
+            keeps.push(kept);
+            Ok(page::routes(Frontend::new(role, &own.incarnation)))
         };
         let served = if parties.is_empty() {
-            Served::All(job(config.state_file.as_deref())?)
+            job(None).map(Served::All)
         } else {
-            let mut jobs = HashMap::new();
-            for party in &parties {
-                let file = config.state_file.as_ref().map(|file| of_job(file, party.job()));
-                jobs.insert(party.job().to_owned(), job(file.as_deref())?);
+            let jobs = parties
+                .iter()
+                .map(|party| Ok((party.job().to_owned(), job(Some(party))?)));
+            let jobs = jobs.collect::<Result<HashMap<_, _>>>();
+            jobs.map(|jobs| Served::Jobs(Acceptor::new(&parties, limits.handshakes()), jobs))
+        };
+        let served = match served {
+            Ok(served) => served,
+            Err(error) => {
+                // A look-up of a name of etcd's may hang for longer than anybody waits.
+                runtime.shutdown_background();
+                return Err(error);
             }
-            Served::Jobs(Acceptor::new(&parties, limits.handshakes()), jobs)
         };
         // Its replicas' streams never end by themselves: there is nothing to give time to.
         let service = Service::start(runtime, listener, served, limits, Duration::ZERO)?;
@@ -170,7 +219,7 @@ impl LighthouseServer {
         Ok(Self {
             service,
             address,
-            _state_files: state_files,
+            keeps,
         })
     }
 
@@ -179,14 +228,24 @@ impl LighthouseServer {
         self.address.clone()
     }
 
-    /// Closes the port and all connections. Errors: `Timeout` if that takes longer; it goes on in the background.
+    /// Gives up the lead, if it is shared, and closes the port and all connections. Errors: `Timeout` if that takes longer; it goes on in the
+    /// background.
     pub fn shutdown(self, deadline: Instant) -> Result<()> {
         // The file is free for the next lighthouse once nobody is served any more.
-        let Self {
-            service,
-            _state_files,
-            ..
-        } = self;
+        let Self { service, keeps, .. } = self;
+        let elected = keeps.iter().filter_map(|kept| match kept {
+            Keeps::Elected { stop, ended } => Some((stop, ended)),
+            Keeps::Alone { .. } => None,
+        });
+        let elected: Vec<_> = elected.collect();
+        for (stop, _) in &elected {
+            stop.send_replace(true);
+        }
+        let until = deadline_in(RESIGN).min(deadline);
+        for (_, ended) in elected {
+            // If etcd does not answer, the lease ends by itself.
+            let _ = ended.recv_timeout(time_left(until));
+        }
         service.shutdown("the lighthouse", deadline)
     }
 }
@@ -206,7 +265,7 @@ fn parties(credentials: &[Arc<Credentials>]) -> Result<Vec<Arc<Party>>> {
                 one.folder().display()
             )));
         }
-        parties.push(Party::new(one, Role::Lighthouse)?);
+        parties.push(Party::new(one, identity::Role::Lighthouse)?);
     }
     Ok(parties)
 }
@@ -218,13 +277,122 @@ fn of_job(file: &Path, job: &str) -> PathBuf {
     name.into()
 }
 
-/// Closes the files when the server ends: what runs on in the background saves nothing more.
+/// Begins to serve the job of this party, or the only one: as its only lighthouse, or as one of those that etcd elects.
+///
+/// Errors: those of the state file, and of [`elected`].
+fn enter(
+    runtime: &Runtime,
+    config: &LighthouseConfig,
+    party: Option<&Arc<Party>>,
+    own: Leader,
+) -> Result<(Keeps, watch::Receiver<Role>)> {
+    let mut terms = Terms::of(config);
+    let job = party.map(|party| party.job());
+    if let Some(etcd) = &config.etcd {
+        let way = Way {
+            party: party.cloned(),
+            expected: Some(identity::Role::Lighthouse),
+        };
+        let job = job.unwrap_or(&etcd.job);
+        return elected(runtime, &etcd.members, job, (own, way), terms);
+    }
+    let path = config.state_file.as_ref();
+    let path = path.map(|file| job.map_or_else(|| file.clone(), |job| of_job(file, job)));
+    let (file, record) = path.as_deref().map(StateFile::open).transpose()?.unzip();
+    let file = file.map(Arc::new);
+    let journal = file.clone().map_or(Journal::Nowhere, Journal::Disk);
+    let _guard = runtime.enter();
+    // It ends with the runtime: its journal never refuses.
+    let (lighthouse, _) = terms.begin(record.flatten(), journal);
+    let (sender, role) = watch::channel(Role::Leads(lighthouse));
+    let keeps = Keeps::Alone {
+        _role: sender,
+        _state_file: ClosedWithServer(file),
+    };
+    Ok((keeps, role))
+}
+
+/// A name for this run of the process.
+fn incarnation() -> String {
+    let clock = SystemTime::now()
+        .duration_since(UNIX_EPOCH)
+        .map_or(0, |d| d.as_nanos());
+    format!("{}-{clock}", std::process::id())
+}
+
+/// Looks at etcd once, and takes part in the election from then on. Errors: `Unavailable` if etcd does not answer, `InvalidArgument` for its
+/// addresses.
+fn elected(
+    runtime: &Runtime,
+    members: &[String],
+    job: &str,
+    (own, way): (Leader, Way),
+    mut terms: Terms,
+) -> Result<(Keeps, watch::Receiver<Role>)> {
+    let etcd = Arc::new(Etcd::new(members, runtime.handle())?);
+    let (sender, role) = watch::channel(Role::Follows { leader: None });
+    let deadline = deadline_in(REACH_ETCD);
+    let election = Election::new(etcd, job, own, way, sender);
+    let election = wait_for(runtime.handle(), "etcd", deadline, async move {
+        election.look(deadline).await.map(|()| election)
+    })?;
+    let (stop, stopped) = watch::channel(false);
+    let (end, ended) = mpsc::sync_channel(1);
+    let begin: Begin = Box::new(move |record, journal| terms.begin(record, journal));
+    runtime.spawn(async move {
+        election.run(begin, stopped).await;
+        let _ = end.send(());
+    });
+    Ok((Keeps::Elected { stop, ended }, role))
+}
+
+/// What each term of this lighthouse begins with.
+struct Terms {
+    rules: QuorumRules,
+    quorum_tick: Duration,
+    /// For the first one.
+    accept_rollback: bool,
+}
+
+impl Terms {
+    fn of(config: &LighthouseConfig) -> Self {
+        Self {
+            rules: QuorumRules {
+                min_replicas: config.min_replicas,
+                initial_replicas: config.initial_replicas,
+                join_timeout: config.join_timeout,
+                heartbeat_timeout: config.heartbeat_timeout,
+            },
+            quorum_tick: config.quorum_tick,
+            accept_rollback: config.accept_rollback,
+        }
+    }
+
+    /// Starts the task that answers, on the present runtime, with the job as `record` has it.
+    fn begin(&mut self, record: Option<Record>, journal: Journal) -> (actor::Lighthouse, JoinHandle<Error>) {
+        let clock = SystemTime::now()
+            .duration_since(UNIX_EPOCH)
+            .map_or(0, |d| d.as_millis());
+        let start = Start {
+            clock_ms: i64::try_from(clock).unwrap_or(0),
+            record,
+            accept_rollback: std::mem::take(&mut self.accept_rollback),
+        };
+        let heartbeat_timeout = self.rules.heartbeat_timeout;
+        let state = LighthouseState::new(self.rules.clone(), start, Instant::now());
+        // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
+        let away_after = 2 * self.quorum_tick + heartbeat_timeout / 4;
+        actor::start(state, self.quorum_tick, away_after, heartbeat_timeout, journal)
+    }
+}
+
+/// Closes the file when the server ends: what runs on in the background saves nothing more.
 #[derive(Debug)]
-struct ClosedWithServer(Vec<Arc<StateFile>>);
+struct ClosedWithServer(Option<Arc<StateFile>>);
 
 impl Drop for ClosedWithServer {
     fn drop(&mut self) {
-        for file in &self.0 {
+        if let Some(file) = &self.0 {
             file.close();
         }
     }

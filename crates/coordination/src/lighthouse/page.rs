@@ -10,7 +10,8 @@ use axum::routing::{get, post};
 use serde::{Deserialize, Serialize};
 use tonic::service::Routes;
 
-use super::actor::{Counters, Lighthouse};
+use super::actor::Counters;
+use super::frontend::Frontend;
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
 use protocol::quorum::Status;
@@ -32,6 +33,17 @@ pub struct LighthouseStatus {
     pub reason: String,
     /// Why the present epoch was aborted, if it was.
     pub aborted: Option<String>,
+    /// False for a lighthouse that leaves its job to another one: it knows none of the above.
+    #[serde(default = "leads_alone")]
+    pub leads: bool,
+    /// The leading lighthouse's address, if this one leaves the job to it and knows it.
+    #[serde(default)]
+    pub leader: Option<String>,
+}
+
+/// What a lighthouse of an older version does.
+fn leads_alone() -> bool {
+    true
 }
 
 /// A member of the present quorum.
@@ -102,6 +114,8 @@ impl From<Status> for LighthouseStatus {
             attached: s.attached,
             reason: s.reason,
             aborted: s.aborted,
+            leads: true,
+            leader: None,
         }
     }
 }
@@ -110,7 +124,7 @@ impl From<Status> for LighthouseStatus {
 const QUORUM: &str = "/torchft.LighthouseService/Quorum";
 
 /// gRPC and pages in one router.
-pub(crate) fn routes(lighthouse: Lighthouse) -> Router {
+pub(crate) fn routes(lighthouse: Frontend) -> Router {
     let torchft = torchft::lighthouse_service_server::LighthouseServiceServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let ours = oxccl::oxccl_lighthouse_server::OxcclLighthouseServer::new(lighthouse.clone())
@@ -129,11 +143,30 @@ pub(crate) fn routes(lighthouse: Lighthouse) -> Router {
         .fallback(unknown)
 }
 
-async fn status(lighthouse: Lighthouse) -> Response {
-    let Some((status, _)) = lighthouse.status().await else {
+/// What this lighthouse knows; `None` while it shuts down, or changes its part.
+async fn known(frontend: &Frontend) -> Option<(LighthouseStatus, Counters)> {
+    let (leader, leads) = frontend.standing();
+    let lighthouse = match frontend.leading() {
+        Ok(lighthouse) => lighthouse,
+        Err(error) => {
+            let status = LighthouseStatus {
+                reason: error.message().to_string(),
+                leads,
+                leader,
+                ..LighthouseStatus::default()
+            };
+            return Some((status, Counters::default()));
+        }
+    };
+    let (status, counters) = lighthouse.status().await?;
+    Some((LighthouseStatus::from(status), counters))
+}
+
+async fn status(frontend: Frontend) -> Response {
+    let Some((status, _)) = known(&frontend).await else {
         return StatusCode::SERVICE_UNAVAILABLE.into_response();
     };
-    match serde_json::to_string(&LighthouseStatus::from(status)) {
+    match serde_json::to_string(&status) {
         Ok(text) => (
             [
                 (header::CONTENT_TYPE, "application/json"),
@@ -146,8 +179,8 @@ async fn status(lighthouse: Lighthouse) -> Response {
     }
 }
 
-async fn metrics(lighthouse: Lighthouse) -> Response {
-    let Some((status, counters)) = lighthouse.status().await else {
+async fn metrics(frontend: Frontend) -> Response {
+    let Some((status, counters)) = known(&frontend).await else {
         return StatusCode::SERVICE_UNAVAILABLE.into_response();
     };
     (
@@ -157,7 +190,7 @@ async fn metrics(lighthouse: Lighthouse) -> Response {
         .into_response()
 }
 
-fn metrics_text(status: &Status, c: Counters) -> String {
+fn metrics_text(status: &LighthouseStatus, c: Counters) -> String {
     let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
     let gauges = [
         ("quorum_id", "The present epoch.", status.quorum_id),
@@ -185,6 +218,11 @@ fn metrics_text(status: &Status, c: Counters) -> String {
             "epoch_aborted",
             "1 if the present epoch was aborted.",
             i64::from(status.aborted.is_some()),
+        ),
+        (
+            "leads",
+            "1 if this lighthouse leads its job.",
+            i64::from(status.leads),
         ),
     ];
     let counters = [

@@ -1,5 +1,5 @@
-//! The lighthouse's gRPC services: each call becomes a message to the actor; guards tell it when a call or a stream ends
-//! in any other way than by its answer.
+//! The lighthouse's gRPC services: each call becomes a message to the actor, if this lighthouse leads; guards tell it when a call or a stream
+//! ends in any other way than by its answer.
 
 use std::pin::Pin;
 use std::sync::Arc;
@@ -16,10 +16,13 @@ use tonic::{Request, Response, Status};
 use tonic_prost::ProstCodec;
 
 use super::actor::{Lighthouse, Message, gone};
+use super::frontend::{Frontend, Standings};
 use super::reply::Reply;
 use crate::serve::Line;
 use crate::serve::members::{by_the_operator, in_the_name_of};
-use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, status_of, torchft};
+use crate::wire::{
+    MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, oxccl, status_of, torchft,
+};
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
 
@@ -120,9 +123,14 @@ impl Lighthouse {
                 }
             },
         };
-        answer.unwrap_or_else(|_| Err(gone())).map_err(|e| status_of(&e))
+        match answer {
+            Ok(answer) => answer.map_err(|e| status_of(&e)),
+            Err(_) => Err(elsewhere(&gone())),
+        }
     }
+}
 
+impl Frontend {
     /// The call `Quorum` from its first byte to its answer, which is sent as it was encoded for all members.
     pub(crate) async fn quorum_call(self, request: axum::extract::Request) -> axum::response::Response {
         let (head, body) = request.into_parts();
@@ -131,12 +139,13 @@ impl Lighthouse {
             let mut messages = Streaming::new_request(decoder, body, None, Some(MAX_MESSAGE_BYTES));
             let none = || Status::invalid_argument("the request is missing");
             let message = messages.message().await?.ok_or_else(none)?;
-            self.ask(
-                &MetadataMap::from_headers(head.headers),
-                &head.extensions,
-                message,
-            )
-            .await
+            self.answering()?
+                .ask(
+                    &MetadataMap::from_headers(head.headers),
+                    &head.extensions,
+                    message,
+                )
+                .await
         };
         answer
             .await
@@ -145,14 +154,14 @@ impl Lighthouse {
 }
 
 #[tonic::async_trait]
-impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
-    /// [`Lighthouse::quorum_call`] stands before it in the router and shares its answers; both give the same.
+impl torchft::lighthouse_service_server::LighthouseService for Frontend {
+    /// [`Frontend::quorum_call`] stands before it in the router and shares its answers; both give the same.
     async fn quorum(
         &self,
         request: Request<torchft::LighthouseQuorumRequest>,
     ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
         let (metadata, extensions, message) = request.into_parts();
-        let reply = self.ask(&metadata, &extensions, message).await?;
+        let reply = self.answering()?.ask(&metadata, &extensions, message).await?;
         let decoded = prost::Message::decode(reply.message());
         decoded
             .map(Response::new)
@@ -167,9 +176,10 @@ impl torchft::lighthouse_service_server::LighthouseService for Lighthouse {
         let replica_id = message.replica_id;
         bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
         in_the_name_of(&extensions, &replica_id)?;
-        self.note_caller(&extensions, &replica_id);
+        let lighthouse = self.answering()?;
+        lighthouse.note_caller(&extensions, &replica_id);
         // The answer says that it has come, which is when it counts.
-        self.send(Message::Event {
+        lighthouse.send(Message::Event {
             event: Event::Heartbeat { replica_id },
             done: None,
         });
@@ -214,8 +224,9 @@ impl Stream for Attached {
 }
 
 #[tonic::async_trait]
-impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
+impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
     type AttachStream = Attached;
+    type FollowStream = Standings;
 
     async fn attach(
         &self,
@@ -227,26 +238,27 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
             last_quorum_id,
             ..
         } = request.into_inner();
-        let stream = self.number();
+        let lighthouse = self.answering()?;
+        let stream = lighthouse.number();
         let (reply, answer) = oneshot::channel();
         // Made first: if this handler is dropped, the actor must learn it after it learnt of the stream.
         let (_, none) = tokio::sync::watch::channel(None);
         let mut attached = Attached {
             events: WatchStream::from_changes(none),
-            lighthouse: self.clone(),
+            lighthouse: lighthouse.clone(),
             replica_id: replica_id.clone(),
             stream,
         };
-        self.send(Message::Attach {
+        lighthouse.send(Message::Attach {
             replica_id,
             stream,
             last_quorum_id,
             reply,
         });
-        let events = answer
-            .await
-            .unwrap_or_else(|_| Err(gone()))
-            .map_err(|e| status_of(&e))?;
+        let events = match answer.await {
+            Ok(events) => events.map_err(|e| status_of(&e))?,
+            Err(_) => return Err(elsewhere(&gone())),
+        };
         attached.events = WatchStream::new(events);
         Ok(Response::new(attached))
     }
@@ -272,7 +284,8 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         } else {
             Event::Leave { replica_id, reason }
         };
-        self.tell(event).await;
+        let told = self.answering()?.tell(event).await;
+        told.map_err(|e| elsewhere(&e))?;
         Ok(Response::new(oxccl::LeaveResponse {}))
     }
 
@@ -290,12 +303,17 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         let named: Vec<&str> = suspects.iter().take(16).map(|s| cut(s)).collect();
         // The first of an epoch is in the line that says that the epoch is aborted; the others change nothing.
         tracing::debug!(replica_id = cut(&replica_id), quorum_id, reason = cut(&reason), suspects = ?named, "report");
-        self.tell(Event::Report {
+        let event = Event::Report {
             replica_id,
             quorum_id,
             reason,
-        })
-        .await;
+        };
+        let told = self.answering()?.tell(event).await;
+        told.map_err(|e| elsewhere(&e))?;
         Ok(Response::new(oxccl::ReportResponse {}))
+    }
+
+    async fn follow(&self, _: Request<oxccl::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
+        Ok(Response::new(Frontend::follow(self)))
     }
 }

@@ -11,7 +11,8 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in};
 use identity::{Acceptor, Party, Role, name_of};
 
-use crate::channel::{Way, reach, wait_for};
+use crate::channel::wait_for;
+use crate::lighthouses::Lighthouses;
 use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
 use protocol::MAX_ID_BYTES;
 
@@ -32,7 +33,7 @@ const GRACE: Duration = Duration::from_secs(1);
 pub struct ManagerServerConfig {
     /// The replica: `name:uuid`, another uuid in every life.
     pub replica_id: String,
-    /// The lighthouse's URL, `http://host:port`.
+    /// The lighthouse's URL, `http://host:port`. Of several lighthouses that share the job all, separated by commas; the leading one is found.
     pub lighthouse: String,
     /// Where to listen, `host:port`; port 0 takes a free one.
     pub bind: String,
@@ -118,15 +119,10 @@ impl ManagerServer {
         let listener = serve::listen("the manager server", &config.bind, closure)?;
         let address = serve::url(&listener, config.advertise_host.as_deref(), closure)?;
         let runtime = serve::runtime("ox-manager-srv", 2)?;
-        let hint = "is the lighthouse running? start it with `oxccl lighthouse`";
         let deadline = deadline_in(config.connect_timeout);
-        let way = Way {
-            party: party.clone(),
-            expected: Some(Role::Lighthouse),
-        };
-        let lighthouse = ("lighthouse", hint);
-        let channel = match reach(runtime.handle(), &config.lighthouse, way, lighthouse, deadline) {
-            Ok(channel) => channel,
+        let reached = Lighthouses::reach(runtime.handle(), party.clone(), &config.lighthouse, deadline);
+        let lighthouses = match reached {
+            Ok(lighthouses) => lighthouses,
             Err(error) => {
                 // A look-up of its name may hang for longer than anybody waits.
                 runtime.shutdown_background();
@@ -137,7 +133,7 @@ impl ManagerServer {
             .duration_since(UNIX_EPOCH)
             .map_or(0, |d| d.as_nanos());
         let uplink = Uplink::new(
-            channel,
+            lighthouses,
             &config,
             address.clone(),
             format!("{}-{life}", std::process::id()),

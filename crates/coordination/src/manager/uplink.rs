@@ -1,8 +1,8 @@
 //! The manager server's side of the talk with the lighthouse: the attach stream, heartbeats, quorum calls, reports.
 //!
 //! The open stream stands for the replica's life, with HTTP/2's pings both ways; heartbeats are sent only while there is none.
-//! The channel reconnects by itself; the stream is opened again with growing pauses. A lighthouse that knows only
-//! torchft's services serves for everything but the pushes.
+//! The channel reconnects by itself; the stream is opened again with growing pauses. Of several lighthouses the leading one is looked for. A
+//! lighthouse that knows only torchft's services serves for everything but the pushes.
 
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,11 +15,12 @@ use tonic::transport::Channel;
 
 use super::ManagerServerConfig;
 use super::actor::Manager;
-use crate::channel::{Backoff, background_deadline, call};
+use crate::channel::{Backoff, background_deadline};
+use crate::lighthouses::{Lighthouses, Search};
 use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, is_elsewhere, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
@@ -47,8 +48,7 @@ pub(crate) struct Uplink {
 
 #[derive(Debug)]
 struct Inner {
-    url: String,
-    channel: Channel,
+    lighthouses: Lighthouses,
     own: Member,
     heartbeat_interval: Duration,
     retries: u32,
@@ -65,7 +65,12 @@ struct Inner {
 }
 
 impl Uplink {
-    pub(crate) fn new(channel: Channel, config: &ManagerServerConfig, address: String, life: String) -> Self {
+    pub(crate) fn new(
+        lighthouses: Lighthouses,
+        config: &ManagerServerConfig,
+        address: String,
+        life: String,
+    ) -> Self {
         let own = Member {
             replica_id: config.replica_id.clone(),
             address,
@@ -76,8 +81,7 @@ impl Uplink {
         };
         Self {
             inner: Arc::new(Inner {
-                url: config.lighthouse.clone(),
-                channel,
+                lighthouses,
                 own,
                 heartbeat_interval: config.heartbeat_interval,
                 retries: config.quorum_retries,
@@ -115,14 +119,6 @@ impl Uplink {
     /// Ends the background tasks.
     pub(crate) fn stop(&self) {
         self.inner.phase.send_replace(Phase::Over);
-    }
-
-    fn torchft(&self) -> LighthouseServiceClient<Channel> {
-        LighthouseServiceClient::new(self.inner.channel.clone()).max_decoding_message_size(MAX_QUORUM_BYTES)
-    }
-
-    fn ours(&self) -> OxcclLighthouseClient<Channel> {
-        OxcclLighthouseClient::new(self.inner.channel.clone()).max_decoding_message_size(MAX_MESSAGE_BYTES)
     }
 
     /// Starts the heartbeats, once.
@@ -172,15 +168,11 @@ impl Uplink {
                 requester: Some(member.clone().into()),
                 held_list: self.held().list(),
             };
-            let mut client = self.torchft();
-            let answer = call(
-                "lighthouse.quorum",
-                &inner.url,
-                deadline,
-                message,
-                |r| async move { client.quorum(r).await },
-            )
-            .await;
+            let ask = |channel, request| async move { torchft(channel).quorum(request).await };
+            let answer = inner
+                .lighthouses
+                .call("lighthouse.quorum", deadline, message, ask)
+                .await;
             let error = match answer {
                 Ok(response) => return self.check(response),
                 Err(error) => error,
@@ -232,15 +224,13 @@ impl Uplink {
             reason,
             suspects,
         };
-        let mut client = self.ours();
-        let answer = call(
-            "lighthouse.report",
-            &self.inner.url,
-            deadline,
-            message,
-            |r| async move { client.report(r).await },
-        );
-        unless_unsupported(answer.await)
+        let report = |channel, request| async move { ours(channel).report(request).await };
+        let lighthouses = &self.inner.lighthouses;
+        unless_unsupported(
+            lighthouses
+                .call("lighthouse.report", deadline, message, report)
+                .await,
+        )
     }
 
     /// Tells the lighthouse that this replica is out of the quorum, so that the others do not wait for it.
@@ -250,15 +240,9 @@ impl Uplink {
             reason,
             failed: true,
         };
-        let mut client = self.ours();
-        let deadline = background_deadline();
-        let answer = call(
-            "lighthouse.leave",
-            &self.inner.url,
-            deadline,
-            message,
-            |r| async move { client.leave(r).await },
-        );
+        let leave = |channel, request| async move { ours(channel).leave(request).await };
+        let lighthouses = &self.inner.lighthouses;
+        let answer = lighthouses.call("lighthouse.leave", background_deadline(), message, leave);
         if let Err(error) = answer.await {
             tracing::warn!(%error, "the lighthouse did not hear that this replica cannot go on");
         }
@@ -273,18 +257,22 @@ impl Uplink {
             reason: "the replica ends in order".to_string(),
             failed: false,
         };
-        let mut client = self.ours();
-        let answer = call(
-            "lighthouse.leave",
-            &self.inner.url,
-            deadline,
-            message,
-            |r| async move { client.leave(r).await },
-        );
-        let answer = answer.await;
+        let leave = |channel, request| async move { ours(channel).leave(request).await };
+        let lighthouses = &self.inner.lighthouses;
+        let answer = lighthouses
+            .call("lighthouse.leave", deadline, message, leave)
+            .await;
         self.stop();
         unless_unsupported(answer)
     }
+}
+
+fn torchft(channel: Channel) -> LighthouseServiceClient<Channel> {
+    LighthouseServiceClient::new(channel).max_decoding_message_size(MAX_QUORUM_BYTES)
+}
+
+fn ours(channel: Channel) -> OxcclLighthouseClient<Channel> {
+    OxcclLighthouseClient::new(channel).max_decoding_message_size(MAX_MESSAGE_BYTES)
 }
 
 fn unless_unsupported<T>(answer: Result<T>) -> Result<()> {
@@ -315,17 +303,16 @@ async fn heartbeats(uplink: Uplink) {
         let message = torchft::LighthouseHeartbeatRequest {
             replica_id: uplink.replica_id().to_string(),
         };
-        let mut client = uplink.torchft();
-        let answer = call(
-            "lighthouse.heartbeat",
-            &inner.url,
-            deadline_in(patience),
-            message,
-            |r| async move { client.heartbeat(r).await },
-        )
-        .await;
+        let beat = |channel, request| async move { torchft(channel).heartbeat(request).await };
+        let answer = inner
+            .lighthouses
+            .call("lighthouse.heartbeat", deadline_in(patience), message, beat)
+            .await;
         match &answer {
-            Ok(_) if failing => tracing::info!(url = inner.url, "heartbeats reach the lighthouse again"),
+            Ok(_) if failing => tracing::info!(
+                url = inner.lighthouses.list(),
+                "heartbeats reach the lighthouse again"
+            ),
             Err(error) if !failing => tracing::warn!(%error, "a heartbeat did not reach the lighthouse"),
             _ => {}
         }
@@ -357,7 +344,7 @@ async fn went_out(out: &mut watch::Receiver<bool>) {
 
 async fn attach(uplink: &Uplink, manager: &Manager) {
     let inner = &uplink.inner;
-    let mut backoff = Backoff::new();
+    let mut search = Search::new(inner.lighthouses.count());
     let mut out = inner.out.subscribe();
     while *inner.phase.borrow() < Phase::Leaving {
         drop(out.wait_for(|out| !*out).await);
@@ -366,15 +353,20 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
             address: inner.own.address.clone(),
             last_quorum_id: uplink.last_quorum(),
         };
-        match uplink.ours().attach(request).await {
+        let lighthouse = match inner.lighthouses.current() {
+            Ok(lighthouse) => lighthouse,
+            Err(error) => return tracing::error!(%error, "no stream to the lighthouse"),
+        };
+        // Whether another one is to be asked: not if this one has answered with a refusal, nor if the stream was ended here.
+        let gone = match ours(lighthouse.channel.clone()).attach(request).await {
             Ok(response) => {
-                backoff.reset();
+                search.reset();
                 let mut events = response.into_inner();
                 let open = Open::new(&inner.attached);
-                let end = loop {
+                let (gone, end) = loop {
                     let event = tokio::select! {
                         event = events.message() => event,
-                        () = went_out(&mut out) => break "this replica cannot go on".to_string(),
+                        () = went_out(&mut out) => break (false, "this replica cannot go on".to_string()),
                     };
                     match event {
                         Ok(Some(event)) => {
@@ -382,26 +374,33 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                                 manager.tell(ReplicaEvent::Aborted(abort.into()));
                             }
                         }
-                        Ok(None) => break "the lighthouse ended it".to_string(),
-                        Err(status) => break status.message().to_string(),
+                        Ok(None) => break (true, "the lighthouse ended it".to_string()),
+                        Err(status) => break (true, status.message().to_string()),
                     }
                 };
                 drop(open);
                 tracing::info!(
-                    url = inner.url,
+                    url = lighthouse.url,
                     end,
                     "the stream to the lighthouse broke; opening it again"
                 );
+                gone
             }
             Err(status) if status.code() == Code::Unimplemented => {
                 tracing::warn!(
-                    url = inner.url,
+                    url = lighthouse.url,
                     "this lighthouse pushes no events; deaths are noticed by time-outs"
                 );
                 return;
             }
-            Err(status) => tracing::debug!(url = inner.url, %status, "no stream to the lighthouse yet"),
+            Err(status) => {
+                tracing::debug!(url = lighthouse.url, %status, "no stream to the lighthouse yet");
+                is_elsewhere(&status)
+            }
+        };
+        if gone {
+            inner.lighthouses.go_on(&lighthouse);
         }
-        tokio::time::sleep(backoff.next()).await;
+        tokio::time::sleep(search.next()).await;
     }
 }

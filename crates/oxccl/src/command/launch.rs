@@ -33,7 +33,8 @@ The exit codes are those of `oxccl --help`; a program that exits with 2 is not r
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// The lighthouse, as https://host:port (http:// without credentials). Without it one is started here.
+    /// The lighthouse, as https://host:port (http:// without credentials); of several that share the job all, separated by commas. Without it one
+    /// is started here.
     #[arg(long, env = "OXCCL_LIGHTHOUSE", value_name = "URL")]
     lighthouse: Option<String>,
     /// The credentials of the job (`oxccl credentials`): all its processes ask for and show them.

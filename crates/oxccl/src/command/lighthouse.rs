@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
 
-use oxccl::coordination::{LighthouseConfig, LighthouseServer};
+use oxccl::coordination::{EtcdConfig, LighthouseConfig, LighthouseServer};
 use oxccl::core::{Credentials, Error, Result, deadline_in};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
@@ -29,6 +29,10 @@ Examples:
   All replicas that are left stand at an earlier step than the recorded one (they come from checkpoints), and most of
   the recorded ones are lost for good:
     oxccl lighthouse --min-replicas 2 --accept-rollback
+
+  Three lighthouses on three machines, with the record in etcd: one leads, and if it dies another one goes on with the
+  same step. The replicas are given all three (http://hostA:29510,http://hostB:29510,http://hostC:29510):
+    oxccl lighthouse --min-replicas 2 --etcd hostA:2379,hostB:2379,hostC:2379 --job mine
 
   Its page with the members and the reason why a quorum waits: http://host:29510/
   As JSON: http://host:29510/status   For Prometheus: http://host:29510/metrics
@@ -70,7 +74,14 @@ pub(crate) struct Arguments {
     /// Keep no record: a restarted lighthouse believes what the replicas tell.
     #[arg(long, conflicts_with = "state_file")]
     no_state_file: bool,
-    /// The first quorum may go back to an earlier step than the recorded one, without a majority of the recorded members. Holds once.
+    /// Keep the record in this etcd cluster (the client ports of its members) and share the job with the other lighthouses that do.
+    #[arg(long, value_name = "HOST:PORT,…", value_delimiter = ',', conflicts_with_all = ["state_file", "no_state_file"])]
+    etcd: Vec<String>,
+    /// The job's name in etcd: its keys begin with /oxccl/NAME/.
+    #[arg(long, value_name = "NAME", default_value = "job", requires = "etcd")]
+    job: String,
+    /// The first quorum may go back to an earlier step than the recorded one, without a majority of the recorded members. Holds once (of
+    /// several lighthouses, give it to one).
     #[arg(long)]
     accept_rollback: bool,
 }
@@ -91,7 +102,7 @@ impl Arguments {
 
     /// Where the record is kept, if it is. Errors: `InvalidArgument` if there is no default place.
     fn record(&self, state_home: Option<OsString>, home: Option<OsString>) -> Result<Option<PathBuf>> {
-        if self.no_state_file || self.state_file.is_some() {
+        if self.no_state_file || !self.etcd.is_empty() || self.state_file.is_some() {
             return Ok(self.state_file.clone());
         }
         // A free port is another one each time: a file named for it would be another job's.
@@ -116,9 +127,16 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
     let count = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
     let state_file = arguments.record(std::env::var_os("XDG_STATE_HOME"), std::env::var_os("HOME"))?;
-    match &state_file {
-        Some(path) => tracing::info!(path = %path.display(), "the job's record"),
-        None => tracing::info!("no record of the job is kept"),
+    let etcd = (!arguments.etcd.is_empty()).then(|| EtcdConfig {
+        members: arguments.etcd.clone(),
+        job: arguments.job.clone(),
+    });
+    match (&state_file, &etcd) {
+        (_, Some(etcd)) => {
+            tracing::info!(etcd = etcd.members.join(","), job = etcd.job, "the job's record");
+        }
+        (Some(path), None) => tracing::info!(path = %path.display(), "the job's record"),
+        (None, None) => tracing::info!("no record of the job is kept"),
     }
     let server = LighthouseServer::start(LighthouseConfig {
         bind: arguments.bind().to_owned(),
@@ -133,6 +151,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         join_timeout: Duration::from_millis(arguments.join_timeout_ms),
         heartbeat_timeout: Duration::from_millis(arguments.heartbeat_timeout_ms),
         state_file,
+        etcd,
         accept_rollback: arguments.accept_rollback,
         ..LighthouseConfig::default()
     })?;
@@ -166,7 +185,7 @@ mod tests {
             let found = parse(arguments).record(state.map(Into::into), home.map(Into::into));
             found.map(|path| path.map(|p| p.display().to_string()))
         };
-        let cases: [(&[&str], Option<&str>, &str); 6] = [
+        let cases: [(&[&str], Option<&str>, &str); 7] = [
             (&[], None, "/home/me/.local/state/oxccl/lighthouse-29510.json"),
             (
                 &[],
@@ -180,12 +199,17 @@ mod tests {
             ),
             (&["--state-file", "here"], Some("/state"), "here"),
             (&["--no-state-file"], Some("/state"), ""),
+            (&["--etcd", "a:2379,b:2379"], Some("/state"), ""),
             (&["--bind", "127.0.0.1:0"], Some("/state"), ""),
         ];
         for (arguments, state, expected) in cases {
             let found = record(arguments, state, Some("/home/me")).unwrap();
             assert_eq!(found.unwrap_or_default(), expected, "{arguments:?}");
         }
+        let both = ["--etcd", "a:2379", "--state-file", "here"];
+        let command = Arguments::augment_args(Command::new("lighthouse").no_binary_name(true));
+        let error = command.try_get_matches_from(both).unwrap_err();
+        assert!(error.to_string().contains("cannot be used with"), "{error}");
         let error = record(&[], None, None).unwrap_err();
         assert!(error.to_string().contains("--no-state-file"), "{error}");
     }

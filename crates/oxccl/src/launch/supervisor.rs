@@ -347,10 +347,26 @@ fn stop_on_signals(control: Sender<Control>) -> Result<Handle> {
     Ok(handle)
 }
 
-/// Looks whether somebody listens at a lighthouse's address (`http://host:port` or `https://host:port`), so that a wrong one is found before
-/// anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
+/// Looks whether a lighthouse listens at one of these addresses (`http://host:port` or `https://host:port`, several separated by commas), so that a
+/// wrong one is found before anything is started. `InvalidArgument` for a malformed address; `Unavailable`, naming it and what was tried, if no
 /// connection comes about by `deadline`.
-pub fn check_lighthouse(url: &str, deadline: Instant) -> Result<()> {
+pub fn check_lighthouse(urls: &str, deadline: Instant) -> Result<()> {
+    let mut answer = Ok(());
+    let urls: Vec<&str> = urls.split(',').map(str::trim).collect();
+    for (left, url) in (1..=urls.len()).rev().zip(&urls) {
+        // Each gets its part of the time.
+        let part = time_left(deadline) / u32::try_from(left).unwrap_or(u32::MAX);
+        answer = check_one(url, deadline_in(part));
+        match &answer {
+            Ok(()) => break,
+            Err(e) if e.kind() == ErrorKind::InvalidArgument => break,
+            Err(_) => {}
+        }
+    }
+    answer
+}
+
+fn check_one(url: &str, deadline: Instant) -> Result<()> {
     let plain = |found| match url.trim_end_matches('/').matches('/').count() {
         2 => Ok(found),
         _ => Err(Error::invalid("there is a path behind the port")),
@@ -427,6 +443,8 @@ mod tests {
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         check_lighthouse(&url, soon()).unwrap();
+        // Of several one that listens suffices: the others may be down.
+        check_lighthouse(&format!("http://127.0.0.1:9,{url}"), soon()).unwrap();
         drop(listener);
         let e = check_lighthouse(&url, soon()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unavailable);

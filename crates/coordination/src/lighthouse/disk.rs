@@ -8,25 +8,11 @@ use std::sync::{Mutex, PoisonError};
 use ftcore::{Error, ErrorKind, Result};
 use protocol::quorum::Record;
 use rustix::fs::{FlockOperation, flock};
-use serde::{Deserialize, Serialize};
+
+use super::saved;
 
 /// No state file of ours is larger, in bytes.
 const MAX_FILE_BYTES: u64 = 64 << 20;
-
-/// The content of the file. What older versions did not write has a default.
-#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
-struct Saved {
-    quorum_id: i64,
-    members: Vec<String>,
-    #[serde(default)]
-    step: i64,
-    #[serde(default)]
-    lineage: Option<String>,
-    #[serde(default)]
-    departed: Vec<String>,
-    #[serde(default)]
-    left: Vec<String>,
-}
 
 /// A state file that belongs to this lighthouse until it is closed or dropped.
 #[derive(Debug)]
@@ -96,16 +82,7 @@ impl StateFile {
                 format!("{} is closed", what()),
             ));
         }
-        let saved = Saved {
-            quorum_id: record.quorum_id,
-            members: record.members.clone(),
-            step: record.step,
-            lineage: record.lineage.clone(),
-            departed: record.departed.clone(),
-            left: record.left.clone(),
-        };
-        let text = serde_json::to_vec(&saved)
-            .map_err(|e| Error::new(ErrorKind::Internal, format!("{}: {e}", what())).with_source(e))?;
+        let text = saved::encode(record, &what())?;
         let new = beside(&self.path, ".new");
         let write = || {
             let mut file = File::create(&new)?;
@@ -138,27 +115,7 @@ fn load(path: &Path) -> Result<Option<Record>> {
     file.take(MAX_FILE_BYTES)
         .read_to_end(&mut text)
         .map_err(|e| Error::io(what(), e))?;
-    let saved: Saved = serde_json::from_slice(&text)
-        .map_err(|e| Error::new(ErrorKind::Corrupt, format!("{}: {e}", what())).with_source(e))?;
-    if saved.quorum_id < 0 || saved.step < 0 {
-        return Err(Error::new(
-            ErrorKind::Corrupt,
-            format!(
-                "{}: quorum_id {} or step {} is negative",
-                what(),
-                saved.quorum_id,
-                saved.step
-            ),
-        ));
-    }
-    Ok(Some(Record {
-        quorum_id: saved.quorum_id,
-        step: saved.step,
-        lineage: saved.lineage,
-        members: saved.members,
-        departed: saved.departed,
-        left: saved.left,
-    }))
+    saved::decode(&text, &what()).map(Some)
 }
 
 #[cfg(test)]

@@ -1,0 +1,52 @@
+//! Where the job's record lies, as the actor sees it: it saves before it delivers, and asks whether it may answer; it does not know which it is.
+
+use std::sync::Arc;
+
+use ftcore::Result;
+use protocol::quorum::Record;
+
+use super::disk::StateFile;
+use super::term::Term;
+
+/// The job's record, on whatever it is kept.
+#[derive(Debug, Clone)]
+pub(crate) enum Journal {
+    /// Nowhere: a restarted lighthouse believes what the replicas tell.
+    Nowhere,
+    /// In a file that this lighthouse has for itself for as long as it runs.
+    Disk(Arc<StateFile>),
+    /// In etcd, for as long as this lighthouse leads.
+    Etcd(Arc<Term>),
+    /// A stand-in that is told what to answer.
+    #[cfg(test)]
+    Scripted(Arc<super::actor::tests::Script>),
+}
+
+impl Journal {
+    /// Keeps `record`, before what it describes is delivered. Errors: this lighthouse may deliver nothing more.
+    pub(crate) async fn save(&self, record: &Record) -> Result<()> {
+        match self {
+            Self::Nowhere => Ok(()),
+            Self::Disk(file) => {
+                // The file is this lighthouse's alone: without it, a restart still continues from the clock.
+                if let Err(error) = file.save(record) {
+                    tracing::error!(%error, "the record could not be saved");
+                }
+                Ok(())
+            }
+            Self::Etcd(term) => term.save(record).await,
+            #[cfg(test)]
+            Self::Scripted(script) => script.save(record),
+        }
+    }
+
+    /// Whether this lighthouse may still answer for the job. Errors: no, or nobody can say so.
+    pub(crate) async fn confirm(&self) -> Result<()> {
+        match self {
+            Self::Nowhere | Self::Disk(_) => Ok(()),
+            Self::Etcd(term) => term.confirm().await,
+            #[cfg(test)]
+            Self::Scripted(script) => script.confirm(),
+        }
+    }
+}

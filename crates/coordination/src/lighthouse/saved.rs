@@ -1,0 +1,54 @@
+//! The record as text: what stands in the state file and in etcd.
+
+use ftcore::{Error, ErrorKind, Result};
+use protocol::quorum::Record;
+use serde::{Deserialize, Serialize};
+
+/// What older versions did not write has a default.
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct Saved {
+    quorum_id: i64,
+    members: Vec<String>,
+    #[serde(default)]
+    step: i64,
+    #[serde(default)]
+    lineage: Option<String>,
+    #[serde(default)]
+    departed: Vec<String>,
+    #[serde(default)]
+    left: Vec<String>,
+}
+
+/// The text for `record`; `place` names where it is to stand, for the error.
+pub(super) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
+    let saved = Saved {
+        quorum_id: record.quorum_id,
+        members: record.members.clone(),
+        step: record.step,
+        lineage: record.lineage.clone(),
+        departed: record.departed.clone(),
+        left: record.left.clone(),
+    };
+    serde_json::to_vec(&saved)
+        .map_err(|e| Error::new(ErrorKind::Internal, format!("{place}: {e}")).with_source(e))
+}
+
+/// The record that stands at `place`. Errors: `Corrupt` if it is not ours.
+pub(super) fn decode(text: &[u8], place: &str) -> Result<Record> {
+    let corrupt = |why: String| Error::new(ErrorKind::Corrupt, format!("{place}: {why}"));
+    let saved: Saved = serde_json::from_slice(text).map_err(|e| corrupt(e.to_string()).with_source(e))?;
+    if saved.quorum_id < 0 || saved.step < 0 {
+        return Err(corrupt(format!(
+            "quorum_id {} or step {} is negative",
+            saved.quorum_id, saved.step
+        )));
+    }
+    Ok(Record {
+        quorum_id: saved.quorum_id,
+        step: saved.step,
+        lineage: saved.lineage,
+        members: saved.members,
+        departed: saved.departed,
+        left: saved.left,
+    })
+}
