@@ -22,14 +22,14 @@ use super::actor::Lighthouse;
 use super::frontend::Role;
 use super::journal::Journal;
 use super::term::{Keys, Leader, TTL, Term};
-use crate::channel::{Way, endpoint};
+use crate::channel::{Backoff, Way, endpoint};
 use crate::etcd::{Entry, Etcd, Expected, Put};
 use crate::wire::oxccl::FollowRequest;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 
 /// How often a lighthouse that follows looks at the leader key.
 const LOOK: Duration = Duration::from_millis(200);
-/// After something that could not be told yet.
+/// After the end of the stream, before the leader is asked what that means.
 const AGAIN: Duration = Duration::from_millis(20);
 /// How long one look at etcd may take before its failure is in the log.
 const PATIENCE: Duration = Duration::from_secs(5);
@@ -222,8 +222,9 @@ async fn is_gone(leader: &Leader, way: &Way) -> Option<String> {
             return std::future::pending().await;
         }
     };
-    let mut was_open = false;
+    let (mut was_open, mut backoff) = (false, Backoff::new());
     loop {
+        let mut pause = None;
         match way.connect(&endpoint).await {
             Ok(channel) => {
                 let mut client = OxcclLighthouseClient::new(channel);
@@ -241,6 +242,8 @@ async fn is_gone(leader: &Leader, way: &Way) -> Option<String> {
                             // It resigns, or has not begun: the key tells.
                             break;
                         }
+                        backoff.reset();
+                        pause = Some(AGAIN);
                     }
                 }
             }
@@ -249,7 +252,7 @@ async fn is_gone(leader: &Leader, way: &Way) -> Option<String> {
             }
             Err(_) => {}
         }
-        tokio::time::sleep(AGAIN).await;
+        tokio::time::sleep(pause.unwrap_or_else(|| backoff.next())).await;
     }
 }
 

@@ -163,6 +163,10 @@ impl Term {
         let mut until = Instant::now() + self.lease.ttl;
         loop {
             tokio::time::sleep(BEAT).await;
+            if time_left(until).is_zero() {
+                let text = "this lighthouse did not run for longer than its lease";
+                return Error::new(ErrorKind::Conflict, text);
+            }
             let begun = Instant::now();
             match self.etcd.keep_alive(self.lease, until).await {
                 Ok(true) => until = begun + self.lease.ttl,
