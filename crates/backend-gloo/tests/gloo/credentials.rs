@@ -280,7 +280,11 @@ fn silent_strangers_at_a_port_without_credentials_keep_no_rank_out() {
         // A newcomer does not wait for the five seconds of those that are there.
         let group = group_with("tcp", None);
         group.configure(configuration(&store, 1, 1, 2)).unwrap();
-        assert!(began.elapsed() < Duration::from_millis(4800), "{:?}", began.elapsed());
+        assert!(
+            began.elapsed() < Duration::from_millis(4800),
+            "{:?}",
+            began.elapsed()
+        );
         sums(&group);
         first.join().unwrap();
         drop(silent);
