@@ -89,7 +89,7 @@ pub struct NetArgs {
     /// Keep what the format rounds away and add it in the next round. Always so with int2, which needs it.
     #[arg(long, requires = "quantize")]
     pub error_feedback: bool,
-    /// Address for this replica's servers; port 0 picks free ones. Use 0.0.0.0:0 across machines.
+    /// Address for this replica's servers; port 0 picks free ones. Use 0.0.0.0:0 across machines, with OXCCL_CREDENTIALS (or OXCCL_INSECURE=1).
     #[arg(long, default_value = "127.0.0.1:0")]
     pub bind: String,
     /// Name or address by which the other machines reach this one; default: the bind address.

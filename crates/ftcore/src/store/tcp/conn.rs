@@ -165,10 +165,11 @@ impl Greeting {
         let mut header = [0; 16];
         let (first, rest) = header.split_at_mut(4);
         first.copy_from_slice(&got.to_le_bytes());
-        if may_be_hello(first) && self.conn.link.read_exact(rest).is_ok() {
-            if let Some(refused) = Refused::seen_without_credentials(&header) {
-                return refused.into();
-            }
+        if may_be_hello(first)
+            && self.conn.link.read_exact(rest).is_ok()
+            && let Some(refused) = Refused::seen_without_credentials(&header)
+        {
+            return refused.into();
         }
         not_the_ping(self.nonce, got)
     }

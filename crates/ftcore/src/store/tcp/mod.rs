@@ -2,7 +2,7 @@
 //!
 //! [`TcpStoreServer`] holds the map, [`TcpStore`] is a client of it (or of PyTorch's server). Layers, from below:
 //! `link` (a socket with deadlines), `wire` (requests to bytes and back, nothing else), `engine` (map, queues and
-//! waiters, no IO), then `server` (a thread per connection between link and engine) and `conn` and
+//! waiters, no IO), then `server` (a thread per connection between link and engine; `doors` has who is connected) and `conn` and
 //! `client` (a pool of connections).
 //!
 //! The protocol has no authentication and no encryption. With credentials a connection begins with the keyed hello
@@ -11,6 +11,7 @@
 
 mod client;
 mod conn;
+mod doors;
 mod engine;
 mod link;
 mod server;

@@ -4,14 +4,14 @@
 //! end of the connection) and its bell (rung by the engine) at once. Whatever a peer sends, the worst it gets is a closed
 //! connection and a line in the log.
 
-use std::collections::{BTreeSet, HashMap};
 use std::fmt;
 use std::io::{self, Write};
-use std::net::{IpAddr, Ipv6Addr, Shutdown, SocketAddr, TcpListener, TcpStream};
+use std::net::{IpAddr, Shutdown, SocketAddr, TcpListener, TcpStream};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::Duration;
 
+use super::doors::{Doors, Limits, network};
 use super::engine::{Engine, Entry, Progress, Ticket};
 use super::hello_topic;
 use super::link::{Bell, Link, Patience, is_late, watch_listener};
@@ -27,8 +27,6 @@ use crate::{
 
 /// Keys, values and queues together.
 const MAX_STORED: usize = 1 << 30;
-/// What all connections together may make the server hold besides: unfinished requests, waits, replies that are not taken.
-const MAX_HELD: usize = 512 << 20;
 /// Values of a reply that are taken from the store at once, in bytes. A longer one is taken alone.
 const BATCH: usize = 64 * 1024;
 /// How long a value may become by appending to it, for clients that know no limit: PyTorch's server has none.
@@ -62,36 +60,6 @@ pub struct TcpStoreServer {
     shared: Arc<Shared>,
 }
 
-/// What a connection may do to the others; smaller in tests.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct Limits {
-    /// Connections at once.
-    pub(super) connections: usize,
-    /// The same from one address; of IPv6, from one /64 network.
-    pub(super) per_address: usize,
-    /// Connections that have not greeted, or not proved themselves. One more, and the oldest is closed: those of the job greet at once.
-    pub(super) ungreeted: usize,
-    /// A connection must validate itself within this time, so that silent strangers do not use the places up.
-    pub(super) handshake: Duration,
-    /// A request that stops half way, or a peer that takes no replies, is given up after this time.
-    pub(super) stall: Duration,
-    /// Bytes that all connections together may make the server hold.
-    pub(super) held: usize,
-}
-
-impl Default for Limits {
-    fn default() -> Self {
-        Self {
-            connections: 4096,
-            per_address: 4096 / 8 * 7,
-            ungreeted: 4096 / 4,
-            handshake: Duration::from_secs(30),
-            stall: Duration::from_secs(60),
-            held: MAX_HELD,
-        }
-    }
-}
-
 struct Shared {
     engine: Engine,
     limits: Limits,
@@ -103,40 +71,6 @@ struct Shared {
     stop: Bell,
     doors: Mutex<Doors>,
     changed: Condvar,
-}
-
-/// Who is connected, and whether anybody still may.
-#[derive(Default)]
-struct Doors {
-    stopped: bool,
-    accepting: bool,
-    open: HashMap<u64, Arc<TcpStream>>,
-    /// Those that have not greeted: the numbers grow, so the oldest is the first.
-    ungreeted: BTreeSet<u64>,
-    addresses: HashMap<IpAddr, usize>,
-    next: u64,
-}
-
-impl Doors {
-    /// Closes the connection that has been silent for longest, if there is one.
-    fn close_oldest_ungreeted(&mut self) {
-        if let Some(id) = self.ungreeted.pop_first()
-            && let Some(socket) = self.open.get(&id)
-        {
-            let _ = socket.shutdown(Shutdown::Both);
-        }
-    }
-}
-
-/// What counts as one address.
-fn network(peer: SocketAddr) -> IpAddr {
-    match peer.ip().to_canonical() {
-        IpAddr::V6(v6) => {
-            let [a, b, c, d, ..] = v6.segments();
-            IpAddr::V6(Ipv6Addr::new(a, b, c, d, 0, 0, 0, 0))
-        }
-        v4 => v4,
-    }
 }
 
 impl TcpStoreServer {

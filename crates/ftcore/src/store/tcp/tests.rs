@@ -11,7 +11,8 @@ mod epochs;
 mod hostile;
 mod lost;
 
-use super::server::{Limits, listen};
+use super::doors::Limits;
+use super::server::listen;
 use super::{TcpStore, TcpStoreServer};
 use crate::store::Store;
 use crate::{Credentials, ErrorKind, Result, deadline_in};
