@@ -361,7 +361,7 @@ fn chunks_received_before_a_source_died_are_kept_when_the_next_one_shares_them()
 
 #[test]
 fn a_peers_url_that_is_none_is_the_peers_fault_and_no_matter_if_another_source_helps() {
-    for url in ["<n/a>", "", "https://a/b", "http://:0/x", "http://a b/"] {
+    for url in ["<n/a>", "", "ftp://a/b", "http://:0/x", "http://a b/"] {
         let e = fetch(&[url.into()], 5, long()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{url}: {e}");
         assert!(e.to_string().contains(&format!("'{url}'")), "{e}");
