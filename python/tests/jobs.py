@@ -91,15 +91,19 @@ def alone(**options: Any) -> oxccl.World:
 
 
 def script(text: str, ranks: int, folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
-    """Starts a program on each rank, in which ``rank``, ``address`` and the usual modules are there."""
+    """Starts a program on each rank. It has ``init()``, ``together()``, which waits once for all ranks without any group, and the usual modules."""
     head = (
         "import os, sys, time, signal, threading, gc\nimport numpy as np\nimport oxccl\n"
         f"rank = int(sys.argv[1])\nranks = {ranks}\naddress = 'file://{folder}/meeting'\n"
         "def init(**options):\n    return oxccl.init(address, rank=rank, world_size=ranks, **options)\n"
+        "def together():\n"
+        f"    open('{folder}/ready' + str(rank), 'w').close()\n"
+        f"    while not all(os.path.exists('{folder}/ready' + str(r)) for r in range(ranks)):\n        time.sleep(0.001)\n"
     )
     return [
         subprocess.Popen(
             [sys.executable, "-X", "faulthandler", "-c", head + text, str(rank)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
