@@ -3,7 +3,9 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use oxccl::core::{Collective, Completion, Error, Failed, OpKind, ProcessGroup, ProcessGroupExt, Result, deadline_in};
+use oxccl::core::{
+    Collective, Completion, Error, Failed, OpKind, ProcessGroup, ProcessGroupExt, Result, deadline_in,
+};
 use oxccl::world;
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -12,11 +14,11 @@ use crate::errors::{self, Raise, Refused};
 use crate::interrupt::{apart, blocking};
 use crate::lend::{Access, is_list, list, one, one_or_list};
 use crate::options::{self, Reduction};
+use crate::process;
 use crate::raw::fork;
 use crate::raw::holder::{drop_attached, give_back_waiting};
 use crate::table::{Capabilities, Traffic};
 use crate::work::Work;
-use crate::process;
 
 /// A group that Python holds: its end, if the process was forked since, is its parent's affair.
 pub(crate) struct Handle {
@@ -238,13 +240,21 @@ fn pairs(
     let inputs = one_or_list(input, "input", Access::Reads)?;
     let outputs = one_or_list(output, "output", Access::Writes)?;
     if inputs.len() != outputs.len() {
-        let text = format!("{} inputs and {} outputs; they go together one by one", inputs.len(), outputs.len());
+        let text = format!(
+            "{} inputs and {} outputs; they go together one by one",
+            inputs.len(),
+            outputs.len()
+        );
         return Err(Error::invalid(text).into());
     }
     Ok(inputs.into_iter().zip(outputs).collect())
 }
 
-fn optional(object: Option<&Bound<'_, PyAny>>, what: &str, access: Access) -> Result<Vec<oxccl::core::Tensor>, Refused> {
+fn optional(
+    object: Option<&Bound<'_, PyAny>>,
+    what: &str,
+    access: Access,
+) -> Result<Vec<oxccl::core::Tensor>, Refused> {
     object.map_or(Ok(Vec::new()), |object| list(object, what, access))
 }
 
@@ -291,7 +301,9 @@ impl Group {
     fn error<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
         self.handle.is_at_home().or_raise(py)?;
         let error = self.handle.group().error();
-        error.map(|error| errors::exception(py, &self.named(error))).transpose()
+        error
+            .map(|error| errors::exception(py, &self.named(error)))
+            .transpose()
     }
 
     /// What the group offers.
@@ -319,12 +331,17 @@ impl Group {
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
-        self.run(py, OpKind::AllReduce, Call::reducing(timeout, async_op, contribute), || {
-            Ok(Collective::AllReduce {
-                tensors: one_or_list(tensors, "tensors", Access::Writes)?,
-                op: op.get()?,
-            })
-        })
+        self.run(
+            py,
+            OpKind::AllReduce,
+            Call::reducing(timeout, async_op, contribute),
+            || {
+                Ok(Collective::AllReduce {
+                    tensors: one_or_list(tensors, "tensors", Access::Writes)?,
+                    op: op.get()?,
+                })
+            },
+        )
     }
 
     /// Every rank's tensors become the root's.
@@ -338,7 +355,11 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Broadcast, Call::of(timeout, async_op), || {
-            let access = if root == self.handle.rank { Access::Reads } else { Access::Writes };
+            let access = if root == self.handle.rank {
+                Access::Reads
+            } else {
+                Access::Writes
+            };
             Ok(Collective::Broadcast {
                 tensors: one_or_list(tensors, "tensors", access)?,
                 root,
@@ -359,13 +380,18 @@ impl Group {
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
-        self.run(py, OpKind::Reduce, Call::reducing(timeout, async_op, contribute), || {
-            Ok(Collective::Reduce {
-                tensor: one(tensor, "tensor", Access::Writes)?,
-                op: op.get()?,
-                root,
-            })
-        })
+        self.run(
+            py,
+            OpKind::Reduce,
+            Call::reducing(timeout, async_op, contribute),
+            || {
+                Ok(Collective::Reduce {
+                    tensor: one(tensor, "tensor", Access::Writes)?,
+                    op: op.get()?,
+                    root,
+                })
+            },
+        )
     }
 
     /// `outputs[r]` becomes rank r's `input`; sizes may differ between ranks.
@@ -397,7 +423,9 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::AllGatherInto, Call::of(timeout, async_op), || {
-            Ok(Collective::AllGatherInto { pairs: pairs(input, output)? })
+            Ok(Collective::AllGatherInto {
+                pairs: pairs(input, output)?,
+            })
         })
     }
 
@@ -454,13 +482,18 @@ impl Group {
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
-        self.run(py, OpKind::ReduceScatter, Call::reducing(timeout, async_op, contribute), || {
-            Ok(Collective::ReduceScatter {
-                inputs: list(inputs, "inputs", Access::Reads)?,
-                output: one(output, "output", Access::Writes)?,
-                op: op.get()?,
-            })
-        })
+        self.run(
+            py,
+            OpKind::ReduceScatter,
+            Call::reducing(timeout, async_op, contribute),
+            || {
+                Ok(Collective::ReduceScatter {
+                    inputs: list(inputs, "inputs", Access::Reads)?,
+                    output: one(output, "output", Access::Writes)?,
+                    op: op.get()?,
+                })
+            },
+        )
     }
 
     /// `output` becomes this rank's part of the reduction of `input`. Two lists of tensors count as one operation.
@@ -476,12 +509,17 @@ impl Group {
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
-        self.run(py, OpKind::ReduceScatterInto, Call::reducing(timeout, async_op, contribute), || {
-            Ok(Collective::ReduceScatterInto {
-                pairs: pairs(input, output)?,
-                op: op.get()?,
-            })
-        })
+        self.run(
+            py,
+            OpKind::ReduceScatterInto,
+            Call::reducing(timeout, async_op, contribute),
+            || {
+                Ok(Collective::ReduceScatterInto {
+                    pairs: pairs(input, output)?,
+                    op: op.get()?,
+                })
+            },
+        )
     }
 
     /// `outputs[r]` becomes rank r's `inputs[own rank]`; sizes may differ.
@@ -593,9 +631,15 @@ impl Group {
                         tag: recv.tag,
                     });
                 }
-                Err(Refused::from(Error::invalid(format!("{what} is neither Send nor Recv"))))
+                Err(Refused::from(Error::invalid(format!(
+                    "{what} is neither Send nor Recv"
+                ))))
             };
-            let ops = ops.iter().enumerate().map(message).collect::<Result<_, Refused>>()?;
+            let ops = ops
+                .iter()
+                .enumerate()
+                .map(message)
+                .collect::<Result<_, Refused>>()?;
             Ok(Collective::Batch { ops })
         })
     }
@@ -603,7 +647,9 @@ impl Group {
     /// Waits until every rank is here.
     #[pyo3(signature = (*, timeout=None, async_op=false))]
     fn barrier(&self, py: Python<'_>, timeout: Option<f64>, async_op: bool) -> PyResult<Py<PyAny>> {
-        self.run(py, OpKind::Barrier, Call::of(timeout, async_op), || Ok(Collective::Barrier))
+        self.run(py, OpKind::Barrier, Call::of(timeout, async_op), || {
+            Ok(Collective::Barrier)
+        })
     }
 
     /// As `barrier`; at the deadline the error names ranks that are missing, all of them if `wait_all`.
@@ -654,7 +700,10 @@ impl Group {
         let class = slf.get_type().name()?;
         Ok(format!(
             "{class}(rank {} of {}, {}, epoch {})",
-            slf.get().handle.rank, info.world_size, info.backend, info.epoch
+            slf.get().handle.rank,
+            info.world_size,
+            info.backend,
+            info.epoch
         ))
     }
 }

@@ -81,7 +81,11 @@ fn watch() {
         // A handler that was set since took our place.
         signal::chain();
         let aborted = look();
-        idle = if aborted || present().is_some() { 0 } else { idle + 1 };
+        idle = if aborted || present().is_some() {
+            0
+        } else {
+            idle + 1
+        };
         if idle < IDLE_LOOKS {
             thread::park_timeout(SLICE);
             continue;
@@ -136,7 +140,11 @@ pub(crate) fn apart<T: Send + 'static>(
     started.map_err(|e| errors::raise(py, &Error::io("cannot start a thread", e)))?;
     let take = Mutex::new(take);
     loop {
-        let wait = || match take.lock().unwrap_or_else(PoisonError::into_inner).recv_timeout(SLICE) {
+        let wait = || match take
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .recv_timeout(SLICE)
+        {
             Ok(done) => Some(done),
             Err(std::sync::mpsc::RecvTimeoutError::Timeout) => None,
             Err(std::sync::mpsc::RecvTimeoutError::Disconnected) => {

@@ -61,11 +61,7 @@ fn items_of<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
     object.cast::<PyTuple>().ok().map(|tuple| tuple.iter().collect())
 }
 
-fn named(
-    object: &Bound<'_, PyAny>,
-    what: &dyn Fn() -> String,
-    access: Access,
-) -> Result<Tensor, Refused> {
+fn named(object: &Bound<'_, PyAny>, what: &dyn Fn() -> String, access: Access) -> Result<Tensor, Refused> {
     if buffer::is_offered(object) {
         return from_buffer(object, what, access);
     }
@@ -156,7 +152,10 @@ fn from_buffer(
         count: view.count(),
         shape: view.shape(),
         // A stride that is no multiple of the size fits no contiguous memory, and neither does -1.
-        strides: strides.iter().map(|s| if s % item == 0 { s / item } else { -1 }).collect(),
+        strides: strides
+            .iter()
+            .map(|s| if s % item == 0 { s / item } else { -1 })
+            .collect(),
         read_only: view.is_read_only(),
     });
     match memory {
@@ -187,7 +186,10 @@ fn small_float<'py>(object: &Bound<'py, PyAny>) -> PyResult<Option<(DType, Bound
         "float8_e5m2" => (DType::F8E5M2, "u1"),
         _ => return Ok(None),
     };
-    Ok(Some((dtype, object.call_method1(intern!(py, "view"), (same_size,))?)))
+    Ok(Some((
+        dtype,
+        object.call_method1(intern!(py, "view"), (same_size,))?,
+    )))
 }
 
 fn from_dlpack(
@@ -195,8 +197,8 @@ fn from_dlpack(
     what: &dyn Fn() -> String,
     access: Access,
 ) -> Result<Tensor, Refused> {
-    let managed = Managed::of(&capsule(object)?)
-        .map_err(|text| Error::invalid(format!("{}: {text}", what())))?;
+    let managed =
+        Managed::of(&capsule(object)?).map_err(|text| Error::invalid(format!("{}: {text}", what())))?;
     let refusal = if managed.is_on_host() {
         managed.dtype().map_err(|name| unknown(what, &name))
     } else {

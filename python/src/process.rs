@@ -34,14 +34,18 @@ pub(crate) fn is_at_home(born: u32) -> Result<()> {
     if born == fork::count() {
         Ok(())
     } else {
-        Err(forked("the group belongs to the process that this one was forked off"))
+        Err(forked(
+            "the group belongs to the process that this one was forked off",
+        ))
     }
 }
 
 fn forked(what: &str) -> Error {
     Error::new(
         ErrorKind::InvalidState,
-        format!("{what}: its connections and threads are not here; start processes with the spawn or forkserver method"),
+        format!(
+            "{what}: its connections and threads are not here; start processes with the spawn or forkserver method"
+        ),
     )
 }
 

@@ -16,11 +16,23 @@ impl From<core::Capabilities> for Capabilities {
 }
 
 const REDUCTIONS: [&str; 9] = [
-    "sum", "avg", "product", "min", "max", "band", "bor", "bxor", "premul_sum",
+    "sum",
+    "avg",
+    "product",
+    "min",
+    "max",
+    "band",
+    "bor",
+    "bxor",
+    "premul_sum",
 ];
 
 fn names(set: core::DTypeSet) -> Vec<&'static str> {
-    DType::ALL.into_iter().filter(|&d| set.contains(d)).map(DType::name).collect()
+    DType::ALL
+        .into_iter()
+        .filter(|&d| set.contains(d))
+        .map(DType::name)
+        .collect()
 }
 
 fn feature_name(feature: Feature) -> &'static str {
@@ -44,7 +56,11 @@ impl Capabilities {
     /// Names of the operations that are served.
     #[getter]
     fn ops(&self) -> Vec<&'static str> {
-        OpKind::ALL.into_iter().filter(|&k| self.inner.ops.contains(k)).map(OpKind::name).collect()
+        OpKind::ALL
+            .into_iter()
+            .filter(|&k| self.inner.ops.contains(k))
+            .map(OpKind::name)
+            .collect()
     }
 
     /// Names of the element types that can be moved.
@@ -56,13 +72,18 @@ impl Capabilities {
     /// Names of the element types that `op` reduces.
     fn reduces(&self, op: &str) -> Vec<&'static str> {
         let at = REDUCTIONS.iter().position(|&name| name == op);
-        at.and_then(|at| self.inner.reduces.get(at)).map_or_else(Vec::new, |&set| names(set))
+        at.and_then(|at| self.inner.reduces.get(at))
+            .map_or_else(Vec::new, |&set| names(set))
     }
 
     /// Names of the features.
     #[getter]
     fn features(&self) -> Vec<&'static str> {
-        Feature::ALL.into_iter().filter(|&f| self.inner.has(f)).map(feature_name).collect()
+        Feature::ALL
+            .into_iter()
+            .filter(|&f| self.inner.has(f))
+            .map(feature_name)
+            .collect()
     }
 
     /// Names of the options that are honoured.
@@ -81,7 +102,9 @@ impl Capabilities {
     #[getter]
     fn notes(&self) -> Vec<(String, String)> {
         let notes = self.inner.notes.iter();
-        notes.map(|(op, text)| (op.to_string(), text.to_string())).collect()
+        notes
+            .map(|(op, text)| (op.to_string(), text.to_string()))
+            .collect()
     }
 }
 

@@ -99,7 +99,8 @@ impl Work {
             Some(ended) => self.settle(py, ended),
             None => {
                 let error = work.wait(Instant::now()).err();
-                let error = error.unwrap_or_else(|| Error::timeout("it ended just after the wait's deadline"));
+                let error =
+                    error.unwrap_or_else(|| Error::timeout("it ended just after the wait's deadline"));
                 Err(errors::raise(py, &self.named(error)))
             }
         }
@@ -158,7 +159,9 @@ impl Work {
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
-        let waiting = py.import(intern!(py, "oxccl._await"))?.call_method1(intern!(py, "until_done"), (slf,))?;
+        let waiting = py
+            .import(intern!(py, "oxccl._await"))?
+            .call_method1(intern!(py, "until_done"), (slf,))?;
         waiting.call_method0(intern!(py, "__await__"))
     }
 

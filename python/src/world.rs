@@ -87,7 +87,11 @@ fn parse_device(text: &str) -> Result<Device> {
     let index = index
         .parse()
         .map_err(|_| Error::invalid(format!("'{text}' is no device; write cpu, or KIND:INDEX")))?;
-    Ok(if kind == DeviceKind::Cpu { Device::CPU } else { Device::new(kind, index) })
+    Ok(if kind == DeviceKind::Cpu {
+        Device::CPU
+    } else {
+        Device::new(kind, index)
+    })
 }
 
 /// The program that children of isolated groups run; `None` if the environment names one.
@@ -103,7 +107,9 @@ fn in_a_child(
 ) -> Result<Box<dyn oxccl::core::ProcessGroup>> {
     let backend = oxccl::backend::find(Some(name), device)?;
     let template = IsolateOptions {
-        helper: helper.map_or(isolate::Helper::Auto, |path| isolate::Helper::Program(path.into())),
+        helper: helper.map_or(isolate::Helper::Auto, |path| {
+            isolate::Helper::Program(path.into())
+        }),
         ..IsolateOptions::new(backend.name.clone(), device.clone())
     };
     isolate::wrap(&backend, template).factory.create(device, options)
@@ -114,7 +120,9 @@ impl World {
         &self,
         py: Python<'_>,
         timeout: Option<f64>,
-        make: impl FnOnce(&world::World, std::time::Instant) -> Result<Option<Box<dyn oxccl::core::ProcessGroup>>> + Send + 'static,
+        make: impl FnOnce(&world::World, std::time::Instant) -> Result<Option<Box<dyn oxccl::core::ProcessGroup>>>
+        + Send
+        + 'static,
     ) -> PyResult<Option<Group>> {
         self.handle.is_at_home().or_raise(py)?;
         let limit = options::duration(timeout.unwrap_or(self.timeout)).or_raise(py)?;
@@ -138,7 +146,9 @@ impl World {
     /// A group of `ranks`, in which rank `ranks[i]` is rank i; `None` on ranks that are not among them. A call of all ranks, with the same list.
     #[pyo3(signature = (ranks, *, timeout=None))]
     fn new_group(&self, py: Python<'_>, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<Option<Group>> {
-        self.make(py, timeout, move |world, deadline| world.new_group(&ranks, deadline))
+        self.make(py, timeout, move |world, deadline| {
+            world.new_group(&ranks, deadline)
+        })
     }
 
     /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks, with the same lists.
@@ -149,6 +159,8 @@ impl World {
         partition: Vec<Vec<u32>>,
         timeout: Option<f64>,
     ) -> PyResult<Option<Group>> {
-        self.make(py, timeout, move |world, deadline| world.split_group(&partition, deadline))
+        self.make(py, timeout, move |world, deadline| {
+            world.split_group(&partition, deadline)
+        })
     }
 }

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
+
 from jobs import ends, script
 
 TIMES = 20 if os.environ.get("OXCCL_LONG") else 4

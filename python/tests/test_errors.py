@@ -9,8 +9,9 @@ import time
 from typing import Any
 
 import numpy as np
-import oxccl
 import pytest
+
+import oxccl
 from jobs import alone, run
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-import oxccl
 import pytest
+
+import oxccl
 from jobs import alone, ends, run, script
 
 

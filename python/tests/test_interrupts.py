@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO
 
 import pytest
+
 from jobs import ends, script
 
 SOON = 10.0

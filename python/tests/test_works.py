@@ -8,8 +8,9 @@ import threading
 from typing import Any
 
 import numpy as np
-import oxccl
 import pytest
+
+import oxccl
 from jobs import run
 
 

@@ -78,7 +78,7 @@ const STEPS: &[Step] = &[
 
 fn test() -> Result<bool> {
     runner::test(&TestArgs {
-        require: ["gloo", "isolate", "plugin", "xccl", "protocol"]
+        require: ["gloo", "isolate", "plugin", "xccl", "protocol", "python"]
             .map(str::to_owned)
             .to_vec(),
         require_installable: vec!["xccl-sycl".to_owned()],

@@ -208,15 +208,11 @@ class Group:
         contribute: bool = True,
     ) -> Work: ...
     @overload
-    def broadcast(
-        self, tensors: Tensors, root: int, *, timeout: float | None = None, async_op: Literal[False] = False
-    ) -> None:
+    def broadcast(self, tensors: Tensors, root: int, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
         """Every rank's tensors become the root's."""
 
     @overload
-    def broadcast(
-        self, tensors: Tensors, root: int, *, timeout: float | None = None, async_op: Literal[True]
-    ) -> Work: ...
+    def broadcast(self, tensors: Tensors, root: int, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
     @overload
     def reduce(
         self,
@@ -253,19 +249,13 @@ class Group:
         """``outputs[r]`` becomes rank r's `input`; sizes may differ between ranks."""
 
     @overload
-    def all_gather(
-        self, input: Tensor, outputs: Sequence[Tensor], *, timeout: float | None = None, async_op: Literal[True]
-    ) -> Work: ...
+    def all_gather(self, input: Tensor, outputs: Sequence[Tensor], *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
     @overload
-    def all_gather_into(
-        self, input: Tensors, output: Tensors, *, timeout: float | None = None, async_op: Literal[False] = False
-    ) -> None:
+    def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
         """`output` becomes the inputs of all ranks, one after the other."""
 
     @overload
-    def all_gather_into(
-        self, input: Tensors, output: Tensors, *, timeout: float | None = None, async_op: Literal[True]
-    ) -> Work: ...
+    def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
     @overload
     def gather(
         self,
@@ -403,15 +393,11 @@ class Group:
         async_op: Literal[True],
     ) -> Work: ...
     @overload
-    def send(
-        self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: float | None = None, async_op: Literal[False] = False
-    ) -> None:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
         """Sends to `peer`; done when the memory may be reused."""
 
     @overload
-    def send(
-        self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: float | None = None, async_op: Literal[True]
-    ) -> Work: ...
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
     @overload
     def recv(
         self,
@@ -435,9 +421,7 @@ class Group:
         async_op: Literal[True],
     ) -> Work: ...
     @overload
-    def batch(
-        self, ops: Sequence[Send | Recv], *, timeout: float | None = None, async_op: Literal[False] = False
-    ) -> None:
+    def batch(self, ops: Sequence[Send | Recv], *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
         """Sends and receives that progress together, in any order."""
 
     @overload
@@ -458,9 +442,7 @@ class Group:
         """Ends the group: waits for pending operations, and aborts what is left after `timeout` seconds."""
 
     def __enter__(self) -> Self: ...
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
 
 class World(Group):
     """The group of all ranks of a job, from which other groups are made."""

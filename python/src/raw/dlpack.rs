@@ -155,7 +155,10 @@ impl Managed {
         }
         // SAFETY: INV-8 the protocol: `ndim` numbers that live as long as the tensor.
         let numbers = unsafe { std::slice::from_raw_parts(at, n) };
-        numbers.iter().map(|&d| isize::try_from(d).unwrap_or(-1)).collect()
+        numbers
+            .iter()
+            .map(|&d| isize::try_from(d).unwrap_or(-1))
+            .collect()
     }
 
     pub(crate) fn shape(&self) -> Vec<isize> {
