@@ -29,7 +29,7 @@ pub(crate) struct Handle {
 }
 
 pub(crate) enum Inner {
-    World(world::World),
+    World(Box<world::World>),
     Group(Box<dyn ProcessGroup>),
 }
 

@@ -59,7 +59,7 @@ pub(crate) fn init(
         oxccl::backend::load_plugins();
         world::World::init(&place, wanted, deadline)
     })?;
-    let group = Group::new(Inner::World(world));
+    let group = Group::new(Inner::World(Box::new(world)));
     let world = World {
         handle: group.handle().clone(),
         local_rank,

@@ -55,6 +55,10 @@ impl View {
     }
 
     /// Gives the memory back. Only on an attached thread.
+    #[allow(
+        clippy::boxed_local,
+        reason = "the view stays where it was filled: its pointers may lead into it"
+    )]
     pub(crate) fn release(mut self: Box<Self>) {
         // SAFETY: INV-8 filled by PyObject_GetBuffer and given back once, here: it takes the box.
         unsafe { PyBuffer_Release(&raw mut *self) };
