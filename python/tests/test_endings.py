@@ -182,3 +182,23 @@ assert os.waitpid(child, 0)[1] == 0
 init().barrier()
 """
     assert ends(script(text, 2, tmp_path)) == [(0, "", "")] * 2
+
+
+LEAVES = """
+import ctypes
+world = init()
+# Whatever Python forgets to destroy at its end: the group leaves all the same.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(world))
+world.barrier()
+if rank == 1:
+    try:
+        world.recv(bytearray(8), 0, timeout=60)
+    except oxccl.PeerLost as e:
+        print(e.peer, "left the group" in str(e) or "shut down" in str(e), e)
+"""
+
+
+def test_a_program_that_ends_leaves_its_group_in_good_order(tmp_path: Path) -> None:
+    (status, out, err), (other, heard, errors) = ends(script(LEAVES, 2, tmp_path))
+    assert (status, out, err, other, errors) == (0, "", "", 0, "")
+    assert heard.startswith("0 True"), heard
