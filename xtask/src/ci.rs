@@ -86,6 +86,7 @@ fn test() -> Result<bool> {
             "plugin",
             "xccl",
             "protocol",
+            "python",
         ]
         .map(str::to_owned)
         .to_vec(),

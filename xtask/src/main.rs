@@ -24,6 +24,7 @@ mod oneccl;
 mod oneccl_sycl;
 mod peers;
 mod process;
+mod python;
 mod runner;
 mod tidy;
 mod torchft;

@@ -331,6 +331,14 @@ pub(crate) const ROWS: &[Row] = &[
         suite("etcd-conformance", ""),
         minutes(5),
     )),
+    row(
+        "python",
+        Some("python"),
+        "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes",
+        python,
+        Run::Python,
+        minutes(15),
+    ),
     // Measures how fast links carry and survivors hear.
     alone(row(
         "e2e",
@@ -423,6 +431,8 @@ pub(crate) enum Run {
     CrossCrate,
     /// Every test of another workspace in this repository, by its manifest.
     Apart { manifest: &'static str },
+    /// The Python package, which has tools of its own (`python.rs`).
+    Python,
 }
 
 /// Environment variables that a row's tests need.
@@ -519,6 +529,7 @@ impl Run {
                     is_doc: false,
                 }]
             }
+            Self::Python => Vec::new(),
             Self::CrossCrate => {
                 if long {
                     pass.push("--include-ignored".to_owned());
@@ -568,6 +579,8 @@ pub(crate) enum Skip {
     Launcher { why: String },
     /// A real etcd cannot be had.
     Etcd { why: String },
+    /// Python, or the tools of the package, cannot be had.
+    Python { why: String },
     /// No NVIDIA driver runs here.
     Gpu,
 }
@@ -585,6 +598,7 @@ impl fmt::Display for Skip {
             Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
+            Self::Python { why } => write!(f, "the Python package cannot be built: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
             Self::Etcd { why } => write!(f, "etcd cannot be had: {why}"),
@@ -641,6 +655,15 @@ fn oneccl_sycl() -> Result<Environment, Skip> {
 fn nccl_library() -> Result<Environment, Skip> {
     let folder = crate::nccl::prepare().map_err(|e| Skip::NcclLibrary { why: e.to_string() })?;
     Ok(vec![("OXCCL_NCCL_PATH".to_owned(), folder.display().to_string())])
+}
+
+/// Needs Python with the tools of the package, which are fetched once.
+fn python() -> Result<Environment, Skip> {
+    crate::python::prepare()
+        .map(|_| Environment::new())
+        .map_err(|e| Skip::Python {
+            why: format!("{e:#}"),
+        })
 }
 
 /// Needs the real torchft, which is fetched once.

@@ -19,9 +19,10 @@ use anyhow::{Context, Result, anyhow, bail};
 use crate::TestArgs;
 use crate::delays::Delays;
 use crate::libtest::Tally;
-use crate::matrix::{Environment, ROWS, Row, Skip, TestCall};
+use crate::matrix::{Environment, ROWS, Row, Run, Skip, TestCall};
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output, seconds};
+use crate::python;
 
 /// Building everything on two cores from nothing, with much to spare.
 const BUILD_LIMIT: Duration = Duration::from_secs(30 * 60);
@@ -132,6 +133,9 @@ impl Matrix<'_> {
 
     /// Builds and runs one row.
     fn execute(&self, row: &Row, environment: &Environment) -> Result<Verdict> {
+        if matches!(row.run, Run::Python) {
+            return self.execute_python(row);
+        }
         let long = self.args.long;
         let log = log_path(&self.logs, row);
         let calls = row.run.calls(&self.metadata, long);
@@ -176,6 +180,48 @@ impl Matrix<'_> {
                 wrong.push(format!("left running: {}", left.join(", ")));
             }
             limit = limit.saturating_sub(finished.took).max(Duration::from_secs(1));
+        }
+        fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
+        Ok(judge(&tally, &wrong))
+    }
+
+    /// Builds, installs and checks the Python package.
+    fn execute_python(&self, row: &Row) -> Result<Verdict> {
+        let log = log_path(&self.logs, row);
+        let (build, check) = python::steps(&self.metadata.workspace_root, &self.metadata.target_directory)?;
+        for mut step in build {
+            let finished = process::run(&mut step.command, BUILD_LIMIT, Output::Log(&log), |time| {
+                beat(row, "builds", time)
+            })?;
+            if !finished.is_success() {
+                let why = format!("{}: {}", step.name, finished.describe());
+                return Ok(Verdict::Failed { why });
+            }
+        }
+        let is_slow = self.args.long || self.delays.is_some();
+        let limit = row.limit * if is_slow { 4 } else { 1 };
+        let (mut tally, mut wrong, mut printed) = (Tally::default(), Vec::new(), String::new());
+        for mut step in check {
+            if self.args.long {
+                step.command.env("OXCCL_LONG", "1");
+            }
+            let part = self.logs.join(format!("{}.part", row.name));
+            let finished = process::run(&mut step.command, limit, Output::Log(&part), |time| {
+                beat(row, "runs", time)
+            })?;
+            let text =
+                String::from_utf8_lossy(&fs::read(&part).context("cannot read the output")?).into_owned();
+            fs::remove_file(&part).context("cannot remove the partial log")?;
+            printed.push_str(&format!("---- {} ----\n{text}", step.name));
+            if !finished.is_success() {
+                wrong.push(format!("{}: {}", step.name, finished.describe()));
+            }
+            // Only the last step has tests.
+            tally = python::tally(&text);
+            let left = finished.sweep(GRACE);
+            if !left.is_empty() {
+                wrong.push(format!("left running: {}", left.join(", ")));
+            }
         }
         fs::write(&log, printed).with_context(|| format!("cannot write {}", log.display()))?;
         Ok(judge(&tally, &wrong))

@@ -1,0 +1,41 @@
+//! The extension module behind the Python package `oxccl`: groups and worlds over the facade, on memory that Python lends.
+//!
+//! A call goes through `group` (arguments to a [`Collective`](oxccl::core::Collective)), `lend` (a Python object to a tensor over its memory)
+//! and either runs on the calling thread without the GIL, watched by `interrupt` for Ctrl-C, or comes back as a `work`.
+//! `raw` is the only module with unsafe code; `process` knows whether this process was forked or ends; `errors` raises.
+
+// Linked for their registration.
+use oxccl::{gloo as _, nccl as _, xccl as _};
+use pyo3::prelude::*;
+
+mod errors;
+mod group;
+mod interrupt;
+mod lend;
+mod options;
+mod process;
+mod raw;
+mod table;
+mod work;
+mod world;
+
+/// The module `oxccl._oxccl`; what users see is `oxccl`.
+#[pymodule]
+fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
+    raw::fork::watch();
+    m.add("__version__", env!("CARGO_PKG_VERSION"))?;
+    m.add_class::<group::Group>()?;
+    m.add_class::<group::PremulSum>()?;
+    m.add_class::<group::Send>()?;
+    m.add_class::<group::Recv>()?;
+    m.add_class::<table::Capabilities>()?;
+    m.add_class::<table::Traffic>()?;
+    m.add_class::<work::Work>()?;
+    m.add_class::<world::World>()?;
+    m.add_function(wrap_pyfunction!(world::init, m)?)?;
+    m.add_function(wrap_pyfunction!(table::backends, m)?)?;
+    m.add_function(wrap_pyfunction!(table::leaked_bytes, m)?)?;
+    m.add_function(wrap_pyfunction!(process::end, m)?)?;
+    m.add_function(wrap_pyfunction!(process::run_child_if_asked, m)?)?;
+    Ok(())
+}

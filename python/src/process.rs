@@ -1,0 +1,84 @@
+//! What the process goes through: a fork, of which the child cannot use its parent's groups, and the end of the interpreter, before which all groups end.
+
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::time::Instant;
+
+use oxccl::core::{Error, ErrorKind, Result};
+use pyo3::prelude::*;
+
+use crate::group::Handle;
+use crate::raw::fork;
+
+static GONE: AtomicBool = AtomicBool::new(false);
+/// The count of forks in the process that made the first group, plus 1; 0 while there was none.
+static MADE_AT: AtomicU32 = AtomicU32::new(0);
+static LIVE: Mutex<Vec<Weak<Handle>>> = Mutex::new(Vec::new());
+
+/// True once the interpreter ends: nothing is given back to it any more.
+pub(crate) fn is_gone() -> bool {
+    GONE.load(Ordering::Acquire)
+}
+
+/// Before a group is made: refuses in a process that was forked off one that has groups.
+pub(crate) fn may_make_groups() -> Result<()> {
+    let here = fork::count().wrapping_add(1);
+    match MADE_AT.compare_exchange(0, here, Ordering::AcqRel, Ordering::Acquire) {
+        Err(made) if made != here => Err(forked("this process was forked off one that uses oxccl")),
+        _ => Ok(()),
+    }
+}
+
+/// Before a group is used: `born` is the count of forks when it was made.
+pub(crate) fn is_at_home(born: u32) -> Result<()> {
+    if born == fork::count() {
+        Ok(())
+    } else {
+        Err(forked(
+            "the group belongs to the process that this one was forked off",
+        ))
+    }
+}
+
+fn forked(what: &str) -> Error {
+    Error::new(
+        ErrorKind::InvalidState,
+        format!(
+            "{what}: its connections and threads are not here; start processes with the spawn or forkserver method"
+        ),
+    )
+}
+
+/// Notes a group, so that it ends before the interpreter does.
+pub(crate) fn note(handle: &Arc<Handle>) {
+    let mut live = LIVE.lock().unwrap_or_else(PoisonError::into_inner);
+    live.retain(|other| other.strong_count() > 0);
+    live.push(Arc::downgrade(handle));
+}
+
+/// Ends all groups: pending operations fail as aborted, idle groups leave in good order. From `atexit`.
+#[pyfunction]
+#[pyo3(name = "_end")]
+pub(crate) fn end(py: Python<'_>) {
+    let made = MADE_AT.load(Ordering::Acquire);
+    if made != fork::count().wrapping_add(1) {
+        // None was made, or by the process that this one was forked off.
+        return;
+    }
+    py.detach(|| {
+        let live = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
+        for handle in live.iter().filter_map(Weak::upgrade) {
+            // An idle group leaves in good order, and what is pending is cut short, which is the error.
+            let _ = handle.group().shutdown(Instant::now());
+        }
+    });
+    crate::raw::holder::give_back_waiting(py);
+    GONE.store(true, Ordering::Release);
+}
+
+/// In a process that an isolated group started: serves as its child and never returns. Otherwise returns at once.
+#[pyfunction]
+#[pyo3(name = "_run_child_if_asked")]
+pub(crate) fn run_child_if_asked(py: Python<'_>) {
+    py.detach(oxccl::backend::init);
+}

@@ -1,0 +1,166 @@
+//! `init` and the group of all ranks.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use oxccl::core::{Device, DeviceKind, Error, GroupOptions, Registry, Result, deadline_in};
+use oxccl::isolate::{self, IsolateOptions};
+use oxccl::world::{self, Place, WorldOptions};
+use pyo3::prelude::*;
+
+use crate::errors::Raise;
+use crate::group::{Group, Handle, Inner};
+use crate::interrupt::apart;
+use crate::{options, process};
+
+/// The group of all ranks of a job, from which other groups are made.
+#[pyclass(extends = Group, frozen, module = "oxccl")]
+pub(crate) struct World {
+    handle: Arc<Handle>,
+    local_rank: Option<u32>,
+    /// How long making a group may take if the call does not say.
+    timeout: f64,
+}
+
+/// Meets the other ranks and connects. Without arguments the launcher's variables say who this is (torchrun, MPI, Slurm).
+#[pyfunction]
+#[pyo3(signature = (address=None, *, rank=None, world_size=None, backend=None, device="cpu", timeout=60.0, isolated=false, options=None))]
+#[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
+pub(crate) fn init(
+    py: Python<'_>,
+    address: Option<&str>,
+    rank: Option<u32>,
+    world_size: Option<u32>,
+    backend: Option<&str>,
+    device: &str,
+    timeout: f64,
+    isolated: bool,
+    options: Option<BTreeMap<String, String>>,
+) -> PyResult<Py<World>> {
+    process::may_make_groups().or_raise(py)?;
+    let place = place(address, rank, world_size).or_raise(py)?;
+    let helper = if isolated { helper(py)? } else { None };
+    let wanted = WorldOptions {
+        backends: backend.unwrap_or_default().parse().or_raise(py)?,
+        device: parse_device(device).or_raise(py)?,
+        options: options::group(timeout, options.unwrap_or_default()).or_raise(py)?,
+        make: Arc::new(move |name, device, options| {
+            if isolated {
+                in_a_child(name, device, options, helper.as_deref())
+            } else {
+                Registry::global().create(name, device, options)
+            }
+        }),
+        ..WorldOptions::default()
+    };
+    let deadline = options::deadline(timeout).or_raise(py)?;
+    let local_rank = place.local_rank;
+    let world = apart(py, move || {
+        oxccl::backend::load_plugins();
+        world::World::init(&place, wanted, deadline)
+    })?;
+    let group = Group::new(Inner::World(Box::new(world)));
+    let world = World {
+        handle: group.handle().clone(),
+        local_rank,
+        timeout,
+    };
+    Py::new(py, PyClassInitializer::from(group).add_subclass(world))
+}
+
+fn place(address: Option<&str>, rank: Option<u32>, world_size: Option<u32>) -> Result<Place> {
+    match (address, rank, world_size) {
+        (None | Some("env://"), None, None) => Place::from_env(),
+        (Some(address), None, None) => Place::from_url(address),
+        (Some(address), Some(rank), Some(size)) if !address.contains('?') => {
+            Place::from_url(&format!("{address}?rank={rank}&world_size={size}"))
+        }
+        _ => Err(Error::invalid(
+            "rank and world_size go together with an address that does not name them, such as tcp://HOST:PORT",
+        )),
+    }
+}
+
+fn parse_device(text: &str) -> Result<Device> {
+    let (kind, index) = text.split_once(':').unwrap_or((text, "0"));
+    let kind: DeviceKind = kind.parse()?;
+    let index = index
+        .parse()
+        .map_err(|_| Error::invalid(format!("'{text}' is no device; write cpu, or KIND:INDEX")))?;
+    Ok(if kind == DeviceKind::Cpu {
+        Device::CPU
+    } else {
+        Device::new(kind, index)
+    })
+}
+
+/// The program that children of isolated groups run; `None` if the environment names one.
+fn helper(py: Python<'_>) -> PyResult<Option<String>> {
+    py.import("oxccl._isolate")?.call_method0("helper")?.extract()
+}
+
+fn in_a_child(
+    name: &str,
+    device: &Device,
+    options: &GroupOptions,
+    helper: Option<&str>,
+) -> Result<Box<dyn oxccl::core::ProcessGroup>> {
+    let backend = oxccl::backend::find(Some(name), device)?;
+    let template = IsolateOptions {
+        helper: helper.map_or(isolate::Helper::Auto, |path| {
+            isolate::Helper::Program(path.into())
+        }),
+        ..IsolateOptions::new(backend.name.clone(), device.clone())
+    };
+    isolate::wrap(&backend, template).factory.create(device, options)
+}
+
+impl World {
+    fn make(
+        &self,
+        py: Python<'_>,
+        timeout: Option<f64>,
+        make: impl FnOnce(&world::World, std::time::Instant) -> Result<Option<Box<dyn oxccl::core::ProcessGroup>>>
+        + Send
+        + 'static,
+    ) -> PyResult<Option<Group>> {
+        self.handle.is_at_home().or_raise(py)?;
+        let limit = options::duration(timeout.unwrap_or(self.timeout)).or_raise(py)?;
+        let handle = self.handle.clone();
+        let made = apart(py, move || match handle.world() {
+            Some(world) => make(world, deadline_in(limit)),
+            None => Err(Error::invalid("this group is no world")),
+        })?;
+        Ok(made.map(|group| Group::new(Inner::Group(group))))
+    }
+}
+
+#[pymethods]
+impl World {
+    /// This rank's number among those of its host, where the launcher says so.
+    #[getter]
+    fn local_rank(&self) -> Option<u32> {
+        self.local_rank
+    }
+
+    /// A group of `ranks`, in which rank `ranks[i]` is rank i; `None` on ranks that are not among them. A call of all ranks, with the same list.
+    #[pyo3(signature = (ranks, *, timeout=None))]
+    fn new_group(&self, py: Python<'_>, ranks: Vec<u32>, timeout: Option<f64>) -> PyResult<Option<Group>> {
+        self.make(py, timeout, move |world, deadline| {
+            world.new_group(&ranks, &world::GroupSpec::default(), deadline)
+        })
+    }
+
+    /// One group for each list of ranks; gives this rank's, or `None` if it is in no list. A call of all ranks, with the same lists.
+    #[pyo3(signature = (partition, *, timeout=None))]
+    fn split_group(
+        &self,
+        py: Python<'_>,
+        partition: Vec<Vec<u32>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Option<Group>> {
+        self.make(py, timeout, move |world, deadline| {
+            world.split_group(&partition, &world::GroupSpec::default(), deadline)
+        })
+    }
+}

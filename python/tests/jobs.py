@@ -1,0 +1,129 @@
+"""Jobs for tests: ranks as processes that are spawned, each with a world of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import oxccl
+
+LIMIT = 120.0
+"""Seconds that a job may take; far more than any needs."""
+
+
+def run(ranks: int, body: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
+    """Calls ``body(world, *arguments)`` on each rank of a new job and gives what they return, by rank."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        address = f"file://{folder}/meeting"
+        processes = []
+        results: dict[Connection, int] = {}
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=_rank, args=(theirs, body, address, rank, ranks, arguments, options))
+            process.start()
+            theirs.close()
+            processes.append(process)
+            results[ours] = rank
+        found: list[Any] = [None] * ranks
+        failures: list[str] = []
+        until = time.monotonic() + LIMIT
+        try:
+            while results:
+                ready = wait(list(results), timeout=until - time.monotonic())
+                if not ready:
+                    raise AssertionError(f"ranks {sorted(results.values())} gave no result within {LIMIT} s")
+                for connection in ready:
+                    assert isinstance(connection, Connection)
+                    rank = results.pop(connection)
+                    try:
+                        is_ok, value = connection.recv()
+                    except EOFError:
+                        is_ok, value = True, None
+                        if not getattr(body, "dies", False):
+                            failures.append(f"rank {rank} ended without a result")
+                    if is_ok:
+                        found[rank] = value
+                    else:
+                        failures.append(f"rank {rank}:\n{value}")
+        finally:
+            for process in processes:
+                process.join(10 if not results else 0)
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+        assert not failures, "\n".join(failures)
+        return found
+
+
+def _rank(
+    result: Connection,
+    body: Callable[..., Any],
+    address: str,
+    rank: int,
+    ranks: int,
+    arguments: tuple[Any, ...],
+    options: dict[str, Any],
+) -> None:
+    try:
+        world = oxccl.init(address, rank=rank, world_size=ranks, **options)
+        value = body(world, *arguments)
+    except BaseException:
+        result.send((False, traceback.format_exc()))
+    else:
+        result.send((True, value))
+
+
+def alone(**options: Any) -> oxccl.World:
+    """A world of this process only."""
+    folder = tempfile.mkdtemp()
+    return oxccl.init(f"file://{folder}/meeting", rank=0, world_size=1, **options)
+
+
+def script(text: str, ranks: int, folder: Path, **environment: str) -> list[subprocess.Popen[str]]:
+    """Starts a program on each rank. It has ``init()``, ``together()``, which waits once for all ranks without any group, and the usual modules."""
+    head = (
+        "import os, sys, time, signal, threading, gc\nimport numpy as np\nimport oxccl\n"
+        f"rank = int(sys.argv[1])\nranks = {ranks}\naddress = 'file://{folder}/meeting'\n"
+        "def init(**options):\n    return oxccl.init(address, rank=rank, world_size=ranks, **options)\n"
+        "def together():\n"
+        f"    open('{folder}/ready' + str(rank), 'w').close()\n"
+        f"    while not all(os.path.exists('{folder}/ready' + str(r)) for r in range(ranks)):\n        time.sleep(0.001)\n"
+    )
+    return [
+        subprocess.Popen(
+            [sys.executable, "-X", "faulthandler", "-c", head + text, str(rank)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **environment},
+        )
+        for rank in range(ranks)
+    ]
+
+
+def ends(processes: list[subprocess.Popen[str]], timeout: float = LIMIT) -> list[tuple[int, str, str]]:
+    """Waits for programs: exit status, output and errors of each. A program that takes too long is ended and fails the test."""
+    until = time.monotonic() + timeout
+    ended = []
+    try:
+        for process in processes:
+            out, err = process.communicate(timeout=max(until - time.monotonic(), 0.1))
+            ended.append((process.returncode, out, err))
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+                process.communicate()
+    return ended

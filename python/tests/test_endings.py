@@ -1,0 +1,204 @@
+"""How programs end: with operations in flight, with groups dropped in the middle, after a fork. Each many times over."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from jobs import ends, script
+
+TIMES = 20 if os.environ.get("OXCCL_LONG") else 4
+"""How often each program runs."""
+
+EXITS = {
+    "in_flight": """
+world = init()
+works = [world.recv(bytearray(800), 1 - rank, n, async_op=True) for n in range(5)]
+if rank == 0:
+    works.append(world.all_reduce(bytearray(8 << 20), async_op=True))
+together()
+""",
+    "dropped_in_flight": """
+world = init()
+for n in range(5):
+    world.recv(bytearray(800), 1 - rank, n, async_op=True)
+world.send(bytearray(8 << 20), 1 - rank, 77, async_op=True)
+gc.collect()
+together()
+""",
+    "group_dropped_in_the_middle": """
+world = init()
+half = world.new_group([0, 1])
+works = [g.recv(bytearray(800), 1 - rank, n, async_op=True) for n in range(5) for g in (world, half)]
+together()
+del world
+gc.collect()
+del half
+gc.collect()
+try:
+    works[0].wait()
+except oxccl.Error as e:
+    assert e.kind in ("Aborted", "PeerLost"), e
+""",
+    "group_dropped_during_a_call": """
+world = init()
+def call(world):
+    try:
+        world.recv(bytearray(800), 1 - rank)
+    except oxccl.Error:
+        pass
+threads = [threading.Thread(target=call, args=(world,), daemon=True) for _ in range(3)]
+[t.start() for t in threads]
+del world
+gc.collect()
+together()
+""",
+    "memory_dropped_in_flight": """
+world = init()
+for n in range(20):
+    x = bytearray(8 << 16)
+    work = world.all_reduce(x, async_op=True)
+    del x, work
+    y = bytearray(b'x' * (8 << 16))
+    del y
+world.barrier()
+""",
+    "exception": """
+world = init()
+work = world.recv(bytearray(800), 1 - rank, async_op=True)
+together()
+sys.exit(work.wait(0))
+""",
+    "daemon_threads_block": """
+world = init()
+def call():
+    try:
+        world.recv(bytearray(800), 1 - rank)
+    except oxccl.Error:
+        pass
+for _ in range(3):
+    threading.Thread(target=call, daemon=True).start()
+together()
+""",
+    "awaited": """
+import asyncio
+world = init()
+async def main():
+    async def waits(work):
+        try:
+            await work
+        except oxccl.Error:
+            pass
+    task = asyncio.ensure_future(waits(world.recv(bytearray(24), 1 - rank, async_op=True)))
+    await asyncio.sleep(0)
+    together()
+asyncio.run(main())
+""",
+    "globals_in_a_cycle": """
+world = init()
+class Holds: pass
+h = Holds(); h.h = h; h.world = world; h.works = [world.recv(bytearray(80), 1 - rank, n, async_op=True) for n in range(3)]
+sys.modules["holds"] = h
+together()
+""",
+}
+
+
+@pytest.mark.parametrize("how", EXITS)
+def test_a_program_ends_without_a_crash(how: str, tmp_path: Path) -> None:
+    jobs = []
+    for n in range(TIMES):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        jobs.append(script(EXITS[how], 2, folder))
+        # Two jobs at once: enough to disturb each other.
+        if len(jobs) == 2:
+            for ended in ends([p for job in jobs for p in job]):
+                status, out, err = ended
+                if how == "exception":
+                    assert "oxccl._errors." in err
+                    status, err = status - 1, ""
+                assert (status, out, err) == (0, "", ""), f"run {n}"
+            jobs.clear()
+
+
+FORKS = """
+import warnings
+warnings.simplefilter("ignore")
+world = init()
+pending = world.recv(np.zeros(2), 1 - rank, 3, async_op=True)
+child = os.fork()
+if child == 0:
+    calls = [
+        lambda: world.all_reduce(np.zeros(1)),
+        lambda: world.barrier(async_op=True),
+        lambda: world.abort(),
+        lambda: world.shutdown(),
+        lambda: world.new_group([0]),
+        lambda: world.error,
+        lambda: pending.wait(),
+        lambda: pending.done(),
+        lambda: pending.abort(),
+        lambda: oxccl.init("file:///nowhere", rank=0, world_size=1),
+    ]
+    for n, call in enumerate(calls):
+        try:
+            call()
+        except oxccl.Error as e:
+            assert e.kind == "InvalidState" and "forked" in str(e) and "spawn" in str(e), (n, e)
+        else:
+            print("call", n, "was not refused", flush=True)
+    del world, pending, call, calls
+    gc.collect()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+# The child's end did nothing to the group.
+x = np.ones(3)
+world.all_reduce(x)
+world.send(np.ones(2), 1 - rank, 3)
+pending.wait()
+world.barrier()
+print(x[0], world.error)
+"""
+
+
+def test_a_forked_child_is_refused_and_does_no_harm(tmp_path: Path) -> None:
+    for n in range(TIMES):
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        assert ends(script(FORKS, 2, folder)) == [(0, "2.0 None\n", "")] * 2, f"run {n}"
+
+
+def test_a_child_that_is_forked_before_anything_was_made_has_a_world_of_its_own(tmp_path: Path) -> None:
+    text = f"""
+child = os.fork()
+if child == 0:
+    world = oxccl.init("file://{tmp_path}/inner", rank=0, world_size=1)
+    world.barrier()
+    sys.exit(0)
+assert os.waitpid(child, 0)[1] == 0
+init().barrier()
+"""
+    assert ends(script(text, 2, tmp_path)) == [(0, "", "")] * 2
+
+
+LEAVES = """
+import ctypes
+world = init()
+# Whatever Python forgets to destroy at its end: the group leaves all the same.
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(world))
+world.barrier()
+if rank == 1:
+    try:
+        world.recv(bytearray(8), 0, timeout=60)
+    except oxccl.PeerLost as e:
+        print(e.peer, "left the group" in str(e) or "shut down" in str(e), e)
+"""
+
+
+def test_a_program_that_ends_leaves_its_group_in_good_order(tmp_path: Path) -> None:
+    (status, out, err), (other, heard, errors) = ends(script(LEAVES, 2, tmp_path))
+    assert (status, out, err, other, errors) == (0, "", "", 0, "")
+    assert heard.startswith("0 True"), heard
