@@ -4,12 +4,14 @@
 
 use std::collections::HashMap;
 use std::io::{BufReader, Write};
+use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::identity::TurnedAway;
 use ftcore::{Error, Result, time_left};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, getpgid};
@@ -125,6 +127,9 @@ impl EventListener {
         }
         let listener = UnixListener::bind(&path)
             .map_err(|e| Error::io(format!("listen on the event socket {}", path.display()), e))?;
+        // Until then the check of the writer's user keeps others out.
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o600))
+            .map_err(|e| Error::io(format!("protect the event socket {}", path.display()), e))?;
         let shared = Arc::new(Shared::default());
         let route = Route {
             replicas,
@@ -193,6 +198,7 @@ struct Route {
 }
 
 fn accept(listener: &UnixListener, route: &Route) {
+    let turned_away = TurnedAway::new();
     let mut failures = 0;
     loop {
         let stream = match listener.accept() {
@@ -211,6 +217,14 @@ fn accept(listener: &UnixListener, route: &Route) {
                 continue;
             }
         };
+        if let Err(user) = is_of_this_user(&stream) {
+            turned_away.say(
+                "event socket",
+                &user,
+                &"only the supervisor's own user may write events",
+            );
+            continue;
+        }
         let (pid, group) = writer_of(&stream);
         {
             let mut state = route.shared.lock();
@@ -251,6 +265,15 @@ fn ended(shared: &Shared, group: i32) {
     }
     drop(state);
     shared.changed.notify_all();
+}
+
+/// The writer runs as the supervisor's user, or as root; otherwise which user it is.
+fn is_of_this_user(stream: &UnixStream) -> std::result::Result<(), String> {
+    match socket_peercred(stream) {
+        Ok(peer) if peer.uid.is_root() || peer.uid == rustix::process::geteuid() => Ok(()),
+        Ok(peer) => Err(format!("user {}", peer.uid.as_raw())),
+        Err(e) => Err(format!("a user that is not known ({e})")),
+    }
 }
 
 /// The process at the other end and its process group; a process that is gone already counts as its own group.
@@ -375,6 +398,18 @@ mod tests {
             }
             other => panic!("{other:?}"),
         }
+    }
+
+    #[test]
+    fn the_event_socket_is_the_supervisors_users_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let (queue, _events) = event_queue();
+        let (control, _kept) = channel();
+        let listener = EventListener::start(dir.path(), 0..1, queue, control).unwrap();
+        let mode = std::fs::metadata(listener.path()).unwrap().permissions().mode();
+        assert_eq!(mode & 0o777, 0o600);
+        let (ours, _theirs) = UnixStream::pair().unwrap();
+        assert_eq!(is_of_this_user(&ours), Ok(()));
     }
 
     #[test]
