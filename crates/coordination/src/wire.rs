@@ -43,6 +43,7 @@ impl From<torchft::QuorumMember> for Member {
             last_world_size: m.last_world_size,
             life: m.life.unwrap_or_default(),
             healed: m.healed,
+            batches_committed: m.batches_committed,
         }
     }
 }
@@ -63,6 +64,7 @@ impl From<Member> for torchft::QuorumMember {
             last_world_size: m.last_world_size,
             life: Some(m.life).filter(|l| !l.is_empty()),
             healed: m.healed,
+            batches_committed: m.batches_committed,
         }
     }
 }
@@ -120,6 +122,7 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             replica_world_size: i64::from(r.replica_world_size),
             heal: r.heal,
             commit_failures: r.commit_failures,
+            batches_committed: r.batches_committed,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
             contributor_rank: r.contributor_rank.map(i64::from),
@@ -178,6 +181,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
                 .map(|n| number("recover_dst_replica_ranks", n))
                 .collect::<Result<_>>()?,
             commit_failures: r.commit_failures,
+            batches_committed: r.batches_committed,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
             contributor_rank: r
@@ -464,7 +468,7 @@ mod tests {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, last_world_size: 4, life, healed: flag,
+                last_quorum_id: last, last_world_size: 4, life, healed: flag, batches_committed: 9,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {
@@ -477,7 +481,7 @@ mod tests {
                     RecoverySource { replica_rank: rank, manager_address: "m".into() },
                     RecoverySource { replica_rank: 7, manager_address: "n".into() },
                 ],
-                serves_replica_ranks: vec![rank, 5],
+                serves_replica_ranks: vec![rank, 5], batches_committed: 8,
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

@@ -5,7 +5,7 @@
 //! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -68,6 +68,7 @@ pub struct Manager {
     /// The newest epoch that was aborted from elsewhere, and why; ids only grow, so that one is enough.
     aborted: Arc<Mutex<Option<(i64, String)>>>,
     rank: Rank,
+    shrink_only: AtomicBool,
     /// Grows whenever the training thread shows that it moves.
     progress: Arc<AtomicU64>,
     _progress: WatchGuard,
@@ -172,6 +173,7 @@ impl Manager {
                 WorldSizeMode::FixedWithSpares => Some(config.min_replicas),
             },
             init_sync: config.init_sync,
+            max_retries: config.max_retries,
         });
         let progress = Arc::new(AtomicU64::new(1));
         // Often enough that several messages may be lost, and rarely enough to cost nothing.
@@ -189,6 +191,7 @@ impl Manager {
             live_epoch,
             aborted,
             rank,
+            shrink_only: AtomicBool::new(false),
             progress,
             _progress: told,
             pending: Pending::default(),
@@ -200,11 +203,19 @@ impl Manager {
         &self.replica_id
     }
 
-    /// Sets the step and lineage of state that was loaded from a disk checkpoint before the first quorum.
+    /// Sets step, lineage and [`batches_committed`](Replica::batches_committed) of a state that was loaded from a disk checkpoint before
+    /// the first quorum.
     ///
     /// Errors: `InvalidState` once a quorum was asked for.
-    pub fn restore(&mut self, step: i64, lineage: Lineage) -> Result<()> {
-        self.rank.restore(step, lineage)
+    pub fn restore(&mut self, step: i64, lineage: Lineage, batches_committed: i64) -> Result<()> {
+        self.rank.restore(step, lineage, batches_committed)
+    }
+
+    /// From the next quorum on, asks for one that may lose members and gains none (`true`), or for any (`false`, as at the start).
+    /// A quorum shrinks if one of its former members asks so; replicas that are new to it wait until none does. What a newcomer asks here
+    /// counts once it is a member.
+    pub fn set_shrink_only(&self, on: bool) {
+        self.shrink_only.store(on, Ordering::Relaxed);
     }
 
     /// The identity of the current state, for a disk checkpoint.
@@ -255,6 +266,8 @@ impl Manager {
     /// What this rank asks at the beginning of an attempt.
     fn question(&mut self) -> QuorumRequest {
         let broken = self.broken().is_some();
+        self.rank
+            .set_shrink_only(self.shrink_only.load(Ordering::Relaxed));
         let request = self.rank.start(broken);
         QuorumRequest {
             group_rank: self.config.group_rank,
@@ -266,6 +279,7 @@ impl Manager {
             lineage: request.lineage,
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
+            batches_committed: request.batches_committed,
             question: request.question,
         }
     }
@@ -509,7 +523,7 @@ impl Replica for Manager {
         }
         let cast = self.vote_on(vote.key, vote.against.is_none());
         let decision = self.vote(&cast, deadline);
-        self.rank.decided(decision.as_ref().ok().copied());
+        let goes_on = self.rank.decided(decision.as_ref().ok().copied());
         self.progress();
         if !matches!(decision, Ok(true)) {
             let error = vote.against.as_ref().or(decision.as_ref().err());
@@ -520,11 +534,26 @@ impl Replica for Manager {
                 "the step did not commit"
             );
         }
+        if let Err(e) = goes_on {
+            let e = match vote.against.or(decision.err()) {
+                Some(last) => {
+                    Error::new(e.kind(), format!("{}; the last one: {last}", e.message())).with_source(last)
+                }
+                None => e,
+            };
+            self.group.abort(&e.to_string());
+            self.give_up(&e, deadline);
+            return Err(e);
+        }
         decision
     }
 
     fn current_step(&self) -> i64 {
         self.rank.step()
+    }
+
+    fn batches_committed(&self) -> i64 {
+        self.rank.batches_committed()
     }
 
     fn progress(&self) {

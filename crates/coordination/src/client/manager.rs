@@ -39,6 +39,8 @@ pub struct QuorumRequest {
     pub last_quorum_id: i64,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
+    /// How many batches led to its state, over all replicas that contributed.
+    pub batches_committed: i64,
     /// Counts the rank's questions. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
     pub question: i64,
 }
@@ -139,6 +141,7 @@ impl ManagerClient {
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
             question: request.question,
+            batches_committed: request.batches_committed,
         };
         wait_for(&self.connection.handle()?, "quorum", deadline, async move {
             call("quorum", &url, deadline, message, |r| async move {

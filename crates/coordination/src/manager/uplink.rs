@@ -162,6 +162,7 @@ impl Uplink {
             last_quorum_id: request.last_quorum_id.max(0),
             last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
+            batches_committed: request.batches_committed,
             ..inner.own.clone()
         };
         let mut backoff = Backoff::new();

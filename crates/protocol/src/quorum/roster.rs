@@ -90,7 +90,7 @@ impl Entry {
             members: of(self.member),
             members_asking: of(self.member && asking.is_some()),
             busy: of(self.is_busy()),
-            shrinking: of(asking.is_some_and(|w| w.member.shrink_only)),
+            shrinking: of(self.member && asking.is_some_and(|w| w.member.shrink_only)),
             reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
             departed: of(self.departed),
             left: of(self.left),
@@ -117,7 +117,7 @@ pub(super) struct Tally {
     pub(super) members_asking: usize,
     /// Members of the last quorum that are healthy and have not asked.
     pub(super) busy: usize,
-    /// Asking, and for a quorum without newcomers.
+    /// Members of the last quorum that ask for one without newcomers.
     pub(super) shrinking: usize,
     /// Asking, with an earlier quorum.
     pub(super) reporting: usize,

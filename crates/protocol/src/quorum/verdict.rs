@@ -35,8 +35,20 @@ impl LighthouseState {
         tally.members > 0 && tally.left == tally.members
     }
 
+    /// True if a member of the last quorum asks for one without newcomers. What a newcomer asks keeps nobody out: it would be out itself.
     fn shrinks(&self) -> bool {
         self.roster.tally().shrinking > 0 && self.job.is_some()
+    }
+
+    /// How many of the healthy a quorum needs a majority of. Newcomers that wait because it shrinks are at work in no other.
+    fn electorate(&self) -> usize {
+        let tally = self.roster.tally();
+        let kept_out = if self.shrinks() {
+            tally.asking.saturating_sub(tally.members_asking)
+        } else {
+            0
+        };
+        tally.healthy.saturating_sub(kept_out)
     }
 
     /// How many would be in a quorum that forms now.
@@ -98,8 +110,7 @@ impl LighthouseState {
             Verdict::Idle
         } else if n < rules.min_replicas.max(1) {
             Verdict::TooFew
-        } else if n * 2 <= tally.healthy {
-            // Under shrink_only the newcomers that ask are no candidates, but they are healthy.
+        } else if n * 2 <= self.electorate() {
             Verdict::NoMajority
         } else if !goes_on && rules.initial_replicas.is_some_and(|initial| n < initial) {
             Verdict::Initial

@@ -63,6 +63,8 @@ pub(crate) enum Fault {
     Cut { slot: usize, time: Duration },
     /// Ranks of one side do not reach those of the other. Bit per slot.
     Split { side: u64, time: Duration },
+    /// A replica asks for quorums without newcomers for a while.
+    Shrink { slot: usize, time: Duration },
     /// Somebody who is no replica talks to the lighthouse.
     Stranger { claim: u64 },
 }
@@ -76,6 +78,7 @@ pub(crate) struct Scenario {
     pub(crate) min_replicas: u32,
     pub(crate) spares: bool,
     pub(crate) init_sync: bool,
+    pub(crate) max_retries: Option<u32>,
     /// Of a thousand messages between servers, so many find their connection broken.
     pub(crate) loss: u64,
     pub(crate) faults: Vec<(Duration, Fault)>,
@@ -100,6 +103,7 @@ impl Scenario {
             spares: r.chance(150),
             init_sync: r.chance(900),
             loss: [0, 0, 5, 20][r.below(4) as usize],
+            max_retries: r.chance(150).then(|| 3 + r.below(6) as u32),
             faults: Vec::new(),
         };
         for _ in 0..r.below(8) {
@@ -118,7 +122,7 @@ impl Scenario {
     fn fault(&self, r: &mut Random) -> Fault {
         let slot = r.below(self.replicas as u64) as usize;
         let rank = r.below(u64::from(self.ranks)) as u32;
-        match r.below(17) {
+        match r.below(18) {
             0..=5 => Fault::Kill {
                 slot,
                 rank,
@@ -151,6 +155,10 @@ impl Scenario {
             },
             14 => Fault::Split {
                 side: r.next(),
+                time: r.millis(200, 9_000),
+            },
+            15 => Fault::Shrink {
+                slot,
                 time: r.millis(200, 9_000),
             },
             _ => Fault::Stranger { claim: r.next() },

@@ -51,6 +51,8 @@ enum Owner {
 #[derive(Debug)]
 pub(crate) enum Happening {
     Fault(usize),
+    /// A replica asks for any quorum again.
+    Grows(usize),
     /// All processes of a replica start.
     Start(usize),
     LighthouseStarts,
@@ -138,7 +140,7 @@ struct Lighthouse {
 }
 
 pub(crate) struct World {
-    scenario: Scenario,
+    pub(crate) scenario: Scenario,
     pub(crate) random: Random,
     pub(crate) now: Duration,
     start: Instant,
@@ -219,7 +221,7 @@ impl World {
         world
     }
 
-    fn instant(&self) -> Instant {
+    pub(crate) fn instant(&self) -> Instant {
         self.start + self.now
     }
 
@@ -481,6 +483,7 @@ impl World {
             }
             Happening::Exit => self.ends(who, "it exits"),
             Happening::Fault(_)
+            | Happening::Grows(_)
             | Happening::Start(_)
             | Happening::LighthouseStarts
             | Happening::LighthouseTick
@@ -565,6 +568,7 @@ impl World {
                     last_quorum_id: request.last_quorum_id,
                     last_world_size: replica.server.last_quorum().1,
                     healed: request.healed,
+                    batches_committed: request.batches_committed,
                     life: server.life.to_string(),
                     ..Member::default()
                 };
@@ -643,10 +647,6 @@ impl World {
             vote: vote.against.is_none(),
             ticket,
         }
-    }
-
-    pub(crate) fn deadline(&self) -> Instant {
-        self.instant() + CALL * 6
     }
 
     /// A rank has committed.

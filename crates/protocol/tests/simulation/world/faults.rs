@@ -14,6 +14,7 @@ impl World {
                 self.note(|| format!("FAULT {fault:?}"));
                 self.fault(fault);
             }
+            Happening::Grows(slot) => self.shrink(slot, false),
             _ => {}
         }
     }
@@ -118,7 +119,19 @@ impl World {
                 }
             }
             Fault::Split { side, time } => self.split = (side, now + time),
+            Fault::Shrink { slot, time } => {
+                self.shrink(slot, true);
+                self.at(now + time, Owner::World, Happening::Grows(slot));
+            }
             Fault::Stranger { claim } => self.stranger(claim),
+        }
+    }
+
+    /// The program of a replica asks for quorums without newcomers, or for any.
+    fn shrink(&mut self, slot: usize, on: bool) {
+        let processes = self.replicas[slot].iter_mut().flat_map(|r| &mut r.processes);
+        for process in processes.flatten() {
+            process.trainer.set_shrink_only(on);
         }
     }
 
@@ -228,6 +241,8 @@ pub(super) fn lasts(fault: &Fault) -> Duration {
         | Fault::PauseLighthouse { time }
         | Fault::Cut { time, .. }
         | Fault::Split { time, .. } => *time,
+        // Its last call with that wish ends by then.
+        Fault::Shrink { time, .. } => *time + CALL,
         Fault::Hang { time, .. } => time.unwrap_or(Duration::ZERO),
         Fault::KillLighthouse { down } => *down,
         Fault::Stranger { .. } => Duration::ZERO,
