@@ -68,6 +68,8 @@ pub struct QuorumResult {
     pub replica_ids: Vec<String>,
     /// The history of the members that are up to date, or that the initial sync begins; empty if they tell none.
     pub lineage: String,
+    /// The replica is to leave after this step. The manager server says so to all its ranks.
+    pub draining: bool,
     /// The replica's place among those that contribute to the step; `None` if it does not.
     pub contributor_rank: Option<u32>,
     /// The number of replicas that contribute to the step.

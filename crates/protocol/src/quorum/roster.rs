@@ -9,7 +9,7 @@ use std::ops::{AddAssign, Bound, SubAssign};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Ticket;
+use super::{Order, Ticket};
 use crate::member::{Member, prefix_of};
 
 /// A replica id, shared by the indexes.
@@ -48,6 +48,8 @@ pub(super) struct Entry {
     pub(super) left: bool,
     /// A member of the last quorum that its own servers gave up: only its next call for a quorum says that it is back.
     pub(super) failed: bool,
+    /// What an operator has told it to do before it leaves.
+    pub(super) order: Option<Order>,
     /// Set for one that sends heartbeats and has not asked yet.
     pub(super) coming: Option<Coming>,
     /// It waits with a state that is not behind the recorded one.

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use protocol::quorum::OrderKind;
+
 /// A stream of random numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
@@ -65,6 +67,12 @@ pub(crate) enum Fault {
     Split { side: u64, time: Duration },
     /// A replica asks for quorums without newcomers for a while.
     Shrink { slot: usize, time: Duration },
+    /// An operator drains, evicts or kills a replica; it is started again so long after its last process ended.
+    Operate {
+        slot: usize,
+        kind: OrderKind,
+        restart: Duration,
+    },
     /// Somebody who is no replica talks to the lighthouse.
     Stranger { claim: u64 },
 }
@@ -122,7 +130,7 @@ impl Scenario {
     fn fault(&self, r: &mut Random) -> Fault {
         let slot = r.below(self.replicas as u64) as usize;
         let rank = r.below(u64::from(self.ranks)) as u32;
-        match r.below(18) {
+        match r.below(20) {
             0..=5 => Fault::Kill {
                 slot,
                 rank,
@@ -160,6 +168,16 @@ impl Scenario {
             15 => Fault::Shrink {
                 slot,
                 time: r.millis(200, 9_000),
+            },
+            16 | 17 => Fault::Operate {
+                slot,
+                kind: [
+                    OrderKind::Drain,
+                    OrderKind::Drain,
+                    OrderKind::Evict,
+                    OrderKind::Kill,
+                ][r.below(4) as usize],
+                restart: r.millis(50, 8_000),
             },
             _ => Fault::Stranger { claim: r.next() },
         }

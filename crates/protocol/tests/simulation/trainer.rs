@@ -545,6 +545,9 @@ impl World {
             let step = rank.step();
             self.note(|| format!("{who:?} committed step {}", step - 1));
             self.committed(who);
+            if rank.answer().is_some_and(|a| a.draining) {
+                return self.leaves(who);
+            }
             let delay = self.random.millis(20, 400);
             self.later(delay, who, Happening::InnerSteps);
             return;

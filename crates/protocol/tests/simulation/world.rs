@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
-use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Record, Start, Ticket};
+use protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
 use protocol::rank::RankVote;
 use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
 use protocol::{Lineage, Member, Quorum, QuorumResult};
@@ -611,6 +611,12 @@ impl World {
                     self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
                 }
             }
+            ReplicaAction::Kill(_) => {
+                for rank in 0..self.scenario.ranks {
+                    let delay = self.random.millis(0, 2);
+                    self.later(delay, Who { rank, ..server }, Happening::Exit);
+                }
+            }
             ReplicaAction::EndWatches => {}
         }
     }
@@ -647,6 +653,22 @@ impl World {
             vote: vote.against.is_none(),
             ticket,
         }
+    }
+
+    /// A rank leaves in good order, as it was told with the quorum. Its server answers the others first.
+    pub(crate) fn leaves(&mut self, who: Who) {
+        let rank = who.rank;
+        self.note(|| format!("{who:?} leaves"));
+        if rank > 0 {
+            self.server_hears(who, ReplicaEvent::Left { rank });
+            return self.later(Duration::from_millis(5), who, Happening::Exit);
+        }
+        let Some(replica_id) = self.replica(who).map(|r| r.id.clone()) else {
+            return;
+        };
+        let reason = String::new();
+        self.send_lighthouse(who, Event::Leave { replica_id, reason });
+        self.later(Duration::from_secs(1), who, Happening::Exit);
     }
 
     /// A rank has committed.

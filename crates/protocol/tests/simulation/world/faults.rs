@@ -123,6 +123,26 @@ impl World {
                 self.shrink(slot, true);
                 self.at(now + time, Owner::World, Happening::Grows(slot));
             }
+            Fault::Operate { slot, kind, restart } => {
+                let Some(replica) = &mut self.replicas[slot] else {
+                    return;
+                };
+                replica.restart = restart;
+                let order = Order {
+                    kind,
+                    reason: "so it is".into(),
+                };
+                let ticket = self.number();
+                let replica = format!("r{slot}");
+                self.lighthouse_later(
+                    Duration::ZERO,
+                    Event::Operate {
+                        replica,
+                        order,
+                        ticket,
+                    },
+                );
+            }
             Fault::Stranger { claim } => self.stranger(claim),
         }
     }
@@ -243,6 +263,8 @@ pub(super) fn lasts(fault: &Fault) -> Duration {
         | Fault::Split { time, .. } => *time,
         // Its last call with that wish ends by then.
         Fault::Shrink { time, .. } => *time + CALL,
+        // A replica that is drained makes one more step.
+        Fault::Operate { restart, .. } => *restart + CALL,
         Fault::Hang { time, .. } => time.unwrap_or(Duration::ZERO),
         Fault::KillLighthouse { down } => *down,
         Fault::Stranger { .. } => Duration::ZERO,

@@ -100,6 +100,12 @@ impl World {
                     self.send_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
                 }
             }
+            Action::Order { to, order } => {
+                if let Some((who, _)) = lighthouse.streams.get(&to).copied() {
+                    self.send_server(who, Happening::Server(ReplicaEvent::Ordered(order)));
+                }
+            }
+            Action::Operated { .. } => {}
             Action::Save(record) => self.record = Some(record),
             Action::Refuse { stream, .. } => {
                 lighthouse.streams.retain(|_, (_, s)| *s != stream);
