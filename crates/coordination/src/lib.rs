@@ -21,6 +21,7 @@ pub use lighthouse::{
     HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus, WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
+pub use protocol::quorum::{Order, OrderKind};
 pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};
 pub use serve::ConnectionLimits;
 pub use wire::is_refused;

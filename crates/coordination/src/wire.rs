@@ -8,6 +8,7 @@ use ftcore::{Error, ErrorKind, Result};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
+use protocol::quorum::{Order, OrderKind};
 use protocol::QuorumResult;
 use protocol::assignment::RecoverySource;
 use protocol::{AbortEpoch, Member, Quorum};
@@ -107,6 +108,34 @@ impl From<AbortEpoch> for oxccl::AbortEpoch {
     }
 }
 
+impl From<Order> for oxccl::Order {
+    fn from(order: Order) -> Self {
+        let kind = match order.kind {
+            OrderKind::Drain => oxccl::OrderKind::Drain,
+            OrderKind::Evict => oxccl::OrderKind::Evict,
+            OrderKind::Kill => oxccl::OrderKind::Kill,
+        };
+        Self {
+            kind: kind.into(),
+            reason: order.reason,
+        }
+    }
+}
+
+/// `None` for a kind that this version does not know.
+pub(crate) fn order_of(order: oxccl::Order) -> Option<Order> {
+    let kind = match order.kind() {
+        oxccl::OrderKind::Drain => OrderKind::Drain,
+        oxccl::OrderKind::Evict => OrderKind::Evict,
+        oxccl::OrderKind::Kill => OrderKind::Kill,
+        oxccl::OrderKind::Unknown => return None,
+    };
+    Some(Order {
+        kind,
+        reason: order.reason,
+    })
+}
+
 impl From<QuorumResult> for torchft::ManagerQuorumResponse {
     fn from(r: QuorumResult) -> Self {
         Self {
@@ -123,6 +152,7 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             heal: r.heal,
             commit_failures: r.commit_failures,
             batches_committed: r.batches_committed,
+            draining: r.draining,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
             contributor_rank: r.contributor_rank.map(i64::from),
@@ -182,6 +212,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
                 .collect::<Result<_>>()?,
             commit_failures: r.commit_failures,
             batches_committed: r.batches_committed,
+            draining: r.draining,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
             contributor_rank: r
@@ -481,7 +512,7 @@ mod tests {
                     RecoverySource { replica_rank: rank, manager_address: "m".into() },
                     RecoverySource { replica_rank: 7, manager_address: "n".into() },
                 ],
-                serves_replica_ranks: vec![rank, 5], batches_committed: 8,
+                serves_replica_ranks: vec![rank, 5], batches_committed: 8, draining: flag,
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

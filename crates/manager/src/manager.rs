@@ -41,6 +41,9 @@ const TELL: Duration = Duration::from_secs(5);
 /// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
 const GONE: Duration = Duration::from_secs(1);
 
+/// How long rank 0 outlives an operator's kill for the other ranks to hear of it.
+const TELL_OTHERS: Duration = Duration::from_millis(200);
+
 /// The longest time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 
@@ -134,16 +137,18 @@ impl Manager {
         let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
         let watch = {
             let (live, aborted, group) = (live_epoch.clone(), aborted.clone(), group.clone());
+            let hosts_others = servers.is_some() && config.group_world_size > 1;
             client.watch(
                 config.group_rank,
                 Arc::new(move |event: PushEvent| {
-                    let PushEvent::AbortEpoch {
-                        quorum_id,
-                        reason,
-                        departed,
-                    } = event
-                    else {
-                        return;
+                    let (quorum_id, reason, departed) = match event {
+                        PushEvent::AbortEpoch {
+                            quorum_id,
+                            reason,
+                            departed,
+                        } => (quorum_id, reason, departed),
+                        PushEvent::Kill { reason } => return end_process(&reason, hosts_others),
+                        _ => return,
                     };
                     let who = if departed.is_empty() {
                         String::new()
@@ -556,6 +561,10 @@ impl Replica for Manager {
         self.rank.batches_committed()
     }
 
+    fn draining(&self) -> bool {
+        self.rank.answer().is_some_and(|answer| answer.draining)
+    }
+
     fn progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }
@@ -612,6 +621,22 @@ fn over(aborted: &Mutex<Option<(i64, String)>>, epoch: i64) -> Option<String> {
     let aborted = aborted.lock().unwrap_or_else(PoisonError::into_inner);
     let (_, why) = aborted.as_ref().filter(|(newest, _)| *newest >= epoch)?;
     Some(why.clone())
+}
+
+/// An operator ends this replica. By force: whatever holds up its training thread would hold up the end in good order as well.
+fn end_process(reason: &str, hosts_others: bool) {
+    tracing::error!("this process ends: {reason}");
+    let end = move || {
+        if hosts_others {
+            // The other ranks hear of it over the server in this process.
+            std::thread::sleep(TELL_OTHERS);
+        }
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    // Not on the thread of the client, which serves the answers to the others.
+    if std::thread::Builder::new().name("ox-killed".into()).spawn(end).is_err() {
+        end();
+    }
 }
 
 /// 128 random bits: two lives of one name never share an id.

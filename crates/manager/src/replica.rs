@@ -86,6 +86,10 @@ pub trait Replica {
     /// contributors. A replica that heals takes the number over with the state.
     fn batches_committed(&self) -> i64;
 
+    /// True from a quorum on with which an operator told this replica to drain: once the step has committed it leaves ([`leave`](Self::leave)),
+    /// and its process ends well. All ranks of a replica are told with the same quorum. A replica that goes on is told again with the next.
+    fn draining(&self) -> bool;
+
     /// Shows that the training thread moves. The calls above do, too; a loop that computes for long between them calls this now and
     /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).
     fn progress(&self);

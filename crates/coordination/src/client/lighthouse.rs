@@ -14,6 +14,7 @@ use crate::lighthouse::LighthouseStatus;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
+use protocol::quorum::Order;
 use protocol::{Member, Quorum};
 
 /// How often a waiting call says that its replica is alive.
@@ -142,6 +143,31 @@ impl LighthouseClient {
                 })
                 .await
                 .map(|_| ())
+            },
+        )
+    }
+
+    /// Gives a replica an operator's order. `replica` is its id, or the name that all its incarnations share. The ids of the replicas that
+    /// were told; what they do takes its time.
+    ///
+    /// Errors: `NotFound`, naming the replicas that there are; `Unsupported` for one that cannot be told, and from a lighthouse without
+    /// that service.
+    pub fn operate(&self, replica: &str, order: Order, deadline: Instant) -> Result<Vec<String>> {
+        let (mut client, url) = (self.ours(), self.connection.url.clone());
+        let message = oxccl::OperateRequest {
+            replica: replica.to_string(),
+            order: Some(order.into()),
+        };
+        wait_for(
+            &self.connection.handle()?,
+            "lighthouse.operate",
+            deadline,
+            async move {
+                call("lighthouse.operate", &url, deadline, message, |r| async move {
+                    client.operate(r).await
+                })
+                .await
+                .map(|told| told.replica_ids)
             },
         )
     }

@@ -74,6 +74,11 @@ pub enum PushEvent {
         /// Replica ids that are gone; empty after a mere report.
         departed: Vec<String>,
     },
+    /// An operator ends this replica: the process shall end.
+    Kill {
+        /// Why.
+        reason: String,
+    },
 }
 
 /// What is called for each event, on the client's thread: it should be short, and must not call the client.
@@ -344,13 +349,14 @@ async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank:
                 backoff.reset();
                 let mut events = response.into_inner();
                 while let Ok(Some(event)) = events.message().await {
-                    let Some(oxccl::manager_event::Event::AbortEpoch(a)) = event.event else {
-                        continue;
-                    };
-                    let event = PushEvent::AbortEpoch {
-                        quorum_id: a.quorum_id,
-                        reason: a.reason,
-                        departed: a.departed,
+                    let event = match event.event {
+                        Some(oxccl::manager_event::Event::AbortEpoch(a)) => PushEvent::AbortEpoch {
+                            quorum_id: a.quorum_id,
+                            reason: a.reason,
+                            departed: a.departed,
+                        },
+                        Some(oxccl::manager_event::Event::Kill(k)) => PushEvent::Kill { reason: k.reason },
+                        None => continue,
                     };
                     // The caller's panic must not end the watch silently.
                     if catch_unwind(AssertUnwindSafe(|| callback(event))).is_err() {

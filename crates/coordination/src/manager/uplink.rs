@@ -19,7 +19,7 @@ use crate::channel::{Backoff, background_deadline, call};
 use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, order_of, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
@@ -378,11 +378,23 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                         () = went_out(&mut out) => break "this replica cannot go on".to_string(),
                     };
                     match event {
-                        Ok(Some(event)) => {
-                            if let Some(oxccl::lighthouse_event::Event::AbortEpoch(abort)) = event.event {
+                        Ok(Some(event)) => match event.event {
+                            Some(oxccl::lighthouse_event::Event::AbortEpoch(abort)) => {
                                 manager.tell(ReplicaEvent::Aborted(abort.into()));
                             }
-                        }
+                            Some(oxccl::lighthouse_event::Event::Order(order)) => {
+                                if let Some(order) = order_of(order) {
+                                    tracing::warn!(
+                                        replica = uplink.replica_id(),
+                                        order = ?order.kind,
+                                        reason = order.reason,
+                                        "an operator's order"
+                                    );
+                                    manager.tell(ReplicaEvent::Ordered(order));
+                                }
+                            }
+                            None => {}
+                        },
                         Ok(None) => break "the lighthouse ended it".to_string(),
                         Err(status) => break status.message().to_string(),
                     }
