@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use checkpoint::{Found, Search, Series, StateDict, Writer, newest, peek, steps};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
-use manager::Manager;
+use manager::{Manager, Replica as _};
 use oxccl::launch::{EventKind, EventSender, ReplicaEnv};
 
 use crate::replica::RecentLoss;

@@ -8,9 +8,9 @@ use ftcore::{Error, ErrorKind, Result};
 use tonic::metadata::MetadataMap;
 use tonic::{Code, Status};
 
-use protocol::quorum::{Order, OrderKind};
 use protocol::QuorumResult;
 use protocol::assignment::RecoverySource;
+use protocol::quorum::{Order, OrderKind};
 use protocol::{AbortEpoch, Member, Quorum};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]

@@ -64,17 +64,28 @@ fn an_evicted_replica_is_told_why_and_takes_part_again_once_it_is_started_again(
     order(&tool, OrderKind::Evict, "b:1").unwrap();
     let (reason, departed) = a.abort_of(first[0].quorum_id);
     assert_eq!(departed, ["b:1"]);
-    assert!(reason.contains("evicted by the operator: the host is repaired"), "{reason}");
+    assert!(
+        reason.contains("evicted by the operator: the host is repaired"),
+        "{reason}"
+    );
     let e = b.client.quorum(&b.request(1), soon()).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Conflict, "{e}");
-    assert!(!e.is_retryable() && e.message().contains("the host is repaired"), "{e}");
+    assert!(
+        !e.is_retryable() && e.message().contains("the host is repaired"),
+        "{e}"
+    );
     assert_eq!(quorum_of(&mut [&mut a], 1)[0].replica_ids, ["a:1"]);
     let mut again = Replica::start("b:2", &lighthouse.address());
     std::thread::scope(|scope| {
         scope.spawn(|| quorum(&mut [&mut again], 0));
-        until(&tool, "b asks again", |s| s.waiting.iter().any(|w| w.replica_id == "b:2"));
+        until(&tool, "b asks again", |s| {
+            s.waiting.iter().any(|w| w.replica_id == "b:2")
+        });
         let request = a.request(2);
-        assert_eq!(a.client.quorum(&request, soon()).unwrap().replica_ids, ["a:1", "b:2"]);
+        assert_eq!(
+            a.client.quorum(&request, soon()).unwrap().replica_ids,
+            ["a:1", "b:2"]
+        );
     });
 }
 
@@ -87,6 +98,11 @@ fn a_kill_reaches_the_ranks_that_watch() {
     until(&tool, "its stream is open", |s| s.attached == ["a:1"]);
     order(&tool, OrderKind::Kill, "a").unwrap();
     let event = a.events.recv_timeout(PATIENCE).unwrap();
-    let PushEvent::Kill { reason } = event else { panic!("{event:?}") };
-    assert!(reason.contains("killed by the operator: the host is repaired"), "{reason}");
+    let PushEvent::Kill { reason } = event else {
+        panic!("{event:?}")
+    };
+    assert!(
+        reason.contains("killed by the operator: the host is repaired"),
+        "{reason}"
+    );
 }

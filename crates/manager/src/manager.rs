@@ -634,7 +634,11 @@ fn end_process(reason: &str, hosts_others: bool) {
         let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
     };
     // Not on the thread of the client, which serves the answers to the others.
-    if std::thread::Builder::new().name("ox-killed".into()).spawn(end).is_err() {
+    if std::thread::Builder::new()
+        .name("ox-killed".into())
+        .spawn(end)
+        .is_err()
+    {
         end();
     }
 }

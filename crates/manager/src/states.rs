@@ -34,7 +34,10 @@ impl<'a> States<'a> {
             )));
         }
         if self.0.contains_key(key) {
-            return Err(Error::new(ErrorKind::Conflict, format!("there is a state under '{key}' already")));
+            return Err(Error::new(
+                ErrorKind::Conflict,
+                format!("there is a state under '{key}' already"),
+            ));
         }
         self.0.insert(key.to_owned(), state);
         Ok(self)
@@ -64,7 +67,11 @@ impl State for States<'_> {
         let theirs: Vec<&str> = theirs.split('\n').filter(|k| !k.is_empty()).collect();
         let only = |a: &[&str], b: &[&str]| {
             let keys: Vec<&str> = a.iter().copied().filter(|k| !b.contains(k)).collect();
-            if keys.is_empty() { "none".to_owned() } else { keys.join(", ") }
+            if keys.is_empty() {
+                "none".to_owned()
+            } else {
+                keys.join(", ")
+            }
         };
         let ours = self.keys();
         if theirs != ours {
@@ -133,7 +140,11 @@ mod tests {
             out.insert_f32("v", &[self.values.len()], &self.values)
         }
         fn load(&mut self, from: &StateDict) -> Result<()> {
-            self.values = if from.is_empty() { Vec::new() } else { from.get_f32("v")? };
+            self.values = if from.is_empty() {
+                Vec::new()
+            } else {
+                from.get_f32("v")?
+            };
             if std::mem::take(&mut self.refuses) {
                 return Err(Error::invalid("not for me"));
             }
@@ -143,7 +154,9 @@ mod tests {
 
     fn given(parts: &mut [(&str, Part)]) -> StateDict {
         let mut out = StateDict::new();
-        let all = parts.iter_mut().fold(States::new(), |all, (key, part)| all.with(key, part).unwrap());
+        let all = parts
+            .iter_mut()
+            .fold(States::new(), |all, (key, part)| all.with(key, part).unwrap());
         all.save(&mut out).unwrap();
         out
     }
@@ -153,9 +166,16 @@ mod tests {
         let from = given(&mut [("a", part(&[1.0])), ("b", part(&[2.0, 3.0])), ("c", part(&[]))]);
         let (mut a, mut b, mut c) = (part(&[9.0]), part(&[]), part(&[9.0]));
         // In whatever order they are added.
-        let all = States::new().with("c", &mut c).unwrap().with("a", &mut a).unwrap();
+        let all = States::new()
+            .with("c", &mut c)
+            .unwrap()
+            .with("a", &mut a)
+            .unwrap();
         all.with("b", &mut b).unwrap().load(&from).unwrap();
-        assert_eq!([&a.values[..], &b.values, &c.values], [&[1.0][..], &[2.0, 3.0], &[]]);
+        assert_eq!(
+            [&a.values[..], &b.values, &c.values],
+            [&[1.0][..], &[2.0, 3.0], &[]]
+        );
     }
 
     #[test]
@@ -168,7 +188,11 @@ mod tests {
             let mut parts: Vec<(&str, Part)> = theirs.iter().map(|key| (*key, part(&[1.0]))).collect();
             let from = given(&mut parts);
             let (mut a, mut b) = (part(&[8.0]), part(&[9.0]));
-            let mut all = States::new().with("a", &mut a).unwrap().with("b", &mut b).unwrap();
+            let mut all = States::new()
+                .with("a", &mut a)
+                .unwrap()
+                .with("b", &mut b)
+                .unwrap();
             let e = all.load(&from).unwrap_err();
             assert_eq!(e.kind(), ErrorKind::InvalidArgument);
             assert!(told.iter().all(|t| e.message().contains(t)), "{e}");
@@ -186,9 +210,16 @@ mod tests {
         let from = given(&mut [("a", part(&[1.0])), ("b", part(&[2.0])), ("c", part(&[3.0]))]);
         let (mut a, mut b, mut c) = (part(&[7.0]), part(&[8.0]), part(&[9.0]));
         b.refuses = true;
-        let all = States::new().with("a", &mut a).unwrap().with("b", &mut b).unwrap();
+        let all = States::new()
+            .with("a", &mut a)
+            .unwrap()
+            .with("b", &mut b)
+            .unwrap();
         let e = all.with("c", &mut c).unwrap().load(&from).unwrap_err();
-        assert!(e.message().contains("'b'") && e.message().contains("not for me"), "{e}");
+        assert!(
+            e.message().contains("'b'") && e.message().contains("not for me"),
+            "{e}"
+        );
         assert_eq!([a.values, b.values, c.values], [[7.0], [8.0], [9.0]]);
     }
 
@@ -199,7 +230,12 @@ mod tests {
             let e = States::new().with(key, &mut a).err().unwrap();
             assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         }
-        let e = States::new().with("a", &mut a).unwrap().with("a", &mut b).err().unwrap();
+        let e = States::new()
+            .with("a", &mut a)
+            .unwrap()
+            .with("a", &mut b)
+            .err()
+            .unwrap();
         assert_eq!(e.kind(), ErrorKind::Conflict);
     }
 }

@@ -1,5 +1,5 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
-//! of one machine, `backends` lists what can carry data here, `bench` measures it. Results go to standard output, everything else to standard error.
+//! of one machine, `replica` drains, evicts or kills one of them, `backends` lists what can carry data here, `bench` measures it. Results go to standard output, everything else to standard error.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -30,6 +30,8 @@ mod command {
     pub(crate) mod launch;
     #[cfg(feature = "lighthouse")]
     pub(crate) mod lighthouse;
+    #[cfg(feature = "lighthouse")]
+    pub(crate) mod replica;
     mod scratch;
 }
 
@@ -58,6 +60,8 @@ struct Arguments {
 enum Command {
     #[cfg(feature = "lighthouse")]
     Lighthouse(command::lighthouse::Arguments),
+    #[cfg(feature = "lighthouse")]
+    Replica(command::replica::Arguments),
     Launch(command::launch::Arguments),
     Backends(command::backends::Arguments),
     #[command(hide = true)]
@@ -91,6 +95,8 @@ fn main() -> ExitCode {
     let result = match arguments.command {
         #[cfg(feature = "lighthouse")]
         Command::Lighthouse(arguments) => command::lighthouse::run(arguments),
+        #[cfg(feature = "lighthouse")]
+        Command::Replica(arguments) => command::replica::run(arguments),
         Command::Launch(arguments) => command::launch::run(arguments),
         Command::Backends(arguments) => command::backends::run(arguments),
         Command::BackendsProbe(arguments) => command::backends::probe(arguments),

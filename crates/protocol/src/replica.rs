@@ -495,6 +495,13 @@ impl ReplicaState {
                     order.told()
                 );
                 self.end(Error::new(ErrorKind::Conflict, text), actions);
+                // The lighthouse tells the others of the epoch; here a rank may be in it as well.
+                let event = AbortEpoch {
+                    quorum_id: self.last_quorum.0,
+                    reason: order.told(),
+                    departed: vec![self.rules.replica_id.clone()],
+                };
+                self.abort(event, actions);
             }
             OrderKind::Kill => actions.push(ReplicaAction::Kill(order.told())),
         }

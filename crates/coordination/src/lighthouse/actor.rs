@@ -271,7 +271,11 @@ impl Actor {
                 reply,
             } => {
                 self.operators.insert(ticket, reply);
-                self.apply(Event::Operate { replica, order, ticket });
+                self.apply(Event::Operate {
+                    replica,
+                    order,
+                    ticket,
+                });
             }
             Message::Calling { line, replica_id } => self.callers.call(line, replica_id),
             Message::Ended { line, by_peer } => {

@@ -44,7 +44,10 @@ impl Drop for OpenCall {
 }
 
 /// Refuses a caller that is no operator of this job. Whoever reaches the port is one until callers are identified.
-#[expect(clippy::unnecessary_wraps, reason = "the one place where operators will be told from others")]
+#[expect(
+    clippy::unnecessary_wraps,
+    reason = "the one place where operators will be told from others"
+)]
 fn operator_only<T>(_: &Request<T>) -> Result<(), Status> {
     Ok(())
 }
@@ -313,7 +316,9 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Lighthouse {
         let oxccl::OperateRequest { replica, order } = request.into_inner();
         bounded("replica", &replica, MAX_ID_BYTES)?;
         let order = order.and_then(order_of).ok_or_else(|| {
-            Status::unimplemented("this lighthouse knows no such order: it can drain, evict and kill a replica")
+            Status::unimplemented(
+                "this lighthouse knows no such order: it can drain, evict and kill a replica",
+            )
         })?;
         tracing::info!(replica, order = ?order.kind, reason = cut(&order.reason), "an operator's order");
         let (reply, answer) = oneshot::channel();

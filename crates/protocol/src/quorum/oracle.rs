@@ -45,7 +45,10 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     if candidates.len() * 2 <= known.len() - kept_out {
         return Err(Verdict::NoMajority);
     }
-    let goes_on = state.previous.is_some() || asking.iter().any(|(_, w)| w.member.last_quorum_id > 0);
+    let goes_on = state.previous.is_some()
+        || asking
+            .iter()
+            .any(|(id, w)| w.member.last_quorum_id > 0 || previous(id));
     if rules
         .initial_replicas
         .is_some_and(|initial| !goes_on && candidates.len() < initial)

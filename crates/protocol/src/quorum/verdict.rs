@@ -103,9 +103,10 @@ impl LighthouseState {
     /// What the rules say. O(1).
     pub(super) fn judge(&self, now: Instant) -> Verdict {
         let (rules, tally, n) = (&self.rules, self.roster.tally(), self.candidates());
-        // A record alone does not go on: a job of which nobody remembers a quorum starts again as a whole.
-        let goes_on = self.previous.is_some() || tally.reporting > 0;
         let overlaps = tally.members_asking > 0;
+        // A record alone does not go on: a job of which nobody remembers a quorum starts again as a whole. Who asks under a recorded
+        // id was in it, also if it tells none, as torchft's managers.
+        let goes_on = self.previous.is_some() || tally.reporting > 0 || overlaps;
         if tally.asking == 0 {
             Verdict::Idle
         } else if n < rules.min_replicas.max(1) {

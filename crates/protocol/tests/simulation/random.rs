@@ -87,6 +87,12 @@ pub(crate) struct Scenario {
     pub(crate) spares: bool,
     pub(crate) init_sync: bool,
     pub(crate) max_retries: Option<u32>,
+    /// All replicas are as torchft's managers are.
+    pub(crate) foreign: bool,
+    /// Of a thousand messages to the lighthouse so many come late, after others of the same replica, or twice.
+    pub(crate) disorder: u64,
+    /// The wall clock may stand elsewhere at every start of the lighthouse.
+    pub(crate) clock_jumps: bool,
     /// Of a thousand messages between servers, so many find their connection broken.
     pub(crate) loss: u64,
     pub(crate) faults: Vec<(Duration, Fault)>,
@@ -112,8 +118,15 @@ impl Scenario {
             init_sync: r.chance(900),
             loss: [0, 0, 5, 20][r.below(4) as usize],
             max_retries: r.chance(150).then(|| 3 + r.below(6) as u32),
+            foreign: r.chance(150),
+            disorder: [0, 0, 0, 10, 100][r.below(5) as usize],
+            clock_jumps: r.chance(300),
             faults: Vec::new(),
         };
+        if scenario.foreign {
+            // Its votes come from one rank, and its sources tell what they copied to nobody.
+            scenario.ranks = 1;
+        }
         for _ in 0..r.below(8) {
             let mut at = r.millis(0, 30_000);
             let mut fault = scenario.fault(&mut r);

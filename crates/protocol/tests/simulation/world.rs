@@ -20,6 +20,7 @@ use crate::random::{Fault, Random, Scenario, mix};
 use crate::trainer::{Done, Trainer};
 
 mod faults;
+mod foreign;
 mod lighthouse;
 
 use faults::lasts;
@@ -209,6 +210,7 @@ impl World {
             events: 0,
             scenario,
         };
+        world.checks.foreign = world.scenario.foreign;
         world.start_lighthouse();
         for slot in 0..n {
             let at = world.random.millis(0, 500);
@@ -441,9 +443,10 @@ impl World {
             }
             Happening::Beat => {
                 self.later(BEAT, who, Happening::Beat);
+                let foreign = self.scenario.foreign;
                 let Some(replica) = self.replica(who) else { return };
                 let replica_id = replica.id.clone();
-                let asks = replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
+                let asks = foreign || replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
                 if asks && !replica.server.is_out() {
                     self.send_lighthouse(who, Event::Heartbeat { replica_id });
                 }
@@ -492,6 +495,9 @@ impl World {
     }
 
     fn attach(&mut self, who: Who) {
+        if self.scenario.foreign {
+            return;
+        }
         let stream = self.number();
         let refused = self.lighthouse.is_none() || self.is_cut(who.slot);
         let Some(replica) = self.replica(who) else { return };
@@ -522,6 +528,14 @@ impl World {
     }
 
     pub(crate) fn server_hears(&mut self, who: Who, event: ReplicaEvent) {
+        let again = matches!(
+            event,
+            ReplicaEvent::Progress { .. } | ReplicaEvent::Reported { .. }
+        );
+        if again && self.random.chance(self.scenario.disorder) {
+            let delay = self.random.millis(0, 2_000);
+            self.later(delay, Self::server_of(who), Happening::Server(event.clone()));
+        }
         let delay = self.random.millis(0, 1);
         self.later(delay, Self::server_of(who), Happening::Server(event));
     }
@@ -573,6 +587,11 @@ impl World {
                     ..Member::default()
                 };
                 replica.calls.insert(call, ticket);
+                let member = if self.scenario.foreign {
+                    Self::as_foreign(member)
+                } else {
+                    member
+                };
                 if refused {
                     self.connection_breaks(server);
                     return;

@@ -161,7 +161,12 @@ impl World {
         let ticket = self.number();
         let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
         // Before there is a record, a stranger that says the right things is a replica: who may speak is for credentials to say.
-        let is_well_formed = self.record.is_some() && claim >> 12 & 1 == 1;
+        // Nor does a record bind anybody once all members have left.
+        let binds = self
+            .record
+            .as_ref()
+            .is_some_and(|r| r.left.len() < r.members.len());
+        let is_well_formed = binds && claim >> 12 & 1 == 1;
         let (address, store_address) = if is_well_formed {
             ("http://10.0.0.9:1", "10.0.0.9:2")
         } else {
@@ -215,6 +220,10 @@ impl World {
         self.note(|| format!("{who:?} ends: {why}"));
         for epoch in process.trainer.epochs() {
             self.leave_group(epoch, who);
+        }
+        if self.scenario.foreign && who.rank == 0 {
+            let id = format!("r{}:{}", who.slot, who.life);
+            self.foreign_ends(id);
         }
         if who.rank == 0 {
             // Its servers are gone: the lighthouse sees the stream break, the ranks see refused connections for a while.
