@@ -11,7 +11,7 @@ pub enum WorldSizeMode {
     /// Every healthy replica contributes.
     #[default]
     Dynamic,
-    /// At most `min_replicas` contribute; further members are hot spares that follow along.
+    /// At most `min_replicas` contribute; further members stand by: they follow along with the state, and their work does not count.
     FixedWithSpares,
 }
 

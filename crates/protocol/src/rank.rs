@@ -23,7 +23,7 @@ pub struct RankRules {
     /// A step commits only in a quorum of at least this many members. It counts members, not contributors: a replica that
     /// healed into the step holds its state, although it does not contribute to it.
     pub min_replicas: u32,
-    /// At most this many contribute; further members follow along as spares. `None`: everybody who can.
+    /// At most this many contribute; further members stand by. `None`: everybody who can.
     pub max_contributors: Option<u32>,
     /// At step 0, all replicas take the state of one.
     pub init_sync: bool,

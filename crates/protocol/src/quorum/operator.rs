@@ -201,8 +201,10 @@ mod tests {
         });
     }
 
+    type Told = Result<Vec<String>, ErrorKind>;
+
     /// To whom orders went, and what the operator was told.
-    fn orders(sim: &Sim) -> (Vec<(String, OrderKind)>, Option<Result<Vec<String>, ErrorKind>>) {
+    fn orders(sim: &Sim) -> (Vec<(String, OrderKind)>, Option<Told>) {
         let sent = sim.actions.iter().filter_map(|a| match a {
             Action::Order { to, order } => Some((to.clone(), order.kind)),
             _ => None,
