@@ -107,7 +107,7 @@ pub fn train(
         ddp.restore(&saved, &mut whole)?;
     }
     whole.events = place.events.clone();
-    while !ddp.is_finished() {
+    while !ddp.is_finished() && !ddp.is_drained() {
         place.step.store(ddp.current_step(), Ordering::Release);
         let (begun, mut computing) = (Instant::now(), Duration::ZERO);
         let compute = |whole: &mut Whole, now: &Participation| {
@@ -151,16 +151,23 @@ pub fn train(
             Some(hash(&whole.model.params)?),
             traffic,
         )?;
-        let (step, is_last) = (ddp.current_step(), ddp.is_finished());
+        let (step, is_last) = (ddp.current_step(), ddp.is_finished() || ddp.is_drained());
         if let Some(checkpoints) = place.checkpoints.as_ref().filter(|c| c.is_due(step, is_last)) {
             let state = ddp.save(&mut whole)?;
             checkpoints.offer(ddp.replica(), step, state, &recent)?;
         }
     }
-    ddp.finish(&mut whole)?;
+    let (state, step) = if ddp.is_finished() {
+        ddp.finish(&mut whole)?;
+        (ReplicaState::Done, last)
+    } else {
+        ddp.leave()?;
+        (ReplicaState::Drained, ddp.current_step())
+    };
     let held_out = evaluate()?;
     place.finished(
-        last,
+        state,
+        step,
         hash(&whole.model.params)?,
         held_out,
         recent.mean(),

@@ -325,7 +325,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
                 traffic,
             )?;
         }
-        let (step, is_last) = (diloco.step(), diloco.is_finished());
+        let (step, is_last) = (diloco.step(), diloco.is_finished() || diloco.is_drained());
         if let Some(checkpoints) = place.checkpoints.as_ref()
             && has_committed
             && checkpoints.is_due(step, is_last)
@@ -369,12 +369,19 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
             });
         }
     }
-    diloco.finish(&mut inner)?;
+    let (state, rounds) = if diloco.is_finished() {
+        diloco.finish(&mut inner)?;
+        (ReplicaState::Done, args.rounds)
+    } else {
+        diloco.leave()?;
+        (ReplicaState::Drained, diloco.step())
+    };
     let held_out = sampler.held_out(HELD_OUT_BATCHES)?;
     let held_out = diloco.with_global(|_| model.mean_loss(&held_out))??;
     let traffic = diloco.traffic();
     place.finished(
-        args.rounds,
+        state,
+        rounds,
         diloco.global_hash()?,
         (held_out, None),
         recent.mean(),

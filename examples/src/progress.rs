@@ -235,6 +235,10 @@ impl Progress {
             EventKind::Final(end) => {
                 view.bytes = end.bytes_sent + end.bytes_recv;
                 view.state = end.state.as_str().into();
+                if end.state == ReplicaState::Drained {
+                    let text = format!("replica {r} was drained: it left after {} steps", end.step);
+                    self.say(t_us, &text);
+                }
                 self.line(r, t_us);
             }
             EventKind::Started { .. } | EventKind::ReduceBegin { .. } => {}

@@ -1,5 +1,6 @@
 //! What both training programs do as a replica: take their place in the job, build the manager, report commits.
 
+use std::io::Write as _;
 use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::{Duration, Instant};
@@ -187,9 +188,11 @@ impl Place {
         Ok(())
     }
 
-    /// Reports the end and waits until the report is out, and the last checkpoint on disk.
+    /// Reports the end, which is that of the run unless the replica was drained, and waits until the report is out, and the last
+    /// checkpoint on disk.
     pub fn finished(
         &self,
+        state: ReplicaState,
         step: i64,
         hash: String,
         held_out: (f32, Option<f32>),
@@ -205,11 +208,17 @@ impl Place {
             inner_steps: self.inner_steps,
             bytes_sent: traffic.sent,
             bytes_recv: traffic.received,
-            state: ReplicaState::Done,
+            state,
         }));
-        self.events.send(EventKind::State {
-            state: ReplicaState::Done,
-        });
+        self.events.send(EventKind::State { state });
+        if state == ReplicaState::Drained {
+            let index = self.env.replica;
+            // Standard error may be a pipe that is not read any more.
+            let _ = writeln!(
+                std::io::stderr(),
+                "replica {index} was drained: it left in good order after {step} steps, and the others go on"
+            );
+        }
         if let Some(checkpoints) = &self.checkpoints {
             checkpoints.flush();
         }

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use oxccl::launch::{Commit, EventKind, ExitSummary, Final, Outcome, SupervisorEvent};
+use oxccl::launch::{Commit, EventKind, ExitSummary, Final, Outcome, ReplicaState, SupervisorEvent};
 use serde::Serialize;
 
 mod text;
@@ -478,6 +478,8 @@ fn common_end(lives: &Lives, problems: &mut Vec<String>) -> Option<String> {
     let mut ends: Vec<(u32, &Final)> = Vec::new();
     for (replica, all) in lives {
         match all.values().next_back().and_then(|life| life.end.as_ref()) {
+            // It left before the others ended.
+            Some(end) if end.state == ReplicaState::Drained => {}
             Some(end) => ends.push((*replica, end)),
             None => problems.push(format!("replica {replica} did not report its end")),
         }
@@ -491,7 +493,11 @@ fn common_end(lives: &Lives, problems: &mut Vec<String>) -> Option<String> {
         }
     }
     let (first, rest) = ends.split_first()?;
-    let mut equal = ends.len() == lives.len();
+    let drained = |all: &BTreeMap<u32, Life>| {
+        let end = all.values().next_back().and_then(|life| life.end.as_ref());
+        end.is_some_and(|end| end.state == ReplicaState::Drained)
+    };
+    let mut equal = ends.len() == lives.values().filter(|all| !drained(all)).count();
     for (replica, end) in rest {
         if end.step != first.1.step {
             equal = false;

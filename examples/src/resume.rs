@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use checkpoint::{Found, Search, Series, StateDict, Writer, newest, peek, steps};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
-use manager::Manager;
+use manager::{Manager, Replica as _};
 use oxccl::launch::{EventKind, EventSender, ReplicaEnv};
 
 use crate::replica::RecentLoss;
@@ -69,6 +69,8 @@ impl CheckpointArgs {
 const RUN: &str = "run";
 /// Under this name the last losses stand in a state.
 const RECENT: &str = "program/recent";
+/// Under this name the number of batches that led to a state stands in it.
+const BATCHES: &str = "program/batches_committed";
 /// How long the end of a run waits for a checkpoint that is being written.
 const FLUSH: Duration = Duration::from_secs(20);
 /// How long a new life waits for the one before to let go of its folder.
@@ -176,7 +178,14 @@ impl Checkpoints {
     /// Puts `manager` back to the step of the checkpoint, if there is one. Before the first quorum.
     pub fn restore(&self, manager: &mut Manager) -> Result<()> {
         match &self.found {
-            Some(found) => manager.restore(found.step, manager::Lineage::from_peer(&found.lineage)),
+            Some(found) => {
+                // Checkpoints of before the number was kept have none.
+                let batches = match found.state.get(BATCHES) {
+                    Some(_) => found.state.get_i64s(BATCHES)?.first().copied().unwrap_or(0),
+                    None => 0,
+                };
+                manager.restore(found.step, manager::Lineage::from_peer(&found.lineage), batches)
+            }
             None => Ok(()),
         }
     }
@@ -209,6 +218,7 @@ impl Checkpoints {
     ) -> Result<()> {
         let losses = recent.values();
         state.insert_f32(RECENT, &[losses.len()], &losses)?;
+        state.insert_i64s(BATCHES, &[manager.batches_committed()])?;
         state.set_metadata(RUN, self.run.as_str());
         if !self.writer.offer(step, manager.lineage().as_str(), state) {
             let text = format!(

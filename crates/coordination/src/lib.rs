@@ -24,6 +24,7 @@ pub use lighthouse::{
     WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
+pub use protocol::quorum::{Order, OrderKind};
 pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};
 pub use serve::ConnectionLimits;
 pub use wire::is_refused;

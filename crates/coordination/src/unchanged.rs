@@ -15,6 +15,7 @@ fn advance(member: &mut Member, progress: &Member) {
     member.lineage.clone_from(&progress.lineage);
     member.last_quorum_id = progress.last_quorum_id;
     member.last_world_size = progress.last_world_size;
+    member.batches_committed = progress.batches_committed;
 }
 
 /// What `member` says about its progress, and nothing else.

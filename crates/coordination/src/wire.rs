@@ -10,6 +10,7 @@ use tonic::{Code, Status};
 
 use protocol::QuorumResult;
 use protocol::assignment::RecoverySource;
+use protocol::quorum::{Order, OrderKind};
 use protocol::{AbortEpoch, Member, Quorum};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
@@ -43,6 +44,7 @@ impl From<torchft::QuorumMember> for Member {
             last_world_size: m.last_world_size,
             life: m.life.unwrap_or_default(),
             healed: m.healed,
+            batches_committed: m.batches_committed,
         }
     }
 }
@@ -63,6 +65,7 @@ impl From<Member> for torchft::QuorumMember {
             last_world_size: m.last_world_size,
             life: Some(m.life).filter(|l| !l.is_empty()),
             healed: m.healed,
+            batches_committed: m.batches_committed,
         }
     }
 }
@@ -105,6 +108,34 @@ impl From<AbortEpoch> for oxccl::AbortEpoch {
     }
 }
 
+impl From<Order> for oxccl::Order {
+    fn from(order: Order) -> Self {
+        let kind = match order.kind {
+            OrderKind::Drain => oxccl::OrderKind::Drain,
+            OrderKind::Evict => oxccl::OrderKind::Evict,
+            OrderKind::Kill => oxccl::OrderKind::Kill,
+        };
+        Self {
+            kind: kind.into(),
+            reason: order.reason,
+        }
+    }
+}
+
+/// `None` for a kind that this version does not know.
+pub(crate) fn order_of(order: oxccl::Order) -> Option<Order> {
+    let kind = match order.kind() {
+        oxccl::OrderKind::Drain => OrderKind::Drain,
+        oxccl::OrderKind::Evict => OrderKind::Evict,
+        oxccl::OrderKind::Kill => OrderKind::Kill,
+        oxccl::OrderKind::Unknown => return None,
+    };
+    Some(Order {
+        kind,
+        reason: order.reason,
+    })
+}
+
 impl From<QuorumResult> for torchft::ManagerQuorumResponse {
     fn from(r: QuorumResult) -> Self {
         Self {
@@ -120,6 +151,8 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             replica_world_size: i64::from(r.replica_world_size),
             heal: r.heal,
             commit_failures: r.commit_failures,
+            batches_committed: r.batches_committed,
+            draining: r.draining,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
             contributor_rank: r.contributor_rank.map(i64::from),
@@ -178,6 +211,8 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
                 .map(|n| number("recover_dst_replica_ranks", n))
                 .collect::<Result<_>>()?,
             commit_failures: r.commit_failures,
+            batches_committed: r.batches_committed,
+            draining: r.draining,
             replica_ids: r.replica_ids,
             lineage: r.lineage,
             contributor_rank: r
@@ -480,7 +515,7 @@ mod tests {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, last_world_size: 4, life, healed: flag,
+                last_quorum_id: last, last_world_size: 4, life, healed: flag, batches_committed: 9,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {
@@ -493,7 +528,7 @@ mod tests {
                     RecoverySource { replica_rank: rank, manager_address: "m".into() },
                     RecoverySource { replica_rank: 7, manager_address: "n".into() },
                 ],
-                serves_replica_ranks: vec![rank, 5],
+                serves_replica_ranks: vec![rank, 5], batches_committed: 8, draining: flag,
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

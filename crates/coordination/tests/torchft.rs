@@ -39,7 +39,7 @@ fn main() -> ExitCode {
     let folder = std::env::var_os(FOLDER)
         .filter(|f| !f.is_empty())
         .map(PathBuf::from);
-    let cases: [Case; 9] = [
+    let cases: [Case; 10] = [
         (
             "its_lighthouse_clients_share_a_quorum_of_ours",
             its_lighthouse_clients,
@@ -59,6 +59,10 @@ fn main() -> ExitCode {
         (
             "its_managers_that_ask_one_after_the_other_get_one_quorum_of_ours",
             its_managers_in_turn,
+        ),
+        (
+            "its_managers_that_want_no_newcomers_get_none_and_the_newcomer_waits",
+            its_shrinking_managers,
         ),
         ("its_manager_clients_vote_on_our_manager", its_manager_clients),
         (
@@ -199,11 +203,16 @@ impl Torchft {
 
     /// Asks for a quorum as `client`'s group rank `rank`.
     fn quorum(&self, client: &str, rank: u32, step: i64) -> Receiver<Answer> {
+        self.quorum_of(client, rank, step, false)
+    }
+
+    /// The same; `shrink_only`: without newcomers.
+    fn quorum_of(&self, client: &str, rank: u32, step: i64, shrink_only: bool) -> Receiver<Answer> {
         self.begin(
             client,
             "_quorum",
             &json!({"group_rank": rank, "step": step, "checkpoint_metadata": format!("state-of-{client}"),
-                "shrink_only": false, "timeout": SECONDS, "commit_failures": 0, "init_sync": true}),
+                "shrink_only": shrink_only, "timeout": SECONDS, "commit_failures": 0, "init_sync": true}),
         )
     }
 
@@ -416,6 +425,40 @@ fn its_managers_in_turn(torchft: &Torchft) {
     for answer in &asked {
         let quorum = ended(answer);
         assert_eq!(quorum["replica_ids"], json!(ids), "{quorum}");
+    }
+}
+
+fn its_shrinking_managers(torchft: &Torchft) {
+    let server = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let tool = client(&server);
+    for id in ["a", "b"] {
+        torchft.replica(id, &server.address());
+    }
+    let members = |step: i64, shrink_only: bool| {
+        let a = torchft.quorum_of("client-of-a", 0, step, shrink_only);
+        let b = torchft.quorum("client-of-b", 0, step);
+        let (a, b) = (ended(&a), ended(&b));
+        assert_eq!(a["replica_ids"], b["replica_ids"]);
+        a["replica_ids"].clone()
+    };
+    assert_eq!(members(0, false), json!(["a", "b"]));
+    let newcomers = ["c", "d", "e"];
+    let waiting = newcomers.map(|id| {
+        torchft.replica(id, &server.address());
+        torchft.quorum(&format!("client-of-{id}"), 0, 0)
+    });
+    until(&tool, "the newcomers wait", |s| {
+        s.waiting.len() == newcomers.len()
+    });
+    // They are more than the members, and do not take the majority from them.
+    assert_eq!(members(1, true), json!(["a", "b"]));
+    assert_eq!(members(2, false), json!(["a", "b", "c", "d", "e"]));
+    for newcomer in &waiting {
+        assert_eq!(ended(newcomer)["max_step"], json!(2));
     }
 }
 

@@ -249,6 +249,21 @@ impl<R: Replica> Ddp<R> {
         self.config.steps.is_some_and(|n| self.current_step() >= n)
     }
 
+    /// True once an operator has told this replica to drain and the step with which it was told has committed: only [`leave`](Self::leave)
+    /// is left to call.
+    pub fn is_drained(&self) -> bool {
+        self.replica.draining() && self.stage == Stage::Running
+    }
+
+    /// Leaves between two steps, while the other replicas go on. Errors: `InvalidState` if the run has ended; those of the group's end.
+    pub fn leave(&mut self) -> Result<()> {
+        self.check()?;
+        self.stage = Stage::Closed;
+        self.replica.leave(deadline_in(Duration::from_secs(5)))?;
+        self.stage = Stage::Left;
+        Ok(())
+    }
+
     /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
     /// bitwise equal; then leaves. Without `DdpConfig::steps`, all replicas must call it after the same step. After an error that can be
     /// retried it may be called again.

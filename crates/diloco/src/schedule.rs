@@ -249,6 +249,21 @@ impl Rounds {
         }
     }
 
+    /// True while the run is ended by all replicas.
+    pub(crate) fn is_closing(&self) -> bool {
+        self.phase == Phase::Closing
+    }
+
+    /// The replica leaves while the others go on. Errors: `InvalidState` before `begin` and after the end.
+    pub(crate) fn leave(&mut self) -> Result<()> {
+        self.check_begun()?;
+        if self.phase == Phase::Left {
+            return refused("the run has ended: this replica has left already");
+        }
+        self.left();
+        Ok(())
+    }
+
     pub(crate) fn left(&mut self) {
         self.phase = Phase::Left;
     }

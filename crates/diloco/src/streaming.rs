@@ -295,6 +295,20 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         self.config.rounds.is_some_and(|last| self.step() > last)
     }
 
+    /// True once an operator has told this replica to drain, the round with which it was told has committed and none is in flight: only
+    /// [`leave`](Self::leave) is left to call.
+    pub fn is_drained(&self) -> bool {
+        self.replica.draining() && self.participation.is_none()
+    }
+
+    /// Leaves between two rounds, while the other replicas go on. Inner steps that no round has sent yet are lost. Errors: `InvalidState`
+    /// before `begin`, or if the run has ended; those of the group's end.
+    pub fn leave(&mut self) -> Result<()> {
+        self.integrity.check()?;
+        self.rounds.leave()?;
+        self.replica.leave(deadline_in(Duration::from_secs(5)))
+    }
+
     /// Ends the run: a closing round without data, in which a replica that is behind still heals, so that all end
     /// bitwise equal; then leaves. Without `DilocoConfig::rounds`, all replicas must call it after the same round.
     ///
@@ -317,6 +331,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 Due::Send => self.send(inner, deadline)?,
                 Due::Finish => {
                     if self.finish_attempt(deadline)? {
+                        if self.is_drained() && !self.rounds.is_closing() {
+                            // No round begins that this replica would leave in the middle.
+                            return Ok(());
+                        }
                         deadline = deadline_in(self.config.round_timeout);
                     }
                 }

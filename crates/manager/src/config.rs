@@ -11,7 +11,7 @@ pub enum WorldSizeMode {
     /// Every healthy replica contributes.
     #[default]
     Dynamic,
-    /// At most `min_replicas` contribute; further members are hot spares that follow along.
+    /// At most `min_replicas` contribute; further members stand by: they follow along with the state, and their work does not count.
     FixedWithSpares,
 }
 
@@ -41,6 +41,9 @@ pub struct ManagerConfig {
     pub world_size_mode: WorldSizeMode,
     /// Let replicas at step 0 take their state from one of them, so that all start equal.
     pub init_sync: bool,
+    /// The replica gives up, with the error of the last attempt, once more attempts in a row than this did not commit. `None`: it goes
+    /// on for as long as its caller's deadlines allow.
+    pub max_retries: Option<u32>,
     /// For one collective, one connect of the group, one transfer of state.
     pub timeout: Duration,
     /// For reaching the servers at start.
@@ -71,6 +74,7 @@ impl ManagerConfig {
             min_replicas: 1,
             world_size_mode: WorldSizeMode::Dynamic,
             init_sync: true,
+            max_retries: None,
             timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(20),
             heartbeat_interval: Duration::from_millis(100),

@@ -12,9 +12,11 @@ mod manager;
 mod pending;
 mod replica;
 mod reporter;
+mod states;
 
 pub use config::{ManagerConfig, WorldSizeMode};
 pub use manager::Manager;
 pub use pending::{ManagedWork, Pending};
 pub use protocol::Lineage;
 pub use replica::{Healed, Participation, Replica, State};
+pub use states::States;

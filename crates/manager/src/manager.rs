@@ -5,7 +5,7 @@
 //! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -43,6 +43,9 @@ const TELL: Duration = Duration::from_secs(5);
 /// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
 const GONE: Duration = Duration::from_secs(1);
 
+/// How long rank 0 outlives an operator's kill for the other ranks to hear of it.
+const TELL_OTHERS: Duration = Duration::from_millis(200);
+
 /// The longest time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 
@@ -72,6 +75,7 @@ pub struct Manager {
     /// The newest epoch that was aborted from elsewhere, and why; ids only grow, so that one is enough.
     aborted: Arc<Mutex<Option<(i64, String)>>>,
     rank: Rank,
+    shrink_only: AtomicBool,
     /// Grows whenever the training thread shows that it moves.
     progress: Arc<AtomicU64>,
     _progress: WatchGuard,
@@ -153,16 +157,18 @@ impl Manager {
         let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
         let watch = {
             let (live, aborted, group) = (live_epoch.clone(), aborted.clone(), group.clone());
+            let hosts_others = servers.is_some() && config.group_world_size > 1;
             client.watch(
                 config.group_rank,
                 Arc::new(move |event: PushEvent| {
-                    let PushEvent::AbortEpoch {
-                        quorum_id,
-                        reason,
-                        departed,
-                    } = event
-                    else {
-                        return;
+                    let (quorum_id, reason, departed) = match event {
+                        PushEvent::AbortEpoch {
+                            quorum_id,
+                            reason,
+                            departed,
+                        } => (quorum_id, reason, departed),
+                        PushEvent::Kill { reason } => return end_process(&reason, hosts_others),
+                        _ => return,
                     };
                     let who = if departed.is_empty() {
                         String::new()
@@ -192,6 +198,7 @@ impl Manager {
                 WorldSizeMode::FixedWithSpares => Some(config.min_replicas),
             },
             init_sync: config.init_sync,
+            max_retries: config.max_retries,
         });
         let progress = Arc::new(AtomicU64::new(1));
         // Often enough that several messages may be lost, and rarely enough to cost nothing.
@@ -210,6 +217,7 @@ impl Manager {
             live_epoch,
             aborted,
             rank,
+            shrink_only: AtomicBool::new(false),
             progress,
             _progress: told,
             pending: Pending::default(),
@@ -221,11 +229,19 @@ impl Manager {
         &self.replica_id
     }
 
-    /// Sets the step and lineage of state that was loaded from a disk checkpoint before the first quorum.
+    /// Sets step, lineage and [`batches_committed`](Replica::batches_committed) of a state that was loaded from a disk checkpoint before
+    /// the first quorum.
     ///
     /// Errors: `InvalidState` once a quorum was asked for.
-    pub fn restore(&mut self, step: i64, lineage: Lineage) -> Result<()> {
-        self.rank.restore(step, lineage)
+    pub fn restore(&mut self, step: i64, lineage: Lineage, batches_committed: i64) -> Result<()> {
+        self.rank.restore(step, lineage, batches_committed)
+    }
+
+    /// From the next quorum on, asks for one that may lose members and gains none (`true`), or for any (`false`, as at the start).
+    /// A quorum shrinks if one of its former members asks so; replicas that are new to it wait until none does. What a newcomer asks here
+    /// counts once it is a member.
+    pub fn set_shrink_only(&self, on: bool) {
+        self.shrink_only.store(on, Ordering::Relaxed);
     }
 
     /// The identity of the current state, for a disk checkpoint.
@@ -276,6 +292,8 @@ impl Manager {
     /// What this rank asks at the beginning of an attempt.
     fn question(&mut self) -> QuorumRequest {
         let broken = self.broken().is_some();
+        self.rank
+            .set_shrink_only(self.shrink_only.load(Ordering::Relaxed));
         let request = self.rank.start(broken);
         QuorumRequest {
             group_rank: self.config.group_rank,
@@ -287,6 +305,7 @@ impl Manager {
             lineage: request.lineage,
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
+            batches_committed: request.batches_committed,
             question: request.question,
         }
     }
@@ -531,7 +550,7 @@ impl Replica for Manager {
         }
         let cast = self.vote_on(vote.key, vote.against.is_none());
         let decision = self.vote(&cast, deadline);
-        self.rank.decided(decision.as_ref().ok().copied());
+        let goes_on = self.rank.decided(decision.as_ref().ok().copied());
         self.progress();
         if !matches!(decision, Ok(true)) {
             let error = vote.against.as_ref().or(decision.as_ref().err());
@@ -542,11 +561,30 @@ impl Replica for Manager {
                 "the step did not commit"
             );
         }
+        if let Err(e) = goes_on {
+            let e = match vote.against.or(decision.err()) {
+                Some(last) => {
+                    Error::new(e.kind(), format!("{}; the last one: {last}", e.message())).with_source(last)
+                }
+                None => e,
+            };
+            self.group.abort(&e.to_string());
+            self.give_up(&e, deadline);
+            return Err(e);
+        }
         decision
     }
 
     fn current_step(&self) -> i64 {
         self.rank.step()
+    }
+
+    fn batches_committed(&self) -> i64 {
+        self.rank.batches_committed()
+    }
+
+    fn draining(&self) -> bool {
+        self.rank.answer().is_some_and(|answer| answer.draining)
     }
 
     fn progress(&self) {
@@ -605,6 +643,26 @@ fn over(aborted: &Mutex<Option<(i64, String)>>, epoch: i64) -> Option<String> {
     let aborted = aborted.lock().unwrap_or_else(PoisonError::into_inner);
     let (_, why) = aborted.as_ref().filter(|(newest, _)| *newest >= epoch)?;
     Some(why.clone())
+}
+
+/// An operator ends this replica. By force: whatever holds up its training thread would hold up the end in good order as well.
+fn end_process(reason: &str, hosts_others: bool) {
+    tracing::error!("this process ends: {reason}");
+    let end = move || {
+        if hosts_others {
+            // The other ranks hear of it over the server in this process.
+            std::thread::sleep(TELL_OTHERS);
+        }
+        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
+    };
+    // Not on the thread of the client, which serves the answers to the others.
+    if std::thread::Builder::new()
+        .name("ox-killed".into())
+        .spawn(end)
+        .is_err()
+    {
+        end();
+    }
 }
 
 /// 128 random bits: two lives of one name never share an id.

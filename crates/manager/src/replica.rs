@@ -74,13 +74,21 @@ pub trait Replica {
     /// Waits for everything submitted in this step and decides together with the other ranks of this replica. True:
     /// the step counts and `current_step` has advanced; apply its result now. False: throw it away and start again.
     ///
-    /// Errors: if the vote itself could not be taken; then the step did not commit here. And the step's first error, if it is
+    /// Errors: `InvalidState` once more attempts in a row were lost than `ManagerConfig::max_retries` allows. If the vote itself could not be taken; then the step did not commit here. And the step's first error, if it is
     /// `InvalidArgument` or `Unsupported`: another epoch would not change that, so the run ends here at once, and with it the other
     /// ranks of this replica. The other replicas go on without it. Every other error of a step is a lost vote.
     fn should_commit(&mut self, deadline: Instant) -> Result<bool>;
 
     /// The number of steps committed (or healed to).
     fn current_step(&self) -> i64;
+
+    /// How many batches led to the state, over all replicas: each committed step that reduced something counts one for each of its
+    /// contributors. A replica that heals takes the number over with the state.
+    fn batches_committed(&self) -> i64;
+
+    /// True from a quorum on with which an operator told this replica to drain: once the step has committed it leaves ([`leave`](Self::leave)),
+    /// and its process ends well. All ranks of a replica are told with the same quorum. A replica that goes on is told again with the next.
+    fn draining(&self) -> bool;
 
     /// Shows that the training thread moves. The calls above do, too; a loop that computes for long between them calls this now and
     /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).

@@ -1,5 +1,6 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
-//! of one machine, `credentials` closes a job to strangers, `backends` lists what can carry data here, `bench` measures it. Results go to standard output, everything else to standard error.
+//! of one machine, `replica` drains, evicts or kills one of them, `credentials` closes a job to strangers, `backends` lists what can carry data here,
+//! `bench` measures it. Results go to standard output, everything else to standard error.
 
 use std::io::IsTerminal;
 use std::process::ExitCode;
@@ -31,6 +32,8 @@ mod command {
     pub(crate) mod launch;
     #[cfg(feature = "lighthouse")]
     pub(crate) mod lighthouse;
+    #[cfg(feature = "lighthouse")]
+    pub(crate) mod replica;
     mod scratch;
 }
 
@@ -61,6 +64,8 @@ struct Arguments {
 enum Command {
     #[cfg(feature = "lighthouse")]
     Lighthouse(command::lighthouse::Arguments),
+    #[cfg(feature = "lighthouse")]
+    Replica(command::replica::Arguments),
     Launch(command::launch::Arguments),
     Credentials(command::credentials::Arguments),
     Backends(command::backends::Arguments),
@@ -95,6 +100,8 @@ fn main() -> ExitCode {
     let result = match arguments.command {
         #[cfg(feature = "lighthouse")]
         Command::Lighthouse(arguments) => command::lighthouse::run(arguments),
+        #[cfg(feature = "lighthouse")]
+        Command::Replica(arguments) => command::replica::run(arguments),
         Command::Launch(arguments) => command::launch::run(arguments),
         Command::Credentials(arguments) => command::credentials::run(arguments),
         Command::Backends(arguments) => command::backends::run(arguments),

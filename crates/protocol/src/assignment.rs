@@ -62,10 +62,14 @@ pub struct QuorumResult {
     pub serves_replica_ranks: Vec<u32>,
     /// The highest number of commit failures of a member.
     pub commit_failures: i64,
+    /// How many batches led to the state of the members that are up to date: the most that one of them tells.
+    pub batches_committed: i64,
     /// The members' ids, in the order of their ranks.
     pub replica_ids: Vec<String>,
     /// The history of the members that are up to date, or that the initial sync begins; empty if they tell none.
     pub lineage: String,
+    /// The replica is to leave after this step. The manager server says so to all its ranks.
+    pub draining: bool,
     /// The replica's place among those that contribute to the step; `None` if it does not.
     pub contributor_rank: Option<u32>,
     /// The number of replicas that contribute to the step.
@@ -161,6 +165,12 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
         max_replica_rank: up_to_date.iter().position(|&i| i == own).map(rank).transpose()?,
         max_world_size: rank(up_to_date.len())?,
         commit_failures: members.iter().map(|m| m.commit_failures).max().unwrap_or(0),
+        batches_committed: up_to_date
+            .iter()
+            .filter_map(|&i| members.get(i))
+            .map(|m| m.batches_committed)
+            .max()
+            .unwrap_or(0),
         replica_ids: members.iter().map(|m| m.replica_id.clone()).collect(),
         lineage,
         contributor_rank: contributors

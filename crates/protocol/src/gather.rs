@@ -29,6 +29,8 @@ pub struct RankRequest {
     pub last_quorum_id: i64,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
+    /// How many batches led to its state, over all replicas that contributed.
+    pub batches_committed: i64,
     /// Counts the questions of this rank. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
     pub question: i64,
 }
@@ -210,6 +212,8 @@ impl GatherState {
             request.shrink_only |= r.shrink_only;
             request.healed |= r.healed;
             request.commit_failures = request.commit_failures.max(r.commit_failures);
+            // A rank without a reduction of its own counts none.
+            request.batches_committed = request.batches_committed.max(r.batches_committed);
             if request.last_quorum_id != r.last_quorum_id {
                 // Some ranks did not get through the last configuration: only a new epoch brings them together.
                 request.commit_failures = request.commit_failures.max(1);
@@ -223,6 +227,7 @@ impl GatherState {
             request.step = 0;
             request.lineage.clear();
             request.healed = false;
+            request.batches_committed = 0;
             request.commit_failures = request.commit_failures.max(1);
         }
         request

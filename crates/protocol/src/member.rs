@@ -17,7 +17,7 @@ pub struct Member {
     pub step: i64,
     /// The number of ranks in the replica.
     pub world_size: u64,
-    /// Asks for a quorum without newcomers.
+    /// As a member of the last quorum, asks for one without newcomers.
     pub shrink_only: bool,
     /// JSON of the caller's choice; carried, never read.
     pub data: String,
@@ -31,6 +31,8 @@ pub struct Member {
     pub healed: bool,
     /// The number of members of that quorum; 0 if not told.
     pub last_world_size: u64,
+    /// How many batches led to its state, over all replicas that contributed; 0 if not told.
+    pub batches_committed: i64,
     /// Tells two processes apart that come under the same `replica_id`; empty if not told.
     pub life: String,
 }

@@ -39,11 +39,13 @@ mod arrivals;
 mod events;
 mod fields;
 mod forming;
+mod operator;
 mod record;
 mod roster;
 mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
+pub use operator::{Order, OrderKind};
 pub use record::Record;
 
 /// How many replaced lives are remembered, so that a late call of one cannot displace its successor.
@@ -77,6 +79,7 @@ pub struct LighthouseState {
     /// evidence, and the heartbeats decide.
     doubted: Option<(Instant, BTreeSet<u64>)>,
     replaced: Replaced,
+    evicted: operator::Evicted,
 }
 
 /// Incarnations that a newer one of the same name replaced.
@@ -132,6 +135,7 @@ impl LighthouseState {
             able_since: None,
             doubted: None,
             replaced: Replaced::default(),
+            evicted: operator::Evicted::default(),
         }
     }
 
@@ -226,6 +230,11 @@ impl LighthouseState {
             } => {
                 self.report(&replica_id, quorum_id, &reason, actions);
             }
+            Event::Operate {
+                replica,
+                order,
+                ticket,
+            } => self.operate(&replica, order, ticket, actions),
             Event::Tick | Event::Away { .. } => {}
         }
     }
@@ -270,7 +279,7 @@ impl LighthouseState {
     /// Takes `id` out of everything but the streams. True if it was a member of the present quorum until now.
     fn remove(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) -> bool {
         let (waiting, departs) = self.roster.update(id, |entry| {
-            (entry.seen, entry.coming) = (None, None);
+            (entry.seen, entry.coming, entry.order) = (None, None, None);
             let departs = entry.member && !entry.departed;
             entry.departed |= departs;
             (entry.waiting.take(), departs)

@@ -23,10 +23,12 @@ pub struct RankRules {
     /// A step commits only in a quorum of at least this many members. It counts members, not contributors: a replica that
     /// healed into the step holds its state, although it does not contribute to it.
     pub min_replicas: u32,
-    /// At most this many contribute; further members follow along as spares. `None`: everybody who can.
+    /// At most this many contribute; further members stand by. `None`: everybody who can.
     pub max_contributors: Option<u32>,
     /// At step 0, all replicas take the state of one.
     pub init_sync: bool,
+    /// The run of this rank ends once more attempts than this in a row did not commit. `None`: it never does.
+    pub max_retries: Option<u32>,
 }
 
 /// What the driver does next.
@@ -64,6 +66,10 @@ pub struct Rank {
     /// Votes taken so far for the present (epoch, step).
     attempt: i64,
     commit_failures: i64,
+    batches: i64,
+    /// The attempt had a reduction: something of the contributors is in its result.
+    reduced: bool,
+    shrink_only: bool,
     answer: Option<QuorumResult>,
     connects: bool,
     in_step: bool,
@@ -83,6 +89,9 @@ impl Rank {
             members: Vec::new(),
             attempt: 0,
             commit_failures: 0,
+            batches: 0,
+            reduced: false,
+            shrink_only: false,
             answer: None,
             connects: false,
             in_step: false,
@@ -111,6 +120,16 @@ impl Rank {
         self.commit_failures
     }
 
+    /// How many batches led to the state: one for each contributor of each committed step that had a reduction.
+    pub fn batches_committed(&self) -> i64 {
+        self.batches
+    }
+
+    /// From the next attempt on, ask for quorums that lose members and gain none, or for any.
+    pub fn set_shrink_only(&mut self, on: bool) {
+        self.shrink_only = on;
+    }
+
     /// True between the quorum and the vote.
     pub fn in_step(&self) -> bool {
         self.in_step
@@ -134,7 +153,7 @@ impl Rank {
     }
 
     /// Takes up a state that was loaded before the first quorum. Errors: `InvalidState` after it.
-    pub fn restore(&mut self, step: i64, lineage: Lineage) -> Result<(), Error> {
+    pub fn restore(&mut self, step: i64, lineage: Lineage, batches_committed: i64) -> Result<(), Error> {
         if self.epoch.is_some() {
             return Err(Error::new(
                 ErrorKind::InvalidState,
@@ -143,6 +162,7 @@ impl Rank {
         }
         self.step = step;
         self.lineage = lineage;
+        self.batches = batches_committed;
         Ok(())
     }
 
@@ -159,7 +179,7 @@ impl Rank {
         self.questions += 1;
         RankRequest {
             step: self.step,
-            shrink_only: false,
+            shrink_only: self.shrink_only,
             init_sync: self.rules.init_sync,
             // A broken group needs a new epoch even if no vote was lost over it.
             commit_failures: self
@@ -168,6 +188,7 @@ impl Rank {
             lineage: self.lineage.as_str().to_string(),
             last_quorum_id: self.epoch.unwrap_or(0),
             healed: self.healed_into == Some(self.step),
+            batches_committed: self.batches,
             question: self.questions,
         }
     }
@@ -255,6 +276,7 @@ impl Rank {
                 // Only now: the step advances with the state, never before it (INV-5, L03).
                 self.step = answer.max_step;
                 self.lineage = lineage;
+                self.batches = answer.batches_committed;
                 self.healed_into = Some(self.step);
                 Next::Ready
             }
@@ -312,6 +334,7 @@ impl Rank {
             Some(Error::new(ErrorKind::Unavailable, text))
         });
         self.in_step = false;
+        self.reduced = least_contributors.is_some();
         if let Some(e) = against.as_ref().filter(|e| is_permanent(e)) {
             // A lost vote would be repeated until the time limit, with the same end.
             self.commit_failures += 1;
@@ -333,14 +356,31 @@ impl Rank {
     }
 
     /// What the replica decided: true if the step is committed. Without an answer (`None`) it is not, here.
-    pub fn decided(&mut self, commit: Option<bool>) {
+    ///
+    /// Errors: `InvalidState` once more attempts in a row than `max_retries` allows did not commit: the run of this rank ends, and its
+    /// replica's with it.
+    pub fn decided(&mut self, commit: Option<bool>) -> Result<(), Error> {
         if commit == Some(true) {
+            if self.reduced {
+                self.batches = self.batches.saturating_add(self.contribution().1.into());
+            }
             self.lineage = self.lineage.after(self.epoch.unwrap_or(0), self.step);
             self.step += 1;
             self.attempt = 0;
             self.commit_failures = 0;
-        } else {
-            self.commit_failures += 1;
+            return Ok(());
+        }
+        self.commit_failures += 1;
+        match self.rules.max_retries {
+            Some(most) if self.commit_failures > i64::from(most) => {
+                let text = format!(
+                    "step {} did not commit in {} attempts in a row, and max_retries is {most}: this replica gives up. See the errors of the \
+                     attempts, and start it again",
+                    self.step, self.commit_failures
+                );
+                Err(Error::new(ErrorKind::InvalidState, text))
+            }
+            _ => Ok(()),
         }
     }
 }
@@ -378,6 +418,7 @@ mod tests {
             min_replicas: 1,
             max_contributors: None,
             init_sync: true,
+            max_retries: None,
         })
     }
 
@@ -420,7 +461,7 @@ mod tests {
         assert!(matches!(r.healed(Err(broken)), Next::Lost(_)));
         assert_eq!((r.step(), r.contribution().0), (0, None));
         assert!(r.vote(None, None).unwrap().against.is_some());
-        r.decided(Some(false));
+        r.decided(Some(false)).unwrap();
         r.start(true);
         come_up(&mut r, answer(6, 9, true));
         assert_eq!((r.step(), r.lineage().as_str()), (9, "peer"));
@@ -448,12 +489,68 @@ mod tests {
         come_up(&mut r, answer(5, 9, true));
         assert_eq!(r.contribution().0, None);
         r.vote(None, Some(1)).unwrap();
-        r.decided(Some(false));
+        r.decided(Some(false)).unwrap();
         assert!(r.start(false).healed);
         come_up(&mut r, answer(6, 9, false));
         r.vote(None, Some(1)).unwrap();
-        r.decided(Some(true));
+        r.decided(Some(true)).unwrap();
         assert!(!r.start(false).healed);
+    }
+
+    #[test]
+    fn batches_are_counted_where_something_was_reduced_and_go_with_the_state_that_heals() {
+        let mut r = rank();
+        let commit = |r: &mut Rank, answer: QuorumResult, reduced: Option<u32>, yes| {
+            r.start(false);
+            come_up(r, answer);
+            r.vote(None, reduced).unwrap();
+            r.decided(Some(yes)).unwrap();
+            r.batches_committed()
+        };
+        assert_eq!(commit(&mut r, answer(5, 0, false), Some(2), true), 2);
+        assert_eq!(
+            commit(&mut r, answer(5, 1, false), Some(2), false),
+            2,
+            "a lost attempt"
+        );
+        assert_eq!(
+            commit(&mut r, answer(6, 1, false), None, true),
+            2,
+            "a closing round"
+        );
+        let ahead = QuorumResult {
+            batches_committed: 40,
+            ..answer(7, 9, true)
+        };
+        assert_eq!(commit(&mut r, ahead, Some(1), true), 41);
+        assert_eq!(r.start(false).batches_committed, 41);
+        let mut saved = rank();
+        saved.restore(3, Lineage::default(), 17).unwrap();
+        assert_eq!(saved.start(false).batches_committed, 17);
+    }
+
+    #[test]
+    fn more_lost_attempts_in_a_row_than_max_retries_end_the_run_and_a_commit_begins_anew() {
+        let mut r = Rank::new(RankRules {
+            max_retries: Some(2),
+            ..RankRules::default()
+        });
+        let mut attempt = |n: i64, decision| {
+            r.start(false);
+            let quorum = answer(n, r.step(), false);
+            come_up(&mut r, quorum);
+            r.vote(None, Some(1)).unwrap();
+            r.decided(decision)
+        };
+        for (n, decision) in (5..).zip([Some(false), None, Some(true), Some(false), None]) {
+            attempt(n, decision).unwrap();
+        }
+        let e = attempt(20, Some(false)).unwrap_err();
+        assert!(!e.is_retryable(), "{e}");
+        assert!(
+            e.message().contains("step 1") && e.message().contains("max_retries is 2"),
+            "{e}"
+        );
     }
 
     #[test]
@@ -462,12 +559,12 @@ mod tests {
         r.start(false);
         come_up(&mut r, answer(7, 0, false));
         r.vote(None, None).unwrap();
-        r.decided(Some(true));
+        r.decided(Some(true)).unwrap();
         for (id, broken) in [(6, None), (7, Some("gone".to_string()))] {
             r.start(false);
             assert!(matches!(r.answered(answer(id, 1, false), broken), Next::Lost(e) if e.is_retryable()));
             assert!(r.vote(None, None).unwrap().against.is_some());
-            r.decided(Some(false));
+            r.decided(Some(false)).unwrap();
         }
         assert_eq!(r.epoch(), Some(7));
         assert_eq!(r.start(false).commit_failures, 2);
@@ -508,11 +605,11 @@ mod tests {
             r.vote(None, Some(1)).unwrap().against.is_none(),
             "the healed one counts as a member"
         );
-        r.decided(Some(false));
+        r.decided(Some(false)).unwrap();
         r.start(false);
         come_up(&mut r, answer(6, 3, false));
         assert!(r.vote(None, Some(0)).unwrap().against.is_some());
-        r.decided(Some(false));
+        r.decided(Some(false)).unwrap();
         r.start(false);
         let alone = QuorumResult {
             replica_world_size: 1,

@@ -21,7 +21,7 @@ use crate::assignment::{QuorumResult, assign};
 use crate::commit::{CommitAction, CommitState, VoteKey};
 use crate::gather::{GatherAction, GatherState, RankRequest};
 use crate::member::{AbortEpoch, Quorum};
-use crate::quorum::Ticket;
+use crate::quorum::{Order, OrderKind, Ticket};
 
 /// What stays the same for the life of the server.
 #[derive(Debug, Clone)]
@@ -91,6 +91,8 @@ pub enum ReplicaEvent {
     },
     /// An epoch is over, says the lighthouse.
     Aborted(AbortEpoch),
+    /// An operator wants something of this replica, says the lighthouse.
+    Ordered(Order),
     /// An epoch failed, says a rank. The other ranks need not wait for the way over the lighthouse.
     Reported {
         /// Which rank.
@@ -178,6 +180,8 @@ pub enum ReplicaAction {
         /// Why, naming the rank.
         reason: String,
     },
+    /// End the processes of all ranks, those that watch, for this reason.
+    Kill(String),
     /// End the streams of those that watch: nothing more will come.
     EndWatches,
 }
@@ -207,6 +211,10 @@ pub struct ReplicaState {
     /// The id of the newest quorum that was given to a rank, and its number of members.
     last_quorum: (i64, u64),
     ranks: BTreeMap<u32, Presence>,
+    /// The replica is to leave after its next step; and whether the quorum that was given last said so to its ranks. All of them are told
+    /// with the same quorum, so that they leave after the same step.
+    drains: bool,
+    told_to_drain: bool,
     /// The ranks without progress for which the lighthouse was told.
     stalled: BTreeSet<u32>,
 }
@@ -225,6 +233,8 @@ impl ReplicaState {
             aborted: None,
             last_quorum: (0, 0),
             ranks: BTreeMap::new(),
+            drains: false,
+            told_to_drain: false,
             stalled: BTreeSet::new(),
         }
     }
@@ -348,9 +358,13 @@ impl ReplicaState {
             }
             ReplicaEvent::Answered { call, answer } => {
                 let gathered = self.gather.answered(call, answer);
+                if gathered.iter().any(|a| matches!(a, GatherAction::Deliver { .. })) {
+                    self.told_to_drain = self.drains;
+                }
                 self.gathered(gathered, now, &mut actions);
             }
             ReplicaEvent::Aborted(event) => self.abort(event, &mut actions),
+            ReplicaEvent::Ordered(order) => self.obey(&order, &mut actions),
             ReplicaEvent::Reported {
                 rank,
                 quorum_id,
@@ -479,6 +493,29 @@ impl ReplicaState {
         }
     }
 
+    fn obey(&mut self, order: &Order, actions: &mut Vec<ReplicaAction>) {
+        match order.kind {
+            OrderKind::Drain => self.drains = true,
+            OrderKind::Evict => {
+                // The lighthouse knows.
+                let text = format!(
+                    "replica {} takes no part in this job: {}. Start it again",
+                    self.rules.replica_id,
+                    order.told()
+                );
+                self.end(Error::new(ErrorKind::Conflict, text), actions);
+                // The lighthouse tells the others of the epoch; here a rank may be in it as well.
+                let event = AbortEpoch {
+                    quorum_id: self.last_quorum.0,
+                    reason: order.told(),
+                    departed: vec![self.rules.replica_id.clone()],
+                };
+                self.abort(event, actions);
+            }
+            OrderKind::Kill => actions.push(ReplicaAction::Kill(order.told())),
+        }
+    }
+
     /// The replica ends here: ranks that wait, or ask later, learn why.
     fn end(&mut self, why: Error, actions: &mut Vec<ReplicaAction>) {
         let error = self.over.get_or_insert(why).clone();
@@ -519,7 +556,10 @@ impl ReplicaState {
                 } => {
                     self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
                     self.moved(rank, now);
-                    let answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
+                    let mut answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
+                    if let Ok(answer) = &mut answer {
+                        answer.draining = self.told_to_drain;
+                    }
                     self.answer(ticket, answer, actions);
                 }
                 GatherAction::Reject { ticket, error } => {

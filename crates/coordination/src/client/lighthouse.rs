@@ -16,6 +16,7 @@ use crate::lighthouses::{Lighthouses, Search};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, oxccl, torchft};
+use protocol::quorum::Order;
 use protocol::{Member, Quorum};
 
 /// How often a waiting call says that its replica is alive.
@@ -144,6 +145,29 @@ impl LighthouseClient {
             let answer = lighthouses.call("lighthouse.leave", deadline, message, leave);
             answer.await.map(|_| ())
         })
+    }
+
+    /// Gives a replica an operator's order. `replica` is its id, or the name that all its incarnations share. The ids of the replicas that
+    /// were told; what they do takes its time.
+    ///
+    /// Errors: `NotFound`, naming the replicas that there are; `Unsupported` for one that cannot be told, and from a lighthouse without
+    /// that service.
+    pub fn operate(&self, replica: &str, order: Order, deadline: Instant) -> Result<Vec<String>> {
+        let lighthouses = self.lighthouses.clone();
+        let message = oxccl::OperateRequest {
+            replica: replica.to_string(),
+            order: Some(order.into()),
+        };
+        wait_for(
+            &self.thread.handle()?,
+            "lighthouse.operate",
+            deadline,
+            async move {
+                let operate = |c, r| async { ours(c).operate(r).await };
+                let answer = lighthouses.call("lighthouse.operate", deadline, message, operate);
+                answer.await.map(|told| told.replica_ids)
+            },
+        )
     }
 
     /// What the lighthouse's page shows; of several lighthouses the leading one's, or the last one's if none leads. Errors: `Unavailable`,

@@ -40,6 +40,8 @@ pub struct QuorumRequest {
     pub last_quorum_id: i64,
     /// It fetched its state from a peer at this very step, and has not committed since.
     pub healed: bool,
+    /// How many batches led to its state, over all replicas that contributed.
+    pub batches_committed: i64,
     /// Counts the rank's questions. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
     pub question: i64,
 }
@@ -72,6 +74,11 @@ pub enum PushEvent {
         reason: String,
         /// Replica ids that are gone; empty after a mere report.
         departed: Vec<String>,
+    },
+    /// An operator ends this replica: the process shall end.
+    Kill {
+        /// Why.
+        reason: String,
     },
 }
 
@@ -154,6 +161,7 @@ impl ManagerClient {
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
             question: request.question,
+            batches_committed: request.batches_committed,
         };
         wait_for(&self.connection.handle()?, "quorum", deadline, async move {
             call("quorum", &url, deadline, message, |r| async move {
@@ -369,13 +377,14 @@ async fn watch(mut client: OxcclManagerClient<Channel>, url: String, group_rank:
                 backoff.reset();
                 let mut events = response.into_inner();
                 while let Ok(Some(event)) = events.message().await {
-                    let Some(oxccl::manager_event::Event::AbortEpoch(a)) = event.event else {
-                        continue;
-                    };
-                    let event = PushEvent::AbortEpoch {
-                        quorum_id: a.quorum_id,
-                        reason: a.reason,
-                        departed: a.departed,
+                    let event = match event.event {
+                        Some(oxccl::manager_event::Event::AbortEpoch(a)) => PushEvent::AbortEpoch {
+                            quorum_id: a.quorum_id,
+                            reason: a.reason,
+                            departed: a.departed,
+                        },
+                        Some(oxccl::manager_event::Event::Kill(k)) => PushEvent::Kill { reason: k.reason },
+                        None => continue,
                     };
                     // The caller's panic must not end the watch silently.
                     if catch_unwind(AssertUnwindSafe(|| callback(event))).is_err() {

@@ -20,11 +20,17 @@ use tokio::time::MissedTickBehavior;
 use super::callers::Callers;
 use super::journal::Journal;
 use super::reply::{Reply, Shelf};
-use protocol::quorum::{Action, Event, LighthouseState, Status, Ticket};
+use protocol::quorum::{Action, Event, LighthouseState, Order, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
 
-/// The latest event for a stream; a slow reader finds the last one, which is the one that counts.
-pub(crate) type Pushed = watch::Receiver<Option<AbortEpoch>>;
+/// What a stream tells: of each kind the last, which is the one that counts for a slow reader.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Pushes {
+    pub(crate) abort: Option<AbortEpoch>,
+    pub(crate) order: Option<Order>,
+}
+
+pub(crate) type Pushed = watch::Receiver<Pushes>;
 
 pub(crate) enum Message {
     /// Something happened; `done` is told once it is taken in.
@@ -45,6 +51,13 @@ pub(crate) enum Message {
         stream: u64,
         last_quorum_id: i64,
         reply: oneshot::Sender<Result<Pushed>>,
+    },
+    /// An operator wants something of a replica.
+    Operate {
+        replica: String,
+        order: Order,
+        ticket: Ticket,
+        reply: oneshot::Sender<Result<Vec<String>>>,
     },
     /// A replica calls over this connection for the first time.
     Calling { line: u64, replica_id: String },
@@ -123,7 +136,8 @@ struct Actor {
     calls: HashMap<Ticket, (u64, oneshot::Sender<Result<Reply>>)>,
     shelf: Shelf,
     /// By replica id: the present stream and its sending side.
-    streams: HashMap<String, (u64, watch::Sender<Option<AbortEpoch>>)>,
+    streams: HashMap<String, (u64, watch::Sender<Pushes>)>,
+    operators: HashMap<Ticket, oneshot::Sender<Result<Vec<String>>>>,
     counters: Counters,
     /// When the last message came: the state's clock.
     now: Instant,
@@ -154,6 +168,7 @@ pub(crate) fn start(
         calls: HashMap::new(),
         shelf: Shelf::default(),
         streams: HashMap::new(),
+        operators: HashMap::new(),
         counters: Counters::default(),
         now: Instant::now(),
         away_after,
@@ -239,7 +254,7 @@ impl Actor {
                 last_quorum_id,
                 reply,
             } => {
-                let (sender, receiver) = watch::channel(None);
+                let (sender, receiver) = watch::channel(Pushes::default());
                 let former = self.streams.insert(replica_id.clone(), (stream, sender));
                 let refused = self
                     .act(Event::Attached {
@@ -263,6 +278,20 @@ impl Actor {
                         let _ = reply.send(Ok(receiver));
                     }
                 }
+            }
+            Message::Operate {
+                replica,
+                order,
+                ticket,
+                reply,
+            } => {
+                self.operators.insert(ticket, reply);
+                self.apply(Event::Operate {
+                    replica,
+                    order,
+                    ticket,
+                })
+                .await;
             }
             Message::Calling { line, replica_id } => self.callers.call(line, replica_id),
             Message::Ended { line, by_peer } => {
@@ -344,8 +373,19 @@ impl Actor {
                     for id in to {
                         if let Some((_, sender)) = self.streams.get(&id) {
                             self.counters.pushes += 1;
-                            sender.send_replace(Some(event.clone()));
+                            sender.send_modify(|told| told.abort = Some(event.clone()));
                         }
+                    }
+                }
+                Action::Order { to, order } => {
+                    if let Some((_, sender)) = self.streams.get(&to) {
+                        self.counters.pushes += 1;
+                        sender.send_modify(|told| told.order = Some(order));
+                    }
+                }
+                Action::Operated { ticket, outcome } => {
+                    if let Some(reply) = self.operators.remove(&ticket) {
+                        let _ = reply.send(outcome);
                     }
                 }
                 Action::Refuse { error, .. } => refused = Some(error),
@@ -446,6 +486,7 @@ pub(crate) mod tests {
             calls: HashMap::new(),
             shelf: Shelf::default(),
             streams: HashMap::new(),
+            operators: HashMap::new(),
             counters: Counters::default(),
             now: start,
             away_after: Duration::from_secs(60),

@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, PoisonError, mpsc};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
@@ -146,7 +146,8 @@ enum Keeps {
     /// It takes part in the job's election. Told to end, it gives up its lead first.
     Elected {
         stop: watch::Sender<bool>,
-        ended: mpsc::Receiver<()>,
+        /// Behind a lock, so that the server may be shared.
+        ended: Mutex<mpsc::Receiver<()>>,
     },
 }
 
@@ -244,6 +245,7 @@ impl LighthouseServer {
         let until = deadline_in(RESIGN).min(deadline);
         for (_, ended) in elected {
             // If etcd does not answer, the lease ends by itself.
+            let ended = ended.lock().unwrap_or_else(PoisonError::into_inner);
             let _ = ended.recv_timeout(time_left(until));
         }
         service.shutdown("the lighthouse", deadline)
@@ -343,6 +345,7 @@ fn elected(
         election.run(begin, stopped).await;
         let _ = end.send(());
     });
+    let ended = Mutex::new(ended);
     Ok((Keeps::Elected { stop, ended }, role))
 }
 

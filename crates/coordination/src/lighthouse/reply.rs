@@ -163,6 +163,7 @@ mod tests {
             last_world_size: u64::from(same >> 5),
             life: text("life", own & 32),
             healed: own & 64 != 0,
+            batches_committed: i64::from(same) * 3,
         }
     }
 

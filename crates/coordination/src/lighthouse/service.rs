@@ -1,6 +1,7 @@
 //! The lighthouse's gRPC services: each call becomes a message to the actor, if this lighthouse leads; guards tell it when a call or a stream
 //! ends in any other way than by its answer.
 
+use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -15,16 +16,16 @@ use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
 use tonic_prost::ProstCodec;
 
-use super::actor::{Lighthouse, Message, gone};
+use super::actor::{Lighthouse, Message, Pushes, gone};
 use super::frontend::{Frontend, Standings};
 use super::reply::Reply;
 use crate::serve::Line;
 use crate::serve::members::{by_the_operator, in_the_name_of};
 use crate::wire::{
-    MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, oxccl, status_of, torchft,
+    MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, order_of, oxccl, status_of, torchft,
 };
 use protocol::quorum::{Event, Ticket, cut};
-use protocol::{AbortEpoch, MAX_ID_BYTES, Member};
+use protocol::{MAX_ID_BYTES, Member};
 
 /// The longest address or lineage, in bytes.
 const MAX_TEXT: usize = 4096;
@@ -189,7 +190,10 @@ impl torchft::lighthouse_service_server::LighthouseService for Frontend {
 
 /// A replica's event stream. Its end, however it comes, is told to the actor.
 pub(crate) struct Attached {
-    events: WatchStream<Option<AbortEpoch>>,
+    events: WatchStream<Pushes>,
+    /// What was told so far, and what is to be told next.
+    told: Pushes,
+    next: VecDeque<oxccl::lighthouse_event::Event>,
     lighthouse: Lighthouse,
     replica_id: String,
     stream: u64,
@@ -210,12 +214,18 @@ impl Stream for Attached {
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
         loop {
+            if let Some(event) = self.next.pop_front() {
+                return Poll::Ready(Some(Ok(oxccl::LighthouseEvent { event: Some(event) })));
+            }
             match Pin::new(&mut self.events).poll_next(context) {
-                Poll::Ready(Some(Some(event))) => {
-                    let event = oxccl::lighthouse_event::Event::AbortEpoch(event.into());
-                    return Poll::Ready(Some(Ok(oxccl::LighthouseEvent { event: Some(event) })));
+                Poll::Ready(Some(now)) => {
+                    let before = std::mem::replace(&mut self.told, now.clone());
+                    let abort = now.abort.filter(|a| before.abort.as_ref() != Some(a));
+                    let order = now.order.filter(|o| before.order.as_ref() != Some(o));
+                    let abort = abort.map(|a| oxccl::lighthouse_event::Event::AbortEpoch(a.into()));
+                    let order = order.map(|o| oxccl::lighthouse_event::Event::Order(o.into()));
+                    self.next.extend(abort.into_iter().chain(order));
                 }
-                Poll::Ready(Some(None)) => {}
                 Poll::Ready(None) => return Poll::Ready(None),
                 Poll::Pending => return Poll::Pending,
             }
@@ -242,9 +252,11 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
         let stream = lighthouse.number();
         let (reply, answer) = oneshot::channel();
         // Made first: if this handler is dropped, the actor must learn it after it learnt of the stream.
-        let (_, none) = tokio::sync::watch::channel(None);
+        let (_, none) = tokio::sync::watch::channel(Pushes::default());
         let mut attached = Attached {
             events: WatchStream::from_changes(none),
+            told: Pushes::default(),
+            next: VecDeque::new(),
             lighthouse: lighthouse.clone(),
             replica_id: replica_id.clone(),
             stream,
@@ -315,5 +327,34 @@ impl oxccl::oxccl_lighthouse_server::OxcclLighthouse for Frontend {
 
     async fn follow(&self, _: Request<oxccl::FollowRequest>) -> Result<Response<Self::FollowStream>, Status> {
         Ok(Response::new(Frontend::follow(self)))
+    }
+
+    async fn operate(
+        &self,
+        request: Request<oxccl::OperateRequest>,
+    ) -> Result<Response<oxccl::OperateResponse>, Status> {
+        operator_only(&request)?;
+        let oxccl::OperateRequest { replica, order } = request.into_inner();
+        bounded("replica", &replica, MAX_ID_BYTES)?;
+        let order = order.and_then(order_of).ok_or_else(|| {
+            Status::unimplemented(
+                "this lighthouse knows no such order: it can drain, evict and kill a replica",
+            )
+        })?;
+        tracing::info!(replica, order = ?order.kind, reason = cut(&order.reason), "an operator's order");
+        let (reply, answer) = oneshot::channel();
+        let lighthouse = self.answering()?;
+        let ticket = lighthouse.number();
+        lighthouse.send(Message::Operate {
+            replica,
+            order,
+            ticket,
+            reply,
+        });
+        let replica_ids = answer
+            .await
+            .unwrap_or_else(|_| Err(gone()))
+            .map_err(|e| status_of(&e))?;
+        Ok(Response::new(oxccl::OperateResponse { replica_ids }))
     }
 }

@@ -48,6 +48,7 @@ pub(crate) struct Manager {
     messages: mpsc::UnboundedSender<Message>,
     next: Arc<AtomicU64>,
     aborted: watch::Receiver<Option<AbortEpoch>>,
+    killed: watch::Receiver<Option<String>>,
     pub(crate) uplink: Uplink,
 }
 
@@ -72,6 +73,11 @@ impl Manager {
         self.aborted.clone()
     }
 
+    /// Why the processes of this replica end, once they shall.
+    pub(crate) fn kills(&self) -> watch::Receiver<Option<String>> {
+        self.killed.clone()
+    }
+
     /// The ranks that a quorum, and a vote, wait for.
     pub(crate) async fn missing(&self) -> (Vec<u32>, Vec<u32>) {
         let (reply, answer) = oneshot::channel();
@@ -91,6 +97,7 @@ struct Actor {
     asking: HashMap<u64, AbortHandle>,
     /// Gone once the server closes, which ends the streams of those who watch.
     aborted: Option<watch::Sender<Option<AbortEpoch>>>,
+    killed: watch::Sender<Option<String>>,
     /// Closed once the lighthouse was told why the replica cannot go on.
     telling: Option<watch::Receiver<()>>,
 }
@@ -99,6 +106,7 @@ struct Actor {
 pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let (aborted, last_abort) = watch::channel(None);
+    let (kill, killed) = watch::channel(None);
     let mut actor = Actor {
         state: ReplicaState::new(rules),
         uplink: uplink.clone(),
@@ -107,6 +115,7 @@ pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
         votes: HashMap::new(),
         asking: HashMap::new(),
         aborted: Some(aborted),
+        killed: kill,
         telling: None,
     };
     tokio::spawn(async move {
@@ -133,6 +142,7 @@ pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
         messages,
         next: Arc::new(AtomicU64::new(1)),
         aborted: last_abort,
+        killed,
         uplink,
     }
 }
@@ -232,6 +242,9 @@ impl Actor {
                         uplink.fail(reason).await;
                         drop(told);
                     });
+                }
+                ReplicaAction::Kill(reason) => {
+                    self.killed.send_replace(Some(reason));
                 }
                 ReplicaAction::EndWatches => self.aborted = None,
             }

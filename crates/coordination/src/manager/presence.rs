@@ -34,6 +34,7 @@ pub(crate) fn process_space() -> String {
 /// The events for one rank. Its end, however it comes, is told to the actor.
 pub(crate) struct Watched {
     events: WatchStream<Option<AbortEpoch>>,
+    kills: WatchStream<Option<String>>,
     manager: Manager,
     rank: u32,
     watch: u64,
@@ -51,6 +52,7 @@ impl Watched {
         Self {
             // Begins with the last abort, so that none is lost while a watcher reconnects.
             events: WatchStream::new(manager.aborts()),
+            kills: WatchStream::new(manager.kills()),
             manager: manager.clone(),
             rank,
             watch,
@@ -94,6 +96,12 @@ impl Stream for Watched {
     type Item = Result<oxccl::ManagerEvent, Status>;
 
     fn poll_next(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Option<Self::Item>> {
+        while let Poll::Ready(Some(kill)) = Pin::new(&mut self.kills).poll_next(context) {
+            if let Some(reason) = kill {
+                let event = Some(oxccl::manager_event::Event::Kill(oxccl::Kill { reason }));
+                return Poll::Ready(Some(Ok(oxccl::ManagerEvent { event })));
+            }
+        }
         loop {
             match Pin::new(&mut self.events).poll_next(context) {
                 Poll::Ready(Some(Some(abort))) => {

@@ -94,6 +94,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 last_quorum_id: r.last_quorum_id,
                 healed: r.healed,
                 question: r.question,
+                batches_committed: r.batches_committed,
             },
             metadata: r.checkpoint_metadata,
             deadline,

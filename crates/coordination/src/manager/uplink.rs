@@ -20,7 +20,7 @@ use crate::lighthouses::{Lighthouses, Search};
 use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
 use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, is_elsewhere, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, is_elsewhere, order_of, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
 use protocol::{Member, Quorum};
@@ -158,6 +158,7 @@ impl Uplink {
             last_quorum_id: request.last_quorum_id.max(0),
             last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
+            batches_committed: request.batches_committed,
             ..inner.own.clone()
         };
         let mut backoff = Backoff::new();
@@ -369,11 +370,23 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                         () = went_out(&mut out) => break (false, "this replica cannot go on".to_string()),
                     };
                     match event {
-                        Ok(Some(event)) => {
-                            if let Some(oxccl::lighthouse_event::Event::AbortEpoch(abort)) = event.event {
+                        Ok(Some(event)) => match event.event {
+                            Some(oxccl::lighthouse_event::Event::AbortEpoch(abort)) => {
                                 manager.tell(ReplicaEvent::Aborted(abort.into()));
                             }
-                        }
+                            Some(oxccl::lighthouse_event::Event::Order(order)) => {
+                                if let Some(order) = order_of(order) {
+                                    tracing::warn!(
+                                        replica = uplink.replica_id(),
+                                        order = ?order.kind,
+                                        reason = order.reason,
+                                        "an operator's order"
+                                    );
+                                    manager.tell(ReplicaEvent::Ordered(order));
+                                }
+                            }
+                            None => {}
+                        },
                         Ok(None) => break (true, "the lighthouse ended it".to_string()),
                         Err(status) => break (true, status.message().to_string()),
                     }

@@ -38,6 +38,8 @@ pub enum ReplicaState {
     Healing,
     /// Finished its last step.
     Done,
+    /// Left between two steps, because an operator told it to.
+    Drained,
 }
 
 impl ReplicaState {
@@ -49,6 +51,7 @@ impl ReplicaState {
             Self::Waiting => "waiting",
             Self::Healing => "healing",
             Self::Done => "done",
+            Self::Drained => "drained",
         }
     }
 }
@@ -103,7 +106,7 @@ pub struct Final {
     pub bytes_sent: u64,
     /// Bytes read from sockets in this life.
     pub bytes_recv: u64,
-    /// The state at the end; `Done` unless the replica gave up.
+    /// The state at the end; `Done` unless the replica was drained or gave up.
     pub state: ReplicaState,
 }
 

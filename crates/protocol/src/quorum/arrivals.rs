@@ -25,6 +25,7 @@ impl LighthouseState {
         } else if !entry.is_some_and(|e| e.member)
             && id.len() <= MAX_ID_BYTES
             && !self.replaced.by.contains_key(id)
+            && !self.evicted.contains(id)
         {
             self.announce(id, now);
         }
@@ -71,6 +72,7 @@ impl LighthouseState {
                 ),
             ));
         }
+        self.evicted.check(id)?;
         if let Some(new) = self.replaced.by.get(id) {
             return Err(Error::new(
                 ErrorKind::Conflict,
@@ -89,6 +91,7 @@ impl LighthouseState {
 
     pub(super) fn join(&mut self, member: Member, ticket: Ticket, now: Instant, actions: &mut Vec<Action>) {
         let id = member.replica_id.clone();
+        self.evicted.started_again(&member);
         let checked = fields::check(&member).and_then(|()| self.check(&id, member.last_quorum_id, now));
         if let Err(error) = checked.and_then(|()| self.check_state(&member)) {
             actions.push(Action::Reject { ticket, error });
@@ -181,7 +184,7 @@ impl LighthouseState {
             actions.push(Action::Refuse { stream, error });
             return;
         }
-        let member = self.roster.update(&id, |entry| {
+        let (member, order) = self.roster.update(&id, |entry| {
             entry.stream = Some(stream);
             // A member of the last quorum is worth waiting for; one that is still loading must not hold up others, and a stranger
             // that has been in some other quorum no more.
@@ -189,8 +192,14 @@ impl LighthouseState {
                 entry.departed = false;
                 entry.seen = Some(now);
             }
-            entry.member
+            (entry.member, entry.order.clone())
         });
+        if let Some(order) = order {
+            actions.push(Action::Order {
+                to: id.clone(),
+                order,
+            });
+        }
         if last > 0 && self.job.is_none() && !self.is_known(&id) {
             self.announce(&id, now);
         }

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ftcore::Error;
 
-use super::Record;
+use super::{Order, Record};
 use crate::member::{AbortEpoch, Member, Quorum};
 
 /// Names one live call. Unique in the life of the server.
@@ -100,6 +100,15 @@ pub enum Event {
         /// What happened.
         reason: String,
     },
+    /// An operator tells a replica to do something.
+    Operate {
+        /// Its id, or the name that its incarnations share.
+        replica: String,
+        /// What.
+        order: Order,
+        /// The operator's call.
+        ticket: Ticket,
+    },
     /// Time passed.
     Tick,
     /// The lighthouse itself did not run for so long: its process was stopped, or its machine. What it did not hear in that time
@@ -135,6 +144,20 @@ pub enum Action {
         to: Vec<String>,
         /// The event.
         event: AbortEpoch,
+    },
+    /// Send the order over this replica's stream, if it has one.
+    Order {
+        /// A replica id.
+        to: String,
+        /// The order.
+        order: Order,
+    },
+    /// Answer the operator's call.
+    Operated {
+        /// The call.
+        ticket: Ticket,
+        /// The ids of the replicas that were told, or why none was.
+        outcome: Result<Vec<String>, Error>,
     },
     /// End this stream with an error: the replica may not attach.
     Refuse {

@@ -45,6 +45,7 @@ pub(super) fn check(member: &Member) -> Result<()> {
     for (field, value, least) in [
         ("step", member.step, 0),
         ("commit_failures", member.commit_failures, 0),
+        ("batches_committed", member.batches_committed, 0),
         (
             "world_size",
             i64::try_from(member.world_size).unwrap_or(i64::MAX),

@@ -281,6 +281,12 @@ fn a_job_that_is_started_again_as_a_whole_waits_for_its_initial_replicas() {
         });
     }
     assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
+    // torchft's managers do not tell that they have; the id of this very incarnation is in the record.
+    let mut sim = again();
+    sim.pass(Duration::from_secs(6), &[]);
+    sim.join_as(at("a:1", 10, &Lineage::default()));
+    sim.join_as(at("b:1", 10, &Lineage::default()));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
 }
 
 #[test]

@@ -21,7 +21,7 @@ fn refusal(sim: &Sim) -> String {
 #[test]
 fn a_malformed_member_is_refused_alone_naming_the_field_and_never_reaches_a_quorum() {
     type Edit = fn(&mut Member);
-    let edits: [(&str, Edit); 22] = [
+    let edits: [(&str, Edit); 23] = [
         ("address", |m| m.address.clear()),
         ("address", |m| m.address = "host:1".into()),
         ("address", |m| m.address = "ftp://host:1".into()),
@@ -42,6 +42,7 @@ fn a_malformed_member_is_refused_alone_naming_the_field_and_never_reaches_a_quor
         }),
         ("step", |m| m.step = -1),
         ("commit_failures", |m| m.commit_failures = -1),
+        ("batches_committed", |m| m.batches_committed = -1),
         ("world_size", |m| m.world_size = 0),
         ("world_size", |m| m.world_size = u64::MAX),
         ("lineage", |m| m.lineage = "x".repeat(300)),

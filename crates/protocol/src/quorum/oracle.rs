@@ -26,7 +26,7 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     let record = state.record();
     let members = record.iter().flat_map(|r| &r.members).collect::<Vec<_>>();
     let previous = |id: &str| members.iter().any(|m| m.as_str() == id);
-    let shrinks = record.is_some() && asking.iter().any(|(_, w)| w.member.shrink_only);
+    let shrinks = record.is_some() && asking.iter().any(|(id, w)| w.member.shrink_only && previous(id));
     let candidates: Vec<Id> = asking
         .iter()
         .filter(|(id, _)| !shrinks || previous(id))
@@ -40,10 +40,15 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
     if candidates.len() < rules.min_replicas.max(1) {
         return Err(Verdict::TooFew);
     }
-    if candidates.len() * 2 <= known.len() {
+    // Those that a shrinking quorum leaves waiting are in no other.
+    let kept_out = asking.len() - candidates.len();
+    if candidates.len() * 2 <= known.len() - kept_out {
         return Err(Verdict::NoMajority);
     }
-    let goes_on = state.previous.is_some() || asking.iter().any(|(_, w)| w.member.last_quorum_id > 0);
+    let goes_on = state.previous.is_some()
+        || asking
+            .iter()
+            .any(|(id, w)| w.member.last_quorum_id > 0 || previous(id));
     if rules
         .initial_replicas
         .is_some_and(|initial| !goes_on && candidates.len() < initial)

@@ -9,7 +9,7 @@ use std::ops::{AddAssign, Bound, SubAssign};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use super::Ticket;
+use super::{Order, Ticket};
 use crate::member::{Member, prefix_of};
 
 /// A replica id, shared by the indexes.
@@ -48,6 +48,8 @@ pub(super) struct Entry {
     pub(super) left: bool,
     /// A member of the last quorum that its own servers gave up: only its next call for a quorum says that it is back.
     pub(super) failed: bool,
+    /// What an operator has told it to do before it leaves.
+    pub(super) order: Option<Order>,
     /// Set for one that sends heartbeats and has not asked yet.
     pub(super) coming: Option<Coming>,
     /// It waits with a state that is not behind the recorded one.
@@ -90,7 +92,7 @@ impl Entry {
             members: of(self.member),
             members_asking: of(self.member && asking.is_some()),
             busy: of(self.is_busy()),
-            shrinking: of(asking.is_some_and(|w| w.member.shrink_only)),
+            shrinking: of(self.member && asking.is_some_and(|w| w.member.shrink_only)),
             reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
             departed: of(self.departed),
             left: of(self.left),
@@ -117,7 +119,7 @@ pub(super) struct Tally {
     pub(super) members_asking: usize,
     /// Members of the last quorum that are healthy and have not asked.
     pub(super) busy: usize,
-    /// Asking, and for a quorum without newcomers.
+    /// Members of the last quorum that ask for one without newcomers.
     pub(super) shrinking: usize,
     /// Asking, with an earlier quorum.
     pub(super) reporting: usize,

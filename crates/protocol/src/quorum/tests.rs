@@ -421,15 +421,54 @@ fn l23_shrink_only_keeps_to_min_replicas_after_its_filter_and_never_gives_an_emp
     assert_eq!(sim.ids(), None, "a alone, with min_replicas = 2");
     sim.detach("a", 1);
     assert_eq!(sim.ids(), None);
+    // Once all members are gone, nobody is left to shrink to.
     let mut sim = Sim::quorum_of(rules(1), &["a"]);
     sim.detach("a", 1);
     sim.join_as(Member {
         shrink_only: true,
         ..member("n")
     });
-    assert_eq!(sim.ids(), None, "nobody is left to shrink to");
-    sim.pass(Duration::from_secs(30), &["n"]);
-    assert_eq!(sim.ids(), None);
+    assert_eq!(sim.ids().unwrap(), ["n"]);
+}
+
+#[test]
+fn shrink_only_is_the_wish_of_a_member_and_a_newcomer_cannot_keep_others_out_with_it() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    sim.join_as(Member {
+        shrink_only: true,
+        ..member("n")
+    });
+    sim.join("m");
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.ids().unwrap(), ["a", "b", "m", "n"]);
+    // It is a member now.
+    sim.join("o");
+    sim.join("a");
+    sim.join("b");
+    sim.join("m");
+    sim.join_as(Member {
+        shrink_only: true,
+        ..member("n")
+    });
+    assert_eq!(sim.ids().unwrap(), ["a", "b", "m", "n"]);
+}
+
+#[test]
+fn newcomers_that_wait_under_shrink_only_do_not_take_the_majority_from_the_members() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    for newcomer in ["n1", "n2", "n3", "n4"] {
+        sim.join(newcomer);
+    }
+    sim.detach("c", 3);
+    let shrinking = |id: &str| Member {
+        shrink_only: true,
+        ..member(id)
+    };
+    sim.join_as(shrinking("a"));
+    assert_eq!(sim.ids(), None, "b is healthy: one of two is no majority");
+    sim.join_as(shrinking("b"));
+    assert_eq!(sim.ids().unwrap(), ["a", "b"]);
 }
 
 #[test]

@@ -35,8 +35,20 @@ impl LighthouseState {
         tally.members > 0 && tally.left == tally.members
     }
 
+    /// True if a member of the last quorum asks for one without newcomers. What a newcomer asks keeps nobody out: it would be out itself.
     fn shrinks(&self) -> bool {
         self.roster.tally().shrinking > 0 && self.job.is_some()
+    }
+
+    /// How many of the healthy a quorum needs a majority of. Newcomers that wait because it shrinks are at work in no other.
+    fn electorate(&self) -> usize {
+        let tally = self.roster.tally();
+        let kept_out = if self.shrinks() {
+            tally.asking.saturating_sub(tally.members_asking)
+        } else {
+            0
+        };
+        tally.healthy.saturating_sub(kept_out)
     }
 
     /// How many would be in a quorum that forms now.
@@ -91,15 +103,15 @@ impl LighthouseState {
     /// What the rules say. O(1).
     pub(super) fn judge(&self, now: Instant) -> Verdict {
         let (rules, tally, n) = (&self.rules, self.roster.tally(), self.candidates());
-        // A record alone does not go on: a job of which nobody remembers a quorum starts again as a whole.
-        let goes_on = self.previous.is_some() || tally.reporting > 0;
         let overlaps = tally.members_asking > 0;
+        // A record alone does not go on: a job of which nobody remembers a quorum starts again as a whole. Who asks under a recorded
+        // id was in it, also if it tells none, as torchft's managers.
+        let goes_on = self.previous.is_some() || tally.reporting > 0 || overlaps;
         if tally.asking == 0 {
             Verdict::Idle
         } else if n < rules.min_replicas.max(1) {
             Verdict::TooFew
-        } else if n * 2 <= tally.healthy {
-            // Under shrink_only the newcomers that ask are no candidates, but they are healthy.
+        } else if n * 2 <= self.electorate() {
             Verdict::NoMajority
         } else if !goes_on && rules.initial_replicas.is_some_and(|initial| n < initial) {
             Verdict::Initial

@@ -259,3 +259,95 @@ fn an_abort_is_passed_on_once_and_again_when_it_names_more_who_are_gone() {
     };
     assert!(rig.event(report(6)).is_empty(), "of another epoch");
 }
+
+fn ordered(rig: &mut Rig, kind: OrderKind) -> Vec<ReplicaAction> {
+    rig.event(ReplicaEvent::Ordered(Order {
+        kind,
+        reason: "the host is repaired".into(),
+    }))
+}
+
+fn drains(actions: &[ReplicaAction]) -> Vec<bool> {
+    let answers = actions.iter().filter_map(|a| match a {
+        ReplicaAction::Quorum { answer, .. } => Some(answer.as_ref().unwrap().draining),
+        _ => None,
+    });
+    answers.collect()
+}
+
+#[test]
+fn all_ranks_learn_of_a_drain_with_the_same_quorum_also_if_an_answer_is_lost() {
+    let mut rig = Rig::new(2);
+    let ask = |rig: &mut Rig, rank: u32, question: i64| {
+        rig.tickets += 1;
+        let (ticket, deadline) = (rig.tickets, rig.now + LIMIT);
+        rig.event(ReplicaEvent::Ask {
+            rank,
+            request: RankRequest {
+                question,
+                ..RankRequest::default()
+            },
+            metadata: String::new(),
+            deadline,
+            ticket,
+        })
+    };
+    let answer = |rig: &mut Rig, actions: &[ReplicaAction]| {
+        let Some(ReplicaAction::Ask { call, .. }) = actions.last() else {
+            panic!("{actions:?}")
+        };
+        let quorum = Quorum {
+            quorum_id: 7,
+            participants: vec![Member {
+                replica_id: "a:1".into(),
+                ..Member::default()
+            }],
+        };
+        let answer = Ok(Arc::new(quorum));
+        rig.event(ReplicaEvent::Answered { call: *call, answer })
+    };
+    ask(&mut rig, 0, 1);
+    let asked = ask(&mut rig, 1, 1);
+    let told = answer(&mut rig, &asked);
+    assert_eq!(drains(&told), [false, false]);
+    ordered(&mut rig, OrderKind::Drain);
+    assert_eq!(
+        drains(&ask(&mut rig, 1, 1)),
+        [false],
+        "the same question, as rank 0 was answered"
+    );
+    ask(&mut rig, 0, 2);
+    let asked = ask(&mut rig, 1, 2);
+    let told = answer(&mut rig, &asked);
+    assert_eq!(drains(&told), [true, true]);
+    assert_eq!(drains(&ask(&mut rig, 0, 2)), [true]);
+}
+
+#[test]
+fn an_evicted_replica_ends_for_all_its_ranks_with_the_operators_words_and_a_killed_one_by_force() {
+    let mut rig = Rig::in_a_quorum();
+    rig.ask(0);
+    let told = ordered(&mut rig, OrderKind::Evict);
+    let [ReplicaAction::Cancel { .. } | ReplicaAction::Quorum { .. }, ..] = &told[..] else {
+        panic!("{told:?}")
+    };
+    let over = told
+        .iter()
+        .any(|a| matches!(a, ReplicaAction::Push(event) if event.quorum_id == 7));
+    assert!(over, "a rank that connects or reduces waits for nobody: {told:?}");
+    for actions in [told, rig.ask(1)] {
+        let error = actions.iter().find_map(|a| match a {
+            ReplicaAction::Quorum { answer: Err(e), .. } => Some(e.clone()),
+            _ => None,
+        });
+        let error = error.unwrap();
+        assert_eq!(error.kind(), ErrorKind::Conflict);
+        assert!(error.message().contains("the host is repaired"), "{error}");
+    }
+    assert!(rig.state.is_out());
+    let told = ordered(&mut Rig::in_a_quorum(), OrderKind::Kill);
+    assert!(
+        matches!(&told[..], [ReplicaAction::Kill(why)] if why.contains("killed by the operator")),
+        "{told:?}"
+    );
+}

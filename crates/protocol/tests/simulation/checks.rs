@@ -2,33 +2,40 @@
 
 use std::collections::BTreeMap;
 
+use protocol::rank::Rank;
+
 use crate::groups::{Share, Who};
 
 /// What was seen so far.
 #[derive(Debug, Default)]
 pub(crate) struct Checks {
-    /// The value of each state: by group rank, step and history. Two of them would be two states that heal nobody (INV-6).
-    values: BTreeMap<(u32, i64, String), u64>,
+    /// The value of each state, and how many batches led to it: by group rank, step and history. Two of them would be two states that heal nobody (INV-6).
+    values: BTreeMap<(u32, i64, String), (u64, i64)>,
     /// The members of each epoch: an epoch is one set of members (INV-7, L01).
     epochs: BTreeMap<i64, Vec<String>>,
+    /// Replicas do not tell how many batches led to their state.
+    pub(crate) foreign: bool,
     /// Steps that replicas have committed, over all of them.
     pub(crate) commits: u64,
 }
 
 impl Checks {
     /// A rank stands at `step` with this history and value.
-    pub(crate) fn state(&mut self, who: Who, step: i64, lineage: &str, value: u64) -> Result<(), String> {
+    pub(crate) fn state(&mut self, who: Who, rank: &Rank, value: u64) -> Result<(), String> {
+        let (step, lineage) = (rank.step(), rank.lineage().as_str());
         // Before the first commit every replica has values of its own, unless an initial sync has named them.
         if lineage.is_empty() {
             return Ok(());
         }
         let key = (who.rank, step, lineage.to_string());
-        let first = *self.values.entry(key).or_insert(value);
-        if first == value {
+        let batches = if self.foreign { 0 } else { rank.batches_committed() };
+        let state = (value, batches);
+        let first = *self.values.entry(key).or_insert(state);
+        if first == state {
             return Ok(());
         }
         Err(format!(
-            "INV-6: {who:?} holds {value:x} at step {step} of history {lineage}, another replica {first:x}"
+            "INV-6: {who:?} holds {state:x?} (value, batches) at step {step} of history {lineage}, another replica {first:x?}"
         ))
     }
 

@@ -37,10 +37,17 @@ fn minimised(mut scenario: Scenario) -> Scenario {
             s.faults.remove(i);
             smaller.push(s);
         }
-        for change in [|s: &mut Scenario| s.loss = 0, |s: &mut Scenario| s.spares = false] {
+        let changes = [
+            |s: &mut Scenario| s.loss = 0,
+            |s: &mut Scenario| s.spares = false,
+            |s: &mut Scenario| s.disorder = 0,
+            |s: &mut Scenario| s.clock_jumps = false,
+            |s: &mut Scenario| s.max_retries = None,
+        ];
+        for change in changes {
             let mut s = scenario.clone();
             change(&mut s);
-            if (s.loss, s.spares) != (scenario.loss, scenario.spares) {
+            if format!("{s:?}") != format!("{scenario:?}") {
                 smaller.push(s);
             }
         }

@@ -2,6 +2,8 @@
 
 use std::time::Duration;
 
+use protocol::quorum::OrderKind;
+
 /// A stream of random numbers.
 #[derive(Debug, Clone)]
 pub(crate) struct Random(u64);
@@ -63,6 +65,14 @@ pub(crate) enum Fault {
     Cut { slot: usize, time: Duration },
     /// Ranks of one side do not reach those of the other. Bit per slot.
     Split { side: u64, time: Duration },
+    /// A replica asks for quorums without newcomers for a while.
+    Shrink { slot: usize, time: Duration },
+    /// An operator drains, evicts or kills a replica; it is started again so long after its last process ended.
+    Operate {
+        slot: usize,
+        kind: OrderKind,
+        restart: Duration,
+    },
     /// Somebody who is no replica talks to the lighthouse.
     Stranger { claim: u64 },
 }
@@ -76,6 +86,13 @@ pub(crate) struct Scenario {
     pub(crate) min_replicas: u32,
     pub(crate) spares: bool,
     pub(crate) init_sync: bool,
+    pub(crate) max_retries: Option<u32>,
+    /// All replicas are as torchft's managers are.
+    pub(crate) foreign: bool,
+    /// Of a thousand messages to the lighthouse so many come late, after others of the same replica, or twice.
+    pub(crate) disorder: u64,
+    /// The wall clock may stand elsewhere at every start of the lighthouse.
+    pub(crate) clock_jumps: bool,
     /// Of a thousand messages between servers, so many find their connection broken.
     pub(crate) loss: u64,
     pub(crate) faults: Vec<(Duration, Fault)>,
@@ -100,8 +117,16 @@ impl Scenario {
             spares: r.chance(150),
             init_sync: r.chance(900),
             loss: [0, 0, 5, 20][r.below(4) as usize],
+            max_retries: r.chance(150).then(|| 3 + r.below(6) as u32),
+            foreign: r.chance(150),
+            disorder: [0, 0, 0, 10, 100][r.below(5) as usize],
+            clock_jumps: r.chance(300),
             faults: Vec::new(),
         };
+        if scenario.foreign {
+            // Its votes come from one rank, and its sources tell what they copied to nobody.
+            scenario.ranks = 1;
+        }
         for _ in 0..r.below(8) {
             let mut at = r.millis(0, 30_000);
             let mut fault = scenario.fault(&mut r);
@@ -118,7 +143,7 @@ impl Scenario {
     fn fault(&self, r: &mut Random) -> Fault {
         let slot = r.below(self.replicas as u64) as usize;
         let rank = r.below(u64::from(self.ranks)) as u32;
-        match r.below(17) {
+        match r.below(20) {
             0..=5 => Fault::Kill {
                 slot,
                 rank,
@@ -152,6 +177,20 @@ impl Scenario {
             14 => Fault::Split {
                 side: r.next(),
                 time: r.millis(200, 9_000),
+            },
+            15 => Fault::Shrink {
+                slot,
+                time: r.millis(200, 9_000),
+            },
+            16 | 17 => Fault::Operate {
+                slot,
+                kind: [
+                    OrderKind::Drain,
+                    OrderKind::Drain,
+                    OrderKind::Evict,
+                    OrderKind::Kill,
+                ][r.below(4) as usize],
+                restart: r.millis(50, 8_000),
             },
             _ => Fault::Stranger { claim: r.next() },
         }

@@ -79,6 +79,7 @@ impl Trainer {
             min_replicas: scenario.min_replicas,
             max_contributors: scenario.spares.then_some(scenario.min_replicas),
             init_sync: scenario.init_sync,
+            max_retries: scenario.max_retries,
         }
     }
 
@@ -120,6 +121,10 @@ impl Trainer {
         self.group.into_iter().collect()
     }
 
+    pub(crate) fn set_shrink_only(&mut self, on: bool) {
+        self.rank.set_shrink_only(on);
+    }
+
     pub(crate) fn new_work(&mut self, work: u64) {
         self.work = work;
         self.copied = false;
@@ -150,10 +155,13 @@ impl World {
     /// Asks, for the first time or again.
     pub(crate) fn ask(&mut self, who: Who) {
         let ticket = self.number();
-        let deadline = self.deadline();
+        let now = self.instant();
         let Some(t) = self.trainer(who) else { return };
         t.call = Some(ticket);
         let request = t.request.clone();
+        // A program that wants no newcomers thinks it over earlier: the members that are left may be too few.
+        let time = if request.shrink_only { CALL } else { CALL * 6 };
+        let deadline = now + time;
         let rank = who.rank;
         let metadata = String::new();
         self.server_hears(
@@ -167,7 +175,7 @@ impl World {
             },
         );
         let error = Error::timeout("no quorum");
-        self.later(CALL * 6, who, Happening::Quorum(ticket, Err(error)));
+        self.later(time, who, Happening::Quorum(ticket, Err(error)));
     }
 
     pub(crate) fn quorum_answered(&mut self, who: Who, ticket: Ticket, answer: Result<QuorumResult, Error>) {
@@ -192,7 +200,8 @@ impl World {
 
     fn fails_or_asks_again(&mut self, who: Who, error: Error) {
         self.note(|| format!("{who:?} gets no quorum: {error}"));
-        if error.kind() == ErrorKind::PeerLost || error.kind() == ErrorKind::Conflict {
+        let gave_up = self.scenario.max_retries.is_some() && error.message().contains("max_retries");
+        if gave_up || error.kind() == ErrorKind::PeerLost || error.kind() == ErrorKind::Conflict {
             self.later(Duration::ZERO, who, Happening::Exit);
             return;
         }
@@ -203,7 +212,13 @@ impl World {
         let Some(t) = self.trainer(who) else { return };
         t.retries += 1;
         let pause = Duration::from_millis(20 << t.retries.min(6));
-        self.later(pause.min(Duration::from_secs(1)), who, Happening::AskAgain);
+        // The time of its program's call is over, which asks anew; otherwise the manager asks the same again.
+        let again = if error.kind() == ErrorKind::Timeout {
+            Happening::Attempt
+        } else {
+            Happening::AskAgain
+        };
+        self.later(pause.min(Duration::from_secs(1)), who, again);
     }
 
     fn next(&mut self, who: Who, mut next: Next) {
@@ -343,8 +358,11 @@ impl World {
                 );
             }
             Progress::Complete(members, shares) => {
-                let weights = self.checks.weights(epoch, &shares);
-                self.check(weights);
+                // torchft's managers do not tell what they copied.
+                if !self.scenario.foreign {
+                    let weights = self.checks.weights(epoch, &shares);
+                    self.check(weights);
+                }
                 let mut works: Vec<u64> = shares.iter().filter(|s| s.contributes).map(|s| s.work).collect();
                 works.sort_unstable();
                 let number = works.len() as u32;
@@ -403,9 +421,10 @@ impl World {
                 t.work = work;
                 t.copied = true;
                 let next = t.rank.healed(Ok(lineage));
-                let (step, lineage) = (t.rank.step(), t.rank.lineage().clone());
-                let checked = self.checks.state(who, step, lineage.as_str(), value);
+                let rank = t.rank.clone();
+                let checked = self.checks.state(who, &rank, value);
                 self.check(checked);
+                let step = rank.step();
                 self.note(|| format!("{who:?} healed to step {step}"));
                 self.next(who, next);
             }
@@ -515,14 +534,23 @@ impl World {
         }
         let Some(t) = self.trainer(who) else { return };
         let commit = decision.as_ref().ok().copied();
-        t.rank.decided(commit);
+        if let Err(e) = t.rank.decided(commit) {
+            let (rank, why) = (who.rank, e.to_string());
+            self.note(|| format!("{who:?} gives up: {why}"));
+            self.server_hears(who, ReplicaEvent::GiveUp { rank, why, ticket });
+            return self.later(Duration::from_millis(5), who, Happening::Exit);
+        }
         if commit == Some(true) {
             t.value = mix(t.value ^ t.result);
-            let (step, lineage, value) = (t.rank.step(), t.rank.lineage().clone(), t.value);
-            let checked = self.checks.state(who, step, lineage.as_str(), value);
+            let (rank, value) = (t.rank.clone(), t.value);
+            let checked = self.checks.state(who, &rank, value);
             self.check(checked);
+            let step = rank.step();
             self.note(|| format!("{who:?} committed step {}", step - 1));
             self.committed(who);
+            if rank.answer().is_some_and(|a| a.draining) {
+                return self.leaves(who);
+            }
             let delay = self.random.millis(20, 400);
             self.later(delay, who, Happening::InnerSteps);
             return;

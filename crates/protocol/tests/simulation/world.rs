@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
-use protocol::quorum::{Action, Event, LighthouseState, QuorumRules, Record, Start, Ticket};
+use protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
 use protocol::rank::RankVote;
 use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
 use protocol::{Lineage, Member, Quorum, QuorumResult};
@@ -20,6 +20,7 @@ use crate::random::{Fault, Random, Scenario, mix};
 use crate::trainer::{Done, Trainer};
 
 mod faults;
+mod foreign;
 mod lighthouse;
 
 use faults::lasts;
@@ -51,6 +52,8 @@ enum Owner {
 #[derive(Debug)]
 pub(crate) enum Happening {
     Fault(usize),
+    /// A replica asks for any quorum again.
+    Grows(usize),
     /// All processes of a replica start.
     Start(usize),
     LighthouseStarts,
@@ -138,7 +141,7 @@ struct Lighthouse {
 }
 
 pub(crate) struct World {
-    scenario: Scenario,
+    pub(crate) scenario: Scenario,
     pub(crate) random: Random,
     pub(crate) now: Duration,
     start: Instant,
@@ -207,6 +210,7 @@ impl World {
             events: 0,
             scenario,
         };
+        world.checks.foreign = world.scenario.foreign;
         world.start_lighthouse();
         for slot in 0..n {
             let at = world.random.millis(0, 500);
@@ -219,7 +223,7 @@ impl World {
         world
     }
 
-    fn instant(&self) -> Instant {
+    pub(crate) fn instant(&self) -> Instant {
         self.start + self.now
     }
 
@@ -439,9 +443,10 @@ impl World {
             }
             Happening::Beat => {
                 self.later(BEAT, who, Happening::Beat);
+                let foreign = self.scenario.foreign;
                 let Some(replica) = self.replica(who) else { return };
                 let replica_id = replica.id.clone();
-                let asks = replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
+                let asks = foreign || replica.server.last_quorum().0 > 0 || !replica.calls.is_empty();
                 if asks && !replica.server.is_out() {
                     self.send_lighthouse(who, Event::Heartbeat { replica_id });
                 }
@@ -481,6 +486,7 @@ impl World {
             }
             Happening::Exit => self.ends(who, "it exits"),
             Happening::Fault(_)
+            | Happening::Grows(_)
             | Happening::Start(_)
             | Happening::LighthouseStarts
             | Happening::LighthouseTick
@@ -489,6 +495,9 @@ impl World {
     }
 
     fn attach(&mut self, who: Who) {
+        if self.scenario.foreign {
+            return;
+        }
         let stream = self.number();
         let refused = self.lighthouse.is_none() || self.is_cut(who.slot);
         let Some(replica) = self.replica(who) else { return };
@@ -519,6 +528,14 @@ impl World {
     }
 
     pub(crate) fn server_hears(&mut self, who: Who, event: ReplicaEvent) {
+        let again = matches!(
+            event,
+            ReplicaEvent::Progress { .. } | ReplicaEvent::Reported { .. }
+        );
+        if again && self.random.chance(self.scenario.disorder) {
+            let delay = self.random.millis(0, 2_000);
+            self.later(delay, Self::server_of(who), Happening::Server(event.clone()));
+        }
         let delay = self.random.millis(0, 1);
         self.later(delay, Self::server_of(who), Happening::Server(event));
     }
@@ -565,10 +582,16 @@ impl World {
                     last_quorum_id: request.last_quorum_id,
                     last_world_size: replica.server.last_quorum().1,
                     healed: request.healed,
+                    batches_committed: request.batches_committed,
                     life: server.life.to_string(),
                     ..Member::default()
                 };
                 replica.calls.insert(call, ticket);
+                let member = if self.scenario.foreign {
+                    Self::as_foreign(member)
+                } else {
+                    member
+                };
                 if refused {
                     self.connection_breaks(server);
                     return;
@@ -605,6 +628,12 @@ impl World {
                 // Its stream ends with that.
                 if let Some(stream) = self.replica(server).and_then(|r| r.stream.take()) {
                     self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
+                }
+            }
+            ReplicaAction::Kill(_) => {
+                for rank in 0..self.scenario.ranks {
+                    let delay = self.random.millis(0, 2);
+                    self.later(delay, Who { rank, ..server }, Happening::Exit);
                 }
             }
             ReplicaAction::EndWatches => {}
@@ -645,8 +674,20 @@ impl World {
         }
     }
 
-    pub(crate) fn deadline(&self) -> Instant {
-        self.instant() + CALL * 6
+    /// A rank leaves in good order, as it was told with the quorum. Its server answers the others first.
+    pub(crate) fn leaves(&mut self, who: Who) {
+        let rank = who.rank;
+        self.note(|| format!("{who:?} leaves"));
+        if rank > 0 {
+            self.server_hears(who, ReplicaEvent::Left { rank });
+            return self.later(Duration::from_millis(5), who, Happening::Exit);
+        }
+        let Some(replica_id) = self.replica(who).map(|r| r.id.clone()) else {
+            return;
+        };
+        let reason = String::new();
+        self.send_lighthouse(who, Event::Leave { replica_id, reason });
+        self.later(Duration::from_secs(1), who, Happening::Exit);
     }
 
     /// A rank has committed.

@@ -14,6 +14,7 @@ impl World {
                 self.note(|| format!("FAULT {fault:?}"));
                 self.fault(fault);
             }
+            Happening::Grows(slot) => self.shrink(slot, false),
             _ => {}
         }
     }
@@ -118,7 +119,39 @@ impl World {
                 }
             }
             Fault::Split { side, time } => self.split = (side, now + time),
+            Fault::Shrink { slot, time } => {
+                self.shrink(slot, true);
+                self.at(now + time, Owner::World, Happening::Grows(slot));
+            }
+            Fault::Operate { slot, kind, restart } => {
+                let Some(replica) = &mut self.replicas[slot] else {
+                    return;
+                };
+                replica.restart = restart;
+                let order = Order {
+                    kind,
+                    reason: "so it is".into(),
+                };
+                let ticket = self.number();
+                let replica = format!("r{slot}");
+                self.lighthouse_later(
+                    Duration::ZERO,
+                    Event::Operate {
+                        replica,
+                        order,
+                        ticket,
+                    },
+                );
+            }
             Fault::Stranger { claim } => self.stranger(claim),
+        }
+    }
+
+    /// The program of a replica asks for quorums without newcomers, or for any.
+    fn shrink(&mut self, slot: usize, on: bool) {
+        let processes = self.replicas[slot].iter_mut().flat_map(|r| &mut r.processes);
+        for process in processes.flatten() {
+            process.trainer.set_shrink_only(on);
         }
     }
 
@@ -128,7 +161,12 @@ impl World {
         let ticket = self.number();
         let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
         // Before there is a record, a stranger that says the right things is a replica: who may speak is for credentials to say.
-        let is_well_formed = self.record.is_some() && claim >> 12 & 1 == 1;
+        // Nor does a record bind anybody once all members have left.
+        let binds = self
+            .record
+            .as_ref()
+            .is_some_and(|r| r.left.len() < r.members.len());
+        let is_well_formed = binds && claim >> 12 & 1 == 1;
         let (address, store_address) = if is_well_formed {
             ("http://10.0.0.9:1", "10.0.0.9:2")
         } else {
@@ -183,6 +221,10 @@ impl World {
         for epoch in process.trainer.epochs() {
             self.leave_group(epoch, who);
         }
+        if self.scenario.foreign && who.rank == 0 {
+            let id = format!("r{}:{}", who.slot, who.life);
+            self.foreign_ends(id);
+        }
         if who.rank == 0 {
             // Its servers are gone: the lighthouse sees the stream break, the ranks see refused connections for a while.
             self.connection_breaks(who);
@@ -228,6 +270,10 @@ pub(super) fn lasts(fault: &Fault) -> Duration {
         | Fault::PauseLighthouse { time }
         | Fault::Cut { time, .. }
         | Fault::Split { time, .. } => *time,
+        // Its last call with that wish ends by then.
+        Fault::Shrink { time, .. } => *time + CALL,
+        // A replica that is drained makes one more step.
+        Fault::Operate { restart, .. } => *restart + CALL,
         Fault::Hang { time, .. } => time.unwrap_or(Duration::ZERO),
         Fault::KillLighthouse { down } => *down,
         Fault::Stranger { .. } => Duration::ZERO,

@@ -12,7 +12,13 @@ impl World {
         };
         self.lighthouse_lives += 1;
         let life = self.lighthouse_lives;
-        let clock = START_OF_DAY + self.now.as_millis() as i64;
+        let hour = 3_600_000;
+        let jumps = [0, hour, -hour, 24 * 400 * hour, -24 * 400 * hour, -i64::MAX / 2];
+        let jump = match self.scenario.clock_jumps {
+            true => jumps[self.random.below(jumps.len() as u64) as usize],
+            false => 0,
+        };
+        let clock = START_OF_DAY + jump + self.now.as_millis() as i64;
         let start = Start {
             clock_ms: clock,
             record: self.record.clone(),
@@ -100,6 +106,12 @@ impl World {
                     self.send_server(who, Happening::Server(ReplicaEvent::Aborted(event.clone())));
                 }
             }
+            Action::Order { to, order } => {
+                if let Some((who, _)) = lighthouse.streams.get(&to).copied() {
+                    self.send_server(who, Happening::Server(ReplicaEvent::Ordered(order)));
+                }
+            }
+            Action::Operated { .. } => {}
             Action::Save(record) => self.record = Some(record),
             Action::Refuse { stream, .. } => {
                 lighthouse.streams.retain(|_, (_, s)| *s != stream);
@@ -113,6 +125,13 @@ impl World {
             self.connection_breaks(who);
             return;
         }
+        if let Happening::Server(event @ (ReplicaEvent::Aborted(_) | ReplicaEvent::Ordered(_))) = &what
+            && self.random.chance(self.scenario.disorder)
+        {
+            // Told again over a stream that was opened again.
+            let (event, delay) = (event.clone(), self.random.millis(0, 2_000));
+            self.later(delay, who, Happening::Server(event));
+        }
         let delay = self.random.millis(0, 3);
         self.later(delay, who, what);
     }
@@ -123,11 +142,30 @@ impl World {
             self.connection_breaks(who);
             return;
         }
+        if self.scenario.foreign && Self::is_beyond_foreign(&event) {
+            return;
+        }
         let at = self.now + self.random.millis(0, 3);
+        let life = self.lighthouse_lives;
+        // A connection keeps the order of its bytes; the calls in it are served side by side, and one whose answer was lost is made again.
+        // What a call or a stream says of itself stays in order: one task of the server tells it.
+        let alone = matches!(
+            event,
+            Event::Heartbeat { .. } | Event::Report { .. } | Event::Failed { .. } | Event::Leave { .. }
+        );
+        let late = alone && self.random.chance(self.scenario.disorder);
+        let twice = alone && self.random.chance(self.scenario.disorder);
+        if late || twice {
+            let delay = self.random.millis(0, 2_000);
+            let happening = Happening::ToLighthouse(event.clone());
+            self.at(at + delay, Owner::Lighthouse(life), happening);
+        }
+        if late {
+            return;
+        }
         let Some(replica) = self.replica(who) else { return };
         let at = at.max(replica.last_arrival);
         replica.last_arrival = at;
-        let life = self.lighthouse_lives;
         self.at(at, Owner::Lighthouse(life), Happening::ToLighthouse(event));
     }
 

@@ -1,0 +1,108 @@
+//! What an operator asks of a replica over the lighthouse: drain, evict, kill.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
+mod rig;
+
+use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, Order, OrderKind, PushEvent};
+use ftcore::{ErrorKind, Result};
+
+use rig::{PATIENCE, Replica, client, config, lighthouse, quorum, quorum_of, soon, until};
+
+fn order(tool: &LighthouseClient, kind: OrderKind, replica: &str) -> Result<Vec<String>> {
+    let order = Order {
+        kind,
+        reason: "the host is repaired".into(),
+    };
+    tool.operate(replica, order, soon())
+}
+
+#[test]
+fn a_drained_replica_learns_it_with_a_quorum_and_the_others_do_not() {
+    let lighthouse = lighthouse(2);
+    let tool = client(&lighthouse);
+    let (mut a, mut b) = (
+        Replica::start("a:1", &lighthouse.address()),
+        Replica::start("b:1", &lighthouse.address()),
+    );
+    let first = quorum_of(&mut [&mut a, &mut b], 0);
+    assert!(first.iter().all(|r| !r.draining));
+    until(&tool, "both streams are open", |s| s.attached.len() == 2);
+    assert_eq!(order(&tool, OrderKind::Drain, "b").unwrap(), ["b:1"]);
+    let end = soon();
+    loop {
+        let results = quorum_of(&mut [&mut a, &mut b], 1);
+        assert!(!results[0].draining);
+        if results[1].draining {
+            break;
+        }
+        assert!(std::time::Instant::now() < end, "b never learns it");
+    }
+}
+
+#[test]
+fn an_evicted_replica_is_told_why_and_takes_part_again_once_it_is_started_again() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let tool = client(&lighthouse);
+    let (mut a, mut b) = (
+        Replica::start("a:1", &lighthouse.address()),
+        Replica::start("b:1", &lighthouse.address()),
+    );
+    let first = quorum_of(&mut [&mut a, &mut b], 0);
+    let e = order(&tool, OrderKind::Evict, "c").unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::NotFound);
+    assert!(e.message().contains("a:1, b:1"), "{e}");
+    order(&tool, OrderKind::Evict, "b:1").unwrap();
+    let (reason, departed) = a.abort_of(first[0].quorum_id);
+    assert_eq!(departed, ["b:1"]);
+    assert!(
+        reason.contains("evicted by the operator: the host is repaired"),
+        "{reason}"
+    );
+    let e = b.client.quorum(&b.request(1), soon()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Conflict, "{e}");
+    assert!(
+        !e.is_retryable() && e.message().contains("the host is repaired"),
+        "{e}"
+    );
+    assert_eq!(quorum_of(&mut [&mut a], 1)[0].replica_ids, ["a:1"]);
+    let mut again = Replica::start("b:2", &lighthouse.address());
+    std::thread::scope(|scope| {
+        scope.spawn(|| quorum(&mut [&mut again], 0));
+        until(&tool, "b asks again", |s| {
+            s.waiting.iter().any(|w| w.replica_id == "b:2")
+        });
+        let request = a.request(2);
+        assert_eq!(
+            a.client.quorum(&request, soon()).unwrap().replica_ids,
+            ["a:1", "b:2"]
+        );
+    });
+}
+
+#[test]
+fn a_kill_reaches_the_ranks_that_watch() {
+    let lighthouse = lighthouse(1);
+    let tool = client(&lighthouse);
+    let mut a = Replica::start("a:1", &lighthouse.address());
+    quorum_of(&mut [&mut a], 0);
+    until(&tool, "its stream is open", |s| s.attached == ["a:1"]);
+    order(&tool, OrderKind::Kill, "a").unwrap();
+    let event = a.events.recv_timeout(PATIENCE).unwrap();
+    let PushEvent::Kill { reason } = event else {
+        panic!("{event:?}")
+    };
+    assert!(
+        reason.contains("killed by the operator: the host is repaired"),
+        "{reason}"
+    );
+}

@@ -1,0 +1,149 @@
+//! What a training loop is told of its attempts, and may ask for: batches committed, an end after lost attempts, no newcomers.
+
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a failure here is a failed test"
+)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use checkpoint::StateDict;
+use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
+use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
+use manager::{Manager, ManagerConfig, Participation, Replica, State};
+
+struct Nothing;
+
+impl State for Nothing {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        out.insert_f32("nothing", &[1], &[0.0])
+    }
+    fn load(&mut self, _: &StateDict) -> Result<()> {
+        Ok(())
+    }
+}
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(60))
+}
+
+fn lighthouse() -> LighthouseServer {
+    LighthouseServer::start(LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        initial_replicas: Some(1),
+        join_timeout: Duration::from_secs(20),
+        heartbeat_timeout: Duration::from_secs(60),
+        ..LighthouseConfig::default()
+    })
+    .unwrap()
+}
+
+fn manager(name: &str, lighthouse: &LighthouseServer, edit: impl FnOnce(&mut ManagerConfig)) -> Manager {
+    let group = backend_gloo::GlooGroup::new(name, GroupOptions::default()).unwrap();
+    let mut config = ManagerConfig::new(name, lighthouse.address());
+    config.timeout = Duration::from_secs(20);
+    edit(&mut config);
+    Manager::new(Arc::new(group), config).unwrap()
+}
+
+/// One attempt at a step that reduces something.
+fn attempt(m: &mut Manager) -> Result<(Participation, bool)> {
+    let now = m.start_quorum(&mut Nothing, soon())?;
+    let _ = m
+        .allreduce(vec![Tensor::from_vec(vec![1.0f32; 8])], ReduceOp::Avg)
+        .take();
+    Ok((now, m.should_commit(soon())?))
+}
+
+fn until_waiting(lighthouse: &LighthouseServer, name: &str) {
+    let tool = LighthouseClient::connect(&lighthouse.address(), soon()).unwrap();
+    let end = soon();
+    while !tool
+        .status(soon())
+        .unwrap()
+        .waiting
+        .iter()
+        .any(|w| w.replica_id.starts_with(name))
+    {
+        assert!(Instant::now() < end, "{name} does not ask");
+        std::thread::yield_now();
+    }
+}
+
+#[test]
+fn a_replica_that_heals_takes_over_how_many_batches_led_to_the_state() {
+    let lighthouse = lighthouse();
+    let mut old = manager("r0", &lighthouse, |_| {});
+    for _ in 0..3 {
+        assert!(attempt(&mut old).unwrap().1);
+    }
+    assert_eq!(old.batches_committed(), 3, "one contributor in each step");
+    std::thread::scope(|scope| {
+        let new = scope.spawn(|| {
+            let mut new = manager("r1", &lighthouse, |_| {});
+            // It heals, and does not contribute yet; then both do.
+            let (now, committed) = attempt(&mut new).unwrap();
+            assert!(committed && now.healed.is_some() && now.step == 3, "{now:?}");
+            assert_eq!(new.batches_committed(), 4);
+            assert!(attempt(&mut new).unwrap().1);
+            (new.current_step(), new.batches_committed())
+        });
+        until_waiting(&lighthouse, "r1");
+        assert!(attempt(&mut old).unwrap().1);
+        assert!(attempt(&mut old).unwrap().1);
+        assert_eq!(new.join().unwrap(), (5, 6));
+    });
+    assert_eq!((old.current_step(), old.batches_committed()), (5, 6));
+    let mut restored = manager("r2", &lighthouse, |_| {});
+    restored
+        .restore(5, old.lineage().clone(), old.batches_committed())
+        .unwrap();
+    assert_eq!(restored.batches_committed(), 6);
+}
+
+#[test]
+fn a_replica_gives_up_after_max_retries_and_says_what_the_last_attempt_failed_with() {
+    let lighthouse = lighthouse();
+    let mut m = manager("r0", &lighthouse, |c| {
+        c.max_retries = Some(2);
+        c.min_replicas = 2;
+    });
+    for _ in 0..2 {
+        assert!(!attempt(&mut m).unwrap().1, "one member of two");
+    }
+    let e = attempt(&mut m).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidState, "{e}");
+    assert!(
+        e.message().contains("max_retries is 2") && e.message().contains("min_replicas is 2"),
+        "{e}"
+    );
+}
+
+#[test]
+fn a_newcomer_waits_for_as_long_as_a_member_asks_for_none() {
+    let lighthouse = lighthouse();
+    let mut old = manager("r0", &lighthouse, |_| {});
+    assert_eq!(attempt(&mut old).unwrap().0.members.len(), 1);
+    let is_in = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            let mut new = manager("r1", &lighthouse, |_| {});
+            let (now, _) = attempt(&mut new).unwrap();
+            is_in.store(true, Ordering::Release);
+            assert_eq!(now.members.len(), 2);
+        });
+        until_waiting(&lighthouse, "r1");
+        old.set_shrink_only(true);
+        for _ in 0..3 {
+            let (now, committed) = attempt(&mut old).unwrap();
+            assert!(committed && now.members.len() == 1, "{now:?}");
+        }
+        assert!(!is_in.load(Ordering::Acquire));
+        old.set_shrink_only(false);
+        assert_eq!(attempt(&mut old).unwrap().0.members.len(), 2);
+    });
+}
