@@ -5,32 +5,33 @@
 //! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
-use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use checkpoint::HttpTransport;
 use coordination::{
-    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
-    WatchGuard, is_refused,
+    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, QuorumRequest, QuorumResult, WatchGuard,
+    is_refused,
 };
 use ftcore::lifecycle::configure_watched;
 use ftcore::store::epoch_prefix;
 use ftcore::{
     Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, join_address,
-    split_address, time_left,
+    Store, SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
+    time_left,
 };
 
 use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
+use crate::ends::{Ends, NO_EPOCH};
 use crate::heal;
 use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
 use crate::reporter::Reporter;
 use protocol::Lineage;
 use protocol::commit::VoteKey;
-use protocol::rank::{Next, Rank, RankRules, blame_peer};
+use protocol::rank::{Next, Rank, RankRules};
 
 /// Keys under which group rank 0 tells the other ranks of its replica where its servers are.
 const KEY_MANAGER: &str = "oxccl/manager_address";
@@ -43,9 +44,6 @@ const GONE: Duration = Duration::from_secs(1);
 
 /// The longest time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(10);
-
-/// No quorum yet.
-const NO_EPOCH: i64 = -1;
 
 /// The servers of a replica; they live on group rank 0.
 struct Servers {
@@ -63,10 +61,7 @@ pub struct Manager {
     reporter: Reporter,
     servers: Option<Servers>,
     _watch: WatchGuard,
-    /// The epoch that pushed aborts are compared with.
-    live_epoch: Arc<AtomicI64>,
-    /// The newest epoch that was aborted from elsewhere, and why; ids only grow, so that one is enough.
-    aborted: Arc<Mutex<Option<(i64, String)>>>,
+    ends: Arc<Ends>,
     rank: Rank,
     /// Grows whenever the training thread shows that it moves.
     progress: Arc<AtomicU64>,
@@ -129,41 +124,10 @@ impl Manager {
         let own = join_address(split_address(&config.bind)?.0, 0);
         let transport = HttpTransport::start(&own, config.advertise_host.as_deref())?;
         let reporter = Reporter::start(client.clone())?;
-        let live_epoch = Arc::new(AtomicI64::new(NO_EPOCH));
-        let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
+        let ends = Ends::new(group.clone());
         let watch = {
-            let (live, aborted, group) = (live_epoch.clone(), aborted.clone(), group.clone());
-            client.watch(
-                config.group_rank,
-                Arc::new(move |event: PushEvent| {
-                    let PushEvent::AbortEpoch {
-                        quorum_id,
-                        reason,
-                        departed,
-                    } = event
-                    else {
-                        return;
-                    };
-                    let who = if departed.is_empty() {
-                        String::new()
-                    } else {
-                        format!(" (gone: {})", departed.join(", "))
-                    };
-                    let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
-                    tracing::info!("{text}");
-                    // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
-                    {
-                        let mut newest = aborted.lock().unwrap_or_else(PoisonError::into_inner);
-                        // Of several reasons for one epoch the last tells most: who is gone, after who said so.
-                        if newest.as_ref().is_none_or(|(epoch, _)| *epoch <= quorum_id) {
-                            *newest = Some((quorum_id, text.clone()));
-                        }
-                    }
-                    if live.load(Ordering::Acquire) == quorum_id {
-                        group.abort(&text);
-                    }
-                }),
-            )
+            let ends = ends.clone();
+            client.watch(config.group_rank, Arc::new(move |event| ends.hear(event)))
         };
         let rank = Rank::new(RankRules {
             min_replicas: config.min_replicas,
@@ -186,8 +150,7 @@ impl Manager {
             reporter,
             servers,
             _watch: watch,
-            live_epoch,
-            aborted,
+            ends,
             rank,
             progress,
             _progress: told,
@@ -217,17 +180,12 @@ impl Manager {
         self.rank.epoch().unwrap_or(NO_EPOCH)
     }
 
-    /// Why the epoch is over, once the lighthouse has said that it is.
-    fn epoch_is_over(&self) -> Option<String> {
-        over(&self.aborted, self.epoch())
-    }
-
     /// Why the group cannot be used for another collective without a new epoch, if it cannot.
     fn broken(&self) -> Option<String> {
         self.group
             .error()
             .map(|e| e.to_string())
-            .or_else(|| self.epoch_is_over())
+            .or_else(|| self.ends.why_over(self.epoch()))
     }
 
     /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
@@ -341,8 +299,9 @@ impl Manager {
             servers.store.begin_epoch(epoch);
         }
         // The store is a member's, and its address is what that member says.
-        let store = TcpStore::connect(&answer.store_address, deadline)
-            .map_err(|e| blame_peer(e, "with the rendezvous store"))?;
+        let store = self
+            .ends
+            .reach_store(answer.quorum_id, &answer.store_address, deadline)?;
         let store: Arc<dyn Store> = Arc::new(store);
         let configuration = Configuration {
             store,
@@ -353,15 +312,9 @@ impl Manager {
             world_size: answer.replica_world_size,
             deadline,
         };
-        // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
-        let (aborted, epoch) = (&*self.aborted, answer.quorum_id);
-        configure_watched(&*self.group, configuration, &|| {
-            let text = format!(
-                "the epoch was over before the group connected: {}",
-                over(aborted, epoch)?
-            );
-            Some(Error::new(ErrorKind::Aborted, text))
-        })
+        // Before the group connects a push has nothing to abort, and a member that is gone would be waited for until the deadline.
+        let (ends, epoch) = (&*self.ends, answer.quorum_id);
+        configure_watched(&*self.group, configuration, &|| ends.check(epoch).err())
     }
 
     /// What `next` wants, until the step can begin or the attempt is lost. The recovery of this replica, if there was one.
@@ -377,7 +330,7 @@ impl Manager {
         let broken = self.broken();
         let mut next = self.rank.answered(answer.clone(), broken);
         if self.rank.epoch() != before {
-            self.live_epoch.store(self.epoch(), Ordering::Release);
+            self.ends.set_live(self.epoch());
         }
         loop {
             next = match next {
@@ -423,6 +376,7 @@ impl Replica for Manager {
             self.rank.abandon();
         }
         self.pending = Pending::default();
+        self.ends.begin(self.pending.clone());
         let answer = self.ask_until(deadline)?;
         let (next, healed) = self.come_up(answer.clone(), state, deadline);
         match next {
@@ -476,6 +430,7 @@ impl Replica for Manager {
                 let (reporter, epoch) = (self.reporter.clone(), self.epoch());
                 self.pending
                     .track(&work, move |error| reporter.send(epoch, &error));
+                self.ends.settle();
                 ManagedWork::submitted(work)
             }
             Err(rejected) => {
@@ -546,7 +501,7 @@ impl Replica for Manager {
     }
 
     fn leave(&mut self, deadline: Instant) -> Result<()> {
-        self.live_epoch.store(NO_EPOCH, Ordering::Release);
+        self.ends.set_live(NO_EPOCH);
         self.group.shutdown(deadline)?;
         if self.servers.is_none()
             && let Err(error) = self.client.leave(self.config.group_rank, deadline)
@@ -576,13 +531,6 @@ impl Drop for Manager {
             servers.store.shutdown();
         }
     }
-}
-
-/// Why `epoch` is over, once the lighthouse has said that it is.
-fn over(aborted: &Mutex<Option<(i64, String)>>, epoch: i64) -> Option<String> {
-    let aborted = aborted.lock().unwrap_or_else(PoisonError::into_inner);
-    let (_, why) = aborted.as_ref().filter(|(newest, _)| *newest >= epoch)?;
-    Some(why.clone())
 }
 
 /// 128 random bits: two lives of one name never share an id.
