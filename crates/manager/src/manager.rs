@@ -225,6 +225,8 @@ impl Manager {
             last_quorum_id: request.last_quorum_id,
             healed: request.healed,
             question: request.question,
+            joining: request.joining,
+            is_last: request.is_last,
         }
     }
 
@@ -334,12 +336,14 @@ impl Manager {
         }
         loop {
             next = match next {
-                Next::Offer { publish: true } => {
+                Next::Offer { publish: true, .. } => {
                     let offered = heal::publish(&self.transport, self.rank.lineage(), &answer, state);
                     self.rank.offered(offered)
                 }
-                Next::Offer { publish: false } => {
-                    self.transport.retire();
+                Next::Offer { publish: false, keep } => {
+                    if !keep {
+                        self.transport.retire();
+                    }
                     self.rank.offered(Ok(()))
                 }
                 Next::Configure => {
@@ -348,20 +352,27 @@ impl Manager {
                     let broken = if configured.is_ok() { self.broken() } else { None };
                     self.rank.configured(configured, broken)
                 }
-                Next::Heal => {
+                Next::Heal | Next::Fetch => {
                     let me = heal::Behind {
                         replica_id: &self.replica_id,
                         group_rank: self.config.group_rank,
                         step: self.rank.step(),
                         lineage: self.rank.lineage(),
                     };
-                    let outcome = heal::heal(&me, &answer, state, limit());
-                    self.rank.healed(outcome.map(|(healed, lineage)| {
+                    let outcome = heal::heal(&me, &answer, state, limit()).map(|(healed, lineage)| {
                         recovery = Some(healed);
                         lineage
-                    }))
+                    });
+                    if answer.spare {
+                        if let Err(error) = &outcome {
+                            tracing::warn!(%error, step = answer.max_step, "as a spare this replica got no state; asking again");
+                        }
+                        self.rank.fetched(outcome)
+                    } else {
+                        self.rank.healed(outcome)
+                    }
                 }
-                Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
+                Next::Ask | Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
             };
         }
     }
@@ -377,8 +388,21 @@ impl Replica for Manager {
         }
         self.pending = Pending::default();
         self.ends.begin(self.pending.clone());
-        let answer = self.ask_until(deadline)?;
-        let (next, healed) = self.come_up(answer.clone(), state, deadline);
+        // A spare fetches and asks again, until it is a member; the others go on meanwhile.
+        let (mut answer, mut next, mut healed) = (QuorumResult::default(), Next::Ask, None::<Healed>);
+        while matches!(next, Next::Ask) {
+            self.progress();
+            answer = self.ask_until(deadline)?;
+            let recovery;
+            (next, recovery) = self.come_up(answer.clone(), state, deadline);
+            healed = match (recovery, healed) {
+                (Some(now), Some(before)) => Some(Healed {
+                    took: before.took + now.took,
+                    ..now
+                }),
+                (now, before) => now.or(before),
+            };
+        }
         match next {
             Next::Lost(e) => {
                 tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; it will not commit");
@@ -391,7 +415,7 @@ impl Replica for Manager {
                 self.give_up(&e, deadline);
                 return Err(e);
             }
-            Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal => {}
+            Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal | Next::Fetch | Next::Ask => {}
         }
         let (contributor_rank, contributors) = self.rank.contribution();
         Ok(Participation {
@@ -480,6 +504,10 @@ impl Replica for Manager {
 
     fn current_step(&self) -> i64 {
         self.rank.step()
+    }
+
+    fn set_last(&mut self, is_last: bool) {
+        self.rank.set_last(is_last);
     }
 
     fn progress(&self) {

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use ftcore::{Error, ErrorKind};
 
-use crate::member::Quorum;
+use crate::member::{Joining, Quorum};
 use crate::quorum::Ticket;
 
 /// What one rank asks.
@@ -31,6 +31,10 @@ pub struct RankRequest {
     pub healed: bool,
     /// Counts the questions of this rank. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
     pub question: i64,
+    /// What the replica does if it is far behind.
+    pub joining: Joining,
+    /// The run ends with this step.
+    pub is_last: bool,
 }
 
 /// What the server shall do.
@@ -209,6 +213,11 @@ impl GatherState {
         for r in all {
             request.shrink_only |= r.shrink_only;
             request.healed |= r.healed;
+            request.is_last |= r.is_last;
+            request.joining = match (request.joining, r.joining) {
+                (Joining::Untold, _) | (_, Joining::Untold) => Joining::Untold,
+                (one, other) => one.max(other),
+            };
             request.commit_failures = request.commit_failures.max(r.commit_failures);
             if request.last_quorum_id != r.last_quorum_id {
                 // Some ranks did not get through the last configuration: only a new epoch brings them together.

@@ -508,7 +508,10 @@ impl ReplicaState {
                     init_sync,
                     quorum,
                 } => {
-                    self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
+                    // A spare is in no quorum.
+                    if quorum.contains(&self.rules.replica_id) {
+                        self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
+                    }
                     self.moved(rank, now);
                     let answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
                     self.answer(ticket, answer, actions);

@@ -13,7 +13,9 @@ use super::actor::{Manager, Message, gone};
 use super::presence::{Watched, process_space};
 use crate::channel::background_deadline;
 use crate::serve::unknown;
-use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, rank, status_of, torchft};
+use crate::wire::{
+    MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, joining, oxccl, rank, status_of, torchft,
+};
 use protocol::commit::VoteKey;
 use protocol::gather::RankRequest;
 use protocol::quorum::{Ticket, cut};
@@ -86,6 +88,8 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 last_quorum_id: r.last_quorum_id,
                 healed: r.healed,
                 question: r.question,
+                joining: joining(r.joining),
+                is_last: r.is_last,
             },
             metadata: r.checkpoint_metadata,
             deadline,

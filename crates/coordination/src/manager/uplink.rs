@@ -162,6 +162,8 @@ impl Uplink {
             last_quorum_id: request.last_quorum_id.max(0),
             last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
+            joining: request.joining,
+            is_last: request.is_last,
             ..inner.own.clone()
         };
         let mut backoff = Backoff::new();
@@ -207,7 +209,7 @@ impl Uplink {
     /// The quorum of an answer, made whole.
     fn check(&self, response: torchft::LighthouseQuorumResponse) -> Result<Quorum> {
         let quorum = self.held().take_in(response)?;
-        if !quorum.contains(self.replica_id()) {
+        if !quorum.contains(self.replica_id()) && !quorum.has_spare(self.replica_id()) {
             let text = format!(
                 "the lighthouse sent quorum {} without {}",
                 quorum.quorum_id,

@@ -86,6 +86,7 @@ impl Rig {
         let answer = Ok(Arc::new(Quorum {
             quorum_id,
             participants,
+            ..Quorum::default()
         }));
         let call = *call;
         self.event(ReplicaEvent::Answered { call, answer })
