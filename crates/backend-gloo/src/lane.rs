@@ -101,9 +101,7 @@ impl Lane {
     pub(crate) fn turn(&mut self, shared: &Shared, last: Option<u64>) -> Result<Turn> {
         self.look(shared);
         if self.current.is_none() {
-            if let Some(report) = shared.report() {
-                return Err(report);
-            }
+            // Also once a loss was reported: all that the next one needs may be here. It fails where it needs more.
             self.current = match self
                 .ahead
                 .pop_front_if(|exec| last.is_some_and(|last| exec.seq <= last))

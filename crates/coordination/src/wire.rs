@@ -11,7 +11,7 @@ use tonic::{Code, Status};
 use protocol::QuorumResult;
 use protocol::assignment::RecoverySource;
 use protocol::quorum::{Order, OrderKind};
-use protocol::{AbortEpoch, Member, Quorum};
+use protocol::{AbortEpoch, Joining, Member, Quorum};
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod torchft {
@@ -45,6 +45,8 @@ impl From<torchft::QuorumMember> for Member {
             life: m.life.unwrap_or_default(),
             healed: m.healed,
             batches_committed: m.batches_committed,
+            joining: joining(m.joining),
+            is_last: m.is_last,
         }
     }
 }
@@ -66,7 +68,26 @@ impl From<Member> for torchft::QuorumMember {
             life: Some(m.life).filter(|l| !l.is_empty()),
             healed: m.healed,
             batches_committed: m.batches_committed,
+            joining: joining_code(m.joining),
+            is_last: m.is_last,
         }
+    }
+}
+
+/// What an unknown code says is not known here: such a replica joins at once.
+pub(crate) fn joining(code: u32) -> Joining {
+    match code {
+        1 => Joining::Outside,
+        2 => Joining::Now,
+        _ => Joining::Untold,
+    }
+}
+
+pub(crate) fn joining_code(joining: Joining) -> u32 {
+    match joining {
+        Joining::Untold => 0,
+        Joining::Outside => 1,
+        Joining::Now => 2,
     }
 }
 
@@ -75,6 +96,8 @@ impl From<torchft::Quorum> for Quorum {
         Self {
             quorum_id: q.quorum_id,
             participants: q.participants.into_iter().map(Into::into).collect(),
+            spares: q.spares.into_iter().map(Into::into).collect(),
+            fetching: q.fetching,
         }
     }
 }
@@ -85,6 +108,8 @@ pub(crate) fn quorum_message(quorum: &Quorum, created: SystemTime) -> torchft::Q
         quorum_id: quorum.quorum_id,
         participants: quorum.participants.iter().cloned().map(Into::into).collect(),
         created: Some(created.into()),
+        spares: quorum.spares.iter().cloned().map(Into::into).collect(),
+        fetching: quorum.fetching,
     }
 }
 
@@ -166,6 +191,9 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
                 })
                 .collect(),
             serves_replica_ranks: r.serves_replica_ranks.into_iter().map(i64::from).collect(),
+            spare: r.spare,
+            serves_spares: r.serves_spares,
+            keeps_snapshot: r.keeps_snapshot,
         }
     }
 }
@@ -226,6 +254,9 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
                 .into_iter()
                 .map(|n| number("serves_replica_ranks", n))
                 .collect::<Result<_>>()?,
+            spare: r.spare,
+            serves_spares: r.serves_spares,
+            keeps_snapshot: r.keeps_snapshot,
         };
         // A server that tells one source and its readers only, such as torchft's.
         if result.heal
@@ -515,7 +546,7 @@ mod tests {
             let member = Member {
                 replica_id: ids[0].clone(), address: "a".into(), store_address: "s".into(), step, world_size: 3,
                 shrink_only: flag, data: "{}".into(), commit_failures: 2, lineage: lineage.clone(),
-                last_quorum_id: last, last_world_size: 4, life, healed: flag, batches_committed: 9,
+                last_quorum_id: last, last_world_size: 4, life, healed: flag, batches_committed: 9, joining: joining(rank), is_last: flag,
             };
             prop_assert_eq!(&Member::from(torchft::QuorumMember::from(member.clone())), &member);
             let result = QuorumResult {
@@ -529,6 +560,7 @@ mod tests {
                     RecoverySource { replica_rank: 7, manager_address: "n".into() },
                 ],
                 serves_replica_ranks: vec![rank, 5], batches_committed: 8, draining: flag,
+                spare: flag, serves_spares: !flag, keeps_snapshot: rank > 1,
             };
             let wire = torchft::ManagerQuorumResponse::from(result.clone());
             prop_assert_eq!(QuorumResult::try_from(wire).unwrap(), result);

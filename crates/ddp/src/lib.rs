@@ -315,6 +315,9 @@ impl<R: Replica> Ddp<R> {
                 integrity: &mut self.integrity,
                 own: false,
             };
+            let step = self.replica.current_step();
+            self.replica
+                .set_last(closing || self.config.steps.is_some_and(|n| step >= n));
             let participation = self.replica.start_quorum(&mut whole, deadline)?;
             // A recovery that failed is a lost vote for the replica; from half of a state nobody goes on (INV-5).
             self.integrity.check()?;

@@ -345,6 +345,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 
     fn quorum(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<Participation> {
         let begun = Instant::now();
+        // The closing round has no data, as that of step 0, which is the first.
+        let step = self.replica.current_step();
+        self.replica.set_last(step > 0 && !self.rounds.has_data(step));
         let mut whole = Whole {
             params: &mut self.params,
             plan: &self.plan,

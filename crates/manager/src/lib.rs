@@ -7,6 +7,7 @@
 
 mod config;
 mod counted;
+mod ends;
 mod heal;
 mod manager;
 mod pending;

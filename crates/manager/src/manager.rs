@@ -5,8 +5,8 @@
 //! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
-use std::sync::atomic::{AtomicBool, AtomicI64, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use checkpoint::{HttpTransport, TransportOptions};
@@ -18,21 +18,22 @@ use ftcore::lifecycle::configure_watched;
 use ftcore::store::epoch_prefix;
 use ftcore::{
     Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Traffic, deadline_in, join_address,
-    split_address, time_left,
+    Store, SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
+    time_left,
 };
 
 use identity::{Party, Role};
 
 use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
+use crate::ends::{Ends, NO_EPOCH};
 use crate::heal;
 use crate::pending::{ManagedWork, Pending};
 use crate::replica::{Healed, Participation, Replica, State};
 use crate::reporter::Reporter;
 use protocol::Lineage;
 use protocol::commit::VoteKey;
-use protocol::rank::{Next, Rank, RankRules, blame_peer};
+use protocol::rank::{Next, Rank, RankRules};
 
 /// Keys under which group rank 0 tells the other ranks of its replica where its servers are.
 const KEY_MANAGER: &str = "oxccl/manager_address";
@@ -48,9 +49,6 @@ const TELL_OTHERS: Duration = Duration::from_millis(200);
 
 /// The longest time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(10);
-
-/// No quorum yet.
-const NO_EPOCH: i64 = -1;
 
 /// The servers of a replica; they live on group rank 0.
 struct Servers {
@@ -70,10 +68,7 @@ pub struct Manager {
     reporter: Reporter,
     servers: Option<Servers>,
     _watch: WatchGuard,
-    /// The epoch that pushed aborts are compared with.
-    live_epoch: Arc<AtomicI64>,
-    /// The newest epoch that was aborted from elsewhere, and why; ids only grow, so that one is enough.
-    aborted: Arc<Mutex<Option<(i64, String)>>>,
+    ends: Arc<Ends>,
     rank: Rank,
     shrink_only: AtomicBool,
     /// Grows whenever the training thread shows that it moves.
@@ -153,43 +148,15 @@ impl Manager {
             },
         )?;
         let reporter = Reporter::start(client.clone())?;
-        let live_epoch = Arc::new(AtomicI64::new(NO_EPOCH));
-        let aborted: Arc<Mutex<Option<(i64, String)>>> = Arc::default();
+        let ends = Ends::new(group.clone());
         let watch = {
-            let (live, aborted, group) = (live_epoch.clone(), aborted.clone(), group.clone());
+            let ends = ends.clone();
             let hosts_others = servers.is_some() && config.group_world_size > 1;
-            client.watch(
-                config.group_rank,
-                Arc::new(move |event: PushEvent| {
-                    let (quorum_id, reason, departed) = match event {
-                        PushEvent::AbortEpoch {
-                            quorum_id,
-                            reason,
-                            departed,
-                        } => (quorum_id, reason, departed),
-                        PushEvent::Kill { reason } => return end_process(&reason, hosts_others),
-                        _ => return,
-                    };
-                    let who = if departed.is_empty() {
-                        String::new()
-                    } else {
-                        format!(" (gone: {})", departed.join(", "))
-                    };
-                    let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
-                    tracing::info!("{text}");
-                    // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
-                    {
-                        let mut newest = aborted.lock().unwrap_or_else(PoisonError::into_inner);
-                        // Of several reasons for one epoch the last tells most: who is gone, after who said so.
-                        if newest.as_ref().is_none_or(|(epoch, _)| *epoch <= quorum_id) {
-                            *newest = Some((quorum_id, text.clone()));
-                        }
-                    }
-                    if live.load(Ordering::Acquire) == quorum_id {
-                        group.abort(&text);
-                    }
-                }),
-            )
+            let hear = move |event: PushEvent| match event {
+                PushEvent::Kill { reason } => end_process(&reason, hosts_others),
+                event => ends.hear(event),
+            };
+            client.watch(config.group_rank, Arc::new(hear))
         };
         let rank = Rank::new(RankRules {
             min_replicas: config.min_replicas,
@@ -214,8 +181,7 @@ impl Manager {
             reporter,
             servers,
             _watch: watch,
-            live_epoch,
-            aborted,
+            ends,
             rank,
             shrink_only: AtomicBool::new(false),
             progress,
@@ -254,17 +220,12 @@ impl Manager {
         self.rank.epoch().unwrap_or(NO_EPOCH)
     }
 
-    /// Why the epoch is over, once the lighthouse has said that it is.
-    fn epoch_is_over(&self) -> Option<String> {
-        over(&self.aborted, self.epoch())
-    }
-
     /// Why the group cannot be used for another collective without a new epoch, if it cannot.
     fn broken(&self) -> Option<String> {
         self.group
             .error()
             .map(|e| e.to_string())
-            .or_else(|| self.epoch_is_over())
+            .or_else(|| self.ends.why_over(self.epoch()))
     }
 
     /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
@@ -307,6 +268,8 @@ impl Manager {
             healed: request.healed,
             batches_committed: request.batches_committed,
             question: request.question,
+            joining: request.joining,
+            is_last: request.is_last,
         }
     }
 
@@ -381,8 +344,9 @@ impl Manager {
             servers.store.begin_epoch(epoch);
         }
         // The store is a member's, and its address is what that member says.
-        let store = TcpStore::connect(&answer.store_address, deadline)
-            .map_err(|e| blame_peer(e, "with the rendezvous store"))?;
+        let store = self
+            .ends
+            .reach_store(answer.quorum_id, &answer.store_address, deadline)?;
         let store: Arc<dyn Store> = Arc::new(store);
         let configuration = Configuration {
             store,
@@ -393,15 +357,9 @@ impl Manager {
             world_size: answer.replica_world_size,
             deadline,
         };
-        // Before the group connects a push has nothing to abort, and whoever is gone would be waited for until the deadline.
-        let (aborted, epoch) = (&*self.aborted, answer.quorum_id);
-        configure_watched(&*self.group, configuration, &|| {
-            let text = format!(
-                "the epoch was over before the group connected: {}",
-                over(aborted, epoch)?
-            );
-            Some(Error::new(ErrorKind::Aborted, text))
-        })
+        // Before the group connects a push has nothing to abort, and a member that is gone would be waited for until the deadline.
+        let (ends, epoch) = (&*self.ends, answer.quorum_id);
+        configure_watched(&*self.group, configuration, &|| ends.check(epoch).err())
     }
 
     /// What `next` wants, until the step can begin or the attempt is lost. The recovery of this replica, if there was one.
@@ -417,16 +375,18 @@ impl Manager {
         let broken = self.broken();
         let mut next = self.rank.answered(answer.clone(), broken);
         if self.rank.epoch() != before {
-            self.live_epoch.store(self.epoch(), Ordering::Release);
+            self.ends.set_live(self.epoch());
         }
         loop {
             next = match next {
-                Next::Offer { publish: true } => {
+                Next::Offer { publish: true, .. } => {
                     let offered = heal::publish(&self.transport, self.rank.lineage(), &answer, state);
                     self.rank.offered(offered)
                 }
-                Next::Offer { publish: false } => {
-                    self.transport.retire();
+                Next::Offer { publish: false, keep } => {
+                    if !keep {
+                        self.transport.retire();
+                    }
                     self.rank.offered(Ok(()))
                 }
                 Next::Configure => {
@@ -435,7 +395,7 @@ impl Manager {
                     let broken = if configured.is_ok() { self.broken() } else { None };
                     self.rank.configured(configured, broken)
                 }
-                Next::Heal => {
+                Next::Heal | Next::Fetch => {
                     let me = heal::Behind {
                         replica_id: &self.replica_id,
                         group_rank: self.config.group_rank,
@@ -443,13 +403,20 @@ impl Manager {
                         lineage: self.rank.lineage(),
                         party: self.party.as_ref(),
                     };
-                    let outcome = heal::heal(&me, &answer, state, limit());
-                    self.rank.healed(outcome.map(|(healed, lineage)| {
+                    let outcome = heal::heal(&me, &answer, state, limit()).map(|(healed, lineage)| {
                         recovery = Some(healed);
                         lineage
-                    }))
+                    });
+                    if answer.spare {
+                        if let Err(error) = &outcome {
+                            tracing::warn!(%error, step = answer.max_step, "as a spare this replica got no state; asking again");
+                        }
+                        self.rank.fetched(outcome)
+                    } else {
+                        self.rank.healed(outcome)
+                    }
                 }
-                Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
+                Next::Ask | Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
             };
         }
     }
@@ -464,8 +431,22 @@ impl Replica for Manager {
             self.rank.abandon();
         }
         self.pending = Pending::default();
-        let answer = self.ask_until(deadline)?;
-        let (next, healed) = self.come_up(answer.clone(), state, deadline);
+        self.ends.begin(self.pending.clone());
+        // A spare fetches and asks again, until it is a member; the others go on meanwhile.
+        let (mut answer, mut next, mut healed) = (QuorumResult::default(), Next::Ask, None::<Healed>);
+        while matches!(next, Next::Ask) {
+            self.progress();
+            answer = self.ask_until(deadline)?;
+            let recovery;
+            (next, recovery) = self.come_up(answer.clone(), state, deadline);
+            healed = match (recovery, healed) {
+                (Some(now), Some(before)) => Some(Healed {
+                    took: before.took + now.took,
+                    ..now
+                }),
+                (now, before) => now.or(before),
+            };
+        }
         match next {
             Next::Lost(e) => {
                 tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; it will not commit");
@@ -478,7 +459,7 @@ impl Replica for Manager {
                 self.give_up(&e, deadline);
                 return Err(e);
             }
-            Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal => {}
+            Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal | Next::Fetch | Next::Ask => {}
         }
         let (contributor_rank, contributors) = self.rank.contribution();
         Ok(Participation {
@@ -517,6 +498,7 @@ impl Replica for Manager {
                 let (reporter, epoch) = (self.reporter.clone(), self.epoch());
                 self.pending
                     .track(&work, move |error| reporter.send(epoch, &error));
+                self.ends.settle();
                 ManagedWork::submitted(work)
             }
             Err(rejected) => {
@@ -587,6 +569,10 @@ impl Replica for Manager {
         self.rank.answer().is_some_and(|answer| answer.draining)
     }
 
+    fn set_last(&mut self, is_last: bool) {
+        self.rank.set_last(is_last);
+    }
+
     fn progress(&self) {
         self.progress.fetch_add(1, Ordering::Relaxed);
     }
@@ -606,7 +592,7 @@ impl Replica for Manager {
     }
 
     fn leave(&mut self, deadline: Instant) -> Result<()> {
-        self.live_epoch.store(NO_EPOCH, Ordering::Release);
+        self.ends.set_live(NO_EPOCH);
         self.group.shutdown(deadline)?;
         if self.servers.is_none()
             && let Err(error) = self.client.leave(self.config.group_rank, deadline)
@@ -636,13 +622,6 @@ impl Drop for Manager {
             servers.store.shutdown();
         }
     }
-}
-
-/// Why `epoch` is over, once the lighthouse has said that it is.
-fn over(aborted: &Mutex<Option<(i64, String)>>, epoch: i64) -> Option<String> {
-    let aborted = aborted.lock().unwrap_or_else(PoisonError::into_inner);
-    let (_, why) = aborted.as_ref().filter(|(newest, _)| *newest >= epoch)?;
-    Some(why.clone())
 }
 
 /// An operator ends this replica. By force: whatever holds up its training thread would hold up the end in good order as well.

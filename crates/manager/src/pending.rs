@@ -37,6 +37,11 @@ impl Pending {
         self.lock().error.clone()
     }
 
+    /// True while something tracked has not ended.
+    pub fn is_running(&self) -> bool {
+        self.lock().outstanding > 0
+    }
+
     /// The smallest number of contributors over the reductions that finished; `None` if there were none.
     pub fn least_contributors(&self) -> Option<u32> {
         self.lock().least_contributors

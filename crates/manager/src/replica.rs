@@ -10,7 +10,7 @@ use crate::ManagedWork;
 /// State that a healing replica takes over from a healthy one.
 ///
 /// `save` is called on the training thread inside `start_quorum`, when somebody needs to heal from this replica; the
-/// result is an immutable snapshot (L10). `load` is called there too, on the replica that heals.
+/// result is an immutable snapshot (L10). `load` is called there too, on the replica that heals, more than once if it is far behind.
 pub trait State {
     /// Puts everything that the next step depends on into `out`.
     fn save(&self, out: &mut StateDict) -> Result<()>;
@@ -37,7 +37,7 @@ pub struct Participation {
     pub contributor_rank: Option<u32>,
     /// The number of replicas that contribute to this attempt.
     pub contributors: u32,
-    /// `Some` if this replica took its state over from a peer just now.
+    /// `Some` if this replica took its state over from a peer just now, as a spare or as a member; `took` is the time of all transfers.
     pub healed: Option<Healed>,
     /// Ids of the members.
     pub members: Vec<String>,
@@ -89,6 +89,10 @@ pub trait Replica {
     /// True from a quorum on with which an operator told this replica to drain: once the step has committed it leaves ([`leave`](Self::leave)),
     /// and its process ends well. All ranks of a replica are told with the same quorum. A replica that goes on is told again with the next.
     fn draining(&self) -> bool;
+
+    /// The next quorum is, or is not, that of the run's last step. A replica that is far behind fetches the state beside the others, who do not wait
+    /// for it; in the last step they do, since there is no later one.
+    fn set_last(&mut self, _is_last: bool) {}
 
     /// Shows that the training thread moves. The calls above do, too; a loop that computes for long between them calls this now and
     /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).

@@ -119,8 +119,6 @@ fn a_replica_that_joins_two_others_has_a_copy_made_by_each_and_ends_with_their_s
         assert_eq!(state.steps, new.current_step() as f32);
         assert!(state.frozen == frozen(2.0), "the weights are not the sources'");
         assert!(healed.bytes > 400_000, "{healed:?}");
-        // A new process has nothing to offer, so nothing of it is copied or hashed.
-        assert_eq!(state.saved.load(Ordering::SeqCst), 0);
         joined.store(true, Ordering::SeqCst);
         new.leave(soon()).unwrap();
         for handle in old {

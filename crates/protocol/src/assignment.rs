@@ -74,6 +74,13 @@ pub struct QuorumResult {
     pub contributor_rank: Option<u32>,
     /// The number of replicas that contribute to the step.
     pub contributor_world_size: u32,
+    /// This replica is no member, but a spare: it fetches the state of the step from `recover_sources`, outside the group, and asks again. What
+    /// concerns members only is empty or 0.
+    pub spare: bool,
+    /// Spares fetch from this replica: it publishes its state.
+    pub serves_spares: bool,
+    /// Spares of earlier quorums fetch still: what was published for them stays.
+    pub keeps_snapshot: bool,
 }
 
 /// The lineage that counts at `max_step`: the one that most members hold, the lowest id's in a tie.
@@ -107,19 +114,19 @@ fn rank(index: usize) -> Result<u32> {
 pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: bool) -> Result<QuorumResult> {
     let mut members: Vec<&Member> = quorum.participants.iter().collect();
     members.sort_by(|a, b| a.replica_id.cmp(&b.replica_id));
-    let own = members
-        .iter()
-        .position(|m| m.replica_id == replica_id)
-        .ok_or_else(|| {
-            let ids = listed(members.iter().map(|m| m.replica_id.as_str()));
-            Error::new(
-                ErrorKind::NotFound,
-                format!(
-                    "replica {replica_id} is not in quorum {} of {ids}",
-                    quorum.quorum_id
-                ),
-            )
-        })?;
+    let place = members.iter().position(|m| m.replica_id == replica_id);
+    let spare = quorum.spares.iter().position(|m| m.replica_id == replica_id);
+    // A spare is no member: no place is its own.
+    let own = place.or(spare.map(|_| usize::MAX)).ok_or_else(|| {
+        let ids = listed(members.iter().map(|m| m.replica_id.as_str()));
+        Error::new(
+            ErrorKind::NotFound,
+            format!(
+                "replica {replica_id} is not in quorum {} of {ids}",
+                quorum.quorum_id
+            ),
+        )
+    })?;
     let max_step = members.iter().map(|m| m.step).max().unwrap_or(0);
     let lineage = reference_lineage(&members, max_step);
     let initial = init_sync && max_step == 0;
@@ -155,7 +162,9 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
 
     let mut result = QuorumResult {
         quorum_id: quorum.quorum_id,
-        replica_rank: rank(own)?,
+        replica_rank: place.map_or(Ok(0), rank)?,
+        spare: place.is_none(),
+        keeps_snapshot: quorum.fetching > 0,
         replica_world_size: rank(members.len())?,
         store_address: members
             .get(primary)
@@ -181,14 +190,31 @@ pub fn assign(replica_id: &str, group_rank: u32, quorum: &Quorum, init_sync: boo
         contributor_world_size: rank(contributors.len())?,
         ..QuorumResult::default()
     };
-    for (k, &destination) in behind.iter().enumerate() {
+    let sources_of = |k: usize| {
         let start = (k + offset) % sources.len().max(1);
-        let all = sources
-            .iter()
-            .cycle()
-            .skip(start)
-            .take(sources.len().min(MAX_SOURCES));
-        for (nth, &source) in all.enumerate() {
+        let number = sources.len().min(MAX_SOURCES);
+        sources.iter().cycle().skip(start).take(number)
+    };
+    for nth in 0..quorum.spares.len() {
+        for &source in sources_of(behind.len() + nth) {
+            result.serves_spares |= source == own;
+            if place.is_none() && spare == Some(nth) {
+                result.heal = true;
+                result.recover_src_replica_rank.get_or_insert(rank(source)?);
+                result.recover_sources.push(RecoverySource {
+                    replica_rank: rank(source)?,
+                    manager_address: members.get(source).map(|m| m.address.clone()).unwrap_or_default(),
+                });
+            }
+        }
+    }
+    if let Some(first) = result.recover_sources.first().filter(|_| result.spare) {
+        result
+            .recover_src_manager_address
+            .clone_from(&first.manager_address);
+    }
+    for (k, &destination) in behind.iter().enumerate() {
+        for (nth, &source) in sources_of(k).enumerate() {
             if destination == own {
                 let address = members.get(source).map(|m| m.address.clone()).unwrap_or_default();
                 if nth == 0 {
@@ -230,6 +256,7 @@ mod tests {
         Quorum {
             quorum_id: 1,
             participants: members.iter().enumerate().map(member).collect(),
+            ..Quorum::default()
         }
     }
 
@@ -284,6 +311,36 @@ mod tests {
         let start = steps(&[0, 0, 0]);
         assert_eq!(ranks(&at(&start, 1, 0, true)), [0]);
         assert_eq!(at(&start, 2, 0, true).serves_replica_ranks, Vec::<u32>::new());
+    }
+
+    #[test]
+    fn a_spare_gets_sources_and_no_place_and_its_sources_publish() {
+        let mut q = steps(&[7, 7, 7, 7]);
+        q.spares = vec![
+            Member {
+                replica_id: "x".into(),
+                ..Member::default()
+            },
+            Member {
+                replica_id: "y".into(),
+                ..Member::default()
+            },
+        ];
+        let y = assign("y", 0, &q, true).unwrap();
+        assert!(y.spare && y.heal && y.contributor_rank.is_none());
+        assert_eq!((y.replica_world_size, y.max_step), (4, 7));
+        let ranks: Vec<u32> = y.recover_sources.iter().map(|s| s.replica_rank).collect();
+        assert_eq!(
+            (ranks, y.recover_src_manager_address.as_str()),
+            (vec![1, 2, 3], "addr_1")
+        );
+        q.spares.truncate(1);
+        let serves: Vec<bool> = (0..4).map(|i| at(&q, i, 0, true).serves_spares).collect();
+        assert_eq!(serves, [true, true, true, false]);
+        assert!((0..4).all(|i| !at(&q, i, 0, true).spare && at(&q, i, 0, true).contributor_world_size == 4));
+        q.spares.clear();
+        q.fetching = 1;
+        assert!(at(&q, 0, 0, true).keeps_snapshot && !at(&q, 0, 0, true).serves_spares);
     }
 
     #[test]

@@ -9,7 +9,7 @@ use std::sync::Arc;
 
 use ftcore::{Error, ErrorKind};
 
-use crate::member::Quorum;
+use crate::member::{Joining, Quorum};
 use crate::quorum::Ticket;
 
 /// What one rank asks.
@@ -33,6 +33,10 @@ pub struct RankRequest {
     pub batches_committed: i64,
     /// Counts the questions of this rank. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
     pub question: i64,
+    /// What the replica does if it is far behind.
+    pub joining: Joining,
+    /// The run ends with this step.
+    pub is_last: bool,
 }
 
 /// What the server shall do.
@@ -211,6 +215,11 @@ impl GatherState {
         for r in all {
             request.shrink_only |= r.shrink_only;
             request.healed |= r.healed;
+            request.is_last |= r.is_last;
+            request.joining = match (request.joining, r.joining) {
+                (Joining::Untold, _) | (_, Joining::Untold) => Joining::Untold,
+                (one, other) => one.max(other),
+            };
             request.commit_failures = request.commit_failures.max(r.commit_failures);
             // A rank without a reduction of its own counts none.
             request.batches_committed = request.batches_committed.max(r.batches_committed);

@@ -22,4 +22,4 @@ pub mod replica;
 
 pub use assignment::QuorumResult;
 pub use lineage::Lineage;
-pub use member::{AbortEpoch, MAX_ID_BYTES, Member, Quorum};
+pub use member::{AbortEpoch, Joining, MAX_ID_BYTES, Member, Quorum};

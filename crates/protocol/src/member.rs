@@ -35,6 +35,22 @@ pub struct Member {
     pub batches_committed: i64,
     /// Tells two processes apart that come under the same `replica_id`; empty if not told.
     pub life: String,
+    /// What it does if it is far behind.
+    pub joining: Joining,
+    /// Its run ends with the step of this quorum: a replica that is behind has no later one to join.
+    pub is_last: bool,
+}
+
+/// How a replica that is far behind comes into the quorum.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Joining {
+    /// As a member, which heals while the others wait; and it gives its state to members only. torchft's managers.
+    #[default]
+    Untold,
+    /// As a spare: it fetches the state while the others go on, until it is within one step of them.
+    Outside,
+    /// As a member now: it was a spare long enough.
+    Now,
 }
 
 /// The replicas that take part in an epoch. Made by the lighthouse, the same for all of them.
@@ -44,6 +60,10 @@ pub struct Quorum {
     pub quorum_id: i64,
     /// The members in order of `replica_id` (byte order).
     pub participants: Vec<Member>,
+    /// Replicas far behind that fetch the state of this quorum's step and are no members, in order of `replica_id`.
+    pub spares: Vec<Member>,
+    /// The number of spares of earlier quorums that fetch still: what they were offered stays.
+    pub fetching: u64,
 }
 
 impl Quorum {
@@ -52,7 +72,12 @@ impl Quorum {
         self.participants.iter().any(|m| m.replica_id == replica_id)
     }
 
-    /// The ids in order.
+    /// True if `replica_id` is a spare of this quorum.
+    pub fn has_spare(&self, replica_id: &str) -> bool {
+        self.spares.iter().any(|m| m.replica_id == replica_id)
+    }
+
+    /// The members' ids in order.
     pub fn ids(&self) -> impl Iterator<Item = &str> {
         self.participants.iter().map(|m| m.replica_id.as_str())
     }

@@ -42,6 +42,7 @@ mod forming;
 mod operator;
 mod record;
 mod roster;
+mod spares;
 mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
@@ -59,6 +60,10 @@ pub struct LighthouseState {
     rules: QuorumRules,
     quorum_id: i64,
     previous: Option<Arc<Quorum>>,
+    /// The highest step of a member of the last quorum; nothing before the first one of this lighthouse.
+    frontier: Option<i64>,
+    /// Since when members cannot go on without the spares that wait.
+    spares_asked_for: Option<Instant>,
     /// The abort of the present epoch, for members that reattach after the push.
     aborted: Option<AbortEpoch>,
     roster: Roster,
@@ -124,6 +129,8 @@ impl LighthouseState {
             rules,
             quorum_id: record.as_ref().map_or(0, |r| r.quorum_id).max(clock_ms),
             previous: None,
+            frontier: None,
+            spares_asked_for: None,
             aborted: None,
             roster,
             job: record.as_ref().map(Job::of),
@@ -282,6 +289,7 @@ impl LighthouseState {
             (entry.seen, entry.coming, entry.order) = (None, None, None);
             let departs = entry.member && !entry.departed;
             entry.departed |= departs;
+            (entry.spare, entry.far) = (false, false);
             (entry.waiting.take(), departs)
         });
         self.unsaved |= departs;

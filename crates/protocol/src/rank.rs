@@ -16,6 +16,11 @@ use crate::assignment::QuorumResult;
 use crate::commit::VoteKey;
 use crate::gather::RankRequest;
 use crate::lineage::Lineage;
+use crate::member::Joining;
+
+/// So often a replica that is far behind fetches the state outside the group. If it is not within one step of the members then, the state
+/// is too large for their pace: it becomes a member, and they wait for it once.
+pub const MAX_TRIES_OUTSIDE: u32 = 3;
 
 /// What stays the same for the whole run.
 #[derive(Debug, Clone, Default)]
@@ -39,11 +44,17 @@ pub enum Next {
     Offer {
         /// True if somebody heals from this replica.
         publish: bool,
+        /// Spares still fetch what was offered before: it is not withdrawn.
+        keep: bool,
     },
     /// Connect the group for the answer's epoch. Then [`Rank::configured`].
     Configure,
     /// Fetch and load the state. Then [`Rank::healed`].
     Heal,
+    /// This replica is a spare: fetch and load the state, outside of any group. Then [`Rank::fetched`].
+    Fetch,
+    /// Begin again with [`Rank::start`]: a spare has fetched, or could not.
+    Ask,
     /// The reductions of the step may begin. Then [`Rank::vote`].
     Ready,
     /// This attempt will not commit: abort the group, report the error, and vote, which will be a no. The other ranks of
@@ -75,6 +86,9 @@ pub struct Rank {
     in_step: bool,
     lost: Option<Error>,
     questions: i64,
+    /// Fetches as a spare since it committed last.
+    tries_outside: u32,
+    is_last: bool,
 }
 
 impl Rank {
@@ -97,6 +111,8 @@ impl Rank {
             in_step: false,
             lost: None,
             questions: 0,
+            tries_outside: 0,
+            is_last: false,
         }
     }
 
@@ -171,6 +187,11 @@ impl Rank {
         self.commit_failures = self.commit_failures.max(1);
     }
 
+    /// The run ends with the next step, or does not: a replica that is behind is a member of its quorum, since there is no later one.
+    pub fn set_last(&mut self, is_last: bool) {
+        self.is_last = is_last;
+    }
+
     /// Begins an attempt: what to ask, and to ask again as it is if the answer is lost. `broken`: the group cannot be used for another step as it is.
     pub fn start(&mut self, broken: bool) -> RankRequest {
         self.in_step = false;
@@ -190,11 +211,22 @@ impl Rank {
             healed: self.healed_into == Some(self.step),
             batches_committed: self.batches,
             question: self.questions,
+            joining: if self.tries_outside < MAX_TRIES_OUTSIDE {
+                Joining::Outside
+            } else {
+                Joining::Now
+            },
+            is_last: self.is_last,
         }
     }
 
     /// The quorum's answer. `broken`: why the group as it is cannot be used, if it cannot.
     pub fn answered(&mut self, answer: QuorumResult, broken: Option<String>) -> Next {
+        if answer.spare {
+            // Nothing of the epoch is this rank's: no group, no vote.
+            self.answer = Some(answer);
+            return Next::Fetch;
+        }
         let id = answer.quorum_id;
         // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
         let same = self.epoch == Some(id) && answer.replica_ids == self.members;
@@ -216,7 +248,8 @@ impl Rank {
         };
         self.in_step = true;
         self.connects = !same;
-        let publish = !answer.serves_replica_ranks.is_empty();
+        let publish = !answer.serves_replica_ranks.is_empty() || answer.serves_spares;
+        let keep = answer.keeps_snapshot;
         // The source of an initial sync holds the initial state from now on, as those do that heal from it.
         let initial = self.step == 0 && answer.max_step == 0 && self.lineage.as_str().is_empty();
         if initial && !answer.heal {
@@ -244,7 +277,7 @@ impl Rank {
         match trouble {
             Some(text) => self.lose(Error::new(ErrorKind::Aborted, text)),
             // Snapshot first: a replica that heals needs it while this replica is still connecting.
-            None => Next::Offer { publish },
+            None => Next::Offer { publish, keep },
         }
     }
 
@@ -285,6 +318,23 @@ impl Rank {
                 ErrorKind::InvalidState,
                 "a state was loaded without a quorum",
             )),
+        }
+    }
+
+    /// As a spare: the state of the quorum's step was loaded, with its lineage, or it was not. Nobody waits for this replica, so
+    /// neither costs a vote.
+    pub fn fetched(&mut self, outcome: Result<Lineage, Error>) -> Next {
+        self.tries_outside += 1;
+        match (outcome, &self.answer) {
+            (Ok(lineage), Some(answer)) => {
+                self.step = answer.max_step;
+                self.lineage = lineage;
+                self.batches = answer.batches_committed;
+                self.healed_into = Some(self.step);
+                Next::Ask
+            }
+            (Err(e), _) if is_permanent(&e) => Next::End(e),
+            _ => Next::Ask,
         }
     }
 
@@ -368,6 +418,8 @@ impl Rank {
             self.step += 1;
             self.attempt = 0;
             self.commit_failures = 0;
+            // Only now: one that became a member and lost the step is not sent out for ever.
+            self.tries_outside = 0;
             return Ok(());
         }
         self.commit_failures += 1;
@@ -591,6 +643,47 @@ mod tests {
             theirs.message().contains("b:1") && theirs.message().contains("no port"),
             "{theirs}"
         );
+    }
+
+    #[test]
+    fn a_spare_fetches_and_asks_again_and_after_three_times_it_wants_to_be_a_member() {
+        let mut r = rank();
+        for step in [4, 9, 14] {
+            assert_eq!(r.start(false).joining, Joining::Outside);
+            let spare = QuorumResult {
+                spare: true,
+                ..answer(5, step, true)
+            };
+            assert!(matches!(r.answered(spare, None), Next::Fetch));
+            assert_eq!((r.in_step(), r.epoch()), (false, None), "it is in no epoch");
+            let lineage = Lineage::default().after(5, step);
+            assert!(matches!(r.fetched(Ok(lineage)), Next::Ask));
+            assert_eq!(r.step(), step);
+        }
+        assert_eq!(r.start(false).joining, Joining::Now);
+        // A member that lost the step is not sent out again; one that committed is.
+        come_up(&mut r, answer(6, 16, true));
+        r.vote(None, Some(1)).unwrap();
+        r.decided(Some(false)).unwrap();
+        assert_eq!(r.start(false).joining, Joining::Now);
+        come_up(&mut r, answer(7, 16, false));
+        r.vote(None, Some(1)).unwrap();
+        r.decided(Some(true)).unwrap();
+        assert_eq!(r.start(false).joining, Joining::Outside);
+    }
+
+    #[test]
+    fn a_spare_that_gets_no_state_loses_no_vote() {
+        let mut r = rank();
+        r.start(false);
+        let spare = QuorumResult {
+            spare: true,
+            ..answer(5, 4, true)
+        };
+        r.answered(spare, None);
+        let gone = Error::new(ErrorKind::PeerLost, "all sources are gone");
+        assert!(matches!(r.fetched(Err(gone)), Next::Ask));
+        assert_eq!((r.step(), r.commit_failures()), (0, 0));
     }
 
     #[test]

@@ -554,7 +554,10 @@ impl ReplicaState {
                     init_sync,
                     quorum,
                 } => {
-                    self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
+                    // A spare is in no quorum.
+                    if quorum.contains(&self.rules.replica_id) {
+                        self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
+                    }
                     self.moved(rank, now);
                     let mut answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
                     if let Ok(answer) = &mut answer {

@@ -16,8 +16,8 @@ use crate::channel::{Backoff, Way, call, wait_for};
 use crate::manager::presence::process_space;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
-use protocol::QuorumResult;
+use crate::wire::{MAX_MESSAGE_BYTES, joining_code, oxccl, torchft};
+use protocol::{Joining, QuorumResult};
 
 /// What a rank says when it asks for a quorum.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -44,6 +44,10 @@ pub struct QuorumRequest {
     pub batches_committed: i64,
     /// Counts the rank's questions. The same one asked again, because its answer was lost, keeps its number; 0 if not told.
     pub question: i64,
+    /// What the replica does if it is far behind; the same on all ranks of the replica.
+    pub joining: Joining,
+    /// The run ends with this step.
+    pub is_last: bool,
 }
 
 /// A rank's vote on whether the replica commits the step.
@@ -162,6 +166,8 @@ impl ManagerClient {
             healed: request.healed,
             question: request.question,
             batches_committed: request.batches_committed,
+            joining: joining_code(request.joining),
+            is_last: request.is_last,
         };
         wait_for(&self.connection.handle()?, "quorum", deadline, async move {
             call("quorum", &url, deadline, message, |r| async move {

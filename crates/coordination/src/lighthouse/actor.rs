@@ -641,6 +641,7 @@ pub(crate) mod tests {
                     ..Member::default()
                 })
                 .collect(),
+            ..Quorum::default()
         };
         assert_eq!(named(&quorum(2)), "r0, r1");
         assert!(named(&quorum(16)).ends_with(", r15"));

@@ -164,6 +164,8 @@ mod tests {
             life: text("life", own & 32),
             healed: own & 64 != 0,
             batches_committed: i64::from(same) * 3,
+            joining: crate::wire::joining(u32::from(own & 3)),
+            is_last: own & 32 != 0,
         }
     }
 
@@ -190,7 +192,8 @@ mod tests {
             for ((another, members), lost) in quorums.into_iter().zip(lost) {
                 id += i64::from(another);
                 let participants = members.into_iter().enumerate().map(|(i, (same, own))| member(i, same, own)).collect();
-                let quorum = Arc::new(Quorum { quorum_id: id, participants });
+                let spares = (id % 3 == 0).then(|| member(9, 1, 0)).into_iter().collect();
+                let quorum = Arc::new(Quorum { quorum_id: id, participants, spares, fetching: (id % 2).unsigned_abs() });
                 let mut replies = shelf.replies(&quorum, SystemTime::now());
                 let full = received(&replies.holding(0).unwrap());
                 prop_assert_eq!(&Quorum::from(full.quorum.unwrap()), &*quorum);
@@ -216,6 +219,7 @@ mod tests {
         Arc::new(Quorum {
             quorum_id: 7,
             participants,
+            ..Quorum::default()
         })
     }
 

@@ -15,7 +15,9 @@ use crate::channel::background_deadline;
 use crate::lighthouse::operator_only;
 use crate::serve::members::{caller, in_the_name_of};
 use crate::serve::unknown;
-use crate::wire::{MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, oxccl, rank, status_of, torchft};
+use crate::wire::{
+    MAX_MESSAGE_BYTES, answer_by, bounded, grpc_timeout, joining, oxccl, rank, status_of, torchft,
+};
 use protocol::commit::VoteKey;
 use protocol::gather::RankRequest;
 use protocol::quorum::{Ticket, cut};
@@ -95,6 +97,8 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 healed: r.healed,
                 question: r.question,
                 batches_committed: r.batches_committed,
+                joining: joining(r.joining),
+                is_last: r.is_last,
             },
             metadata: r.checkpoint_metadata,
             deadline,

@@ -159,6 +159,8 @@ impl Uplink {
             last_world_size: inner.last_world_size.load(Ordering::Relaxed),
             healed: request.healed,
             batches_committed: request.batches_committed,
+            joining: request.joining,
+            is_last: request.is_last,
             ..inner.own.clone()
         };
         let mut backoff = Backoff::new();
@@ -200,7 +202,7 @@ impl Uplink {
     /// The quorum of an answer, made whole.
     fn check(&self, response: torchft::LighthouseQuorumResponse) -> Result<Quorum> {
         let quorum = self.held().take_in(response)?;
-        if !quorum.contains(self.replica_id()) {
+        if !quorum.contains(self.replica_id()) && !quorum.has_spare(self.replica_id()) {
             let text = format!(
                 "the lighthouse sent quorum {} without {}",
                 quorum.quorum_id,

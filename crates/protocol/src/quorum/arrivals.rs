@@ -97,6 +97,14 @@ impl LighthouseState {
             actions.push(Action::Reject { ticket, error });
             return;
         }
+        if self.is_over() && self.roster.get(&id).is_some_and(|e| e.spare) {
+            let text = format!(
+                "the run is over: its members left while replica {id} fetched their state, which is not what the run ended with"
+            );
+            let error = Error::new(ErrorKind::Conflict, text);
+            actions.push(Action::Reject { ticket, error });
+            return;
+        }
         self.drop_older_lives(&id, actions);
         self.first_asked.get_or_insert(now);
         self.hear(&member);
@@ -107,6 +115,7 @@ impl LighthouseState {
             Some(job) => (member.step >= job.step, job.names(&id)),
             None => (true, false),
         };
+        let spare = self.is_far_behind(&member);
         let waiting = Waiting {
             member,
             ticket,
@@ -115,7 +124,7 @@ impl LighthouseState {
         let older = self.roster.update(&id, |entry| {
             (entry.departed, entry.left, entry.failed, entry.coming) = (false, false, false, None);
             (entry.current, entry.named, entry.newest) = (current, named, newest);
-            entry.seen = Some(now);
+            (entry.seen, entry.spare, entry.far) = (Some(now), spare, spare);
             entry.waiting.replace(waiting)
         });
         if let Some(old) = older {

@@ -49,6 +49,7 @@ impl LighthouseState {
     }
 
     pub(super) fn decide(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        self.sort_spares(now);
         self.turn_away_stragglers(actions);
         loop {
             let verdict = self.judge(now);
@@ -66,21 +67,31 @@ impl LighthouseState {
     }
 
     fn form(&mut self, actions: &mut Vec<Action>) {
-        let of_note = self.roster.iter().filter(|(_, e)| e.member || e.is_asking());
+        let fetching = self.roster.tally().fetching as u64;
+        let of_note = self
+            .roster
+            .iter()
+            .filter(|(_, e)| e.member || e.waiting.is_some());
         let ids: Vec<(Id, bool)> = of_note
             .map(|(id, e)| (id.clone(), self.is_candidate(e)))
             .collect();
         let mut tickets = Vec::with_capacity(ids.len());
         let mut participants = Vec::with_capacity(ids.len());
+        let mut spares = Vec::new();
         for (id, takes_part) in ids {
+            let waits = self.roster.get(&id).is_some_and(|e| !e.member && !e.is_asking());
+            let spare = self.roster.get(&id).is_some_and(|e| e.spare && e.seen.is_some());
+            if waits && !spare {
+                continue;
+            }
             let waiting = self.roster.update(&id, |entry| {
                 (entry.member, entry.departed) = (takes_part, false);
                 (entry.left, entry.failed) = (false, false);
-                entry.waiting.take_if(|_| takes_part)
+                entry.waiting.take_if(|_| takes_part || spare)
             });
             if let Some(w) = waiting {
                 tickets.push(w.ticket);
-                participants.push(w.member);
+                if spare { &mut spares } else { &mut participants }.push(w.member);
             }
         }
         // One with another history at the recorded step heals, if somebody has the recorded state.
@@ -94,6 +105,8 @@ impl LighthouseState {
                 member.step -= 1;
             }
         }
+        self.spares_asked_for = None;
+        self.frontier = participants.iter().map(|m| m.step).max();
         let is_new = self.needs_new_id(&participants);
         if is_new {
             let reported = participants.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
@@ -111,6 +124,8 @@ impl LighthouseState {
         let quorum = Arc::new(Quorum {
             quorum_id: self.quorum_id,
             participants,
+            spares,
+            fetching,
         });
         self.tell_left_out(&quorum, actions);
         self.previous = Some(quorum.clone());

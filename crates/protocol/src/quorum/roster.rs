@@ -56,6 +56,11 @@ pub(super) struct Entry {
     pub(super) current: bool,
     /// It waits, and a member of the recorded quorum has its name.
     pub(super) named: bool,
+    /// It is far behind, and fetches the state of a quorum outside of it, or waits for one to fetch from. It is no candidate, and
+    /// nobody's majority.
+    pub(super) spare: bool,
+    /// It waits, far behind: a spare unless the others cannot go on without it.
+    pub(super) far: bool,
     /// It waits, and was in the newest quorum that a replica has told of.
     pub(super) newest: bool,
     /// Where the entry stands in the index of the time-outs; never later than its time-out.
@@ -65,12 +70,12 @@ pub(super) struct Entry {
 impl Entry {
     /// It waits for a quorum and is healthy.
     pub(super) fn is_asking(&self) -> bool {
-        self.waiting.is_some() && self.seen.is_some()
+        self.waiting.is_some() && self.seen.is_some() && !self.spare
     }
 
     /// A healthy member of the last quorum that is not waiting: at work in it.
     pub(super) fn is_busy(&self) -> bool {
-        self.member && self.seen.is_some() && self.waiting.is_none()
+        self.member && self.seen.is_some() && self.waiting.is_none() && !self.spare
     }
 
     fn is_empty(&self) -> bool {
@@ -84,9 +89,10 @@ impl Entry {
     /// What it adds to the counters.
     pub(super) fn tally(&self) -> Tally {
         let of = usize::from;
-        let asking = self.waiting.as_ref().filter(|_| self.seen.is_some());
+        let asking = self.waiting.as_ref().filter(|_| self.is_asking());
+        let spare = self.spare && self.seen.is_some();
         Tally {
-            healthy: of(self.seen.is_some()),
+            healthy: of(self.seen.is_some() && !self.spare),
             waiting: of(self.waiting.is_some()),
             asking: of(asking.is_some()),
             members: of(self.member),
@@ -102,6 +108,13 @@ impl Entry {
             members_current: of(self.current && self.member && asking.is_some()),
             named: of(self.named && asking.is_some()),
             newest: of(self.newest && asking.is_some()),
+            ending: of(asking.is_some_and(|w| w.member.is_last)),
+            taken_in: of(self.far && asking.is_some()),
+            named_taken_in: of(self.far && self.named && asking.is_some()),
+            current_taken_in: of(self.far && self.current && asking.is_some()),
+            members_taken_in: of(self.far && self.member && asking.is_some()),
+            spares_asking: of(spare && self.waiting.is_some()),
+            fetching: of(spare && self.waiting.is_none()),
         }
     }
 }
@@ -138,6 +151,17 @@ pub(super) struct Tally {
     pub(super) named: usize,
     /// Asking, out of the newest quorum that a replica has told of.
     pub(super) newest: usize,
+    /// Asking for the last step of their run.
+    pub(super) ending: usize,
+    /// Asking, and far behind: the others cannot go on without them.
+    pub(super) taken_in: usize,
+    pub(super) members_taken_in: usize,
+    pub(super) named_taken_in: usize,
+    pub(super) current_taken_in: usize,
+    /// Spares that wait for a quorum to fetch from.
+    pub(super) spares_asking: usize,
+    /// Spares that fetch.
+    pub(super) fetching: usize,
 }
 
 impl Tally {
@@ -159,6 +183,13 @@ impl Tally {
             (&mut self.members_current, other.members_current),
             (&mut self.named, other.named),
             (&mut self.newest, other.newest),
+            (&mut self.ending, other.ending),
+            (&mut self.taken_in, other.taken_in),
+            (&mut self.members_taken_in, other.members_taken_in),
+            (&mut self.named_taken_in, other.named_taken_in),
+            (&mut self.current_taken_in, other.current_taken_in),
+            (&mut self.spares_asking, other.spares_asking),
+            (&mut self.fetching, other.fetching),
         ] {
             change(own, other);
         }

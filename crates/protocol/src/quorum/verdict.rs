@@ -66,6 +66,11 @@ impl LighthouseState {
         entry.is_asking() && (entry.member || !self.shrinks())
     }
 
+    /// The record binds those who ask.
+    pub(super) fn binds(&self) -> bool {
+        self.job.is_some() && !self.is_over() && !self.accept_rollback
+    }
+
     /// True if the job would go back from the recorded step without those who could say so.
     fn goes_back(&self) -> bool {
         let tally = self.roster.tally();
@@ -74,8 +79,7 @@ impl LighthouseState {
         } else {
             (tally.current, tally.named)
         };
-        let binds = self.job.is_some() && !self.is_over() && !self.accept_rollback;
-        binds && current == 0 && named * 2 <= tally.members
+        self.binds() && current == 0 && named * 2 <= tally.members
     }
 
     /// How many of the last quorum's members ask, and how many it had, if they are not enough for the first quorum after a restart.
@@ -121,8 +125,9 @@ impl LighthouseState {
             Verdict::GoesBack
         } else if self.lacks_of_last(now).is_some() {
             Verdict::Recovers
-        } else if (tally.healthy == tally.asking && (overlaps || tally.coming == 0))
-            || (overlaps && tally.busy == 0)
+        } else if ((tally.healthy == tally.asking && (overlaps || tally.coming == 0))
+            || (overlaps && tally.busy == 0))
+            && (tally.ending == 0 || tally.fetching == 0)
         {
             Verdict::Form
         } else {

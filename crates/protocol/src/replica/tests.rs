@@ -86,6 +86,7 @@ impl Rig {
         let answer = Ok(Arc::new(Quorum {
             quorum_id,
             participants,
+            ..Quorum::default()
         }));
         let call = *call;
         self.event(ReplicaEvent::Answered { call, answer })
@@ -302,6 +303,7 @@ fn all_ranks_learn_of_a_drain_with_the_same_quorum_also_if_an_answer_is_lost() {
                 replica_id: "a:1".into(),
                 ..Member::default()
             }],
+            ..Quorum::default()
         };
         let answer = Ok(Arc::new(quorum));
         rig.event(ReplicaEvent::Answered { call: *call, answer })

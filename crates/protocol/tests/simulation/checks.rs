@@ -1,10 +1,14 @@
 //! What must hold, looked at after every event.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::Duration;
+
+use protocol::{Joining, Quorum};
 
 use protocol::rank::Rank;
 
 use crate::groups::{Share, Who};
+use crate::trainer::Offer;
 
 /// What was seen so far.
 #[derive(Debug, Default)]
@@ -15,6 +19,16 @@ pub(crate) struct Checks {
     epochs: BTreeMap<i64, Vec<String>>,
     /// Replicas do not tell how many batches led to their state.
     pub(crate) foreign: bool,
+    /// What was offered: group rank, step, and both parts of the state.
+    offers: BTreeSet<(u32, i64, u64, u64)>,
+    /// The highest step of the last quorum of this lighthouse.
+    frontier: Option<i64>,
+    /// Its members.
+    last: Vec<String>,
+    /// When each replica asked last.
+    asked: BTreeMap<String, Duration>,
+    /// Quorums with spares beside them.
+    pub(crate) spares: u64,
     /// Steps that replicas have committed, over all of them.
     pub(crate) commits: u64,
 }
@@ -62,6 +76,69 @@ impl Checks {
                 self.epochs.insert(epoch, members.to_vec());
                 Ok(())
             }
+        }
+    }
+
+    /// A rank offers its state.
+    pub(crate) fn offered(&mut self, who: Who, offer: &Offer) {
+        self.offers
+            .insert((who.rank, offer.step, offer.value, offer.local));
+    }
+
+    /// A rank took a state over: one that some replica offered as a whole.
+    pub(crate) fn taken_over(&self, who: Who, step: i64, value: u64, local: u64) -> Result<(), String> {
+        if self.offers.contains(&(who.rank, step, value, local)) {
+            return Ok(());
+        }
+        Err(format!(
+            "INV-5: {who:?} holds parts of several replicas' states of step {step}"
+        ))
+    }
+
+    /// A replica asks the lighthouse.
+    pub(crate) fn asks(&mut self, replica_id: &str, now: Duration) {
+        self.asked.insert(replica_id.to_string(), now);
+    }
+
+    /// Another lighthouse begins.
+    pub(crate) fn lighthouse_starts(&mut self) {
+        self.frontier = None;
+    }
+
+    /// Spares are no members, and nobody waits for a replica far behind where the others can go on: one that asked more than
+    /// `patience` ago may have been taken in when they could not.
+    pub(crate) fn spares(
+        &mut self,
+        quorum: &Quorum,
+        min_replicas: usize,
+        now: Duration,
+        patience: Duration,
+    ) -> Result<(), String> {
+        let frontier = self.frontier;
+        self.frontier = quorum.participants.iter().map(|m| m.step).max();
+        let last = std::mem::replace(&mut self.last, quorum.ids().map(str::to_string).collect());
+        self.spares += u64::from(!quorum.spares.is_empty());
+        if let Some(both) = quorum.spares.iter().find(|m| quorum.contains(&m.replica_id)) {
+            return Err(format!("{} is a member and a spare", both.replica_id));
+        }
+        // Members that waited so long for others may have taken replicas far behind in.
+        let asked = |id: &str| self.asked.get(id).copied().unwrap_or_default();
+        if quorum.ids().any(|id| now >= asked(id) + patience) {
+            return Ok(());
+        }
+        let is_far = |step: i64| frontier.is_some_and(|f| step < f);
+        let far = quorum
+            .participants
+            .iter()
+            .find(|m| m.joining == Joining::Outside && is_far(m.step));
+        let others = quorum.participants.iter().filter(|m| !is_far(m.step)).count();
+        let goes_on = |m: &protocol::Member| !is_far(m.step) && last.contains(&m.replica_id);
+        match far.filter(|_| quorum.participants.iter().any(goes_on)) {
+            Some(m) if others > quorum.participants.len() / 2 && others >= min_replicas => Err(format!(
+                "quorum {}: {others} members wait for {}, which is at step {}; the last quorum was at {frontier:?}",
+                quorum.quorum_id, m.replica_id, m.step
+            )),
+            _ => Ok(()),
         }
     }
 

@@ -60,7 +60,7 @@ fn minimised(mut scenario: Scenario) -> Scenario {
 
 fn keep_the_promises(seeds: Range<u64>) {
     let next = AtomicU64::new(seeds.start);
-    let (events, commits) = (AtomicU64::new(0), AtomicU64::new(0));
+    let (events, commits, spares) = (AtomicU64::new(0), AtomicU64::new(0), AtomicU64::new(0));
     let failed: Mutex<Vec<u64>> = Mutex::default();
     let begun = std::time::Instant::now();
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
@@ -75,6 +75,7 @@ fn keep_the_promises(seeds: Range<u64>) {
                     let outcome = world::run(&Scenario::of(seed), false);
                     events.fetch_add(outcome.events, Ordering::Relaxed);
                     commits.fetch_add(outcome.commits, Ordering::Relaxed);
+                    spares.fetch_add(outcome.spares, Ordering::Relaxed);
                     if outcome.violation.is_some() {
                         failed.lock().unwrap().push(seed);
                     }
@@ -83,7 +84,7 @@ fn keep_the_promises(seeds: Range<u64>) {
         }
     });
     println!(
-        "seeds {seeds:?}: {events:?} events, {commits:?} committed steps in {:.1} s",
+        "seeds {seeds:?}: {events:?} events, {commits:?} committed steps, {spares:?} quorums with spares in {:.1} s",
         begun.elapsed().as_secs_f64()
     );
     let mut failed = failed.into_inner().unwrap();

@@ -2,7 +2,8 @@
 //! transfers that are played.
 //!
 //! The state is a number, and a step's result follows from the number and from what was contributed: two ranks that hold
-//! the same step of the same history hold the same number, or somebody has broken a promise.
+//! the same step of the same history hold the same number, or somebody has broken a promise. Beside it a state has a part of the
+//! replica's own, as DiLoCo's local parameters: replicas of one step differ in it, and a state that is fetched has both parts from one source.
 
 use std::time::Duration;
 
@@ -26,7 +27,7 @@ pub(crate) enum Done {
     /// A member of this epoch's group is gone.
     Lost(i64, String),
     /// The state that was fetched.
-    Fetched(u64, Lineage, u64),
+    Fetched(Box<Offer>),
     NotFetched(String),
     TimedOut,
 }
@@ -37,6 +38,8 @@ pub(crate) struct Offer {
     pub(crate) step: i64,
     pub(crate) epoch: i64,
     pub(crate) value: u64,
+    /// The part of the replica's own.
+    pub(crate) local: u64,
     pub(crate) lineage: Lineage,
     pub(crate) work: u64,
 }
@@ -46,16 +49,20 @@ enum Doing {
     Nothing,
     Connecting,
     Fetching,
+    /// As a spare.
+    FetchingOutside,
     Reducing,
 }
 
 pub(crate) struct Trainer {
     rank: Rank,
     value: u64,
+    local: u64,
     /// The outer gradient of the present step: whose it is. A copy travels with the state.
     work: u64,
     copied: bool,
-    pub(crate) offer: Option<Offer>,
+    /// The newest last; an earlier one is kept while spares fetch.
+    pub(crate) offers: Vec<Offer>,
     /// The present call of the training thread; whatever answers another one is late.
     pub(crate) op: u64,
     doing: Doing,
@@ -93,9 +100,10 @@ impl Trainer {
         Self {
             rank: Rank::new(rules),
             value,
+            local: work,
             work,
             copied: false,
-            offer: None,
+            offers: Vec::new(),
             op: 0,
             doing: Doing::Nothing,
             call: None,
@@ -127,6 +135,7 @@ impl Trainer {
 
     pub(crate) fn new_work(&mut self, work: u64) {
         self.work = work;
+        self.local = mix(self.local ^ work);
         self.copied = false;
     }
 
@@ -228,16 +237,35 @@ impl World {
                 return;
             };
             next = match next {
-                Next::Offer { publish } => {
-                    t.offer = publish.then(|| Offer {
-                        step: answer.max_step,
-                        epoch: answer.quorum_id,
-                        value: t.value,
-                        lineage: t.rank.lineage().clone(),
-                        work: t.work,
-                    });
-                    t.rank.offered(Ok(()))
+                Next::Offer { publish, keep } => {
+                    if publish {
+                        let offer = Offer {
+                            step: answer.max_step,
+                            epoch: answer.quorum_id,
+                            value: t.value,
+                            local: t.local,
+                            lineage: t.rank.lineage().clone(),
+                            work: t.work,
+                        };
+                        if t.offers.len() == 2 {
+                            t.offers.remove(0);
+                        }
+                        t.offers.push(offer.clone());
+                        let next = t.rank.offered(Ok(()));
+                        self.checks.offered(who, &offer);
+                        next
+                    } else {
+                        if !keep {
+                            t.offers.clear();
+                        }
+                        t.rank.offered(Ok(()))
+                    }
                 }
+                Next::Fetch => {
+                    self.note(|| format!("{who:?} is a spare at step {}", answer.max_step));
+                    return self.fetch(who, &answer);
+                }
+                Next::Ask => return self.attempt(who),
                 Next::Configure => return self.connect(who, &answer),
                 Next::Heal => return self.fetch(who, &answer),
                 Next::Ready => return self.reduce(who, &answer),
@@ -313,21 +341,57 @@ impl World {
     }
 
     fn fetch(&mut self, who: Who, answer: &QuorumResult) {
-        let op = self.begin(who, Doing::Fetching);
+        let doing = if answer.spare {
+            Doing::FetchingOutside
+        } else {
+            Doing::Fetching
+        };
+        let op = self.begin(who, doing);
         self.look_for_offer(who, op, answer, 0);
     }
 
     fn look_for_offer(&mut self, who: Who, op: u64, answer: &QuorumResult, tries: u64) {
-        let address = answer.recover_src_manager_address.clone();
-        let found = self.offer_of(&address, who.rank, answer.max_step, answer.quorum_id);
-        let delay = self.random.millis(5, 200);
-        let done = match found {
-            Some((source, value, lineage, work)) if self.reach(who, source) => {
-                Done::Fetched(value, lineage, work)
-            }
-            _ => Done::NotFetched(tries.to_string()),
+        // Outside of the group a transfer may take several steps of the others.
+        let delay = self.random.millis(5, if answer.spare { 4_000 } else { 200 });
+        let done = match self.offered_to(who, answer) {
+            Some(offer) => Done::Fetched(Box::new(offer)),
+            None => Done::NotFetched(tries.to_string()),
         };
         self.later(delay, who, Happening::Done(op, done));
+    }
+
+    /// The state that the quorum's sources offer: of those within reach the first one's, whole. The others may differ in the part of
+    /// their own.
+    fn offered_to(&mut self, who: Who, answer: &QuorumResult) -> Option<Offer> {
+        for source in &answer.recover_sources {
+            let found = self.offer_of(
+                &source.manager_address,
+                who.rank,
+                answer.max_step,
+                answer.quorum_id,
+            );
+            if let Some((source, offer)) = found
+                && self.reach(who, source)
+            {
+                return Some(offer);
+            }
+        }
+        None
+    }
+
+    /// Loads a state.
+    fn takes_over(&mut self, who: Who, offer: &Offer, told: impl FnOnce(&mut Rank) -> Next) -> Option<Next> {
+        let t = self.trainer(who)?;
+        (t.value, t.local, t.work) = (offer.value, offer.local, offer.work);
+        t.copied = true;
+        let next = told(&mut t.rank);
+        let (rank, value, local) = (t.rank.clone(), t.value, t.local);
+        let step = rank.step();
+        let checked = self.checks.state(who, &rank, value);
+        self.check(checked);
+        let whole = self.checks.taken_over(who, step, value, local);
+        self.check(whole);
+        Some(next)
     }
 
     fn reduce(&mut self, who: Who, answer: &QuorumResult) {
@@ -415,34 +479,52 @@ impl World {
                     .configured(Err(Error::timeout("the others did not come")), None);
                 self.next(who, next);
             }
-            (Doing::Fetching, Done::Fetched(value, lineage, work)) => {
+            (Doing::FetchingOutside, Done::Fetched(offer)) => {
                 t.doing = Doing::Nothing;
-                t.value = value;
-                t.work = work;
-                t.copied = true;
-                let next = t.rank.healed(Ok(lineage));
-                let rank = t.rank.clone();
-                let checked = self.checks.state(who, &rank, value);
-                self.check(checked);
-                let step = rank.step();
+                let Some(answer) = t.rank.answer().cloned() else {
+                    return;
+                };
+                // The transfer took a while: somebody must be left who has it.
+                if self.offered_to(who, &answer).is_none() {
+                    let Some(t) = self.trainer(who) else { return };
+                    let gone = Error::new(ErrorKind::PeerLost, "all sources are gone");
+                    let next = t.rank.fetched(Err(gone));
+                    return self.next(who, next);
+                }
+                let next = self.takes_over(who, &offer, |rank| rank.fetched(Ok(offer.lineage.clone())));
+                if let Some(next) = next {
+                    self.next(who, next);
+                }
+            }
+            (Doing::Fetching, Done::Fetched(offer)) => {
+                t.doing = Doing::Nothing;
+                let next = self.takes_over(who, &offer, |rank| rank.healed(Ok(offer.lineage.clone())));
+                let Some(next) = next else { return };
+                let step = offer.step;
                 self.note(|| format!("{who:?} healed to step {step}"));
                 self.next(who, next);
             }
-            (Doing::Fetching, Done::NotFetched(tries)) => {
+            (doing @ (Doing::Fetching | Doing::FetchingOutside), Done::NotFetched(tries)) => {
                 let Some(answer) = t.rank.answer().cloned() else {
                     return;
                 };
                 let tries: u64 = tries.parse().unwrap_or(0);
                 if tries > 40 {
                     t.doing = Doing::Nothing;
-                    let next = t.rank.healed(Err(Error::new(
-                        ErrorKind::Unavailable,
-                        "the source does not offer it",
-                    )));
+                    let error = Error::new(ErrorKind::Unavailable, "the source does not offer it");
+                    let next = match doing {
+                        Doing::FetchingOutside => t.rank.fetched(Err(error)),
+                        _ => t.rank.healed(Err(error)),
+                    };
                     self.next(who, next);
                 } else {
                     self.look_for_offer(who, op, &answer, tries + 1);
                 }
+            }
+            (Doing::FetchingOutside, Done::TimedOut) => {
+                t.doing = Doing::Nothing;
+                let next = t.rank.fetched(Err(Error::timeout("the state did not come")));
+                self.next(who, next);
             }
             (Doing::Fetching, Done::TimedOut) => {
                 t.doing = Doing::Nothing;

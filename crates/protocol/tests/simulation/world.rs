@@ -12,12 +12,12 @@ use ftcore::{Error, ErrorKind};
 use protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
 use protocol::rank::RankVote;
 use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
-use protocol::{Lineage, Member, Quorum, QuorumResult};
+use protocol::{Member, Quorum, QuorumResult};
 
 use crate::checks::Checks;
 use crate::groups::{Groups, Who};
 use crate::random::{Fault, Random, Scenario, mix};
-use crate::trainer::{Done, Trainer};
+use crate::trainer::{Done, Offer, Trainer};
 
 mod faults;
 mod foreign;
@@ -171,6 +171,8 @@ pub(crate) struct Outcome {
     pub(crate) trace: Vec<String>,
     pub(crate) events: u64,
     pub(crate) commits: u64,
+    /// Quorums with spares beside them.
+    pub(crate) spares: u64,
 }
 
 pub(crate) fn run(scenario: &Scenario, traced: bool) -> Outcome {
@@ -181,6 +183,7 @@ pub(crate) fn run(scenario: &Scenario, traced: bool) -> Outcome {
         trace: world.trace.unwrap_or_default().into(),
         events: world.events,
         commits: world.checks.commits,
+        spares: world.checks.spares,
     }
 }
 
@@ -339,8 +342,12 @@ impl World {
             .map(|s| format!("r{s} ({} commits)", self.since[s]))
             .collect();
         let reason = self.lighthouse.as_ref().map(|l| l.state.reason(self.instant()));
+        let waits = self.lighthouse.as_ref().map(|l| {
+            let status = l.state.status(self.instant());
+            format!("healthy {:?}, waiting {:?}", status.healthy, status.waiting)
+        });
         self.violate(format!(
-            "liveness: {RECOVERY:?} after the last fault {} do not go on; the lighthouse: {reason:?}",
+            "liveness: {RECOVERY:?} after the last fault {} do not go on; the lighthouse: {reason:?}; {waits:?}",
             slots.join(", ")
         ));
     }
@@ -583,6 +590,8 @@ impl World {
                     last_world_size: replica.server.last_quorum().1,
                     healed: request.healed,
                     batches_committed: request.batches_committed,
+                    joining: request.joining,
+                    is_last: request.is_last,
                     life: server.life.to_string(),
                     ..Member::default()
                 };
@@ -592,6 +601,8 @@ impl World {
                 } else {
                     member
                 };
+                let now = self.now;
+                self.checks.asks(&member.replica_id, now);
                 if refused {
                     self.connection_breaks(server);
                     return;
@@ -705,7 +716,7 @@ impl World {
         rank: u32,
         step: i64,
         epoch: i64,
-    ) -> Option<(Who, u64, Lineage, u64)> {
+    ) -> Option<(Who, Offer)> {
         let slot: usize = address
             .strip_prefix("http://10.0.0.")?
             .split(':')
@@ -719,9 +730,10 @@ impl World {
         }
         let offer = self
             .trainer(who)?
-            .offer
-            .clone()
-            .filter(|o| (o.step, o.epoch) == (step, epoch))?;
-        Some((who, offer.value, offer.lineage, offer.work))
+            .offers
+            .iter()
+            .find(|o| (o.step, o.epoch) == (step, epoch))?
+            .clone();
+        Some((who, offer))
     }
 }

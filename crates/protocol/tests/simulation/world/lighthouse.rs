@@ -11,6 +11,7 @@ impl World {
             heartbeat_timeout: HEARTBEAT_TIMEOUT,
         };
         self.lighthouse_lives += 1;
+        self.checks.lighthouse_starts();
         let life = self.lighthouse_lives;
         let hour = 3_600_000;
         let jumps = [0, hour, -hour, 24 * 400 * hour, -24 * 400 * hour, -i64::MAX / 2];
@@ -73,6 +74,7 @@ impl World {
     }
 
     pub(super) fn lighthouse_acts(&mut self, action: Action) {
+        let now = self.now;
         let Some(lighthouse) = &mut self.lighthouse else {
             return;
         };
@@ -86,6 +88,10 @@ impl World {
                 let checked = self
                     .checks
                     .quorum(quorum.quorum_id, &ids, self.scenario.min_replicas as usize);
+                self.check(checked);
+                let checked =
+                    self.checks
+                        .spares(&quorum, self.scenario.min_replicas as usize, now, JOIN_TIMEOUT);
                 self.check(checked);
                 self.note(|| format!("quorum {} of {ids:?}", quorum.quorum_id));
                 for (who, call) in calls {

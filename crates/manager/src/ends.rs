@@ -1,0 +1,256 @@
+//! Epochs that are over, as the lighthouse says: what the group has in hand may finish first.
+//!
+//! The news of a death travels over the lighthouse, and often overtakes data that the dead replica had sent: its last step may be
+//! whole. So a reduction in hand gets [`GRACE`] to end by itself, in whatever way, before the group is aborted; a group that has
+//! nothing in hand is left alone, because its abort would end what the other members have in hand. The next quorum is a new epoch.
+
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use coordination::PushEvent;
+use ftcore::{Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
+use protocol::rank::blame_peer;
+
+use crate::pending::Pending;
+
+/// For what is in hand when its epoch ends. Long enough for a rank that has to wait for a core; a group that sees a loss itself
+/// fails before.
+const GRACE: Duration = Duration::from_millis(250);
+
+/// The first try to reach the rendezvous store ends after this time, each later one after twice as long: in between this rank hears
+/// whether the member that has the store is still there.
+const FIRST_TRY: Duration = Duration::from_millis(100);
+
+/// No quorum yet, or none any more.
+pub(crate) const NO_EPOCH: i64 = -1;
+
+/// What this rank has heard of the ends of epochs.
+pub(crate) struct Ends {
+    group: Arc<dyn ProcessGroup>,
+    /// The epoch that the news is compared with.
+    live: AtomicI64,
+    /// The newest epoch that was ended from elsewhere, and why; ids only grow, so that one is enough.
+    newest: Mutex<Option<(i64, String)>>,
+    /// The reductions of the present step.
+    step: Mutex<Pending>,
+}
+
+impl Ends {
+    pub(crate) fn new(group: Arc<dyn ProcessGroup>) -> Arc<Self> {
+        Arc::new(Self {
+            group,
+            live: AtomicI64::new(NO_EPOCH),
+            newest: Mutex::default(),
+            step: Mutex::default(),
+        })
+    }
+
+    /// The group belongs to this epoch from now on.
+    pub(crate) fn set_live(&self, epoch: i64) {
+        self.live.store(epoch, Ordering::Release);
+    }
+
+    /// A step begins: its reductions are `pending`.
+    pub(crate) fn begin(&self, pending: Pending) {
+        *self.step.lock().unwrap_or_else(PoisonError::into_inner) = pending;
+    }
+
+    /// Why `epoch` is over, once it was said.
+    pub(crate) fn why_over(&self, epoch: i64) -> Option<String> {
+        let newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
+        let (_, why) = newest.as_ref().filter(|(newest, _)| *newest >= epoch)?;
+        Some(why.clone())
+    }
+
+    /// [`why_over`](Self::why_over) as an error of what cannot begin because of it.
+    pub(crate) fn check(&self, epoch: i64) -> Result<()> {
+        match self.why_over(epoch) {
+            None => Ok(()),
+            Some(why) => Err(Error::new(
+                ErrorKind::Aborted,
+                format!("the epoch was over before the group connected: {why}"),
+            )),
+        }
+    }
+
+    /// The lighthouse's news. Does not block.
+    pub(crate) fn hear(self: &Arc<Self>, event: PushEvent) {
+        let PushEvent::AbortEpoch {
+            quorum_id,
+            reason,
+            departed,
+        } = event
+        else {
+            return;
+        };
+        let who = if departed.is_empty() {
+            String::new()
+        } else {
+            format!(" (gone: {})", departed.join(", "))
+        };
+        let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
+        tracing::info!("{text}");
+        // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
+        {
+            let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
+            // Of several reasons for one epoch the last tells most: who is gone, after who said so.
+            if newest.as_ref().is_none_or(|(epoch, _)| *epoch <= quorum_id) {
+                *newest = Some((quorum_id, text));
+            }
+        }
+        self.settle();
+    }
+
+    /// If the live epoch is over: what the group has in hand ends within [`GRACE`]. Called again with each new reduction.
+    pub(crate) fn settle(self: &Arc<Self>) {
+        let epoch = self.live.load(Ordering::Acquire);
+        let Some(why) = self.why_over(epoch).filter(|_| epoch != NO_EPOCH) else {
+            return;
+        };
+        let step = self.step.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        if !step.is_running() {
+            return;
+        }
+        let this = self.clone();
+        let watch = move || {
+            if step.drain(deadline_in(GRACE)).is_err() && this.live.load(Ordering::Acquire) == epoch {
+                this.group.abort(&why);
+            }
+        };
+        let thread = std::thread::Builder::new().name("ox-settle".into());
+        if let Err(error) = thread.spawn(watch) {
+            tracing::warn!(%error, "no thread to wait for what is in hand: it is aborted");
+            self.group.abort("its epoch is over");
+        }
+    }
+
+    /// Connects to the store in which the members of `epoch` meet. A member that died after the quorum had formed took its store with
+    /// it: `Aborted` once the lighthouse says so, long before the deadline.
+    pub(crate) fn reach_store(&self, epoch: i64, address: &str, deadline: Instant) -> Result<TcpStore> {
+        let mut time = FIRST_TRY;
+        loop {
+            self.check(epoch)?;
+            match TcpStore::connect(address, deadline_in(time).min(deadline)) {
+                Err(e)
+                    if matches!(e.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
+                        && !time_left(deadline).is_zero() =>
+                {
+                    time = time.saturating_mul(2);
+                }
+                connected => return connected.map_err(|e| blame_peer(e, "with the rendezvous store")),
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use backend_gloo::GlooGroup;
+    use ftcore::{Completion, Configuration, Epoch, GroupOptions, OpKind, TcpStoreServer, work_pair};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    fn over(quorum_id: i64) -> PushEvent {
+        PushEvent::AbortEpoch {
+            quorum_id,
+            reason: "r1 is gone".into(),
+            departed: vec!["r1".into()],
+        }
+    }
+
+    /// A group of one at epoch 7, and what its rank hears.
+    fn at_epoch_7() -> (Arc<GlooGroup>, Arc<Ends>) {
+        let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let group = Arc::new(GlooGroup::new("ends", GroupOptions::default()).unwrap());
+        let configuration = Configuration {
+            store: Arc::new(TcpStore::connect(&server.local_addr().to_string(), deadline_in(LONG)).unwrap()),
+            prefix: "ends".into(),
+            name: "ends".into(),
+            epoch: Epoch(7),
+            rank: 0,
+            world_size: 1,
+            deadline: deadline_in(LONG),
+        };
+        group.configure(configuration).unwrap();
+        let ends = Ends::new(group.clone());
+        ends.set_live(7);
+        (group, ends)
+    }
+
+    fn is_aborted_by(group: &GlooGroup, deadline: Instant) -> bool {
+        while group.error().is_none() {
+            if time_left(deadline).is_zero() {
+                return false;
+            }
+            std::thread::yield_now();
+        }
+        true
+    }
+
+    #[test]
+    fn a_reduction_that_finishes_although_its_epoch_is_over_counts_and_the_group_is_left_alone() {
+        let (group, ends) = at_epoch_7();
+        ends.hear(over(7));
+        let (work, completer) = work_pair(OpKind::AllReduce, deadline_in(LONG), |_| {});
+        let step = Pending::default();
+        step.track(&work, |_| {});
+        ends.begin(step.clone());
+        ends.settle();
+        completer.succeed(Completion {
+            tensors: Vec::new(),
+            source: None,
+            contributors: 2,
+        });
+        step.drain(deadline_in(LONG)).unwrap();
+        assert!(!is_aborted_by(&group, deadline_in(GRACE * 2)));
+        assert_eq!(
+            (step.error().is_none(), step.least_contributors()),
+            (true, Some(2))
+        );
+        assert!(
+            ends.why_over(7).unwrap().contains("gone: r1"),
+            "the next step is a new epoch"
+        );
+    }
+
+    #[test]
+    fn a_reduction_that_does_not_end_by_itself_is_aborted_soon_after_its_epoch() {
+        let (group, ends) = at_epoch_7();
+        let (work, _completer) = work_pair(OpKind::AllReduce, deadline_in(LONG), |_| {});
+        let step = Pending::default();
+        step.track(&work, |_| {});
+        ends.begin(step);
+        ends.hear(over(6));
+        assert!(
+            !is_aborted_by(&group, deadline_in(GRACE * 2)),
+            "an earlier epoch is no news"
+        );
+        ends.hear(over(7));
+        assert!(is_aborted_by(&group, deadline_in(LONG)));
+    }
+
+    #[test]
+    fn the_store_of_a_member_that_died_after_the_quorum_is_not_waited_for() {
+        let (_group, ends) = at_epoch_7();
+        let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
+        let address = server.local_addr().to_string();
+        server.shutdown();
+        drop(server);
+        let begun = Instant::now();
+        let reached = std::thread::scope(|scope| {
+            let reaching = scope.spawn(|| ends.reach_store(7, &address, deadline_in(LONG)));
+            while begun.elapsed() < FIRST_TRY * 2 {
+                std::thread::yield_now();
+            }
+            ends.hear(over(7));
+            reaching.join().unwrap()
+        });
+        let error = reached.err().unwrap();
+        assert_eq!(error.kind(), ErrorKind::Aborted, "{error}");
+        assert!(error.message().contains("r1 is gone"), "{error}");
+        assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+    }
+}
