@@ -208,7 +208,11 @@ fn a_replica_of_which_a_rank_dies_is_started_again_as_a_whole_and_the_others_are
                 _ => None,
             })
             .collect();
-        assert_eq!(ends, [(1, None), (0, Some(1))], "the last rank to end tells the pause");
+        assert_eq!(
+            ends,
+            [(1, None), (0, Some(1))],
+            "the last rank to end tells the pause"
+        );
         // The ranks of a life meet in a store of their own.
         let store = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
         assert!(store("0-0-0").ends_with(" 2\n") && store("0-0-0") != " 2\n");
@@ -226,9 +230,17 @@ fn a_rank_that_is_stopped_does_not_keep_its_replica_from_coming_back() {
     supervisor.signal(1, 1, Some(0), ProcessSignal::Kill).unwrap();
     let (seen, outcome) = all(events);
     assert!(outcome.is_success(), "{outcome}");
-    let of_stopped = seen
-        .iter()
-        .find(|e| matches!(e, SupervisorEvent::Exited { replica: 1, rank: 0, life: 0, .. }));
+    let of_stopped = seen.iter().find(|e| {
+        matches!(
+            e,
+            SupervisorEvent::Exited {
+                replica: 1,
+                rank: 0,
+                life: 0,
+                ..
+            }
+        )
+    });
     assert!(
         matches!(of_stopped, Some(SupervisorEvent::Exited { signal: Some(9), .. })),
         "{of_stopped:?}"

@@ -273,7 +273,12 @@ impl Machine {
                     t_us: now_us(),
                 });
             }
-            Control::Ended { who, rank, life, t_us } => {
+            Control::Ended {
+                who,
+                rank,
+                life,
+                t_us,
+            } => {
                 let current = self.slots.get(&who).is_some_and(|s| s.lives == life + 1);
                 if current && let Some((exit, tail)) = self.collect(who, rank) {
                     self.rank_ended(who, rank, life, t_us, exit, tail);
@@ -418,7 +423,12 @@ impl Machine {
             // What the process leaves behind would hold its event connection (and its ports) open.
             let _ = child::signal_group(pid, Signal::KILL);
             drain.wait(pid, deadline_in(DRAIN));
-            let _ = to_self.send(Control::Ended { who, rank, life, t_us });
+            let _ = to_self.send(Control::Ended {
+                who,
+                rank,
+                life,
+                t_us,
+            });
         });
         if let Err(e) = waiting {
             // Without somebody to wait for it the child would be forgotten.

@@ -168,8 +168,19 @@ mod tests {
         let env = from(&[base[0], base[1], base[2], (ENV_LIFE, "3")]).unwrap();
         assert_eq!(env.life, 3);
         let store = (ENV_REPLICA_STORE, "127.0.0.1:5");
-        let env = from(&[base[0], base[1], base[2], (ENV_RANK, "1"), (ENV_RANKS, "2"), store]).unwrap();
-        assert_eq!((env.rank, env.ranks, env.store.as_deref()), (1, 2, Some("127.0.0.1:5")));
+        let env = from(&[
+            base[0],
+            base[1],
+            base[2],
+            (ENV_RANK, "1"),
+            (ENV_RANKS, "2"),
+            store,
+        ])
+        .unwrap();
+        assert_eq!(
+            (env.rank, env.ranks, env.store.as_deref()),
+            (1, 2, Some("127.0.0.1:5"))
+        );
     }
 
     #[test]

@@ -34,6 +34,6 @@ pub use outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
 pub use queue::SupervisorEvents;
 pub use sender::EventSender;
 pub use supervisor::{
-    GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, RestartPolicy,
-    Supervisor, SupervisorConfig, check_lighthouse,
+    GiveUp, LighthouseCommand, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch,
+    RestartPolicy, Supervisor, SupervisorConfig, check_lighthouse,
 };

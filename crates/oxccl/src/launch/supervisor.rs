@@ -348,7 +348,8 @@ impl Supervisor {
             .recv_timeout(time_left(deadline))
             .map_err(|e| match e {
                 RecvTimeoutError::Timeout => {
-                    let mut replicas: Vec<u32> = self.running().iter().map(|(replica, ..)| *replica).collect();
+                    let mut replicas: Vec<u32> =
+                        self.running().iter().map(|(replica, ..)| *replica).collect();
                     replicas.dedup();
                     Error::timeout(format!(
                         "the run goes on: replicas {replicas:?} are still running"

@@ -179,7 +179,9 @@ fn what_waits_hold_is_counted_and_who_goes_beyond_the_limit_is_closed() {
     good.set("k", b"v", soon()).unwrap();
     // Who goes gives it back.
     drop(waiters.pop());
-    until("the second is gone", || server.waiting() == 2 && server.held() < 2 * 2000 * 200);
+    until("the second is gone", || {
+        server.waiting() == 2 && server.held() < 2 * 2000 * 200
+    });
     let mut fourth = Raw::greeted(&server);
     fourth.0.write_all(&wait_for(2000, 4)).unwrap();
     until("the fourth is pending", || server.waiting() == 3);
