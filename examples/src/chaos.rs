@@ -19,7 +19,7 @@ use crate::drive::Kill;
 /// The step in which this life is to hold; set by the driver for the victim's first life.
 pub const ENV_HOLD: &str = "OXCCL_CHAOS_HOLD_STEP";
 
-/// From which step on a replica's all-reduces are refused as not offered, as REPLICA@STEP; for tests of what ends a run.
+/// From which step on the all-reduces of a replica's rank are refused as not offered, as REPLICA[/RANK]@STEP; for tests of what ends a run.
 pub const ENV_REFUSE: &str = "OXCCL_CHAOS_REFUSE";
 
 /// How long it holds if nobody kills it.
@@ -36,12 +36,12 @@ pub struct HoldGroup {
 }
 
 impl HoldGroup {
-    /// Wraps `inner` for `replica`; the training loop keeps `step` at the step that it works on.
+    /// Wraps `inner` for a rank of `replica`; the training loop keeps `step` at the step that it works on.
     ///
     /// Errors: `OXCCL_CHAOS_HOLD_STEP` or `OXCCL_CHAOS_REFUSE` is set and not what it must be.
     pub fn from_env(
         inner: Arc<dyn ProcessGroup>,
-        replica: u32,
+        (replica, rank): (u32, u32),
         events: EventSender,
         step: Arc<AtomicI64>,
     ) -> Result<Self> {
@@ -63,7 +63,9 @@ impl HoldGroup {
             inner,
             events,
             hold_at,
-            refuse_from: refuse.filter(|r| r.replica == replica).map(|r| r.step),
+            refuse_from: refuse
+                .filter(|r| (r.replica, r.rank) == (replica, rank))
+                .map(|r| r.step),
             step,
             submitted: AtomicU32::new(0),
         })

@@ -7,6 +7,7 @@ use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 use candle_core::Tensor;
+use candle_core::backprop::GradStore;
 use checkpoint::StateDict;
 use ddp::{Ddp, DdpConfig, Slot};
 use diloco::optim::{AdamW, Optimizer};
@@ -16,6 +17,7 @@ use manager::{Manager, Participation, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
+use crate::ranks::{InStep, Ranks};
 use crate::replica::{Place, RecentLoss};
 
 /// What is trained, besides the data.
@@ -74,15 +76,22 @@ fn hash(params: &ParamSet) -> Result<String> {
     ))
 }
 
-/// Trains to the last step of `config` and reports. `loss_of(step)` gives the loss of this replica's batch and how many
-/// samples (or tokens) it had, `lr_at(step)` the learning rate, `evaluate` the held-out loss and accuracy at the end.
+/// All gradients, in the order of the parameters.
+pub(crate) fn gradients(params: &ParamSet, grads: &GradStore) -> Result<Vec<Vec<f32>>> {
+    (0..params.len())
+        .map(|i| params.with_grad(grads, i, <[f32]>::to_vec))
+        .collect()
+}
+
+/// Trains to the last step of `config` and reports. `loss_of(step, ranks)` gives the loss of this rank's part of the replica's batch and how
+/// many samples (or tokens) it had, `lr_at(step)` the learning rate, `evaluate` the held-out loss and accuracy at the end.
 pub fn train(
     place: &mut Place,
-    manager: Manager,
+    manager: InStep<Manager>,
     model: Model,
     config: DdpConfig,
     lr_at: impl Fn(u64) -> f32,
-    mut loss_of: impl FnMut(u64) -> Result<(Tensor, usize)>,
+    mut loss_of: impl FnMut(u64, &Ranks) -> Result<(Tensor, usize)>,
     evaluate: impl FnOnce() -> Result<(f32, Option<f32>)>,
 ) -> Result<()> {
     let last = config.steps.unwrap_or(0);
@@ -113,18 +122,17 @@ pub fn train(
         let compute = |whole: &mut Whole, now: &Participation| {
             let begun = Instant::now();
             place.step.store(now.step, Ordering::Release);
-            let (loss, samples) = loss_of(whole.step)?;
+            let (loss, samples) = loss_of(whole.step, &place.ranks)?;
             let grads = loss
                 .backward()
                 .map_err(|e| candle_error("the backward pass", e))?;
-            let value = loss
+            let mut value = loss
                 .to_scalar::<f32>()
                 .map_err(|e| candle_error("reading the loss", e))?;
             let params = &whole.model.params;
             params.check_grads(&grads)?;
-            let gradients = (0..params.len())
-                .map(|i| params.with_grad(&grads, i, <[f32]>::to_vec))
-                .collect::<Result<Vec<_>>>()?;
+            let mut gradients = gradients(params, &grads)?;
+            place.ranks.average(&mut gradients, &mut value)?;
             recent.push(value);
             place.inner_step(begun, whole.step, value, samples);
             computing += begun.elapsed();
@@ -154,7 +162,7 @@ pub fn train(
         let (step, is_last) = (ddp.current_step(), ddp.is_finished() || ddp.is_drained());
         if let Some(checkpoints) = place.checkpoints.as_ref().filter(|c| c.is_due(step, is_last)) {
             let state = ddp.save(&mut whole)?;
-            checkpoints.offer(ddp.replica(), step, state, &recent)?;
+            checkpoints.offer(ddp.replica().manager(), step, state, &recent)?;
         }
     }
     let (state, step) = if ddp.is_finished() {

@@ -20,7 +20,7 @@ pub struct DdpArgs {
     /// Steps to commit.
     #[arg(long, default_value_t = 3000, value_parser = clap::value_parser!(i64).range(1..))]
     pub steps: i64,
-    /// Images per batch and replica.
+    /// Images per batch and replica; its ranks share them.
     #[arg(long, default_value_t = 32)]
     pub batch: usize,
     /// Learning rate of AdamW.
@@ -38,6 +38,7 @@ impl Training for DdpArgs {
     const EXAMPLES: &'static str = "\
   train_ddp
   train_ddp --replicas 3 --kill 0@100
+  train_ddp --ranks-per-replica 2 --kill 1/1@100
   oxccl launch --lighthouse http://HOST:29510 --total-replicas 2 --first-replica 0 -- train_ddp replica";
 
     fn to_args(&self) -> Vec<String> {
@@ -59,8 +60,12 @@ impl Training for DdpArgs {
         Ok(pairs.map(|pair| pair.join(" ")).collect())
     }
 
-    fn check(&self, replicas: usize) -> Result<usize> {
-        Digits::embedded(self.seed)?.batch(replicas.saturating_sub(1), replicas, 0, self.batch)?;
+    fn check(&self, replicas: usize, ranks: usize) -> Result<usize> {
+        let batch =
+            Digits::embedded(self.seed)?.batch(replicas.saturating_sub(1), replicas, 0, self.batch)?;
+        if ranks > 1 {
+            batch.part(0, ranks)?;
+        }
         Ok(Mlp::new(self.seed)?.params().total())
     }
 
@@ -82,11 +87,12 @@ impl Training for DdpArgs {
 }
 
 fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()> {
-    let mut place = Place::take()?;
+    let mut place = Place::take(net)?;
     let (shard, replicas) = (place.env.replica as usize, place.env.replicas as usize);
     let digits = Digits::embedded(args.seed)?;
     let model = Mlp::new(args.seed)?;
-    let manager = place.manager(net, checkpoints, &args.identity(net)?, args.steps)?;
+    let identity = args.identity(net, place.env.ranks)?;
+    let manager = place.manager(net, checkpoints, &identity, args.steps)?;
     // Two buckets or more, so that a step has an inside to be killed in.
     let config = DdpConfig {
         first_bucket_elements: 1 << 10,
@@ -104,8 +110,13 @@ fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()
         Model { params, optimizer },
         config,
         |_| args.lr,
-        |step| {
+        |step, ranks| {
             let batch = digits.batch(shard, replicas, step, args.batch)?;
+            let batch = if ranks.are_several() {
+                batch.part(ranks.rank(), ranks.size())?
+            } else {
+                batch
+            };
             Ok((model.loss(&batch)?, batch.len()))
         },
         || {

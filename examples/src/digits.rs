@@ -11,6 +11,7 @@ use ftcore::{Error, ErrorKind, Result};
 use oxccl_candle::{ParamSet, candle_error};
 
 use crate::rng::Rng;
+use crate::text::even_part;
 use crate::weights::Weights;
 
 const DIGITS: &[u8] = include_bytes!("../data/digits.csv.gz");
@@ -64,6 +65,13 @@ impl Images {
             }
         }
         out
+    }
+}
+
+impl Images {
+    /// The images of rank `rank` of `ranks` that share these evenly. Errors: they cannot.
+    pub fn part(&self, rank: usize, ranks: usize) -> Result<Self> {
+        Ok(self.select(even_part(self.len(), rank, ranks, "images")?))
     }
 }
 

@@ -13,9 +13,10 @@ use manager::{Manager, State};
 use oxccl::launch::{EventKind, EventSender, ReplicaState};
 use oxccl_candle::{ParamSet, candle_error};
 
-use crate::data_parallel::{Model, train};
+use crate::data_parallel::{Model, gradients, train};
 use crate::drive::NetArgs;
 use crate::program::Training;
+use crate::ranks::InStep;
 use crate::replica::{Place, RecentLoss};
 use crate::resume::CheckpointArgs;
 use crate::text::{Sampler, Text};
@@ -62,7 +63,7 @@ pub struct DilocoArgs {
     /// Peak learning rate of the inner AdamW.
     #[arg(long, default_value_t = 2e-3)]
     pub lr: f32,
-    /// Windows per batch and replica.
+    /// Windows per batch and replica; its ranks share them.
     #[arg(long, default_value_t = 8)]
     pub batch: usize,
     /// Width of the model.
@@ -165,6 +166,7 @@ impl Training for DilocoArgs {
     const EXAMPLES: &'static str = "\
   train_diloco                      the whole show, in about a minute
   train_diloco --replicas 3 --kill 0@10
+  train_diloco --ranks-per-replica 2 --kill 1/1@20
   train_diloco --no-kill --data book.txt --rounds 80
   oxccl launch --lighthouse http://HOST:29510 --total-replicas 2 --first-replica 0 -- train_diloco replica";
 
@@ -215,9 +217,9 @@ impl Training for DilocoArgs {
         Ok(options)
     }
 
-    fn check(&self, replicas: usize) -> Result<usize> {
+    fn check(&self, replicas: usize, ranks: usize) -> Result<usize> {
         self.config().validate()?;
-        self.sampler(replicas)?;
+        self.sampler(replicas)?.batch(0, 0)?.part(0, ranks)?;
         let model = self.model()?;
         diloco::FragmentPlan::by_layer(model.params(), self.fragments, Pattern::Strided, &layer_of)?;
         Ok(model.params().total())
@@ -240,8 +242,9 @@ impl Training for DilocoArgs {
     }
 
     fn replica(&self, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()> {
-        let mut place = Place::take()?;
-        let manager = place.manager(net, checkpoints, &self.identity(net)?, self.steps())?;
+        let mut place = Place::take(net)?;
+        let identity = self.identity(net, place.env.ranks)?;
+        let manager = place.manager(net, checkpoints, &identity, self.steps())?;
         if self.data_parallel {
             run_data_parallel(self, place, manager)
         } else {
@@ -255,7 +258,7 @@ const HELD_OUT_BATCHES: usize = 16;
 /// Weight decay of the inner AdamW.
 const WEIGHT_DECAY: f32 = 0.05;
 
-fn run_data_parallel(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
+fn run_data_parallel(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<()> {
     let shard = place.env.replica as usize;
     let sampler = args.sampler(place.env.replicas as usize)?;
     let model = args.model()?;
@@ -272,15 +275,15 @@ fn run_data_parallel(args: &DilocoArgs, mut place: Place, manager: Manager) -> R
         Model { params, optimizer },
         config,
         |step| args.lr_at(step),
-        |step| {
-            let batch = sampler.batch(shard, step)?;
+        |step, ranks| {
+            let batch = sampler.batch(shard, step)?.part(ranks.rank(), ranks.size())?;
             Ok((model.loss(&batch)?, batch.tokens().len()))
         },
         || Ok((model.mean_loss(&sampler.held_out(HELD_OUT_BATCHES)?)?, None)),
     )
 }
 
-fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
+fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<()> {
     let shard = place.env.replica as usize;
     let sampler = args.sampler(place.env.replicas as usize)?;
     let model = args.model()?;
@@ -331,26 +334,37 @@ fn run(args: &DilocoArgs, mut place: Place, manager: Manager) -> Result<()> {
             && checkpoints.is_due(step, is_last)
         {
             let state = diloco.save(&mut inner)?;
-            checkpoints.offer(diloco.replica(), step, state, &recent)?;
+            checkpoints.offer(diloco.replica().manager(), step, state, &recent)?;
         }
         if is_last {
             break;
         }
         let begun = Instant::now();
-        let batch = sampler.batch(shard, inner.step)?;
+        let ranks = place.ranks.clone();
+        let batch = sampler
+            .batch(shard, inner.step)?
+            .part(ranks.rank(), ranks.size())?;
         let loss = model.loss(&batch)?;
         let grads = loss
             .backward()
             .map_err(|e| candle_error("the backward pass", e))?;
-        let value = loss
+        let mut value = loss
             .to_scalar::<f32>()
             .map_err(|e| candle_error("reading the loss", e))?;
         let params = diloco.params_mut();
         params.check_grads(&grads)?;
         inner.optimizer.lr = args.lr_at(inner.step);
         inner.optimizer.begin_step();
-        for i in 0..params.len() {
-            params.with_slice_mut_and_grad(&grads, i, |w, g| inner.optimizer.update(i, w, g))??;
+        if ranks.are_several() {
+            let mut means = gradients(params, &grads)?;
+            ranks.average(&mut means, &mut value)?;
+            for (i, g) in means.iter().enumerate() {
+                params.with_slice_mut(i, |w| inner.optimizer.update(i, w, g))??;
+            }
+        } else {
+            for i in 0..params.len() {
+                params.with_slice_mut_and_grad(&grads, i, |w, g| inner.optimizer.update(i, w, g))??;
+            }
         }
         inner.step += 1;
         recent.push(value);

@@ -11,21 +11,24 @@ use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{DeviceKind, ErrorKind, deadline_in};
 use oxccl::launch::{
-    EventKind, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Supervisor, SupervisorConfig,
-    SupervisorEvent, announce_lighthouse,
+    EventKind, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, Supervisor,
+    SupervisorConfig, SupervisorEvent, announce_lighthouse,
 };
 use quant::{Codec, QuantizeOptions};
 
+use crate::campaign::{Campaign, ChaosArgs};
 use crate::chaos::ENV_HOLD;
 use crate::plot::Picture;
 use crate::progress::Progress;
-use crate::report::{Report, RunFacts};
+use crate::report::{Cost, Report, RunFacts};
 
-/// Which replica to kill, and in which step.
+/// Which rank of which replica to kill, and in which step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Kill {
     /// The replica's index.
     pub replica: u32,
+    /// The rank inside the replica.
+    pub rank: u32,
     /// The step whose reduction it dies in.
     pub step: i64,
 }
@@ -34,17 +37,21 @@ impl std::str::FromStr for Kill {
     type Err = String;
 
     fn from_str(text: &str) -> Result<Self, String> {
-        let (replica, step) = text
+        let (whose, step) = text
             .split_once('@')
-            .ok_or("write it as REPLICA@STEP, for example 1@20")?;
+            .ok_or("write it as REPLICA@STEP or REPLICA/RANK@STEP, for example 1@20 or 1/0@20")?;
+        let (replica, rank) = whose.split_once('/').unwrap_or((whose, "0"));
         let replica = replica
             .parse()
             .map_err(|_| format!("'{replica}' is not a replica number"))?;
+        let rank = rank
+            .parse()
+            .map_err(|_| format!("'{rank}' is not a rank of a replica"))?;
         let step = step.parse().map_err(|_| format!("'{step}' is not a step"))?;
         if step < 1 {
             Err("the first step that can be killed in is 1".into())
         } else {
-            Ok(Self { replica, step })
+            Ok(Self { replica, rank, step })
         }
     }
 }
@@ -55,7 +62,10 @@ pub struct RunArgs {
     /// Replica groups to start on this machine.
     #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub replicas: u32,
-    /// Kill this replica inside the reduction of this step, as REPLICA@STEP; default: the last one, in the middle.
+    /// Processes of each replica: its ranks share each batch. The batch is a multiple of it.
+    #[arg(long, value_name = "M", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub ranks_per_replica: u32,
+    /// Kill this rank inside the reduction of this step, as REPLICA@STEP or REPLICA/RANK@STEP; default: the last one, in the middle.
     #[arg(long, conflicts_with = "no_kill")]
     pub kill: Option<Kill>,
     /// Kill nobody.
@@ -70,6 +80,15 @@ pub struct RunArgs {
     /// Give up after so many seconds.
     #[arg(long, default_value_t = 900)]
     pub time_limit_s: u64,
+    /// A replica whose process stands still, or whose machine is gone, is taken for dead by the lighthouse after so many milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 5000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub heartbeat_timeout_ms: u64,
+    /// Tell in the report how fast steps were committed, as a run with --chaos does.
+    #[arg(long)]
+    pub cost: bool,
+    /// Random kills and stops.
+    #[command(flatten)]
+    pub chaos: ChaosArgs,
 }
 
 /// Where a replica's servers listen, and the collectives' backend; the same for both programs.
@@ -95,9 +114,25 @@ pub struct NetArgs {
     /// Name or address by which the other machines reach this one; default: the bind address.
     #[arg(long)]
     pub advertise: Option<String>,
+    /// How long a reduction, connecting to the others or taking a state over may take, in milliseconds.
+    #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub timeout_ms: u64,
+    /// A rank that makes no progress for so many milliseconds takes its replica out, so that the others go on. Longer than --timeout-ms.
+    #[arg(long, value_name = "MS", default_value_t = 120_000, value_parser = clap::value_parser!(u64).range(1..))]
+    pub progress_timeout_ms: u64,
 }
 
 impl NetArgs {
+    /// For one collective, one connect, one transfer of state.
+    pub fn timeout(&self) -> Duration {
+        Duration::from_millis(self.timeout_ms)
+    }
+
+    /// How long a rank may make no progress.
+    pub fn progress_timeout(&self) -> Duration {
+        Duration::from_millis(self.progress_timeout_ms)
+    }
+
     /// How the group quantises, if it does.
     pub fn quantisation(&self, timeout: Duration) -> Option<QuantizeOptions> {
         self.quantize.map(|codec| QuantizeOptions {
@@ -121,6 +156,10 @@ impl NetArgs {
             self.device.name().to_owned(),
             "--bind".into(),
             self.bind.clone(),
+            "--timeout-ms".into(),
+            self.timeout_ms.to_string(),
+            "--progress-timeout-ms".into(),
+            self.progress_timeout_ms.to_string(),
         ];
         if let Some(name) = &self.backend {
             args.extend(["--backend".into(), name.clone()]);
@@ -158,12 +197,18 @@ pub struct Run {
 const STALL_LIMIT_MS: f64 = 1000.0;
 
 /// Runs the lighthouse of a driver's run until it is killed with its parent.
-pub fn lighthouse(bind: &str, state_file: &Path, replicas: usize) -> anyhow::Result<()> {
+pub fn lighthouse(
+    bind: &str,
+    state_file: &Path,
+    replicas: usize,
+    heartbeat_timeout_ms: u64,
+) -> anyhow::Result<()> {
     let server = LighthouseServer::start(LighthouseConfig {
         bind: bind.to_string(),
         min_replicas: 1,
         initial_replicas: Some(replicas),
         join_timeout: Duration::from_secs(60),
+        heartbeat_timeout: Duration::from_millis(heartbeat_timeout_ms),
         state_file: Some(state_file.to_path_buf()),
         ..LighthouseConfig::default()
     })?;
@@ -184,7 +229,7 @@ fn out_folder(args: &RunArgs, program: &str) -> anyhow::Result<PathBuf> {
 }
 
 fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
-    if args.no_kill {
+    if args.no_kill || args.chaos.chaos.is_some() {
         return Ok(None);
     }
     if args.replicas < 2 {
@@ -197,6 +242,7 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
     }
     let kill = args.kill.unwrap_or(Kill {
         replica: args.replicas - 1,
+        rank: args.ranks_per_replica - 1,
         step: run.steps / 2 + 1,
     });
     if kill.replica >= args.replicas {
@@ -204,6 +250,14 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
             "--kill names replica {}; there are replicas 0 to {}",
             kill.replica,
             args.replicas - 1
+        );
+    }
+    if kill.rank >= args.ranks_per_replica {
+        bail!(
+            "--kill names rank {} of replica {}; it has ranks 0 to {}",
+            kill.rank,
+            kill.replica,
+            args.ranks_per_replica - 1
         );
     }
     // A replica that dies in the last step could come back when everybody has left.
@@ -222,7 +276,8 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
     let kill = planned_kill(args, run)?;
     let out = out_folder(args, run.program)?;
     let program = std::env::current_exe().context("cannot find this program's own path")?;
-    let replicas = args.replicas;
+    let (replicas, ranks) = (args.replicas, args.ranks_per_replica);
+    let heartbeat_timeout_ms = args.heartbeat_timeout_ms.to_string();
     let lighthouse = {
         let program = program.clone();
         LighthouseSource::Spawn {
@@ -236,62 +291,97 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
                     .arg("--state-file")
                     .arg(&launch.state_file);
                 command.arg("--replicas").arg(replicas.to_string());
+                command.args(["--heartbeat-timeout-ms", &heartbeat_timeout_ms]);
                 command
             }),
         }
     };
     let mut config = SupervisorConfig::new(replicas, lighthouse, &out);
     config.stop_on_signals = true;
+    config.ranks_per_replica = ranks;
     config.restart.backoff = Duration::from_millis(100);
+    let mut campaign = Campaign::new(&args.chaos, run.steps);
+    if campaign.is_some() {
+        // Who is killed on purpose is not at fault, however often.
+        config.restart.max_restarts = u32::MAX;
+        config.restart.backoff = Duration::from_millis(20);
+        config.restart.backoff_max = Duration::from_millis(200);
+    }
     config.deadline = Some(deadline_in(Duration::from_secs(args.time_limit_s)));
     let replica_args = run.replica_args.clone();
     let verdicts = oxccl::plugin::verdicts_for_job();
     let command = move |launch: &ReplicaLaunch| {
         let mut command = Command::new(&program);
         command.arg("replica").args(&replica_args).envs(verdicts.clone());
-        if let Some(k) = kill.filter(|k| k.replica == launch.replica && launch.life == 0) {
+        if let Some(k) =
+            kill.filter(|k| (k.replica, k.rank) == (launch.replica, launch.rank) && launch.life == 0)
+        {
             command.env(ENV_HOLD, k.step.to_string());
         }
         command
     };
+    let of_ranks = match ranks {
+        1 => String::new(),
+        _ => format!(" of {ranks} ranks"),
+    };
     eprintln!(
-        "{}: {replicas} replicas, {} parameters, {} steps; logs in {}",
+        "{}: {replicas} replicas{of_ranks}, {} parameters, {} steps; logs in {}",
         run.program,
         run.parameters,
         run.steps,
         out.display()
     );
     let (supervisor, mut stream) = Supervisor::start(config, command, deadline_in(Duration::from_secs(30)))?;
-    let mut progress = Progress::new(run.inner_steps);
+    let mut progress = Progress::new(run.inner_steps).with_ranks(ranks);
     let mut events = Vec::new();
     let end = Instant::now() + Duration::from_secs(args.time_limit_s + 30);
-    while let Some(event) = stream.next_until(end) {
+    while !stream.is_over() && Instant::now() < end {
+        if let Some(campaign) = &mut campaign {
+            campaign.act(&supervisor);
+        }
+        let due = campaign.as_ref().and_then(Campaign::next_due);
+        let Some(event) = stream.next_until(due.map_or(end, |due| due.min(end))) else {
+            continue;
+        };
         if let (Some(kill), SupervisorEvent::Replica(e)) = (kill, &event) {
             let inside =
                 matches!(e.kind, EventKind::ReduceBegin { step, .. } if i64::try_from(step) == Ok(kill.step));
-            if inside && e.replica == kill.replica && e.life == 0 {
+            if inside && (e.replica, e.rank, e.life) == (kill.replica, kill.rank, 0) {
                 // It may have died by itself in this very moment; the report will say so.
-                if let Err(error) = supervisor.kill(kill.replica, Some(0)) {
+                if let Err(error) = supervisor.signal(kill.replica, kill.rank, Some(0), ProcessSignal::Kill) {
                     tracing::warn!(%error, "the planned kill came too late");
                 }
             }
         }
+        if let Some(campaign) = &mut campaign {
+            campaign.on_event(&event, Instant::now());
+        }
         progress.on_event(&event);
-        events.push(event);
-        if stream.is_over() {
-            break;
+        // Nothing is made of these, and a long run has many.
+        let is_kept =
+            !matches!(&event, SupervisorEvent::Replica(e) if matches!(e.kind, EventKind::ReduceBegin { .. }));
+        if is_kept {
+            events.push(event);
         }
     }
     progress.finish();
     let facts = RunFacts {
         program: run.program.to_string(),
         replicas,
+        ranks,
         parameters: run.parameters as u64,
         gradient_bytes: 4 * run.parameters as u64,
         seed: run.seed,
         stall_limit_ms: kill.map(|_| STALL_LIMIT_MS),
     };
-    let report = Report::new(&facts, &events);
+    let mut report = Report::new(&facts, &events);
+    if args.cost || campaign.is_some() {
+        let (seed, done) = match campaign.map(Campaign::finish) {
+            Some((seed, done)) => (Some(seed), done),
+            None => (None, Vec::new()),
+        };
+        report.cost = Some(Cost::new(seed, done, &events));
+    }
     let pictures = Picture::from_run(&events, &report).write(&out, "loss")?;
     let json = serde_json::to_string_pretty(&report)?;
     std::fs::write(out.join("report.json"), &json).context("cannot write report.json")?;
@@ -342,8 +432,15 @@ mod tests {
 
     #[test]
     fn kills_are_written_as_replica_at_step() {
-        assert_eq!("1@20".parse::<Kill>(), Ok(Kill { replica: 1, step: 20 }));
-        for bad in ["1", "a@2", "1@x", "1@0"] {
+        for (text, rank) in [("1@20", 0), ("1/0@20", 0), ("1/3@20", 3)] {
+            let kill = Kill {
+                replica: 1,
+                rank,
+                step: 20,
+            };
+            assert_eq!(text.parse::<Kill>(), Ok(kill));
+        }
+        for bad in ["1", "a@2", "1@x", "1@0", "1/@2", "1/x@2"] {
             assert!(bad.parse::<Kill>().is_err(), "{bad}");
         }
     }

@@ -4,6 +4,7 @@
 //! [`replica`] in common). Data ([`text`], [`digits`]) and models on candle ([`transformer`], [`digits::Mlp`]) are pure
 //! functions of a seed. What a run reports becomes a [`report`] and a picture ([`plot`]).
 
+pub mod campaign;
 pub mod chaos;
 pub mod compare;
 pub mod data_parallel;
@@ -15,6 +16,7 @@ pub mod drive;
 pub mod plot;
 pub mod program;
 pub mod progress;
+pub mod ranks;
 pub mod replica;
 pub mod report;
 pub mod resume;

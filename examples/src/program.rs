@@ -25,22 +25,26 @@ pub trait Training: Args + Clone {
     fn to_args(&self) -> Vec<String>;
     /// The options that decide what is computed, each as one line: a run goes on only from checkpoints with the same ones.
     fn trajectory(&self) -> Result<Vec<String>>;
-    /// The program, [`trajectory`](Self::trajectory), and what `net` adds to it, as it stands in a checkpoint.
-    fn identity(&self, net: &NetArgs) -> Result<String> {
+    /// The program, [`trajectory`](Self::trajectory), and what `net` and the ranks of a replica add to it, as it stands in a checkpoint.
+    fn identity(&self, net: &NetArgs, ranks: u32) -> Result<String> {
         let mut lines = vec![Self::PROGRAM.to_owned()];
         lines.extend(self.trajectory()?);
         lines.extend(net.trajectory());
+        if ranks > 1 {
+            // The mean of a batch is added up in another order.
+            lines.push(format!("--ranks-per-replica {ranks}"));
+        }
         Ok(lines.join("\n"))
     }
     /// Checks everything that can be checked before processes are started, and returns the model's parameter count.
-    fn check(&self, replicas: usize) -> Result<usize>;
+    fn check(&self, replicas: usize, ranks: usize) -> Result<usize>;
     /// Steps that the run commits.
     fn steps(&self) -> i64;
     /// Inner steps that an undisturbed replica makes.
     fn inner_steps(&self) -> u64;
     /// The seed.
     fn seed(&self) -> u64;
-    /// Runs one replica to the end. Its place comes from the environment that `oxccl launch` sets.
+    /// Runs one rank of a replica to the end. Its place comes from the environment that `oxccl launch` sets.
     fn replica(&self, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()>;
 }
 
@@ -67,7 +71,7 @@ struct Whole<T: Training> {
 
 #[derive(Subcommand)]
 enum Part<T: Training> {
-    /// One replica; its place comes from the environment that the launcher sets.
+    /// One rank of a replica; its place comes from the environment that the launcher sets.
     Replica {
         #[command(flatten)]
         train: T,
@@ -85,6 +89,8 @@ enum Part<T: Training> {
         state_file: PathBuf,
         #[arg(long)]
         replicas: usize,
+        #[arg(long)]
+        heartbeat_timeout_ms: u64,
     },
 }
 
@@ -119,8 +125,9 @@ pub fn main<T: Training>() -> ExitCode {
             bind,
             state_file,
             replicas,
+            heartbeat_timeout_ms,
         }) => {
-            lighthouse(&bind, &state_file, replicas)?;
+            lighthouse(&bind, &state_file, replicas, heartbeat_timeout_ms)?;
             Ok(ExitCode::SUCCESS)
         }
         None => {
@@ -130,8 +137,10 @@ pub fn main<T: Training>() -> ExitCode {
                 net,
                 checkpoints,
             } = cli.whole;
-            let parameters = train.check(run.replicas as usize)?;
-            if let Some(line) = checkpoints.check(&train.identity(&net)?, run.replicas)? {
+            let parameters = train.check(run.replicas as usize, run.ranks_per_replica as usize)?;
+            if let Some(line) =
+                checkpoints.check(&train.identity(&net, run.ranks_per_replica)?, run.replicas)?
+            {
                 eprintln!("{line}");
             }
             let mut replica_args = train.to_args();

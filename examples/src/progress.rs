@@ -56,6 +56,7 @@ pub struct Progress {
     views: BTreeMap<u32, View>,
     inner_steps: u64,
     unit: &'static str,
+    ranks: u32,
     start_us: Option<u64>,
 }
 
@@ -89,6 +90,7 @@ impl Progress {
             views: BTreeMap::new(),
             inner_steps,
             unit: "tokens",
+            ranks: 1,
             start_us: None,
         }
     }
@@ -97,6 +99,20 @@ impl Progress {
     #[must_use]
     pub fn with_unit(self, unit: &'static str) -> Self {
         Self { unit, ..self }
+    }
+
+    /// How many ranks a replica has (1 if not said). What its first rank reports stands for the replica.
+    #[must_use]
+    pub fn with_ranks(self, ranks: u32) -> Self {
+        Self { ranks, ..self }
+    }
+
+    /// A process, for people.
+    fn rank_of(&self, replica: u32, rank: u32) -> String {
+        match self.ranks {
+            1 => format!("replica {replica}"),
+            _ => format!("replica {replica}, rank {rank},"),
+        }
     }
 
     /// Shows one event.
@@ -117,6 +133,7 @@ impl Progress {
             }
             SupervisorEvent::Spawned {
                 replica,
+                rank,
                 life,
                 pid,
                 t_us,
@@ -129,11 +146,13 @@ impl Progress {
                 } else {
                     String::new()
                 };
-                self.say(*t_us, &format!("replica {replica} started{again}, process {pid}"));
+                let of = self.rank_of(*replica, *rank);
+                self.say(*t_us, &format!("{of} started{again}, process {pid}"));
                 self.redraw(*replica);
             }
             SupervisorEvent::Exited {
                 replica,
+                rank,
                 status,
                 signal,
                 tail,
@@ -145,6 +164,7 @@ impl Progress {
                     status: *status,
                     signal: *signal,
                 };
+                let of = self.rank_of(*replica, *rank);
                 let view = self.views.entry(*replica).or_default();
                 if exit.success() {
                     view.state = "done".into();
@@ -153,10 +173,7 @@ impl Progress {
                         Some(_) => format!("killed ({exit})"),
                         None => format!("failed ({exit})"),
                     };
-                    self.say(
-                        *t_us,
-                        &format!("replica {replica} ended: {exit}{}", after(*restart_in_ms)),
-                    );
+                    self.say(*t_us, &format!("{of} ended: {exit}{}", after(*restart_in_ms)));
                     // After a signal the process's own last lines explain nothing.
                     if signal.is_none() {
                         self.say_tail(*t_us, tail);
@@ -171,6 +188,13 @@ impl Progress {
 
     fn on_replica(&mut self, event: &ReplicaEvent) {
         let (r, t_us) = (event.replica, event.t_us);
+        if event.rank > 0 {
+            if let EventKind::Error { text } = &event.kind {
+                let of = self.rank_of(r, event.rank);
+                self.say(t_us, &format!("{of} {text}"));
+            }
+            return;
+        }
         let view = self.views.entry(r).or_default();
         match &event.kind {
             EventKind::Step {
@@ -354,6 +378,7 @@ mod tests {
         SupervisorEvent::Replica(ReplicaEvent {
             replica,
             life: 0,
+            rank: 0,
             t_us,
             kind,
         })
@@ -386,6 +411,7 @@ mod tests {
         let lines = shown(&[
             SupervisorEvent::Spawned {
                 replica: 1,
+                rank: 0,
                 life: 0,
                 pid: 10,
                 t_us: 0,
@@ -401,6 +427,7 @@ mod tests {
             ),
             SupervisorEvent::Exited {
                 replica: 1,
+                rank: 0,
                 life: 0,
                 status: None,
                 signal: Some(9),
@@ -419,6 +446,7 @@ mod tests {
             ),
             SupervisorEvent::Spawned {
                 replica: 1,
+                rank: 0,
                 life: 1,
                 pid: 11,
                 t_us: 2_500_000,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, GroupOptions, Result, Traffic};
+use ftcore::{Device, Error, ErrorKind, GroupOptions, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 use quant::{ErrorFeedback, QuantizedGroup};
@@ -13,6 +13,7 @@ use quant::{ErrorFeedback, QuantizedGroup};
 use crate::chaos::HoldGroup;
 use crate::device;
 use crate::drive::NetArgs;
+use crate::ranks::{InStep, Ranks};
 use crate::resume::{CheckpointArgs, Checkpoints};
 
 /// How long the end of a run waits for its supervisor to take the report: one that was stopped, or has no core, is no reason to
@@ -21,8 +22,10 @@ const REPORT: Duration = Duration::from_secs(60);
 
 /// A replica's place, its events and its clock.
 pub struct Place {
-    /// Index, number of replicas, life, lighthouse.
+    /// Index, number of replicas, life, rank, lighthouse.
     pub env: ReplicaEnv,
+    /// The ranks of this replica.
+    pub ranks: Arc<Ranks>,
     /// Where events go.
     pub events: EventSender,
     /// The step being worked on, for the chaos wrapper.
@@ -31,18 +34,24 @@ pub struct Place {
     pub debts: Option<Arc<ErrorFeedback>>,
     /// Where the state goes to disk, if it does.
     pub checkpoints: Option<Checkpoints>,
+    device: Device,
     epoch: i64,
     inner: Duration,
     inner_steps: u64,
 }
 
 impl Place {
-    /// Reads the environment that the launcher sets and checks that there is one compute thread.
-    pub fn take() -> Result<Self> {
+    /// Reads the environment that the launcher sets, checks that there is one compute thread, and meets the other ranks of this replica over
+    /// the backend of `net`.
+    pub fn take(net: &NetArgs) -> Result<Self> {
         let env = ReplicaEnv::from_env()?;
         oxccl_candle::require_one_compute_thread()?;
+        let device = device::of_replica(&net.device, env.replica * env.ranks + env.rank)?;
+        let ranks = Ranks::meet(&env, net.backend.as_deref(), &device)?;
         Ok(Self {
             env,
+            ranks,
+            device,
             events: EventSender::from_env(),
             step: Arc::new(AtomicI64::new(-1)),
             debts: None,
@@ -61,12 +70,11 @@ impl Place {
         checkpoints: &CheckpointArgs,
         run: &str,
         steps: i64,
-    ) -> Result<Manager> {
+    ) -> Result<InStep<Manager>> {
         self.checkpoints = Checkpoints::open(checkpoints, &self.env, &self.events, run, steps)?;
         let name = format!("replica{}", self.env.replica);
         let options = GroupOptions::default();
-        let device = device::of_replica(&net.device, self.env.replica)?;
-        let mut group = device::group(net.backend.as_deref(), &device, &options)?;
+        let mut group = device::group(net.backend.as_deref(), &self.device, &options)?;
         if let Some(quantisation) = net.quantisation(options.timeout) {
             let quantized = QuantizedGroup::with_options(group, quantisation)?;
             self.debts = quantized.error_feedback();
@@ -74,7 +82,7 @@ impl Place {
         }
         let group = Arc::new(HoldGroup::from_env(
             group,
-            self.env.replica,
+            (self.env.replica, self.env.rank),
             self.events.clone(),
             self.step.clone(),
         )?);
@@ -82,6 +90,10 @@ impl Place {
         config.connect_timeout = Duration::from_secs(10);
         config.bind.clone_from(&net.bind);
         config.advertise_host.clone_from(&net.advertise);
+        config.timeout = net.timeout();
+        config.progress_timeout = net.progress_timeout();
+        (config.group_rank, config.group_world_size) = (self.env.rank, self.env.ranks);
+        config.replica_store = self.ranks.store();
         let mut manager = Manager::new(group, config)?;
         if let Some(checkpoints) = &self.checkpoints {
             checkpoints.restore(&mut manager)?;
@@ -94,7 +106,7 @@ impl Place {
         self.events.send(EventKind::State {
             state: ReplicaState::Joining,
         });
-        Ok(manager)
+        Ok(InStep::new(manager, self.ranks.clone()))
     }
 
     /// What a training loop calls with step and epoch whenever a reduction has been handed to the group.
@@ -114,7 +126,11 @@ impl Place {
         let took = begun.elapsed();
         self.inner += took;
         self.inner_steps += 1;
-        let tokens_per_s = samples as f64 / took.as_secs_f64().max(1e-9);
+        if !self.ranks.is_first() {
+            // The loss is that of the replica's whole batch, and one curve of it is enough.
+            return;
+        }
+        let tokens_per_s = samples as f64 * self.ranks.size() as f64 / took.as_secs_f64().max(1e-9);
         self.events.send(EventKind::Step {
             inner_step,
             loss: f64::from(loss),

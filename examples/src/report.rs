@@ -8,7 +8,10 @@ use std::collections::BTreeMap;
 use oxccl::launch::{Commit, EventKind, ExitSummary, Final, Outcome, ReplicaState, SupervisorEvent};
 use serde::Serialize;
 
+mod chaos;
 mod text;
+
+pub use chaos::{Cost, Gap, Times};
 
 pub(crate) use text::{bytes, thousands};
 
@@ -19,6 +22,8 @@ pub struct RunFacts {
     pub program: String,
     /// Replicas of the whole job.
     pub replicas: u32,
+    /// Ranks of each replica.
+    pub ranks: u32,
     /// Parameters of the model.
     pub parameters: u64,
     /// What data parallel would reduce in each step, in bytes: the gradients.
@@ -57,6 +62,8 @@ pub struct Stall {
 pub struct Death {
     /// The replica.
     pub replica: u32,
+    /// The rank that ended first.
+    pub rank: u32,
     /// The life that ended.
     pub life: u32,
     /// How, in words: `SIGKILL`, `exit code 1`.
@@ -79,11 +86,13 @@ pub struct Death {
     pub stall: Option<Stall>,
 }
 
-/// One replica over all its lives.
+/// One rank of a replica over all its lives.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ReplicaFigures {
-    /// Its index.
+    /// The replica's index.
     pub replica: u32,
+    /// The rank inside the replica.
+    pub rank: u32,
     /// Processes that it had.
     pub lives: u32,
     /// Inner steps computed.
@@ -137,6 +146,8 @@ pub struct Report {
     pub program: String,
     /// Replicas of the job.
     pub replicas: u32,
+    /// Ranks of each replica.
+    pub ranks: u32,
     /// Parameters of the model.
     pub parameters: u64,
     /// The seed.
@@ -157,9 +168,12 @@ pub struct Report {
     pub stall_limit_ms: Option<f64>,
     /// The deaths, in order of time.
     pub deaths: Vec<Death>,
-    /// Bytes on the wire.
+    /// Bytes on the wire between replicas.
     pub wire: Wire,
-    /// The replicas of this machine, by index.
+    /// How fast steps were committed and what disturbances cost, if that was asked for.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub cost: Option<Cost>,
+    /// The ranks of this machine, by replica and rank.
     pub figures: Vec<ReplicaFigures>,
 }
 
@@ -232,7 +246,8 @@ impl Life {
     }
 }
 
-type Lives = BTreeMap<u32, BTreeMap<u32, Life>>;
+/// By replica and rank, then by life.
+type Lives = BTreeMap<(u32, u32), BTreeMap<u32, Life>>;
 
 fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u64)>) {
     let mut lives = Lives::new();
@@ -253,10 +268,14 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
         }
         match event {
             SupervisorEvent::Spawned {
-                replica, life, t_us, ..
+                replica,
+                rank,
+                life,
+                t_us,
+                ..
             } => {
                 lives
-                    .entry(*replica)
+                    .entry((*replica, *rank))
                     .or_default()
                     .entry(*life)
                     .or_default()
@@ -264,6 +283,7 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
             }
             SupervisorEvent::Exited {
                 replica,
+                rank,
                 life,
                 status,
                 signal,
@@ -275,7 +295,7 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
                     signal: *signal,
                 };
                 lives
-                    .entry(*replica)
+                    .entry((*replica, *rank))
                     .or_default()
                     .entry(*life)
                     .or_default()
@@ -284,7 +304,11 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
             SupervisorEvent::Finished(end) => outcome = Some(end.clone()),
             SupervisorEvent::LighthouseUp { .. } | SupervisorEvent::LighthouseExited { .. } => {}
             SupervisorEvent::Replica(e) => {
-                let life = lives.entry(e.replica).or_default().entry(e.life).or_default();
+                let life = lives
+                    .entry((e.replica, e.rank))
+                    .or_default()
+                    .entry(e.life)
+                    .or_default();
                 match &e.kind {
                     EventKind::Step {
                         inner_step,
@@ -320,7 +344,8 @@ impl Report {
         let (started_us, ended_us) = span.unwrap_or_default();
         let mut stalls: Vec<Stall> = lives
             .iter()
-            .flat_map(|(r, all)| all.iter().flat_map(|(l, life)| life.stalls(*r, *l)))
+            .filter(|((_, rank), _)| *rank == 0)
+            .flat_map(|((r, _), all)| all.iter().flat_map(|(l, life)| life.stalls(*r, *l)))
             .collect();
         let deaths = deaths(&lives, &mut stalls);
         let mut problems = Vec::new();
@@ -375,6 +400,7 @@ impl Report {
             problems,
             program: facts.program.clone(),
             replicas: facts.replicas,
+            ranks: facts.ranks,
             parameters: facts.parameters,
             seed: facts.seed,
             started_us,
@@ -386,6 +412,7 @@ impl Report {
             stall_limit_ms: facts.stall_limit_ms,
             wire: wire(facts, &figures),
             deaths,
+            cost: None,
             figures,
         }
     }
@@ -399,40 +426,52 @@ impl Report {
 /// The lives that ended before their replica was done, each with the longest stall of another replica around it.
 fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
     let mut deaths = Vec::new();
-    for (replica, all) in lives {
+    // The ranks of a replica end together: the one that ended first tells how.
+    let mut first: BTreeMap<(u32, u32), (u64, u32, ExitSummary)> = BTreeMap::new();
+    for ((replica, rank), all) in lives {
         for (index, life) in all {
             let Some((t_us, exit)) = life.exited.filter(|(_, exit)| !exit.success()) else {
                 continue;
             };
-            let mut stall: Option<&Stall> = None;
-            for s in stalls.iter_mut() {
-                if s.replica != *replica && s.from_us <= t_us && t_us <= s.to_us {
-                    s.death_of = Some(*replica);
-                    stall = stall.filter(|longest| longest.stall_ms >= s.stall_ms).or(Some(s));
-                }
+            let end = first.entry((*replica, *index)).or_insert((t_us, *rank, exit));
+            if t_us < end.0 {
+                *end = (t_us, *rank, exit);
             }
-            // A life that dies before it commits (a second kill while healing) passes the wait on to the next.
-            let next = all.range(index + 1..).map(|(_, life)| life);
-            let restarted_us = next.clone().next().and_then(|life| life.spawned_us);
-            let back = next.clone().find(|life| life.first_commit_us().is_some());
-            let first_commit_us = back.and_then(Life::first_commit_us);
-            let healed = back.and_then(|life| life.healed);
-            deaths.push(Death {
-                replica: *replica,
-                life: *index,
-                exit: exit.to_string(),
-                t_us,
-                restarted_us,
-                first_commit_us,
-                restart_to_commit_ms: restarted_us
-                    .zip(first_commit_us)
-                    .map(|(from, to)| to.saturating_sub(from) as f64 / 1e3),
-                healed_step: healed.map(|(step, _, _)| step),
-                healed_bytes: healed.map(|(_, bytes, _)| bytes),
-                healed_ms: healed.map(|(_, _, ms)| ms),
-                stall: stall.cloned(),
-            });
         }
+    }
+    for ((replica, index), (t_us, rank, exit)) in first {
+        let Some(all) = lives.get(&(replica, rank)) else {
+            continue;
+        };
+        let mut stall: Option<&Stall> = None;
+        for s in stalls.iter_mut() {
+            if s.replica != replica && s.from_us <= t_us && t_us <= s.to_us {
+                s.death_of = Some(replica);
+                stall = stall.filter(|longest| longest.stall_ms >= s.stall_ms).or(Some(s));
+            }
+        }
+        // A life that dies before it commits (a second kill while healing) passes the wait on to the next.
+        let next = all.range(index + 1..).map(|(_, life)| life);
+        let restarted_us = next.clone().next().and_then(|life| life.spawned_us);
+        let back = next.clone().find(|life| life.first_commit_us().is_some());
+        let first_commit_us = back.and_then(Life::first_commit_us);
+        let healed = back.and_then(|life| life.healed);
+        deaths.push(Death {
+            replica,
+            rank,
+            life: index,
+            exit: exit.to_string(),
+            t_us,
+            restarted_us,
+            first_commit_us,
+            restart_to_commit_ms: restarted_us
+                .zip(first_commit_us)
+                .map(|(from, to)| to.saturating_sub(from) as f64 / 1e3),
+            healed_step: healed.map(|(step, _, _)| step),
+            healed_bytes: healed.map(|(_, bytes, _)| bytes),
+            healed_ms: healed.map(|(_, _, ms)| ms),
+            stall: stall.cloned(),
+        });
     }
     deaths.sort_by_key(|death| death.t_us);
     deaths
@@ -444,7 +483,7 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
 fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
     let mut first: BTreeMap<(u64, u64), (&str, u32, u32)> = BTreeMap::new();
     let mut unequal = 0;
-    for (replica, all) in lives {
+    for ((replica, _), all) in lives {
         for (index, life) in all {
             for (_, commit) in life.commits.iter().filter(|(_, c)| c.committed) {
                 let Some(hash) = commit.hash.as_deref() else {
@@ -475,12 +514,17 @@ fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
 
 /// The hash that all replicas ended with; what keeps there from being one is a problem.
 fn common_end(lives: &Lives, problems: &mut Vec<String>) -> Option<String> {
-    let mut ends: Vec<(u32, &Final)> = Vec::new();
-    for (replica, all) in lives {
+    let mut ends: Vec<(String, &Final)> = Vec::new();
+    let has_ranks = lives.keys().any(|(_, rank)| *rank > 0);
+    for ((replica, rank), all) in lives {
+        let replica = match has_ranks {
+            true => format!("{replica}/{rank}"),
+            false => replica.to_string(),
+        };
         match all.values().next_back().and_then(|life| life.end.as_ref()) {
             // It left before the others ended.
             Some(end) if end.state == ReplicaState::Drained => {}
-            Some(end) => ends.push((*replica, end)),
+            Some(end) => ends.push((replica, end)),
             None => problems.push(format!("replica {replica} did not report its end")),
         }
     }
@@ -523,10 +567,11 @@ fn short(hash: &str) -> String {
     hash.chars().take(16).collect()
 }
 
-fn figures(replica: u32, all: &BTreeMap<u32, Life>, stalls: &[Stall]) -> ReplicaFigures {
+fn figures((replica, rank): (u32, u32), all: &BTreeMap<u32, Life>, stalls: &[Stall]) -> ReplicaFigures {
     let end = all.values().next_back().and_then(|life| life.end.as_ref());
     let mut f = ReplicaFigures {
         replica,
+        rank,
         lives: u32::try_from(all.len()).unwrap_or(u32::MAX),
         last_step: end.map(|end| end.step),
         train_loss: end.map(|end| end.train_loss),

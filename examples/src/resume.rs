@@ -105,7 +105,8 @@ fn same_run(
 
 /// The checkpoints of one replica of a run.
 pub struct Checkpoints {
-    writer: Writer,
+    /// Of the first rank: all ranks of a replica hold the same state.
+    writer: Option<Writer>,
     every: i64,
     run: String,
     events: EventSender,
@@ -135,7 +136,10 @@ impl Checkpoints {
             return Ok(None);
         };
         let keep = usize::from(args.checkpoint_keep);
-        let series = Series::open(root, env.replica, keep, deadline_in(LET_GO))?;
+        let series = match env.rank {
+            0 => Some(Series::open(root, env.replica, keep, deadline_in(LET_GO))?),
+            _ => None,
+        };
         // Whoever comes back into a running job heals in any case, and the others' files change under its eyes.
         let others = if env.life == 0 { 0..env.replicas } else { 0..0 };
         let Search { found, damaged } = newest(root, env.replica, others)?;
@@ -156,7 +160,7 @@ impl Checkpoints {
         }
         let must_heal = found.is_none() && !damaged.is_empty();
         let told = events.clone();
-        let writer = Writer::start(series, move |outcome| match outcome {
+        let report = move |outcome: &ftcore::Result<checkpoint::Written>| match outcome {
             Ok(w) => {
                 tracing::info!(step = w.step, bytes = w.bytes, file = %w.path.display(), "checkpoint written")
             }
@@ -164,7 +168,8 @@ impl Checkpoints {
                 &told,
                 format!("a checkpoint could not be written; training goes on: {error}"),
             ),
-        })?;
+        };
+        let writer = series.map(|series| Writer::start(series, report)).transpose()?;
         Ok(Some(Self {
             writer,
             every: args.checkpoint_every.unwrap_or((steps / 20).max(1)),
@@ -205,7 +210,7 @@ impl Checkpoints {
         if is_last {
             self.flush();
         }
-        step > 0 && (is_last || step % self.every == 0)
+        self.writer.is_some() && step > 0 && (is_last || step % self.every == 0)
     }
 
     /// Hands over `state`, in which `manager`'s step begins, to be written. Does not wait.
@@ -220,7 +225,10 @@ impl Checkpoints {
         state.insert_f32(RECENT, &[losses.len()], &losses)?;
         state.insert_i64s(BATCHES, &[manager.batches_committed()])?;
         state.set_metadata(RUN, self.run.as_str());
-        if !self.writer.offer(step, manager.lineage().as_str(), state) {
+        let Some(writer) = &self.writer else {
+            return Ok(());
+        };
+        if !writer.offer(step, manager.lineage().as_str(), state) {
             let text = format!(
                 "no checkpoint of step {step}: the one before is still being written. The disk is slower than --checkpoint-every {}",
                 self.every
@@ -241,7 +249,11 @@ impl Checkpoints {
 
     /// Waits until nothing is being written, or says that something still is.
     pub fn flush(&self) {
-        if let Err(error) = self.writer.flush(deadline_in(FLUSH)) {
+        let flushed = self
+            .writer
+            .as_ref()
+            .map_or(Ok(()), |w| w.flush(deadline_in(FLUSH)));
+        if let Err(error) = flushed {
             warn(&self.events, format!("at the end of the run: {error}"));
         }
     }

@@ -141,6 +141,19 @@ impl Batch {
         })
     }
 
+    /// The windows of rank `rank` of `ranks` that share this batch evenly. Errors: they cannot.
+    pub fn part(&self, rank: usize, ranks: usize) -> Result<Self> {
+        let rows = even_part(self.rows, rank, ranks, "windows")?;
+        let positions = rows.start * self.seq..rows.end * self.seq;
+        let cut = |all: &[u32]| all.get(positions.clone()).unwrap_or_default().to_vec();
+        Ok(Self {
+            rows: rows.len(),
+            seq: self.seq,
+            tokens: cut(&self.tokens),
+            targets: cut(&self.targets),
+        })
+    }
+
     /// The number of windows.
     pub fn rows(&self) -> usize {
         self.rows
@@ -160,6 +173,17 @@ impl Batch {
     pub fn targets(&self) -> &[u32] {
         &self.targets
     }
+}
+
+/// Which of `rows` belong to rank `rank` of `ranks`. Errors: the ranks cannot share so many evenly, and a mean of means would be another one.
+pub(crate) fn even_part(rows: usize, rank: usize, ranks: usize, what: &str) -> Result<Range<usize>> {
+    if ranks == 0 || rank >= ranks || !rows.is_multiple_of(ranks) || rows == 0 {
+        return Err(Error::invalid(format!(
+            "{ranks} ranks of a replica cannot share {rows} {what} evenly; use a multiple of {ranks} for --batch"
+        )));
+    }
+    let each = rows / ranks;
+    Ok(rank * each..(rank + 1) * each)
 }
 
 /// Deals batches of a text to the replicas of a run.
@@ -288,6 +312,22 @@ mod tests {
             assert_eq!(next, sampler.text.train().len());
             assert_eq!(sampler.shard(replicas), 0..0);
         }
+    }
+
+    #[test]
+    fn the_parts_of_a_batch_are_the_batch() {
+        let batch = Sampler::new(counting(1000), 1, 6, 10, 3)
+            .unwrap()
+            .batch(0, 5)
+            .unwrap();
+        let parts: Vec<Batch> = (0..3).map(|rank| batch.part(rank, 3).unwrap()).collect();
+        assert!(parts.iter().all(|p| (p.rows(), p.seq()) == (2, 10)));
+        let joined =
+            |of: fn(&Batch) -> &[u32]| parts.iter().flat_map(|p| of(p).to_vec()).collect::<Vec<u32>>();
+        assert_eq!(joined(Batch::tokens), batch.tokens());
+        assert_eq!(joined(Batch::targets), batch.targets());
+        let e = batch.part(0, 4).unwrap_err().to_string();
+        assert!(e.contains("4 ranks") && e.contains("6 windows"), "{e}");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! `cargo xtask`: what a developer and continuous integration run.
 //!
 //! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
-//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others'. Every child
+//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run. Every child
 //! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
+mod chaos;
 mod ci;
 mod debian;
 mod delays;
@@ -57,6 +58,8 @@ enum Task {
     BenchPeers(Box<peers::Arguments>),
     /// Measure the time of a step at our lighthouse and, with --peer, at torchft's, with many replicas from one process.
     BenchLighthouse(lighthouse::Arguments),
+    /// Train under random kills and stops of ranks and of the lighthouse, and compare with the same training undisturbed.
+    Chaos(chaos::Arguments),
     /// Fetch and build the CPU-only oneCCL that the xccl rows test against, and print how to use it.
     Oneccl {
         /// Instead, the SYCL build with the runtimes that let a CPU stand in for an Intel GPU (650 MB).
@@ -117,6 +120,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Deny => deny::check(),
         Task::BenchPeers(args) => peers::run(*args),
         Task::BenchLighthouse(args) => lighthouse::run(&args),
+        Task::Chaos(args) => chaos::run(&args),
         Task::Oneccl { sycl: false } => Ok(oneccl::run()),
         Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
         Task::Nccl => Ok(nccl::run()),

@@ -7,8 +7,8 @@ use std::time::{Duration, Instant};
 
 use oxccl::core::{ErrorKind, deadline_in};
 use oxccl::launch::{
-    EventKind, EventSender, ExitSummary, GiveUp, LighthouseSource, Outcome, ReplicaLaunch, RestartPolicy,
-    StopReason, Supervisor, SupervisorConfig, SupervisorEvent, SupervisorEvents,
+    EventKind, EventSender, ExitSummary, GiveUp, LighthouseSource, Outcome, ProcessSignal, ReplicaLaunch,
+    RestartPolicy, StopReason, Supervisor, SupervisorConfig, SupervisorEvent, SupervisorEvents,
 };
 
 fn soon() -> Instant {
@@ -113,9 +113,9 @@ fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
             }
         )
     });
-    let e = supervisor.kill(1, Some(1)).unwrap_err();
+    let e = supervisor.signal(1, 0, Some(1), ProcessSignal::Kill).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NotFound, "the second life does not run yet");
-    let killed_at = supervisor.kill(1, Some(0)).unwrap();
+    let killed_at = supervisor.signal(1, 0, Some(0), ProcessSignal::Kill).unwrap();
     let (seen, outcome) = all(events);
     assert!(outcome.is_success(), "{outcome}");
     assert_eq!(
@@ -152,8 +152,99 @@ fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
         }
         ref other => panic!("{other:?}"),
     }
-    let e = supervisor.kill(1, None).unwrap_err();
+    let e = supervisor.signal(1, 0, None, ProcessSignal::Kill).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::NotFound);
+}
+
+/// Two replicas of two ranks. Each life tells its store in a file; the second life of replica 1 ends the run. `stubborn`: what rank 0 does
+/// about SIGTERM.
+fn two_by_two(dir: &Path, stubborn: &'static str) -> (Supervisor, SupervisorEvents) {
+    let config = SupervisorConfig {
+        ranks_per_replica: 2,
+        ..config(2, dir)
+    };
+    let command = move |launch: &ReplicaLaunch| {
+        let script = format!(
+            "{} d=$(dirname \"$OXCCL_EVENTS\"); me=$OXCCL_REPLICA-$OXCCL_RANK-$OXCCL_LIFE
+            echo \"$OXCCL_REPLICA_STORE $OXCCL_RANKS\" > \"$d/$me.tmp\"; mv \"$d/$me.tmp\" \"$d/$me\"
+            while ! test -e \"$d/1-0-1\" -a -e \"$d/1-1-1\"; do sleep 0.01; done",
+            if launch.rank == 0 { stubborn } else { "" },
+        );
+        let mut command = Command::new("sh");
+        command.args(["-c", &script]);
+        command
+    };
+    let started = Supervisor::start(config, command, soon()).unwrap();
+    for name in ["0-0-0", "0-1-0", "1-0-0", "1-1-0"] {
+        wait_for_file(&dir.join(name));
+    }
+    started
+}
+
+#[test]
+fn a_replica_of_which_a_rank_dies_is_started_again_as_a_whole_and_the_others_are_left_alone() {
+    for stubborn in ["", "trap '' TERM;"] {
+        let dir = tempfile::tempdir().unwrap();
+        let (supervisor, events) = two_by_two(dir.path(), stubborn);
+        let e = supervisor.signal(1, 2, None, ProcessSignal::Kill).unwrap_err();
+        assert!(e.to_string().contains("rank 2 of replica 1"), "{e}");
+        let ranks = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (1, 1, 0)];
+        assert_eq!(supervisor.running(), ranks);
+        supervisor.signal(1, 1, Some(0), ProcessSignal::Kill).unwrap();
+        let (seen, outcome) = all(events);
+        assert!(outcome.is_success(), "{outcome}");
+        let lives: Vec<u32> = outcome.replicas.iter().map(|r| r.lives).collect();
+        assert_eq!(lives, [1, 2]);
+        let ends: Vec<(u32, Option<u64>)> = seen
+            .iter()
+            .filter_map(|e| match e {
+                SupervisorEvent::Exited {
+                    replica: 1,
+                    rank,
+                    life: 0,
+                    restart_in_ms,
+                    ..
+                } => Some((*rank, *restart_in_ms)),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(
+            ends,
+            [(1, None), (0, Some(1))],
+            "the last rank to end tells the pause"
+        );
+        // The ranks of a life meet in a store of their own.
+        let store = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
+        assert!(store("0-0-0").ends_with(" 2\n") && store("0-0-0") != " 2\n");
+        assert_eq!(store("0-0-0"), store("0-1-0"));
+        assert_eq!(store("1-0-1"), store("1-1-1"));
+        assert_ne!(store("1-0-0"), store("0-0-0"));
+    }
+}
+
+#[test]
+fn a_rank_that_is_stopped_does_not_keep_its_replica_from_coming_back() {
+    let dir = tempfile::tempdir().unwrap();
+    let (supervisor, events) = two_by_two(dir.path(), "");
+    supervisor.signal(1, 0, Some(0), ProcessSignal::Stop).unwrap();
+    supervisor.signal(1, 1, Some(0), ProcessSignal::Kill).unwrap();
+    let (seen, outcome) = all(events);
+    assert!(outcome.is_success(), "{outcome}");
+    let of_stopped = seen.iter().find(|e| {
+        matches!(
+            e,
+            SupervisorEvent::Exited {
+                replica: 1,
+                rank: 0,
+                life: 0,
+                ..
+            }
+        )
+    });
+    assert!(
+        matches!(of_stopped, Some(SupervisorEvent::Exited { signal: Some(9), .. })),
+        "{of_stopped:?}"
+    );
 }
 
 #[test]

@@ -6,6 +6,7 @@ fn facts() -> RunFacts {
     RunFacts {
         program: "train".into(),
         replicas: 2,
+        ranks: 1,
         parameters: 1_000_000,
         gradient_bytes: 4_000_000,
         seed: 1,
@@ -20,6 +21,7 @@ fn ms(ms: u64) -> u64 {
 fn spawned(replica: u32, life: u32, t: u64) -> SupervisorEvent {
     SupervisorEvent::Spawned {
         replica,
+        rank: 0,
         life,
         pid: 1,
         t_us: ms(t),
@@ -31,6 +33,7 @@ fn exited(replica: u32, life: u32, signal: Option<i32>, t: u64) -> SupervisorEve
     let restart_in_ms = signal.map(|_| 500);
     SupervisorEvent::Exited {
         replica,
+        rank: 0,
         life,
         status,
         signal,
@@ -44,6 +47,7 @@ fn says(replica: u32, life: u32, t: u64, kind: EventKind) -> SupervisorEvent {
     SupervisorEvent::Replica(ReplicaEvent {
         replica,
         life,
+        rank: 0,
         t_us: ms(t),
         kind,
     })

@@ -8,9 +8,13 @@ impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,
-            "{}: {} replicas, {} parameters, seed {}, {:.1} s\n",
+            "{}: {} replicas{}, {} parameters, seed {}, {:.1} s\n",
             self.program,
             self.replicas,
+            match self.ranks {
+                1 => String::new(),
+                ranks => format!(" of {ranks} ranks"),
+            },
             thousands(self.parameters),
             self.seed,
             self.wall_s
@@ -35,7 +39,10 @@ impl fmt::Display for Report {
         ];
         for r in &self.figures {
             rows.push([
-                r.replica.to_string(),
+                match self.ranks {
+                    1 => r.replica.to_string(),
+                    _ => format!("{}/{}", r.replica, r.rank),
+                },
                 r.lives.to_string(),
                 r.inner_steps.to_string(),
                 r.commits.to_string(),
@@ -67,8 +74,14 @@ impl fmt::Display for Report {
             writeln!(f, "{}", cells.join("  "))?;
         }
         writeln!(f)?;
-        for death in &self.deaths {
-            subject(f, "death", &self.death(death))?;
+        match &self.cost {
+            // With a campaign they are too many to be told one by one.
+            Some(cost) => write!(f, "{cost}")?,
+            None => {
+                for death in &self.deaths {
+                    subject(f, "death", &self.death(death))?;
+                }
+            }
         }
         if let Some(stall) = &self.longest_stall {
             let during = match stall.death_of {
@@ -115,7 +128,7 @@ impl fmt::Display for Report {
                 &format!(
                     "{} on {} (bitwise equal)",
                     hash.chars().take(16).collect::<String>(),
-                    everyone(self.figures.len())
+                    everyone(self.figures.len(), self.ranks)
                 ),
             )?,
             None => subject(f, "parameters", "NOT known to be equal on all replicas")?,
@@ -135,8 +148,14 @@ impl Report {
     fn death(&self, death: &Death) -> String {
         let at = death.t_us.saturating_sub(self.started_us) as f64 / 1e6;
         let mut text = format!(
-            "replica {} (life {}, {}) at {at:.1} s",
-            death.replica, death.life, death.exit
+            "replica {}{} (life {}, {}) at {at:.1} s",
+            death.replica,
+            match self.ranks {
+                1 => String::new(),
+                _ => format!(", rank {}", death.rank),
+            },
+            death.life,
+            death.exit
         );
         match (death.restarted_us, death.restart_to_commit_ms) {
             (Some(restarted), Some(ms)) => {
@@ -167,8 +186,9 @@ fn subject(f: &mut fmt::Formatter<'_>, name: &str, text: &str) -> fmt::Result {
     writeln!(f, "{name:<15}{text}")
 }
 
-fn everyone(n: usize) -> String {
+fn everyone(n: usize, ranks: u32) -> String {
     match n {
+        n if ranks > 1 => format!("all {n} ranks of all replicas"),
         1 => "the one replica".into(),
         2 => "both replicas".into(),
         n => format!("all {n} replicas"),

@@ -18,18 +18,22 @@ Examples:
   One machine, two replicas, a lighthouse of its own:
     oxccl launch --replicas 2 -- ./train --steps 500
 
+  One machine, two replicas of two processes each:
+    oxccl launch --replicas 2 --ranks-per-replica 2 -- ./train --steps 500
+
   Two machines, one replica each:
     hostA$ oxccl credentials new job1     (and copy the folder to hostB)
     hostA$ oxccl lighthouse --credentials job1 --min-replicas 2
     hostA$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 -- ./train
     hostB$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 --first-replica 1 -- ./train
 
-Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE and OXCCL_EVENTS in its environment.
+Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE, OXCCL_RANK, OXCCL_RANKS and OXCCL_EVENTS in its
+environment, and where there are several ranks OXCCL_REPLICA_STORE: the store in which the ranks of its replica meet.
 The exit codes are those of `oxccl --help`; a program that exits with 2 is not restarted.";
 
 /// Start and supervise the replicas of a job on this machine.
 ///
-/// A replica that dies is restarted; its exit code 0 ends it for good. No replica outlives this command.
+/// A replica of which a process dies is restarted as a whole; its exit code 0 ends it for good. No replica outlives this command.
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
@@ -46,6 +50,9 @@ pub(crate) struct Arguments {
     /// Replicas to start on this machine.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=4096))]
     replicas: u32,
+    /// Processes of each replica, all on the machine of the replica.
+    #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=64))]
+    ranks_per_replica: u32,
     /// Index of the first replica of this machine.
     #[arg(long, default_value_t = 0, value_name = "I")]
     first_replica: u32,
@@ -123,6 +130,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         .map_err(|e| Error::io(format!("create the run directory {}", run_dir.display()), e))?;
     let config = SupervisorConfig {
         first_replica,
+        ranks_per_replica: arguments.ranks_per_replica,
         total_replicas,
         restart: RestartPolicy {
             max_restarts: arguments.max_restarts,
@@ -157,7 +165,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     for event in events {
         match event {
             SupervisorEvent::Finished(outcome) => end = Some(outcome),
-            other => show(&other),
+            other => show(&other, arguments.ranks_per_replica),
         }
     }
     let outcome = end.ok_or_else(|| {
@@ -230,7 +238,15 @@ fn unique() -> String {
     format!("{ms}-{}", std::process::id())
 }
 
-fn show(event: &SupervisorEvent) {
+/// A process of the run, for people.
+fn rank_of(replica: u32, rank: u32, ranks: u32) -> String {
+    match ranks {
+        1 => format!("replica {replica}"),
+        _ => format!("replica {replica}, rank {rank},"),
+    }
+}
+
+fn show(event: &SupervisorEvent, ranks: u32) {
     let next = |ms: &Option<u64>| match ms {
         Some(ms) => format!("; restarting in {ms} ms"),
         None => String::new(),
@@ -247,12 +263,18 @@ fn show(event: &SupervisorEvent) {
             show_tail(tail);
         }
         SupervisorEvent::Spawned {
-            replica, life, pid, ..
+            replica,
+            rank,
+            life,
+            pid,
+            ..
         } => {
-            say!("oxccl: replica {replica} started (life {life}, process {pid})");
+            let of = rank_of(*replica, *rank, ranks);
+            say!("oxccl: {of} started (life {life}, process {pid})");
         }
         SupervisorEvent::Exited {
             replica,
+            rank,
             life,
             status,
             signal,
@@ -264,14 +286,14 @@ fn show(event: &SupervisorEvent) {
                 status: *status,
                 signal: *signal,
             };
-            say!(
-                "oxccl: replica {replica} ended (life {life}, {exit}){}",
-                next(restart_in_ms)
-            );
+            let of = rank_of(*replica, *rank, ranks);
+            say!("oxccl: {of} ended (life {life}, {exit}){}", next(restart_in_ms));
             show_tail(tail);
         }
         SupervisorEvent::Replica(event) => match &event.kind {
-            EventKind::Error { text } => say!("oxccl: replica {}: {text}", event.replica),
+            EventKind::Error { text } => {
+                say!("oxccl: {}: {text}", rank_of(event.replica, event.rank, ranks));
+            }
             EventKind::Step { .. } => tracing::trace!("{event:?}"),
             _ => tracing::debug!("{event:?}"),
         },

@@ -6,20 +6,25 @@
 
 use std::collections::BTreeMap;
 use std::path::PathBuf;
-use std::process::{Child, Command};
+use std::process::Command;
 use std::sync::PoisonError;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_address, split_url, time_left};
+use ftcore::{
+    Error, ErrorKind, Result, TcpStoreServer, deadline_in, join_address, split_address, split_url, time_left,
+};
 use rustix::process::Signal;
 
 use super::child;
-use super::env::{ENV_EVENTS, ENV_LIFE, ENV_LIGHTHOUSE, ENV_REPLICA, ENV_REPLICAS};
+use super::env::{
+    ENV_EVENTS, ENV_LIFE, ENV_LIGHTHOUSE, ENV_RANK, ENV_RANKS, ENV_REPLICA, ENV_REPLICA_STORE, ENV_REPLICAS,
+};
 use super::events::{LighthouseReady, SupervisorEvent, now_us};
 use super::listener::EventListener;
 use super::outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
 use super::queue::EventQueue;
+use super::slot::{RANK_GRACE, Slot, Who};
 use super::supervisor::{
     GiveUp, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Running, SupervisorConfig, restart_deadline,
 };
@@ -27,24 +32,14 @@ use super::supervisor::{
 /// How long the last events of an ended process may take to be read.
 const DRAIN: Duration = Duration::from_secs(2);
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub(super) enum Who {
-    Lighthouse,
-    Replica(u32),
-}
-
-impl std::fmt::Display for Who {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        match self {
-            Self::Lighthouse => f.write_str("lighthouse"),
-            Self::Replica(replica) => write!(f, "replica {replica}"),
-        }
-    }
-}
-
 #[derive(Debug)]
 pub(super) enum Control {
-    Ended { who: Who, life: u32, t_us: u64 },
+    Ended {
+        who: Who,
+        rank: u32,
+        life: u32,
+        t_us: u64,
+    },
     LighthouseReady(LighthouseReady),
     Stop(StopReason),
 }
@@ -56,36 +51,6 @@ pub(super) struct Run {
     pub(super) to_self: Sender<Control>,
     pub(super) inbox: Receiver<Control>,
     pub(super) running: Running,
-}
-
-/// One process of the run over its lives.
-#[derive(Debug)]
-struct Slot {
-    child: Option<Child>,
-    lives: u32,
-    /// Short lives in a row, for the pause before the next.
-    in_a_row: u32,
-    started: Instant,
-    next_start: Option<Instant>,
-    exit: Option<ExitSummary>,
-    tail: String,
-    /// It will not be started again.
-    over: bool,
-}
-
-impl Slot {
-    fn new() -> Self {
-        Self {
-            child: None,
-            lives: 0,
-            in_a_row: 0,
-            started: Instant::now(),
-            next_start: None,
-            exit: None,
-            tail: String::new(),
-            over: false,
-        }
-    }
 }
 
 struct Machine {
@@ -138,14 +103,17 @@ impl Machine {
         let listener = EventListener::start(
             &c.run_dir,
             replicas.clone(),
+            c.ranks_per_replica,
             run.events.clone(),
             run.to_self.clone(),
         )?;
-        let mut slots: BTreeMap<Who, Slot> = replicas.map(|r| (Who::Replica(r), Slot::new())).collect();
+        let mut slots: BTreeMap<Who, Slot> = replicas
+            .map(|r| (Who::Replica(r), Slot::new(c.ranks_per_replica)))
+            .collect();
         let lighthouse = match &c.lighthouse {
             LighthouseSource::External(url) => url.clone(),
             LighthouseSource::Spawn { .. } => {
-                slots.insert(Who::Lighthouse, Slot::new());
+                slots.insert(Who::Lighthouse, Slot::new(1));
                 String::new()
             }
         };
@@ -163,17 +131,16 @@ impl Machine {
     /// The lighthouse first, then the replicas. An error leaves what was started for the caller to stop.
     fn start(&mut self, start_by: Instant) -> Result<()> {
         if self.slots.contains_key(&Who::Lighthouse) {
-            self.spawn(Who::Lighthouse)?;
+            self.spawn(Who::Lighthouse).map_err(|(_, e)| e)?;
             self.lighthouse_due = Some(start_by);
             while self.lighthouse_due.is_some() {
                 match self.run.inbox.recv_timeout(time_left(start_by)) {
                     Ok(Control::Ended {
                         who: Who::Lighthouse, ..
                     }) => {
-                        self.collect(Who::Lighthouse);
-                        let slot = self.slots.get(&Who::Lighthouse);
-                        let (exit, tail) = slot.map(|s| (s.exit, s.tail.clone())).unwrap_or_default();
-                        let exit = exit.map_or_else(String::new, |e| format!(" ({e})"));
+                        let (exit, tail) = self
+                            .collect(Who::Lighthouse, 0)
+                            .map_or_else(Default::default, |(exit, tail)| (format!(" ({exit})"), tail));
                         return Err(Error::new(
                             ErrorKind::Unavailable,
                             format!("the lighthouse ended before it was ready{exit}:\n{}", tail.trim()),
@@ -202,13 +169,13 @@ impl Machine {
             .filter(|who| *who != Who::Lighthouse)
             .collect();
         for who in replicas {
-            self.spawn(who)?;
+            self.spawn(who).map_err(|(_, e)| e)?;
         }
         Ok(())
     }
 
     fn is_over(&self) -> bool {
-        self.slots.values().all(|slot| slot.over && slot.child.is_none())
+        self.slots.values().all(|slot| slot.over && !slot.is_running())
     }
 
     /// Waits for one message or for the next moment at which something is due, and does it.
@@ -216,7 +183,8 @@ impl Machine {
         let due = self
             .slots
             .values()
-            .filter_map(|slot| slot.next_start)
+            .flat_map(|slot| [slot.next_start, slot.kill_at])
+            .flatten()
             .chain(self.run.config.deadline.filter(|_| self.stopping.is_none()))
             .chain(self.kill_at)
             .chain(self.lighthouse_due)
@@ -245,28 +213,17 @@ impl Machine {
             }
         }
         for who in self.who() {
-            let due = self
-                .slots
-                .get(&who)
-                .and_then(|slot| slot.next_start)
-                .is_some_and(|at| now >= at);
-            if due && let Err(e) = self.spawn(who) {
-                let (life, t_us) = (
-                    self.slots
-                        .get(&who)
-                        .map_or(0, |slot| slot.lives.saturating_sub(1)),
-                    now_us(),
-                );
-                self.ended(
-                    who,
-                    life,
-                    t_us,
-                    ExitSummary {
-                        status: None,
-                        signal: None,
-                    },
-                    e.to_string(),
-                );
+            let Some(slot) = self.slots.get_mut(&who) else {
+                continue;
+            };
+            if slot.kill_at.take_if(|at| now >= *at).is_some() {
+                self.signal(who, Signal::KILL);
+            }
+            let due = self.slots.get(&who).and_then(|slot| slot.next_start);
+            if due.is_some_and(|at| now >= at)
+                && let Err((rank, e)) = self.spawn(who)
+            {
+                self.not_started(who, rank, &e);
             }
         }
         // When the last replica is done, so is the lighthouse.
@@ -289,7 +246,8 @@ impl Machine {
                 let current = self
                     .slots
                     .get(&Who::Lighthouse)
-                    .and_then(|slot| slot.child.as_ref());
+                    .and_then(|slot| slot.running().next())
+                    .map(|(_, child)| child.id());
                 // A wrapper script may be the child and the lighthouse its child: ids then differ, and that is fine as
                 // long as an answer is due.
                 if self.lighthouse_due.take().is_none() {
@@ -297,7 +255,7 @@ impl Machine {
                         "process {} says that it is a lighthouse at {}; nobody waits for that (ours is process {:?})",
                         ready.pid,
                         ready.url,
-                        current.map(Child::id)
+                        current
                     );
                     return;
                 }
@@ -315,13 +273,15 @@ impl Machine {
                     t_us: now_us(),
                 });
             }
-            Control::Ended { who, life, t_us } => {
-                let current = self
-                    .slots
-                    .get(&who)
-                    .is_some_and(|s| s.child.is_some() && s.lives == life + 1);
-                if current && let Some((exit, tail)) = self.collect(who) {
-                    self.ended(who, life, t_us, exit, tail);
+            Control::Ended {
+                who,
+                rank,
+                life,
+                t_us,
+            } => {
+                let current = self.slots.get(&who).is_some_and(|s| s.lives == life + 1);
+                if current && let Some((exit, tail)) = self.collect(who, rank) {
+                    self.rank_ended(who, rank, life, t_us, exit, tail);
                 }
             }
             Control::Stop(reason) => {
@@ -350,7 +310,7 @@ impl Machine {
     }
 
     fn signal(&self, who: Who, signal: Signal) {
-        if let Some(child) = self.slots.get(&who).and_then(|slot| slot.child.as_ref()) {
+        for (_, child) in self.slots.get(&who).into_iter().flat_map(Slot::running) {
             let sent = child::pid(child).and_then(|pid| child::signal_group(pid, signal));
             if let Err(e) = sent {
                 tracing::warn!("{who}: {e}");
@@ -358,24 +318,27 @@ impl Machine {
         }
     }
 
-    fn log(&self, who: Who, life: u32) -> PathBuf {
-        match who {
-            Who::Lighthouse => self.run.config.run_dir.join("lighthouse.log"),
-            Who::Replica(replica) => self
-                .run
-                .config
-                .run_dir
-                .join(format!("replica-{replica}.life-{life}.log")),
-        }
+    fn log(&self, who: Who, rank: u32, life: u32) -> PathBuf {
+        let config = &self.run.config;
+        let name = match who {
+            Who::Lighthouse => "lighthouse.log".to_owned(),
+            Who::Replica(replica) if config.ranks_per_replica == 1 => {
+                format!("replica-{replica}.life-{life}.log")
+            }
+            Who::Replica(replica) => format!("replica-{replica}.rank-{rank}.life-{life}.log"),
+        };
+        config.run_dir.join(name)
     }
 
-    /// The command of `who`'s next life with its environment.
-    fn prepare(&self, who: Who, life: u32) -> Command {
+    /// The command of a rank in `who`'s next life with its environment.
+    fn prepare(&self, who: Who, rank: u32, life: u32) -> Command {
         let config = &self.run.config;
         let mut command = match (who, &config.lighthouse) {
             (Who::Replica(replica), _) => (self.run.command)(&ReplicaLaunch {
                 replica,
                 replicas: config.total_replicas,
+                rank,
+                ranks: config.ranks_per_replica,
                 life,
                 lighthouse: self.lighthouse.clone(),
             }),
@@ -394,7 +357,13 @@ impl Machine {
                 .env(ENV_LIGHTHOUSE, &self.lighthouse)
                 .env(ENV_REPLICA, replica.to_string())
                 .env(ENV_REPLICAS, config.total_replicas.to_string())
-                .env(ENV_LIFE, life.to_string());
+                .env(ENV_LIFE, life.to_string())
+                .env(ENV_RANK, rank.to_string())
+                .env(ENV_RANKS, config.ranks_per_replica.to_string());
+            match self.slots.get(&who).and_then(|slot| slot.store.as_ref()) {
+                Some(store) => command.env(ENV_REPLICA_STORE, store.local_addr().to_string()),
+                None => command.env_remove(ENV_REPLICA_STORE),
+            };
             if !command.get_envs().any(|(name, _)| name == "RAYON_NUM_THREADS") {
                 command.env("RAYON_NUM_THREADS", "1");
             }
@@ -402,27 +371,42 @@ impl Machine {
         command
     }
 
-    fn spawn(&mut self, who: Who) -> Result<()> {
+    /// Starts the next life of `who`, all its ranks. An error names the rank that could not be started; those before it run.
+    fn spawn(&mut self, who: Who) -> Result<(), (u32, Error)> {
         let Some(slot) = self.slots.get_mut(&who) else {
             return Ok(());
         };
-        let life = slot.lives;
-        slot.lives += 1;
-        slot.next_start = None;
-        slot.started = Instant::now();
-        let command = self.prepare(who, life);
+        let ranks = u32::try_from(slot.ranks.len()).unwrap_or(u32::MAX);
+        let life = slot.begin();
+        if ranks > 1 {
+            // A store for this life alone, so that nothing of an earlier one is in it. The ranks of a replica are on one machine.
+            let store = TcpStoreServer::bind("127.0.0.1:0").map_err(|e| (0, e))?;
+            slot.store = Some(store);
+        }
+        for rank in 0..ranks {
+            self.spawn_rank(who, rank, life).map_err(|e| (rank, e))?;
+        }
+        if who == Who::Lighthouse && self.lighthouse_due.is_none() {
+            self.lighthouse_due = Some(restart_deadline());
+        }
+        Ok(())
+    }
+
+    fn spawn_rank(&mut self, who: Who, rank: u32, life: u32) -> Result<()> {
+        let command = self.prepare(who, rank, life);
         let t_us = now_us();
-        let mut child = child::spawn(command, &self.log(who, life))?;
+        let mut child = child::spawn(command, &self.log(who, rank, life))?;
         let pid = child::pid(&child)?;
+        // Before the waiting thread exists: a process that ends at once is removed again after it was entered.
+        self.run
+            .running
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .insert((who, rank), (life, pid));
         if let Who::Replica(replica) = who {
-            // Before the waiting thread exists: a process that ends at once is removed again after it was entered.
-            self.run
-                .running
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .insert(replica, (life, pid));
             self.run.events.push(SupervisorEvent::Spawned {
                 replica,
+                rank,
                 life,
                 pid: child.id(),
                 t_us,
@@ -439,48 +423,59 @@ impl Machine {
             // What the process leaves behind would hold its event connection (and its ports) open.
             let _ = child::signal_group(pid, Signal::KILL);
             drain.wait(pid, deadline_in(DRAIN));
-            let _ = to_self.send(Control::Ended { who, life, t_us });
+            let _ = to_self.send(Control::Ended {
+                who,
+                rank,
+                life,
+                t_us,
+            });
         });
         if let Err(e) = waiting {
             // Without somebody to wait for it the child would be forgotten.
             let _ = child::signal_group(pid, Signal::KILL);
-            self.forget(who);
+            self.forget(who, rank);
             let _ = child.wait();
             return Err(Error::io(format!("start a thread for {who}"), e));
         }
-        if who == Who::Lighthouse && self.lighthouse_due.is_none() {
-            self.lighthouse_due = Some(restart_deadline());
-        }
-        if let Some(slot) = self.slots.get_mut(&who) {
-            slot.child = Some(child);
+        if let Some(process) = self.slots.get_mut(&who).and_then(|slot| slot.rank_mut(rank)) {
+            process.child = Some(child);
         }
         Ok(())
     }
 
-    fn forget(&self, who: Who) {
-        if let Who::Replica(replica) = who {
-            self.run
-                .running
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .remove(&replica);
+    /// A restart failed at `rank`: that is how this life ended. The ranks before it are ended first.
+    fn not_started(&mut self, who: Who, rank: u32, error: &Error) {
+        let Some(slot) = self.slots.get_mut(&who) else {
+            return;
+        };
+        let life = slot.lives.saturating_sub(1);
+        let (exit, tail) = (ExitSummary::default(), error.to_string());
+        if let Some(process) = slot.rank_mut(rank) {
+            process.exit = Some(exit);
+            process.tail.clone_from(&tail);
         }
+        self.rank_ended(who, rank, life, now_us(), exit, tail);
     }
 
-    /// Collects the ended process of `who`: how it ended, and the end of its output unless that was a success.
-    fn collect(&mut self, who: Who) -> Option<(ExitSummary, String)> {
-        self.forget(who);
-        let log = self.log(who, self.slots.get(&who)?.lives.saturating_sub(1));
-        let slot = self.slots.get_mut(&who)?;
-        let mut child = slot.child.take()?;
+    fn forget(&self, who: Who, rank: u32) {
+        self.run
+            .running
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
+            .remove(&(who, rank));
+    }
+
+    /// Collects the ended process of a rank: how it ended, and the end of its output unless that was a success. `None` if there is none.
+    fn collect(&mut self, who: Who, rank: u32) -> Option<(ExitSummary, String)> {
+        self.forget(who, rank);
+        let log = self.log(who, rank, self.slots.get(&who)?.lives.saturating_sub(1));
+        let process = self.slots.get_mut(&who)?.rank_mut(rank)?;
+        let mut child = process.child.take()?;
         let exit = match child.wait() {
             Ok(status) => ExitSummary::from(status),
             Err(e) => {
                 tracing::warn!("{who}: its exit status is lost: {e}");
-                ExitSummary {
-                    status: None,
-                    signal: None,
-                }
+                ExitSummary::default()
             }
         };
         let tail = if exit.success() {
@@ -488,39 +483,27 @@ impl Machine {
         } else {
             child::tail(&log)
         };
-        slot.exit = Some(exit);
-        slot.tail.clone_from(&tail);
+        process.exit = Some(exit);
+        process.tail.clone_from(&tail);
         Some((exit, tail))
     }
 
-    /// Decides what follows the end of a process, and tells the driver.
-    fn ended(&mut self, who: Who, life: u32, t_us: u64, exit: ExitSummary, tail: String) {
-        let policy = &self.run.config.restart;
+    /// What follows the end of one rank: a replica goes on, and ends, as a whole.
+    fn rank_ended(&mut self, who: Who, rank: u32, life: u32, t_us: u64, exit: ExitSummary, tail: String) {
         let Some(slot) = self.slots.get_mut(&who) else {
             return;
         };
-        slot.exit = Some(exit);
-        slot.tail.clone_from(&tail);
-        let finished = who != Who::Lighthouse && exit.success();
-        let may_restart = !slot.over
-            && !finished
-            && slot.lives <= policy.max_restarts
-            && !exit.status.is_some_and(|code| policy.fatal_codes.contains(&code));
-        let mut restart_in_ms = None;
-        let stops = !slot.over && !finished && !may_restart;
-        if may_restart {
-            slot.in_a_row = if slot.started.elapsed() >= policy.stable_after {
-                0
-            } else {
-                slot.in_a_row
-            };
-            let pause = policy.pause(slot.in_a_row);
-            slot.in_a_row += 1;
-            slot.next_start = Some(deadline_in(pause));
-            restart_in_ms = Some(u64::try_from(pause.as_millis()).unwrap_or(u64::MAX));
-        } else {
-            slot.over = true;
+        let is_first_failure = !exit.success() && slot.failed.is_none();
+        if !exit.success() {
+            let this = (t_us, rank);
+            slot.failed = Some(slot.failed.map_or(this, |first| first.min(this)));
         }
+        let others_run = slot.is_running();
+        if others_run && is_first_failure && !slot.over {
+            slot.kill_at = Some(deadline_in(RANK_GRACE));
+            self.signal(who, Signal::TERM);
+        }
+        let restart_in_ms = if others_run { None } else { self.ended(who) };
         let event = match who {
             Who::Lighthouse if self.stopping.is_some() => None,
             Who::Lighthouse => {
@@ -534,6 +517,7 @@ impl Machine {
             }
             Who::Replica(replica) => Some(SupervisorEvent::Exited {
                 replica,
+                rank,
                 life,
                 status: exit.status,
                 signal: exit.signal,
@@ -545,24 +529,55 @@ impl Machine {
         if let Some(event) = event {
             self.run.events.push(event);
         }
+        // After the event, so that a driver sees the cause before what follows from it.
+        let gave_up = self.slots.get(&who).is_some_and(|s| s.gave_up);
         match who {
-            Who::Lighthouse if stops => self.stop(StopReason::LighthouseFailed),
-            Who::Replica(replica) if stops && self.run.config.give_up == GiveUp::StopAll => {
+            _ if !gave_up || self.stopping.is_some() => {}
+            Who::Lighthouse => self.stop(StopReason::LighthouseFailed),
+            Who::Replica(replica) if self.run.config.give_up == GiveUp::StopAll => {
                 self.stop(StopReason::ReplicaFailed { replica });
             }
-            _ => {}
+            Who::Replica(_) => {}
         }
+    }
+
+    /// All processes of a life have ended: decides what follows. The pause before the next life, if there is to be one.
+    fn ended(&mut self, who: Who) -> Option<u64> {
+        let policy = &self.run.config.restart;
+        let slot = self.slots.get_mut(&who)?;
+        slot.store = None;
+        slot.kill_at = None;
+        let (exit, _) = slot.end(&policy.fatal_codes);
+        let finished = who != Who::Lighthouse && slot.failed.is_none();
+        let is_fatal = exit
+            .and_then(|exit| exit.status)
+            .is_some_and(|code| policy.fatal_codes.contains(&code));
+        if slot.over || finished || is_fatal || slot.lives > policy.max_restarts {
+            slot.gave_up = !slot.over && !finished;
+            slot.over = true;
+            return None;
+        }
+        if slot.started.elapsed() >= policy.stable_after {
+            slot.in_a_row = 0;
+        }
+        let pause = policy.pause(slot.in_a_row);
+        slot.in_a_row += 1;
+        slot.next_start = Some(deadline_in(pause));
+        Some(u64::try_from(pause.as_millis()).unwrap_or(u64::MAX))
     }
 
     fn outcome(&self) -> Outcome {
         let replicas = self.slots.iter().filter_map(|(who, slot)| match who {
             Who::Lighthouse => None,
-            Who::Replica(replica) => Some(ReplicaOutcome {
-                replica: *replica,
-                lives: slot.lives,
-                exit: slot.exit,
-                tail: slot.tail.clone(),
-            }),
+            Who::Replica(replica) => {
+                let (exit, tail) = slot.end(&self.run.config.restart.fatal_codes);
+                Some(ReplicaOutcome {
+                    replica: *replica,
+                    lives: slot.lives,
+                    exit,
+                    tail,
+                })
+            }
         });
         Outcome {
             stop: self.stopping.clone().unwrap_or(StopReason::Completed),

@@ -16,6 +16,12 @@ pub const ENV_REPLICA: &str = "OXCCL_REPLICA";
 pub const ENV_REPLICAS: &str = "OXCCL_REPLICAS";
 /// Which life of the replica this process is: 0, and one more after each restart.
 pub const ENV_LIFE: &str = "OXCCL_LIFE";
+/// This process's rank inside its replica, from 0.
+pub const ENV_RANK: &str = "OXCCL_RANK";
+/// How many ranks, and so processes, each replica has.
+pub const ENV_RANKS: &str = "OXCCL_RANKS";
+/// Where the ranks of a replica of several meet: `host:port` of a store that serves this life of the replica alone.
+pub const ENV_REPLICA_STORE: &str = "OXCCL_REPLICA_STORE";
 /// The path of the Unix socket that events are written to.
 pub const ENV_EVENTS: &str = "OXCCL_EVENTS";
 
@@ -30,6 +36,12 @@ pub struct ReplicaEnv {
     pub replicas: u32,
     /// Which life of the replica this is.
     pub life: u32,
+    /// This process's rank inside the replica, less than `ranks`.
+    pub rank: u32,
+    /// How many ranks the replica has.
+    pub ranks: u32,
+    /// The store in which the ranks of the replica meet; there is one if there are several.
+    pub store: Option<String>,
 }
 
 impl ReplicaEnv {
@@ -53,16 +65,32 @@ impl ReplicaEnv {
                 .parse::<u32>()
                 .map_err(|_| Error::invalid(format!("{name} must be a whole number from 0, not \"{value}\"")))
         };
+        let number_or = |name: &str, absent: u32| {
+            if get(name).is_some() {
+                number(name)
+            } else {
+                Ok(absent)
+            }
+        };
         let this = Self {
             lighthouse: text(ENV_LIGHTHOUSE)?,
             replica: number(ENV_REPLICA)?,
             replicas: number(ENV_REPLICAS)?,
-            life: if get(ENV_LIFE).is_some() {
-                number(ENV_LIFE)?
-            } else {
-                0
-            },
+            life: number_or(ENV_LIFE, 0)?,
+            rank: number_or(ENV_RANK, 0)?,
+            ranks: number_or(ENV_RANKS, 1)?,
+            store: get(ENV_REPLICA_STORE).filter(|v| !v.is_empty()),
         };
+        if this.rank >= this.ranks {
+            return Err(Error::invalid(format!(
+                "{ENV_RANK}={} must be less than {ENV_RANKS}={}",
+                this.rank, this.ranks
+            )));
+        }
+        if this.ranks > 1 {
+            // Without it the ranks could not find each other.
+            text(ENV_REPLICA_STORE)?;
+        }
         if this.replica >= this.replicas {
             return Err(Error::invalid(format!(
                 "{ENV_REPLICA}={} must be less than {ENV_REPLICAS}={}",
@@ -131,11 +159,28 @@ mod tests {
                 lighthouse: "http://h:1".into(),
                 replica: 1,
                 replicas: 2,
-                life: 0
+                life: 0,
+                rank: 0,
+                ranks: 1,
+                store: None,
             }
         );
         let env = from(&[base[0], base[1], base[2], (ENV_LIFE, "3")]).unwrap();
         assert_eq!(env.life, 3);
+        let store = (ENV_REPLICA_STORE, "127.0.0.1:5");
+        let env = from(&[
+            base[0],
+            base[1],
+            base[2],
+            (ENV_RANK, "1"),
+            (ENV_RANKS, "2"),
+            store,
+        ])
+        .unwrap();
+        assert_eq!(
+            (env.rank, env.ranks, env.store.as_deref()),
+            (1, 2, Some("127.0.0.1:5"))
+        );
     }
 
     #[test]
@@ -150,6 +195,14 @@ mod tests {
             (
                 vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_LIFE, "")],
                 ENV_LIFE,
+            ),
+            (
+                vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_RANK, "1")],
+                "OXCCL_RANK=1 must be less than OXCCL_RANKS=1",
+            ),
+            (
+                vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_RANKS, "2")],
+                ENV_REPLICA_STORE,
             ),
         ] {
             let e = from(&pairs).unwrap_err();

@@ -181,6 +181,9 @@ pub struct ReplicaEvent {
     pub replica: u32,
     /// Which life of it: 0 for the first process, one more after each restart.
     pub life: u32,
+    /// The rank inside the replica that reports this.
+    #[serde(default)]
+    pub rank: u32,
     /// When, in microseconds of the real-time clock.
     pub t_us: u64,
     /// What happened.
@@ -324,10 +327,12 @@ pub enum SupervisorEvent {
         /// When.
         t_us: u64,
     },
-    /// A replica's process was started.
+    /// A process of a replica was started.
     Spawned {
         /// The replica's index in the job.
         replica: u32,
+        /// The rank inside the replica.
+        rank: u32,
         /// Which life of it.
         life: u32,
         /// Its process id.
@@ -335,10 +340,12 @@ pub enum SupervisorEvent {
         /// When.
         t_us: u64,
     },
-    /// A replica's process ended.
+    /// A process of a replica ended. The last one of a life tells what follows.
     Exited {
         /// The replica's index in the job.
         replica: u32,
+        /// The rank inside the replica.
+        rank: u32,
         /// Which life of it.
         life: u32,
         /// The exit code, if it ended by itself.
@@ -347,7 +354,7 @@ pub enum SupervisorEvent {
         signal: Option<i32>,
         /// The end of its output, unless it exited with 0.
         tail: String,
-        /// Milliseconds until its next life; `None` if there is none.
+        /// Milliseconds until the replica's next life; `None` if there is none, or other ranks of this life still run.
         restart_in_ms: Option<u64>,
         /// When.
         t_us: u64,
@@ -437,6 +444,7 @@ mod tests {
         ReplicaEvent {
             replica: 1,
             life: 2,
+            rank: 3,
             t_us: 1_795_000_000_000_000,
             kind,
         }
@@ -600,7 +608,7 @@ mod tests {
             step in any::<u64>(), replica in any::<u32>(), loss in any::<f64>(), text in ".{0,200}",
         ) {
             let a = ReplicaEvent {
-                replica, life: 0, t_us: step,
+                replica, life: 0, rank: 0, t_us: step,
                 kind: EventKind::Step { inner_step: step, loss, tokens_per_s: 0.0 },
             };
             let line = a.to_line().unwrap();

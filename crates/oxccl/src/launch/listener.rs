@@ -23,7 +23,7 @@ use super::queue::{EventQueue, Handed};
 
 /// A Unix socket's path must fit a fixed field of the kernel (108 bytes with the final zero).
 const MAX_SOCKET_PATH: usize = 100;
-/// Connections at a time; a replica uses one.
+/// Connections at a time; a rank uses one.
 const MAX_CONNECTIONS: usize = 1024;
 /// Bad lines from one connection before it is closed.
 const MAX_BAD_LINES: u32 = 16;
@@ -105,10 +105,11 @@ pub(super) struct EventListener {
 
 impl EventListener {
     /// Listens in `run_dir` (in a private folder of the system's temporary directory if that path is too long) and
-    /// hands events of `replicas` to `events`, a lighthouse's address to `control`.
+    /// hands events of `replicas` of `ranks` each to `events`, a lighthouse's address to `control`.
     pub(super) fn start(
         run_dir: &Path,
         replicas: std::ops::Range<u32>,
+        ranks: u32,
         events: EventQueue,
         control: Sender<Control>,
     ) -> Result<Self> {
@@ -133,6 +134,7 @@ impl EventListener {
         let shared = Arc::new(Shared::default());
         let route = Route {
             replicas,
+            ranks,
             events,
             control,
             shared: Arc::clone(&shared),
@@ -192,6 +194,7 @@ fn private_dir() -> Result<PathBuf> {
 #[derive(Debug, Clone)]
 struct Route {
     replicas: std::ops::Range<u32>,
+    ranks: u32,
     events: EventQueue,
     control: Sender<Control>,
     shared: Arc<Shared>,
@@ -317,7 +320,9 @@ fn read(stream: UnixStream, pid: i32, route: &Route) {
                     return;
                 }
                 Ok(Message::Mark { .. }) => format!("a supervisor's mark from process {pid}"),
-                Ok(Message::Replica(event)) if route.replicas.contains(&event.replica) => {
+                Ok(Message::Replica(event))
+                    if route.replicas.contains(&event.replica) && event.rank < route.ranks =>
+                {
                     let replica = event.replica;
                     match route.events.push(SupervisorEvent::Replica(event)) {
                         Handed::Queued | Handed::Dropped => continue,
@@ -327,10 +332,12 @@ fn read(stream: UnixStream, pid: i32, route: &Route) {
                     }
                 }
                 Ok(Message::Replica(event)) => format!(
-                    "an event of replica {}, but this supervisor has {} to {}",
+                    "an event of replica {}, rank {}, but this supervisor has replicas {} to {} of {} ranks",
                     event.replica,
+                    event.rank,
                     route.replicas.start,
-                    route.replicas.end.saturating_sub(1)
+                    route.replicas.end.saturating_sub(1),
+                    route.ranks
                 ),
                 Err(e) => e.to_string(),
             },
@@ -360,7 +367,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (queue, mut events) = event_queue();
         let (control, _kept) = channel();
-        let listener = EventListener::start(dir.path(), 0..2, queue, control).unwrap();
+        let listener = EventListener::start(dir.path(), 0..2, 1, queue, control).unwrap();
         let honest = EventSender::connect(listener.path(), 1, 0).unwrap();
         let _half_open = UnixStream::connect(listener.path()).unwrap();
 
@@ -405,7 +412,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (queue, _events) = event_queue();
         let (control, _kept) = channel();
-        let listener = EventListener::start(dir.path(), 0..1, queue, control).unwrap();
+        let listener = EventListener::start(dir.path(), 0..1, 1, queue, control).unwrap();
         let mode = std::fs::metadata(listener.path()).unwrap().permissions().mode();
         assert_eq!(mode & 0o777, 0o600);
         let (ours, _theirs) = UnixStream::pair().unwrap();
@@ -419,7 +426,7 @@ mod tests {
         std::fs::create_dir(&long).unwrap();
         let (queue, _events) = event_queue();
         let (control, _kept) = channel();
-        let listener = EventListener::start(&long, 0..1, queue, control).unwrap();
+        let listener = EventListener::start(&long, 0..1, 1, queue, control).unwrap();
         let path = listener.path().to_owned();
         assert!(path.exists());
         drop(listener);

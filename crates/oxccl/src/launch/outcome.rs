@@ -6,8 +6,8 @@ use std::process::ExitStatus;
 
 use serde::Serialize;
 
-/// How a process ended: with an exit code, or by a signal.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+/// How a process ended: with an exit code, or by a signal. Neither: it was never started, or that is lost.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize)]
 pub struct ExitSummary {
     /// The exit code, if it ended by itself.
     pub status: Option<i32>,
@@ -104,11 +104,11 @@ impl fmt::Display for StopReason {
 pub struct ReplicaOutcome {
     /// Its index in the job.
     pub replica: u32,
-    /// How many processes it had.
+    /// How often it was started.
     pub lives: u32,
-    /// How the last one ended; `None` if it was never started.
+    /// How the last life ended: the rank's end that caused it. `None` if it was never started.
     pub exit: Option<ExitSummary>,
-    /// The end of the last process's output, unless it exited with 0.
+    /// The end of that process's output, unless it exited with 0.
     pub tail: String,
 }
 

@@ -131,6 +131,7 @@ mod tests {
 
     fn replica(kind: EventKind) -> SupervisorEvent {
         SupervisorEvent::Replica(ReplicaEvent {
+            rank: 0,
             replica: 0,
             life: 0,
             t_us: 0,

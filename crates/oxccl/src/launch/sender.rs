@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, time_left};
 
-use super::env::{ENV_EVENTS, ENV_LIFE, ENV_REPLICA};
+use super::env::{ENV_EVENTS, ENV_LIFE, ENV_RANK, ENV_REPLICA};
 use super::events::{EventKind, ReplicaEvent, now_us};
 
 /// Above this many waiting events, the oldest `Step` makes room.
@@ -66,6 +66,7 @@ impl Drop for Open {
 pub struct EventSender {
     replica: u32,
     life: u32,
+    rank: u32,
     open: Option<Arc<Open>>,
 }
 
@@ -75,12 +76,13 @@ impl EventSender {
         Self {
             replica: 0,
             life: 0,
+            rank: 0,
             open: None,
         }
     }
 
-    /// The sender for the supervisor named in `OXCCL_EVENTS`, for the replica and life of `OXCCL_REPLICA` and
-    /// `OXCCL_LIFE`. Without `OXCCL_EVENTS`, or when that socket cannot be reached (a warning says so), a disabled one:
+    /// The sender for the supervisor named in `OXCCL_EVENTS`, for the replica, life and rank of `OXCCL_REPLICA`,
+    /// `OXCCL_LIFE` and `OXCCL_RANK`. Without `OXCCL_EVENTS`, or when that socket cannot be reached (a warning says so), a disabled one:
     /// training does not depend on being watched.
     pub fn from_env() -> Self {
         let Some(path) = std::env::var_os(ENV_EVENTS) else {
@@ -88,7 +90,7 @@ impl EventSender {
         };
         let number = |name| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(0);
         match Self::connect(Path::new(&path), number(ENV_REPLICA), number(ENV_LIFE)) {
-            Ok(sender) => sender,
+            Ok(sender) => sender.of_rank(number(ENV_RANK)),
             Err(e) => {
                 tracing::warn!("no events are sent: {e}");
                 Self::disabled()
@@ -112,8 +114,15 @@ impl EventSender {
         Ok(Self {
             replica,
             life,
+            rank: 0,
             open: Some(Arc::new(Open { shared })),
         })
+    }
+
+    /// The same sender, for the events of this rank of the replica (0 if not said).
+    #[must_use]
+    pub fn of_rank(self, rank: u32) -> Self {
+        Self { rank, ..self }
     }
 
     /// True if events go somewhere.
@@ -129,6 +138,7 @@ impl EventSender {
         let event = ReplicaEvent {
             replica: self.replica,
             life: self.life,
+            rank: self.rank,
             t_us: now_us(),
             kind,
         };

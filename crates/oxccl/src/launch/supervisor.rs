@@ -18,6 +18,7 @@ use super::control::{self, Control};
 use super::events::now_us;
 use super::outcome::{Outcome, StopReason};
 use super::queue::{SupervisorEvents, event_queue};
+use super::slot::Who;
 
 /// Where a lighthouse is to listen and keep its state; given to the closure of [`LighthouseSource::Spawn`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -64,16 +65,42 @@ pub struct ReplicaLaunch {
     pub replica: u32,
     /// How many replicas the job has.
     pub replicas: u32,
+    /// The rank inside the replica.
+    pub rank: u32,
+    /// How many ranks the replica has.
+    pub ranks: u32,
     /// Which life of the replica this is, from 0.
     pub life: u32,
     /// The lighthouse's address.
     pub lighthouse: String,
 }
 
-/// When and how often a dead process is started again. One that exits with 0 is finished and never restarted.
+/// A signal for a process of a run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ProcessSignal {
+    /// SIGKILL: it ends at once.
+    Kill,
+    /// SIGSTOP: it stands still until `Continue`.
+    Stop,
+    /// SIGCONT: it goes on.
+    Continue,
+}
+
+impl From<ProcessSignal> for Signal {
+    fn from(signal: ProcessSignal) -> Self {
+        match signal {
+            ProcessSignal::Kill => Self::KILL,
+            ProcessSignal::Stop => Self::STOP,
+            ProcessSignal::Continue => Self::CONT,
+        }
+    }
+}
+
+/// When and how often a dead replica is started again: all its ranks, also if one alone died. One whose ranks all exit with 0 is
+/// finished and never restarted.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RestartPolicy {
-    /// Restarts per process in the whole run.
+    /// Restarts per replica (and of the lighthouse) in the whole run.
     pub max_restarts: u32,
     /// The pause before a restart; doubled for each further death in a row.
     pub backoff: Duration,
@@ -123,11 +150,13 @@ pub struct SupervisorConfig {
     pub first_replica: u32,
     /// Replicas to start on this machine, at least 1.
     pub replicas: u32,
+    /// Ranks of each replica, a process each, all on this machine; at least 1.
+    pub ranks_per_replica: u32,
     /// Replicas of the whole job, on all machines.
     pub total_replicas: u32,
     /// The lighthouse.
     pub lighthouse: LighthouseSource,
-    /// An existing folder for the logs (`replica-R.life-L.log`, `lighthouse.log`), the event socket and the
+    /// An existing folder for the logs (`replica-R.life-L.log`, with several ranks `replica-R.rank-K.life-L.log`; `lighthouse.log`), the event socket and the
     /// lighthouse's state.
     pub run_dir: PathBuf,
     /// Restarts, of replicas and of the lighthouse alike.
@@ -144,11 +173,12 @@ pub struct SupervisorConfig {
 }
 
 impl SupervisorConfig {
-    /// `replicas` replicas on this machine alone, with the usual policies.
+    /// `replicas` replicas of one rank on this machine alone, with the usual policies.
     pub fn new(replicas: u32, lighthouse: LighthouseSource, run_dir: impl Into<PathBuf>) -> Self {
         Self {
             first_replica: 0,
             replicas,
+            ranks_per_replica: 1,
             total_replicas: replicas,
             lighthouse,
             run_dir: run_dir.into(),
@@ -163,6 +193,9 @@ impl SupervisorConfig {
     fn validate(&self) -> Result<()> {
         if self.replicas == 0 {
             return Err(Error::invalid("a run needs at least one replica on this machine"));
+        }
+        if self.ranks_per_replica == 0 {
+            return Err(Error::invalid("a replica has at least one rank"));
         }
         match self.first_replica.checked_add(self.replicas) {
             Some(end) if end <= self.total_replicas => {}
@@ -185,9 +218,9 @@ impl SupervisorConfig {
     }
 }
 
-/// The replicas that run now: index to (life, process). An entry is removed before its process is collected, so that a
+/// The processes that run now: whose and which rank to (life, process). An entry is removed before its process is collected, so that a
 /// signal sent under the lock always hits the right one.
-pub(super) type Running = Arc<Mutex<HashMap<u32, (u32, Pid)>>>;
+pub(super) type Running = Arc<Mutex<HashMap<(Who, u32), (u32, Pid)>>>;
 
 /// A running set of processes. Dropping it asks for the end of the run (without waiting for it); the processes cannot
 /// outlive this one in any case.
@@ -201,10 +234,10 @@ pub struct Supervisor {
 }
 
 impl Supervisor {
-    /// Starts the lighthouse (unless it is external), waits until it listens, then starts every replica with the command
-    /// that `command` makes. The environment of each is completed with `OXCCL_LIGHTHOUSE`, `OXCCL_REPLICA`,
-    /// `OXCCL_REPLICAS`, `OXCCL_LIFE`, `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
-    /// (one compute thread per replica makes runs repeatable).
+    /// Starts the lighthouse (unless it is external), waits until it listens, then starts every rank of every replica with the
+    /// command that `command` makes. The environment of each is completed with `OXCCL_LIGHTHOUSE`, `OXCCL_REPLICA`, `OXCCL_REPLICAS`,
+    /// `OXCCL_LIFE`, `OXCCL_RANK`, `OXCCL_RANKS`, `OXCCL_REPLICA_STORE` (where there are several ranks), `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
+    /// (one compute thread per process makes runs repeatable).
     ///
     /// Everything must have been started by `deadline`. On an error all that was started has been ended again; a
     /// lighthouse that failed is `Unavailable` with the end of its output, a program that does not exist is `NotFound`.
@@ -256,38 +289,50 @@ impl Supervisor {
         &self.lighthouse
     }
 
-    /// Sends SIGKILL to a replica (with all processes that it started), if it is in the life `life`; `None` takes any.
-    /// Returns the moment, in microseconds of the real-time clock. `NotFound` if that life does not run. It is restarted
-    /// as after any other death.
-    pub fn kill(&self, replica: u32, life: Option<u32>) -> Result<u64> {
+    /// Sends a signal to a rank of a replica (with all processes that it started), if the replica is in the life `life`; `None` takes
+    /// any. Returns the moment, in microseconds of the real-time clock. `NotFound` if that life does not run. A replica of which a rank dies is
+    /// restarted as after any other death.
+    pub fn signal(&self, replica: u32, rank: u32, life: Option<u32>, signal: ProcessSignal) -> Result<u64> {
+        self.signal_process((Who::Replica(replica), rank), life, signal)
+    }
+
+    /// Sends a signal to the lighthouse that this supervisor started, as [`signal`](Self::signal) does to a rank.
+    pub fn signal_lighthouse(&self, signal: ProcessSignal) -> Result<u64> {
+        self.signal_process((Who::Lighthouse, 0), None, signal)
+    }
+
+    fn signal_process(&self, whose: (Who, u32), life: Option<u32>, signal: ProcessSignal) -> Result<u64> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        match running.get(&replica) {
+        let (who, rank) = whose;
+        match running.get(&whose) {
             Some((current, pid)) if life.is_none_or(|life| life == *current) => {
                 let t_us = now_us();
-                child::signal_group(*pid, Signal::KILL)?;
+                child::signal_group(*pid, signal.into())?;
                 Ok(t_us)
             }
             Some((current, _)) => Err(Error::new(
                 ErrorKind::NotFound,
-                format!(
-                    "replica {replica} is in life {current}, not in {}",
-                    life.unwrap_or_default()
-                ),
+                format!("{who} is in life {current}, not in {}", life.unwrap_or_default()),
             )),
             None => Err(Error::new(
                 ErrorKind::NotFound,
-                format!("replica {replica} does not run"),
+                format!("rank {rank} of {who} does not run"),
             )),
         }
     }
 
-    /// The replicas that run now, each with its life, in no particular order.
-    pub fn running(&self) -> Vec<(u32, u32)> {
+    /// The ranks that run now, as (replica, rank, life), in that order.
+    pub fn running(&self) -> Vec<(u32, u32, u32)> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
-        running
+        let mut ranks: Vec<(u32, u32, u32)> = running
             .iter()
-            .map(|(replica, (life, _))| (*replica, *life))
-            .collect()
+            .filter_map(|((who, rank), (life, _))| match who {
+                Who::Replica(replica) => Some((*replica, *rank, *life)),
+                Who::Lighthouse => None,
+            })
+            .collect();
+        ranks.sort_unstable();
+        ranks
     }
 
     /// Asks for the end of the run: SIGTERM to all, SIGKILL after the grace time (at once when called again).
@@ -303,8 +348,9 @@ impl Supervisor {
             .recv_timeout(time_left(deadline))
             .map_err(|e| match e {
                 RecvTimeoutError::Timeout => {
-                    let mut replicas: Vec<u32> = self.running().iter().map(|(replica, _)| *replica).collect();
-                    replicas.sort_unstable();
+                    let mut replicas: Vec<u32> =
+                        self.running().iter().map(|(replica, ..)| *replica).collect();
+                    replicas.dedup();
                     Error::timeout(format!(
                         "the run goes on: replicas {replicas:?} are still running"
                     ))

@@ -5,7 +5,7 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind};
 
 use super::roster::{Coming, Waiting};
-use super::{Action, LighthouseState, Ticket, fields};
+use super::{Action, LighthouseState, Ticket, fields, spares};
 use crate::member::{MAX_ID_BYTES, Member};
 
 /// How many ids are remembered as healthy at most; a join beyond that is refused.
@@ -115,7 +115,7 @@ impl LighthouseState {
             Some(job) => (member.step >= job.step, job.names(&id)),
             None => (true, false),
         };
-        let spare = self.is_far_behind(&member);
+        let spare = spares::is_far_behind(&member, self.frontier);
         let waiting = Waiting {
             member,
             ticket,

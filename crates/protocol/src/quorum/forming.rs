@@ -8,7 +8,7 @@ use ftcore::{Error, ErrorKind};
 use super::record::Job;
 use super::roster::{Id, Waiting};
 use super::verdict::Verdict;
-use super::{Action, LighthouseState};
+use super::{Action, LighthouseState, spares};
 use crate::member::{AbortEpoch, Member, Quorum, listed};
 
 impl LighthouseState {
@@ -115,9 +115,15 @@ impl LighthouseState {
         let job = Job::next(self.job.take(), self.quorum_id, &participants);
         let left_over = self.roster.tally().waiting > 0;
         if left_over {
+            let frontier = self.frontier;
             self.roster.update_all(|id, entry| {
                 let step = entry.waiting.as_ref().map_or(0, |w| w.member.step);
                 (entry.current, entry.named) = (step >= job.step, job.names(id));
+                // The others went on while it was kept out.
+                let is_far = |w: &Waiting| spares::is_far_behind(&w.member, frontier);
+                if entry.waiting.as_ref().is_some_and(is_far) {
+                    (entry.spare, entry.far) = (true, true);
+                }
             });
         }
         self.job = Some(job);

@@ -12,12 +12,12 @@ use super::LighthouseState;
 use super::roster::Id;
 use crate::member::{Joining, Member, Quorum};
 
-impl LighthouseState {
-    /// True if a replica that asks like this stays outside, as far as it alone is concerned.
-    pub(super) fn is_far_behind(&self, member: &Member) -> bool {
-        member.joining == Joining::Outside && self.frontier.is_some_and(|step| member.step < step)
-    }
+/// True if a replica that asks like this stays outside, as far as it alone is concerned. `frontier` is the step of the last quorum.
+pub(super) fn is_far_behind(member: &Member, frontier: Option<i64>) -> bool {
+    member.joining == Joining::Outside && frontier.is_some_and(|step| member.step < step)
+}
 
+impl LighthouseState {
     /// True if those who are not far behind can go on, and know what a spare is.
     fn can_do_without_spares(&self) -> bool {
         let tally = self.roster.tally();

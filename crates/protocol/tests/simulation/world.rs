@@ -34,6 +34,8 @@ const BEAT: Duration = Duration::from_millis(900);
 pub(crate) const CALL: Duration = Duration::from_secs(10);
 /// After the last fault, everybody who is able to has committed again within this time.
 const RECOVERY: Duration = Duration::from_secs(35);
+/// As above, where connections go on breaking and messages go on coming late: each may cost another reduction its deadline.
+const RECOVERY_UNDER_LOSS: Duration = Duration::from_secs(70);
 /// No run needs so many events: something happens again and again.
 const MANY: u64 = 1_000_000;
 /// So many more commits count as going on.
@@ -272,8 +274,15 @@ impl World {
         }
     }
 
+    fn recovery(&self) -> Duration {
+        match self.scenario.loss + self.scenario.disorder {
+            0 => RECOVERY,
+            _ => RECOVERY_UNDER_LOSS,
+        }
+    }
+
     fn go(&mut self) {
-        let end = self.quiet_from + RECOVERY;
+        let end = self.quiet_from + self.recovery();
         let mut is_quiet = false;
         while let Some(next) = self.queue.pop() {
             if !is_quiet && next.at >= self.quiet_from {
@@ -347,7 +356,8 @@ impl World {
             format!("healthy {:?}, waiting {:?}", status.healthy, status.waiting)
         });
         self.violate(format!(
-            "liveness: {RECOVERY:?} after the last fault {} do not go on; the lighthouse: {reason:?}; {waits:?}",
+            "liveness: {:?} after the last fault {} do not go on; the lighthouse: {reason:?}; {waits:?}",
+            self.recovery(),
             slots.join(", ")
         ));
     }

@@ -1,0 +1,153 @@
+//! One entry of a run over its lives: the lighthouse, or a replica with a process for each of its ranks.
+//!
+//! A life of a replica begins with all its ranks and ends with all of them: when one fails, the others are ended, and the next
+//! life starts them all again. What the entry knows is here; `control` acts on it.
+
+use std::process::Child;
+use std::time::{Duration, Instant};
+
+use ftcore::TcpStoreServer;
+
+use super::outcome::ExitSummary;
+
+/// How long the other ranks of a replica get to end by themselves after SIGTERM, once one of them has failed.
+pub(super) const RANK_GRACE: Duration = Duration::from_millis(200);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Who {
+    Lighthouse,
+    Replica(u32),
+}
+
+impl std::fmt::Display for Who {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Self::Lighthouse => f.write_str("lighthouse"),
+            Self::Replica(replica) => write!(f, "replica {replica}"),
+        }
+    }
+}
+
+/// The process of one rank in the present life.
+#[derive(Debug, Default)]
+pub(super) struct Process {
+    pub(super) child: Option<Child>,
+    pub(super) exit: Option<ExitSummary>,
+    /// The end of its output, unless it exited with 0.
+    pub(super) tail: String,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Slot {
+    /// By rank; the lighthouse has one process.
+    pub(super) ranks: Vec<Process>,
+    /// Where the ranks of this life meet, if there are several.
+    pub(super) store: Option<TcpStoreServer>,
+    pub(super) lives: u32,
+    /// Short lives in a row, for the pause before the next.
+    pub(super) in_a_row: u32,
+    pub(super) started: Instant,
+    pub(super) next_start: Option<Instant>,
+    /// The rank that failed first in this life, and when: the messages of their ends may come in another order.
+    pub(super) failed: Option<(u64, u32)>,
+    /// When the ranks that outlived it are killed.
+    pub(super) kill_at: Option<Instant>,
+    /// It will not be started again.
+    pub(super) over: bool,
+    /// That is because it failed once too often.
+    pub(super) gave_up: bool,
+}
+
+impl Slot {
+    pub(super) fn new(ranks: u32) -> Self {
+        Self {
+            ranks: (0..ranks).map(|_| Process::default()).collect(),
+            store: None,
+            lives: 0,
+            in_a_row: 0,
+            started: Instant::now(),
+            next_start: None,
+            failed: None,
+            kill_at: None,
+            over: false,
+            gave_up: false,
+        }
+    }
+
+    pub(super) fn rank(&self, rank: u32) -> Option<&Process> {
+        self.ranks.get(usize::try_from(rank).ok()?)
+    }
+
+    pub(super) fn rank_mut(&mut self, rank: u32) -> Option<&mut Process> {
+        self.ranks.get_mut(usize::try_from(rank).ok()?)
+    }
+
+    /// The ranks whose processes have not been collected.
+    pub(super) fn running(&self) -> impl Iterator<Item = (u32, &Child)> {
+        (0..)
+            .zip(&self.ranks)
+            .filter_map(|(rank, process)| Some((rank, process.child.as_ref()?)))
+    }
+
+    pub(super) fn is_running(&self) -> bool {
+        self.running().next().is_some()
+    }
+
+    /// A new life, in which no process has been started yet. Returns its number.
+    pub(super) fn begin(&mut self) -> u32 {
+        let life = self.lives;
+        self.lives += 1;
+        self.next_start = None;
+        self.kill_at = None;
+        self.failed = None;
+        self.started = Instant::now();
+        self.store = None;
+        for process in &mut self.ranks {
+            *process = Process::default();
+        }
+        life
+    }
+
+    /// How the life ended and the end of its output: of the rank that ended with a code that no restart cures, else of the one that failed
+    /// first, else of the first.
+    pub(super) fn end(&self, fatal_codes: &[i32]) -> (Option<ExitSummary>, String) {
+        let is_fatal = |p: &&Process| {
+            let code = p.exit.and_then(|exit| exit.status);
+            code.is_some_and(|code| fatal_codes.contains(&code))
+        };
+        let fatal = self.ranks.iter().find(is_fatal);
+        let cause = fatal
+            .or_else(|| self.rank(self.failed?.1))
+            .or_else(|| self.ranks.first());
+        cause.map_or((None, String::new()), |p| (p.exit, p.tail.clone()))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_life_ends_as_the_rank_did_that_caused_its_end() {
+        let mut slot = Slot::new(3);
+        assert_eq!(slot.end(&[2]), (None, String::new()));
+        let ended = |slot: &mut Slot, rank: u32, status, signal, tail: &str| {
+            *slot.rank_mut(rank).unwrap() = Process {
+                child: None,
+                exit: Some(ExitSummary { status, signal }),
+                tail: tail.into(),
+            };
+        };
+        ended(&mut slot, 0, Some(0), None, "");
+        ended(&mut slot, 1, None, Some(9), "first");
+        ended(&mut slot, 2, Some(1), None, "lost rank 1");
+        slot.failed = Some((5, 1));
+        assert_eq!(slot.end(&[2]).1, "first");
+        // What no restart cures is the cause, also if another rank noticed first.
+        ended(&mut slot, 2, Some(2), None, "no cure");
+        assert_eq!(slot.end(&[2]).1, "no cure");
+        slot.begin();
+        assert_eq!((slot.lives, slot.failed, slot.end(&[2]).0), (1, None, None));
+    }
+}
