@@ -47,10 +47,12 @@ fn serve() -> Result<()> {
             other => other?,
         };
         let (store, parameters) = (store.clone(), parameters.clone());
-        std::thread::spawn(move || {
+        let thread = std::thread::Builder::new().name("ox-session".to_string());
+        let begun = thread.spawn(move || {
             let end = session(&store, number, 0).and_then(|group| attend(&group, &parameters));
             eprintln!("session {number} ends: {end:?}");
         });
+        begun.map_err(|e| Error::io("cannot start the thread ox-session", e))?;
         number += 1;
     }
 }

@@ -134,18 +134,21 @@ fn open(credentials: Option<&Arc<Credentials>>, id: Option<UniqueId>) -> Result<
             e,
         )
     };
-    let mut address = own_address()?;
-    let mut bind = Ipv4Addr::UNSPECIFIED;
-    if credentials.is_none() && !is_insecure(false) {
-        if std::env::var_os(ENV_HOST).is_some() {
-            may_listen("nccl", SocketAddr::new(address, 0), None, false)?;
-        }
-        bind = Ipv4Addr::LOCALHOST;
-        address = bind.into();
+    let is_open = credentials.is_some() || is_insecure(false);
+    if !is_open && std::env::var_os(ENV_HOST).is_some() {
+        may_listen("nccl", SocketAddr::new(own_address()?, 0), None, false)?;
     }
+    let bind = match is_open {
+        true => Ipv4Addr::UNSPECIFIED,
+        false => Ipv4Addr::LOCALHOST,
+    };
     let listener = TcpListener::bind((bind, 0)).map_err(io)?;
     listener.set_nonblocking(true).map_err(io)?;
     let port = listener.local_addr().map_err(io)?.port();
+    let address = match is_open {
+        true => own_address()?,
+        false => bind.into(),
+    };
     let published = Published {
         token: token(),
         port,

@@ -473,7 +473,7 @@ mod tests {
         for bad in [
             "",
             "localhost:1",
-            "https://h:1",
+            "ftp://h:1",
             "http://",
             "http://h",
             "http://h:port",
