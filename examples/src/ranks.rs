@@ -272,6 +272,10 @@ impl<R: Replica> Replica for InStep<R> {
         self.replica.set_last(is_last);
     }
 
+    fn set_joins_at_once(&mut self, at_once: bool) {
+        self.replica.set_joins_at_once(at_once);
+    }
+
     fn progress(&self) {
         self.replica.progress();
     }

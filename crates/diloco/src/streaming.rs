@@ -348,6 +348,8 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         // The closing round has no data, as that of step 0, which is the first.
         let step = self.replica.current_step();
         self.replica.set_last(step > 0 && !self.rounds.has_data(step));
+        // A round that a replica misses costs more than a transfer that the others wait for.
+        self.replica.set_joins_at_once(true);
         let mut whole = Whole {
             params: &mut self.params,
             plan: &self.plan,

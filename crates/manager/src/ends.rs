@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use coordination::PushEvent;
-use ftcore::{Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
+use ftcore::{Credentials, Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
 use protocol::rank::blame_peer;
 
 use crate::pending::Pending;
@@ -28,6 +28,8 @@ pub(crate) const NO_EPOCH: i64 = -1;
 /// What this rank has heard of the ends of epochs.
 pub(crate) struct Ends {
     group: Arc<dyn ProcessGroup>,
+    /// What this rank proves to the members' stores.
+    credentials: Option<Arc<Credentials>>,
     /// The epoch that the news is compared with.
     live: AtomicI64,
     /// The newest epoch that was ended from elsewhere, and why; ids only grow, so that one is enough.
@@ -37,9 +39,10 @@ pub(crate) struct Ends {
 }
 
 impl Ends {
-    pub(crate) fn new(group: Arc<dyn ProcessGroup>) -> Arc<Self> {
+    pub(crate) fn new(group: Arc<dyn ProcessGroup>, credentials: Option<Arc<Credentials>>) -> Arc<Self> {
         Arc::new(Self {
             group,
+            credentials,
             live: AtomicI64::new(NO_EPOCH),
             newest: Mutex::default(),
             step: Mutex::default(),
@@ -131,7 +134,8 @@ impl Ends {
         let mut time = FIRST_TRY;
         loop {
             self.check(epoch)?;
-            match TcpStore::connect(address, deadline_in(time).min(deadline)) {
+            let until = deadline_in(time).min(deadline);
+            match TcpStore::connect_with(address, self.credentials.clone(), until) {
                 Err(e)
                     if matches!(e.kind(), ErrorKind::Unavailable | ErrorKind::Timeout)
                         && !time_left(deadline).is_zero() =>
@@ -175,7 +179,7 @@ mod tests {
             deadline: deadline_in(LONG),
         };
         group.configure(configuration).unwrap();
-        let ends = Ends::new(group.clone());
+        let ends = Ends::new(group.clone(), None);
         ends.set_live(7);
         (group, ends)
     }

@@ -95,7 +95,11 @@ impl Manager {
             (Some(lighthouse), 0) => {
                 let replica_id = format!("{}:{}", config.name, random_id()?);
                 let (host, _) = split_address(&config.bind)?;
-                let store = TcpStoreServer::bind(&join_address(host, 0))?;
+                let at = join_address(host, 0);
+                let store = match (&credentials, config.insecure) {
+                    (None, false) => TcpStoreServer::bind(&at)?,
+                    (credentials, _) => TcpStoreServer::bind_with(&at, credentials.clone())?,
+                };
                 let store_host = config
                     .advertise_host
                     .clone()
@@ -148,7 +152,7 @@ impl Manager {
             },
         )?;
         let reporter = Reporter::start(client.clone())?;
-        let ends = Ends::new(group.clone());
+        let ends = Ends::new(group.clone(), credentials);
         let watch = {
             let ends = ends.clone();
             let hosts_others = servers.is_some() && config.group_world_size > 1;
@@ -571,6 +575,10 @@ impl Replica for Manager {
 
     fn set_last(&mut self, is_last: bool) {
         self.rank.set_last(is_last);
+    }
+
+    fn set_joins_at_once(&mut self, at_once: bool) {
+        self.rank.set_joins_at_once(at_once);
     }
 
     fn progress(&self) {

@@ -94,6 +94,10 @@ pub trait Replica {
     /// for it; in the last step they do, since there is no later one.
     fn set_last(&mut self, _is_last: bool) {}
 
+    /// Far behind, this replica is a member of the next quorum at once, and the others wait while it takes the state; by default it takes it beside
+    /// them and misses the steps that they do meanwhile. For steps that take far longer than a transfer, as the rounds of DiLoCo.
+    fn set_joins_at_once(&mut self, _at_once: bool) {}
+
     /// Shows that the training thread moves. The calls above do, too; a loop that computes for long between them calls this now and
     /// then, since a rank without progress takes its replica out of the quorum (`ManagerConfig::progress_timeout`).
     fn progress(&self);

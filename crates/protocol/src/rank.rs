@@ -88,6 +88,7 @@ pub struct Rank {
     questions: i64,
     /// Fetches as a spare since it committed last.
     tries_outside: u32,
+    joins_at_once: bool,
     is_last: bool,
 }
 
@@ -112,6 +113,7 @@ impl Rank {
             lost: None,
             questions: 0,
             tries_outside: 0,
+            joins_at_once: false,
             is_last: false,
         }
     }
@@ -192,6 +194,11 @@ impl Rank {
         self.is_last = is_last;
     }
 
+    /// Far behind, it is a member at once, and the others wait for it.
+    pub fn set_joins_at_once(&mut self, at_once: bool) {
+        self.joins_at_once = at_once;
+    }
+
     /// Begins an attempt: what to ask, and to ask again as it is if the answer is lost. `broken`: the group cannot be used for another step as it is.
     pub fn start(&mut self, broken: bool) -> RankRequest {
         self.in_step = false;
@@ -211,10 +218,10 @@ impl Rank {
             healed: self.healed_into == Some(self.step),
             batches_committed: self.batches,
             question: self.questions,
-            joining: if self.tries_outside < MAX_TRIES_OUTSIDE {
-                Joining::Outside
-            } else {
+            joining: if self.joins_at_once || self.tries_outside >= MAX_TRIES_OUTSIDE {
                 Joining::Now
+            } else {
+                Joining::Outside
             },
             is_last: self.is_last,
         }
@@ -669,6 +676,15 @@ mod tests {
         come_up(&mut r, answer(7, 16, false));
         r.vote(None, Some(1)).unwrap();
         r.decided(Some(true)).unwrap();
+        assert_eq!(r.start(false).joining, Joining::Outside);
+    }
+
+    #[test]
+    fn one_that_joins_at_once_never_asks_to_be_a_spare() {
+        let mut r = rank();
+        r.set_joins_at_once(true);
+        assert_eq!(r.start(false).joining, Joining::Now);
+        r.set_joins_at_once(false);
         assert_eq!(r.start(false).joining, Joining::Outside);
     }
 
