@@ -175,7 +175,7 @@ def test_a_child_that_is_forked_before_anything_was_made_has_a_world_of_its_own(
     text = f"""
 child = os.fork()
 if child == 0:
-    world = oxccl.init("file://{tmp_path}/inner", rank=0, world_size=1)
+    world = oxccl.init("file://{tmp_path}/inner-" + str(rank), rank=0, world_size=1)
     world.barrier()
     sys.exit(0)
 assert os.waitpid(child, 0)[1] == 0

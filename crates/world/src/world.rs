@@ -162,28 +162,30 @@ impl fmt::Debug for World {
     }
 }
 
-impl World {
-    /// Meets the other ranks at `place` and connects.
-    ///
-    /// Errors: those of [`Place::open`] and [`World::with_store`].
-    pub fn init(place: &Place, options: WorldOptions, deadline: Instant) -> Result<Self> {
-        let (store, host) = place.open(deadline)?;
-        let world = Self::with_store(store, place.rank, place.world_size, options, deadline)?;
-        Ok(Self { _host: host, ..world })
+/// A world before it is connected.
+struct Made {
+    group: Box<dyn ProcessGroup>,
+    options: WorldOptions,
+    splits: bool,
+}
+
+impl Made {
+    fn of(options: WorldOptions) -> Result<Self> {
+        Ok(Self {
+            splits: options.splits()?,
+            group: options.group("world")?,
+            options,
+        })
     }
 
-    /// Connects through a store that all ranks have; nobody has made a world through it before.
-    ///
-    /// Errors: those of [`WorldOptions::group`] and of the group's `configure`; `InvalidArgument` for a wrong [`ENV_SPLIT_GROUPS`].
-    pub fn with_store(
+    fn connect(
+        self,
         store: Arc<dyn Store>,
+        host: Host,
         rank: u32,
         world_size: u32,
-        options: WorldOptions,
         deadline: Instant,
-    ) -> Result<Self> {
-        let splits = options.splits()?;
-        let group = options.group("world")?;
+    ) -> Result<World> {
         let configuration = Configuration {
             store,
             prefix: "world".to_string(),
@@ -193,14 +195,38 @@ impl World {
             world_size,
             deadline,
         };
-        group.configure(configuration.clone())?;
-        Ok(Self {
-            group,
+        self.group.configure(configuration.clone())?;
+        Ok(World {
+            group: self.group,
             configuration,
-            options,
-            splits,
-            _host: Host::default(),
+            options: self.options,
+            splits: self.splits,
+            _host: host,
         })
+    }
+}
+
+impl World {
+    /// Meets the other ranks at `place` and connects. What is wrong with the options is told before anybody is met.
+    ///
+    /// Errors: those of [`WorldOptions::group`], [`Place::open`] and of the group's `configure`; `InvalidArgument` for a wrong [`ENV_SPLIT_GROUPS`].
+    pub fn init(place: &Place, options: WorldOptions, deadline: Instant) -> Result<Self> {
+        let made = Made::of(options)?;
+        let (store, host) = place.open(deadline)?;
+        made.connect(store, host, place.rank, place.world_size, deadline)
+    }
+
+    /// Connects through a store that all ranks have; nobody has made a world through it before.
+    ///
+    /// Errors: as [`init`](Self::init), without those of the meeting.
+    pub fn with_store(
+        store: Arc<dyn Store>,
+        rank: u32,
+        world_size: u32,
+        options: WorldOptions,
+        deadline: Instant,
+    ) -> Result<Self> {
+        Made::of(options)?.connect(store, Host::default(), rank, world_size, deadline)
     }
 
     /// The group of all ranks.

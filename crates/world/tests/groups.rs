@@ -262,6 +262,20 @@ fn a_mesh_has_a_group_along_each_dimension_and_joint_ones() {
 }
 
 #[test]
+fn wrong_options_are_told_before_anybody_is_met() {
+    let folder = tempfile::tempdir().unwrap();
+    let meeting = folder.path().join("meeting");
+    let url = format!("file://{}?rank=0&world_size=1", meeting.display());
+    let place = Place::from_url(&url).unwrap();
+    let mut wrong = WorldOptions::default();
+    wrong.options.min_ctas = Some(4);
+    let e = World::init(&place, wrong, soon()).err().unwrap();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument, "{e}");
+    assert!(!meeting.exists());
+    World::init(&place, WorldOptions::default(), soon()).unwrap();
+}
+
+#[test]
 fn ranks_meet_at_a_file_or_at_an_address() {
     let folder = tempfile::tempdir().unwrap();
     let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
