@@ -18,7 +18,7 @@ pub(crate) const ROWS: &[Row] = &[
         "unit, integration and doc tests of every crate",
         nothing,
         UNIT,
-        minutes(15),
+        minutes(25),
     ),
     row(
         "registry-model",
