@@ -130,7 +130,7 @@ pub(crate) fn url(listener: &TcpListener, host: Option<&str>, closure: Closure) 
 
 /// Who is served, and with what.
 pub(crate) enum Served {
-    /// Whoever connects.
+    /// All that connect.
     All(Router),
     /// The members of these jobs, each job with routes of its own; its [`Peer`] is among a request's extensions.
     Jobs(Acceptor, HashMap<String, Router>),

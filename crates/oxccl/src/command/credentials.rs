@@ -22,7 +22,7 @@ Examples:
   Whom a folder lets a process be, and until when:
     oxccl credentials show job1-replica0
 
-The folder of `new` holds the key that makes certificates: keep it where the lighthouse runs. Whoever reads it can take
+The folder of `new` holds the key that makes certificates: keep it where the lighthouse runs. All that read it can take
 part in the job as anyone. There is no way to take a certificate back: make new credentials instead.
 The exit codes are those of `oxccl --help`.";
 

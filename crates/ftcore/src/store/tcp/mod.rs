@@ -6,7 +6,7 @@
 //! `client` (a pool of connections).
 //!
 //! The protocol has no authentication and no encryption. With credentials a connection begins with the keyed hello
-//! (`identity::hello`), in which both ends prove the job's secret; without, whoever reaches the port can read and write the store: bind it to a
+//! (`identity::hello`), in which both ends prove the job's secret; without them, all that reach the port can read and write the store: bind it to a
 //! network that only the job can reach.
 
 mod client;

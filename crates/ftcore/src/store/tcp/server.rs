@@ -50,7 +50,7 @@ pub fn epoch_prefix(epoch: u64, group_rank: u32) -> String {
 /// A server of PyTorch's TCPStore protocol; see [`TcpStore`](super::TcpStore) for the client.
 ///
 /// With credentials a connection proves the job's secret before anything else of it is read, so PyTorch's clients cannot use it: see
-/// `docs/credentials-data-plane.md`. Without, whoever reaches the port can read and write the store.
+/// `docs/credentials-data-plane.md`. Without them, all that reach the port can read and write the store.
 ///
 /// Limits: 4096 connections, 3584 of them from one address and 1024 that have not greeted (then the oldest of those is closed), 8192 bytes per key, 8 MiB per value, 131072 keys and 64 MiB for what one connection makes it hold,
 /// 512 MiB for all of them, 1 GiB of keys and values.
