@@ -97,10 +97,9 @@ fn run(args: &DdpArgs, net: &NetArgs, checkpoints: &CheckpointArgs) -> Result<()
     let config = DdpConfig {
         first_bucket_elements: 1 << 10,
         bucket_elements: 1 << 12,
-        micro_batches: 1,
         steps: Some(args.steps),
-        samples_by_contributor: false,
         step_timeout: Duration::from_secs(300),
+        ..DdpConfig::default()
     };
     let optimizer = AdamW::new(args.lr, 0.01);
     let params = model.params().clone();

@@ -9,7 +9,6 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::StateDict;
 use ftcore::{
     Collective, Configuration, Device, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt,
     ReduceOp, Result, Store, SubmitOptions, TcpStore, Tensor, Traffic, deadline_in,
@@ -106,39 +105,6 @@ impl Ranks {
         let least = inside.all_reduce(Tensor::from_slice(&both), ReduceOp::Min)?;
         Ok(least.as_slice::<i64>()? == both)
     }
-
-    /// Gives all ranks the state of the first one, if they hold different ones.
-    ///
-    /// Each rank heals by itself, from whichever source answers it first; and DiLoCo's local parameters are a replica's own.
-    fn share(&self, state: &mut dyn State) -> Result<()> {
-        let Some(inside) = &self.inside else {
-            return Ok(());
-        };
-        let mut own = StateDict::new();
-        state.save(&mut own)?;
-        let own = checkpoint::encode(&own)?;
-        let hash = blake3::hash(&own);
-        let words: Vec<i64> = hash
-            .as_bytes()
-            .chunks_exact(8)
-            .map(|c| i64::from_le_bytes(c.try_into().unwrap_or_default()))
-            .collect();
-        if self.agree(&words)? {
-            return Ok(());
-        }
-        let length = i64::try_from(own.len()).unwrap_or(i64::MAX);
-        let length = inside.broadcast_first(Tensor::from_slice(&[length]))?;
-        let length = length.as_slice::<i64>()?.first().copied().unwrap_or_default();
-        let mut bytes = own;
-        if !self.is_first() {
-            bytes = vec![0; usize::try_from(length).unwrap_or_default()];
-        }
-        let bytes = inside.broadcast_first(Tensor::from_vec(bytes))?;
-        if self.is_first() {
-            return Ok(());
-        }
-        state.load(&checkpoint::decode(bytes.as_slice::<u8>()?)?)
-    }
 }
 
 impl Inside {
@@ -154,6 +120,7 @@ impl Inside {
             rank: env.rank,
             world_size: env.ranks,
             deadline,
+            cancel: Default::default(),
         })?;
         Ok(Self { group, store })
     }
@@ -161,12 +128,6 @@ impl Inside {
     fn all_reduce(&self, tensor: Tensor, op: ReduceOp) -> Result<Tensor> {
         let tensors = vec![tensor];
         self.run(Collective::AllReduce { tensors, op })
-    }
-
-    /// The first rank's tensor, on all ranks.
-    fn broadcast_first(&self, tensor: Tensor) -> Result<Tensor> {
-        let tensors = vec![tensor];
-        self.run(Collective::Broadcast { tensors, root: 0 })
     }
 
     fn run(&self, operation: Collective) -> Result<Tensor> {
@@ -194,7 +155,7 @@ fn too_short() -> Error {
 ///
 /// One rank may connect or heal while another one fails to. What they compute next would differ, and a rank that waits inside the replica would
 /// wait for one that waits for its vote. So they compare after each quorum; if they differ, all give the attempt up at once and ask again. Ranks
-/// that healed may have done so from different replicas: what the first one took is the replica's state.
+/// that healed have done so from one replica: the manager sees to that.
 pub struct InStep<R> {
     replica: R,
     ranks: Arc<Ranks>,
@@ -216,6 +177,19 @@ impl InStep<Manager> {
 
 #[deny(clippy::missing_trait_methods)]
 impl<R: Replica> Replica for InStep<R> {
+    /// Ranks of a replica compare what the quorum told them before they compute.
+    fn begin_quorum(&mut self, deadline: Instant) -> Result<bool> {
+        if self.ranks.are_several() {
+            return Ok(false);
+        }
+        self.replica.begin_quorum(deadline)
+    }
+    fn await_quorum(&mut self) -> Result<Participation> {
+        self.replica.await_quorum()
+    }
+    fn abandon_quorum(&mut self) {
+        self.replica.abandon_quorum();
+    }
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation> {
         loop {
             let participation = self.replica.start_quorum(state, deadline)?;
@@ -231,9 +205,6 @@ impl<R: Replica> Replica for InStep<R> {
                 i64::from(is_up),
             ];
             if self.ranks.agree(&mine)? && is_up {
-                if participation.healed.is_some() {
-                    self.ranks.share(state)?;
-                }
                 return Ok(participation);
             }
             if is_up {
@@ -301,8 +272,8 @@ impl<R: Replica> Replica for InStep<R> {
 mod tests {
     use std::collections::VecDeque;
 
+    use checkpoint::StateDict;
     use ftcore::TcpStoreServer;
-    use manager::Healed;
 
     use super::*;
 
@@ -311,22 +282,15 @@ mod tests {
     struct Scripted {
         /// Epoch, step, and why the rank did not come up.
         quorums: VecDeque<(i64, i64, Option<Error>)>,
-        /// The state that it takes over in each quorum.
-        heals_to: Option<Vec<f32>>,
         error: Option<Error>,
         votes: Vec<bool>,
     }
 
     impl Replica for Scripted {
-        fn start_quorum(&mut self, state: &mut dyn State, _: Instant) -> Result<Participation> {
+        fn start_quorum(&mut self, _: &mut dyn State, _: Instant) -> Result<Participation> {
             let (epoch, step, error) = self.quorums.pop_front().ok_or_else(too_short)?;
             let contributes = error.is_none();
             self.error = error;
-            if let Some(values) = &self.heals_to {
-                let mut theirs = StateDict::new();
-                theirs.insert_f32("values", &[values.len()], values)?;
-                state.load(&theirs)?;
-            }
             Ok(Participation {
                 epoch,
                 step,
@@ -335,12 +299,8 @@ mod tests {
                 contributes,
                 contributor_rank: None,
                 contributors: 2,
-                healed: self.heals_to.as_ref().map(|values| Healed {
-                    source: None,
-                    bytes: 4 * values.len(),
-                    took: Duration::ZERO,
-                }),
-                members: Vec::new(),
+                healed: None,
+                members: Default::default(),
             })
         }
         fn allreduce(&mut self, _: Vec<Tensor>, _: ReduceOp) -> ManagedWork {
@@ -441,26 +401,6 @@ mod tests {
         });
         let expected = (4, 6, vec![false; 3]);
         assert_eq!(seen, [expected.clone(), expected]);
-    }
-
-    #[test]
-    fn ranks_that_healed_from_different_replicas_go_on_with_one_state() {
-        for [first, second] in [[vec![1.0; 3], vec![2.0; 3]], [vec![5.0; 3], vec![5.0; 3]]] {
-            let held = as_two(|ranks| {
-                let own = if ranks.is_first() { &first } else { &second };
-                let scripted = Scripted {
-                    quorums: [(1, 5, None)].into(),
-                    heals_to: Some(own.clone()),
-                    ..Scripted::default()
-                };
-                let mut state = Values::default();
-                let deadline = deadline_in(Duration::from_secs(60));
-                let mut replica = InStep::new(scripted, ranks);
-                replica.start_quorum(&mut state, deadline).unwrap();
-                state.0
-            });
-            assert_eq!(held, [first.clone(), first]);
-        }
     }
 
     #[test]

@@ -179,8 +179,15 @@ fn a_rank_that_is_stopped_takes_its_replica_out_for_a_while_and_costs_no_life() 
     run.until("replica 0: quorum of 2 replicas");
     // First the one with the replica's servers, then the other.
     for process in processes {
+        let stopped = Instant::now();
         signal("-STOP", &process);
         run.until("replica 0: quorum of 1 replica");
+        // Both times are 4 s.
+        assert!(
+            stopped.elapsed() < Duration::from_secs(12),
+            "{:?}",
+            stopped.elapsed()
+        );
         signal("-CONT", &process);
         run.until("replica 0: quorum of 2 replicas");
     }

@@ -1,10 +1,12 @@
 //! A group of ranks and its operations: Python arguments to a `Collective`, which then runs here and now or comes back as a `Work`.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use oxccl::core::{
-    Collective, Completion, Error, Failed, OpKind, ProcessGroup, ProcessGroupExt, Result, deadline_in,
+    Collective, Completion, Configuration, Epoch, Error, Failed, OpKind, ProcessGroup, ProcessGroupExt,
+    Result, deadline_in,
 };
 use oxccl::world;
 use pyo3::intern;
@@ -17,13 +19,15 @@ use crate::options::{self, Reduction};
 use crate::process;
 use crate::raw::fork;
 use crate::raw::holder::{drop_attached, give_back_waiting};
+use crate::store;
 use crate::table::{Capabilities, Traffic};
 use crate::work::Work;
 
 /// A group that Python holds: its end, if the process was forked since, is its parent's affair.
 pub(crate) struct Handle {
     inner: Arc<Inner>,
-    rank: u32,
+    /// As of the present configuration.
+    rank: AtomicU32,
     /// The count of forks when it was made.
     born: u32,
 }
@@ -48,8 +52,12 @@ impl Handle {
         }
     }
 
+    fn rank(&self) -> u32 {
+        self.rank.load(Ordering::Relaxed)
+    }
+
     pub(crate) fn is_at_home(&self) -> Result<()> {
-        process::is_at_home(self.born).map_err(|e| e.with_rank(self.rank))
+        process::is_at_home(self.born).map_err(|e| e.with_rank(self.rank()))
     }
 }
 
@@ -152,12 +160,13 @@ pub(crate) struct Group {
 
 impl Group {
     pub(crate) fn new(inner: Inner) -> Self {
-        let mut handle = Handle {
+        let handle = Handle {
             inner: Arc::new(inner),
-            rank: 0,
+            rank: AtomicU32::new(0),
             born: fork::count(),
         };
-        handle.rank = handle.group().info().rank;
+        let rank = handle.group().info().rank;
+        handle.rank.store(rank, Ordering::Relaxed);
         let handle = Arc::new(handle);
         process::note(&handle);
         Self { handle }
@@ -176,7 +185,7 @@ impl Group {
     ) -> PyResult<Py<PyAny>> {
         give_back_waiting(py);
         let handle = &self.handle;
-        let refused = |refused: Refused| refused.raise(py, kind.name(), handle.rank);
+        let refused = |refused: Refused| refused.raise(py, kind.name(), handle.rank());
         handle.is_at_home().map_err(|e| refused(e.into()))?;
         let options = options::submit(call.timeout, call.contribute).map_err(|e| refused(e.into()))?;
         let op = make().map_err(refused)?;
@@ -188,7 +197,7 @@ impl Group {
                 drop_attached(py, rejected);
                 errors::raise(py, &error)
             })?;
-            let work = Work::new(work, handle.rank, latest, handle.born);
+            let work = Work::new(work, handle.rank(), latest, handle.born);
             return Ok(Py::new(py, work)?.into_any());
         }
         let done = blocking(py, handle, || group.run_blocking(op, options))?;
@@ -224,7 +233,7 @@ impl Group {
         if error.context().rank.is_some() {
             error
         } else {
-            error.with_rank(self.handle.rank)
+            error.with_rank(self.handle.rank())
         }
     }
 }
@@ -263,7 +272,7 @@ impl Group {
     /// This process's rank in the group.
     #[getter]
     fn rank(&self) -> u32 {
-        self.handle.rank
+        self.handle.rank()
     }
 
     /// The number of ranks.
@@ -320,6 +329,37 @@ impl Group {
         }
     }
 
+    /// Meets the other ranks of `epoch` in `store` and connects. Operations of an earlier epoch end as aborted.
+    #[pyo3(signature = (store, rank, world_size, *, epoch=1, prefix="oxccl", name="group", timeout=60.0))]
+    #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
+    fn configure(
+        &self,
+        py: Python<'_>,
+        store: &Bound<'_, PyAny>,
+        rank: u32,
+        world_size: u32,
+        epoch: u64,
+        prefix: &str,
+        name: &str,
+        timeout: f64,
+    ) -> PyResult<()> {
+        self.handle.is_at_home().or_raise(py)?;
+        let configuration = Configuration {
+            store: store::any(store)?,
+            prefix: prefix.to_owned(),
+            name: name.to_owned(),
+            epoch: Epoch(epoch),
+            rank,
+            world_size,
+            deadline: options::deadline(timeout).or_raise(py)?,
+            cancel: Default::default(),
+        };
+        let handle = self.handle.clone();
+        apart(py, move || handle.group().configure(configuration))?;
+        self.handle.rank.store(rank, Ordering::Relaxed);
+        Ok(())
+    }
+
     /// Every tensor becomes the reduction over all ranks, in place.
     #[pyo3(signature = (tensors, op=Reduction::default(), *, timeout=None, async_op=false, contribute=true))]
     fn all_reduce(
@@ -355,7 +395,7 @@ impl Group {
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Broadcast, Call::of(timeout, async_op), || {
-            let access = if root == self.handle.rank {
+            let access = if root == self.handle.rank() {
                 Access::Reads
             } else {
                 Access::Writes
@@ -700,7 +740,7 @@ impl Group {
         let class = slf.get_type().name()?;
         Ok(format!(
             "{class}(rank {} of {}, {}, epoch {})",
-            slf.get().handle.rank,
+            slf.get().handle.rank(),
             info.world_size,
             info.backend,
             info.epoch

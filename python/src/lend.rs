@@ -1,4 +1,4 @@
-//! A Python object to a tensor over its memory, without a copy: by the buffer protocol or DLPack.
+//! A Python object to a tensor over its memory, without a copy: by the buffer protocol, DLPack, or a quicker way for tensors of torch.
 
 use std::ptr::NonNull;
 
@@ -6,9 +6,10 @@ use oxccl::core::{DType, Device, Error, Tensor};
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList, PyTuple};
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
-use crate::errors::Refused;
+use crate::errors::{Raise, Refused};
 use crate::raw::buffer::{self, View};
 use crate::raw::dlpack::Managed;
 use crate::raw::holder::{Holder, Lent};
@@ -62,6 +63,11 @@ fn items_of<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
 }
 
 fn named(object: &Bound<'_, PyAny>, what: &dyn Fn() -> String, access: Access) -> Result<Tensor, Refused> {
+    if let Some(torch) = TORCH.get(object.py())
+        && object.is_instance(torch.class.bind(object.py()))?
+    {
+        return from_torch(object, torch, what, access);
+    }
     if buffer::is_offered(object) {
         return from_buffer(object, what, access);
     }
@@ -74,6 +80,65 @@ fn named(object: &Bound<'_, PyAny>, what: &dyn Fn() -> String, access: Access) -
         what()
     );
     Err(Error::invalid(text).into())
+}
+
+/// The tensors of torch, once `oxccl.torch` was imported: their `__dlpack__` is written in Python and costs more than a small operation.
+struct Torch {
+    class: Py<PyType>,
+    /// Each element type that operations take.
+    dtypes: Vec<(Py<PyAny>, DType)>,
+}
+
+static TORCH: PyOnceLock<Torch> = PyOnceLock::new();
+
+/// Takes `torch.Tensor` and its element types by our names for them.
+#[pyfunction]
+#[pyo3(name = "_know_torch")]
+pub(crate) fn know_torch(
+    py: Python<'_>,
+    class: Py<PyType>,
+    dtypes: Vec<(Py<PyAny>, String)>,
+) -> PyResult<()> {
+    let named = |(dtype, name): (Py<PyAny>, String)| Ok((dtype, name.parse().or_raise(py)?));
+    let dtypes = dtypes.into_iter().map(named).collect::<PyResult<_>>()?;
+    // A second call says the same.
+    let _ = TORCH.set(py, Torch { class, dtypes });
+    Ok(())
+}
+
+/// The tensor itself keeps its memory alive.
+fn from_torch(
+    object: &Bound<'_, PyAny>,
+    torch: &Torch,
+    what: &dyn Fn() -> String,
+    access: Access,
+) -> Result<Tensor, Refused> {
+    let py = object.py();
+    if !object.getattr(intern!(py, "is_cpu"))?.is_truthy()? {
+        let device = object.getattr(intern!(py, "device"))?.to_string();
+        let text = format!("{} is on {device}; this package takes host memory", what());
+        return Err(Error::unsupported(text).into());
+    }
+    let dtype = object.getattr(intern!(py, "dtype"))?;
+    let known = torch.dtypes.iter().find(|(known, _)| known.is(&dtype));
+    let dtype = known
+        .map(|(_, dtype)| *dtype)
+        .ok_or_else(|| unknown(what, &dtype.to_string()))?;
+    let is_contiguous = object.call_method0(intern!(py, "is_contiguous"))?.is_truthy()?;
+    let address: usize = object.call_method0(intern!(py, "data_ptr"))?.extract()?;
+    let mut memory = Memory {
+        address: std::ptr::with_exposed_provenance_mut(address),
+        dtype,
+        count: object.call_method0(intern!(py, "numel"))?.extract()?,
+        shape: Vec::new(),
+        strides: Vec::new(),
+        read_only: false,
+    };
+    if !is_contiguous {
+        memory.shape = object.getattr(intern!(py, "shape"))?.extract()?;
+        memory.strides = object.call_method0(intern!(py, "stride"))?.extract()?;
+    }
+    tensor(&memory, Lent::Owner(object.clone().unbind()), what, access)
 }
 
 /// Memory as both protocols describe it; strides in elements, empty for contiguous memory.

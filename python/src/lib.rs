@@ -8,6 +8,7 @@
 use oxccl::{gloo as _, nccl as _, xccl as _};
 use pyo3::prelude::*;
 
+mod completions;
 mod errors;
 mod group;
 mod interrupt;
@@ -15,6 +16,7 @@ mod lend;
 mod options;
 mod process;
 mod raw;
+mod store;
 mod table;
 mod work;
 mod world;
@@ -28,11 +30,19 @@ fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<group::PremulSum>()?;
     m.add_class::<group::Send>()?;
     m.add_class::<group::Recv>()?;
+    m.add_class::<store::Store>()?;
+    m.add_class::<store::TcpStore>()?;
+    m.add_class::<store::FileStore>()?;
+    m.add_class::<store::PrefixStore>()?;
+    m.add_class::<store::StoreServer>()?;
+    m.add_class::<completions::Completions>()?;
     m.add_class::<table::Capabilities>()?;
     m.add_class::<table::Traffic>()?;
     m.add_class::<work::Work>()?;
     m.add_class::<world::World>()?;
     m.add_function(wrap_pyfunction!(world::init, m)?)?;
+    m.add_function(wrap_pyfunction!(world::unconfigured, m)?)?;
+    m.add_function(wrap_pyfunction!(lend::know_torch, m)?)?;
     m.add_function(wrap_pyfunction!(table::backends, m)?)?;
     m.add_function(wrap_pyfunction!(table::leaked_bytes, m)?)?;
     m.add_function(wrap_pyfunction!(process::end, m)?)?;

@@ -4,9 +4,11 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Instant;
 
+use oxccl::core::lifecycle::wait_for_partings;
 use oxccl::core::{Error, ErrorKind, Result};
 use pyo3::prelude::*;
 
+use crate::errors::Raise;
 use crate::group::Handle;
 use crate::raw::fork;
 
@@ -21,11 +23,17 @@ pub(crate) fn is_gone() -> bool {
 }
 
 /// Before a group is made: refuses in a process that was forked off one that has groups.
-pub(crate) fn may_make_groups() -> Result<()> {
+pub(crate) fn may_make_groups(py: Python<'_>) -> PyResult<()> {
     let here = fork::count().wrapping_add(1);
     match MADE_AT.compare_exchange(0, here, Ordering::AcqRel, Ordering::Acquire) {
-        Err(made) if made != here => Err(forked("this process was forked off one that uses oxccl")),
-        _ => Ok(()),
+        Ok(_) => py
+            .import("oxccl._process")?
+            .call_method0("end_with_process")
+            .map(drop),
+        Err(made) if made != here => {
+            Err(forked("this process was forked off one that uses oxccl")).or_raise(py)
+        }
+        Err(_) => Ok(()),
     }
 }
 
@@ -71,6 +79,8 @@ pub(crate) fn end(py: Python<'_>) {
             // An idle group leaves in good order, and what is pending is cut short, which is the error.
             let _ = handle.group().shutdown(Instant::now());
         }
+        // A forked child of `multiprocessing` ends without the exit handlers that wait for this.
+        wait_for_partings();
     });
     crate::raw::holder::give_back_waiting(py);
     GONE.store(true, Ordering::Release);

@@ -9,6 +9,7 @@ use oxccl::core::{self, Error, Result, Status};
 use pyo3::intern;
 use pyo3::prelude::*;
 
+use crate::completions::Completions;
 use crate::errors::{self, Raise};
 use crate::interrupt::in_slices;
 use crate::raw::holder::{drop_attached, give_back_waiting};
@@ -145,6 +146,13 @@ impl Work {
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         process::is_at_home(self.born).or_raise(py)?;
         py.detach(|| self.work.abort(reason));
+        Ok(())
+    }
+
+    /// Hands `number` to `completions` once the operation has ended.
+    fn _tell(&self, py: Python<'_>, completions: &Completions, number: u64) -> PyResult<()> {
+        process::is_at_home(self.born).or_raise(py)?;
+        completions.expect(&self.work, number);
         Ok(())
     }
 

@@ -37,22 +37,9 @@ pub(crate) fn init(
     isolated: bool,
     options: Option<BTreeMap<String, String>>,
 ) -> PyResult<Py<World>> {
-    process::may_make_groups().or_raise(py)?;
+    process::may_make_groups(py)?;
     let place = place(address, rank, world_size).or_raise(py)?;
-    let helper = if isolated { helper(py)? } else { None };
-    let wanted = WorldOptions {
-        backends: backend.unwrap_or_default().parse().or_raise(py)?,
-        device: parse_device(device).or_raise(py)?,
-        options: options::group(timeout, options.unwrap_or_default()).or_raise(py)?,
-        make: Arc::new(move |name, device, options| {
-            if isolated {
-                in_a_child(name, device, options, helper.as_deref())
-            } else {
-                Registry::global().create(name, device, options)
-            }
-        }),
-        ..WorldOptions::default()
-    };
+    let wanted = wanted(py, backend, device, timeout, isolated, options)?;
     let deadline = options::deadline(timeout).or_raise(py)?;
     let local_rank = place.local_rank;
     let world = apart(py, move || {
@@ -66,6 +53,50 @@ pub(crate) fn init(
         timeout,
     };
     Py::new(py, PyClassInitializer::from(group).add_subclass(world))
+}
+
+/// A group of a backend that has met nobody yet: `Group.configure` connects it, again and again.
+#[pyfunction]
+#[pyo3(signature = (*, backend=None, device="cpu", timeout=60.0, isolated=false, options=None))]
+pub(crate) fn unconfigured(
+    py: Python<'_>,
+    backend: Option<&str>,
+    device: &str,
+    timeout: f64,
+    isolated: bool,
+    options: Option<BTreeMap<String, String>>,
+) -> PyResult<Group> {
+    process::may_make_groups(py)?;
+    let wanted = wanted(py, backend, device, timeout, isolated, options)?;
+    let group = apart(py, move || {
+        oxccl::backend::load_plugins();
+        wanted.group("group")
+    })?;
+    Ok(Group::new(Inner::Group(group)))
+}
+
+fn wanted(
+    py: Python<'_>,
+    backend: Option<&str>,
+    device: &str,
+    timeout: f64,
+    isolated: bool,
+    options: Option<BTreeMap<String, String>>,
+) -> PyResult<WorldOptions> {
+    let helper = if isolated { helper(py)? } else { None };
+    Ok(WorldOptions {
+        backends: backend.unwrap_or_default().parse().or_raise(py)?,
+        device: parse_device(device).or_raise(py)?,
+        options: options::group(timeout, options.unwrap_or_default()).or_raise(py)?,
+        make: Arc::new(move |name, device, options| {
+            if isolated {
+                in_a_child(name, device, options, helper.as_deref())
+            } else {
+                Registry::global().create(name, device, options)
+            }
+        }),
+        ..WorldOptions::default()
+    })
 }
 
 fn place(address: Option<&str>, rank: Option<u32>, world_size: Option<u32>) -> Result<Place> {

@@ -23,14 +23,26 @@ LIMIT = 120.0
 
 def run(ranks: int, body: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """Calls ``body(world, *arguments)`` on each rank of a new job and gives what they return, by rank."""
-    context = multiprocessing.get_context("spawn")
+    return run_with(oxccl.init, ranks, body, *arguments, **options)
+
+
+def run_with(
+    start: Callable[..., Any],
+    ranks: int,
+    body: Callable[..., Any],
+    *arguments: Any,
+    context: Any = None,
+    **options: Any,
+) -> list[Any]:
+    """As `run`, where ``start(address, rank=, world_size=, **options)`` gives what `body` gets first, and `context` starts the processes."""
+    context = context or multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         address = f"file://{folder}/meeting"
         processes = []
         results: dict[Connection, int] = {}
         for rank in range(ranks):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(theirs, body, address, rank, ranks, arguments, options))
+            process = context.Process(target=_rank, args=(theirs, start, body, address, rank, ranks, arguments, options))
             process.start()
             theirs.close()
             processes.append(process)
@@ -68,6 +80,7 @@ def run(ranks: int, body: Callable[..., Any], *arguments: Any, **options: Any) -
 
 def _rank(
     result: Connection,
+    start: Callable[..., Any],
     body: Callable[..., Any],
     address: str,
     rank: int,
@@ -76,7 +89,7 @@ def _rank(
     options: dict[str, Any],
 ) -> None:
     try:
-        world = oxccl.init(address, rank=rank, world_size=ranks, **options)
+        world = start(address, rank=rank, world_size=ranks, **options)
         value = body(world, *arguments)
     except BaseException:
         result.send((False, traceback.format_exc()))

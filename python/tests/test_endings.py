@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from pathlib import Path
 
 import pytest
 
-from jobs import ends, script
+import oxccl
+from jobs import ends, run, script
 
 TIMES = 20 if os.environ.get("OXCCL_LONG") else 4
 """How often each program runs."""
@@ -202,3 +204,17 @@ def test_a_program_that_ends_leaves_its_group_in_good_order(tmp_path: Path) -> N
     (status, out, err), (other, heard, errors) = ends(script(LEAVES, 2, tmp_path))
     assert (status, out, err, other, errors) == (0, "", "", 0, "")
     assert heard.startswith("0 True"), heard
+
+
+def leaves(world: oxccl.World) -> str:
+    """Rank 1 ends; what rank 0 is told."""
+    if world.rank == 1:
+        return ""
+    with pytest.raises(oxccl.PeerLost) as caught:
+        world.recv(bytearray(8), 1)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_child_of_multiprocessing_that_ends_leaves_in_good_order(method: str) -> None:
+    assert "left the group" in run(2, leaves, context=multiprocessing.get_context(method))[0]

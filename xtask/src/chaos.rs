@@ -1,6 +1,6 @@
 //! `cargo xtask chaos`: training under random kills and stops, against the same training undisturbed.
 //!
-//! Three runs of `train_diloco`: an undisturbed one of half the time, the disturbed one, and an undisturbed one again, so that a machine that gets
+//! Three runs of `train_diloco`: an undisturbed one, the disturbed one, and an undisturbed one again, so that a machine that gets
 //! slower or faster meanwhile shows. The program draws the disturbances from the seed and reports what they cost; here the runs are chosen, compared
 //! and told as Markdown. The folder of each run is kept: logs of every life, events as a report.
 
@@ -34,9 +34,12 @@ pub(crate) struct Arguments {
     /// Ranks of each replica, a process each.
     #[arg(long, value_name = "M", default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=16))]
     ranks_per_replica: u32,
-    /// How long the disturbed run is to take. All runs together take about twice that.
+    /// How long the disturbed run is to take.
     #[arg(long, value_name = "S", default_value_t = 1200, value_parser = clap::value_parser!(u64).range(10..))]
     seconds: u64,
+    /// How long each of the two undisturbed runs, before and after it, is to take [default: half as long].
+    #[arg(long, value_name = "S", value_parser = clap::value_parser!(u64).range(5..))]
+    undisturbed_seconds: Option<u64>,
     /// What is killed and stopped when is drawn from this.
     #[arg(long, default_value_t = 1)]
     seed: u64,
@@ -135,16 +138,16 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         timeouts: [timeout, progress, heartbeat].map(|ms| ms.to_string()),
         folder: metadata.target_directory.join("xtask/chaos"),
     };
-    let half = Duration::from_secs(arguments.seconds / 2);
-    let probe = campaign.train("probe", PROBE, half.max(AROUND), false)?;
-    let before = campaign.for_time("before", &probe.cost, half, false)?;
+    let undisturbed = Duration::from_secs(arguments.undisturbed_seconds.unwrap_or(arguments.seconds / 2));
+    let probe = campaign.train("probe", PROBE, undisturbed.max(AROUND), false)?;
+    let before = campaign.for_time("before", &probe.cost, undisturbed, false)?;
     let disturbed = campaign.for_time(
         "disturbed",
         &before.cost,
         Duration::from_secs(arguments.seconds),
         true,
     )?;
-    let after = campaign.for_time("after", &before.cost, half, false)?;
+    let after = campaign.for_time("after", &before.cost, undisturbed, false)?;
     let outcome = Outcome {
         before: before.cost,
         disturbed,

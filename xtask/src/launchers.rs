@@ -1,10 +1,10 @@
-//! The launchers of the rows `mpich`, `open-mpi` and `slurm`: installed once, and where they are.
+//! The launchers of the rows `mpich`, `open-mpi`, `torchrun` and `slurm`: installed once, and where they are.
 
 use anyhow::{Result, bail};
 
 use crate::venv::{MPICH, OPEN_MPI};
 use crate::wheels::{self, is_program};
-use crate::{debian, matrix};
+use crate::{debian, matrix, python};
 
 /// Slurm's daemons and tools, and what it proves identities with.
 const SLURM: [&str; 2] = ["munge", "slurm-wlm"];
@@ -19,6 +19,12 @@ pub(crate) fn open_mpi() -> Result<matrix::Environment> {
     let folder = OPEN_MPI.install(&wheels::cache()?)?;
     let mpirun = folder.join("bin/mpirun").display().to_string();
     Ok(vec![("OXCCL_TEST_OPEN_MPI".to_owned(), mpirun)])
+}
+
+/// A Python that has torch, and its launcher with it: the environment of the row `python`. Its scripts hold the path of the folder that it was made in.
+pub(crate) fn torchrun() -> Result<matrix::Environment> {
+    let python = python::prepare_torch()?.join("bin/python").display().to_string();
+    Ok(vec![("OXCCL_TEST_TORCHRUN".to_owned(), python)])
 }
 
 /// A cluster of the tests' own, which only root can start.

@@ -1,7 +1,7 @@
 //! `cargo xtask bench-lighthouse`: the time of a step at our lighthouse and at torchft's, with N replicas from one load generator.
 //!
 //! The lighthouse is a process of its own (the release build of `oxccl lighthouse`; for the peer torchft's extension module in Python), the generator
-//! another (`crates/coordination/examples/lighthouse_load.rs`). They take turns, round after round, so that a noisy minute hits all. A run in which a
+//! another (`crates/coordination/examples/lighthouse_load/`). They take turns, round after round, so that a noisy minute hits all. A run in which a
 //! replica was falsely taken for dead fails: all replicas must stay in one quorum.
 
 use std::fs::{self, File};
@@ -21,10 +21,6 @@ use crate::torchft;
 
 /// How long a lighthouse may take to say where it listens.
 const START: Duration = Duration::from_secs(20);
-/// Beyond this many replicas, the one process that plays them all reads their first full answers for longer than a replica may be silent.
-const PATIENT_FROM: u32 = 8192;
-/// The kernel's unit of processor time in /proc.
-const TICKS_PER_SECOND: f64 = 100.0;
 
 /// Options of `cargo xtask bench-lighthouse`.
 #[derive(Args)]
@@ -114,6 +110,9 @@ impl Seen {
 #[derive(Debug)]
 struct Figures {
     times_ns: Vec<u64>,
+    /// Processor time for a step, in milliseconds: the lighthouse's, and that of the process which plays the replicas.
+    cpu_ms: f64,
+    generator_cpu_ms: f64,
     peak_bytes: u64,
     idle_cpu: f64,
     logged: u64,
@@ -136,7 +135,7 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         });
     }
     println!(
-        "| replicas | lighthouse | clients | p50 ms | p99 ms | peak RSS MiB | idle CPU % | log bytes |\n|---:|---|---|---:|---:|---:|---:|---:|"
+        "| replicas | lighthouse | clients | p50 ms | p99 ms | lighthouse CPU ms | generator CPU ms | peak RSS MiB | idle CPU % | log bytes |\n|---:|---|---|---:|---:|---:|---:|---:|---:|---:|"
     );
     let mut all_ran = true;
     for &replicas in &arguments.replicas {
@@ -181,11 +180,13 @@ fn row(replicas: u32, pair: Pair, runs: &[Figures]) -> String {
             .get((last as f64 * part).round() as usize)
             .map_or(f64::NAN, |ns| *ns as f64 / 1e6)
     };
+    let mean = |of: fn(&Figures) -> f64| runs.iter().map(of).sum::<f64>() / runs.len().max(1) as f64;
+    let (cpu, generator_cpu) = (mean(|r| r.cpu_ms), mean(|r| r.generator_cpu_ms));
     let peak = runs.iter().map(|r| r.peak_bytes).max().unwrap_or(0) >> 20;
     let idle = runs.iter().map(|r| r.idle_cpu).fold(0.0, f64::max);
     let logged = runs.iter().map(|r| r.logged).max().unwrap_or(0);
     format!(
-        "| {replicas} | {} | {} | {:.1} | {:.1} | {peak} | {idle:.1} | {logged} |",
+        "| {replicas} | {} | {} | {:.1} | {:.1} | {cpu:.1} | {generator_cpu:.1} | {peak} | {idle:.1} | {logged} |",
         lighthouse_of(pair),
         pair.clients.name(),
         at(0.5),
@@ -262,11 +263,24 @@ impl Programs {
             .context("the generator has no standard error")?;
         let (mut idle, mut cpu) = (Duration::ZERO, 0.0);
         let mut begun: Option<(Instant, f64)> = None;
+        let mut measured: Option<(f64, f64)> = None;
+        let mut cpu_ms = (0.0, 0.0);
+        let both = |generator: &Ended| {
+            Ok::<_, anyhow::Error>((lighthouse.cpu_seconds()?, cpu_seconds(generator.0.id())?))
+        };
         let mut said = Vec::new();
         // It ends by itself: its limit is an argument.
         for line in BufReader::new(errors).lines() {
             let line = line.context("reading from the generator")?;
             match (line.as_str(), begun) {
+                ("measured", _) => measured = Some(both(&generator)?),
+                ("done", _) => {
+                    if let Some((before, generator_before)) = measured {
+                        let (now, generator_now) = both(&generator)?;
+                        let each = |seconds: f64| 1000.0 * seconds / f64::from(arguments.steps);
+                        cpu_ms = (each(now - before), each(generator_now - generator_before));
+                    }
+                }
                 ("idle", _) => begun = Some((Instant::now(), lighthouse.cpu_seconds()?)),
                 ("over", Some((start, before))) => {
                     (idle, cpu) = (start.elapsed(), lighthouse.cpu_seconds()? - before)
@@ -289,6 +303,8 @@ impl Programs {
         }
         Ok(Figures {
             times_ns: seen.times_ns,
+            cpu_ms: cpu_ms.0,
+            generator_cpu_ms: cpu_ms.1,
             peak_bytes: lighthouse.peak_bytes()?,
             idle_cpu: 100.0 * cpu / idle.as_secs_f64().max(0.001),
             logged: fs::metadata(&self.log).map_or(0, |m| m.len()),
@@ -324,9 +340,6 @@ impl Lighthouse {
             "--min-replicas",
             &replicas.to_string(),
         ]);
-        if replicas > PATIENT_FROM {
-            command.args(["--heartbeat-timeout-ms", "60000"]);
-        }
         let mut process = spawn(&mut command, log)?;
         let text = wait_for(log, "lighthouse at http://", &mut process)?;
         Ok(Self {
@@ -362,17 +375,7 @@ impl Lighthouse {
 
     /// Processor time so far.
     fn cpu_seconds(&self) -> Result<f64> {
-        let text = fs::read_to_string(format!("/proc/{}/stat", self.process.0.id()))
-            .context("the lighthouse ended")?;
-        // Behind the name, which may hold anything, come the state and then numbers.
-        let fields: Vec<&str> = text
-            .rsplit(')')
-            .next()
-            .unwrap_or_default()
-            .split_whitespace()
-            .collect();
-        let ticks = |at: usize| fields.get(at).and_then(|f| f.parse::<f64>().ok()).unwrap_or(0.0);
-        Ok((ticks(11) + ticks(12)) / TICKS_PER_SECOND)
+        cpu_seconds(self.process.0.id())
     }
 
     fn peak_bytes(&self) -> Result<u64> {
@@ -385,6 +388,23 @@ impl Lighthouse {
         let kib: u64 = line.trim().trim_end_matches(" kB").parse().unwrap_or(0);
         Ok(kib << 10)
     }
+}
+
+/// The processor time of all threads of a process so far. The kernel counts it in nanoseconds here; in /proc/PID/stat its unit is as long as some steps.
+fn cpu_seconds(process: u32) -> Result<f64> {
+    let tasks = fs::read_dir(format!("/proc/{process}/task")).context("the process ended")?;
+    let mut nanoseconds = 0.0;
+    for task in tasks {
+        let path = task
+            .context("reading the threads of a process")?
+            .path()
+            .join("schedstat");
+        // A thread may end meanwhile.
+        let text = fs::read_to_string(path).unwrap_or_default();
+        let first = text.split_whitespace().next();
+        nanoseconds += first.and_then(|n| n.parse::<f64>().ok()).unwrap_or(0.0);
+    }
+    Ok(nanoseconds / 1e9)
 }
 
 fn spawn(command: &mut Command, log: &Path) -> Result<Ended> {

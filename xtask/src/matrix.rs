@@ -2,6 +2,8 @@
 //!
 //! A new row is one line in [`ROWS`]; a new reason to skip is a variant of [`Skip`] and a probe that finds it. Only
 //! rows that exist are listed. `runner.rs` executes them.
+//!
+//! Over 800 lines because it is one table: a row of the matrix is one entry of `ROWS`.
 
 use std::collections::BTreeSet;
 use std::fmt;
@@ -30,6 +32,26 @@ pub(crate) const ROWS: &[Row] = &[
             feature: "shuttle",
             target: "registry_model",
         },
+        minutes(5),
+    ),
+    row(
+        "engine-model",
+        None,
+        "every interleaving of the engine's threads that a scheduler finds",
+        nothing,
+        Run::Feature {
+            package: "ftcore",
+            feature: "shuttle",
+            target: "engine_model",
+        },
+        minutes(5),
+    ),
+    row(
+        "loopback",
+        None,
+        "the backend of fixtures/loopback, the smallest on the engine",
+        nothing,
+        suite("loopback-conformance", ""),
         minutes(5),
     ),
     row(
@@ -70,6 +92,14 @@ pub(crate) const ROWS: &[Row] = &[
         "ranks as processes, over TCP",
         loopback,
         suite("gloo-tcp-conformance", "processes::"),
+        minutes(5),
+    ),
+    row(
+        "gloo-encrypted",
+        Some("gloo"),
+        "over TCP with encrypted connections",
+        loopback,
+        suite("gloo-encrypted-conformance", ""),
         minutes(5),
     ),
     row(
@@ -315,6 +345,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "torchrun",
+        None,
+        "ranks started by the real torchrun, which has the store, and started again by it",
+        torchrun,
+        suite("launchers-conformance", "torchrun::"),
+        minutes(5),
+    ),
+    row(
         "slurm",
         Some("launchers"),
         "ranks started by the real Slurm on a cluster of four nodes, a killed task, a requeued job",
@@ -334,10 +372,10 @@ pub(crate) const ROWS: &[Row] = &[
     row(
         "python",
         Some("python"),
-        "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes",
+        "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes, torch and torchft",
         python,
         Run::Python,
-        minutes(15),
+        minutes(25),
     ),
     // Measures how fast links carry and survivors hear.
     alone(row(
@@ -684,6 +722,11 @@ fn launcher(found: anyhow::Result<Environment>) -> Result<Environment, Skip> {
 /// Needs MPICH, which is fetched once.
 fn mpich() -> Result<Environment, Skip> {
     launcher(crate::launchers::mpich())
+}
+
+/// Needs torch, which is fetched once.
+fn torchrun() -> Result<Environment, Skip> {
+    launcher(crate::launchers::torchrun())
 }
 
 /// Needs Open MPI, which is fetched once.

@@ -1,7 +1,7 @@
 //! The Python package: an environment with its tools in the user's cache, the package built and installed as a user would, and its checks.
 //!
-//! The environment in the cache is shared by all work trees and holds only what comes from PyPI (60 MB). The package goes into one of its own
-//! below the target directory, which looks into the shared one.
+//! The environments in the cache are shared by all work trees and hold only what comes from PyPI: the tools (60 MB), and torch, with which its backend is
+//! tested. The package goes into one of its own below the target directory, which looks into the shared ones.
 
 use std::env;
 use std::ffi::OsString;
@@ -14,7 +14,7 @@ use anyhow::{Context, Result, anyhow, bail};
 
 use crate::libtest::Tally;
 use crate::metadata::cargo_command;
-use crate::wheels::{self, Place, quietly};
+use crate::wheels::{self, Place, Unfetched, quietly};
 
 /// Pinned: what they complain about differs between versions. NumPy is the newest that this Python can have.
 const REQUIREMENTS: &[&str] = &[
@@ -30,6 +30,74 @@ const INSTALL_LIMIT: Duration = Duration::from_secs(15 * 60);
 /// The oldest Python that the package runs on.
 const OLDEST: u32 = 10;
 
+/// torch, and torchft for its tests. torch's wheel loads CUDA's libraries also where there is no GPU; what only a GPU needs besides (Triton) is left out.
+const TORCH: &[&str] = &[
+    "torch==2.15.0",
+    "torchft==0.2.0",
+    "nvidia-cublas==13.4.1.3",
+    "nvidia-cuda-cupti==13.2.86",
+    "nvidia-cuda-nvrtc==13.2.86",
+    "nvidia-cuda-runtime==13.2.86",
+    "nvidia-cudnn-cu13==9.26.0.51",
+    "nvidia-cufft==12.2.0.57",
+    "nvidia-cufile==1.17.1.22",
+    "nvidia-cusolver==12.2.0.11",
+    "nvidia-cusparse==12.7.10.12",
+    "nvidia-cusparselt-cu13==0.8.1",
+    "nvidia-nccl-cu13==2.30.7",
+    "nvidia-nvjitlink==13.5.37",
+    "nvidia-nvshmem-cu13==3.7.2",
+];
+/// What these two need besides.
+const BESIDES: &[&str] = &[
+    "filelock",
+    "fsspec",
+    "jinja2",
+    "networkx",
+    "opentelemetry-exporter-otlp-proto-http==1.45.2",
+    "opentelemetry-sdk==1.45.2",
+    "parameterized==0.9.0",
+    "sympy",
+];
+
+/// torch in the cache; made on the first call, found by later ones.
+pub(crate) fn prepare_torch() -> Result<PathBuf> {
+    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        bail!("the pinned wheels of torch are for Linux on x86-64");
+    }
+    let place = Place {
+        folder: &format!("python-torch-3{}", minor_version()?),
+        recipe: &[TORCH, BESIDES].concat().join(" "),
+        notice: "python: fetching torch for the tests of its backend (2.1 GB, once; 4.4 GB on disk)",
+    };
+    wheels::make_once(&place, |fresh| {
+        install(fresh, TORCH, &["--no-deps", "--no-cache-dir"])?;
+        install(fresh, BESIDES, &[])
+    })
+}
+
+/// Installs what `requirements` name into the environment of Python in `fresh`, which is made first if there is none.
+fn install(fresh: &Path, requirements: &[&str], extra: &[&str]) -> Result<()> {
+    let log = fresh.join("install.log");
+    if !fresh.join("bin/python").exists() {
+        let mut venv = Command::new("python3");
+        venv.args(["-m", "venv"]).arg(fresh);
+        quietly("python3 -m venv", &mut venv, INSTALL_LIMIT, &log)?;
+    }
+    let mut pip = Command::new(fresh.join("bin/python"));
+    pip.args([
+        "-m",
+        "pip",
+        "install",
+        "--disable-pip-version-check",
+        "--only-binary",
+        ":all:",
+    ])
+    .args(extra)
+    .args(requirements);
+    wheels::fetch(&mut pip, &log)
+}
+
 /// The environment in the cache; made on the first call, found by later ones.
 pub(crate) fn prepare() -> Result<PathBuf> {
     if !wheels::is_program("python3") {
@@ -44,23 +112,7 @@ pub(crate) fn prepare() -> Result<PathBuf> {
         recipe: &REQUIREMENTS.join(" "),
         notice: "python: fetching the tools of the Python package (60 MB, once)",
     };
-    wheels::make_once(&place, |fresh| {
-        let log = fresh.join("install.log");
-        let mut venv = Command::new("python3");
-        venv.args(["-m", "venv"]).arg(fresh);
-        quietly("python3 -m venv", &mut venv, INSTALL_LIMIT, &log)?;
-        let mut pip = Command::new(fresh.join("bin/python"));
-        pip.args([
-            "-m",
-            "pip",
-            "install",
-            "--disable-pip-version-check",
-            "--only-binary",
-            ":all:",
-        ])
-        .args(REQUIREMENTS);
-        wheels::fetch(&mut pip, &log)
-    })
+    wheels::make_once(&place, |fresh| install(fresh, REQUIREMENTS, &[]))
 }
 
 fn minor_version() -> Result<u32> {
@@ -80,9 +132,18 @@ pub(crate) struct Step {
     pub(crate) command: Command,
 }
 
-/// What builds and installs the package, and what checks it then; the last step runs the tests.
+/// Where the tests find why there is no torch here.
+const NO_TORCH: &str = "OXCCL_TEST_NO_TORCH";
+
+/// What builds and installs the package, and what checks it then; the last step runs the tests. Where torch cannot be fetched its tests are skipped.
 pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)> {
     let tools = prepare()?;
+    let torch = prepare_torch();
+    if let Err(error) = &torch
+        && !error.is::<Unfetched>()
+    {
+        bail!("torch: {error:#}");
+    }
     let package = root.join("python");
     let own = target.join("python");
     let installed = own.join("venv");
@@ -105,9 +166,12 @@ pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)
         command
     };
     let venv = installed.to_string_lossy().into_owned();
+    let mut others = vec![site_packages(&tools)?.display().to_string()];
+    if let Ok(torch) = &torch {
+        others.push(site_packages(torch)?.display().to_string());
+    }
     let look = format!(
-        "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'tools.pth').write_text({:?} + chr(10))",
-        site_packages(&tools)?.display().to_string()
+        "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'others.pth').write_text(chr(10).join({others:?}) + chr(10))"
     );
     let own_python = installed.join("bin/python").to_string_lossy().into_owned();
     let mut fmt = cargo_command(&package);
@@ -138,6 +202,13 @@ pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)
             ),
         ),
     ];
+    let mut pytest = python(
+        &installed,
+        &["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rfs"],
+    );
+    if let Err(error) = &torch {
+        pytest.env(NO_TORCH, format!("{error:#}"));
+    }
     let check = vec![
         step("cargo fmt", fmt),
         step("ruff check", python(&installed, &["-m", "ruff", "check"])),
@@ -146,13 +217,7 @@ pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)
             python(&installed, &["-m", "ruff", "format", "--check"]),
         ),
         step("mypy", python(&installed, &["-m", "mypy"])),
-        step(
-            "pytest",
-            python(
-                &installed,
-                &["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rf"],
-            ),
-        ),
+        step("pytest", pytest),
     ];
     Ok((build, check))
 }

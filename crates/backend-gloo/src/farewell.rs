@@ -175,6 +175,7 @@ mod tests {
             rank,
             world_size: 2,
             deadline: deadline_in(SOON),
+            cancel: Default::default(),
         };
         group.configure(configuration).unwrap();
         group

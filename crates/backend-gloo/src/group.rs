@@ -143,8 +143,7 @@ impl GlooGroup {
             )?
         } else {
             let counters = self.counters.clone();
-            let cancel = self.lifecycle.cancelled();
-            let connected = rendezvous::connect(configuration, &self.settings, counters, cancel)?;
+            let connected = rendezvous::connect(configuration, &self.settings, counters)?;
             place.near = connected.near;
             let lane = Lane::new(connected.ports, connected.apart);
             let shared = Shared::new(

@@ -14,7 +14,8 @@
 //! a host, TCP between hosts), `tcp`, or `shm` (shared memory everywhere, or an error). The hint `connections` (or else the variable
 //! `OXCCL_GLOO_CONNECTIONS`), 1 to 16, is how many TCP connections carry a large payload between two ranks, for links that one does not
 //! fill; the default is 1. All ranks must say the same. The hint `credentials` (or else the variable `OXCCL_CREDENTIALS`) names the folder of
-//! the job's credentials, whose secret every connection then proves. Without credentials and without `OXCCL_INSECURE=1` a rank listens on loopback only.
+//! the job's credentials, whose secret every connection then proves; the hint `encrypt` (or else the variable `OXCCL_ENCRYPT`), 1 or 0, says whether
+//! what goes over TCP is encrypted. Without credentials and without `OXCCL_INSECURE=1` a rank listens on loopback only.
 
 mod buffers;
 mod caller;

@@ -8,7 +8,7 @@ use ftcore::{Credentials, Error, GroupOptions, Result};
 use crate::schedule::layered::ONE_RAIL_MAX_BYTES;
 use crate::schedule::{BLOCK_BYTES, DIRECT_MAX_BYTES, DIRECT_MAX_WORLD, FLAT_MAX_WORLD, TREE_MAX_BYTES};
 use crate::stripes;
-use crate::transport::shm;
+use crate::transport::{interface, shm};
 use crate::wire::{EAGER, INLINE, MAX_CONNECTIONS, SEGMENT, STRIPE, VERSION};
 
 /// The options that are acted on; any other is refused (INV-9).
@@ -17,6 +17,7 @@ pub(crate) const HONOURED: &[&str] = &[
     "hint:transport",
     "hint:connections",
     "hint:credentials",
+    "hint:encrypt",
 ];
 /// The environment variable that decides where the hint `transport` does not.
 pub(crate) const TRANSPORT_VARIABLE: &str = "OXCCL_GLOO_TRANSPORT";
@@ -90,6 +91,10 @@ impl Settings {
             },
         };
         let credentials = options.credentials()?;
+        if let Some(name) = &options.net_name {
+            // Before the other ranks wait for this one.
+            interface::addresses(Some(name), None, true)?;
+        }
         Ok(Self {
             transport,
             connections,
@@ -170,6 +175,22 @@ mod tests {
             ..options
         };
         assert_eq!(Settings::new(lenient).unwrap().net_name.as_deref(), Some("lo"));
+    }
+
+    #[test]
+    fn an_interface_that_is_not_here_is_refused_before_the_ranks_meet() {
+        let with = |name: &str| {
+            Settings::new(GroupOptions {
+                net_name: Some(name.into()),
+                ..Default::default()
+            })
+        };
+        let e = with("eth77").unwrap_err();
+        assert!(
+            e.kind() == ftcore::ErrorKind::InvalidArgument && e.to_string().contains("'eth77'"),
+            "{e}"
+        );
+        with("127.0.0.1").unwrap();
     }
 
     #[test]

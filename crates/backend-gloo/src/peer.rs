@@ -78,6 +78,14 @@ impl ControlLink {
 
     /// The next frame that is complete, with its text; `None` if more bytes are needed first.
     pub(crate) fn next(&mut self) -> Result<Option<(Control, Vec<u8>)>> {
+        let next = self.read();
+        if let Ok(None) = next {
+            self.link.authentic()?;
+        }
+        next
+    }
+
+    fn read(&mut self) -> Result<Option<(Control, Vec<u8>)>> {
         while self.link.readable && self.link.read_closed.is_none() {
             if let Some((_, text, have)) = &mut self.text {
                 let Some(rest) = text.get_mut(*have..).filter(|r| !r.is_empty()) else {

@@ -158,7 +158,13 @@ impl Port {
     }
 
     /// Reads towards the next header, if none waits.
+    ///
+    /// Errors: also what is wrong with bytes that came in before.
     pub(crate) fn fill(&mut self) -> Result<()> {
+        if let Wire::Socket(link) = &self.wire {
+            link.authentic()?;
+            self.rails.iter().try_for_each(|rail| rail.link.authentic())?;
+        }
         if self.header.is_some() || self.in_payload {
             return Ok(());
         }

@@ -4,9 +4,8 @@
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::engine::spawn;
 use ftcore::{Error, Result, time_left};
-
-use crate::threads;
 
 /// How often a waiting caller looks for a reason to stop.
 const LOOK: Duration = Duration::from_millis(20);
@@ -43,7 +42,7 @@ pub(crate) fn bounded<T: Send + 'static>(
         moved: Condvar::new(),
     });
     let theirs = shared.clone();
-    threads::start(name, move || {
+    spawn(name, move || {
         let result = call();
         let mut answer = theirs.lock();
         if matches!(*answer, Answer::GivenUp) {

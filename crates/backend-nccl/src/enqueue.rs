@@ -4,46 +4,78 @@
 //! A reduction may need its input as something else (identity elements of a rank that does not contribute, floats as ordered integers,
 //! bytes made 0 or 1) and its output turned back; `Reduction` says what. The contributors are one integer reduced in the same group.
 
+use std::cell::RefCell;
 use std::sync::Arc;
+use std::time::Instant;
 
-use ftcore::{Collective, DType, Error, Event, ReduceOp, Result, Stream, Tensor};
+use ftcore::{Collective, DType, Error, Event, OpKind, ReduceOp, Result, Stream, Tensor, engine};
 use nccl_sys::{DataType, RedOp, dtype, redop};
 
-use crate::cuda::event::CudaEvent;
+use crate::cuda::gpu::Gpu;
 use crate::cuda::kernels::{Extreme, Kernel, key_dtype};
-use crate::cuda::memory::Block;
+use crate::cuda::memory::{Block, Slot};
 use crate::cuda::raw::{Span, StreamHandle};
-use crate::engine::Engine;
-use crate::flight::Flight;
+use crate::driver::Shared;
 use crate::raw::{Calls, native};
 
-/// Enqueues `op`. Whatever goes wrong on the way fails the group: the other ranks have enqueued theirs.
-pub(crate) fn collective(
-    engine: &Engine,
-    op: Collective,
-    contribute: bool,
-    flight: &Flight,
-    ready: Option<&dyn Event>,
-) {
-    let enqueued = {
-        let mut job = Job {
-            engine,
-            flight,
-            stream: engine.stream.handle(),
-        };
-        flight.begin();
-        job.run(&op, contribute, ready)
-    };
-    // The flight owns the tensors before anybody can take it for finished.
-    flight.own(op.into_tensors(), None);
-    // Without an event there is no proof that the device lets go of the memory: after an error in the middle it is leaked.
-    let recorded = enqueued.and_then(|()| {
-        let done = CudaEvent::record(&engine.gpu, engine.stream.handle())?;
-        flight.enqueued(done.clone(), |_| Ok(done as Arc<dyn Event>))
-    });
-    if let Err(error) = recorded {
-        engine.fail(flight.label.name(error));
+/// Device memory beside an operation's tensors: blocks for intermediate results, and the slot in which the contributors are counted. Dropped
+/// when the device is done.
+pub(crate) struct Scratch {
+    gpu: Arc<Gpu>,
+    blocks: Vec<Block>,
+    slot: Option<Slot>,
+    /// The number of contributors is in the slot.
+    counted: bool,
+    contributors: u32,
+}
+
+impl Scratch {
+    pub(crate) fn new(gpu: &Arc<Gpu>) -> Self {
+        Self {
+            gpu: gpu.clone(),
+            blocks: Vec::new(),
+            slot: None,
+            counted: false,
+            contributors: 0,
+        }
     }
+}
+
+impl engine::Scratch for Scratch {
+    fn contributors(&self) -> u32 {
+        match (&self.slot, self.gpu.slots()) {
+            (Some(slot), Ok(slots)) if self.counted => slots.read(slot),
+            _ => self.contributors,
+        }
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        if let (Some(slot), Ok(slots)) = (self.slot.take(), self.gpu.slots()) {
+            slots.give_back(slot);
+        }
+    }
+}
+
+/// Enqueues `op` until `deadline`; what it needs besides its tensors goes into `scratch`, also of what fails half way.
+pub(crate) fn collective(
+    shared: &Shared,
+    op: &Collective,
+    contribute: bool,
+    after: Option<&dyn Event>,
+    deadline: Instant,
+    scratch: &mut Scratch,
+) -> Result<()> {
+    let job = Job {
+        shared,
+        kind: op.kind(),
+        dtype: op.dtype(),
+        deadline,
+        stream: shared.stream.handle(),
+        scratch: RefCell::new(scratch),
+    };
+    job.run(op, contribute, after)
 }
 
 /// How a reduction is carried out by NCCL.
@@ -111,18 +143,21 @@ fn loser(extreme: Extreme, wire: DType, keyed: Option<DType>) -> u64 {
 }
 
 struct Job<'a> {
-    engine: &'a Engine,
-    flight: &'a Flight,
+    shared: &'a Shared,
+    kind: OpKind,
+    dtype: Option<DType>,
+    deadline: Instant,
     stream: StreamHandle,
+    scratch: RefCell<&'a mut Scratch>,
 }
 
 type Finish = Vec<(Kernel, Span, Span, usize)>;
 
 impl Job<'_> {
-    fn run(&mut self, op: &Collective, contribute: bool, ready: Option<&dyn Event>) -> Result<()> {
-        let _inside = self.engine.gpu.enter()?;
-        if let Some(event) = ready {
-            self.engine.stream.wait(event)?;
+    fn run(&self, op: &Collective, contribute: bool, after: Option<&dyn Event>) -> Result<()> {
+        let _inside = self.shared.gpu.enter()?;
+        if let Some(event) = after {
+            self.shared.stream.wait(event)?;
         }
         match op {
             Collective::AllReduce { tensors, op } => {
@@ -141,7 +176,7 @@ impl Job<'_> {
             }
             Collective::Reduce { tensor, op, root } => {
                 let spans = vec![(Span::of(tensor), Span::of(tensor), tensor.count())];
-                let is_root = self.engine.place.rank == *root;
+                let is_root = self.shared.place.rank == *root;
                 self.reduction(
                     *op,
                     tensor.dtype(),
@@ -152,7 +187,7 @@ impl Job<'_> {
                 )
             }
             Collective::ReduceScatter { inputs, output, op } => {
-                let own = self.engine.place.rank as usize;
+                let own = self.shared.place.rank as usize;
                 let out = Span::of(output);
                 let spans = inputs.iter().map(|i| (Span::of(i), out, i.count())).collect();
                 // One reduction per part, each with its owner as the root.
@@ -163,7 +198,7 @@ impl Job<'_> {
                     .iter()
                     .map(|(i, o)| (Span::of(i), Span::of(o), i.count()))
                     .collect();
-                let world = self.engine.place.world as usize;
+                let world = self.shared.place.world as usize;
                 let d = dtype_of(pairs.first().map(|p| &p.0));
                 self.reduction(*op, d, contribute, spans, true, move |calls, r, at, s| {
                     calls.reduce_scatter(at.from, at.to, at.count / world, r.element, r.op, s)
@@ -175,15 +210,15 @@ impl Job<'_> {
     }
 
     fn scratch(&self, bytes: usize) -> Result<Span> {
-        let block = Block::on(&self.engine.gpu, bytes, self.stream)?;
+        let block = Block::on(&self.shared.gpu, bytes, self.stream)?;
         let span = block.span();
-        self.flight.keep(block);
+        self.scratch.borrow_mut().blocks.push(block);
         Ok(span)
     }
 
     /// What `op` on `d` means for NCCL.
     fn plan(&self, op: ReduceOp, d: DType) -> Result<Reduction> {
-        let engine = self.engine;
+        let shared = self.shared;
         let simple = |op: RedOp, identity: u64| -> Result<Reduction> {
             Ok(Reduction {
                 wire: d,
@@ -233,14 +268,14 @@ impl Job<'_> {
             (_, Some((extreme, op))) => simple(op, loser(extreme, d, None)),
             (ReduceOp::Sum, _) => simple(redop::SUM, 0),
             (ReduceOp::Product, _) => simple(redop::PROD, one(d)),
-            (ReduceOp::Avg, _) if !engine.settings.count_contributors => simple(redop::AVG, 0),
+            (ReduceOp::Avg, _) if !shared.settings.count_contributors => simple(redop::AVG, 0),
             (ReduceOp::Avg, _) => Ok(Reduction {
                 after: After::Divide,
                 ..simple(redop::SUM, 0)?
             }),
             (ReduceOp::PremulSum(factor), _) => Ok(Reduction {
                 made: true,
-                ..simple(engine.comm.premul_sum(factor, d)?, 0)?
+                ..simple(shared.comm.premul_sum(factor, d)?, 0)?
             }),
             (other, _) => Err(Error::unsupported(format!("NCCL does not reduce with {other}"))),
         }
@@ -255,7 +290,7 @@ impl Job<'_> {
         contribute: bool,
         in_place: bool,
     ) -> Result<Span> {
-        let gpu = &self.engine.gpu;
+        let gpu = &self.shared.gpu;
         let bytes = count * r.wire.size();
         if !contribute {
             let to = if in_place && r.wire.size() * count == from.bytes() {
@@ -282,11 +317,9 @@ impl Job<'_> {
         }
     }
 
-    /// The float type of this flight, whose size is `size`.
+    /// The float type of this operation, whose size is `size`.
     fn float(&self, size: usize) -> Result<DType> {
-        self.flight
-            .label
-            .dtype
+        self.dtype
             .filter(|d| d.is_float() && (size == 0 || d.size() == size))
             .ok_or_else(|| Error::invalid("the elements are not floats"))
     }
@@ -324,7 +357,7 @@ impl Job<'_> {
                 count,
             });
             let ring = count * d.size();
-            self.engine.counters.add(self.share(ring), self.share(ring));
+            self.shared.counters.add(self.share(ring), self.share(ring));
         }
         let done = self.counted(
             contribute,
@@ -338,7 +371,7 @@ impl Job<'_> {
             true,
         );
         if r.made {
-            self.engine.comm.drop_op(r.op);
+            self.shared.comm.drop_op(r.op);
         }
         done
     }
@@ -382,7 +415,7 @@ impl Job<'_> {
                 to: wire_to,
                 count,
             });
-            self.engine.counters.add(count * d.size() * usize::from(!mine), 0);
+            self.shared.counters.add(count * d.size() * usize::from(!mine), 0);
         }
         let done = self.counted(
             contribute,
@@ -396,7 +429,7 @@ impl Job<'_> {
             true,
         );
         if r.made {
-            self.engine.comm.drop_op(r.op);
+            self.shared.comm.drop_op(r.op);
         }
         done
     }
@@ -410,46 +443,51 @@ impl Job<'_> {
         finish: Finish,
         reduction: bool,
     ) -> Result<()> {
-        let engine = self.engine;
-        let gpu = &engine.gpu;
-        let barrier = self.flight.label.kind == ftcore::OpKind::Barrier;
-        let slot = match reduction && (engine.settings.count_contributors || barrier) {
-            true => Some(gpu.slots()?.take()?),
+        let shared = self.shared;
+        let gpu = &shared.gpu;
+        let barrier = self.kind == OpKind::Barrier;
+        let count = match reduction && (shared.settings.count_contributors || barrier) {
+            true => Some(self.slot(!barrier)?),
             false => None,
         };
-        let count = slot.as_ref().map(|s| gpu.slots()?.span(s)).transpose()?;
-        let result = (|| {
-            engine
-                .comm
-                .group(self.flight.deadline, &|| engine.failure(), |c| {
-                    calls(c, self.stream)?;
-                    if let Some(count) = count {
-                        let own = gpu.slots()?.constant(contribute)?;
-                        c.all_reduce(own, count, 1, dtype::INT32, redop::SUM, self.stream)?;
-                    }
-                    Ok(())
-                })?;
-            for (kernel, a, b, n) in finish {
-                let b = match (kernel, count) {
-                    (Kernel::Div(_), Some(count)) => count,
-                    _ => b,
-                };
-                gpu.launch(kernel, a, b, n, self.stream)?;
-            }
-            if let Some(slot) = slot.as_ref().filter(|_| !barrier) {
-                gpu.slots()?.fetch(gpu, slot, self.stream)?;
+        shared.comm.group(self.deadline, &|| shared.failure(), |c| {
+            calls(c, self.stream)?;
+            if let Some(count) = count {
+                let own = gpu.slots()?.constant(contribute)?;
+                c.all_reduce(own, count, 1, dtype::INT32, redop::SUM, self.stream)?;
             }
             Ok(())
-        })();
-        // Kept on failure, too: whether it comes back depends on what the device still does.
-        self.flight
-            .count(slot, if barrier { 0 } else { engine.place.world });
-        result
+        })?;
+        for (kernel, a, b, n) in finish {
+            let b = match (kernel, count) {
+                (Kernel::Div(_), Some(count)) => count,
+                _ => b,
+            };
+            gpu.launch(kernel, a, b, n, self.stream)?;
+        }
+        let mut scratch = self.scratch.borrow_mut();
+        if reduction && !barrier {
+            scratch.contributors = shared.place.world;
+        }
+        match &scratch.slot {
+            Some(slot) if !barrier => gpu.slots()?.fetch(gpu, slot, self.stream),
+            _ => Ok(()),
+        }
+    }
+
+    /// A slot for the number of contributors, which is the completion's if it is `counted`.
+    fn slot(&self, counted: bool) -> Result<Span> {
+        let slots = self.shared.gpu.slots()?;
+        let slot = slots.take()?;
+        let span = slots.span(&slot);
+        let mut scratch = self.scratch.borrow_mut();
+        (scratch.slot, scratch.counted) = (Some(slot), counted);
+        span
     }
 
     /// This rank's part of the bytes that a ring moves for `bytes` per rank.
     fn share(&self, bytes: usize) -> usize {
-        let world = self.engine.place.world as usize;
+        let world = self.shared.place.world as usize;
         2 * bytes * (world - 1) / world.max(1)
     }
 }

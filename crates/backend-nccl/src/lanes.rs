@@ -1,32 +1,37 @@
-//! Messages between two ranks: a lane per peer and direction, with a communicator, a stream and a thread of its own.
+//! Messages between two ranks: a channel per peer and direction, with a communicator, a stream and a thread of its own.
 //!
 //! NCCL runs everything of one communicator one after the other, so a receive that waits would hold up the send that its peer waits
-//! for, and every collective behind it. With lanes, messages are ordered per peer and direction and by nothing else. A lane's
-//! communicator is made when its first message is submitted on both sides; that takes time, which is why a thread does it.
+//! for, and every collective behind it. With communicators of their own, messages are ordered per peer and direction and by nothing
+//! else. One is made when its first message is submitted on both sides; that takes time, which is why a thread does it.
 
 use std::collections::HashMap;
 use std::sync::mpsc::{Sender, channel};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, OnceLock, Weak};
 use std::time::{Duration, Instant};
 
-use ftcore::{Collective, DType, Error, ErrorKind, Event, Result, Stream, time_left};
+use ftcore::engine::{Held, Ticket, spawn};
+use ftcore::{Collective, Completion, DType, Error, ErrorKind, Event, Result, Stream, time_left};
 use nccl_sys::{UniqueId, dtype};
 
 use crate::cuda::event::CudaEvent;
 use crate::cuda::kernels::Kernel;
 use crate::cuda::raw::Span;
 use crate::cuda::stream::CudaStream;
-use crate::engine::{Engine, Place};
-use crate::flight::Flight;
+use crate::driver::{NcclDriver, Shared, lock};
 use crate::raw::{Comm, nccl};
 use crate::threads;
 
-/// One message on its way into a lane.
+mod parcel;
+
+use parcel::Parcel;
+
+/// One message on its way into a channel.
 struct Message {
     span: Span,
     dtype: DType,
-    flight: Arc<Flight>,
-    ready: Option<Arc<dyn Event>>,
+    parcel: Arc<Parcel>,
+    after: Option<Arc<dyn Event>>,
+    deadline: Instant,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -40,115 +45,93 @@ struct Lane {
     comm: Arc<OnceLock<Comm>>,
 }
 
-/// The lanes of one configuration.
+/// The channels of one configuration.
 #[derive(Default)]
 pub(crate) struct Lanes {
     map: Mutex<HashMap<Key, Lane>>,
+    /// What is not wholly enqueued, by the number of the operation.
+    open: Mutex<HashMap<u64, Arc<Parcel>>>,
 }
 
-/// In words: what an operation waits for.
-pub(crate) fn awaited(op: &Collective, place: Place) -> String {
-    match op {
-        Collective::Send { peer, tag, .. } => format!("rank {peer} to receive a message with tag {tag}"),
-        Collective::Recv {
-            peer: Some(peer),
-            tag,
-            ..
-        } => format!("a message from rank {peer} with tag {tag}"),
-        Collective::Batch { ops } => {
-            let all: Vec<String> = ops.iter().map(|op| awaited(op, place)).collect();
-            all.join(", ")
-        }
-        _ => format!(
-            "some of the {} ranks have not entered it, or the device is not done",
-            place.world
-        ),
-    }
-}
-
-/// Hands the messages of `op` to their lanes, in order. The flight owns the tensors.
-pub(crate) fn send_off(
-    engine: &Arc<Engine>,
-    op: Collective,
-    flight: &Arc<Flight>,
-    ready: Option<Arc<dyn Event>>,
-) {
-    let ops: Vec<&Collective> = match &op {
-        Collective::Batch { ops } => ops.iter().collect(),
-        one => vec![one],
-    };
-    let mut messages = Vec::new();
-    let mut source = None;
-    for op in ops {
-        let (tensor, key) = match op {
-            Collective::Send { tensor, peer, .. } => (
-                tensor,
-                Key {
-                    peer: *peer,
-                    outgoing: true,
-                },
-            ),
+/// The messages of `op`: where they go, and their memory.
+fn messages(op: &Collective) -> Vec<(Key, Span, DType)> {
+    let one = |op: &Collective| {
+        let (tensor, peer, outgoing) = match op {
+            Collective::Send { tensor, peer, .. } => (tensor, *peer, true),
             Collective::Recv {
                 tensor,
                 peer: Some(peer),
                 ..
-            } => {
-                source = Some(*peer);
-                (
-                    tensor,
-                    Key {
-                        peer: *peer,
-                        outgoing: false,
-                    },
-                )
-            }
-            _ => continue,
+            } => (tensor, *peer, false),
+            _ => return None,
         };
-        let bytes = tensor.byte_len();
-        engine.counters.add(
+        Some((Key { peer, outgoing }, Span::of(tensor), tensor.dtype()))
+    };
+    match op {
+        Collective::Batch { ops } => ops.iter().filter_map(one).collect(),
+        op => one(op).into_iter().collect(),
+    }
+}
+
+/// Hands the messages of an operation to their channels, in order.
+pub(crate) fn send_off(
+    shared: &Arc<Shared>,
+    held: Held,
+    after: Option<Arc<dyn Event>>,
+    ticket: Ticket<NcclDriver>,
+) {
+    let list = held.op().map(messages).unwrap_or_default();
+    if list.is_empty() {
+        return ticket.succeed(Completion {
+            tensors: held.free(),
+            source: None,
+            contributors: 0,
+        });
+    }
+    let (number, deadline, engine) = (ticket.number(), ticket.deadline(), ticket.engine().clone());
+    let parcel = Arc::new(Parcel::new(list.len(), held, ticket));
+    lock(&shared.lanes.open).insert(number, parcel.clone());
+    for (key, span, dtype) in list {
+        let bytes = span.bytes();
+        shared.counters.add(
             bytes * usize::from(key.outgoing),
             bytes * usize::from(!key.outgoing),
         );
-        messages.push((
-            key,
-            Message {
-                span: Span::of(tensor),
-                dtype: tensor.dtype(),
-                flight: flight.clone(),
-                ready: ready.clone(),
-            },
-        ));
-    }
-    let source = source.filter(|_| matches!(op, Collective::Recv { .. }));
-    flight.own(op.into_tensors(), source);
-    for (key, message) in messages {
-        if let Err(error) = engine.lanes.push(engine, key, message) {
-            engine.fail(flight.label.name(error));
+        let message = Message {
+            span,
+            dtype,
+            parcel: parcel.clone(),
+            after: after.clone(),
+            deadline,
+        };
+        if let Err(error) = shared.lanes.push(shared, key, message) {
+            engine.fail_by(number, error);
+            break;
         }
+    }
+    // The interruption may have looked before it was there.
+    if shared.failure().is_some() {
+        parcel.close(shared);
     }
 }
 
 impl Lanes {
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Lane>> {
-        self.map.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    fn push(&self, engine: &Arc<Engine>, key: Key, message: Message) -> Result<()> {
-        let mut map = self.lock();
+    fn push(&self, shared: &Arc<Shared>, key: Key, message: Message) -> Result<()> {
+        let mut map = lock(&self.map);
         let lane = match map.entry(key) {
             std::collections::hash_map::Entry::Occupied(lane) => lane.into_mut(),
-            std::collections::hash_map::Entry::Vacant(place) => place.insert(start(engine, key)?),
+            std::collections::hash_map::Entry::Vacant(place) => place.insert(start(shared, key)?),
         };
         lane.messages
             .send(message)
-            .map_err(|_| Error::new(ErrorKind::Internal, "a lane's thread has ended"))
+            .map_err(|_| Error::new(ErrorKind::Internal, "a channel's thread has ended"))
     }
 
     fn comms(&self) -> Vec<Arc<OnceLock<Comm>>> {
-        self.lock().values().map(|lane| lane.comm.clone()).collect()
+        lock(&self.map).values().map(|lane| lane.comm.clone()).collect()
     }
 
-    /// Asks every lane's communicator how it is.
+    /// Asks every communicator how it is.
     pub(crate) fn check(&self) -> Result<()> {
         self.comms()
             .iter()
@@ -156,39 +139,56 @@ impl Lanes {
             .try_for_each(|comm| comm.state().map(drop))
     }
 
-    /// Ends all lanes; may block as long as the library likes.
+    /// Ends all communicators; may block as long as the library likes.
     pub(crate) fn abort(&self) {
         self.comms().iter().filter_map(|c| c.get()).for_each(Comm::abort);
     }
 
-    /// Flushes and frees all lanes' communicators.
+    /// Flushes and frees all communicators.
     pub(crate) fn retire(&self, patience: Duration) {
         self.comms()
             .iter()
             .filter_map(|c| c.get())
             .for_each(|comm| comm.retire(patience));
     }
+
+    fn parcels(&self) -> Vec<Arc<Parcel>> {
+        lock(&self.open).values().cloned().collect()
+    }
+
+    /// After the abort: gives back what was never enqueued, and hands over what was. Waits until `until` for threads that are just
+    /// enqueuing.
+    pub(crate) fn close(&self, shared: &Shared, until: Instant) {
+        let parcels = self.parcels();
+        while parcels.iter().any(|p| p.is_entering()) && !time_left(until).is_zero() {
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        parcels.iter().for_each(|parcel| parcel.close(shared));
+    }
+
+    /// What is here counts as leaked.
+    pub(crate) fn give_up(&self) {
+        self.parcels().iter().for_each(|parcel| parcel.give_up());
+    }
 }
 
-fn start(engine: &Arc<Engine>, key: Key) -> Result<Lane> {
+fn start(shared: &Arc<Shared>, key: Key) -> Result<Lane> {
     let (sender, incoming) = channel::<Message>();
     let comm: Arc<OnceLock<Comm>> = Arc::default();
-    let (weak, cell) = (Arc::downgrade(engine), comm.clone());
-    let stream = CudaStream::new(&engine.gpu, engine.settings.high_priority)?;
+    let (weak, cell) = (Arc::downgrade(shared), comm.clone());
+    let stream = CudaStream::new(&shared.gpu, shared.settings.high_priority)?;
     let way = if key.outgoing { "to" } else { "from" };
-    threads::start(&format!("ox-nccl-{way}-{}", key.peer), move || {
-        // Ends with the last sender, which goes with the engine.
+    spawn(&format!("ox-nccl-{way}-{}", key.peer), move || {
+        // Ends with the last sender, which goes with the driver.
         for message in incoming {
-            let Some(engine) = Weak::upgrade(&weak) else {
+            let Some(shared) = Weak::upgrade(&weak) else {
                 return;
             };
-            if let Err(error) = carry(&engine, key, &cell, &stream, &message) {
-                let flight = &message.flight;
-                let error = match error.kind() {
-                    ErrorKind::Timeout => engine.overdue(flight).unwrap_or(error),
-                    _ => error,
-                };
-                engine.fail(flight.label.name(error));
+            if let Err(error) = carry(&shared, key, &cell, &stream, &message) {
+                // At its deadline the engine says what it waited for.
+                if error.kind() != ErrorKind::Timeout || !time_left(message.deadline).is_zero() {
+                    message.parcel.fail(error);
+                }
             }
         }
     })?;
@@ -200,22 +200,21 @@ fn start(engine: &Arc<Engine>, key: Key) -> Result<Lane> {
 
 /// Enqueues one message.
 fn carry(
-    engine: &Arc<Engine>,
+    shared: &Arc<Shared>,
     key: Key,
     cell: &Arc<OnceLock<Comm>>,
     stream: &CudaStream,
     message: &Message,
 ) -> Result<()> {
-    let flight = &message.flight;
-    let stop = || engine.failure();
-    let _inside = engine.gpu.enter()?;
+    let stop = || shared.failure();
+    let _inside = shared.gpu.enter()?;
     let comm = match cell.get() {
         Some(comm) => comm,
         None => {
-            let comm = connect(engine, key, flight.deadline)?;
+            let comm = connect(shared, key, message.deadline)?;
             let comm = cell.get_or_init(|| comm);
             // The abort of a group that has failed meanwhile has not seen it.
-            if let Some(error) = engine.failure() {
+            if let Some(error) = shared.failure() {
                 let late = cell.clone();
                 threads::errand("ox-nccl-abort", move || {
                     late.get().iter().for_each(|comm| comm.abort());
@@ -225,50 +224,41 @@ fn carry(
             comm
         }
     };
-    comm.settle(flight.deadline, &stop)?;
-    if let Some(event) = &message.ready {
+    comm.settle(message.deadline, &stop)?;
+    if let Some(event) = &message.after {
         stream.wait(&**event)?;
     }
-    // From here on the device may touch the memory. A flight that has failed takes no more parts.
-    if !flight.begin() {
+    // From here on the device may touch the memory. An operation that has failed takes no more parts.
+    let Some(part) = message.parcel.begin() else {
         return Ok(());
-    }
+    };
     let (span, bytes) = (message.span, message.span.bytes());
     if bytes > 0 {
-        comm.group(flight.deadline, &stop, |calls| match key.outgoing {
+        comm.group(message.deadline, &stop, |calls| match key.outgoing {
             true => calls.send(span, bytes, dtype::UINT8, 1, stream.handle()),
             false => calls.recv(span, bytes, dtype::UINT8, 0, stream.handle()),
         })?;
         if !key.outgoing && message.dtype == DType::Bool {
-            engine
+            shared
                 .gpu
                 .launch(Kernel::Bool, span, span, bytes, stream.handle())?;
         }
     }
-    let done = CudaEvent::record(&engine.gpu, stream.handle())?;
-    flight.enqueued(done, |events| joined(engine, events))
+    let done = CudaEvent::record(&shared.gpu, stream.handle())?;
+    part.enqueued(shared, done);
+    Ok(())
 }
 
-/// One event for several streams.
-fn joined(engine: &Arc<Engine>, events: &[Arc<CudaEvent>]) -> Result<Arc<dyn Event>> {
-    if let [one] = events {
-        return Ok(one.clone());
-    }
-    let meeting = CudaStream::new(&engine.gpu, false)?;
-    events.iter().try_for_each(|e| meeting.wait(&**e))?;
-    meeting.record()
-}
-
-/// The lane's communicator of two: the sender is rank 0 and makes the id.
-fn connect(engine: &Arc<Engine>, key: Key, deadline: Instant) -> Result<Comm> {
+/// The channel's communicator of two: the sender is rank 0 and makes the id.
+fn connect(shared: &Shared, key: Key, deadline: Instant) -> Result<Comm> {
     let nccl = nccl()?;
-    let own = engine.place.rank;
+    let own = shared.place.rank;
     let (from, to) = if key.outgoing {
         (own, key.peer)
     } else {
         (key.peer, own)
     };
-    let c = &engine.configuration;
+    let c = &shared.configuration;
     let name = format!("{}/{}/lane-{from}-{to}", c.prefix, c.epoch);
     let id = if key.outgoing {
         let id = nccl.unique_id()?;
@@ -277,7 +267,7 @@ fn connect(engine: &Arc<Engine>, key: Key, deadline: Instant) -> Result<Comm> {
     } else {
         let mut pause = Duration::from_micros(200);
         while !c.store.check(&[&name], deadline)? {
-            if let Some(error) = engine.failure() {
+            if let Some(error) = shared.failure() {
                 return Err(error);
             }
             if time_left(deadline).is_zero() {
@@ -302,6 +292,6 @@ fn connect(engine: &Arc<Engine>, key: Key, deadline: Instant) -> Result<Comm> {
         id,
         u32::from(!key.outgoing),
         2,
-        &engine.settings.wish(&name),
+        &shared.settings.wish(&name),
     )
 }

@@ -1,9 +1,8 @@
 //! oxccl's CUDA backend: NCCL, opened at run time. Nothing of CUDA is needed to build, and a machine without it gets a reason.
 //!
-//! Data flows down: [`NcclGroup`] takes validated operations (`group`); an `engine` per configuration enqueues collectives on its
-//! stream (`enqueue`) and hands messages to lanes (`lanes`); each operation is a `flight` that owns its memory until the device is done,
-//! which the watchdog notices (`watch`). `control` carries the news that NCCL does not: who died, who aborted, who is missing. `raw` is
-//! NCCL and `cuda/raw` the driver; nothing else is unsafe.
+//! Data flows down: [`NcclGroup`] takes validated operations (`group`); ftcore's engine hands them to the `driver` of a configuration,
+//! which enqueues collectives on its stream (`enqueue`) and messages in channels (`lanes`). `control` carries what NCCL does not: who
+//! died, who aborted, who is missing. `raw` is NCCL and `cuda/raw` the driver; nothing else is unsafe.
 //!
 //! Linking this crate registers the backend `nccl` and the device kind `cuda`.
 //!
@@ -18,16 +17,15 @@ mod bounded;
 mod capability;
 mod control;
 mod cuda;
-mod engine;
+mod driver;
 mod enqueue;
-mod flight;
 mod group;
 mod lanes;
 mod options;
 mod probe;
 mod raw;
+mod split;
 mod threads;
-mod watch;
 
 use std::sync::Arc;
 
@@ -36,7 +34,7 @@ use ftcore::{Capabilities, Device, GroupOptions, ProcessGroup, Result};
 use nccl_sys::OLDEST;
 
 pub use cuda::accelerator::CudaAccelerator;
-pub use group::NcclGroup;
+pub use group::{NcclBackend, NcclGroup};
 
 /// Makes NCCL groups for the registry.
 #[derive(Debug, Clone, Copy, Default)]
@@ -54,7 +52,7 @@ impl BackendFactory for NcclFactory {
     }
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
-        Ok(Box::new(NcclGroup::new("nccl", device, options.clone())?))
+        Ok(Box::new(NcclGroup::new("nccl", device, options)?))
     }
 
     fn library(&self) -> Option<String> {

@@ -15,6 +15,8 @@ pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
 /// `hint:credentials`: the folder of the job's credentials, which ranks prove to each other on the control connections; without it those of the
 /// environment.
 pub(crate) const HINT_CREDENTIALS: &str = "hint:credentials";
+/// `hint:encrypt`: `1` encrypts the control connections. What NCCL sends itself is not encrypted.
+pub(crate) const HINT_ENCRYPT: &str = "hint:encrypt";
 
 /// The options that are acted on with `version`; any other is refused (INV-9).
 pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
@@ -28,6 +30,7 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         "blocking",
         HINT_CONTRIBUTORS,
         HINT_CREDENTIALS,
+        HINT_ENCRYPT,
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");

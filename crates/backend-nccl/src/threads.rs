@@ -1,13 +1,12 @@
-//! Threads: starting one, with a word on what to do where the system has no more of them; and errands, which nobody waits for: ending a
-//! communicator, freeing memory. Those may take as long as the library likes, so each gets a thread of its own.
+//! Errands, which nobody waits for: ending a communicator, freeing memory. They may take as long as the library likes, so each gets a
+//! thread of its own.
 //!
 //! An errand whose thread does not start is not lost: the next thread that does runs it, or the next `configure`.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
-use std::thread::Builder;
 
-use ftcore::{Error, Result};
+use ftcore::engine::spawn;
 
 type Errand = Box<dyn FnOnce() + Send>;
 
@@ -16,18 +15,6 @@ static WAITING: Mutex<VecDeque<Errand>> = Mutex::new(VecDeque::new());
 
 fn waiting() -> MutexGuard<'static, VecDeque<Errand>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// Runs `body` on the thread `name`. `Io` if the system starts none.
-pub(crate) fn start(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
-    let started = Builder::new().name(name.to_string()).spawn(body);
-    started.map(drop).map_err(|e| {
-        let text = format!(
-            "the thread {name} does not start; this process may have too many of them for its limits (`ulimit -u`, the cgroup's \
-             pids.max) or its memory"
-        );
-        Error::io(text, e)
-    })
 }
 
 /// Runs `work` on a thread called `name`, at once or when one starts.
@@ -50,7 +37,7 @@ fn run_waiting(name: &str) {
             work();
         }
     };
-    if let Err(error) = start(name, run) {
+    if let Err(error) = spawn(name, run) {
         tracing::warn!(%error, "memory or a communicator is freed later, when a thread starts");
     }
 }

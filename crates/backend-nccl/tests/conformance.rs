@@ -21,7 +21,7 @@ fn main() -> ExitCode {
     standin::or_restart(&[]);
     let device = Device::new(DeviceKind::Cuda, 0);
     let make: MakeOn =
-        Arc::new(|device, options| Ok(Box::new(NcclGroup::new("conformance", device, options)?)));
+        Arc::new(|device, options| Ok(Box::new(NcclGroup::new("conformance", device, &options)?)));
     if std::env::var_os(RANK).is_some() {
         return run_on(&device, &[Mode::Processes], make);
     }

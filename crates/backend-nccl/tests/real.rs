@@ -48,7 +48,7 @@ fn main() -> ExitCode {
     run_limited(
         &Device::new(DeviceKind::Cuda, 0),
         &[Mode::Processes],
-        Arc::new(|device, options| Ok(Box::new(NcclGroup::new("real", device, options)?))),
+        Arc::new(|device, options| Ok(Box::new(NcclGroup::new("real", device, &options)?))),
         limit,
     )
 }

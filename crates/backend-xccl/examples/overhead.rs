@@ -200,6 +200,7 @@ fn rank(rank: u32, plan: &Plan, address: &str) -> Result<()> {
         rank,
         world_size: plan.world,
         deadline: soon(),
+        cancel: Default::default(),
     };
     let mut options = GroupOptions::default();
     if std::env::var_os("OXCCL_OVERHEAD_UNCOUNTED").is_some() {

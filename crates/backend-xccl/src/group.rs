@@ -9,7 +9,7 @@ use ftcore::{
 };
 use oneccl_sys::Flavour;
 
-use crate::engine::Comms;
+use crate::comms::Comms;
 use crate::member::Member;
 use crate::options::{HONOURED, Settings};
 use crate::xpu::comm::Side;
@@ -125,14 +125,13 @@ impl ProcessGroup for XcclGroup {
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let (engine, op, deadline) = self.0.admit(op, options.deadline, |_| match &options.stream {
+        self.0.submit(op, &options, |_| match &options.stream {
             Some(stream) if !stream.device().is_cpu() => Err(Error::unsupported(format!(
                 "xccl on host memory cannot order itself after a stream on {}",
                 stream.device()
             ))),
-            _ => Ok(()),
-        })?;
-        engine.submit(op, options.contribute, deadline)
+            _ => Ok(None),
+        })
     }
 
     fn split(
@@ -158,7 +157,7 @@ impl ProcessGroup for XcclGroup {
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.0.lifecycle.shutdown(deadline)
+        self.0.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {

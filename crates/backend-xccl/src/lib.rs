@@ -1,16 +1,17 @@
 //! oxccl's backend over Intel's oneCCL, on host memory and on xpu.
 //!
-//! Data flows down: [`XcclGroup`] (`group`, over `member`) takes validated operations; one `engine` per configuration queues them in lanes;
-//! a lane's thread runs a `recipe` through `ops`, which makes it of oneCCL's calls (`link`, `raw::comm`) and, for reductions
-//! that the library lacks or gets wrong, of a `route`. `rendezvous` starts communicators, `news` carries failures between
-//! ranks. `xpu` is the device kind: [`XpuGroup`] runs on the same engine, over SYCL queues and USM memory. oneCCL has no abort: see
+//! Data flows down: [`XcclGroup`] (`group`, over `member`) takes validated operations and submits a `call` for each to ftcore's engine, one
+//! per configuration; the `driver` runs its `recipe` through `ops`, which makes it of oneCCL's calls (`link`, `raw::comm`) and, for
+//! reductions that the library lacks or gets wrong, of a `route`. `rendezvous` starts communicators (`comms`), `news` carries failures
+//! between ranks. `xpu` is the device kind: [`XpuGroup`] has the same driver, over SYCL queues and USM memory. oneCCL has no abort: see
 //! [`XcclGroup`] for what that means, and `docs/xccl.md` for users.
 //!
 //! Linking this crate registers the backend `xccl` for `cpu` and `xpu`, and the device kind `xpu`.
 
-mod engine;
+mod call;
+mod comms;
+mod driver;
 mod group;
-mod job;
 mod link;
 mod member;
 mod news;

@@ -1,57 +1,116 @@
-//! The calls that operations are made of, over a communicator or, in a world of one, over nothing.
+//! The calls that operations are made of, over slices of host memory: on a communicator or, in a world of one, on nothing. Every call is
+//! done when it returns.
 //!
-//! A call with no bytes is not made: all ranks see the same zero, except in an uneven exchange, which makes it always.
+//! A call with no bytes is not made: all ranks see the same zero, except in an uneven exchange, which makes it always. On a communicator of
+//! a device slices go through scratch memory there.
+
+use std::sync::Arc;
 
 use ftcore::{DType, Error, ErrorKind, Result};
 use oneccl_sys::RedOp;
 
 use crate::raw::comm::Comm;
-use crate::xpu::comm::XpuComm;
+use crate::raw::sycl::{Queue, Span};
+use crate::xpu::comm::Side;
 
 /// Where calls go.
-#[derive(Debug)]
-pub(crate) enum Link {
-    /// A world of one.
-    Alone,
-    /// oneCCL on host memory.
-    Comm(Comm),
-    /// oneCCL on a device; host memory goes through scratch memory there.
-    Xpu(XpuComm),
+pub(crate) struct Link {
+    /// `None` in a world of one.
+    comm: Option<Comm>,
+    /// Of a communicator on a device.
+    side: Option<Arc<Side>>,
+}
+
+impl std::fmt::Debug for Link {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let device = self.side.as_ref().map(|side| side.xpu.device());
+        f.debug_struct("Link")
+            .field("comm", &self.comm)
+            .field("device", &device)
+            .finish()
+    }
 }
 
 impl Link {
+    /// A world of one.
+    pub(crate) const ALONE: Self = Self {
+        comm: None,
+        side: None,
+    };
+
+    /// Over `comm`, which is on the device of `side` if there is one.
+    pub(crate) fn over(comm: Comm, side: Option<Arc<Side>>) -> Self {
+        let comm = Some(comm);
+        Self { comm, side }
+    }
+
+    /// The communicator.
+    pub(crate) fn comm(&self) -> Option<&Comm> {
+        self.comm.as_ref()
+    }
+
+    /// The communicator, to end it.
+    pub(crate) fn into_comm(self) -> Option<Comm> {
+        self.comm
+    }
+
+    /// Of a communicator on a device.
+    pub(crate) fn side(&self) -> Option<&Arc<Side>> {
+        self.side.as_ref()
+    }
+
     pub(crate) fn rank(&self) -> u32 {
-        match self {
-            Self::Alone => 0,
-            Self::Comm(c) => c.rank(),
-            Self::Xpu(c) => c.comm.rank(),
-        }
+        self.comm.as_ref().map_or(0, Comm::rank)
     }
 
     pub(crate) fn world(&self) -> u32 {
-        match self {
-            Self::Alone => 1,
-            Self::Comm(c) => c.world(),
-            Self::Xpu(c) => c.comm.world(),
+        self.comm.as_ref().map_or(1, Comm::world)
+    }
+
+    /// True if parts of different lengths are exchanged in one call. Those on a device never come this way.
+    pub(crate) fn has_all_to_all_v(&self) -> bool {
+        let Some(comm) = &self.comm else { return true };
+        self.side.is_some() || comm.has_all_to_all_v()
+    }
+
+    /// Makes a call on `data` in place.
+    fn in_place(
+        &self,
+        data: &mut [u8],
+        call: impl FnOnce(&Comm, Option<&Queue>, Span) -> Result<()>,
+    ) -> Result<()> {
+        match (&self.comm, &self.side) {
+            (Some(comm), None) if !data.is_empty() => call(comm, None, Span::writing(data)),
+            (Some(comm), Some(side)) if !data.is_empty() => {
+                side.in_place(data, |queue, span| call(comm, Some(queue), span))
+            }
+            _ => Ok(()),
         }
     }
 
-    /// True if parts of different lengths are exchanged in one call.
-    pub(crate) fn has_all_to_all_v(&self) -> bool {
-        match self {
-            Self::Alone => true,
-            Self::Comm(c) => c.has_all_to_all_v(),
-            // Uneven exchanges on a device never come this way.
-            Self::Xpu(_) => true,
+    /// Makes a call that reads `from` and writes `into`. Alone, what goes out comes in.
+    fn through(
+        &self,
+        from: &[u8],
+        into: &mut [u8],
+        call: impl FnOnce(&Comm, Option<&Queue>, Span, Span) -> Result<()>,
+    ) -> Result<()> {
+        match (&self.comm, &self.side) {
+            (Some(comm), None) if !from.is_empty() => {
+                call(comm, None, Span::reading(from), Span::writing(into))
+            }
+            (Some(comm), Some(side)) if !from.is_empty() => side.through(from, into, |queue, from, into| {
+                call(comm, Some(queue), from, into)
+            }),
+            _ => {
+                into.iter_mut().zip(from).for_each(|(to, from)| *to = *from);
+                Ok(())
+            }
         }
     }
 
     pub(crate) fn all_reduce(&self, data: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
-        match self {
-            Self::Comm(c) if !data.is_empty() => c.all_reduce(data, dtype, op),
-            Self::Xpu(c) if !data.is_empty() => c.all_reduce(data, dtype, op),
-            _ => Ok(()),
-        }
+        self.in_place(data, |c, on, data| c.all_reduce(on, data, dtype, op))
     }
 
     pub(crate) fn reduce(
@@ -62,43 +121,31 @@ impl Link {
         op: RedOp,
         root: u32,
     ) -> Result<()> {
-        match self {
-            Self::Comm(c) if !from.is_empty() => c.reduce(from, into, dtype, op, root),
-            Self::Xpu(c) if !from.is_empty() => c.reduce(from, into, dtype, op, root),
-            _ => copy(from, into),
-        }
+        self.through(from, into, |c, on, from, into| {
+            c.reduce(on, from, into, dtype, op, root)
+        })
     }
 
     pub(crate) fn broadcast(&self, data: &mut [u8], dtype: DType, root: u32) -> Result<()> {
-        match self {
-            Self::Comm(c) if !data.is_empty() => c.broadcast(data, dtype, root),
-            Self::Xpu(c) if !data.is_empty() => c.broadcast(data, dtype, root),
-            _ => Ok(()),
-        }
+        self.in_place(data, |c, on, data| c.broadcast(on, data, dtype, root))
     }
 
     pub(crate) fn all_gather(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
-        match self {
-            Self::Comm(c) if !from.is_empty() => c.all_gather(from, into, dtype),
-            Self::Xpu(c) if !from.is_empty() => c.all_gather(from, into, dtype),
-            _ => copy(from, into),
-        }
+        self.through(from, into, |c, on, from, into| {
+            c.all_gather(on, from, into, dtype)
+        })
     }
 
     pub(crate) fn reduce_scatter(&self, from: &[u8], into: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
-        match self {
-            Self::Comm(c) if !from.is_empty() => c.reduce_scatter(from, into, dtype, op),
-            Self::Xpu(c) if !from.is_empty() => c.reduce_scatter(from, into, dtype, op),
-            _ => copy(from, into),
-        }
+        self.through(from, into, |c, on, from, into| {
+            c.reduce_scatter(on, from, into, dtype, op)
+        })
     }
 
     pub(crate) fn all_to_all(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
-        match self {
-            Self::Comm(c) if !from.is_empty() => c.all_to_all(from, into, dtype),
-            Self::Xpu(c) if !from.is_empty() => c.all_to_all(from, into, dtype),
-            _ => copy(from, into),
-        }
+        self.through(from, into, |c, on, from, into| {
+            c.all_to_all(on, from, into, dtype)
+        })
     }
 
     pub(crate) fn all_to_all_v(
@@ -109,25 +156,27 @@ impl Link {
         received: &[usize],
         dtype: DType,
     ) -> Result<()> {
-        match self {
-            Self::Comm(c) => c.all_to_all_v(from, sent, into, received, dtype),
-            Self::Xpu(_) => Err(elsewhere("an uneven exchange")),
-            Self::Alone => copy(from, into),
+        match (&self.comm, &self.side) {
+            (Some(c), None) => {
+                c.all_to_all_v(Span::reading(from), sent, Span::writing(into), received, dtype)
+            }
+            (Some(_), Some(_)) => Err(elsewhere("an uneven exchange")),
+            (None, _) => self.through(from, into, |_, _, _, _| Ok(())),
         }
     }
 
     pub(crate) fn send(&self, data: &[u8], dtype: DType, peer: u32) -> Result<()> {
-        match self {
-            Self::Comm(c) if !data.is_empty() => c.send(data, dtype, peer),
-            Self::Xpu(_) => Err(elsewhere("a message")),
+        match (&self.comm, &self.side) {
+            (Some(c), None) if !data.is_empty() => c.send(None, Span::reading(data), dtype, peer),
+            (_, Some(_)) => Err(elsewhere("a message")),
             _ => Ok(()),
         }
     }
 
     pub(crate) fn recv(&self, data: &mut [u8], dtype: DType, peer: u32) -> Result<()> {
-        match self {
-            Self::Comm(c) if !data.is_empty() => c.recv(data, dtype, peer),
-            Self::Xpu(_) => Err(elsewhere("a message")),
+        match (&self.comm, &self.side) {
+            (Some(c), None) if !data.is_empty() => c.recv(None, Span::writing(data), dtype, peer),
+            (_, Some(_)) => Err(elsewhere("a message")),
             _ => Ok(()),
         }
     }
@@ -139,12 +188,4 @@ fn elsewhere(what: &str) -> Error {
         ErrorKind::Internal,
         format!("{what} on a device goes through its own queue"),
     )
-}
-
-/// A world of one: what goes out comes in.
-fn copy(from: &[u8], into: &mut [u8]) -> Result<()> {
-    for (to, from) in into.iter_mut().zip(from) {
-        *to = *from;
-    }
-    Ok(())
 }

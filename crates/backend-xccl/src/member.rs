@@ -1,17 +1,22 @@
 //! What a group is on any memory: its options, counters and lifecycle, how it is configured and split, when an operation is due.
 //!
-//! `group` (host memory) and `xpu::group` say what differs: how communicators are made there and what the engine has beside it.
+//! `group` (host memory) and `xpu::group` say what differs: how communicators are made there and what the driver has beside them.
 
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::lifecycle::{self, Lifecycle, Split};
+use ftcore::engine::Place;
+use ftcore::lifecycle::{Lifecycle, Split};
 use ftcore::{
-    Capabilities, Checked, Collective, Configuration, Error, ProcessGroup, Rejected, Result, deadline_in,
+    Capabilities, Checked, Collective, Configuration, Error, ErrorKind, Event, ProcessGroup, Rejected,
+    Result, SubmitOptions, Work, deadline_in,
 };
 
-use crate::engine::{Comms, Engine, Parts, Place, require_unstuck};
+use crate::call::{self, Terms};
+use crate::comms::Comms;
+use crate::driver::{Engine, Parts, XcclDriver};
 use crate::options::Settings;
+use crate::raw::exit;
 use crate::rendezvous;
 use crate::tally::Tally;
 use crate::traffic::Counters;
@@ -60,11 +65,6 @@ impl Member {
         comms: Comms,
         beside: impl FnOnce(&Comms) -> Result<Option<Arc<Side>>>,
     ) -> Result<Arc<Engine>> {
-        let place = Place {
-            rank: c.rank,
-            world: c.world_size,
-            epoch: c.epoch.0,
-        };
         let side = beside(&comms)?;
         let channel = (c.world_size > 1).then(|| rendezvous::channel(c));
         let tally = match &channel {
@@ -79,7 +79,7 @@ impl Member {
             tally,
             side,
         };
-        Engine::start(place, parts)
+        XcclDriver::start(Place::of(c), parts)
     }
 
     /// Splits `group`, which is this member's: the configuration and communicators of the part in which this rank is.
@@ -102,7 +102,7 @@ impl Member {
                 .and_then(|c| split.colors().binary_search(&c).ok())
                 .and_then(|c| u32::try_from(c).ok());
             let (rank, world) = child.as_ref().map_or((0, 1), |c| (c.rank, c.world_size));
-            engine.split(dense, rank, world, deadline)?
+            call::split(&engine, dense, rank, world, deadline)?
         };
         Ok(child.zip(comms))
     }
@@ -118,45 +118,53 @@ impl Member {
             .configure(configuration, |c| self.start(c, comms, beside))
     }
 
-    /// The engine that is to run `op`, and until when; or `op` is refused, for what `check` says or because there is none.
-    pub(crate) fn admit(
+    /// Queues `op` after the point that `check` gives; or it is refused, for what `check` says or because there is no engine.
+    pub(crate) fn submit(
         &self,
         op: Checked,
-        deadline: Option<Instant>,
-        check: impl FnOnce(&Collective) -> Result<()>,
-    ) -> Result<(Arc<Engine>, Collective, Instant), Box<Rejected>> {
+        options: &SubmitOptions,
+        check: impl FnOnce(&Collective) -> Result<Option<Arc<dyn Event>>>,
+    ) -> Result<Work, Box<Rejected>> {
         let op = op.into_inner();
-        match check(&op).and_then(|()| self.lifecycle.engine()) {
-            Ok(engine) => {
-                let deadline = deadline.unwrap_or_else(|| deadline_in(self.settings.timeout));
-                Ok((engine, op, deadline))
+        let ready = check(&op).and_then(|after| Ok((after, self.lifecycle.engine()?)));
+        match ready {
+            Ok((after, engine)) => {
+                let terms = Terms {
+                    contribute: options.contribute,
+                    deadline: options
+                        .deadline
+                        .unwrap_or_else(|| deadline_in(self.settings.timeout)),
+                    after,
+                };
+                call::submit(&engine, op, terms)
             }
-            Err(error) => Err(refused(error, op)),
+            Err(error) => {
+                let error = error.with_op(op.kind().name());
+                Err(Box::new(Rejected { error, op }))
+            }
         }
     }
-}
 
-/// An operation that does not begin.
-pub(crate) fn refused(error: Error, op: Collective) -> Box<Rejected> {
-    let error = error.with_op(op.kind().name());
-    Box::new(Rejected { error, op })
-}
-
-impl lifecycle::Engine for Engine {
-    fn abort(self: &Arc<Self>, reason: &str) {
-        Self::abort(self, reason);
-    }
-    fn leave(self: &Arc<Self>, reason: &str) {
-        Self::leave(self, reason);
-    }
-    /// Nothing to wait for: oneCCL cannot be made to end.
-    fn wait_ended(self: &Arc<Self>, _deadline: Instant) -> Result<()> {
+    /// Lets pending work end, and waits a little for the other ranks to leave too.
+    pub(crate) fn shutdown(&self, deadline: Instant) -> Result<()> {
+        self.lifecycle.shutdown(deadline)?;
+        if let Ok(engine) = self.lifecycle.engine() {
+            engine.driver().wait_left(deadline);
+        }
         Ok(())
     }
-    fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()> {
-        Self::drain(self, deadline)
-    }
-    fn error(&self) -> Option<Error> {
-        Self::error(self)
+}
+
+/// Refuses if a thread of this process is stuck in oneCCL: a new communicator beside one has been seen to return wrong sums.
+fn require_unstuck() -> Result<()> {
+    match exit::stuck() {
+        0 => Ok(()),
+        n => Err(Error::new(
+            ErrorKind::InvalidState,
+            format!(
+                "{n} thread(s) of this process are stuck in a oneCCL call that cannot be cancelled; oneCCL is not safe to use \
+                 beside them: replace the process (an isolated group does that by itself)"
+            ),
+        )),
     }
 }

@@ -1,6 +1,6 @@
 //! What an operation does with its tensors: oneCCL's own call where it has one, else a composition of such calls.
 //!
-//! Runs on a lane's thread and may be left behind in any of its calls, so it owns its scratch memory and touches the
+//! Runs on an executor and may be left behind in any of its calls, so it owns its scratch memory and touches the
 //! caller's only through [`Lent`]. Scratch is a `Tensor`, which is aligned for its dtype.
 
 use std::cell::Cell;
@@ -44,7 +44,7 @@ fn internal(text: &str) -> Error {
 }
 
 thread_local! {
-    /// A buffer that a lane keeps between operations: a new one of this size costs page faults every time.
+    /// A buffer that an executor keeps between operations: a new one of this size costs page faults every time.
     static KEPT: Cell<Option<Tensor>> = const { Cell::new(None) };
 }
 

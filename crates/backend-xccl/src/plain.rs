@@ -34,9 +34,9 @@ impl Plain {
             DeviceKind::Xpu => xpu::connect(configuration, device.index)?,
             other => return Err(Error::invalid(format!("oneCCL knows no {other}"))),
         };
-        match comms.collectives {
-            Link::Alone => Err(Error::invalid("a world of one has no communicator")),
-            link => Ok(Self(link)),
+        match comms.collectives.comm() {
+            None => Err(Error::invalid("a world of one has no communicator")),
+            Some(_) => Ok(Self(comms.collectives)),
         }
     }
 

@@ -5,7 +5,7 @@
 
 use ftcore::{Collective, DType, Error, ErrorKind, ReduceOp, Result, Tensor};
 
-/// What a lane runs.
+/// What an executor runs.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Recipe {
     /// All tensors, in place.

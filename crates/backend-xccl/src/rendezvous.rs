@@ -13,7 +13,7 @@ use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use oneccl_sys::{Flavour, Library, UniqueId};
 
-use crate::engine::{Comms, with_messages};
+use crate::comms::Comms;
 use crate::news::{Channel, clean, ranks};
 use crate::raw::comm::{self, Comm};
 use crate::raw::exit::{self, Stuck};
@@ -184,7 +184,7 @@ fn expendable<T: Send + 'static>(
 
 /// Meets the other ranks and starts the communicators.
 pub(crate) fn connect(configuration: &Configuration, library: &'static Library) -> Result<Comms> {
-    connect_with(configuration, library, with_messages)
+    connect_with(configuration, library, |made| Comms::complete(made, None))
 }
 
 /// As [`connect`]; `complete` makes what a group needs of its first communicator, on the same thread.

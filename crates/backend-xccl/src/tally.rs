@@ -210,6 +210,7 @@ mod tests {
                 rank,
                 world_size: world,
                 deadline: deadline_in(Duration::from_secs(20)),
+                cancel: Default::default(),
             };
             let channel = Channel::new(store.clone(), "p".into(), rank, world);
             meddle(&*store, rank);

@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use ftcore::Traffic;
+use ftcore::engine::Place;
 
-use crate::engine::Place;
 use crate::recipe::Recipe;
 
 /// Counters of a group, over all its configurations.

@@ -148,6 +148,7 @@ fn rank(rank: u32, world: u32, address: &str) -> ftcore::Result<BTreeSet<String>
         rank,
         world_size: world,
         deadline: soon(),
+        cancel: Default::default(),
     };
     let plain = Plain::join_on(&configuration, &device())?;
     let mut wrong = BTreeSet::new();

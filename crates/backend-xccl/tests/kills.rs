@@ -160,6 +160,7 @@ fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32) -> Configuration
         rank,
         world_size: 2,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 

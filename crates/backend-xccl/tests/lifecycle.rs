@@ -169,6 +169,7 @@ fn configuration(rank: &Rank, world: u32, epoch: u64) -> Configuration {
         rank: rank.rank,
         world_size: world,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 
@@ -257,7 +258,7 @@ fn stuck(rank: &Rank) -> Outcome {
     let later = group.allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?;
     let e = work.wait(soon()).expect_err("nobody joined");
     ensure(
-        e.kind() == ErrorKind::Timeout && e.to_string().contains("all_reduce #0"),
+        e.kind() == ErrorKind::Timeout && e.to_string().contains("all_reduce #1"),
         || format!("{e}"),
     )?;
     ensure(ftcore::leaked_bytes() - before == 800_000, || {

@@ -192,6 +192,7 @@ fn configuration(rank: &Rank, world: u32, epoch: u64) -> Configuration {
         rank: rank.rank,
         world_size: world,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 

@@ -1,5 +1,6 @@
-//! How fast a state heals over loopback: from one source and from three, beside a plain `TcpStream` that copies and hashes
-//! the same bytes in the same run, in turns. It also tells what publishing costs a source.
+//! How fast a state heals over loopback from a source in another process, beside a plain `TcpStream` that brings the same bytes from
+//! that process in the same run, in turns: into new memory, and into memory that was used before. It also tells what publishing costs a
+//! source.
 //!
 //! `cargo run --release -p checkpoint --example heal_rate [MIB] [ROUNDS]` (1024 MiB and 3 rounds unless told otherwise)
 //!
@@ -13,8 +14,10 @@
     reason = "a measuring program: a failure is the end of it"
 )]
 
-use std::io::{Read, Write};
-use std::net::{TcpListener, TcpStream};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpListener, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Snapshot, StateDict};
@@ -40,55 +43,112 @@ fn rate(bytes: usize, times: &[Duration]) -> f64 {
     bytes as f64 / best.as_secs_f64() / 1e9
 }
 
-/// One thread writes what is there; this one reads it into new memory, as a healing replica does, and hashes it.
-fn plain_copy(state: &StateDict) -> Duration {
+/// Writes the state to everybody who connects, from the process of the source.
+fn plain_source(state: Arc<StateDict>) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
-    std::thread::scope(|scope| {
-        scope.spawn(move || {
-            let (mut stream, _) = listener.accept().unwrap();
+    let serve = move || {
+        // One reader after the other: each takes its turn.
+        for stream in listener.incoming() {
+            let mut stream = stream.unwrap();
             for (_, tensor) in state.iter() {
-                stream.write_all(&tensor.data).unwrap();
+                // The reader may be gone: its turn is over.
+                let _ = stream.write_all(&tensor.data);
             }
-        });
-        let begun = Instant::now();
-        let mut stream = TcpStream::connect(address).unwrap();
-        let mut kept = Vec::new();
-        for (_, tensor) in state.iter() {
-            let mut data = vec![0; tensor.data.len()];
-            for chunk in data.chunks_mut(1 << 20) {
-                stream.read_exact(chunk).unwrap();
-                std::hint::black_box(blake3::hash(chunk));
-            }
-            kept.push(data);
         }
-        let took = begun.elapsed();
-        drop(kept);
-        took
-    })
+    };
+    std::thread::Builder::new()
+        .name("ox-plain".into())
+        .spawn(serve)
+        .unwrap();
+    address
 }
 
-fn heal(sources: usize, state: &StateDict, hashed: bool, own: Option<StateDict>) -> Duration {
-    let servers: Vec<HttpTransport> = (0..sources)
-        .map(|_| HttpTransport::start("127.0.0.1:0", None).unwrap())
-        .collect();
-    for server in &servers {
-        let snapshot = Snapshot::new(5, 1, state).unwrap();
-        if hashed {
-            snapshot.manifest();
-        }
-        server.publish(snapshot);
-    }
-    let urls = servers.iter().map(|s| CheckpointSource::at(s.metadata()));
-    let mut fetch = Fetch::step(5, urls.collect());
-    fetch.own = own;
+/// Reads the state into new memory, as a healing replica does, or into `touched`. `hashed`: hashes it besides.
+fn plain_copy(address: &str, bytes: usize, touched: Option<&mut [Vec<u8>]>, hashed: bool) -> Duration {
+    let mut new = Vec::new();
     let begun = Instant::now();
-    let got = fetch
-        .run(begun + Duration::from_secs(600), &FetchOptions::default())
-        .unwrap();
+    let mut stream = TcpStream::connect(address).unwrap();
+    let each = bytes / TENSORS;
+    let mut read = |data: &mut [u8]| {
+        for chunk in data.chunks_mut(1 << 20) {
+            stream.read_exact(chunk).unwrap();
+            if hashed {
+                std::hint::black_box(blake3::hash(chunk));
+            }
+        }
+    };
+    match touched {
+        Some(all) => all.iter_mut().for_each(|data| read(data)),
+        None => {
+            for _ in 0..TENSORS {
+                let mut data = vec![0; each];
+                read(&mut data);
+                new.push(data);
+            }
+        }
+    }
+    begun.elapsed()
+}
+
+fn heal(urls: &[String], bytes: usize, own: Option<StateDict>, connections: usize) -> Duration {
+    let sources = urls.iter().map(CheckpointSource::at);
+    let mut fetch = Fetch::step(5, sources.collect());
+    fetch.own = own;
+    let options = FetchOptions {
+        connections_per_source: connections,
+        ..FetchOptions::default()
+    };
+    let begun = Instant::now();
+    let got = fetch.run(begun + Duration::from_secs(600), &options).unwrap();
     let took = begun.elapsed();
-    assert!(got.state == *state, "what arrived is not what was sent");
+    assert_eq!(got.state.total_bytes(), bytes);
     took
+}
+
+/// The process of the sources; it ends with this one.
+struct Sources {
+    process: Child,
+    urls: Vec<String>,
+    plain: String,
+}
+
+impl Sources {
+    fn start(mib: usize) -> Self {
+        let mut process = Command::new(std::env::current_exe().unwrap())
+            .args(["sources", &mib.to_string()])
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let mut lines = BufReader::new(process.stdout.take().unwrap()).lines();
+        let mut line = || lines.next().unwrap().unwrap();
+        let plain = line();
+        let urls = (0..3).map(|_| line()).collect();
+        Self { process, urls, plain }
+    }
+}
+
+impl Drop for Sources {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// Three sources of one state, and the plain one, in this process.
+fn be_sources(mib: usize) {
+    let state = Arc::new(state(mib));
+    println!("{}", plain_source(Arc::clone(&state)));
+    let snapshot = Snapshot::new(5, 1, &state).unwrap();
+    snapshot.manifest();
+    let servers = [(); 3].map(|()| HttpTransport::start("127.0.0.1:0", None).unwrap());
+    for server in &servers {
+        server.publish(Arc::clone(&snapshot));
+        println!("{}", server.metadata());
+    }
+    loop {
+        std::thread::park();
+    }
 }
 
 fn serve(bind: &str, mib: usize) {
@@ -115,6 +175,7 @@ fn fetch_from(urls: &[&str]) {
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
+        ["sources", mib] => return be_sources(mib.parse().unwrap()),
         ["serve", bind, mib] => return serve(bind, mib.parse().unwrap()),
         ["fetch", ref urls @ ..] if !urls.is_empty() => return fetch_from(urls),
         _ => {}
@@ -124,39 +185,48 @@ fn main() {
     let rounds = arguments.next().unwrap_or(3);
     let state = state(mib);
     let bytes = state.total_bytes();
-    println!("{mib} MiB in {TENSORS} tensors, {rounds} rounds in turns, best of each");
-    let [
-        mut plain,
-        mut one,
-        mut cold,
-        mut three,
-        mut own,
-        mut copy,
-        mut hash,
-    ] = [const { Vec::new() }; 7];
+    let sources = Sources::start(mib);
+    let one = &sources.urls[..1];
+    println!("{mib} MiB in {TENSORS} tensors from another process, {rounds} rounds in turns, best of each");
+    let mut touched: Vec<Vec<u8>> = (0..TENSORS).map(|_| vec![1; bytes / TENSORS]).collect();
+    let mut times: [Vec<Duration>; 9] = Default::default();
     for _ in 0..rounds {
-        plain.push(plain_copy(&state));
-        one.push(heal(1, &state, true, None));
-        cold.push(heal(1, &state, false, None));
-        three.push(heal(3, &state, true, None));
-        own.push(heal(1, &state, true, Some(state.clone())));
+        let plain = |touched, hashed| plain_copy(&sources.plain, bytes, touched, hashed);
         let begun = Instant::now();
         let snapshot = Snapshot::new(5, 1, &state).unwrap();
-        copy.push(begun.elapsed());
+        let copy = begun.elapsed();
         let begun = Instant::now();
         snapshot.manifest();
-        hash.push(begun.elapsed());
+        let hashes = begun.elapsed();
+        drop(snapshot);
+        let round = [
+            plain(None, false),
+            plain(Some(&mut touched), false),
+            plain(None, true),
+            heal(one, bytes, None, 2),
+            heal(one, bytes, None, 4),
+            heal(&sources.urls, bytes, None, 2),
+            heal(one, bytes, Some(state.clone()), 2),
+            copy,
+            hashes,
+        ];
+        for (all, took) in times.iter_mut().zip(round) {
+            all.push(took);
+        }
     }
-    let plain_rate = rate(bytes, &plain);
-    for (what, times) in [
-        ("plain TcpStream copy + blake3", &plain),
-        ("heal, 1 source, already hashed", &one),
-        ("heal, 1 source, hashes on request", &cold),
-        ("heal, 3 sources, already hashed", &three),
-        ("heal, nothing changed since", &own),
-        ("publish: the copy", &copy),
-        ("publish: the hashes (lazily)", &hash),
-    ] {
+    let plain_rate = rate(bytes, &times[0]);
+    let whats = [
+        "plain copy into new memory",
+        "plain copy into used memory",
+        "plain copy into new memory + blake3",
+        "heal, 1 source",
+        "heal, 1 source, 4 connections",
+        "heal, 3 sources",
+        "heal, nothing changed since",
+        "publish: the copy",
+        "publish: the hashes (lazily)",
+    ];
+    for (what, times) in whats.iter().zip(&times) {
         let (r, worst) = (
             rate(bytes, times),
             times.iter().max().copied().unwrap_or_default(),

@@ -12,7 +12,6 @@ mod codec;
 mod disk;
 mod fetch;
 mod hashing;
-mod integrity;
 mod manifest;
 mod newest;
 mod seal;
@@ -24,8 +23,9 @@ mod writer;
 
 pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
 pub use disk::{load, save};
-pub use fetch::{CheckpointSource, Fetch, FetchOptions, Fetched, fetch, fetch_with};
-pub use integrity::Integrity;
+pub use fetch::{
+    CheckpointSource, Fetch, FetchOptions, Fetched, Kept, Reach, SourceChoice, fetch, fetch_with,
+};
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 pub use newest::{Found, Search, newest};
 pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};

@@ -218,6 +218,7 @@ impl Rank {
             rank: self.rank,
             world_size: self.world,
             deadline: self.soon(),
+            cancel: Default::default(),
         }
     }
 

@@ -1,10 +1,12 @@
 //! Ranks that die, hang, abort or belong to another epoch: the others learn it at once, by name, and go on.
 
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Collective, Configuration, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,
-    SubmitOptions, Tensor, deadline_in,
+    Cancel, Collective, Configuration, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt,
+    ReduceOp, SubmitOptions, Tensor, deadline_in,
 };
 
 use crate::case::{Case, Worlds, eventually};
@@ -16,7 +18,12 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let again = Needs::Feature(Feature::Reconfigure);
     let reduce = Needs::Op(OpKind::AllReduce);
     let recv = Needs::Op(OpKind::Recv);
-    let mut all = Vec::new();
+    let mut all = vec![Case::new(
+        "failures::l27_a_configure_that_is_cancelled_or_aborted_ends_with_the_reason",
+        2,
+        &[],
+        cancelled,
+    )];
     for &world in worlds.or(&[2, 3, 4]) {
         all.extend([
             Case::new(
@@ -426,6 +433,61 @@ fn missing(rank: &Rank) -> Outcome {
         "the error names neither the missing rank nor the phase: {e}"
     );
     rank.meet("given up")
+}
+
+/// Rank 1 does not come while rank 0 waits for it.
+fn cancelled(rank: &Rank) -> Outcome {
+    let group = rank.unconfigured()?;
+    let again = group.capabilities().has(Feature::Reconfigure);
+    // Once it has been asked so often, a wait is under way.
+    let asked = Arc::new(AtomicU32::new(0));
+    let waits = |asked: &AtomicU32| asked.fetch_add(1, Ordering::Relaxed) > 4;
+    let configure = |epoch, cancel| {
+        let configuration = Configuration {
+            cancel,
+            ..rank.configuration("main", epoch)
+        };
+        let began = Instant::now();
+        let Err(e) = group.configure(configuration) else {
+            return Err(Failure::new("configure succeeded without rank 1"));
+        };
+        ensure!(
+            e.kind() == ErrorKind::Aborted && e.to_string().contains("enough"),
+            "{e}"
+        );
+        ensure!(
+            began.elapsed() < Duration::from_secs(15),
+            "it took {:?}",
+            began.elapsed()
+        );
+        Ok(())
+    };
+    if rank.rank == 0 {
+        let (asked, enough) = (asked.clone(), ftcore::Error::new(ErrorKind::Aborted, "enough"));
+        configure(1, Cancel::watching(move || waits(&asked).then(|| enough.clone())))?;
+    }
+    if rank.rank == 0 && again {
+        asked.store(0, Ordering::Relaxed);
+        let (tell, waiting) = std::sync::mpsc::channel();
+        let watched = asked.clone();
+        let cancel = Cancel::watching(move || {
+            if waits(&watched) {
+                let _ = tell.send(());
+            }
+            None
+        });
+        std::thread::scope(|scope| {
+            let group = &*group;
+            scope.spawn(move || waiting.recv().map(|()| group.abort("enough")));
+            configure(2, cancel)
+        })?;
+    }
+    rank.meet("given up")?;
+    if again {
+        group.configure(rank.configuration("main", 3))?;
+        rank.leave(group.as_ref())?;
+    }
+    Ok(())
 }
 
 fn killed(rank: &Rank) -> Outcome {

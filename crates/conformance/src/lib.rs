@@ -25,6 +25,7 @@
 mod failure;
 mod arguments;
 mod barriers;
+mod cargo;
 mod case;
 mod credentials;
 mod failures;
@@ -42,6 +43,7 @@ mod reductions;
 mod staged;
 mod streams;
 
+pub use cargo::cargo;
 pub use case::{Case, Needs, Rank, Worlds, cases, cases_at};
 pub use failure::{Failure, Outcome};
 pub use harness::{

@@ -1,14 +1,16 @@
 //! The calling side of gRPC: channels that notice a cut-off peer, and a bridge for callers without a runtime.
 
 use std::future::Future;
+use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Credentials, Error, ErrorKind, Result};
 use hyper_util::rt::TokioIo;
 use identity::{ClientStream, Party, Role};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::net::TcpStream;
 use tokio::runtime::Handle;
 use tonic::codegen::Service;
@@ -16,6 +18,7 @@ use tonic::codegen::http::Uri;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response, Status};
 
+use crate::clock::{self, deadline_in, time_left};
 use crate::serve::{PING_INTERVAL, PING_TIMEOUT};
 use crate::wire::error_of;
 
@@ -54,11 +57,36 @@ pub(crate) struct Way {
     pub(crate) party: Option<Arc<Party>>,
     /// `None`: any member of the job.
     pub(crate) expected: Option<Role>,
+    /// The simulated host that calls.
+    #[cfg(test)]
+    pub(crate) host: Option<crate::simulation::Host>,
 }
 
 impl Way {
+    pub(crate) fn new(party: Option<Arc<Party>>, expected: Option<Role>) -> Self {
+        Self {
+            party,
+            expected,
+            #[cfg(test)]
+            host: None,
+        }
+    }
+
+    /// The usual way of a channel to connect will do.
+    fn is_plain(&self) -> bool {
+        #[cfg(test)]
+        if self.host.is_some() {
+            return false;
+        }
+        self.party.is_none()
+    }
+
     /// A connection to `host:port`.
     pub(crate) async fn open(&self, host: &str, port: u16) -> Result<Line, BoxError> {
+        #[cfg(test)]
+        if let Some(own) = &self.host {
+            return Ok(Line::Simulated(own.connect(host).await?));
+        }
         let stream = TcpStream::connect((host, port)).await?;
         let _ = stream.set_nodelay(true);
         match &self.party {
@@ -72,17 +100,17 @@ impl Way {
 
     /// A channel to `endpoint`, connected.
     pub(crate) async fn connect(&self, endpoint: &Endpoint) -> Result<Channel, tonic::transport::Error> {
-        match self.party {
-            None => endpoint.connect().await,
-            Some(_) => endpoint.connect_with_connector(Connector(self.clone())).await,
+        match self.is_plain() {
+            true => endpoint.connect().await,
+            false => endpoint.connect_with_connector(Connector(self.clone())).await,
         }
     }
 
     /// A channel to `endpoint` that connects with its first call. On a runtime.
     pub(crate) fn connect_lazily(&self, endpoint: &Endpoint) -> Channel {
-        match self.party {
-            None => endpoint.connect_lazy(),
-            Some(_) => endpoint.connect_with_connector_lazy(Connector(self.clone())),
+        match self.is_plain() {
+            true => endpoint.connect_lazy(),
+            false => endpoint.connect_with_connector_lazy(Connector(self.clone())),
         }
     }
 
@@ -113,14 +141,71 @@ impl Way {
 pub(crate) enum Line {
     Plain(TcpStream),
     Secured(Box<ClientStream<TcpStream>>),
+    #[cfg(test)]
+    Simulated(crate::simulation::End),
 }
 
-/// Makes the connections of a channel that has credentials.
+impl Line {
+    fn stream(self: Pin<&mut Self>) -> Pin<&mut (dyn Duplex + '_)> {
+        match self.get_mut() {
+            Self::Plain(stream) => Pin::new(stream),
+            Self::Secured(stream) => Pin::new(&mut **stream),
+            #[cfg(test)]
+            Self::Simulated(stream) => Pin::new(stream),
+        }
+    }
+}
+
+trait Duplex: AsyncRead + AsyncWrite + Unpin {}
+impl<T: AsyncRead + AsyncWrite + Unpin> Duplex for T {}
+
+impl AsyncRead for Line {
+    fn poll_read(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        into: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        self.stream().poll_read(context, into)
+    }
+}
+
+impl AsyncWrite for Line {
+    fn poll_write(self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<io::Result<usize>> {
+        self.stream().poll_write(context, bytes)
+    }
+
+    fn poll_flush(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.stream().poll_flush(context)
+    }
+
+    fn poll_shutdown(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        self.stream().poll_shutdown(context)
+    }
+
+    fn poll_write_vectored(
+        self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        self.stream().poll_write_vectored(context, bytes)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        match self {
+            Self::Plain(stream) => stream.is_write_vectored(),
+            Self::Secured(stream) => stream.is_write_vectored(),
+            #[cfg(test)]
+            Self::Simulated(_) => false,
+        }
+    }
+}
+
+/// Makes the connections of a channel that has credentials, or is simulated.
 #[derive(Clone)]
 struct Connector(Way);
 
 impl Service<Uri> for Connector {
-    type Response = TokioIo<ClientStream<TcpStream>>;
+    type Response = TokioIo<Line>;
     type Error = BoxError;
     type Future = Pin<Box<dyn Future<Output = Result<Self::Response, BoxError>> + Send>>;
 
@@ -133,10 +218,9 @@ impl Service<Uri> for Connector {
         Box::pin(async move {
             let host = uri.host().unwrap_or_default();
             let host = host.trim_start_matches('[').trim_end_matches(']');
-            match way.open(host, uri.port_u16().unwrap_or(443)).await? {
-                Line::Secured(stream) => Ok(TokioIo::new(*stream)),
-                Line::Plain(_) => Err("a channel without credentials".into()),
-            }
+            way.open(host, uri.port_u16().unwrap_or(443))
+                .await
+                .map(TokioIo::new)
         })
     }
 }
@@ -168,7 +252,7 @@ pub(crate) fn reach(
     (what, hint): (&'static str, &'static str),
     deadline: Instant,
 ) -> Result<Channel> {
-    let start = Instant::now();
+    let start = clock::now();
     let endpoint = endpoint(url, &way)?;
     let unreached = move |url: &str, last: &str| {
         let waited = start.elapsed().as_secs_f64();
@@ -258,7 +342,7 @@ pub(crate) fn wait_for<T: Send + 'static>(
         let _ = sender.send(future.await);
     });
     let until = deadline
-        .max(Instant::now())
+        .max(clock::now())
         .checked_add(Duration::from_secs(1))
         .unwrap_or(deadline);
     receiver.recv_timeout(time_left(until)).unwrap_or_else(|e| {

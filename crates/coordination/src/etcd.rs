@@ -8,12 +8,13 @@ use std::future::Future;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, split_address, time_left};
+use ftcore::{Error, ErrorKind, Result, split_address};
 use tokio::runtime::Handle;
 use tonic::Request;
 use tonic::transport::{Channel, Endpoint};
 
 use crate::channel::call;
+use crate::clock::{self, time_left};
 use crate::serve::{PING_INTERVAL, PING_TIMEOUT};
 use proto::compare::{CompareResult, CompareTarget, TargetUnion};
 use proto::kv_client::KvClient;
@@ -131,7 +132,7 @@ impl Etcd {
             let Some(member) = self.members.get(at) else {
                 return Err(Error::new(ErrorKind::Internal, "etcd: no member"));
             };
-            let until = deadline.min(Instant::now() + ATTEMPT);
+            let until = deadline.min(clock::now() + ATTEMPT);
             let answer = call(op, &member.url, until, message.clone(), |request| {
                 rpc(member.channel.clone(), request)
             })

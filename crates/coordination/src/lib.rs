@@ -10,18 +10,21 @@
 
 mod channel;
 mod client;
+mod clock;
 mod etcd;
 mod lighthouse;
 mod lighthouses;
 mod manager;
 mod serve;
+#[cfg(test)]
+mod simulation;
 mod unchanged;
 mod wire;
 
-pub use client::{CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
+pub use client::{Cancel, CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 pub use lighthouse::{
-    EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, ParticipantStatus,
-    WaitingReplica,
+    EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, OrderedReplica,
+    ParticipantStatus, SpareStatus, WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
 pub use protocol::quorum::{Order, OrderKind};

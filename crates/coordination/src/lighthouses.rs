@@ -8,13 +8,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result};
 use identity::{Party, Role};
 use tokio::runtime::Handle;
 use tonic::transport::{Channel, Endpoint};
 use tonic::{Request, Response};
 
 use crate::channel::{self, Backoff, Way, call, reach, wait_for};
+use crate::clock::{self, time_left};
 use crate::wire::is_elsewhere;
 
 /// What to do when no lighthouse is reached.
@@ -51,10 +52,7 @@ impl Lighthouses {
         list: &str,
         deadline: Instant,
     ) -> Result<Self> {
-        let way = Way {
-            party,
-            expected: Some(Role::Lighthouse),
-        };
+        let way = Way::new(party, Some(Role::Lighthouse));
         let urls: Vec<&str> = list.split(',').map(str::trim).collect();
         if let [url] = urls.as_slice() {
             let channel = reach(handle, url, way.clone(), ("lighthouse", HINT), deadline)?;
@@ -68,7 +66,7 @@ impl Lighthouses {
             first_reached(endpoints.clone(), way.clone(), deadline),
             list.to_string(),
         );
-        let start = Instant::now();
+        let start = clock::now();
         let unreached = move |last: &str| {
             let waited = start.elapsed().as_secs_f64();
             let text =
@@ -83,6 +81,13 @@ impl Lighthouses {
         let _guard = handle.enter();
         let channels = endpoints.iter().map(|e| way.connect_lazily(e)).collect();
         Ok(Self::of(channels, way, &urls, list, at))
+    }
+
+    /// A single one, connected with the first call.
+    #[cfg(test)]
+    pub(crate) fn lazily(way: Way, url: &str) -> Result<Self> {
+        let channel = way.connect_lazily(&channel::endpoint(url, &way)?);
+        Ok(Self::of(vec![channel], way, &[url], url, 0))
     }
 
     fn of(channels: Vec<Channel>, way: Way, urls: &[&str], list: &str, current: usize) -> Self {

@@ -6,18 +6,19 @@
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::future::poll_fn;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::{Duration, Instant};
 
-use axum::Router;
 use axum::http::{HeaderMap, Request, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use ftcore::identity::{is_insecure, may_listen};
-use ftcore::{Error, ErrorKind, Result, accept_failure, join_address, split_address, time_left};
+use ftcore::{Error, ErrorKind, Result, accept_failure, join_address, split_address};
 use hyper::body::Incoming;
 use hyper::service::service_fn;
-use hyper_util::rt::{TokioExecutor, TokioIo, TokioTimer};
+use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::server::conn::auto;
 use identity::{Acceptor, Peer};
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -25,23 +26,33 @@ use tokio::net::TcpStream;
 use tokio::runtime::{Builder, Handle, Runtime};
 use tokio::sync::{oneshot, watch};
 use tokio::task::JoinSet;
-use tonic::codegen::Service as _;
+use tokio::task::coop::has_budget_remaining;
 
 mod activity;
+pub(crate) mod answer;
 mod frames;
 mod limits;
 mod line;
 pub(crate) mod members;
+mod requests;
 
 use activity::{Activity, GOING, Guarded, Verdict};
+use answer::Answers;
 pub use limits::ConnectionLimits;
 use limits::{Place, Port};
-pub(crate) use line::Line;
+pub(crate) use line::{Line, News};
+use requests::Requests;
+
+use crate::clock::{self, time_left};
 
 /// How often a client pings its open HTTP/2 connection, and how long the answer may take.
 pub(crate) const PING_INTERVAL: Duration = Duration::from_secs(2);
 pub(crate) const PING_TIMEOUT: Duration = Duration::from_secs(3);
 
+/// How long hyper waits for the answer to a ping. It would give up a connection before it has read what came; [`Activity::verdict`] finds the silent.
+const JUDGED_HERE: Duration = Duration::from_secs(24 * 3600);
+/// Connections that wait to be accepted, as far as the kernel allows (net.core.somaxconn).
+const BACKLOG: i32 = 4096;
 /// Requests at once on a connection.
 const MAX_STREAMS: u32 = 256;
 /// The headers of a request or answer, in bytes; errors travel in them.
@@ -100,8 +111,16 @@ pub(crate) fn listen(what: &str, bind: &str, closure: Closure) -> Result<TcpList
             format!("{what}: address {bind} is in use by another process"),
         )
         .with_source(e),
+        std::io::ErrorKind::AddrNotAvailable => Error::new(
+            ErrorKind::Unavailable,
+            format!("{what}: {bind} is not an address of this machine"),
+        )
+        .with_source(e),
         _ => Error::io(format!("{what}: listening on {bind}"), e),
     })?;
+    // The standard library's queue of 128 makes the replicas of a large job, which all come at once after a restart, wait for a second or more.
+    rustix::net::listen(&listener, BACKLOG)
+        .map_err(|e| Error::io(format!("{what}: listening on {bind}"), e.into()))?;
     listener
         .set_nonblocking(true)
         .map_err(|e| Error::io(format!("{what}: listening on {bind}"), e))?;
@@ -129,11 +148,11 @@ pub(crate) fn url(listener: &TcpListener, host: Option<&str>, closure: Closure) 
 }
 
 /// Who is served, and with what.
-pub(crate) enum Served {
+pub(crate) enum Served<A> {
     /// All that connect.
-    All(Router),
-    /// The members of these jobs, each job with routes of its own; its [`Peer`] is among a request's extensions.
-    Jobs(Acceptor, HashMap<String, Router>),
+    All(Arc<A>),
+    /// The members of these jobs, each job with its own; a request's [`Line`] knows its [`Peer`].
+    Jobs(Acceptor, HashMap<String, Arc<A>>),
 }
 
 /// A running service. Dropping it closes everything without waiting.
@@ -146,10 +165,10 @@ pub(crate) struct Service {
 
 impl Service {
     /// Serves what is `served` on `listener` from `runtime`, within `limits`. `grace` is what calls under way may still take in a [shut-down](Self::shutdown).
-    pub(crate) fn start(
+    pub(crate) fn start<A: Answers>(
         runtime: Runtime,
         listener: TcpListener,
-        served: Served,
+        served: Served<A>,
         limits: ConnectionLimits,
         grace: Duration,
     ) -> Result<Self> {
@@ -160,7 +179,7 @@ impl Service {
             tokio::net::TcpListener::from_std(listener).map_err(|e| Error::io("listening", e))?
         };
         runtime.spawn(accept(
-            listener,
+            Listener::System(listener),
             Arc::new(served),
             Port::new(limits),
             stopped,
@@ -204,9 +223,60 @@ impl Drop for Service {
     }
 }
 
-async fn accept(
-    listener: tokio::net::TcpListener,
-    served: Arc<Served>,
+/// Where connections come from.
+enum Listener {
+    System(tokio::net::TcpListener),
+    #[cfg(test)]
+    Simulated(crate::simulation::Listener),
+}
+
+/// A connection that has come.
+enum Accepted {
+    System(TcpStream),
+    #[cfg(test)]
+    Simulated(crate::simulation::End),
+}
+
+impl Listener {
+    async fn accept(&mut self) -> std::io::Result<(Accepted, SocketAddr)> {
+        match self {
+            Self::System(listener) => listener
+                .accept()
+                .await
+                .map(|(s, peer)| (Accepted::System(s), peer)),
+            #[cfg(test)]
+            Self::Simulated(listener) => listener
+                .accept()
+                .await
+                .map(|(s, peer)| (Accepted::Simulated(s), peer)),
+        }
+    }
+}
+
+/// Serves all that connect to a simulated listener, for as long as this is polled.
+#[cfg(test)]
+pub(crate) async fn serve_simulated<A: Answers>(
+    listener: crate::simulation::Listener,
+    answers: Arc<A>,
+    limits: ConnectionLimits,
+    stopped: watch::Receiver<bool>,
+) {
+    let (close, _closed) = oneshot::channel();
+    let (listener, served) = (Listener::Simulated(listener), Arc::new(Served::All(answers)));
+    accept(
+        listener,
+        served,
+        Port::new(limits),
+        stopped,
+        close,
+        Duration::ZERO,
+    )
+    .await;
+}
+
+async fn accept<A: Answers>(
+    mut listener: Listener,
+    served: Arc<Served<A>>,
     port: Arc<Port>,
     mut stopped: watch::Receiver<bool>,
     close: oneshot::Sender<()>,
@@ -216,9 +286,11 @@ async fn accept(
     let mut failing = false;
     loop {
         let accepted = tokio::select! {
-            a = listener.accept() => a,
-            Some(_) = connections.join_next() => continue,
+            // What has ended makes room before what comes is counted.
+            biased;
             _ = stopped.wait_for(|s| *s) => break,
+            Some(_) = connections.join_next() => continue,
+            a = listener.accept() => a,
         };
         match accepted {
             Ok((stream, peer)) => {
@@ -255,20 +327,29 @@ async fn accept(
 }
 
 /// Finds out who has connected, if it matters, and serves the connection.
-async fn identified(
-    stream: TcpStream,
+async fn identified<A: Answers>(
+    stream: Accepted,
     address: SocketAddr,
     _place: Place,
     activity: Arc<Activity>,
-    served: Arc<Served>,
+    served: Arc<Served<A>>,
     mut stopped: watch::Receiver<bool>,
 ) {
+    let stream = match (stream, served.as_ref()) {
+        (Accepted::System(stream), _) => stream,
+        #[cfg(test)]
+        (Accepted::Simulated(stream), Served::All(routes)) => {
+            return connection(stream, None, activity, routes.clone(), stopped).await;
+        }
+        #[cfg(test)]
+        (Accepted::Simulated(_), Served::Jobs(..)) => return,
+    };
     let _ = stream.set_nodelay(true);
     let (acceptor, jobs) = match served.as_ref() {
         Served::All(routes) => return connection(stream, None, activity, routes.clone(), stopped).await,
         Served::Jobs(acceptor, jobs) => (acceptor, jobs),
     };
-    let deadline = Instant::now() + activity.greeting();
+    let deadline = clock::now() + activity.greeting();
     let proved = tokio::select! {
         proved = acceptor.accept(stream, address, deadline, |stream| stream) => proved,
         _ = stopped.wait_for(|s| *s) => None,
@@ -281,16 +362,17 @@ async fn identified(
 }
 
 /// Serves a connection for as long as it may stay.
-async fn connection<S>(
+async fn connection<S, A: Answers>(
     stream: S,
     peer: Option<Peer>,
     activity: Arc<Activity>,
-    routes: Router,
+    routes: Arc<A>,
     mut stopped: watch::Receiver<bool>,
 ) where
     S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
 {
-    let mut builder = auto::Builder::new(TokioExecutor::new());
+    let mut requests = Requests::default();
+    let mut builder = auto::Builder::new(requests.begun());
     builder
         .http1()
         .timer(TokioTimer::new())
@@ -301,34 +383,31 @@ async fn connection<S>(
         .http2()
         .timer(TokioTimer::new())
         .keep_alive_interval(activity.ping_interval())
-        // Whether the peer has answered is judged below, once what has come is read.
-        .keep_alive_timeout(GOING.max(activity.silence() * 4))
+        .keep_alive_timeout(JUDGED_HERE)
         .max_concurrent_streams(MAX_STREAMS)
         .max_send_buf_size(MAX_SEND_BUFFER)
         .max_header_list_size(MAX_HEADERS);
-    let line = Arc::new(Line::new());
-    let peer = peer.map(Arc::new);
-    let service = service_fn(|mut request: Request<Incoming>| {
-        let (mut routes, open) = (routes.clone(), activity.begin());
-        request.extensions_mut().insert(Arc::clone(&line));
-        if let Some(peer) = &peer {
-            request.extensions_mut().insert(Arc::clone(peer));
-        }
+    let line = Arc::new(Line::new(peer));
+    let service = service_fn(|request: Request<Incoming>| {
+        let (routes, line, open) = (Arc::clone(&routes), Arc::clone(&line), activity.begin());
         async move {
             let request = request.map(|body| open.bounded(body));
-            let answer = match routes.call(request).await {
-                Ok(answer) => answer.map(|body| open.answer(body)),
-                Err(never) => match never {},
-            };
-            Ok::<Response, Infallible>(answer)
+            let answer = routes.answer(request, line).await;
+            Ok::<_, Infallible>(answer.map(|body| open.answer(body)))
         }
     });
     let guarded = TokioIo::new(Guarded::new(stream, Arc::clone(&activity)));
     let mut served = std::pin::pin!(builder.serve_connection(guarded, service));
     let mut going: Option<Instant> = None;
     let mut stopping = false;
+    // Somebody wants to know that all that has come is read.
+    let (mut is_asked, mut looks) = (false, false);
     loop {
-        let now = Instant::now();
+        if std::mem::take(&mut looks) {
+            // The runtime looks at the sockets before this task goes on: until then it has not seen all that has come.
+            tokio::task::yield_now().await;
+        }
+        let now = clock::now();
         let wake = match (going, activity.verdict(now)) {
             (_, Verdict::Goes(why)) => {
                 activity.say(&why);
@@ -352,7 +431,17 @@ async fn connection<S>(
         tokio::select! {
             // First, so that all that has come is read before the next verdict: on a busy server this task may be late.
             biased;
-            ended = served.as_mut() => {
+            ended = poll_fn(|context| match requests.poll(served.as_mut(), context) {
+                Poll::Ready(ended) => Poll::Ready(Some(ended)),
+                // A connection that is full reads nothing, and one without budget may have more to read.
+                Poll::Pending if is_asked && !activity.is_full() && has_budget_remaining() => Poll::Ready(None),
+                Poll::Pending => Poll::Pending,
+            }) => {
+                let Some(ended) = ended else {
+                    is_asked = false;
+                    line.has_read();
+                    continue;
+                };
                 if let Err(error) = ended {
                     tracing::debug!(error, "connection ended");
                 }
@@ -363,6 +452,7 @@ async fn connection<S>(
                 stopping = true;
                 served.as_mut().graceful_shutdown();
             }
+            () = line.is_asked(), if !is_asked => (is_asked, looks) = (true, true),
             () = tokio::time::sleep_until(wake.into()) => {}
         }
     }

@@ -1,12 +1,15 @@
 //! The quorum that is the last one, a step on: what its members say about their progress is the same for all, and stands for the whole list.
 //!
 //! The lighthouse decides by trial whether the short form says everything: it applies the progress to the list of before, and compares whole members. A
-//! field that is not progress is as in the list, so one that is added later and forgotten here costs the short form, never its truth.
+//! field that is not progress is as in the list, so one that is added later and forgotten here costs the short form, never its truth. A replica that was
+//! told its own part holds that instead; it advances with the list if nobody's place has changed (`Assignment::is_advance_of`).
+
+use std::sync::Arc;
 
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::wire::torchft;
-use protocol::{Member, Quorum};
+use protocol::{Member, Quorum, QuorumResult, Told};
 
 /// Takes over what changes from step to step.
 fn advance(member: &mut Member, progress: &Member) {
@@ -42,39 +45,48 @@ pub(crate) fn apply(list: &mut Quorum, progress: &Member) {
     }
 }
 
-/// The lighthouse's last answer, as its receiver keeps it: a quorum whose members need not be told again.
+/// The lighthouse's last answer, as its receiver keeps it: what need not be told again.
 #[derive(Debug, Default)]
 pub(crate) struct Held {
     list: u64,
-    quorum: Quorum,
+    /// The wish for an initial sync that it answered.
+    init_sync: bool,
+    told: Option<Told>,
 }
 
 impl Held {
-    /// What the lighthouse calls the member list; 0 if there is none.
-    pub(crate) fn list(&self) -> u64 {
-        self.list
+    /// What the lighthouse calls that which is held, for one who asks with that wish; 0 if there is nothing.
+    pub(crate) fn list(&self, init_sync: bool) -> u64 {
+        if self.init_sync == init_sync { self.list } else { 0 }
     }
 
-    /// The quorum of the next answer, whole. Errors: `Protocol` for an answer without one; the one after that is asked for in full.
-    pub(crate) fn take_in(&mut self, response: torchft::LighthouseQuorumResponse) -> Result<Quorum> {
+    /// The next answer, whole. Errors: `Protocol` for one without a quorum; the one after that is asked for in full.
+    pub(crate) fn take_in(
+        &mut self,
+        response: torchft::LighthouseQuorumResponse,
+        init_sync: bool,
+    ) -> Result<Told> {
+        let before = std::mem::take(self);
         let torchft::LighthouseQuorumResponse {
             quorum,
             unchanged,
             list,
+            parts,
         } = response;
-        match (quorum, unchanged) {
-            (Some(quorum), _) => self.quorum = quorum.into(),
+        let told = match (quorum, unchanged) {
+            (Some(quorum), _) => Told::Members(Arc::new(quorum.into())),
             (None, Some(unchanged)) => {
-                let same = list != 0 && (self.list, self.quorum.quorum_id) == (list, unchanged.quorum_id);
-                let Some(progress) = unchanged.progress.filter(|_| same) else {
-                    let text = format!(
-                        "the lighthouse answered that the members of quorum {} are unchanged; those held here are of quorum {}",
-                        unchanged.quorum_id, self.quorum.quorum_id
-                    );
-                    *self = Self::default();
-                    return Err(Error::new(ErrorKind::Protocol, text));
-                };
-                apply(&mut self.quorum, &progress.into());
+                let held = (before.list, before.init_sync) == (list, init_sync) && list != 0;
+                before.advanced(unchanged).filter(|_| held).ok_or_else(|| {
+                    Error::new(
+                        ErrorKind::Protocol,
+                        "the lighthouse answered that the members of the quorum are unchanged; those of another one are held here",
+                    )
+                })?
+            }
+            (None, None) if !parts.is_empty() => {
+                let parts: Result<Vec<QuorumResult>> = parts.into_iter().map(TryInto::try_into).collect();
+                Told::Parts(parts?.into())
             }
             (None, None) => {
                 return Err(Error::new(
@@ -82,8 +94,30 @@ impl Held {
                     "the lighthouse answered without a quorum",
                 ));
             }
+        };
+        *self = Self {
+            list,
+            init_sync,
+            told: Some(told.clone()),
+        };
+        Ok(told)
+    }
+
+    /// What was told, a step on; `None` if that was another quorum.
+    fn advanced(self, unchanged: torchft::Unchanged) -> Option<Told> {
+        let (id, progress) = (unchanged.quorum_id, unchanged.progress?.into());
+        match self.told? {
+            Told::Members(mut quorum) => {
+                let same = quorum.quorum_id == id;
+                apply(Arc::make_mut(&mut quorum), &progress);
+                same.then_some(Told::Members(quorum))
+            }
+            Told::Parts(parts) => {
+                let mut parts = parts.to_vec();
+                parts.iter_mut().for_each(|part| part.advance(&progress));
+                let same = parts.iter().all(|part| part.quorum_id == id);
+                same.then(|| Told::Parts(parts.into()))
+            }
         }
-        self.list = list;
-        Ok(self.quorum.clone())
     }
 }

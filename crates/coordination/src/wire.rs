@@ -5,13 +5,15 @@
 use std::time::{Duration, Instant, SystemTime};
 
 use ftcore::{Error, ErrorKind, Result};
-use tonic::metadata::MetadataMap;
+use tonic::codegen::http::HeaderMap;
 use tonic::{Code, Status};
 
 use protocol::QuorumResult;
 use protocol::assignment::RecoverySource;
 use protocol::quorum::{Order, OrderKind};
 use protocol::{AbortEpoch, Joining, Member, Quorum};
+
+use crate::clock;
 
 #[allow(missing_docs, unreachable_pub, clippy::all, clippy::pedantic)]
 pub(crate) mod torchft {
@@ -179,6 +181,7 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
             batches_committed: r.batches_committed,
             draining: r.draining,
             replica_ids: r.replica_ids,
+            members_digest: r.members_digest,
             lineage: r.lineage,
             contributor_rank: r.contributor_rank.map(i64::from),
             contributor_world_size: i64::from(r.contributor_world_size),
@@ -188,6 +191,7 @@ impl From<QuorumResult> for torchft::ManagerQuorumResponse {
                 .map(|s| torchft::RecoverySource {
                     replica_rank: i64::from(s.replica_rank),
                     manager_address: s.manager_address,
+                    replica_id: s.replica_id,
                 })
                 .collect(),
             serves_replica_ranks: r.serves_replica_ranks.into_iter().map(i64::from).collect(),
@@ -214,6 +218,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             Ok(RecoverySource {
                 replica_rank: number("recover_sources", s.replica_rank)?,
                 manager_address: s.manager_address,
+                replica_id: s.replica_id,
             })
         });
         let mut result = Self {
@@ -242,6 +247,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             batches_committed: r.batches_committed,
             draining: r.draining,
             replica_ids: r.replica_ids,
+            members_digest: r.members_digest,
             lineage: r.lineage,
             contributor_rank: r
                 .contributor_rank
@@ -266,6 +272,7 @@ impl TryFrom<torchft::ManagerQuorumResponse> for QuorumResult {
             result.recover_sources.push(RecoverySource {
                 replica_rank,
                 manager_address: result.recover_src_manager_address.clone(),
+                replica_id: String::new(),
             });
         }
         if result.serves_replica_ranks.is_empty() {
@@ -348,7 +355,7 @@ fn cut(text: &str) -> std::borrow::Cow<'_, str> {
 /// What a failed call to `url` means. `deadline` tells a time-out of ours from a call that was cut.
 pub(crate) fn error_of(status: &Status, op: &'static str, url: &str, deadline: Instant) -> Error {
     let local = std::error::Error::source(status).is_some();
-    let expired = deadline.saturating_duration_since(Instant::now()) < Duration::from_millis(5);
+    let expired = deadline.saturating_duration_since(clock::now()) < Duration::from_millis(5);
     let kind = match status.code() {
         Code::DeadlineExceeded => ErrorKind::Timeout,
         Code::Cancelled if !local || expired => ErrorKind::Timeout,
@@ -398,7 +405,7 @@ pub fn is_refused(error: &Error) -> bool {
 }
 
 /// The time that the caller allows, from the `grpc-timeout` header: at most 8 digits and a unit.
-pub(crate) fn grpc_timeout(metadata: &MetadataMap) -> Result<Option<Duration>, Status> {
+pub(crate) fn grpc_timeout(metadata: &HeaderMap) -> Result<Option<Duration>, Status> {
     let Some(value) = metadata.get("grpc-timeout") else {
         return Ok(None);
     };
@@ -428,7 +435,7 @@ pub(crate) fn grpc_timeout(metadata: &MetadataMap) -> Result<Option<Duration>, S
 /// which says what is missing, arrives.
 pub(crate) fn answer_by(timeout: Duration) -> Instant {
     let margin = (timeout / 5).min(Duration::from_millis(400));
-    ftcore::deadline_in(timeout.saturating_sub(margin))
+    clock::deadline_in(timeout.saturating_sub(margin))
 }
 
 #[cfg(test)]
@@ -437,7 +444,7 @@ mod tests {
     use proptest::prelude::*;
 
     fn timeout_of(text: &str) -> Result<Option<Duration>, Status> {
-        let mut m = MetadataMap::new();
+        let mut m = HeaderMap::new();
         m.insert("grpc-timeout", text.parse().unwrap());
         grpc_timeout(&m)
     }
@@ -458,7 +465,7 @@ mod tests {
                 "{text}"
             );
         }
-        assert_eq!(grpc_timeout(&MetadataMap::new()).unwrap(), None);
+        assert_eq!(grpc_timeout(&HeaderMap::new()).unwrap(), None);
         for bad in ["", "S", "1", "1x", "-1S", "+1S", "123456789S", "1.5S", " 1S"] {
             assert_eq!(
                 timeout_of(bad).unwrap_err().code(),
@@ -532,6 +539,7 @@ mod tests {
         let source = RecoverySource {
             replica_rank: 1,
             manager_address: "m".into(),
+            replica_id: String::new(),
         };
         assert_eq!(result.recover_sources, [source]);
         assert_eq!(result.serves_replica_ranks, [3]);
@@ -553,11 +561,11 @@ mod tests {
                 quorum_id: last, replica_rank: rank, replica_world_size: rank + 1, store_address: "s".into(),
                 max_step: step, max_replica_rank: optional, max_world_size: 2, heal: flag,
                 recover_src_manager_address: "m".into(), recover_src_replica_rank: optional,
-                recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, lineage,
+                recover_dst_replica_ranks: vec![rank], commit_failures: 1, replica_ids: ids, members_digest: "d".into(), lineage,
                 contributor_rank: optional, contributor_world_size: rank,
                 recover_sources: vec![
-                    RecoverySource { replica_rank: rank, manager_address: "m".into() },
-                    RecoverySource { replica_rank: 7, manager_address: "n".into() },
+                    RecoverySource { replica_rank: rank, manager_address: "m".into(), replica_id: "x".into() },
+                    RecoverySource { replica_rank: 7, manager_address: "n".into(), replica_id: String::new() },
                 ],
                 serves_replica_ranks: vec![rank, 5], batches_committed: 8, draining: flag,
                 spare: flag, serves_spares: !flag, keeps_snapshot: rank > 1,

@@ -175,6 +175,8 @@ fn the_pages_show_the_quorum_and_need_no_network() {
         format!("oxccl_lighthouse_quorum_id {}", quorum.quorum_id),
         "oxccl_lighthouse_quorums_total 1".into(),
         "oxccl_lighthouse_participants 1".into(),
+        "oxccl_lighthouse_spare_replicas 0".into(),
+        "oxccl_lighthouse_evicted_replicas 0".into(),
         "# TYPE oxccl_lighthouse_joins_total counter".into(),
     ] {
         assert!(metrics.lines().any(|l| l == line), "{line} is not in {metrics}");

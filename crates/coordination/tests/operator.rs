@@ -9,10 +9,12 @@
 
 mod rig;
 
-use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, Order, OrderKind, PushEvent};
+use coordination::{
+    LighthouseClient, LighthouseConfig, LighthouseServer, Member, Order, OrderKind, OrderedReplica, PushEvent,
+};
 use ftcore::{ErrorKind, Result};
 
-use rig::{PATIENCE, Replica, client, config, lighthouse, quorum, quorum_of, soon, until};
+use rig::{PATIENCE, Replica, client, config, lighthouse, member, quorum, quorum_of, soon, until};
 
 fn order(tool: &LighthouseClient, kind: OrderKind, replica: &str) -> Result<Vec<String>> {
     let order = Order {
@@ -20,6 +22,13 @@ fn order(tool: &LighthouseClient, kind: OrderKind, replica: &str) -> Result<Vec<
         reason: "the host is repaired".into(),
     };
     tool.operate(replica, order, soon())
+}
+
+fn ordered(replica: &str) -> OrderedReplica {
+    OrderedReplica {
+        replica_id: replica.into(),
+        reason: "the host is repaired".into(),
+    }
 }
 
 #[test]
@@ -34,6 +43,8 @@ fn a_drained_replica_learns_it_with_a_quorum_and_the_others_do_not() {
     assert!(first.iter().all(|r| !r.draining));
     until(&tool, "both streams are open", |s| s.attached.len() == 2);
     assert_eq!(order(&tool, OrderKind::Drain, "b").unwrap(), ["b:1"]);
+    let draining = tool.status(soon()).unwrap().draining;
+    assert_eq!(draining, [ordered("b:1")], "the page shows it");
     let end = soon();
     loop {
         let results = quorum_of(&mut [&mut a, &mut b], 1);
@@ -62,6 +73,7 @@ fn an_evicted_replica_is_told_why_and_takes_part_again_once_it_is_started_again(
     assert_eq!(e.kind(), ErrorKind::NotFound);
     assert!(e.message().contains("a:1, b:1"), "{e}");
     order(&tool, OrderKind::Evict, "b:1").unwrap();
+    assert_eq!(tool.status(soon()).unwrap().evicted, [ordered("b:1")]);
     let (reason, departed) = a.abort_of(first[0].quorum_id);
     assert_eq!(departed, ["b:1"]);
     assert!(
@@ -81,6 +93,7 @@ fn an_evicted_replica_is_told_why_and_takes_part_again_once_it_is_started_again(
         until(&tool, "b asks again", |s| {
             s.waiting.iter().any(|w| w.replica_id == "b:2")
         });
+        assert_eq!(tool.status(soon()).unwrap().evicted, [], "it was started again");
         let request = a.request(2);
         assert_eq!(
             a.client.quorum(&request, soon()).unwrap().replica_ids,
@@ -105,4 +118,29 @@ fn a_kill_reaches_the_ranks_that_watch() {
         reason.contains("killed by the operator: the host is repaired"),
         "{reason}"
     );
+}
+
+#[test]
+fn an_evicted_replica_is_refused_by_a_restarted_lighthouse_too() {
+    let folder = tempfile::tempdir().unwrap();
+    let start = || {
+        LighthouseServer::start(LighthouseConfig {
+            state_file: Some(folder.path().join("state")),
+            ..config(1)
+        })
+        .unwrap()
+    };
+    let of = |life: &str| Member {
+        life: life.into(),
+        ..member("b:1")
+    };
+    let first = start();
+    let tool = client(&first);
+    tool.quorum(&of("a process"), soon()).unwrap();
+    assert_eq!(order(&tool, OrderKind::Evict, "b").unwrap(), ["b:1"]);
+    first.shutdown(soon()).unwrap();
+    let second = start();
+    let e = client(&second).quorum(&of("a process"), soon()).unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::Conflict, "{e}");
+    assert!(e.to_string().contains("the host is repaired"), "{e}");
 }

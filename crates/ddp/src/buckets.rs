@@ -169,13 +169,23 @@ enum Sum {
     Double(Vec<f64>),
 }
 
+/// What is known of the attempt while gradients are computed.
+enum Part {
+    /// The quorum stands.
+    Stands(Participation),
+    /// It was begun, and nobody has asked for it yet.
+    Begun,
+    /// It did not come about; what was computed waits for the next.
+    Failed(Error),
+}
+
 /// Takes gradients in as the backward pass makes them, and sends every bucket as soon as it is full.
 ///
 /// Slots that are never pushed (parameters that were not used) count as zero gradients.
 pub struct Sink<'a> {
     replica: &'a mut dyn Replica,
     plan: &'a BucketPlan,
-    participation: &'a Participation,
+    part: Part,
     micro_batches: u32,
     micro_batch: u32,
     /// Per slot, while micro-batches add up.
@@ -192,13 +202,13 @@ impl<'a> Sink<'a> {
     pub(crate) fn new(
         replica: &'a mut dyn Replica,
         plan: &'a BucketPlan,
-        participation: &'a Participation,
+        participation: Option<Participation>,
         micro_batches: u32,
     ) -> Self {
         Self {
             replica,
             plan,
-            participation,
+            part: participation.map_or(Part::Begun, Part::Stands),
             micro_batches: micro_batches.max(1),
             micro_batch: 0,
             sums: plan.slots.iter().map(|_| None).collect(),
@@ -213,9 +223,30 @@ impl<'a> Sink<'a> {
         }
     }
 
-    /// The part that this replica has in the attempt.
-    pub fn participation(&self) -> &'a Participation {
-        self.participation
+    /// The part that this replica has in the attempt. If the quorum is still looked for, this waits for it
+    /// ([`DdpConfig::overlap_quorum`](crate::DdpConfig::overlap_quorum)); a replica that turns out to be behind does not contribute.
+    ///
+    /// Errors: those of the quorum, which the step ends with.
+    pub fn participation(&mut self) -> Result<&Participation> {
+        if matches!(self.part, Part::Begun) {
+            self.part = match self.replica.await_quorum() {
+                Ok(participation) => Part::Stands(participation),
+                Err(error) => Part::Failed(error),
+            };
+        }
+        match &self.part {
+            Part::Stands(participation) => Ok(participation),
+            Part::Failed(error) => Err(error.clone()),
+            Part::Begun => Err(Error::new(
+                ErrorKind::Internal,
+                "a quorum is neither there nor not",
+            )),
+        }
+    }
+
+    /// Whether what is full may go. What does not count is not sent.
+    fn counts(&mut self) -> bool {
+        self.participation().is_ok_and(|p| p.contributes)
     }
 
     /// The gradient of `slot` in this micro-batch.
@@ -336,7 +367,7 @@ impl<'a> Sink<'a> {
 
     /// Sends what is full, up to the first bucket that is not.
     fn send_full(&mut self) {
-        while self.missing.get(self.works.len()) == Some(&0) {
+        while self.missing.get(self.works.len()) == Some(&0) && self.counts() {
             self.send_next();
         }
     }
@@ -349,16 +380,19 @@ impl<'a> Sink<'a> {
         }
     }
 
-    /// Sends the rest, parameters that were not used as zeros; gives back what is under way and the buckets themselves.
-    pub(crate) fn finish(mut self) -> Result<(Vec<ManagedWork>, Vec<Tensor>)> {
+    /// Sends the rest, parameters that were not used as zeros; gives back what is under way, if it counts, and the buckets themselves.
+    pub(crate) fn finish(mut self) -> Result<(Option<Vec<ManagedWork>>, Vec<Tensor>)> {
         for slot in 0..self.sums.len() {
             // Pushed in an earlier micro-batch, but not in the last one.
             self.place_mean(slot)?;
         }
+        if !self.counts() {
+            return Ok((None, self.buckets));
+        }
         while self.works.len() < self.buckets.len() {
             self.send_next();
         }
-        Ok((self.works, self.buckets))
+        Ok((Some(self.works), self.buckets))
     }
 }
 

@@ -21,6 +21,10 @@ impl Feedback {
         Self { debts: Some(debts) }
     }
 
+    pub(crate) fn is_none(&self) -> bool {
+        self.debts.is_none()
+    }
+
     /// Begins an attempt at a step.
     pub(crate) fn begin(&self) {
         if let Some(debts) = &self.debts {

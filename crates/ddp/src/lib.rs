@@ -4,10 +4,9 @@
 //! go out in `buckets` as they are made ([`Ddp::step_with`]: overlap with the backward pass, several dtypes, micro-batches, unused
 //! parameters) or all at once ([`Ddp::step`]); then a vote, and on a yes the averages over the contributors go to the caller's optimizer.
 //!
-//! Gradients belong to a state (`attempt`): a step that fails is done again with those that were kept, unless the replica healed
-//! meanwhile. A replica that does not contribute computes nothing and follows along with zeros.
+//! Gradients belong to a state: a step that fails is done again with those that were kept, unless the replica healed
+//! meanwhile. What an attempt sends, and when the run is over, [`protocol::training::Steps`] decides; here it is done. A replica that does not contribute computes nothing and follows along with zeros.
 
-mod attempt;
 mod buckets;
 mod feedback;
 mod sampler;
@@ -16,13 +15,13 @@ mod state;
 use std::sync::Arc;
 use std::time::Duration;
 
-use attempt::{Kept, Sends};
 use buckets::BucketPlan;
 pub use buckets::{Sink, Slot};
-use checkpoint::{Integrity, StateDict};
+use checkpoint::StateDict;
 use feedback::Feedback;
 use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
+use protocol::training::{Sends, Share, Steps};
 use quant::ErrorFeedback;
 pub use sampler::{Part, Sampler};
 use state::Whole;
@@ -42,6 +41,13 @@ pub struct DdpConfig {
     /// A replica's samples follow from its place among the contributors ([`Sampler`]). A step that is done again with other contributors
     /// then computes its gradients anew; otherwise it sends those that it has.
     pub samples_by_contributor: bool,
+    /// [`Ddp::step_with`] asks for the quorum and begins to compute at once; the first full bucket, or [`Sink::participation`], waits for it. Default true.
+    ///
+    /// The step's time then does not contain that of the quorum. The results are the same: who is behind heals in the same step, and computes in vain
+    /// for once; what peers heal from is a snapshot after the forward and backward pass, so `compute` must leave alone what replicas share.
+    /// The quorum comes first, as without this, in a replica's first step and where an attempt is repeated, with
+    /// [`samples_by_contributor`](Self::samples_by_contributor), with error feedback, and in [`Ddp::step`], which hands its quorum to `compute`.
+    pub overlap_quorum: bool,
     /// How long a step may take, retries included.
     pub step_timeout: Duration,
 }
@@ -55,6 +61,7 @@ impl Default for DdpConfig {
             micro_batches: 1,
             steps: None,
             samples_by_contributor: false,
+            overlap_quorum: true,
             step_timeout: Duration::from_secs(600),
         }
     }
@@ -77,17 +84,15 @@ pub struct StepReport {
     pub healed: Option<Healed>,
 }
 
-/// How far the run has got.
+/// What a step is like.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    /// There was no quorum yet.
-    New,
-    /// There are steps to make.
-    Running,
-    /// The closing round is done.
-    Closed,
-    /// This replica has left.
-    Left,
+enum Run {
+    /// `compute` is told the quorum, and gives all gradients at once.
+    All,
+    /// It pushes them as they are made, and may begin before there is a quorum.
+    Buckets,
+    /// The closing round has no data.
+    Closing,
 }
 
 /// Fault-tolerant data parallel over a [`Replica`].
@@ -96,8 +101,7 @@ pub struct Ddp<R> {
     config: DdpConfig,
     plan: BucketPlan,
     feedback: Feedback,
-    integrity: Integrity,
-    stage: Stage,
+    steps: Steps<Vec<Tensor>>,
     on_reduce: Option<Box<dyn FnMut(i64, i64) + Send>>,
 }
 
@@ -113,12 +117,11 @@ impl<R: Replica> Ddp<R> {
         }
         let plan = BucketPlan::new(slots, config.first_bucket_elements, config.bucket_elements)?;
         Ok(Self {
+            steps: Steps::new(config.steps, config.samples_by_contributor),
             replica,
             config,
             plan,
             feedback: Feedback::default(),
-            integrity: Integrity::default(),
-            stage: Stage::New,
             on_reduce: None,
         })
     }
@@ -131,17 +134,11 @@ impl<R: Replica> Ddp<R> {
         self
     }
 
-    fn whole<'a>(
-        &'a mut self,
-        state: &'a mut dyn State,
-        kept: &'a mut Kept<Vec<Tensor>>,
-        own: bool,
-    ) -> Whole<'a> {
+    fn whole<'a>(&'a mut self, state: &'a mut dyn State, own: bool) -> Whole<'a> {
         Whole {
             state,
             feedback: &self.feedback,
-            kept,
-            integrity: &mut self.integrity,
+            steps: &mut self.steps,
             own,
         }
     }
@@ -149,7 +146,7 @@ impl<R: Replica> Ddp<R> {
     /// `state` and what is owed, for a checkpoint on disk between two steps. Errors: those of `state`; `InvalidState` if it is of no step.
     pub fn save(&mut self, state: &mut dyn State) -> Result<StateDict> {
         let mut out = StateDict::new();
-        self.whole(state, &mut Kept::new(false), true).save(&mut out)?;
+        self.whole(state, true).save(&mut out)?;
         Ok(out)
     }
 
@@ -157,12 +154,8 @@ impl<R: Replica> Ddp<R> {
     /// (`Manager::restore`). Errors: those of `state`, which leave one of no step; `InvalidArgument` for debts that are none; `InvalidState` once
     /// there was a step.
     pub fn restore(&mut self, from: &StateDict, state: &mut dyn State) -> Result<()> {
-        self.integrity.check()?;
-        if self.stage != Stage::New {
-            let text = "restore comes before the first step: what the state holds now is of the present one";
-            return Err(Error::new(ErrorKind::InvalidState, text));
-        }
-        self.whole(state, &mut Kept::new(false), true).load(from)
+        self.steps.may_restore()?;
+        self.whole(state, true).load(from)
     }
 
     /// Calls `f(step, epoch)` whenever a step's gradients have been handed to the group.
@@ -212,7 +205,7 @@ impl<R: Replica> Ddp<R> {
         }
         let slots = self.plan.len();
         let push_all = |state: &mut S, _: u32, sink: &mut Sink<'_>| {
-            let gradients = compute(state, sink.participation())?;
+            let gradients = compute(state, sink.participation()?)?;
             if gradients.len() != slots {
                 let text = format!(
                     "{} gradients were computed; there are {slots} slots",
@@ -223,7 +216,7 @@ impl<R: Replica> Ddp<R> {
             let mut all = gradients.iter().enumerate().rev();
             all.try_for_each(|(slot, g)| sink.push(slot, g))
         };
-        self.run(state, false, push_all, |state, averages| {
+        self.run(state, Run::All, push_all, |state, averages| {
             let averages = averages
                 .into_iter()
                 .map(|t| t.into_vec::<f32>().map_err(Error::from))
@@ -241,7 +234,7 @@ impl<R: Replica> Ddp<R> {
         compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
         apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
     ) -> Result<StepReport> {
-        self.run(state, false, compute, apply)
+        self.run(state, Run::Buckets, compute, apply)
     }
 
     /// True once the configured number of steps is done; only `finish` is left to call.
@@ -252,15 +245,15 @@ impl<R: Replica> Ddp<R> {
     /// True once an operator has told this replica to drain and the step with which it was told has committed: only [`leave`](Self::leave)
     /// is left to call.
     pub fn is_drained(&self) -> bool {
-        self.replica.draining() && self.stage == Stage::Running
+        self.replica.draining() && self.steps.is_running()
     }
 
     /// Leaves between two steps, while the other replicas go on. Errors: `InvalidState` if the run has ended; those of the group's end.
     pub fn leave(&mut self) -> Result<()> {
-        self.check()?;
-        self.stage = Stage::Closed;
+        self.steps.check()?;
+        self.steps.close()?;
         self.replica.leave(deadline_in(Duration::from_secs(5)))?;
-        self.stage = Stage::Left;
+        self.steps.left();
         Ok(())
     }
 
@@ -270,85 +263,84 @@ impl<R: Replica> Ddp<R> {
     ///
     /// Errors: those of [`step`](Self::step); `InvalidState` if the run has ended already.
     pub fn finish<S: State>(&mut self, state: &mut S) -> Result<()> {
-        if self.stage == Stage::Left {
-            return self.check();
+        if self.steps.has_left() {
+            return self.steps.check();
         }
-        // A replica that healed right into the closing round has been through it already.
-        let is_open = self.stage != Stage::Closed;
-        if is_open && self.config.steps.is_none_or(|n| self.current_step() <= n) {
-            self.run(state, true, |_, _, _| Ok(()), |_, _| Ok(()))?;
+        if self.steps.closing_is_due(self.current_step()) {
+            self.run(state, Run::Closing, |_, _, _| Ok(()), |_, _| Ok(()))?;
         }
-        self.integrity.check()?;
-        self.stage = Stage::Closed;
+        self.steps.close()?;
         self.replica.leave(deadline_in(Duration::from_secs(5)))?;
-        self.stage = Stage::Left;
-        Ok(())
-    }
-
-    /// Errors: `InvalidState` if there can be no step.
-    fn check(&self) -> Result<()> {
-        self.integrity.check()?;
-        if matches!(self.stage, Stage::Closed | Stage::Left) {
-            let text = "the run has ended: finish was called, and no step comes after it";
-            return Err(Error::new(ErrorKind::InvalidState, text));
-        }
+        self.steps.left();
         Ok(())
     }
 
     fn run<S: State>(
         &mut self,
         state: &mut S,
-        closing: bool,
+        kind: Run,
         mut compute: impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
         apply: impl FnOnce(&mut S, Vec<Tensor>) -> Result<()>,
     ) -> Result<StepReport> {
-        self.check()?;
+        self.steps.begin(kind == Run::Closing)?;
         let deadline = deadline_in(self.config.step_timeout);
         let mut failed_attempts = 0;
         let mut healed = None;
-        let mut kept = Kept::new(self.config.samples_by_contributor);
         loop {
+            let step = self.replica.current_step();
+            let is_last = self.steps.is_last(step);
+            self.replica.set_last(is_last);
+            let overlaps = kind == Run::Buckets && !is_last && failed_attempts == 0 && self.may_overlap();
+            let mut under_way = None;
+            if overlaps && self.replica.begin_quorum(deadline)? {
+                let (works, buckets) = match self.gradients(None, state, &mut compute) {
+                    Ok(made) => made,
+                    Err(error) => {
+                        // What was sent of it belongs to no step.
+                        self.replica.abandon_quorum();
+                        return Err(error);
+                    }
+                };
+                // Forgotten if this replica heals now.
+                self.steps.keep_ahead(step, buckets);
+                under_way = works;
+            }
             let mut whole = Whole {
                 state,
                 feedback: &self.feedback,
-                kept: &mut kept,
-                integrity: &mut self.integrity,
+                steps: &mut self.steps,
                 own: false,
             };
-            let step = self.replica.current_step();
-            self.replica
-                .set_last(closing || self.config.steps.is_some_and(|n| step >= n));
             let participation = self.replica.start_quorum(&mut whole, deadline)?;
-            // A recovery that failed is a lost vote for the replica; from half of a state nobody goes on (INV-5).
-            self.integrity.check()?;
-            self.stage = Stage::Running;
+            let share = Share {
+                step: participation.step,
+                contributor_rank: participation
+                    .contributor_rank
+                    .filter(|_| participation.contributes),
+                contributors: participation.contributors,
+            };
+            let sends = self.steps.joined(&share)?;
             if participation.healed.is_some() {
                 healed = participation.healed.clone();
             }
-            let closing = closing || self.config.steps.is_some_and(|n| participation.step >= n);
+            let closing = sends == Sends::Nothing;
             self.feedback.begin();
-            let works = match kept.sends(&participation, closing) {
+            let works = match sends {
+                Sends::Again if under_way.is_some() => under_way.take().unwrap_or_default(),
                 Sends::Nothing => Vec::new(),
                 Sends::Zeros => self.plan.send_zeros(&mut self.replica),
-                Sends::Again(buckets) => {
+                Sends::Again => {
                     let again = |b| {
                         self.replica
                             .allreduce(vec![buckets::copy(b)], ftcore::ReduceOp::Avg)
                     };
-                    buckets.iter().map(again).collect()
+                    self.steps.kept().into_iter().flatten().map(again).collect()
                 }
                 Sends::Fresh => {
-                    let n = self.config.micro_batches;
-                    let mut sink = Sink::new(&mut self.replica, &self.plan, &participation, n);
-                    for micro_batch in 0..n {
-                        if micro_batch > 0 {
-                            sink.next_micro_batch();
-                        }
-                        compute(state, micro_batch, &mut sink)?;
-                    }
-                    let (works, buckets) = sink.finish()?;
-                    kept.keep(&participation, buckets);
-                    works
+                    let part = Some(participation.clone());
+                    let (works, buckets) = self.gradients(part, state, &mut compute)?;
+                    self.steps.keep(&share, buckets);
+                    works.unwrap_or_default()
                 }
             };
             if let Some(f) = self.on_reduce.as_mut().filter(|_| !closing) {
@@ -369,7 +361,7 @@ impl<R: Replica> Ddp<R> {
                     }
                     Ok(n)
                 });
-                let contributors = self.integrity.record(applied)?;
+                let contributors = self.steps.applied(applied)?;
                 return Ok(StepReport {
                     step: participation.step,
                     epoch: participation.epoch,
@@ -387,6 +379,34 @@ impl<R: Replica> Ddp<R> {
                 )));
             }
         }
+    }
+
+    /// Whether a step may begin before its quorum stands. A new replica heals at its first quorum. The state that error feedback owes changes with
+    /// what is sent, and so does a share of the data that follows from the quorum.
+    fn may_overlap(&self) -> bool {
+        self.config.overlap_quorum
+            && self.steps.is_running()
+            && !self.config.samples_by_contributor
+            && self.feedback.is_none()
+    }
+
+    /// Computes the gradients of a step and sends them as they are made, if they count: what is under way then, and the buckets. Without a
+    /// `participation` the quorum was begun.
+    fn gradients<S: State>(
+        &mut self,
+        participation: Option<Participation>,
+        state: &mut S,
+        compute: &mut impl FnMut(&mut S, u32, &mut Sink<'_>) -> Result<()>,
+    ) -> Result<(Option<Vec<ManagedWork>>, Vec<Tensor>)> {
+        let n = self.config.micro_batches;
+        let mut sink = Sink::new(&mut self.replica, &self.plan, participation, n);
+        for micro_batch in 0..n {
+            if micro_batch > 0 {
+                sink.next_micro_batch();
+            }
+            compute(state, micro_batch, &mut sink)?;
+        }
+        sink.finish()
     }
 
     /// The reduced buckets and the least number of contributors, or `None` if any failed.

@@ -1,26 +1,25 @@
 //! What a replica of data parallel is made of, and what taking it over does: the caller's state and what error feedback owes.
 
-use checkpoint::{Integrity, StateDict};
+use checkpoint::StateDict;
 use ftcore::{Result, Tensor};
 use manager::State;
+use protocol::training::Steps;
 
-use crate::attempt::Kept;
 use crate::feedback::Feedback;
 
 /// Everything that travels to a healing replica or goes to disk, and what depends on it here.
 pub(crate) struct Whole<'a> {
     pub(crate) state: &'a mut dyn State,
     pub(crate) feedback: &'a Feedback,
-    /// Gradients that were computed on the state so far.
-    pub(crate) kept: &'a mut Kept<Vec<Tensor>>,
-    pub(crate) integrity: &'a mut Integrity,
+    /// What was computed on the state so far, and whether it is of a step.
+    pub(crate) steps: &'a mut Steps<Vec<Tensor>>,
     /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
     pub(crate) own: bool,
 }
 
 impl State for Whole<'_> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
-        self.integrity.check()?;
+        self.steps.check_state()?;
         self.feedback.save(out)?;
         self.state.save(out)
     }
@@ -28,7 +27,6 @@ impl State for Whole<'_> {
     fn load(&mut self, from: &StateDict) -> Result<()> {
         // What is owed is checked whole before it is taken over; from then on the state is another one, however far its loading gets.
         self.feedback.load(from, self.own)?;
-        self.kept.forget();
-        self.integrity.record(self.state.load(from))
+        self.steps.loaded(self.state.load(from))
     }
 }

@@ -356,3 +356,130 @@ fn sizes_of_zero_are_refused() {
         assert!(e.to_string().contains(says), "{e}");
     }
 }
+
+/// A replica in its second step, whose quorums are found while it computes.
+fn looking_ahead() -> (Ddp<ScriptedReplica>, Sent) {
+    let (mut replica, sent) = doubled();
+    replica.looks_ahead = true;
+    let mut d = Ddp::new(replica, &[Slot::f32(1)], DdpConfig::default()).unwrap();
+    d.step_with(&mut Nothing, |_, _, sink| sink.push(0, &[1.0f32]), |_, _| Ok(()))
+        .unwrap();
+    sent.borrow_mut().clear();
+    (d, sent)
+}
+
+#[test]
+fn a_full_bucket_leaves_once_the_quorum_stands_that_was_begun_with_the_computing() {
+    let (mut d, sent) = looking_ahead();
+    let mut averages = Vec::new();
+    let report = d.step_with(
+        &mut Nothing,
+        |_, _, sink| {
+            sink.push(0, &[3.0f32])?;
+            assert_eq!(sent.borrow().len(), 1, "the quorum stands now");
+            assert_eq!(sink.participation()?.step, 1);
+            Ok(())
+        },
+        |_, a| {
+            averages = a[0].as_slice::<f32>().unwrap().to_vec();
+            Ok(())
+        },
+    );
+    assert_eq!((report.unwrap().step, averages), (1, vec![6.0]));
+}
+
+#[test]
+fn a_step_that_fails_is_done_again_with_what_was_computed_before_its_quorum() {
+    let (mut replica, sent) = doubled();
+    replica.looks_ahead = true;
+    replica.reductions = [true, false].into();
+    let mut d = Ddp::new(replica, &[Slot::f32(1)], DdpConfig::default()).unwrap();
+    let (mut computed, mut averages) = (0, Vec::new());
+    let mut step = || {
+        d.step_with(
+            &mut Nothing,
+            |_, _, sink| {
+                computed += 1;
+                sink.push(0, &[3.0f32])
+            },
+            |_, a| {
+                averages.push(a[0].as_slice::<f32>().unwrap()[0]);
+                Ok(())
+            },
+        )
+        .unwrap()
+    };
+    step();
+    assert_eq!(step().failed_attempts, 1);
+    assert_eq!((computed, averages), (2, vec![6.0, 6.0]));
+    assert_eq!(sent.borrow().len(), 3);
+}
+
+#[test]
+fn what_was_computed_before_a_quorum_in_which_the_replica_heals_is_never_sent() {
+    let sent = Rc::new(RefCell::new(Vec::new()));
+    let seen = sent.clone();
+    let mut replica = ScriptedReplica::averaging(move |own| {
+        seen.borrow_mut().push(own.to_vec());
+        own.to_vec()
+    });
+    replica.looks_ahead = true;
+    // Not in the first step, whose quorum comes first.
+    replica.heal_after = 1;
+    let mut source = StateDict::new();
+    Weight(100.0).save(&mut source).unwrap();
+    replica.heal = Some(Source::Now(5, source));
+    let mut d = Ddp::new(replica, &[Slot::f32(1)], DdpConfig::default()).unwrap();
+    let mut weight = Weight(0.0);
+    let mut computed = Vec::new();
+    let mut step = || {
+        d.step_with(
+            &mut weight,
+            |w, _, sink| {
+                computed.push(w.0);
+                sink.push(0, &[w.0 + 1.0])
+            },
+            |w, a| {
+                w.0 -= a[0].as_slice::<f32>().unwrap()[0];
+                Ok(())
+            },
+        )
+        .unwrap()
+    };
+    assert!(step().healed.is_none());
+    let report = step();
+    assert_eq!((report.step, report.healed.is_some()), (5, true));
+    assert_eq!(
+        *sent.borrow(),
+        [[1.0], [0.0]],
+        "zeros, and not what the old state gave"
+    );
+    assert_eq!(computed, [0.0, -1.0]);
+    assert_eq!(
+        weight.0, 100.0,
+        "the averages of the others, on the state that it took"
+    );
+}
+
+#[test]
+fn a_step_whose_quorum_does_not_come_about_is_an_error_and_may_be_called_again() {
+    let (mut replica, sent) = doubled();
+    replica.looks_ahead = true;
+    replica.quorums = [true, false].into();
+    let mut d = Ddp::new(replica, &[Slot::f32(1)], DdpConfig::default()).unwrap();
+    let mut step = |gradient: Result<f32>| {
+        let mut gradient = Some(gradient);
+        d.step_with(
+            &mut Nothing,
+            |_, _, sink| sink.push(0, &[gradient.take().unwrap()?]),
+            |_, _| Ok(()),
+        )
+    };
+    step(Ok(1.0)).unwrap();
+    assert_eq!(step(Ok(1.0)).unwrap_err().kind(), ErrorKind::Timeout);
+    assert_eq!(sent.borrow().len(), 1);
+    // Nor does one leave anything behind in which the caller fails.
+    let mine = Error::new(ErrorKind::Internal, "no data");
+    assert_eq!(step(Err(mine)).unwrap_err().message(), "no data");
+    assert_eq!(step(Ok(1.0)).unwrap().step, 1);
+}

@@ -4,6 +4,7 @@ use std::fmt;
 use std::time::Duration;
 
 use ftcore::{Error, Result};
+use protocol::training::RoundRules;
 
 use crate::Backup;
 use crate::optim::{AdamW, Optimizer, Sgd};
@@ -164,6 +165,16 @@ impl DilocoConfig {
     /// Inner steps between two rounds: H / P.
     pub fn round_steps(&self) -> u64 {
         self.sync_every / (self.fragments.max(1) as u64)
+    }
+
+    /// What the order of the rounds follows from.
+    pub(crate) fn rules(&self) -> RoundRules {
+        RoundRules {
+            round_steps: self.round_steps(),
+            delay: self.delay,
+            eager: self.eager,
+            last: self.rounds,
+        }
     }
 
     /// Checks every constraint.

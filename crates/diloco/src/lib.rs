@@ -14,7 +14,6 @@ mod ferry;
 mod fragment;
 pub mod optim;
 mod params;
-mod schedule;
 mod state;
 mod streaming;
 mod tensors;

@@ -1,13 +1,13 @@
 //! What a replica of DiLoCo is made of, and how it travels to one that heals.
 
-use checkpoint::{Integrity, StateDict};
+use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
 use manager::State;
+use protocol::training::Rounds;
 
 use crate::backup::Copies;
 use crate::feedback::Feedback;
 use crate::optim::Optimizer;
-use crate::schedule::Rounds;
 use crate::{FragmentPlan, OuterOptimizer, Parameters};
 
 /// One fragment's outer state.
@@ -20,13 +20,6 @@ pub(crate) struct Fragment {
     pub(crate) base: Option<Copies>,
 }
 
-/// The outer gradient of a round, kept until the round commits. It belongs to the state that it was made of.
-pub(crate) struct Kept {
-    pub(crate) step: i64,
-    /// Flat over the fragment's parameters.
-    pub(crate) values: Vec<f32>,
-}
-
 /// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round, what
 /// error feedback owes, and whatever the training loop adds.
 pub(crate) struct Whole<'a, P> {
@@ -34,15 +27,12 @@ pub(crate) struct Whole<'a, P> {
     pub(crate) plan: &'a FragmentPlan,
     pub(crate) outer: OuterOptimizer,
     pub(crate) fragments: &'a mut [Fragment],
-    pub(crate) rounds: &'a mut Rounds,
-    /// What was made of the state so far.
-    pub(crate) kept: &'a mut Option<Kept>,
+    pub(crate) rounds: &'a mut Rounds<Vec<f32>>,
     pub(crate) feedback: &'a Feedback,
     /// Values per all-reduce: debts are kept by all-reduce.
     pub(crate) bucket_elements: usize,
     /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
     pub(crate) own: bool,
-    pub(crate) integrity: &'a mut Integrity,
     pub(crate) inner: &'a mut dyn State,
 }
 
@@ -146,11 +136,7 @@ impl<P: Parameters> State for Whole<'_, P> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         out.set_metadata(LAYOUT, self.layout());
         out.set_metadata(OUTER, self.outer.to_string());
-        let count = if self.own {
-            self.rounds.own_count()
-        } else {
-            self.rounds.count()
-        };
+        let count = self.rounds.count(self.own);
         out.insert_i64s("diloco/count", &[i64::try_from(count).unwrap_or(i64::MAX)])?;
         for i in 0..self.params.len() {
             let mut saved = Ok(());
@@ -214,13 +200,10 @@ impl<P: Parameters> State for Whole<'_, P> {
         }
         let optimizers = self.optimizers(from)?;
         self.feedback.load(from, self.own)?;
-        *self.kept = None;
         // From here on only the training loop's own state, or a device, can say no.
         let inner = self.inner.load(from);
         let written = inner.and_then(|()| self.write(&locals, &globals, &bases, optimizers));
-        self.integrity.record(written)?;
-        self.rounds.replaced(count);
-        Ok(())
+        self.rounds.loaded(count, written)
     }
 }
 

@@ -9,7 +9,7 @@
 //! With *eager updates* (arXiv 2502.12996) a round is begun where the one before it is finished, and overlaps with all inner
 //! steps up to the next: see [`DilocoConfig::eager`] for what the local parameters are meanwhile.
 //!
-//! What is due when is decided by `schedule`, which knows no parameters, replicas or clock; here it is done. An error leaves what was due to
+//! What is due when, and what goes out, is decided by [`protocol::training::Rounds`], which knows no parameters, replicas or clock; here it is done. An error leaves what was due to
 //! the next call.
 //!
 //! What a quantised group owes of earlier rounds (`feedback`) follows the rounds: a commit keeps what the round changed, anything
@@ -20,16 +20,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::Integrity;
 use ftcore::{Device, Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
 use manager::{Healed, ManagedWork, Participation, Replica, State};
+use protocol::training::{Due, Rounds, Sends};
 use quant::ErrorFeedback;
 
 use crate::backup::Keeper;
 use crate::feedback::Feedback;
 use crate::params::ParametersHash;
-use crate::schedule::{Due, Rounds};
-use crate::state::{Fragment, Kept, Whole};
+use crate::state::{Fragment, Whole};
 use crate::{DilocoConfig, FragmentPlan, Parameters};
 
 mod outer;
@@ -65,10 +64,8 @@ pub struct Diloco<R, P> {
     plan: FragmentPlan,
     fragments: Vec<Fragment>,
     feedback: Feedback,
-    rounds: Rounds,
-    integrity: Integrity,
-    /// The outer gradient of the round in flight, needed again if the round has to be repeated.
-    kept: Option<Kept>,
+    /// With the outer gradient of the round in flight, flat over the fragment's parameters.
+    rounds: Rounds<Vec<f32>>,
     works: Vec<ManagedWork>,
     /// This replica's part in the round in flight.
     participation: Option<Participation>,
@@ -104,7 +101,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 optimizer: config.outer.build(),
             });
         }
-        let rounds = Rounds::new(&config);
+        let rounds = Rounds::new(config.rules());
         Ok(Self {
             replica,
             params,
@@ -113,8 +110,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             fragments,
             feedback: Feedback::default(),
             rounds,
-            integrity: Integrity::default(),
-            kept: None,
             works: Vec::new(),
             participation: None,
             reports: Vec::new(),
@@ -182,7 +177,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     ///
     /// Errors: those of a device that holds the copies; `InvalidState` if the state is of no step.
     pub fn global_hash(&self) -> Result<String> {
-        self.integrity.check()?;
+        self.rounds.check_state()?;
         let mut hash = ParametersHash::default();
         for (i, fragment, slot) in self.homes() {
             fragment.global.read(slot, &mut |values| {
@@ -209,22 +204,22 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Errors: those of a device that holds parameters or copies; if the local ones cannot be put back, the state is of no step.
     /// `InvalidState` if it is already.
     pub fn with_global<T>(&mut self, f: impl FnOnce(&P) -> T) -> Result<T> {
-        self.integrity.check()?;
+        self.rounds.check_state()?;
         let mut locals = Vec::with_capacity(self.params.len());
         for i in 0..self.params.len() {
             self.params.read(i, &mut |v| locals.push(v.to_vec()))?;
         }
-        let result = self.show_global().map(|()| f(&self.params));
+        let result = self.show_global(None).map(|()| f(&self.params));
         for (i, values) in locals.iter().enumerate() {
             let back = self.params.write(i, &mut |p| p.copy_from_slice(values));
-            self.integrity.record(back)?;
+            self.rounds.written(back)?;
         }
         result
     }
 
-    /// Sets the parameters to the global ones.
-    fn show_global(&mut self) -> Result<()> {
-        for (n, fragment) in self.fragments.iter().enumerate() {
+    /// Sets the parameters to the global ones, of all fragments but one.
+    fn show_global(&mut self, but: Option<usize>) -> Result<()> {
+        for (n, fragment) in self.fragments.iter().enumerate().filter(|(n, _)| Some(*n) != but) {
             for (slot, &i) in self.plan.members(n).iter().enumerate() {
                 let params = &mut self.params;
                 fragment.global.read(slot, &mut |values| {
@@ -247,11 +242,9 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             outer: self.config.outer,
             fragments: &mut self.fragments,
             rounds: &mut self.rounds,
-            kept: &mut self.kept,
             feedback: &self.feedback,
             bucket_elements: self.config.bucket_elements,
             own,
-            integrity: &mut self.integrity,
             inner,
         }
     }
@@ -263,7 +256,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Errors: those of [`after_inner_step`](Self::after_inner_step); after one that can be retried, call it again. `InvalidState` if the run
     /// has begun.
     pub fn begin(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
-        self.integrity.check()?;
         self.rounds.begin()?;
         self.drive(inner)?;
         self.rounds.begun();
@@ -272,8 +264,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 
     /// True if the next [`after_inner_step`](Self::after_inner_step) may wait for other replicas.
     pub fn next_step_syncs(&self) -> bool {
-        let mut next = self.rounds;
-        next.inner_step().is_ok() && next.due().is_some()
+        self.rounds.next_step_syncs()
     }
 
     /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the reports of the rounds
@@ -283,7 +274,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// goes on with what was due and counts no inner step, so make none before it. `InvalidState` before `begin`, after the last round, or if
     /// the state is of no step. What else cannot be retried.
     pub fn after_inner_step(&mut self, inner: &mut dyn State) -> Result<Vec<RoundReport>> {
-        self.integrity.check()?;
+        self.rounds.check_state()?;
         self.replica.progress();
         self.rounds.inner_step()?;
         self.drive(inner)?;
@@ -304,7 +295,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Leaves between two rounds, while the other replicas go on. Inner steps that no round has sent yet are lost. Errors: `InvalidState`
     /// before `begin`, or if the run has ended; those of the group's end.
     pub fn leave(&mut self) -> Result<()> {
-        self.integrity.check()?;
         self.rounds.leave()?;
         self.replica.leave(deadline_in(Duration::from_secs(5)))
     }
@@ -315,7 +305,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Errors: those of [`after_inner_step`](Self::after_inner_step); after one that can be retried, call it again. `InvalidState` if the run
     /// has ended.
     pub fn finish(&mut self, inner: &mut dyn State) -> Result<()> {
-        self.integrity.check()?;
         self.rounds.close()?;
         self.drive(inner)?;
         self.replica.leave(deadline_in(Duration::from_secs(5)))?;
@@ -331,7 +320,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 Due::Send => self.send(inner, deadline)?,
                 Due::Finish => {
                     if self.finish_attempt(deadline)? {
-                        if self.is_drained() && !self.rounds.is_closing() {
+                        if self.is_drained() && self.rounds.may_leave() {
                             // No round begins that this replica would leave in the middle.
                             return Ok(());
                         }
@@ -343,11 +332,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Ok(())
     }
 
-    fn quorum(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<Participation> {
+    fn quorum(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<(Participation, Sends)> {
         let begun = Instant::now();
-        // The closing round has no data, as that of step 0, which is the first.
-        let step = self.replica.current_step();
-        self.replica.set_last(step > 0 && !self.rounds.has_data(step));
+        let is_last = self.rounds.is_last(self.replica.current_step());
+        self.replica.set_last(is_last);
         // A round that a replica misses costs more than a transfer that the others wait for.
         self.replica.set_joins_at_once(true);
         let mut whole = Whole {
@@ -356,17 +344,18 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             outer: self.config.outer,
             fragments: &mut self.fragments,
             rounds: &mut self.rounds,
-            kept: &mut self.kept,
             feedback: &self.feedback,
             bucket_elements: self.config.bucket_elements,
             own: false,
-            integrity: &mut self.integrity,
             inner,
         };
-        let participation = self.replica.start_quorum(&mut whole, deadline)?;
-        // A recovery that failed is a lost vote for the replica; with half of it written nobody may go on from here (INV-5).
-        self.integrity.check()?;
-        self.rounds.joined(participation.step);
+        let participation = self.replica.start_quorum(&mut whole, deadline);
+        if self.rounds.drops_inherited() {
+            let dropped = self.start_at_global();
+            self.rounds.written(dropped)?;
+        }
+        let participation = participation?;
+        let sends = self.rounds.joined(participation.step)?;
         if participation.healed.is_some() {
             self.healed = participation.healed.clone();
             self.reports
@@ -374,37 +363,34 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 .for_each(|report| report.superseded = true);
         }
         self.sync += begun.elapsed();
-        Ok(participation)
+        Ok((participation, sends))
     }
 
     /// Quorum, then the outer gradient of the step's fragment goes out.
     fn send(&mut self, inner: &mut dyn State, deadline: Instant) -> Result<()> {
-        let participation = self.quorum(inner, deadline)?;
+        let (participation, sends) = self.quorum(inner, deadline)?;
         self.works.clear();
-        if self.rounds.has_data(participation.step) {
-            self.reduce(&participation)?;
-        } else {
-            self.kept = None;
+        if sends != Sends::Nothing {
+            self.reduce(&participation, sends == Sends::Fresh)?;
         }
         self.participation = Some(participation);
         self.rounds.sent();
         Ok(())
     }
 
-    /// Hands the gradient of the participation's step to the group: the one that was kept, if that is of this step and state, or a new one.
-    fn reduce(&mut self, participation: &Participation) -> Result<()> {
+    /// Hands the outer gradient of the participation's step to the group: a new one, or the one that was kept.
+    fn reduce(&mut self, participation: &Participation, is_new: bool) -> Result<()> {
         let step = participation.step;
         let fragment = self.fragment_at(step);
-        let kept = self.kept.take().filter(|kept| kept.step == step);
-        let is_new = kept.is_none();
-        let values = match kept {
-            Some(kept) => kept.values,
-            None => self.outer_gradient(fragment)?,
-        };
+        if is_new {
+            let values = self.outer_gradient(fragment)?;
+            self.rounds.keep(step, values);
+        }
         self.feedback.begin(fragment);
         if let Some(f) = &mut self.before_reduce {
             f(step);
         }
+        let values = self.rounds.kept().map_or(&[][..], Vec::as_slice);
         for bucket in values.chunks(self.config.bucket_elements) {
             let bucket = vec![Tensor::from_slice(bucket)];
             self.works.push(self.replica.allreduce(bucket, ReduceOp::Avg));
@@ -412,15 +398,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);
         }
-        let ahead = if self.config.eager && is_new {
-            let share = own_share(participation);
-            let own: Vec<f32> = values.iter().map(|g| g * share).collect();
-            self.look_ahead(fragment, &own)
-        } else {
-            Ok(())
-        };
-        self.kept = Some(Kept { step, values });
-        self.integrity.record(ahead)
+        if !(self.config.eager && is_new) {
+            return Ok(());
+        }
+        let share = own_share(participation);
+        let own: Vec<f32> = values.iter().map(|g| g * share).collect();
+        let ahead = self.look_ahead(fragment, &own);
+        self.rounds.written(ahead)
     }
 
     /// Waits for what was sent, votes, and applies it on a yes. On a no the round is to be done again; true if it was committed.
@@ -455,9 +439,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
                 "a step was committed although a reduction failed",
             )),
         };
-        let contributors = self.integrity.record(applied)?;
-        self.kept = None;
-        self.rounds.committed();
+        let contributors = self.rounds.applied(applied)?;
         let report = self.report(&participation, contributors);
         self.reports.push(report);
         Ok(true)
@@ -478,7 +460,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
 
     /// The mean outer gradient and the least number of contributors, or `None` if any bucket failed.
     fn collect(&mut self) -> Option<(Vec<f32>, u32)> {
-        let expected = self.kept.as_ref().map_or(0, |kept| kept.values.len());
+        let expected = self.rounds.kept().map_or(0, Vec::len);
         let mut mean = Vec::with_capacity(expected);
         let mut contributors = u32::MAX;
         for work in self.works.drain(..) {

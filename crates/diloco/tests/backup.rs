@@ -219,9 +219,10 @@ fn a_replica_heals_and_a_stopped_run_goes_on_from_either_place_into_either() {
             let mut healed = healed(&device, kept(into, &config), (step, saved));
             let (there, here) = (end(&mut source), end(&mut healed));
             assert_eq!((&here.0, &here.2), (&there.0, &there.2));
-            // With eager updates its part of the round in flight is not the source's: it does not contribute.
+            // With eager updates its part of the round in flight is not the source's: it does not contribute. Of several fragments it holds none of
+            // the source's inner steps.
             assert!(
-                config.eager || here.1 == there.1,
+                config.eager || config.fragments > 1 || here.1 == there.1,
                 "{from} into {into}: {config:?}"
             );
         }

@@ -161,3 +161,62 @@ fn with_eager_updates_a_replica_looks_ahead_by_its_part_of_the_mean_once_and_by_
         assert_eq!(d.params().get(0).unwrap(), [global - 2.0; 3]);
     }
 }
+
+/// The first value of each of the two fragments, globally.
+fn globals(d: &mut Run) -> [f32; 2] {
+    d.with_global(|p| [p.get(0).unwrap()[0], p.get(1).unwrap()[0]])
+        .unwrap()
+}
+
+/// Two fragments and an outer step that adopts the mean.
+fn two_fragments(delay: u64, mixing: f32, eager: bool) -> DilocoConfig {
+    DilocoConfig {
+        sync_every: 8,
+        fragments: 2,
+        delay,
+        mixing,
+        eager,
+        ..DilocoConfig::local_sgd(8)
+    }
+}
+
+#[test]
+fn inv4_inner_steps_of_the_source_count_once_in_every_fragment_after_a_heal() {
+    // Of three rounds of four inner steps: the first and the third are of one fragment, the second of the other. Ranks 0, 1 and 2 take 1, 2 and 6 off
+    // in every inner step, and rank 2 has healed into the first round when it was sent.
+    let cases = [
+        // -4 and -8; -8, -16 and four steps of 6; from the mix on -8, -16 and eight steps of 6.
+        (two_fragments(0, 0.0, false), [-6.0, -16.0, -30.0]),
+        (two_fragments(0, 0.5, false), [-6.0, -16.0, -30.0]),
+        // -3 and -6; -7, -14 and four steps of 6; from (-4.25, -6.25, -4.5) on -7, -14 and seven steps of 6.
+        (two_fragments(1, 0.5, false), [-4.5, -15.0, -26.0]),
+        (two_fragments(0, 0.0, true), [-6.0, -16.0, -30.0]),
+    ];
+    for (config, expected) in cases {
+        let (offer, heal) = channel();
+        let (offer, heal) = (Mutex::new(Some(offer)), Mutex::new(Some(heal)));
+        let ends = ranks(3, |rank, store| {
+            let mut replica = ScriptedReplica::connected(gloo(1, store, (rank, 3)), (rank, 3));
+            if rank == 2 {
+                replica.heal = heal.lock().unwrap().take().map(Source::From);
+                replica.heal_after = 1;
+            }
+            let mut d = begun(replica, &[3, 3], config.clone());
+            if rank == 0 {
+                *d.replica().offer.lock().unwrap() = offer.lock().unwrap().take();
+            }
+            let by = [1.0, 2.0, 6.0][rank as usize];
+            let all = [(); 3].map(|_| {
+                let report = rounds(&mut d, by, 1).remove(0);
+                (report.contributors, globals(&mut d))
+            });
+            settle(&d);
+            all
+        });
+        let [first, second, third] = expected;
+        let known = [(2, [first, 0.0]), (3, [first, second]), (3, [third, second])];
+        for (rank, end) in ends.iter().enumerate() {
+            assert_eq!(*end, known, "rank {rank}: {config:?}");
+        }
+    }
+}

@@ -40,7 +40,7 @@ pub enum ErrorKind {
     Corrupt,
     /// A vendor library reported an error; `code` and the message are its own.
     Backend,
-    /// A defect in oxccl. Please report it.
+    /// A defect: in oxccl, or in a plugin that the text names. Please report it.
     Internal,
 }
 
@@ -61,9 +61,7 @@ impl ErrorKind {
             Self::InvalidState => "configure the group (again) first",
             Self::Timeout => "raise the deadline, or look at the ranks named",
             Self::PeerLost => "configure the group without that peer",
-            Self::Protocol => {
-                "check that both sides run compatible versions and that the port is the right one"
-            }
+            Self::Protocol => "check that both sides run compatible versions",
             Self::Mismatch => "call the same collective with the same dtype, count and root on every rank",
             Self::Aborted | Self::Poisoned => "configure the group again",
             Self::NotFound => "check the name",
@@ -72,7 +70,9 @@ impl ErrorKind {
             Self::Io => "see the operating system's error",
             Self::Corrupt => "fetch the state again from another source",
             Self::Backend => "see the library's own text and code",
-            Self::Internal => "this is a defect in oxccl; please report it",
+            Self::Internal => {
+                "please report it, with this text, to the authors of oxccl or of the plugin that it names"
+            }
         }
     }
 }
@@ -208,6 +208,12 @@ impl Error {
             i.context.dtype = Some(dtype);
             i.context.count = Some(count);
         })
+    }
+
+    /// Adds to what happened.
+    #[must_use]
+    pub(crate) fn with_more(self, text: &str) -> Self {
+        self.edit(|i| i.message.push_str(text))
     }
 
     /// Keeps the library's or server's own code.

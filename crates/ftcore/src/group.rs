@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use crate::{
-    Capabilities, Checked, Completion, Device, Error, Failed, Rejected, Result, Store, SubmitOptions, Work,
+    Cancel, Capabilities, Checked, Completion, Device, Error, Failed, Rejected, Result, Store, SubmitOptions,
+    Work,
 };
 
 /// The generation of a group's configuration. Every frame carries it (INV-1).
@@ -55,6 +56,8 @@ pub struct Configuration {
     pub world_size: u32,
     /// `configure` fails with `Timeout` at this instant, naming the missing ranks and the phase (L33).
     pub deadline: Instant,
+    /// Ends `configure` early with its reason; every wait below looks at it.
+    pub cancel: Cancel,
 }
 
 impl fmt::Debug for Configuration {
@@ -97,7 +100,7 @@ pub trait ProcessGroup: Send + Sync {
     /// Connects the ranks at a new epoch, ending whatever an earlier one left over (its work fails as `Aborted`).
     ///
     /// Errors: `InvalidArgument` (epoch not larger, rank out of range), `Timeout` (missing ranks and phase named),
-    /// `PeerLost`, `Mismatch` (ranks disagree on world size or constants). After an error the group is unconfigured.
+    /// `PeerLost`, `Mismatch` (ranks disagree on world size or constants), the reason of the token if it is cancelled. After an error the group is unconfigured.
     fn configure(&self, configuration: Configuration) -> Result<()>;
 
     /// Submits a validated operation. Use [`ProcessGroupExt::run`](crate::ProcessGroupExt::run), which validates.

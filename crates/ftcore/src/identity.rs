@@ -6,6 +6,7 @@
 
 pub mod hello;
 mod listening;
+pub mod records;
 
 use std::ffi::OsString;
 use std::fmt;
@@ -18,6 +19,9 @@ use crate::{Error, Result};
 
 pub use listening::{INSECURE, Rarely, TurnedAway, is_insecure, may_listen};
 
+/// The variable that, set to `1`, lets a process with credentials encrypt its data connections.
+pub const ENCRYPT: &str = "OXCCL_ENCRYPT";
+
 /// The longest job id, in bytes: it is one label of a host name, where TLS looks for it.
 const MAX_JOB: usize = 63;
 
@@ -27,6 +31,7 @@ pub struct Credentials {
     folder: PathBuf,
     job: String,
     secret: Secret,
+    encrypts: bool,
 }
 
 impl Credentials {
@@ -36,11 +41,14 @@ impl Credentials {
     /// The credentials that [`VARIABLE`](Self::VARIABLE) names; `None` if it is not set or empty. They are read once: a process has the same
     /// ones for its whole life, whatever becomes of the folder.
     ///
-    /// Errors: those of [`load`](Self::load).
+    /// Errors: those of [`load`](Self::load); `InvalidArgument` if [`ENCRYPT`] asks for encryption and there are no credentials.
     pub fn from_env() -> Result<Option<Arc<Self>>> {
         static READ: Mutex<Option<(OsString, Arc<Credentials>)>> = Mutex::new(None);
         let Some(folder) = std::env::var_os(Self::VARIABLE).filter(|folder| !folder.is_empty()) else {
-            return Ok(None);
+            return match encrypt_from_env()? {
+                true => Err(without_credentials(&format!("{ENCRYPT}=1"))),
+                false => Ok(None),
+            };
         };
         let mut read = READ.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((of, credentials)) = &*read
@@ -53,7 +61,7 @@ impl Credentials {
         Ok(Some(credentials))
     }
 
-    /// Reads the folder that `oxccl credentials new` made.
+    /// Reads the folder that `oxccl credentials new` made. The data connections are encrypted if [`ENCRYPT`] says so.
     ///
     /// Errors: `InvalidArgument` that names the file and what is wrong with it: missing, malformed, or a secret that others than its owner may read.
     pub fn load(folder: &Path) -> Result<Arc<Self>> {
@@ -81,7 +89,23 @@ impl Credentials {
             folder: folder.to_owned(),
             job: job.to_owned(),
             secret: Secret(bytes),
+            encrypts: encrypt_from_env()?,
         }))
+    }
+
+    /// The same credentials, with data connections that are encrypted or not. Both ends of a connection must want the same.
+    pub fn with_encryption(&self, encrypts: bool) -> Arc<Self> {
+        Arc::new(Self {
+            folder: self.folder.clone(),
+            job: self.job.clone(),
+            secret: Secret(self.secret.0),
+            encrypts,
+        })
+    }
+
+    /// True if what follows the hello on a data connection is encrypted ([`records`]).
+    pub fn encrypts(&self) -> bool {
+        self.encrypts
     }
 
     /// Credentials without a folder.
@@ -91,6 +115,7 @@ impl Credentials {
             folder: "/nowhere".into(),
             job: job.to_owned(),
             secret: Secret([secret; 32]),
+            encrypts: false,
         })
     }
 
@@ -142,6 +167,31 @@ pub fn check_job(job: &str) -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Encryption was asked for by `what`, and there are no keys for it.
+pub(crate) fn without_credentials(what: &str) -> Error {
+    Error::invalid(format!(
+        "{what} asks for encrypted data connections, and there are no credentials to make keys of; set {} to the folder that `oxccl credentials \
+         new` makes, or leave encryption out",
+        Credentials::VARIABLE
+    ))
+}
+
+/// A wish for encryption, as text: `1` or `0`.
+pub(crate) fn parse_encrypt(what: &str, text: &str) -> Result<bool> {
+    match text.trim() {
+        "1" => Ok(true),
+        "0" | "" => Ok(false),
+        other => Err(Error::invalid(format!(
+            "{what}={other} is not known; 1 encrypts data connections, 0 does not"
+        ))),
+    }
+}
+
+fn encrypt_from_env() -> Result<bool> {
+    let text = std::env::var_os(ENCRYPT).unwrap_or_default();
+    parse_encrypt(ENCRYPT, &text.to_string_lossy())
 }
 
 fn read(folder: &Path, name: &str) -> Result<String> {
@@ -208,5 +258,43 @@ mod tests {
         }
         let e = Credentials::load(Path::new("/nowhere")).unwrap_err();
         assert!(e.to_string().contains("/nowhere/job"), "{e}");
+    }
+
+    /// Variables are a process's: what this test says is played by one of its own.
+    #[test]
+    fn the_environment_asks_for_encryption_and_is_refused_without_credentials() {
+        const CHILD: &str = "OXCCL_TEST_ENCRYPT";
+        if std::env::var_os(CHILD).is_some() {
+            match Credentials::from_env() {
+                Ok(found) => println!("encrypts: {:?}", found.map(|c| c.encrypts())),
+                Err(e) => println!("{:?}: {e}", e.kind()),
+            }
+            return;
+        }
+        let dir = folder("job-7", &"0a".repeat(32), 0o600);
+        let folder = dir.path().to_str().unwrap();
+        for (encrypt, folder, says) in [
+            ("1", folder, "encrypts: Some(true)"),
+            ("0", folder, "encrypts: Some(false)"),
+            ("", folder, "encrypts: Some(false)"),
+            ("0", "", "encrypts: None"),
+            ("1", "", "InvalidArgument"),
+            ("1", "", "set OXCCL_CREDENTIALS"),
+            ("yes", folder, "OXCCL_ENCRYPT=yes is not known"),
+            ("yes", "", "OXCCL_ENCRYPT=yes is not known"),
+        ] {
+            let told = std::process::Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", "--nocapture"])
+                .arg(
+                    "identity::tests::the_environment_asks_for_encryption_and_is_refused_without_credentials",
+                )
+                .env(CHILD, "1")
+                .env(ENCRYPT, encrypt)
+                .env(Credentials::VARIABLE, folder)
+                .output()
+                .unwrap();
+            let told = String::from_utf8_lossy(&told.stdout).into_owned();
+            assert!(told.contains(says), "{encrypt}, {folder:?}: {told}");
+        }
     }
 }

@@ -6,6 +6,7 @@
 //! validation happens; a backend only ever sees valid input.
 
 mod address;
+mod cancel;
 mod capability;
 mod collective;
 mod crossing;
@@ -13,8 +14,10 @@ mod deadline;
 mod descriptors;
 mod device;
 mod dtype;
+pub mod engine;
 mod error;
 mod ext;
+pub mod forked;
 mod group;
 pub mod identity;
 pub mod lifecycle;
@@ -27,10 +30,10 @@ mod roles;
 mod staged;
 pub mod store;
 mod validate;
-mod watched;
 mod work;
 
 pub use address::{bracketed_host, join_address, split_address, split_url};
+pub use cancel::Cancel;
 pub use capability::{Capabilities, DTypeSet, Feature, FeatureSet, OpSet, names, notes};
 pub use collective::{Collective, Fingerprint, OpKind};
 pub use crossing::{Crossing, StaticCrossing, crossing};

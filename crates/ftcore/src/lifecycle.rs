@@ -4,15 +4,14 @@
 //! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
 //! [`Split`] is the agreement of all ranks on who goes where. [`part_from`] is for groups whose end is somebody else's affair.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
+use crate::forked;
 use crate::parting::part_from_engine;
 pub use crate::parting::{Parting, part_from, wait_for_partings};
-pub use crate::watched::configure_watched;
 use crate::{
-    Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
+    Cancel, Collective, Configuration, DType, Device, Epoch, Error, ErrorKind, GroupInfo, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, accelerator,
 };
 
@@ -36,14 +35,14 @@ pub trait Engine: Send + Sync + 'static {
 /// The configurations of one group. See the module.
 pub struct Lifecycle<E: Engine> {
     state: Mutex<State<E>>,
-    cancel: Arc<AtomicBool>,
 }
 
 struct State<E> {
     name: String,
     standing: Standing<E>,
     last_epoch: Option<Epoch>,
-    configuring: bool,
+    /// Ends the `configure` that is under way.
+    configuring: Option<Cancel>,
 }
 
 enum Standing<E> {
@@ -66,9 +65,8 @@ impl<E: Engine> Lifecycle<E> {
                 name: name.into(),
                 standing: Standing::Unconfigured,
                 last_epoch: None,
-                configuring: false,
+                configuring: None,
             }),
-            cancel: Arc::default(),
         }
     }
 
@@ -77,43 +75,58 @@ impl<E: Engine> Lifecycle<E> {
     }
 
     /// Ends the engine that stands, if one does, and puts the one in its place that `connect` makes. `connect` runs outside
-    /// the lock, so that `abort` and `submit` stay responsive; it looks at [`cancelled`](Self::cancelled) while it waits.
+    /// the lock, so that `abort` and `submit` stay responsive. Its waits look at the configuration's token, which [`abort`](Self::abort) cancels, too;
+    /// those for keys of its store do so by themselves.
     ///
     /// Errors, with op, rank and epoch: `InvalidArgument` (no such rank, an epoch that is not larger), `InvalidState` (another thread is at it),
-    /// what the old engine's end or `connect` say; the group is unconfigured then and remembers why.
+    /// the reason of the token, what the old engine's end or `connect` say; the group is unconfigured then and remembers why.
     pub fn configure(
         &self,
-        configuration: Configuration,
+        mut configuration: Configuration,
         connect: impl FnOnce(&Configuration) -> Result<Arc<E>>,
     ) -> Result<()> {
+        let (rank, epoch) = (configuration.rank, configuration.epoch.0);
         let named = |e: Error| {
             if e.context().op.is_some() {
                 return e;
             }
-            e.with_op("configure")
-                .with_rank(configuration.rank)
-                .with_epoch(configuration.epoch.0)
+            e.with_op("configure").with_rank(rank).with_epoch(epoch)
         };
-        let old = self.begin(&configuration).map_err(named)?;
+        let cancel = configuration.cancel.child();
+        let old = self.begin(&configuration, &cancel).map_err(named)?;
+        let attempt = Configuration {
+            store: cancel.over(&configuration.store),
+            cancel: cancel.clone(),
+            ..configuration.clone()
+        };
         let ended = old.map_or(Ok(()), |old| {
             old.leave(&format!("configured again at epoch {}", configuration.epoch));
             old.wait_ended(configuration.deadline)
                 .inspect_err(|_| part_from_engine(&old))
         });
-        let connected = ended.and_then(|()| connect(&configuration)).map_err(named);
+        let connected = ended
+            .and_then(|()| cancel.check())
+            .and_then(|()| connect(&attempt));
+        cancel.settle();
         let mut state = self.lock();
-        state.configuring = false;
-        match connected {
+        state.configuring = None;
+        let reason = cancel.reason();
+        let connected = connected.map_err(|error| match (error.kind(), &reason) {
+            (ErrorKind::Aborted, Some(reason)) => reason.clone(),
+            _ => error,
+        });
+        match connected.map_err(named) {
             Ok(engine) => {
-                let cancelled = self.cancel.load(Ordering::Acquire);
-                if cancelled {
-                    engine.abort("aborted while it was being configured");
+                if let Some(reason) = &reason {
+                    engine.abort(reason.message());
                     part_from_engine(&engine);
                 }
+                // The engine's life has a token of its own, which ends what is split from it.
+                configuration.cancel = Cancel::default();
                 state.standing = Standing::Configured {
                     engine,
                     configuration,
-                    parting: cancelled,
+                    parting: reason.is_some(),
                 };
                 Ok(())
             }
@@ -124,7 +137,8 @@ impl<E: Engine> Lifecycle<E> {
         }
     }
 
-    fn begin(&self, configuration: &Configuration) -> Result<Option<Arc<E>>> {
+    fn begin(&self, configuration: &Configuration, cancel: &Cancel) -> Result<Option<Arc<E>>> {
+        forked::check()?;
         if configuration.world_size == 0 || configuration.rank >= configuration.world_size {
             return Err(Error::invalid(format!(
                 "rank {} does not exist in a world of {}",
@@ -132,7 +146,7 @@ impl<E: Engine> Lifecycle<E> {
             )));
         }
         let mut state = self.lock();
-        if state.configuring {
+        if state.configuring.is_some() {
             return Err(Error::new(
                 ErrorKind::InvalidState,
                 "another thread is configuring this group right now",
@@ -144,19 +158,13 @@ impl<E: Engine> Lifecycle<E> {
                 configuration.epoch
             )));
         }
-        state.configuring = true;
+        state.configuring = Some(cancel.clone());
         state.last_epoch = Some(configuration.epoch);
         state.name.clone_from(&configuration.name);
-        self.cancel.store(false, Ordering::Release);
         match std::mem::replace(&mut state.standing, Standing::Unconfigured) {
             Standing::Configured { engine, .. } => Ok(Some(engine)),
             Standing::Unconfigured | Standing::Failed(_) => Ok(None),
         }
-    }
-
-    /// Raised by [`abort`](Self::abort) while `configure` runs.
-    pub fn cancelled(&self) -> &Arc<AtomicBool> {
-        &self.cancel
     }
 
     /// The engine and the configuration that it stands for. `InvalidState` if there is none, with what the last attempt died of.
@@ -203,15 +211,25 @@ impl<E: Engine> Lifecycle<E> {
         }
     }
 
-    /// For [`ProcessGroup::abort`]: also ends a `configure` that is under way.
+    /// For [`ProcessGroup::abort`]: also ends a `configure` or a split that is under way.
     pub fn abort(&self, reason: &str) {
+        if forked::is_child() {
+            return;
+        }
         let standing = {
             let mut state = self.lock();
-            if state.configuring {
-                self.cancel.store(true, Ordering::Release);
+            if let Some(cancel) = &state.configuring {
+                let text = format!("aborted while it was being configured: {reason}");
+                cancel.cancel(Error::new(ErrorKind::Aborted, text));
             }
             match &mut state.standing {
-                Standing::Configured { engine, parting, .. } => {
+                Standing::Configured {
+                    engine,
+                    configuration,
+                    parting,
+                } => {
+                    let text = format!("the group that it is split from was aborted: {reason}");
+                    configuration.cancel.cancel(Error::new(ErrorKind::Aborted, text));
                     Some((engine.clone(), std::mem::replace(parting, true)))
                 }
                 Standing::Unconfigured | Standing::Failed(_) => None,
@@ -236,6 +254,9 @@ impl<E: Engine> Lifecycle<E> {
 
     /// For [`ProcessGroup::shutdown`]: drains the engine; nothing to do without one.
     pub fn shutdown(&self, deadline: Instant) -> Result<()> {
+        if forked::is_child() {
+            return Ok(());
+        }
         self.engine().map_or(Ok(()), |engine| engine.drain(deadline))
     }
 }
@@ -243,6 +264,11 @@ impl<E: Engine> Lifecycle<E> {
 impl<E: Engine> Drop for Lifecycle<E> {
     fn drop(&mut self) {
         let state = self.state.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if forked::is_child() {
+            // Its drop would end connections that the parent uses.
+            std::mem::forget(std::mem::replace(&mut state.standing, Standing::Unconfigured));
+            return;
+        }
         if let Standing::Configured { engine, parting, .. } = &state.standing {
             if !parting {
                 part_from_engine(engine);
@@ -373,6 +399,7 @@ impl Split {
             rank: u32::try_from(rank).ok()?,
             world_size: u32::try_from(members.len()).ok()?,
             deadline,
+            cancel: self.parent.cancel.clone(),
         })
     }
 }
@@ -432,6 +459,7 @@ mod tests {
             rank,
             world_size,
             deadline: deadline_in(Duration::from_secs(10)),
+            cancel: Default::default(),
         }
     }
 
@@ -498,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn an_abort_during_configure_raises_the_flag_and_ends_the_engine_that_comes_of_it() {
+    fn an_abort_during_configure_cancels_its_token_and_ends_the_engine_that_comes_of_it() {
         let group = Lifecycle::new("g");
         let engine = Arc::new(Diary::default());
         let (inside, entered) = mpsc::channel();
@@ -506,10 +534,10 @@ mod tests {
         std::thread::scope(|scope| {
             let (group, engine) = (&group, engine.clone());
             let configuring = scope.spawn(move || {
-                group.configure(at(1, 0, 1), |_| {
+                group.configure(at(1, 0, 1), |c| {
                     inside.send(()).unwrap();
                     gone.recv().unwrap();
-                    assert!(group.cancelled().load(Ordering::Acquire));
+                    assert!(c.cancel.reason().is_some());
                     Ok(engine)
                 })
             });
@@ -521,11 +549,51 @@ mod tests {
             configuring.join().unwrap().unwrap();
         });
         // Whoever ends it does not wait for that; the end of the process does.
-        assert_eq!(engine.read(), ["abort: aborted while it was being configured"]);
-        // The flag belongs to that attempt.
+        assert_eq!(
+            engine.read(),
+            ["abort: aborted while it was being configured: now"]
+        );
+        // The token belongs to that attempt.
         let next = Arc::new(Diary::default());
         group.configure(at(3, 0, 1), |_| Ok(next.clone())).unwrap();
         assert_eq!(next.read(), [""; 0]);
+    }
+
+    #[test]
+    fn l27_an_abort_cancels_what_is_being_split_from_the_group() {
+        let (parent, child) = (Lifecycle::new("g"), Lifecycle::<Diary>::new("child"));
+        let engine = Arc::new(Diary::default());
+        let given = at(1, 0, 2);
+        parent.configure(given.clone(), |_| Ok(engine.clone())).unwrap();
+        let (_, configuration) = parent.configured().unwrap();
+        let ballot = Ballot {
+            color: Some(0),
+            key: 0,
+            nonce: 1,
+        };
+        let split = Split {
+            parent: configuration,
+            ballots: vec![ballot; 2],
+        };
+        let of_split = split.child(deadline_in(Duration::from_secs(10))).unwrap();
+        let e = child
+            .configure(of_split, |c| {
+                parent.abort("enough");
+                assert!(c.cancel.reason().is_some());
+                Err(Error::new(ErrorKind::Aborted, "a connection was ended"))
+            })
+            .unwrap_err();
+        assert_eq!(
+            (e.kind(), e.message()),
+            (
+                ErrorKind::Aborted,
+                "the group that it is split from was aborted: enough"
+            )
+        );
+        // The caller's token and that of the parent's next configuration are others.
+        assert!(given.cancel.reason().is_none());
+        parent.configure(at(2, 0, 2), |_| Ok(engine.clone())).unwrap();
+        assert!(parent.configured().unwrap().1.cancel.reason().is_none());
     }
 
     proptest! {

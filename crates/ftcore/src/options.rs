@@ -9,6 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::identity::{parse_encrypt, without_credentials};
 use crate::{Credentials, Error, Result, Stream};
 
 /// Options with which a group is created; they survive configure and split.
@@ -80,19 +81,41 @@ impl GroupOptions {
         names
     }
 
-    /// What a backend's group proves to its peers: the credentials of the hint `credentials` (a folder), else those of the environment.
+    /// What a backend's group proves to its peers: the credentials of the hint `credentials` (a folder), else those of the environment. The
+    /// hint `encrypt` (`1` or `0`) decides whether its data connections are encrypted, else the environment
+    /// ([`ENCRYPT`](crate::identity::ENCRYPT)).
     ///
-    /// Errors: those of [`Credentials::load`].
+    /// Errors: those of [`Credentials::load`]; `InvalidArgument` if encryption is asked for and there are no credentials.
     pub fn credentials(&self) -> Result<Option<Arc<Credentials>>> {
-        match self.hints.get("credentials") {
-            Some(folder) => Credentials::load(Path::new(folder)).map(Some),
-            None => Credentials::from_env(),
+        let encrypt = self.hints.get("encrypt");
+        let encrypt = encrypt
+            .map(|text| parse_encrypt("the hint encrypt", text))
+            .transpose()?;
+        let credentials = match self.hints.get("credentials") {
+            Some(folder) => Some(Credentials::load(Path::new(folder))?),
+            None => Credentials::from_env()?,
+        };
+        match (credentials, encrypt) {
+            (Some(credentials), Some(encrypt)) => Ok(Some(credentials.with_encryption(encrypt))),
+            (None, Some(true)) => Err(without_credentials("the hint encrypt=1")),
+            (credentials, _) => Ok(credentials),
         }
     }
 
-    /// Checks that every option set is among `honoured` (typed names, or `hint:<name>`). Returns what is dropped if
+    /// Checks what does not depend on the backend: `InvalidArgument` for a time-out of 0, with which every operation would fail.
+    pub fn check(&self) -> Result<()> {
+        if self.timeout.is_zero() {
+            return Err(Error::invalid(
+                "the time-out of the group's operations is 0, so that each would fail; leave it out for the default of 60 s",
+            ));
+        }
+        Ok(())
+    }
+
+    /// [`check`](Self::check), and that every option set is among `honoured` (typed names, or `hint:<name>`). Returns what is dropped if
     /// `lenient`, with one warning; otherwise `InvalidArgument` naming the options and what the backend knows.
     pub fn require_honoured(&self, backend: &str, honoured: &[&str]) -> Result<Vec<String>> {
+        self.check()?;
         let dropped: Vec<String> = self
             .set_names()
             .into_iter()
@@ -152,6 +175,22 @@ impl SubmitOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_time_out_of_zero_is_refused() {
+        let options = |timeout| GroupOptions {
+            timeout,
+            ..Default::default()
+        };
+        let e = options(Duration::ZERO).require_honoured("gloo", &[]).unwrap_err();
+        assert!(
+            e.kind() == crate::ErrorKind::InvalidArgument && e.to_string().contains("time-out"),
+            "{e}"
+        );
+        options(Duration::from_nanos(1))
+            .require_honoured("gloo", &[])
+            .unwrap();
+    }
 
     #[test]
     fn an_option_that_is_not_honoured_is_an_error_or_a_reported_drop() {

@@ -76,6 +76,10 @@ extern "C" fn at_exit() {
 
 /// Waits for what [`part_from`] noted, as the end of the process does: for an exit handler that may leave by `_exit` before that has its turn.
 pub fn wait_for_partings() {
+    if crate::forked::is_child() {
+        // The threads that would end them are the parent's, and so are their connections.
+        return;
+    }
     let until = deadline_in(PATIENCE);
     // One at a time and outside the lock: the end of one may bring others.
     loop {
@@ -158,6 +162,7 @@ mod tests {
             rank: 0,
             world_size: 1,
             deadline: deadline_in(SOON),
+            cancel: Default::default(),
         };
         let engine = Arc::new(Slow {
             ends,

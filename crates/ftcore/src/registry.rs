@@ -183,15 +183,13 @@ struct Alias {
 
 /// A backend's name as it is registered: in lower case.
 ///
-/// Errors: `InvalidArgument` if it is empty or has a ':', a ',', a space or a control character in it.
+/// Errors: `InvalidArgument` if it is empty or has anything but letters, digits, '-', '_', '.' and '+' in it.
 pub fn check_name(name: &str) -> Result<String> {
-    let bad = name.is_empty()
-        || name
-            .chars()
-            .any(|c| c == ':' || c == ',' || c.is_whitespace() || c.is_control());
-    if bad {
+    let good = |c: char| c.is_alphanumeric() || "-_.+".contains(c);
+    if name.is_empty() || !name.chars().all(good) {
         return Err(Error::invalid(format!(
-            "'{name}' is not a backend name: it must be non-empty and free of ':', ',' and spaces"
+            "'{}' is not a backend name: it must be letters, digits, '-', '_', '.' and '+', without spaces",
+            name.escape_debug()
         )));
     }
     Ok(name.to_lowercase())

@@ -85,6 +85,7 @@ fn check(
     caps: &Capabilities,
     options: &SubmitOptions,
 ) -> Result<(), Error> {
+    crate::forked::refuse_child()?;
     if info.world_size == 0 {
         return Err(Error::new(ErrorKind::InvalidState, "the group is not configured"));
     }

@@ -124,6 +124,9 @@ pub struct Work(Arc<Shared>);
 /// The engine's side of a [`Work`].
 pub struct Completer(Option<Arc<Shared>>);
 
+/// Tells a [`Work`] that it is on its device, beside its [`Completer`].
+pub(crate) struct Recorder(Arc<Shared>);
+
 /// A new operation: `abort` is called with the reason by [`Work::abort`] (usually the group's abort).
 pub fn work_pair(
     kind: OpKind,
@@ -377,21 +380,32 @@ impl fmt::Debug for Work {
     }
 }
 
+impl Recorder {
+    /// See [`Completer::recorded`].
+    pub(crate) fn recorded(self, done: Arc<dyn Event>) {
+        let callbacks = {
+            let mut guard = self.0.lock();
+            guard.done = Some(done.clone());
+            std::mem::take(&mut guard.on_recorded)
+        };
+        self.0.moved.notify_all();
+        for callback in callbacks {
+            callback(done.clone());
+        }
+    }
+}
+
 impl Completer {
     /// The operation is enqueued on its device; `done` will be reached when the device has finished it. It still has to
     /// succeed or fail afterwards.
     pub fn recorded(&self, done: Arc<dyn Event>) {
-        if let Some(shared) = &self.0 {
-            let callbacks = {
-                let mut guard = shared.lock();
-                guard.done = Some(done.clone());
-                std::mem::take(&mut guard.on_recorded)
-            };
-            shared.moved.notify_all();
-            for callback in callbacks {
-                callback(done.clone());
-            }
+        if let Some(recorder) = self.recorder() {
+            recorder.recorded(done);
         }
+    }
+
+    pub(crate) fn recorder(&self) -> Option<Recorder> {
+        self.0.clone().map(Recorder)
     }
 
     /// The operation succeeded.

@@ -230,6 +230,9 @@ fn explained(error: &io::Error) -> String {
         Some(rustls::Error::InvalidCertificate(CertificateError::UnknownIssuer)) => {
             "its certificate is not of this job".into()
         }
+        Some(rustls::Error::InvalidCertificate(CertificateError::Revoked)) => {
+            "its certificate was taken back (`oxccl credentials revoke`), or the list of those that were cannot be read".into()
+        }
         Some(rustls::Error::InvalidCertificate(why)) => format!("its certificate is not valid: {why:?}"),
         Some(rustls::Error::AlertReceived(alert)) => {
             format!("it does not accept this server's certificate ({alert:?}): it is of another job")

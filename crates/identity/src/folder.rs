@@ -6,7 +6,8 @@
 //! | `secret` | 64 hexadecimal digits that all processes of the job share | 600 |
 //! | `ca.pem`, `ca.key` | the job's CA; a process that has the key issues its own certificate in memory | 644, 600 |
 //! | `operator.pem`, `operator.key` | the operator's certificate | 644, 600 |
-//! | `member.pem`, `member.key` | in a folder for one replica, instead of `ca.key` and the operator's: that replica's certificate | 644, 600 |
+//! | `member.pem`, `member.key` | in a folder for one replica or for the lighthouse, instead of `ca.key` and the operator's: its certificate | 644, 600 |
+//! | `revoked` | certificates that were taken back (`revoked.rs`); in folders of servers | 644 |
 
 use std::fmt;
 use std::fs::{self, DirBuilder, OpenOptions};
@@ -27,7 +28,7 @@ use crate::trust::{Trust, owner};
 use crate::{Role, check_name, server_name};
 
 /// Certificates are valid this much earlier than they are made: clocks differ.
-const EARLIER: Duration = Duration::from_secs(24 * 3600);
+pub(crate) const EARLIER: Duration = Duration::from_secs(24 * 3600);
 /// For how long certificates are valid. No connection breaks when the time is over, but no new one is made.
 const VALID: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
 
@@ -177,14 +178,27 @@ pub fn create(path: &Path, job: Option<&str>) -> Result<String> {
 ///
 /// Errors: `InvalidArgument` for the name or a folder without `ca.key`, `Conflict` if `out` is not empty, `Io`.
 pub fn issue(path: &Path, name: &str, out: &Path) -> Result<()> {
-    check_name(name)?;
+    issue_for(path, &Role::Replica(name.to_owned()), out)
+}
+
+/// Likewise for the job's lighthouse: with it a process can be the lighthouse, and nothing else.
+///
+/// Errors: as of [`issue`].
+pub fn issue_for_lighthouse(path: &Path, out: &Path) -> Result<()> {
+    issue_for(path, &Role::Lighthouse, out)
+}
+
+fn issue_for(path: &Path, role: &Role, out: &Path) -> Result<()> {
+    if let Role::Replica(name) = role {
+        check_name(name)?;
+    }
     let credentials = Credentials::load(path)?;
     let folder = Folder::open(&credentials)?;
     let ca_key = path.join("ca.key");
     let text = String::from_utf8(read_private(&ca_key)?).map_err(|_| malformed(&ca_key, "it is not text"))?;
     let key = KeyPair::from_pem(&text).map_err(|e| malformed(&ca_key, &e.to_string()))?;
     let job = credentials.job();
-    let (certificate, member_key) = leaf(job, &Role::Replica(name.to_owned()), &Issuer::new(ca(job)?, key))?;
+    let (certificate, member_key) = leaf(job, role, &Issuer::new(ca(job)?, key))?;
     folder
         .trust
         .check(certificate.der(), job, SystemTime::now())
@@ -329,7 +343,7 @@ fn malformed(file: &Path, why: &str) -> Error {
 fn read(file: &Path) -> Result<Vec<u8>> {
     fs::read(file).map_err(|e| {
         let text = format!(
-            "credentials: cannot read {}: {e}; `oxccl credentials new` makes the folder, `issue` one for a replica",
+            "credentials: cannot read {}: {e}; `oxccl credentials new` makes the folder, `issue` one for a replica or the lighthouse",
             file.display()
         );
         Error::invalid(text).with_source(e)

@@ -15,11 +15,13 @@ use ftcore::{Credentials, Error, Result};
 mod accept;
 mod folder;
 mod party;
+mod revoked;
 mod trust;
 
 pub use accept::Acceptor;
-pub use folder::{Summary, create, issue, show};
+pub use folder::{Summary, create, issue, issue_for_lighthouse, show};
 pub use party::Party;
+pub use revoked::revoke;
 /// A connection with TLS, this process being the caller.
 pub use tokio_rustls::client::TlsStream as ClientStream;
 /// A connection with TLS, this process being the server.

@@ -17,6 +17,7 @@ use tokio_rustls::TlsConnector;
 use tokio_rustls::client::TlsStream;
 
 use crate::folder::{Folder, Pair};
+use crate::revoked::Revoked;
 use crate::trust::owner;
 use crate::{Role, server_name};
 
@@ -28,6 +29,7 @@ pub struct Party {
     name: ServerName<'static>,
     client: Arc<ClientConfig>,
     pub(crate) server: Arc<ServerConfig>,
+    revoked: Arc<Revoked>,
 }
 
 impl Party {
@@ -78,6 +80,7 @@ impl Party {
             Error::invalid(format!("credentials: {}: {e}", credentials.folder().display())).with_source(e)
         };
         let trust = &folder.trust;
+        let revoked = Revoked::new(credentials, trust);
         let key = own.key.clone_key();
         let mut client = ClientConfig::builder_with_provider(Arc::clone(&trust.provider))
             .with_protocol_versions(&[&TLS13])
@@ -89,7 +92,7 @@ impl Party {
         let mut server = ServerConfig::builder_with_provider(Arc::clone(&trust.provider))
             .with_protocol_versions(&[&TLS13])
             .map_err(failed)?
-            .with_client_cert_verifier(Arc::clone(&trust.of_clients))
+            .with_client_cert_verifier(revoked.of_clients())
             .with_single_cert(vec![own.certificate], own.key)
             .map_err(failed)?;
         // One ticket, which nobody can use again: see `Forgetful`.
@@ -105,6 +108,7 @@ impl Party {
             name,
             client: Arc::new(client),
             server: Arc::new(server),
+            revoked,
         }))
     }
 
@@ -135,6 +139,13 @@ impl Party {
             .map_err(|e| refused(&e))?;
         let peer = owner(stream.get_ref().1.peer_certificates(), &self.job)
             .map_err(|why| unavailable(format!("the server is none of job {}: {why}", self.job)))?;
+        let shown = stream.get_ref().1.peer_certificates().and_then(<[_]>::first);
+        if let Some(Err(why)) = shown.map(|certificate| self.revoked.check(certificate)) {
+            return Err(unavailable(format!(
+                "the server is none of job {} any more: {why}",
+                self.job
+            )));
+        }
         if let Some(expected) = expected.filter(|e| **e != peer.role) {
             return Err(unavailable(format!(
                 "the server proves to be {peer}, and {expected} was called"

@@ -103,6 +103,86 @@ fn both_sides_know_each_other_and_a_folder_for_one_replica_is_enough() {
 }
 
 #[test]
+fn a_folder_for_the_lighthouse_is_enough_to_be_the_lighthouse_and_nothing_else() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = folder(&dir.path().join("job"), "demo");
+    identity::issue_for_lighthouse(job.folder(), &dir.path().join("lighthouse")).unwrap();
+    let one = Credentials::load(&dir.path().join("lighthouse")).unwrap();
+    assert!(!one.folder().join("ca.key").exists() && !one.folder().join("operator.key").exists());
+    assert!(
+        identity::show(one.folder())
+            .unwrap()
+            .may_be
+            .contains("the lighthouse, and nothing else")
+    );
+    run(async {
+        let address = serve(&[Party::new(&one, Role::Lighthouse).unwrap()], 16, PATIENCE).await;
+        let caller = Party::new(&job, replica("a")).unwrap();
+        let said = call(address, &caller, Some(&Role::Lighthouse)).await.unwrap();
+        assert_eq!(said, "replica 'a' of job demo");
+    });
+    for role in [replica("a"), Role::Operator] {
+        let e = Party::new(&one, role).unwrap_err();
+        assert!(e.message().contains("is that of the lighthouse"), "{e}");
+    }
+}
+
+#[test]
+fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new_one_does() {
+    let dir = tempfile::tempdir().unwrap();
+    let job = folder(&dir.path().join("job"), "demo");
+    let of = |name: &str, out: &str| {
+        let out = dir.path().join(out);
+        identity::issue(job.folder(), name, &out).unwrap();
+        Party::new(&Credentials::load(&out).unwrap(), replica(name)).unwrap()
+    };
+    let (a, b) = (of("a", "a"), of("b", "b"));
+    let list = job.folder().join("revoked");
+    run(async {
+        let lighthouse = Party::new(&job, Role::Lighthouse).unwrap();
+        let address = serve(&[Arc::clone(&lighthouse)], 16, PATIENCE).await;
+        let expected = Some(&Role::Lighthouse);
+        call(address, &a, expected).await.unwrap();
+        identity::revoke(job.folder(), "a").unwrap();
+        let e = call(address, &a, expected).await.unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Unavailable);
+        assert!(e.message().contains("CertificateRevoked"), "{e}");
+        // Nor does anybody with the list go on with what it serves.
+        let served = serve(&[Arc::clone(&a)], 16, PATIENCE).await;
+        let e = call(served, &lighthouse, Some(&replica("a"))).await.unwrap_err();
+        assert!(e.message().contains("was taken back"), "{e}");
+        // Others are as before.
+        call(address, &b, expected).await.unwrap();
+        // One that was made after the list says it: the list says when.
+        let text = std::fs::read_to_string(&list).unwrap();
+        let at: u64 = text.strip_prefix("a ").unwrap().trim().parse().unwrap();
+        std::fs::write(&list, format!("a {}\n", at - 3600)).unwrap();
+        call(address, &a, expected).await.unwrap();
+        // Twice, and for another one, too.
+        identity::revoke(job.folder(), "a").unwrap();
+        identity::revoke(job.folder(), "b").unwrap();
+        assert_eq!(std::fs::read_to_string(&list).unwrap().lines().count(), 2);
+        for party in [&a, &b] {
+            call(address, party, expected).await.unwrap_err();
+        }
+        // A list that is none lets no replica in, and the operator all the same.
+        std::fs::write(&list, "rubbish").unwrap();
+        call(address, &a, expected).await.unwrap_err();
+        call(address, &Party::tool(&job).unwrap(), expected)
+            .await
+            .unwrap();
+        std::fs::remove_file(&list).unwrap();
+        call(address, &a, expected).await.unwrap();
+    });
+    let e = identity::revoke(job.folder(), "no such/name").unwrap_err();
+    assert_eq!(e.kind(), ErrorKind::InvalidArgument);
+    assert_eq!(
+        identity::revoke(dir.path(), "a").unwrap_err().kind(),
+        ErrorKind::InvalidArgument
+    );
+}
+
+#[test]
 fn another_jobs_member_is_refused_by_both_sides_even_under_the_same_job_id() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");

@@ -34,6 +34,7 @@ fn configure(group: &dyn ProcessGroup, store: &Arc<InMemoryStore>, prefix: &str,
         rank,
         world_size: 2,
         deadline: deadline_in(Duration::from_secs(60)),
+        cancel: Default::default(),
     })
 }
 

@@ -9,7 +9,7 @@ use std::sync::mpsc::{Sender, SyncSender, channel, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Capabilities, Error, ErrorKind, Result, time_left};
+use ftcore::{Cancel, Capabilities, Error, ErrorKind, Result, time_left};
 
 use crate::crossing::Mode;
 use crate::keeper::Keeper;
@@ -67,7 +67,12 @@ pub(crate) struct Started {
 const LAST_NEWS: Duration = Duration::from_secs(5);
 
 /// Starts a child and waits until its backend is loaded, `start_timeout` or until `deadline`.
-pub(crate) fn start(options: &IsolateOptions, pool: &Arc<Pool>, deadline: Instant) -> Result<Started> {
+pub(crate) fn start(
+    options: &IsolateOptions,
+    pool: &Arc<Pool>,
+    deadline: Instant,
+    cancel: &Cancel,
+) -> Result<Started> {
     let began = Instant::now();
     let deadline = deadline.min(clock::later(began, options.start_timeout));
     let program = options.helper.program()?;
@@ -102,14 +107,15 @@ pub(crate) fn start(options: &IsolateOptions, pool: &Arc<Pool>, deadline: Instan
     let (greeting, ready) = sync_channel(1);
     link.expect_greeting(greeting);
     let sent = link.send_with(&hello, &[childs_store, childs_express], deadline);
-    let patience = match &sent {
-        Ok(()) => time_left(deadline),
+    let until = match &sent {
+        Ok(()) => deadline,
         // It ended before it was asked anything: its keeper knows how.
-        Err(_) => time_left(deadline).min(LAST_NEWS),
+        Err(_) => deadline.min(clock::later(Instant::now(), LAST_NEWS)),
     };
-    let greeted = match ready.recv_timeout(patience) {
-        Ok(result) => result,
-        Err(_) => Err(sent.err().unwrap_or_else(|| {
+    let greeted = match cancel.receive(&ready, until) {
+        Ok(Some(result)) => result,
+        Err(cancelled) => Err(cancelled),
+        Ok(None) => Err(sent.err().unwrap_or_else(|| {
             Error::timeout(format!(
                 "the child process did not say within {:.1} s that backend '{}' is loaded; does {} call \
                  isolate::run_child_if_asked() first thing in main?{}",

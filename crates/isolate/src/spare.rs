@@ -3,7 +3,7 @@
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, deadline_in, time_left};
+use ftcore::{Cancel, Error, ErrorKind, deadline_in, time_left};
 
 use crate::link::Link;
 use crate::nursery;
@@ -42,7 +42,12 @@ impl Spare {
         let started = std::thread::Builder::new()
             .name("ox-ispare".to_string())
             .spawn(move || {
-                let link = match nursery::start(&options, &pool, deadline_in(options.start_timeout)) {
+                let link = match nursery::start(
+                    &options,
+                    &pool,
+                    deadline_in(options.start_timeout),
+                    &Cancel::default(),
+                ) {
                     Ok(started) => Some(started.link),
                     Err(error) => {
                         tracing::warn!(backend = options.backend, %error, "no spare child could be started");
@@ -71,8 +76,9 @@ impl Spare {
         self.changed.notify_all();
     }
 
-    /// The spare, if there is one; one that is on its way is waited for until `deadline`.
-    pub(crate) fn take(&self, deadline: Instant) -> Option<Arc<Link>> {
+    /// The spare, if there is one; one that is on its way is waited for until `deadline`, or until it is
+    /// cancelled.
+    pub(crate) fn take(&self, deadline: Instant, cancel: &Cancel) -> Option<Arc<Link>> {
         let mut place = self.place.lock().unwrap_or_else(PoisonError::into_inner);
         loop {
             match &*place {
@@ -85,12 +91,12 @@ impl Spare {
                 }
                 Place::Starting => {
                     let left = time_left(deadline);
-                    if left.is_zero() {
+                    if left.is_zero() || cancel.reason().is_some() {
                         return None;
                     }
                     place = self
                         .changed
-                        .wait_timeout(place, left)
+                        .wait_timeout(place, left.min(Cancel::TURN))
                         .unwrap_or_else(PoisonError::into_inner)
                         .0;
                 }

@@ -26,7 +26,7 @@ pub struct ManagerConfig {
     pub group_rank: u32,
     /// The number of ranks inside the replica.
     pub group_world_size: u32,
-    /// Where the ranks of the replica meet; needed if there are several.
+    /// Where the ranks of the replica meet, and agree from which source they heal; needed if there are several, for the whole run.
     pub replica_store: Option<Arc<dyn Store>>,
     /// Where this rank listens, `host:port` or `[v6]:port`. The port is the manager server's (group rank 0), 0 picks a free one; the store and the
     /// checkpoint server listen on free ports of the same host.

@@ -396,6 +396,7 @@ mod tests {
                                 rank,
                                 world_size: world,
                                 deadline: soon(),
+                                cancel: Default::default(),
                             })
                             .unwrap();
                         body(rank, &*group)

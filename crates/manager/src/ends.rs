@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use coordination::PushEvent;
+use coordination::{Cancel, PushEvent};
 use ftcore::{Credentials, Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
 use protocol::rank::blame_peer;
 
@@ -66,8 +66,11 @@ impl Ends {
         Some(why.clone())
     }
 
-    /// [`why_over`](Self::why_over) as an error of what cannot begin because of it.
-    pub(crate) fn check(&self, epoch: i64) -> Result<()> {
+    /// [`why_over`](Self::why_over) as an error of what cannot begin because of it. Nor does it begin once it was given up here.
+    pub(crate) fn check(&self, epoch: i64, cancel: &Cancel) -> Result<()> {
+        if cancel.is_cancelled() {
+            return Err(Error::new(ErrorKind::Aborted, "the quorum was given up here"));
+        }
         match self.why_over(epoch) {
             None => Ok(()),
             Some(why) => Err(Error::new(
@@ -130,10 +133,16 @@ impl Ends {
 
     /// Connects to the store in which the members of `epoch` meet. A member that died after the quorum had formed took its store with
     /// it: `Aborted` once the lighthouse says so, long before the deadline.
-    pub(crate) fn reach_store(&self, epoch: i64, address: &str, deadline: Instant) -> Result<TcpStore> {
+    pub(crate) fn reach_store(
+        &self,
+        epoch: i64,
+        address: &str,
+        deadline: Instant,
+        cancel: &Cancel,
+    ) -> Result<TcpStore> {
         let mut time = FIRST_TRY;
         loop {
-            self.check(epoch)?;
+            self.check(epoch, cancel)?;
             let until = deadline_in(time).min(deadline);
             match TcpStore::connect_with(address, self.credentials.clone(), until) {
                 Err(e)
@@ -177,6 +186,7 @@ mod tests {
             rank: 0,
             world_size: 1,
             deadline: deadline_in(LONG),
+            cancel: Default::default(),
         };
         group.configure(configuration).unwrap();
         let ends = Ends::new(group.clone(), None);
@@ -245,7 +255,8 @@ mod tests {
         drop(server);
         let begun = Instant::now();
         let reached = std::thread::scope(|scope| {
-            let reaching = scope.spawn(|| ends.reach_store(7, &address, deadline_in(LONG)));
+            let reaching =
+                scope.spawn(|| ends.reach_store(7, &address, deadline_in(LONG), &Cancel::default()));
             while begun.elapsed() < FIRST_TRY * 2 {
                 std::thread::yield_now();
             }

@@ -4,19 +4,22 @@
 //! Such an error costs the vote, and the next quorum names other sources or none. Only the state's own refusal to load what
 //! arrived can end the run, and only if this replica is the odd one: it has committed nothing yet, or two sources vouch for the
 //! same bytes. A replica with commits of its own does not end because of what one peer holds.
+//!
+//! The ranks of one replica follow one source (`heal_choice.rs`), since sources may differ in parts of their own.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::{
-    CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, SnapshotId,
-    StateDict,
+    CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Kept, Snapshot,
+    SnapshotId, SourceChoice, StateDict,
 };
 use coordination::{ManagerClient, QuorumResult};
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::{Error, ErrorKind, Result, Store};
 use identity::Party;
 use protocol::Lineage;
 
+use crate::heal_choice::RanksChoice;
 use crate::replica::{Healed, State};
 
 /// Offers the state of this step to the replicas that heal from here. Costs the copy that `save` makes; the hashes are computed
@@ -44,6 +47,10 @@ pub(crate) struct Behind<'a> {
     pub(crate) group_rank: u32,
     pub(crate) step: i64,
     pub(crate) lineage: &'a Lineage,
+    /// Where the ranks of the replica agree on a source, if there are several.
+    pub(crate) ranks_store: Option<&'a Arc<dyn Store>>,
+    /// What came in a heal that failed.
+    pub(crate) kept: &'a Kept,
     /// As whom it calls the sources, with credentials.
     pub(crate) party: Option<&'a Arc<Party>>,
 }
@@ -75,7 +82,7 @@ pub(crate) fn heal(
         id = %fetched.id,
         bytes = fetched.state.total_bytes(),
         reused = fetched.reused_bytes,
-        agreed = fetched.agreed,
+        followed = ?fetched.followed,
         received = ?fetched.received,
         "fetched the state"
     );
@@ -83,7 +90,10 @@ pub(crate) fn heal(
         .load(&fetched.state)
         .map_err(|e| refused(me, answer, &fetched, state, &e))?;
     let healed = Healed {
-        source: answer.recover_src_replica_rank,
+        source: fetched
+            .followed
+            .first()
+            .and_then(|i| Some(answer.recover_sources.get(*i)?.replica_rank)),
         bytes: fetched.state.total_bytes(),
         took: begun.elapsed(),
     };
@@ -97,10 +107,7 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
     }
     let group_rank = me.group_rank;
     let source = |(rank, address): (u32, String)| {
-        let id = usize::try_from(rank)
-            .ok()
-            .and_then(|rank| answer.replica_ids.get(rank))
-            .cloned();
+        let id = answer.id_of(rank).map(str::to_string);
         let (party, of) = (me.party.cloned(), id.clone());
         let source = CheckpointSource::found_by(replica(answer, rank), move |deadline| {
             ManagerClient::connect_as(party, of.as_deref(), &address, deadline)?
@@ -121,14 +128,34 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
         epoch: Some(answer.quorum_id),
         lineage: Some(answer.lineage.clone()).filter(|l| !l.is_empty()),
         own: older_state(me, state),
+        kept: me.kept.clone(),
         // Parts of a training state may be a replica's own: DiLoCo's local parameters, the residuals of error feedback.
         are_equal: false,
+        choice: choice(me, answer),
     };
     let options = FetchOptions {
         party: me.party.cloned(),
         ..FetchOptions::default()
     };
     fetch.run(deadline, &options)
+}
+
+/// What makes this rank follow the source that the other ranks of its replica follow.
+fn choice(me: &Behind<'_>, answer: &QuorumResult) -> Option<Arc<dyn SourceChoice>> {
+    let store = me.ranks_store?;
+    // Ids from peers go into the store, one a line.
+    let id = |rank: u32| replica(answer, rank).escape_debug().to_string();
+    Some(Arc::new(RanksChoice {
+        store: Arc::clone(store),
+        key: RanksChoice::key(me.replica_id),
+        quorum_id: answer.quorum_id,
+        step: answer.max_step,
+        sources: answer
+            .recover_sources
+            .iter()
+            .map(|s| id(s.replica_rank))
+            .collect(),
+    }))
 }
 
 /// What this replica has already, if it has committed anything: parts of it may still be right.
@@ -143,14 +170,14 @@ fn older_state(me: &Behind<'_>, state: &dyn State) -> Option<StateDict> {
 
 /// The state that arrived is not one for this replica. Who is the odd one decides what that means.
 fn refused(me: &Behind<'_>, answer: &QuorumResult, fetched: &Fetched, state: &dyn State, e: &Error) -> Error {
-    let permanent = me.is_new() || fetched.agreed > 1;
+    let permanent = me.is_new() || fetched.followed.len() > 1;
     let kind = if permanent { e.kind() } else { of_peer(e.kind()) };
     let (rule, vouched) = if permanent {
-        ("this replica is the odd one", fetched.agreed)
+        ("this replica is the odd one", fetched.followed.len())
     } else {
         (
             "which of the two is the odd one is open: the next quorum may decide",
-            fetched.agreed,
+            fetched.followed.len(),
         )
     };
     let mut own = StateDict::new();
@@ -174,10 +201,9 @@ fn refused(me: &Behind<'_>, answer: &QuorumResult, fetched: &Fetched, state: &dy
 }
 
 fn replica(answer: &QuorumResult, rank: u32) -> String {
-    let id = answer
-        .replica_ids
-        .get(usize::try_from(rank).unwrap_or(usize::MAX));
-    id.map_or_else(|| format!("replica rank {rank}"), |id| format!("replica '{id}'"))
+    answer
+        .id_of(rank)
+        .map_or_else(|| format!("replica rank {rank}"), |id| format!("replica '{id}'"))
 }
 
 fn named(answer: &QuorumResult) -> String {
@@ -205,8 +231,11 @@ fn of_peer(kind: ErrorKind) -> ErrorKind {
 mod tests {
     use std::time::Duration;
 
+    use std::sync::Barrier;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use coordination::{LighthouseConfig, LighthouseServer, ManagerServer, ManagerServerConfig};
-    use ftcore::deadline_in;
+    use ftcore::{InMemoryStore, deadline_in};
     use protocol::assignment::RecoverySource;
 
     use super::*;
@@ -250,6 +279,11 @@ mod tests {
     impl Sources {
         /// A replica whose rank has not asked for a quorum yet.
         fn add(&mut self) -> &mut Self {
+            self.add_of(1)
+        }
+
+        /// A replica of `ranks` ranks, none of which has asked for a quorum yet.
+        fn add_of(&mut self, world_size: u32) -> &mut Self {
             let lighthouse = LighthouseServer::start(LighthouseConfig {
                 bind: "127.0.0.1:0".into(),
                 min_replicas: 1,
@@ -262,7 +296,7 @@ mod tests {
                 lighthouse: lighthouse.address(),
                 bind: "127.0.0.1:0".into(),
                 store_address: "127.0.0.1:1".into(),
-                world_size: 1,
+                world_size,
                 ..ManagerServerConfig::default()
             });
             self.servers.push(server.unwrap());
@@ -291,6 +325,27 @@ mod tests {
             self
         }
 
+        /// A replica whose two ranks serve what is published at the transports that come back.
+        fn of_two_ranks(&mut self) -> [HttpTransport; 2] {
+            let transports = [(), ()].map(|()| HttpTransport::start("127.0.0.1:0", None).unwrap());
+            let address = self.add_of(2).servers.last().unwrap().address();
+            std::thread::scope(|scope| {
+                for (group_rank, transport) in (0..).zip(&transports) {
+                    let address = &address;
+                    scope.spawn(move || {
+                        let request = coordination::QuorumRequest {
+                            group_rank,
+                            checkpoint_metadata: transport.metadata(),
+                            ..coordination::QuorumRequest::default()
+                        };
+                        let client = ManagerClient::connect(address, soon()).unwrap();
+                        client.quorum(&request, soon()).unwrap();
+                    });
+                }
+            });
+            transports
+        }
+
         fn answer(&self) -> QuorumResult {
             answer(self.servers.iter().map(ManagerServer::address).collect())
         }
@@ -309,6 +364,7 @@ mod tests {
                 .map(|(replica_rank, manager_address)| RecoverySource {
                     replica_rank,
                     manager_address,
+                    replica_id: String::new(),
                 })
                 .collect(),
             ..QuorumResult::default()
@@ -326,6 +382,8 @@ mod tests {
             group_rank: 0,
             step,
             lineage: &lineage,
+            ranks_store: None,
+            kept: &Kept::default(),
             party: None,
         };
         heal(&me, answer, state, deadline).map(|(healed, _)| healed)
@@ -432,5 +490,120 @@ mod tests {
                 .contains("serving step 5 of epoch 9, asked for 5 of epoch 11"),
             "{e}"
         );
+    }
+
+    /// Two ranks heal at the same time, in quorum after quorum until both have, and end with these states. `ended` hears of each rank's
+    /// end in the first quorum, and `publish` makes the sources publish for each later one.
+    fn both_ranks_heal(
+        store: &Arc<dyn Store>,
+        answer: &QuorumResult,
+        ended: impl Fn(u32) + Sync,
+        publish: impl Fn(i64) + Sync,
+    ) -> [Vec<f32>; 2] {
+        let (together, healed) = (Barrier::new(2), [(); 2].map(|()| AtomicBool::new(false)));
+        let as_rank = |group_rank: u32| {
+            let mut state = Weights::of(&[0.0, 0.0]);
+            for quorum_id in 9..14 {
+                let answer = QuorumResult {
+                    quorum_id,
+                    ..answer.clone()
+                };
+                let me = Behind {
+                    replica_id: "me:y",
+                    group_rank,
+                    step: 0,
+                    lineage: &Lineage::default(),
+                    ranks_store: Some(store),
+                    kept: &Kept::default(),
+                    party: None,
+                };
+                together.wait();
+                let result = heal(&me, &answer, &mut state, soon());
+                healed[group_rank as usize].store(result.is_ok(), Ordering::SeqCst);
+                if quorum_id == 9 {
+                    ended(group_rank);
+                }
+                if together.wait().is_leader() {
+                    publish(quorum_id + 1);
+                }
+                if healed.iter().all(|h| h.load(Ordering::SeqCst)) {
+                    return state.values;
+                }
+                if let Err(e) = result {
+                    assert!(
+                        !matches!(e.kind(), ErrorKind::InvalidArgument | ErrorKind::Unsupported),
+                        "{e}"
+                    );
+                }
+            }
+            panic!("rank {group_rank} found no source that the other one could get, too");
+        };
+        std::thread::scope(|scope| {
+            let other = scope.spawn(|| as_rank(1));
+            [as_rank(0), other.join().unwrap()]
+        })
+    }
+
+    fn in_memory() -> Arc<dyn Store> {
+        Arc::new(InMemoryStore::new())
+    }
+
+    fn publish_as(transport: &HttpTransport, quorum_id: i64, state: [f32; 2]) {
+        let answer = QuorumResult {
+            quorum_id,
+            max_step: 5,
+            ..QuorumResult::default()
+        };
+        publish(transport, &Lineage::default(), &answer, &Weights::of(&state)).unwrap();
+    }
+
+    #[test]
+    fn ranks_of_one_replica_heal_from_one_source_where_another_refuses_one_of_them() {
+        let mut sources = Sources::default();
+        let [a0, a1] = sources.of_two_ranks();
+        let [b0, b1] = sources.of_two_ranks();
+        // The first source serves rank 0 only; the second serves rank 1 at once, and rank 0 after that.
+        drop(a1);
+        publish_as(&a0, 9, [1.0, 0.0]);
+        publish_as(&b1, 9, [2.0, 1.0]);
+        let states = both_ranks_heal(
+            &in_memory(),
+            &sources.answer(),
+            |rank| {
+                if rank == 1 {
+                    publish_as(&b0, 9, [2.0, 0.0]);
+                }
+            },
+            |quorum_id| {
+                publish_as(&a0, quorum_id, [1.0, 0.0]);
+                publish_as(&b0, quorum_id, [2.0, 0.0]);
+                publish_as(&b1, quorum_id, [2.0, 1.0]);
+            },
+        );
+        assert_eq!(states, [[2.0, 0.0], [2.0, 1.0]]);
+    }
+
+    #[test]
+    fn ranks_of_one_replica_heal_from_one_source_where_each_finds_another_one_first() {
+        let mut sources = Sources::default();
+        let [a0, a1] = sources.of_two_ranks();
+        let [b0, b1] = sources.of_two_ranks();
+        // Each source is slow for one rank: it publishes for it once the ranks have chosen, or one has healed without a choice.
+        publish_as(&a0, 9, [1.0, 0.0]);
+        publish_as(&b1, 9, [2.0, 1.0]);
+        let (store, has_ended) = (in_memory(), AtomicBool::new(false));
+        let states = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let key = RanksChoice::key("me:y");
+                while !store.check(&[&key], soon()).unwrap() && !has_ended.load(Ordering::SeqCst) {
+                    std::thread::yield_now();
+                }
+                publish_as(&b0, 9, [2.0, 0.0]);
+                publish_as(&a1, 9, [1.0, 1.0]);
+            });
+            let ended = |_| has_ended.store(true, Ordering::SeqCst);
+            both_ranks_heal(&store, &sources.answer(), ended, |_| ())
+        });
+        assert_eq!(states[0][0], states[1][0], "{states:?}");
     }
 }

@@ -1,7 +1,7 @@
 //! The manager: servers of this replica, the client, and the step protocol.
 //!
 //! What comes next in a step, and what survives a failed attempt, is decided by [`protocol::rank::Rank`]; here it is carried
-//! out. Per step: quorum (over the manager server and the lighthouse) → publish a snapshot if somebody heals from here →
+//! out. Per step: quorum (over the manager server and the lighthouse; `quorum`, ahead of the caller's call if it began it) → publish a snapshot if somebody heals from here →
 //! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
@@ -9,17 +9,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use checkpoint::{HttpTransport, TransportOptions};
+use checkpoint::{HttpTransport, Kept, TransportOptions};
 use coordination::{
-    CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest, QuorumResult,
-    WatchGuard, is_refused,
+    Cancel, CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest,
+    QuorumResult, WatchGuard, is_refused,
 };
-use ftcore::lifecycle::configure_watched;
-use ftcore::store::epoch_prefix;
 use ftcore::{
-    Collective, Configuration, Epoch, Error, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
-    Store, SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address,
-    time_left,
+    Collective, Error, ErrorKind, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result, SubmitOptions,
+    TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address, time_left,
 };
 
 use identity::{Party, Role};
@@ -29,7 +26,8 @@ use crate::counted::counted;
 use crate::ends::{Ends, NO_EPOCH};
 use crate::heal;
 use crate::pending::{ManagedWork, Pending};
-use crate::replica::{Healed, Participation, Replica, State};
+use crate::quorum::{Ahead, GONE, Search};
+use crate::replica::{Healed, Members, Participation, Replica, State};
 use crate::reporter::Reporter;
 use protocol::Lineage;
 use protocol::commit::VoteKey;
@@ -41,9 +39,6 @@ const KEY_REPLICA_ID: &str = "oxccl/replica_id";
 
 /// How long telling the other ranks that this one ends may take.
 const TELL: Duration = Duration::from_secs(5);
-/// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
-const GONE: Duration = Duration::from_secs(1);
-
 /// How long rank 0 outlives an operator's kill for the other ranks to hear of it.
 const TELL_OTHERS: Duration = Duration::from_millis(200);
 
@@ -53,7 +48,7 @@ const PROGRESS_EVERY: Duration = Duration::from_secs(10);
 /// The servers of a replica; they live on group rank 0.
 struct Servers {
     manager: ManagerServer,
-    store: TcpStoreServer,
+    store: Arc<TcpStoreServer>,
 }
 
 /// One rank of one replica. See [`Replica`] for the protocol.
@@ -64,7 +59,12 @@ pub struct Manager {
     party: Option<Arc<Party>>,
     group: Arc<dyn ProcessGroup>,
     client: Arc<ManagerClient>,
-    transport: HttpTransport,
+    transport: Arc<HttpTransport>,
+    search: Search,
+    /// The quorum that [`Replica::begin_quorum`] asked for.
+    ahead: Ahead,
+    /// What came in a heal that failed.
+    kept: Kept,
     reporter: Reporter,
     servers: Option<Servers>,
     _watch: WatchGuard,
@@ -123,6 +123,7 @@ impl Manager {
                     meet.set(KEY_MANAGER, address.as_bytes(), deadline)?;
                     meet.set(KEY_REPLICA_ID, replica_id.as_bytes(), deadline)?;
                 }
+                let store = Arc::new(store);
                 (Some(Servers { manager, store }), replica_id, address)
             }
             _ => {
@@ -151,6 +152,7 @@ impl Manager {
                 ..TransportOptions::default()
             },
         )?;
+        let transport = Arc::new(transport);
         let reporter = Reporter::start(client.clone())?;
         let ends = Ends::new(group.clone(), credentials);
         let watch = {
@@ -171,6 +173,16 @@ impl Manager {
             init_sync: config.init_sync,
             max_retries: config.max_retries,
         });
+        let search = Search {
+            client: client.clone(),
+            group: group.clone(),
+            ends: ends.clone(),
+            transport: transport.clone(),
+            store: servers.as_ref().map(|servers| servers.store.clone()),
+            replica_id: replica_id.clone(),
+            group_rank: config.group_rank,
+            timeout: config.timeout,
+        };
         let progress = Arc::new(AtomicU64::new(1));
         // Often enough that several messages may be lost, and rarely enough to cost nothing.
         let every = (config.progress_timeout / 6).min(PROGRESS_EVERY);
@@ -182,6 +194,9 @@ impl Manager {
             group,
             client,
             transport,
+            search,
+            ahead: Ahead::None,
+            kept: Kept::default(),
             reporter,
             servers,
             _watch: watch,
@@ -224,14 +239,6 @@ impl Manager {
         self.rank.epoch().unwrap_or(NO_EPOCH)
     }
 
-    /// Why the group cannot be used for another collective without a new epoch, if it cannot.
-    fn broken(&self) -> Option<String> {
-        self.group
-            .error()
-            .map(|e| e.to_string())
-            .or_else(|| self.ends.why_over(self.epoch()))
-    }
-
     /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
     fn give_up(&self, error: &Error, deadline: Instant) {
         if self.config.group_world_size == 1 {
@@ -256,7 +263,7 @@ impl Manager {
 
     /// What this rank asks at the beginning of an attempt.
     fn question(&mut self) -> QuorumRequest {
-        let broken = self.broken().is_some();
+        let broken = self.search.broken(&self.rank).is_some();
         self.rank
             .set_shrink_only(self.shrink_only.load(Ordering::Relaxed));
         let request = self.rank.start(broken);
@@ -277,43 +284,24 @@ impl Manager {
         }
     }
 
-    /// Asks until there is an answer or the deadline passes; what can be retried is (L28).
-    fn ask_until(&mut self, deadline: Instant) -> Result<QuorumResult> {
-        // Epochs that keep failing at once (members that cannot reach each other) must not become a busy loop.
-        if let Some(doublings) = u32::try_from(self.rank.commit_failures())
-            .ok()
-            .and_then(|n| n.checked_sub(3))
-        {
-            let pause = Duration::from_millis(10 << doublings.min(6));
-            std::thread::park_timeout(pause.min(time_left(deadline)));
+    /// Meets the other members of a step that reduces nothing. A group that has no barrier goes on without.
+    fn barrier(&mut self) {
+        if !self.group.capabilities().ops.contains(OpKind::Barrier) {
+            return;
         }
-        let question = self.question();
-        let mut pause = Duration::from_millis(20);
-        let mut refused = None;
-        loop {
-            match self.client.quorum(&question, deadline) {
-                Ok(answer) => return Ok(answer),
-                Err(e) if is_refused(&e) && refused.is_some_and(|since: Instant| since.elapsed() >= GONE) => {
-                    let text = format!(
-                        "rank 0 of this replica is gone, and its servers with it ({}); start this rank again, too: a replica goes on as a whole",
-                        e.message()
-                    );
-                    return Err(Error::new(ErrorKind::PeerLost, text)
-                        .with_peer(0)
-                        .with_op("quorum")
-                        .with_source(e));
-                }
-                // A rank of this replica is gone, and the replica with it.
-                Err(e) if e.kind() == ErrorKind::PeerLost => return Err(e.with_op("quorum")),
-                Err(e) if e.is_retryable() && time_left(deadline) > pause => {
-                    tracing::warn!(error = %e, "no quorum yet; asking again");
-                    refused = is_refused(&e).then(|| refused.unwrap_or_else(Instant::now));
-                    // There is nothing to wait on: the server is what is missing.
-                    std::thread::park_timeout(pause);
-                    pause = (pause * 2).min(Duration::from_secs(1));
-                }
-                Err(e) => return Err(e.with_op("quorum")),
+        let options = SubmitOptions {
+            deadline: Some(deadline_in(self.config.timeout)),
+            contribute: true,
+            stream: None,
+        };
+        match self.group.run(Collective::Barrier, options) {
+            Ok(work) => {
+                let (reporter, epoch) = (self.reporter.clone(), self.epoch());
+                self.pending
+                    .track_barrier(&work, move |error| reporter.send(epoch, &error));
+                self.ends.settle();
             }
+            Err(rejected) => self.report_error(rejected.error),
         }
     }
 
@@ -337,54 +325,71 @@ impl Manager {
         }
     }
 
-    fn configure(&self, answer: &QuorumResult, deadline: Instant) -> Result<()> {
-        let epoch = u64::try_from(answer.quorum_id).map_err(|_| {
-            Error::new(
-                ErrorKind::Protocol,
-                format!("quorum id {} is negative", answer.quorum_id),
-            )
-        })?;
-        if let Some(servers) = &self.servers {
-            servers.store.begin_epoch(epoch);
+    /// Begins an attempt: what was left of an earlier one ends.
+    fn begin_attempt(&mut self) {
+        self.progress();
+        self.abandon_quorum();
+        // An abandoned step must not leave its reductions running into the next one.
+        if self.rank.in_step() && self.pending.drain(Instant::now()).is_err() {
+            self.group.abort("the step was abandoned");
+            self.rank.abandon();
         }
-        // The store is a member's, and its address is what that member says.
-        let store = self
-            .ends
-            .reach_store(answer.quorum_id, &answer.store_address, deadline)?;
-        let store: Arc<dyn Store> = Arc::new(store);
-        let configuration = Configuration {
-            store,
-            prefix: epoch_prefix(epoch, self.config.group_rank),
-            name: self.replica_id.clone(),
-            epoch: Epoch(epoch),
-            rank: answer.replica_rank,
-            world_size: answer.replica_world_size,
-            deadline,
-        };
-        // Before the group connects a push has nothing to abort, and a member that is gone would be waited for until the deadline.
-        let (ends, epoch) = (&*self.ends, answer.quorum_id);
-        configure_watched(&*self.group, configuration, &|| ends.check(epoch).err())
+        self.pending = Pending::default();
+        self.ends.begin(self.pending.clone());
+    }
+
+    /// Waits for the search ahead, if one is under way.
+    fn wait_ahead(&mut self) {
+        if !matches!(self.ahead, Ahead::Running { .. }) {
+            return;
+        }
+        self.ahead.wait(&mut self.rank);
+        if let Ahead::Found(found) = &self.ahead
+            && let Ok((answer, Next::Lost(e))) = &**found
+        {
+            let (epoch, e) = (answer.quorum_id, e.clone());
+            self.lost(epoch, &e);
+        }
+    }
+
+    /// The epoch did not come up: its vote will be no.
+    fn lost(&mut self, epoch: i64, error: &Error) {
+        self.group.abort(&error.to_string());
+        if self.pending.fail(error.clone()) {
+            tracing::warn!(%error, epoch, "this epoch did not come up; it will not commit");
+            self.reporter.send(self.epoch(), error);
+        }
+    }
+
+    fn participation(&self, answer: QuorumResult, healed: Option<Healed>) -> Participation {
+        let (place, contributors) = self.rank.contribution();
+        let contributor_rank = place.filter(|_| self.rank.in_step());
+        Participation {
+            epoch: answer.quorum_id,
+            step: self.rank.step(),
+            replica_rank: answer.replica_rank,
+            replica_world_size: answer.replica_world_size,
+            contributes: contributor_rank.is_some(),
+            contributor_rank,
+            contributors,
+            healed,
+            members: Members::of(answer.replica_world_size, answer.replica_ids),
+        }
     }
 
     /// What `next` wants, until the step can begin or the attempt is lost. The recovery of this replica, if there was one.
     fn come_up(
         &mut self,
-        answer: QuorumResult,
+        (answer, mut next): (&QuorumResult, Next),
         state: &mut dyn State,
         deadline: Instant,
     ) -> (Next, Option<Healed>) {
         let limit = || deadline_in(self.config.timeout).min(deadline);
         let mut recovery = None;
-        let before = self.rank.epoch();
-        let broken = self.broken();
-        let mut next = self.rank.answered(answer.clone(), broken);
-        if self.rank.epoch() != before {
-            self.ends.set_live(self.epoch());
-        }
         loop {
             next = match next {
                 Next::Offer { publish: true, .. } => {
-                    let offered = heal::publish(&self.transport, self.rank.lineage(), &answer, state);
+                    let offered = heal::publish(&self.transport, self.rank.lineage(), answer, state);
                     self.rank.offered(offered)
                 }
                 Next::Offer { publish: false, keep } => {
@@ -393,21 +398,24 @@ impl Manager {
                     }
                     self.rank.offered(Ok(()))
                 }
-                Next::Configure => {
-                    let configured = self.configure(&answer, limit());
-                    // A push that came while the group was connecting had nothing to abort.
-                    let broken = if configured.is_ok() { self.broken() } else { None };
-                    self.rank.configured(configured, broken)
-                }
+                Next::Configure => self
+                    .search
+                    .connect(&mut self.rank, answer, deadline, &Cancel::default()),
                 Next::Heal | Next::Fetch => {
                     let me = heal::Behind {
                         replica_id: &self.replica_id,
                         group_rank: self.config.group_rank,
                         step: self.rank.step(),
                         lineage: self.rank.lineage(),
+                        ranks_store: self
+                            .config
+                            .replica_store
+                            .as_ref()
+                            .filter(|_| self.config.group_world_size > 1),
+                        kept: &self.kept,
                         party: self.party.as_ref(),
                     };
-                    let outcome = heal::heal(&me, &answer, state, limit()).map(|(healed, lineage)| {
+                    let outcome = heal::heal(&me, answer, state, limit()).map(|(healed, lineage)| {
                         recovery = Some(healed);
                         lineage
                     });
@@ -429,20 +437,28 @@ impl Manager {
 impl Replica for Manager {
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation> {
         self.progress();
-        // An abandoned step must not leave its reductions running into the next one.
-        if self.rank.in_step() && self.pending.drain(Instant::now()).is_err() {
-            self.group.abort("the step was abandoned");
-            self.rank.abandon();
-        }
-        self.pending = Pending::default();
-        self.ends.begin(self.pending.clone());
+        self.wait_ahead();
+        let mut found = match std::mem::take(&mut self.ahead) {
+            Ahead::Found(found) => Some(*found),
+            Ahead::None | Ahead::Running { .. } => {
+                self.begin_attempt();
+                None
+            }
+        };
         // A spare fetches and asks again, until it is a member; the others go on meanwhile.
         let (mut answer, mut next, mut healed) = (QuorumResult::default(), Next::Ask, None::<Healed>);
         while matches!(next, Next::Ask) {
             self.progress();
-            answer = self.ask_until(deadline)?;
+            (answer, next) = match found.take() {
+                Some(found) => found?,
+                None => {
+                    let question = self.question();
+                    self.search
+                        .ask(&mut self.rank, &question, deadline, &Cancel::default())?
+                }
+            };
             let recovery;
-            (next, recovery) = self.come_up(answer.clone(), state, deadline);
+            (next, recovery) = self.come_up((&answer, next), state, deadline);
             healed = match (recovery, healed) {
                 (Some(now), Some(before)) => Some(Healed {
                     took: before.took + now.took,
@@ -452,11 +468,7 @@ impl Replica for Manager {
             };
         }
         match next {
-            Next::Lost(e) => {
-                tracing::warn!(error = %e, epoch = answer.quorum_id, "this epoch did not come up; it will not commit");
-                self.group.abort(&e.to_string());
-                self.report_error(e);
-            }
+            Next::Lost(e) => self.lost(answer.quorum_id, &e),
             Next::End(e) => {
                 self.group.abort(&e.to_string());
                 self.reporter.send(answer.quorum_id, &e);
@@ -465,22 +477,52 @@ impl Replica for Manager {
             }
             Next::Ready | Next::Offer { .. } | Next::Configure | Next::Heal | Next::Fetch | Next::Ask => {}
         }
-        let (contributor_rank, contributors) = self.rank.contribution();
-        Ok(Participation {
-            epoch: answer.quorum_id,
-            step: self.rank.step(),
-            replica_rank: answer.replica_rank,
-            replica_world_size: answer.replica_world_size,
-            contributes: contributor_rank.is_some(),
-            contributor_rank,
-            contributors,
-            healed,
-            members: answer.replica_ids,
-        })
+        Ok(self.participation(answer, healed))
+    }
+
+    fn begin_quorum(&mut self, deadline: Instant) -> Result<bool> {
+        self.begin_attempt();
+        let question = self.question();
+        let ahead = Ahead::start(self.search.clone(), self.rank.clone(), question, deadline);
+        let is_begun = ahead.is_some();
+        self.ahead = ahead.unwrap_or_default();
+        Ok(is_begun)
+    }
+
+    fn await_quorum(&mut self) -> Result<Participation> {
+        self.progress();
+        self.wait_ahead();
+        match &self.ahead {
+            Ahead::Found(found) => match &**found {
+                Ok((answer, _)) => Ok(self.participation(answer.clone(), None)),
+                Err(e) => Err(e.clone()),
+            },
+            Ahead::None | Ahead::Running { .. } => Err(Error::new(
+                ErrorKind::InvalidState,
+                "no quorum was asked for ahead: call begin_quorum first",
+            )),
+        }
+    }
+
+    fn abandon_quorum(&mut self) {
+        self.ahead.cancel();
+        self.wait_ahead();
+        if let Ahead::Found(found) = &self.ahead
+            && let Ok((_, Next::Lost(_))) = &**found
+        {
+            self.rank.abandon();
+        }
+        self.ahead = Ahead::None;
     }
 
     fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
         self.progress();
+        self.wait_ahead();
+        if let Ahead::Found(found) = &self.ahead
+            && let Err(e) = &**found
+        {
+            return ManagedWork::failed(e.clone().with_op("all_reduce"), tensors);
+        }
         if !self.rank.in_step() {
             let e = Error::new(
                 ErrorKind::InvalidState,
@@ -514,6 +556,11 @@ impl Replica for Manager {
 
     fn should_commit(&mut self, deadline: Instant) -> Result<bool> {
         self.progress();
+        // Without it there is nothing to vote on, as the rank says.
+        self.wait_ahead();
+        if self.rank.needs_barrier(self.pending.is_used()) {
+            self.barrier();
+        }
         if self.rank.in_step()
             && let Err(e) = self.pending.drain(deadline)
         {
@@ -535,6 +582,7 @@ impl Replica for Manager {
             self.report_error(e.clone());
         }
         let cast = self.vote_on(vote.key, vote.against.is_none());
+        self.ahead = Ahead::None;
         let decision = self.vote(&cast, deadline);
         let goes_on = self.rank.decided(decision.as_ref().ok().copied());
         self.progress();
@@ -600,6 +648,7 @@ impl Replica for Manager {
     }
 
     fn leave(&mut self, deadline: Instant) -> Result<()> {
+        self.abandon_quorum();
         self.ends.set_live(NO_EPOCH);
         self.group.shutdown(deadline)?;
         if self.servers.is_none()
@@ -625,6 +674,7 @@ impl Replica for Manager {
 
 impl Drop for Manager {
     fn drop(&mut self) {
+        self.ahead.cancel();
         self.group.abort("the manager was dropped");
         if let Some(servers) = self.servers.take() {
             servers.store.shutdown();

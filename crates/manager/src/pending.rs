@@ -10,6 +10,8 @@ struct Counts {
     outstanding: usize,
     least_contributors: Option<u32>,
     error: Option<Error>,
+    /// Something was submitted.
+    used: bool,
 }
 
 /// What was submitted in one step and how it ended. Each step has its own, so that a late completion of an earlier
@@ -37,6 +39,12 @@ impl Pending {
         self.lock().error.clone()
     }
 
+    /// True if there was a reduction, or one that could not be submitted.
+    pub fn is_used(&self) -> bool {
+        let counts = self.lock();
+        counts.used || counts.error.is_some()
+    }
+
     /// True while something tracked has not ended.
     pub fn is_running(&self) -> bool {
         self.lock().outstanding > 0
@@ -47,9 +55,20 @@ impl Pending {
         self.lock().least_contributors
     }
 
-    /// Follows `work` to its end; `on_error` is called with the step's first error, on the engine's thread.
+    /// Follows the reduction `work` to its end; `on_error` is called with the step's first error, on the engine's thread.
     pub fn track(&self, work: &Work, on_error: impl FnOnce(Error) + Send + 'static) {
-        self.lock().outstanding += 1;
+        self.follow(work, true, on_error);
+    }
+
+    /// As [`track`](Self::track), for a barrier, to which nobody contributes.
+    pub fn track_barrier(&self, work: &Work, on_error: impl FnOnce(Error) + Send + 'static) {
+        self.follow(work, false, on_error);
+    }
+
+    fn follow(&self, work: &Work, reduces: bool, on_error: impl FnOnce(Error) + Send + 'static) {
+        let mut counts = self.lock();
+        (counts.outstanding, counts.used) = (counts.outstanding + 1, true);
+        drop(counts);
         let this = self.clone();
         let tracked = work.clone();
         work.on_complete(move |status| {
@@ -63,6 +82,7 @@ impl Pending {
                         first = Some(e.clone());
                     }
                 }
+                _ if !reduces => {}
                 _ => {
                     let n = tracked.contributors();
                     counts.least_contributors = Some(counts.least_contributors.map_or(n, |m| m.min(n)));

@@ -39,8 +39,48 @@ pub struct Participation {
     pub contributors: u32,
     /// `Some` if this replica took its state over from a peer just now, as a spare or as a member; `took` is the time of all transfers.
     pub healed: Option<Healed>,
-    /// Ids of the members.
-    pub members: Vec<String>,
+    /// The members: how many, and their ids where those are told.
+    pub members: Members,
+}
+
+/// The members of a quorum. Of a large one (more than 256) the lighthouse tells each replica its own part and not the ids of all; its status has them
+/// (`coordination::LighthouseClient::status`).
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Members {
+    count: usize,
+    ids: Vec<String>,
+}
+
+impl Members {
+    pub(crate) fn of(replica_world_size: u32, ids: Vec<String>) -> Self {
+        let count = usize::try_from(replica_world_size).unwrap_or(usize::MAX);
+        Self { count, ids }
+    }
+
+    /// Their number.
+    pub fn len(&self) -> usize {
+        self.count
+    }
+
+    /// True before the first quorum.
+    pub fn is_empty(&self) -> bool {
+        self.count == 0
+    }
+
+    /// Their ids, in the order of their ranks; `None` if those were not told.
+    pub fn ids(&self) -> Option<&[String]> {
+        (self.ids.len() == self.count).then_some(&self.ids)
+    }
+}
+
+impl FromIterator<String> for Members {
+    fn from_iter<T: IntoIterator<Item = String>>(ids: T) -> Self {
+        let ids: Vec<String> = ids.into_iter().collect();
+        Self {
+            count: ids.len(),
+            ids,
+        }
+    }
 }
 
 /// A recovery that just happened.
@@ -66,6 +106,29 @@ pub trait Replica {
     /// of this replica is gone: its servers are, too, and this rank has to be started again with it.
     /// `InvalidArgument` or `Unsupported` for what no other epoch would change, such as the state of another model.
     fn start_quorum(&mut self, state: &mut dyn State, deadline: Instant) -> Result<Participation>;
+
+    /// Asks for the quorum of the next step and returns at once: it is found, and the group connected for it, while the caller computes.
+    /// [`start_quorum`](Self::start_quorum) finishes it with the state, before the vote. False, as by default, if this replica cannot:
+    /// `start_quorum` does all then. A quorum that was begun before and not voted on is given up.
+    ///
+    /// Reductions may be submitted before `start_quorum`: the first one waits for the quorum. If this replica turns out to be behind, it heals in
+    /// `start_quorum`, on the caller's thread as ever, and what it computed from its old state does not count ([`await_quorum`](Self::await_quorum)
+    /// tells before it is sent). If peers heal from it, its snapshot is made in `start_quorum`, and they wait for it: until then the state
+    /// that it shares with them stays as it is.
+    fn begin_quorum(&mut self, _deadline: Instant) -> Result<bool> {
+        Ok(false)
+    }
+
+    /// Waits for the quorum that was begun. A replica that is behind does not contribute, and `step` is that of the state that it still has.
+    ///
+    /// Errors: those of `start_quorum`, which gives the same one. `InvalidState` if none was begun.
+    fn await_quorum(&mut self) -> Result<Participation> {
+        let text = "no quorum was asked for ahead: begin_quorum says whether this replica can";
+        Err(ftcore::Error::new(ftcore::ErrorKind::InvalidState, text))
+    }
+
+    /// Gives up the quorum that was begun: nothing of it is voted on, and the next one is asked for anew.
+    fn abandon_quorum(&mut self) {}
 
     /// Reduces tensors of one dtype over the members. Averages count the contributors in the reduction (INV-4). It never
     /// fails at once: an error shows in the work and in the vote.

@@ -9,6 +9,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
@@ -125,4 +126,82 @@ fn a_replica_that_joins_two_others_has_a_copy_made_by_each_and_ends_with_their_s
             assert!(handle.join().unwrap() > 0, "a source made no copy");
         }
     });
+}
+
+/// Says when it is being loaded, and looks for a while whether the other replica goes on meanwhile.
+struct Slow {
+    model: Model,
+    loading: mpsc::Sender<()>,
+    went_on: mpsc::Receiver<()>,
+    was_left: Arc<AtomicBool>,
+}
+
+impl State for Slow {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        self.model.save(out)
+    }
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        let _ = self.loading.send(());
+        // Far longer than a vote takes.
+        let told = self.went_on.recv_timeout(Duration::from_secs(1));
+        self.was_left.store(told.is_ok(), Ordering::SeqCst);
+        self.model.load(from)
+    }
+}
+
+#[test]
+fn a_round_without_data_is_not_over_while_a_replica_still_heals_into_it() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        bind: "127.0.0.1:0".into(),
+        min_replicas: 1,
+        initial_replicas: Some(1),
+        join_timeout: Duration::from_secs(20),
+        heartbeat_timeout: Duration::from_secs(60),
+        ..LighthouseConfig::default()
+    })
+    .unwrap();
+    let url = lighthouse.address();
+    let model = || Model {
+        frozen: vec![1.0; 100],
+        steps: 0.0,
+        saved: Arc::default(),
+    };
+    let (loading, begins) = mpsc::channel();
+    let (goes_on, went_on) = mpsc::channel();
+    let was_left = Arc::new(AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        let mut old = manager("r0", &url);
+        let mut state = model();
+        assert!(step(&mut old, &mut state) && step(&mut old, &mut state));
+        let new = scope.spawn({
+            let (was_left, url) = (Arc::clone(&was_left), &url);
+            move || {
+                let mut m = manager("r1", url);
+                m.set_joins_at_once(true);
+                let mut state = Slow {
+                    model: model(),
+                    loading,
+                    went_on,
+                    was_left,
+                };
+                m.start_quorum(&mut state, soon()).unwrap();
+                let committed = m.should_commit(soon()).unwrap();
+                m.leave(soon()).unwrap();
+                (committed, state.model.steps)
+            }
+        });
+        // Steps without data, as the closing round is one: the one that it heals into is the first of two members.
+        while old.start_quorum(&mut state, soon()).unwrap().members.len() < 2 {
+            assert!(old.should_commit(soon()).unwrap() || !new.is_finished());
+        }
+        begins.recv_timeout(Duration::from_secs(60)).unwrap();
+        assert!(old.should_commit(soon()).unwrap());
+        let _ = goes_on.send(());
+        old.leave(soon()).unwrap();
+        assert_eq!(new.join().unwrap(), (true, state.steps));
+    });
+    assert!(
+        !was_left.load(Ordering::SeqCst),
+        "its source committed, and could have left, while it was still taking the state over"
+    );
 }

@@ -18,8 +18,8 @@ use coordination::{
 };
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, GroupInfo, GroupOptions,
-    InMemoryStore, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor, Traffic, Work,
-    deadline_in,
+    InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor,
+    Traffic, Work, deadline_in,
 };
 use manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
@@ -434,7 +434,7 @@ fn a_configuration_that_cannot_work_is_refused_before_anything_starts() {
 struct Overheard {
     group: backend_gloo::GlooGroup,
     aborts: Mutex<Sender<String>>,
-    before: Box<dyn Fn() + Send + Sync>,
+    before: Box<dyn Fn(&Configuration) + Send + Sync>,
 }
 
 impl ProcessGroup for Overheard {
@@ -445,7 +445,7 @@ impl ProcessGroup for Overheard {
         self.group.capabilities()
     }
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        (self.before)();
+        (self.before)(&configuration);
         self.group.configure(configuration)
     }
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -494,7 +494,7 @@ fn step_with_one_that_dies(
     dies: Receiver<()>,
     state: &mut dyn State,
     told: Sender<String>,
-    before: Box<dyn Fn() + Send + Sync>,
+    before: Box<dyn Fn(&Configuration) + Send + Sync>,
 ) {
     let lighthouse = lighthouse(2);
     let url = lighthouse.address();
@@ -544,18 +544,20 @@ fn step_with_one_that_dies(
 fn an_epoch_that_ends_before_the_group_connects_is_not_waited_for() {
     let ((die, dies), (told, aborts)) = (channel(), channel());
     die.send(()).unwrap();
-    step_with_one_that_dies(dies, &mut Slow(aborts), told, Box::new(|| ()));
+    step_with_one_that_dies(dies, &mut Slow(aborts), told, Box::new(|_| ()));
 }
 
 #[test]
 fn l27_an_abort_that_comes_just_before_the_group_connects_is_not_lost() {
-    let ((die, dies), (told, aborts)) = (channel(), channel::<String>());
-    let aborts = Mutex::new(aborts);
-    // This one finds nothing to end.
-    let before = move || {
+    let ((die, dies), (told, _aborts)) = (channel(), channel());
+    // It finds no group to end: the configuration's token has to say it.
+    let before = move |configuration: &Configuration| {
         die.send(()).unwrap();
-        let reason = aborts.lock().unwrap().recv_timeout(Duration::from_secs(20));
-        assert!(reason.unwrap().contains("was aborted"));
+        let (_open, nothing) = channel::<()>();
+        let reason = configuration
+            .cancel
+            .receive(&nothing, deadline_in(Duration::from_secs(20)));
+        assert!(reason.unwrap_err().to_string().contains("was aborted"));
     };
     let mut number = Number {
         value: 0.0,
@@ -564,15 +566,15 @@ fn l27_an_abort_that_comes_just_before_the_group_connects_is_not_lost() {
     step_with_one_that_dies(dies, &mut number, told, Box::new(before));
 }
 
-/// A group that connects to nobody, and breaks when it is told to.
-struct Unplugged(backend_gloo::GlooGroup, Mutex<Option<Error>>);
+/// A group that connects to nobody, has no barrier to meet anybody at, and breaks when it is told to.
+struct Unplugged(backend_gloo::GlooGroup, Mutex<Option<Error>>, Capabilities);
 
 impl ProcessGroup for Unplugged {
     fn info(&self) -> GroupInfo {
         self.0.info()
     }
     fn capabilities(&self) -> &Capabilities {
-        self.0.capabilities()
+        &self.2
     }
     fn configure(&self, _: Configuration) -> Result<()> {
         Ok(())
@@ -603,7 +605,11 @@ fn an_epoch_that_breaks_while_the_quorum_is_asked_for_is_given_up_with_its_cause
     let lighthouse = lighthouse(2);
     let url = lighthouse.address();
     let gloo = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
-    let group = Arc::new(Unplugged(gloo, Mutex::default()));
+    let capabilities = Capabilities {
+        ops: OpSet::of(&[OpKind::AllReduce]),
+        ..gloo.capabilities().clone()
+    };
+    let group = Arc::new(Unplugged(gloo, Mutex::default(), capabilities));
     let mut number = Number {
         value: 0.0,
         refuse: false,

@@ -25,6 +25,8 @@ macro_rules! say {
     }};
 }
 
+mod results;
+
 mod command {
     pub(crate) mod backends;
     pub(crate) mod bench;
@@ -41,12 +43,13 @@ const EXIT_CODES: &str = "\
 Exit codes:
   0    everything went well
   1    the run failed (a replica or a rank gave up, the deadline passed, wrong results, an error)
-  2    the command line is wrong
-  3    a service or an address is not available (lighthouse not reachable, port in use)
+  2    the command line is wrong, or asks for what is not there or not offered (program, backend, device, element type)
+  3    a service or an address is not available (lighthouse not reachable, port in use, an address of another machine)
   130  interrupted
 
 Environment:
   OXCCL_CREDENTIALS   the folder of the job's credentials (`oxccl credentials`): all servers and calls ask for and show them
+  OXCCL_ENCRYPT       1: with credentials, data connections are encrypted
   OXCCL_INSECURE      1: servers without credentials may listen beyond loopback
   OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info)
   NO_COLOR    no colours
@@ -97,6 +100,11 @@ fn main() -> ExitCode {
         .log_internal_errors(false)
         .with_ansi(colour && std::io::stderr().is_terminal())
         .init();
+    // Before any plugin is opened.
+    if let Err(e) = results::claim() {
+        say!("error: {e}");
+        return ExitCode::from(1);
+    }
     let result = match arguments.command {
         #[cfg(feature = "lighthouse")]
         Command::Lighthouse(arguments) => command::lighthouse::run(arguments),
@@ -120,7 +128,7 @@ fn main() -> ExitCode {
 
 fn exit_code(e: &Error) -> ExitCode {
     ExitCode::from(match e.kind() {
-        ErrorKind::InvalidArgument => 2,
+        ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::Unsupported => 2,
         ErrorKind::Unavailable | ErrorKind::Conflict => 3,
         _ => 1,
     })

@@ -17,8 +17,17 @@ fn backends(arguments: &[&str], defaults: &str) -> (Option<i32>, String, String)
 
 #[test]
 fn the_table_says_where_gloo_is_from_that_it_is_usable_and_what_it_offers() {
-    let (code, out, err) = backends(&[], "");
+    let (code, brief, err) = backends(&[], "");
     assert_eq!(code, Some(0), "{err}");
+    assert!(!brief.contains("operations"), "one line for each: {brief}");
+    let (code, out, err) = backends(&["--backend", "GLOO"], "");
+    assert_eq!(code, Some(0), "{err}");
+    assert!(
+        brief
+            .lines()
+            .any(|l| out.lines().any(|all| all == l && l.starts_with("gloo"))),
+        "{brief}{out}"
+    );
     let line = |head: &str| {
         let found = out.lines().find(|l| l.trim_start().starts_with(head));
         found.unwrap_or_else(|| panic!("no line '{head}' in\n{out}"))
@@ -93,9 +102,86 @@ fn a_backend_that_is_not_known_is_an_error_of_the_probe_with_a_suggestion() {
         .arg(dir.path().join("reason"))
         .output()
         .unwrap();
-    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(output.status.code(), Some(2));
     let err = String::from_utf8_lossy(&output.stderr);
     assert!(err.contains("Did you mean 'gloo'?"), "{err}");
+}
+
+#[test]
+fn one_backend_that_is_not_known_is_exit_code_2_with_a_suggestion() {
+    let (code, out, err) = backends(&["--backend", "glo"], "");
+    assert_eq!(code, Some(2), "{err}");
+    assert!(
+        out.is_empty() && err.contains("Did you mean 'gloo'?"),
+        "{out}{err}"
+    );
+}
+
+/// `fixtures/c/breach.c` with these definitions; none where there is no C compiler.
+fn breach(library: &std::path::Path, defines: &[&str]) -> bool {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let mut cc = Command::new("cc");
+    cc.args(["-shared", "-fPIC", "-fvisibility=hidden", "-I"])
+        .arg(format!("{root}/crates/plugin/include"))
+        .args(defines)
+        .arg(format!("{root}/fixtures/c/breach.c"))
+        .arg("-o")
+        .arg(library);
+    let Ok(built) = cc.output() else {
+        eprintln!("skipped: no C compiler");
+        return false;
+    };
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+    true
+}
+
+#[test]
+fn what_a_plugin_says_and_prints_does_not_break_the_list() {
+    use std::os::unix::ffi::OsStrExt;
+    let folder = tempfile::tempdir().unwrap();
+    // Its path need not be text.
+    let below = folder.path().join(std::ffi::OsStr::from_bytes(b"not\xfftext"));
+    std::fs::create_dir(&below).unwrap();
+    let library = below.join("libbreach.so");
+    let list = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+            .arg("backends")
+            .args(arguments)
+            .env("OXCCL_LOG", "off")
+            .env("OXCCL_PLUGIN_PATH", &library)
+            .output()
+            .unwrap();
+        let err = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{err}");
+        (String::from_utf8(output.stdout).unwrap(), err)
+    };
+    if !breach(&library, &["-DLONG_VERSION", "-DPRINTS"]) {
+        return;
+    }
+    let (out, err) = list(&["--json"]);
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert!(err.contains("hello from a constructor"), "{err}");
+    let of = |json: &serde_json::Value| {
+        let all = json["backends"].as_array().unwrap();
+        all.iter().find(|b| b["name"] == "breach").unwrap().clone()
+    };
+    assert_eq!(of(&json)["usable"], true, "{}", of(&json)["reason"]);
+    let (out, _) = list(&[]);
+    assert!(!out.contains('\u{1b}') && out.contains("7777…"), "{out}");
+    assert!(out.lines().all(|l| l.chars().count() < 2000), "{out}");
+
+    if breach(&library, &["-DBREACH=\"unreadable\""]) {
+        let json: serde_json::Value = serde_json::from_str(&list(&["--json"]).0).unwrap();
+        assert_eq!(of(&json)["usable"], false);
+        assert!(
+            of(&json)["reason"].as_str().unwrap().contains("capabilities"),
+            "{json}"
+        );
+    }
 }
 
 /// Gloo as a dylib of itself, built by the cargo that runs this test.
@@ -106,7 +192,7 @@ fn gloo_plugin() -> String {
         Some(_) => &["--workspace"],
         None => &["--package", "gloo-plugin"],
     };
-    let output = Command::new(env!("CARGO"))
+    let output = conformance::cargo()
         .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
         .args(["build", "--message-format=json", "--lib", "--profile", profile])
         .args(select)

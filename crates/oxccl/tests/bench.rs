@@ -168,11 +168,11 @@ fn a_picture_has_a_curve_per_operation_and_goes_with_the_table_or_with_json() {
 #[test]
 fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known() {
     for (arguments, code, needle) in [
-        (&["--backend", "glo"][..], 1, "Did you mean 'gloo'?"),
+        (&["--backend", "glo"][..], 2, "Did you mean 'gloo'?"),
         (&["--op", "all_reduced"], 2, "reduce_scatter_into"),
         (&["--op", "all_reduce,"], 2, "unknown operation ''"),
         (&["--op", "send_recv", "--ranks", "1"], 2, "at least 2 ranks"),
-        (&["--dtype", "f8e4m3"], 1, "does not sum f8e4m3"),
+        (&["--dtype", "f8e4m3"], 2, "does not sum f8e4m3"),
         (&["--dtype", "float"], 2, "bf16"),
         (&["--sizes", "4,x"], 2, "'x' is not a size"),
         (&["--sizes", "0"], 2, "'0' is not a size"),
@@ -188,6 +188,7 @@ fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known
         (&["--iters", "0"], 2, "--iters"),
         (&["--mode", "fibres"], 2, "threads"),
         (&["--plot", "bench.png"], 2, "ending .svg"),
+        (&["--plot", "no.svg", "--op", "barrier"], 2, "barrier has none"),
         (&["--plot", "/nowhere-at-all/bench.svg"], 2, "lies in none"),
     ] {
         let (got, out, err) = text(bench(arguments));
@@ -200,8 +201,57 @@ fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known
     let mut command = bench(&[]);
     command.env("OXCCL_DEFAULT_BACKEND", "cpu:nothing");
     let (code, _, err) = text(command);
-    assert_eq!(code, Some(1), "{err}");
+    assert_eq!(code, Some(2), "{err}");
     assert!(err.contains("no backend 'nothing'"), "{err}");
+}
+
+/// `fixtures/c/breach.c` with these definitions; none where there is no C compiler.
+fn breach(folder: &std::path::Path, defines: &[&str]) -> Option<std::path::PathBuf> {
+    let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");
+    let library = folder.join("libbreach.so");
+    let built = Command::new("cc")
+        .args(["-shared", "-fPIC", "-fvisibility=hidden", "-I"])
+        .arg(format!("{root}/crates/plugin/include"))
+        .args(defines)
+        .arg(format!("{root}/fixtures/c/breach.c"))
+        .arg("-o")
+        .arg(&library)
+        .output()
+        .ok()?;
+    assert!(
+        built.status.success(),
+        "{}",
+        String::from_utf8_lossy(&built.stderr)
+    );
+    Some(library)
+}
+
+#[test]
+fn a_rank_that_ends_too_early_or_is_another_one_than_it_should_be_ends_the_benchmark() {
+    for (breach_of, needles) in [
+        (
+            "exits",
+            ["rank", "ended with exit code 0 before the measurement was over"],
+        ),
+        ("other_rank", ["broke the ABI", "configured as rank"]),
+    ] {
+        let folder = tempfile::tempdir().unwrap();
+        let Some(library) = breach(folder.path(), &[&format!("-DBREACH=\"{breach_of}\"")]) else {
+            eprintln!("skipped: no C compiler");
+            return;
+        };
+        let mut command = bench(&["--backend", "breach", "--sizes", "4", "--iters", "1"]);
+        command.env("OXCCL_PLUGIN_PATH", library);
+        let (code, _, err) = text(command);
+        assert_eq!(code, Some(1), "{breach_of}: {err}");
+        for needle in needles {
+            assert!(err.contains(needle), "{breach_of}: {err}");
+        }
+        assert!(
+            !err.contains("defect in oxccl") && !err.contains("port is the right one"),
+            "{err}"
+        );
+    }
 }
 
 /// Process ids of the children of `parent`.

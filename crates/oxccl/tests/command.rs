@@ -165,6 +165,62 @@ fn a_good_run_ends_with_0_and_a_failed_one_with_1_and_its_last_words() {
     assert_eq!(json["replicas"][1]["lives"], 2);
 }
 
+#[test]
+fn the_others_that_went_on_do_not_hide_a_replica_that_failed() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let mut command = oxccl(&["launch", "--lighthouse", &url, "--replicas", "2", "--keep-others"]);
+    command
+        .args(["--max-restarts", "0", "--run-dir", dir.path().to_str().unwrap()])
+        .args(["--", "sh", "-c", "test $OXCCL_REPLICA = 0"]);
+    let (code, _, err) = text(&command.output().unwrap());
+    assert_eq!(code, Some(1), "{err}");
+    assert!(
+        err.contains("1 of 2 replicas failed (1)") && !err.contains("all replicas came"),
+        "{err}"
+    );
+}
+
+#[test]
+fn what_an_earlier_run_said_is_not_a_cause_of_this_run_s_failure() {
+    let (_listener, url) = listening();
+    let dir = tempfile::tempdir().unwrap();
+    let run = |script: &str| {
+        let mut command = oxccl(&["launch", "--lighthouse", &url, "--max-restarts", "0"]);
+        command.args([
+            "--run-dir",
+            dir.path().to_str().unwrap(),
+            "--",
+            "sh",
+            "-c",
+            script,
+        ]);
+        text(&command.output().unwrap())
+    };
+    let other = dir.path().join("replica-1.life-0.log");
+    std::fs::write(&other, "of another machine").unwrap();
+    let (code, _, err) = run("echo an old misfortune; exit 4");
+    assert!(code == Some(1) && err.contains("an old misfortune"), "{err}");
+    let (code, _, err) = run("exit 4");
+    assert!(code == Some(1) && !err.contains("an old misfortune"), "{err}");
+    assert!(
+        other.exists(),
+        "a log of a replica that is not of this machine is gone"
+    );
+}
+
+#[test]
+fn a_program_that_is_not_there_is_exit_code_2_before_anything_starts() {
+    let dir = tempfile::tempdir().unwrap();
+    for program in ["no-such-program", "/nowhere/program", "./no-such-program"] {
+        let run_dir = dir.path().join("run");
+        let arguments = ["launch", "--run-dir", run_dir.to_str().unwrap(), "--", program];
+        let (code, _, err) = text(&oxccl(&arguments).output().unwrap());
+        assert_eq!(code, Some(2), "{err}");
+        assert!(err.contains(program) && !run_dir.exists(), "{err}");
+    }
+}
+
 /// Starts two replicas that write their process ids and sleep; returns the command and handles on them.
 fn two_sleepers(dir: &Path, url: &str) -> (std::process::Child, Vec<OwnedFd>) {
     let script = format!("echo $$ > {0}/pid.$OXCCL_REPLICA; exec sleep 1000", dir.display());
@@ -410,6 +466,40 @@ mod lighthouse {
     }
 
     #[test]
+    fn an_address_of_another_machine_is_named_and_exit_code_3() {
+        // TEST-NET-1: never this machine's.
+        let bind = [
+            "lighthouse",
+            "--no-state-file",
+            "--insecure",
+            "--bind",
+            "192.0.2.1:0",
+        ];
+        let (code, _, err) = text(&oxccl(&bind).output().unwrap());
+        assert_eq!(code, Some(3), "{err}");
+        assert!(
+            err.contains("192.0.2.1:0 is not an address of this machine"),
+            "{err}"
+        );
+    }
+
+    #[test]
+    fn a_folder_that_is_made_for_the_record_is_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("missing/state.json");
+        // The address ends it; the record's place is looked at before.
+        let bind = [
+            "lighthouse",
+            "--insecure",
+            "--bind",
+            "192.0.2.1:0",
+            "--state-file",
+        ];
+        let (_, _, err) = text(&oxccl(&bind).arg(&file).output().unwrap());
+        assert!(err.contains("missing was not there and is made"), "{err}");
+    }
+
+    #[test]
     fn a_port_in_use_is_named_and_exit_code_3() {
         let lighthouse = Lighthouse::start();
         let (code, _, err) = text(
@@ -484,6 +574,18 @@ mod credentials {
         );
         let secret = std::fs::read_to_string(dir.path().join("job/secret")).unwrap();
         assert!(!out.contains(secret.trim()));
+        let (code, _, err) = run(&["issue", "--for", "lighthouse", &path("job"), &path("lighthouse")]);
+        assert_eq!(code, Some(0), "{err}");
+        let (_, out, _) = run(&["show", &path("lighthouse")]);
+        assert!(out.contains("the lighthouse, and nothing else"), "{out}");
+        let (code, _, err) = run(&["issue", &path("job"), &path("nameless")]);
+        assert_eq!(code, Some(2), "{err}");
+        assert!(err.contains("NAME OUT"), "{err}");
+        let (code, _, err) = run(&["revoke", &path("lighthouse"), "replica0"]);
+        assert_eq!(code, Some(0), "{err}");
+        let list = std::fs::read_to_string(dir.path().join("lighthouse/revoked")).unwrap();
+        assert!(list.starts_with("replica0 "), "{list}");
+        assert_eq!(run(&["revoke", &path("nowhere"), "replica0"]).0, Some(2));
         let (code, out, _) = run(&["--help"]);
         assert_eq!(code, Some(0));
         assert!(out.contains("Examples:") && out.contains("issue"), "{out}");

@@ -27,6 +27,7 @@ fn configured(factory: &dyn BackendFactory) -> Result<Box<dyn ProcessGroup>> {
         rank: 0,
         world_size: 1,
         deadline: deadline_in(Duration::from_secs(10)),
+        cancel: Default::default(),
     })?;
     Ok(group)
 }

@@ -428,6 +428,9 @@ struct oxccl_store {
     int32_t (*list)(void *ctx, int64_t timeout_ms, oxccl_sink keys, oxccl_fault *fault);
     /* Blocks until world_size callers have entered. A key serves for one barrier only. */
     int32_t (*barrier)(void *ctx, oxccl_str key, uint32_t world_size, int64_t timeout_ms, oxccl_fault *fault);
+    /* OK while the configure that passed this store is wanted; once it is cancelled, FAILED with the reason.
+     * Never blocks; waits for keys end by themselves then. */
+    int32_t (*wanted)(void *ctx, oxccl_fault *fault);
 };
 
 /* How a group is (re)configured. */
@@ -816,7 +819,7 @@ OXCCL_ASSERT(offsetof(oxccl_info, rank) == 40, "oxccl_info.rank");
 OXCCL_ASSERT(offsetof(oxccl_info, world_size) == 44, "oxccl_info.world_size");
 OXCCL_ASSERT(offsetof(oxccl_info, epoch) == 48, "oxccl_info.epoch");
 OXCCL_ASSERT(offsetof(oxccl_info, device) == 56, "oxccl_info.device");
-OXCCL_ASSERT(sizeof(oxccl_store) == 136, "size of oxccl_store");
+OXCCL_ASSERT(sizeof(oxccl_store) == 144, "size of oxccl_store");
 OXCCL_ASSERT(offsetof(oxccl_store, size) == 0, "oxccl_store.size");
 OXCCL_ASSERT(offsetof(oxccl_store, ctx) == 8, "oxccl_store.ctx");
 OXCCL_ASSERT(offsetof(oxccl_store, retain) == 16, "oxccl_store.retain");
@@ -834,6 +837,7 @@ OXCCL_ASSERT(offsetof(oxccl_store, multi_set) == 104, "oxccl_store.multi_set");
 OXCCL_ASSERT(offsetof(oxccl_store, num_keys) == 112, "oxccl_store.num_keys");
 OXCCL_ASSERT(offsetof(oxccl_store, list) == 120, "oxccl_store.list");
 OXCCL_ASSERT(offsetof(oxccl_store, barrier) == 128, "oxccl_store.barrier");
+OXCCL_ASSERT(offsetof(oxccl_store, wanted) == 136, "oxccl_store.wanted");
 OXCCL_ASSERT(sizeof(oxccl_configuration) == 72, "size of oxccl_configuration");
 OXCCL_ASSERT(offsetof(oxccl_configuration, size) == 0, "oxccl_configuration.size");
 OXCCL_ASSERT(offsetof(oxccl_configuration, store) == 8, "oxccl_configuration.store");

@@ -282,6 +282,9 @@ c_structs! {
         list: Option<unsafe extern "C" fn(ctx: *mut c_void, timeout_ms: i64, keys: Sink, fault: *mut Fault) -> i32>,
         /// Blocks until `world_size` callers have entered. A key serves for one barrier only.
         barrier: Option<unsafe extern "C" fn(ctx: *mut c_void, key: Str, world_size: u32, timeout_ms: i64, fault: *mut Fault) -> i32>,
+        /// `OK` while the `configure` that passed this store is wanted; once it is cancelled, `FAILED` with the reason. Never blocks; waits
+        /// for keys end by themselves then.
+        wanted: Option<unsafe extern "C" fn(ctx: *mut c_void, fault: *mut Fault) -> i32>,
     }
     /// How a group is (re)configured.
     Configuration {

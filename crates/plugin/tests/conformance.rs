@@ -246,6 +246,7 @@ fn results(factory: &dyn BackendFactory, world: u32) -> Result<Vec<Vec<Vec<u8>>>
                         rank,
                         world_size: world,
                         deadline: deadline_in(Duration::from_secs(60)),
+                        cancel: Default::default(),
                     })?;
                     let out = program(&*group, rank, world);
                     group.shutdown(deadline_in(Duration::from_secs(60)))?;

@@ -126,6 +126,7 @@ fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32) -> Configuration
         rank,
         world_size: WORLD,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 

@@ -5,12 +5,12 @@
 //! whole holds no step and heals (L08).
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use ftcore::{Error, ErrorKind};
 
-use crate::member::{Joining, Quorum};
+use crate::member::Joining;
 use crate::quorum::Ticket;
+use crate::told::Told;
 
 /// What one rank asks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -37,6 +37,8 @@ pub struct RankRequest {
     pub joining: Joining,
     /// The run ends with this step.
     pub is_last: bool,
+    /// The rank needs no ids of all members: its own part of a large quorum is enough.
+    pub own_part: bool,
 }
 
 /// What the server shall do.
@@ -63,7 +65,7 @@ pub enum GatherAction {
         /// Its wish, which its answer depends on.
         init_sync: bool,
         /// The quorum.
-        quorum: Arc<Quorum>,
+        told: Told,
     },
     /// Answer this call with an error.
     Reject {
@@ -82,7 +84,7 @@ pub struct GatherState {
     asking: Option<u64>,
     calls: u64,
     /// The last quorum that was given to the ranks, and which question of each it answered.
-    given: Option<(Arc<Quorum>, BTreeMap<u32, i64>)>,
+    given: Option<(Told, BTreeMap<u32, i64>)>,
 }
 
 impl GatherState {
@@ -113,12 +115,12 @@ impl GatherState {
         let given = self.given.as_ref().filter(|(_, answered)| {
             request.question != 0 && self.open.is_empty() && answered.get(&rank) == Some(&request.question)
         });
-        if let Some((quorum, _)) = given {
+        if let Some((told, _)) = given {
             return vec![GatherAction::Deliver {
                 ticket,
                 rank,
                 init_sync: request.init_sync,
-                quorum: quorum.clone(),
+                told: told.clone(),
             }];
         }
         let mut actions: Vec<GatherAction> = self.cancel().into_iter().collect();
@@ -159,22 +161,22 @@ impl GatherState {
     }
 
     /// The lighthouse answered, or could not: all ranks learn it at once (L28).
-    pub fn answered(&mut self, call: u64, answer: Result<Arc<Quorum>, Error>) -> Vec<GatherAction> {
+    pub fn answered(&mut self, call: u64, answer: Result<Told, Error>) -> Vec<GatherAction> {
         if self.asking != Some(call) {
             return Vec::new();
         }
         self.asking = None;
         match answer {
-            Ok(quorum) => {
+            Ok(told) => {
                 let open = std::mem::take(&mut self.open);
                 let answered = open.iter().map(|(rank, (r, _))| (*rank, r.question)).collect();
-                self.given = Some((quorum.clone(), answered));
+                self.given = Some((told.clone(), answered));
                 open.into_iter()
                     .map(|(rank, (request, ticket))| GatherAction::Deliver {
                         ticket,
                         rank,
                         init_sync: request.init_sync,
-                        quorum: quorum.clone(),
+                        told: told.clone(),
                     })
                     .collect()
             }
@@ -216,6 +218,7 @@ impl GatherState {
             request.shrink_only |= r.shrink_only;
             request.healed |= r.healed;
             request.is_last |= r.is_last;
+            request.own_part &= r.own_part;
             request.joining = match (request.joining, r.joining) {
                 (Joining::Untold, _) | (_, Joining::Untold) => Joining::Untold,
                 (one, other) => one.max(other),
@@ -255,7 +258,10 @@ fn disagreement(a: u32, ra: &RankRequest, b: u32, rb: &RankRequest) -> Option<St
 
 #[cfg(test)]
 mod tests {
+    use std::sync::Arc;
+
     use super::*;
+    use crate::member::Quorum;
 
     fn at(step: i64) -> RankRequest {
         RankRequest {
@@ -278,7 +284,7 @@ mod tests {
         assert_eq!(s.missing(), vec![0]);
         let (call, request) = asked(&s.ask(0, at(4), 10)).unwrap();
         assert_eq!(request.step, 4);
-        let quorum = Arc::new(Quorum::default());
+        let quorum = Told::Members(Arc::new(Quorum::default()));
         let tickets: Vec<_> = s
             .answered(call, Ok(quorum))
             .into_iter()
@@ -360,20 +366,20 @@ mod tests {
             quorum_id: 9,
             ..Quorum::default()
         };
-        s.answered(call, Ok(Arc::new(quorum)));
+        s.answered(call, Ok(Told::Members(Arc::new(quorum))));
         let again = s.ask(0, question(7), 4);
         let [
             GatherAction::Deliver {
                 ticket: 4,
                 rank: 0,
-                quorum,
+                told,
                 ..
             },
         ] = &again[..]
         else {
             panic!("{again:?}")
         };
-        assert_eq!(quorum.quorum_id, 9);
+        assert!(matches!(told, Told::Members(quorum) if quorum.quorum_id == 9));
         assert!(
             s.ask(0, question(8), 5).is_empty(),
             "the next question waits for the others"
@@ -432,7 +438,7 @@ mod tests {
             "{actions:?}"
         );
         assert!(
-            s.answered(call, Ok(Arc::new(Quorum::default()))).is_empty(),
+            s.answered(call, Ok(Told::Members(Arc::default()))).is_empty(),
             "too late"
         );
         let (again, _) = asked(&s.ask(0, at(4), 3)).unwrap();

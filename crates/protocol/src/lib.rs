@@ -9,6 +9,8 @@
 //! - [`assignment`]: what a rank does in a quorum, who heals from whom, and who contributes.
 //! - [`rank`]: a rank's way through a step.
 //! - [`replica`]: the manager server. Gathering, votes, and whether all ranks of the replica are there.
+//! - [`source`]: which source the ranks of one replica heal from.
+//! - [`training`]: what data parallel and DiLoCo do around the attempts of their rank.
 //! - [`Lineage`]: the history that led to a state.
 
 pub mod assignment;
@@ -19,7 +21,11 @@ mod member;
 pub mod quorum;
 pub mod rank;
 pub mod replica;
+pub mod source;
+mod told;
+pub mod training;
 
 pub use assignment::QuorumResult;
 pub use lineage::Lineage;
 pub use member::{AbortEpoch, Joining, MAX_ID_BYTES, Member, Quorum};
+pub use told::Told;

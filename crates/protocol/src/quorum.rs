@@ -47,7 +47,7 @@ mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
 pub use operator::{Order, OrderKind};
-pub use record::Record;
+pub use record::{Eviction, Record};
 
 /// How many replaced lives are remembered, so that a late call of one cannot displace its successor.
 const MAX_REPLACED: usize = 1024;
@@ -85,6 +85,9 @@ pub struct LighthouseState {
     doubted: Option<(Instant, BTreeSet<u64>)>,
     replaced: Replaced,
     evicted: operator::Evicted,
+    /// Ids with connections that can be read to the end; and those of them whose time-out has come since the server asked last.
+    connected: BTreeSet<String>,
+    unread: Vec<Id>,
 }
 
 /// Incarnations that a newer one of the same name replaced.
@@ -142,7 +145,9 @@ impl LighthouseState {
             able_since: None,
             doubted: None,
             replaced: Replaced::default(),
-            evicted: operator::Evicted::default(),
+            evicted: operator::Evicted::of(record.map(|r| r.evicted).unwrap_or_default()),
+            connected: BTreeSet::new(),
+            unread: Vec::new(),
         }
     }
 
@@ -160,6 +165,7 @@ impl LighthouseState {
             members: ids(|e| e.member),
             departed: ids(|e| e.departed),
             left: ids(|e| e.left),
+            evicted: self.evicted.recorded(),
         })
     }
 
@@ -242,6 +248,11 @@ impl LighthouseState {
                 order,
                 ticket,
             } => self.operate(&replica, order, ticket, actions),
+            Event::Read { replica_id } => {
+                if self.roster.judge(&replica_id, now) {
+                    self.silent(&replica_id, actions);
+                }
+            }
             Event::Tick | Event::Away { .. } => {}
         }
     }
@@ -252,6 +263,21 @@ impl LighthouseState {
         let seen = |(id, e): (&Id, &Entry)| e.seen.map(|t| (id.to_string(), age(t)));
         let waits = |(id, e): (&Id, &Entry)| e.waiting.as_ref().map(|w| (id.to_string(), age(w.since)));
         let attached = |(id, e): (&Id, &Entry)| e.stream.map(|_| id.to_string());
+        let spare = |(id, e): (&Id, &Entry)| {
+            (e.spare && e.seen.is_some()).then(|| (id.to_string(), e.waiting.is_none()))
+        };
+        let drains = |(id, e): (&Id, &Entry)| {
+            let order = e.order.as_ref().filter(|order| order.kind == OrderKind::Drain);
+            order.map(|order| (id.to_string(), order.reason.clone()))
+        };
+        // Another incarnation of it may take part.
+        let out = |id: &str| {
+            !self
+                .roster
+                .lives(id)
+                .iter()
+                .any(|other| other.as_ref() != id && self.is_known(other))
+        };
         Status {
             quorum_id: self.quorum_id,
             participants: self
@@ -262,6 +288,9 @@ impl LighthouseState {
             healthy: self.roster.iter().filter_map(seen).collect(),
             waiting: self.roster.iter().filter_map(waits).collect(),
             attached: self.roster.iter().filter_map(attached).collect(),
+            spares: self.roster.iter().filter_map(spare).collect(),
+            draining: self.roster.iter().filter_map(drains).collect(),
+            evicted: self.evicted.list().filter(|(id, _)| out(id)).collect(),
             reason: self.reason(now),
             aborted: self.aborted.as_ref().map(|a| a.reason.clone()),
         }
@@ -363,16 +392,36 @@ impl LighthouseState {
         doubted.is_some_and(|(_, streams)| streams.contains(&stream))
     }
 
+    /// Whether `id` calls over connections that the server can read to the end. If so, its silence is judged only once that was done
+    /// ([`take_unread`](Self::take_unread), [`Event::Read`]): on a busy server its heartbeats may wait in the socket.
+    pub fn set_connected(&mut self, id: &str, is_connected: bool) {
+        match is_connected {
+            true => drop(self.connected.insert(id.to_string())),
+            false => drop(self.connected.remove(id)),
+        }
+    }
+
+    /// The ids whose connections are to be read to the end now. Each is followed by an [`Event::Read`].
+    pub fn take_unread(&mut self) -> Vec<Arc<str>> {
+        std::mem::take(&mut self.unread)
+    }
+
     fn expire(&mut self, now: Instant, actions: &mut Vec<Action>) {
-        for id in self.roster.expire(now) {
-            // Its call, if one is open, waits on: the heartbeats may only be late, and then it counts again.
-            if self.roster.get(&id).is_some_and(|e| e.member && !e.departed) {
-                let why = format!(
-                    "{id} is gone: no heartbeat for {:?}",
-                    self.rules.heartbeat_timeout
-                );
-                self.abort(&why, Some(&id), actions);
-            }
+        let (late, unread) = self.roster.expire(now, |id| self.connected.contains(id));
+        self.unread.extend(unread);
+        for id in late {
+            self.silent(&id, actions);
+        }
+    }
+
+    /// No heartbeat of `id` came in time. Its call, if one is open, waits on: the heartbeats may only be late, and then it counts again.
+    fn silent(&mut self, id: &str, actions: &mut Vec<Action>) {
+        if self.roster.get(id).is_some_and(|e| e.member && !e.departed) {
+            let why = format!(
+                "{id} is gone: no heartbeat for {:?}",
+                self.rules.heartbeat_timeout
+            );
+            self.abort(&why, Some(id), actions);
         }
     }
 }

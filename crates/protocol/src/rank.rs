@@ -72,8 +72,13 @@ pub struct Rank {
     lineage: Lineage,
     /// The step into which the state was fetched from a peer.
     healed_into: Option<i64>,
+    /// The replica was to take a state over at the very step of this rank's, and this rank did not: the other ranks may hold another
+    /// source's by now.
+    is_left_behind: bool,
+    /// This rank was told to heal, and has not yet.
+    is_to_heal: bool,
     epoch: Option<i64>,
-    members: Vec<String>,
+    members: String,
     /// Votes taken so far for the present (epoch, step).
     attempt: i64,
     commit_failures: i64,
@@ -82,8 +87,13 @@ pub struct Rank {
     reduced: bool,
     shrink_only: bool,
     answer: Option<QuorumResult>,
+    /// The group is still to be connected for the answer's epoch.
     connects: bool,
+    /// What is still to be done about a snapshot: publish it, or keep the last one.
+    offer: Option<(bool, bool)>,
     in_step: bool,
+    /// All that the quorum asks of this rank is done.
+    ready: bool,
     lost: Option<Error>,
     questions: i64,
     /// Fetches as a spare since it committed last.
@@ -100,8 +110,10 @@ impl Rank {
             step: 0,
             lineage: Lineage::default(),
             healed_into: None,
+            is_left_behind: false,
+            is_to_heal: false,
             epoch: None,
-            members: Vec::new(),
+            members: String::new(),
             attempt: 0,
             commit_failures: 0,
             batches: 0,
@@ -109,7 +121,9 @@ impl Rank {
             shrink_only: false,
             answer: None,
             connects: false,
+            offer: None,
             in_step: false,
+            ready: false,
             lost: None,
             questions: 0,
             tries_outside: 0,
@@ -199,23 +213,40 @@ impl Rank {
         self.joins_at_once = at_once;
     }
 
+    /// Takes over what `other`, a copy of this rank, was told to ask for since.
+    pub fn keep_wishes(&mut self, other: &Self) {
+        self.shrink_only = other.shrink_only;
+        self.joins_at_once = other.joins_at_once;
+        self.is_last = other.is_last;
+    }
+
     /// Begins an attempt: what to ask, and to ask again as it is if the answer is lost. `broken`: the group cannot be used for another step as it is.
     pub fn start(&mut self, broken: bool) -> RankRequest {
         self.in_step = false;
-        self.answer = None;
+        self.ready = false;
+        self.offer = None;
+        let missed = self.answer.take().filter(|_| self.is_to_heal);
+        self.is_left_behind |=
+            missed.is_some_and(|a| a.max_step == self.step && a.lineage == self.lineage.as_str());
+        self.is_to_heal = false;
         self.lost = None;
         self.questions += 1;
+        let holds_nothing = self.is_left_behind;
         RankRequest {
-            step: self.step,
+            step: if holds_nothing { 0 } else { self.step },
             shrink_only: self.shrink_only,
             init_sync: self.rules.init_sync,
             // A broken group needs a new epoch even if no vote was lost over it.
             commit_failures: self
                 .commit_failures
                 .max(i64::from(broken && self.epoch.is_some())),
-            lineage: self.lineage.as_str().to_string(),
+            lineage: if holds_nothing {
+                String::new()
+            } else {
+                self.lineage.as_str().to_string()
+            },
             last_quorum_id: self.epoch.unwrap_or(0),
-            healed: self.healed_into == Some(self.step),
+            healed: self.healed_into == Some(self.step) && !holds_nothing,
             batches_committed: self.batches,
             question: self.questions,
             joining: if self.joins_at_once || self.tries_outside >= MAX_TRIES_OUTSIDE {
@@ -224,11 +255,13 @@ impl Rank {
                 Joining::Outside
             },
             is_last: self.is_last,
+            own_part: true,
         }
     }
 
     /// The quorum's answer. `broken`: why the group as it is cannot be used, if it cannot.
     pub fn answered(&mut self, answer: QuorumResult, broken: Option<String>) -> Next {
+        self.is_to_heal = answer.heal;
         if answer.spare {
             // Nothing of the epoch is this rank's: no group, no vote.
             self.answer = Some(answer);
@@ -236,7 +269,7 @@ impl Rank {
         }
         let id = answer.quorum_id;
         // The id alone is not proof: a restarted lighthouse must not be able to make two worlds look like one (L01).
-        let same = self.epoch == Some(id) && answer.replica_ids == self.members;
+        let same = self.epoch == Some(id) && answer.digest_of_members() == self.members;
         let newest = self.epoch.unwrap_or(0);
         let trouble = if id < newest {
             // Of an epoch that comes back, old bytes may still be on their way (INV-1). A lost vote makes the ids grow.
@@ -265,15 +298,17 @@ impl Rank {
         if !same && trouble.is_none() {
             self.epoch = Some(id);
             self.attempt = 0;
-            self.members.clone_from(&answer.replica_ids);
+            self.members = answer.digest_of_members();
         }
         self.answer = Some(answer);
+        let own = self.lineage.as_str();
+        let another = |a: &QuorumResult| !own.is_empty() && !a.lineage.is_empty() && a.lineage != own;
         if self
             .answer
             .as_ref()
-            .is_some_and(|a| !a.heal && a.max_step != self.step)
+            .is_some_and(|a| !a.heal && (a.max_step != self.step || another(a)))
         {
-            // The ranks of this replica hold different steps, so it asked as one that has none; and nobody else has any.
+            // The ranks of this replica hold different steps or histories, so it asked as one that has none; and nobody else has any.
             let text = format!(
                 "this rank stands at step {}, its replica at none, and no other replica is there to heal from: start the replica from a checkpoint",
                 self.step
@@ -284,16 +319,29 @@ impl Rank {
         match trouble {
             Some(text) => self.lose(Error::new(ErrorKind::Aborted, text)),
             // Snapshot first: a replica that heals needs it while this replica is still connecting.
-            None => Next::Offer { publish, keep },
+            None => {
+                self.offer = Some((publish, keep));
+                Next::Offer { publish, keep }
+            }
+        }
+    }
+
+    /// In the place of [`Next::Offer`], while the state cannot be looked at: the group is connected first, and the snapshot comes after that.
+    pub fn connect_first(&mut self) -> Next {
+        if self.connects {
+            Next::Configure
+        } else {
+            self.rest()
         }
     }
 
     /// The snapshot is offered, or was withdrawn.
     pub fn offered(&mut self, outcome: Result<(), Error>) -> Next {
+        self.offer = None;
         match outcome {
             Err(e) => self.fail(e),
             Ok(()) if self.connects => Next::Configure,
-            Ok(()) => self.connected(),
+            Ok(()) => self.rest(),
         }
     }
 
@@ -305,7 +353,10 @@ impl Rank {
                 ErrorKind::Aborted,
                 format!("the epoch was over while the group connected: {why}"),
             )),
-            (Ok(()), None) => self.connected(),
+            (Ok(()), None) => {
+                self.connects = false;
+                self.rest()
+            }
         }
     }
 
@@ -318,6 +369,8 @@ impl Rank {
                 self.lineage = lineage;
                 self.batches = answer.batches_committed;
                 self.healed_into = Some(self.step);
+                self.ready = true;
+                (self.is_to_heal, self.is_left_behind) = (false, false);
                 Next::Ready
             }
             (Err(e), _) => self.fail(e),
@@ -338,6 +391,7 @@ impl Rank {
                 self.lineage = lineage;
                 self.batches = answer.batches_committed;
                 self.healed_into = Some(self.step);
+                (self.is_to_heal, self.is_left_behind) = (false, false);
                 Next::Ask
             }
             (Err(e), _) if is_permanent(&e) => Next::End(e),
@@ -345,10 +399,17 @@ impl Rank {
         }
     }
 
-    fn connected(&self) -> Next {
+    /// What is left to do once the group is connected.
+    fn rest(&mut self) -> Next {
+        if let Some((publish, keep)) = self.offer {
+            return Next::Offer { publish, keep };
+        }
         match &self.answer {
             Some(answer) if answer.heal => Next::Heal,
-            _ => Next::Ready,
+            _ => {
+                self.ready = true;
+                Next::Ready
+            }
         }
     }
 
@@ -365,10 +426,16 @@ impl Rank {
         self.lose(error)
     }
 
+    /// True if a step that `reduced` nothing needs a barrier of its members before the vote. A reduction shows that all members have come up, healed
+    /// where they had to; without one the first to vote would go on, or leave at the end of the run, while others still heal from it.
+    pub fn needs_barrier(&self, reduced: bool) -> bool {
+        self.in_step && self.lost.is_none() && !reduced
+    }
+
     /// All reductions of the step have ended: `error` is the first that failed, `least_contributors` the smallest number of
     /// contributors of those that did not. The vote to cast; its answer goes to [`decided`](Self::decided).
     ///
-    /// Errors: the step's own, if it ends the run, and `InvalidState` without a quorum.
+    /// Errors: the step's own, if it ends the run, and `InvalidState` without a quorum, or before all that it asks for is done.
     pub fn vote(&mut self, error: Option<Error>, least_contributors: Option<u32>) -> Result<RankVote, Error> {
         let Some(answer) = self.answer.as_ref().filter(|_| self.in_step) else {
             return Err(Error::new(
@@ -376,6 +443,13 @@ impl Rank {
                 "there is no quorum to vote on: call start_quorum first",
             ));
         };
+        if !self.ready && self.lost.is_none() {
+            // A peer may wait for this rank's snapshot, or the state may be that of an earlier step (INV-5).
+            return Err(Error::new(
+                ErrorKind::InvalidState,
+                "the quorum was begun and not finished: call start_quorum with the state before the vote",
+            ));
+        }
         let members = answer.replica_world_size;
         let against = self.lost.clone().or(error).or_else(|| {
             let text = if members < self.rules.min_replicas {
@@ -469,271 +543,4 @@ pub fn blame_peer(error: Error, peer: &str) -> Error {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn rank() -> Rank {
-        Rank::new(RankRules {
-            min_replicas: 1,
-            max_contributors: None,
-            init_sync: true,
-            max_retries: None,
-        })
-    }
-
-    /// A quorum of two in which this replica is at `step`, or heals to it.
-    fn answer(quorum_id: i64, step: i64, heal: bool) -> QuorumResult {
-        QuorumResult {
-            quorum_id,
-            replica_world_size: 2,
-            max_step: step,
-            heal,
-            replica_ids: vec!["a".into(), "b".into()],
-            contributor_rank: Some(0).filter(|_| !heal),
-            contributor_world_size: 2 - u32::from(heal),
-            ..QuorumResult::default()
-        }
-    }
-
-    /// Goes through a quorum in which everything comes up.
-    fn come_up(rank: &mut Rank, answer: QuorumResult) {
-        let mut next = rank.answered(answer, None);
-        loop {
-            next = match next {
-                Next::Offer { .. } => rank.offered(Ok(())),
-                Next::Configure => rank.configured(Ok(()), None),
-                Next::Heal => rank.healed(Ok(Lineage::from_peer("peer"))),
-                Next::Ready => return,
-                other => panic!("{other:?}"),
-            };
-        }
-    }
-
-    #[test]
-    fn l03_the_step_advances_with_the_state_and_not_before_it() {
-        let mut r = rank();
-        r.start(false);
-        r.answered(answer(5, 9, true), None);
-        r.offered(Ok(()));
-        r.configured(Ok(()), None);
-        let broken = Error::new(ErrorKind::PeerLost, "the source is gone");
-        assert!(matches!(r.healed(Err(broken)), Next::Lost(_)));
-        assert_eq!((r.step(), r.contribution().0), (0, None));
-        assert!(r.vote(None, None).unwrap().against.is_some());
-        r.decided(Some(false)).unwrap();
-        r.start(true);
-        come_up(&mut r, answer(6, 9, true));
-        assert_eq!((r.step(), r.lineage().as_str()), (9, "peer"));
-    }
-
-    #[test]
-    fn a_rank_that_cannot_heal_votes_on_the_step_that_the_others_of_its_replica_healed_to() {
-        let mut ranks = [rank(), rank()];
-        let keys = ranks.each_mut().map(|r| {
-            r.start(false);
-            r.answered(answer(5, 9, true), None);
-            r.offered(Ok(()));
-            r.key()
-        });
-        come_up(&mut ranks[0], answer(5, 9, true));
-        let e = Error::new(ErrorKind::PeerLost, "gone");
-        ranks[1].configured(Err(e), None);
-        assert_eq!(ranks.each_mut().map(|r| r.vote(None, None).unwrap().key), keys);
-    }
-
-    #[test]
-    fn who_healed_says_so_until_it_commits() {
-        let mut r = rank();
-        assert!(!r.start(false).healed);
-        come_up(&mut r, answer(5, 9, true));
-        assert_eq!(r.contribution().0, None);
-        r.vote(None, Some(1)).unwrap();
-        r.decided(Some(false)).unwrap();
-        assert!(r.start(false).healed);
-        come_up(&mut r, answer(6, 9, false));
-        r.vote(None, Some(1)).unwrap();
-        r.decided(Some(true)).unwrap();
-        assert!(!r.start(false).healed);
-    }
-
-    #[test]
-    fn batches_are_counted_where_something_was_reduced_and_go_with_the_state_that_heals() {
-        let mut r = rank();
-        let commit = |r: &mut Rank, answer: QuorumResult, reduced: Option<u32>, yes| {
-            r.start(false);
-            come_up(r, answer);
-            r.vote(None, reduced).unwrap();
-            r.decided(Some(yes)).unwrap();
-            r.batches_committed()
-        };
-        assert_eq!(commit(&mut r, answer(5, 0, false), Some(2), true), 2);
-        assert_eq!(
-            commit(&mut r, answer(5, 1, false), Some(2), false),
-            2,
-            "a lost attempt"
-        );
-        assert_eq!(
-            commit(&mut r, answer(6, 1, false), None, true),
-            2,
-            "a closing round"
-        );
-        let ahead = QuorumResult {
-            batches_committed: 40,
-            ..answer(7, 9, true)
-        };
-        assert_eq!(commit(&mut r, ahead, Some(1), true), 41);
-        assert_eq!(r.start(false).batches_committed, 41);
-        let mut saved = rank();
-        saved.restore(3, Lineage::default(), 17).unwrap();
-        assert_eq!(saved.start(false).batches_committed, 17);
-    }
-
-    #[test]
-    fn more_lost_attempts_in_a_row_than_max_retries_end_the_run_and_a_commit_begins_anew() {
-        let mut r = Rank::new(RankRules {
-            max_retries: Some(2),
-            ..RankRules::default()
-        });
-        let mut attempt = |n: i64, decision| {
-            r.start(false);
-            let quorum = answer(n, r.step(), false);
-            come_up(&mut r, quorum);
-            r.vote(None, Some(1)).unwrap();
-            r.decided(decision)
-        };
-        for (n, decision) in (5..).zip([Some(false), None, Some(true), Some(false), None]) {
-            attempt(n, decision).unwrap();
-        }
-        let e = attempt(20, Some(false)).unwrap_err();
-        assert!(!e.is_retryable(), "{e}");
-        assert!(
-            e.message().contains("step 1") && e.message().contains("max_retries is 2"),
-            "{e}"
-        );
-    }
-
-    #[test]
-    fn an_epoch_that_goes_back_or_has_broken_is_a_lost_attempt_and_never_configured_again() {
-        let mut r = rank();
-        r.start(false);
-        come_up(&mut r, answer(7, 0, false));
-        r.vote(None, None).unwrap();
-        r.decided(Some(true)).unwrap();
-        for (id, broken) in [(6, None), (7, Some("gone".to_string()))] {
-            r.start(false);
-            assert!(matches!(r.answered(answer(id, 1, false), broken), Next::Lost(e) if e.is_retryable()));
-            assert!(r.vote(None, None).unwrap().against.is_some());
-            r.decided(Some(false)).unwrap();
-        }
-        assert_eq!(r.epoch(), Some(7));
-        assert_eq!(r.start(false).commit_failures, 2);
-    }
-
-    #[test]
-    fn only_what_is_wrong_here_ends_the_run() {
-        for (kind, ends) in [
-            (ErrorKind::InvalidArgument, true),
-            (ErrorKind::Unsupported, true),
-            (ErrorKind::Protocol, false),
-            (ErrorKind::Corrupt, false),
-        ] {
-            let mut r = rank();
-            r.start(false);
-            r.answered(answer(5, 0, false), None);
-            r.offered(Ok(()));
-            let next = r.configured(Err(Error::new(kind, "why")), None);
-            assert_eq!(matches!(next, Next::End(_)), ends, "{kind:?}");
-        }
-        let theirs = blame_peer(Error::invalid("no port in 'x'"), "b:1");
-        assert_eq!(theirs.kind(), ErrorKind::Protocol);
-        assert!(
-            theirs.message().contains("b:1") && theirs.message().contains("no port"),
-            "{theirs}"
-        );
-    }
-
-    #[test]
-    fn a_spare_fetches_and_asks_again_and_after_three_times_it_wants_to_be_a_member() {
-        let mut r = rank();
-        for step in [4, 9, 14] {
-            assert_eq!(r.start(false).joining, Joining::Outside);
-            let spare = QuorumResult {
-                spare: true,
-                ..answer(5, step, true)
-            };
-            assert!(matches!(r.answered(spare, None), Next::Fetch));
-            assert_eq!((r.in_step(), r.epoch()), (false, None), "it is in no epoch");
-            let lineage = Lineage::default().after(5, step);
-            assert!(matches!(r.fetched(Ok(lineage)), Next::Ask));
-            assert_eq!(r.step(), step);
-        }
-        assert_eq!(r.start(false).joining, Joining::Now);
-        // A member that lost the step is not sent out again; one that committed is.
-        come_up(&mut r, answer(6, 16, true));
-        r.vote(None, Some(1)).unwrap();
-        r.decided(Some(false)).unwrap();
-        assert_eq!(r.start(false).joining, Joining::Now);
-        come_up(&mut r, answer(7, 16, false));
-        r.vote(None, Some(1)).unwrap();
-        r.decided(Some(true)).unwrap();
-        assert_eq!(r.start(false).joining, Joining::Outside);
-    }
-
-    #[test]
-    fn one_that_joins_at_once_never_asks_to_be_a_spare() {
-        let mut r = rank();
-        r.set_joins_at_once(true);
-        assert_eq!(r.start(false).joining, Joining::Now);
-        r.set_joins_at_once(false);
-        assert_eq!(r.start(false).joining, Joining::Outside);
-    }
-
-    #[test]
-    fn a_spare_that_gets_no_state_loses_no_vote() {
-        let mut r = rank();
-        r.start(false);
-        let spare = QuorumResult {
-            spare: true,
-            ..answer(5, 4, true)
-        };
-        r.answered(spare, None);
-        let gone = Error::new(ErrorKind::PeerLost, "all sources are gone");
-        assert!(matches!(r.fetched(Err(gone)), Next::Ask));
-        assert_eq!((r.step(), r.commit_failures()), (0, 0));
-    }
-
-    #[test]
-    fn min_replicas_counts_members_and_a_step_without_contributors_does_not_commit() {
-        let mut r = Rank::new(RankRules {
-            min_replicas: 2,
-            ..RankRules::default()
-        });
-        r.start(false);
-        come_up(&mut r, answer(5, 3, true));
-        assert!(
-            r.vote(None, Some(1)).unwrap().against.is_none(),
-            "the healed one counts as a member"
-        );
-        r.decided(Some(false)).unwrap();
-        r.start(false);
-        come_up(&mut r, answer(6, 3, false));
-        assert!(r.vote(None, Some(0)).unwrap().against.is_some());
-        r.decided(Some(false)).unwrap();
-        r.start(false);
-        let alone = QuorumResult {
-            replica_world_size: 1,
-            ..answer(7, 3, false)
-        };
-        come_up(&mut r, alone);
-        let against = r.vote(None, Some(1)).unwrap().against.unwrap();
-        assert!(against.message().contains("min_replicas is 2"), "{against}");
-    }
-
-    #[test]
-    fn without_a_quorum_there_is_nothing_to_vote_on() {
-        let mut r = rank();
-        assert_eq!(r.vote(None, None).unwrap_err().kind(), ErrorKind::InvalidState);
-        r.start(false);
-        assert_eq!(r.vote(None, None).unwrap_err().kind(), ErrorKind::InvalidState);
-    }
-}
+mod tests;

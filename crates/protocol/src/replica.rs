@@ -17,11 +17,12 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
 
-use crate::assignment::{QuorumResult, assign};
+use crate::assignment::QuorumResult;
 use crate::commit::{CommitAction, CommitState, VoteKey};
 use crate::gather::{GatherAction, GatherState, RankRequest};
 use crate::member::{AbortEpoch, Quorum};
 use crate::quorum::{Order, OrderKind, Ticket};
+use crate::told::Told;
 
 /// What stays the same for the life of the server.
 #[derive(Debug, Clone)]
@@ -88,6 +89,13 @@ pub enum ReplicaEvent {
         call: u64,
         /// What it said.
         answer: Result<Arc<Quorum>, Error>,
+    },
+    /// The lighthouse answered the replica's call with the places of its ranks.
+    Placed {
+        /// Which call.
+        call: u64,
+        /// By rank.
+        parts: Arc<[QuorumResult]>,
     },
     /// An epoch is over, says the lighthouse.
     Aborted(AbortEpoch),
@@ -357,11 +365,10 @@ impl ReplicaState {
                 }
             }
             ReplicaEvent::Answered { call, answer } => {
-                let gathered = self.gather.answered(call, answer);
-                if gathered.iter().any(|a| matches!(a, GatherAction::Deliver { .. })) {
-                    self.told_to_drain = self.drains;
-                }
-                self.gathered(gathered, now, &mut actions);
+                self.answered(call, answer.map(Told::Members), now, &mut actions);
+            }
+            ReplicaEvent::Placed { call, parts } => {
+                self.answered(call, Ok(Told::Parts(parts)), now, &mut actions);
             }
             ReplicaEvent::Aborted(event) => self.abort(event, &mut actions),
             ReplicaEvent::Ordered(order) => self.obey(&order, &mut actions),
@@ -536,6 +543,20 @@ impl ReplicaState {
         }
     }
 
+    fn answered(
+        &mut self,
+        call: u64,
+        answer: Result<Told, Error>,
+        now: Instant,
+        actions: &mut Vec<ReplicaAction>,
+    ) {
+        let gathered = self.gather.answered(call, answer);
+        if gathered.iter().any(|a| matches!(a, GatherAction::Deliver { .. })) {
+            self.told_to_drain = self.drains;
+        }
+        self.gathered(gathered, now, actions);
+    }
+
     fn gathered(&mut self, gathered: Vec<GatherAction>, now: Instant, actions: &mut Vec<ReplicaAction>) {
         for action in gathered {
             match action {
@@ -552,14 +573,15 @@ impl ReplicaState {
                     ticket,
                     rank,
                     init_sync,
-                    quorum,
+                    told,
                 } => {
+                    let id = self.rules.replica_id.as_str();
                     // A spare is in no quorum.
-                    if quorum.contains(&self.rules.replica_id) {
-                        self.last_quorum = (quorum.quorum_id, quorum.participants.len() as u64);
+                    if let Some(quorum) = told.membership(id) {
+                        self.last_quorum = quorum;
                     }
+                    let mut answer = told.place(id, rank, init_sync);
                     self.moved(rank, now);
-                    let mut answer = assign(&self.rules.replica_id, rank, &quorum, init_sync);
                     if let Ok(answer) = &mut answer {
                         answer.draining = self.told_to_drain;
                     }

@@ -45,6 +45,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
         rank,
         world_size,
         deadline: deadline_in(PATIENCE),
+        cancel: Default::default(),
     })?;
     let mut tensor = Tensor::from_vec(
         (0..count)

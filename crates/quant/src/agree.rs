@@ -84,27 +84,18 @@ impl Agreement {
     }
 
     /// Compares this rank's way to quantise with every other rank's.
-    pub(crate) fn compare_all(&self, stop: &AtomicBool) -> Result<()> {
+    pub(crate) fn compare_all(&self) -> Result<()> {
         let c = &self.configuration;
+        let store = c.cancel.over(&c.store);
         for peer in self.peers() {
-            let key = self.key("format", peer);
-            let theirs = loop {
-                if stop.load(Ordering::Acquire) {
-                    return Err(Error::new(
-                        ErrorKind::Aborted,
-                        "aborted while ranks compared formats",
-                    ));
+            let theirs = store.get(&self.key("format", peer), c.deadline);
+            let theirs = theirs.map_err(|e| match e.kind() {
+                ErrorKind::Timeout => {
+                    let text = format!("waiting for rank {peer} to say how it quantises");
+                    Error::timeout(text).with_peer(peer).with_source(e)
                 }
-                match c.store.get(&key, deadline_in(LOOK).min(c.deadline)) {
-                    Ok(value) => break value,
-                    Err(e) if e.kind() != ErrorKind::Timeout => return Err(e.with_peer(peer)),
-                    Err(_) if Instant::now() < c.deadline => {}
-                    Err(e) => {
-                        let text = format!("waiting for rank {peer} to say how it quantises");
-                        return Err(Error::timeout(text).with_peer(peer).with_source(e));
-                    }
-                }
-            };
+                _ => e.with_peer(peer),
+            })?;
             self.compare(peer, &theirs)?;
         }
         Ok(())

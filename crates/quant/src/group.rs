@@ -6,7 +6,7 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::lifecycle::{configure_watched, part_from};
+use ftcore::lifecycle::part_from;
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Error, ErrorKind, Failed,
     Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
@@ -131,10 +131,10 @@ impl QuantizedGroup {
         }
         shared.wait_idle(c.deadline)?;
         shared.interrupt.store(false, Ordering::Release);
+        c.cancel.check()?;
         agreement.publish()?;
         let inner = &shared.inner;
-        let connected = configure_watched(&*shared.inner, c.clone(), &|| shared.not_cancelled().err());
-        let connected = connected.map_err(|e| match e.kind() {
+        let connected = inner.configure(c.clone()).map_err(|e| match e.kind() {
             // Another rank may have found out first and left.
             ErrorKind::PeerLost | ErrorKind::Aborted | ErrorKind::Timeout | ErrorKind::Poisoned => {
                 agreement.known_mismatch().unwrap_or(e)
@@ -143,7 +143,7 @@ impl QuantizedGroup {
         });
         connected?;
         agreement
-            .compare_all(&shared.interrupt)
+            .compare_all()
             .inspect_err(|e| inner.abort(&e.to_string()))
     }
 
@@ -264,15 +264,13 @@ impl ProcessGroup for QuantizedGroup {
         &self.capabilities
     }
 
-    fn configure(&self, configuration: Configuration) -> Result<()> {
-        let named = |e: Error| {
-            e.with_op("configure")
-                .with_rank(configuration.rank)
-                .with_epoch(configuration.epoch.0)
-        };
+    fn configure(&self, mut configuration: Configuration) -> Result<()> {
+        configuration.cancel = configuration.cancel.child();
+        let (rank, epoch) = (configuration.rank, configuration.epoch);
+        let named = |e: Error| e.with_op("configure").with_rank(rank).with_epoch(epoch.0);
         {
             let mut state = self.shared.lock();
-            if state.configuring {
+            if state.configuring.is_some() {
                 let text = "another thread is configuring this group right now";
                 return Err(named(Error::new(ErrorKind::InvalidState, text)));
             }
@@ -289,8 +287,7 @@ impl ProcessGroup for QuantizedGroup {
                 );
                 return Err(named(Error::invalid(text)));
             }
-            state.configuring = true;
-            state.cancelled = false;
+            state.configuring = Some(configuration.cancel.clone());
             state.place = None;
             state.agreement = None;
             state.failure = None;
@@ -309,8 +306,9 @@ impl ProcessGroup for QuantizedGroup {
         let mine = format!("{}, accuracy {shots}, moves {moves}", self.shared.codec);
         let agreement = Agreement::new(&configuration, mine);
         let connected = self.connect(&configuration, &agreement).map_err(named);
+        configuration.cancel.settle();
         let mut state = self.shared.lock();
-        state.configuring = false;
+        state.configuring = None;
         state.failure = connected.clone().err();
         if connected.is_ok() {
             state.place = Some(Place {

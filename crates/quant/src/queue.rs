@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Checked, Collective, Completer, Completion, Epoch, Error, ErrorKind, Fingerprint, ProcessGroup,
+    Cancel, Checked, Collective, Completer, Completion, Epoch, Error, ErrorKind, Fingerprint, ProcessGroup,
     ProcessGroupExt, Result, Status, SubmitOptions, Tensor, Work, time_left,
 };
 
@@ -72,9 +72,8 @@ pub(crate) struct State {
     /// Of the last `configure` that worked.
     pub(crate) epoch: Option<Epoch>,
     pub(crate) next: Turn,
-    pub(crate) configuring: bool,
-    /// It was aborted since `configure` began.
-    pub(crate) cancelled: bool,
+    /// Ends the `configure` that is under way.
+    pub(crate) configuring: Option<Cancel>,
     pub(crate) closing: bool,
     /// The first failure of this layer, or why `configure` failed.
     pub(crate) failure: Option<Error>,
@@ -129,20 +128,11 @@ impl Shared {
 
     /// Ends everything that is pending, a `configure` too. Never blocks.
     pub(crate) fn abort(&self, reason: &str) {
-        {
-            let mut state = self.lock();
-            state.cancelled = state.configuring;
+        if let Some(cancel) = &self.lock().configuring {
+            let text = format!("aborted while it was being configured: {reason}");
+            cancel.cancel(Error::new(ErrorKind::Aborted, text));
         }
         self.stop(reason);
-    }
-
-    /// `Aborted` if the group was aborted since `configure` began.
-    pub(crate) fn not_cancelled(&self) -> Result<()> {
-        let cancelled = self.lock().cancelled;
-        let text = "aborted while it was being configured";
-        (!cancelled)
-            .then_some(())
-            .ok_or_else(|| Error::new(ErrorKind::Aborted, text))
     }
 
     /// Ends everything that is pending in the present configuration. Never blocks.

@@ -3,11 +3,10 @@
 //! The members are whole groups, configured together at one epoch with prefixes of their own. They share a fate: after a failure of one
 //! nothing more is accepted on any until the next `configure`.
 
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
-use ftcore::lifecycle::{self, Lifecycle, configure_watched};
+use ftcore::lifecycle::{self, Lifecycle};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DTypeSet, Device, Error, ErrorKind, Failed,
     Feature, FeatureSet, GroupInfo, OpSet, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
@@ -143,24 +142,23 @@ impl ByDevice {
 
     /// Configures all members, one after the other in the same order on every rank.
     fn connect(&self, configuration: &Configuration) -> Result<Arc<Together>> {
-        let cancelled = || {
-            let cancelled = self.lifecycle.cancelled().load(Ordering::Acquire);
-            cancelled.then(|| Error::new(ErrorKind::Aborted, "aborted while it was being configured"))
-        };
         for (n, member) in self.members.iter().enumerate() {
             let kind = &member.device.kind;
             // The connections of those that stand already are where the end of a peer shows, whatever the next one still waits for.
-            let since = OnceLock::new();
-            let failed = || {
-                let error = self.members.iter().take(n).find_map(|m| m.group.error())?;
+            let (since, members) = (OnceLock::new(), self.members.clone());
+            let failed = move || {
+                let error = members.iter().take(n).find_map(|m| m.group.error())?;
                 (since.get_or_init(Instant::now).elapsed() >= GRACE).then_some(error)
             };
-            let in_vain = || cancelled().or_else(failed);
+            let cancel = configuration.cancel.or(failed);
             let configuration = Configuration {
+                cancel: cancel.clone(),
                 prefix: format!("{}/{kind}", configuration.prefix),
                 ..configuration.clone()
             };
-            if let Err(error) = configure_watched(&*member.group, configuration, &in_vain) {
+            let configured = member.group.configure(configuration);
+            cancel.settle();
+            if let Err(error) = configured {
                 let reason = format!("the group's part on {kind} was not configured: {error}");
                 self.members.iter().for_each(|m| m.group.abort(&reason));
                 return Err(error);
@@ -284,6 +282,7 @@ impl ProcessGroup for ByDevice {
             world_size: info.world_size,
             deadline,
             store: parent.store,
+            cancel: Default::default(),
         };
         child.lifecycle.configure(configuration, |_| {
             Ok(Arc::new(Together {
@@ -296,8 +295,6 @@ impl ProcessGroup for ByDevice {
 
     fn abort(&self, reason: &str) {
         self.lifecycle.abort(reason);
-        // Also a `configure` that is under way in one of them.
-        self.members.iter().for_each(|m| m.group.abort(reason));
     }
 
     fn error(&self) -> Option<Error> {

@@ -153,6 +153,9 @@ mod tests {
             ("cpu:gloo,cpu:other", "'cpu:other' at character 10"),
             ("cpu:", "at character 1"),
             ("two words", "spaces"),
+            ("cpu;gloo", "'cpu;gloo' is not a backend name"),
+            ("cpu:gloo;cuda:nccl", "'cpu:gloo;cuda:nccl' at character 1"),
+            ("cpu=gloo", "'cpu=gloo' is not a backend name"),
         ] {
             let e = text.parse::<BackendSpec>().unwrap_err();
             assert!(e.to_string().contains(says), "{text}: {e}");

@@ -194,6 +194,7 @@ impl Made {
             rank,
             world_size,
             deadline,
+            cancel: Default::default(),
         };
         self.group.configure(configuration.clone())?;
         Ok(World {

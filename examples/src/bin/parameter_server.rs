@@ -31,6 +31,7 @@ fn session(store: &Arc<dyn Store>, number: i64, rank: u32) -> Result<GlooGroup> 
         rank,
         world_size: 2,
         deadline: soon(),
+        cancel: Default::default(),
     })?;
     Ok(group)
 }

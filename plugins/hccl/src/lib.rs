@@ -15,7 +15,7 @@
 #![deny(unsafe_code)]
 
 mod accelerator;
-mod engine;
+mod driver;
 #[allow(unsafe_code, reason = "the C entry points of a plugin")]
 mod export;
 mod group;
@@ -30,5 +30,6 @@ mod stream;
 pub use plugin::ftcore;
 
 pub use accelerator::HpuAccelerator;
-pub use group::HcclGroup;
+pub use driver::HcclDriver;
+pub use group::{HcclBackend, HcclGroup};
 pub use probe::HcclFactory;

@@ -40,6 +40,6 @@ impl BackendFactory for HcclFactory {
             )));
         }
         self.probe()?;
-        Ok(Box::new(HcclGroup::new("hccl", options)?))
+        Ok(Box::new(HcclGroup::new("hccl", device, options)?))
     }
 }

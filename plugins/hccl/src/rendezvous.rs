@@ -4,7 +4,6 @@
 //! The library's own calls have no deadline, so they run on a thread that may be given up; what it makes too late, it
 //! aborts itself.
 
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -20,7 +19,6 @@ const CARD_VERSION: u32 = 1;
 /// An epoch's meeting place in the store.
 struct Meeting<'a> {
     configuration: &'a Configuration,
-    cancel: &'a AtomicBool,
     began: Instant,
 }
 
@@ -32,12 +30,7 @@ impl Meeting<'_> {
 
     /// Ends early if the group was aborted or another rank could not take part.
     fn check(&self) -> Result<()> {
-        if self.cancel.load(Ordering::Acquire) {
-            return Err(Error::new(
-                ErrorKind::Aborted,
-                "aborted while it was being configured",
-            ));
-        }
+        self.configuration.cancel.check()?;
         let store = &self.configuration.store;
         let key = self.key("failed");
         let soon = deadline_in(SLICE).min(self.configuration.deadline);
@@ -217,17 +210,13 @@ impl Meeting<'_> {
     }
 }
 
-/// Makes the communicator of `configuration`; none for a world of one. `cancel` ends it early.
+/// Makes the communicator of `configuration`; none for a world of one.
 ///
 /// Errors: `Timeout` names the missing ranks (or the call that hangs) and the phase (L33); `Mismatch` if ranks disagree;
-/// `Aborted` on cancel; `Backend` with the library's code.
-pub(crate) fn connect(
-    configuration: &Configuration,
-    cancel: &AtomicBool,
-) -> Result<(&'static Runtime, Option<CommHandle>)> {
+/// the reason of the token; `Backend` with the library's code.
+pub(crate) fn connect(configuration: &Configuration) -> Result<(&'static Runtime, Option<CommHandle>)> {
     let meeting = Meeting {
         configuration,
-        cancel,
         began: Instant::now(),
     };
     meeting.run().inspect_err(|error| {

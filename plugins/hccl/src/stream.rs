@@ -25,11 +25,6 @@ impl Patience {
             n => std::thread::sleep(Duration::from_micros(20 * u64::from(n - 30)).min(SLOWEST_POLL)),
         }
     }
-
-    /// Something moved: start again quickly.
-    pub(crate) fn reset(&mut self) {
-        self.0 = 0;
-    }
 }
 
 /// Waits until `done` says so; `Timeout` at the deadline, naming `what`.

@@ -18,10 +18,15 @@ import atexit as _atexit
 from oxccl._errors import Error, InvalidArgument, PeerLost, Timeout, Unsupported
 from oxccl._oxccl import (
     Capabilities,
+    FileStore,
     Group,
+    PrefixStore,
     PremulSum,
     Recv,
     Send,
+    Store,
+    StoreServer,
+    TcpStore,
     Traffic,
     Work,
     World,
@@ -30,17 +35,23 @@ from oxccl._oxccl import (
     backends,
     init,
     leaked_bytes,
+    unconfigured,
 )
 
 __all__ = [
     "Capabilities",
     "Error",
+    "FileStore",
     "Group",
     "InvalidArgument",
     "PeerLost",
+    "PrefixStore",
     "PremulSum",
     "Recv",
     "Send",
+    "Store",
+    "StoreServer",
+    "TcpStore",
     "Timeout",
     "Traffic",
     "Unsupported",
@@ -50,6 +61,7 @@ __all__ = [
     "backends",
     "init",
     "leaked_bytes",
+    "unconfigured",
 ]
 
 # Groups end before the interpreter does: their threads must not meet one that is half gone.

@@ -1,6 +1,7 @@
 """The extension module behind `oxccl`."""
 
 from collections.abc import Generator, Mapping, Sequence
+from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias, overload
 
@@ -138,8 +139,67 @@ class Work:
     def abort(self, reason: str = "aborted by the program") -> None:
         """Ends the operation; on backends that cannot end one alone, all of its group."""
 
+    def _tell(self, completions: _Completions, number: int) -> None: ...
     def _done_descriptor(self) -> int: ...
     def __await__(self) -> Generator[Any, Any]: ...
+
+class _Completions:
+    def __new__(cls) -> Self: ...
+    def next(self) -> int | None: ...
+    def close(self) -> None: ...
+
+class Store:
+    """A key-value store that all ranks of a job reach. Time-outs are seconds; values are bytes."""
+
+    def set(self, key: str, value: bytes, *, timeout: float = 60.0) -> None:
+        """Sets `key`."""
+
+    def get(self, key: str, *, timeout: float = 60.0) -> bytes:
+        """The value of `key`, waiting until it exists."""
+
+    def add(self, key: str, amount: int, *, timeout: float = 60.0) -> int:
+        """Adds to the integer at `key` and gives the new value."""
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes, *, timeout: float = 60.0) -> bytes:
+        """Sets `desired` if the value is `expected`, or if there is none and `expected` is empty. Gives the value that stands then."""
+
+    def check(self, keys: Sequence[str], *, timeout: float = 60.0) -> bool:
+        """True if all keys exist."""
+
+    def wait(self, keys: Sequence[str], *, timeout: float = 60.0) -> None:
+        """Waits until all keys exist."""
+
+    def delete(self, key: str, *, timeout: float = 60.0) -> bool:
+        """Removes `key`; true if it existed."""
+
+    def barrier(self, key: str, world_size: int, *, timeout: float = 60.0) -> None:
+        """Waits until `world_size` callers have entered the barrier `key`, which serves once."""
+
+class TcpStore(Store):
+    """A client of a `StoreServer`, or of torch's TCPStore, at ``host:port``."""
+
+    def __new__(cls, address: str, *, timeout: float = 60.0) -> Self: ...
+
+class FileStore(Store):
+    """A store in a file on a file system that all ranks share."""
+
+    def __new__(cls, path: str | PathLike[str]) -> Self: ...
+
+class PrefixStore(Store):
+    """A view of another store, with ``prefix/`` before every key."""
+
+    def __new__(cls, prefix: str, store: Any) -> Self: ...
+
+class StoreServer:
+    """A store's server, in the protocol of torch's TCPStore."""
+
+    def __new__(cls, bind: str = "127.0.0.1:0") -> Self: ...
+    @property
+    def address(self) -> str:
+        """Where it listens, with the real port."""
+
+    def shutdown(self) -> None:
+        """Ends all connections and frees the port."""
 
 class Group:
     """Some or all ranks of a job, which call operations together.
@@ -184,6 +244,22 @@ class Group:
 
     def traffic(self) -> Traffic:
         """Bytes moved so far."""
+
+    def configure(
+        self,
+        store: Any,
+        rank: int,
+        world_size: int,
+        *,
+        epoch: int = 1,
+        prefix: str = "oxccl",
+        name: str = "group",
+        timeout: float = 60.0,
+    ) -> None:
+        """Meets the other ranks of `epoch` in `store` and connects; each epoch is larger than the one before.
+
+        `store` is a `Store`, or an object with the methods of torch's stores. Operations of an earlier epoch end as aborted.
+        """
 
     @overload
     def all_reduce(
@@ -484,6 +560,17 @@ def init(
     that a library that cannot be aborted can be killed. `options` are the backend's: what it does not honour it refuses.
     """
 
+def unconfigured(
+    *,
+    backend: str | None = None,
+    device: str = "cpu",
+    timeout: float = 60.0,
+    isolated: bool = False,
+    options: Mapping[str, str] | None = None,
+) -> Group:
+    """A group of a backend that has met nobody yet: `Group.configure` connects it, again and again."""
+
+def _know_torch(tensor: type[Any], dtypes: Sequence[tuple[Any, str]]) -> None: ...
 def backends() -> list[tuple[str, str | None]]:
     """The backends that this process knows, plugins included: each with ``None``, or why it cannot be used here."""
 

@@ -6,7 +6,7 @@ use std::ffi::{c_int, c_void};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
-use pyo3::Python;
+use pyo3::{Py, PyAny, Python};
 
 use super::buffer::View;
 use super::dlpack::Managed;
@@ -18,6 +18,8 @@ pub(crate) struct Holder(Option<Lent>);
 pub(crate) enum Lent {
     Buffer(Box<View>),
     DlPack(Managed),
+    /// An object that owns the memory.
+    Owner(Py<PyAny>),
 }
 
 thread_local! {
@@ -58,6 +60,7 @@ fn give_back(lent: Lent) {
     match lent {
         Lent::Buffer(view) => view.release(),
         Lent::DlPack(managed) => managed.release(),
+        Lent::Owner(owner) => drop(owner),
     }
 }
 

@@ -225,6 +225,7 @@ fn live(
         rank,
         world_size: world,
         deadline: deadline_in(PATIENCE),
+        cancel: Default::default(),
     })?;
     say(&format!("joined {epoch} {}", start.elapsed().as_micros()));
     for call in 0.. {

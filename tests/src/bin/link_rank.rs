@@ -70,6 +70,7 @@ fn all_reduce(seat: &Seat) -> Result<()> {
         rank: seat.rank,
         world_size: seat.world,
         deadline,
+        cancel: Default::default(),
     })?;
     let count = seat.bytes / 4;
     let mut tensor = Tensor::from_vec(vec![0f32; count]);

@@ -30,6 +30,7 @@ fn join(store: &Arc<dyn Store>, rank: u32) -> ftcore::Result<f32> {
         rank,
         world_size: 2,
         deadline: soon(),
+        cancel: Default::default(),
     })?;
     let work = group
         .allreduce(Tensor::from_vec(vec![rank as f32 + 1.0; 1000]), ReduceOp::Sum)

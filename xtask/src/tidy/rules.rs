@@ -43,7 +43,7 @@ fn may_be_unsafe(path: &str) -> bool {
         || match krate {
             // dtype: the promise that a type is plain bytes, on which memory builds.
             // parting: `atexit`.
-            "ftcore" => is("memory") || is("dtype") || is("parting"),
+            "ftcore" => is("memory") || is("dtype") || is("parting") || is("forked"),
             "plugin" => true,
             "backend-gloo" => is("transport/shm") || is("shm") || is("raw"),
             "backend-xccl" => {

@@ -31,6 +31,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("oxccl", Place::Floor(6)),
     ("conformance", Place::Around),
     ("gloo-plugin", Place::Around),
+    ("loopback", Place::Around),
     ("nccl-standin", Place::Around),
     ("odd-plugin", Place::Around),
     ("oxccl-examples", Place::Around),

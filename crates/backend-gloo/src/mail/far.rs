@@ -54,6 +54,20 @@ impl Inbox {
         messages: &mut Messages,
         ways: &mut [Option<To>],
     ) -> Result<bool> {
+        let moved = self.frames(place, rank, messages, ways)?;
+        if !moved {
+            self.link.authentic()?;
+        }
+        Ok(moved)
+    }
+
+    fn frames(
+        &mut self,
+        place: Place,
+        rank: u32,
+        messages: &mut Messages,
+        ways: &mut [Option<To>],
+    ) -> Result<bool> {
         let mut moved = false;
         for _ in 0..FRAMES {
             while let Some(open) = &self.open {

@@ -1,5 +1,6 @@
 //! Connections that come in: taken, asked who they are, recognised or dropped. None of them can hold up the others.
 
+use std::io::IoSlice;
 use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
@@ -50,14 +51,22 @@ enum Verdict {
 impl Stranger {
     /// With credentials, moves the hello on.
     fn prove(&mut self) -> Option<Verdict> {
-        let hello = self.hello.as_mut()?;
+        let mut hello = self.hello.take()?;
         match hello.advance(&mut Stream(&mut self.link)) {
             Ok(true) => {
                 self.proved = Some(hello.topic().from());
-                self.hello = None;
+                match hello.into_records() {
+                    // Shared memory, and what is said about it, stays within the host.
+                    Ok(Some(records)) if !self.local => self.link.encrypt(records),
+                    Ok(_) => {}
+                    Err(error) => return Some(Verdict::Drop(error.to_string())),
+                }
                 None
             }
-            Ok(false) => None,
+            Ok(false) => {
+                self.hello = Some(hello);
+                None
+            }
             Err(error) => Some(match Refused::of(&error) {
                 Some(refused) => Verdict::Refuse(refused.to_string()),
                 None => Verdict::Drop(format!("the hello came to nothing: {error}")),
@@ -234,7 +243,11 @@ impl Rendezvous<'_> {
             Some((_, region)) => region.handles().to_vec(),
             None => Vec::new(),
         };
-        if link.write_handles(&answer, &own) != Moved::Bytes(Hello::BYTES) {
+        let said = match local {
+            true => link.write_handles(&answer, &own),
+            false => link.write(&[IoSlice::new(&answer)]),
+        };
+        if said != Moved::Bytes(Hello::BYTES) {
             return drop_it("it does not take the answer");
         }
         self.compare(&hello, &from)?;

@@ -18,7 +18,6 @@ use std::os::fd::AsFd;
 use std::os::linux::net::SocketAddrExt;
 use std::os::unix::net::UnixListener;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::identity::hello::Topic;
@@ -103,7 +102,6 @@ struct Rendezvous<'a> {
     configuration: &'a Configuration,
     settings: &'a Settings,
     counters: Arc<Counters>,
-    cancel: &'a AtomicBool,
     began: Instant,
     listener: TcpListener,
     /// How connections to other hosts are controlled, if that could be asked.
@@ -126,14 +124,13 @@ struct Rendezvous<'a> {
     core: u8,
 }
 
-/// Connects all ranks of `configuration`. `cancel` ends it early with `Aborted`.
+/// Connects all ranks of `configuration`.
 pub(crate) fn connect(
     configuration: &Configuration,
     settings: &Settings,
     counters: Arc<Counters>,
-    cancel: &AtomicBool,
 ) -> Result<Connected> {
-    let mut rendezvous = Rendezvous::new(configuration, settings, counters, cancel)?;
+    let mut rendezvous = Rendezvous::new(configuration, settings, counters)?;
     match rendezvous.run() {
         Ok(()) => rendezvous.into_connected(),
         Err(error) => {
@@ -176,7 +173,6 @@ impl<'a> Rendezvous<'a> {
         configuration: &'a Configuration,
         settings: &'a Settings,
         counters: Arc<Counters>,
-        cancel: &'a AtomicBool,
     ) -> Result<Self> {
         let host = std::env::var(interface::HOST_VARIABLE)
             .ok()
@@ -235,7 +231,6 @@ impl<'a> Rendezvous<'a> {
             configuration,
             settings,
             counters,
-            cancel,
             began: now,
             listener,
             control,
@@ -263,9 +258,7 @@ impl<'a> Rendezvous<'a> {
             .set(&key(c, c.rank), self.card.encode().as_bytes(), c.deadline)
             .map_err(|e| self.named(e))?;
         loop {
-            if self.cancel.load(Ordering::Acquire) {
-                return Err(self.named(Error::new(ErrorKind::Aborted, "the configuration was aborted")));
-            }
+            c.cancel.check().map_err(|e| self.named(e))?;
             let searching = self.look_up()?;
             self.accept();
             self.greet_strangers()?;

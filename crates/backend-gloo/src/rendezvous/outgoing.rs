@@ -160,7 +160,16 @@ impl Rendezvous<'_> {
                 }
             },
             Dial::Proving { mut link, mut hello } => match hello.advance(&mut Stream(&mut link)) {
-                Ok(true) => (greeting(link), true),
+                Ok(true) => {
+                    let records = hello.into_records();
+                    let records =
+                        records.map_err(|e| self.named(Error::new(ErrorKind::Protocol, e.to_string())))?;
+                    // Shared memory, and what is said about it, stays within the host.
+                    if let Some(records) = records.filter(|_| lane != Lane::Local) {
+                        link.encrypt(records);
+                    }
+                    (greeting(link), true)
+                }
                 Ok(false) => (Dial::Proving { link, hello }, false),
                 Err(error) => {
                     match Refused::of(&error) {

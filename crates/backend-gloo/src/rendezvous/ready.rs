@@ -3,7 +3,6 @@
 use std::io::IoSlice;
 
 use ftcore::{Error, ErrorKind, Result};
-use rustix::net::RecvFlags;
 
 use super::Rendezvous;
 use super::outgoing::Dial;
@@ -73,15 +72,17 @@ impl Rendezvous<'_> {
             };
             let mut seen = [0u8; Control::BYTES + wire::MAX_TEXT];
             // Only looked at: what comes after the first frame belongs to the engine.
-            let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
-            let length = match rustix::net::recv(&*link, &mut seen[..], flags) {
-                Err(rustix::io::Errno::AGAIN | rustix::io::Errno::INTR) => continue,
-                Ok((n, _)) if n > 0 => n,
+            let length = match link.peek(&mut seen) {
+                Moved::Nothing => continue,
+                Moved::Bytes(n) => n,
                 // It may have been connected with all: that is the engine's to find.
-                _ if found.ready => continue,
-                Ok(_) | Err(_) => {
+                Moved::Closed if found.ready => continue,
+                Moved::Closed => {
                     let address = found.address.clone();
-                    return Err(self.gone(rank, address));
+                    return Err(match link.authentic() {
+                        Ok(()) => self.gone(rank, address),
+                        Err(forged) => self.named(forged.with_peer(rank).with_peer_address(address)),
+                    });
                 }
             };
             let seen = seen.get(..length).unwrap_or(&[]);
@@ -167,7 +168,6 @@ mod tests {
     use std::io::{Read, Write};
     use std::os::unix::net::UnixStream;
     use std::sync::Arc;
-    use std::sync::atomic::AtomicBool;
     use std::time::Duration;
 
     use ftcore::{Configuration, Epoch, GroupOptions, InMemoryStore, deadline_in};
@@ -187,12 +187,13 @@ mod tests {
             rank,
             world_size: 2,
             deadline: deadline_in(Duration::from_secs(20)),
+            cancel: Default::default(),
         };
         let mut options = GroupOptions::default();
         options.hints.insert("transport".into(), "tcp".into());
         let settings = Settings::new(options).unwrap();
-        let (cancel, counters) = (AtomicBool::new(false), Arc::new(Counters::default()));
-        let rendezvous = Rendezvous::new(&configuration, &settings, counters.clone(), &cancel).unwrap();
+        let counters = Arc::new(Counters::default());
+        let rendezvous = Rendezvous::new(&configuration, &settings, counters.clone()).unwrap();
         let (ours, theirs) = UnixStream::pair().unwrap();
         body(rendezvous, Link::local(ours, counters).unwrap(), theirs);
     }

@@ -1,5 +1,5 @@
 //! One non-blocking stream connection (TCP, or a Unix socket within a host): reads and writes that say "would block" or "closed" instead of failing, the readiness
-//! remembered between polls, and the bytes counted.
+//! remembered between polls, and the bytes counted. All bytes of TCP pass here, so here they are sealed and opened where the job encrypts them.
 
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -8,7 +8,8 @@ use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use ftcore::{Error, Result, Traffic};
+use ftcore::identity::records::{NotAuthentic, Opener, Sealer};
+use ftcore::{Error, ErrorKind, Result, Traffic};
 use rustix::io::Errno;
 use rustix::net::sockopt::{set_tcp_congestion, tcp_congestion};
 use rustix::net::{RecvFlags, SendAncillaryBuffer, SendFlags, recv, sendmsg};
@@ -79,7 +80,15 @@ pub(crate) struct Link {
     pub(crate) write_closed: Option<String>,
     /// It failed, rather than being closed in good order: what was under way may be lost.
     pub(crate) broke: bool,
+    /// What came in is not what the peer sent.
+    forged: bool,
+    /// Of an encrypted connection: what the reader, and what the writer needs.
+    opener: Option<Box<Opener>>,
+    sealer: Option<Box<Sealer>>,
 }
+
+/// An encrypted link writes so much at once, as records of their own.
+const AT_ONCE: usize = 256 * 1024;
 
 impl Link {
     /// Takes over a connected stream: non-blocking, no delay.
@@ -100,28 +109,42 @@ impl Link {
     }
 
     /// Two hands on one connection: for whoever reads, and for whoever writes.
-    pub(crate) fn split(self) -> (Self, Self) {
-        let other = Self {
-            stream: self.stream.clone(),
-            counters: self.counters.clone(),
-            readable: true,
-            writable: true,
-            read_closed: None,
-            write_closed: None,
-            broke: false,
-        };
+    pub(crate) fn split(mut self) -> (Self, Self) {
+        let mut other = Self::hand(self.stream.clone(), self.counters.clone());
+        other.sealer = self.sealer.take();
         (self, other)
     }
 
     fn over(stream: OwnedFd, counters: Arc<Counters>) -> Self {
+        Self::hand(Arc::new(stream), counters)
+    }
+
+    fn hand(stream: Arc<OwnedFd>, counters: Arc<Counters>) -> Self {
         Self {
-            stream: Arc::new(stream),
+            stream,
             counters,
             readable: true,
             writable: true,
             read_closed: None,
             write_closed: None,
             broke: false,
+            forged: false,
+            opener: None,
+            sealer: None,
+        }
+    }
+
+    /// From now on the connection is encrypted: the hello has made the keys.
+    pub(crate) fn encrypt(&mut self, (sealer, opener): (Sealer, Opener)) {
+        (self.sealer, self.opener) = (Some(Box::new(sealer)), Some(Box::new(opener)));
+    }
+
+    /// # Errors
+    /// `Protocol` once something came in on an encrypted connection that its peer did not send, or not next.
+    pub(crate) fn authentic(&self) -> Result<()> {
+        match self.forged {
+            false => Ok(()),
+            true => Err(Error::new(ErrorKind::Protocol, NotAuthentic.to_string())),
         }
     }
 
@@ -177,6 +200,71 @@ impl Link {
         if self.read_closed.is_some() {
             return Moved::Closed;
         }
+        let Some(mut opener) = self.opener.take() else {
+            return self.receive(buffer);
+        };
+        let moved = loop {
+            match opener.take(buffer) {
+                Ok(0) => {}
+                Ok(n) => {
+                    // There may be more, of which poll does not know.
+                    self.readable = true;
+                    break Moved::Bytes(n);
+                }
+                Err(e) => break self.is_forged(e),
+            }
+            match self.receive(opener.room()) {
+                Moved::Bytes(n) => opener.received(n),
+                other => break other,
+            }
+        };
+        self.opener = Some(opener);
+        moved
+    }
+
+    /// What can be read without taking it: on an encrypted connection, of one record. It may be cut to the length of `buffer`, which must not be empty.
+    pub(crate) fn peek(&mut self, buffer: &mut [u8]) -> Moved {
+        if self.read_closed.is_some() {
+            return Moved::Closed;
+        }
+        let Some(mut opener) = self.opener.take() else {
+            let flags = RecvFlags::PEEK | RecvFlags::DONTWAIT;
+            return match recv(&self.stream, &mut *buffer, flags) {
+                Err(Errno::AGAIN | Errno::INTR) => Moved::Nothing,
+                Ok((n, _)) if n > 0 => Moved::Bytes(n),
+                _ => Moved::Closed,
+            };
+        };
+        let moved = loop {
+            match opener.open() {
+                Ok(false) => {}
+                Ok(true) => {
+                    let text = opener.text();
+                    let n = text.len().min(buffer.len());
+                    if let (Some(into), Some(from)) = (buffer.get_mut(..n), text.get(..n)) {
+                        into.copy_from_slice(from);
+                    }
+                    break Moved::Bytes(n);
+                }
+                Err(e) => break self.is_forged(e),
+            }
+            match self.receive(opener.room()) {
+                Moved::Bytes(n) => opener.received(n),
+                other => break other,
+            }
+        };
+        self.opener = Some(opener);
+        moved
+    }
+
+    fn is_forged(&mut self, error: NotAuthentic) -> Moved {
+        self.read_closed = Some(error.to_string());
+        (self.broke, self.forged) = (true, true);
+        Moved::Closed
+    }
+
+    /// Reads what is on the wire.
+    fn receive(&mut self, buffer: &mut [u8]) -> Moved {
         loop {
             match recv(&self.stream, &mut *buffer, RecvFlags::empty()) {
                 Ok((0, _)) => {
@@ -201,11 +289,40 @@ impl Link {
         }
     }
 
-    /// Writes some of `slices`.
+    /// Writes some of `slices`. Of an encrypted connection: what is not written yet must be handed over again with the next call, since it may be in
+    /// a record that is out in part.
     pub(crate) fn write(&mut self, slices: &[IoSlice<'_>]) -> Moved {
         if self.write_closed.is_some() {
             return Moved::Closed;
         }
+        let Some(mut sealer) = self.sealer.take() else {
+            return self.send(slices);
+        };
+        let mut done = 0;
+        let moved = loop {
+            if done >= AT_ONCE {
+                break Moved::Bytes(done);
+            }
+            if let Err(error) = sealer.seal(slices, done) {
+                self.write_closed = Some(error.to_string());
+                break Moved::Closed;
+            }
+            if sealer.pending().is_empty() {
+                break Moved::Bytes(done);
+            }
+            match self.send(&[IoSlice::new(sealer.pending())]) {
+                // Counted by whole records, so that what the peer can have read is never more than what counts as written.
+                Moved::Bytes(n) => done += sealer.sent(n),
+                Moved::Nothing if done > 0 => break Moved::Bytes(done),
+                other => break other,
+            }
+        };
+        self.sealer = Some(sealer);
+        moved
+    }
+
+    /// Writes to the wire.
+    fn send(&mut self, slices: &[IoSlice<'_>]) -> Moved {
         loop {
             // NOSIGNAL: a library must not rely on its program to ignore SIGPIPE.
             match sendmsg(

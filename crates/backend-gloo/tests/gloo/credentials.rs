@@ -33,7 +33,7 @@ fn folder(job: &str, digit: char) -> PathBuf {
     folder
 }
 
-fn job() -> PathBuf {
+pub(crate) fn job() -> PathBuf {
     folder("job-7", '1')
 }
 
@@ -292,7 +292,7 @@ fn silent_strangers_at_a_port_without_credentials_keep_no_rank_out() {
 }
 
 /// Where rank 0 listens, and the number that it published.
-fn card(store: &dyn Store) -> (SocketAddr, u64) {
+pub(crate) fn card(store: &dyn Store) -> (SocketAddr, u64) {
     let card = store.get("test/1/gloo/0", soon()).unwrap();
     let card = String::from_utf8(card).unwrap();
     let fields: Vec<&str> = card.split(' ').collect();

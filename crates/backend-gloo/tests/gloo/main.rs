@@ -5,6 +5,7 @@
 mod ahead;
 mod blocking;
 mod credentials;
+mod encryption;
 mod hostile;
 mod layers;
 mod lifecycle;

@@ -35,6 +35,7 @@ pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world
         rank,
         world_size,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 

@@ -1,13 +1,13 @@
 //! Between the meeting and the engine, while the communicator is made: a rank whose part fails tells the others, and so does the end of
 //! its connection, so that nobody waits for it until the deadline.
 
-use std::cell::Cell;
+use std::cell::{Cell, RefCell};
 use std::io::Read;
-use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
 
+use super::line::Line;
 use super::rendezvous::Meeting;
 use super::wire::{Frame, Kind};
 
@@ -18,15 +18,16 @@ const LOOK: Duration = Duration::from_millis(5);
 
 impl Meeting {
     /// Asked again and again: why not to go on, because another rank's part has failed or it is gone.
-    pub(crate) fn watch(&self) -> impl Fn() -> Option<Error> {
+    pub(crate) fn watch(&mut self) -> impl Fn() -> Option<Error> {
         let looked = Cell::new(Instant::now());
+        let lines = RefCell::new(&mut self.streams);
         move || {
             if looked.get().elapsed() < LOOK {
                 return None;
             }
             looked.set(Instant::now());
-            let elsewhere = |(peer, stream): &(u32, TcpStream)| failed(*peer, stream);
-            self.streams.iter().find_map(elsewhere)
+            let mut lines = lines.try_borrow_mut().ok()?;
+            lines.iter_mut().find_map(|(peer, line)| failed(*peer, line))
         }
     }
 
@@ -42,27 +43,29 @@ impl Meeting {
 }
 
 /// Reads what is there and forgets it: what stays unread makes a reset of the end of the connection, which may overtake what was said last.
-fn discard(stream: &mut TcpStream) {
+fn discard(line: &mut Line) {
     let mut bytes = [0u8; MOST];
+    let stream = &mut line.stream;
     if stream.set_nonblocking(true).is_ok() {
         let _ = stream.read(&mut bytes);
     }
 }
 
-fn failed(peer: u32, stream: &TcpStream) -> Option<Error> {
+fn failed(peer: u32, line: &mut Line) -> Option<Error> {
     let gone = || {
         let text = format!("rank {peer} went away while the communicator was being made");
         Some(Error::new(ErrorKind::PeerLost, text).with_peer(peer))
     };
-    stream.set_nonblocking(true).ok()?;
+    line.stream.set_nonblocking(true).ok()?;
     let mut kind = [0u8; 1];
-    let got = stream.peek(&mut kind);
-    stream.set_nonblocking(false).ok()?;
+    let got = line.peek(&mut kind);
+    line.stream.set_nonblocking(false).ok()?;
     match got {
         Ok(0) => gone(),
         Ok(_) if kind == [Kind::Failed as u8] => {
-            stream.set_read_timeout(Some(Duration::from_secs(1))).ok()?;
-            match Frame::read(&mut &*stream) {
+            let patience = Some(Duration::from_secs(1));
+            line.stream.set_read_timeout(patience).ok()?;
+            match Frame::read(line) {
                 Ok(Some(frame)) => Some(frame.error()),
                 _ => gone(),
             }

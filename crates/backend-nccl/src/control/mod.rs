@@ -4,6 +4,7 @@
 //! 0 and from there to all; a connection that ends without a good-bye is a death and names the rank. The monitored barrier runs here,
 //! too. `rendezvous` makes the connections; data never comes near them.
 
+mod line;
 mod meanwhile;
 mod record;
 mod rendezvous;
@@ -11,15 +12,16 @@ mod strangers;
 mod wire;
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::net::{Shutdown, TcpStream};
+use std::net::Shutdown;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use ftcore::engine::spawn;
 use ftcore::{Error, ErrorKind, Result};
 
-use crate::threads;
 use wire::{Frame, Kind};
 
+pub(crate) use line::Line;
 pub(crate) use rendezvous::{meet, refuse};
 pub(crate) use wire::VERSION;
 
@@ -41,7 +43,7 @@ const SET_UP: &str = "setting a control connection up";
 
 struct Link {
     peer: u32,
-    writer: Mutex<TcpStream>,
+    writer: Mutex<Line>,
 }
 
 /// The connections of one configuration.
@@ -49,6 +51,7 @@ pub(crate) struct Control {
     rank: u32,
     world: u32,
     links: Vec<Link>,
+    listener: Listener,
     state: Mutex<State>,
     /// True once this rank has said good-bye; held while it is said.
     farewell: Mutex<bool>,
@@ -75,7 +78,7 @@ impl Control {
     pub(crate) fn start(
         rank: u32,
         world: u32,
-        streams: Vec<(u32, TcpStream)>,
+        streams: Vec<(u32, Line)>,
         listener: Listener,
     ) -> Result<Arc<Self>> {
         let link = |(peer, stream)| Link {
@@ -86,10 +89,11 @@ impl Control {
             rank,
             world,
             links: streams.into_iter().map(link).collect(),
+            listener,
             state: Mutex::default(),
             farewell: Mutex::default(),
         });
-        match control.links.iter().try_for_each(|l| control.read(l, &listener)) {
+        match control.links.iter().try_for_each(|l| control.read(l)) {
             Ok(()) => Ok(control),
             Err(error) => {
                 control.fail(&error);
@@ -99,10 +103,11 @@ impl Control {
     }
 
     /// Starts to listen to one rank.
-    fn read(self: &Arc<Self>, link: &Link, listener: &Listener) -> Result<()> {
+    fn read(self: &Arc<Self>, link: &Link) -> Result<()> {
         let io = |e| Error::io(format!("{SET_UP} ({FILES})"), e);
-        let mut stream = {
-            let stream = lock(&link.writer);
+        let mut line = {
+            let mut line = lock(&link.writer);
+            let stream = &line.stream;
             stream.set_nonblocking(false).map_err(io)?;
             stream.set_nodelay(true).map_err(io)?;
             stream.set_read_timeout(None).map_err(io)?;
@@ -110,11 +115,11 @@ impl Control {
             stream
                 .set_write_timeout(Some(Duration::from_millis(50)))
                 .map_err(io)?;
-            stream.try_clone().map_err(io)?
+            line.reader().map_err(io)?
         };
-        let (this, listener, peer) = (self.clone(), listener.clone(), link.peer);
-        threads::start(&format!("ox-nccl-news-{peer}"), move || {
-            this.listen(peer, &mut stream, &listener)
+        let (this, peer) = (self.clone(), link.peer);
+        spawn(&format!("ox-nccl-news-{peer}"), move || {
+            this.listen(peer, &mut line)
         })
     }
 
@@ -124,10 +129,10 @@ impl Control {
         self.close();
     }
 
-    fn listen(&self, peer: u32, stream: &mut TcpStream, listener: &Listener) {
+    fn listen(&self, peer: u32, line: &mut Line) {
         loop {
-            match Frame::read(stream) {
-                Ok(Some(frame)) => self.hear(peer, frame, listener),
+            match Frame::read(line) {
+                Ok(Some(frame)) => self.hear(peer, frame),
                 ended => {
                     let why = match ended {
                         Err(e) if e.kind() == ErrorKind::Protocol => e.to_string(),
@@ -142,7 +147,7 @@ impl Control {
                             &Frame::of_error(Kind::Failed, self.rank, &error, Some(peer)),
                             peer,
                         );
-                        listener(News::Failed(error));
+                        (self.listener)(News::Failed(error));
                     }
                     return;
                 }
@@ -150,18 +155,18 @@ impl Control {
         }
     }
 
-    fn hear(&self, peer: u32, frame: Frame, listener: &Listener) {
+    fn hear(&self, peer: u32, frame: Frame) {
         match frame.kind {
             // Whoever leaves because of a failure ends its connection; that must not overtake the cause.
             Kind::Failed if self.is_first() => {
                 self.tell_others(&frame, peer);
-                listener(News::Failed(frame.error()));
+                (self.listener)(News::Failed(frame.error()));
             }
             Kind::Bye => {
                 lock(&self.state).left.insert(peer);
             }
-            Kind::Enter if self.rank == 0 => self.enter_as(peer, frame.number, listener),
-            Kind::Release if self.rank != 0 => listener(News::Released(frame.number)),
+            Kind::Enter if self.rank == 0 => self.enter_as(peer, frame.number),
+            Kind::Release if self.rank != 0 => (self.listener)(News::Released(frame.number)),
             // Out of place: harmless.
             _ => {}
         }
@@ -189,7 +194,9 @@ impl Control {
             // The reason alone: who hears it puts the name before it.
             ErrorKind::Aborted => Error::new(
                 ErrorKind::Aborted,
-                error.message().trim_start_matches("aborted: "),
+                error
+                    .message()
+                    .trim_start_matches(&format!("aborted by rank {}: ", self.rank)),
             ),
             _ => error.clone(),
         };
@@ -198,15 +205,15 @@ impl Control {
     }
 
     /// Enters monitored barrier `number`; the listener hears when it opens.
-    pub(crate) fn enter(&self, number: u64, listener: &Listener) {
+    pub(crate) fn enter(&self, number: u64) {
         if self.rank == 0 {
-            self.enter_as(0, number, listener);
+            self.enter_as(0, number);
         } else {
             self.tell_others(&Frame::new(Kind::Enter, self.rank, number, ""), self.rank);
         }
     }
 
-    fn enter_as(&self, rank: u32, number: u64, listener: &Listener) {
+    fn enter_as(&self, rank: u32, number: u64) {
         let complete = {
             let mut state = lock(&self.state);
             let entered = state.entered.entry(number).or_default();
@@ -219,7 +226,7 @@ impl Control {
         };
         if complete {
             self.tell_others(&Frame::new(Kind::Release, 0, number, ""), 0);
-            listener(News::Released(number));
+            (self.listener)(News::Released(number));
         }
     }
 
@@ -252,7 +259,7 @@ impl Control {
             return;
         }
         for link in &self.links {
-            let _ = lock(&link.writer).shutdown(Shutdown::Both);
+            let _ = lock(&link.writer).stream.shutdown(Shutdown::Both);
         }
     }
 }

@@ -3,7 +3,6 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::identity::hello::{Handshake, Refused};
@@ -13,6 +12,7 @@ use ftcore::{Configuration, Credentials, Error, ErrorKind, Result, time_left};
 use nccl_sys::UniqueId;
 
 use super::FILES;
+use super::line::Line;
 use super::record::{ID, Published, refusal, refused};
 use super::strangers::{Greeted, Strangers, topic};
 use super::wire::{Frame, Hello, Kind, TOKEN};
@@ -26,7 +26,7 @@ const _: () = assert!(ID == UniqueId::BYTES);
 /// What came of it: the unique id (if rank 0 had one to give) and the connections with whom they are.
 pub(crate) struct Meeting {
     pub(crate) id: Option<UniqueId>,
-    pub(crate) streams: Vec<(u32, TcpStream)>,
+    pub(crate) streams: Vec<(u32, Line)>,
 }
 
 /// What tells two hosts (and two network namespaces of one host) apart.
@@ -77,13 +77,12 @@ pub(crate) fn refuse(c: &Configuration, error: &Error) {
     let _ = c.store.set(&key_of(c), refused(error).as_bytes(), c.deadline);
 }
 
-/// Meets the other ranks. `credentials`: what they prove to each other; `id`: what rank 0 gives out; `cancel` ends the wait.
+/// Meets the other ranks. `credentials`: what they prove to each other; `id`: what rank 0 gives out.
 pub(crate) fn meet(
     c: &Configuration,
     constants: u64,
     credentials: Option<&Arc<Credentials>>,
     id: Option<UniqueId>,
-    cancel: &AtomicBool,
 ) -> Result<Meeting> {
     if c.world_size == 1 {
         return Ok(Meeting {
@@ -103,13 +102,13 @@ pub(crate) fn meet(
         let (listener, published) = open(credentials, id).inspect_err(|e| refuse(c, e))?;
         let token = published.token;
         c.store.set(&key, published.encode().as_bytes(), c.deadline)?;
-        let guests = collect(c, credentials, &listener, &hello(token), cancel)?;
+        let guests = collect(c, credentials, &listener, &hello(token))?;
         return Ok(Meeting {
             id,
             streams: guests.into_iter().map(|g| (g.rank, g.stream)).collect(),
         });
     }
-    let bytes = from_store(c, &key, cancel)?;
+    let bytes = from_store(c, &key)?;
     if let Some(error) = refusal(&bytes) {
         return Err(error);
     }
@@ -119,7 +118,7 @@ pub(crate) fn meet(
             format!("what stands at '{key}' is not rank 0's address"),
         )
     })?;
-    let stream = connect(c, credentials, &published, &hello(published.token), cancel)?;
+    let stream = connect(c, credentials, &published, &hello(published.token))?;
     Ok(Meeting {
         id: published.id.map(UniqueId),
         streams: vec![(0, stream)],
@@ -159,33 +158,22 @@ fn open(credentials: Option<&Arc<Credentials>>, id: Option<UniqueId>) -> Result<
     Ok((listener, published))
 }
 
-fn cancelled() -> Error {
-    Error::new(ErrorKind::Aborted, "aborted while it was being configured")
-}
-
-/// Rank 0's record, asked for in short turns so that an abort is noticed.
-fn from_store(c: &Configuration, key: &str, cancel: &AtomicBool) -> Result<Vec<u8>> {
-    let mut pause = Duration::from_micros(200);
-    while !c.store.check(&[key], c.deadline)? {
-        if cancel.load(Ordering::Acquire) {
-            return Err(cancelled());
-        }
-        if time_left(c.deadline).is_zero() {
-            return Err(Error::timeout(format!(
-                "rank 0 of {} has not published its address (phase: rendezvous)",
-                c.world_size
-            )));
-        }
-        std::thread::sleep(pause.min(time_left(c.deadline)));
-        pause = (pause * 2).min(Duration::from_millis(5));
-    }
-    c.store.get(key, c.deadline)
+/// Rank 0's record.
+fn from_store(c: &Configuration, key: &str) -> Result<Vec<u8>> {
+    c.store.get(key, c.deadline).map_err(|e| match e.kind() {
+        ErrorKind::Timeout => Error::timeout(format!(
+            "rank 0 of {} has not published its address (phase: rendezvous)",
+            c.world_size
+        ))
+        .with_source(e),
+        _ => e,
+    })
 }
 
 /// A rank that has greeted rank 0.
 struct Guest {
     rank: u32,
-    stream: TcpStream,
+    stream: Line,
 }
 
 /// Rank 0's side: everybody's connection, or the same verdict for everybody.
@@ -194,15 +182,14 @@ fn collect(
     credentials: Option<&Arc<Credentials>>,
     listener: &TcpListener,
     own: &Hello,
-    cancel: &AtomicBool,
 ) -> Result<Vec<Guest>> {
     let io = |e| Error::io(format!("rank 0 cannot accept control connections ({FILES})"), e);
     let mut guests: Vec<Guest> = Vec::new();
     let mut strangers = Strangers::new(credentials.cloned(), c.epoch.0, c.world_size);
     let mut verdict = Ok(());
     while verdict.is_ok() && guests.len() + 1 < c.world_size as usize {
-        if cancel.load(Ordering::Acquire) {
-            verdict = Err(cancelled());
+        if let Some(reason) = c.cancel.reason() {
+            verdict = Err(reason);
         } else if time_left(c.deadline).is_zero() {
             let missing: Vec<String> = (1..c.world_size)
                 .filter(|r| guests.iter().all(|g| g.rank != *r))
@@ -259,8 +246,9 @@ fn judge(greeted: Greeted, own: &Hello) -> Result<Option<Guest>> {
         tracing::debug!(%from, "a stranger at the control port was turned away");
         return Ok(None);
     }
-    stream.set_nonblocking(false).map_err(io)?;
+    stream.stream.set_nonblocking(false).map_err(io)?;
     stream
+        .stream
         .set_write_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
     if hello.world != own.world || hello.epoch != own.epoch || hello.constants != own.constants {
@@ -287,8 +275,7 @@ fn connect(
     credentials: Option<&Arc<Credentials>>,
     published: &Published,
     hello: &Hello,
-    cancel: &AtomicBool,
-) -> Result<TcpStream> {
+) -> Result<Line> {
     let is_here = published.host == host_name();
     let ip = match is_here {
         true => IpAddr::V4(Ipv4Addr::LOCALHOST),
@@ -304,7 +291,7 @@ fn connect(
     };
     let address = SocketAddr::new(ip, published.port);
     let left = time_left(c.deadline).max(Duration::from_millis(1));
-    let mut stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
+    let stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
         Error::io(
             format!(
                 "rank 0 of {} cannot be reached at {address} (phase: control connections; {FILES}){hint}",
@@ -313,9 +300,10 @@ fn connect(
             e,
         )
     })?;
+    let mut stream = Line::from(stream);
     let io = |e| Error::io("greeting rank 0", e);
     if let Some(credentials) = credentials {
-        prove(c, credentials, &mut stream, cancel)?;
+        prove(c, credentials, &mut stream)?;
     }
     hello.write(&mut stream).map_err(io)?;
     // Rank 0 gives its verdict at its own deadline, which may be a little later; only it knows who is missing.
@@ -326,7 +314,7 @@ fn connect(
             c.world_size
         ))
     };
-    match hear(&mut stream, 0, until, cancel, &late)? {
+    match hear(c, &mut stream, 0, until, &late)? {
         frame if frame.kind == Kind::Ready => Ok(stream),
         frame if matches!(frame.kind, Kind::Refused | Kind::Failed) => Err(frame.error()),
         _ => Err(Error::new(
@@ -337,27 +325,28 @@ fn connect(
 }
 
 /// Both ends prove the job's secret.
-fn prove(
-    c: &Configuration,
-    credentials: &Arc<Credentials>,
-    stream: &mut TcpStream,
-    cancel: &AtomicBool,
-) -> Result<()> {
+fn prove(c: &Configuration, credentials: &Arc<Credentials>, stream: &mut Line) -> Result<()> {
     let io = |e| Error::io("greeting rank 0", e);
-    stream.set_nonblocking(true).map_err(io)?;
-    stream.set_nodelay(true).map_err(io)?;
+    stream.stream.set_nonblocking(true).map_err(io)?;
+    stream.stream.set_nodelay(true).map_err(io)?;
     let mut proof = Handshake::call(credentials.clone(), topic(c.epoch.0, c.rank))?;
     loop {
         match proof.advance(stream) {
-            Ok(true) => return stream.set_nonblocking(false).map_err(io),
-            Ok(false) if cancel.load(Ordering::Acquire) => return Err(cancelled()),
+            Ok(true) => {
+                let records = proof.into_records().map_err(|e| io(e.into()))?;
+                records.into_iter().for_each(|r| stream.encrypt(r));
+                return stream.stream.set_nonblocking(false).map_err(io);
+            }
             Ok(false) if time_left(c.deadline).is_zero() => {
                 return Err(Error::timeout(format!(
                     "rank 0 of {} has not answered the hello (phase: control connections)",
                     c.world_size
                 )));
             }
-            Ok(false) => std::thread::sleep(Duration::from_micros(100)),
+            Ok(false) => {
+                c.cancel.check()?;
+                std::thread::sleep(Duration::from_micros(100));
+            }
             Err(e) => {
                 return Err(match Refused::of(&e) {
                     Some(refused) => distrusts(refused),
@@ -378,12 +367,12 @@ fn distrusts(refused: &Refused) -> Error {
     Error::new(ErrorKind::Protocol, text).with_peer(0)
 }
 
-/// The next frame of `peer` until `until` (`late`), or until `cancel` is raised.
+/// The next frame of `peer` until `until` (`late`).
 fn hear(
-    stream: &mut TcpStream,
+    c: &Configuration,
+    stream: &mut Line,
     peer: u32,
     until: Instant,
-    cancel: &AtomicBool,
     late: &dyn Fn() -> Error,
 ) -> Result<Frame> {
     let io = |e| Error::io("waiting for a control frame", e);
@@ -391,7 +380,7 @@ fn hear(
         let text = format!("rank {peer} closed the connection (phase: control connections)");
         Error::new(ErrorKind::PeerLost, text).with_peer(peer)
     };
-    stream.set_nonblocking(true).map_err(io)?;
+    stream.stream.set_nonblocking(true).map_err(io)?;
     // Perhaps rank 0 asks for credentials.
     let mut seen = [0u8; 16];
     loop {
@@ -403,9 +392,7 @@ fn hear(
                 None => break,
             },
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => {
-                if cancel.load(Ordering::Acquire) {
-                    return Err(cancelled());
-                }
+                c.cancel.check()?;
                 if Instant::now() >= until {
                     return Err(late());
                 }
@@ -414,8 +401,9 @@ fn hear(
             Err(e) => return Err(io(e)),
         }
     }
-    stream.set_nonblocking(false).map_err(io)?;
+    stream.stream.set_nonblocking(false).map_err(io)?;
     stream
+        .stream
         .set_read_timeout(Some(Duration::from_secs(1)))
         .map_err(io)?;
     let frame = Frame::read(stream).map_err(|e| e.with_peer(peer))?;

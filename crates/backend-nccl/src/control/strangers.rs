@@ -10,6 +10,7 @@ use ftcore::identity::TurnedAway;
 use ftcore::identity::hello::{self, Handshake, NO_RANK, Reason, Refused, Topic};
 use ftcore::{Credentials, Result, deadline_in, time_left};
 
+use super::line::Line;
 use super::wire::Hello;
 
 /// A connection that has not greeted by then is dropped.
@@ -28,13 +29,13 @@ pub(super) fn topic(epoch: u64, from: u32) -> Topic {
 
 /// A connection that has greeted.
 pub(super) struct Greeted {
-    pub(super) stream: TcpStream,
+    pub(super) stream: Line,
     pub(super) from: SocketAddr,
     pub(super) hello: Hello,
 }
 
 struct Stranger {
-    stream: TcpStream,
+    stream: Line,
     from: SocketAddr,
     /// With credentials, until both ends have proved the job's secret.
     proof: Option<Box<Handshake>>,
@@ -105,7 +106,7 @@ impl Strangers {
         let credentials = self.credentials.clone();
         let proof = credentials.map(|c| Handshake::listen(c, topic(self.epoch, NO_RANK)).map(Box::new));
         self.waiting.push(Stranger {
-            stream,
+            stream: stream.into(),
             from,
             proof: proof.transpose()?,
             proved: None,
@@ -158,13 +159,19 @@ impl Strangers {
 
 impl Stranger {
     fn step(&mut self) -> Step {
-        if let Some(proof) = &mut self.proof {
+        if let Some(mut proof) = self.proof.take() {
             match proof.advance(&mut self.stream) {
                 Ok(true) => {
                     self.proved = Some(proof.topic().from());
-                    self.proof = None;
+                    match proof.into_records() {
+                        Ok(records) => records.into_iter().for_each(|r| self.stream.encrypt(r)),
+                        Err(e) => return Step::Dropped(e.to_string()),
+                    }
                 }
-                Ok(false) => return self.waits(),
+                Ok(false) => {
+                    self.proof = Some(proof);
+                    return self.waits();
+                }
                 Err(e) => {
                     return match Refused::of(&e) {
                         Some(refused) => Step::Refused(refused.clone()),
@@ -208,7 +215,7 @@ impl Stranger {
 }
 
 /// Takes what has come in, up to a limit: a connection that is closed with bytes unread resets, and what was written last may not arrive.
-fn drain(stream: &mut TcpStream) {
+fn drain(stream: &mut Line) {
     let mut sink = [0; 1024];
     for _ in 0..4 {
         if !matches!(stream.read(&mut sink), Ok(n) if n > 0) {

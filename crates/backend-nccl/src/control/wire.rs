@@ -4,6 +4,7 @@
 
 use std::io::{Read, Write};
 
+use ftcore::identity::records::NotAuthentic;
 use ftcore::{Error, ErrorKind, Result};
 
 /// Changes with the meaning of any byte here.
@@ -164,7 +165,7 @@ impl Frame {
         match stream.read_exact(&mut head) {
             Ok(()) => {}
             Err(e) if e.kind() == std::io::ErrorKind::UnexpectedEof => return Ok(None),
-            Err(e) => return Err(Error::io("reading a control frame", e)),
+            Err(e) => return Err(unread(e)),
         }
         let mut at = Reader(&head);
         let [code] = at.take();
@@ -179,15 +180,20 @@ impl Frame {
             )
         })?;
         let mut text = vec![0u8; length];
-        stream
-            .read_exact(&mut text)
-            .map_err(|e| Error::io("reading a control frame", e))?;
+        stream.read_exact(&mut text).map_err(unread)?;
         Ok(Some(Self {
             kind,
             origin,
             number,
             text: String::from_utf8_lossy(&text).into_owned(),
         }))
+    }
+}
+
+fn unread(error: std::io::Error) -> Error {
+    match NotAuthentic::of(&error) {
+        Some(forged) => Error::new(ErrorKind::Protocol, forged.to_string()),
+        None => Error::io("reading a control frame", error),
     }
 }
 

@@ -4,6 +4,7 @@ use std::sync::Arc;
 use std::sync::mpsc::channel;
 use std::time::Instant;
 
+use ftcore::engine::spawn;
 use ftcore::{Accelerator, DType, DeviceKind, Error, Result, StaticAccelerator, Stream, Tensor, time_left};
 
 use super::driver::{device_count, driver};
@@ -13,7 +14,6 @@ use super::memory;
 use super::pinned;
 use super::raw::StreamHandle;
 use super::stream::CudaStream;
-use crate::threads;
 
 /// The device kind `cuda`. Nothing is opened before a method that needs the driver is called.
 #[derive(Debug, Clone, Copy, Default)]
@@ -86,7 +86,7 @@ impl Accelerator for CudaAccelerator {
     fn synchronize(&self, index: u32, deadline: Instant) -> Result<()> {
         let gpu = Gpu::open(index)?;
         let (sender, receiver) = channel();
-        threads::start("ox-cuda-sync", move || {
+        spawn("ox-cuda-sync", move || {
             let done = gpu.enter().and_then(|_inside| gpu.driver.synchronize());
             let _ = sender.send(done);
         })?;

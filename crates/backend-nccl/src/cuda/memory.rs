@@ -217,13 +217,14 @@ impl Slots {
         gpu.driver.copy_word(self.span(slot)?, &self.host, slot.0, stream)
     }
 
-    /// The value that was fetched, once the copy is done. Gives the slot back.
-    pub(crate) fn finish(&self, slot: Slot) -> u32 {
-        let value = self.host.read(slot.0);
-        self.free
-            .lock()
-            .unwrap_or_else(PoisonError::into_inner)
-            .push(slot.0);
-        u32::try_from(value).unwrap_or(0)
+    /// The value that was fetched, once the copy is done.
+    pub(crate) fn read(&self, slot: &Slot) -> u32 {
+        u32::try_from(self.host.read(slot.0)).unwrap_or(0)
+    }
+
+    /// The device is done with it.
+    pub(crate) fn give_back(&self, slot: Slot) {
+        let mut free = self.free.lock().unwrap_or_else(PoisonError::into_inner);
+        free.push(slot.0);
     }
 }

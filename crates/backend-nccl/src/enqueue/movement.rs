@@ -39,7 +39,7 @@ fn cut(whole: &Tensor, splits: &[usize], world: usize) -> Result<Vec<Span>> {
 
 impl Job<'_> {
     pub(super) fn movement(&self, op: &Collective) -> Result<()> {
-        let place = self.engine.place;
+        let place = self.shared.place;
         let (rank, world) = (place.rank as usize, place.world as usize);
         match op {
             Collective::Broadcast { tensors, root } => {
@@ -85,7 +85,7 @@ impl Job<'_> {
             Collective::Gather { input, outputs, root } => {
                 let (own, list) = (Span::of(input), spans(outputs));
                 let native =
-                    side_by_side(&list).filter(|_| own.bytes() > 0 && self.engine.has(Native::Gather));
+                    side_by_side(&list).filter(|_| own.bytes() > 0 && self.shared.has(Native::Gather));
                 if place.rank == *root {
                     self.traffic(0, list.iter().map(|s| s.bytes()).sum::<usize>() - own.bytes());
                     if native.is_none() {
@@ -111,7 +111,7 @@ impl Job<'_> {
             Collective::Scatter { inputs, output, root } => {
                 let (own, list) = (Span::of(output), spans(inputs));
                 let native =
-                    side_by_side(&list).filter(|_| own.bytes() > 0 && self.engine.has(Native::Scatter));
+                    side_by_side(&list).filter(|_| own.bytes() > 0 && self.shared.has(Native::Scatter));
                 if place.rank == *root {
                     self.traffic(list.iter().map(|s| s.bytes()).sum::<usize>() - own.bytes(), 0);
                     if let Some(from) = list.get(rank).filter(|_| native.is_none()) {
@@ -158,20 +158,17 @@ impl Job<'_> {
     }
 
     fn traffic(&self, sent: usize, received: usize) {
-        self.engine.counters.add(sent, received);
+        self.shared.counters.add(sent, received);
     }
 
     /// One group of `calls` and the finishing touches.
     fn moved(&self, finish: Finish, calls: impl FnOnce(&Calls<'_>) -> Result<()>) -> Result<()> {
-        self.counted(true, |c, _| calls(c), finish, false)?;
-        // Not a reduction: there are no contributors to speak of.
-        self.flight.count(None, 0);
-        Ok(())
+        self.counted(true, |c, _| calls(c), finish, false)
     }
 
     fn own_part(&self, from: Span, to: Option<&Span>) -> Result<()> {
         match to {
-            Some(to) => self.engine.gpu.driver.copy(from, *to, self.stream),
+            Some(to) => self.shared.gpu.driver.copy(from, *to, self.stream),
             None => Ok(()),
         }
     }
@@ -193,12 +190,12 @@ impl Job<'_> {
     fn each_other(&self, list: &[Span], f: impl Fn(u32, Span) -> Result<()>) -> Result<()> {
         (0u32..)
             .zip(list)
-            .filter(|(r, _)| *r != self.engine.place.rank)
+            .filter(|(r, _)| *r != self.shared.place.rank)
             .try_for_each(|(r, span)| f(r, *span))
     }
 
     fn exchange(&self, d: DType, from: &[Span], to: &[Span], even: bool) -> Result<()> {
-        let rank = self.engine.place.rank as usize;
+        let rank = self.shared.place.rank as usize;
         let bytes = |list: &[Span]| -> usize { list.iter().map(|s| s.bytes()).sum() };
         let own = from.get(rank).map_or(0, |s| s.bytes());
         self.traffic(bytes(from) - own, bytes(to) - own);
@@ -207,7 +204,7 @@ impl Job<'_> {
             (true, Some(from), Some(to)) if own > 0 => Some((from, to)),
             _ => None,
         };
-        let native = native.filter(|_| self.engine.has(Native::AllToAll));
+        let native = native.filter(|_| self.shared.has(Native::AllToAll));
         if native.is_none()
             && let Some(from) = from.get(rank)
         {

@@ -1,10 +1,11 @@
 //! The control connections with credentials: who is met, what the others get, and that strangers at rank 0's port change nothing.
 
 use std::io::{Read, Write};
-use std::net::{Ipv4Addr, TcpStream};
+use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use ftcore::identity::hello::{Handshake, Reason, Refused, Topic};
@@ -40,6 +41,114 @@ fn with(folder: Option<&PathBuf>) -> GroupOptions {
 fn one_job() -> Outcome {
     let folder = folder("job-7", '1')?;
     two(with(Some(&folder)), |rank, group, _| sum_works(rank, group))
+}
+
+fn encrypting(folder: &PathBuf, encrypt: &str) -> GroupOptions {
+    let mut options = with(Some(folder));
+    options.hints.insert("encrypt".into(), encrypt.into());
+    options
+}
+
+fn unlike_encryption() -> Outcome {
+    let folder = folder("job-7", '1')?;
+    let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
+    ranks(2, |rank| {
+        let patience = [Duration::from_secs(2), SOON][rank as usize];
+        let options = encrypting(&folder, ["1", "0"][rank as usize]);
+        let e = group(rank, options)?
+            .configure(configuration(&store, rank, 2, 1, patience))
+            .err()
+            .ok_or("they met")?;
+        match rank {
+            0 => says(&e, ErrorKind::Timeout, &["one of the two encrypts"]),
+            _ => says(&e, ErrorKind::Protocol, &["OXCCL_ENCRYPT"]),
+        }
+    })
+}
+
+/// Rank 1 calls through somebody who sees all that goes to rank 0 and back, and changes a byte of what it says once `spoil` is raised.
+fn between(port: u16, seen: Arc<Mutex<Vec<u8>>>, spoil: Arc<AtomicBool>) -> Result<u16, std::io::Error> {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+    let own = listener.local_addr()?.port();
+    std::thread::spawn(move || -> std::io::Result<()> {
+        let (caller, _) = listener.accept()?;
+        let zero = TcpStream::connect((Ipv4Addr::LOCALHOST, port))?;
+        for (to_zero, mut from, mut to) in [
+            (true, caller.try_clone()?, zero.try_clone()?),
+            (false, zero, caller),
+        ] {
+            let (seen, spoil) = (seen.clone(), spoil.clone());
+            std::thread::spawn(move || -> std::io::Result<()> {
+                let mut some = [0; 4096];
+                loop {
+                    let n = from.read(&mut some)?;
+                    if n == 0 {
+                        return to.shutdown(Shutdown::Write);
+                    }
+                    if let Ok(mut seen) = seen.lock() {
+                        seen.extend_from_slice(&some[..n]);
+                    }
+                    if to_zero && spoil.load(Ordering::Acquire) {
+                        some[n - 1] ^= 1;
+                    }
+                    to.write_all(&some[..n])?;
+                }
+            });
+        }
+        Ok(())
+    });
+    Ok(own)
+}
+
+fn encrypted() -> Outcome {
+    const REASON: &str = "a reason that nobody else is to read";
+    let folder = &folder("job-7", '1')?;
+    for (encrypt, spoils) in [("0", false), ("1", false), ("1", true)] {
+        let stores: [Arc<dyn Store>; 2] = [Arc::new(InMemoryStore::new()), Arc::new(InMemoryStore::new())];
+        let (seen, spoil) = (Arc::default(), Arc::new(AtomicBool::new(false)));
+        let stores = &stores;
+        let spoil = &spoil;
+        std::thread::scope(|scope| -> Outcome {
+            let all = scope.spawn(move || {
+                ranks(2, |rank| {
+                    let group = group(rank, encrypting(folder, encrypt))?;
+                    let store = &stores[rank as usize];
+                    group.configure(configuration(store, rank, 2, 1, SOON))?;
+                    sum_works(rank, &group)?;
+                    // The abort must not overtake rank 0's sum.
+                    stores[0].barrier("both have the sum", 2, deadline_in(SOON))?;
+                    if rank == 1 {
+                        spoil.store(spoils, Ordering::Release);
+                        group.abort(REASON);
+                        return Ok(());
+                    }
+                    let e = group_error(&group)?;
+                    match spoils {
+                        false => says(&e, ErrorKind::Aborted, &[REASON]),
+                        // Nothing of it is believed, and rank 1 is named.
+                        true => {
+                            check(e.context().peer == Some(1), || format!("nobody is named: {e}"))?;
+                            says(&e, ErrorKind::PeerLost, &["does not open"])
+                        }
+                    }
+                })
+            });
+            let (port, _) = published(&stores[0])?;
+            let text = stores[0].get(KEY, deadline_in(SOON))?;
+            let through = between(port, Arc::clone(&seen), spoil.clone())?;
+            let text =
+                String::from_utf8_lossy(&text).replacen(&format!(" {port} "), &format!(" {through} "), 1);
+            stores[1].set(KEY, text.as_bytes(), deadline_in(SOON))?;
+            all.join().map_err(|_| "a panic")?
+        })?;
+        let seen = seen.lock().map_err(|_| "a panic")?;
+        let found = seen.windows(REASON.len()).any(|bytes| bytes == REASON.as_bytes());
+        must(
+            found == (encrypt == "0"),
+            "the reason is on the wire although it is encrypted, or not although it is not",
+        )?;
+    }
+    Ok(())
 }
 
 fn no_trust() -> Outcome {
@@ -215,6 +324,8 @@ fn silent() -> Outcome {
 pub(super) fn scenarios() -> Vec<Scenario> {
     vec![
         scenario("meet_with_the_credentials_of_one_job", &[], one_job),
+        scenario("meet_only_where_both_encrypt_or_neither", &[], unlike_encryption),
+        scenario("encrypt_what_their_control_connections_say", &[], encrypted),
         scenario("meet_a_rank_0_that_does_not_trust_it", &[], no_trust),
         scenario("meet_strangers_that_do_not_prove_the_secret", &[], strangers),
         scenario("meet_many_silent_strangers_at_rank_0_s_port", &[], silent),

@@ -95,22 +95,23 @@ fn shutdown_with_work() -> Outcome {
         let work = submit(rank, group, PATIENCE)?;
         if rank == 1 {
             let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
-            says(&e, e.kind(), &["shut down"])?;
+            says(&e, e.kind(), &["shut-down"])?;
         } else {
             let e = group.shutdown(deadline_in(Duration::from_millis(200))).err();
             says(
                 &e.ok_or("it was shut down")?,
                 ErrorKind::Timeout,
-                &["shutdown", "pending"],
+                &["shutdown", "has not ended yet"],
             )?;
             let e = work.wait(deadline_in(SOON)).err().ok_or("it succeeded")?;
-            says(&e, ErrorKind::Aborted, &["shut down"])?;
+            says(&e, ErrorKind::Aborted, &["shut-down"])?;
         }
         next_epoch(rank, group, store)
     })
 }
 
-/// The driver does not return to the watchdog: nothing can be proven any more, and whoever waits is told so in time.
+/// The driver does not return to the watch: what is in flight ends at its deadline or with the group, and the next epoch has a watch of
+/// its own.
 fn watchdog_is_lost() -> Outcome {
     let group = group(0, GroupOptions::default())?;
     std::thread::scope(|s| {
@@ -126,15 +127,8 @@ fn watchdog_is_lost() -> Outcome {
     while std::thread::scope(|s| s.spawn(goes_on).join().map_err(|_| "a panic"))?? {
         check(Instant::now() < until, || "the watchdog goes on".into())?;
     }
-    let began = Instant::now();
-    let e = group
-        .configure(by_itself(2, Duration::from_millis(400)))
-        .err()
-        .ok_or("configure succeeded")?;
-    says(&e, ErrorKind::Timeout, &["last configuration did not end"])?;
-    check(began.elapsed() < Duration::from_secs(10), || {
-        format!("it took {:?}", began.elapsed())
-    })
+    group.configure(by_itself(2, SOON))?;
+    Ok(submit(0, &group, SOON)?.wait_done()?)
 }
 
 /// The work has left its stream, but the library still writes: the tensor comes back only when that is over, and what the caller then puts
@@ -289,7 +283,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             shutdown_with_work,
         ),
         one(
-            "end_driver_that_hangs_is_told_by_configure",
+            "end_driver_that_hangs_in_the_watch_costs_no_later_epoch",
             HANG,
             "call:cuEventQuery/ncclCommGetAsyncError:1",
             watchdog_is_lost,

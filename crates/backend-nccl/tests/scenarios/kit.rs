@@ -20,7 +20,7 @@ pub(super) fn cuda(index: u32) -> Device {
 }
 
 pub(super) fn group(index: u32, options: GroupOptions) -> Result<NcclGroup, Error> {
-    NcclGroup::new("errors", &cuda(index), options)
+    NcclGroup::new("errors", &cuda(index), &options)
 }
 
 pub(super) fn configuration(
@@ -38,6 +38,7 @@ pub(super) fn configuration(
         rank,
         world_size: world,
         deadline: deadline_in(patience),
+        cancel: Default::default(),
     }
 }
 

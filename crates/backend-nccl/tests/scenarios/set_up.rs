@@ -82,7 +82,7 @@ pub(super) fn no_such_device() -> Outcome {
         .err()
         .ok_or("a group was made")?;
     says(&e, ErrorKind::Unsupported, &["cuda:9", "4 devices"])?;
-    let e = NcclGroup::new("x", &Device::CPU, GroupOptions::default())
+    let e = NcclGroup::new("x", &Device::CPU, &GroupOptions::default())
         .err()
         .ok_or("a group was made")?;
     says(&e, ErrorKind::InvalidArgument, &["cpu"])

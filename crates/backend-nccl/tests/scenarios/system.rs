@@ -10,6 +10,7 @@ use ftcore::{
     Accelerator, Collective, Error, ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
     Store, SubmitOptions, deadline_in,
 };
+use libtest_mimic::Failed;
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::endings::until_logged;
@@ -246,7 +247,8 @@ fn no_files() -> Outcome {
     refused
 }
 
-/// The thread that would abort does not start: the work ends at its deadline, its memory counts as leaked, and the watchdog aborts itself.
+/// The thread that would abort does not start: the work ends after its deadline, and its memory counts as leaked until the next `configure`
+/// has started that thread.
 fn no_abort() -> Outcome {
     let leaked = ftcore::leaked_bytes();
     two(GroupOptions::default(), |rank, group, store| {
@@ -256,14 +258,21 @@ fn no_abort() -> Outcome {
         check(work.recover().is_empty(), || {
             "memory came back that the library still had".into()
         })?;
-        until_logged(&format!("end abort rank={rank}"))?;
+        store.barrier("both have failed", 2, deadline_in(SOON))?;
+        check(ftcore::leaked_bytes() >= leaked + 8000, || {
+            "the memory was not counted".into()
+        })?;
+        store.barrier("both have counted", 2, deadline_in(SOON))?;
         next_epoch(rank, group, store)?;
+        until_logged(&format!("end abort rank={rank}"))?;
         store.barrier("both go on", 2, deadline_in(SOON))?;
         Ok(())
     })?;
-    check(ftcore::leaked_bytes() >= leaked + 8000, || {
-        "the memory was not counted".into()
-    })?;
+    let until = deadline_in(SOON);
+    while ftcore::leaked_bytes() > leaked {
+        check(Instant::now() < until, || "the memory was not freed".into())?;
+        std::thread::sleep(Duration::from_millis(2));
+    }
     nothing_is_left()
 }
 
@@ -299,8 +308,17 @@ fn message(rank: u32, group: &NcclGroup) -> Result<(), Error> {
     work.map_err(|rejected| rejected.error)?.wait(deadline_in(SOON))
 }
 
+/// A group with work whose deadline is far: while it lives, the thread that keeps deadlines does, and no rank starts it.
+fn with_a_clock() -> Result<NcclGroup, Failed> {
+    let own = group(3, GroupOptions::default())?;
+    own.configure(by_itself(1, SOON))?;
+    submit(3, &own, PATIENCE)?.wait_done()?;
+    Ok(own)
+}
+
 /// Rank 0's lane has no thread.
 fn no_lane() -> Outcome {
+    let _clock = with_a_clock()?;
     two(GroupOptions::default(), |rank, group, store| {
         let e = message(rank, group).err().ok_or("the message arrived")?;
         says(&e, e.kind(), &["ox-nccl-to-1", "does not start"])?;
@@ -314,6 +332,7 @@ fn no_lane() -> Outcome {
 }
 
 fn no_split() -> Outcome {
+    let _clock = with_a_clock()?;
     two(GroupOptions::default(), |rank, group, store| {
         let e = group.split(Some(1), rank, deadline_in(SOON)).err();
         let e = e.ok_or("the split succeeded")?;
@@ -371,6 +390,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             || one_fails("ox-nccl-watch"),
         ),
         refused(
+            "system_without_a_thread_for_the_engine",
+            "pthread_create:4:11",
+            || one_fails("ox-nccl-end"),
+        ),
+        refused(
             "system_without_a_thread_for_rank_0_s_id_is_told_in_the_store",
             "pthread_create/rank-0:1:11",
             thread_of_zero,
@@ -388,6 +412,11 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         refused(
             "system_without_a_thread_for_rank_0_s_watchdog_is_told",
             "pthread_create/rank-0:4:11",
+            thread_of_zero,
+        ),
+        refused(
+            "system_without_a_thread_for_rank_0_s_engine_is_told",
+            "pthread_create/rank-0:5:11",
             thread_of_zero,
         ),
         refused(
@@ -437,7 +466,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         scenario("system_with_no_files_left_and_then_some", &[], no_files),
         with(
             "system_without_a_thread_to_abort_on",
-            "pthread_create/ox-nccl-watch:*:11",
+            "pthread_create/ox-clock:*:11,pthread_create/ox-nccl-news:*:11",
             (HANG, "device:ncclAllReduce@0:1"),
             no_abort,
         ),
@@ -449,12 +478,12 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         refused(
             "system_without_a_thread_for_a_lane",
-            "pthread_create/rank-0:5:11",
+            "pthread_create/rank-0:6:11",
             no_lane,
         ),
         refused(
             "system_without_a_thread_for_a_split",
-            "pthread_create/rank-1:4:11",
+            "pthread_create/rank-1:5:11",
             no_split,
         ),
         refused(

@@ -17,7 +17,6 @@ const MARK: &str = "OXCCL_STANDIN_READY";
 
 /// The stand-in's file, built if it is not up to date.
 pub(crate) fn library() -> PathBuf {
-    let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     // The matrix has built what the stand-in stands on with the workspace's features: others would be built once more.
     let select: &[&str] = if std::env::var_os("OXCCL_XTASK_RUN").is_some() {
@@ -25,7 +24,7 @@ pub(crate) fn library() -> PathBuf {
     } else {
         &["-p", "nccl-standin"]
     };
-    let output = Command::new(cargo)
+    let output = conformance::cargo()
         .current_dir(&root)
         .args(["build", "--quiet", "--message-format=json-render-diagnostics"])
         .args(select)

@@ -1,5 +1,11 @@
-//! oneCCL's calls over byte slices, with sizes checked and errors typed. Every call blocks until it is done, for ever if a
-//! peer is gone: only threads that may be given up call them.
+//! oneCCL's calls over spans of memory, with sizes checked and errors typed. Without a queue they are on host memory, and every call blocks
+//! until it is done, for ever if a peer is gone: only threads that may be given up call them.
+//!
+//! With a queue they are on a device. On SYCL's CPU device every call blocks until all ranks have made it; on a GPU it may only enqueue. Neither
+//! is relied on above. What is waited for here is the host task that every call leaves on the queue: what is enqueued behind one that has
+//! not run yet is handed on by SYCL's own thread, and the event of such a command was seen to be complete, to a poll and to a wait, just
+//! before the command ran (about once in half a million copies; `fixtures/c/sycl_early_event.c` shows it without a line of ours): a copy
+//! to the host then gave old values and wrote to memory that its owner had freed (INV-8). So nothing is ever enqueued behind one.
 
 use std::ffi::c_void;
 use std::ptr::null_mut;
@@ -8,12 +14,13 @@ use ftcore::{DType, Error, ErrorKind, Result};
 use oneccl_sys::{DataType, Library, RedOp, ResultCode, UniqueId};
 
 use super::exit::{self, Call};
+use super::sycl::{Queue, Span};
 
 /// A communicator. Not destroyed when dropped: that would wait for the peers (see [`destroy`](Self::destroy)).
 #[derive(Debug)]
 pub(crate) struct Comm {
-    pub(super) library: &'static Library,
-    pub(super) raw: oneccl_sys::Comm,
+    library: &'static Library,
+    raw: oneccl_sys::Comm,
     /// What CommCount and CommUserRank say is wrong after a split: these are our own numbers.
     rank: u32,
     world: u32,
@@ -43,14 +50,14 @@ pub(crate) fn native(dtype: DType) -> Option<DataType> {
 }
 
 /// How bytes of `dtype` are moved: as that type where oneCCL has it, else as bytes. With the number of elements.
-pub(super) fn moved(dtype: DType, bytes: usize) -> (DataType, usize) {
+fn moved(dtype: DType, bytes: usize) -> (DataType, usize) {
     match native(dtype) {
         Some(d) => (d, bytes / dtype.size()),
         None => (DataType::U8, bytes),
     }
 }
 
-pub(super) fn sizes(ok: bool, what: &str) -> Result<()> {
+fn sizes(ok: bool, what: &str) -> Result<()> {
     if ok {
         Ok(())
     } else {
@@ -83,7 +90,7 @@ fn outcome(library: &Library, comm: oneccl_sys::Comm, call: &str, code: ResultCo
     Err(Error::new(ErrorKind::Backend, text).with_code(code.0.into()))
 }
 
-pub(super) fn int(n: u32) -> i32 {
+fn int(n: u32) -> i32 {
     i32::try_from(n).unwrap_or(i32::MAX)
 }
 
@@ -130,7 +137,7 @@ impl Comm {
                 &raw const config,
             )
         };
-        self.outcome("onecclCommSplit", code)?;
+        outcome(self.library, self.raw, "onecclCommSplit", code)?;
         if color.is_some() == raw.is_null() {
             return Err(Error::new(
                 ErrorKind::Backend,
@@ -148,7 +155,7 @@ impl Comm {
     /// Ends the communicator. Blocks until all its ranks do the same.
     pub(crate) fn destroy(self) -> Result<()> {
         let _call = Call::enter();
-        // SAFETY: INV-12 self is the only handle, and nobody is in a call (the engine's lanes have ended).
+        // SAFETY: INV-12 self is the only handle, and no call is under way (the engine releases its driver after the last).
         let code = unsafe { (self.library.functions.comm_destroy)(self.raw) };
         outcome(self.library, null_mut(), "onecclCommDestroy", code)
     }
@@ -166,15 +173,11 @@ impl Comm {
         self.library.functions.all_to_all_v.is_some()
     }
 
-    pub(super) fn outcome(&self, call: &str, code: ResultCode) -> Result<()> {
-        outcome(self.library, self.raw, call, code)
-    }
-
-    pub(super) fn lacks(&self, call: &str) -> Error {
+    fn lacks(&self, call: &str) -> Error {
         Error::unsupported(format!("oneCCL {} has no {call}", self.library.version))
     }
 
-    pub(super) fn reducible(dtype: DType) -> Result<DataType> {
+    fn reducible(dtype: DType) -> Result<DataType> {
         native(dtype).ok_or_else(|| {
             Error::new(
                 ErrorKind::Internal,
@@ -183,209 +186,169 @@ impl Comm {
         })
     }
 
-    /// Reduces in place on all ranks.
-    pub(crate) fn all_reduce(&self, data: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
-        let kind = Self::reducible(dtype)?;
-        let at: *mut c_void = data.as_mut_ptr().cast();
-        let count = data.len() / dtype.size();
+    fn parts_fit(&self, whole: Span, part: Span, what: &str) -> Result<()> {
+        sizes(part.bytes() * self.world as usize == whole.bytes(), what)
+    }
+
+    /// Makes a call on what is C's name for the queue, and sees it done.
+    fn call(&self, on: Option<&Queue>, name: &str, f: impl FnOnce(*mut c_void) -> ResultCode) -> Result<()> {
         let _call = Call::enter();
-        // SAFETY: INV-8 `data` is borrowed for the whole call and holds `count` elements; in place is allowed.
-        let code =
-            unsafe { (self.library.functions.all_reduce)(at, at, count, kind, op, self.raw, null_mut()) };
-        self.outcome("onecclAllReduce", code)
+        let code = f(on.map_or(null_mut(), Queue::pointer));
+        outcome(self.library, self.raw, name, code)?;
+        on.map_or(Ok(()), Queue::settle)
+    }
+
+    /// Reduces in place on all ranks.
+    pub(crate) fn all_reduce(&self, on: Option<&Queue>, data: Span, dtype: DType, op: RedOp) -> Result<()> {
+        let kind = Self::reducible(dtype)?;
+        let (at, count) = (data.pointer(), data.bytes() / dtype.size());
+        self.call(on, "onecclAllReduce", |queue| {
+            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements; in place is allowed.
+            unsafe { (self.library.functions.all_reduce)(at, at, count, kind, op, self.raw, queue) }
+        })
     }
 
     /// Reduces `from` of all ranks into `into` on the root; `into` is not written elsewhere, but has the same length.
     pub(crate) fn reduce(
         &self,
-        from: &[u8],
-        into: &mut [u8],
+        on: Option<&Queue>,
+        from: Span,
+        into: Span,
         dtype: DType,
         op: RedOp,
         root: u32,
     ) -> Result<()> {
         let kind = Self::reducible(dtype)?;
-        sizes(from.len() == into.len(), "reduce")?;
-        let count = from.len() / dtype.size();
-        let _call = Call::enter();
-        // SAFETY: INV-8 both are borrowed for the whole call and hold `count` elements.
-        let code = unsafe {
-            (self.library.functions.reduce)(
-                from.as_ptr().cast(),
-                into.as_mut_ptr().cast(),
-                count,
-                kind,
-                op,
-                int(root),
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclReduce", code)
+        sizes(from.bytes() == into.bytes(), "reduce")?;
+        let (root, count) = (int(root), from.bytes() / dtype.size());
+        let (from, into) = (from.pointer().cast_const(), into.pointer());
+        self.call(on, "onecclReduce", |queue| {
+            // SAFETY: INV-8 both spans are alive until the call is done (see Span) and hold `count` elements (checked).
+            unsafe { (self.library.functions.reduce)(from, into, count, kind, op, root, self.raw, queue) }
+        })
     }
 
     /// Every rank's `data` becomes the root's.
-    pub(crate) fn broadcast(&self, data: &mut [u8], dtype: DType, root: u32) -> Result<()> {
-        let (kind, count) = moved(dtype, data.len());
-        let at = data.as_mut_ptr();
-        let _call = Call::enter();
-        // SAFETY: INV-8 `data` is borrowed for the whole call and holds `count` elements; in place is allowed.
-        let code = unsafe {
-            (self.library.functions.broadcast)(
-                at.cast_const().cast(),
-                at.cast(),
-                count,
-                kind,
-                int(root),
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclBroadcast", code)
+    pub(crate) fn broadcast(&self, on: Option<&Queue>, data: Span, dtype: DType, root: u32) -> Result<()> {
+        let (kind, count) = moved(dtype, data.bytes());
+        let (at, root) = (data.pointer(), int(root));
+        self.call(on, "onecclBroadcast", |queue| {
+            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements; in place is allowed.
+            unsafe {
+                (self.library.functions.broadcast)(at.cast_const(), at, count, kind, root, self.raw, queue)
+            }
+        })
     }
 
     /// `into` becomes the `from` of all ranks, one after the other.
-    pub(crate) fn all_gather(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
-        sizes(from.len() * self.world as usize == into.len(), "all_gather")?;
-        let (kind, count) = moved(dtype, from.len());
-        let _call = Call::enter();
-        // SAFETY: INV-8 both are borrowed for the whole call; `into` holds world times `count` elements (checked).
-        let code = unsafe {
-            (self.library.functions.all_gather)(
-                from.as_ptr().cast(),
-                into.as_mut_ptr().cast(),
-                count,
-                kind,
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclAllGather", code)
+    pub(crate) fn all_gather(&self, on: Option<&Queue>, from: Span, into: Span, dtype: DType) -> Result<()> {
+        self.parts_fit(into, from, "all_gather")?;
+        let (kind, count) = moved(dtype, from.bytes());
+        let (from, into) = (from.pointer().cast_const(), into.pointer());
+        self.call(on, "onecclAllGather", |queue| {
+            // SAFETY: INV-8 both spans are alive until the call is done (see Span); `into` holds world times `count` (checked).
+            unsafe { (self.library.functions.all_gather)(from, into, count, kind, self.raw, queue) }
+        })
     }
 
     /// `into` becomes this rank's part of the reduction of `from`.
-    pub(crate) fn reduce_scatter(&self, from: &[u8], into: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
+    pub(crate) fn reduce_scatter(
+        &self,
+        on: Option<&Queue>,
+        from: Span,
+        into: Span,
+        dtype: DType,
+        op: RedOp,
+    ) -> Result<()> {
         let kind = Self::reducible(dtype)?;
-        sizes(into.len() * self.world as usize == from.len(), "reduce_scatter")?;
-        let count = into.len() / dtype.size();
-        let _call = Call::enter();
-        // SAFETY: INV-8 both are borrowed for the whole call; `from` holds world times `count` elements (checked).
-        let code = unsafe {
-            (self.library.functions.reduce_scatter)(
-                from.as_ptr().cast(),
-                into.as_mut_ptr().cast(),
-                count,
-                kind,
-                op,
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclReduceScatter", code)
+        self.parts_fit(from, into, "reduce_scatter")?;
+        let count = into.bytes() / dtype.size();
+        let (from, into) = (from.pointer().cast_const(), into.pointer());
+        self.call(on, "onecclReduceScatter", |queue| {
+            // SAFETY: INV-8 both spans are alive until the call is done (see Span); `from` holds world times `count` (checked).
+            unsafe { (self.library.functions.reduce_scatter)(from, into, count, kind, op, self.raw, queue) }
+        })
     }
 
     /// Part r of `from` goes to rank r, part r of `into` comes from it; all parts have one length.
-    pub(crate) fn all_to_all(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
+    pub(crate) fn all_to_all(&self, on: Option<&Queue>, from: Span, into: Span, dtype: DType) -> Result<()> {
+        let name = "onecclAllToAll";
         let call = self
             .library
             .functions
             .all_to_all
-            .ok_or_else(|| self.lacks("onecclAllToAll"))?;
+            .ok_or_else(|| self.lacks(name))?;
         let world = self.world as usize;
-        sizes(
-            from.len() == into.len() && from.len().is_multiple_of(world),
-            "all_to_all",
-        )?;
-        let (kind, count) = moved(dtype, from.len() / world);
-        let _call = Call::enter();
-        // SAFETY: INV-8 both are borrowed for the whole call and hold world times `count` elements (checked).
-        let code = unsafe {
-            call(
-                from.as_ptr().cast(),
-                into.as_mut_ptr().cast(),
-                count,
-                kind,
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclAllToAll", code)
+        let fits = from.bytes() == into.bytes() && from.bytes().is_multiple_of(world);
+        sizes(fits, "all_to_all")?;
+        let (kind, count) = moved(dtype, from.bytes() / world);
+        let (from, into) = (from.pointer().cast_const(), into.pointer());
+        self.call(on, name, |queue| {
+            // SAFETY: INV-8 both spans are alive until the call is done (see Span) and hold world times `count` (checked).
+            unsafe { call(from, into, count, kind, self.raw, queue) }
+        })
     }
 
-    /// As [`all_to_all`](Self::all_to_all) with the lengths of the parts in bytes.
+    /// As [`all_to_all`](Self::all_to_all) on host memory, with the lengths of the parts in bytes.
     pub(crate) fn all_to_all_v(
         &self,
-        from: &[u8],
+        from: Span,
         sent: &[usize],
-        into: &mut [u8],
+        into: Span,
         received: &[usize],
         dtype: DType,
     ) -> Result<()> {
+        let name = "onecclAllToAllV";
         let call = self
             .library
             .functions
             .all_to_all_v
-            .ok_or_else(|| self.lacks("onecclAllToAllV"))?;
+            .ok_or_else(|| self.lacks(name))?;
         let world = self.world as usize;
-        sizes(
-            sent.len() == world
-                && received.len() == world
-                && sent.iter().sum::<usize>() == from.len()
-                && received.iter().sum::<usize>() == into.len(),
-            "all_to_all",
-        )?;
+        let fit = |parts: &[usize], whole: Span| {
+            parts.len() == world && parts.iter().sum::<usize>() == whole.bytes()
+        };
+        sizes(fit(sent, from) && fit(received, into), "all_to_all")?;
         let counts = |bytes: &[usize]| bytes.iter().map(|&b| moved(dtype, b).1).collect::<Vec<_>>();
         let (sent, received) = (counts(sent), counts(received));
-        let _call = Call::enter();
-        // SAFETY: INV-8 all four are borrowed for the whole call, and the counts add up to the lengths (checked).
-        let code = unsafe {
-            call(
-                from.as_ptr().cast(),
-                sent.as_ptr(),
-                into.as_mut_ptr().cast(),
-                received.as_ptr(),
-                moved(dtype, 0).0,
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclAllToAllV", code)
+        let (from, into, kind) = (from.pointer().cast_const(), into.pointer(), moved(dtype, 0).0);
+        self.call(None, name, |queue| {
+            // SAFETY: INV-8 all four are alive until the call is done (see Span), and the counts add up to the lengths (checked).
+            unsafe {
+                call(
+                    from,
+                    sent.as_ptr(),
+                    into,
+                    received.as_ptr(),
+                    kind,
+                    self.raw,
+                    queue,
+                )
+            }
+        })
     }
 
-    /// Sends to `peer`; returns when the memory may be reused.
-    pub(crate) fn send(&self, data: &[u8], dtype: DType, peer: u32) -> Result<()> {
-        let call = self
-            .library
-            .functions
-            .send
-            .ok_or_else(|| self.lacks("onecclSend"))?;
-        let (kind, count) = moved(dtype, data.len());
-        let _call = Call::enter();
-        // SAFETY: INV-8 `data` is borrowed for the whole call and holds `count` elements.
-        let code = unsafe { call(data.as_ptr().cast(), count, kind, int(peer), self.raw, null_mut()) };
-        self.outcome("onecclSend", code)
+    /// Sends to `peer`; the memory may be reused when it is done.
+    pub(crate) fn send(&self, on: Option<&Queue>, data: Span, dtype: DType, peer: u32) -> Result<()> {
+        let name = "onecclSend";
+        let call = self.library.functions.send.ok_or_else(|| self.lacks(name))?;
+        let (kind, count) = moved(dtype, data.bytes());
+        let (at, peer) = (data.pointer().cast_const(), int(peer));
+        self.call(on, name, |queue| {
+            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements.
+            unsafe { call(at, count, kind, peer, self.raw, queue) }
+        })
     }
 
     /// Receives as many bytes as `peer` sends.
-    pub(crate) fn recv(&self, data: &mut [u8], dtype: DType, peer: u32) -> Result<()> {
-        let call = self
-            .library
-            .functions
-            .recv
-            .ok_or_else(|| self.lacks("onecclRecv"))?;
-        let (kind, count) = moved(dtype, data.len());
-        let _call = Call::enter();
-        // SAFETY: INV-8 `data` is borrowed for the whole call and holds `count` elements.
-        let code = unsafe {
-            call(
-                data.as_mut_ptr().cast(),
-                count,
-                kind,
-                int(peer),
-                self.raw,
-                null_mut(),
-            )
-        };
-        self.outcome("onecclRecv", code)
+    pub(crate) fn recv(&self, on: Option<&Queue>, data: Span, dtype: DType, peer: u32) -> Result<()> {
+        let name = "onecclRecv";
+        let call = self.library.functions.recv.ok_or_else(|| self.lacks(name))?;
+        let (kind, count) = moved(dtype, data.bytes());
+        let (at, peer) = (data.pointer(), int(peer));
+        self.call(on, name, |queue| {
+            // SAFETY: INV-8 the span is alive until the call is done (see Span) and holds `count` elements.
+            unsafe { call(at, count, kind, peer, self.raw, queue) }
+        })
     }
 }

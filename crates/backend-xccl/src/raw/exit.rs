@@ -163,12 +163,12 @@ fn settle(patience: Duration, done: impl Fn() -> bool) -> bool {
 
 #[cfg(target_env = "gnu")]
 extern "C" fn at_exit(status: c_int, _: *mut c_void) {
+    // Groups that were told to end, of any backend: their last executors leave now.
+    ftcore::lifecycle::wait_for_partings();
     settle(FOR_GOODBYES, || LEAVING.load(Ordering::SeqCst) == 0);
     CLOSING.store(true, Ordering::SeqCst);
     settle(FOR_CALLS, || CALLS.load(Ordering::SeqCst) <= stuck());
     if CALLS.load(Ordering::SeqCst) > 0 {
-        // Other backends' good-byes, whose handler would be skipped.
-        ftcore::lifecycle::wait_for_partings();
         // SAFETY: INV-12 what C streams hold is written out, then the process ends at once with its own status.
         unsafe {
             fflush(std::ptr::null_mut());

@@ -76,6 +76,16 @@ impl Span {
         Self { at, bytes }
     }
 
+    /// Host memory that is read.
+    pub(crate) fn reading(bytes: &[u8]) -> Self {
+        Self::new(bytes.as_ptr().cast_mut(), bytes.len())
+    }
+
+    /// Host memory that is written, or both.
+    pub(crate) fn writing(bytes: &mut [u8]) -> Self {
+        Self::new(bytes.as_mut_ptr(), bytes.len())
+    }
+
     /// The memory of a tensor, to read.
     pub(crate) fn of(tensor: &Tensor) -> Self {
         Self::new(tensor.as_ptr().cast_mut(), tensor.byte_len())
@@ -267,7 +277,7 @@ impl Queue {
     }
 
     /// Waits, for as long as it takes, until what is on the queue has been handed to the device, host tasks done: commands that are
-    /// enqueued now go to the device at once, and their events can be relied on (see `Comm::outcome_on`).
+    /// enqueued now go to the device at once, and their events can be relied on (see `raw::comm`).
     pub(crate) fn settle(&self) -> Result<()> {
         self.barrier()?.finish()
     }
@@ -297,22 +307,20 @@ impl Queue {
 
     /// Copies from the host; done when this returns.
     pub(crate) fn copy_in(&self, from: &[u8], to: Span) -> Result<()> {
-        let source = Span::new(from.as_ptr().cast_mut(), from.len());
         if from.is_empty() {
             return Ok(());
         }
         // `from` is borrowed until the copy is done; it is only read.
-        self.copy(source, to)?.finish()
+        self.copy(Span::reading(from), to)?.finish()
     }
 
     /// Copies to the host; done when this returns.
     pub(crate) fn copy_out(&self, from: Span, to: &mut [u8]) -> Result<()> {
-        let target = Span::new(to.as_mut_ptr(), to.len());
         if to.is_empty() {
             return Ok(());
         }
         // `to` is borrowed until the copy is done.
-        self.copy(from, target)?.finish()
+        self.copy(from, Span::writing(to))?.finish()
     }
 }
 

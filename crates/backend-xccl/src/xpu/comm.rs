@@ -1,20 +1,17 @@
-//! A communicator on a device, and the queues and scratch memory of its group.
+//! The queues and scratch memory of a group on a device.
 //!
-//! Two faces: spans of device memory, enqueued on a queue (the ops of `xpu::ops`), and slices of host memory (what `link` offers to
-//! the compositions of the host path), which go through scratch memory on the device and are done when the call returns.
+//! Operations enqueue spans of device memory (`xpu::ops`). Slices of host memory, which the compositions of the host path reduce and
+//! move (`link`), go through scratch memory on the device.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
-use ftcore::{DType, Event, Result, deadline_in};
-use oneccl_sys::RedOp;
+use ftcore::{Event, Result, deadline_in};
 
 use super::device::Xpu;
-use super::event::XpuEvent;
+use super::event::{Order, XpuEvent};
 use super::memory::Block;
-use crate::job::Label;
-use crate::raw::comm::Comm;
 use crate::raw::sycl::{Queue, Span, Usm};
 use crate::recipe::Recipe;
 
@@ -54,7 +51,7 @@ impl Side {
     }
 
     /// The queue on which `recipe` runs.
-    pub(crate) fn lane(&self, recipe: &Recipe) -> Result<Arc<Queue>> {
+    pub(crate) fn queue_of(&self, recipe: &Recipe) -> Result<Arc<Queue>> {
         let key = match recipe {
             Recipe::Send { peer } => (true, *peer),
             Recipe::Recv { peer } => (false, *peer),
@@ -71,11 +68,11 @@ impl Side {
 
     /// Lets an operation begin after the point that its caller named. Waits on the host only for points that are in no queue of
     /// this kind of device, until the operation's deadline.
-    pub(crate) fn begin(&self, recipe: &Recipe, label: &Label) -> Result<()> {
-        let Some(after) = label.order.as_ref().and_then(|o| o.after.as_ref()) else {
+    pub(crate) fn begin(&self, recipe: &Recipe, order: &Order, deadline: Instant) -> Result<()> {
+        let Some(after) = &order.after else {
             return Ok(());
         };
-        let (queue, deadline) = (self.lane(recipe)?, label.deadline);
+        let queue = self.queue_of(recipe)?;
         match after.as_any().downcast_ref::<XpuEvent>() {
             Some(event) => {
                 if let Some(event) = event.settle(deadline)? {
@@ -136,32 +133,17 @@ impl Drop for Scratch<'_> {
     }
 }
 
-/// A communicator and its device.
-pub(crate) struct XpuComm {
-    pub(crate) comm: Comm,
-    pub(crate) side: Arc<Side>,
-}
-
-impl std::fmt::Debug for XpuComm {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("XpuComm")
-            .field("comm", &self.comm)
-            .field("device", &self.side.xpu.device())
-            .finish()
-    }
-}
-
-/// Slices of host memory. Every call is done when it returns.
-impl XpuComm {
+/// Slices of host memory for calls on the device: what a call works on is done when these return.
+impl Side {
     /// Runs `f` on device memory that has the bytes of `from`, and on as much as `into` is long, which is then copied there.
-    fn through(
+    pub(crate) fn through(
         &self,
         from: &[u8],
         into: &mut [u8],
         f: impl FnOnce(&Queue, Span, Span) -> Result<()>,
     ) -> Result<()> {
-        let queue = &*self.side.queue;
-        let mut scratch = Scratch::new(&self.side, queue);
+        let queue = &*self.queue;
+        let mut scratch = Scratch::new(self, queue);
         let source = scratch.take(from.len())?;
         queue.copy_in(from, source)?;
         let target = scratch.take(into.len())?;
@@ -174,53 +156,14 @@ impl XpuComm {
     }
 
     /// As [`through`](Self::through) in place.
-    fn in_place(&self, data: &mut [u8], f: impl FnOnce(&Queue, Span) -> Result<()>) -> Result<()> {
-        let queue = &*self.side.queue;
-        let mut scratch = Scratch::new(&self.side, queue);
+    pub(crate) fn in_place(&self, data: &mut [u8], f: impl FnOnce(&Queue, Span) -> Result<()>) -> Result<()> {
+        let queue = &*self.queue;
+        let mut scratch = Scratch::new(self, queue);
         let span = scratch.take(data.len())?;
         queue.copy_in(data, span)?;
         f(queue, span)?;
         queue.copy_out(span, data)?;
         scratch.is_idle = true;
         Ok(())
-    }
-
-    pub(crate) fn all_reduce(&self, data: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
-        self.in_place(data, |q, span| self.comm.all_reduce_on(q, span, dtype, op))
-    }
-
-    pub(crate) fn reduce(
-        &self,
-        from: &[u8],
-        into: &mut [u8],
-        dtype: DType,
-        op: RedOp,
-        root: u32,
-    ) -> Result<()> {
-        self.through(from, into, |q, from, into| {
-            self.comm.reduce_on(q, from, into, dtype, op, root)
-        })
-    }
-
-    pub(crate) fn broadcast(&self, data: &mut [u8], dtype: DType, root: u32) -> Result<()> {
-        self.in_place(data, |q, span| self.comm.broadcast_on(q, span, dtype, root))
-    }
-
-    pub(crate) fn all_gather(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
-        self.through(from, into, |q, from, into| {
-            self.comm.all_gather_on(q, from, into, dtype)
-        })
-    }
-
-    pub(crate) fn reduce_scatter(&self, from: &[u8], into: &mut [u8], dtype: DType, op: RedOp) -> Result<()> {
-        self.through(from, into, |q, from, into| {
-            self.comm.reduce_scatter_on(q, from, into, dtype, op)
-        })
-    }
-
-    pub(crate) fn all_to_all(&self, from: &[u8], into: &mut [u8], dtype: DType) -> Result<()> {
-        self.through(from, into, |q, from, into| {
-            self.comm.all_to_all_on(q, from, into, dtype)
-        })
     }
 }

@@ -1,6 +1,6 @@
 //! Points in a queue, among them points that are not in it yet.
 //!
-//! oneCCL's calls block, so an operation is enqueued later than it is submitted, by a lane's thread. What the caller gets
+//! oneCCL's calls block, so an operation is enqueued later than it is submitted, by an executor. What the caller gets
 //! meanwhile is the [`Promise`] of an event. A stream that waits for one is gated (see `stream`): the host goes on.
 
 use std::any::Any;
@@ -19,15 +19,6 @@ pub(crate) struct Order {
     pub(crate) after: Option<Arc<dyn Event>>,
     /// Kept once it is enqueued.
     pub(crate) promise: Option<Arc<Promise>>,
-}
-
-impl std::fmt::Debug for Order {
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let after = self.after.is_some();
-        f.debug_struct("Order")
-            .field("after", &after)
-            .finish_non_exhaustive()
-    }
 }
 
 /// What is known about a point.

@@ -12,9 +12,8 @@ use ftcore::{
 use super::comm::Side;
 use super::device::Xpu;
 use super::probe;
-use crate::engine::{Comms, on_device};
-use crate::link::Link;
-use crate::member::{Member, refused};
+use crate::comms::Comms;
+use crate::member::Member;
 use crate::options::Settings;
 use crate::{group, rendezvous};
 
@@ -83,7 +82,9 @@ fn capabilities(counted: bool, has_messages: bool) -> Capabilities {
 fn communicators(configuration: &Configuration, xpu: &Arc<Xpu>) -> Result<Comms> {
     let side = Side::new(xpu)?;
     let library = probe::usable(xpu)?;
-    rendezvous::connect_with(configuration, library, move |made| on_device(made, &side))
+    rendezvous::connect_with(configuration, library, move |made| {
+        Comms::complete(made, Some(&side))
+    })
 }
 
 /// As [`communicators`], on xpu `index`.
@@ -116,10 +117,8 @@ impl XpuGroup {
 
     /// The queue of the communicator is the engine's.
     fn queue(&self, comms: &Comms) -> Result<Option<Arc<Side>>> {
-        Ok(Some(match &comms.collectives {
-            Link::Xpu(on_device) => on_device.side.clone(),
-            Link::Alone | Link::Comm(_) => Side::new(&self.xpu)?,
-        }))
+        let made = comms.collectives.side().cloned();
+        made.map_or_else(|| Side::new(&self.xpu), Ok).map(Some)
     }
 }
 
@@ -140,16 +139,12 @@ impl ProcessGroup for XpuGroup {
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
         let own = self.xpu.device();
-        let (engine, op, deadline) = self.member.admit(op, options.deadline, |op| {
+        self.member.submit(op, &options, |op| {
             match op.tensors().into_iter().find(|t| *t.device() != own) {
                 Some(tensor) => Err(wrong_device(tensor, &own.to_string())),
-                None => Ok(()),
+                None => options.stream.as_ref().map(|s| s.record()).transpose(),
             }
-        })?;
-        match options.stream.map(|s| s.record()).transpose() {
-            Ok(after) => engine.submit_after(op, options.contribute, deadline, after),
-            Err(error) => Err(refused(error, op)),
-        }
+        })
     }
 
     fn split(
@@ -178,7 +173,7 @@ impl ProcessGroup for XpuGroup {
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.member.lifecycle.shutdown(deadline)
+        self.member.shutdown(deadline)
     }
 
     fn traffic(&self) -> Traffic {

@@ -1,7 +1,7 @@
 //! The device kind `xpu`: Intel GPUs through SYCL, and groups on their memory.
 //!
 //! `driver` chooses the devices and `device` opens one; `stream`, `event` and `memory` are what ftcore's traits ask for, and
-//! `accelerator` answers for the kind. A group (`group`) runs on the engine of the host path: its lanes lend device memory to
+//! `accelerator` answers for the kind. A group (`group`) has the driver of the host path: its executors lend device memory to
 //! `ops`, which enqueues oneCCL's calls on the group's own queue (`comm`) after the caller's stream, or takes values to the host
 //! where the library lacks an operation. Everything unsafe is in `raw::sycl` and `raw::device_calls`.
 //!

@@ -3,15 +3,16 @@
 //! must be looked at.
 //!
 //! Which way an operation goes depends on what all ranks know alike, never on one rank's own state, so that all make the same
-//! calls. Runs on a lane's thread; when it returns, the queue is done with all memory.
+//! calls. Runs on an executor; when it returns, the queue is done with all memory.
 
 use ftcore::{DType, Error, ErrorKind, ReduceOp, Result, Tensor};
 use oneccl_sys::RedOp;
 
-use super::comm::{Scratch, Side, XpuComm};
-use crate::job::Label;
+use super::comm::{Scratch, Side};
+use super::event::Order;
 use crate::link::Link;
 use crate::ops::{self, Count};
+use crate::raw::comm::Comm;
 use crate::raw::lent::{Lent, lend};
 use crate::raw::sycl::{Queue, Span};
 use crate::recipe::Recipe;
@@ -26,25 +27,23 @@ pub(crate) fn run(
     side: &Side,
     link: &Link,
     recipe: &Recipe,
-    label: &Label,
+    dtype: Option<DType>,
+    order: &Order,
     lent: &Lent,
     count: Count<'_>,
 ) -> Result<u32> {
-    let queue = side.lane(recipe)?;
+    let queue = side.queue_of(recipe)?;
     let mut run = Run {
         link,
-        comm: match link {
-            Link::Xpu(comm) => Some(comm),
-            Link::Alone | Link::Comm(_) => None,
-        },
+        comm: link.comm(),
         queue: &queue,
         scratch: Scratch::new(side, &queue),
         rank: link.rank() as usize,
         world: link.world() as usize,
     };
-    let contributors = run.recipe(recipe, label.dtype, lent, count)?;
+    let contributors = run.recipe(recipe, dtype, lent, count)?;
     let end = std::sync::Arc::new(queue.barrier()?);
-    if let Some(promise) = label.order.as_ref().and_then(|o| o.promise.as_ref()) {
+    if let Some(promise) = &order.promise {
         promise.keep(end.clone());
     }
     end.finish()?;
@@ -55,7 +54,7 @@ pub(crate) fn run(
 struct Run<'a> {
     link: &'a Link,
     /// `None` in a world of one.
-    comm: Option<&'a XpuComm>,
+    comm: Option<&'a Comm>,
     queue: &'a Queue,
     scratch: Scratch<'a>,
     rank: usize,
@@ -171,14 +170,14 @@ impl Run<'_> {
             }
             Recipe::Send { peer } => {
                 match self.comm {
-                    Some(c) if at(0).bytes() > 0 => c.comm.send_on(self.queue, at(0), dtype, *peer)?,
+                    Some(c) if at(0).bytes() > 0 => c.send(Some(self.queue), at(0), dtype, *peer)?,
                     _ => {}
                 }
                 0..0
             }
             Recipe::Recv { peer } => {
                 match self.comm {
-                    Some(c) if at(0).bytes() > 0 => c.comm.recv_on(self.queue, at(0), dtype, *peer)?,
+                    Some(c) if at(0).bytes() > 0 => c.recv(Some(self.queue), at(0), dtype, *peer)?,
                     _ => {}
                 }
                 0..1
@@ -204,21 +203,21 @@ impl Run<'_> {
 
     fn broadcast(&self, data: Span, dtype: DType, root: u32) -> Result<()> {
         match self.comm {
-            Some(c) if data.bytes() > 0 => c.comm.broadcast_on(self.queue, data, dtype, root),
+            Some(c) if data.bytes() > 0 => c.broadcast(Some(self.queue), data, dtype, root),
             _ => Ok(()),
         }
     }
 
     fn all_gather(&self, from: Span, into: Span, dtype: DType) -> Result<()> {
         match self.comm {
-            Some(c) if from.bytes() > 0 => c.comm.all_gather_on(self.queue, from, into, dtype),
+            Some(c) if from.bytes() > 0 => c.all_gather(Some(self.queue), from, into, dtype),
             _ => self.copy(from, into),
         }
     }
 
     fn all_to_all(&self, from: Span, into: Span, dtype: DType) -> Result<()> {
         match self.comm {
-            Some(c) if from.bytes() > 0 => c.comm.all_to_all_on(self.queue, from, into, dtype),
+            Some(c) if from.bytes() > 0 => c.all_to_all(Some(self.queue), from, into, dtype),
             _ => self.copy(from, into),
         }
     }
@@ -292,7 +291,7 @@ impl Run<'_> {
                     let data = lent.device_span(i);
                     neutral(self, data)?;
                     if let Some(c) = self.comm.filter(|_| data.bytes() > 0) {
-                        c.comm.all_reduce_on(self.queue, data, route.wire, route.op)?;
+                        c.all_reduce(Some(self.queue), data, route.wire, route.op)?;
                     }
                     self.finish(data, dtype, op, contributors)?;
                 }
@@ -312,8 +311,7 @@ impl Run<'_> {
                     return Ok(contributors);
                 };
                 let result = self.scratch.take(data.bytes())?;
-                c.comm
-                    .reduce_on(self.queue, from, result, route.wire, route.op, *root)?;
+                c.reduce(Some(self.queue), from, result, route.wire, route.op, *root)?;
                 if is_root {
                     self.copy(result, data)?;
                     self.finish(data, dtype, op, contributors)?;
@@ -347,9 +345,9 @@ impl Run<'_> {
 
     fn scatter(&self, from: Span, into: Span, route: Route) -> Result<()> {
         match self.comm {
-            Some(c) if into.bytes() > 0 => c
-                .comm
-                .reduce_scatter_on(self.queue, from, into, route.wire, route.op),
+            Some(c) if into.bytes() > 0 => {
+                c.reduce_scatter(Some(self.queue), from, into, route.wire, route.op)
+            }
             _ => self.copy(from, into),
         }
     }

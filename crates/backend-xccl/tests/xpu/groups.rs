@@ -171,6 +171,7 @@ fn one_isolated(rank: u32, store: Arc<dyn Store>, group: &dyn ProcessGroup) -> O
             rank,
             world_size: 2,
             deadline: soon(),
+            cancel: Default::default(),
         })?;
         let stream = memory.stream()?;
         let tensor = memory.with(&vec![rank as f32 + epoch as f32; 10_000])?;

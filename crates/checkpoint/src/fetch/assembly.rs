@@ -4,7 +4,7 @@
 //! that fills it and comes back. At the end the slots of a part are one piece of memory again, without a copy. A chunk that was asked
 //! for twice arrives beside its place the second time, and is copied there only if the first one never came.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
 use bytes::BytesMut;
@@ -21,6 +21,9 @@ pub(super) struct Slot {
     pub(super) length: usize,
     pub(super) data: BytesMut,
 }
+
+/// Checked chunks by their hashes.
+pub(super) type Chunks = HashMap<[u8; 32], BytesMut>;
 
 #[derive(Debug, Default)]
 struct Chunk {
@@ -44,9 +47,9 @@ pub(super) struct Assembly {
 }
 
 impl Assembly {
-    /// Room for the state of `manifest`; the system gives the memory when data arrives. What `own` has of it already is taken
-    /// from there. `Unavailable` if there is not enough memory.
-    pub(super) fn new(manifest: Arc<Manifest>, own: Option<StateDict>) -> Result<Self> {
+    /// Room for the state of `manifest`; the system gives the memory when data arrives. What `own` or `before` has of it already is
+    /// taken from there. `Unavailable` if there is not enough memory.
+    pub(super) fn new(manifest: Arc<Manifest>, own: Option<StateDict>, before: Chunks) -> Result<Self> {
         let none = || {
             let what = format!("no memory for a state of {} bytes", manifest.total_bytes());
             Error::new(ErrorKind::Unavailable, what)
@@ -95,13 +98,47 @@ impl Assembly {
             manifest,
         };
         for (index, data) in found.pieces {
-            if let Some(mut slot) = assembly.take(index) {
-                slot.data.extend_from_slice(&data);
-                assembly.reused_bytes = assembly.reused_bytes.saturating_add(data.len() as u64);
-                assembly.arrived(slot, true);
+            assembly.reuse(index, &data);
+        }
+        if !before.is_empty() {
+            for index in assembly.missing.clone() {
+                let hash = assembly.manifest.chunk_hash(index);
+                if let Some(data) = hash.and_then(|hash| before.get(hash.as_bytes())) {
+                    assembly.reuse(index, data);
+                }
             }
         }
         Ok(assembly)
+    }
+
+    fn reuse(&mut self, index: usize, data: &[u8]) {
+        if let Some(mut slot) = self.take(index) {
+            slot.data.extend_from_slice(data);
+            self.reused_bytes = self.reused_bytes.saturating_add(data.len() as u64);
+            self.arrived(slot, true);
+        }
+    }
+
+    /// The chunks that are here, by their hashes, for another state.
+    pub(super) fn into_chunks(self) -> Chunks {
+        let mut chunks = Chunks::new();
+        for (index, chunk) in self.chunks.into_iter().enumerate() {
+            let data = chunk.beside.or(chunk.slot).filter(|_| chunk.done);
+            if let (Some(hash), Some(data)) = (self.manifest.chunk_hash(index), data) {
+                chunks.insert(*hash.as_bytes(), data);
+            }
+        }
+        let parts = self.whole.into_iter().enumerate();
+        for (part, data) in parts.filter_map(|(part, data)| Some((part, data?))) {
+            let mut rest = BytesMut::from(&data[..]);
+            for index in self.manifest.chunks_of(part) {
+                let length = self.manifest.chunk_len(index).unwrap_or_default();
+                if let Some(hash) = self.manifest.chunk_hash(index).filter(|_| length <= rest.len()) {
+                    chunks.insert(*hash.as_bytes(), rest.split_to(length));
+                }
+            }
+        }
+        chunks
     }
 
     pub(super) fn manifest(&self) -> &Arc<Manifest> {

@@ -1,8 +1,8 @@
 //! Which chunk comes from which source, and what happens when one fails.
 //!
 //! One task owns all of this state; look-ups and requests are tasks that report back as [`Event`]s. The first manifest that
-//! arrives is followed. Sources with the same one join in; one with another for the same state is left out or, where all must be equal, ends the download, since nothing says
-//! which of the two is right. A source takes as many chunks at once as it brings in a moment, so that a slower one gets less.
+//! arrives is followed, or the one that the choice names (`choosing.rs`). Sources with the same one join in; one with another for the same
+//! state is left out or, where all must be equal, ends the download, since nothing says which of the two is right. A source takes as many chunks at once as it brings in a moment, so that a slower one gets less.
 //! A request that stands still is repeated elsewhere, so that a source that hangs does not hold up the end.
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -13,8 +13,9 @@ use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::{Notify, mpsc};
 
 use super::assembly::{Assembly, Slot};
+use super::choosing::Choosing;
 use super::sources::{Connection, Ended, Source, Wanted, ask_chunks, ask_manifest};
-use super::{CheckpointSource, Fetch, FetchOptions, Fetched};
+use super::{CheckpointSource, Fetch, FetchOptions, Fetched, Kept};
 use crate::StateDict;
 use crate::manifest::Manifest;
 
@@ -36,21 +37,23 @@ const AGREEMENT: Duration = Duration::from_secs(1);
 /// The first pause before a source that failed is asked again; it doubles.
 const PAUSE: Duration = Duration::from_millis(50);
 
-enum Event {
+pub(super) enum Event {
     Manifest(usize, Result<(Arc<Source>, Connection, Manifest)>),
+    Chosen(Result<Option<usize>>),
     Chunk { request: u64, slot: Slot },
     Ended { request: u64, ended: Ended },
 }
 
-struct Peer {
-    name: String,
+pub(super) struct Peer {
+    pub(super) name: String,
     source: Option<Arc<Source>>,
     /// What it serves instead of what is wanted, while it is waited for.
     said: Arc<Mutex<Option<String>>>,
+    pub(super) manifest: Option<Arc<Manifest>>,
     /// Its manifest is the one that is followed.
-    agreed: bool,
+    pub(super) agreed: bool,
     /// Why it is no longer asked.
-    lost: Option<Error>,
+    pub(super) lost: Option<Error>,
     /// The latest failure, even if it was not the end.
     trouble: Option<Error>,
     idle: Vec<Connection>,
@@ -67,7 +70,7 @@ struct Peer {
 
 impl Peer {
     fn pending(&self) -> bool {
-        !self.agreed && self.lost.is_none()
+        self.manifest.is_none() && self.lost.is_none()
     }
 
     fn usable(&self, now: Instant, connections: usize) -> bool {
@@ -93,14 +96,16 @@ struct Request {
 pub(super) struct Download {
     wanted: Wanted,
     own: Option<StateDict>,
+    kept: Kept,
     are_equal: bool,
-    deadline: Instant,
-    options: FetchOptions,
-    peers: Vec<Peer>,
+    pub(super) choosing: Option<Choosing>,
+    pub(super) deadline: Instant,
+    pub(super) options: FetchOptions,
+    pub(super) peers: Vec<Peer>,
     to_find: Vec<CheckpointSource>,
-    sender: mpsc::UnboundedSender<Event>,
+    pub(super) sender: mpsc::UnboundedSender<Event>,
     events: mpsc::UnboundedReceiver<Event>,
-    assembly: Option<Assembly>,
+    pub(super) assembly: Option<Assembly>,
     requests: BTreeMap<u64, Request>,
     next_request: u64,
     complete_since: Option<Instant>,
@@ -112,6 +117,7 @@ impl Download {
             name: s.name.clone(),
             source: None,
             said: Arc::default(),
+            manifest: None,
             agreed: false,
             lost: None,
             trouble: None,
@@ -132,7 +138,9 @@ impl Download {
                 lineage: fetch.lineage,
             },
             own: fetch.own,
+            kept: fetch.kept,
             are_equal: fetch.are_equal,
+            choosing: fetch.choice.filter(|_| !fetch.are_equal).map(Choosing::new),
             deadline,
             options,
             sender,
@@ -144,13 +152,29 @@ impl Download {
         }
     }
 
-    /// Runs until the state is here, no source is left, two contradict each other, or the deadline has passed.
+    /// Runs until the state is here, no source is left, two contradict each other, or the deadline has passed. What came before a failure is
+    /// kept for the next fetch.
     pub(super) async fn run(mut self) -> Result<Fetched> {
+        match self.complete().await {
+            Ok(()) => self.finish().await,
+            Err(e) => {
+                let chunks = self.assembly.take().map(Assembly::into_chunks);
+                self.kept.put(chunks.unwrap_or_default());
+                Err(e)
+            }
+        }
+    }
+
+    async fn complete(&mut self) -> Result<()> {
         self.ask_for_manifests();
         loop {
             let now = Instant::now();
+            self.consult(now);
             if self.may_finish(now) {
-                return self.finish().await;
+                if self.settled().await? {
+                    return Ok(());
+                }
+                continue;
             }
             self.start_requests(now);
             if self.nothing_left() {
@@ -209,6 +233,7 @@ impl Download {
     fn on_event(&mut self, event: Event) -> Result<()> {
         match event {
             Event::Manifest(from, result) => self.on_manifest(from, result)?,
+            Event::Chosen(chosen) => self.on_chosen(chosen)?,
             Event::Chunk { request, slot } => self.on_chunk(request, slot),
             Event::Ended { request, ended } => self.on_ended(request, ended),
         }
@@ -227,38 +252,59 @@ impl Download {
                 return Ok(());
             }
         };
-        if let Some(assembly) = &self.assembly {
-            let followed = assembly.manifest();
+        let manifest = Arc::new(manifest);
+        let followed = self.assembly.as_ref().map(|a| Arc::clone(a.manifest()));
+        let same = followed.as_ref().map(|f| f.digest() == manifest.digest());
+        if let (Some(followed), Some(false), None) = (&followed, same, &self.choosing) {
             if followed.id() != manifest.id() {
                 let what = format!("it serves {}, {} is being fetched", manifest.id(), followed.id());
                 self.lose(from, source.error(ErrorKind::NotFound, what));
                 return Ok(());
             }
-            if followed.digest() != manifest.digest() {
-                if self.are_equal {
-                    return Err(self.divergence(followed, &source, &manifest));
-                }
-                let what = format!(
-                    "its {} is not bitwise the one that is being fetched",
-                    manifest.id()
-                );
-                self.lose(from, source.error(ErrorKind::NotFound, what));
-                return Ok(());
+            if self.are_equal {
+                return Err(self.divergence(followed, &source, &manifest));
             }
-        }
-        let manifest = Arc::new(manifest);
-        if self.assembly.is_none() {
-            tracing::debug!(id = %manifest.id(), bytes = manifest.total_bytes(), "following a manifest");
-            let own = self.own.take();
-            // May hash a whole state of ours; the other tasks go on meanwhile.
-            self.assembly = Some(Assembly::new(Arc::clone(&manifest), own)?);
+            let what = format!(
+                "its {} is not bitwise the one that is being fetched",
+                manifest.id()
+            );
+            self.lose(from, source.error(ErrorKind::NotFound, what));
+            return Ok(());
         }
         if let Some(peer) = self.peers.get_mut(from) {
             peer.source = Some(source);
-            peer.agreed = true;
+            peer.manifest = Some(Arc::clone(&manifest));
+            peer.agreed = same == Some(true);
             // It also makes us a reader there.
             peer.idle.push(connection);
         }
+        if same.is_none() && self.choosing.is_none() {
+            self.follow(&manifest)?;
+        }
+        Ok(())
+    }
+
+    /// Fetches the state of `manifest` from all who have it. Of a state that was followed before, the chunks that both have are kept.
+    pub(super) fn follow(&mut self, manifest: &Arc<Manifest>) -> Result<()> {
+        tracing::debug!(id = %manifest.id(), bytes = manifest.total_bytes(), "following a manifest");
+        for request in std::mem::take(&mut self.requests).into_values() {
+            request.cancel.notify_one();
+        }
+        for peer in &mut self.peers {
+            peer.agreed = peer
+                .manifest
+                .as_ref()
+                .is_some_and(|m| m.digest() == manifest.digest());
+            peer.in_flight = 0;
+        }
+        self.complete_since = None;
+        let before = self
+            .assembly
+            .take()
+            .map_or_else(|| self.kept.take(), Assembly::into_chunks);
+        // May hash a whole state of ours; the other tasks go on meanwhile.
+        let assembly = Assembly::new(Arc::clone(manifest), self.own.take(), before)?;
+        self.assembly = Some(assembly);
         Ok(())
     }
 
@@ -487,20 +533,21 @@ impl Download {
     }
 
     fn may_finish(&mut self, now: Instant) -> bool {
-        if !self.assembly.as_ref().is_some_and(Assembly::is_complete) {
+        let open = self.choosing.as_ref().is_some_and(Choosing::is_open);
+        if open || !self.assembly.as_ref().is_some_and(Assembly::is_complete) {
             return false;
         }
         let since = *self.complete_since.get_or_insert(now);
-        let agreed = self.agreed();
-        agreed > 1
+        self.agreed().len() > 1
             || !self.peers.iter().any(Peer::pending)
             || now.saturating_duration_since(since) >= AGREEMENT
     }
 
     /// Sources that vouch for the manifest and were not caught with wrong bytes.
-    fn agreed(&self) -> usize {
-        let honest = |p: &&Peer| p.agreed && p.lost.as_ref().is_none_or(|e| e.kind() != ErrorKind::Corrupt);
-        self.peers.iter().filter(honest).count()
+    pub(super) fn agreed(&self) -> Vec<usize> {
+        let honest = |p: &Peer| p.agreed && p.lost.as_ref().is_none_or(|e| e.kind() != ErrorKind::Corrupt);
+        let peers = self.peers.iter().enumerate();
+        peers.filter(|(_, p)| honest(p)).map(|(i, _)| i).collect()
     }
 
     async fn finish(mut self) -> Result<Fetched> {
@@ -515,7 +562,7 @@ impl Download {
                 Ok(None) | Err(_) => break,
             }
         }
-        let agreed = self.agreed();
+        let followed = self.agreed();
         let names: Vec<&str> = self
             .peers
             .iter()
@@ -533,7 +580,7 @@ impl Download {
         Ok(Fetched {
             id,
             state,
-            agreed,
+            followed,
             received: self
                 .peers
                 .iter()
@@ -562,9 +609,11 @@ impl Download {
             .map(|r| r.progress + STANDSTILL)
             .filter(|at| *at > now);
         let agreement = self.complete_since.map(|since| since + AGREEMENT);
+        let choice = self.choosing.as_ref().and_then(Choosing::next_look);
         pauses
             .chain(stands)
             .chain(agreement)
+            .chain(choice.filter(|at| *at > now))
             .min()
             .unwrap_or(self.deadline)
     }
@@ -603,6 +652,9 @@ impl Download {
             match (&p.lost, &p.trouble, p.agreed, instead) {
                 (Some(e), ..) | (None, Some(e), ..) => e.to_string(),
                 (None, None, true, _) => format!("{label}: was being read"),
+                (None, None, false, _) if p.manifest.is_some() => {
+                    format!("{label}: has it, and the ranks of this replica follow another source")
+                }
                 (None, None, false, Some(text)) => format!("{label}: has not published it ({text})"),
                 (None, None, false, None) => format!("{label}: has not published it, or does not answer"),
             }

@@ -1,13 +1,13 @@
 //! The healing side: [`Fetch`] brings the state of a step from one or several sources.
 //!
 //! `sources.rs` asks each source for its manifest and for chunks over HTTP, `download.rs` decides which chunk comes from
-//! where and what to do about failures, `assembly.rs` holds the state as it grows, `own.rs` finds what is here already.
+//! where and what to do about failures, `choosing.rs` asks which source is followed, `assembly.rs` holds the state as it grows, `own.rs` finds what is here already.
 //! All of it runs on a thread of its own (`ox-ckpt-fetch`), so that it may
 //! be called from anywhere, an async runtime included; the caller waits on a channel with the deadline.
 
 use std::fmt;
-use std::sync::Arc;
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, time_left};
@@ -16,6 +16,7 @@ use identity::{Party, Role, name_of};
 use crate::{SnapshotId, StateDict};
 
 mod assembly;
+mod choosing;
 mod download;
 mod own;
 mod sources;
@@ -106,6 +107,53 @@ impl CheckpointSource {
     }
 }
 
+/// What a fetch can get, by the places of the sources in [`Fetch::sources`].
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Reach {
+    /// Sources whose manifest is here.
+    pub have: Vec<usize>,
+    /// Sources that are given up.
+    pub lost: Vec<usize>,
+    /// Sources that may answer yet.
+    pub pending: Vec<usize>,
+}
+
+/// Decides which source is followed where sources hold different states, together with the fetches of other parts of the same state
+/// (the other ranks of a replica), which must all follow one source. Called on threads that may block.
+pub trait SourceChoice: fmt::Debug + Send + Sync {
+    /// The source to follow; `None`: none yet. It may be one that is still awaited, which is then waited for; one that is lost ends the
+    /// fetch. Errors end the fetch, too.
+    fn follow(&self, reach: &Reach, deadline: Instant) -> Result<Option<usize>>;
+
+    /// The state is here, and all of `followed` hold it bit for bit. False: another source was chosen meanwhile, and the state must not be
+    /// taken.
+    fn settle(&self, followed: &[usize], deadline: Instant) -> Result<bool>;
+}
+
+/// The chunks that came in a fetch that failed, for the next one that is given a clone of this. Each was checked, and is found by its
+/// hash. At most the memory of one state; the next fetch that follows a manifest takes them out.
+#[derive(Clone, Default)]
+pub struct Kept(Arc<Mutex<assembly::Chunks>>);
+
+impl fmt::Debug for Kept {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Kept").finish_non_exhaustive()
+    }
+}
+
+impl Kept {
+    fn take(&self) -> assembly::Chunks {
+        std::mem::take(&mut *self.0.lock().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn put(&self, chunks: assembly::Chunks) {
+        // A fetch that got nothing leaves what was there.
+        if !chunks.is_empty() {
+            *self.0.lock().unwrap_or_else(PoisonError::into_inner) = chunks;
+        }
+    }
+}
+
 /// What is to be fetched, and from whom.
 #[derive(Debug)]
 pub struct Fetch {
@@ -119,10 +167,14 @@ pub struct Fetch {
     pub lineage: Option<String>,
     /// An older state of the caller's: what did not change since is taken from there.
     pub own: Option<StateDict>,
+    /// What came in an earlier fetch that failed; what comes in this one goes there if it fails.
+    pub kept: Kept,
     /// All sources hold bitwise equal states, so one that holds another is a divergence, which ends the fetch. Otherwise parts of a state
     /// may be a source's own (local parameters between outer steps, residuals): the first manifest is followed, and sources with
     /// another one are not used.
     pub are_equal: bool,
+    /// Who decides which manifest is followed, if not the first to arrive. Not used with `are_equal`.
+    pub choice: Option<Arc<dyn SourceChoice>>,
 }
 
 /// A state that was fetched, every byte of it checked against the manifest.
@@ -132,8 +184,8 @@ pub struct Fetched {
     pub id: SnapshotId,
     /// The state.
     pub state: StateDict,
-    /// The number of sources whose manifest was this one.
-    pub agreed: usize,
+    /// The sources whose manifest was this one, by their places in [`Fetch::sources`], without those caught with wrong bytes.
+    pub followed: Vec<usize>,
     /// What came from each source that sent anything, by name, in bytes.
     pub received: Vec<(String, u64)>,
     /// What was taken from the caller's older state, in bytes.
@@ -149,7 +201,9 @@ impl Fetch {
             epoch: None,
             lineage: None,
             own: None,
+            kept: Kept::default(),
             are_equal: true,
+            choice: None,
         }
     }
 
@@ -168,7 +222,7 @@ impl Fetch {
     /// `Unavailable` (nobody answers), `NotFound` (other states are served) or `Protocol` (not a checkpoint server, a malformed
     /// address, or beyond the limits). `InvalidArgument` only for what the caller said: no sources, a negative step, options.
     ///
-    /// Nothing of the caller's is changed: its step advances when it has applied the state (INV-5).
+    /// What came before a failure goes to `kept`. Nothing else of the caller's is changed: its step advances when it has applied the state (INV-5).
     pub fn run(self, deadline: Instant, options: &FetchOptions) -> Result<Fetched> {
         options.check()?;
         if self.sources.is_empty() || self.step < 0 {

@@ -402,7 +402,7 @@ fn a_source_that_cannot_be_found_is_named_and_holds_up_no_other() {
         .run(long(), &FetchOptions::default())
         .unwrap();
     assert_eq!(fetched.state, good().1);
-    assert_eq!((fetched.agreed, fetched.received.len()), (1, 1));
+    assert_eq!((fetched.followed.len(), fetched.received.len()), (1, 1));
     drop(held);
 }
 
@@ -443,7 +443,7 @@ fn a_slow_source_brings_less_than_a_fast_one() {
         .run(long(), &FetchOptions::default())
         .unwrap();
     assert_eq!(fetched.state, state(2048, 3.0));
-    assert_eq!(fetched.agreed, 2);
+    assert_eq!(fetched.followed, [0, 1]);
     let of = |url: String| {
         fetched
             .received

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Snapshot};
+use checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Kept, Snapshot};
 use ftcore::ErrorKind;
 
 use crate::fake_source::state;
@@ -155,4 +155,26 @@ fn the_only_source_killed_in_the_middle_is_a_lost_peer_long_before_the_deadline(
     assert_eq!(e.kind(), ErrorKind::PeerLost, "{e}");
     assert!(e.message().contains("chunks received"), "{e}");
     assert!(begun.elapsed() < LONG / 2, "{:?}", begun.elapsed());
+}
+
+#[test]
+fn what_came_before_all_sources_died_is_not_fetched_again() {
+    let (dies, lives) = (Source::start(), Source::start());
+    let pid = dies.child.id();
+    let (through, _) = counted(&dies.url, 8 << 20, move || kill(pid));
+    let kept = Kept::default();
+    let fetch = |url: &str| {
+        let mut fetch = Fetch::step(5, vec![CheckpointSource::at(url)]);
+        fetch.kept = kept.clone();
+        fetch.run(Instant::now() + LONG, &FetchOptions::default())
+    };
+    fetch(&through).unwrap_err();
+    let fetched = fetch(&lives.url).unwrap();
+    assert_eq!(fetched.state, state(KIB, 3.0));
+    // Some chunks were still on their way when it died.
+    assert!(fetched.reused_bytes >= 4 << 20, "{}", fetched.reused_bytes);
+    let received: u64 = fetched.received.iter().map(|r| r.1).sum();
+    assert!(received < (KIB as u64) << 10, "{received}");
+    // A fetch that succeeded leaves nothing behind.
+    assert_eq!(fetch(&lives.url).unwrap().reused_bytes, 0);
 }

@@ -3,14 +3,15 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, join_address, split_url};
+use ftcore::{Error, ErrorKind, Result, join_address, split_url};
 use identity::Party;
-use tokio::io::{AsyncRead, AsyncReadExt, AsyncWrite, AsyncWriteExt};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::time::MissedTickBehavior;
 use tonic::transport::Channel;
 
 use super::{Thread, tool};
-use crate::channel::{Line, Way, wait_for};
+use crate::channel::{Way, wait_for};
+use crate::clock::deadline_in;
 use crate::lighthouse::LighthouseStatus;
 use crate::lighthouses::{Lighthouses, Search};
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
@@ -50,7 +51,7 @@ impl LighthouseClient {
     /// Like [`LighthouseClient::connect`], as this party, whatever the environment says.
     pub fn connect_as(party: Option<Arc<Party>>, url: &str, deadline: Instant) -> Result<Self> {
         let thread = Thread::start()?;
-        let lighthouses = Lighthouses::reach(&thread.handle()?, party, url, deadline)?;
+        let lighthouses = Lighthouses::reach(&thread.handle, party, url, deadline)?;
         Ok(Self {
             lighthouses: Arc::new(lighthouses),
             thread: Arc::new(thread),
@@ -63,45 +64,41 @@ impl LighthouseClient {
     /// `Unavailable`, `InvalidArgument`.
     pub fn quorum(&self, member: &Member, deadline: Instant) -> Result<Quorum> {
         let (lighthouses, member) = (self.lighthouses.clone(), member.clone());
-        wait_for(
-            &self.thread.handle()?,
-            "lighthouse.quorum",
-            deadline,
-            async move {
-                let beat = torchft::LighthouseHeartbeatRequest {
-                    replica_id: member.replica_id.clone(),
-                };
-                let message = torchft::LighthouseQuorumRequest {
-                    requester: Some(member.into()),
-                    held_list: 0,
-                };
-                let alive = async {
-                    let mut ticks = tokio::time::interval(HEARTBEAT);
-                    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
-                    loop {
-                        ticks.tick().await;
-                        // Its failure shows in the call itself.
-                        let _ = lighthouses
-                            .call(
-                                "lighthouse.heartbeat",
-                                deadline_in(HEARTBEAT * 4),
-                                beat.clone(),
-                                |c, r| async { torchft(c).heartbeat(r).await },
-                            )
-                            .await;
-                    }
-                };
-                let ask = lighthouses.call("lighthouse.quorum", deadline, message, |c, r| async {
-                    torchft(c).quorum(r).await
-                });
-                let response = tokio::select! {
-                    answer = ask => answer?,
-                    () = alive => return Err(Error::new(ErrorKind::Internal, "the heartbeats ended")),
-                };
-                let none = || Error::new(ErrorKind::Protocol, "the lighthouse answered without a quorum");
-                response.quorum.map(Into::into).ok_or_else(none)
-            },
-        )
+        wait_for(&self.thread.handle, "lighthouse.quorum", deadline, async move {
+            let beat = torchft::LighthouseHeartbeatRequest {
+                replica_id: member.replica_id.clone(),
+            };
+            let message = torchft::LighthouseQuorumRequest {
+                requester: Some(member.into()),
+                held_list: 0,
+                part: None,
+            };
+            let alive = async {
+                let mut ticks = tokio::time::interval(HEARTBEAT);
+                ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+                loop {
+                    ticks.tick().await;
+                    // Its failure shows in the call itself.
+                    let _ = lighthouses
+                        .call(
+                            "lighthouse.heartbeat",
+                            deadline_in(HEARTBEAT * 4),
+                            beat.clone(),
+                            |c, r| async { torchft(c).heartbeat(r).await },
+                        )
+                        .await;
+                }
+            };
+            let ask = lighthouses.call("lighthouse.quorum", deadline, message, |c, r| async {
+                torchft(c).quorum(r).await
+            });
+            let response = tokio::select! {
+                answer = ask => answer?,
+                () = alive => return Err(Error::new(ErrorKind::Internal, "the heartbeats ended")),
+            };
+            let none = || Error::new(ErrorKind::Protocol, "the lighthouse answered without a quorum");
+            response.quorum.map(Into::into).ok_or_else(none)
+        })
     }
 
     /// Says that `replica_id` is alive. It counts only for replicas that asked for a quorum.
@@ -111,7 +108,7 @@ impl LighthouseClient {
             replica_id: replica_id.to_string(),
         };
         wait_for(
-            &self.thread.handle()?,
+            &self.thread.handle,
             "lighthouse.heartbeat",
             deadline,
             async move {
@@ -140,7 +137,7 @@ impl LighthouseClient {
             reason: reason.to_string(),
             failed,
         };
-        wait_for(&self.thread.handle()?, "lighthouse.leave", deadline, async move {
+        wait_for(&self.thread.handle, "lighthouse.leave", deadline, async move {
             let leave = |c, r| async { ours(c).leave(r).await };
             let answer = lighthouses.call("lighthouse.leave", deadline, message, leave);
             answer.await.map(|_| ())
@@ -158,43 +155,33 @@ impl LighthouseClient {
             replica: replica.to_string(),
             order: Some(order.into()),
         };
-        wait_for(
-            &self.thread.handle()?,
-            "lighthouse.operate",
-            deadline,
-            async move {
-                let operate = |c, r| async { ours(c).operate(r).await };
-                let answer = lighthouses.call("lighthouse.operate", deadline, message, operate);
-                answer.await.map(|told| told.replica_ids)
-            },
-        )
+        wait_for(&self.thread.handle, "lighthouse.operate", deadline, async move {
+            let operate = |c, r| async { ours(c).operate(r).await };
+            let answer = lighthouses.call("lighthouse.operate", deadline, message, operate);
+            answer.await.map(|told| told.replica_ids)
+        })
     }
 
     /// What the lighthouse's page shows; of several lighthouses the leading one's, or the last one's if none leads. Errors: `Unavailable`,
     /// `Timeout`, `Protocol` for another server's answer.
     pub fn status(&self, deadline: Instant) -> Result<LighthouseStatus> {
         let lighthouses = self.lighthouses.clone();
-        wait_for(
-            &self.thread.handle()?,
-            "lighthouse.status",
-            deadline,
-            async move {
-                let mut search = Search::new(lighthouses.count());
-                loop {
-                    let asked = lighthouses.current()?;
-                    let status = status_of(lighthouses.way(), &asked.url, deadline).await;
-                    let elsewhere = match &status {
-                        Ok(status) => !status.leads,
-                        Err(error) => error.kind() == ErrorKind::Unavailable,
-                    };
-                    // Each is asked once.
-                    if !elsewhere || !search.next().is_zero() {
-                        return status;
-                    }
-                    lighthouses.go_on(&asked);
+        wait_for(&self.thread.handle, "lighthouse.status", deadline, async move {
+            let mut search = Search::new(lighthouses.count());
+            loop {
+                let asked = lighthouses.current()?;
+                let status = status_of(lighthouses.way(), &asked.url, deadline).await;
+                let elsewhere = match &status {
+                    Ok(status) => !status.leads,
+                    Err(error) => error.kind() == ErrorKind::Unavailable,
+                };
+                // Each is asked once.
+                if !elsewhere || !search.next().is_zero() {
+                    return status;
                 }
-            },
-        )
+                lighthouses.go_on(&asked);
+            }
+        })
     }
 }
 
@@ -214,18 +201,10 @@ async fn status_of(way: &Way, url: &str, deadline: Instant) -> Result<Lighthouse
 /// The body of a page, over a connection of its own.
 async fn get(way: &Way, url: &str, path: &str) -> Result<Vec<u8>> {
     let (host, port) = split_url(url)?;
-    let line = way
+    let mut stream = way
         .open(host, port)
         .await
         .map_err(|e| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")))?;
-    match line {
-        Line::Plain(stream) => get_over(stream, url, path).await,
-        Line::Secured(stream) => get_over(stream, url, path).await,
-    }
-}
-
-async fn get_over(mut stream: impl AsyncRead + AsyncWrite + Unpin, url: &str, path: &str) -> Result<Vec<u8>> {
-    let (host, port) = split_url(url)?;
     let unreachable =
         |e: std::io::Error| Error::new(ErrorKind::Unavailable, format!("{url}: {e}")).with_source(e);
     let host = join_address(host, port);

@@ -5,18 +5,20 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use ftcore::{ErrorKind, Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result};
 use identity::{Party, Role, name_of};
+use tokio::sync::watch;
 use tokio::task::AbortHandle;
 use tonic::Code;
 use tonic::transport::Channel;
 
 use super::{Connection, tool};
 use crate::channel::{Backoff, Way, call, wait_for};
+use crate::clock::deadline_in;
 use crate::manager::presence::process_space;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
-use crate::wire::{MAX_MESSAGE_BYTES, joining_code, oxccl, torchft};
+use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, joining_code, oxccl, torchft};
 use protocol::{Joining, QuorumResult};
 
 /// What a rank says when it asks for a quorum.
@@ -92,15 +94,41 @@ type Callback = Arc<dyn Fn(PushEvent) + Send + Sync>;
 /// Keeps a watch going. Dropping it ends the watch; a callback that is running finishes.
 #[derive(Debug)]
 pub struct WatchGuard {
-    task: Option<AbortHandle>,
+    task: AbortHandle,
     _connection: Arc<Connection>,
 }
 
 impl Drop for WatchGuard {
     fn drop(&mut self) {
-        if let Some(task) = self.task.take() {
-            task.abort();
-        }
+        self.task.abort();
+    }
+}
+
+/// Ends a call from another thread. Cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Cancel(Arc<watch::Sender<bool>>);
+
+impl Default for Cancel {
+    fn default() -> Self {
+        Self(Arc::new(watch::channel(false).0))
+    }
+}
+
+impl Cancel {
+    /// Ends the call that has this, now or when it is made.
+    pub fn cancel(&self) {
+        self.0.send_replace(true);
+    }
+
+    /// True after [`cancel`](Self::cancel).
+    pub fn is_cancelled(&self) -> bool {
+        *self.0.borrow()
+    }
+
+    /// Ready after [`cancel`](Self::cancel).
+    async fn cancelled(self) {
+        let mut told = self.0.subscribe();
+        drop(told.wait_for(|told| *told).await);
     }
 }
 
@@ -129,7 +157,7 @@ impl ManagerClient {
     ) -> Result<Self> {
         let hint = "does group rank 0 of this replica run?";
         let expected = replica_id.map(|id| Role::Replica(name_of(id).to_owned()));
-        let way = Way { party, expected };
+        let way = Way::new(party, expected);
         let connection = Connection::open(url, way, ("manager server", hint), deadline)?;
         Ok(Self {
             connection,
@@ -137,9 +165,18 @@ impl ManagerClient {
         })
     }
 
+    /// On the present runtime, and connected with the first call.
+    #[cfg(test)]
+    pub(crate) fn lazily(url: &str, way: &Way) -> Result<Self> {
+        Ok(Self {
+            connection: Connection::lazily(url, way)?,
+            rank: Arc::default(),
+        })
+    }
+
     fn torchft(&self) -> ManagerServiceClient<Channel> {
-        ManagerServiceClient::new(self.connection.channel.clone())
-            .max_decoding_message_size(MAX_MESSAGE_BYTES)
+        // The ids of all members may be in an answer.
+        ManagerServiceClient::new(self.connection.channel.clone()).max_decoding_message_size(MAX_QUORUM_BYTES)
     }
 
     fn ours(&self) -> OxcclManagerClient<Channel> {
@@ -152,6 +189,27 @@ impl ManagerClient {
     /// `Mismatch` if the ranks of the replica disagree on step or history, `Conflict` if a newer life of the replica
     /// took over, `Aborted` if a newer call of this rank replaced this one.
     pub fn quorum(&self, request: &QuorumRequest, deadline: Instant) -> Result<QuorumResult> {
+        self.quorum_unless(request, deadline, &Cancel::default())
+    }
+
+    /// Like [`quorum`](Self::quorum), until it is cancelled: that is `Aborted` at once, and the server takes the question back.
+    pub fn quorum_unless(
+        &self,
+        request: &QuorumRequest,
+        deadline: Instant,
+        cancel: &Cancel,
+    ) -> Result<QuorumResult> {
+        let asked = self.ask(request, deadline, cancel);
+        wait_for(self.connection.handle(), "quorum", deadline, asked)
+    }
+
+    /// As [`quorum_unless`](Self::quorum_unless), on a runtime.
+    pub(crate) fn ask(
+        &self,
+        request: &QuorumRequest,
+        deadline: Instant,
+        cancel: &Cancel,
+    ) -> impl Future<Output = Result<QuorumResult>> + Send + use<> {
         self.rank.store(i64::from(request.group_rank), Ordering::Relaxed);
         let (mut client, url) = (self.torchft(), self.connection.url.clone());
         let message = torchft::ManagerQuorumRequest {
@@ -168,14 +226,19 @@ impl ManagerClient {
             batches_committed: request.batches_committed,
             joining: joining_code(request.joining),
             is_last: request.is_last,
+            own_part: true,
         };
-        wait_for(&self.connection.handle()?, "quorum", deadline, async move {
-            call("quorum", &url, deadline, message, |r| async move {
+        let cancelled = cancel.clone().cancelled();
+        async move {
+            let answer = call("quorum", &url, deadline, message, |r| async move {
                 client.quorum(r).await
-            })
-            .await?
-            .try_into()
-        })
+            });
+            tokio::select! {
+                biased;
+                answer = answer => answer?.try_into(),
+                () = cancelled => Err(Error::new(ErrorKind::Aborted, "the question was taken back").with_op("quorum")),
+            }
+        }
     }
 
     /// Votes, and waits until all ranks of the replica have: true if all votes were.
@@ -200,6 +263,17 @@ impl ManagerClient {
     }
 
     fn vote(&self, vote: &CommitVote, gives_up: String, deadline: Instant) -> Result<bool> {
+        let cast = self.cast(vote, gives_up, deadline);
+        wait_for(self.connection.handle(), "should_commit", deadline, cast)
+    }
+
+    /// Votes, on a runtime; or gives up, if there is a reason.
+    pub(crate) fn cast(
+        &self,
+        vote: &CommitVote,
+        gives_up: String,
+        deadline: Instant,
+    ) -> impl Future<Output = Result<bool>> + Send + use<> {
         let (mut client, url) = (self.torchft(), self.connection.url.clone());
         let message = torchft::ShouldCommitRequest {
             should_commit: vote.vote,
@@ -209,18 +283,12 @@ impl ManagerClient {
             attempt: vote.attempt,
             gives_up,
         };
-        wait_for(
-            &self.connection.handle()?,
-            "should_commit",
-            deadline,
-            async move {
-                call("should_commit", &url, deadline, message, |r| async move {
-                    client.should_commit(r).await
-                })
-                .await
-                .map(|r| r.should_commit)
-            },
-        )
+        async move {
+            let answer = call("should_commit", &url, deadline, message, |r| async move {
+                client.should_commit(r).await
+            });
+            answer.await.map(|r| r.should_commit)
+        }
     }
 
     /// What the rank `group_rank` of that replica said with its last quorum request.
@@ -232,7 +300,7 @@ impl ManagerClient {
             rank: i64::from(group_rank),
         };
         wait_for(
-            &self.connection.handle()?,
+            self.connection.handle(),
             "checkpoint_metadata",
             deadline,
             async move {
@@ -266,7 +334,7 @@ impl ManagerClient {
             reason: reason.to_string(),
             suspects: suspects.to_vec(),
         };
-        wait_for(&self.connection.handle()?, "report", deadline, async move {
+        wait_for(self.connection.handle(), "report", deadline, async move {
             call("report", &url, deadline, message, |r| async move {
                 client.report(r).await
             })
@@ -279,7 +347,7 @@ impl ManagerClient {
     pub fn kill(&self, why: &str, deadline: Instant) -> Result<()> {
         let (mut client, url) = (self.torchft(), self.connection.url.clone());
         let message = torchft::KillRequest { msg: why.to_string() };
-        wait_for(&self.connection.handle()?, "kill", deadline, async move {
+        wait_for(self.connection.handle(), "kill", deadline, async move {
             call("kill", &url, deadline, message, |r| async move {
                 client.kill(r).await
             })
@@ -294,7 +362,7 @@ impl ManagerClient {
         let message = oxccl::ManagerLeaveRequest {
             group_rank: i64::from(group_rank),
         };
-        wait_for(&self.connection.handle()?, "leave", deadline, async move {
+        wait_for(self.connection.handle(), "leave", deadline, async move {
             call("leave", &url, deadline, message, |r| async move {
                 client.leave(r).await
             })
@@ -307,13 +375,10 @@ impl ManagerClient {
     /// before. Until the guard is dropped.
     pub fn progress(&self, group_rank: u32, stamp: Arc<AtomicU64>, every: Duration) -> WatchGuard {
         let (client, url) = (self.ours(), self.connection.url.clone());
-        let task = self.connection.handle().ok().map(|handle| {
-            let every = every.max(Duration::from_millis(1));
-            let told = progress(client, url, group_rank, stamp, every);
-            handle.spawn(told).abort_handle()
-        });
+        let every = every.max(Duration::from_millis(1));
+        let told = progress(client, url, group_rank, stamp, every);
         WatchGuard {
-            task,
+            task: self.connection.handle().spawn(told).abort_handle(),
             _connection: self.connection.clone(),
         }
     }
@@ -324,13 +389,9 @@ impl ManagerClient {
         self.rank.store(i64::from(group_rank), Ordering::Relaxed);
         let client = self.ours();
         let url = self.connection.url.clone();
-        let task = self.connection.handle().ok().map(|handle| {
-            handle
-                .spawn(async move { watch(client, url, group_rank, callback).await })
-                .abort_handle()
-        });
+        let watched = watch(client, url, group_rank, callback);
         WatchGuard {
-            task,
+            task: self.connection.handle().spawn(watched).abort_handle(),
             _connection: self.connection.clone(),
         }
     }

@@ -5,7 +5,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, ErrorKind, Result};
+use ftcore::Result;
 use identity::Party;
 use tokio::runtime::{Handle, Runtime};
 use tonic::transport::Channel;
@@ -17,7 +17,7 @@ mod lighthouse;
 mod manager;
 
 pub use lighthouse::LighthouseClient;
-pub use manager::{CommitVote, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
+pub use manager::{Cancel, CommitVote, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 
 /// A connection and the thread that drives it.
 #[derive(Debug)]
@@ -36,7 +36,7 @@ impl Connection {
     /// `what` is at `url`, and what to do if it is not there.
     fn open(url: &str, way: Way, what: (&'static str, &'static str), deadline: Instant) -> Result<Arc<Self>> {
         let thread = Thread::start()?;
-        let channel = reach(&thread.handle()?, url, way, what, deadline)?;
+        let channel = reach(&thread.handle, url, way, what, deadline)?;
         Ok(Arc::new(Self {
             url: url.to_string(),
             channel,
@@ -44,29 +44,46 @@ impl Connection {
         }))
     }
 
-    fn handle(&self) -> Result<Handle> {
-        self.thread.handle()
+    /// On the present runtime, and connected with the first call.
+    #[cfg(test)]
+    fn lazily(url: &str, way: &Way) -> Result<Arc<Self>> {
+        let channel = way.connect_lazily(&crate::channel::endpoint(url, way)?);
+        let thread = Thread {
+            handle: Handle::current(),
+            runtime: None,
+        };
+        Ok(Arc::new(Self {
+            url: url.to_string(),
+            channel,
+            thread,
+        }))
+    }
+
+    fn handle(&self) -> &Handle {
+        &self.thread.handle
     }
 }
 
 /// The thread that drives a client. Dropping it ends it without waiting.
 #[derive(Debug)]
-struct Thread(Option<Runtime>);
+struct Thread {
+    handle: Handle,
+    /// `None` after the end, or where the thread is the caller's.
+    runtime: Option<Runtime>,
+}
 
 impl Thread {
     fn start() -> Result<Self> {
-        serve::runtime("ox-client", 1).map(|runtime| Self(Some(runtime)))
-    }
-
-    fn handle(&self) -> Result<Handle> {
-        let gone = || Error::new(ErrorKind::InvalidState, "the client was shut down");
-        self.0.as_ref().map(|r| r.handle().clone()).ok_or_else(gone)
+        serve::runtime("ox-client", 1).map(|runtime| Self {
+            handle: runtime.handle().clone(),
+            runtime: Some(runtime),
+        })
     }
 }
 
 impl Drop for Thread {
     fn drop(&mut self) {
-        if let Some(runtime) = self.0.take() {
+        if let Some(runtime) = self.runtime.take() {
             runtime.shutdown_background();
         }
     }

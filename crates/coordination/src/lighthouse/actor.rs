@@ -8,8 +8,8 @@
 //! in before a time-out that ended after it came. So nobody is found silent whose word is here already.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use ftcore::{Error, ErrorKind, Result};
@@ -19,9 +19,12 @@ use tokio::time::MissedTickBehavior;
 
 use super::callers::Callers;
 use super::journal::Journal;
-use super::reply::{Reply, Shelf};
+use super::reply::{Caller, Reply, Shelf};
+use crate::serve::Line;
 use protocol::quorum::{Action, Event, LighthouseState, Order, Status, Ticket};
 use protocol::{AbortEpoch, Member, Quorum};
+
+use crate::clock;
 
 /// What a stream tells: of each kind the last, which is the one that counts for a slow reader.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -38,10 +41,10 @@ pub(crate) enum Message {
         event: Event,
         done: Option<oneshot::Sender<()>>,
     },
-    /// A call for a quorum, by a replica that holds the member list `held`.
+    /// A call for a quorum.
     Join {
         member: Box<Member>,
-        held: u64,
+        caller: Caller,
         ticket: Ticket,
         reply: oneshot::Sender<Result<Reply>>,
     },
@@ -60,7 +63,13 @@ pub(crate) enum Message {
         reply: oneshot::Sender<Result<Vec<String>>>,
     },
     /// A replica calls over this connection for the first time.
-    Calling { line: u64, replica_id: String },
+    Calling {
+        line: u64,
+        connection: Weak<Line>,
+        replica_id: String,
+    },
+    /// All that had come over this connection, when that was asked for, is in the queue before this.
+    Read { line: u64 },
     /// A connection over which replicas called has ended, by its peer or by this server.
     Ended { line: u64, by_peer: bool },
     /// A look at the state.
@@ -98,7 +107,7 @@ impl Lighthouse {
 
     /// Never blocks; a message after the end of the task is lost, like its answer.
     pub(crate) fn send(&self, message: Message) {
-        let _ = self.messages.send((Instant::now(), message));
+        let _ = self.messages.send((clock::now(), message));
     }
 
     /// Tells the task and waits until it has taken the event in. Errors: `Unavailable` if the task has ended.
@@ -132,8 +141,8 @@ struct Actor {
     /// Why this lighthouse may answer no more.
     over: Option<Error>,
     saved_id: i64,
-    /// By ticket: the member list that the caller holds, and the way to it.
-    calls: HashMap<Ticket, (u64, oneshot::Sender<Result<Reply>>)>,
+    /// By ticket: what the caller holds and wants, and the way to it.
+    calls: HashMap<Ticket, (Caller, oneshot::Sender<Result<Reply>>)>,
     shelf: Shelf,
     /// By replica id: the present stream and its sending side.
     streams: HashMap<String, (u64, watch::Sender<Pushes>)>,
@@ -170,7 +179,7 @@ pub(crate) fn start(
         streams: HashMap::new(),
         operators: HashMap::new(),
         counters: Counters::default(),
-        now: Instant::now(),
+        now: clock::now(),
         away_after,
         heartbeat_timeout,
         callers: Callers::default(),
@@ -200,7 +209,7 @@ pub(crate) fn start(
                 done: None,
             };
             let Some(messages) = clock.upgrade() else { return };
-            if messages.send((Instant::now(), tick)).is_err() {
+            if messages.send((clock::now(), tick)).is_err() {
                 return;
             }
         }
@@ -225,6 +234,8 @@ impl Actor {
                     for replica_id in self.callers.gone(self.now) {
                         self.apply(Event::Disconnected { replica_id }).await;
                     }
+                    // What could not be saved before is, as soon as there is room.
+                    let _ = self.journal.written();
                 }
                 self.apply(event).await;
                 if let Some(done) = done.filter(|_| self.over.is_none()) {
@@ -233,14 +244,14 @@ impl Actor {
             }
             Message::Join {
                 member,
-                held,
+                caller,
                 ticket,
                 reply,
             } => {
                 // The caller may be gone already, and its withdrawal with it.
                 if !reply.is_closed() {
                     self.counters.joins += 1;
-                    self.calls.insert(ticket, (held, reply));
+                    self.calls.insert(ticket, (caller, reply));
                     self.apply(Event::Join {
                         member: *member,
                         ticket,
@@ -293,10 +304,21 @@ impl Actor {
                 })
                 .await;
             }
-            Message::Calling { line, replica_id } => self.callers.call(line, replica_id),
+            Message::Calling {
+                line,
+                connection,
+                replica_id,
+            } => {
+                self.state.set_connected(&replica_id, true);
+                self.callers.call(line, connection, replica_id);
+            }
+            Message::Read { line } => self.is_read(line).await,
             Message::Ended { line, by_peer } => {
                 let doubted = self.doubted_until.is_some_and(|until| self.now < until);
-                self.callers.ended(line, by_peer && !doubted, self.now);
+                for id in self.callers.ended(line, by_peer && !doubted, self.now) {
+                    self.state.set_connected(&id, false);
+                }
+                self.is_read(line).await;
             }
             Message::Status { reply } => {
                 let _ = reply.send((self.state.status(self.now), self.counters));
@@ -304,6 +326,19 @@ impl Actor {
             Message::Reason { reply } => {
                 let _ = reply.send(self.state.reason(self.now));
             }
+        }
+        for id in self.state.take_unread() {
+            if !self.callers.read(&id) {
+                let replica_id = id.to_string();
+                self.apply(Event::Read { replica_id }).await;
+            }
+        }
+    }
+
+    /// What had come over the connection is taken in: the silence of those that call over it can be judged.
+    async fn is_read(&mut self, line: u64) {
+        for replica_id in self.callers.is_read(line) {
+            self.apply(Event::Read { replica_id }).await;
         }
     }
 
@@ -356,7 +391,10 @@ impl Actor {
             }
             match action {
                 Action::Save(_) => {}
-                Action::Deliver { tickets, quorum } => self.deliver(&tickets, &quorum),
+                Action::Deliver { tickets, quorum } => match self.journal.written() {
+                    Ok(()) => self.deliver(&tickets, &quorum),
+                    Err(error) => self.put_off(&tickets, &error),
+                },
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
                     if let Some((_, reply)) = self.calls.remove(&ticket) {
@@ -394,6 +432,15 @@ impl Actor {
         refused
     }
 
+    /// A quorum that is not recorded is told to nobody; its members ask again.
+    fn put_off(&mut self, tickets: &[Ticket], error: &Error) {
+        for ticket in tickets {
+            if let Some((_, reply)) = self.calls.remove(ticket) {
+                let _ = reply.send(Err(error.clone()));
+            }
+        }
+    }
+
     fn deliver(&mut self, tickets: &[Ticket], quorum: &Arc<Quorum>) {
         self.counters.quorums += 1;
         if quorum.quorum_id != self.saved_id {
@@ -407,9 +454,9 @@ impl Actor {
             );
         }
         let mut replies = self.shelf.replies(quorum, SystemTime::now());
-        for ticket in tickets {
-            if let Some((held, reply)) = self.calls.remove(ticket) {
-                let _ = reply.send(replies.holding(held));
+        for (nth, ticket) in tickets.iter().enumerate() {
+            if let Some((caller, reply)) = self.calls.remove(ticket) {
+                let _ = reply.send(replies.to(nth, caller));
             }
         }
     }
@@ -436,215 +483,4 @@ pub(crate) fn gone() -> Error {
 }
 
 #[cfg(test)]
-pub(crate) mod tests {
-    use std::sync::Mutex;
-
-    use protocol::quorum::{QuorumRules, Record, Start};
-
-    use super::*;
-
-    /// A stand-in for the record's place: what was asked of it, and when it refuses.
-    #[derive(Debug, Default)]
-    pub(crate) struct Script {
-        asked: Mutex<Vec<&'static str>>,
-        lost: std::sync::atomic::AtomicBool,
-    }
-
-    impl Script {
-        fn note(&self, what: &'static str) -> Result<()> {
-            self.asked.lock().unwrap().push(what);
-            if self.lost.load(Ordering::Relaxed) {
-                return Err(Error::new(
-                    ErrorKind::Conflict,
-                    "another lighthouse leads the job",
-                ));
-            }
-            Ok(())
-        }
-
-        pub(crate) fn save(&self, _: &Record) -> Result<()> {
-            self.note("save")
-        }
-
-        pub(crate) fn confirm(&self) -> Result<()> {
-            self.note("confirm")
-        }
-    }
-
-    fn actor(min_replicas: usize, journal: Journal, start: Instant) -> Actor {
-        let rules = QuorumRules {
-            min_replicas,
-            initial_replicas: None,
-            join_timeout: Duration::from_secs(60),
-            heartbeat_timeout: TIMEOUT,
-        };
-        Actor {
-            state: LighthouseState::new(rules, Start::default(), start),
-            journal,
-            over: None,
-            saved_id: 0,
-            calls: HashMap::new(),
-            shelf: Shelf::default(),
-            streams: HashMap::new(),
-            operators: HashMap::new(),
-            counters: Counters::default(),
-            now: start,
-            away_after: Duration::from_secs(60),
-            heartbeat_timeout: TIMEOUT,
-            callers: Callers::default(),
-            doubted_until: None,
-        }
-    }
-
-    fn join(id: &str, step: i64, ticket: Ticket) -> (Message, oneshot::Receiver<Result<Reply>>) {
-        let (reply, answer) = oneshot::channel();
-        let member = Member {
-            replica_id: id.into(),
-            address: format!("http://{id}:1"),
-            store_address: format!("{id}:2"),
-            world_size: 1,
-            step,
-            ..Member::default()
-        };
-        let message = Message::Join {
-            member: Box::new(member),
-            held: 0,
-            ticket,
-            reply,
-        };
-        (message, answer)
-    }
-
-    fn block_on<T>(future: impl Future<Output = T>) -> T {
-        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
-        runtime.block_on(future)
-    }
-
-    #[test]
-    fn nothing_is_answered_before_the_journal_allows_it_and_nothing_at_all_afterwards() {
-        let script = Arc::new(Script::default());
-        let asked = || std::mem::take(&mut *script.asked.lock().unwrap());
-        let now = Instant::now();
-        let mut actor = actor(1, Journal::Scripted(script.clone()), now);
-        // A new epoch is saved, which is confirmation enough.
-        let (message, mut answer) = join("a", 0, 1);
-        block_on(actor.take(now, message));
-        assert_eq!(asked(), ["save"]);
-        assert!(matches!(answer.try_recv(), Ok(Ok(_))));
-        // The next step of the same epoch saves nothing, and is confirmed all the same.
-        let (message, mut answer) = join("a", 1, 2);
-        block_on(actor.take(now, message));
-        assert_eq!(asked(), ["confirm"]);
-        assert!(matches!(answer.try_recv(), Ok(Ok(_))));
-        // What another lighthouse would decide otherwise is not said either: the refusal of a state that does not descend from the record.
-        script.lost.store(true, Ordering::Relaxed);
-        let (message, mut answer) = join("b", 99, 3);
-        block_on(actor.take(now, message));
-        assert_eq!(asked(), ["confirm"]);
-        assert!(answer.try_recv().is_err(), "an answer was given");
-        assert!(actor.over.is_some());
-        let (message, mut answer) = join("a", 2, 4);
-        block_on(actor.take(now, message));
-        assert_eq!(asked(), [""; 0]);
-        assert!(answer.try_recv().is_err(), "an answer was given");
-    }
-
-    #[test]
-    fn a_task_whose_journal_refuses_ends_and_its_calls_with_it() {
-        let script = Arc::new(Script::default());
-        script.lost.store(true, Ordering::Relaxed);
-        let runtime = tokio::runtime::Builder::new_current_thread()
-            .enable_time()
-            .build()
-            .unwrap();
-        runtime.block_on(async {
-            let rules = QuorumRules {
-                min_replicas: 1,
-                initial_replicas: None,
-                join_timeout: Duration::from_secs(60),
-                heartbeat_timeout: TIMEOUT,
-            };
-            let state = LighthouseState::new(rules, Start::default(), Instant::now());
-            let (lighthouse, task) = start(
-                state,
-                Duration::from_secs(3600),
-                Duration::from_secs(3600),
-                TIMEOUT,
-                Journal::Scripted(script),
-            );
-            let (message, answer) = join("a", 0, 1);
-            lighthouse.send(message);
-            let why = tokio::time::timeout(Duration::from_secs(30), task)
-                .await
-                .expect("it goes on");
-            assert_eq!(why.unwrap().kind(), ErrorKind::Conflict);
-            assert!(answer.await.is_err(), "an answer was given");
-            let leave = Event::Leave {
-                replica_id: "a".into(),
-                reason: String::new(),
-            };
-            let told = lighthouse.tell(leave).await;
-            assert_eq!(told.unwrap_err().kind(), ErrorKind::Unavailable);
-        });
-    }
-
-    const TIMEOUT: Duration = Duration::from_millis(300);
-
-    #[test]
-    fn what_waits_in_the_queue_of_a_busy_lighthouse_is_not_silence() {
-        let start = Instant::now();
-        let mut actor = actor(2, Journal::Nowhere, start);
-        let event = |event| Message::Event { event, done: None };
-        let beat = |id: &str| {
-            event(Event::Heartbeat {
-                replica_id: id.into(),
-            })
-        };
-        let mut queue = Vec::new();
-        let mut answers = Vec::new();
-        for (ticket, id) in (1..).zip(["a", "b"]) {
-            let (message, answer) = join(id, 0, ticket);
-            queue.push(message);
-            answers.push(answer);
-        }
-        queue.extend([
-            event(Event::Tick),
-            event(Event::Tick),
-            event(Event::Tick),
-            beat("a"),
-            beat("b"),
-        ]);
-        // All of it came within a few milliseconds, and this task takes longer for it than a replica may be silent.
-        for (ms, message) in (0..).zip(queue) {
-            block_on(actor.take(start + Duration::from_millis(ms), message));
-            std::thread::sleep(TIMEOUT / 2);
-        }
-        assert!(answers.iter_mut().all(|a| matches!(a.try_recv(), Ok(Ok(_)))));
-        let status = actor.state.status(actor.now);
-        assert_eq!((status.healthy.len(), status.aborted), (2, None));
-        // One that says nothing is found all the same.
-        block_on(actor.take(start + TIMEOUT, beat("a")));
-        block_on(actor.take(start + TIMEOUT + Duration::from_millis(50), event(Event::Tick)));
-        let status = actor.state.status(actor.now);
-        let healthy: Vec<&str> = status.healthy.iter().map(|(id, _)| id.as_str()).collect();
-        assert_eq!(healthy, ["a"]);
-        assert!(status.aborted.is_some_and(|why| why.contains("b is gone")));
-    }
-
-    #[test]
-    fn a_line_of_the_log_names_sixteen_members_and_counts_the_rest() {
-        let quorum = |n: usize| Quorum {
-            quorum_id: 1,
-            participants: (0..n)
-                .map(|i| Member {
-                    replica_id: format!("r{i}"),
-                    ..Member::default()
-                })
-                .collect(),
-            ..Quorum::default()
-        };
-        assert_eq!(named(&quorum(2)), "r0, r1");
-        assert!(named(&quorum(16)).ends_with(", r15"));
-        assert!(named(&quorum(4096)).ends_with(", r15 and 4080 more"));
-    }
-}
+pub(crate) mod tests;

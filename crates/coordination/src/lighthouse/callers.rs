@@ -3,30 +3,36 @@
 //! A client that connects anew after an error, or has several connections, is not dead: its connections must all have been ended from its side, and none
 //! may come within [`GRACE`]. A killed process's kernel closes them all at once.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::sync::Weak;
 use std::time::{Duration, Instant};
+
+use crate::serve::Line;
 
 /// How long a replica may be without a connection. torchft's managers send a heartbeat ten times a second, and connect anew for it.
 pub(super) const GRACE: Duration = Duration::from_millis(500);
 
 /// The connections by replica id, and the reverse.
-#[derive(Debug, Default)]
+#[derive(Default)]
 pub(super) struct Callers {
-    lines: HashMap<String, BTreeSet<u64>>,
+    lines: HashMap<String, BTreeMap<u64, Weak<Line>>>,
     ids: HashMap<u64, Vec<String>>,
     /// Ids without a connection, and when their grace is over, oldest first.
     without: Vec<(Instant, String)>,
+    /// By id, the connections that are being read to the end.
+    read: HashMap<String, BTreeSet<u64>>,
 }
 
 impl Callers {
-    /// `id` calls over the connection `line`.
-    pub(super) fn call(&mut self, line: u64, id: String) {
-        self.lines.entry(id.clone()).or_default().insert(line);
+    /// `id` calls over the connection with the number `line`.
+    pub(super) fn call(&mut self, line: u64, connection: Weak<Line>, id: String) {
+        self.lines.entry(id.clone()).or_default().insert(line, connection);
         self.ids.entry(line).or_default().push(id);
     }
 
-    /// The connection has ended, `by_peer` or because the lighthouse closed it, which is evidence of nothing.
-    pub(super) fn ended(&mut self, line: u64, by_peer: bool, now: Instant) {
+    /// The connection has ended, `by_peer` or because the lighthouse closed it, which is evidence of nothing. Gives the ids that have none left.
+    pub(super) fn ended(&mut self, line: u64, by_peer: bool, now: Instant) -> Vec<String> {
+        let mut none_left = Vec::new();
         for id in self.ids.remove(&line).unwrap_or_default() {
             let Some(lines) = self.lines.get_mut(&id) else {
                 continue;
@@ -34,11 +40,42 @@ impl Callers {
             lines.remove(&line);
             if lines.is_empty() {
                 self.lines.remove(&id);
+                none_left.push(id.clone());
                 if by_peer {
                     self.without.push((now + GRACE, id));
                 }
             }
         }
+        none_left
+    }
+
+    /// Has all connections of `id` read to the end. False if there is none.
+    pub(super) fn read(&mut self, id: &str) -> bool {
+        let mut asked = BTreeSet::new();
+        for (line, connection) in self.lines.get(id).into_iter().flatten() {
+            if let Some(connection) = connection.upgrade() {
+                connection.read();
+                asked.insert(*line);
+            }
+        }
+        let any = !asked.is_empty();
+        if any {
+            self.read.insert(id.to_string(), asked);
+        }
+        any
+    }
+
+    /// This connection is read, or has ended. Gives the ids of which that was the last one.
+    pub(super) fn is_read(&mut self, line: u64) -> Vec<String> {
+        let mut whole = Vec::new();
+        self.read.retain(|id, asked| {
+            let last = asked.remove(&line) && asked.is_empty();
+            if last {
+                whole.push(id.clone());
+            }
+            !last
+        });
+        whole
     }
 
     /// Those whose grace is over and who have not connected again.
@@ -64,21 +101,22 @@ mod tests {
     fn a_replica_is_gone_once_all_its_connections_have_ended_and_none_came_within_the_grace() {
         let (mut callers, start) = (Callers::default(), Instant::now());
         let at = |ms| start + Duration::from_millis(ms);
-        callers.call(1, "a".into());
-        callers.call(2, "a".into());
-        callers.call(3, "b".into());
+        let mut call = |line, id: &str| callers.call(line, Weak::new(), id.into());
+        call(1, "a");
+        call(2, "a");
+        call(3, "b");
         callers.ended(1, true, at(0));
         assert_eq!(callers.gone(at(10_000)), [""; 0], "a has another");
         callers.ended(2, true, at(10_000));
         callers.ended(3, true, at(10_100));
         assert_eq!(callers.gone(at(10_400)), [""; 0]);
         // b comes back in time.
-        callers.call(4, "b".into());
+        callers.call(4, Weak::new(), "b".into());
         assert_eq!(callers.gone(at(10_550)), ["a"]);
         assert_eq!(callers.gone(at(20_000)), [""; 0]);
         // What the lighthouse closed itself says nothing, nor does what it did not see because it was away.
         callers.ended(4, false, at(20_000));
-        callers.call(5, "c".into());
+        callers.call(5, Weak::new(), "c".into());
         callers.ended(5, true, at(20_000));
         callers.forgive();
         assert_eq!(callers.gone(at(30_000)), [""; 0]);

@@ -5,6 +5,7 @@ use std::io::{ErrorKind as IoKind, Read, Write};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use ftcore::identity::Rarely;
 use ftcore::{Error, ErrorKind, Result};
 use protocol::quorum::Record;
 use rustix::fs::{FlockOperation, flock};
@@ -20,6 +21,9 @@ pub(crate) struct StateFile {
     path: PathBuf,
     /// A file beside it, because a lock does not survive a rename. `None` once closed.
     lock: Mutex<Option<File>>,
+    /// A record that the disk did not take, to be tried again.
+    unsaved: Mutex<Option<Record>>,
+    failures: Rarely,
 }
 
 fn beside(path: &Path, suffix: &str) -> PathBuf {
@@ -69,7 +73,43 @@ impl StateFile {
         written.map_err(unwritable)?;
         std::fs::remove_file(&probe).map_err(unwritable)?;
         let lock = Mutex::new(Some(lock));
-        Ok((Self { path, lock }, record))
+        let file = Self {
+            path,
+            lock,
+            unsaved: Mutex::new(None),
+            failures: Rarely::new(),
+        };
+        Ok((file, record))
+    }
+
+    /// Saves `record`, or keeps it in memory for [`written`](Self::written) to try again.
+    pub(crate) fn keep(&self, record: &Record) {
+        *self.unsaved.lock().unwrap_or_else(PoisonError::into_inner) = Some(record.clone());
+        // Whoever is to be told of the record hears of a failure from `written`.
+        let _ = self.written();
+    }
+
+    /// Saves what the disk did not take before. Errors: `Unavailable` that names the file and why, as long as the disk does not take it.
+    pub(crate) fn written(&self) -> Result<()> {
+        let mut unsaved = self.unsaved.lock().unwrap_or_else(PoisonError::into_inner);
+        let Some(record) = unsaved.as_ref() else {
+            return Ok(());
+        };
+        if let Err(error) = self.save(record) {
+            if let Some(not_logged) = self.failures.pass() {
+                tracing::error!(
+                    %error, not_logged,
+                    "the record cannot be saved, and no quorum is delivered until it can be: make room"
+                );
+            }
+            let text = format!(
+                "the lighthouse cannot save the job's record, and delivers no quorum that a restart of it would not know of: {}; make room there",
+                error.message()
+            );
+            return Err(Error::new(ErrorKind::Unavailable, text).with_source(error));
+        }
+        *unsaved = None;
+        Ok(())
     }
 
     /// Replaces the file, so that a crash leaves the old or the new one. Errors: `Io`; `InvalidState` once closed.
@@ -94,7 +134,11 @@ impl StateFile {
                 .parent()
                 .map_or(Ok(()), |folder| File::open(folder)?.sync_all())
         };
-        write().map_err(|e| Error::io(what(), e))
+        write().map_err(|e| {
+            // What is there of it takes the room that others need.
+            let _ = std::fs::remove_file(&new);
+            Error::io(what(), e)
+        })
     }
 
     /// Gives the file up, for another lighthouse to go on with; this one saves nothing more.
@@ -120,6 +164,8 @@ fn load(path: &Path) -> Result<Option<Record>> {
 
 #[cfg(test)]
 mod tests {
+    use protocol::quorum::Eviction;
+
     use super::*;
 
     fn record() -> Record {
@@ -130,6 +176,11 @@ mod tests {
             members: vec!["a:1".into(), "b:1".into()],
             departed: vec!["b:1".into()],
             left: vec!["b:1".into()],
+            evicted: vec![Eviction {
+                replica_id: "c:1".into(),
+                life: "a process".into(),
+                reason: "its host is repaired".into(),
+            }],
         }
     }
 

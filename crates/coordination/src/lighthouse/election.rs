@@ -13,7 +13,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in};
+use ftcore::{Error, ErrorKind, Result};
 use protocol::quorum::Record;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
@@ -23,6 +23,7 @@ use super::frontend::Role;
 use super::journal::Journal;
 use super::term::{Keys, Leader, TTL, Term};
 use crate::channel::{Backoff, Way, endpoint};
+use crate::clock::deadline_in;
 use crate::etcd::{Entry, Etcd, Expected, Put};
 use crate::wire::oxccl::FollowRequest;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;

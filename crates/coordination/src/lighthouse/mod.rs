@@ -8,16 +8,16 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError, mpsc};
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use axum::Router;
-use ftcore::{Credentials, Error, Result, deadline_in, time_left};
+use ftcore::{Credentials, Error, Result};
 use identity::{Acceptor, Party};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 use tokio::task::JoinHandle;
 
 use crate::channel::{Way, wait_for};
+use crate::clock::{self, deadline_in, time_left};
 use crate::etcd::Etcd;
 use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
 use disk::StateFile;
@@ -32,16 +32,19 @@ mod callers;
 mod disk;
 mod election;
 mod frontend;
-mod journal;
+pub(crate) mod journal;
 mod page;
 mod reply;
-mod saved;
+pub(crate) mod saved;
 mod service;
 mod term;
 
+use service::Pages;
 pub(crate) use service::operator_only;
 
-pub use page::{HealthyReplica, LighthouseStatus, ParticipantStatus, WaitingReplica};
+pub use page::{
+    HealthyReplica, LighthouseStatus, OrderedReplica, ParticipantStatus, SpareStatus, WaitingReplica,
+};
 
 /// How a lighthouse behaves.
 #[derive(Debug, Clone)]
@@ -192,10 +195,10 @@ impl LighthouseServer {
             incarnation: incarnation(),
         };
         let mut keeps = Vec::new();
-        let mut job = |party: Option<&Arc<Party>>| -> Result<Router> {
+        let mut job = |party: Option<&Arc<Party>>| -> Result<Arc<Pages>> {
             let (kept, role) = enter(&runtime, &config, party, own.clone())?;
             keeps.push(kept);
-            Ok(page::routes(Frontend::new(role, &own.incarnation)))
+            Ok(Arc::new(Pages::new(Frontend::new(role, &own.incarnation))))
         };
         let served = if parties.is_empty() {
             job(None).map(Served::All)
@@ -291,10 +294,7 @@ fn enter(
     let mut terms = Terms::of(config);
     let job = party.map(|party| party.job());
     if let Some(etcd) = &config.etcd {
-        let way = Way {
-            party: party.cloned(),
-            expected: Some(identity::Role::Lighthouse),
-        };
+        let way = Way::new(party.cloned(), Some(identity::Role::Lighthouse));
         let job = job.unwrap_or(&etcd.job);
         return elected(runtime, &etcd.members, job, (own, way), terms);
     }
@@ -304,9 +304,7 @@ fn enter(
     let file = file.map(Arc::new);
     let journal = file.clone().map_or(Journal::Nowhere, Journal::Disk);
     let _guard = runtime.enter();
-    // It ends with the runtime: its journal never refuses.
-    let (lighthouse, _) = terms.begin(record.flatten(), journal);
-    let (sender, role) = watch::channel(Role::Leads(lighthouse));
+    let (sender, role) = alone(&mut terms, record.flatten(), journal);
     let keeps = Keeps::Alone {
         _role: sender,
         _state_file: ClosedWithServer(file),
@@ -314,12 +312,31 @@ fn enter(
     Ok((keeps, role))
 }
 
+/// Leads from now on, on the present runtime.
+fn alone(
+    terms: &mut Terms,
+    record: Option<Record>,
+    journal: Journal,
+) -> (watch::Sender<Role>, watch::Receiver<Role>) {
+    // It ends with the runtime: its journal never refuses.
+    let (lighthouse, _) = terms.begin(record, journal);
+    watch::channel(Role::Leads(lighthouse))
+}
+
+/// The only lighthouse of a job, without a port: it ends when the sender is dropped.
+#[cfg(test)]
+pub(crate) fn simulated(
+    config: &LighthouseConfig,
+    record: Option<Record>,
+    journal: Journal,
+) -> (Arc<Pages>, impl Send + Sync + use<>) {
+    let (sender, role) = alone(&mut Terms::of(config), record, journal);
+    (Arc::new(Pages::new(Frontend::new(role, &incarnation()))), sender)
+}
+
 /// A name for this run of the process.
 fn incarnation() -> String {
-    let clock = SystemTime::now()
-        .duration_since(UNIX_EPOCH)
-        .map_or(0, |d| d.as_nanos());
-    format!("{}-{clock}", std::process::id())
+    format!("{}-{}", std::process::id(), clock::wall().as_nanos())
 }
 
 /// Looks at etcd once, and takes part in the election from then on. Errors: `Unavailable` if etcd does not answer, `InvalidArgument` for its
@@ -373,16 +390,13 @@ impl Terms {
 
     /// Starts the task that answers, on the present runtime, with the job as `record` has it.
     fn begin(&mut self, record: Option<Record>, journal: Journal) -> (actor::Lighthouse, JoinHandle<Error>) {
-        let clock = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |d| d.as_millis());
         let start = Start {
-            clock_ms: i64::try_from(clock).unwrap_or(0),
+            clock_ms: i64::try_from(clock::wall().as_millis()).unwrap_or(0),
             record,
             accept_rollback: std::mem::take(&mut self.accept_rollback),
         };
         let heartbeat_timeout = self.rules.heartbeat_timeout;
-        let state = LighthouseState::new(self.rules.clone(), start, Instant::now());
+        let state = LighthouseState::new(self.rules.clone(), start, clock::now());
         // Of the ticks one may be late; of the heartbeats' time a part may be lost without a false alarm.
         let away_after = 2 * self.quorum_tick + heartbeat_timeout / 4;
         actor::start(state, self.quorum_tick, away_after, heartbeat_timeout, journal)

@@ -6,7 +6,7 @@ use std::fmt::Write as _;
 use axum::Router;
 use axum::http::{StatusCode, header};
 use axum::response::{Html, IntoResponse, Response};
-use axum::routing::{get, post};
+use axum::routing::get;
 use serde::{Deserialize, Serialize};
 use tonic::service::Routes;
 
@@ -29,6 +29,15 @@ pub struct LighthouseStatus {
     pub waiting: Vec<WaitingReplica>,
     /// Who has an open event stream.
     pub attached: Vec<String>,
+    /// Who is far behind and fetches the state outside the group, or waits for a quorum to fetch from.
+    #[serde(default)]
+    pub spares: Vec<SpareStatus>,
+    /// Whom an operator told to leave after the step.
+    #[serde(default)]
+    pub draining: Vec<OrderedReplica>,
+    /// Whom an operator put out of the job; refused until it is started again.
+    #[serde(default)]
+    pub evicted: Vec<OrderedReplica>,
     /// Why there is no new quorum.
     pub reason: String,
     /// Why the present epoch was aborted, if it was.
@@ -79,8 +88,30 @@ pub struct WaitingReplica {
     pub waiting_ms: u64,
 }
 
+/// A replica that is far behind, and no member.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct SpareStatus {
+    /// Its id.
+    pub replica_id: String,
+    /// It fetches the state; otherwise it waits for the next quorum, which tells it where from.
+    pub fetching: bool,
+}
+
+/// A replica to which an operator gave an order.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OrderedReplica {
+    /// Its id.
+    pub replica_id: String,
+    /// Why, in the operator's words.
+    pub reason: String,
+}
+
 impl From<Status> for LighthouseStatus {
     fn from(s: Status) -> Self {
+        let ordered = |replicas: Vec<(String, String)>| {
+            let one = |(replica_id, reason)| OrderedReplica { replica_id, reason };
+            replicas.into_iter().map(one).collect()
+        };
         let ms = |d: std::time::Duration| u64::try_from(d.as_millis()).unwrap_or(u64::MAX);
         Self {
             quorum_id: s.quorum_id,
@@ -112,6 +143,13 @@ impl From<Status> for LighthouseStatus {
                 })
                 .collect(),
             attached: s.attached,
+            spares: s
+                .spares
+                .into_iter()
+                .map(|(replica_id, fetching)| SpareStatus { replica_id, fetching })
+                .collect(),
+            draining: ordered(s.draining),
+            evicted: ordered(s.evicted),
             reason: s.reason,
             aborted: s.aborted,
             leads: true,
@@ -120,23 +158,16 @@ impl From<Status> for LighthouseStatus {
     }
 }
 
-/// The one call whose answers are shared.
-const QUORUM: &str = "/torchft.LighthouseService/Quorum";
-
 /// gRPC and pages in one router.
 pub(crate) fn routes(lighthouse: Frontend) -> Router {
     let torchft = torchft::lighthouse_service_server::LighthouseServiceServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let ours = oxccl::oxccl_lighthouse_server::OxcclLighthouseServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
-    let (for_metrics, for_calls) = (lighthouse.clone(), lighthouse.clone());
+    let for_metrics = lighthouse.clone();
     Routes::new(torchft)
         .add_service(ours)
         .into_axum_router()
-        .route(
-            QUORUM,
-            post(move |request| for_calls.clone().quorum_call(request)),
-        )
         .route("/", get(|| async { Html(PAGE) }))
         .route("/status", get(move || status(lighthouse.clone())))
         .route("/metrics", get(move || metrics(for_metrics.clone())))
@@ -213,6 +244,21 @@ fn metrics_text(status: &LighthouseStatus, c: Counters) -> String {
             "attached_replicas",
             "Replicas with an open event stream.",
             count(status.attached.len()),
+        ),
+        (
+            "spare_replicas",
+            "Replicas that fetch the state outside the group.",
+            count(status.spares.len()),
+        ),
+        (
+            "draining_replicas",
+            "Replicas that an operator told to leave after their step.",
+            count(status.draining.len()),
+        ),
+        (
+            "evicted_replicas",
+            "Replicas that an operator put out of the job.",
+            count(status.evicted.len()),
         ),
         (
             "epoch_aborted",

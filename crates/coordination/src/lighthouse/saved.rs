@@ -1,7 +1,7 @@
 //! The record as text: what stands in the state file and in etcd.
 
 use ftcore::{Error, ErrorKind, Result};
-use protocol::quorum::Record;
+use protocol::quorum::{Eviction, Record};
 use serde::{Deserialize, Serialize};
 
 /// What older versions did not write has a default.
@@ -17,10 +17,19 @@ struct Saved {
     departed: Vec<String>,
     #[serde(default)]
     left: Vec<String>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    evicted: Vec<SavedEviction>,
+}
+
+#[derive(Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+struct SavedEviction {
+    replica_id: String,
+    life: String,
+    reason: String,
 }
 
 /// The text for `record`; `place` names where it is to stand, for the error.
-pub(super) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
+pub(crate) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
     let saved = Saved {
         quorum_id: record.quorum_id,
         members: record.members.clone(),
@@ -28,13 +37,22 @@ pub(super) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
         lineage: record.lineage.clone(),
         departed: record.departed.clone(),
         left: record.left.clone(),
+        evicted: record
+            .evicted
+            .iter()
+            .map(|e| SavedEviction {
+                replica_id: e.replica_id.clone(),
+                life: e.life.clone(),
+                reason: e.reason.clone(),
+            })
+            .collect(),
     };
     serde_json::to_vec(&saved)
         .map_err(|e| Error::new(ErrorKind::Internal, format!("{place}: {e}")).with_source(e))
 }
 
 /// The record that stands at `place`. Errors: `Corrupt` if it is not ours.
-pub(super) fn decode(text: &[u8], place: &str) -> Result<Record> {
+pub(crate) fn decode(text: &[u8], place: &str) -> Result<Record> {
     let corrupt = |why: String| Error::new(ErrorKind::Corrupt, format!("{place}: {why}"));
     let saved: Saved = serde_json::from_slice(text).map_err(|e| corrupt(e.to_string()).with_source(e))?;
     if saved.quorum_id < 0 || saved.step < 0 {
@@ -50,5 +68,14 @@ pub(super) fn decode(text: &[u8], place: &str) -> Result<Record> {
         members: saved.members,
         departed: saved.departed,
         left: saved.left,
+        evicted: saved
+            .evicted
+            .into_iter()
+            .map(|e| Eviction {
+                replica_id: e.replica_id,
+                life: e.life,
+                reason: e.reason,
+            })
+            .collect(),
     })
 }

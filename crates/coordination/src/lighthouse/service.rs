@@ -5,45 +5,52 @@ use std::collections::VecDeque;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
+use std::time::Duration;
 
+use axum::Router;
+use axum::body::Bytes;
+use axum::http::{self, request::Parts};
 use ftcore::Error;
 use tokio::sync::oneshot;
 use tokio_stream::Stream;
 use tokio_stream::wrappers::WatchStream;
-use tonic::codec::{Codec, Streaming};
-use tonic::codegen::http::Extensions;
-use tonic::metadata::MetadataMap;
 use tonic::{Request, Response, Status};
-use tonic_prost::ProstCodec;
 
 use super::actor::{Lighthouse, Message, Pushes, gone};
 use super::frontend::{Frontend, Standings};
-use super::reply::Reply;
-use crate::serve::Line;
-use crate::serve::members::{by_the_operator, in_the_name_of};
+use super::page;
+use super::reply::{Caller, Reply};
+use crate::serve::answer::{Answer, Answers, Asked, asked, message};
+use crate::serve::members::{by_the_operator, in_the_name_of, speaks_for};
+use crate::serve::{Line, News};
 use crate::wire::{
     MAX_MESSAGE_BYTES, answer_by, bounded, elsewhere, grpc_timeout, order_of, oxccl, status_of, torchft,
 };
 use protocol::quorum::{Event, Ticket, cut};
 use protocol::{MAX_ID_BYTES, Member};
 
+const QUORUM: &str = "/torchft.LighthouseService/Quorum";
+const HEARTBEAT: &str = "/torchft.LighthouseService/Heartbeat";
 /// The longest address or lineage, in bytes.
 const MAX_TEXT: usize = 4096;
 /// The longest `data` of a member, in bytes: quorums repeat it for every member.
 const MAX_DATA: usize = 16 * 1024;
 
-/// Withdraws the call when its handler goes away, for whatever reason.
+/// Withdraws the call when its handler goes away without an answer, for whatever reason.
 struct OpenCall {
     lighthouse: Lighthouse,
     ticket: Ticket,
+    is_answered: bool,
 }
 
 impl Drop for OpenCall {
     fn drop(&mut self) {
-        self.lighthouse.send(Message::Event {
-            event: Event::Withdraw { ticket: self.ticket },
-            done: None,
-        });
+        if !self.is_answered {
+            self.lighthouse.send(Message::Event {
+                event: Event::Withdraw { ticket: self.ticket },
+                done: None,
+            });
+        }
     }
 }
 
@@ -64,49 +71,66 @@ pub(crate) fn operator_only<T>(request: &Request<T>) -> Result<(), Status> {
 
 impl Lighthouse {
     /// Remembers over which connection a replica calls.
-    fn note_caller(&self, extensions: &Extensions, replica_id: &str) {
-        let Some(line) = extensions.get::<Arc<Line>>() else {
+    fn note_caller(&self, line: Option<&Arc<Line>>, replica_id: &str) {
+        let Some(line) = line.filter(|line| line.is_new(replica_id)) else {
             return;
         };
-        if line.is_new(replica_id) {
-            let (lighthouse, number) = (self.clone(), line.number());
-            self.send(Message::Calling {
-                line: number,
-                replica_id: replica_id.to_string(),
-            });
-            line.at_end(move |by_peer| {
-                lighthouse.send(Message::Ended {
+        let (lighthouse, number) = (self.clone(), line.number());
+        self.send(Message::Calling {
+            line: number,
+            connection: Arc::downgrade(line),
+            replica_id: replica_id.to_string(),
+        });
+        line.tell(move |news| {
+            lighthouse.send(match news {
+                News::Read => Message::Read { line: number },
+                News::Ended { by_peer } => Message::Ended {
                     line: number,
                     by_peer,
-                })
+                },
             });
-        }
+        });
+    }
+
+    /// Takes in a heartbeat. The answer says that it has come, which is when it counts.
+    fn beat(&self, line: Option<&Arc<Line>>, replica_id: String) -> Result<(), Status> {
+        bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
+        speaks_for(line.and_then(|line| line.peer()), &replica_id)?;
+        self.note_caller(line, &replica_id);
+        self.send(Message::Event {
+            event: Event::Heartbeat { replica_id },
+            done: None,
+        });
+        Ok(())
     }
 
     /// Asks for a quorum and waits for it, until the caller goes away or its time is over.
     async fn ask(
         &self,
-        metadata: &MetadataMap,
-        extensions: &Extensions,
+        timeout: Option<Duration>,
+        line: Option<&Arc<Line>>,
         message: torchft::LighthouseQuorumRequest,
     ) -> Result<Reply, Status> {
-        let timeout = grpc_timeout(metadata)?;
-        let torchft::LighthouseQuorumRequest { requester, held_list } = message;
-        let member =
-            Member::from(requester.ok_or_else(|| Status::invalid_argument("the requester is missing"))?);
+        let caller = Caller::of(&message);
+        let member = Member::from(
+            message
+                .requester
+                .ok_or_else(|| Status::invalid_argument("the requester is missing"))?,
+        );
         check(&member)?;
-        in_the_name_of(extensions, &member.replica_id)?;
+        speaks_for(line.and_then(|line| line.peer()), &member.replica_id)?;
         let id = member.replica_id.clone();
-        self.note_caller(extensions, &id);
+        self.note_caller(line, &id);
         let (reply, answer) = oneshot::channel();
         let ticket = self.number();
-        let _open = OpenCall {
+        let mut open = OpenCall {
             lighthouse: self.clone(),
             ticket,
+            is_answered: false,
         };
         self.send(Message::Join {
             member: Box::new(member),
-            held: held_list,
+            caller,
             ticket,
             reply,
         });
@@ -124,6 +148,7 @@ impl Lighthouse {
                 }
             },
         };
+        open.is_answered = answer.is_ok();
         match answer {
             Ok(answer) => answer.map_err(|e| status_of(&e)),
             Err(_) => Err(elsewhere(&gone())),
@@ -131,38 +156,71 @@ impl Lighthouse {
     }
 }
 
-impl Frontend {
+/// The lighthouse's port: the two calls that each replica makes in every step, before all others.
+pub(crate) struct Pages {
+    frontend: Frontend,
+    others: Arc<Router>,
+}
+
+impl Pages {
+    pub(crate) fn new(frontend: Frontend) -> Self {
+        Self {
+            others: Arc::new(page::routes(frontend.clone())),
+            frontend,
+        }
+    }
+
     /// The call `Quorum` from its first byte to its answer, which is sent as it was encoded for all members.
-    pub(crate) async fn quorum_call(self, request: axum::extract::Request) -> axum::response::Response {
-        let (head, body) = request.into_parts();
-        let decoder = <ProstCodec<(), torchft::LighthouseQuorumRequest> as Codec>::Decoder::default();
-        let answer = async {
-            let mut messages = Streaming::new_request(decoder, body, None, Some(MAX_MESSAGE_BYTES));
-            let none = || Status::invalid_argument("the request is missing");
-            let message = messages.message().await?.ok_or_else(none)?;
-            self.answering()?
-                .ask(
-                    &MetadataMap::from_headers(head.headers),
-                    &head.extensions,
-                    message,
-                )
-                .await
-        };
-        answer
-            .await
-            .map_or_else(|status| status.into_http(), Reply::into_response)
+    async fn quorum(&self, head: &Parts, body: Asked, line: &Arc<Line>) -> Result<Reply, Status> {
+        let message = asked(body, MAX_MESSAGE_BYTES).await?;
+        let timeout = grpc_timeout(&head.headers)?;
+        self.frontend.answering()?.ask(timeout, Some(line), message).await
+    }
+
+    async fn heartbeat(&self, body: Asked, line: &Arc<Line>) -> Result<(), Status> {
+        let message: torchft::LighthouseHeartbeatRequest = asked(body, MAX_MESSAGE_BYTES).await?;
+        self.frontend.answering()?.beat(Some(line), message.replica_id)
+    }
+}
+
+/// A message without content, with its head.
+const EMPTY: Bytes = Bytes::from_static(&[0; 5]);
+
+impl Answers for Pages {
+    async fn answer(
+        self: Arc<Self>,
+        request: http::Request<Asked>,
+        line: Arc<Line>,
+    ) -> http::Response<Answer> {
+        let is_call = request.method() == http::Method::POST;
+        match request.uri().path() {
+            QUORUM if is_call => {
+                let (head, body) = request.into_parts();
+                let reply = self.quorum(&head, body, &line).await;
+                reply.map_or_else(|status| status.into_http(), |reply| message(reply.framed()))
+            }
+            HEARTBEAT if is_call => {
+                let taken = self.heartbeat(request.into_body(), &line).await;
+                taken.map_or_else(|status| status.into_http(), |()| message(EMPTY))
+            }
+            _ => Arc::clone(&self.others).answer(request, line).await,
+        }
     }
 }
 
 #[tonic::async_trait]
 impl torchft::lighthouse_service_server::LighthouseService for Frontend {
-    /// [`Frontend::quorum_call`] stands before it in the router and shares its answers; both give the same.
+    /// [`Pages`] takes this call before it comes here, and so it does with heartbeats.
     async fn quorum(
         &self,
         request: Request<torchft::LighthouseQuorumRequest>,
     ) -> Result<Response<torchft::LighthouseQuorumResponse>, Status> {
         let (metadata, extensions, message) = request.into_parts();
-        let reply = self.answering()?.ask(&metadata, &extensions, message).await?;
+        let timeout = grpc_timeout(metadata.as_ref())?;
+        let reply = self
+            .answering()?
+            .ask(timeout, extensions.get::<Arc<Line>>(), message)
+            .await?;
         let decoded = prost::Message::decode(reply.message());
         decoded
             .map(Response::new)
@@ -174,16 +232,8 @@ impl torchft::lighthouse_service_server::LighthouseService for Frontend {
         request: Request<torchft::LighthouseHeartbeatRequest>,
     ) -> Result<Response<torchft::LighthouseHeartbeatResponse>, Status> {
         let (_, extensions, message) = request.into_parts();
-        let replica_id = message.replica_id;
-        bounded("replica_id", &replica_id, MAX_ID_BYTES)?;
-        in_the_name_of(&extensions, &replica_id)?;
-        let lighthouse = self.answering()?;
-        lighthouse.note_caller(&extensions, &replica_id);
-        // The answer says that it has come, which is when it counts.
-        lighthouse.send(Message::Event {
-            event: Event::Heartbeat { replica_id },
-            done: None,
-        });
+        let line = extensions.get::<Arc<Line>>();
+        self.answering()?.beat(line, message.replica_id)?;
         Ok(Response::new(torchft::LighthouseHeartbeatResponse {}))
     }
 }

@@ -8,12 +8,13 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Error, ErrorKind, Result};
 use protocol::quorum::Record;
 use serde::{Deserialize, Serialize};
 use tokio::sync::Mutex;
 
 use super::saved;
+use crate::clock::{self, time_left};
 use crate::etcd::{Entry, Etcd, Expected, Lease, Put};
 
 /// The lease that is asked for. Only a leading lighthouse that hangs or is cut off is found by its end; a dead one is found by its connection.
@@ -76,7 +77,7 @@ impl Term {
     ) -> Result<(Self, Option<Record>)> {
         let place = format!("etcd key {}", keys.record);
         // Nobody else can write it any more: what is read now is final.
-        let entry = etcd.read(&keys.record, Instant::now() + lease.ttl).await?;
+        let entry = etcd.read(&keys.record, clock::now() + lease.ttl).await?;
         let record = entry.as_ref().map(|e| saved::decode(&e.value, &place));
         let term = Self {
             etcd,
@@ -107,7 +108,7 @@ impl Term {
                 revision: *revision,
             },
         ];
-        let deadline = Instant::now() + self.lease.ttl;
+        let deadline = clock::now() + self.lease.ttl;
         let put = self
             .etcd
             .put(&self.keys.record, text.clone(), None, &expected, deadline)
@@ -138,7 +139,7 @@ impl Term {
 
     /// Whether this lighthouse leads now.
     pub(super) async fn confirm(&self) -> Result<()> {
-        let deadline = Instant::now() + self.lease.ttl;
+        let deadline = clock::now() + self.lease.ttl;
         let entry = self.etcd.read(&self.keys.leader, deadline).await?;
         self.is_own(entry.as_ref())
     }
@@ -160,14 +161,14 @@ impl Term {
 
     /// Keeps the lease until it is lost; gives back why.
     pub(super) async fn keep(&self) -> Error {
-        let mut until = Instant::now() + self.lease.ttl;
+        let mut until = clock::now() + self.lease.ttl;
         loop {
             tokio::time::sleep(BEAT).await;
             if time_left(until).is_zero() {
                 let text = "this lighthouse did not run for longer than its lease";
                 return Error::new(ErrorKind::Conflict, text);
             }
-            let begun = Instant::now();
+            let begun = clock::now();
             match self.etcd.keep_alive(self.lease, until).await {
                 Ok(true) => until = begun + self.lease.ttl,
                 Ok(false) => {

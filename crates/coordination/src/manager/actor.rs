@@ -5,14 +5,15 @@
 use std::collections::HashMap;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 use protocol::quorum::Ticket;
 use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
-use protocol::{AbortEpoch, QuorumResult};
+use protocol::{AbortEpoch, QuorumResult, Told};
 use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::AbortHandle;
+
+use crate::clock;
 
 use super::uplink::{TELL_FIRST, Uplink};
 
@@ -180,7 +181,7 @@ impl Actor {
     }
 
     fn apply(&mut self, event: ReplicaEvent) {
-        let actions = self.state.apply(event, Instant::now());
+        let actions = self.state.apply(event, clock::now());
         let (last, size) = self.state.last_quorum();
         self.uplink.set_last_quorum(last, size);
         self.uplink.set_out(self.state.is_out());
@@ -194,9 +195,19 @@ impl Actor {
                     self.uplink.begin_heartbeats();
                     let (uplink, messages) = (self.uplink.clone(), self.messages.clone());
                     let task = tokio::spawn(async move {
-                        let answer = uplink.quorum(request, deadline).await.map(Arc::new);
+                        let event = match uplink.quorum(request, deadline).await {
+                            Ok(Told::Members(quorum)) => {
+                                let answer = Ok(quorum);
+                                ReplicaEvent::Answered { call, answer }
+                            }
+                            Ok(Told::Parts(parts)) => ReplicaEvent::Placed { call, parts },
+                            Err(error) => {
+                                let answer = Err(error);
+                                ReplicaEvent::Answered { call, answer }
+                            }
+                        };
                         if let Some(messages) = messages.upgrade() {
-                            let _ = messages.send(Message::Event(ReplicaEvent::Answered { call, answer }));
+                            let _ = messages.send(Message::Event(event));
                         }
                     });
                     // One call at a time: an earlier one was answered or cancelled.

@@ -6,12 +6,14 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant};
 
-use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in};
+use axum::Router;
+use ftcore::{Credentials, Error, ErrorKind, Result};
 use identity::{Acceptor, Party, Role, name_of};
 
 use crate::channel::wait_for;
+use crate::clock::{self, deadline_in};
 use crate::lighthouses::Lighthouses;
 use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
 use protocol::MAX_ID_BYTES;
@@ -83,6 +85,26 @@ impl Default for ManagerServerConfig {
     }
 }
 
+/// Starts the tasks of a manager server on the present runtime; others reach its routes at `address`.
+pub(crate) fn begin(
+    config: &ManagerServerConfig,
+    lighthouses: Lighthouses,
+    address: String,
+) -> (Manager, Router) {
+    let life = format!("{}-{}", std::process::id(), clock::wall().as_nanos());
+    let uplink = Uplink::new(lighthouses, config, address, life);
+    let rules = ReplicaRules {
+        replica_id: config.replica_id.clone(),
+        world_size: config.world_size,
+        progress_timeout: config.progress_timeout,
+        grace: service::GRACE,
+    };
+    let manager = actor::start(uplink.clone(), rules);
+    uplink.keep_attached(manager.clone());
+    let routes = service::routes(manager.clone());
+    (manager, routes)
+}
+
 /// A running manager server. Dropping it closes everything at once, which the lighthouse takes for the replica's death.
 #[derive(Debug)]
 pub struct ManagerServer {
@@ -129,32 +151,15 @@ impl ManagerServer {
                 return Err(error);
             }
         };
-        let life = SystemTime::now()
-            .duration_since(UNIX_EPOCH)
-            .map_or(0, |d| d.as_nanos());
-        let uplink = Uplink::new(
-            lighthouses,
-            &config,
-            address.clone(),
-            format!("{}-{life}", std::process::id()),
-        );
-        let manager = {
+        let (manager, routes) = {
             let _guard = runtime.enter();
-            let rules = ReplicaRules {
-                replica_id: config.replica_id.clone(),
-                world_size: config.world_size,
-                progress_timeout: config.progress_timeout,
-                grace: service::GRACE,
-            };
-            let manager = actor::start(uplink.clone(), rules);
-            uplink.keep_attached(manager.clone());
-            manager
+            begin(&config, lighthouses, address.clone())
         };
-        let routes = service::routes(manager.clone());
+        let uplink = manager.uplink.clone();
         let served = match party {
-            None => Served::All(routes),
+            None => Served::All(Arc::new(routes)),
             Some(party) => {
-                let jobs = HashMap::from([(party.job().to_owned(), routes)]);
+                let jobs = HashMap::from([(party.job().to_owned(), Arc::new(routes))]);
                 Served::Jobs(Acceptor::new(&[party], config.limits.handshakes()), jobs)
             }
         };

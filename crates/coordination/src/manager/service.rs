@@ -4,7 +4,7 @@
 use std::time::Duration;
 
 use axum::Router;
-use ftcore::{Error, deadline_in};
+use ftcore::Error;
 use tokio::sync::oneshot;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
@@ -12,6 +12,7 @@ use tonic::{Request, Response, Status};
 use super::actor::{Manager, Message, gone};
 use super::presence::{Watched, process_space};
 use crate::channel::background_deadline;
+use crate::clock::deadline_in;
 use crate::lighthouse::operator_only;
 use crate::serve::members::{caller, in_the_name_of};
 use crate::serve::unknown;
@@ -71,7 +72,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         request: Request<torchft::ManagerQuorumRequest>,
     ) -> Result<Response<torchft::ManagerQuorumResponse>, Status> {
         own_ranks_only(self, &request)?;
-        let timeout = grpc_timeout(request.metadata())?.ok_or_else(|| {
+        let timeout = grpc_timeout(request.metadata().as_ref())?.ok_or_else(|| {
             Status::invalid_argument("missing timeout: a quorum call needs the grpc-timeout header")
         })?;
         let r = request.into_inner();
@@ -99,6 +100,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
                 batches_committed: r.batches_committed,
                 joining: joining(r.joining),
                 is_last: r.is_last,
+                own_part: r.own_part,
             },
             metadata: r.checkpoint_metadata,
             deadline,
@@ -146,7 +148,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         request: Request<torchft::ShouldCommitRequest>,
     ) -> Result<Response<torchft::ShouldCommitResponse>, Status> {
         own_ranks_only(self, &request)?;
-        let timeout = grpc_timeout(request.metadata())?;
+        let timeout = grpc_timeout(request.metadata().as_ref())?;
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
         let key = VoteKey {
@@ -248,7 +250,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         request: Request<oxccl::ManagerReportRequest>,
     ) -> Result<Response<oxccl::ReportResponse>, Status> {
         own_ranks_only(self, &request)?;
-        let timeout = grpc_timeout(request.metadata())?;
+        let timeout = grpc_timeout(request.metadata().as_ref())?;
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
         let reason = format!("rank {rank}: {}", cut(&r.reason));

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
+use ftcore::{Error, ErrorKind, Result};
 use tokio::sync::watch;
 use tonic::Code;
 use tonic::transport::Channel;
@@ -16,6 +16,7 @@ use tonic::transport::Channel;
 use super::ManagerServerConfig;
 use super::actor::Manager;
 use crate::channel::{Backoff, background_deadline};
+use crate::clock::{deadline_in, time_left};
 use crate::lighthouses::{Lighthouses, Search};
 use crate::unchanged::Held;
 use crate::wire::oxccl::oxccl_lighthouse_client::OxcclLighthouseClient;
@@ -23,7 +24,7 @@ use crate::wire::torchft::lighthouse_service_client::LighthouseServiceClient;
 use crate::wire::{MAX_MESSAGE_BYTES, MAX_QUORUM_BYTES, is_elsewhere, order_of, oxccl, torchft};
 use protocol::gather::RankRequest;
 use protocol::replica::ReplicaEvent;
-use protocol::{Member, Quorum};
+use protocol::{Member, Told};
 
 /// How long a replica that cannot go on has to tell why, before its stream ends and its ranks are answered.
 pub(crate) const TELL_FIRST: Duration = Duration::from_millis(500);
@@ -141,15 +142,18 @@ impl Uplink {
         tokio::spawn(async move {
             let mut phase = uplink.inner.phase.subscribe();
             tokio::select! {
-                () = attach(&uplink, &manager) => {}
+                biased;
                 _ = phase.wait_for(|p| *p == Phase::Over) => {}
+                () = attach(&uplink, &manager) => {}
             }
         });
     }
 
     /// Asks the lighthouse for a quorum with this replica in it. Tries again as configured; the error says how often.
-    pub(crate) async fn quorum(&self, request: RankRequest, deadline: Instant) -> Result<Quorum> {
+    pub(crate) async fn quorum(&self, request: RankRequest, deadline: Instant) -> Result<Told> {
         let inner = &self.inner;
+        let init_sync = request.init_sync;
+        let part = request.own_part.then_some(torchft::PartRequest { init_sync });
         let member = Member {
             step: request.step,
             shrink_only: request.shrink_only,
@@ -169,7 +173,8 @@ impl Uplink {
             tries += 1;
             let message = torchft::LighthouseQuorumRequest {
                 requester: Some(member.clone().into()),
-                held_list: self.held().list(),
+                held_list: self.held().list(init_sync),
+                part,
             };
             let ask = |channel, request| async move { torchft(channel).quorum(request).await };
             let answer = inner
@@ -177,7 +182,7 @@ impl Uplink {
                 .call("lighthouse.quorum", deadline, message, ask)
                 .await;
             let error = match answer {
-                Ok(response) => return self.check(response),
+                Ok(response) => return self.check(response, init_sync),
                 Err(error) => error,
             };
             let pause = backoff.next();
@@ -200,9 +205,12 @@ impl Uplink {
     }
 
     /// The quorum of an answer, made whole.
-    fn check(&self, response: torchft::LighthouseQuorumResponse) -> Result<Quorum> {
-        let quorum = self.held().take_in(response)?;
-        if !quorum.contains(self.replica_id()) && !quorum.has_spare(self.replica_id()) {
+    fn check(&self, response: torchft::LighthouseQuorumResponse, init_sync: bool) -> Result<Told> {
+        let told = self.held().take_in(response, init_sync)?;
+        if let Told::Members(quorum) = &told
+            && !quorum.contains(self.replica_id())
+            && !quorum.has_spare(self.replica_id())
+        {
             let text = format!(
                 "the lighthouse sent quorum {} without {}",
                 quorum.quorum_id,
@@ -210,7 +218,7 @@ impl Uplink {
             );
             return Err(Error::new(ErrorKind::Protocol, text));
         }
-        Ok(quorum)
+        Ok(told)
     }
 
     /// Tells the lighthouse that the epoch failed here. A lighthouse without that service is not an error.
@@ -295,13 +303,14 @@ async fn heartbeats(uplink: Uplink) {
     let mut failing = false;
     loop {
         tokio::select! {
+            biased;
+            _ = phase.wait_for(|p| *p >= Phase::Leaving) => return,
             // The lighthouse counts the stream; its end is worth a heartbeat at once.
             () = async {
                 drop(attached.wait_for(|a| !*a).await);
                 drop(out.wait_for(|out| !*out).await);
                 beats.tick().await;
             } => {}
-            _ = phase.wait_for(|p| *p >= Phase::Leaving) => return,
         }
         let message = torchft::LighthouseHeartbeatRequest {
             replica_id: uplink.replica_id().to_string(),
@@ -368,6 +377,7 @@ async fn attach(uplink: &Uplink, manager: &Manager) {
                 let open = Open::new(&inner.attached);
                 let (gone, end) = loop {
                     let event = tokio::select! {
+                        biased;
                         event = events.message() => event,
                         () = went_out(&mut out) => break (false, "this replica cannot go on".to_string()),
                     };

@@ -13,13 +13,15 @@ use std::task::{Context, Poll};
 use std::time::{Duration, Instant};
 
 use axum::BoxError;
-use axum::body::{Body, Bytes, HttpBody};
+use axum::body::{Bytes, HttpBody};
 use hyper::body::{Frame, SizeHint};
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 use tokio::time::Sleep;
 
+use super::answer::Answer;
 use super::frames::Frames;
 use super::limits::{COSTLY_FRAMES, MAX_UNFINISHED_EACH, Port};
+use crate::clock;
 
 /// One connection, as all who serve it see it.
 #[derive(Debug)]
@@ -44,8 +46,27 @@ struct State {
     unfinished: usize,
     /// Over HTTP/2, the last sign that the peer's process runs: bytes of it, or room for more of ours where there was none.
     heard: Option<Instant>,
+    /// Since when a ping has been out that nothing has come after.
+    pinged: Option<Instant>,
+    /// The peer's side was full at the last write.
+    full: bool,
     /// The peer closed the connection, or its kernel did.
     ended_by_peer: bool,
+}
+
+impl State {
+    /// The peer's process runs.
+    fn hear(&mut self, now: Instant) {
+        self.heard = Some(now);
+        self.pinged = None;
+    }
+
+    /// A peer that was full has room. Only over HTTP/2 is that compared with anything.
+    fn has_room(&mut self) {
+        if self.heard.is_some() {
+            self.hear(clock::now());
+        }
+    }
 }
 
 /// What is to become of a connection.
@@ -61,7 +82,7 @@ pub(super) enum Verdict {
 
 impl Activity {
     pub(super) fn new(port: Arc<Port>, peer: SocketAddr) -> Arc<Self> {
-        let now = Instant::now();
+        let now = clock::now();
         Arc::new(Self {
             port,
             peer,
@@ -74,6 +95,8 @@ impl Activity {
                 next: 0,
                 unfinished: 0,
                 heard: None,
+                pinged: None,
+                full: false,
                 ended_by_peer: false,
             }),
         })
@@ -102,6 +125,11 @@ impl Activity {
         self.silence() * 2 / 5
     }
 
+    /// The peer has no room for what is to be sent.
+    pub(super) fn is_full(&self) -> bool {
+        self.state().full
+    }
+
     pub(super) fn is_ended_by_peer(&self) -> bool {
         self.state().ended_by_peer
     }
@@ -118,15 +146,17 @@ impl Activity {
         }
     }
 
+    /// What is to become of the connection, once all that has come over it is read.
     pub(super) fn verdict(&self, now: Instant) -> Verdict {
         let limits = &self.port.limits;
         // What a connection does between two looks shows at the second, so none is far off.
         let soon = now + (limits.unread / 2).min(limits.idle);
-        let state = self.state();
+        let mut state = self.state();
         if !state.greeted {
             let until = self.since + limits.greeting;
             return if now < until {
-                Verdict::Stays(until.min(soon))
+                // Its silence counts from its greeting on, and nobody says here when that comes.
+                Verdict::Stays(until.min(soon).min(now + self.ping_interval()))
             } else {
                 Verdict::Goes(format!("it did not greet within {:?}", limits.greeting))
             };
@@ -135,13 +165,39 @@ impl Activity {
         if oldest.is_some_and(|since| *since + limits.unread <= now) {
             return Verdict::Goes(format!("it took nothing of an answer for {:?}", limits.unread));
         }
+        let silent = match self.silent(&mut state, now) {
+            Ok(look) => look.map_or(soon, |look| look.min(soon)),
+            Err(why) => return Verdict::Goes(why),
+        };
         let idle_at = state.quiet_since + limits.idle;
         if state.open > 0 {
-            Verdict::Stays(soon)
+            Verdict::Stays(silent)
         } else if now < idle_at {
-            Verdict::Stays(idle_at.min(soon))
+            Verdict::Stays(idle_at.min(silent))
         } else {
             Verdict::Idle
+        }
+    }
+
+    /// When to look next at whether the peer is silent, or that it is. Hyper pings it after the ping interval; the time for the answer is counted
+    /// from the first look after that, because while this process did not run it pinged nobody.
+    fn silent(&self, state: &mut State, now: Instant) -> Result<Option<Instant>, String> {
+        let Some(heard) = state.heard else {
+            return Ok(None);
+        };
+        let ping = heard + self.ping_interval();
+        if now < ping {
+            return Ok(Some(ping));
+        }
+        let pinged = *state.pinged.get_or_insert(now);
+        let until = pinged + (self.silence() - self.ping_interval());
+        if now < until {
+            Ok(Some(until))
+        } else {
+            Err(format!(
+                "nothing came over it for {:?}, nor an answer to a ping",
+                now.saturating_duration_since(heard)
+            ))
         }
     }
 }
@@ -155,22 +211,18 @@ pub(super) struct Open {
 
 impl Open {
     /// The request's body, with a limit of time and memory.
-    pub(super) fn bounded<B>(&self, body: B) -> Body
-    where
-        B: HttpBody<Data = Bytes> + Send + Unpin + 'static,
-        B::Error: Into<BoxError>,
-    {
-        Body::new(Incoming {
+    pub(super) fn bounded<B>(&self, body: B) -> Incoming<B> {
+        Incoming {
             body,
-            end: Box::pin(tokio::time::sleep(self.activity.port.limits.greeting)),
+            end: None,
             held: 0,
             activity: Arc::clone(&self.activity),
-        })
+        }
     }
 
     /// The answer's body; the request ends with it.
-    pub(super) fn answer(self, body: Body) -> Body {
-        Body::new(Outgoing { body, open: self })
+    pub(super) fn answer(self, body: Answer) -> Outgoing {
+        Outgoing { body, open: self }
     }
 }
 
@@ -179,14 +231,15 @@ impl Drop for Open {
         let mut state = self.activity.state();
         state.unread.remove(&self.id);
         state.open = state.open.saturating_sub(1);
-        state.quiet_since = Instant::now();
+        state.quiet_since = clock::now();
     }
 }
 
 /// A request's body on its way in.
-struct Incoming<B> {
+pub(crate) struct Incoming<B> {
     body: B,
-    end: Pin<Box<Sleep>>,
+    /// Its time ends; set once it is not whole when it is looked at.
+    end: Option<Pin<Box<Sleep>>>,
     held: usize,
     activity: Arc<Activity>,
 }
@@ -204,13 +257,18 @@ where
         cx: &mut Context<'_>,
     ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let frame = match Pin::new(&mut self.body).poll_frame(cx) {
-            Poll::Pending if self.end.as_mut().poll(cx).is_ready() => {
+            Poll::Pending => {
                 let limit = self.activity.port.limits.greeting;
+                let end = self
+                    .end
+                    .get_or_insert_with(|| Box::pin(tokio::time::sleep(limit)));
+                if end.as_mut().poll(cx).is_pending() {
+                    return Poll::Pending;
+                }
                 return Poll::Ready(Some(Err(
                     format!("the request was not whole within {limit:?}").into()
                 )));
             }
-            Poll::Pending => return Poll::Pending,
             Poll::Ready(frame) => frame,
         };
         let n = match &frame {
@@ -249,8 +307,8 @@ impl<B> Drop for Incoming<B> {
 }
 
 /// An answer's body on its way out. Hyper asks for the next part once the peer has room for it.
-struct Outgoing {
-    body: Body,
+pub(super) struct Outgoing {
+    body: Answer,
     open: Open,
 }
 
@@ -265,7 +323,7 @@ impl HttpBody for Outgoing {
         let frame = Pin::new(&mut self.body).poll_frame(cx);
         let mut state = self.open.activity.state();
         if matches!(&frame, Poll::Ready(Some(Ok(_)))) {
-            state.unread.insert(self.open.id, Instant::now());
+            state.unread.insert(self.open.id, clock::now());
         } else {
             state.unread.remove(&self.open.id);
         }
@@ -297,7 +355,7 @@ impl<S> Guarded<S> {
     pub(super) fn new(stream: S, activity: Arc<Activity>) -> Self {
         Self {
             stream,
-            frames: Frames::new(COSTLY_FRAMES, Instant::now()),
+            frames: Frames::new(COSTLY_FRAMES, clock::now()),
             full: false,
             unflushed: false,
             activity,
@@ -308,11 +366,15 @@ impl<S> Guarded<S> {
     /// for a stopped process, too.
     fn written(&mut self, written: Poll<io::Result<usize>>) -> Poll<io::Result<usize>> {
         match &written {
-            Poll::Pending => self.full = true,
+            Poll::Pending => {
+                self.full = true;
+                self.activity.state().full = true;
+            }
             Poll::Ready(Ok(_)) => {
                 if std::mem::take(&mut self.full) {
                     let mut state = self.activity.state();
-                    state.heard = state.heard.map(|_| Instant::now());
+                    state.full = false;
+                    state.has_room();
                 }
             }
             Poll::Ready(Err(_)) => self.activity.state().ended_by_peer = true,
@@ -340,15 +402,15 @@ impl<S: AsyncRead + Unpin> AsyncRead for Guarded<S> {
         }
         let greeted = self.frames.greeted();
         let new = buf.filled().get(before..).unwrap_or_default();
-        if self.frames.read(new, Instant::now()).is_err() {
+        if self.frames.read(new, clock::now()).is_err() {
             let why = "it floods the server with frames that ask for nothing";
             self.activity.say(why);
             return Poll::Ready(Err(io::Error::new(io::ErrorKind::InvalidData, why)));
         }
         if self.frames.greeted() {
-            let now = Instant::now();
+            let now = clock::now();
             let mut state = self.activity.state();
-            state.heard = Some(now);
+            state.hear(now);
             if !greeted {
                 state.greeted = true;
                 state.quiet_since = now;
@@ -384,8 +446,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
             Poll::Pending => self.unflushed = true,
             Poll::Ready(_) => {
                 if std::mem::take(&mut self.unflushed) {
-                    let mut state = self.activity.state();
-                    state.heard = state.heard.map(|_| Instant::now());
+                    self.activity.state().has_room();
                 }
             }
         }
@@ -399,3 +460,69 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for Guarded<S> {
 
 /// How long a connection that was asked to go may take.
 pub(super) const GOING: Duration = Duration::from_secs(2);
+
+#[cfg(test)]
+mod tests {
+    use super::super::limits::ConnectionLimits;
+    use super::*;
+
+    const SILENCE: Duration = Duration::from_secs(10);
+
+    /// A connection with an open request, over which something came last at the given time.
+    fn heard(at: Instant) -> (Arc<Activity>, Open) {
+        let limits = ConnectionLimits {
+            silence: SILENCE,
+            ..ConnectionLimits::manager()
+        };
+        let activity = Activity::new(Port::new(limits), "127.0.0.1:1".parse().unwrap());
+        let open = activity.begin();
+        activity.state().hear(at);
+        (activity, open)
+    }
+
+    #[test]
+    fn a_peer_that_answers_no_ping_goes_after_the_silence() {
+        let begun = Instant::now();
+        let (activity, _open) = heard(begun);
+        let ping = begun + activity.ping_interval();
+        assert_eq!(activity.verdict(begun), Verdict::Stays(ping));
+        assert_eq!(activity.verdict(ping), Verdict::Stays(begun + SILENCE));
+        assert!(matches!(activity.verdict(begun + SILENCE), Verdict::Goes(_)));
+        // Its answer is read before the verdict.
+        activity.state().hear(begun + SILENCE);
+        assert!(matches!(activity.verdict(begun + SILENCE), Verdict::Stays(_)));
+    }
+
+    #[test]
+    fn a_peer_that_has_not_greeted_is_looked_at_again_before_its_silence_could_be_over() {
+        let limits = ConnectionLimits {
+            silence: SILENCE,
+            greeting: SILENCE * 3,
+            ..ConnectionLimits::manager()
+        };
+        let activity = Activity::new(Port::new(limits), "127.0.0.1:1".parse().unwrap());
+        let now = Instant::now();
+        let again = now + activity.ping_interval();
+        assert_eq!(activity.verdict(now), Verdict::Stays(again));
+    }
+
+    #[test]
+    fn a_peer_that_was_not_pinged_has_its_time_to_answer() {
+        let begun = Instant::now();
+        let (activity, _open) = heard(begun);
+        // This process was stopped for a minute.
+        let back = begun + SILENCE * 6;
+        let until = back + (SILENCE - activity.ping_interval());
+        assert_eq!(activity.verdict(back), Verdict::Stays(until));
+        assert!(matches!(activity.verdict(until), Verdict::Goes(_)));
+    }
+
+    #[test]
+    fn over_http_1_silence_says_nothing() {
+        let begun = Instant::now();
+        let (activity, _open) = heard(begun);
+        activity.state().heard = None;
+        activity.state().has_room();
+        assert!(matches!(activity.verdict(begun + SILENCE * 2), Verdict::Stays(_)));
+    }
+}

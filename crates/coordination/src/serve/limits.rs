@@ -37,8 +37,8 @@ pub struct ConnectionLimits {
     pub greeting: Duration,
     /// A connection without an open request is closed after this time. Default 60 s.
     pub idle: Duration,
-    /// A connection over HTTP/2 is pinged, and closed when nothing has come over it for this time. Default 5 s; a lighthouse takes its heartbeat
-    /// time-out.
+    /// A connection over HTTP/2 is pinged, and closed when nothing has come over it for this time. A lighthouse takes its heartbeat time-out. Default
+    /// 20 s on a manager server: a rank that is stopped for less does not end its replica; who waits for it goes by its progress.
     pub silence: Duration,
     /// An answer of which the peer takes nothing for this time is given up, and the connection with it. Default 30 s.
     pub unread: Duration,
@@ -51,7 +51,7 @@ impl ConnectionLimits {
             per_address: (connections - connections / 8).max(16),
             greeting: Duration::from_secs(10),
             idle: Duration::from_secs(60),
-            silence: Duration::from_secs(5),
+            silence: Duration::from_secs(20),
             unread: Duration::from_secs(30),
         }
     }

@@ -1,26 +1,47 @@
-//! What a service remembers of a connection: under which names its peer called, and what is to happen when the connection ends.
+//! What a service remembers of a connection: who its peer is, under which names it called, what is to happen when the connection ends, and who wants to
+//! know that all that has come over it is read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use identity::Peer;
+use tokio::sync::Notify;
 
 /// The most names for one connection. A replica has one; a connection with more is some tool's.
 const MAX_NAMES: usize = 16;
 
 static NEXT: AtomicU64 = AtomicU64::new(1);
 
-type AtEnd = Box<dyn FnOnce(bool) + Send>;
+/// What becomes of a connection, as its user is told.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum News {
+    /// All that had come when it was [asked for](Line::read) is with its handlers.
+    Read,
+    /// It has ended, by its peer unasked (as the kernel of a killed process does it) or not. Not told when the whole server closes.
+    Ended {
+        /// By its peer.
+        by_peer: bool,
+    },
+}
 
-/// One connection, found in the extensions of its requests.
+type Told = Box<dyn Fn(News) + Send>;
+
+/// One connection, given to its requests.
 pub(crate) struct Line {
     number: u64,
-    state: Mutex<(Vec<String>, Option<AtEnd>)>,
+    /// Who has proved to be at its other end.
+    peer: Option<Peer>,
+    state: Mutex<(Vec<String>, Option<Told>)>,
+    asked: Notify,
 }
 
 impl Line {
-    pub(super) fn new() -> Self {
+    pub(crate) fn new(peer: Option<Peer>) -> Self {
         Self {
             number: NEXT.fetch_add(1, Ordering::Relaxed),
+            peer,
             state: Mutex::default(),
+            asked: Notify::new(),
         }
     }
 
@@ -29,7 +50,12 @@ impl Line {
         self.number
     }
 
-    fn state(&self) -> MutexGuard<'_, (Vec<String>, Option<AtEnd>)> {
+    /// Who calls; `None` without credentials.
+    pub(crate) fn peer(&self) -> Option<&Peer> {
+        self.peer.as_ref()
+    }
+
+    fn state(&self) -> MutexGuard<'_, (Vec<String>, Option<Told>)> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -43,16 +69,31 @@ impl Line {
         new
     }
 
-    /// Calls `end` when the connection ends, with true if its peer ended it unasked (as the kernel of a killed process does). Not called when the
-    /// whole server closes.
-    pub(crate) fn at_end(&self, end: impl FnOnce(bool) + Send + 'static) {
-        self.state().1.get_or_insert_with(|| Box::new(end));
+    /// Who is told what becomes of the connection; the first one stays.
+    pub(crate) fn tell(&self, told: impl Fn(News) + Send + 'static) {
+        self.state().1.get_or_insert_with(|| Box::new(told));
+    }
+
+    /// Asks for [`News::Read`].
+    pub(crate) fn read(&self) {
+        self.asked.notify_one();
+    }
+
+    /// Until somebody [asks](Self::read).
+    pub(crate) async fn is_asked(&self) {
+        self.asked.notified().await;
+    }
+
+    pub(super) fn has_read(&self) {
+        if let Some(told) = &self.state().1 {
+            told(News::Read);
+        }
     }
 
     pub(super) fn ended(&self, by_peer: bool) {
-        let end = self.state().1.take();
-        if let Some(end) = end {
-            end(by_peer);
+        let told = self.state().1.take();
+        if let Some(told) = told {
+            told(News::Ended { by_peer });
         }
     }
 }

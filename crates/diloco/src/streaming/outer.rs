@@ -25,6 +25,22 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         Ok(flat)
     }
 
+    /// After a heal: sets the local parameters of all fragments to the global ones, but for that of the present step, whose outer gradient is a copy of
+    /// the source's. What the source sends of the inner steps that it made is then not sent from here as well.
+    pub(super) fn start_at_global(&mut self) -> Result<()> {
+        let in_flight = self.fragment_at(self.step());
+        self.show_global(Some(in_flight))?;
+        for (f, fragment) in self.fragments.iter_mut().enumerate() {
+            let Some(base) = fragment.base.as_mut().filter(|_| f != in_flight) else {
+                continue;
+            };
+            for slot in 0..self.plan.members(f).len() {
+                base.store(slot, &fragment.global.get(slot)?)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Lets the local parameters of `fragment` go on from the outer step that this replica's `own` part of the mean alone
     /// would make. The outer state itself stays as it is.
     pub(super) fn look_ahead(&mut self, fragment: usize, own: &[f32]) -> Result<()> {
@@ -61,7 +77,13 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         } = state;
         optimizer.begin_step();
         // With eager updates the local parameters take the result over when their next part of it is added (`look_ahead`).
-        let alpha = (!self.config.eager).then_some(self.config.mixing);
+        // A copy of another replica's inner steps is not kept beside its own.
+        let alpha = if self.rounds.is_copy() {
+            0.0
+        } else {
+            self.config.mixing
+        };
+        let alpha = (!self.config.eager).then_some(alpha);
         let counts: Vec<usize> = global.counts().collect();
         let mut rest = mean;
         for ((slot, &i), count) in self.plan.members(fragment).iter().enumerate().zip(counts) {

@@ -4,7 +4,6 @@ use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
 use manager::{Replica, State};
 
-use crate::state::Kept;
 use crate::{Diloco, Parameters};
 
 /// Names in a saved run, besides those of the state that heals.
@@ -18,11 +17,10 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Errors: `InvalidState` before `begin`, and after an error that left the state written in part; those of a device that holds parameters
     /// or copies.
     pub fn save(&mut self, inner: &mut dyn State) -> Result<StateDict> {
-        self.integrity.check()?;
         self.rounds.check_begun()?;
         let mut out = StateDict::new();
         out.insert_i64s(STEP, &[self.step()])?;
-        if let Some(Kept { values, .. }) = &self.kept {
+        if let Some(values) = self.rounds.kept() {
             out.insert_f32(GRADIENT, &[values.len()], values)?;
         }
         self.whole(inner, true).save(&mut out)?;
@@ -36,7 +34,6 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Errors: `InvalidState` if the replica stands at another step, or the run has begun; `InvalidArgument` or `NotFound` for a state that is not of
     /// such a run, with nothing changed; those of `inner` or of a device, which leave a state of no step.
     pub fn restore(&mut self, from: &StateDict, inner: &mut dyn State) -> Result<()> {
-        self.integrity.check()?;
         self.rounds.may_restore()?;
         let (saved, now) = (from.get_i64s(STEP)?, self.step());
         if saved != [now] {
@@ -61,8 +58,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
             return Err(Error::invalid(text));
         }
         self.whole(inner, true).load(from)?;
-        self.rounds.restored(now, gradient.is_some());
-        self.kept = gradient.map(|values| Kept { step: now, values });
+        self.rounds.restored(now, gradient);
         Ok(())
     }
 }

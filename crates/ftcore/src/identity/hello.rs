@@ -10,6 +10,7 @@ use std::io::{self, Read, Write};
 use std::sync::Arc;
 
 use super::Credentials;
+use super::records::{self, NotAuthentic, Opener, Sealer};
 use crate::{Error, Result};
 
 /// In the place of a rank that has no number, as the clients of a store.
@@ -32,6 +33,11 @@ const JOB: usize = 64;
 const KEY: &str = "oxccl data plane hello v1";
 const LISTENER: [u8; 16] = *b"oxccl listener 1";
 const CALLER: [u8; 16] = *b"oxccl caller   1";
+/// The records of the one and the other direction.
+const RECORDS: [&[u8]; 2] = [
+    b"oxccl records of the caller 1",
+    b"oxccl records of the listener 1",
+];
 
 const _: () = assert!(OPEN == LONGEST && ANSWER == LONGEST && PROOF < LONGEST);
 
@@ -44,22 +50,25 @@ const KIND_REFUSAL: u8 = 4;
 /// What a connection is for. Both ends must mean the same.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Topic {
-    purpose: [u8; 16],
+    purpose: [u8; 15],
+    /// What follows the hello is encrypted: set by the handshake.
+    encrypted: bool,
     epoch: u64,
     from: u32,
     to: u32,
 }
 
 impl Topic {
-    /// `purpose` names the service, in at most 16 bytes (more are cut). `from` is the caller's rank and `to` the listener's; [`NO_RANK`] where
+    /// `purpose` names the service, in at most 15 bytes (more are cut). `from` is the caller's rank and `to` the listener's; [`NO_RANK`] where
     /// there is none. A listener need not know `from`: it learns it.
     pub fn new(purpose: &str, epoch: u64, from: u32, to: u32) -> Self {
-        let mut name = [0; 16];
+        let mut name = [0; 15];
         name.iter_mut()
             .zip(purpose.bytes())
             .for_each(|(to, from)| *to = from);
         Self {
             purpose: name,
+            encrypted: false,
             epoch,
             from,
             to,
@@ -75,6 +84,7 @@ impl Topic {
         let mut out = [0; 32];
         let mut put = Put(&mut out);
         put.bytes(&self.purpose);
+        put.bytes(&[u8::from(self.encrypted)]);
         put.bytes(&self.epoch.to_le_bytes());
         put.bytes(&self.from.to_le_bytes());
         put.bytes(&self.to.to_le_bytes());
@@ -85,6 +95,7 @@ impl Topic {
         let mut take = Take(bytes);
         Self {
             purpose: take.array(),
+            encrypted: take.array() != [0],
             epoch: u64::from_le_bytes(take.array()),
             from: u32::from_le_bytes(take.array()),
             to: u32::from_le_bytes(take.array()),
@@ -127,15 +138,18 @@ pub enum Reason {
     OtherTopic,
     /// The hello is of another version.
     OtherVersion,
+    /// One end encrypts the connection and the other does not.
+    Encryption,
 }
 
 impl Reason {
-    const ALL: [(Self, u8); 5] = [
+    const ALL: [(Self, u8); 6] = [
         (Self::NoHello, 1),
         (Self::NoCredentials, 2),
         (Self::WrongProof, 3),
         (Self::OtherTopic, 4),
         (Self::OtherVersion, 5),
+        (Self::Encryption, 6),
     ];
 
     fn code(self) -> u8 {
@@ -229,6 +243,12 @@ impl fmt::Display for Refused {
                 Some((theirs, own)) => write!(f, "its hello is for {theirs}, and this is {own}"),
                 None => write!(f, "it is another service, epoch or rank than the one called"),
             },
+            (Reason::Encryption, _) => write!(
+                f,
+                "one of the two encrypts its connections and the other does not; set {}=1 (or the hint `encrypt`) on all processes of {job}, or \
+                 on none",
+                super::ENCRYPT
+            ),
             (Reason::OtherVersion, _) => {
                 write!(
                     f,
@@ -309,6 +329,7 @@ pub struct Handshake {
     credentials: Arc<Credentials>,
     topic: Topic,
     nonce: [u8; NONCE],
+    is_caller: bool,
     stage: Stage,
     /// `Open` as it was sent or received, then `Answer`.
     said: [u8; OPEN + ANSWER],
@@ -353,7 +374,7 @@ impl Handshake {
         let mut open = [0; OPEN];
         let mut put = Put(&mut open);
         put.bytes(&header(KIND_OPEN));
-        put.bytes(&topic.encode());
+        put.bytes(&handshake.topic.encode());
         put.bytes(&nonce);
         handshake.keep_open(&open);
         handshake.send(&open);
@@ -366,9 +387,13 @@ impl Handshake {
 
     fn new(credentials: Arc<Credentials>, topic: Topic, nonce: [u8; NONCE], stage: Stage) -> Self {
         Self {
+            topic: Topic {
+                encrypted: credentials.encrypts(),
+                ..topic
+            },
             credentials,
-            topic,
             nonce,
+            is_caller: stage == Stage::Answer,
             stage,
             said: [0; OPEN + ANSWER],
             buffer: [0; LONGEST],
@@ -382,6 +407,31 @@ impl Handshake {
     /// Both ends have proved themselves, as far as this one can see, and all is sent.
     pub fn is_done(&self) -> bool {
         self.stage == Stage::Done && self.outgoing().is_empty()
+    }
+
+    /// Once the hello is done: what seals what this end sends, and what opens what comes in. `None` if the connection is not encrypted (see
+    /// [`Credentials::encrypts`]).
+    ///
+    /// # Errors
+    /// None that is known.
+    pub fn into_records(self) -> std::result::Result<Option<(Sealer, Opener)>, NotAuthentic> {
+        if !self.topic.encrypted || self.stage != Stage::Done {
+            return Ok(None);
+        }
+        let (open, answer) = self.said.split_at(OPEN);
+        let mut salt = [0; 2 * NONCE];
+        let mut put = Put(&mut salt);
+        put.bytes(open.get(OPEN - NONCE..).unwrap_or_default());
+        put.bytes(answer.get(HEADER..HEADER + NONCE).unwrap_or_default());
+        let mut job = [0; JOB];
+        Put(&mut job).bytes(self.credentials.job().as_bytes());
+        let secret = self.credentials.secret().key();
+        let [caller, listener] = records::keys(secret, &salt, &[&job, &self.said], RECORDS)?;
+        let (own, theirs) = match self.is_caller {
+            true => (caller, listener),
+            false => (listener, caller),
+        };
+        Ok(Some((Sealer::new(own)?, Opener::new(theirs)?)))
     }
 
     /// What the connection is for.
@@ -464,6 +514,9 @@ impl Handshake {
             from: theirs.from,
             ..self.topic
         };
+        if theirs.encrypted != own.encrypted {
+            return self.refuse(Reason::Encryption);
+        }
         if theirs != own {
             let refused = self.refuse(Reason::OtherTopic);
             return refused.map_err(|r| Refused {

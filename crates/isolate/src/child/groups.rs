@@ -423,6 +423,7 @@ impl Groups {
                     rank,
                     world_size: world,
                     deadline,
+                    cancel: Default::default(),
                 };
                 self.aside(call, group, move |_, member| {
                     member.said().configuring = true;

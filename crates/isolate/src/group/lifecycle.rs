@@ -3,7 +3,7 @@
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use ftcore::{Configuration, Epoch, Error, ErrorKind, Feature, Result};
+use ftcore::{Cancel, Configuration, Epoch, Error, ErrorKind, Feature, Result};
 
 use super::{Handle, IsolatedGroup, State};
 use crate::front::Front;
@@ -22,7 +22,8 @@ const MARGIN: Duration = Duration::from_secs(2);
 
 impl Handle {
     /// A child to configure, and whether it is another one than before.
-    fn child_for(&self, epoch: Epoch, deadline: Instant) -> Result<Arc<Link>> {
+    fn child_for(&self, configuration: &Configuration) -> Result<Arc<Link>> {
+        let Configuration { epoch, deadline, .. } = *configuration;
         let old = {
             let mut state = self.lock();
             match &state.link {
@@ -50,29 +51,36 @@ impl Handle {
             state.traffic.sent += spent.sent;
             state.traffic.received += spent.received;
         }
-        let link = match self.core.spare.take(deadline) {
+        let link = match self.core.spare.take(deadline, &configuration.cancel) {
             Some(link) => link,
-            None => nursery::start(&self.core.options, &self.core.pool, deadline)?.link,
+            None => {
+                let cancel = &configuration.cancel;
+                nursery::start(&self.core.options, &self.core.pool, deadline, cancel)?.link
+            }
         };
         link.attach_first(&self.front);
         let mut state = self.lock();
         state.link = Some(link.clone());
-        if let Some(cancelled) = &state.cancelled {
+        drop(state);
+        if let Err(cancelled) = configuration.cancel.check() {
             link.end(cancelled.clone(), None, Duration::ZERO);
+            return Err(cancelled);
         }
         Ok(link)
     }
 
     fn connect(&self, configuration: &Configuration) -> Result<Settled> {
         let deadline = configuration.deadline;
-        let link = self.child_for(configuration.epoch, deadline)?;
+        let link = self.child_for(configuration)?;
         // Of the epoch before, whose watch is over: it is not to count in this one.
         link.settle(None);
         let watched = !self.core.tells && configuration.world_size > 1;
         if watched {
             peers::publish(configuration, &link)?;
         }
-        let store = link.stores()?.offer(configuration.store.clone());
+        let store = link
+            .stores()?
+            .offer(configuration.cancel.over(&configuration.store));
         let result = link.call(
             |call| Order::Configure {
                 call,
@@ -87,8 +95,12 @@ impl Handle {
             },
             Some(self.front.clone()),
             clock::later(deadline, MARGIN),
+            &configuration.cancel,
         );
-        if let Err(e) = &result {
+        if let Some(reason) = configuration.cancel.reason().filter(|_| result.is_err()) {
+            // The child does not know of it.
+            self.abort(reason.message());
+        } else if let Err(e) = &result {
             let unanswered =
                 e.kind() == ErrorKind::Timeout && ftcore::time_left(clock::later(deadline, MARGIN)).is_zero();
             if unanswered || !self.core.reuses {
@@ -102,7 +114,9 @@ impl Handle {
         result
     }
 
-    pub(super) fn configure(&self, configuration: &Configuration) -> Result<()> {
+    pub(super) fn configure(&self, mut configuration: Configuration) -> Result<()> {
+        configuration.cancel = configuration.cancel.child();
+        let configuration = &configuration;
         let named = |e: Error| {
             if e.context().op.is_some() {
                 return e;
@@ -119,7 +133,7 @@ impl Handle {
         }
         {
             let mut state = self.lock();
-            if state.configuring {
+            if state.configuring.is_some() {
                 return Err(named(Error::new(
                     ErrorKind::InvalidState,
                     "another thread is configuring this group right now",
@@ -131,23 +145,24 @@ impl Handle {
                     configuration.epoch
                 ))));
             }
-            state.configuring = true;
+            state.configuring = Some(configuration.cancel.clone());
             state.peers = None;
-            state.cancelled = None;
             state.failure = None;
             state.settled = None;
             state.name.clone_from(&configuration.name);
         }
         let connected = self.connect(configuration);
+        configuration.cancel.settle();
         let mut state = self.lock();
-        state.configuring = false;
+        state.configuring = None;
+        let cancelled = configuration.cancel.reason();
         state.last_epoch = Some(configuration.epoch);
         state.shut = false;
         match connected {
             Ok(settled) => {
                 state.settled = Some(settled);
                 // The answer and an abort may have crossed.
-                if let Some(cancelled) = state.cancelled.take() {
+                if let Some(cancelled) = cancelled {
                     self.front.poison(&cancelled);
                 }
                 drop(state);
@@ -157,7 +172,7 @@ impl Handle {
                 Ok(())
             }
             Err(error) => {
-                let error = named(state.cancelled.take().unwrap_or(error));
+                let error = named(cancelled.unwrap_or(error));
                 state.failure = Some(error.clone());
                 Err(error)
             }
@@ -165,17 +180,13 @@ impl Handle {
     }
 
     pub(super) fn abort(&self, reason: &str) {
-        let mut state = self.lock();
+        let state = self.lock();
         let (rank, epoch) = state.settled.as_ref().map_or((0, 0), |s| (s.rank, s.epoch));
         let text = format!("rank {rank} aborted the group: {reason}");
         let error = Error::new(ErrorKind::Aborted, text).with_epoch(epoch);
-        if state.configuring {
-            state.cancelled.get_or_insert_with(|| {
-                Error::new(
-                    ErrorKind::Aborted,
-                    format!("aborted while it was being configured: {reason}"),
-                )
-            });
+        if let Some(cancel) = &state.configuring {
+            let text = format!("aborted while it was being configured: {reason}");
+            cancel.cancel(Error::new(ErrorKind::Aborted, text));
         } else if state.settled.is_none() || state.shut {
             return;
         } else {
@@ -224,6 +235,7 @@ impl Handle {
             },
             None,
             clock::later(deadline, MARGIN),
+            &Cancel::default(),
         );
         if self.number == 0 && link.is_alone() {
             let error = Error::new(ErrorKind::InvalidState, "the group is shut down");
@@ -264,6 +276,7 @@ impl Handle {
             },
             None,
             clock::later(deadline, MARGIN),
+            &Cancel::default(),
         );
         let unneeded = || Error::new(ErrorKind::Aborted, "the split gave this rank no group");
         match result {

@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Instant;
 
 use ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DType, Epoch, Error, ErrorKind, Failed,
-    Feature, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in,
-    work_pair,
+    Cancel, Capabilities, Checked, Collective, Completion, Configuration, DType, Epoch, Error, ErrorKind,
+    Failed, Feature, GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
+    deadline_in, work_pair,
 };
 
 use crate::child;
@@ -73,9 +73,8 @@ struct State {
     last_epoch: Option<Epoch>,
     /// Why the last `configure` failed.
     failure: Option<Error>,
-    configuring: bool,
-    /// Aborted while it was being configured.
-    cancelled: Option<Error>,
+    /// Ends the `configure` that is under way.
+    configuring: Option<Cancel>,
     shut: bool,
     /// Watches the other ranks, where the backend does not tell them.
     peers: Option<Peers>,
@@ -104,7 +103,12 @@ impl IsolatedGroup {
             ));
         }
         let pool = Arc::new(Pool::new(mode));
-        let started = nursery::start(&options, &pool, deadline_in(options.start_timeout))?;
+        let started = nursery::start(
+            &options,
+            &pool,
+            deadline_in(options.start_timeout),
+            &Cancel::default(),
+        )?;
         let inner = started.capabilities;
         let core = Arc::new(Core {
             reuses: inner.has(Feature::Reconfigure),
@@ -359,7 +363,7 @@ impl ProcessGroup for IsolatedGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        self.0.configure(&configuration)
+        self.0.configure(configuration)
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {

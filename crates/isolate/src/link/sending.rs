@@ -4,7 +4,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::{Arc, PoisonError, TryLockError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, time_left};
+use ftcore::{Cancel, Error, ErrorKind, Result};
 
 use super::{Call, Link};
 use crate::front::Front;
@@ -25,14 +25,15 @@ impl Link {
         channel::send(&self.socket, &frame, &fds, deadline)
     }
 
-    /// Asks the child for something that it does on a thread of its own, and waits for the answer until `deadline`.
+    /// Asks the child for something that it does on a thread of its own, and waits for the answer until `deadline`, or until it is cancelled.
     ///
-    /// Errors: the child's own; what it ended with, if it did; `Timeout` if there is no answer, which leaves it running.
+    /// Errors: the child's own; what it ended with, if it did; the reason of `cancel`, or `Timeout` if there is no answer, which leave it running.
     pub(crate) fn call(
         &self,
         make: impl FnOnce(u32) -> Order,
         front: Option<Arc<Front>>,
         deadline: Instant,
+        cancel: &Cancel,
     ) -> Result<Settled> {
         let (answer, answered) = std::sync::mpsc::sync_channel(1);
         let number = {
@@ -57,13 +58,15 @@ impl Link {
                 tracing::debug!(pid = %self.pid, error = %e, "an order was not delivered");
             }
         }
-        answered.recv_timeout(time_left(deadline)).unwrap_or_else(|_| {
-            self.lock().calls.remove(&number);
-            Err(Error::timeout(format!(
-                "the child process (pid {}) that runs '{}' did not answer",
-                self.pid, self.backend
-            )))
-        })
+        let answer = cancel.receive(&answered, deadline);
+        if let Ok(Some(answer)) = answer {
+            return answer;
+        }
+        self.lock().calls.remove(&number);
+        answer.and(Err(Error::timeout(format!(
+            "the child process (pid {}) that runs '{}' did not answer",
+            self.pid, self.backend
+        ))))
     }
 
     /// Puts an operation into the child. `frame` makes the message from the operation's number.

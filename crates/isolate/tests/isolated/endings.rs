@@ -124,6 +124,7 @@ fn rank_of_two(options: IsolateOptions, address: &str, rank: u32, is_far: bool) 
         rank,
         world_size: 2,
         deadline: soon(),
+        cancel: Default::default(),
     };
     group.configure(configuration).unwrap();
     group

@@ -210,6 +210,7 @@ fn joined(options: IsolateOptions, address: &str, rank: u32) -> IsolatedGroup {
         rank,
         world_size: 2,
         deadline: soon(),
+        cancel: Default::default(),
     };
     group.configure(configuration).unwrap();
     group

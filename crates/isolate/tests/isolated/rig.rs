@@ -48,6 +48,7 @@ pub(crate) fn configuration(
         rank,
         world_size,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 

@@ -4,14 +4,17 @@
 //! Each is probed in a child process with a time limit: a vendor library that crashes or hangs is a line in the table, and
 //! so is a plugin that cannot be used.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::Write as _;
+use std::path::PathBuf;
 use std::process::{Command, ExitCode};
 use std::time::Duration;
 
-use oxccl::core::registry::{Backend, DefaultBackends, OnConflict, Provenance, Source, Unavailable};
+use oxccl::core::registry::{
+    Backend, DefaultBackends, OnConflict, Provenance, Source, Unavailable, check_name,
+};
 use oxccl::core::{
-    Capabilities, DType, DTypeSet, DeviceKind, Error, Feature, OpKind, ReduceOp, Registry, Result,
+    Capabilities, DType, DTypeSet, DeviceKind, Error, Feature, OpKind, OpSet, ReduceOp, Registry, Result,
     deadline_in,
 };
 use oxccl::launch::BoundChild;
@@ -21,8 +24,11 @@ use super::scratch::Scratch;
 
 const EXAMPLES: &str = "\
 Examples:
-  What can carry data on this machine, and what it offers:
+  What can carry data on this machine, a line each:
     oxccl backends
+
+  All that one of them offers:
+    oxccl backends --backend gloo
 
   For a script, the names of the usable ones:
     oxccl backends --json | jq -r '.backends[] | select(.usable) | .name'";
@@ -31,9 +37,12 @@ Examples:
 #[derive(Debug, clap::Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Arguments {
-    /// Write the list as JSON.
+    /// Write the list as JSON: all that is known of each.
     #[arg(long)]
     json: bool,
+    /// Show all that this backend offers, instead of a line for each.
+    #[arg(long, value_name = "NAME")]
+    backend: Option<String>,
 }
 
 /// Asks one backend whether it can be used (how `backends` starts itself).
@@ -157,12 +166,33 @@ struct Conflict {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let registry = Registry::global();
     let defaults = DefaultBackends::from_env()?;
-    let plugins = plugin::discover(registry).into_iter().map(found).collect();
+    let only = match &arguments.backend {
+        Some(name) => Some(check_name(name)?),
+        None => None,
+    };
+    let reports = plugin::discover(registry);
+    // By the names under which the registry shows them: a path need not be text.
+    let files: BTreeMap<String, PathBuf> = reports
+        .iter()
+        .filter_map(|r| {
+            r.loaded
+                .map(|l| (l.path().display().to_string(), l.path().to_path_buf()))
+        })
+        .collect();
+    let plugins = reports.into_iter().map(found).collect();
     let scratch = Scratch::new("backends")?;
     let mut backends = Vec::new();
     for backend in registry.list() {
-        let verdict = ask(&backend, &scratch).unwrap_or_else(|e| Verdict::because(&e));
+        if only.as_ref().is_some_and(|name| *name != backend.name) {
+            continue;
+        }
+        let file = files.get(&backend.source.origin);
+        let verdict = ask(&backend, file, &scratch).unwrap_or_else(|e| Verdict::because(&e));
         backends.push(entry(&backend, verdict, &defaults));
+    }
+    if let Some(name) = only.filter(|_| backends.is_empty()) {
+        // Says what is known, and what it may have been meant for.
+        registry.get(&name, None)?;
     }
     let list = List {
         backends,
@@ -188,11 +218,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             .map_err(|e| Error::invalid(format!("write the list as JSON: {e}")))?
             + "\n"
     } else {
-        table(&list)
+        table(&list, arguments.backend.is_some())
     };
-    std::io::stdout()
-        .write_all(text.as_bytes())
-        .map_err(|e| Error::io("write to standard output", e))?;
+    crate::results::write(&text)?;
     Ok(ExitCode::SUCCESS)
 }
 
@@ -217,7 +245,7 @@ pub(crate) fn probe(arguments: ProbeArguments) -> Result<ExitCode> {
 }
 
 /// Asks in a child process. An error is a verdict too: the child crashed, hung or could not be started.
-fn ask(backend: &Backend, scratch: &Scratch) -> Result<Verdict> {
+fn ask(backend: &Backend, file_of_plugin: Option<&PathBuf>, scratch: &Scratch) -> Result<Verdict> {
     if backend.source.provenance == Provenance::Api {
         // Known to this process only; it is this program's own code.
         let mut verdict = backend
@@ -240,8 +268,8 @@ fn ask(backend: &Backend, scratch: &Scratch) -> Result<Verdict> {
     command
         .args(["backends-probe", &backend.name, backend.device.name()])
         .arg(&answer);
-    if backend.source.provenance == Provenance::Plugin {
-        command.arg("--plugin").arg(&backend.source.origin);
+    if let Some(plugin) = file_of_plugin {
+        command.arg("--plugin").arg(plugin);
     }
     let mut child = BoundChild::spawn(command, &file("log"))?;
     let exit = child
@@ -294,8 +322,11 @@ fn origin(source: &Source) -> Origin {
     }
 }
 
-fn entry(backend: &Backend, verdict: Verdict, defaults: &DefaultBackends) -> Entry {
+fn entry(backend: &Backend, mut verdict: Verdict, defaults: &DefaultBackends) -> Entry {
     let capabilities = backend.factory.capabilities();
+    if capabilities.ops == OpSet::NONE && verdict.reason.is_none() {
+        verdict.reason = Some("it offers no operation, or its capabilities cannot be read".to_string());
+    }
     Entry {
         name: backend.name.clone(),
         device: backend.device.to_string(),
@@ -372,18 +403,38 @@ fn reductions(capabilities: &Capabilities) -> Vec<Reductions> {
         .collect()
 }
 
-fn table(list: &List) -> String {
+/// The most that is shown of a text that came from elsewhere.
+const LONGEST: usize = 300;
+
+/// A text of a plugin or a library, for the terminal: one line, no control characters, not endless.
+fn shown(text: &str) -> String {
+    let mut shown: String = text
+        .chars()
+        .take(LONGEST)
+        .flat_map(|c| match c {
+            '\n' | '\t' => vec![' '],
+            c if c.is_control() => c.escape_default().collect(),
+            c => vec![c],
+        })
+        .collect();
+    if text.chars().nth(LONGEST).is_some() {
+        shown.push('…');
+    }
+    shown
+}
+
+fn table(list: &List, all: bool) -> String {
     let heads = ["BACKEND", "DEVICE", "VERSION", "SOURCE"].map(String::from);
     let mut rows: Vec<([String; 4], String)> = vec![(heads, "USABLE".to_string())];
     rows.extend(list.backends.iter().map(|b| {
         let cells = [
-            b.name.clone(),
+            shown(&b.name),
             b.device.clone(),
-            b.version.clone(),
-            format!("{} ({})", b.source.kind, b.source.origin),
+            shown(&b.version),
+            shown(&format!("{} ({})", b.source.kind, b.source.origin)),
         ];
         let usable = match (&b.reason, b.default) {
-            (Some(reason), _) => format!("no: {reason}"),
+            (Some(reason), _) => shown(&format!("no: {reason}")),
             (None, true) => format!("yes, the default for {}", b.device),
             (None, false) => "yes".to_string(),
         };
@@ -403,7 +454,11 @@ fn table(list: &List) -> String {
             let _ = write!(text, "{cell:width$}  ");
         }
         let _ = writeln!(text, "{usable}");
-        if let Some(backend) = i.checked_sub(1).and_then(|i| list.backends.get(i)) {
+        if let Some(backend) = i
+            .checked_sub(1)
+            .and_then(|i| list.backends.get(i))
+            .filter(|_| all)
+        {
             details(&mut text, backend);
         }
     }
@@ -421,13 +476,19 @@ fn table(list: &List) -> String {
                 p.abi_minor.unwrap_or(0)
             ),
         };
-        let _ = writeln!(text, "plugin: {} ({}): {said}", p.path, p.variable);
+        let _ = writeln!(
+            text,
+            "plugin: {} ({}): {}",
+            shown(&p.path),
+            p.variable,
+            shown(&said)
+        );
     }
     if list.conflicts.is_empty() {
         text.push_str("conflicts: none\n");
     }
     for c in &list.conflicts {
-        let show = |o: &Origin| format!("{} {} ({})", o.origin, o.version, o.kind);
+        let show = |o: &Origin| shown(&format!("{} {} ({})", o.origin, o.version, o.kind));
         let _ = writeln!(
             text,
             "conflict: {} for {} is provided by {} and by {}; the first is used",
@@ -448,7 +509,7 @@ fn table(list: &List) -> String {
 fn details(text: &mut String, backend: &Entry) {
     let mut line = |head: &str, body: String| {
         if !body.is_empty() {
-            let _ = writeln!(text, "  {head:<12} {body}");
+            let _ = writeln!(text, "  {head:<12} {}", shown(&body));
         }
     };
     line("library", backend.library.clone().unwrap_or_default());

@@ -11,7 +11,6 @@ mod plan;
 mod ranks;
 mod table;
 
-use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -222,6 +221,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
     };
     let rows = plan.rows()?;
+    if arguments.plot.is_some() && rows.iter().all(|row| row.bytes == 0) {
+        return Err(Error::invalid(
+            "--plot draws over sizes, and barrier has none; add an operation that moves data",
+        ));
+    }
     let ranks_as = format!(
         "on {device}, {} ranks as {}{}{}, {} sums",
         plan.ranks,
@@ -342,8 +346,13 @@ fn wait_line(
         if let Some(text) = ranks.failure() {
             return Err(Stop::Failed(text));
         }
+        // Before the store is asked: a rank ends in good order only after all have told their times.
+        let gone = ranks.ended();
         match ranks.store.wait(&keys, deadline_in(LOOK).min(deadline)) {
             Ok(()) => break,
+            Err(e) if e.kind() == ErrorKind::Timeout && gone.is_some() => {
+                return Err(Stop::Failed(gone.unwrap_or_default()));
+            }
             Err(e) if e.kind() == ErrorKind::Timeout && Instant::now() < deadline => {}
             Err(e) => return Err(failed(e)),
         }
@@ -376,8 +385,5 @@ fn give_up(stop: Stop, row: Row, ranks: &mut Ranks) -> ExitCode {
 
 /// A line on standard output.
 fn show(text: std::fmt::Arguments<'_>) -> Result<()> {
-    let mut out = std::io::stdout();
-    writeln!(out, "{text}")
-        .and_then(|()| out.flush())
-        .map_err(|e| Error::io("write to standard output", e))
+    crate::results::write(&format!("{text}\n"))
 }

@@ -1,13 +1,13 @@
 //! `oxccl launch`: starts the replicas of this machine (and a lighthouse, unless there is one), restarts those that
 //! die, and says how it went.
 
-use std::ffi::OsString;
-use std::io::Write;
-use std::path::PathBuf;
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use oxccl::core::{Credentials, Error, Result, deadline_in};
+use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
 use oxccl::launch::{
     EventKind, ExitSummary, GiveUp, LighthouseSource, Outcome, RestartPolicy, StopReason, Supervisor,
     SupervisorConfig, SupervisorEvent, check_lighthouse,
@@ -109,6 +109,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         .split_first()
         .ok_or_else(|| Error::invalid("no program is given"))?;
     let (program, program_arguments) = (program.clone(), program_arguments.to_vec());
+    is_there(&program)?;
     let closure = closure(arguments.credentials, arguments.insecure)?;
     let source = match arguments.lighthouse {
         Some(url) => {
@@ -168,12 +169,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             other => show(&other, arguments.ranks_per_replica),
         }
     }
-    let outcome = end.ok_or_else(|| {
-        Error::new(
-            oxccl::core::ErrorKind::Internal,
-            "the run ended without an outcome",
-        )
-    })?;
+    let outcome = end.ok_or_else(|| Error::new(ErrorKind::Internal, "the run ended without an outcome"))?;
     report(&outcome, arguments.json)?;
     Ok(match (&outcome.stop, outcome.is_success()) {
         (_, true) => ExitCode::SUCCESS,
@@ -228,6 +224,23 @@ fn closure(credentials: Option<PathBuf>, insecure: bool) -> Result<Vec<(&'static
         variables.push((ftcore::identity::INSECURE, "1".into()));
     }
     Ok(variables)
+}
+
+/// `NotFound` if there is no such program, as the system would look for it: before a lighthouse is started for it.
+fn is_there(program: &OsStr) -> Result<()> {
+    let named = Path::new(program);
+    let found = match named.components().count() {
+        1 if !program.as_bytes().contains(&b'/') => std::env::var_os("PATH")
+            .is_none_or(|path| std::env::split_paths(&path).any(|folder| folder.join(named).is_file())),
+        _ => named.is_file(),
+    };
+    if found {
+        return Ok(());
+    }
+    Err(Error::new(
+        ErrorKind::NotFound,
+        format!("program \"{}\" not found", named.display()),
+    ))
 }
 
 /// Unlike any other run's of this machine.
@@ -315,7 +328,7 @@ fn report(outcome: &Outcome, json: bool) -> Result<()> {
     if json {
         let text = serde_json::to_string_pretty(outcome)
             .map_err(|e| Error::invalid(format!("write the outcome as JSON: {e}")))?;
-        writeln!(std::io::stdout(), "{text}").map_err(|e| Error::io("write to standard output", e))?;
+        crate::results::write(&format!("{text}\n"))?;
     }
     Ok(())
 }

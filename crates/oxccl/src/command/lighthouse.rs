@@ -1,7 +1,7 @@
 //! `oxccl lighthouse`: runs the service through which replicas find each other, until it is interrupted.
 
 use std::ffi::OsString;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::time::Duration;
 
@@ -127,6 +127,13 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
     let count = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
     let state_file = arguments.record(std::env::var_os("XDG_STATE_HOME"), std::env::var_os("HOME"))?;
+    let named = arguments.state_file.as_deref().and_then(Path::parent);
+    if let Some(folder) = named.filter(|f| !f.as_os_str().is_empty() && !f.exists()) {
+        say!(
+            "oxccl: the folder {} was not there and is made; the job's record begins anew",
+            folder.display()
+        );
+    }
     let etcd = (!arguments.etcd.is_empty()).then(|| EtcdConfig {
         members: arguments.etcd.clone(),
         job: arguments.job.clone(),

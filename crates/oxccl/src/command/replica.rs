@@ -1,11 +1,10 @@
 //! `oxccl replica`: an operator's orders to a replica of a running job.
 
-use std::io::Write;
 use std::process::ExitCode;
 use std::time::Duration;
 
 use oxccl::coordination::{LighthouseClient, Order, OrderKind};
-use oxccl::core::{Error, Result, deadline_in};
+use oxccl::core::{Result, deadline_in};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -71,7 +70,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         reason: whom.reason,
     };
     for id in client.operate(&whom.replica, order, deadline)? {
-        writeln!(std::io::stdout(), "{id} {told}").map_err(|e| Error::io("write to standard output", e))?;
+        crate::results::write(&format!("{id} {told}\n"))?;
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -107,6 +107,11 @@ impl Machine {
             run.events.clone(),
             run.to_self.clone(),
         )?;
+        child::forget_logs(
+            &c.run_dir,
+            &replicas,
+            matches!(c.lighthouse, LighthouseSource::Spawn { .. }),
+        )?;
         let mut slots: BTreeMap<Who, Slot> = replicas
             .map(|r| (Who::Replica(r), Slot::new(c.ranks_per_replica)))
             .collect();

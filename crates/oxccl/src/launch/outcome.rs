@@ -134,7 +134,22 @@ impl Outcome {
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}", self.stop)?;
+        let failed: Vec<String> = self
+            .replicas
+            .iter()
+            .filter(|r| !r.exit.is_some_and(|exit| exit.success()))
+            .map(|r| r.replica.to_string())
+            .collect();
+        match (&self.stop, failed.len()) {
+            (StopReason::Completed, 1..) => write!(
+                f,
+                "{} of {} replicas failed ({}); the others came to their end",
+                failed.len(),
+                self.replicas.len(),
+                failed.join(", ")
+            )?,
+            (stop, _) => write!(f, "{stop}")?,
+        }
         for r in &self.replicas {
             let lives = if r.lives == 1 {
                 "1 life".to_owned()

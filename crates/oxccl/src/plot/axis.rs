@@ -78,17 +78,29 @@ impl LogAxis {
             .pixel(if value > 0.0 { value.log10() } else { low })
     }
 
-    /// Powers of ten on the axis; with 2 and 5 times them if there are fewer than three.
+    /// Powers of ten on the axis; with 2 and 5 times them if there are fewer than three, and with more where that is still so.
     pub fn ticks(&self) -> Vec<f64> {
+        const TENTHS: [&[u8]; 3] = [&[10], &[10, 20, 50], &[10, 20, 30, 40, 50, 60, 70, 80, 90]];
+        let steps = TENTHS.iter().map(|tenths| self.ticks_at(tenths));
+        let fine: Vec<u8> = (10..100).step_by(2).collect();
+        let enough = |ticks: &Vec<f64>| ticks.len() > 2;
+        steps
+            .into_iter()
+            .find(enough)
+            .unwrap_or_else(|| self.ticks_at(&fine))
+    }
+
+    /// These tenths of powers of ten, where they are on the axis.
+    fn ticks_at(&self, tenths: &[u8]) -> Vec<f64> {
         let (low, high) = (self.exponents.low, self.exponents.high);
         let decades = low.floor().max(-30.0) as i32..=high.ceil().min(30.0) as i32;
-        let steps: &[f64] = if high - low < 2.5 {
-            &[1.0, 2.0, 5.0]
-        } else {
-            &[1.0]
+        // Divided, not multiplied by a fraction: 3 / 10 is written 0.3.
+        let times = |tenths: f64, power: i32| match power {
+            0.. => tenths * 10f64.powi(power),
+            _ => tenths / 10f64.powi(-power),
         };
         decades
-            .flat_map(|d| steps.iter().map(move |s| s * 10f64.powi(d)))
+            .flat_map(|d| tenths.iter().map(move |t| times(f64::from(*t), d - 1)))
             .filter(|t| (low - 1e-9..=high + 1e-9).contains(&t.log10()))
             .collect()
     }
@@ -102,6 +114,17 @@ mod tests {
     fn a_logarithmic_axis_has_ticks_at_powers_of_ten_and_between_them_where_these_are_few() {
         let wide = LogAxis::new(0.3, 4000.0, 0.0, 100.0);
         assert_eq!(wide.ticks(), [1.0, 10.0, 100.0, 1000.0]);
+        // Nearly three decades, of which two powers of ten are on the axis.
+        let unlucky = LogAxis::new(11.0, 9000.0, 0.0, 100.0);
+        assert_eq!(
+            unlucky.ticks(),
+            [20.0, 50.0, 100.0, 200.0, 500.0, 1000.0, 2000.0, 5000.0]
+        );
+        for (low, high) in [(0.25, 0.45), (110.0, 190.0), (30.0, 90.0)] {
+            let ticks = LogAxis::new(low, high, 0.0, 100.0).ticks();
+            assert!((3..=10).contains(&ticks.len()), "{low} to {high}: {ticks:?}");
+            assert!(ticks.iter().all(|t| format!("{t}").len() <= 4), "{ticks:?}");
+        }
         let narrow = LogAxis::new(1.0, 40.0, 100.0, 0.0);
         assert_eq!(narrow.ticks(), [1.0, 2.0, 5.0, 10.0, 20.0]);
         assert_eq!((narrow.pixel(1.0), narrow.pixel(40.0)), (100.0, 0.0));
@@ -109,7 +132,7 @@ mod tests {
         for (low, high) in [(5.0, 5.0), (0.0, 0.0), (f64::NAN, 1.0), (1.0, f64::INFINITY)] {
             let odd = LogAxis::new(low, high, 0.0, 100.0);
             assert!(
-                odd.pixel(5.0).is_finite() && odd.ticks().len() < 10,
+                odd.pixel(5.0).is_finite() && odd.ticks().len() <= 10,
                 "{low} {high}"
             );
         }

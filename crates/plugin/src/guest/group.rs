@@ -177,15 +177,18 @@ unsafe extern "C" fn configure(
     unsafe {
         entry(ctx, "it was configured", fault, |g| {
             let c = abi::read(configuration).map_err(breach)?;
+            let (store, cancel) = store::hold(c.store)?;
             let result = g.inner.configure(Configuration {
-                store: store::hold(c.store)?,
+                store,
                 prefix: text::read(c.prefix).map_err(breach)?,
                 name: text::read(c.name).map_err(breach)?,
                 epoch: Epoch(c.epoch),
                 rank: c.rank,
                 world_size: c.world_size,
                 deadline: fault::deadline(c.timeout_ms),
+                cancel: cancel.clone(),
             });
+            cancel.settle();
             *g.info.write().unwrap_or_else(PoisonError::into_inner) = None;
             result
         })

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use ftcore::{Error, Result, Store};
+use ftcore::{Cancel, Error, Result, Store};
 
 use super::breach;
 use crate::abi::{self, Bytes, Fault, Growing, Str};
@@ -27,18 +27,30 @@ impl Drop for HostStore {
     }
 }
 
-/// Takes a reference to the host's store.
+/// Takes a reference to the host's store, with the token of the `configure` that it is passed in.
 ///
 /// # Safety
 /// `store` keeps to the ABI.
-pub(super) unsafe fn hold(store: *const abi::Store) -> Result<Arc<dyn Store>> {
+pub(super) unsafe fn hold(store: *const abi::Store) -> Result<(Arc<dyn Store>, Cancel)> {
     // SAFETY: INV-10 by the contract.
     let store = unsafe { abi::read(store) }.map_err(breach)?;
     if let Some(retain) = store.retain {
         // SAFETY: INV-8 the host's function for the host's context.
         unsafe { retain(store.ctx) }
     }
-    Ok(Arc::new(HostStore(store)))
+    let store = Arc::new(HostStore(store));
+    let asked = store.clone();
+    Ok((store, Cancel::watching(move || asked.wanted().err())))
+}
+
+impl HostStore {
+    fn wanted(&self) -> Result<()> {
+        match self.0.wanted {
+            // SAFETY: INV-8 the host's function; the fault lives for the call.
+            Some(f) => call(|fault| unsafe { f(self.0.ctx, fault) }),
+            None => Ok(()),
+        }
+    }
 }
 
 const WHO: &str = "the host's store";

@@ -191,6 +191,7 @@ impl BackendFactory for PluginFactory {
 
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
         let f = self.library.need(self.library.table.create, "create")?;
+        options.check()?;
         let mut table = abi::Group::empty();
         let id = abi::DeviceId {
             kind: text::lend(device.kind.name()),

@@ -13,6 +13,7 @@ use ftcore::{
 use super::device::{self, Devices};
 use super::library::{Library, guarded};
 use super::operation::{Outgoing, Pending};
+use super::overdue::Overdue;
 use super::{factory, polling, store};
 use crate::abi::{self, Growing, NONE, WORK_POLLED};
 use crate::{fault, text};
@@ -30,6 +31,10 @@ unsafe impl Sync for Raw {}
 
 impl Drop for Raw {
     fn drop(&mut self) {
+        if ftcore::forked::is_child() {
+            // The plugin's connections are the parent's.
+            return;
+        }
         if let Some(close) = self.table.close {
             // SAFETY: INV-8 once: nobody else has the table any more.
             guarded((), || unsafe { close(self.table.ctx) });
@@ -39,7 +44,7 @@ impl Drop for Raw {
 
 impl Raw {
     fn abort(&self, reason: &str) {
-        if let Some(abort) = self.table.abort {
+        if let Some(abort) = self.table.abort.filter(|_| !ftcore::forked::is_child()) {
             // SAFETY: INV-10 the plugin's own function and context.
             unsafe { abort(self.table.ctx, text::lend(reason)) }
         }
@@ -50,8 +55,9 @@ impl Raw {
 pub(super) struct PluginGroup {
     raw: Arc<Raw>,
     capabilities: Capabilities,
-    /// What the group said after the last `configure`: it changes there only, and is needed for every call.
+    /// What was agreed in the last `configure`: it changes there only, and is needed for every call.
     info: RwLock<GroupInfo>,
+    overdue: Arc<Overdue>,
     /// For messages, should the plugin fail to say one.
     backend: String,
     timeout: Duration,
@@ -99,37 +105,71 @@ impl PluginGroup {
                 epoch: Epoch(0),
                 device: Device::CPU,
             }),
+            overdue: Arc::default(),
             backend: backend.to_string(),
             timeout,
         };
-        group.refresh();
+        match group.ask() {
+            Ok(mut info) => {
+                // Not configured, whatever it says.
+                (info.rank, info.world_size, info.epoch) = (0, 0, Epoch(0));
+                group.set_info(info);
+            }
+            Err(why) => {
+                tracing::warn!(
+                    plugin = library.shown(),
+                    why,
+                    "a plugin's group cannot say what it is"
+                );
+            }
+        }
         Ok(group)
     }
 
+    fn set_info(&self, info: GroupInfo) {
+        *self.info.write().unwrap_or_else(PoisonError::into_inner) = info;
+    }
+
+    fn unconfigured(&self) {
+        let mut info = self.info.write().unwrap_or_else(PoisonError::into_inner);
+        (info.rank, info.world_size) = (0, 0);
+    }
+
+    /// What a configured group says it is, if `agreed` finds nothing wrong with it. Errors: `Protocol`; the group is aborted and not configured.
+    fn claims(&self, agreed: impl FnOnce(&GroupInfo) -> Option<String>) -> Result<()> {
+        let wrong = match self.ask() {
+            Ok(info) => match agreed(&info) {
+                None => {
+                    self.set_info(info);
+                    return Ok(());
+                }
+                Some(wrong) => wrong,
+            },
+            Err(why) => format!("it cannot say what the group is: {why}"),
+        };
+        self.unconfigured();
+        self.raw.abort("the plugin broke the ABI");
+        Err(super::breach(&self.raw.library.shown(), wrong))
+    }
+
+    /// A `configure` that is refused, for a stale epoch say, leaves the group as it was `before`, if it says so.
+    fn keep(&self, before: GroupInfo) {
+        let same = |now: GroupInfo| {
+            (now.rank, now.world_size, now.epoch) == (before.rank, before.world_size, before.epoch)
+        };
+        if self.ask().is_ok_and(same) {
+            self.set_info(before);
+        }
+    }
+
     /// Asks the plugin what the group is now.
-    fn refresh(&self) {
+    fn ask(&self) -> Result<GroupInfo, String> {
         let mut answer: Answer = None;
         if let Some(info) = self.raw.table.info {
             // SAFETY: INV-10 the plugin's own function and context; `answer` lives for the call.
             unsafe { info(self.raw.table.ctx, (&raw mut answer).cast(), Some(take_info)) }
         }
-        let why = match answer {
-            Some(Ok(info)) => {
-                *self.info.write().unwrap_or_else(PoisonError::into_inner) = info;
-                return;
-            }
-            Some(Err(why)) => why,
-            None => "it said nothing".to_string(),
-        };
-        tracing::warn!(
-            plugin = self.raw.library.shown(),
-            why,
-            "a plugin's group cannot say what it is"
-        );
-        // Not configured, as far as anybody can tell.
-        let mut info = self.info.write().unwrap_or_else(PoisonError::into_inner);
-        info.world_size = 0;
-        info.rank = 0;
+        answer.unwrap_or_else(|| Err("it said nothing".to_string()))
     }
 
     /// The plugin's handle for the stream of a call: null if the inputs are ready.
@@ -161,6 +201,13 @@ impl PluginGroup {
         }
     }
 
+    fn world_size(&self) -> u32 {
+        self.info
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .world_size
+    }
+
     fn devices(&self, kind: &DeviceKind) -> Option<Devices> {
         if *kind == DeviceKind::Cpu {
             return None;
@@ -173,10 +220,18 @@ impl PluginGroup {
         Box::new(Rejected { error, op })
     }
 
-    /// Everything that a refusal gives back; it is there, since nothing was accepted.
-    fn taken_back(pending: &Arc<Pending>, error: Error) -> Box<Rejected> {
-        let op = pending.refused().unwrap_or(Collective::Barrier);
-        Self::refuse(error, op)
+    /// Everything that a refusal gives back.
+    fn taken_back(&self, pending: &Pending, error: Error) -> Box<Rejected> {
+        match pending.refused() {
+            Some(op) => Self::refuse(error, op),
+            None => {
+                let what = format!("it completed an operation and then refused it: {error}");
+                Self::refuse(
+                    super::breach(&self.raw.library.shown(), what),
+                    Collective::Barrier,
+                )
+            }
+        }
     }
 }
 
@@ -233,9 +288,14 @@ impl ProcessGroup for PluginGroup {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
+        ftcore::forked::check()?;
         let raw = &*self.raw;
         let f = raw.library.need(raw.table.configure, "configure")?;
-        let store = store::Lent::new(configuration.store.clone());
+        configuration.cancel.check()?;
+        let cancel = configuration.cancel.child();
+        let store = store::Lent::new(&configuration.store, cancel.clone(), &raw.library.name)?;
+        let before = self.info();
+        self.unconfigured();
         let mut c = abi::Configuration::empty();
         c.store = &raw const store.table;
         c.prefix = text::lend(&configuration.prefix);
@@ -248,8 +308,28 @@ impl ProcessGroup for PluginGroup {
         let result = raw
             .library
             .call(|fault| unsafe { f(raw.table.ctx, &raw const c, fault) });
-        self.refresh();
-        result.map_err(|e| e.with_op("configure"))
+        cancel.settle();
+        let (rank, world, epoch) = (configuration.rank, configuration.world_size, configuration.epoch);
+        let refused = result.is_err();
+        let configured = result.and_then(|()| {
+            self.overdue.forget();
+            self.claims(|info| {
+                let same = (info.rank, info.world_size, info.epoch) == (rank, world, epoch);
+                (!same).then(|| {
+                    format!(
+                        "configured as rank {rank} of {world} at epoch {epoch}, it says that it is rank {} of {} at epoch {}",
+                        info.rank, info.world_size, info.epoch
+                    )
+                })
+            })
+        });
+        if refused {
+            self.keep(before);
+        }
+        configured.map_err(|e| match (e.kind(), cancel.reason()) {
+            (ErrorKind::Aborted, Some(reason)) => reason,
+            _ => e.with_op("configure").with_rank(rank).with_epoch(epoch.0),
+        })
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
@@ -259,6 +339,9 @@ impl ProcessGroup for PluginGroup {
             (Err(error), _) => return Err(Self::refuse(error, op)),
             (Ok(_), None) => return Err(Self::refuse(Error::unsupported("no submit"), op)),
         };
+        if let Some(error) = self.overdue.refusal() {
+            return Err(Self::refuse(error, op));
+        }
         let (deadline, timeout_ms) = self.time(&options);
         let mut outgoing = Outgoing::new(&op);
         let group = Arc::downgrade(&self.raw);
@@ -266,6 +349,7 @@ impl ProcessGroup for PluginGroup {
             true => None,
             false => memory_kind(&op).and_then(|kind| self.devices(kind)),
         };
+        let world_size = self.world_size();
         let mut made = None;
         let pending = Arc::new_cyclic(|me: &Weak<Pending>| {
             let me = me.clone();
@@ -278,14 +362,20 @@ impl ProcessGroup for PluginGroup {
                 }
             });
             made = Some(work);
-            Pending::new(op, Some(completer), &self.raw.library.name, devices)
+            Pending::new(op, Some(completer), self.raw.library, world_size, devices)
         });
         let Some(work) = made else {
             let error = Error::new(ErrorKind::Internal, "no work was made");
-            return Err(Self::taken_back(&pending, error));
+            return Err(self.taken_back(&pending, error));
         };
-        let operation = *outgoing.lend(&pending, options.contribute, timeout_ms, stream);
-        let completion = pending.completion();
+        let lent = pending.watch(&self.overdue, deadline).and_then(|()| {
+            let operation = *outgoing.lend(&pending, options.contribute, timeout_ms, stream)?;
+            Ok((operation, pending.completion()?))
+        });
+        let (operation, (completion, handle_of_completion)) = match lent {
+            Ok(lent) => lent,
+            Err(error) => return Err(self.taken_back(&pending, error)),
+        };
         let mut handle = abi::WorkHandle::empty();
         // SAFETY: INV-10 the plugin's own function and context; INV-8 the structs live for the call, the memory in
         // `pending` until it is given back.
@@ -299,8 +389,8 @@ impl ProcessGroup for PluginGroup {
             )
         });
         if let Err(error) = accepted {
-            pending.forget_completion();
-            return Err(Self::taken_back(&pending, error));
+            Pending::forget_completion(handle_of_completion);
+            return Err(self.taken_back(&pending, error));
         }
         let polled = handle.flags & WORK_POLLED != 0;
         if handle.close.is_some() || handle.poll.is_some() || handle.abort.is_some() {
@@ -323,21 +413,24 @@ impl ProcessGroup for PluginGroup {
             });
         };
         let op = op.into_inner();
-        let stream = match self.stream(&options) {
+        let stream = match self.overdue.refusal().map_or_else(|| self.stream(&options), Err) {
             Ok(stream) => stream,
             Err(error) => return Err(Self::refuse(error, op).into()),
         };
         let (_, timeout_ms) = self.time(&options);
         let mut outgoing = Outgoing::new(&op);
-        let pending = Arc::new(Pending::new(op, None, &self.raw.library.name, None));
-        let operation = *outgoing.lend(&pending, options.contribute, timeout_ms, stream);
+        let pending = Arc::new(Pending::new(op, None, self.raw.library, self.world_size(), None));
+        let operation = match outgoing.lend(&pending, options.contribute, timeout_ms, stream) {
+            Ok(operation) => *operation,
+            Err(error) => return Err(self.taken_back(&pending, error).into()),
+        };
         let mut outcome = abi::Outcome::empty();
         outcome.source = NONE;
         // SAFETY: INV-10 and INV-8 as in `submit`.
         let result = self.raw.library.call(|fault| unsafe {
             execute(self.raw.table.ctx, &raw const operation, &raw mut outcome, fault)
         });
-        let result = result.map(|()| (outcome.source, outcome.contributors));
+        let result = result.map(|()| outcome);
         pending
             .end_blocking(result)
             .map_err(|(error, tensors)| Box::new(Failed { error, tensors }))
@@ -377,6 +470,16 @@ impl ProcessGroup for PluginGroup {
             return Ok(None);
         }
         let group = Self::adopt(raw.library, &table, &self.backend, self.timeout)?;
+        let most = self.world_size();
+        group.claims(|info| {
+            let possible = info.rank < info.world_size && info.world_size <= most;
+            (!possible).then(|| {
+                format!(
+                    "a part of a group of {most} ranks says that it is rank {} of {}",
+                    info.rank, info.world_size
+                )
+            })
+        })?;
         Ok(Some(Box::new(group)))
     }
 
@@ -385,6 +488,9 @@ impl ProcessGroup for PluginGroup {
     }
 
     fn error(&self) -> Option<Error> {
+        if let Some(overdue) = self.overdue.failure() {
+            return Some(overdue);
+        }
         let f = self.raw.table.error?;
         // SAFETY: INV-10 the plugin's own function and context.
         let found = self

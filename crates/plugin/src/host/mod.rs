@@ -2,14 +2,17 @@
 //!
 //! [`discover`] turns the environment into candidates; `probe` tries each in a child and `verdict` keeps what came of it; `library` opens it and holds its
 //! table; a `factory`, `group` or `device` around the table is an ordinary backend, group or accelerator of this program.
-//! Everything that comes back over the boundary is checked; what is lent is kept until the plugin has given it back.
+//! Everything that comes back over the boundary is checked; what is lent is kept until the plugin has given it back, and named by numbers
+//! (`handles`), so that a plugin that gives back twice harms nothing. One that never completes is found out (`overdue`).
 
 mod device;
 mod discover;
 mod factory;
 mod group;
+mod handles;
 mod library;
 mod operation;
+mod overdue;
 mod polling;
 mod probe;
 mod store;

@@ -1,40 +1,50 @@
 //! An operation on its way into a plugin: the C form of a `Collective`, and what keeps its memory until it is given back.
 //!
-//! The tensors stay in [`Pending`]. The plugin gets their addresses, one reference (given back by `complete`), and as many
-//! more as it retains. Tensors that are still retained when the operation has ended are not handed out but kept, for
-//! ever if need be (INV-8).
+//! The tensors stay in [`Pending`]. The plugin gets their addresses and two numbers: one to complete the operation with, once, and one to
+//! retain and release its memory with. Tensors that are still retained when the operation has ended, or that the plugin has not completed,
+//! are not handed out but kept, for ever if need be (INV-8).
 
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::{Duration, Instant};
 
 use ftcore::{Collective, Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor};
 
 use super::device::{self, Devices};
-use super::library::guarded;
+use super::handles::{Handle, Handles};
+use super::library::{Library, guarded};
+use super::overdue::Overdue;
 use crate::abi::{self, Buffer, FAILED, Growing, NONE, Operation};
 use crate::{fault, text};
 
 #[cfg(not(target_pointer_width = "64"))]
 compile_error!("shapes cross the plugin ABI as 64-bit numbers without a copy");
 
+/// Operations that plugins have not completed.
+static COMPLETIONS: Handles<Pending> = Handles::new("an operation");
+/// Operations whose memory plugins have.
+static MEMORY: Handles<Pending> = Handles::new("memory");
+
 /// What belongs to one operation that a plugin has.
 pub(super) struct Pending {
     kind: OpKind,
-    plugin: &'static str,
+    library: &'static Library,
+    /// Ranks of the group: what an outcome says is checked against it.
+    world_size: u32,
     state: Mutex<State>,
-    /// References that the plugin took.
-    holds: AtomicUsize,
-    /// The operation has ended, and what is still held waits in `State::kept`.
-    ended: AtomicBool,
     /// For events that the plugin records.
     devices: Option<Devices>,
+    /// Where its deadline is kept, and under which number.
+    watch: OnceLock<(Arc<Overdue>, u64)>,
 }
 
 #[derive(Default)]
 struct State {
     running: Option<(Option<Completer>, Collective)>,
+    /// Has ended for its caller; the plugin may still touch it.
     kept: Option<Collective>,
+    /// What the plugin holds its memory by.
+    memory: Option<Handle>,
     /// What `submit` filled in; closed once the operation has ended.
     handle: Option<abi::WorkHandle>,
 }
@@ -47,65 +57,122 @@ impl Pending {
     pub(super) fn new(
         op: Collective,
         completer: Option<Completer>,
-        plugin: &'static str,
+        library: &'static Library,
+        world_size: u32,
         devices: Option<Devices>,
     ) -> Self {
         Self {
             kind: op.kind(),
-            plugin,
+            library,
+            world_size,
             state: Mutex::new(State {
                 running: Some((completer, op)),
                 ..State::default()
             }),
-            holds: AtomicUsize::new(0),
-            ended: AtomicBool::new(false),
             devices,
+            watch: OnceLock::new(),
         }
+    }
+
+    /// Has `overdue` find out if the plugin has not completed this by `deadline`. Errors: deadlines cannot be watched.
+    pub(super) fn watch(self: &Arc<Self>, overdue: &Arc<Overdue>, deadline: Instant) -> Result<()> {
+        let number = overdue.begun(Arc::downgrade(self), deadline)?;
+        let _ = self.watch.set((overdue.clone(), number));
+        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The operation was refused: everything comes back.
+    /// The operation was refused: everything comes back. None if the plugin has completed it nevertheless.
     pub(super) fn refused(&self) -> Option<Collective> {
-        self.lock().running.take().map(|(_, op)| op)
+        let (op, memory) = {
+            let mut state = self.lock();
+            (state.running.take().map(|(_, op)| op), state.memory.take())
+        };
+        memory.and_then(|memory| MEMORY.end(memory));
+        op
     }
 
     /// The operation has ended: its completer, and its tensors unless the plugin still holds them.
     fn end(&self) -> Option<(Option<Completer>, Option<Vec<Tensor>>)> {
         let mut state = self.lock();
-        let (completer, op) = state.running.take()?;
-        // In this order: either `release` sees `ended`, or this sees its zero.
-        self.ended.store(true, Ordering::SeqCst);
-        if self.holds.load(Ordering::SeqCst) == 0 {
+        // Under the lock: a `release` that gives back the last reference finds what is kept.
+        let held = state.memory.take().and_then(|memory| MEMORY.end(memory));
+        let held = held.map_or(0, |(_, held)| held);
+        let Some((completer, op)) = state.running.take() else {
+            // Later than its caller waited.
+            let kept = state.kept.take_if(|_| held == 0);
+            drop(state);
+            drop(kept);
+            return None;
+        };
+        if held == 0 {
             return Some((completer, Some(op.into_tensors())));
         }
-        let bytes: usize = op.tensors().iter().map(|t| t.byte_len()).sum();
         tracing::warn!(
-            plugin = self.plugin,
+            plugin = self.library.name,
             op = self.kind.name(),
-            bytes,
+            bytes = bytes(&op),
             "a plugin still holds the memory of an operation that has ended; it is kept until given back"
         );
         state.kept = Some(op);
         Some((completer, None))
     }
 
+    /// The operation should have ended long ago. Its caller is told, its memory stays with the plugin. None: it has ended.
+    pub(super) fn overdue(&self, late: Duration) -> Option<Error> {
+        let (completer, bytes) = {
+            let mut state = self.lock();
+            let (completer, op) = state.running.take()?;
+            let bytes = bytes(&op);
+            state.kept = Some(op);
+            (completer, bytes)
+        };
+        let error = self.named(Error::timeout(format!(
+            "plugin {} has not completed the operation {:.1} s after its deadline; its {bytes} bytes stay with the plugin. Configure the group again, or run it isolated",
+            self.library.shown(),
+            late.as_secs_f64(),
+        )));
+        tracing::error!(%error, "a plugin broke the ABI");
+        if let Some(completer) = completer {
+            completer.fail(error.clone(), Vec::new());
+        }
+        Some(error)
+    }
+
     /// Ends a blocking call.
     pub(super) fn end_blocking(
         &self,
-        result: Result<(u32, u32)>,
+        result: Result<abi::Outcome>,
     ) -> Result<Completion, (Error, Vec<Tensor>)> {
         let tensors = self.end().and_then(|(_, tensors)| tensors);
-        match (result, tensors) {
+        match (result.and_then(|said| self.checked(&said)), tensors) {
             (Ok((source, contributors)), Some(tensors)) => Ok(Completion {
                 tensors,
-                source: (source != NONE).then_some(source),
+                source,
                 contributors,
             }),
             (Ok(_), None) => Err((self.still_held(), Vec::new())),
             (Err(error), tensors) => Err((self.named(error), tensors.unwrap_or_default())),
+        }
+    }
+
+    /// What a successful outcome claims: who sent, how many contributed.
+    fn checked(&self, said: &abi::Outcome) -> Result<(Option<u32>, u32)> {
+        let world = self.world_size;
+        let source = (said.source != NONE).then_some(said.source);
+        let wrong = match source.filter(|rank| *rank >= world) {
+            Some(rank) => Some(format!("rank {rank} sent")),
+            None => (said.contributors > world).then(|| format!("{} ranks contributed", said.contributors)),
+        };
+        match wrong {
+            None => Ok((source, said.contributors)),
+            Some(claim) => Err(super::breach(
+                &self.library.shown(),
+                format!("it says that {claim} in a group of {world} ranks"),
+            )),
         }
     }
 
@@ -114,7 +181,7 @@ impl Pending {
             ErrorKind::Backend,
             format!(
                 "plugin {} finished the operation and still holds its memory",
-                self.plugin
+                self.library.name
             ),
         ))
     }
@@ -123,19 +190,30 @@ impl Pending {
         error.with_op(self.kind.name())
     }
 
-    /// What the plugin is given to report on this operation. Takes a reference, which `complete` gives back.
-    pub(super) fn completion(self: &Arc<Self>) -> abi::Completion {
-        let mut c = abi::Completion::empty();
-        c.ctx = Arc::into_raw(self.clone()).cast_mut().cast();
-        c.complete = Some(complete);
-        c.recorded = Some(recorded);
-        c
+    /// The number by which the plugin retains and releases the operation's memory, until it has ended. Errors: there is no number left.
+    fn lend_memory(self: &Arc<Self>) -> Result<Handle> {
+        let handle = MEMORY
+            .lend(self.clone(), &self.library.name)
+            .ok_or_else(no_number)?;
+        self.lock().memory = Some(handle);
+        Ok(handle)
     }
 
-    /// Gives back the reference of [`completion`](Self::completion) after a refusal.
-    pub(super) fn forget_completion(self: &Arc<Self>) {
-        // SAFETY: INV-8 the plugin has refused, so it will not complete: the reference is ours again.
-        unsafe { Arc::decrement_strong_count(Arc::as_ptr(self)) }
+    /// What the plugin is given to report on this operation, and its number. Errors: there is no number left.
+    pub(super) fn completion(self: &Arc<Self>) -> Result<(abi::Completion, Handle)> {
+        let handle = COMPLETIONS
+            .lend(self.clone(), &self.library.name)
+            .ok_or_else(no_number)?;
+        let mut c = abi::Completion::empty();
+        c.ctx = handle.to_ctx();
+        c.complete = Some(complete);
+        c.recorded = Some(recorded);
+        Ok((c, handle))
+    }
+
+    /// The plugin has refused: it may not complete any more.
+    pub(super) fn forget_completion(handle: Handle) {
+        drop(COMPLETIONS.end(handle));
     }
 
     /// What `submit` filled in. Closed when this is dropped: abort and poll hold a reference while they use it.
@@ -179,6 +257,9 @@ impl Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
+        if let Some((overdue, number)) = self.watch.get() {
+            overdue.ended(*number);
+        }
         let handle = self.lock().handle.take();
         if let Some((handle, close)) = handle.and_then(|h| Some((h, h.close?))) {
             // SAFETY: INV-8 once, and nobody else has a reference to `self` any more.
@@ -187,22 +268,33 @@ impl Drop for Pending {
     }
 }
 
+fn bytes(op: &Collective) -> usize {
+    op.tensors().iter().map(|t| t.byte_len()).sum()
+}
+
+fn no_number() -> Error {
+    Error::new(
+        ErrorKind::Backend,
+        "plugins have more operations than there are numbers for them; most were never completed",
+    )
+}
+
 unsafe extern "C" fn complete(ctx: *mut c_void, outcome: *const abi::Outcome) {
     guarded((), || {
-        if ctx.is_null() {
-            return;
-        }
-        // SAFETY: INV-8 the reference that `completion` made, given back here: the ABI says exactly once.
-        let pending = unsafe { Arc::from_raw(ctx.cast_const().cast::<Pending>()) };
+        let handle = Handle::from_ctx(ctx);
+        let Some((pending, _)) = COMPLETIONS.end(handle) else {
+            return COMPLETIONS.misused(handle, "called complete");
+        };
         // SAFETY: INV-10 the outcome and its fault are readable for the call.
-        let result = unsafe { read_outcome(outcome, pending.plugin) };
+        let result = unsafe { read_outcome(outcome, &pending.library.name) };
+        let result = result.and_then(|said| pending.checked(&said));
         let Some((Some(completer), tensors)) = pending.end() else {
             return;
         };
         match (result, tensors) {
             (Ok((source, contributors)), Some(tensors)) => completer.succeed(Completion {
                 tensors,
-                source: (source != NONE).then_some(source),
+                source,
                 contributors,
             }),
             (Ok(_), None) => completer.fail(pending.still_held(), Vec::new()),
@@ -211,26 +303,26 @@ unsafe extern "C" fn complete(ctx: *mut c_void, outcome: *const abi::Outcome) {
     });
 }
 
-/// (source, contributors), or why it failed.
+/// What a successful outcome says, or why it failed.
 ///
 /// # Safety
 /// The outcome keeps to the ABI.
-unsafe fn read_outcome(outcome: *const abi::Outcome, plugin: &str) -> Result<(u32, u32)> {
+unsafe fn read_outcome(outcome: *const abi::Outcome, plugin: &str) -> Result<abi::Outcome> {
     // SAFETY: INV-10 by the contract.
     let o = unsafe { abi::read(outcome) }.map_err(|e| super::breach(plugin, e))?;
     if o.status == abi::OK {
-        return Ok((o.source, o.contributors));
+        return Ok(o);
     }
     // SAFETY: INV-10 by the contract.
     let fault = unsafe { abi::read(o.fault) }.map_err(|e| super::breach(plugin, e))?;
-    fault::check(FAILED, &fault, plugin).map(|()| (NONE, 0))
+    fault::check(FAILED, &fault, plugin).map(|()| o)
 }
 
 unsafe extern "C" fn recorded(ctx: *mut c_void, event: *mut c_void) {
     guarded((), || {
-        // SAFETY: INV-8 the plugin has not completed yet, so its reference stands.
-        let Some(pending) = (unsafe { ctx.cast::<Pending>().as_ref() }) else {
-            return;
+        let handle = Handle::from_ctx(ctx);
+        let Some(pending) = COMPLETIONS.get(handle) else {
+            return COMPLETIONS.misused(handle, "recorded an event");
         };
         let Some(devices) = &pending.devices else {
             return;
@@ -243,26 +335,25 @@ unsafe extern "C" fn recorded(ctx: *mut c_void, event: *mut c_void) {
 }
 
 unsafe extern "C" fn retain(owner: *mut c_void) {
-    // SAFETY: INV-8 the plugin has the operation, or another reference.
-    unsafe {
-        if let Some(pending) = owner.cast::<Pending>().as_ref() {
-            pending.holds.fetch_add(1, Ordering::SeqCst);
-            Arc::increment_strong_count(owner.cast_const().cast::<Pending>());
+    guarded((), || {
+        let handle = Handle::from_ctx(owner);
+        if !MEMORY.retain(handle) {
+            MEMORY.misused(handle, "called retain");
         }
-    }
+    });
 }
 
 unsafe extern "C" fn release(owner: *mut c_void) {
     guarded((), || {
-        if owner.is_null() {
-            return;
-        }
-        // SAFETY: INV-8 gives back a reference that `retain` took.
-        let pending = unsafe { Arc::from_raw(owner.cast_const().cast::<Pending>()) };
-        if pending.holds.fetch_sub(1, Ordering::SeqCst) == 1 && pending.ended.load(Ordering::SeqCst) {
-            let kept = pending.lock().kept.take();
-            // Outside the lock: freeing may call another plugin's code.
-            drop(kept);
+        let handle = Handle::from_ctx(owner);
+        match MEMORY.release(handle) {
+            None => MEMORY.misused(handle, "called release"),
+            Some((pending, true)) => {
+                let kept = pending.lock().kept.take();
+                // Outside the lock: freeing may call another plugin's code.
+                drop(kept);
+            }
+            Some((_, false)) => {}
         }
     });
 }
@@ -344,21 +435,26 @@ impl Outgoing {
         out
     }
 
-    /// The operation for one call, with the owner of all its buffers.
+    /// The operation for one call, with the owner of all its buffers. Errors: there is no number left for it.
     pub(super) fn lend(
         &mut self,
         owner: &Arc<Pending>,
         contribute: bool,
         timeout_ms: i64,
         stream: *mut c_void,
-    ) -> &Operation {
+    ) -> Result<&Operation> {
+        let owner = owner.lend_memory()?;
+        Ok(self.fill(owner, contribute, timeout_ms, stream))
+    }
+
+    fn fill(&mut self, owner: Handle, contribute: bool, timeout_ms: i64, stream: *mut c_void) -> &Operation {
         for buffer in &mut self.buffers {
-            buffer.owner = Arc::as_ptr(owner).cast_mut().cast();
+            buffer.owner = owner.to_ctx();
             buffer.retain = Some(retain);
             buffer.release = Some(release);
         }
         for child in &mut self.children {
-            let child = *child.lend(owner, contribute, timeout_ms, stream);
+            let child = *child.fill(owner, contribute, timeout_ms, stream);
             self.child_operations.push(child);
         }
         let o = &mut self.operation;

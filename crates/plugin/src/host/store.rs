@@ -3,24 +3,39 @@
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use ftcore::{Error, Result, Store};
+use ftcore::{Cancel, Error, ErrorKind, Result, Store};
 
+use super::handles::{Handle, Handles};
 use super::library::guarded;
 use crate::abi::{self, Bytes, FAILED, Fault, Growing, Sink, Str};
 use crate::{fault, text};
 
-/// What `ctx` points to, in an `Arc`.
-struct Shared(Arc<dyn Store>);
+/// Stores that plugins have.
+static STORES: Handles<Shared> = Handles::new("a store");
 
-/// A table with one reference of its own, which is given back when this is dropped.
+struct Shared {
+    store: Arc<dyn Store>,
+    cancel: Cancel,
+}
+
+/// A table that the plugin may use until this is dropped, and as long as it holds a reference.
 pub(super) struct Lent {
     pub(super) table: abi::Store,
+    handle: Handle,
 }
 
 impl Lent {
-    pub(super) fn new(store: Arc<dyn Store>) -> Self {
+    /// Waits for keys of `store` end when `cancel` does. Errors: plugins hold more stores than there are numbers for them.
+    pub(super) fn new(store: &Arc<dyn Store>, cancel: Cancel, plugin: &'static str) -> Result<Self> {
+        let shared = Shared {
+            store: cancel.over(store),
+            cancel,
+        };
+        let handle = STORES
+            .lend(Arc::new(shared), plugin)
+            .ok_or_else(|| Error::new(ErrorKind::Backend, "plugins hold too many stores"))?;
         let mut table = abi::Store::empty();
-        table.ctx = Arc::into_raw(Arc::new(Shared(store))).cast_mut().cast();
+        table.ctx = handle.to_ctx();
         table.retain = Some(retain);
         table.release = Some(release);
         table.set = Some(set);
@@ -36,29 +51,31 @@ impl Lent {
         table.num_keys = Some(num_keys);
         table.list = Some(list);
         table.barrier = Some(barrier);
-        Self { table }
+        table.wanted = Some(wanted);
+        Ok(Self { table, handle })
     }
 }
 
 impl Drop for Lent {
     fn drop(&mut self) {
-        // SAFETY: INV-8 the reference that `new` made.
-        unsafe { release(self.table.ctx) }
+        drop(STORES.end(self.handle));
     }
 }
 
 unsafe extern "C" fn retain(ctx: *mut c_void) {
-    if !ctx.is_null() {
-        // SAFETY: INV-8 the plugin holds a reference, or the call does in which the table was passed.
-        unsafe { Arc::increment_strong_count(ctx.cast_const().cast::<Shared>()) }
-    }
+    guarded((), || {
+        let handle = Handle::from_ctx(ctx);
+        if !STORES.retain(handle) {
+            STORES.misused(handle, "called retain");
+        }
+    });
 }
 
 unsafe extern "C" fn release(ctx: *mut c_void) {
     guarded((), || {
-        if !ctx.is_null() {
-            // SAFETY: INV-8 gives back a reference that was taken.
-            unsafe { Arc::decrement_strong_count(ctx.cast_const().cast::<Shared>()) }
+        let handle = Handle::from_ctx(ctx);
+        if STORES.release(handle).is_none() {
+            STORES.misused(handle, "called release");
         }
     });
 }
@@ -66,13 +83,12 @@ unsafe extern "C" fn release(ctx: *mut c_void) {
 /// Runs one call. Errors in words are the plugin's breach of the ABI.
 ///
 /// # Safety
-/// `ctx` is a table's with a reference held, `fault` the call's.
+/// `fault` is the call's.
 unsafe fn call(ctx: *mut c_void, fault: *mut Fault, run: impl FnOnce(&dyn Store) -> Result<()>) -> i32 {
     guarded(FAILED, || {
-        // SAFETY: INV-8 by the contract.
-        let result = match unsafe { ctx.cast::<Shared>().as_ref() } {
-            Some(shared) => run(&*shared.0),
-            None => Err(Error::invalid("a store call without its ctx")),
+        let result = match STORES.get(Handle::from_ctx(ctx)) {
+            Some(shared) => run(&*shared.store),
+            None => Err(wrong("a ctx of which it holds no reference".to_string())),
         };
         // SAFETY: INV-10 by the contract.
         unsafe { fault::answer(result, fault) }
@@ -316,4 +332,15 @@ unsafe extern "C" fn barrier(
             s.barrier(&key(k)?, world_size, fault::deadline(timeout_ms))
         })
     }
+}
+
+unsafe extern "C" fn wanted(ctx: *mut c_void, fault: *mut Fault) -> i32 {
+    guarded(FAILED, || {
+        let wanted = match STORES.get(Handle::from_ctx(ctx)) {
+            Some(shared) => shared.cancel.check(),
+            None => Err(wrong("a ctx of which it holds no reference".to_string())),
+        };
+        // SAFETY: INV-10 the plugin keeps to the ABI.
+        unsafe { fault::answer(wanted, fault) }
+    })
 }

@@ -150,7 +150,7 @@ fn cargo_says(folder: &Path, command: &[&str], arguments: &[&str]) -> Result<Str
     // One at a time: they would only wait for each other's lock.
     static ONE: Mutex<()> = Mutex::new(());
     let _one = ONE.lock().unwrap_or_else(PoisonError::into_inner);
-    let output = Command::new(std::env::var("CARGO").unwrap_or_else(|_| "cargo".to_string()))
+    let output = conformance::cargo()
         .current_dir(folder)
         .args(command)
         .arg("--message-format=json")

@@ -3,10 +3,12 @@
 //!
 //! What needs a C compiler is ignored with the reason where there is none, never passed.
 
+mod breach;
 mod build;
 mod cstore;
 mod discovery;
 mod faulty;
+mod forked;
 mod guide;
 mod header;
 mod job;
@@ -51,6 +53,11 @@ fn trial_in_c(name: &str, run: impl Fn() -> Outcome + Send + 'static) -> Trial {
 }
 
 fn main() -> ExitCode {
+    if let Some(outcome) = forked::play_if_asked() {
+        return outcome
+            .inspect_err(|why| eprintln!("{why}"))
+            .map_or(ExitCode::FAILURE, |()| ExitCode::SUCCESS);
+    }
     odd::listen();
     let mut trials = vec![
         trial("header::is_what_the_structs_say", header::is_what_the_structs_say),
@@ -62,6 +69,8 @@ fn main() -> ExitCode {
     trials.extend(faulty::trials());
     trials.extend(cstore::trials());
     trials.extend(odd::trials());
+    trials.extend(breach::trials());
+    trials.extend(forked::trials());
     trials.extend(discovery::trials());
     trials.extend(guide::trials());
     trials.extend(job::trials());

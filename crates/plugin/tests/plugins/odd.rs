@@ -41,7 +41,7 @@ pub(crate) fn listen() {
         .init();
 }
 
-fn logged(words: &[&str]) -> bool {
+pub(crate) fn logged(words: &[&str]) -> bool {
     let lines = LINES.lock().unwrap_or_else(PoisonError::into_inner);
     lines.iter().any(|l| words.iter().all(|w| l.contains(w)))
 }

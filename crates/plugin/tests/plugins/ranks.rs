@@ -21,6 +21,7 @@ pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world
         rank,
         world_size: world,
         deadline: soon(),
+        cancel: Default::default(),
     }
 }
 

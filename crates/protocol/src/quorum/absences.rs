@@ -146,3 +146,57 @@ fn a_replica_whose_successors_died_goes_on_with_what_it_has() {
     come_back(&mut sim);
     assert_eq!(sim.ids().unwrap(), ["c"]);
 }
+
+/// Two members without streams whose connections can be read, of which only a's heartbeats were taken in for a time-out.
+fn silent_and_connected() -> Sim {
+    let mut sim = Sim::unattached(rules(1), &["a", "b"]);
+    sim.state.set_connected("b", true);
+    sim.pass(Duration::from_secs(6), &["a"]);
+    sim
+}
+
+fn unread(sim: &mut Sim) -> Vec<String> {
+    sim.state.take_unread().iter().map(|id| id.to_string()).collect()
+}
+
+fn read(sim: &mut Sim, id: &str) {
+    sim.event(Event::Read {
+        replica_id: id.into(),
+    });
+}
+
+#[test]
+fn the_silence_of_a_connected_replica_is_judged_once_its_connections_are_read() {
+    let mut sim = silent_and_connected();
+    assert_eq!((gone(&sim), sim.healthy().len()), (Vec::new(), 2));
+    assert_eq!(unread(&mut sim), ["b"], "once, however often time is looked at");
+    // A heartbeat had waited in its socket.
+    sim.beat(&["b"]);
+    read(&mut sim, "b");
+    sim.pass(Duration::from_secs(4), &["a"]);
+    assert_eq!((gone(&sim), sim.healthy().len()), (Vec::new(), 2));
+    assert_eq!(unread(&mut sim), [""; 0]);
+    // The next time there is none.
+    sim.pass(Duration::from_secs(2), &["a"]);
+    assert_eq!(unread(&mut sim), ["b"]);
+    read(&mut sim, "b");
+    assert_eq!(gone(&sim), ["b"]);
+    assert_eq!(sim.healthy(), ["a"]);
+}
+
+#[test]
+fn a_silent_replica_whose_connections_have_ended_is_judged_at_once() {
+    let mut sim = silent_and_connected();
+    assert_eq!(unread(&mut sim), ["b"]);
+    sim.state.set_connected("b", false);
+    read(&mut sim, "b");
+    assert_eq!(gone(&sim), ["b"]);
+    // One that never called over a connection that can be read is as before, and so is one whose connections ended before its time-out.
+    for was_connected in [false, true] {
+        let mut sim = Sim::unattached(rules(1), &["a", "b"]);
+        sim.state.set_connected("b", was_connected);
+        sim.state.set_connected("b", false);
+        sim.pass(Duration::from_secs(6), &["a"]);
+        assert_eq!((gone(&sim), unread(&mut sim)), (vec!["b".to_string()], vec![]));
+    }
+}

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind};
 
-use super::roster::{Coming, Waiting};
+use super::roster::{Coming, Entry, Waiting};
 use super::{Action, LighthouseState, Ticket, fields, spares};
 use crate::member::{MAX_ID_BYTES, Member};
 
@@ -97,7 +97,10 @@ impl LighthouseState {
             actions.push(Action::Reject { ticket, error });
             return;
         }
-        if self.is_over() && self.roster.get(&id).is_some_and(|e| e.spare) {
+        // One whose connection broke is not known as a spare any more; it says that it took its state from others.
+        let fetched =
+            |e: Option<&Entry>| e.is_some_and(|e| e.spare) || member.healed && e.is_none_or(|e| !e.member);
+        if self.is_over() && fetched(self.roster.get(&id)) {
             let text = format!(
                 "the run is over: its members left while replica {id} fetched their state, which is not what the run ended with"
             );

@@ -109,6 +109,11 @@ pub enum Event {
         /// The operator's call.
         ticket: Ticket,
     },
+    /// All that had come over the connections of a replica is taken in, or they have ended: its silence can be judged.
+    Read {
+        /// Who.
+        replica_id: String,
+    },
     /// Time passed.
     Tick,
     /// The lighthouse itself did not run for so long: its process was stopped, or its machine. What it did not hear in that time
@@ -126,7 +131,7 @@ pub enum Action {
     Save(Record),
     /// Answer these calls with the quorum.
     Deliver {
-        /// The calls of the members.
+        /// The calls of the members, in their order, then those of the spares.
         tickets: Vec<Ticket>,
         /// The quorum.
         quorum: Arc<Quorum>,
@@ -181,6 +186,12 @@ pub struct Status {
     pub waiting: Vec<(String, Duration)>,
     /// The ids with an open event stream.
     pub attached: Vec<String>,
+    /// The ids far behind that are no members, and whether each fetches the state now; the others wait for a quorum to fetch from.
+    pub spares: Vec<(String, bool)>,
+    /// The ids that an operator told to leave after their step, with what was said.
+    pub draining: Vec<(String, String)>,
+    /// The ids that an operator put out of the job and that were not started again, with what was said.
+    pub evicted: Vec<(String, String)>,
     /// Why there is no new quorum.
     pub reason: String,
     /// Why the present epoch was aborted, if it was.

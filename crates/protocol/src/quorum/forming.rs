@@ -75,7 +75,7 @@ impl LighthouseState {
         let ids: Vec<(Id, bool)> = of_note
             .map(|(id, e)| (id.clone(), self.is_candidate(e)))
             .collect();
-        let mut tickets = Vec::with_capacity(ids.len());
+        let (mut tickets, mut spare_tickets) = (Vec::with_capacity(ids.len()), Vec::new());
         let mut participants = Vec::with_capacity(ids.len());
         let mut spares = Vec::new();
         for (id, takes_part) in ids {
@@ -90,8 +90,12 @@ impl LighthouseState {
                 entry.waiting.take_if(|_| takes_part || spare)
             });
             if let Some(w) = waiting {
-                tickets.push(w.ticket);
-                if spare { &mut spares } else { &mut participants }.push(w.member);
+                let (list, calls) = match spare {
+                    true => (&mut spares, &mut spare_tickets),
+                    false => (&mut participants, &mut tickets),
+                };
+                calls.push(w.ticket);
+                list.push(w.member);
             }
         }
         // One with another history at the recorded step heals, if somebody has the recorded state.
@@ -105,6 +109,7 @@ impl LighthouseState {
                 member.step -= 1;
             }
         }
+        tickets.append(&mut spare_tickets);
         self.spares_asked_for = None;
         self.frontier = participants.iter().map(|m| m.step).max();
         let is_new = self.needs_new_id(&participants);

@@ -7,9 +7,13 @@ use std::collections::{BTreeMap, VecDeque};
 
 use ftcore::{Error, ErrorKind};
 
+use super::record::Eviction;
 use super::roster::Id;
 use super::{Action, LighthouseState, MAX_REPLACED, Ticket, cut};
 use crate::member::{Member, listed, prefix_of};
+
+/// The most evictions in a record: they are typed by hand, and etcd bounds its length.
+const MAX_RECORDED: usize = 128;
 
 /// What a replica shall do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -66,6 +70,35 @@ impl Evicted {
         }
     }
 
+    /// Those of a record.
+    pub(super) fn of(evictions: Vec<Eviction>) -> Self {
+        let mut evicted = Self::default();
+        for Eviction {
+            replica_id,
+            life,
+            reason,
+        } in evictions
+        {
+            let kind = OrderKind::Evict;
+            evicted.remember(replica_id.as_str().into(), life, Order { kind, reason });
+        }
+        evicted
+    }
+
+    /// For the record, the oldest first.
+    pub(super) fn recorded(&self) -> Vec<Eviction> {
+        let older = self.oldest_first.len().saturating_sub(MAX_RECORDED);
+        let known = self.oldest_first.iter().skip(older).filter_map(|id| {
+            let (life, order) = self.lives.get(id)?;
+            Some(Eviction {
+                replica_id: id.to_string(),
+                life: life.clone(),
+                reason: order.reason.clone(),
+            })
+        });
+        known.collect()
+    }
+
     /// Errors: `Conflict` for one that was evicted.
     pub(super) fn check(&self, id: &str) -> Result<(), Error> {
         match self.lives.get(id) {
@@ -76,6 +109,12 @@ impl Evicted {
 
     pub(super) fn contains(&self, id: &str) -> bool {
         self.lives.contains_key(id)
+    }
+
+    /// Who they are, and what the operator said.
+    pub(super) fn list(&self) -> impl Iterator<Item = (String, String)> {
+        let one = |(id, (_, order)): (&Id, &(String, Order))| (id.to_string(), order.reason.clone());
+        self.lives.iter().map(one)
     }
 
     /// One that was started again under the same id is another one.
@@ -132,6 +171,11 @@ impl LighthouseState {
                     self.evict(id, order, actions);
                 }
             }
+        }
+        // What the operator is told holds after a restart of this lighthouse, too.
+        if order.kind == OrderKind::Evict && outcome.is_ok() {
+            self.unsaved = false;
+            actions.extend(self.record().map(Action::Save));
         }
         let outcome = outcome.map(|ids| ids.iter().map(ToString::to_string).collect());
         actions.push(Action::Operated { ticket, outcome });
@@ -269,6 +313,42 @@ mod tests {
         sim.join("b:2");
         sim.join("a:1");
         assert_eq!(sim.ids().unwrap(), ["a:1", "b:2"]);
+    }
+
+    #[test]
+    fn an_eviction_outlives_a_restart_of_the_lighthouse_and_is_saved_before_the_operator_hears_of_it() {
+        let of = |life: &str| Member {
+            life: life.into(),
+            ..member("b")
+        };
+        let mut sim = Sim::new(rules(1));
+        sim.join_as(of("first"));
+        operate(&mut sim, OrderKind::Evict, "b");
+        let saved = sim
+            .actions
+            .iter()
+            .position(|a| matches!(a, Action::Save(r) if r.evicted.len() == 1));
+        let told = sim
+            .actions
+            .iter()
+            .position(|a| matches!(a, Action::Operated { .. }));
+        assert!(saved.is_some() && saved < told, "{:?}", sim.actions);
+        let mut sim = Sim::started(rules(1), 7, sim.state.record(), sim.now);
+        let call = sim.join_as(of("first"));
+        assert_eq!(sim.rejected(), [(call, ErrorKind::Conflict)]);
+        assert!(
+            format!("{:?}", sim.actions).contains("the host is repaired"),
+            "{:?}",
+            sim.actions
+        );
+        // Nor by the next one, and a new process is not the one that was evicted.
+        let mut sim = Sim::started(rules(1), 7, sim.state.record(), sim.now);
+        let call = sim.join_as(of("first"));
+        assert_eq!(sim.rejected(), [(call, ErrorKind::Conflict)]);
+        sim.join_as(of("second"));
+        sim.pass(Duration::from_secs(90), &["b"]);
+        assert_eq!(sim.rejected(), []);
+        assert_eq!(sim.state.record().unwrap().evicted, []);
     }
 
     #[test]

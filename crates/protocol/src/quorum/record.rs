@@ -30,6 +30,19 @@ pub struct Record {
     pub departed: Vec<String>,
     /// Those of `departed` that left in order. Once all did, the run is over.
     pub left: Vec<String>,
+    /// Replicas that the operator evicted, the oldest first. They are refused until they are started again.
+    pub evicted: Vec<Eviction>,
+}
+
+/// A replica that was evicted.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Eviction {
+    /// Its id.
+    pub replica_id: String,
+    /// The process that it was then.
+    pub life: String,
+    /// Why, in the operator's words.
+    pub reason: String,
 }
 
 /// The part of an id that a replica keeps over restarts.

@@ -63,6 +63,8 @@ pub(super) struct Entry {
     pub(super) far: bool,
     /// It waits, and was in the newest quorum that a replica has told of.
     pub(super) newest: bool,
+    /// It is silent, as far as was read: what has come over its connections is read before it is judged.
+    pub(super) unread: bool,
     /// Where the entry stands in the index of the time-outs; never later than its time-out.
     due: Option<Instant>,
 }
@@ -322,6 +324,7 @@ impl Roster {
         // A time-out beyond the clock's range never comes.
         let silent = entry
             .seen
+            .filter(|_| !entry.unread)
             .and_then(|seen| seen.checked_add(self.heartbeat_timeout));
         let announced = entry.coming.and_then(|c| {
             let silent = c.last.checked_add(self.heartbeat_timeout);
@@ -337,14 +340,20 @@ impl Roster {
         }
     }
 
-    /// Takes the entries whose time-out has come out of the healthy, and gives their ids in order.
-    pub(super) fn expire(&mut self, now: Instant) -> BTreeSet<Id> {
+    /// Takes the entries whose time-out has come out of the healthy, and gives their ids in order. Those that are `connected` are not judged yet: they
+    /// are the second part.
+    pub(super) fn expire(
+        &mut self,
+        now: Instant,
+        connected: impl Fn(&str) -> bool,
+    ) -> (BTreeSet<Id>, Vec<Id>) {
         let (timeout, join_timeout) = (self.heartbeat_timeout, self.join_timeout);
-        let mut late = BTreeSet::new();
+        let (mut late, mut unread) = (BTreeSet::new(), Vec::new());
         while self.due.first().is_some_and(|(due, _)| *due <= now) {
             let Some((_, id)) = self.due.pop_first() else {
                 break;
             };
+            let is_connected = connected(&id);
             let is_late = self.update(&id, |entry| {
                 // Its present time-out, if it has one, takes the place of the one that came.
                 entry.due = None;
@@ -360,13 +369,28 @@ impl Roster {
                         counts: c.counts && !is_over(c.first, join_timeout),
                         ..c
                     });
-                entry.seen.take_if(|seen| is_over(*seen, timeout)).is_some()
+                entry.unread = is_connected && entry.seen.is_some_and(|seen| is_over(seen, timeout));
+                let is_late = |seen: &mut Instant| !is_connected && is_over(*seen, timeout);
+                (entry.unread, entry.seen.take_if(is_late).is_some())
             });
-            if is_late {
-                late.insert(id);
+            match is_late {
+                (true, _) => unread.push(id),
+                (false, true) => drop(late.insert(id)),
+                (false, false) => {}
             }
         }
-        late
+        (late, unread)
+    }
+
+    /// All that has come over the connections of `id` is read: whether its time-out has come still, which takes it out of the healthy.
+    pub(super) fn judge(&mut self, id: &str, now: Instant) -> bool {
+        let timeout = self.heartbeat_timeout;
+        let is_late = |seen: &mut Instant| now.saturating_duration_since(*seen) >= timeout;
+        self.get(id).is_some_and(|entry| entry.unread)
+            && self.update(id, |entry| {
+                entry.unread = false;
+                entry.seen.take_if(is_late).is_some()
+            })
     }
 
     /// Nobody is older by the time in which the lighthouse could not hear them.

@@ -116,6 +116,8 @@ mod tests {
         let epoch = sim.state.quorum_id();
         let ticket = sim.join_as(at("c", 0));
         assert_eq!(sim.ids(), None);
+        let shown = |sim: &Sim| sim.state.status(sim.now).spares;
+        assert_eq!(shown(&sim), [("c".to_string(), false)]);
         sim.join_as(at("a", 6));
         sim.join_as(at("b", 6));
         let quorum = sim.delivered().unwrap();
@@ -129,6 +131,7 @@ mod tests {
             .iter()
             .any(|a| matches!(a, Action::Deliver { tickets, .. } if tickets.contains(&ticket)));
         assert!(answered, "it learns where to fetch from");
+        assert_eq!(shown(&sim), [("c".to_string(), true)]);
         // While it fetches it is in nobody's majority, and what it fetches is kept.
         sim.join_as(at("a", 7));
         sim.join_as(at("b", 7));
@@ -148,6 +151,7 @@ mod tests {
         let quorum = sim.delivered().unwrap();
         assert_eq!(sim.ids().unwrap(), ["a", "b", "c"]);
         assert!(quorum.quorum_id > epoch && quorum.spares.is_empty());
+        assert_eq!(shown(&sim), []);
     }
 
     #[test]
@@ -243,6 +247,30 @@ mod tests {
             });
         }
         let ticket = sim.join_as(at("c", 6));
+        assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
+    }
+
+    #[test]
+    fn a_spare_that_was_cut_off_while_the_run_ended_does_not_wait_for_members_that_never_come() {
+        let mut sim = running(2);
+        sim.attach("c", 3);
+        sim.join_as(at("c", 0));
+        sim.join_as(at("a", 6));
+        sim.join_as(at("b", 6));
+        sim.event(Event::Detached {
+            replica_id: "c".into(),
+            stream: 3,
+        });
+        for id in ["a", "b"] {
+            sim.event(Event::Leave {
+                replica_id: id.into(),
+                reason: "done".into(),
+            });
+        }
+        let ticket = sim.join_as(Member {
+            healed: true,
+            ..at("c", 6)
+        });
         assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
     }
 }

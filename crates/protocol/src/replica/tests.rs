@@ -353,3 +353,35 @@ fn an_evicted_replica_ends_for_all_its_ranks_with_the_operators_words_and_a_kill
         "{told:?}"
     );
 }
+
+#[test]
+fn the_ranks_of_a_large_quorum_get_their_own_parts_and_a_rank_without_one_learns_who_is_at_fault() {
+    let mut rig = Rig::new(2);
+    let mut asked = Vec::new();
+    for rank in 0..rig.state.rules.world_size {
+        asked = rig.ask(rank);
+    }
+    let Some(ReplicaAction::Ask { call, request, .. }) = asked.last() else {
+        panic!("{asked:?}")
+    };
+    assert!(!request.own_part, "a rank that says nothing needs the list");
+    let part = |store: &str| QuorumResult {
+        quorum_id: 5,
+        replica_rank: 7000,
+        replica_world_size: 16_384,
+        store_address: store.into(),
+        ..QuorumResult::default()
+    };
+    let call = *call;
+    let parts = [part("store-of-rank-0")].into();
+    let answers = rig.event(ReplicaEvent::Placed { call, parts });
+    assert_eq!(rig.state.last_quorum(), (5, 16_384));
+    let mut answers = answers.into_iter().filter_map(|a| match a {
+        ReplicaAction::Quorum { answer, .. } => Some(answer),
+        _ => None,
+    });
+    assert_eq!(answers.next().unwrap().unwrap(), part("store-of-rank-0"));
+    let missing = answers.next().unwrap().unwrap_err();
+    assert_eq!(missing.kind(), ErrorKind::Protocol);
+    assert!(missing.to_string().contains("none for its rank 1"), "{missing}");
+}

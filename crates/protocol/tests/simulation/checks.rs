@@ -8,7 +8,7 @@ use protocol::{Joining, Quorum};
 use protocol::rank::Rank;
 
 use crate::groups::{Share, Who};
-use crate::trainer::Offer;
+use crate::trainer::{Offer, Taken};
 
 /// What was seen so far.
 #[derive(Debug, Default)]
@@ -21,12 +21,18 @@ pub(crate) struct Checks {
     pub(crate) foreign: bool,
     /// What was offered: group rank, step, and both parts of the state.
     offers: BTreeSet<(u32, i64, u64, u64)>,
+    /// Whose state the ranks of a replica hold in a step of an epoch.
+    together: BTreeMap<(usize, u64, i64, i64), Option<Taken>>,
     /// The highest step of the last quorum of this lighthouse.
     frontier: Option<i64>,
     /// Its members.
     last: Vec<String>,
+    /// They all know what a spare is.
+    knows_spares: bool,
     /// When each replica asked last.
     asked: BTreeMap<String, Duration>,
+    /// When each life of a replica asked first.
+    first_asked: BTreeMap<String, Duration>,
     /// Quorums with spares beside them.
     pub(crate) spares: u64,
     /// Steps that replicas have committed, over all of them.
@@ -82,7 +88,7 @@ impl Checks {
     /// A rank offers its state.
     pub(crate) fn offered(&mut self, who: Who, offer: &Offer) {
         self.offers
-            .insert((who.rank, offer.step, offer.value, offer.local));
+            .insert((who.rank, offer.step, offer.model.common(), offer.model.own()));
     }
 
     /// A rank took a state over: one that some replica offered as a whole.
@@ -95,9 +101,36 @@ impl Checks {
         ))
     }
 
+    /// A rank computes in this step of this epoch: its state came from where the other ranks of its replica have theirs from.
+    pub(crate) fn together(
+        &mut self,
+        who: Who,
+        epoch: i64,
+        step: i64,
+        taken: Option<Taken>,
+    ) -> Result<(), String> {
+        let key = (who.slot, who.life, epoch, step);
+        let first = self.together.entry(key).or_insert_with(|| taken.clone());
+        if *first == taken {
+            return Ok(());
+        }
+        Err(format!(
+            "INV-6: in step {step} of epoch {epoch} {who:?} holds {taken:?}, another rank of its replica {first:?}"
+        ))
+    }
+
     /// A replica asks the lighthouse.
     pub(crate) fn asks(&mut self, replica_id: &str, now: Duration) {
-        self.asked.insert(replica_id.to_string(), now);
+        // A question that is asked again after its connection broke has waited all the while.
+        self.asked.entry(replica_id.to_string()).or_insert(now);
+        self.first_asked.entry(replica_id.to_string()).or_insert(now);
+    }
+
+    /// Whether the lighthouse knew of the replica before `then`.
+    pub(crate) fn had_asked(&self, replica_id: &str, then: Duration) -> bool {
+        self.first_asked
+            .get(replica_id)
+            .is_some_and(|asked| *asked < then)
     }
 
     /// Another lighthouse begins.
@@ -105,8 +138,8 @@ impl Checks {
         self.frontier = None;
     }
 
-    /// Spares are no members, and nobody waits for a replica far behind where the others can go on: one that asked more than
-    /// `patience` ago may have been taken in when they could not.
+    /// Spares are no members, and members take nobody in, or wait for it, whose state is far behind and who did not ask so: docs/healing.md says
+    /// when they do all the same.
     pub(crate) fn spares(
         &mut self,
         quorum: &Quorum,
@@ -114,37 +147,71 @@ impl Checks {
         now: Duration,
         patience: Duration,
     ) -> Result<(), String> {
-        let frontier = self.frontier;
-        self.frontier = quorum.participants.iter().map(|m| m.step).max();
+        let members = &quorum.participants;
+        let frontier = std::mem::replace(&mut self.frontier, members.iter().map(|m| m.step).max());
         let last = std::mem::replace(&mut self.last, quorum.ids().map(str::to_string).collect());
+        let knew = std::mem::replace(
+            &mut self.knows_spares,
+            members.iter().all(|m| m.joining != Joining::Untold),
+        );
         self.spares += u64::from(!quorum.spares.is_empty());
         if let Some(both) = quorum.spares.iter().find(|m| quorum.contains(&m.replica_id)) {
             return Err(format!("{} is a member and a spare", both.replica_id));
         }
-        // Members that waited so long for others may have taken replicas far behind in.
-        let asked = |id: &str| self.asked.get(id).copied().unwrap_or_default();
-        if quorum.ids().any(|id| now >= asked(id) + patience) {
+        let since: BTreeMap<_, _> = quorum
+            .ids()
+            .filter_map(|id| Some((id.to_string(), self.asked.remove(id)?)))
+            .collect();
+        let asked = |id: &str| since.get(id).copied().unwrap_or_default();
+        // In the last step of a run, and with members that do not know spares, everybody is waited for.
+        let Some(frontier) = frontier.filter(|_| knew && members.iter().all(|m| !m.is_last)) else {
             return Ok(());
-        }
-        let is_far = |step: i64| frontier.is_some_and(|f| step < f);
-        let far = quorum
-            .participants
+        };
+        // Members of the last quorum that are not behind go on as soon as they are enough; what has no name in it is a newcomer.
+        let is_far = |m: &&protocol::Member| m.step < frontier;
+        let goes_on: Vec<_> = members
             .iter()
-            .find(|m| m.joining == Joining::Outside && is_far(m.step));
-        let others = quorum.participants.iter().filter(|m| !is_far(m.step)).count();
-        let goes_on = |m: &protocol::Member| !is_far(m.step) && last.contains(&m.replica_id);
-        match far.filter(|_| quorum.participants.iter().any(goes_on)) {
-            Some(m) if others > quorum.participants.len() / 2 && others >= min_replicas => Err(format!(
-                "quorum {}: {others} members wait for {}, which is at step {}; the last quorum was at {frontier:?}",
+            .filter(|m| !is_far(m) && last.contains(&m.replica_id))
+            .collect();
+        let others = members.iter().filter(|m| !is_far(m)).count();
+        let in_vain = goes_on.iter().any(|m| now >= asked(&m.replica_id) + patience);
+        let far = members
+            .iter()
+            .find(|m| m.joining == Joining::Outside && is_far(m));
+        match far.filter(|_| !goes_on.is_empty() && others >= min_replicas && !in_vain) {
+            Some(m) => Err(format!(
+                "quorum {}: {others} members wait for {}, which is at step {}; the last quorum was at {frontier}",
                 quorum.quorum_id, m.replica_id, m.step
             )),
-            _ => Ok(()),
+            None => Ok(()),
         }
     }
 
-    /// The shares of a reduction: no work counts twice while there is any that is not a copy (INV-4).
+    /// The shares of a reduction: no work counts twice while there is any that is not a copy, and all is of the state that all contributors
+    /// hold (INV-4).
     pub(crate) fn weights(&self, epoch: i64, shares: &[Share]) -> Result<(), String> {
-        let mut works: Vec<u64> = shares.iter().filter(|s| s.contributes).map(|s| s.work).collect();
+        match shares.iter().filter(|s| s.is_barrier).count() {
+            0 => {}
+            n if n == shares.len() => return Ok(()),
+            _ => {
+                return Err(format!(
+                    "in epoch {epoch} some members reduce and others do not: {shares:?}"
+                ));
+            }
+        }
+        let contributors = || shares.iter().filter(|s| s.contributes);
+        if let Some(stale) = contributors().find(|s| s.of != s.state) {
+            return Err(format!(
+                "INV-4: in epoch {epoch} work of another state counts: {stale:?} of {shares:?}"
+            ));
+        }
+        let first = contributors().next().map(|s| s.state);
+        if contributors().any(|s| Some(s.state) != first) {
+            return Err(format!(
+                "INV-6: in epoch {epoch} replicas contribute to different states: {shares:?}"
+            ));
+        }
+        let mut works: Vec<u64> = contributors().flat_map(|s| s.pieces.iter().copied()).collect();
         let own = shares.iter().any(|s| s.contributes && !s.copied);
         let number = works.len();
         works.sort_unstable();
@@ -154,7 +221,7 @@ impl Checks {
                 "INV-4: in epoch {epoch} one replica's work counts more than once: {shares:?}"
             ));
         }
-        if number == 0 {
+        if contributors().next().is_none() {
             return Err(format!("INV-4: in epoch {epoch} nobody contributes: {shares:?}"));
         }
         Ok(())

@@ -13,13 +13,20 @@ pub(crate) struct Who {
 }
 
 /// What a member brings to a reduction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Share {
+    /// There is nothing to reduce: the members meet.
+    pub(crate) is_barrier: bool,
     pub(crate) contributes: bool,
     /// Names the work: copies of it have the same name.
     pub(crate) work: u64,
     /// The work is a copy.
     pub(crate) copied: bool,
+    /// The pieces of work in it, by name.
+    pub(crate) pieces: Vec<u64>,
+    /// The state that the work was made of, and the one that this member holds.
+    pub(crate) of: u64,
+    pub(crate) state: u64,
 }
 
 #[derive(Debug, Default)]

@@ -14,7 +14,9 @@
 
 mod checks;
 mod groups;
+mod program;
 mod random;
+mod sources;
 mod trainer;
 mod world;
 
@@ -22,7 +24,7 @@ use std::ops::Range;
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use random::Scenario;
+use random::{Scenario, Training};
 
 /// What runs with every build; `--include-ignored` runs twenty times as many.
 const SEEDS: Range<u64> = 0..5_000;
@@ -43,6 +45,8 @@ fn minimised(mut scenario: Scenario) -> Scenario {
             |s: &mut Scenario| s.disorder = 0,
             |s: &mut Scenario| s.clock_jumps = false,
             |s: &mut Scenario| s.max_retries = None,
+            |s: &mut Scenario| s.last = None,
+            |s: &mut Scenario| s.training = Training::DataParallel { by_place: false },
         ];
         for change in changes {
             let mut s = scenario.clone();

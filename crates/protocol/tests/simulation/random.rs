@@ -40,6 +40,74 @@ pub(crate) fn mix(mut z: u64) -> u64 {
     z ^ (z >> 31)
 }
 
+/// What is trained, and how.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Training {
+    DataParallel {
+        /// A replica's samples follow from its place among the contributors.
+        by_place: bool,
+    },
+    Diloco {
+        fragments: u64,
+        /// Inner steps from round to round.
+        round_steps: u64,
+        delay: u64,
+        eager: bool,
+    },
+}
+
+impl Training {
+    fn of(r: &mut Random) -> Self {
+        let round_steps = 1 + r.below(3);
+        let eager = r.chance(400);
+        match r.below(2) {
+            0 => Self::DataParallel {
+                by_place: r.chance(500),
+            },
+            _ => Self::Diloco {
+                fragments: 1 + r.below(3),
+                round_steps,
+                delay: if eager { 0 } else { r.below(round_steps) },
+                eager,
+            },
+        }
+    }
+
+    pub(crate) fn fragments(self) -> usize {
+        match self {
+            Self::DataParallel { .. } => 1,
+            Self::Diloco { fragments, .. } => fragments as usize,
+        }
+    }
+
+    /// The fragment of round `step`.
+    pub(crate) fn fragment_at(self, step: i64) -> usize {
+        usize::try_from(step - 1).unwrap_or(0) % self.fragments()
+    }
+
+    pub(crate) fn is_eager(self) -> bool {
+        matches!(self, Self::Diloco { eager: true, .. })
+    }
+
+    /// How many parts a step is computed in.
+    pub(crate) fn round_steps(self) -> u64 {
+        match self {
+            Self::DataParallel { .. } => 1,
+            Self::Diloco { round_steps, .. } => round_steps,
+        }
+    }
+
+    /// The inner steps in an outer gradient that is sent so many rounds after its fragment was set.
+    pub(crate) fn inner_steps(self, rounds: u64) -> u64 {
+        match self {
+            Self::DataParallel { .. } => 0,
+            Self::Diloco {
+                round_steps, delay, ..
+            } => rounds * round_steps - delay,
+        }
+    }
+}
+
 /// What goes wrong.
 #[derive(Debug, Clone)]
 pub(crate) enum Fault {
@@ -73,6 +141,8 @@ pub(crate) enum Fault {
         kind: OrderKind,
         restart: Duration,
     },
+    /// The next time a rank writes its state, it fails in the middle: taking another one over, or applying a step that has committed.
+    Tear { slot: usize, rank: u32 },
     /// Somebody who is no replica talks to the lighthouse.
     Stranger { claim: u64 },
 }
@@ -89,6 +159,9 @@ pub(crate) struct Scenario {
     pub(crate) max_retries: Option<u32>,
     /// All replicas are as torchft's managers are.
     pub(crate) foreign: bool,
+    pub(crate) training: Training,
+    /// The last step with data, after which the replicas end the run. `None`: they train on.
+    pub(crate) last: Option<i64>,
     /// Of a thousand messages to the lighthouse so many come late, after others of the same replica, or twice.
     pub(crate) disorder: u64,
     /// The wall clock may stand elsewhere at every start of the lighthouse.
@@ -121,11 +194,15 @@ impl Scenario {
             foreign: r.chance(150),
             disorder: [0, 0, 0, 10, 100][r.below(5) as usize],
             clock_jumps: r.chance(300),
+            training: Training::of(&mut r),
+            last: r.chance(200).then(|| 2 + r.below(24) as i64),
             faults: Vec::new(),
         };
         if scenario.foreign {
             // Its votes come from one rank, and its sources tell what they copied to nobody.
             scenario.ranks = 1;
+            scenario.training = Training::DataParallel { by_place: false };
+            scenario.last = None;
         }
         for _ in 0..r.below(8) {
             let mut at = r.millis(0, 30_000);
@@ -143,7 +220,7 @@ impl Scenario {
     fn fault(&self, r: &mut Random) -> Fault {
         let slot = r.below(self.replicas as u64) as usize;
         let rank = r.below(u64::from(self.ranks)) as u32;
-        match r.below(20) {
+        match r.below(21) {
             0..=5 => Fault::Kill {
                 slot,
                 rank,
@@ -192,6 +269,7 @@ impl Scenario {
                 ][r.below(4) as usize],
                 restart: r.millis(50, 8_000),
             },
+            18 => Fault::Tear { slot, rank },
             _ => Fault::Stranger { claim: r.next() },
         }
     }

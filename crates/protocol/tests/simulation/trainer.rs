@@ -1,9 +1,9 @@
 //! The training thread of a rank: drives the real [`Rank`] through its attempts, as `manager::Manager` does, over groups and
 //! transfers that are played.
 //!
-//! The state is a number, and a step's result follows from the number and from what was contributed: two ranks that hold
-//! the same step of the same history hold the same number, or somebody has broken a promise. Beside it a state has a part of the
-//! replica's own, as DiLoCo's local parameters: replicas of one step differ in it, and a state that is fetched has both parts from one source.
+//! What is trained is a [`Program`]: two ranks that hold the same step of the same history hold the same numbers, or somebody has broken a
+//! promise. Beside them a state has a part of the replica's own, as DiLoCo's local parameters: replicas of one step differ in it, and a state that
+//! is fetched has both parts from one source.
 
 use std::time::Duration;
 
@@ -12,9 +12,11 @@ use protocol::gather::RankRequest;
 use protocol::quorum::Ticket;
 use protocol::rank::{Next, Rank, RankRules, RankVote};
 use protocol::replica::ReplicaEvent;
+use protocol::training::Share as Part;
 use protocol::{Lineage, QuorumResult};
 
 use crate::groups::{Progress, Share, Who};
+use crate::program::{Model, Program, Turn, Wrong};
 use crate::random::{Scenario, mix};
 use crate::world::{CALL, Happening, World};
 
@@ -22,8 +24,8 @@ use crate::world::{CALL, Happening, World};
 #[derive(Debug)]
 pub(crate) enum Done {
     Connected,
-    /// The reduction of this epoch is complete: a hash of what went in, and how many contributed.
-    Reduced(i64, u64, u32),
+    /// The reduction of this epoch is complete: a hash of what went in, and how many contributed; or it was a barrier.
+    Reduced(i64, Option<(u64, u32)>),
     /// A member of this epoch's group is gone.
     Lost(i64, String),
     /// The state that was fetched.
@@ -37,11 +39,18 @@ pub(crate) enum Done {
 pub(crate) struct Offer {
     pub(crate) step: i64,
     pub(crate) epoch: i64,
-    pub(crate) value: u64,
-    /// The part of the replica's own.
-    pub(crate) local: u64,
+    pub(crate) model: Model,
     pub(crate) lineage: Lineage,
-    pub(crate) work: u64,
+    /// As a rank gets it: whose it is.
+    pub(crate) taken: Option<Taken>,
+}
+
+/// Where a state was taken over from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Taken {
+    pub(crate) epoch: i64,
+    /// The source's manager server.
+    pub(crate) source: String,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -51,16 +60,19 @@ enum Doing {
     Fetching,
     /// As a spare.
     FetchingOutside,
+    /// A reduction is under way, beside inner steps or not.
     Reducing,
 }
 
 pub(crate) struct Trainer {
     rank: Rank,
-    value: u64,
-    local: u64,
-    /// The outer gradient of the present step: whose it is. A copy travels with the state.
-    work: u64,
-    copied: bool,
+    pub(crate) program: Program,
+    /// Whose state this one is; `None` once it has committed.
+    taken: Option<Taken>,
+    /// It waits for the reduction, to vote.
+    waits: bool,
+    /// It leaves in good order.
+    pub(crate) leaves: bool,
     /// The newest last; an earlier one is kept while spares fetch.
     pub(crate) offers: Vec<Offer>,
     /// The present call of the training thread; whatever answers another one is late.
@@ -75,13 +87,13 @@ pub(crate) struct Trainer {
     aborted: Option<(i64, String)>,
     error: Option<Error>,
     least: Option<u32>,
-    result: u64,
+    result: Option<u64>,
     retries: u32,
     pub(crate) moved: u64,
 }
 
 impl Trainer {
-    pub(crate) fn rules(scenario: &Scenario) -> RankRules {
+    fn rules(scenario: &Scenario) -> RankRules {
         RankRules {
             min_replicas: scenario.min_replicas,
             max_contributors: scenario.spares.then_some(scenario.min_replicas),
@@ -90,19 +102,20 @@ impl Trainer {
         }
     }
 
-    pub(crate) fn new(group_rank: u32, rules: RankRules, value: u64, work: u64) -> Self {
+    pub(crate) fn new(group_rank: u32, scenario: &Scenario, value: u64) -> Self {
+        let rules = Self::rules(scenario);
         // Without an initial sync all replicas begin with the same state.
-        let value = if rules.init_sync {
+        let first = if rules.init_sync {
             value
         } else {
             u64::from(group_rank)
         };
         Self {
             rank: Rank::new(rules),
-            value,
-            local: work,
-            work,
-            copied: false,
+            program: Program::new(scenario.training, scenario.last, first, mix(value)),
+            taken: None,
+            waits: false,
+            leaves: false,
             offers: Vec::new(),
             op: 0,
             doing: Doing::Nothing,
@@ -114,7 +127,7 @@ impl Trainer {
             aborted: None,
             error: None,
             least: None,
-            result: 0,
+            result: None,
             retries: 0,
             moved: 1,
         }
@@ -133,12 +146,6 @@ impl Trainer {
         self.rank.set_shrink_only(on);
     }
 
-    pub(crate) fn new_work(&mut self, work: u64) {
-        self.work = work;
-        self.local = mix(self.local ^ work);
-        self.copied = false;
-    }
-
     /// Why the group cannot be used for another step, as the manager finds it.
     fn why_broken(&self) -> Option<String> {
         let over = self
@@ -150,9 +157,53 @@ impl Trainer {
 }
 
 impl World {
+    /// The program's next call, or the same again.
+    pub(crate) fn calls(&mut self, who: Who) {
+        let Some(t) = self.trainer(who) else { return };
+        let turn = t.program.calls(t.rank.step());
+        self.goes_on(who, turn);
+    }
+
+    /// The training thread has computed.
+    pub(crate) fn works(&mut self, who: Who) {
+        let Some(t) = self.trainer(who) else { return };
+        t.moved += 1;
+        let turn = t.program.works(t.rank.step());
+        self.goes_on(who, turn);
+    }
+
+    fn goes_on(&mut self, who: Who, turn: Result<Turn, Error>) {
+        match turn {
+            Ok(Turn::Attempt) => self.attempt(who),
+            Ok(Turn::Vote) => {
+                let Some(t) = self.trainer(who) else { return };
+                t.waits = t.doing == Doing::Reducing;
+                if !t.waits {
+                    self.vote(who);
+                }
+            }
+            Ok(Turn::Work) => {
+                let parts = self.scenario.training.round_steps();
+                let delay = self.random.millis(20 / parts, 400 / parts);
+                self.later(delay, who, Happening::InnerSteps);
+            }
+            Ok(Turn::Leave) => {
+                self.run_ends(who);
+                self.leaves(who);
+            }
+            Err(e) => {
+                self.note(|| format!("the program of {who:?} ends: {e}"));
+                self.later(Duration::ZERO, who, Happening::Exit);
+            }
+        }
+    }
+
     pub(crate) fn attempt(&mut self, who: Who) {
         let Some(t) = self.trainer(who) else { return };
         t.moved += 1;
+        t.rank.set_last(t.program.is_last(t.rank.step()));
+        t.rank.set_joins_at_once(t.program.joins_at_once());
+        (t.waits, t.result) = (false, None);
         t.error = None;
         t.least = None;
         t.doing = Doing::Nothing;
@@ -223,7 +274,7 @@ impl World {
         let pause = Duration::from_millis(20 << t.retries.min(6));
         // The time of its program's call is over, which asks anew; otherwise the manager asks the same again.
         let again = if error.kind() == ErrorKind::Timeout {
-            Happening::Attempt
+            Happening::Calls
         } else {
             Happening::AskAgain
         };
@@ -237,15 +288,27 @@ impl World {
                 return;
             };
             next = match next {
+                // In every second epoch the state is in use until the group is connected, as with a quorum that was begun ahead.
+                Next::Offer { publish: true, .. }
+                    if answer.quorum_id % 2 == 0 && t.group != Some(answer.quorum_id) =>
+                {
+                    t.rank.connect_first()
+                }
                 Next::Offer { publish, keep } => {
                     if publish {
+                        let model = match t.program.offer() {
+                            Ok(model) => model,
+                            Err(e) => {
+                                next = t.rank.offered(Err(e));
+                                continue;
+                            }
+                        };
                         let offer = Offer {
                             step: answer.max_step,
                             epoch: answer.quorum_id,
-                            value: t.value,
-                            local: t.local,
+                            model,
                             lineage: t.rank.lineage().clone(),
-                            work: t.work,
+                            taken: None,
                         };
                         if t.offers.len() == 2 {
                             t.offers.remove(0);
@@ -268,11 +331,11 @@ impl World {
                 Next::Ask => return self.attempt(who),
                 Next::Configure => return self.connect(who, &answer),
                 Next::Heal => return self.fetch(who, &answer),
-                Next::Ready => return self.reduce(who, &answer),
+                Next::Ready => return self.joined(who, &answer),
                 Next::Lost(e) => {
                     t.error.get_or_insert(e);
                     self.give_up_group(who);
-                    return self.vote(who);
+                    return self.joined(who, &answer);
                 }
                 // Torn, and nobody is left to heal from: it starts again.
                 Next::End(e) if e.kind() == ErrorKind::InvalidState => {
@@ -298,13 +361,13 @@ impl World {
         let Some(t) = self.trainer(who) else { return };
         t.broken.get_or_insert_with(|| "this rank gave it up".into());
         if let Some(epoch) = t.group {
-            self.leave_group(epoch, who);
+            self.leave_group(epoch, who, 0);
         }
     }
 
     fn connect(&mut self, who: Who, answer: &QuorumResult) {
         if let Some(old) = self.trainer(who).and_then(|t| t.group.take()) {
-            self.leave_group(old, who);
+            self.leave_group(old, who, 0);
         }
         let epoch = answer.quorum_id;
         let op = self.begin(who, Doing::Connecting);
@@ -353,48 +416,84 @@ impl World {
     fn look_for_offer(&mut self, who: Who, op: u64, answer: &QuorumResult, tries: u64) {
         // Outside of the group a transfer may take several steps of the others.
         let delay = self.random.millis(5, if answer.spare { 4_000 } else { 200 });
-        let done = match self.offered_to(who, answer) {
+        let done = match self.offered_to(who, answer, tries) {
             Some(offer) => Done::Fetched(Box::new(offer)),
             None => Done::NotFetched(tries.to_string()),
         };
         self.later(delay, who, Happening::Done(op, done));
     }
 
-    /// The state that the quorum's sources offer: of those within reach the first one's, whole. The others may differ in the part of
-    /// their own.
-    fn offered_to(&mut self, who: Who, answer: &QuorumResult) -> Option<Offer> {
-        for source in &answer.recover_sources {
-            let found = self.offer_of(
-                &source.manager_address,
-                who.rank,
-                answer.max_step,
-                answer.quorum_id,
-            );
-            if let Some((source, offer)) = found
-                && self.reach(who, source)
-            {
-                return Some(offer);
-            }
-        }
-        None
-    }
-
-    /// Loads a state.
-    fn takes_over(&mut self, who: Who, offer: &Offer, told: impl FnOnce(&mut Rank) -> Next) -> Option<Next> {
+    /// Loads a state, and tells the rank so or that it could not.
+    fn takes_over(
+        &mut self,
+        who: Who,
+        offer: &Offer,
+        told: impl FnOnce(&mut Rank, Result<Lineage, Error>) -> Next,
+    ) -> Option<Next> {
         let t = self.trainer(who)?;
-        (t.value, t.local, t.work) = (offer.value, offer.local, offer.work);
-        t.copied = true;
-        let next = told(&mut t.rank);
-        let (rank, value, local) = (t.rank.clone(), t.value, t.local);
-        let step = rank.step();
-        let checked = self.checks.state(who, &rank, value);
-        self.check(checked);
-        let whole = self.checks.taken_over(who, step, value, local);
-        self.check(whole);
+        let written = t.program.loads(&offer.model);
+        let is_whole = written.is_ok();
+        t.taken.clone_from(&offer.taken);
+        let next = told(&mut t.rank, written.map(|()| offer.lineage.clone()));
+        if is_whole {
+            let (rank, value, local) = (t.rank.clone(), t.program.common(), t.program.own());
+            let step = rank.step();
+            let checked = self.checks.state(who, &rank, value);
+            self.check(checked);
+            let whole = self.checks.taken_over(who, step, value, local);
+            self.check(whole);
+            self.note(|| format!("{who:?} healed to step {step}"));
+        }
         Some(next)
     }
 
-    fn reduce(&mut self, who: Who, answer: &QuorumResult) {
+    /// There is a quorum, whether or not it came up: the program's share of it goes out.
+    fn joined(&mut self, who: Who, answer: &QuorumResult) {
+        let Some(t) = self.trainer(who) else { return };
+        if t.error.is_none() {
+            let taken = t.taken.clone();
+            if !self.scenario.foreign {
+                let together = self
+                    .checks
+                    .together(who, answer.quorum_id, answer.max_step, taken);
+                self.check(together);
+            }
+        }
+        let Some(t) = self.trainer(who) else { return };
+        let (contributor_rank, contributors) = t.rank.contribution();
+        let part = Part {
+            step: t.rank.step(),
+            contributor_rank,
+            contributors,
+        };
+        let brings = match t.program.joined(part) {
+            Ok(brings) => brings,
+            Err(e) => return self.goes_on(who, Err(e)),
+        };
+        if t.error.is_none() && (brings.is_some() || t.rank.needs_barrier(false)) {
+            let state = t.program.present(part.step);
+            let (is_barrier, own) = (brings.is_none(), brings.flatten());
+            let share = Share {
+                is_barrier,
+                contributes: own.is_some(),
+                work: own.as_ref().map_or(0, |g| g.work),
+                copied: t.program.is_copy(),
+                of: own.as_ref().map_or(0, |g| g.of),
+                pieces: own.map_or(Vec::new(), |g| g.pieces),
+                state,
+            };
+            self.reduce(who, answer, share);
+        }
+        let Some(t) = self.trainer(who) else { return };
+        // Data parallel has nothing else to do.
+        let turn = match t.program.turn(t.rank.step()) {
+            Ok(Turn::Attempt) => Ok(Turn::Vote),
+            turn => turn,
+        };
+        self.goes_on(who, turn);
+    }
+
+    fn reduce(&mut self, who: Who, answer: &QuorumResult, share: Share) {
         let op = self.begin(who, Doing::Reducing);
         let epoch = answer.quorum_id;
         let Some(t) = self.trainer(who) else { return };
@@ -406,11 +505,6 @@ impl World {
                 Happening::Done(op, Done::Lost(epoch, "it is broken".into())),
             );
         }
-        let share = Share {
-            contributes: t.rank.contribution().0.is_some(),
-            work: t.work,
-            copied: t.copied,
-        };
         match self.groups.reduce(epoch, who, answer.replica_rank, share) {
             Progress::Waits => {}
             Progress::Broken => {
@@ -431,17 +525,15 @@ impl World {
                 works.sort_unstable();
                 let number = works.len() as u32;
                 let result = works.iter().fold(7, |h, w| mix(h ^ w));
+                let is_barrier = shares.iter().any(|s| s.is_barrier);
+                let outcome = (!is_barrier).then_some((result, number));
                 if !members.iter().all(|m| members.iter().all(|o| self.reach(*m, *o))) {
                     return;
                 }
                 for member in members {
                     let op = self.trainer(member).map_or(0, |t| t.op);
                     let delay = self.random.millis(0, 8);
-                    self.later(
-                        delay,
-                        member,
-                        Happening::Done(op, Done::Reduced(epoch, result, number)),
-                    );
+                    self.later(delay, member, Happening::Done(op, Done::Reduced(epoch, outcome)));
                 }
             }
         }
@@ -484,25 +576,31 @@ impl World {
                 let Some(answer) = t.rank.answer().cloned() else {
                     return;
                 };
-                // The transfer took a while: somebody must be left who has it.
-                if self.offered_to(who, &answer).is_none() {
+                // The transfer took a while: somebody must be left who has it, and the other ranks still want it.
+                let left = self.offered_to(who, &answer, u64::MAX).is_some();
+                if !left || !self.settles(who, &answer, &offer) {
                     let Some(t) = self.trainer(who) else { return };
                     let gone = Error::new(ErrorKind::PeerLost, "all sources are gone");
                     let next = t.rank.fetched(Err(gone));
                     return self.next(who, next);
                 }
-                let next = self.takes_over(who, &offer, |rank| rank.fetched(Ok(offer.lineage.clone())));
+                let next = self.takes_over(who, &offer, Rank::fetched);
                 if let Some(next) = next {
                     self.next(who, next);
                 }
             }
             (Doing::Fetching, Done::Fetched(offer)) => {
+                let Some(answer) = t.rank.answer().cloned() else {
+                    return;
+                };
+                if !self.settles(who, &answer, &offer) {
+                    return self.look_for_offer(who, op, &answer, 1);
+                }
+                let Some(t) = self.trainer(who) else { return };
                 t.doing = Doing::Nothing;
-                let next = self.takes_over(who, &offer, |rank| rank.healed(Ok(offer.lineage.clone())));
-                let Some(next) = next else { return };
-                let step = offer.step;
-                self.note(|| format!("{who:?} healed to step {step}"));
-                self.next(who, next);
+                if let Some(next) = self.takes_over(who, &offer, Rank::healed) {
+                    self.next(who, next);
+                }
             }
             (doing @ (Doing::Fetching | Doing::FetchingOutside), Done::NotFetched(tries)) => {
                 let Some(answer) = t.rank.answer().cloned() else {
@@ -531,25 +629,33 @@ impl World {
                 let next = t.rank.healed(Err(Error::timeout("the state did not come")));
                 self.next(who, next);
             }
-            (Doing::Reducing, Done::Reduced(epoch, result, number))
+            (Doing::Reducing, Done::Reduced(epoch, outcome))
                 if t.group == Some(epoch) && t.broken.is_none() =>
             {
-                t.result = result;
-                t.least = Some(number);
-                self.vote(who);
+                (t.result, t.least) = outcome.unzip();
+                self.reduced(who);
             }
             (Doing::Reducing, Done::Lost(_, why)) => {
                 t.error.get_or_insert(lost(why.clone()));
                 self.reports(who, why);
-                self.vote(who);
+                self.reduced(who);
             }
             (Doing::Reducing, Done::TimedOut) => {
                 t.error.get_or_insert(Error::timeout("the reduction"));
                 self.reports(who, "the reduction timed out".into());
                 self.give_up_group(who);
-                self.vote(who);
+                self.reduced(who);
             }
             _ => {}
+        }
+    }
+
+    /// The reduction has ended, well or not.
+    fn reduced(&mut self, who: Who) {
+        let Some(t) = self.trainer(who) else { return };
+        t.doing = Doing::Nothing;
+        if std::mem::take(&mut t.waits) {
+            self.vote(who);
         }
     }
 
@@ -623,20 +729,28 @@ impl World {
             return self.later(Duration::from_millis(5), who, Happening::Exit);
         }
         if commit == Some(true) {
-            t.value = mix(t.value ^ t.result);
-            let (rank, value) = (t.rank.clone(), t.value);
+            t.taken = None;
+            let result = t.result.take();
+            match t.program.committed(result) {
+                Ok(()) => {}
+                // The program does not look at the error, and calls again.
+                Err(Wrong::Torn) => return self.calls(who),
+                Err(Wrong::Broken(text)) => return self.violate(format!("{who:?}: {text}")),
+            }
+            let (rank, value) = (t.rank.clone(), t.program.common());
             let checked = self.checks.state(who, &rank, value);
             self.check(checked);
             let step = rank.step();
             self.note(|| format!("{who:?} committed step {}", step - 1));
             self.committed(who);
-            if rank.answer().is_some_and(|a| a.draining) {
+            let Some(t) = self.trainer(who) else { return };
+            let turn = t.program.turn(step);
+            if rank.answer().is_some_and(|a| a.draining) && !matches!(turn, Ok(Turn::Leave) | Err(_)) {
                 return self.leaves(who);
             }
-            let delay = self.random.millis(20, 400);
-            self.later(delay, who, Happening::InnerSteps);
-            return;
+            return self.goes_on(who, turn);
         }
+        t.program.lost();
         let failures = u32::try_from(t.rank.commit_failures()).unwrap_or(0);
         self.note(|| format!("{who:?} did not commit: {decision:?}"));
         let pause = match failures.checked_sub(3) {
@@ -656,7 +770,7 @@ impl World {
         }
         t.broken.get_or_insert_with(|| reason.clone());
         let op = t.op;
-        self.leave_group(epoch, who);
+        self.leave_group(epoch, who, 0);
         self.done(who, op, Done::Lost(epoch, reason));
     }
 }

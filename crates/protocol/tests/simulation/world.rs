@@ -12,6 +12,7 @@ use ftcore::{Error, ErrorKind};
 use protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
 use protocol::rank::RankVote;
 use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
+use protocol::source::Choice;
 use protocol::{Member, Quorum, QuorumResult};
 
 use crate::checks::Checks;
@@ -72,6 +73,8 @@ pub(crate) enum Happening {
     AttachBroke(u64),
     /// The training thread begins an attempt.
     Attempt,
+    /// The program makes its next call, or the same again.
+    Calls,
     AskAgain,
     Quorum(Ticket, Result<QuorumResult, Error>),
     Done(u64, Done),
@@ -88,7 +91,8 @@ struct Queued {
     at: Duration,
     order: u64,
     owner: Owner,
-    what: Happening,
+    /// Apart, so that the heap moves little.
+    what: Box<Happening>,
 }
 
 impl PartialEq for Queued {
@@ -124,6 +128,7 @@ struct Replica {
     restart: Duration,
     /// When the server looks at its time-outs next.
     tick: Option<Duration>,
+    started: Duration,
 }
 
 struct Process {
@@ -155,11 +160,17 @@ pub(crate) struct World {
     lighthouse_lives: u64,
     replicas: Vec<Option<Replica>>,
     lives: Vec<u64>,
+    /// Slots whose replica has come to the end of the run.
+    ended: Vec<bool>,
     cut_until: Vec<Duration>,
     split: (u64, Duration),
     pub(crate) groups: Groups,
+    /// What the ranks of each incarnation of a replica follow.
+    pub(crate) choices: BTreeMap<(usize, u64), Choice>,
     pub(crate) checks: Checks,
     quiet_from: Duration,
+    /// When the first replica came to the end of the run.
+    first_end: Option<Duration>,
     /// Commits of each slot since the last fault.
     since: Vec<u64>,
     trace: Option<VecDeque<String>>,
@@ -204,11 +215,14 @@ impl World {
             lighthouse_lives: 0,
             replicas: (0..n).map(|_| None).collect(),
             lives: vec![0; n],
+            ended: vec![false; n],
             cut_until: vec![Duration::ZERO; n],
             split: (0, Duration::ZERO),
             groups: Groups::default(),
+            choices: BTreeMap::new(),
             checks: Checks::default(),
             quiet_from: Duration::ZERO,
+            first_end: None,
             since: vec![0; n],
             trace: traced.then(VecDeque::new),
             violation: None,
@@ -239,7 +253,7 @@ impl World {
 
     fn at(&mut self, at: Duration, owner: Owner, what: Happening) {
         self.order += 1;
-        let order = self.order;
+        let (order, what) = (self.order, Box::new(what));
         self.queue.push(Queued {
             at,
             order,
@@ -302,7 +316,7 @@ impl World {
                 self.violate(format!("livelock: {MANY} events by {:?}", self.now));
                 return;
             }
-            self.take(next.order, next.owner, next.what);
+            self.take(next.order, next.owner, *next.what);
             if self.violation.is_some() {
                 return;
             }
@@ -310,9 +324,23 @@ impl World {
         self.stuck();
     }
 
-    /// True if every replica that is not hung has committed some steps since the last fault.
+    /// True if every replica that is not hung has committed some steps since the last fault, or has come to the end of the run.
     fn all_go_on(&self) -> bool {
-        (0..self.replicas.len()).all(|slot| self.is_hung(slot) || self.since[slot] >= GOES_ON)
+        (0..self.replicas.len()).all(|slot| self.is_hung(slot) || self.does_go_on(slot))
+    }
+
+    fn does_go_on(&self, slot: usize) -> bool {
+        let Some(end) = self.scenario.last.map(|last| last + 1) else {
+            return self.since[slot] >= GOES_ON;
+        };
+        let Some(replica) = &self.replicas[slot] else {
+            return self.ended[slot] || self.first_end.is_some();
+        };
+        // One that first asks after the end of the run finds no other replica.
+        self.step_of(slot) >= end
+            || self
+                .first_end
+                .is_some_and(|first| !self.checks.had_asked(&replica.id, first))
     }
 
     fn is_hung(&self, slot: usize) -> bool {
@@ -341,16 +369,19 @@ impl World {
             .as_ref()
             .and_then(|l| l.state.record())
             .map_or(0, |r| r.step);
-        if hangs && (newest(true) > newest(false) || recorded > newest(false) || self.checks.commits == 0) {
+        let reason = self.lighthouse.as_ref().map(|l| l.state.reason(self.instant()));
+        let for_all = reason
+            .as_ref()
+            .is_some_and(|r| r.starts_with("the first quorum waits for"));
+        if hangs && (newest(true) > newest(false) || recorded > newest(false) || for_all) {
             // Whoever hangs for ever is the only one that holds the newest state, or is missing for the decision to go back; or it is
             // one of those that the first quorum waits for, however long that takes.
             return;
         }
         let slots: Vec<String> = (0..self.replicas.len())
-            .filter(|&s| !self.is_hung(s) && self.since[s] < GOES_ON)
+            .filter(|&s| !self.is_hung(s) && !self.does_go_on(s))
             .map(|s| format!("r{s} ({} commits)", self.since[s]))
             .collect();
-        let reason = self.lighthouse.as_ref().map(|l| l.state.reason(self.instant()));
         let waits = self.lighthouse.as_ref().map(|l| {
             let status = l.state.status(self.instant());
             format!("healthy {:?}, waiting {:?}", status.healthy, status.waiting)
@@ -386,7 +417,7 @@ impl World {
             at: until,
             order,
             owner,
-            what,
+            what: Box::new(what),
         });
     }
 
@@ -419,6 +450,7 @@ impl World {
                 let trains = matches!(
                     what,
                     Happening::Attempt
+                        | Happening::Calls
                         | Happening::AskAgain
                         | Happening::Quorum(..)
                         | Happening::Done(..)
@@ -479,18 +511,13 @@ impl World {
                 self.later(delay, who, Happening::Attach);
             }
             Happening::Attempt => self.attempt(who),
+            Happening::Calls => self.calls(who),
             Happening::AskAgain => self.ask(who),
             Happening::Quorum(ticket, answer) => self.quorum_answered(who, ticket, answer),
             Happening::Done(op, done) => self.done(who, op, done),
             Happening::Decision(ticket, decision) => self.decided(who, ticket, decision),
             Happening::Pushed(epoch, reason) => self.pushed(who, epoch, reason),
-            Happening::InnerSteps => {
-                let work = self.number();
-                if let Some(trainer) = self.trainer(who) {
-                    trainer.new_work(work);
-                    self.attempt(who);
-                }
-            }
+            Happening::InnerSteps => self.works(who),
             Happening::ShowProgress => {
                 self.later(Duration::from_secs(1), who, Happening::ShowProgress);
                 if let Some(process) = self.process(who)
@@ -699,6 +726,9 @@ impl World {
     pub(crate) fn leaves(&mut self, who: Who) {
         let rank = who.rank;
         self.note(|| format!("{who:?} leaves"));
+        if let Some(trainer) = self.trainer(who) {
+            trainer.leaves = true;
+        }
         if rank > 0 {
             self.server_hears(who, ReplicaEvent::Left { rank });
             return self.later(Duration::from_millis(5), who, Happening::Exit);
@@ -709,6 +739,13 @@ impl World {
         let reason = String::new();
         self.send_lighthouse(who, Event::Leave { replica_id, reason });
         self.later(Duration::from_secs(1), who, Happening::Exit);
+    }
+
+    /// A rank has come to the end of the run.
+    pub(crate) fn run_ends(&mut self, who: Who) {
+        let now = self.now;
+        self.first_end.get_or_insert(now);
+        self.ended[who.slot] = true;
     }
 
     /// A rank has committed.

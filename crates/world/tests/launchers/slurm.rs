@@ -3,7 +3,7 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::{Command, Output, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
@@ -165,31 +165,35 @@ impl Cluster {
         Ok(())
     }
 
-    fn srun(&self, scene: &str) -> Command {
+    /// Runs this file as the ranks of a step. What they say goes to files: when the step ends before srun has read the ranks' last lines, the
+    /// controller ends srun, and srun loses them.
+    fn srun(&self, scene: &str, options: &[&str]) -> Result<Output, Failed> {
+        let said = tempfile::tempdir_in(self.folder.path())?;
         let mut srun = self.command("srun");
-        srun.env(SCENE, scene);
-        srun
+        srun.env(SCENE, scene)
+            .args(options)
+            .arg("-o")
+            .arg(said.path().join("%t"))
+            .arg(program());
+        let mut output = finish(&mut srun)?;
+        for file in fs::read_dir(said.path())? {
+            output.stdout.extend(fs::read(file?.path())?);
+        }
+        Ok(output)
     }
 }
 
 fn four_nodes(cluster: &Cluster) -> Outcome {
     // As from a login node with another address: where srun runs is no rank's affair.
-    let mut srun = cluster.srun("reduce");
-    all_reduced(&finish(srun.args(["-N4", "-n8"]).arg(program()))?, 8)
+    all_reduced(&cluster.srun("reduce", &["-N4", "-n8"])?, 8)
 }
 
 fn later_nodes(cluster: &Cluster) -> Outcome {
-    let mut srun = cluster.srun("reduce");
-    all_reduced(
-        &finish(srun.args(["-N2", "-n2", "-w", "n[3-4]"]).arg(program()))?,
-        2,
-    )
+    all_reduced(&cluster.srun("reduce", &["-N2", "-n2", "-w", "n[3-4]"])?, 2)
 }
 
 fn killed_task(cluster: &Cluster) -> Outcome {
-    let mut srun = cluster.srun("die");
-    let output = finish(srun.args(["-N4", "-n4", "-K0"]).arg(program()))?;
-    let text = said(&output);
+    let text = said(&cluster.srun("die", &["-N4", "-n4", "-K0"])?);
     for rank in [0, 2, 3] {
         let line = format!("rank {rank} heard PeerLost of rank 1");
         if !text.contains(&line) {

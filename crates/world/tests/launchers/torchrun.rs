@@ -22,6 +22,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         let is_there = path.is_ok();
         let trial = Trial::test(format!("torchrun::{case}"), move || {
             let mut torchrun = Command::new(path?);
+            torchrun.args(["-m", "torch.distributed.run"]);
             torchrun.args(["--standalone", "--no-python", "--nproc-per-node=4"]);
             run(torchrun)
         });

@@ -3,7 +3,9 @@
 use std::time::{Duration, Instant};
 
 use oxccl_hccl::HcclGroup;
-use oxccl_hccl::ftcore::{Configuration, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp};
+use oxccl_hccl::ftcore::{
+    Configuration, Device, DeviceKind, ErrorKind, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp,
+};
 
 use crate::ranks::{Outcome, Rank, Scenario, ensure, scenario, text, within};
 
@@ -264,14 +266,16 @@ fn options(_: &Rank) -> Outcome {
         ..Default::default()
     };
     options.hints.insert("rails".into(), "2".into());
-    let Err(e) = HcclGroup::new("test", &options) else {
+    let Err(e) = HcclGroup::new("test", &Device::new(DeviceKind::Hpu, 0), &options) else {
         return Err("options were dropped in silence".to_string());
     };
     for word in ["is_high_priority_stream", "hint:rails"] {
         ensure!(e.to_string().contains(word), "'{word}' is not in: {e}");
     }
     options.lenient = true;
-    HcclGroup::new("test", &options).map_err(text).map(drop)
+    HcclGroup::new("test", &Device::new(DeviceKind::Hpu, 0), &options)
+        .map_err(text)
+        .map(drop)
 }
 
 fn taken(rank: &Rank) -> Outcome {

@@ -7,8 +7,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oxccl_hccl::ftcore::{
-    Accelerator, Collective, Configuration, DType, Element, Epoch, Error, GroupOptions, ProcessGroup,
-    ProcessGroupExt, ReduceOp, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Work, deadline_in,
+    Accelerator, Collective, Configuration, DType, Device, DeviceKind, Element, Epoch, Error, GroupOptions,
+    ProcessGroup, ProcessGroupExt, ReduceOp, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, Work,
+    deadline_in,
 };
 use oxccl_hccl::{HcclGroup, HpuAccelerator};
 
@@ -217,7 +218,7 @@ impl Rank {
     }
 
     pub(crate) fn unconfigured(&self) -> Outcome<HcclGroup> {
-        HcclGroup::new("test", &GroupOptions::default()).map_err(text)
+        HcclGroup::new("test", &Device::new(DeviceKind::Hpu, 0), &GroupOptions::default()).map_err(text)
     }
 
     pub(crate) fn group(&self) -> Outcome<HcclGroup> {
@@ -235,6 +236,7 @@ impl Rank {
             rank: self.rank,
             world_size: self.world,
             deadline: self.soon(),
+            cancel: Default::default(),
         }
     }
 

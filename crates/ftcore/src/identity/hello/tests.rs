@@ -326,6 +326,7 @@ fn the_hello_is_that_of_the_test_vectors() {
         folder: "/nowhere".into(),
         job: "job-7".to_owned(),
         secret: Secret(secret.try_into().unwrap()),
+        encrypts: false,
     });
     let a = Handshake::call_with(credentials.clone(), gloo(), [0xAA; NONCE]);
     let b = Handshake::listen_with(credentials, gloo(), [0xBB; NONCE]);

@@ -134,7 +134,10 @@ impl Greeting {
             if !hello.advance(&mut self.conn.link).map_err(closed_at_hello)? {
                 return Err(late("no answer to the hello"));
             }
-            self.hello = None;
+            let records = self.hello.take().map(|hello| hello.into_records()).transpose()?;
+            if let Some(records) = records.flatten() {
+                self.conn.link.encrypt(records);
+            }
             self.conn.write(&greeting(self.nonce))?;
         }
         wire::read_u32(&mut self.conn.link)

@@ -1,9 +1,10 @@
-//! A TCP connection on which every read and write ends by an instant, and the bell that wakes a thread blocked on one.
+//! A TCP connection on which every read and write ends by an instant, and the bell that wakes a thread blocked on one. What goes over it is
+//! sealed and opened here where the job encrypts its connections.
 //!
 //! The socket is non-blocking; waiting is `poll(2)`, whose time-outs are exact and which can watch the bell as well. A
 //! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT.
 
-use std::io::{self, Read, Write};
+use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
@@ -11,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
+use crate::identity::records::{Opener, Sealer};
 use crate::time_left;
 
 const BUFFER: usize = 16 * 1024;
@@ -111,6 +113,8 @@ pub(super) struct Link {
     /// The window of [`Patience::Pace`] ends then, and so much has moved in it.
     window: Option<Instant>,
     moved: usize,
+    /// Of an encrypted connection.
+    records: Option<Box<(Sealer, Opener)>>,
 }
 
 impl Link {
@@ -126,7 +130,15 @@ impl Link {
             patience,
             window: None,
             moved: 0,
+            records: None,
         })
+    }
+
+    /// From now on the connection is encrypted: the hello has made the keys. What came in behind the hello is records.
+    pub(super) fn encrypt(&mut self, (sealer, mut opener): (Sealer, Opener)) {
+        opener.came(self.buffered());
+        self.skip(self.buffer.len());
+        self.records = Some(Box::new((sealer, opener)));
     }
 
     /// From now on, something must move in every `window`.
@@ -172,12 +184,41 @@ impl Link {
         if self.start < self.end {
             return Ok(true);
         }
-        let deadline = self.deadline();
-        let n = Self::receive(&self.stream, &mut self.buffer, deadline)?;
-        self.count(n);
+        let mut buffer = std::mem::take(&mut self.buffer);
+        let filled = self.receive_text(&mut buffer);
+        self.buffer = buffer;
         self.start = 0;
-        self.end = n;
-        Ok(n > 0)
+        self.end = 0;
+        self.end = filled?;
+        Ok(self.end > 0)
+    }
+
+    /// Reads past the buffer; 0 at the end of the stream.
+    fn receive_text(&mut self, into: &mut [u8]) -> io::Result<usize> {
+        let deadline = self.deadline();
+        let Some(mut records) = self.records.take() else {
+            let n = Self::receive(&self.stream, into, deadline)?;
+            self.count(n);
+            return Ok(n);
+        };
+        let (_, opener) = &mut *records;
+        let taken = loop {
+            match opener.take(into) {
+                Ok(0) => {}
+                Ok(n) => break Ok(n),
+                Err(e) => break Err(e.into()),
+            }
+            match Self::receive(&self.stream, opener.room(), deadline) {
+                Ok(0) => break Ok(0),
+                Ok(n) => {
+                    self.count(n);
+                    opener.received(n);
+                }
+                Err(e) => break Err(e),
+            }
+        };
+        self.records = Some(records);
+        taken
     }
 
     fn receive(mut stream: &TcpStream, into: &mut [u8], deadline: Option<Instant>) -> io::Result<usize> {
@@ -196,6 +237,12 @@ impl Link {
 
     /// Waits until the bell rings, input arrives (watched only if `input`) or the peer is gone.
     pub(super) fn watch(&self, bell: &Bell, input: bool) -> io::Result<Seen> {
+        if input && self.holds_records() {
+            return Ok(Seen {
+                input: true,
+                gone: false,
+            });
+        }
         let mut flags = PollFlags::RDHUP;
         if input {
             flags |= PollFlags::IN;
@@ -213,10 +260,17 @@ impl Link {
         })
     }
 
+    /// Bytes came in that are not in the buffer yet.
+    fn holds_records(&self) -> bool {
+        self.records.as_ref().is_some_and(|records| !records.1.is_empty())
+    }
+
     /// True if the connection is open and silent, as an idle one between two calls must be.
     pub(super) fn is_quiet(&self) -> bool {
         let mut fds = [PollFd::new(&*self.stream, PollFlags::IN | PollFlags::RDHUP)];
-        self.start == self.end && poll_until(&mut fds, Some(Instant::now())).is_ok_and(|ready| !ready)
+        self.start == self.end
+            && !self.holds_records()
+            && poll_until(&mut fds, Some(Instant::now())).is_ok_and(|ready| !ready)
     }
 
     /// Ends the connection in both directions; a thread blocked on it wakes.
@@ -228,10 +282,7 @@ impl Link {
 impl Read for Link {
     fn read(&mut self, into: &mut [u8]) -> io::Result<usize> {
         if self.start == self.end && into.len() >= BUFFER {
-            let deadline = self.deadline();
-            let n = Self::receive(&self.stream, into, deadline)?;
-            self.count(n);
-            return Ok(n);
+            return self.receive_text(into);
         }
         if !self.fill()? {
             return Ok(0);
@@ -247,6 +298,36 @@ impl Read for Link {
 
 impl Write for Link {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let Some(mut records) = self.records.take() else {
+            return self.send(bytes);
+        };
+        let (sealer, _) = &mut *records;
+        let written = loop {
+            if let Err(e) = sealer.seal(&[IoSlice::new(bytes)], 0) {
+                break Err(e.into());
+            }
+            if sealer.pending().is_empty() {
+                break Ok(0);
+            }
+            match self.send(sealer.pending()) {
+                Ok(n) => match sealer.sent(n) {
+                    0 => {}
+                    text => break Ok(text),
+                },
+                Err(e) => break Err(e),
+            }
+        };
+        self.records = Some(records);
+        written
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
+impl Link {
+    fn send(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let deadline = self.deadline();
         let socket = self.stream.clone();
         let mut stream: &TcpStream = &socket;
@@ -265,9 +346,5 @@ impl Write for Link {
                 other => return other,
             }
         }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
     }
 }

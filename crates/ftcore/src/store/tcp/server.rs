@@ -460,7 +460,12 @@ impl Session<'_> {
         let mut handshake = Handshake::listen(credentials.clone(), hello_topic())
             .map_err(|e| End::Io(io::Error::other(e)))?;
         match handshake.advance(&mut self.link)? {
-            true => Ok(()),
+            true => {
+                if let Some(records) = handshake.into_records().map_err(io::Error::from)? {
+                    self.link.encrypt(records);
+                }
+                Ok(())
+            }
             // Reads and writes of a link end by its deadline.
             false => Err(io::Error::from(io::ErrorKind::TimedOut).into()),
         }

@@ -4,8 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use oxccl::core::{
-    Accelerator, Collective, Configuration, Device, Epoch, Error, OpKind, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, accelerator, deadline_in,
+    Accelerator, Collective, Configuration, Device, Epoch, Error, ErrorKind, OpKind, ProcessGroup,
+    ProcessGroupExt, ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, accelerator, deadline_in,
 };
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 use serde::{Deserialize, Serialize};
@@ -46,7 +46,18 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
         rank,
         world_size: plan.ranks,
         deadline: deadline_in(MEET),
+        cancel: Default::default(),
     })?;
+    let is = group.info();
+    if (is.rank, is.world_size) != (rank, plan.ranks) {
+        return Err(Error::new(
+            ErrorKind::Mismatch,
+            format!(
+                "backend '{}' was configured as rank {rank} of {} and says that it is rank {} of {}",
+                plan.backend, plan.ranks, is.rank, is.world_size
+            ),
+        ));
+    }
     let device = plan.device(rank)?;
     let memory = match device.is_cpu() {
         true => None,

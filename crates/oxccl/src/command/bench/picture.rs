@@ -13,6 +13,8 @@ const HEIGHT: f32 = 360.0;
 const LEFT: f32 = 66.0;
 const GAP: f32 = 84.0;
 const SMALL: f32 = 12.0;
+/// Between the spans of two operations of one size.
+const BESIDE: f32 = 4.0;
 /// Width of a letter in parts of its size, about: the reader's typeface is not known here.
 const LETTER: f32 = 0.58;
 
@@ -146,10 +148,18 @@ impl Panel<'_> {
         shapes.push(stroke(corner, SOFT_INK, 1.2));
     }
 
-    fn curve(&self, of: &[&Line], colour: Colour, height: impl Fn(&Line) -> f32, shapes: &mut Vec<Shape>) {
+    /// The line and its points, `beside` pixels to the right.
+    fn curve(
+        &self,
+        of: &[&Line],
+        colour: Colour,
+        beside: f32,
+        height: impl Fn(&Line) -> f32,
+        shapes: &mut Vec<Shape>,
+    ) {
         let points: Vec<_> = of
             .iter()
-            .map(|l| (self.x.pixel(l.bytes as f64), height(l)))
+            .map(|l| (self.x.pixel(l.bytes as f64) + beside, height(l)))
             .collect();
         if points.len() > 1 {
             shapes.push(stroke(points.clone(), colour, 2.0));
@@ -208,13 +218,15 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
         .into_iter()
         .map(|t| (times.pixel(t), format!("{t}")));
     latency.frame(ticks.collect(), &mut shapes);
-    for ((_, of), &colour) in series.iter().zip(CURVES.iter().cycle()) {
+    for (n, ((_, of), &colour)) in series.iter().zip(CURVES.iter().cycle()).enumerate() {
+        // Beside each other, where several operations have one size.
+        let beside = (n as f32 - (series.len() - 1) as f32 / 2.0) * BESIDE;
         for l in of {
-            let x = latency.x.pixel(l.bytes as f64);
+            let x = latency.x.pixel(l.bytes as f64) + beside;
             let span = vec![(x, times.pixel(l.min_us)), (x, times.pixel(l.max_us))];
             shapes.push(stroke(span, colour.with_alpha(110), 1.2));
         }
-        latency.curve(of, colour, |l| times.pixel(l.time_us), &mut shapes);
+        latency.curve(of, colour, beside, |l| times.pixel(l.time_us), &mut shapes);
     }
 
     let fastest = all()
@@ -229,7 +241,7 @@ fn scene(title: &str, subtitle: &str, lines: &[Line]) -> Scene {
         .map(|t| (speeds.pixel(t), speeds.label(t)));
     bandwidth.frame(ticks.collect(), &mut shapes);
     for ((_, of), &colour) in series.iter().zip(CURVES.iter().cycle()) {
-        bandwidth.curve(of, colour, |l| speeds.pixel(l.busbw), &mut shapes);
+        bandwidth.curve(of, colour, 0.0, |l| speeds.pixel(l.busbw), &mut shapes);
     }
     let below = bottom + 40.0;
     for left in [LEFT, LEFT + PANEL + GAP] {
@@ -310,6 +322,17 @@ mod tests {
                 "{x} {y}"
             );
         }
+        // The spans of two operations of one size do not cover each other.
+        let spans: Vec<f32> = s
+            .shapes
+            .iter()
+            .filter_map(|shape| match shape {
+                Shape::Line { points, width, .. } if *width == 1.2 && points.len() == 2 => Some(points[0].0),
+                _ => None,
+            })
+            .collect();
+        assert_eq!(spans.len(), 3);
+        assert!((spans[1] - spans[2]).abs() > 3.0, "{spans:?}");
         // In the first panel more time is higher, in the second more bandwidth.
         let heights =
             |colour: Colour| -> Vec<f32> { discs.iter().filter(|d| d.1 == colour).map(|d| d.0.1).collect() };

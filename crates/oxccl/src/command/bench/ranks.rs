@@ -49,6 +49,8 @@ pub(super) struct Ranks {
     pub(super) store: Arc<dyn Store>,
     ranks: Vec<(u32, Rank)>,
     failures: Vec<Failure>,
+    /// Ranks that have ended without saying that they failed.
+    ended: Vec<u32>,
     // Held for their ends: the server of the store and the logs, after the ranks.
     _server: Option<TcpStoreServer>,
     _scratch: Option<Scratch>,
@@ -79,6 +81,7 @@ impl Ranks {
             store: store.clone(),
             ranks: Vec::new(),
             failures: Vec::new(),
+            ended: Vec::new(),
             _server: None,
             _scratch: None,
         };
@@ -125,6 +128,7 @@ impl Ranks {
             store: Arc::new(store),
             ranks,
             failures: Vec::new(),
+            ended: Vec::new(),
             _server: Some(server),
             _scratch: Some(scratch),
         })
@@ -132,15 +136,17 @@ impl Ranks {
 
     /// Takes the ranks that have ended off the list, and notes those that failed.
     fn collect(&mut self) {
-        let failures = &mut self.failures;
+        let (failures, done) = (&mut self.failures, &mut self.ended);
         self.ranks.retain_mut(|(rank, state)| {
             let (ended, failure) = look(state);
-            if let Some((killed, text)) = failure {
-                failures.push(Failure {
+            match failure {
+                Some((killed, text)) => failures.push(Failure {
                     rank: *rank,
                     killed,
                     text,
-                });
+                }),
+                None if ended => done.push(*rank),
+                None => {}
             }
             !ended
         });
@@ -161,6 +167,19 @@ impl Ranks {
             .map(|f| format!("rank {} failed: {}", f.rank, f.text))
             .collect();
         Some(lines.join("\n"))
+    }
+
+    /// The ranks that have ended, in words for the case that they should not have; none if all run.
+    pub(super) fn ended(&mut self) -> Option<String> {
+        self.collect();
+        let ranks: Vec<String> = self.ended.iter().map(u32::to_string).collect();
+        let plural = if ranks.len() == 1 { "rank" } else { "ranks" };
+        (!ranks.is_empty()).then(|| {
+            format!(
+                "{plural} {} ended with exit code 0 before the measurement was over; look for what ends the process in the backend or its library",
+                ranks.join(", ")
+            )
+        })
     }
 
     /// True if all have ended before the deadline. The failures among them are noted.

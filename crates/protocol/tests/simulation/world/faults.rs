@@ -31,12 +31,10 @@ impl World {
             grace: GRACE,
         };
         let ranks = self.scenario.ranks;
-        let rank_rules = Trainer::rules(&self.scenario);
         let processes = (0..ranks).map(|rank| {
             let value = self.random.next();
-            let work = mix(value);
             Some(Process {
-                trainer: Trainer::new(rank, rank_rules.clone(), value, work),
+                trainer: Trainer::new(rank, &self.scenario, value),
                 stopped_until: Duration::ZERO,
                 hung_until: Duration::ZERO,
                 shown: 0,
@@ -52,6 +50,7 @@ impl World {
             last_arrival: self.now,
             restart: Duration::from_millis(500),
             tick: None,
+            started: self.now,
         });
         let server = Who { slot, life, rank: 0 };
         self.later(Duration::ZERO, server, Happening::Attach);
@@ -61,7 +60,7 @@ impl World {
             let watch = u64::from(rank) + 1;
             self.server_hears(who, ReplicaEvent::Watched { rank, watch });
             let delay = self.random.millis(1, 100);
-            self.later(delay, who, Happening::Attempt);
+            self.later(delay, who, Happening::Calls);
             self.later(Duration::from_secs(1), who, Happening::ShowProgress);
         }
     }
@@ -95,6 +94,14 @@ impl World {
                     .and_then(|r| r.processes[rank as usize].as_mut());
                 if let Some(process) = process {
                     process.hung_until = process.hung_until.max(time.map_or(Duration::MAX, |t| now + t));
+                }
+            }
+            Fault::Tear { slot, rank } => {
+                let process = self.replicas[slot]
+                    .as_mut()
+                    .and_then(|r| r.processes[rank as usize].as_mut());
+                if let Some(process) = process {
+                    process.trainer.program.tear();
                 }
             }
             Fault::KillLighthouse { down } => {
@@ -216,10 +223,12 @@ impl World {
             return;
         };
         let all_gone = replica.processes.iter().all(Option::is_none);
-        let restart = replica.restart;
+        let (restart, started) = (replica.restart, replica.started);
         self.note(|| format!("{who:?} ends: {why}"));
+        // Who leaves in good order breaks nothing that it has sent.
+        let after = if process.trainer.leaves { 20 } else { 0 };
         for epoch in process.trainer.epochs() {
-            self.leave_group(epoch, who);
+            self.leave_group(epoch, who, after);
         }
         if self.scenario.foreign && who.rank == 0 {
             let id = format!("r{}:{}", who.slot, who.life);
@@ -244,15 +253,21 @@ impl World {
         }
         if all_gone {
             self.replicas[who.slot] = None;
+            if self.first_end.is_some()
+                && (self.ended[who.slot] || started >= self.first_end.unwrap_or_default())
+            {
+                // It has come to the end, or finds that the others have.
+                return;
+            }
             self.at(self.now + restart, Owner::World, Happening::Start(who.slot));
         }
     }
 
-    /// The others of the group hear that `who` left it.
-    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who) {
+    /// The others of the group hear that `who` left it, `after` so many milliseconds.
+    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who, after: u64) {
         for other in self.groups.leave(epoch, who) {
             let op = self.trainer(other).map_or(0, |t| t.op);
-            let delay = self.random.millis(0, 4);
+            let delay = self.random.millis(after, after + 4);
             self.later(
                 delay,
                 other,
@@ -276,6 +291,8 @@ pub(super) fn lasts(fault: &Fault) -> Duration {
         Fault::Operate { restart, .. } => *restart + CALL,
         Fault::Hang { time, .. } => time.unwrap_or(Duration::ZERO),
         Fault::KillLighthouse { down } => *down,
+        // The write may be a while away: at the latest it is that of the next step, and the replica starts again then.
+        Fault::Tear { .. } => CALL,
         Fault::Stranger { .. } => Duration::ZERO,
     }
 }

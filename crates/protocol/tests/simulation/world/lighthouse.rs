@@ -89,9 +89,8 @@ impl World {
                     .checks
                     .quorum(quorum.quorum_id, &ids, self.scenario.min_replicas as usize);
                 self.check(checked);
-                let checked =
-                    self.checks
-                        .spares(&quorum, self.scenario.min_replicas as usize, now, JOIN_TIMEOUT);
+                let least = self.scenario.min_replicas as usize;
+                let checked = self.checks.spares(&quorum, least, now, JOIN_TIMEOUT);
                 self.check(checked);
                 self.note(|| format!("quorum {} of {ids:?}", quorum.quorum_id));
                 for (who, call) in calls {

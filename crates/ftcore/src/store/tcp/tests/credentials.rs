@@ -238,3 +238,116 @@ fn one_address_leaves_room_for_others() {
     again.say(HELLO);
     again.hears("01020304");
 }
+
+/// Passes bytes between a client and `server`; what it changes and sees is up to `tamper`, which is given the direction (0: from the client), all
+/// that went there before, and the bytes that go now.
+fn between(
+    server: &TcpStoreServer,
+    tamper: impl Fn(usize, usize, &mut Vec<u8>) + Clone + Send + 'static,
+) -> String {
+    let target = server.local_addr();
+    let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap().to_string();
+    thread::spawn(move || {
+        for client in listener.incoming() {
+            let (client, server) = (client.unwrap(), TcpStream::connect(target).unwrap());
+            for (direction, (from, to)) in [(&client, &server), (&server, &client)].into_iter().enumerate() {
+                let (mut from, mut to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                let tamper = tamper.clone();
+                thread::spawn(move || {
+                    let mut before = 0;
+                    let mut some = [0; 4096];
+                    while let Ok(n @ 1..) = from.read(&mut some) {
+                        let mut bytes = some[..n].to_vec();
+                        tamper(direction, before, &mut bytes);
+                        before += n;
+                        if to.write_all(&bytes).is_err() {
+                            break;
+                        }
+                    }
+                    let _ = to.shutdown(std::net::Shutdown::Both);
+                });
+            }
+        }
+    });
+    address
+}
+
+fn encrypted() -> Arc<Credentials> {
+    job().with_encryption(true)
+}
+
+fn server_of(credentials: Arc<Credentials>) -> TcpStoreServer {
+    TcpStoreServer::bind_with("127.0.0.1:0", Some(credentials)).unwrap()
+}
+
+#[test]
+fn an_encrypted_store_is_used_as_any_other_and_its_keys_and_values_are_not_on_the_wire() {
+    for encrypts in [false, true] {
+        let credentials = job().with_encryption(encrypts);
+        let server = server_of(credentials.clone());
+        let seen = Arc::new(std::sync::Mutex::new(Vec::new()));
+        let to = seen.clone();
+        let address = between(&server, move |_, _, bytes| {
+            to.lock().unwrap().extend_from_slice(bytes)
+        });
+        let through = || TcpStore::connect_with(&address, Some(credentials.clone()), soon()).unwrap();
+        let (first, second) = (through(), through());
+        // Longer than a record and than every buffer.
+        let long = b"sixteen letters!".repeat(30_000);
+        thread::scope(|scope| {
+            scope.spawn(|| first.wait(&["a key of its own"], soon()).unwrap());
+            second.set("a key of its own", &long, soon()).unwrap();
+        });
+        assert!(first.get("a key of its own", soon()).unwrap() == long);
+        // A wait that is cancelled, and calls behind it on the same connection.
+        let e = first.wait(&["never"], millis(100)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
+        for n in 1..100 {
+            assert_eq!(first.add("n", 1, soon()).unwrap(), n);
+            assert_eq!(second.compare_set("m", b"", b"v", soon()).unwrap(), b"v");
+        }
+        let seen = seen.lock().unwrap();
+        assert!(seen.len() > 2 * long.len());
+        for text in [&b"a key of its own"[..], b"sixteen letters!"] {
+            let found = seen.windows(text.len()).any(|window| window == text);
+            assert_eq!(found, !encrypts);
+        }
+    }
+}
+
+#[test]
+fn a_store_and_a_client_that_do_not_agree_about_encryption_are_told_so() {
+    for (of_server, of_client) in [(job(), encrypted()), (encrypted(), job())] {
+        let e = connect(&server_of(of_server), Some(of_client)).unwrap_err();
+        assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+        assert!(e.to_string().contains("OXCCL_ENCRYPT"), "{e}");
+    }
+}
+
+#[test]
+fn a_byte_that_is_changed_on_the_way_to_or_from_an_encrypted_store_is_no_value() {
+    // Behind the hello and the greeting.
+    for (direction, behind) in [(0, 128 + 40), (1, 80 + 24)] {
+        let server = server_of(encrypted());
+        let address = between(&server, move |to, before, bytes| {
+            if to == direction
+                && before >= behind
+                && let Some(last) = bytes.last_mut()
+            {
+                *last ^= 1;
+            }
+        });
+        let client = TcpStore::connect_with(&address, Some(encrypted()), soon()).unwrap();
+        connect(&server, Some(encrypted()))
+            .unwrap()
+            .set("k", b"v", soon())
+            .unwrap();
+        let e = client.get("k", millis(1500)).unwrap_err();
+        assert!(e.to_string().contains(&address), "{e}");
+        if direction == 1 {
+            assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
+            assert!(e.to_string().contains("does not open"), "{e}");
+        }
+    }
+}

@@ -1,0 +1,391 @@
+//! What NCCL gives the engine to work with: how an operation gets onto the device, how everything is aborted, how it ends.
+//!
+//! Operations are enqueued on the thread that submits them: collectives on the group's stream (`enqueue`), messages in channels of
+//! their own (`lanes`), monitored barriers over the control connections. `ox-nccl-watch` sees them end and asks for asynchronous
+//! errors. After a failure the other ranks are told, and `ox-nccl-abort` aborts the communicators, which may take as long as the
+//! library likes: the engine waits no longer than [`GRACE`]. Until the library has let go, events prove nothing, and memory stays
+//! here (INV-8).
+
+use std::collections::BTreeMap;
+use std::sync::mpsc::channel;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, TryLockError, Weak};
+use std::time::{Duration, Instant};
+
+use ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
+use ftcore::{
+    Collective, Completion, Configuration, Error, Event, OpKind, Result, Traffic, deadline_in, time_left,
+};
+
+use crate::control::{Control, Line, Listener, News};
+use crate::cuda::gpu::Gpu;
+use crate::cuda::stream::CudaStream;
+use crate::lanes::{self, Lanes};
+use crate::options::Settings;
+use crate::raw::{Comm, Native};
+use crate::{enqueue, threads};
+
+/// After a failure: how long the abort may take until callers are told without their memory and the group counts as ended. The abort of
+/// a library that returns is over long before.
+const GRACE: Duration = Duration::from_millis(400);
+/// How long the abort waits for threads that are on their way into the library or out of it.
+const ON_THE_WAY: Duration = Duration::from_millis(80);
+/// How long after the abort the device may take to leave the memory alone.
+const RELEASE: Duration = Duration::from_secs(10);
+/// How long an idle communicator gets to flush before it is aborted.
+const FLUSH: Duration = Duration::from_secs(10);
+/// How much of that the end of the group waits for: the other ranks may hold it up, and what the library still has to hand over to
+/// them would be lost with the process.
+const FLUSH_SEEN: Duration = Duration::from_millis(200);
+const IN_DOUBT: &str = "the device may still work on it after a failed operation";
+
+/// What is submitted.
+pub struct Call {
+    pub(crate) op: Collective,
+    pub(crate) contribute: bool,
+    /// The point of the caller's stream after which it begins.
+    pub(crate) after: Option<Arc<dyn Event>>,
+}
+
+impl Job for Call {
+    fn into_op(self) -> Collective {
+        self.op
+    }
+}
+
+/// Bytes over all configurations of a group.
+#[derive(Debug, Default)]
+pub(crate) struct Counters(Mutex<Traffic>);
+
+impl Counters {
+    pub(crate) fn add(&self, sent: usize, received: usize) {
+        let mut traffic = lock(&self.0);
+        traffic.sent += sent as u64;
+        traffic.received += received as u64;
+    }
+
+    pub(crate) fn traffic(&self) -> Traffic {
+        *lock(&self.0)
+    }
+}
+
+/// What the threads of one configuration work with.
+pub(crate) struct Shared {
+    pub(crate) place: Place,
+    pub(crate) gpu: Arc<Gpu>,
+    pub(crate) comm: Arc<Comm>,
+    pub(crate) stream: CudaStream,
+    pub(crate) settings: Settings,
+    pub(crate) configuration: Configuration,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) lanes: Arc<Lanes>,
+    pub(crate) in_flight: InFlight<NcclDriver>,
+    control: Option<Arc<Control>>,
+    /// Held while an operation is enqueued or the communicator is split: NCCL takes one such call at a time.
+    order: Mutex<()>,
+    barriers: Mutex<Barriers>,
+    failure: OnceLock<Error>,
+}
+
+/// Monitored barriers that this rank has entered.
+#[derive(Default)]
+struct Barriers {
+    entered: u64,
+    waiting: BTreeMap<u64, Ticket<NcclDriver>>,
+}
+
+/// Everything a configuration starts with.
+pub(crate) struct Ingredients {
+    pub(crate) configuration: Configuration,
+    pub(crate) gpu: Arc<Gpu>,
+    pub(crate) comm: Arc<Comm>,
+    pub(crate) settings: Settings,
+    pub(crate) counters: Arc<Counters>,
+    pub(crate) streams: Vec<(u32, Line)>,
+}
+
+/// See the module.
+pub struct NcclDriver(Arc<Shared>);
+
+pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts the control connections, the watch and the engine. If one of them does not start, the other ranks are told.
+pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
+    let place = Place::of(&i.configuration);
+    let heard: Arc<Mutex<Weak<Engine<NcclDriver>>>> = Arc::default();
+    // What is heard before the engine stands waits for this lock.
+    let mut gate = lock(&heard);
+    let to = heard.clone();
+    let listener: Listener = Arc::new(move |news| {
+        let engine = lock(&to).upgrade();
+        if let Some(engine) = engine {
+            hear(&engine, news);
+        }
+    });
+    let control = match place.world {
+        1 => None,
+        world => Some(Control::start(place.rank, world, i.streams, listener)?),
+    };
+    let lanes = Arc::new(Lanes::default());
+    let asked = (i.comm.clone(), lanes.clone());
+    let ask = move || asked.0.state().and_then(|_| asked.1.check()).err();
+    let begin = || {
+        let shared = Shared {
+            place,
+            stream: CudaStream::new(&i.gpu, i.settings.high_priority)?,
+            in_flight: InFlight::start("ox-nccl-watch", ask)?,
+            gpu: i.gpu,
+            comm: i.comm,
+            settings: i.settings,
+            configuration: i.configuration,
+            counters: i.counters,
+            lanes,
+            control: control.clone(),
+            order: Mutex::default(),
+            barriers: Mutex::default(),
+            failure: OnceLock::new(),
+        };
+        let rules = Rules {
+            depth: usize::MAX,
+            grace: GRACE,
+            gives_up: true,
+        };
+        Engine::start("ox-nccl-end", place, rules, NcclDriver(Arc::new(shared)))
+    };
+    let engine = begin().inspect_err(|error| {
+        if let Some(control) = &control {
+            control.fail(error);
+        }
+    })?;
+    *gate = Arc::downgrade(&engine);
+    Ok(engine)
+}
+
+fn hear(engine: &Arc<Engine<NcclDriver>>, news: News) {
+    match news {
+        News::Failed(error) => engine.fail(engine.place().name(error)),
+        News::Released(number) => engine.driver().open(number),
+    }
+}
+
+impl Shared {
+    /// Why the group has failed.
+    pub(crate) fn failure(&self) -> Option<Error> {
+        self.failure.get().cloned()
+    }
+
+    /// For whoever enqueues.
+    pub(crate) fn order(&self) -> MutexGuard<'_, ()> {
+        lock(&self.order)
+    }
+
+    /// True if the library has that operation.
+    pub(crate) fn has(&self, native: Native) -> bool {
+        self.comm.has(native)
+    }
+
+    /// After a failure: ends the communicators and finds out what is free. May block for ever.
+    fn abort(&self) {
+        let _inside = self.gpu.enter();
+        self.comm.abort();
+        self.lanes.abort();
+        let by = deadline_in(ON_THE_WAY);
+        self.lanes.close(self, by);
+        // Behind everything that was enqueued, even by calls that failed half way; unless one of them is not back.
+        let last = self.is_quiet(by).then(|| self.stream.mark().ok()).flatten();
+        let last = last.map(|event| event as Arc<dyn Event>);
+        if let Err(error) = self.in_flight.settle(Ok(()), last, deadline_in(RELEASE)) {
+            tracing::warn!(%error, rank = self.place.rank, "an aborted group leaves memory behind");
+        }
+        self.hang_up();
+    }
+
+    /// Waits until no thread enqueues anything; later ones find the failure. False if one still does at `until`.
+    fn is_quiet(&self, until: Instant) -> bool {
+        while let Err(TryLockError::WouldBlock) = self.order.try_lock() {
+            if time_left(until).is_zero() {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(200));
+        }
+        true
+    }
+
+    fn hang_up(&self) {
+        if let Some(control) = &self.control {
+            control.close();
+        }
+    }
+
+    /// Whom a monitored barrier waits for.
+    fn missing(&self) -> String {
+        let number = lock(&self.barriers).waiting.keys().next().copied();
+        let (Some(control), Some(number), 0) = (&self.control, number, self.place.rank) else {
+            return "rank 0 to open the barrier".to_string();
+        };
+        match control.missing(number).as_slice() {
+            [one] => format!("the barrier, which rank {one} has not entered"),
+            many => {
+                let many: Vec<String> = many.iter().map(ToString::to_string).collect();
+                format!("the barrier, which ranks {} have not entered", many.join(", "))
+            }
+        }
+    }
+}
+
+impl NcclDriver {
+    /// What its threads work with.
+    pub(crate) fn shared(&self) -> &Arc<Shared> {
+        &self.0
+    }
+
+    fn collective(&self, mut held: Held, contribute: bool, after: Option<&dyn Event>, ticket: Ticket<Self>) {
+        let shared = &self.0;
+        let mut scratch = enqueue::Scratch::new(&shared.gpu);
+        let enqueued = {
+            let _order = shared.order();
+            let by = ticket.deadline();
+            let made = held.op().map_or(Ok(()), |op| {
+                enqueue::collective(shared, op, contribute, after, by, &mut scratch)
+            });
+            // Of a call that failed half way nothing marks the end.
+            made.and_then(|()| shared.stream.mark())
+        };
+        held.keep(scratch);
+        match enqueued {
+            Ok(done) => {
+                ticket.recorded(done.clone());
+                shared.in_flight.add(held, done, ticket);
+            }
+            // The other ranks have enqueued theirs: without this rank's part the group cannot go on.
+            Err(error) => {
+                let (engine, number) = (ticket.engine().clone(), ticket.number());
+                shared.in_flight.add_unfinished(held, ticket);
+                engine.fail_by(number, error);
+            }
+        }
+    }
+
+    fn enter_barrier(&self, ticket: Ticket<Self>) {
+        let number = {
+            let mut barriers = lock(&self.0.barriers);
+            barriers.entered += 1;
+            let number = barriers.entered;
+            barriers.waiting.insert(number, ticket);
+            number
+        };
+        match &self.0.control {
+            Some(control) => control.enter(number),
+            None => self.open(number),
+        }
+        // The interruption may have looked before it was there.
+        if self.0.failure().is_some() {
+            self.close_barriers();
+        }
+    }
+
+    /// Monitored barrier `number` opens.
+    fn open(&self, number: u64) {
+        let ticket = lock(&self.0.barriers).waiting.remove(&number);
+        if let Some(ticket) = ticket {
+            ticket.succeed(Completion {
+                tensors: Vec::new(),
+                source: None,
+                contributors: 0,
+            });
+        }
+    }
+
+    fn close_barriers(&self) {
+        let waiting = std::mem::take(&mut lock(&self.0.barriers).waiting);
+        for ticket in waiting.into_values() {
+            let error = self
+                .0
+                .failure()
+                .unwrap_or_else(|| Error::timeout("it did not open"));
+            ticket.fail(error, Vec::new());
+        }
+    }
+}
+
+impl Driver for NcclDriver {
+    type Job = Call;
+
+    fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
+        let (kind, held) = (call.op.kind(), Held::new(call.op, IN_DOUBT));
+        if let Some(error) = self.0.failure() {
+            return ticket.fail(error, held.free());
+        }
+        match kind {
+            OpKind::MonitoredBarrier => self.enter_barrier(ticket),
+            kind if kind.is_p2p() => lanes::send_off(&self.0, held, call.after, ticket),
+            _ => self.collective(held, call.contribute, call.after.as_deref(), ticket),
+        }
+    }
+
+    fn interrupt(&self, failure: &Error, ended: Ended<Self>) {
+        let shared = self.0.clone();
+        tracing::warn!(rank = shared.place.rank, epoch = shared.place.epoch, %failure, "a group has failed");
+        let _ = shared.failure.set(failure.clone());
+        shared.in_flight.stop();
+        if let Some(control) = &shared.control {
+            control.report(failure);
+        }
+        self.close_barriers();
+        threads::errand("ox-nccl-abort", move || {
+            shared.abort();
+            // What could not be proven to be free was leaked: a new communicator meets nothing of this one.
+            ended.clean();
+        });
+    }
+
+    fn give_up(&self) {
+        self.0.in_flight.give_up();
+        self.0.lanes.give_up();
+        self.0.hang_up();
+    }
+
+    fn release(&self) -> Result<()> {
+        let shared = self.0.clone();
+        if let Some(control) = &shared.control {
+            control.bye();
+            control.close();
+        }
+        let (told, flushed) = channel();
+        threads::errand("ox-nccl-flush", move || {
+            let _inside = shared.gpu.enter();
+            // Nobody waits for an idle communicator longer than for work on it.
+            let patience = FLUSH.min(shared.settings.timeout);
+            shared.comm.retire(patience);
+            shared.lanes.retire(patience);
+            let _ = told.send(());
+        });
+        // A flush that takes longer goes on by itself.
+        let _ = flushed.recv_timeout(FLUSH_SEEN);
+        Ok(())
+    }
+
+    fn waits_for(&self, label: &Label, stage: Stage) -> String {
+        let whom = match (label.kind, label.message) {
+            (OpKind::MonitoredBarrier, _) => self.0.missing(),
+            (OpKind::Send, Some((Some(peer), tag))) => {
+                format!("rank {peer} to receive a message with tag {tag}")
+            }
+            (_, Some((Some(peer), tag))) => format!("a message from rank {peer} with tag {tag}"),
+            (OpKind::Batch, _) => "one of its messages".to_string(),
+            _ if stage == Stage::Entering => "a call of NCCL to return".to_string(),
+            _ => format!(
+                "the device, or for some of the {} ranks to enter it",
+                self.0.place.world
+            ),
+        };
+        let left = self.0.control.as_ref().map(|c| c.left()).unwrap_or_default();
+        let note = match left.as_slice() {
+            [] => String::new(),
+            [one] => format!("; rank {one} has left"),
+            many => format!("; ranks {many:?} have left"),
+        };
+        format!("waiting for {whom}{note}")
+    }
+}

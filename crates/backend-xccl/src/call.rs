@@ -1,0 +1,244 @@
+//! What a group submits to its engine: operations with what they need beside their tensors, batches as several of them, and splits.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::{self, Sender};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use ftcore::engine::{Channel, Job, Label};
+use ftcore::lifecycle::Engine as _;
+use ftcore::{
+    Collective, Completer, Completion, Error, Event, OpKind, Rejected, Result, Status, Work, work_pair,
+};
+
+use crate::comms::Comms;
+use crate::driver::Engine;
+use crate::xpu::event::{Order, Promise, XpuEvent};
+
+/// A monitored barrier finds out by itself who is missing at its deadline, and gets this long to say so.
+const VERDICT: Duration = Duration::from_secs(3);
+/// How long after its deadline an operation on a device has been reported, so that nobody waits for its event any more.
+const PROMISED: Duration = Duration::from_secs(5);
+
+/// What an executor carries out.
+pub(crate) struct Call {
+    pub(crate) op: Collective,
+    pub(crate) contribute: bool,
+    /// Its caller's.
+    pub(crate) deadline: Instant,
+    pub(crate) order: Order,
+    pub(crate) channel: Channel,
+    pub(crate) task: Task,
+}
+
+/// What there is to do.
+pub(crate) enum Task {
+    /// The operation.
+    Run,
+    /// A split of the communicators, in the order of the collectives.
+    Split(Split),
+}
+
+/// Colours are small and dense, ranks our own.
+pub(crate) struct Split {
+    pub(crate) color: Option<u32>,
+    pub(crate) rank: u32,
+    pub(crate) world: u32,
+    pub(crate) reply: Sender<Option<Comms>>,
+}
+
+impl Call {
+    /// oneCCL matches no tags: messages have one order per peer and direction.
+    pub(crate) fn channel_of(kind: OpKind, peer: Option<u32>) -> Channel {
+        match kind {
+            OpKind::Send | OpKind::Recv => Channel::Messages {
+                send: kind == OpKind::Send,
+                peer,
+                tag: 0,
+            },
+            _ => Channel::Collectives,
+        }
+    }
+}
+
+impl Job for Call {
+    fn into_op(self) -> Collective {
+        self.op
+    }
+
+    fn channel(&self, _: &Label) -> Channel {
+        self.channel
+    }
+
+    fn promised(&self) -> Option<Arc<dyn Event>> {
+        let promise = self.order.promise.clone()?;
+        Some(Arc::new(XpuEvent::promised(promise)))
+    }
+}
+
+/// How an operation is submitted.
+#[derive(Clone)]
+pub(crate) struct Terms {
+    pub(crate) contribute: bool,
+    pub(crate) deadline: Instant,
+    /// On a device it begins after this point.
+    pub(crate) after: Option<Arc<dyn Event>>,
+}
+
+/// Queues an operation, or gives it back.
+pub(crate) fn submit(engine: &Arc<Engine>, op: Collective, terms: Terms) -> Result<Work, Box<Rejected>> {
+    match op {
+        Collective::Batch { ops } => batch(engine, ops, terms),
+        op => one(engine, op, terms),
+    }
+}
+
+fn one(engine: &Arc<Engine>, op: Collective, terms: Terms) -> Result<Work, Box<Rejected>> {
+    let label = Label::of(&op);
+    let Terms {
+        contribute,
+        deadline,
+        after,
+    } = terms;
+    // On a device the event of a collective is promised at once, so that streams can wait for what is not enqueued yet. Messages, and what
+    // needs no device, are waited for on the host.
+    let promised =
+        engine.driver().side.is_some() && !label.kind.is_p2p() && label.kind != OpKind::MonitoredBarrier;
+    let promise = promised.then(|| Promise::new(deadline.checked_add(PROMISED).unwrap_or(deadline)));
+    let due = match label.kind {
+        OpKind::MonitoredBarrier => deadline.checked_add(VERDICT).unwrap_or(deadline),
+        _ => deadline,
+    };
+    let call = Call {
+        op,
+        contribute,
+        deadline,
+        order: Order {
+            after,
+            promise: promise.clone(),
+        },
+        channel: Call::channel_of(label.kind, label.message.and_then(|(peer, _)| peer)),
+        task: Task::Run,
+    };
+    // Alone, no call waits for another rank.
+    let submitted = match engine.place().world {
+        1 => engine.submit_here(call, label, due),
+        _ => engine.submit(call, label, due),
+    };
+    match submitted {
+        Ok(work) => {
+            if let Some(promise) = promise {
+                work.on_complete(move |status| promise.ended(status));
+            }
+            Ok(work)
+        }
+        Err(refused) => {
+            let (error, call) = *refused;
+            Err(Box::new(Rejected { error, op: call.op }))
+        }
+    }
+}
+
+/// Messages that count as one operation: each goes to its own channel, and all of them have ended before that is told.
+fn batch(engine: &Arc<Engine>, ops: Vec<Collective>, terms: Terms) -> Result<Work, Box<Rejected>> {
+    let mut parts = Vec::with_capacity(ops.len());
+    let mut rest = ops.into_iter();
+    while let Some(op) = rest.next() {
+        match one(engine, op, terms.clone()) {
+            Ok(work) => parts.push(work),
+            Err(rejected) if parts.is_empty() => {
+                let ops = std::iter::once(rejected.op).chain(rest).collect();
+                let error = rejected.error.with_op(OpKind::Batch.name());
+                return Err(Box::new(Rejected {
+                    error,
+                    op: Collective::Batch { ops },
+                }));
+            }
+            // The group has failed since: that one and those after it are parts that have, too.
+            Err(rejected) => {
+                let Rejected { error, op } = *rejected;
+                for op in std::iter::once(op).chain(rest.by_ref()) {
+                    let (work, completer) = work_pair(op.kind(), terms.deadline, |_| {});
+                    completer.fail(error.clone(), op.into_tensors());
+                    parts.push(work);
+                }
+            }
+        }
+    }
+    let weak = Arc::downgrade(engine);
+    let abort = move |reason: &str| {
+        if let Some(engine) = weak.upgrade() {
+            engine.abort(reason);
+        }
+    };
+    let (work, completer) = work_pair(OpKind::Batch, terms.deadline, abort);
+    let parts: Arc<[Work]> = parts.into();
+    let (left, completer) = (
+        Arc::new(AtomicUsize::new(parts.len())),
+        Arc::new(Mutex::new(Some(completer))),
+    );
+    for part in parts.iter() {
+        let (all, left, completer) = (parts.clone(), left.clone(), completer.clone());
+        part.on_complete(move |_| {
+            if left.fetch_sub(1, Ordering::AcqRel) == 1 {
+                let completer = completer.lock().unwrap_or_else(PoisonError::into_inner).take();
+                completer.into_iter().for_each(|completer| join(&all, completer));
+            }
+        });
+    }
+    Ok(work)
+}
+
+/// All parts have ended.
+fn join(parts: &[Work], completer: Completer) {
+    let mut failed = None;
+    let mut tensors = Vec::new();
+    for part in parts {
+        if let Status::Failed(error) = part.status() {
+            failed.get_or_insert(error);
+            tensors.extend(part.recover());
+        } else if let Ok(completion) = part.take() {
+            tensors.extend(completion.tensors);
+        }
+    }
+    match failed {
+        Some(error) => completer.fail(error.with_op(OpKind::Batch.name()), tensors),
+        None => completer.succeed(Completion {
+            tensors,
+            source: None,
+            contributors: 0,
+        }),
+    }
+}
+
+/// Splits the communicators, in the order of collectives: those of the part in which this rank is `rank` of `world`.
+pub(crate) fn split(
+    engine: &Arc<Engine>,
+    color: Option<u32>,
+    rank: u32,
+    world: u32,
+    deadline: Instant,
+) -> Result<Option<Comms>> {
+    let named = |error: Error| error.with_op("split");
+    let (reply, answer) = mpsc::channel();
+    let call = Call {
+        op: Collective::Barrier,
+        contribute: true,
+        deadline,
+        order: Order::default(),
+        channel: Channel::Collectives,
+        task: Task::Split(Split {
+            color,
+            rank,
+            world,
+            reply,
+        }),
+    };
+    let label = Label::of(&call.op);
+    let work = engine
+        .submit(call, label, deadline)
+        .map_err(|refused| named(refused.0))?;
+    work.wait_done().map_err(named)?;
+    // It is there before the work has ended.
+    Ok(answer.try_recv().ok().flatten())
+}

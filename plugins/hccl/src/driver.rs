@@ -1,0 +1,162 @@
+//! What HCCL gives the engine to work with: how an operation gets onto the device, how everything is aborted, how it ends.
+//!
+//! Any call into the library may block, so each is on a thread of its own: `ox-hccl-issue` (the engine's executor) puts operations
+//! on streams and ends the communicator in good order, `ox-hccl-watch` sees them end and asks for asynchronous errors, and after a
+//! failure `ox-hccl-abort`, which may be given up, aborts the communicator. Tensors that the device may still touch stay here: they
+//! are freed if the library gave the communicator back and every event was reached, and leaked otherwise (INV-8).
+
+use std::sync::{Arc, Mutex, PoisonError, TryLockError};
+use std::time::Duration;
+
+use crate::ftcore::engine::{Driver, Ended, Engine, Held, InFlight, Job, Label, Place, Rules, Stage, Ticket};
+use crate::ftcore::{Collective, Configuration, Error, Event, Result, deadline_in};
+use crate::issue::{Counters, Issuer};
+use crate::raw::hccl::{CommHandle, Hccl};
+use crate::rendezvous;
+
+/// How long after an abort the device may take to leave the tensors alone.
+const RELEASE_TIME: Duration = Duration::from_secs(10);
+const IN_DOUBT: &str = "a Gaudi may still use it: its operation failed and HCCL did not give it back";
+
+/// What is submitted.
+pub struct Call {
+    pub(crate) op: Collective,
+    /// The point of the caller's stream after which it begins.
+    pub(crate) after: Option<Arc<dyn Event>>,
+}
+
+impl Job for Call {
+    fn into_op(self) -> Collective {
+        self.op
+    }
+}
+
+/// The communicator. Taken out by whoever ends it; locked while the library is asked about it. `None` for a group of one.
+#[derive(Clone)]
+struct Comm(Arc<Mutex<Option<CommHandle>>>, &'static Hccl);
+
+impl Comm {
+    fn take(&self) -> Option<CommHandle> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).take()
+    }
+
+    fn async_error(&self) -> Option<Error> {
+        // Not while it is being ended: the handle would be stale.
+        let comm = match self.0.try_lock() {
+            Ok(comm) => comm,
+            Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),
+            Err(TryLockError::WouldBlock) => return None,
+        };
+        comm.and_then(|comm| self.1.async_error(comm))
+    }
+
+    fn abort(&self) -> Result<()> {
+        self.take().map_or(Ok(()), |comm| self.1.abort(comm))
+    }
+}
+
+/// See the module.
+pub struct HcclDriver {
+    world: u32,
+    comm: Comm,
+    /// Its streams end after the communicator, on a thread that may call the library.
+    issuer: Arc<Mutex<Option<Issuer>>>,
+    in_flight: Arc<InFlight<Self>>,
+}
+
+impl HcclDriver {
+    /// Makes the communicator of `configuration` and the engine over it.
+    pub(crate) fn connect(
+        configuration: &Configuration,
+        counters: Arc<Counters>,
+    ) -> Result<Arc<Engine<Self>>> {
+        let (runtime, handle) = rendezvous::connect(configuration)?;
+        let place = Place::of(configuration);
+        let comm = Comm(Arc::new(Mutex::new(handle)), &runtime.libraries.hccl);
+        let asked = comm.clone();
+        let started = Issuer::new(runtime, handle, place.rank, place.world, counters).and_then(|issuer| {
+            let driver = Self {
+                world: place.world,
+                comm: comm.clone(),
+                issuer: Arc::new(Mutex::new(Some(issuer))),
+                in_flight: Arc::new(InFlight::start("ox-hccl-watch", move || asked.async_error())?),
+            };
+            // What is pending fails at once: the library may take for ever.
+            let rules = Rules {
+                depth: usize::MAX,
+                grace: Duration::ZERO,
+                // It may not be told to make another communicator beside one that it has not given back.
+                gives_up: false,
+            };
+            Engine::start("ox-hccl-issue", place, rules, driver)
+        });
+        started.inspect_err(|_| {
+            let spawned = std::thread::Builder::new()
+                .name("ox-hccl-abort".to_string())
+                .spawn(move || comm.abort());
+            if let Err(error) = spawned {
+                tracing::warn!(%error, "a communicator is left behind");
+            }
+        })
+    }
+}
+
+impl Driver for HcclDriver {
+    type Job = Call;
+
+    fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
+        let held = Held::new(call.op, IN_DOUBT);
+        let mut issuer = self.issuer.lock().unwrap_or_else(PoisonError::into_inner);
+        let (Some(issuer), Some(op)) = (issuer.as_mut(), held.op()) else {
+            return;
+        };
+        match issuer.issue(op, call.after.as_deref(), ticket.deadline()) {
+            Ok(done) => {
+                ticket.recorded(done.clone());
+                self.in_flight.add(held, done, ticket);
+            }
+            // Some of its calls may be on the device already: its memory is leaked.
+            Err(error) => ticket.fail(error, Vec::new()),
+        }
+    }
+
+    fn interrupt(&self, _: &Error, ended: Ended<Self>) {
+        self.in_flight.stop();
+        let (comm, in_flight, issuer) = (self.comm.clone(), self.in_flight.clone(), self.issuer.clone());
+        let abort = move || {
+            let settled = in_flight.settle(comm.abort(), None, deadline_in(RELEASE_TIME));
+            // Unless a call on them has not returned.
+            if let Ok(mut issuer) = issuer.try_lock() {
+                drop(issuer.take());
+            }
+            match settled {
+                Ok(()) => ended.clean(),
+                Err(error) => ended.doubtful(error.to_string()),
+            }
+        };
+        let spawned = std::thread::Builder::new()
+            .name("ox-hccl-abort".to_string())
+            .spawn(abort);
+        if let Err(error) = spawned {
+            tracing::warn!(%error, "a failed communicator is left behind");
+        }
+    }
+
+    fn release(&self) -> Result<()> {
+        let destroyed = self.comm.take().map_or(Ok(()), |comm| self.comm.1.destroy(comm));
+        drop(self.issuer.lock().unwrap_or_else(PoisonError::into_inner).take());
+        destroyed
+    }
+
+    fn waits_for(&self, _: &Label, stage: Stage) -> String {
+        let stands = match stage {
+            Stage::Queued => "waiting for earlier ones",
+            Stage::Entering => "inside a call of the library, which has not returned",
+            Stage::Running | Stage::Finished => "on the device",
+        };
+        format!(
+            "{stands}. HCCL does not say which of the {} ranks is missing",
+            self.world
+        )
+    }
+}

@@ -1,0 +1,123 @@
+"""A torch process group over a group of oxccl, and its registration with ``torch.distributed``.
+
+A group for the CPU alone is a `ProcessGroup`: its operations are reached from Python without a way through C++, and it has a `Backend` for code
+that asks for one. In a group for several devices (``"cpu:oxccl,cuda:nccl"``) there is a `Backend` only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from oxccl.torch._backend import Backend, connect
+from oxccl.torch._calls import Calls
+
+_CPU = torch.device("cpu")
+_CUSTOM = dist.ProcessGroup.BackendType.CUSTOM
+# Groups with one of these beside oxccl have its type, and not that of a custom backend.
+_BUILT_IN = ("cuda", "xpu", "mps")
+_HOOKED_BY = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE", "TORCH_DIST_NAN_CHECK")
+
+
+class ProcessGroup(dist.ProcessGroup):
+    """A process group whose operations go through torch's hooks (flight recorder, NaN check) and then to its `Backend`."""
+
+    def __init__(self, store: dist.Store, backend: Backend, name: str, timeout: timedelta) -> None:
+        group = backend._group
+        dist.ProcessGroup.__init__(self, store, group.rank, group.world_size)
+        self._group = group
+        self._backend = backend
+        self._limit_of_new = timeout
+        self._set_default_backend(_CUSTOM)
+        self._register_backend(_CPU, _CUSTOM, backend)
+        self._set_group_name(name)
+
+    # Not reached through C++, which loses what a receive is told, or has no such method.
+    recv_anysource = Calls.recv_anysource
+    monitored_barrier = Calls.monitored_barrier
+    _noted = Calls._noted
+    _timeout = Calls._timeout
+    _batch = Calls._batch
+
+    def getBackendName(self) -> str:
+        """``oxccl``."""
+        return "oxccl"
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """How long an operation may take whose call names no time."""
+        Calls.set_timeout(self, timeout)
+        self._backend.set_timeout(timeout)
+
+    def abort(self) -> None:
+        """Ends all operations in flight and refuses further ones; peers are told. Returns at once."""
+        self._backend.abort()
+
+    def shutdown(self) -> None:
+        """Ends the group. Returns at once: what is in flight is cut short."""
+        self._backend.shutdown()
+
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroup | None:
+        """A group of `new_ranks`; ``None`` on other ranks."""
+        if self.rank() not in new_ranks:
+            return None
+        name = group_name or f"{self.group_name}:split:{'-'.join(map(str, new_ranks))}"
+        store = dist.PrefixStore(f"{name}/", self.get_group_store())
+        rank = list(new_ranks).index(self.rank())
+        made = make(store, rank, len(new_ranks), name, timeout or self._limit_of_new)
+        if group_desc is not None:
+            made._set_group_desc(group_desc)
+        return made
+
+
+class Direct(Calls, ProcessGroup):
+    """A process group without hooks: calls from Python go straight to oxccl."""
+
+    set_timeout = ProcessGroup.set_timeout
+    abort = ProcessGroup.abort
+    shutdown = ProcessGroup.shutdown
+
+    def register_pre_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
+        """Has `hook` called before every operation, which goes another way from now on."""
+        self.__class__ = ProcessGroup
+        self.register_pre_hook(hook_id, hook)
+
+    def register_post_hook(self, hook_id: int, hook: Callable[..., None]) -> None:
+        """Has `hook` called after every operation, which goes another way from now on."""
+        self.__class__ = ProcessGroup
+        self.register_post_hook(hook_id, hook)
+
+
+def make(store: dist.Store, rank: int, size: int, name: str, timeout: timedelta) -> ProcessGroup:
+    """A process group of the ranks that find each other in `store`."""
+    backend = Backend(connect(store, rank, size, name, timeout), name, timeout)
+    is_hooked = any(os.environ.get(variable, "0") not in ("", "0") for variable in _HOOKED_BY)
+    return (ProcessGroup if is_hooked else Direct)(store, backend, name, timeout)
+
+
+def _create(opts: Any, backend_options: Any) -> ProcessGroup | Backend:
+    """What ``torch.distributed`` calls for each group."""
+    accelerator = torch.accelerator.current_accelerator()
+    is_ours_alone = opts.process_group._get_backend_name() == "custom" and (accelerator is None or accelerator.type in _BUILT_IN)
+    if is_ours_alone:
+        return make(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout)
+    group = connect(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout)
+    return Backend(group, opts.group_id, opts.timeout)
+
+
+def register() -> None:
+    """Makes ``oxccl`` known to ``torch.distributed``, which calls this by itself."""
+    if not hasattr(dist.Backend, "OXCCL"):
+        dist.Backend.register_backend("oxccl", _create, extended_api=True, devices=["cpu"])
