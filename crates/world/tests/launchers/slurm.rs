@@ -232,9 +232,9 @@ fn submit(cluster: &Cluster, scene: &str, script: &Path, out: &str) -> Result<St
 }
 
 fn requeued(cluster: &Cluster) -> Outcome {
-    // The first time it waits behind its ranks until it is requeued.
+    // The first time it waits behind its ranks until it is requeued. Each attempt's ranks say what they say to files of their own (see `srun`).
     let body = format!(
-        "srun {} || true\n[ -n \"$SLURM_RESTART_COUNT\" ] || sleep 600",
+        "srun -o \"requeued.${{SLURM_RESTART_COUNT:-0}}.%t\" {} || true\n[ -n \"$SLURM_RESTART_COUNT\" ] || sleep 600",
         program()
     );
     let out = cluster.path("requeued.out");
@@ -244,20 +244,34 @@ fn requeued(cluster: &Cluster) -> Outcome {
         &script(cluster, &body)?,
         &out.display().to_string(),
     )?;
-    let text = || fs::read_to_string(&out).unwrap_or_default();
-    let ranks = || text().lines().filter(|l| l.contains(" of 2 has 3")).count();
-    cluster.wait("sums of the first attempt", |_| Ok(ranks() == 2))?;
+    let summed = |attempt: u32| {
+        (0..2).all(|rank| {
+            let file = cluster.path(&format!("requeued.{attempt}.{rank}"));
+            fs::read_to_string(file).is_ok_and(|said| said.contains(" of 2 has 3"))
+        })
+    };
+    cluster.wait("sums of the first attempt", |_| Ok(summed(0)))?;
     finish(cluster.command("scontrol").args(["requeue", &job]))?;
     // A requeued job waits two minutes by itself.
     let id = format!("jobid={job}");
+    let ended = || fs::read_to_string(&out).is_ok_and(|said| said.contains("through"));
     let mut asked = Instant::now();
-    cluster.wait("sums of the second attempt", |cluster| {
+    cluster.wait("end of the second attempt", |cluster| {
         if asked.elapsed() > Duration::from_millis(500) {
             asked = Instant::now();
             finish(cluster.command("scontrol").args(["update", &id, "StartTime=now"]))?;
         }
-        Ok(ranks() == 4 && text().contains("through"))
-    })
+        Ok(ended())
+    })?;
+    if summed(1) {
+        return Ok(());
+    }
+    let ranks = [0, 1].map(|rank| fs::read_to_string(cluster.path(&format!("requeued.1.{rank}"))));
+    Err(format!(
+        "the second attempt ended without its sums; the script said:\n{}\nits ranks: {ranks:?}",
+        fs::read_to_string(&out)?
+    )
+    .into())
 }
 
 fn without_srun(cluster: &Cluster) -> Outcome {
