@@ -117,7 +117,7 @@ fn every_call_ends_with_the_reason_of_its_token_when_the_server_is_mute() {
     ];
     let (address, is_asked) = mute();
     let base: Arc<dyn Store> = Arc::new(TcpStore::connect(&address, soon()).unwrap());
-    for (name, call) in calls {
+    for ((name, call), from_above) in calls.into_iter().flat_map(|call| [(call, true), (call, false)]) {
         // The way of a configuration: a store of prefixes, under a token of its own and that of what is above.
         let (above, below) = (Cancel::default(), Cancel::default());
         let store = above.over(&base);
@@ -126,7 +126,8 @@ fn every_call_ends_with_the_reason_of_its_token_when_the_server_is_mute() {
         let error = thread::scope(|scope| {
             let calling = scope.spawn(|| call(&*store, deadline_in(LONG)).unwrap_err());
             is_asked.recv_timeout(LONG).unwrap();
-            above.cancel(enough());
+            let ended = if from_above { &above } else { &below };
+            ended.cancel(enough());
             calling.join().unwrap()
         });
         assert_eq!(
