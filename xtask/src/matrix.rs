@@ -5,7 +5,7 @@
 //!
 //! Over 800 lines because it is one table: a row of the matrix is one entry of `ROWS`.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Duration;
@@ -15,12 +15,36 @@ use crate::metadata::Metadata;
 /// All rows, in the order in which they run; those that run alone after the others.
 pub(crate) const ROWS: &[Row] = &[
     row(
+        "integration",
+        None,
+        "integration tests of the crates and fixtures",
+        nothing,
+        INTEGRATION,
+        minutes(15),
+    ),
+    row(
+        "programs",
+        None,
+        "tests of the training programs: real processes that are killed, stopped and run again",
+        nothing,
+        PROGRAMS,
+        minutes(15),
+    ),
+    row(
         "unit",
         None,
-        "unit, integration and doc tests of every crate",
+        "unit tests of every crate and program",
         nothing,
-        UNIT,
-        minutes(25),
+        Run::Unit,
+        minutes(10),
+    ),
+    row(
+        "doc",
+        None,
+        "doc tests of every crate",
+        nothing,
+        Run::Doc,
+        minutes(15),
     ),
     row(
         "registry-model",
@@ -389,13 +413,16 @@ pub(crate) const ROWS: &[Row] = &[
 ];
 
 /// The test targets with this at the end of their names are conformance suites: they run in rows of their own, never in
-/// `unit`.
+/// `integration`.
 const CONFORMANCE: &str = "-conformance";
 /// The package of the cross-crate tests.
 const CROSS_CRATE: &str = "oxccl-tests";
+/// The package of the training programs.
+const EXAMPLES: &str = "oxccl-examples";
 
-const UNIT: Run = Run::Workspace;
-const E2E: Run = Run::CrossCrate;
+const INTEGRATION: Run = Run::Integration(|package| package != CROSS_CRATE && package != EXAMPLES);
+const PROGRAMS: Run = Run::Integration(|package| package == EXAMPLES);
+const E2E: Run = Run::Integration(|package| package == CROSS_CRATE);
 
 /// The tests of the conformance suite `target` whose names contain `filter`.
 const fn suite(target: &'static str, filter: &'static str) -> Run {
@@ -450,10 +477,14 @@ const fn minutes(n: u64) -> Duration {
 
 /// What a row runs.
 pub(crate) enum Run {
-    /// Every test of the workspace that no other row has.
-    Workspace,
-    /// One test target. It is selected out of the whole workspace, so that dependencies have the features with which the
-    /// unit row built them and are not built again.
+    /// The unit tests of the workspace.
+    Unit,
+    /// Its doc tests.
+    Doc,
+    /// The test targets of the packages that this takes, without conformance suites. As all that follow, they are selected out of the whole
+    /// workspace, so that dependencies have one set of features and are built once.
+    Integration(fn(&str) -> bool),
+    /// One test target.
     Suite {
         target: &'static str,
         /// Only tests whose name contains this; empty for all.
@@ -465,8 +496,6 @@ pub(crate) enum Run {
         feature: &'static str,
         target: &'static str,
     },
-    /// The cross-crate tests, selected likewise.
-    CrossCrate,
     /// Every test of another workspace in this repository, by its manifest.
     Apart { manifest: &'static str },
     /// The Python package, which has tools of its own (`python.rs`).
@@ -488,50 +517,51 @@ pub(crate) struct TestCall {
 }
 
 impl Run {
+    /// What cargo builds in the workspace for this row; `None` for rows that need a build of their own.
+    pub(crate) fn targets(&self, metadata: &Metadata) -> Option<Targets> {
+        match self {
+            Self::Unit => Some(Targets {
+                is_unit: true,
+                tests: BTreeSet::new(),
+            }),
+            Self::Integration(takes) => Some(Targets {
+                is_unit: false,
+                tests: test_targets(metadata, *takes),
+            }),
+            Self::Suite { target, .. } => Some(Targets {
+                is_unit: false,
+                tests: BTreeSet::from([(*target).to_owned()]),
+            }),
+            Self::Doc | Self::Feature { .. } | Self::Apart { .. } | Self::Python => None,
+        }
+    }
+
     /// The test calls of this row.
     pub(crate) fn calls(&self, metadata: &Metadata, long: bool) -> Vec<TestCall> {
         let mut pass = Vec::new();
+        if let Self::Suite { filter, .. } = self
+            && !filter.is_empty()
+        {
+            pass.push((*filter).to_owned());
+        }
+        let may_be_long = !matches!(self, Self::Doc | Self::Feature { .. });
+        if long && may_be_long {
+            pass.push("--include-ignored".to_owned());
+        }
+        if let Some(targets) = self.targets(metadata) {
+            return vec![TestCall {
+                select: targets.select(),
+                pass,
+                is_doc: false,
+            }];
+        }
         let strings = |items: &[&str]| items.iter().map(|s| (*s).to_owned()).collect::<Vec<_>>();
         match self {
-            Self::Workspace => {
-                if long {
-                    pass.push("--include-ignored".to_owned());
-                }
-                let all = ["--no-fail-fast", "--workspace", "--exclude", CROSS_CRATE];
-                let mut select = strings(&all);
-                select.extend(strings(&["--lib", "--bins"]));
-                // Named one by one: cargo cannot leave out a single target.
-                for target in test_targets(metadata, |package| package != CROSS_CRATE) {
-                    select.extend(["--test".to_owned(), target]);
-                }
-                let mut doc = strings(&all);
-                doc.push("--doc".to_owned());
-                vec![
-                    TestCall {
-                        select,
-                        pass,
-                        is_doc: false,
-                    },
-                    TestCall {
-                        select: doc,
-                        pass: Vec::new(),
-                        is_doc: true,
-                    },
-                ]
-            }
-            Self::Suite { target, filter } => {
-                if !filter.is_empty() {
-                    pass.push((*filter).to_owned());
-                }
-                if long {
-                    pass.push("--include-ignored".to_owned());
-                }
-                vec![TestCall {
-                    select: strings(&["--no-fail-fast", "--workspace", "--test", target]),
-                    pass,
-                    is_doc: false,
-                }]
-            }
+            Self::Doc => vec![TestCall {
+                select: strings(&["--no-fail-fast", "--workspace", "--doc"]),
+                pass,
+                is_doc: true,
+            }],
             Self::Feature {
                 package,
                 feature,
@@ -550,9 +580,6 @@ impl Run {
                 is_doc: false,
             }],
             Self::Apart { manifest } => {
-                if long {
-                    pass.push("--include-ignored".to_owned());
-                }
                 vec![TestCall {
                     // Third-party crates are the same in both lock files, and already built there.
                     select: strings(&[
@@ -567,35 +594,55 @@ impl Run {
                     is_doc: false,
                 }]
             }
-            Self::Python => Vec::new(),
-            Self::CrossCrate => {
-                if long {
-                    pass.push("--include-ignored".to_owned());
-                }
-                let mut select = strings(&["--no-fail-fast", "--workspace"]);
-                for target in test_targets(metadata, |package| package == CROSS_CRATE) {
-                    select.extend(["--test".to_owned(), target]);
-                }
-                vec![TestCall {
-                    select,
-                    pass,
-                    is_doc: false,
-                }]
-            }
+            Self::Unit | Self::Integration(_) | Self::Suite { .. } | Self::Python => Vec::new(),
         }
     }
 }
 
-/// The names of the integration tests of the packages that `chosen` takes; conformance suites are rows of their own.
+/// Targets of the workspace.
+#[derive(Debug, Default)]
+pub(crate) struct Targets {
+    /// The libraries and programs, with their unit tests.
+    is_unit: bool,
+    /// Test targets, by name.
+    tests: BTreeSet<String>,
+}
+
+impl Targets {
+    /// All of these, too.
+    pub(crate) fn add(&mut self, other: Self) {
+        self.is_unit |= other.is_unit;
+        self.tests.extend(other.tests);
+    }
+
+    /// After `cargo test`. Test targets are named one by one: cargo cannot leave out a single one.
+    pub(crate) fn select(&self) -> Vec<String> {
+        let mut select = vec!["--no-fail-fast".to_owned(), "--workspace".to_owned()];
+        if self.is_unit {
+            select.extend(["--lib".to_owned(), "--bins".to_owned()]);
+        }
+        for test in &self.tests {
+            select.extend(["--test".to_owned(), test.clone()]);
+        }
+        select
+    }
+}
+
+/// The names of the integration tests of the packages that `chosen` takes; conformance suites are rows of their own. A name stands for the targets
+/// of all packages that have it, so that it belongs to the row of the first of them.
 fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<String> {
-    metadata
-        .packages
-        .iter()
-        .filter(|p| chosen(&p.name))
-        .flat_map(|p| p.targets.iter().filter(|t| p.builds_by_default(t)))
-        .filter(|t| t.kind.iter().any(|k| k == "test") && !t.name.ends_with(CONFORMANCE))
-        .map(|t| t.name.clone())
-        .collect()
+    let mut owners = BTreeMap::new();
+    for package in &metadata.packages {
+        let targets = package.targets.iter().filter(|t| package.builds_by_default(t));
+        for target in targets.filter(|t| t.kind.iter().any(|k| k == "test") && !t.name.ends_with(CONFORMANCE))
+        {
+            owners
+                .entry(target.name.as_str())
+                .or_insert(package.name.as_str());
+        }
+    }
+    let mine = owners.into_iter().filter(|(_, owner)| chosen(owner));
+    mine.map(|(name, _)| name.to_owned()).collect()
 }
 
 /// Why a row cannot run on this machine. Decided by a probe, never by the tests themselves.
@@ -754,7 +801,9 @@ mod tests {
     fn metadata() -> Metadata {
         let json = r#"{"workspace_root":"/w","target_directory":"/w/target","packages":[
             {"name":"ftcore","manifest_path":"/w/crates/ftcore/Cargo.toml","dependencies":[],"targets":[
-                {"name":"ftcore","kind":["lib"]},{"name":"stores","kind":["test"]}]},
+                {"name":"ftcore","kind":["lib"]},{"name":"stores","kind":["test"]},{"name":"resume","kind":["test"]}]},
+            {"name":"oxccl-examples","manifest_path":"/w/examples/Cargo.toml","dependencies":[],"targets":[
+                {"name":"resume","kind":["test"]},{"name":"steps","kind":["test"]}]},
             {"name":"backend-gloo","manifest_path":"/w/crates/backend-gloo/Cargo.toml","dependencies":[],"targets":[
                 {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]},
                 {"name":"model","kind":["test"],"required-features":["odd"]},
@@ -765,15 +814,44 @@ mod tests {
         Metadata::parse(json.as_bytes()).unwrap()
     }
 
+    fn selected(run: &Run) -> String {
+        run.calls(&metadata(), false).first().unwrap().select.join(" ")
+    }
+
     #[test]
-    fn the_unit_row_runs_all_but_conformance_and_cross_crate_tests() {
-        let calls = UNIT.calls(&metadata(), false);
-        let text = calls.first().unwrap().select.join(" ");
+    fn unit_integration_and_doc_tests_are_rows_of_their_own_and_each_target_is_in_one() {
+        assert_eq!(selected(&Run::Unit), "--no-fail-fast --workspace --lib --bins");
+        // `resume` is the name of a target of two packages.
         assert_eq!(
-            text,
-            "--no-fail-fast --workspace --exclude oxccl-tests --lib --bins --test abort --test host --test stores"
+            selected(&INTEGRATION),
+            "--no-fail-fast --workspace --test abort --test host --test resume --test stores"
         );
-        assert!(calls.iter().any(|c| c.is_doc));
+        assert_eq!(selected(&PROGRAMS), "--no-fail-fast --workspace --test steps");
+        assert!(
+            Run::Doc
+                .calls(&metadata(), true)
+                .iter()
+                .all(|c| c.is_doc && c.pass.is_empty())
+        );
+    }
+
+    #[test]
+    fn one_build_has_the_targets_of_many_rows() {
+        let mut all = Targets::default();
+        for run in [
+            &suite("gloo-conformance", "threads::"),
+            &E2E,
+            &Run::Unit,
+            &Run::Doc,
+        ] {
+            if let Some(targets) = run.targets(&metadata()) {
+                all.add(targets);
+            }
+        }
+        assert_eq!(
+            all.select().join(" "),
+            "--no-fail-fast --workspace --lib --bins --test gloo-conformance --test kill"
+        );
     }
 
     #[test]

@@ -1,16 +1,16 @@
-//! Runs the matrix: choose rows, probe each, build, run, judge, and count; several rows at once where asked.
+//! Runs the matrix: choose rows, build what they share, probe each, run, judge, and count; several rows at once where asked.
 //!
 //! A row passes only if every call ended with 0, every test program printed its result, at least one test ran and no
 //! process was left behind. The output of a row goes to `target/xtask/<row>.log`; on failure the part that
 //! says why is shown.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -19,7 +19,7 @@ use anyhow::{Context, Result, anyhow, bail};
 use crate::TestArgs;
 use crate::delays::Delays;
 use crate::libtest::Tally;
-use crate::matrix::{Environment, ROWS, Row, Run, Skip, TestCall};
+use crate::matrix::{Environment, ROWS, Row, Run, Skip, Targets, TestCall};
 use crate::metadata::{Metadata, cargo_command};
 use crate::process::{self, Output, seconds};
 use crate::python;
@@ -88,9 +88,13 @@ pub(crate) fn test(args: &TestArgs) -> Result<bool> {
         delays: delays.transpose()?,
         metadata,
         logs,
-        probing: Mutex::new(()),
+        probed: Mutex::default(),
         counts: Mutex::new(Counts::default()),
+        is_built: OnceLock::new(),
     };
+    if rows.len() > 1 {
+        matrix.prepare(&rows)?;
+    }
     for_all(&rows, usize::from(args.at_once.max(1)), |row| matrix.run(row))?;
     let counts = lock(&matrix.counts);
     println!("{counts}");
@@ -103,21 +107,58 @@ struct Matrix<'a> {
     delays: Option<Delays>,
     metadata: Metadata,
     logs: PathBuf,
-    /// Held while one row looks for what it needs: two would fetch and build the same library.
-    probing: Mutex<()>,
+    /// What the probes have said. Held while one looks for what its row needs: two would fetch and build the same library.
+    probed: Mutex<BTreeMap<&'static str, Result<Environment, Skip>>>,
     /// Held while one row reports, so that its lines stay together.
     counts: Mutex<Counts>,
+    /// Set once everything that rows share is built.
+    is_built: OnceLock<()>,
 }
 
 impl Matrix<'_> {
+    /// Builds at once what the rows share: cargo keeps all cores busy only if it has many targets to choose from. Fetches beside it what the rows
+    /// need.
+    fn prepare(&self, rows: &[&Row]) -> Result<()> {
+        let mut targets = Targets::default();
+        for row in rows {
+            targets.add(row.run.targets(&self.metadata).unwrap_or_default());
+        }
+        let mut command = cargo_command(&self.metadata.workspace_root);
+        command.arg("test").args(targets.select()).arg("--no-run");
+        let log = self.logs.join("build.log");
+        let begun = Instant::now();
+        let built = thread::scope(|scope| {
+            let fetch = || rows.iter().for_each(|row| drop(self.probe(row)));
+            let fetching = thread::Builder::new().name("ox-fetch".to_owned());
+            let fetching = fetching
+                .spawn_scoped(scope, fetch)
+                .context("no thread to fetch in")?;
+            let built = build("all rows", &mut command, &log);
+            fetching.join().map_err(|_| anyhow!("a probe panicked"))?;
+            built
+        })?;
+        match built {
+            None => {
+                println!("built {:<20} {:>12}", "all rows", seconds(begun.elapsed()));
+                let _ = self.is_built.set(());
+            }
+            // Each row builds for itself then, and says what is wrong.
+            Some(why) => println!("the rows together: {why}"),
+        }
+        Ok(())
+    }
+
+    /// Asks a row's probe, once.
+    fn probe(&self, row: &Row) -> Result<Environment, Skip> {
+        let mut probed = lock(&self.probed);
+        let said = probed.entry(row.name).or_insert_with(|| (row.probe)());
+        said.clone()
+    }
+
     /// Runs one row, from the probe to its line.
     fn run(&self, row: &Row) {
         let started = Instant::now();
-        let probed = {
-            let _one = lock(&self.probing);
-            (row.probe)()
-        };
-        let verdict = match probed {
+        let verdict = match self.probe(row) {
             Ok(environment) => self
                 .execute(row, &environment)
                 .unwrap_or_else(|e| Verdict::Failed {
@@ -140,10 +181,11 @@ impl Matrix<'_> {
         let log = log_path(&self.logs, row);
         let calls = row.run.calls(&self.metadata, long);
         let root = &self.metadata.workspace_root;
-        for call in calls.iter().filter(|c| !c.is_doc) {
+        let is_built = self.is_built.get().is_some() && row.run.targets(&self.metadata).is_some();
+        for call in calls.iter().filter(|c| !c.is_doc && !is_built) {
             let mut command = cargo_command(root);
             command.arg("test").args(&call.select).arg("--no-run");
-            if let Some(why) = build(row, &mut command, &log)? {
+            if let Some(why) = build(row.name, &mut command, &log)? {
                 return Ok(Verdict::Failed { why });
             }
         }
@@ -164,7 +206,7 @@ impl Matrix<'_> {
                 delays.apply(&mut command);
             }
             let finished = process::run(&mut command, limit, Output::Log(&part), |time| {
-                beat(row, "runs", time)
+                beat(row.name, "runs", time)
             })?;
             let text =
                 String::from_utf8_lossy(&fs::read(&part).context("cannot read the output of the tests")?)
@@ -191,7 +233,7 @@ impl Matrix<'_> {
         let (build, check) = python::steps(&self.metadata.workspace_root, &self.metadata.target_directory)?;
         for mut step in build {
             let finished = process::run(&mut step.command, BUILD_LIMIT, Output::Log(&log), |time| {
-                beat(row, "builds", time)
+                beat(row.name, "builds", time)
             })?;
             if !finished.is_success() {
                 let why = format!("{}: {}", step.name, finished.describe());
@@ -207,7 +249,7 @@ impl Matrix<'_> {
             }
             let part = self.logs.join(format!("{}.part", row.name));
             let finished = process::run(&mut step.command, limit, Output::Log(&part), |time| {
-                beat(row, "runs", time)
+                beat(row.name, "runs", time)
             })?;
             let text =
                 String::from_utf8_lossy(&fs::read(&part).context("cannot read the output")?).into_owned();
@@ -342,12 +384,12 @@ fn test_command(root: &Path, call: &TestCall) -> Command {
 }
 
 /// Runs a build; the text is why it failed.
-fn build(row: &Row, command: &mut Command, log: &Path) -> Result<Option<String>> {
+fn build(what: &str, command: &mut Command, log: &Path) -> Result<Option<String>> {
     command
         .env("CARGO_TERM_PROGRESS_WHEN", "never")
         .env("CARGO_TERM_COLOR", "never");
     let finished = process::run(command, BUILD_LIMIT, Output::Log(log), |time| {
-        beat(row, "builds", time)
+        beat(what, "builds", time)
     })?;
     Ok((!finished.is_success()).then(|| format!("does not build ({})", finished.describe())))
 }
@@ -384,8 +426,8 @@ fn judge(tally: &Tally, wrong: &[String]) -> Verdict {
     }
 }
 
-fn beat(row: &Row, what: &str, time: Duration) {
-    println!("  …   {:<20} {what} since {}", row.name, seconds(time));
+fn beat(name: &str, does: &str, time: Duration) {
+    println!("  …   {name:<20} {does} since {}", seconds(time));
 }
 
 fn report(row: &Row, verdict: &Verdict, time: Duration, log: &Path) {
@@ -598,7 +640,7 @@ mod tests {
     fn unknown_names_are_refused_and_the_known_ones_said() {
         let err = choose(ROWS, &strings(&["unti"]), &[]).err().unwrap().to_string();
         assert!(
-            err.contains("\"unti\"") && err.contains("unit, registry-model, "),
+            err.contains("\"unti\"") && err.contains("integration, programs, unit, "),
             "{err}"
         );
         let err = choose(ROWS, &[], &strings(&["tpu"])).err().unwrap().to_string();
