@@ -33,12 +33,20 @@ pub use quant;
 #[cfg(feature = "world")]
 pub use world;
 
+// The command's own files name this crate as a program would.
+#[cfg(feature = "command")]
+extern crate self as oxccl;
+
 #[cfg(feature = "backend")]
 pub mod backend;
+#[cfg(feature = "command")]
+pub mod command;
 #[cfg(feature = "launch")]
 pub mod launch;
 #[cfg(feature = "plot")]
 pub mod plot;
+#[cfg(feature = "command")]
+mod results;
 
 /// The README's program, compiled as a test so that it stays true.
 #[cfg(all(doctest, feature = "diloco", feature = "gloo"))]

@@ -292,17 +292,7 @@ impl World {
         }
         // Before the exchange: what this rank cannot make is told at once.
         let options = self.options.changed_by(spec).map_err(named)?;
-        let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
-        if let Some(other) = split
-            .said()
-            .zip(&ballots)
-            .position(|(said, wanted)| said != *wanted)
-        {
-            let other = u32::try_from(other).unwrap_or(u32::MAX);
-            let text = format!("rank {other} did not pass the same lists of ranks and the same backends");
-            return Err(named(Error::new(ErrorKind::Mismatch, text)).with_peer(other));
-        }
-        let Some(mut configuration) = split.child(deadline) else {
+        let Some(mut configuration) = self.agree(&ballots, deadline)? else {
             return Ok(None);
         };
         if let Some(name) = &spec.name {
@@ -311,6 +301,36 @@ impl World {
         let child = options.group(&configuration.name)?;
         child.configure(configuration)?;
         Ok(Some(child))
+    }
+
+    /// Configures `group`, which is not connected yet, among `ranks` in that order: one that the options cannot name, such as a quantised group.
+    /// False on ranks that are not among them, whose group stays as it is. A call of all ranks of the world, with the same list.
+    ///
+    /// Errors: as [`split_group`](Self::split_group).
+    pub fn connect(&self, group: &dyn ProcessGroup, ranks: &[u32], deadline: Instant) -> Result<bool> {
+        let ballots = ballots(&[ranks.to_vec()], &GroupSpec::default(), self.world_size())
+            .map_err(|e| e.with_op("connect").with_rank(self.rank()))?;
+        match self.agree(&ballots, deadline)? {
+            Some(configuration) => group.configure(configuration).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// How this rank's part of a partition is configured; `None` if it has none. A call of all ranks.
+    fn agree(&self, ballots: &[(Option<u32>, u32)], deadline: Instant) -> Result<Option<Configuration>> {
+        let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
+        let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
+        if let Some(other) = split
+            .said()
+            .zip(ballots)
+            .position(|(said, wanted)| said != *wanted)
+        {
+            let other = u32::try_from(other).unwrap_or(u32::MAX);
+            let text = format!("rank {other} did not pass the same lists of ranks and the same backends");
+            let error = Error::new(ErrorKind::Mismatch, text).with_op("split_group");
+            return Err(error.with_rank(self.rank()).with_peer(other));
+        }
+        Ok(split.child(deadline))
     }
 
     /// Ends the world's group in good order.
