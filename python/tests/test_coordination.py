@@ -73,9 +73,12 @@ def test_replicas_meet_vote_and_go_on_without_one_that_left() -> None:
             status = client.status()
             assert [p["replica_id"] for p in status["participants"]] == ["a:1", "b:1"]
             assert status["quorum_id"] == epoch
-        with b.server:
-            pass
-        alone = a.quorum(1)
+        with a.client.watch(0) as watch:
+            with b.server:
+                pass
+            alone = a.quorum(1)
+            # It left: to the others that is no death, which would have ended their epoch.
+            assert watch.next(timeout=0.5) is None
         assert (alone.replica_world_size, alone.replica_ids) == (1, ["a:1"])
         assert alone.quorum_id > epoch
         a.server.shutdown()
