@@ -1,8 +1,9 @@
 //! Cancellation of a `configure`: one token with a reason, which every wait below sees.
 //!
 //! A [`Configuration`](crate::Configuration) carries a [`Cancel`] down through wrappers and backends. A wrapper that has news of its own
-//! passes on a token that watches for them, too; [`Lifecycle`](crate::lifecycle::Lifecycle) cancels its own on `abort`. Waits ask in turns:
-//! nothing has to be woken, and no thread repeats an abort until it is heard.
+//! passes on a token that watches for them, too; [`Lifecycle`](crate::lifecycle::Lifecycle) cancels its own on `abort`. Waits look at it each
+//! [`Cancel::TURN`]: nothing has to be woken, and no thread repeats an abort until it is heard. A TCP store looks while it waits
+//! ([`Store::cancelled_by`]), so that no look costs a call what it has reached; other stores are asked in turns.
 
 use std::fmt;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,7 +32,8 @@ struct Node {
 impl Cancel {
     /// How long a wait lasts before it looks at its token again.
     pub const TURN: Duration = Duration::from_millis(50);
-    /// Turns of the same wait grow up to this: a call over a link with a long round trip must be able to end, and to connect again, within one.
+    /// Turns of the same wait grow up to this, for a store that cannot look at a token and begins anew with each call: over a link with a long
+    /// round trip a call must be able to end within one turn.
     pub const LONGEST_TURN: Duration = Duration::from_millis(500);
 
     /// A token that is cancelled once `source` says why. It is asked by every wait, often, and must not block.
@@ -95,7 +97,7 @@ impl Cancel {
         let began = Instant::now();
         let mut turn = Self::TURN;
         loop {
-            if self.0.settled.load(Ordering::Acquire) {
+            if self.is_settled() {
                 return call(deadline);
             }
             let error = match call(deadline_in(turn).min(deadline)) {
@@ -126,9 +128,16 @@ impl Cancel {
         }
     }
 
-    /// `store`, with waits that end when this token is cancelled.
+    /// `store`, with waits that end when this token is cancelled; over a TCP store all calls do.
     pub fn over(&self, store: &Arc<dyn Store>) -> Arc<dyn Store> {
-        Arc::new(store::CancelStore::new(store.clone(), self.clone()))
+        store
+            .cancelled_by(self)
+            .unwrap_or_else(|| Arc::new(store::CancelStore::new(store.clone(), self.clone())))
+    }
+
+    /// Nothing that watches it is ended any more.
+    pub(crate) fn is_settled(&self) -> bool {
+        self.0.settled.load(Ordering::Acquire)
     }
 }
 

@@ -1,4 +1,5 @@
-//! A store whose waits end when a token is cancelled, so that no backend has to look while it waits for a key.
+//! A store that cannot look at a token, asked in turns: its waits end when the token is cancelled, so that no backend has to look while it waits
+//! for a key.
 
 use std::sync::Arc;
 use std::time::Instant;

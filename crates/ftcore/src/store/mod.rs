@@ -3,9 +3,10 @@
 //! [`Store`] is the contract; [`InMemoryStore`], [`FileStore`], [`PrefixStore`] and [`TcpStore`] implement it. Values
 //! are small (addresses, ids); nothing in the data plane goes through a store. Every call has a deadline.
 
+use std::sync::Arc;
 use std::time::Instant;
 
-use crate::Result;
+use crate::{Cancel, Result};
 
 mod file;
 mod keys;
@@ -58,4 +59,9 @@ pub trait Store: Send + Sync {
     fn list(&self, deadline: Instant) -> Result<Vec<String>>;
     /// Blocks until `world_size` callers have entered the barrier `key`. A key serves for one barrier only.
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()>;
+    /// A view of this store whose calls look at `cancel` while they wait, and end with its reason once it is cancelled. `None` if this store
+    /// cannot look: [`Cancel::over`] then asks it in turns.
+    fn cancelled_by(&self, _cancel: &Cancel) -> Option<Arc<dyn Store>> {
+        None
+    }
 }

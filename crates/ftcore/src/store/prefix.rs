@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use super::Store;
-use crate::Result;
+use crate::{Cancel, Result};
 
 /// A store whose keys all live under `prefix + "/"` of another store. Clones share the inner store.
 ///
@@ -120,6 +120,12 @@ impl Store for PrefixStore {
 
     fn barrier(&self, key: &str, world_size: u32, deadline: Instant) -> Result<()> {
         self.inner.barrier(&self.full(key)?, world_size, deadline)
+    }
+
+    fn cancelled_by(&self, cancel: &Cancel) -> Option<Arc<dyn Store>> {
+        let inner = self.inner.cancelled_by(cancel)?;
+        let prefix = self.prefix.clone();
+        Some(Arc::new(Self { inner, prefix }))
     }
 }
 

@@ -2,7 +2,9 @@
 //!
 //! `cargo xtask test` installs them and says where they are (`OXCCL_TEST_…`); what is not said is skipped there, with its reason.
 
-use std::io::Write as _;
+use std::fs::File;
+use std::io::{Read as _, Seek as _, Write as _};
+use std::net::TcpListener;
 use std::process::{Command, ExitCode, Output, Stdio};
 use std::time::{Duration, Instant};
 
@@ -15,8 +17,8 @@ mod torchrun;
 
 /// Says in a rank's environment what it does; see [`rank`].
 const SCENE: &str = "OXCCL_TEST_LAUNCHED";
-/// A launcher that takes longer than this hangs.
-const LIMIT: Duration = Duration::from_secs(60);
+/// A launcher that takes longer than this hangs, on the slowest of machines.
+const LIMIT: Duration = Duration::from_secs(120);
 
 type Outcome = Result<(), Failed>;
 
@@ -35,23 +37,53 @@ fn program() -> String {
     path.display().to_string()
 }
 
-/// Runs `command` to its end.
+/// Runs `command` to its end. What it says goes to files: ranks that outlive a killed launcher would keep a pipe open.
 fn finish(command: &mut Command) -> Result<Output, Failed> {
+    let (out, err) = (tempfile::tempfile()?, tempfile::tempfile()?);
     let mut child = command
         .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
+        .stdout(out.try_clone()?)
+        .stderr(err.try_clone()?)
         .spawn()?;
+    let read = |mut file: File| {
+        let mut text = Vec::new();
+        file.rewind()?;
+        file.read_to_end(&mut text).map(|_| text)
+    };
     let begun = Instant::now();
-    while child.try_wait()?.is_none() {
+    let (status, hangs) = loop {
+        if let Some(status) = child.try_wait()? {
+            break (status, false);
+        }
         if begun.elapsed() > LIMIT {
             child.kill()?;
-            let output = child.wait_with_output()?;
-            return Err(format!("{command:?} hangs; so far: {}", said(&output)).into());
+            break (child.wait()?, true);
         }
         std::thread::sleep(Duration::from_millis(10));
+    };
+    let output = Output {
+        status,
+        stdout: read(out)?,
+        stderr: read(err)?,
+    };
+    if hangs {
+        return Err(format!("{command:?} hangs; so far: {}", said(&output)).into());
     }
-    Ok(child.wait_with_output()?)
+    Ok(output)
+}
+
+/// `count` ports in a row that are free, outside the range out of which the system takes ports for connections.
+fn free_ports(count: u16) -> Result<u16, Failed> {
+    let start = (std::process::id() % 1000) as u16;
+    let first = (0..1000)
+        .map(|n| 12_000 + (start + n) % 1000 * 20)
+        .find(|&first| {
+            let bound: Result<Vec<_>, _> = (first..first + count)
+                .map(|port| TcpListener::bind(("0.0.0.0", port)))
+                .collect();
+            bound.is_ok()
+        });
+    first.ok_or_else(|| "there is no range of free ports".into())
 }
 
 /// All that a launcher and its ranks have said.

@@ -4,7 +4,7 @@ use std::process::Command;
 
 use libtest_mimic::Trial;
 
-use crate::{Outcome, SCENE, all_reduced, finish, program};
+use crate::{Outcome, SCENE, all_reduced, finish, free_ports, program};
 
 /// `mpirun` of each: the variable that says where it is, and what it needs besides.
 const MPIS: [(&str, &str, &[&str]); 2] = [
@@ -53,8 +53,7 @@ fn below_wrappers(mut mpirun: Command) -> Outcome {
 }
 
 fn at_an_address(mut mpirun: Command) -> Outcome {
-    // Free a moment ago: nothing else here takes ports of this range by chance.
-    let port = std::net::TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let port = free_ports(1)?;
     mpirun
         .env("MASTER_ADDR", "127.0.0.1")
         .env("MASTER_PORT", port.to_string());

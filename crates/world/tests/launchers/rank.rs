@@ -35,7 +35,7 @@ fn die() {
     let _ = rustix::process::kill_process(me, rustix::process::Signal::KILL);
 }
 
-/// `reduce`: once. `die`: rank 1 dies after it, and the others say what they hear. `die-once`: likewise, in the first attempt only.
+/// `reduce`: once. `die`: rank 1 dies once all have done so, and the others say what they hear. `die-once`: likewise, in the first attempt only.
 fn carry_out(scene: &str) -> Result<()> {
     let place = Place::from_env()?;
     let options = WorldOptions {
@@ -54,10 +54,12 @@ fn carry_out(scene: &str) -> Result<()> {
         .iter()
         .any(|name| std::env::var(name).is_ok_and(|count| count != "0"));
     if scene == "die" || (scene == "die-once" && !is_again) {
-        if world.rank() == 1 {
+        // Behind it all have said their sums. Those that are still inside when rank 1 dies hear of it there.
+        let all_said = world.group().barrier();
+        if world.rank() == 1 && all_said.is_ok() {
             die();
         }
-        match sum(&world) {
+        match all_said.and_then(|_| sum(&world)) {
             Ok(_) => say("nobody died"),
             Err(e) => {
                 // The group may have heard before the call.

@@ -1,16 +1,20 @@
 //! Slurm: srun over four nodes of a cluster of its own, all on this machine.
+//!
+//! What srun prints and how it ends say little: when the step ends before srun has read all, the controller ends srun. So ranks write to files, each
+//! with the status of its end as the last line, and that is what the cases wait for.
 
+use std::collections::BTreeSet;
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output, Stdio};
+use std::process::{Command, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use libtest_mimic::{Failed, Trial};
 use tempfile::TempDir;
 
-use crate::{LIMIT, Outcome, SCENE, all_reduced, finish, program, said};
+use crate::{LIMIT, Outcome, SCENE, finish, free_ports, program, said};
 
 /// A test's name and what it does.
 type Case = (&'static str, fn(&Cluster) -> Outcome);
@@ -33,14 +37,20 @@ pub(crate) fn trials() -> Vec<Trial> {
             if cluster.is_none() {
                 *cluster = Some(Cluster::start()?);
             }
-            cluster.as_ref().map_or(Ok(()), run)
+            let Some(cluster) = cluster.as_ref() else {
+                return Ok(());
+            };
+            run(cluster).map_err(|e| cluster.with_evidence(&e))
         });
         trial.with_ignored_flag(!is_there)
     });
     all.into()
 }
 
-/// The daemons, and their folder. Their ports are fixed: two clusters at a time do not fit on one machine.
+/// A rank's command: the program, and then the status of its end.
+const RANK: &str = r#""$0"; code=$?; echo "ended with $code"; exit $code"#;
+
+/// The daemons, and their folder. Two clusters at a time do not fit on one machine, whatever their ports: steps of both fail.
 struct Cluster {
     folder: TempDir,
     daemons: Vec<std::process::Child>,
@@ -61,13 +71,15 @@ impl Cluster {
         let at = folder.path().display().to_string();
         let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
         let host = host.split('.').next().unwrap_or(&host);
+        let first = free_ports(5)?;
+        let (from, to) = (first + 1, first + 4);
         let config = format!(
             "ClusterName=test\nSlurmctldHost={host}(127.0.0.1)\nSlurmUser=root\nAuthType=auth/munge\n\
              AuthInfo=socket={at}/munge/socket\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nMpiDefault=none\n\
              SlurmdSpoolDir={at}/spool-%n\nStateSaveLocation={at}/state\nSlurmctldPidFile={at}/ctld.pid\n\
-             SlurmdPidFile={at}/%n.pid\nSlurmctldLogFile={at}/ctld.log\nSlurmdLogFile={at}/%n.log\nSlurmctldPort=16817\n\
+             SlurmdPidFile={at}/%n.pid\nSlurmctldLogFile={at}/ctld.log\nSlurmdLogFile={at}/%n.log\nSlurmctldPort={first}\n\
              ReturnToService=2\nSlurmdParameters=config_overrides\nSchedulerParameters=batch_sched_delay=1\n\
-             NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[17001-17004] CPUs=4\n\
+             NodeName=n[1-4] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{from}-{to}] CPUs=4\n\
              PartitionName=all Nodes=n[1-4] Default=YES MaxTime=INFINITE State=UP\n"
         );
         let path = folder.path();
@@ -88,11 +100,36 @@ impl Cluster {
             let enter = format!("mount --bind {hosts} /etc/hosts && exec slurmd -D -N n{n}");
             cluster.spawn(Command::new("unshare").args(["--mount", "sh", "-c", &enter]))?;
         }
-        cluster.wait("four idle nodes", |cluster| {
-            let info = finish(cluster.command("sinfo").args(["--noheader", "--format=%D %t"]))?;
-            Ok(said(&info).trim() == "4 idle")
-        })?;
+        cluster
+            .wait("four idle nodes", |cluster| {
+                let info = finish(cluster.command("sinfo").args(["--noheader", "--format=%D %t"]))?;
+                Ok(said(&info).trim() == "4 idle")
+            })
+            .map_err(|e| cluster.with_evidence(&e))?;
         Ok(cluster)
+    }
+
+    /// What explains a failure: the daemons' logs, each line once whatever its time, and the queue.
+    fn with_evidence(&self, failed: &Failed) -> Failed {
+        let mut text = failed.message().unwrap_or("failed").to_string();
+        let logs = ["ctld", "n1", "n2", "n3", "n4"].map(|name| format!("{name}.log"));
+        for log in logs {
+            let lines = fs::read_to_string(self.path(&log)).unwrap_or_default();
+            let mut seen = BTreeSet::new();
+            let untimed = |line: &str| line.split_once("] ").map_or(line, |(_, rest)| rest).to_string();
+            let new: Vec<&str> = lines.lines().filter(|line| seen.insert(untimed(line))).collect();
+            text += &format!("\n---- {log} ----\n{}", new.join("\n"));
+        }
+        for (program, arguments) in [
+            ("squeue", ["--all", "--long"]),
+            ("sinfo", ["--all", "--long"]),
+            ("scontrol", ["show", "jobs"]),
+        ] {
+            let said = finish(self.command(program).args(arguments))
+                .map_or_else(|e| e.message().unwrap_or("?").to_string(), |o| said(&o));
+            text += &format!("\n---- {program} ----\n{said}");
+        }
+        text.into()
     }
 
     /// munged takes a key and a folder of its own user's only.
@@ -157,47 +194,84 @@ impl Cluster {
         let begun = Instant::now();
         while !is_so(self)? {
             if begun.elapsed() > LIMIT {
-                let log = fs::read_to_string(self.path("ctld.log")).unwrap_or_default();
-                return Err(format!("no {what} after {LIMIT:?}; slurmctld says:\n{log}").into());
+                return Err(format!("no {what} after {LIMIT:?}").into());
             }
             std::thread::sleep(Duration::from_millis(50));
         }
         Ok(())
     }
 
-    /// Runs this file as the ranks of a step. What they say goes to files: when the step ends before srun has read the ranks' last lines, the
-    /// controller ends srun, and srun loses them.
-    fn srun(&self, scene: &str, options: &[&str]) -> Result<Output, Failed> {
-        let said = tempfile::tempdir_in(self.folder.path())?;
+    /// Runs this file as the ranks of a step, and gives what they said once all have ended.
+    fn srun(&self, scene: &str, options: &[&str], ranks: u32) -> Result<Vec<String>, Failed> {
+        let folder = tempfile::tempdir_in(self.folder.path())?;
         let mut srun = self.command("srun");
         srun.env(SCENE, scene)
             .args(options)
             .arg("-o")
-            .arg(said.path().join("%t"))
+            .arg(folder.path().join("%t"))
+            .args(["sh", "-c", RANK])
             .arg(program());
-        let mut output = finish(&mut srun)?;
-        for file in fs::read_dir(said.path())? {
-            output.stdout.extend(fs::read(file?.path())?);
-        }
-        Ok(output)
+        let ended = finish(&mut srun)?;
+        let file = |rank| folder.path().join(format!("{rank}"));
+        self.wait_for_ranks(ranks, file).map_err(|e| {
+            format!(
+                "{}\nsrun ended with {}: {}",
+                e.message().unwrap_or("?"),
+                ended.status,
+                said(&ended)
+            )
+            .into()
+        })
     }
+
+    /// Waits until all ranks of a step have written how they ended.
+    fn wait_for_ranks(&self, ranks: u32, file: impl Fn(u32) -> PathBuf) -> Result<Vec<String>, Failed> {
+        let mut said = Vec::new();
+        let waited = self.wait("end of each rank", |_| {
+            let texts = (0..ranks).map(|rank| fs::read_to_string(file(rank)).unwrap_or_default());
+            said = texts.collect();
+            let has_ended = |text: &String| {
+                let last = text.lines().last().unwrap_or_default();
+                text.ends_with('\n') && last.starts_with("ended with ")
+            };
+            Ok(said.iter().all(has_ended))
+        });
+        waited.map_err(|e| format!("{}; the ranks: {said:#?}", e.message().unwrap_or("?")))?;
+        Ok(said)
+    }
+}
+
+/// Fails unless every rank has the sum, and ended well.
+fn all_have_it(said: &[String]) -> Outcome {
+    let world = said.len();
+    let sum = world * (world + 1) / 2;
+    for (rank, text) in said.iter().enumerate() {
+        let line = format!("rank {rank} of {world} has {sum}");
+        if text.matches(&line).count() != 1 || !text.ends_with("ended with 0\n") {
+            return Err(format!("'{line}' was not said once, or rank {rank} ended badly: {said:#?}").into());
+        }
+    }
+    Ok(())
 }
 
 fn four_nodes(cluster: &Cluster) -> Outcome {
     // As from a login node with another address: where srun runs is no rank's affair.
-    all_reduced(&cluster.srun("reduce", &["-N4", "-n8"])?, 8)
+    all_have_it(&cluster.srun("reduce", &["-N4", "-n8"], 8)?)
 }
 
 fn later_nodes(cluster: &Cluster) -> Outcome {
-    all_reduced(&cluster.srun("reduce", &["-N2", "-n2", "-w", "n[3-4]"])?, 2)
+    all_have_it(&cluster.srun("reduce", &["-N2", "-n2", "-w", "n[3-4]"], 2)?)
 }
 
 fn killed_task(cluster: &Cluster) -> Outcome {
-    let text = said(&cluster.srun("die", &["-N4", "-n4", "-K0"])?);
-    for rank in [0, 2, 3] {
-        let line = format!("rank {rank} heard PeerLost of rank 1");
+    let said = cluster.srun("die", &["-N4", "-n4", "-K0"], 4)?;
+    for (rank, text) in said.iter().enumerate() {
+        let line = match rank {
+            1 => "ended with 137".to_string(),
+            _ => format!("rank {rank} heard PeerLost of rank 1"),
+        };
         if !text.contains(&line) {
-            return Err(format!("'{line}' was not said:\n{text}").into());
+            return Err(format!("'{line}' was not said: {said:#?}").into());
         }
     }
     Ok(())
@@ -232,9 +306,9 @@ fn submit(cluster: &Cluster, scene: &str, script: &Path, out: &str) -> Result<St
 }
 
 fn requeued(cluster: &Cluster) -> Outcome {
-    // The first time it waits behind its ranks until it is requeued. Each attempt's ranks say what they say to files of their own (see `srun`).
+    // The first time it waits behind its ranks until it is requeued. Each attempt's ranks have files of their own.
     let body = format!(
-        "srun -o \"requeued.${{SLURM_RESTART_COUNT:-0}}.%t\" {} || true\n[ -n \"$SLURM_RESTART_COUNT\" ] || sleep 600",
+        "srun -o \"requeued.${{SLURM_RESTART_COUNT:-0}}.%t\" sh -c '{RANK}' {} || true\n[ -n \"$SLURM_RESTART_COUNT\" ] || sleep 600",
         program()
     );
     let out = cluster.path("requeued.out");
@@ -244,34 +318,49 @@ fn requeued(cluster: &Cluster) -> Outcome {
         &script(cluster, &body)?,
         &out.display().to_string(),
     )?;
-    let summed = |attempt: u32| {
-        (0..2).all(|rank| {
-            let file = cluster.path(&format!("requeued.{attempt}.{rank}"));
-            fs::read_to_string(file).is_ok_and(|said| said.contains(" of 2 has 3"))
-        })
+    let ranks_of = |attempt: u32| {
+        let file = move |rank| cluster.path(&format!("requeued.{attempt}.{rank}"));
+        let ended = cluster.wait_for_ranks(2, file);
+        let script = || fs::read_to_string(&out).unwrap_or_default();
+        all_have_it(&ended.map_err(|e| {
+            format!(
+                "attempt {attempt}: {}\nthe script said: {}",
+                e.message().unwrap_or("?"),
+                script()
+            )
+        })?)
     };
-    cluster.wait("sums of the first attempt", |_| Ok(summed(0)))?;
-    finish(cluster.command("scontrol").args(["requeue", &job]))?;
-    // A requeued job waits two minutes by itself.
-    let id = format!("jobid={job}");
-    let ended = || fs::read_to_string(&out).is_ok_and(|said| said.contains("through"));
-    let mut asked = Instant::now();
-    cluster.wait("end of the second attempt", |cluster| {
-        if asked.elapsed() > Duration::from_millis(500) {
-            asked = Instant::now();
-            finish(cluster.command("scontrol").args(["update", &id, "StartTime=now"]))?;
-        }
-        Ok(ended())
-    })?;
-    if summed(1) {
-        return Ok(());
+    ranks_of(0)?;
+    let requeued = finish(cluster.command("scontrol").args(["requeue", &job]))?;
+    if !requeued.status.success() {
+        return Err(format!("scontrol requeue: {}", said(&requeued)).into());
     }
-    let ranks = [0, 1].map(|rank| fs::read_to_string(cluster.path(&format!("requeued.1.{rank}"))));
-    Err(format!(
-        "the second attempt ended without its sums; the script said:\n{}\nits ranks: {ranks:?}",
-        fs::read_to_string(&out)?
-    )
-    .into())
+    // By itself a requeued job waits two minutes, so that what its nodes know of the first attempt is forgotten. Its credentials have times in whole
+    // seconds: one that is made in the second in which the first attempt's was revoked counts as revoked, too, and the job ends without a start.
+    let id = format!("jobid={job}");
+    let mut pending: Option<Instant> = None;
+    cluster.wait("second attempt", |cluster| {
+        if cluster.path("requeued.1.0").exists() {
+            return Ok(true);
+        }
+        let state = finish(
+            cluster
+                .command("squeue")
+                .args(["--noheader", "--format=%T", "--jobs", &job]),
+        )?;
+        match said(&state).trim() {
+            // The nodes have revoked by now.
+            "PENDING" if pending.get_or_insert_with(Instant::now).elapsed() > Duration::from_secs(2) => {
+                finish(cluster.command("scontrol").args(["update", &id, "StartTime=now"]))?;
+            }
+            "PENDING" | "COMPLETING" | "CONFIGURING" | "RUNNING" => {}
+            // It may have ended since the look at the file.
+            _ if cluster.path("requeued.1.0").exists() => {}
+            other => return Err(format!("the job ended before its second attempt: '{other}'").into()),
+        }
+        Ok(false)
+    })?;
+    ranks_of(1)
 }
 
 fn without_srun(cluster: &Cluster) -> Outcome {

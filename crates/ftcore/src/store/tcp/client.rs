@@ -4,6 +4,9 @@
 //! blocked wait of one thread never delays another. Requests without a reply are followed by a PING in the same segment:
 //! when the call returns, the server has done it. A wait that runs out is cancelled with CANCEL_WAIT, so its
 //! connection stays usable.
+//!
+//! A view under tokens ([`Store::cancelled_by`]) shares the pool. Its calls look at the tokens while they wait, so that nothing is given up for a
+//! look: neither an attempt to connect nor a request that is on its way.
 
 use std::fmt;
 use std::io;
@@ -11,14 +14,14 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::conn::{Backoff, Conn, Greeting, Outcome, Reached, encode, parse_address};
-use super::link::{Patience, is_late};
+use super::link::{Patience, Watched, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::identity::hello::Refused;
 use crate::lifecycle::nonce;
 use crate::store::Store;
 use crate::store::keys::{self, MAX_KEY};
 use crate::store::table::{Refusal, sum};
-use crate::{Credentials, Error, ErrorKind, Result, deadline_in, time_left};
+use crate::{Cancel, Credentials, Error, ErrorKind, Result, deadline_in, time_left};
 
 /// Idle connections kept for later calls.
 const MAX_IDLE: usize = 16;
@@ -44,6 +47,12 @@ const MAX_UNGREETED: usize = 4;
 /// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
 /// attempt to connect, is `Timeout`: whoever looks in short slices may look again.
 pub struct TcpStore {
+    server: Arc<Server>,
+    watched: Watched,
+}
+
+/// What the views of a store share.
+struct Server {
     host: String,
     port: u16,
     address: String,
@@ -125,13 +134,17 @@ impl TcpStore {
         deadline: Instant,
     ) -> Result<Self> {
         let (host, port) = parse_address(addr)?;
-        let store = Self {
+        let server = Server {
             host,
             port,
             address: addr.to_owned(),
             credentials,
             idle: Mutex::default(),
             ungreeted: Mutex::default(),
+        };
+        let store = Self {
+            server: Arc::new(server),
+            watched: Watched::default(),
         };
         let conn = store.open(
             &Call::new("store.connect", &[], deadline, Repeat::Again),
@@ -143,28 +156,31 @@ impl TcpStore {
 
     /// The address of the server, as it was given.
     pub fn address(&self) -> &str {
-        &self.address
+        &self.server.address
     }
 
     fn error(&self, kind: ErrorKind, call: &Call<'_>, text: String) -> Error {
         Error::new(kind, text)
             .with_op(call.op)
-            .with_peer_address(&self.address)
+            .with_peer_address(&self.server.address)
     }
 
     /// An idle connection that is still open.
     fn take_idle(&self) -> Option<Conn> {
         loop {
-            let conn = self.idle.lock().unwrap_or_else(PoisonError::into_inner).pop()?;
+            let mut idle = self.server.idle.lock().unwrap_or_else(PoisonError::into_inner);
+            let conn = idle.pop()?;
+            drop(idle);
             if conn.link.is_quiet() {
                 return Some(conn);
             }
-            tracing::debug!(server = %self.address, "an idle store connection broke");
+            tracing::debug!(server = %self.server.address, "an idle store connection broke");
         }
     }
 
-    fn give_back(&self, conn: Conn) {
-        let mut idle = self.idle.lock().unwrap_or_else(PoisonError::into_inner);
+    fn give_back(&self, mut conn: Conn) {
+        conn.link.watched = Watched::default();
+        let mut idle = self.server.idle.lock().unwrap_or_else(PoisonError::into_inner);
         if !conn.spoiled && idle.len() < MAX_IDLE {
             idle.push(conn);
         }
@@ -185,9 +201,18 @@ impl TcpStore {
             let earlier = self.take_ungreeted();
             let is_first = earlier.is_none();
             let missed = match earlier {
-                Some(greeting) => greeting.end(call.deadline),
-                None => Conn::open(&self.host, self.port, self.credentials.as_ref(), call.deadline),
+                Some(greeting) => greeting.end(call.deadline, &self.watched),
+                None => {
+                    let Server { host, port, .. } = &*self.server;
+                    let credentials = self.server.credentials.as_ref();
+                    Conn::open(host, *port, credentials, call.deadline, &self.watched)
+                }
             };
+            if let Err(missed) = &missed
+                && let Some(reason) = reason_of(&missed.error)
+            {
+                return Err(reason.clone());
+            }
             let missed = match missed {
                 Ok(conn) => return Ok(conn),
                 // It broke, whenever that was.
@@ -195,7 +220,7 @@ impl TcpStore {
                 Err(missed) => missed,
             };
             tries += 1;
-            let is_there = missed.greeting.is_some();
+            let is_there = missed.greeting.as_ref().is_some_and(|greeting| greeting.is_met());
             self.keep_ungreeted(missed.greeting.map(|greeting| *greeting));
             let mut last = missed.error;
             if let Some(refused) = Refused::of(&last) {
@@ -210,12 +235,12 @@ impl TcpStore {
                     format!("what answers there is not a TCPStore server: {last}"),
                 ));
             }
-            tracing::debug!(server = %self.address, error = %last, tries, "store server not reached yet");
+            tracing::debug!(server = %self.server.address, error = %last, tries, "store server not reached yet");
             // An attempt that ran out of time before it met anybody takes nothing back.
             if is_late(&last) && !is_there {
                 last = away.take().unwrap_or(last);
             }
-            if !backoff.pause(call.deadline) {
+            if !self.pause(backoff, call)? {
                 let kind = match is_late(&last) {
                     true => ErrorKind::Timeout,
                     false => ErrorKind::Unavailable,
@@ -235,8 +260,21 @@ impl TcpStore {
         }
     }
 
+    /// Before the next attempt; false if there is no time for one. Errors: the reason of a token.
+    fn pause(&self, backoff: &mut Backoff, call: &Call<'_>) -> Result<bool> {
+        backoff
+            .pause(call.deadline, self.watched.clone())
+            .map_err(|e| match reason_of(&e) {
+                Some(reason) => reason.clone(),
+                None => self.error(ErrorKind::Unavailable, call, e.to_string()),
+            })
+    }
+
     fn ungreeted(&self) -> MutexGuard<'_, Vec<Greeting>> {
-        self.ungreeted.lock().unwrap_or_else(PoisonError::into_inner)
+        self.server
+            .ungreeted
+            .lock()
+            .unwrap_or_else(PoisonError::into_inner)
     }
 
     fn take_ungreeted(&self) -> Option<Greeting> {
@@ -260,6 +298,7 @@ impl TcpStore {
             };
             conn.sent = false;
             conn.link.patience = Patience::Until(call.deadline);
+            conn.link.watched = self.watched.clone();
             let lost = match f(&mut conn) {
                 Ok(out) => {
                     self.give_back(conn);
@@ -282,7 +321,11 @@ impl TcpStore {
                     let text = format!("the server's answer{} is not the protocol: {e}", call.subject());
                     return Err(self.error(ErrorKind::Protocol, call, text));
                 }
-                Err(e) => e,
+                Err(e) => match reason_of(&e) {
+                    // The connection is closed, and with it what the server still does for this call.
+                    Some(reason) => return Err(reason.clone()),
+                    None => e,
+                },
             };
             if conn.sent && call.repeat == Repeat::Never {
                 let text = format!(
@@ -292,7 +335,7 @@ impl TcpStore {
                 return Err(self.error(ErrorKind::Unavailable, call, text).with_source(lost));
             }
             // A pooled connection may have been stale; a new one that breaks is a server in trouble.
-            if !pooled && !backoff.pause(call.deadline) {
+            if !pooled && !self.pause(&mut backoff, call)? {
                 let text = format!(
                     "the connection was lost{} again and again for {:.1} s: {lost}",
                     call.subject(),
@@ -364,7 +407,7 @@ impl TcpStore {
                     .filter_map(|i| call.keys.get(*i).copied())
                     .collect();
                 Err(keys::wait_timed_out(call.op, call.keys, &missing, call.since)
-                    .with_peer_address(&self.address))
+                    .with_peer_address(&self.server.address))
             }
         }
     }
@@ -392,7 +435,9 @@ impl TcpStore {
             wire::read_value(&mut conn.link).map(Some)
         });
         match value.ok().flatten().and_then(|value| why(&value)) {
-            Some(refusal) => refusal.into_error(call.op, key).with_peer_address(&self.address),
+            Some(refusal) => refusal
+                .into_error(call.op, key)
+                .with_peer_address(&self.server.address),
             None => lost,
         }
     }
@@ -596,15 +641,22 @@ impl Store for TcpStore {
         match self.done(&call, late)? {
             None => Ok(()),
             Some(arrived) => Err(keys::barrier_timed_out(key, arrived, world_size, call.since)
-                .with_peer_address(&self.address)),
+                .with_peer_address(&self.server.address)),
         }
+    }
+
+    fn cancelled_by(&self, cancel: &Cancel) -> Option<Arc<dyn Store>> {
+        Some(Arc::new(Self {
+            server: self.server.clone(),
+            watched: self.watched.and(cancel),
+        }))
     }
 }
 
 impl fmt::Debug for TcpStore {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("TcpStore")
-            .field("address", &self.address)
+            .field("address", &self.server.address)
             .finish_non_exhaustive()
     }
 }

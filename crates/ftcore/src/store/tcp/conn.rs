@@ -1,16 +1,16 @@
 //! One client connection: finding and greeting the server, and the conversations that take more than one reply.
 //!
 //! Everything here ends by the link's patience. An `io::Error` says what the call above must know: late (see
-//! `link::is_late`), `InvalidData` (not the protocol), anything else (the connection broke).
+//! `link::is_late`), cancelled (`link::reason_of`), `InvalidData` (not the protocol), anything else (the connection broke).
 
 use std::io::{self, Read, Write};
-use std::net::{IpAddr, SocketAddr, TcpStream, ToSocketAddrs};
+use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use super::hello_topic;
-use super::link::{Link, Patience, is_late};
+use super::link::{Link, Patience, Watched, is_late, reason_of};
 use super::wire::{self, Request};
 use crate::identity::hello::{Handshake, Refused, may_be_hello};
 use crate::lifecycle::nonce;
@@ -40,12 +40,15 @@ pub(super) struct Conn {
     pub(super) spoiled: bool,
 }
 
-/// A connection on which the server has not answered the greeting yet.
+/// A connection that is being made, or on which the server has not answered the greeting yet.
 pub(super) struct Greeting {
     conn: Conn,
+    /// Nothing was heard of the server.
+    is_connecting: bool,
     /// With credentials, until both ends have proved the job's secret.
     hello: Option<Box<Handshake>>,
     nonce: u32,
+    /// Of the present part: connecting, or greeting.
     since: Instant,
 }
 
@@ -86,50 +89,45 @@ fn late(text: impl Into<String>) -> io::Error {
 }
 
 impl Greeting {
-    /// Connects and says VALIDATE and PING in one segment; with credentials, after the hello.
-    fn begin(
-        address: &SocketAddr,
-        credentials: Option<&Arc<Credentials>>,
-        deadline: Instant,
-    ) -> io::Result<Self> {
-        let left = time_left(deadline).min(ATTEMPT);
-        if left.is_zero() {
-            return Err(late("no time was left to connect"));
-        }
-        let stream = TcpStream::connect_timeout(address, left).map_err(|e| match is_late(&e) {
-            true => late(format!("no answer to the connection attempt in {left:.1?}")),
-            false => e,
-        })?;
-        // Without a listener, a connect within one host can meet itself on the same port.
-        if stream.local_addr()? == stream.peer_addr()? {
-            return Err(io::ErrorKind::ConnectionRefused.into());
-        }
+    /// Begins to connect.
+    fn begin(address: &SocketAddr, credentials: Option<&Arc<Credentials>>) -> io::Result<Self> {
         let since = Instant::now();
-        let patience = Patience::Until(deadline.min(since + ATTEMPT));
-        let mut conn = Conn {
-            link: Link::new(stream, patience)?,
+        let conn = Conn {
+            link: Link::begin(address, Patience::Until(since))?,
             sent: false,
             ours: false,
             spoiled: false,
         };
-        let nonce = wire::our_ping(nonce() as u32);
         let hello = credentials
             .map(|credentials| Handshake::call(credentials.clone(), hello_topic()).map(Box::new))
             .transpose()
             .map_err(io::Error::other)?;
-        if hello.is_none() {
-            conn.write(&greeting(nonce))?;
-        }
         Ok(Self {
             conn,
+            is_connecting: true,
             hello,
-            nonce,
+            nonce: wire::our_ping(nonce() as u32),
             since,
         })
     }
 
-    /// The answer to the PING.
-    fn answer(&mut self) -> io::Result<u32> {
+    /// Something is there: it took the connection.
+    pub(super) fn is_met(&self) -> bool {
+        !self.is_connecting
+    }
+
+    /// Connects and says VALIDATE and PING in one segment, with credentials after the hello; then the answer to the PING.
+    fn answer(&mut self, deadline: Instant) -> io::Result<u32> {
+        self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
+        if self.is_connecting {
+            self.conn.link.is_made()?;
+            self.is_connecting = false;
+            self.since = Instant::now();
+            self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
+            if self.hello.is_none() {
+                self.conn.write(&greeting(self.nonce))?;
+            }
+        }
         if let Some(hello) = &mut self.hello {
             if !hello.advance(&mut self.conn.link).map_err(closed_at_hello)? {
                 return Err(late("no answer to the hello"));
@@ -144,17 +142,20 @@ impl Greeting {
     }
 
     /// Waits for the answer.
-    pub(super) fn end(mut self, deadline: Instant) -> std::result::Result<Conn, Missed> {
-        self.conn.link.patience = Patience::Until(deadline.min(self.since + ATTEMPT));
-        match self.answer() {
+    pub(super) fn end(mut self, deadline: Instant, watched: &Watched) -> std::result::Result<Conn, Missed> {
+        self.conn.link.watched = watched.clone();
+        match self.answer(deadline) {
             Ok(got) if got == self.nonce || got == !self.nonce => {
                 self.conn.ours = got != self.nonce;
                 Ok(self.conn)
             }
             Ok(got) => Err(self.not_greeted(got).into()),
             Err(e) if is_late(&e) => {
+                let error = late(match self.is_connecting {
+                    true => "no answer to the connection attempt",
+                    false => "no answer to the greeting",
+                });
                 let greeting = (self.since.elapsed() < ATTEMPT).then(|| Box::new(self));
-                let error = late("no answer to the greeting");
                 Err(Missed { error, greeting })
             }
             Err(e) => Err(e.into()),
@@ -201,17 +202,18 @@ impl Conn {
         port: u16,
         credentials: Option<&Arc<Credentials>>,
         deadline: Instant,
+        watched: &Watched,
     ) -> std::result::Result<Self, Missed> {
         let mut last = io::Error::new(io::ErrorKind::NotFound, format!("no address for '{host}'")).into();
-        for address in resolve(host, port, deadline)? {
-            match Greeting::begin(&address, credentials, deadline)
+        for address in resolve(host, port, deadline, watched.clone())? {
+            match Greeting::begin(&address, credentials)
                 .map_err(Missed::from)
-                .and_then(|greeting| greeting.end(deadline))
+                .and_then(|greeting| greeting.end(deadline, watched))
             {
                 Ok(conn) => return Ok(conn),
                 Err(missed) => last = missed,
             }
-            if time_left(deadline).is_zero() {
+            if time_left(deadline).is_zero() || reason_of(&last.error).is_some() {
                 break;
             }
         }
@@ -357,7 +359,7 @@ pub(super) fn parse_address(addr: &str) -> Result<(String, u16)> {
 }
 
 /// The addresses of `host`. The system's look-up has no deadline, so it runs on a thread that is left behind if it is late.
-fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAddr>> {
+fn resolve(host: &str, port: u16, deadline: Instant, mut watched: Watched) -> io::Result<Vec<SocketAddr>> {
     if let Ok(ip) = host.parse::<IpAddr>() {
         return Ok(vec![SocketAddr::new(ip, port)]);
     }
@@ -372,9 +374,19 @@ fn resolve(host: &str, port: u16, deadline: Instant) -> io::Result<Vec<SocketAdd
             // The caller may have gone; then nobody wants it.
             let _ = sender.send(found);
         })?;
-    receiver
-        .recv_timeout(time_left(deadline).min(ATTEMPT))
-        .map_err(|_| late(format!("looking up the name '{host}' took too long")))?
+    let deadline = deadline.min(deadline_in(ATTEMPT));
+    loop {
+        let turn = watched.turn(Some(deadline)).unwrap_or(deadline);
+        let over = match receiver.recv_timeout(time_left(turn)) {
+            Ok(found) => return found,
+            Err(mpsc::RecvTimeoutError::Timeout) => turn == deadline,
+            Err(mpsc::RecvTimeoutError::Disconnected) => true,
+        };
+        watched.look()?;
+        if over {
+            return Err(late(format!("looking up the name '{host}' took too long")));
+        }
+    }
 }
 
 /// Pauses between attempts, growing.
@@ -388,11 +400,18 @@ impl Backoff {
     }
 
     /// Sleeps between half and all of the step, so that thousands of ranks do not come at the same moment; false if the
-    /// deadline has then passed.
-    pub(super) fn pause(&mut self, deadline: Instant) -> bool {
+    /// deadline has then passed. Errors: a token was cancelled.
+    pub(super) fn pause(&mut self, deadline: Instant, mut watched: Watched) -> io::Result<bool> {
         let jitter = (nonce() % 512) as u32;
-        thread::sleep((self.step * (512 + jitter) / 1024).min(time_left(deadline)));
+        let end = deadline_in(self.step * (512 + jitter) / 1024).min(deadline);
         self.step = (self.step * 2).min(LONGEST_PAUSE);
-        !time_left(deadline).is_zero()
+        loop {
+            let turn = watched.turn(Some(end)).unwrap_or(end);
+            thread::sleep(time_left(turn));
+            watched.look()?;
+            if turn == end {
+                return Ok(!time_left(deadline).is_zero());
+            }
+        }
     }
 }

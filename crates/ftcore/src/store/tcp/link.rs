@@ -2,18 +2,21 @@
 //! sealed and opened here where the job encrypts its connections.
 //!
 //! The socket is non-blocking; waiting is `poll(2)`, whose time-outs are exact and which can watch the bell as well. A
-//! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT.
+//! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT. A call under tokens
+//! ([`Watched`]) polls in turns and looks at them in between: the connection is as it was, whatever has come of the call so far.
 
+use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
-use std::net::{Shutdown, TcpStream};
+use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, connect, socket_with, sockopt};
 
 use crate::identity::records::{Opener, Sealer};
-use crate::time_left;
+use crate::{Cancel, Error, deadline_in, time_left};
 
 const BUFFER: usize = 16 * 1024;
 /// What must move in one window of [`Patience::Pace`].
@@ -50,6 +53,74 @@ fn poll_until(fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<b
             Err(e) => return Err(e.into()),
         }
     }
+}
+
+/// The tokens that end a call, and when they are looked at again.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Watched {
+    tokens: Arc<[Cancel]>,
+    look: Option<Instant>,
+}
+
+impl Watched {
+    /// These, and `token`; those that are settled end nothing any more.
+    pub(super) fn and(&self, token: &Cancel) -> Self {
+        let live = self.tokens.iter().filter(|token| !token.is_settled());
+        Self {
+            tokens: live.chain([token]).cloned().collect(),
+            look: None,
+        }
+    }
+
+    /// How long to wait before [`look`](Self::look): until `deadline` at the latest.
+    pub(super) fn turn(&mut self, deadline: Option<Instant>) -> Option<Instant> {
+        if self.tokens.is_empty() {
+            return deadline;
+        }
+        let look = *self.look.get_or_insert_with(|| deadline_in(Cancel::TURN));
+        Some(deadline.map_or(look, |deadline| deadline.min(look)))
+    }
+
+    /// Errors: the reason of the first token that is cancelled.
+    pub(super) fn look(&mut self) -> io::Result<()> {
+        self.look = None;
+        let mut live = self.tokens.iter().filter(|token| !token.is_settled());
+        match live.find_map(Cancel::reason) {
+            Some(reason) => Err(io::Error::other(Cancelled(reason))),
+            None => Ok(()),
+        }
+    }
+
+    /// As [`poll_until`], in turns.
+    fn poll(&mut self, fds: &mut [PollFd<'_>], deadline: Option<Instant>) -> io::Result<bool> {
+        loop {
+            let turn = self.turn(deadline);
+            if poll_until(fds, turn)? {
+                return Ok(true);
+            }
+            self.look()?;
+            if turn == deadline {
+                return Ok(false);
+            }
+        }
+    }
+}
+
+/// What ended a call whose token was cancelled.
+#[derive(Debug)]
+struct Cancelled(Error);
+
+impl fmt::Display for Cancelled {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for Cancelled {}
+
+/// The reason of a token, if that is what ended the call.
+pub(super) fn reason_of(e: &io::Error) -> Option<&Error> {
+    Some(&e.get_ref()?.downcast_ref::<Cancelled>()?.0)
 }
 
 /// Wakes the thread that watches it in [`Link::watch`]. Ringing twice is as ringing once.
@@ -110,6 +181,8 @@ pub(super) struct Link {
     start: usize,
     end: usize,
     pub(super) patience: Patience,
+    /// Of the call that uses the connection.
+    pub(super) watched: Watched,
     /// The window of [`Patience::Pace`] ends then, and so much has moved in it.
     window: Option<Instant>,
     moved: usize,
@@ -128,10 +201,40 @@ impl Link {
             start: 0,
             end: 0,
             patience,
+            watched: Watched::default(),
             window: None,
             moved: 0,
             records: None,
         })
+    }
+
+    /// A connection that is being made to `address`; nothing may be read or written before [`is_made`](Self::is_made).
+    pub(super) fn begin(address: &SocketAddr, patience: Patience) -> io::Result<Self> {
+        let family = match address {
+            SocketAddr::V4(_) => AddressFamily::INET,
+            SocketAddr::V6(_) => AddressFamily::INET6,
+        };
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let socket = socket_with(family, SocketType::STREAM, flags, None)?;
+        match connect(&socket, address) {
+            Ok(()) | Err(rustix::io::Errno::INPROGRESS) => Self::new(socket.into(), patience),
+            Err(e) => Err(e.into()),
+        }
+    }
+
+    /// Waits until the connection is made. Errors: late (it is still being made), or why it cannot be.
+    pub(super) fn is_made(&mut self) -> io::Result<()> {
+        let deadline = self.deadline();
+        let mut fds = [PollFd::new(&*self.stream, PollFlags::OUT)];
+        if !self.watched.poll(&mut fds, deadline)? {
+            return Err(io::ErrorKind::TimedOut.into());
+        }
+        sockopt::socket_error(&*self.stream)??;
+        // Without a listener, a connect within one host can meet itself on the same port.
+        if self.stream.local_addr()? == self.stream.peer_addr()? {
+            return Err(io::ErrorKind::ConnectionRefused.into());
+        }
+        Ok(())
     }
 
     /// From now on the connection is encrypted: the hello has made the keys. What came in behind the hello is records.
@@ -197,7 +300,7 @@ impl Link {
     fn receive_text(&mut self, into: &mut [u8]) -> io::Result<usize> {
         let deadline = self.deadline();
         let Some(mut records) = self.records.take() else {
-            let n = Self::receive(&self.stream, into, deadline)?;
+            let n = Self::receive(&self.stream, into, deadline, &mut self.watched)?;
             self.count(n);
             return Ok(n);
         };
@@ -208,7 +311,7 @@ impl Link {
                 Ok(n) => break Ok(n),
                 Err(e) => break Err(e.into()),
             }
-            match Self::receive(&self.stream, opener.room(), deadline) {
+            match Self::receive(&self.stream, opener.room(), deadline, &mut self.watched) {
                 Ok(0) => break Ok(0),
                 Ok(n) => {
                     self.count(n);
@@ -221,11 +324,16 @@ impl Link {
         taken
     }
 
-    fn receive(mut stream: &TcpStream, into: &mut [u8], deadline: Option<Instant>) -> io::Result<usize> {
+    fn receive(
+        mut stream: &TcpStream,
+        into: &mut [u8],
+        deadline: Option<Instant>,
+        watched: &mut Watched,
+    ) -> io::Result<usize> {
         loop {
             match stream.read(into) {
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    if !poll_until(&mut [PollFd::new(stream, PollFlags::IN)], deadline)? {
+                    if !watched.poll(&mut [PollFd::new(stream, PollFlags::IN)], deadline)? {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                 }
@@ -338,7 +446,10 @@ impl Link {
                     return Ok(n);
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
-                    if !poll_until(&mut [PollFd::new(stream, PollFlags::OUT)], deadline)? {
+                    if !self
+                        .watched
+                        .poll(&mut [PollFd::new(stream, PollFlags::OUT)], deadline)?
+                    {
                         return Err(io::ErrorKind::TimedOut.into());
                     }
                 }

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
+mod cancelled;
 mod credentials;
 mod epochs;
 mod hostile;
