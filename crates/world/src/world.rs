@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ftcore::lifecycle::Split;
 use ftcore::{
     Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result,
-    Store,
+    Store, deadline_in,
 };
 
 use crate::place::Host;
@@ -215,6 +215,27 @@ impl World {
         let made = Made::of(options)?;
         let (store, host) = place.open(deadline)?;
         made.connect(store, host, place.rank, place.world_size, deadline)
+    }
+
+    /// Meets the other ranks where the launcher says ([`Place::from_env`]), with the default options, and connects. Waits for them as
+    /// long as an operation may take (`GroupOptions::timeout`).
+    ///
+    /// ```no_run
+    /// use ftcore::{ProcessGroupExt as _, ReduceOp, SubmitOptions};
+    ///
+    /// # fn main() -> ftcore::Result<()> {
+    /// let world = world::World::from_env()?;
+    /// let mut values = [world.rank() as f32; 4];
+    /// world.group().allreduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Errors: those of [`Place::from_env`] and [`init`](Self::init).
+    pub fn from_env() -> Result<Self> {
+        let options = WorldOptions::default();
+        let deadline = deadline_in(options.options.timeout);
+        Self::init(&Place::from_env()?, options, deadline)
     }
 
     /// Connects through a store that all ranks have; nobody has made a world through it before.
