@@ -20,7 +20,7 @@ use crate::ranks::InStep;
 use crate::replica::{Place, RecentLoss};
 use crate::resume::CheckpointArgs;
 use crate::text::{Sampler, Text};
-use crate::transformer::{Gpt, GptConfig, layer_of};
+use crate::transformer::{Gpt, GptConfig};
 
 /// The text to train on and how.
 #[derive(Debug, Clone, clap::Args)]
@@ -221,7 +221,7 @@ impl Training for DilocoArgs {
         self.config().validate()?;
         self.sampler(replicas)?.batch(0, 0)?.part(0, ranks)?;
         let model = self.model()?;
-        diloco::FragmentPlan::by_layer(model.params(), self.fragments, Pattern::Strided, &layer_of)?;
+        diloco::FragmentPlan::by_name(model.params(), self.fragments, Pattern::Strided)?;
         Ok(model.params().total())
     }
 
@@ -294,7 +294,7 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
         // Only taking over a peer's state is healing.
         events: EventSender::disabled(),
     };
-    let mut diloco = Diloco::new(manager, params, args.config(), &layer_of)?;
+    let mut diloco = Diloco::new(manager, params, args.config())?;
     if let Some(debts) = place.debts.take() {
         diloco = diloco.with_error_feedback(debts);
     }

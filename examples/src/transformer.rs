@@ -286,25 +286,10 @@ impl Gpt {
     }
 }
 
-/// The layer of a parameter, for grouping into fragments: 0 for the embeddings, 1 + i for block i, `usize::MAX` for the
-/// final norm and the head, so that layers sort in the order of the forward pass. Other names count as layer 0.
-pub fn layer_of(name: &str) -> usize {
-    if let Some(rest) = name.strip_prefix("h.") {
-        return rest
-            .split('.')
-            .next()
-            .and_then(|i| i.parse().ok())
-            .map_or(0, |i: usize| i.saturating_add(1));
-    }
-    if name.starts_with("ln_f.") || name.starts_with("head.") {
-        usize::MAX
-    } else {
-        0
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use diloco::{FragmentPlan, Pattern};
+
     use super::*;
 
     const TINY: GptConfig = GptConfig {
@@ -444,13 +429,14 @@ mod tests {
     #[test]
     fn layers_follow_the_names_and_the_forward_pass() {
         let model = Gpt::new(TINY, 0).unwrap();
-        let layers: Vec<usize> = model.params().names().map(layer_of).collect();
-        assert!(layers.is_sorted());
-        let mut distinct = layers.clone();
-        distinct.dedup();
-        assert_eq!(distinct, [0, 1, 2, usize::MAX]);
-        assert_eq!(layer_of("h.11.attn.query.weight"), 12);
-        assert_eq!(layer_of("h.x.attn"), 0);
+        let layers = 2 + TINY.layers;
+        let plan = |count| FragmentPlan::by_name(model.params(), count, Pattern::Sequential);
+        let sorted: Vec<usize> = {
+            let plan = plan(layers).unwrap();
+            (0..layers).flat_map(|f| plan.members(f).to_vec()).collect()
+        };
+        assert!(sorted.is_sorted());
+        assert!(plan(layers + 1).is_err());
     }
 
     #[test]

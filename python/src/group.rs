@@ -34,7 +34,7 @@ pub(crate) struct Handle {
 
 pub(crate) enum Inner {
     World(Box<world::World>),
-    Group(Box<dyn ProcessGroup>),
+    Group(Arc<dyn ProcessGroup>),
 }
 
 impl Handle {
@@ -42,6 +42,14 @@ impl Handle {
         match &*self.inner {
             Inner::World(world) => world.group(),
             Inner::Group(group) => &**group,
+        }
+    }
+
+    /// The group itself, to be kept by another one around it; `None` for a world.
+    pub(crate) fn shared(&self) -> Option<Arc<dyn ProcessGroup>> {
+        match &*self.inner {
+            Inner::World(_) => None,
+            Inner::Group(group) => Some(group.clone()),
         }
     }
 
@@ -56,8 +64,13 @@ impl Handle {
         self.rank.load(Ordering::Relaxed)
     }
 
+    /// Notes the rank that the group has now.
+    pub(crate) fn configured(&self) {
+        self.rank.store(self.group().info().rank, Ordering::Relaxed);
+    }
+
     pub(crate) fn is_at_home(&self) -> Result<()> {
-        process::is_at_home(self.born).map_err(|e| e.with_rank(self.rank()))
+        process::is_at_home(self.born, "the group").map_err(|e| e.with_rank(self.rank()))
     }
 }
 

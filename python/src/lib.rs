@@ -8,6 +8,8 @@
 use oxccl::{gloo as _, nccl as _, xccl as _};
 use pyo3::prelude::*;
 
+mod clients;
+mod command;
 mod completions;
 mod errors;
 mod group;
@@ -15,7 +17,10 @@ mod interrupt;
 mod lend;
 mod options;
 mod process;
+mod quantized;
+mod quorum;
 mod raw;
+mod servers;
 mod store;
 mod table;
 mod work;
@@ -27,6 +32,7 @@ fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     raw::fork::watch();
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_class::<group::Group>()?;
+    m.add_class::<quantized::QuantizedGroup>()?;
     m.add_class::<group::PremulSum>()?;
     m.add_class::<group::Send>()?;
     m.add_class::<group::Recv>()?;
@@ -35,6 +41,8 @@ fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<store::FileStore>()?;
     m.add_class::<store::PrefixStore>()?;
     m.add_class::<store::StoreServer>()?;
+    servers::add(m)?;
+    clients::add(m)?;
     m.add_class::<completions::Completions>()?;
     m.add_class::<table::Capabilities>()?;
     m.add_class::<table::Traffic>()?;
@@ -45,6 +53,7 @@ fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_function(wrap_pyfunction!(lend::know_torch, m)?)?;
     m.add_function(wrap_pyfunction!(table::backends, m)?)?;
     m.add_function(wrap_pyfunction!(table::leaked_bytes, m)?)?;
+    m.add_function(wrap_pyfunction!(command::command, m)?)?;
     m.add_function(wrap_pyfunction!(process::end, m)?)?;
     m.add_function(wrap_pyfunction!(process::run_child_if_asked, m)?)?;
     Ok(())

@@ -37,14 +37,14 @@ pub(crate) fn may_make_groups(py: Python<'_>) -> PyResult<()> {
     }
 }
 
-/// Before a group is used: `born` is the count of forks when it was made.
-pub(crate) fn is_at_home(born: u32) -> Result<()> {
+/// Before `what` is used: `born` is the count of forks when it was made.
+pub(crate) fn is_at_home(born: u32, what: &str) -> Result<()> {
     if born == fork::count() {
         Ok(())
     } else {
-        Err(forked(
-            "the group belongs to the process that this one was forked off",
-        ))
+        Err(forked(&format!(
+            "{what} belongs to the process that this one was forked off"
+        )))
     }
 }
 

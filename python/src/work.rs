@@ -86,7 +86,7 @@ impl Work {
     #[pyo3(signature = (timeout=None))]
     fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         give_back_waiting(py);
-        process::is_at_home(self.born).or_raise(py)?;
+        process::is_at_home(self.born, "the group").or_raise(py)?;
         let deadline = match timeout {
             Some(seconds) => options::deadline(seconds).or_raise(py)?,
             None => self.latest,
@@ -109,14 +109,14 @@ impl Work {
 
     /// True once the operation has ended.
     fn done(&self, py: Python<'_>) -> PyResult<bool> {
-        process::is_at_home(self.born).or_raise(py)?;
+        process::is_at_home(self.born, "the group").or_raise(py)?;
         Ok(!matches!(self.work.status(), Status::Pending))
     }
 
     /// The error of an operation that failed, else `None`.
     #[getter]
     fn error<'py>(&self, py: Python<'py>) -> PyResult<Option<Bound<'py, PyAny>>> {
-        process::is_at_home(self.born).or_raise(py)?;
+        process::is_at_home(self.born, "the group").or_raise(py)?;
         match self.work.status() {
             Status::Failed(error) => errors::exception(py, &self.named(error)).map(Some),
             _ => Ok(None),
@@ -144,21 +144,21 @@ impl Work {
     /// Ends the operation; on backends that cannot end one alone, all of its group.
     #[pyo3(signature = (reason="aborted by the program"))]
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
-        process::is_at_home(self.born).or_raise(py)?;
+        process::is_at_home(self.born, "the group").or_raise(py)?;
         py.detach(|| self.work.abort(reason));
         Ok(())
     }
 
     /// Hands `number` to `completions` once the operation has ended.
     fn _tell(&self, py: Python<'_>, completions: &Completions, number: u64) -> PyResult<()> {
-        process::is_at_home(self.born).or_raise(py)?;
+        process::is_at_home(self.born, "the group").or_raise(py)?;
         completions.expect(&self.work, number);
         Ok(())
     }
 
     /// A descriptor, the caller's to close, that becomes readable when the operation has ended.
     fn _done_descriptor(&self, py: Python<'_>) -> PyResult<i32> {
-        process::is_at_home(self.born).or_raise(py)?;
+        process::is_at_home(self.born, "the group").or_raise(py)?;
         let (read, mut write) = std::io::pipe()?;
         // A thread of the group writes, without the interpreter.
         self.work.on_complete(move |_| drop(write.write_all(&[1])));

@@ -72,7 +72,7 @@ pub(crate) fn unconfigured(
         oxccl::backend::load_plugins();
         wanted.group("group")
     })?;
-    Ok(Group::new(Inner::Group(group)))
+    Ok(Group::new(Inner::Group(Arc::from(group))))
 }
 
 fn wanted(
@@ -162,7 +162,7 @@ impl World {
             Some(world) => make(world, deadline_in(limit)),
             None => Err(Error::invalid("this group is no world")),
         })?;
-        Ok(made.map(|group| Group::new(Inner::Group(group))))
+        Ok(made.map(|group| Group::new(Inner::Group(Arc::from(group)))))
     }
 }
 
@@ -192,6 +192,30 @@ impl World {
     ) -> PyResult<Option<Group>> {
         self.make(py, timeout, move |world, deadline| {
             world.split_group(&partition, &world::GroupSpec::default(), deadline)
+        })
+    }
+
+    /// Connects a group that has met no rank yet among `ranks` (all, if none are named), in that order: a quantised group, or one of another
+    /// backend. False on ranks that are not among them. A call of all ranks, with the same list.
+    #[pyo3(signature = (group, ranks=None, *, timeout=None))]
+    fn connect(
+        &self,
+        py: Python<'_>,
+        group: &Group,
+        ranks: Option<Vec<u32>>,
+        timeout: Option<f64>,
+    ) -> PyResult<bool> {
+        self.handle.is_at_home().or_raise(py)?;
+        let limit = options::duration(timeout.unwrap_or(self.timeout)).or_raise(py)?;
+        let (world, child) = (self.handle.clone(), group.handle().clone());
+        apart(py, move || {
+            let Some(world) = world.world() else {
+                return Err(Error::invalid("this group is no world"));
+            };
+            let ranks = ranks.unwrap_or_else(|| (0..world.world_size()).collect());
+            let is_in = world.connect(child.group(), &ranks, deadline_in(limit))?;
+            child.configured();
+            Ok(is_in)
         })
     }
 }

@@ -30,6 +30,7 @@ mod runner;
 mod tidy;
 mod torchft;
 mod venv;
+mod wheel;
 mod wheels;
 
 /// Project tasks of oxccl.
@@ -70,6 +71,8 @@ enum Task {
     Nccl,
     /// Fetch the torchft that the row `torchft` tests the wire against, and print how to use it.
     Torchft,
+    /// Build the Python package's wheel for manylinux on x86-64, install it into a new environment and try it there.
+    Wheel,
     /// Run everything that continuous integration runs, and print a table of the steps.
     Ci,
 }
@@ -125,6 +128,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
         Task::Nccl => Ok(nccl::run()),
         Task::Torchft => Ok(torchft::run()),
+        Task::Wheel => wheel::run(),
         Task::Ci => ci::run(),
     }
 }

@@ -28,7 +28,7 @@ const REQUIREMENTS: &[&str] = &[
 ];
 const INSTALL_LIMIT: Duration = Duration::from_secs(15 * 60);
 /// The oldest Python that the package runs on.
-const OLDEST: u32 = 10;
+pub(crate) const OLDEST: u32 = 10;
 
 /// torch, and torchft for its tests. torch's wheel loads CUDA's libraries also where there is no GPU; what only a GPU needs besides (Triton) is left out.
 const TORCH: &[&str] = &[
@@ -77,7 +77,7 @@ pub(crate) fn prepare_torch() -> Result<PathBuf> {
 }
 
 /// Installs what `requirements` name into the environment of Python in `fresh`, which is made first if there is none.
-fn install(fresh: &Path, requirements: &[&str], extra: &[&str]) -> Result<()> {
+pub(crate) fn install(fresh: &Path, requirements: &[&str], extra: &[&str]) -> Result<()> {
     let log = fresh.join("install.log");
     if !fresh.join("bin/python").exists() {
         let mut venv = Command::new("python3");
@@ -229,7 +229,7 @@ fn with_first(folder: &Path) -> Result<OsString> {
     env::join_paths(all).context("PATH cannot be extended")
 }
 
-fn site_packages(venv: &Path) -> Result<PathBuf> {
+pub(crate) fn site_packages(venv: &Path) -> Result<PathBuf> {
     let lib = venv.join("lib");
     let entries = fs::read_dir(&lib).with_context(|| format!("cannot read {}", lib.display()))?;
     let mut found = entries.flatten().map(|e| e.path().join("site-packages"));

@@ -146,6 +146,32 @@ fn a_replica_that_leaves_is_not_waited_for() {
 }
 
 #[test]
+fn a_good_bye_whose_connection_broke_is_said_again() {
+    let lighthouse = LighthouseServer::start(LighthouseConfig {
+        initial_replicas: Some(2),
+        ..config(1)
+    })
+    .unwrap();
+    let proxy = Proxy::to(&lighthouse.address());
+    let (mut a, mut b) = (
+        Replica::start("a:1", &lighthouse.address()),
+        Replica::start("b:1", &proxy.url),
+    );
+    quorum(&mut [&mut a, &mut b], 0);
+    proxy.lose_next();
+    b.server.leave(soon()).unwrap();
+    a.server.leave(soon()).unwrap();
+    // Both have left, so the run is over for a replica of an earlier quorum.
+    let late = protocol::Member {
+        last_quorum_id: a.last - 1,
+        ..member("c:1")
+    };
+    let error = client(&lighthouse).quorum(&late, soon()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Conflict, "{error}");
+    assert!(error.to_string().contains("the run is over"), "{error}");
+}
+
+#[test]
 fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back() {
     let dir = tempfile::tempdir().unwrap();
     let start = |bind: &str| {

@@ -16,6 +16,25 @@ pub struct FragmentPlan {
 }
 
 impl FragmentPlan {
+    /// Deals layers to `count` fragments. The first part of a name that is a number is the layer (`blocks.3.attn.weight`, `h.3.bias`: names as PyTorch,
+    /// candle and Hugging Face give them); parameters without one before the first that has one (the embeddings) are a layer of their own, and so are
+    /// those after it (the last norm and the head). Errors: as of [`by_layer`](Self::by_layer).
+    pub fn by_name(params: &dyn Parameters, count: usize, pattern: Pattern) -> Result<Self> {
+        let number = |i: usize| {
+            params
+                .name(i)
+                .split('.')
+                .find_map(|part| part.parse::<usize>().ok())
+        };
+        let first = (0..params.len()).find(|&i| number(i).is_some());
+        let layer = |i: usize| match number(i) {
+            Some(n) => n.saturating_add(1),
+            None if first.is_none_or(|first| i < first) => 0,
+            None => usize::MAX,
+        };
+        Self::deal(params, count, pattern, &layer)
+    }
+
     /// Deals layers to `count` fragments. `layer_of(name)` gives a parameter's layer number; parameters of one layer
     /// stay together. Errors: no parameters, or fewer layers than fragments.
     pub fn by_layer(
@@ -24,9 +43,18 @@ impl FragmentPlan {
         pattern: Pattern,
         layer_of: &dyn Fn(&str) -> usize,
     ) -> Result<Self> {
+        Self::deal(params, count, pattern, &|i| layer_of(params.name(i)))
+    }
+
+    fn deal(
+        params: &dyn Parameters,
+        count: usize,
+        pattern: Pattern,
+        layer: &dyn Fn(usize) -> usize,
+    ) -> Result<Self> {
         let mut layers: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
         for i in 0..params.len() {
-            layers.entry(layer_of(params.name(i))).or_default().push(i);
+            layers.entry(layer(i)).or_default().push(i);
         }
         if layers.is_empty() {
             return Err(Error::invalid(
@@ -57,6 +85,14 @@ impl FragmentPlan {
     /// An explicit partition. Errors name a parameter that is in two fragments or in none, two of one name, and a fragment without
     /// values.
     pub fn new(fragments: Vec<Vec<usize>>, params: &dyn Parameters) -> Result<Self> {
+        let plan = Self { fragments };
+        plan.check(params)?;
+        Ok(plan)
+    }
+
+    /// That this is a partition of `params`. Errors: see [`new`](Self::new).
+    pub(crate) fn check(&self, params: &dyn Parameters) -> Result<()> {
+        let fragments = &self.fragments;
         let mut names = BTreeMap::new();
         for i in 0..params.len() {
             if let Some(other) = names.insert(params.name(i), i) {
@@ -97,7 +133,7 @@ impl FragmentPlan {
                 params.name(i)
             )));
         }
-        Ok(Self { fragments })
+        Ok(())
     }
 
     /// The number of fragments.
@@ -136,6 +172,32 @@ mod tests {
         );
         let sequential = FragmentPlan::by_layer(&p, 3, Pattern::Sequential, &layer).unwrap();
         assert_eq!(sequential.members(1), [2, 3]);
+    }
+
+    #[test]
+    fn layers_are_told_by_names_in_the_order_of_the_forward_pass() {
+        let names = [
+            "tok.weight",
+            "pos.weight",
+            "h.0.attn.weight",
+            "h.0.mlp.2.weight",
+            "h.10.mlp.weight",
+            "h.2.mlp.weight",
+            "norm.weight",
+            "head.weight",
+        ];
+        let p = SliceParameters::new(names.map(|name| (name.to_string(), vec![0.0])).into());
+        // Layers: both embeddings; 0; 2; 10; norm and head.
+        let plan = FragmentPlan::by_name(&p, 5, Pattern::Sequential).unwrap();
+        let members: Vec<&[usize]> = (0..5).map(|f| plan.members(f)).collect();
+        assert_eq!(members, [&[0, 1][..], &[2, 3], &[5], &[4], &[6, 7]]);
+        assert!(FragmentPlan::by_name(&p, 6, Pattern::Strided).is_err());
+        // Without a number anywhere all is one layer.
+        let p = SliceParameters::new(vec![("w".into(), vec![0.0]), ("b".into(), vec![0.0])]);
+        assert_eq!(
+            FragmentPlan::by_name(&p, 1, Pattern::Strided).unwrap().members(0),
+            [0, 1]
+        );
     }
 
     #[test]

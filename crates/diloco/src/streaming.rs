@@ -80,17 +80,39 @@ pub struct Diloco<R, P> {
 
 impl<R: Replica, P: Parameters> Diloco<R, P> {
     /// Takes over `params` (handles of them: the training loop goes on changing them between calls) and validates
-    /// everything. `layer_of(name)` gives a parameter's layer, for the fragments. Memory for backup copies is taken here, all of it.
+    /// everything. The fragments are made of layers, which the parameters' names tell ([`FragmentPlan::by_name`]). Memory for backup copies is taken
+    /// here, all of it.
     ///
     /// Errors: `InvalidArgument` with what to change; why the parameters' device cannot have backup copies, if they are to lie there.
-    pub fn new(
+    pub fn new(replica: R, params: P, config: DilocoConfig) -> Result<Self> {
+        let plan = FragmentPlan::by_name(&params, config.fragments, config.pattern)?;
+        Self::with_fragments(replica, params, config, plan)
+    }
+
+    /// As [`new`](Self::new), where `layer_of(name)` gives a parameter's layer. Errors: as there.
+    pub fn with_layers(
         replica: R,
         params: P,
         config: DilocoConfig,
         layer_of: &dyn Fn(&str) -> usize,
     ) -> Result<Self> {
-        config.validate()?;
         let plan = FragmentPlan::by_layer(&params, config.fragments, config.pattern, layer_of)?;
+        Self::with_fragments(replica, params, config, plan)
+    }
+
+    /// As [`new`](Self::new), with the fragments of `plan`; as many as [`DilocoConfig::fragments`] says. Errors: as there, and `InvalidArgument` for
+    /// another number.
+    pub fn with_fragments(replica: R, params: P, config: DilocoConfig, plan: FragmentPlan) -> Result<Self> {
+        config.validate()?;
+        if plan.len() != config.fragments {
+            let text = format!(
+                "{} fragments are given; DilocoConfig::fragments is {}",
+                plan.len(),
+                config.fragments
+            );
+            return Err(Error::invalid(text));
+        }
+        plan.check(&params)?;
         let keeper = Keeper::new(config.backup, &params)?;
         let mut fragments = Vec::with_capacity(plan.len());
         for f in 0..plan.len() {

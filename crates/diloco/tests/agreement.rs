@@ -43,7 +43,7 @@ fn source() -> (i64, StateDict) {
 }
 
 fn made(outer: OuterOptimizer, replica: ScriptedReplica) -> Diloco<ScriptedReplica, SliceParameters> {
-    Diloco::new(replica, params(&[2, 3]), config(outer), &layer).unwrap()
+    Diloco::with_layers(replica, params(&[2, 3]), config(outer), &layer).unwrap()
 }
 
 #[test]

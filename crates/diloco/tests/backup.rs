@@ -114,7 +114,7 @@ fn begun<P: Parameters>(
 ) -> Diloco<ScriptedReplica, P> {
     let mut replica = replica();
     prepare(&mut replica);
-    let mut d = Diloco::new(replica, params, config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params, config, &layer).unwrap();
     d.begin(&mut Nothing).unwrap();
     d
 }
@@ -210,7 +210,7 @@ fn a_replica_heals_and_a_stopped_run_goes_on_from_either_place_into_either() {
 
             let mut replica = replica();
             replica.step = step;
-            let mut other = Diloco::new(replica, on(&device), kept(into, &config), &layer).unwrap();
+            let mut other = Diloco::with_layers(replica, on(&device), kept(into, &config), &layer).unwrap();
             other.restore(&saved, &mut Nothing).unwrap();
             other.begin(&mut Nothing).unwrap();
             train(&mut other, stop..13).unwrap();
@@ -255,7 +255,7 @@ fn on_the_host_copies_take_nothing_of_the_device_and_there_one_copy_of_the_param
             let mut replica = replica();
             replica.heal = Some(Source::Now(step, saved));
             let other = CountedDevice::new();
-            let mut healed = Diloco::new(replica, on(&other), kept(backup, &config), &layer).unwrap();
+            let mut healed = Diloco::with_layers(replica, on(&other), kept(backup, &config), &layer).unwrap();
             other.take_peak();
             healed.begin(&mut Nothing).unwrap();
             seen.push(other.take_peak());
@@ -301,7 +301,7 @@ fn a_round_moves_its_fragment_only_and_each_copy_three_times() {
 fn a_device_without_room_for_copies_is_refused_at_the_start_with_what_to_change() {
     for (config, spare) in configs().iter().zip([BYTES - 1, BYTES - 4, 2 * BYTES - 1]) {
         let device = CountedDevice::with_capacity(BYTES + spare);
-        let refused = Diloco::new(replica(), on(&device), kept(Backup::Device, config), &layer);
+        let refused = Diloco::with_layers(replica(), on(&device), kept(Backup::Device, config), &layer);
         let e = refused.err().unwrap();
         assert_eq!((e.kind(), device.in_use()), (ErrorKind::Backend, 0));
         let text = e.to_string();
@@ -314,7 +314,7 @@ fn a_device_without_room_for_copies_is_refused_at_the_start_with_what_to_change(
             assert!(text.contains(part), "{text}");
         }
         // There they fit.
-        Diloco::new(replica(), on(&device), kept(Backup::Host, config), &layer).unwrap();
+        Diloco::with_layers(replica(), on(&device), kept(Backup::Host, config), &layer).unwrap();
     }
 }
 
@@ -347,7 +347,7 @@ fn a_device_of_an_unknown_kind_is_refused_and_host_parameters_keep_their_copies_
     let config = DilocoConfig::diloco(2);
     let make = |backup| {
         let params = Elsewhere(params(&SIZES));
-        Diloco::new(replica(), params, kept(backup, &config), &layer).map(drop)
+        Diloco::with_layers(replica(), params, kept(backup, &config), &layer).map(drop)
     };
     make(Backup::Host).unwrap();
     let e = make(Backup::Device).unwrap_err();
@@ -407,7 +407,8 @@ fn inv5_a_state_that_was_taken_over_in_part_is_nobodys_to_go_on_from() {
             });
             // It was there before, and is behind.
             (other.heal, other.step) = (Some(Source::Now(step, saved.clone())), 1);
-            let mut d = Diloco::new(other, on(&device), kept(Backup::Device, &config), &layer).unwrap();
+            let mut d =
+                Diloco::with_layers(other, on(&device), kept(Backup::Device, &config), &layer).unwrap();
             device.fail_after(copies);
             let healed = d.begin(&mut Nothing);
             device.fail_after(usize::MAX);

@@ -78,7 +78,7 @@ fn a_replica_that_just_healed_has_no_part_in_the_mean_to_look_ahead_by() {
     let (step, state) = source(&config, 3.0);
     let mut replica = ScriptedReplica::identical();
     replica.heal = Some(Source::Now(step, state.clone()));
-    let mut d = Diloco::new(replica, params(&[2]), config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params(&[2]), config, &layer).unwrap();
     d.begin(&mut Nothing).unwrap();
     // It goes on from what is finished, not from the source's parameters, and not from where the source looks ahead to.
     let global = d.with_global(|p| p.get(0).unwrap().to_vec()).unwrap();

@@ -95,7 +95,7 @@ impl Rank {
             .zip(0..)
             .map(|(n, i)| (format!("p{i}"), vec![0.0; *n]));
         let layer = |name: &str| name[1..].parse().unwrap();
-        let diloco = Diloco::new(
+        let diloco = Diloco::with_layers(
             member,
             SliceParameters::new(params.collect()),
             config.clone(),

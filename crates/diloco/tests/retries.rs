@@ -234,7 +234,7 @@ fn what_is_out_of_order_is_refused_with_what_to_do_and_changes_nothing() {
             ..config
         };
         let (replica, _) = watched();
-        let mut d = Diloco::new(replica, params(&[2, 3]), config.clone(), &layer).unwrap();
+        let mut d = Diloco::with_layers(replica, params(&[2, 3]), config.clone(), &layer).unwrap();
         refused(d.after_inner_step(&mut Nothing).map(drop), "call begin");
         refused(d.finish(&mut Nothing), "call begin");
         refused(d.save(&mut Nothing).map(drop), "call begin");

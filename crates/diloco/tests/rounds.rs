@@ -208,7 +208,7 @@ fn a_healed_replica_is_bitwise_equal_and_goes_on_in_step() {
 
     let mut replica = ScriptedReplica::identical();
     replica.heal = Some(Source::Now(healthy.step(), snapshot));
-    let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params(&[4, 3]), config, &layer).unwrap();
     assert!(
         d.begin(&mut Nothing).unwrap().is_empty(),
         "one inner step of the round is left"
@@ -234,7 +234,7 @@ fn state_of_another_model_is_refused_and_changes_nothing() {
     let snapshot = other.replica().snapshot.clone();
     let mut replica = ScriptedReplica::identical();
     replica.heal = Some(Source::Now(1, snapshot));
-    let mut d = Diloco::new(replica, params(&[4, 3]), config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params(&[4, 3]), config, &layer).unwrap();
     let before = d.global_hash().unwrap();
     let e = d.begin(&mut Nothing).unwrap_err();
     assert!(
@@ -350,7 +350,7 @@ fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
 
     let mut replica = ScriptedReplica::identical();
     replica.heal = Some(Source::Now(step, dict));
-    let mut healed = Diloco::new(replica, params(&[3, 5]), config.clone(), &layer).unwrap();
+    let mut healed = Diloco::with_layers(replica, params(&[3, 5]), config.clone(), &layer).unwrap();
     assert!(
         healed.begin(&mut Nothing).unwrap().is_empty(),
         "there are inner steps to make first"
@@ -372,7 +372,7 @@ fn a_healed_replica_with_eager_updates_is_bitwise_equal_and_goes_on_in_step() {
     inner_steps(&mut plain, 4);
     let mut replica = ScriptedReplica::identical();
     replica.heal = Some(Source::Now(plain.step(), plain.replica().snapshot.clone()));
-    let mut other = Diloco::new(replica, params(&[3, 5]), config, &layer).unwrap();
+    let mut other = Diloco::with_layers(replica, params(&[3, 5]), config, &layer).unwrap();
     let e = other.begin(&mut Nothing).unwrap_err().to_string();
     assert!(e.contains("here eager, at the source plain"), "{e}");
 }
@@ -435,7 +435,7 @@ fn bf16_parameters_keep_a_global_copy_in_f32() {
         outer: sgd(0.1),
         ..DilocoConfig::diloco(1)
     };
-    let mut d = Diloco::new(ScriptedReplica::identical(), Bf16(vec![1.0]), config, &layer).unwrap();
+    let mut d = Diloco::with_layers(ScriptedReplica::identical(), Bf16(vec![1.0]), config, &layer).unwrap();
     d.begin(&mut Nothing).unwrap();
     let mut global = 1.0f32;
     for _ in 0..3 {
@@ -525,7 +525,7 @@ fn a_round_touches_its_own_fragment_only_once_each_way_and_one_parameter_at_a_ti
         read: std::cell::RefCell::default(),
         written: Vec::new(),
     };
-    let mut d = Diloco::new(replica, params, config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params, config, &layer).unwrap();
     d.begin(&mut Nothing).unwrap();
     let mut touched = Vec::new();
     for _ in 0..6 {

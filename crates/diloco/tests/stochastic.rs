@@ -48,7 +48,7 @@ fn run(
         bucket_elements: 300,
         ..DilocoConfig::diloco(1)
     };
-    let mut d = Diloco::new(replica, params(&[700, 33]), config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params(&[700, 33]), config, &layer).unwrap();
     let drawn = group.clone();
     d.before_reduce(move |step| drawn.start_round(step.unsigned_abs()));
     if let Some(saved) = saved {

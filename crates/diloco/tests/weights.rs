@@ -121,7 +121,7 @@ fn inv4_where_all_healed_into_a_round_their_copies_are_averaged() {
             replica.all_healed = true;
             replica.heal = Some(Source::Now(step, state.clone()));
             replica.votes = VecDeque::from([false, true]);
-            let mut d = Diloco::new(replica, params(&[3]), config.clone(), &layer).unwrap();
+            let mut d = Diloco::with_layers(replica, params(&[3]), config.clone(), &layer).unwrap();
             let mut reports = d.begin(&mut Nothing).unwrap();
             if reports.is_empty() {
                 // What each does after it has sent the copy does not count in this round.
@@ -149,7 +149,7 @@ fn with_eager_updates_a_replica_looks_ahead_by_its_part_of_the_mean_once_and_by_
         replica.heal = Some(Source::Now(step, state.clone()));
         // The round that it healed into fails twice.
         replica.votes = VecDeque::from([false, false]);
-        let mut d = Diloco::new(replica, params(&[3]), eager.clone(), &layer).unwrap();
+        let mut d = Diloco::with_layers(replica, params(&[3]), eager.clone(), &layer).unwrap();
         assert!(d.begin(&mut Nothing).unwrap().is_empty());
         let ahead = finished[0] - share * own;
         assert_eq!(d.params().get(0).unwrap(), [ahead; 3]);

@@ -108,7 +108,10 @@ struct Inner {
 }
 
 /// The error type of every oxccl crate. Cheap to clone, so that one cause can fail many operations.
-#[derive(Debug, Clone)]
+///
+/// `{}` is one line: what happened, to what. `{:?}` is for people too, since `fn main() -> Result<()>` prints it: the kind, that line, what to
+/// do, and the causes. `{:#?}` has the fields.
+#[derive(Clone)]
 pub struct Error(Arc<Inner>);
 
 /// `std::result::Result` with [`Error`].
@@ -299,6 +302,27 @@ impl fmt::Display for Error {
     }
 }
 
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        if f.alternate() {
+            return f.debug_tuple("Error").field(&self.0).finish();
+        }
+        let mut told = self.to_string();
+        write!(f, "{:?}: {told}; {}", self.kind(), self.kind().advice())?;
+        let mut cause = std::error::Error::source(self);
+        while let Some(c) = cause {
+            // A cause whose text is part of what it caused says nothing more.
+            let text = c.to_string();
+            if !told.contains(&text) {
+                write!(f, "\n  caused by: {text}")?;
+            }
+            told = text;
+            cause = c.source();
+        }
+        Ok(())
+    }
+}
+
 impl std::error::Error for Error {
     fn source(&self) -> Option<&(dyn std::error::Error + 'static)> {
         self.0
@@ -311,6 +335,19 @@ impl std::error::Error for Error {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_main_prints_can_be_read_and_ends_with_the_causes() {
+        let refused = std::io::Error::other("refused by the kernel");
+        let lost = Error::io("cannot connect to 10.0.0.4:4103", refused);
+        let e = Error::new(ErrorKind::Unavailable, "the lighthouse does not answer").with_source(lost);
+        assert_eq!(
+            format!("{e:?}"),
+            "Unavailable: the lighthouse does not answer; check that the service runs and is reachable, then try again\n  \
+             caused by: cannot connect to 10.0.0.4:4103: refused by the kernel"
+        );
+        assert!(format!("{e:#?}").contains("context: ErrorContext"));
+    }
 
     #[test]
     fn display_names_op_rank_peer_epoch_dtype_and_count() {

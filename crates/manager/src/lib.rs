@@ -16,6 +16,7 @@ mod quorum;
 mod replica;
 mod reporter;
 mod states;
+mod values;
 
 pub use config::{ManagerConfig, WorldSizeMode};
 pub use manager::Manager;

@@ -3,7 +3,21 @@
 //! Every part lives in a crate of its own and appears here as a module, chosen by a feature of the same name (all on by
 //! default): take less with `default-features = false`. [`core`] (types, traits, stores, the backend registry) is
 //! always there. [`backend`], [`launch`] and [`plot`] are the facade's own: the first chooses a backend as the programs do, the second starts and watches the processes of a run on one machine, and
-//! carries the events that they send, the third draws; the `oxccl` command and the examples are built on it.
+//! carries the events that they send, the third draws; the `oxccl` command and the examples are built on it. [`prelude`] has the names that most programs need.
+//!
+//! An all-reduce among the processes that a launcher started (`mpirun -n 2`, `torchrun`, `srun`, `oxccl launch`):
+//!
+//! ```no_run
+//! use oxccl::prelude::*;
+//!
+//! fn main() -> Result<()> {
+//!     let world = World::from_env()?;
+//!     let mut values = [world.rank() as f32 + 1.0; 4];
+//!     world.group().allreduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+//!     println!("rank {} of {} has {values:?}", world.rank(), world.world_size());
+//!     world.shutdown(deadline_in(Duration::from_secs(10)))
+//! }
+//! ```
 
 #[cfg(feature = "gloo")]
 pub use backend_gloo as gloo;
@@ -33,14 +47,24 @@ pub use quant;
 #[cfg(feature = "world")]
 pub use world;
 
+// The command's own files name this crate as a program would.
+#[cfg(feature = "command")]
+extern crate self as oxccl;
+
 #[cfg(feature = "backend")]
 pub mod backend;
+#[cfg(feature = "command")]
+pub mod command;
 #[cfg(feature = "launch")]
 pub mod launch;
 #[cfg(feature = "plot")]
 pub mod plot;
+#[cfg(feature = "command")]
+mod results;
+
+pub mod prelude;
 
 /// The README's program, compiled as a test so that it stays true.
-#[cfg(all(doctest, feature = "diloco", feature = "gloo"))]
+#[cfg(all(doctest, feature = "diloco", feature = "gloo", feature = "launch", feature = "world"))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;

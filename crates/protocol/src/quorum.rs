@@ -165,6 +165,7 @@ impl LighthouseState {
             members: ids(|e| e.member),
             departed: ids(|e| e.departed),
             left: ids(|e| e.left),
+            closes: job.closes,
             evicted: self.evicted.recorded(),
         })
     }

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 use ftcore::lifecycle::Split;
 use ftcore::{
     Configuration, Device, DeviceKind, Epoch, Error, ErrorKind, GroupOptions, ProcessGroup, Registry, Result,
-    Store,
+    Store, deadline_in,
 };
 
 use crate::place::Host;
@@ -217,6 +217,27 @@ impl World {
         made.connect(store, host, place.rank, place.world_size, deadline)
     }
 
+    /// Meets the other ranks where the launcher says ([`Place::from_env`]), with the default options, and connects. Waits for them as
+    /// long as an operation may take (`GroupOptions::timeout`).
+    ///
+    /// ```no_run
+    /// use ftcore::{ProcessGroupExt as _, ReduceOp, SubmitOptions};
+    ///
+    /// # fn main() -> ftcore::Result<()> {
+    /// let world = world::World::from_env()?;
+    /// let mut values = [world.rank() as f32; 4];
+    /// world.group().allreduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Errors: those of [`Place::from_env`] and [`init`](Self::init).
+    pub fn from_env() -> Result<Self> {
+        let options = WorldOptions::default();
+        let deadline = deadline_in(options.options.timeout);
+        Self::init(&Place::from_env()?, options, deadline)
+    }
+
     /// Connects through a store that all ranks have; nobody has made a world through it before.
     ///
     /// Errors: as [`init`](Self::init), without those of the meeting.
@@ -292,17 +313,7 @@ impl World {
         }
         // Before the exchange: what this rank cannot make is told at once.
         let options = self.options.changed_by(spec).map_err(named)?;
-        let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
-        if let Some(other) = split
-            .said()
-            .zip(&ballots)
-            .position(|(said, wanted)| said != *wanted)
-        {
-            let other = u32::try_from(other).unwrap_or(u32::MAX);
-            let text = format!("rank {other} did not pass the same lists of ranks and the same backends");
-            return Err(named(Error::new(ErrorKind::Mismatch, text)).with_peer(other));
-        }
-        let Some(mut configuration) = split.child(deadline) else {
+        let Some(mut configuration) = self.agree(&ballots, deadline)? else {
             return Ok(None);
         };
         if let Some(name) = &spec.name {
@@ -311,6 +322,36 @@ impl World {
         let child = options.group(&configuration.name)?;
         child.configure(configuration)?;
         Ok(Some(child))
+    }
+
+    /// Configures `group`, which is not connected yet, among `ranks` in that order: one that the options cannot name, such as a quantised group.
+    /// False on ranks that are not among them, whose group stays as it is. A call of all ranks of the world, with the same list.
+    ///
+    /// Errors: as [`split_group`](Self::split_group).
+    pub fn connect(&self, group: &dyn ProcessGroup, ranks: &[u32], deadline: Instant) -> Result<bool> {
+        let ballots = ballots(&[ranks.to_vec()], &GroupSpec::default(), self.world_size())
+            .map_err(|e| e.with_op("connect").with_rank(self.rank()))?;
+        match self.agree(&ballots, deadline)? {
+            Some(configuration) => group.configure(configuration).map(|()| true),
+            None => Ok(false),
+        }
+    }
+
+    /// How this rank's part of a partition is configured; `None` if it has none. A call of all ranks.
+    fn agree(&self, ballots: &[(Option<u32>, u32)], deadline: Instant) -> Result<Option<Configuration>> {
+        let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
+        let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
+        if let Some(other) = split
+            .said()
+            .zip(ballots)
+            .position(|(said, wanted)| said != *wanted)
+        {
+            let other = u32::try_from(other).unwrap_or(u32::MAX);
+            let text = format!("rank {other} did not pass the same lists of ranks and the same backends");
+            let error = Error::new(ErrorKind::Mismatch, text).with_op("split_group");
+            return Err(error.with_rank(self.rank()).with_peer(other));
+        }
+        Ok(split.child(deadline))
     }
 
     /// Ends the world's group in good order.

@@ -74,6 +74,36 @@ fn a_new_group_has_the_ranks_it_names_in_the_order_it_names_them() {
 }
 
 #[test]
+fn a_group_that_was_made_elsewhere_is_connected_among_the_ranks_that_are_named() {
+    let found = ranks(3, false, |world| {
+        let options = GroupOptions::default();
+        let own = Registry::global()
+            .create("gloo", &ftcore::Device::CPU, &options)
+            .unwrap();
+        let is_in = world.connect(&*own, &[2, 0], soon()).unwrap();
+        // The world goes on beside it.
+        assert_eq!(sum(world.group(), world.rank()), 7.0);
+        is_in.then(|| (own.info().rank, own.info().world_size, sum(&*own, world.rank())))
+    });
+    assert_eq!(found, [Some((1, 2, 5.0)), None, Some((0, 2, 5.0))]);
+    let refused = ranks(2, false, |world| {
+        let options = GroupOptions::default();
+        let own = Registry::global()
+            .create("gloo", &ftcore::Device::CPU, &options)
+            .unwrap();
+        let mine = [[0, 1], [1, 0]][world.rank() as usize];
+        let error = world.connect(&*own, &mine, soon()).unwrap_err();
+        // The world goes on.
+        assert_eq!(sum(world.group(), world.rank()), 3.0);
+        (error.kind(), error.context().peer)
+    });
+    assert_eq!(
+        refused,
+        [(ErrorKind::Mismatch, Some(1)), (ErrorKind::Mismatch, Some(0))]
+    );
+}
+
+#[test]
 fn a_partition_is_made_in_one_call_and_groups_of_one_are_valid() {
     for splits in [false, true] {
         let found = ranks(5, splits, |world| {

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, overload
 from typing_extensions import Buffer, Self
 
 from oxccl._errors import Error
+from oxccl._status import LighthouseStatus
 
 class _DLPack(Protocol):
     def __dlpack__(self) -> Any: ...
@@ -200,6 +201,374 @@ class StoreServer:
 
     def shutdown(self) -> None:
         """Ends all connections and frees the port."""
+
+_Path: TypeAlias = str | PathLike[str]
+
+class Lighthouse:
+    """The lighthouse of a job, in this process: replicas find each other through it.
+
+    `bind` is where it listens; port 0 takes a free one. A quorum has at least `min_replicas` members; the first one waits for
+    `initial_replicas`, and each at most `join_timeout` seconds for healthy replicas that have not asked yet. A replica that is silent for
+    `heartbeat_timeout` seconds is dead; `quorum_tick` is how often time-outs are looked at. `state_file` keeps the job's record over restarts, or
+    `etcd` (``host:port`` of the cluster's members) under the name `job`, which several lighthouses may share. `accept_rollback` lets the first
+    quorum go back to an earlier step than the recorded one. `advertise_host` is the host in `address`.
+
+    `credentials` is the folder of the job's credentials (``oxccl credentials new``), or several, one for each job; without it that of
+    ``OXCCL_CREDENTIALS``. Without any the lighthouse listens on loopback only, unless `insecure`.
+    """
+
+    def __new__(
+        cls,
+        bind: str = "127.0.0.1:0",
+        *,
+        min_replicas: int = 1,
+        initial_replicas: int | None = None,
+        join_timeout: float = 60.0,
+        heartbeat_timeout: float = 5.0,
+        quorum_tick: float = 0.1,
+        state_file: _Path | None = None,
+        etcd: Sequence[str] | None = None,
+        job: str = "job",
+        accept_rollback: bool = False,
+        advertise_host: str | None = None,
+        credentials: _Path | Sequence[_Path] | None = None,
+        insecure: bool = False,
+    ) -> Self: ...
+    @property
+    def address(self) -> str:
+        """The URL that managers are given: ``http://host:port``, ``https://`` with credentials."""
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Closes the port and all connections; a second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
+
+class ManagerServer:
+    """The server between the ranks of a replica and the lighthouse: one per replica, in the process of its rank 0.
+
+    `replica_id` is ``name:random``, with another end in each run; `lighthouse` is the lighthouse's URL (of several all, separated by
+    commas); `store_address` is the replica's store, told to the other replicas; `world_size` is the number of its ranks. A rank that neither
+    waits in a call nor shows progress for `progress_timeout` seconds takes the replica out of the quorum. The lighthouse gets a heartbeat every
+    `heartbeat_interval` seconds and must be reached within `connect_timeout`; a failed quorum call is tried again `quorum_retries` times.
+
+    `credentials` is the folder of the job's credentials; without it that of ``OXCCL_CREDENTIALS``. Without any the server listens on
+    loopback only, unless `insecure`. As a context manager it leaves in good order, unless an exception ends the block.
+    """
+
+    def __new__(
+        cls,
+        replica_id: str,
+        lighthouse: str,
+        *,
+        store_address: str,
+        world_size: int = 1,
+        bind: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        heartbeat_interval: float = 0.1,
+        connect_timeout: float = 10.0,
+        progress_timeout: float = 120.0,
+        quorum_retries: int = 0,
+        credentials: _Path | None = None,
+        insecure: bool = False,
+    ) -> Self: ...
+    @property
+    def address(self) -> str:
+        """The URL that the replica's ranks and the other replicas are given."""
+
+    @property
+    def replica_id(self) -> str:
+        """The replica."""
+
+    def leave(self, timeout: float = 5.0) -> None:
+        """Tells the lighthouse that the replica leaves, so that the others do not wait for it."""
+
+    def shutdown(self, timeout: float = 5.0) -> None:
+        """Closes the port and all connections, which the lighthouse takes for the replica's death unless it has left.
+
+        A second call does nothing.
+        """
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
+
+class Member:
+    """A replica as its quorum names it."""
+
+    @property
+    def replica_id(self) -> str:
+        """Its id."""
+
+    @property
+    def address(self) -> str:
+        """The URL of its manager server."""
+
+    @property
+    def store_address(self) -> str:
+        """Where its store listens."""
+
+    @property
+    def step(self) -> int:
+        """The step of its state."""
+
+    @property
+    def world_size(self) -> int:
+        """The number of its ranks."""
+
+    @property
+    def shrink_only(self) -> bool:
+        """Whether it asked for a quorum without newcomers."""
+
+    @property
+    def data(self) -> str:
+        """JSON of the caller's choice; carried, never read."""
+
+    @property
+    def commit_failures(self) -> int:
+        """Steps in a row that it did not commit."""
+
+class Quorum:
+    """The replicas that take part in an epoch, the same for all of them."""
+
+    @property
+    def quorum_id(self) -> int:
+        """The epoch; it never goes down."""
+
+    @property
+    def participants(self) -> list[Member]:
+        """The members in order of their ids."""
+
+class QuorumResult:
+    """A rank's part in a quorum."""
+
+    @property
+    def quorum_id(self) -> int:
+        """The epoch."""
+
+    @property
+    def replica_rank(self) -> int:
+        """The replica's rank among all members, in order of their ids."""
+
+    @property
+    def replica_world_size(self) -> int:
+        """The number of members."""
+
+    @property
+    def store_address(self) -> str:
+        """The store through which the ranks with this group rank meet (``host:port``)."""
+
+    @property
+    def max_step(self) -> int:
+        """The highest step of a member."""
+
+    @property
+    def max_replica_rank(self) -> int | None:
+        """The replica's rank among the members that are up to date; ``None`` if it is behind."""
+
+    @property
+    def max_world_size(self) -> int:
+        """The number of members that are up to date."""
+
+    @property
+    def heal(self) -> bool:
+        """True if this replica fetches its state from another one."""
+
+    @property
+    def recover_src_manager_address(self) -> str:
+        """The manager server of the checkpoint source; empty if there is none."""
+
+    @property
+    def recover_src_replica_rank(self) -> int | None:
+        """The checkpoint source's `replica_rank`."""
+
+    @property
+    def recover_dst_replica_ranks(self) -> list[int]:
+        """The replicas whose first checkpoint source this one is."""
+
+    @property
+    def commit_failures(self) -> int:
+        """The highest number of commit failures of a member."""
+
+    @property
+    def batches_committed(self) -> int:
+        """How many batches led to the state of the members that are up to date."""
+
+    @property
+    def replica_ids(self) -> list[str]:
+        """The members' ids in the order of their ranks; empty if the quorum is too large to tell them."""
+
+    @property
+    def lineage(self) -> str:
+        """The history of the members that are up to date; empty if they tell none."""
+
+    @property
+    def draining(self) -> bool:
+        """Whether the replica is to leave after this step."""
+
+    @property
+    def contributor_rank(self) -> int | None:
+        """The replica's rank among those that contribute to the step; ``None`` if it does not."""
+
+    @property
+    def contributor_world_size(self) -> int:
+        """The number of replicas that contribute to the step."""
+
+class Event:
+    """What a manager server tells a rank without being asked."""
+
+    @property
+    def kind(self) -> Literal["abort_epoch", "kill"]:
+        """``abort_epoch``: end what is pending in the epoch and ask for the next quorum. ``kill``: an operator ends this replica."""
+
+    @property
+    def quorum_id(self) -> int | None:
+        """The epoch that is over."""
+
+    @property
+    def reason(self) -> str:
+        """Why."""
+
+    @property
+    def departed(self) -> list[str]:
+        """Ids of replicas that are gone."""
+
+class Watch:
+    """The events of one rank, as its manager server tells them. The connection is made anew when it breaks."""
+
+    def next(self, timeout: float | None = None) -> Event | None:
+        """The next event; ``None`` if none comes in `timeout` seconds, or once the watch was closed."""
+
+    def close(self) -> None:
+        """Ends the watch, and calls of `next` that wait."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
+
+class Progress:
+    """Tells a manager server that a rank's training moves."""
+
+    def moved(self) -> None:
+        """Notes that the training moved; the server hears of it soon."""
+
+    def close(self) -> None:
+        """Ends it."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
+
+class LighthouseClient:
+    """A client of a lighthouse (`url`; of several that share a job all, separated by commas), for tools and tests.
+
+    Replicas ask through their `ManagerServer`. `credentials` is the folder of the job's credentials; without it that of ``OXCCL_CREDENTIALS``.
+    `timeout` in seconds is for connecting. A client may be used from several threads at once.
+    """
+
+    def __new__(cls, url: str, *, timeout: float = 60.0, credentials: _Path | None = None) -> Self: ...
+    def quorum(
+        self,
+        replica_id: str,
+        *,
+        address: str,
+        store_address: str,
+        step: int = 0,
+        world_size: int = 1,
+        shrink_only: bool = False,
+        data: str = "",
+        commit_failures: int = 0,
+        timeout: float = 60.0,
+    ) -> Quorum:
+        """Asks for a quorum with this replica in it and waits for it; heartbeats are sent meanwhile.
+
+        `address` is the URL of its manager server, `store_address` that of its store (``host:port``), and `data` JSON of the caller's choice.
+        `Timeout` says for whom the lighthouse waits.
+        """
+
+    def heartbeat(self, replica_id: str, *, timeout: float = 60.0) -> None:
+        """Says that a replica is alive. It counts only for replicas that asked for a quorum."""
+
+    def leave(self, replica_id: str, reason: str = "", *, timeout: float = 60.0) -> None:
+        """Says that a replica leaves, and why."""
+
+    def drain(self, replica: str, reason: str = "", *, timeout: float = 60.0) -> list[str]:
+        """Has a replica (its id, or its name) finish its step and leave. Gives the ids of the replicas that were told."""
+
+    def evict(self, replica: str, reason: str = "", *, timeout: float = 60.0) -> list[str]:
+        """Takes a replica out of the job now; it is refused until it is started again. Gives the ids of the replicas that were told."""
+
+    def kill(self, replica: str, reason: str = "", *, timeout: float = 60.0) -> list[str]:
+        """Ends a replica's processes. Gives the ids of the replicas that were told."""
+
+    def status(self, *, timeout: float = 60.0) -> LighthouseStatus:
+        """What the lighthouse's page shows; of several lighthouses the leading one's."""
+
+    def close(self) -> None:
+        """Closes the connection; a second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
+
+class ManagerClient:
+    """A rank's client of its replica's `ManagerServer` at `url`.
+
+    With credentials it speaks for the replica of `replica_id` to that replica's server, and without a `replica_id` for the operator. `timeout` in seconds is for connecting. A
+    client may be used from several threads at once.
+    """
+
+    def __new__(cls, url: str, *, replica_id: str | None = None, timeout: float = 60.0, credentials: _Path | None = None) -> Self: ...
+    def quorum(
+        self,
+        group_rank: int,
+        step: int,
+        *,
+        checkpoint_metadata: str = "",
+        shrink_only: bool = False,
+        init_sync: bool = True,
+        commit_failures: int = 0,
+        lineage: str = "",
+        last_quorum_id: int = 0,
+        healed: bool = False,
+        batches_committed: int = 0,
+        is_last: bool = False,
+        timeout: float = 60.0,
+    ) -> QuorumResult:
+        """Asks for the next quorum and waits for it, together with the other ranks of the replica.
+
+        `step` and `init_sync` are the same on all ranks of the replica; `checkpoint_metadata` says where others fetch this rank's state from;
+        `commit_failures` counts the steps in a row that did not commit, and more than 0 asks for a new epoch; `lineage`, `last_quorum_id`,
+        `healed` and `batches_committed` describe the state; `is_last` says that the run ends with this step.
+
+        `Timeout` names what was missing; an `Error` with `retryable` says that the lighthouse failed: ask again.
+        """
+
+    def should_commit(self, group_rank: int, step: int, vote: bool, *, quorum_id: int = 0, attempt: int = 0, timeout: float = 60.0) -> bool:
+        """Votes, and waits until all ranks of the replica have: true if all votes were.
+
+        `attempt` counts the tries at this step and epoch, alike on all ranks. The same vote may be cast again if the answer was lost.
+        """
+
+    def checkpoint_metadata(self, group_rank: int, *, timeout: float = 60.0) -> str:
+        """What a rank of that replica said with its last quorum request."""
+
+    def report(self, quorum_id: int, reason: str, *, suspects: Sequence[str] = (), timeout: float = 60.0) -> None:
+        """Tells the lighthouse that the epoch failed: all its members are told to abort it. `suspects` are replica ids, for the log."""
+
+    def leave(self, group_rank: int, *, timeout: float = 60.0) -> None:
+        """Says that a rank leaves in good order, so that its end is no death."""
+
+    def kill(self, reason: str, *, timeout: float = 60.0) -> None:
+        """Ends the replica. For the operator, with credentials; refused to all others."""
+
+    def watch(self, group_rank: int) -> Watch:
+        """What the server tells this rank from now on; see `Watch.next`."""
+
+    def progress(self, group_rank: int, *, every: float = 1.0) -> Progress:
+        """Tells the server that the training moves, at most once in `every` seconds, whenever `Progress.moved` was called."""
+
+    def close(self) -> None:
+        """Closes the connection; a second call does nothing."""
+
+    def __enter__(self) -> Self: ...
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None) -> None: ...
 
 class Group:
     """Some or all ranks of a job, which call operations together.
@@ -539,6 +908,56 @@ class World(Group):
         A call of all ranks, with the same lists.
         """
 
+    def connect(self, group: Group, ranks: Sequence[int] | None = None, *, timeout: float | None = None) -> bool:
+        """Connects `group`, which has met no rank yet, among `ranks` (all, if none are named), in that order.
+
+        For a `QuantizedGroup`, or a group of another backend. False on ranks that are not among them. A call of all ranks, with the same list.
+        """
+
+class QuantizedGroup(Group):
+    """A group whose reductions travel in fewer bytes: sums and averages of f32, f16 and bf16.
+
+    It has met no rank yet: `World.connect` or `configure` connects it. `over` is the group that carries the bytes, from `unconfigured`,
+    which must not be used directly any more; without one it is the CPU's default.
+
+    `format` is ``int8``, ``fp8``, ``int4`` (rotated), ``int2`` (with `error_feedback` only), ``f16``, ``bf16``, a full name such as
+    ``int8-b32``, or ``auto``. With `accuracy` ``best`` values are rounded once instead of twice from three ranks on, for more bytes. With `moves`
+    ``quantized`` all-gathers and broadcasts of floats travel so too. A `seed` rounds stochastically. With `error_feedback` what rounding
+    takes is kept and added the next time; each step is then between `begin` and `commit` or `rollback`. Ranks that differ in `format`,
+    `accuracy` or `moves` get a ``Mismatch`` when they connect.
+    """
+
+    def __new__(
+        cls,
+        format: str = "auto",
+        *,
+        over: Group | None = None,
+        accuracy: Literal["economic", "best"] = "economic",
+        moves: Literal["exact", "quantized"] = "exact",
+        error_feedback: bool = False,
+        seed: int | None = None,
+        timeout: float = 60.0,
+    ) -> Self: ...
+    @property
+    def format(self) -> str:
+        """The format's full name."""
+
+    @property
+    def non_finite(self) -> int:
+        """How many values that are not finite this rank has put into quantised operations so far."""
+
+    def start_round(self, round: int) -> None:
+        """Names the round that the next calls belong to: with the same seed and round, the same calls draw the same random numbers."""
+
+    def begin(self, scope: str = "step") -> None:
+        """Begins a step of error feedback. Steps with the same `scope` and the same operations share residuals."""
+
+    def commit(self) -> None:
+        """Ends the step: it counted, and its residuals stay."""
+
+    def rollback(self) -> None:
+        """Ends the step: it did not count, and its residuals are those from before."""
+
 def init(
     address: str | None = None,
     *,
@@ -579,3 +998,4 @@ def leaked_bytes() -> int:
 
 def _end() -> None: ...
 def _run_child_if_asked() -> None: ...
+def _command(arguments: Sequence[str], again: Sequence[str]) -> int: ...

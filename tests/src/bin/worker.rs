@@ -178,7 +178,7 @@ fn run(args: &[String]) -> Result<()> {
             .find(u8::is_ascii_digit)
             .map_or(0, |d| usize::from(d - b'0'))
     };
-    let mut diloco = Diloco::new(manager, params, config, &layer)?;
+    let mut diloco = Diloco::with_layers(manager, params, config, &layer)?;
     diloco.on_reduce(|step, _| say(&format!("reducing {step}")));
     let mut reports = diloco.begin(&mut position)?;
     loop {

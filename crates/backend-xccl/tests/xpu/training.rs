@@ -54,7 +54,7 @@ fn train<P: Parameters>(rank: u32, store: &Arc<dyn Store>, params: P, backup: Ba
         ..DilocoConfig::default()
     };
     let layer = |name: &str| name[1..].parse().expect("a number");
-    let mut diloco = Diloco::new(member, params, config, &layer)?;
+    let mut diloco = Diloco::with_layers(member, params, config, &layer)?;
     let mut walk = Walk(0);
     diloco.begin(&mut walk)?;
     for _ in 0..12 {

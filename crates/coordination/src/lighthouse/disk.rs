@@ -176,6 +176,7 @@ mod tests {
             members: vec!["a:1".into(), "b:1".into()],
             departed: vec!["b:1".into()],
             left: vec!["b:1".into()],
+            closes: true,
             evicted: vec![Eviction {
                 replica_id: "c:1".into(),
                 life: "a process".into(),

@@ -17,6 +17,8 @@ struct Saved {
     departed: Vec<String>,
     #[serde(default)]
     left: Vec<String>,
+    #[serde(default)]
+    closes: bool,
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     evicted: Vec<SavedEviction>,
 }
@@ -37,6 +39,7 @@ pub(crate) fn encode(record: &Record, place: &str) -> Result<Vec<u8>> {
         lineage: record.lineage.clone(),
         departed: record.departed.clone(),
         left: record.left.clone(),
+        closes: record.closes,
         evicted: record
             .evicted
             .iter()
@@ -68,6 +71,7 @@ pub(crate) fn decode(text: &[u8], place: &str) -> Result<Record> {
         members: saved.members,
         departed: saved.departed,
         left: saved.left,
+        closes: saved.closes,
         evicted: saved
             .evicted
             .into_iter()

@@ -21,7 +21,7 @@ use protocol::MAX_ID_BYTES;
 mod actor;
 pub(crate) mod presence;
 mod service;
-mod uplink;
+pub(crate) mod uplink;
 
 use actor::Manager;
 use protocol::replica::{ReplicaEvent, ReplicaRules};

@@ -29,6 +29,9 @@ use protocol::{Member, Told};
 /// How long a replica that cannot go on has to tell why, before its stream ends and its ranks are answered.
 pub(crate) const TELL_FIRST: Duration = Duration::from_millis(500);
 
+/// For so long a good-bye that did not arrive is said again. Longer would hold up every end of a run whose lighthouse has ended before.
+const SAY_AGAIN: Duration = Duration::from_secs(1);
+
 /// The phases of a replica's life, as the background tasks see them.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Phase {
@@ -115,6 +118,12 @@ impl Uplink {
 
     fn last_quorum(&self) -> i64 {
         self.inner.last_quorum_id.load(Ordering::Relaxed)
+    }
+
+    /// Whether the stream to the lighthouse is open.
+    #[cfg(test)]
+    pub(crate) fn is_attached(&self) -> bool {
+        *self.inner.attached.borrow()
     }
 
     /// Ends the background tasks.
@@ -259,7 +268,8 @@ impl Uplink {
         }
     }
 
-    /// Says goodbye and ends the background tasks.
+    /// Says goodbye and ends the background tasks. A replica that is waited for, or is to learn that the run is over, depends on it, so it is said
+    /// again where a connection broke.
     pub(crate) async fn leave(&self, deadline: Instant) -> Result<()> {
         // The stream stays open until the goodbye has arrived: its break would look like a death.
         self.inner.phase.send_replace(Phase::Leaving);
@@ -268,11 +278,20 @@ impl Uplink {
             reason: "the replica ends in order".to_string(),
             failed: false,
         };
-        let leave = |channel, request| async move { ours(channel).leave(request).await };
         let lighthouses = &self.inner.lighthouses;
-        let answer = lighthouses
-            .call("lighthouse.leave", deadline, message, leave)
-            .await;
+        let (mut backoff, until) = (Backoff::new(), deadline_in(SAY_AGAIN).min(deadline));
+        let answer = loop {
+            let leave = |channel, request| async move { ours(channel).leave(request).await };
+            let answer = lighthouses
+                .call("lighthouse.leave", deadline, message.clone(), leave)
+                .await;
+            let pause = backoff.next();
+            let again = answer.as_ref().is_err_and(Error::is_retryable) && time_left(until) > pause;
+            if !again {
+                break answer;
+            }
+            tokio::time::sleep(pause).await;
+        };
         self.stop();
         unless_unsupported(answer)
     }

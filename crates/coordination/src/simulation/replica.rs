@@ -15,6 +15,7 @@ use super::rank::{Start, train};
 use crate::channel::Way;
 use crate::lighthouse::journal::Journal;
 use crate::lighthouses::Lighthouses;
+use crate::manager::uplink::Uplink;
 use crate::serve::answer::Answers;
 use crate::{ConnectionLimits, LighthouseConfig, ManagerServerConfig, lighthouse, manager, serve};
 
@@ -73,6 +74,7 @@ pub(super) fn start_lighthouse(job: &Job, disk: &Plate) -> impl Send + use<> {
 #[derive(Debug, Default)]
 pub(super) struct Running {
     ranks: Vec<tokio::task::AbortHandle>,
+    uplink: Option<Uplink>,
     hangs: Vec<watch::Sender<Option<Instant>>>,
 }
 
@@ -81,6 +83,11 @@ impl Running {
         if let Some(hangs) = self.hangs.get(group_rank as usize) {
             hangs.send_replace(Some(until));
         }
+    }
+
+    /// Its event stream to the lighthouse is open.
+    pub(super) fn is_attached(&self) -> bool {
+        self.uplink.as_ref().is_some_and(Uplink::is_attached)
     }
 
     /// The process of a rank ends. Its host is to end before: what it says in its last moment is not heard.
@@ -156,6 +163,7 @@ async fn run(job: &Arc<Job>, slot: usize, replica: &str, random: &mut Random) ->
     drop(routes);
     *job.running(slot) = Running {
         ranks: tasks.iter().map(JoinHandle::abort_handle).collect(),
+        uplink: Some(uplink.clone()),
         hangs,
     };
     // The launcher sees the first end, and ends the others after a while.

@@ -209,6 +209,7 @@ pub(crate) fn socket_of(url: &str) -> SocketAddr {
 pub(crate) struct Proxy {
     pub(crate) url: String,
     frozen: Arc<AtomicBool>,
+    loses: Arc<AtomicBool>,
     open: Arc<Mutex<Vec<TcpStream>>>,
 }
 
@@ -218,7 +219,8 @@ impl Proxy {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let url = format!("http://{}", listener.local_addr().unwrap());
         let (frozen, open) = (Arc::new(AtomicBool::new(false)), Arc::new(Mutex::new(Vec::new())));
-        let (frozen_there, open_there) = (frozen.clone(), open.clone());
+        let loses = Arc::new(AtomicBool::new(false));
+        let (frozen_there, loses_there, open_there) = (frozen.clone(), loses.clone(), open.clone());
         std::thread::spawn(move || {
             for near in listener.incoming().flatten() {
                 let Ok(far) = TcpStream::connect(target) else {
@@ -227,14 +229,18 @@ impl Proxy {
                 // Before a byte crosses: who has seen one may cut this connection.
                 let ends = [&near, &far].map(|end| end.try_clone().unwrap());
                 open_there.lock().unwrap().extend(ends);
-                for (mut from, mut to) in [
-                    (near.try_clone().unwrap(), far.try_clone().unwrap()),
-                    (far.try_clone().unwrap(), near.try_clone().unwrap()),
+                for (mut from, mut to, is_call) in [
+                    (near.try_clone().unwrap(), far.try_clone().unwrap(), true),
+                    (far.try_clone().unwrap(), near.try_clone().unwrap(), false),
                 ] {
-                    let frozen = frozen_there.clone();
+                    let (frozen, loses) = (frozen_there.clone(), loses_there.clone());
                     std::thread::spawn(move || {
                         let mut bytes = [0; 4096];
                         while let Ok(n @ 1..) = from.read(&mut bytes) {
+                            if is_call && loses.swap(false, Ordering::SeqCst) {
+                                let _ = from.shutdown(Shutdown::Both);
+                                break;
+                            }
                             if !frozen.load(Ordering::SeqCst) && to.write_all(&bytes[..n]).is_err() {
                                 break;
                             }
@@ -247,7 +253,17 @@ impl Proxy {
                 }
             }
         });
-        Self { url, frozen, open }
+        Self {
+            url,
+            frozen,
+            loses,
+            open,
+        }
+    }
+
+    /// The next bytes that a caller sends are lost, and their connection breaks.
+    pub(crate) fn lose_next(&self) {
+        self.loses.store(true, Ordering::SeqCst);
     }
 
     /// Resets all connections.

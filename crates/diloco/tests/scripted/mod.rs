@@ -27,7 +27,7 @@ pub(crate) fn begun(
     sizes: &[usize],
     config: DilocoConfig,
 ) -> Diloco<ScriptedReplica, SliceParameters> {
-    let mut d = Diloco::new(replica, params(sizes), config, &layer).unwrap();
+    let mut d = Diloco::with_layers(replica, params(sizes), config, &layer).unwrap();
     let reports = d.begin(&mut Nothing).unwrap();
     assert_eq!(
         reports.len(),

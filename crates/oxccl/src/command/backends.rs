@@ -7,7 +7,6 @@
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::PathBuf;
-use std::process::{Command, ExitCode};
 use std::time::Duration;
 
 use oxccl::core::registry::{
@@ -21,6 +20,7 @@ use oxccl::launch::BoundChild;
 use serde::{Deserialize, Serialize};
 
 use super::scratch::Scratch;
+use super::{ExitCode, again};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -257,14 +257,13 @@ fn ask(backend: &Backend, file_of_plugin: Option<&PathBuf>, scratch: &Scratch) -
         verdict.library = backend.factory.library();
         return Ok(verdict);
     }
-    let this = std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
     let file = |what: &str| {
         scratch
             .path()
             .join(format!("{}-{}-{what}", backend.device, hex(&backend.name)))
     };
     let answer = file("verdict");
-    let mut command = Command::new(this);
+    let mut command = again()?;
     command
         .args(["backends-probe", &backend.name, backend.device.name()])
         .arg(&answer);

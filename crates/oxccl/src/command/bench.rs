@@ -12,7 +12,6 @@ mod ranks;
 mod table;
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -28,6 +27,8 @@ use measure::Times;
 use plan::{MAX_RANKS, Plan, Row};
 use ranks::Ranks;
 use table::Line;
+
+use super::ExitCode;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -1,11 +1,12 @@
 //! `oxccl credentials`: makes and shows the folders by which the processes of a job prove that they belong to it.
 
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 
 use clap::Subcommand;
 use oxccl::core::{Error, Result};
 use oxccl::identity;
+
+use super::ExitCode;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -4,7 +4,7 @@
 use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
-use std::process::{Command, ExitCode};
+use std::process::Command;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
@@ -12,6 +12,8 @@ use oxccl::launch::{
     EventKind, ExitSummary, GiveUp, LighthouseSource, Outcome, RestartPolicy, StopReason, Supervisor,
     SupervisorConfig, SupervisorEvent, check_lighthouse,
 };
+
+use super::{ExitCode, again};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -185,9 +187,10 @@ fn own_lighthouse(
     total_replicas: u32,
     closure: Vec<(&'static str, OsString)>,
 ) -> Result<LighthouseSource> {
-    let this = std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
+    let this = again()?;
     let command = move |launch: &oxccl::launch::LighthouseLaunch| {
-        let mut command = Command::new(&this);
+        let mut command = Command::new(this.get_program());
+        command.args(this.get_args());
         command
             .args(["lighthouse", "--bind", &launch.bind])
             .arg("--state-file")

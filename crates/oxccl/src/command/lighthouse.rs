@@ -2,13 +2,14 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
-use std::process::ExitCode;
 use std::time::Duration;
 
 use oxccl::coordination::{EtcdConfig, LighthouseConfig, LighthouseServer};
 use oxccl::core::{Credentials, Error, Result, deadline_in};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
+
+use super::ExitCode;
 
 const EXAMPLES: &str = "\
 Examples:

@@ -1,10 +1,11 @@
 //! `oxccl replica`: an operator's orders to a replica of a running job.
 
-use std::process::ExitCode;
 use std::time::Duration;
 
 use oxccl::coordination::{LighthouseClient, Order, OrderKind};
 use oxccl::core::{Result, deadline_in};
+
+use super::ExitCode;
 
 const EXAMPLES: &str = "\
 Examples:

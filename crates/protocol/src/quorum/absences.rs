@@ -147,6 +147,119 @@ fn a_replica_whose_successors_died_goes_on_with_what_it_has() {
     assert_eq!(sim.ids().unwrap(), ["c"]);
 }
 
+/// a and b without c in their last quorum, that of the run's last step if `closes`. a has left; b is gone, and its good-bye is lost.
+fn with_a_lost_good_bye(closes: bool) -> Sim {
+    let mut sim = Sim::unattached(rules(1), &["a", "b", "c"]);
+    sim.pass(Duration::from_secs(6), &["a", "b"]);
+    for id in ["a", "b"] {
+        sim.join_as(Member {
+            is_last: closes,
+            ..member(id)
+        });
+    }
+    assert_eq!(sim.delivered().unwrap().quorum_id, SEED + 2);
+    for (stream, id) in (1..).zip(["a", "b"]) {
+        sim.attach(id, stream);
+    }
+    leave(&mut sim, "a");
+    sim
+}
+
+#[test]
+fn a_lost_good_bye_hides_the_end_of_the_run_from_nobody() {
+    // One that asks afterwards, and one that waits already.
+    for waits in [false, true] {
+        let mut sim = with_a_lost_good_bye(true);
+        let early = waits.then(|| come_back(&mut sim));
+        assert_eq!(sim.rejected(), [], "b may still take it in");
+        sim.detach("b", 2);
+        let ticket = early.unwrap_or_else(|| come_back(&mut sim));
+        assert_eq!(sim.rejected().last(), Some(&(ticket, ErrorKind::Conflict)));
+        assert_eq!(sim.ids(), None);
+        assert!(format!("{:?}", sim.actions).contains("the run is over"));
+    }
+    // b may have died in any other step, and come back.
+    let mut sim = with_a_lost_good_bye(false);
+    sim.detach("b", 2);
+    come_back(&mut sim);
+    assert_eq!((sim.rejected(), sim.ids().unwrap()), (vec![], vec!["c".into()]));
+}
+
+#[test]
+fn one_that_lost_the_last_step_does_it_again_although_others_have_left() {
+    let mut sim = with_a_lost_good_bye(true);
+    sim.detach("b", 2);
+    sim.join_as(Member {
+        is_last: true,
+        last_quorum_id: SEED + 2,
+        commit_failures: 1,
+        ..member("b")
+    });
+    assert_eq!(sim.ids().unwrap(), ["b"]);
+}
+
+#[test]
+fn those_that_lost_the_last_step_and_are_too_few_to_do_it_again_are_told_so() {
+    for (min_replicas, others_left) in [(2, true), (1, true), (2, false)] {
+        let mut sim = with_a_lost_good_bye(true);
+        sim.state.rules.min_replicas = min_replicas;
+        let again = |sim: &mut Sim| {
+            sim.join_as(Member {
+                is_last: true,
+                last_quorum_id: SEED + 2,
+                commit_failures: 1,
+                ..member("b")
+            })
+        };
+        if !others_left {
+            // a has lost it as well, and its process has died.
+            let (a, last_quorum_id) = (member("a"), SEED + 2);
+            sim.join_as(Member { last_quorum_id, ..a });
+            sim.attach("a", 3);
+            sim.detach("a", 3);
+        }
+        let ticket = again(&mut sim);
+        assert_eq!(sim.ids().is_some(), min_replicas == 1);
+        sim.pass(Duration::from_secs(9), &["b"]);
+        assert_eq!(sim.rejected(), [], "another member may start again");
+        sim.pass(Duration::from_secs(2), &["b"]);
+        let told = min_replicas == 2 && others_left;
+        let expected = told.then_some((ticket, ErrorKind::Conflict));
+        assert_eq!(
+            sim.rejected(),
+            Vec::from_iter(expected),
+            "{min_replicas} {others_left}"
+        );
+    }
+}
+
+#[test]
+fn a_restarted_lighthouse_knows_that_the_run_is_over_once_the_silent_may_be_gone() {
+    let before = with_a_lost_good_bye(true);
+    let mut sim = Sim::started(rules(1), SEED, before.state.record(), before.now);
+    come_back(&mut sim);
+    sim.pass(Duration::from_secs(4), &["c"]);
+    assert_eq!(sim.rejected(), [], "b has not said good-bye");
+    let ticket = come_back(&mut sim);
+    sim.pass(Duration::from_secs(2), &["c"]);
+    assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);
+}
+
+#[test]
+fn the_quorum_of_the_last_step_is_saved_although_its_epoch_is_not_new() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
+    for id in ["a", "b"] {
+        sim.join_as(Member {
+            step: 1,
+            is_last: true,
+            ..member(id)
+        });
+    }
+    assert_eq!(sim.delivered().unwrap().quorum_id, SEED + 1);
+    let saved = |a: &Action| matches!(a, Action::Save(record) if record.closes);
+    assert!(sim.actions.iter().any(saved), "{:?}", sim.actions);
+}
+
 /// Two members without streams whose connections can be read, of which only a's heartbeats were taken in for a time-out.
 fn silent_and_connected() -> Sim {
     let mut sim = Sim::unattached(rules(1), &["a", "b"]);

@@ -6,7 +6,7 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind};
 
 use super::record::Job;
-use super::roster::{Id, Waiting};
+use super::roster::{Entry, Id, Waiting};
 use super::verdict::Verdict;
 use super::{Action, LighthouseState, spares};
 use crate::member::{AbortEpoch, Member, Quorum, listed};
@@ -48,9 +48,50 @@ impl LighthouseState {
         }
     }
 
+    /// Members that lost the vote of the run's last step, which others have committed and left after: they do it again if they are enough. If they are
+    /// too few, those that left do not come back; who may still start again has the join time-out.
+    fn turn_away_the_last(&mut self, now: Instant, actions: &mut Vec<Action>) {
+        let tally = self.roster.tally();
+        let (asking, left, busy) = (tally.members_asking, tally.left, tally.busy);
+        let too_few = self.candidates() < self.rules.min_replicas;
+        let Some((epoch, step)) = self.job.as_ref().filter(|j| j.closes).map(|j| (j.epoch, j.step)) else {
+            return;
+        };
+        if asking == 0 || left == 0 || busy > 0 || !too_few {
+            return;
+        }
+        let is_last = |e: &Entry| {
+            let waits = e.waiting.as_ref().map(|w| now.saturating_duration_since(w.since));
+            e.member && waits.is_some_and(|waits| waits >= self.rules.join_timeout)
+        };
+        let last: Vec<Id> = self
+            .roster
+            .iter()
+            .filter(|(_, e)| is_last(e))
+            .map(|(id, _)| id.clone())
+            .collect();
+        for id in last {
+            let waiting = self.roster.update(&id, |entry| {
+                entry.seen = None;
+                entry.waiting.take()
+            });
+            let Some(w) = waiting else { continue };
+            let text = format!(
+                "the run is over: {left} members of quorum {epoch} have committed its last step ({step}) and left, and the {asking} that remain are \
+                 fewer than min_replicas ({}), so it cannot be done again. Replica {id} holds the state of step {}; a closing round adds nothing to it",
+                self.rules.min_replicas, w.member.step
+            );
+            actions.push(Action::Reject {
+                ticket: w.ticket,
+                error: Error::new(ErrorKind::Conflict, text),
+            });
+        }
+    }
+
     pub(super) fn decide(&mut self, now: Instant, actions: &mut Vec<Action>) {
         self.sort_spares(now);
         self.turn_away_stragglers(actions);
+        self.turn_away_the_last(now, actions);
         loop {
             let verdict = self.judge(now);
             self.able_since = match verdict {
@@ -142,7 +183,8 @@ impl LighthouseState {
         self.previous = Some(quorum.clone());
         self.aborted = None;
         self.accept_rollback = false;
-        if is_new {
+        // A run ends once: its end is known also if this lighthouse dies with the good-byes.
+        if is_new || self.job.as_ref().is_some_and(|job| job.closes) {
             self.unsaved = false;
             actions.extend(self.record().map(Action::Save));
         }

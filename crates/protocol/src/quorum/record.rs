@@ -30,6 +30,8 @@ pub struct Record {
     pub departed: Vec<String>,
     /// Those of `departed` that left in order. Once all did, the run is over.
     pub left: Vec<String>,
+    /// It is the quorum of the run's last step: those of its members that are up to date said so.
+    pub closes: bool,
     /// Replicas that the operator evicted, the oldest first. They are refused until they are started again.
     pub evicted: Vec<Eviction>,
 }
@@ -55,6 +57,8 @@ fn name_of(id: &str) -> &str {
 pub(super) struct Job {
     pub(super) epoch: i64,
     pub(super) step: i64,
+    /// It ends the run.
+    pub(super) closes: bool,
     lineage: Option<Lineage>,
     /// The other lineage that the chain may begin with: at step 0 the members may have begun with an initial sync, or without.
     initial: Option<Lineage>,
@@ -70,6 +74,7 @@ impl Job {
         Self {
             epoch: record.quorum_id,
             step: record.step,
+            closes: record.closes,
             lineage: record.lineage.clone().map(Lineage::from_peer),
             initial: begun_by(record.step, record.lineage.as_deref(), &record.members),
             names: record.members.iter().map(|id| name_of(id).into()).collect(),
@@ -82,18 +87,21 @@ impl Job {
     pub(super) fn next(former: Option<Self>, epoch: i64, members: &[Member]) -> Self {
         let step = members.iter().map(|m| m.step).max().unwrap_or(0);
         let lineage = held_by_most(members, step);
+        // One that is behind does not know what step it heals into.
+        let closes = members.iter().filter(|m| m.step == step).all(|m| m.is_last);
         // In the same epoch the same members go on along the same chain.
         if let Some(mut job) = former.filter(|job| job.epoch == epoch && lineage.is_some())
             && job.lineage_at(step) == lineage
         {
             job.known = job.known.split_off(&step);
-            (job.step, job.lineage) = (step, lineage);
+            (job.step, job.lineage, job.closes) = (step, lineage, closes);
             return job;
         }
         let ids: Vec<&str> = members.iter().map(|m| m.replica_id.as_str()).collect();
         Self {
             epoch,
             step,
+            closes,
             initial: begun_by(step, lineage.as_ref().map(Lineage::as_str), &ids),
             lineage,
             names: members.iter().map(|m| name_of(&m.replica_id).into()).collect(),

@@ -98,6 +98,7 @@ impl Entry {
             waiting: of(self.waiting.is_some()),
             asking: of(asking.is_some()),
             members: of(self.member),
+            present: of(self.member && self.seen.is_some()),
             members_asking: of(self.member && asking.is_some()),
             busy: of(self.is_busy()),
             shrinking: of(self.member && asking.is_some_and(|w| w.member.shrink_only)),
@@ -131,6 +132,8 @@ pub(super) struct Tally {
     pub(super) asking: usize,
     /// Members of the last quorum.
     pub(super) members: usize,
+    /// Those of them that are healthy.
+    pub(super) present: usize,
     pub(super) members_asking: usize,
     /// Members of the last quorum that are healthy and have not asked.
     pub(super) busy: usize,
@@ -173,6 +176,7 @@ impl Tally {
             (&mut self.waiting, other.waiting),
             (&mut self.asking, other.asking),
             (&mut self.members, other.members),
+            (&mut self.present, other.present),
             (&mut self.members_asking, other.members_asking),
             (&mut self.busy, other.busy),
             (&mut self.shrinking, other.shrinking),

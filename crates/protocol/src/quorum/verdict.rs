@@ -29,10 +29,13 @@ pub(super) enum Verdict {
 }
 
 impl LighthouseState {
-    /// All members of the last quorum have left.
+    /// The run is over: all members of the last quorum have left, or all are gone, one of them in order, and it was the quorum of the run's last
+    /// step. Who leaves after that has committed it; the good-byes of others may have been lost.
     pub(super) fn is_over(&self) -> bool {
         let tally = self.roster.tally();
-        tally.members > 0 && tally.left == tally.members
+        let closed =
+            || tally.left > 0 && tally.present == 0 && self.job.as_ref().is_some_and(|job| job.closes);
+        tally.members > 0 && (tally.left == tally.members || closed())
     }
 
     /// True if a member of the last quorum asks for one without newcomers. What a newcomer asks keeps nobody out: it would be out itself.
@@ -52,7 +55,7 @@ impl LighthouseState {
     }
 
     /// How many would be in a quorum that forms now.
-    fn candidates(&self) -> usize {
+    pub(super) fn candidates(&self) -> usize {
         let tally = self.roster.tally();
         if self.shrinks() {
             tally.members_asking
@@ -163,7 +166,8 @@ impl LighthouseState {
         } else {
             format!("; not asking: {missing}")
         };
-        match self.judge(now) {
+        let verdict = self.judge(now);
+        let why = match verdict {
             Verdict::Idle | Verdict::Form => "no replica is asking for a quorum".into(),
             Verdict::TooFew => format!(
                 "{n} of {healthy} healthy replicas ask{note}, min_replicas is {}{lacking}",
@@ -209,6 +213,21 @@ impl LighthouseState {
                     rules.join_timeout
                 )
             }
+        };
+        why + &self.who_left(verdict)
+    }
+
+    /// That members of the last quorum left in order, for one that waits: the run may be over for it.
+    fn who_left(&self, verdict: Verdict) -> String {
+        let (tally, epoch) = (self.roster.tally(), self.job.as_ref().map_or(0, |job| job.epoch));
+        if tally.left == 0 || matches!(verdict, Verdict::Idle | Verdict::Form | Verdict::Wait) {
+            return String::new();
         }
+        format!(
+            "; {} of the {} members of quorum {epoch} have left in order: {}",
+            tally.left,
+            tally.members,
+            self.listed(|e| e.left)
+        )
     }
 }

@@ -198,6 +198,40 @@ fn who_healed_says_so_until_it_commits() {
 }
 
 #[test]
+fn the_source_of_an_initial_sync_has_the_history_of_those_that_heal_from_it() {
+    let initial = |heal| QuorumResult {
+        lineage: "initial".into(),
+        ..answer(5, 0, heal)
+    };
+    let mut source = rank();
+    source.start(false);
+    come_up(&mut source, initial(false));
+    let mut other = rank();
+    other.start(false);
+    other.answered(initial(true), None);
+    other.offered(Ok(()));
+    other.configured(Ok(()), None);
+    other.healed(Ok(source.lineage().clone()));
+    // Also if the step has to be done again: the state is the initial one, whoever is in the next quorum.
+    for r in [&mut source, &mut other] {
+        r.vote(None, Some(1)).unwrap();
+        r.decided(Some(false)).unwrap();
+        assert_eq!(r.start(false).lineage, "initial");
+        come_up(
+            r,
+            QuorumResult {
+                quorum_id: 6,
+                ..initial(false)
+            },
+        );
+        r.vote(None, Some(2)).unwrap();
+        r.decided(Some(true)).unwrap();
+    }
+    assert_eq!(source.lineage(), other.lineage());
+    assert_eq!(source.lineage(), &Lineage::from_peer("initial").after(6, 0));
+}
+
+#[test]
 fn batches_are_counted_where_something_was_reduced_and_go_with_the_state_that_heals() {
     let mut r = rank();
     let commit = |r: &mut Rank, answer: QuorumResult, reduced: Option<u32>, yes| {

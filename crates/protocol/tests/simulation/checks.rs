@@ -15,6 +15,8 @@ use crate::trainer::{Offer, Taken};
 pub(crate) struct Checks {
     /// The value of each state, and how many batches led to it: by group rank, step and history. Two of them would be two states that heal nobody (INV-6).
     values: BTreeMap<(u32, i64, String), (u64, i64)>,
+    /// The history after each commit, by group rank, epoch and step: those that commit together go on as one.
+    commits_of: BTreeMap<(u32, i64, i64), String>,
     /// The members of each epoch: an epoch is one set of members (INV-7, L01).
     epochs: BTreeMap<i64, Vec<String>>,
     /// Replicas do not tell how many batches led to their state.
@@ -31,8 +33,6 @@ pub(crate) struct Checks {
     knows_spares: bool,
     /// When each replica asked last.
     asked: BTreeMap<String, Duration>,
-    /// When each life of a replica asked first.
-    first_asked: BTreeMap<String, Duration>,
     /// Quorums with spares beside them.
     pub(crate) spares: u64,
     /// Steps that replicas have committed, over all of them.
@@ -56,6 +56,21 @@ impl Checks {
         }
         Err(format!(
             "INV-6: {who:?} holds {state:x?} (value, batches) at step {step} of history {lineage}, another replica {first:x?}"
+        ))
+    }
+
+    /// A rank has committed `step` in `epoch`: from the same state as all that do, or one of them would heal to what it holds already.
+    pub(crate) fn committed(&mut self, who: Who, epoch: i64, step: i64, rank: &Rank) -> Result<(), String> {
+        let lineage = rank.lineage().as_str();
+        let first = self
+            .commits_of
+            .entry((who.rank, epoch, step))
+            .or_insert_with(|| lineage.to_string());
+        if first == lineage {
+            return Ok(());
+        }
+        Err(format!(
+            "INV-6: {who:?} commits step {step} in epoch {epoch} to history {lineage}, another replica to {first}"
         ))
     }
 
@@ -123,14 +138,6 @@ impl Checks {
     pub(crate) fn asks(&mut self, replica_id: &str, now: Duration) {
         // A question that is asked again after its connection broke has waited all the while.
         self.asked.entry(replica_id.to_string()).or_insert(now);
-        self.first_asked.entry(replica_id.to_string()).or_insert(now);
-    }
-
-    /// Whether the lighthouse knew of the replica before `then`.
-    pub(crate) fn had_asked(&self, replica_id: &str, then: Duration) -> bool {
-        self.first_asked
-            .get(replica_id)
-            .is_some_and(|asked| *asked < then)
     }
 
     /// Another lighthouse begins.

@@ -741,6 +741,10 @@ impl World {
             let checked = self.checks.state(who, &rank, value);
             self.check(checked);
             let step = rank.step();
+            let together = self
+                .checks
+                .committed(who, rank.epoch().unwrap_or(0), step - 1, &rank);
+            self.check(together);
             self.note(|| format!("{who:?} committed step {}", step - 1));
             self.committed(who);
             let Some(t) = self.trainer(who) else { return };

@@ -336,11 +336,8 @@ impl World {
         let Some(replica) = &self.replicas[slot] else {
             return self.ended[slot] || self.first_end.is_some();
         };
-        // One that first asks after the end of the run finds no other replica.
-        self.step_of(slot) >= end
-            || self
-                .first_end
-                .is_some_and(|first| !self.checks.had_asked(&replica.id, first))
+        // One that was in no quorum before the end of the run is of the next one, and finds no other replica.
+        self.step_of(slot) >= end || self.first_end.is_some() && replica.server.last_quorum().0 == 0
     }
 
     fn is_hung(&self, slot: usize) -> bool {

@@ -3,7 +3,6 @@
 //! A process rank is this program started again as `bench-rank`; it meets the others at a store of the parent and
 //! cannot outlive it. Whichever rank fails first, the others are given a moment to say what they saw, then ended.
 
-use std::process::Command;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -18,6 +17,7 @@ use oxccl::launch::BoundChild;
 
 use super::measure::{self, MEET};
 use super::plan::Plan;
+use crate::command::again;
 use crate::command::scratch::Scratch;
 
 /// How long ranks may take to end once they must.
@@ -105,8 +105,6 @@ impl Ranks {
 
     /// Starts every rank as a process of its own. The calling thread must outlive them.
     pub(super) fn processes(plan: &Plan) -> Result<Self> {
-        let this_program =
-            std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
         let plan_text =
             serde_json::to_string(plan).map_err(|e| Error::invalid(format!("write the plan: {e}")))?;
         let scratch = Scratch::new("bench")?;
@@ -116,7 +114,7 @@ impl Ranks {
         let verdicts = oxccl::plugin::verdicts_for_job();
         let mut ranks = Vec::new();
         for rank in 0..plan.ranks {
-            let mut command = Command::new(&this_program);
+            let mut command = again()?;
             command
                 .envs(verdicts.clone())
                 .args(["bench-rank", "--rank", &rank.to_string()])

@@ -1,0 +1,175 @@
+//! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
+//! of one machine, `replica` drains, evicts or kills one of them, `credentials` closes a job to strangers, `backends` lists what can carry data here,
+//! `bench` measures it. Results go to standard output, everything else to standard error.
+
+use std::ffi::OsString;
+use std::io::IsTerminal;
+use std::process;
+use std::sync::OnceLock;
+
+// Linked for its registration: `backends` and `bench` find it in the registry.
+#[cfg(feature = "gloo")]
+use backend_gloo as _;
+#[cfg(feature = "nccl")]
+use backend_nccl as _;
+#[cfg(feature = "xccl")]
+use backend_xccl as _;
+use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
+use oxccl::core::{Error, ErrorKind, Result};
+use tracing_subscriber::EnvFilter;
+
+/// A line on standard error. Unlike `eprintln!` it does not panic when nobody reads there any more: a lighthouse must not
+/// die with the terminal or the pipe that it was started from.
+macro_rules! say {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        drop(writeln!(std::io::stderr(), $($text)*));
+    }};
+}
+
+mod backends;
+mod bench;
+mod credentials;
+mod launch;
+#[cfg(feature = "lighthouse")]
+mod lighthouse;
+#[cfg(feature = "lighthouse")]
+mod replica;
+mod scratch;
+
+/// What the process ends with. The standard library's cannot be read, which a program that embeds the command has to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct ExitCode(u8);
+
+impl ExitCode {
+    pub(crate) const SUCCESS: Self = Self(0);
+}
+
+impl From<u8> for ExitCode {
+    fn from(code: u8) -> Self {
+        Self(code)
+    }
+}
+
+/// How this command is started again.
+static AGAIN: OnceLock<Vec<OsString>> = OnceLock::new();
+
+/// This command once more, for a process of its own. Errors: `Io` if its file is not known.
+fn again() -> Result<process::Command> {
+    if let Some((program, arguments)) = AGAIN.get().and_then(|again| again.split_first()) {
+        let mut command = process::Command::new(program);
+        command.args(arguments);
+        return Ok(command);
+    }
+    let this = std::env::current_exe().map_err(|e| Error::io("find this program's own file", e))?;
+    Ok(process::Command::new(this))
+}
+
+const EXIT_CODES: &str = "\
+Exit codes:
+  0    everything went well
+  1    the run failed (a replica or a rank gave up, the deadline passed, wrong results, an error)
+  2    the command line is wrong, or asks for what is not there or not offered (program, backend, device, element type)
+  3    a service or an address is not available (lighthouse not reachable, port in use, an address of another machine)
+  130  interrupted
+
+Environment:
+  OXCCL_CREDENTIALS   the folder of the job's credentials (`oxccl credentials`): all servers and calls ask for and show them
+  OXCCL_ENCRYPT       1: with credentials, data connections are encrypted
+  OXCCL_INSECURE      1: servers without credentials may listen beyond loopback
+  OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info)
+  NO_COLOR    no colours
+  OXCCL_DEFAULT_BACKEND   the backend of a device kind when none is named, such as `cpu:gloo,hpu:hccl`";
+
+/// Fault-tolerant collectives and low-communication training.
+#[derive(Debug, Parser)]
+#[command(name = "oxccl", version, after_help = EXIT_CODES, max_term_width = 100)]
+struct Arguments {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    #[cfg(feature = "lighthouse")]
+    Lighthouse(lighthouse::Arguments),
+    #[cfg(feature = "lighthouse")]
+    Replica(replica::Arguments),
+    Launch(launch::Arguments),
+    Credentials(credentials::Arguments),
+    Backends(backends::Arguments),
+    #[command(hide = true)]
+    BackendsProbe(backends::ProbeArguments),
+    Bench(bench::Arguments),
+    #[command(hide = true)]
+    BenchRank(bench::RankArguments),
+}
+
+/// Runs the command with these arguments, the first of which is its name, and gives its exit code. `again` is the program and its first arguments that
+/// start the command once more, for processes of its own; if it is empty, this program's file does. A process calls it once.
+pub fn run(arguments: impl IntoIterator<Item = OsString>, again: Vec<OsString>) -> u8 {
+    if !again.is_empty() {
+        let _ = AGAIN.set(again);
+    }
+    let colour = std::env::var_os("NO_COLOR").is_none_or(|v| v.is_empty());
+    let choice = if colour {
+        ColorChoice::Auto
+    } else {
+        ColorChoice::Never
+    };
+    let parsed = Arguments::command()
+        .color(choice)
+        .try_get_matches_from(arguments)
+        .and_then(|matches| Arguments::from_arg_matches(&matches));
+    match parsed {
+        Ok(arguments) => carry_out(arguments, colour).0,
+        Err(e) => {
+            // With no reader there is nothing to say.
+            drop(e.print());
+            u8::try_from(e.exit_code()).unwrap_or(2)
+        }
+    }
+}
+
+fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
+    let filter = EnvFilter::try_from_env("OXCCL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    // A program that embeds the command may log elsewhere.
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .log_internal_errors(false)
+        .with_ansi(colour && std::io::stderr().is_terminal())
+        .try_init();
+    // Before any plugin is opened.
+    if let Err(e) = crate::results::claim() {
+        say!("error: {e}");
+        return ExitCode::from(1);
+    }
+    let result = match arguments.command {
+        #[cfg(feature = "lighthouse")]
+        Command::Lighthouse(arguments) => lighthouse::run(arguments),
+        #[cfg(feature = "lighthouse")]
+        Command::Replica(arguments) => replica::run(arguments),
+        Command::Launch(arguments) => launch::run(arguments),
+        Command::Credentials(arguments) => credentials::run(arguments),
+        Command::Backends(arguments) => backends::run(arguments),
+        Command::BackendsProbe(arguments) => backends::probe(arguments),
+        Command::Bench(arguments) => bench::run(arguments),
+        Command::BenchRank(arguments) => bench::rank(arguments),
+    };
+    match result {
+        Ok(code) => code,
+        Err(e) => {
+            say!("error: {e}\n  hint: {}", e.kind().advice());
+            exit_code(&e)
+        }
+    }
+}
+
+fn exit_code(e: &Error) -> ExitCode {
+    ExitCode::from(match e.kind() {
+        ErrorKind::InvalidArgument | ErrorKind::NotFound | ErrorKind::Unsupported => 2,
+        ErrorKind::Unavailable | ErrorKind::Conflict => 3,
+        _ => 1,
+    })
+}

@@ -1,0 +1,118 @@
+//! The programs in `examples/`, each run as its first lines say.
+
+use std::path::PathBuf;
+use std::process::{Command, Output, Stdio};
+
+/// Beside the folder of this test's program; `cargo test` builds them.
+fn example(name: &str) -> PathBuf {
+    let here = std::env::current_exe().unwrap();
+    here.ancestors().nth(2).unwrap().join("examples").join(name)
+}
+
+fn said(output: &Output) -> String {
+    let (out, err) = (&output.stdout, &output.stderr);
+    format!("{}{}", String::from_utf8_lossy(out), String::from_utf8_lossy(err))
+}
+
+/// What the ranks of a world said, each with its exit code checked. They find each other as those of an MPI launcher on one host do.
+fn world(name: &str, ranks: u32) -> Vec<String> {
+    let start = |rank: u32| {
+        Command::new(example(name))
+            .env("OMPI_COMM_WORLD_RANK", rank.to_string())
+            .env("OMPI_COMM_WORLD_SIZE", ranks.to_string())
+            .env("OMPI_COMM_WORLD_LOCAL_RANK", rank.to_string())
+            .env("OMPI_COMM_WORLD_LOCAL_SIZE", ranks.to_string())
+            .env_remove("MASTER_ADDR")
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap()
+    };
+    let children: Vec<_> = (0..ranks).map(start).collect();
+    let ended = children
+        .into_iter()
+        .map(|child| child.wait_with_output().unwrap());
+    ended
+        .map(|output| {
+            assert!(output.status.success(), "{}", said(&output));
+            said(&output)
+        })
+        .collect()
+}
+
+/// What two replicas under `oxccl launch` said.
+fn replicas(name: &str) -> String {
+    let logs = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+        .args(["launch", "--replicas", "2", "--timeout-s", "120", "--run-dir"])
+        .arg(logs.path())
+        .arg("--")
+        .arg(example(name))
+        .output()
+        .unwrap();
+    assert!(output.status.success(), "{}", said(&output));
+    let files = std::fs::read_dir(logs.path()).unwrap();
+    let texts = files.filter_map(|file| std::fs::read_to_string(file.unwrap().path()).ok());
+    texts.fold(said(&output), |all, text| all + &text)
+}
+
+fn count(text: &str, line: &str) -> usize {
+    text.lines().filter(|l| l.contains(line)).count()
+}
+
+#[test]
+fn all_reduce_sums_over_the_processes() {
+    for (rank, text) in world("all_reduce", 2).iter().enumerate() {
+        assert_eq!(text.trim(), format!("rank {rank} of 2 has [3.0, 3.0, 3.0, 3.0]"));
+    }
+}
+
+#[test]
+fn overlapped_reductions_all_arrive() {
+    for (rank, text) in world("overlap", 2).iter().enumerate() {
+        for layer in 0..4 {
+            let line = format!("rank {rank}: layer {layer} has Some({}.5)", layer);
+            assert_eq!(count(text, &line), 1, "{text}");
+        }
+    }
+}
+
+#[test]
+fn even_and_odd_ranks_have_sums_of_their_own() {
+    for (rank, text) in world("sub_groups", 4).iter().enumerate() {
+        let sum = if rank % 2 == 0 { 2 } else { 4 };
+        let line = format!(
+            "rank {rank} is rank {} of its group, whose ranks add up to {sum}",
+            rank / 2
+        );
+        assert_eq!(text.trim(), line);
+    }
+}
+
+#[test]
+fn quantized_sums_send_less_and_are_close() {
+    for text in world("quantized", 2) {
+        let words: Vec<&str> = text.split_whitespace().collect();
+        let sent: f64 = words[2].parse().unwrap();
+        let worst: f64 = words[words.len() - 1].parse().unwrap();
+        assert!(sent > 0.0 && sent < 0.4 * 400_000.0, "{text}");
+        assert!(worst < 0.05, "{text}");
+    }
+}
+
+#[test]
+fn data_parallel_replicas_end_with_the_same_line() {
+    let text = replicas("ddp");
+    assert_eq!(count(&text, "after 500 steps y = 2.000 x + 1.000"), 2, "{text}");
+}
+
+#[test]
+fn diloco_replicas_end_with_the_same_parameters() {
+    let text = replicas("diloco");
+    let hashes: Vec<&str> = text
+        .lines()
+        .filter_map(|l| l.split("global parameters ").nth(1))
+        .collect();
+    assert!(hashes.len() == 2 && hashes[0] == hashes[1], "{text}");
+    assert!(count(&text, "committed by 2 replicas") > 0, "{text}");
+}

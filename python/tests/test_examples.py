@@ -1,0 +1,49 @@
+"""The examples, as a user runs them."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+def run(name: str, ranks: int) -> list[str]:
+    """Runs an example on `ranks` ranks by hand; what each prints."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
+    processes = [
+        subprocess.Popen([sys.executable, str(EXAMPLES / name)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(ranks)
+    ]
+    try:
+        said = [process.communicate(timeout=120)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert [process.returncode for process in processes] == [0] * ranks, said
+    return said
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_numpy_all_reduce(ranks: int) -> None:
+    said = run("numpy_all_reduce.py", ranks)
+    answers = {line.split(": ")[1] for line in said}
+    assert len(answers) == 1
+    found = [float(x) for x in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", answers.pop())]
+    assert found == pytest.approx([3.0, -1.0, 0.5], abs=0.1)
+    assert sorted(line.split(":")[0] for line in said) == [f"rank {r} of {ranks}" for r in range(ranks)]
+
+
+def test_examples_are_short() -> None:
+    for path in EXAMPLES.glob("*.py"):
+        assert len(path.read_text().splitlines()) <= 80, path
