@@ -10,7 +10,7 @@ use std::fmt;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
 use std::time::Duration;
 
-use crate::metadata::Metadata;
+use crate::metadata::{Metadata, Target};
 
 /// All rows, in the order in which they run; those that run alone after the others.
 pub(crate) const ROWS: &[Row] = &[
@@ -522,15 +522,16 @@ impl Run {
         match self {
             Self::Unit => Some(Targets {
                 is_unit: true,
-                tests: BTreeSet::new(),
+                ..Targets::default()
             }),
             Self::Integration(takes) => Some(Targets {
-                is_unit: false,
                 tests: test_targets(metadata, *takes),
+                examples: tested_examples(metadata, *takes),
+                ..Targets::default()
             }),
             Self::Suite { target, .. } => Some(Targets {
-                is_unit: false,
                 tests: BTreeSet::from([(*target).to_owned()]),
+                ..Targets::default()
             }),
             Self::Doc | Self::Feature { .. } | Self::Apart { .. } | Self::Python => None,
         }
@@ -606,6 +607,8 @@ pub(crate) struct Targets {
     is_unit: bool,
     /// Test targets, by name.
     tests: BTreeSet<String>,
+    /// Programs of examples, by name.
+    examples: BTreeSet<String>,
 }
 
 impl Targets {
@@ -613,6 +616,7 @@ impl Targets {
     pub(crate) fn add(&mut self, other: Self) {
         self.is_unit |= other.is_unit;
         self.tests.extend(other.tests);
+        self.examples.extend(other.examples);
     }
 
     /// After `cargo test`. Test targets are named one by one: cargo cannot leave out a single one.
@@ -625,6 +629,16 @@ impl Targets {
             select.extend(["--test".to_owned(), test.clone()]);
         }
         select
+    }
+
+    /// After `cargo build`: the programs of examples, which `cargo test` builds only as tests once targets are named; `None` without any.
+    pub(crate) fn select_examples(&self) -> Option<Vec<String>> {
+        let named = self
+            .examples
+            .iter()
+            .flat_map(|name| ["--example".to_owned(), name.clone()]);
+        let select: Vec<String> = std::iter::once("--workspace".to_owned()).chain(named).collect();
+        (!self.examples.is_empty()).then_some(select)
     }
 }
 
@@ -643,6 +657,19 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
     }
     let mine = owners.into_iter().filter(|(_, owner)| chosen(owner));
     mine.map(|(name, _)| name.to_owned()).collect()
+}
+
+/// The programs of examples that a test target runs: those of packages with one of the name `examples`.
+fn tested_examples(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<String> {
+    let is = |target: &Target, kind: &str| target.kind.iter().any(|k| k == kind);
+    let packages = metadata.packages.iter().filter(|package| {
+        let mut targets = package.targets.iter();
+        chosen(&package.name) && targets.any(|t| is(t, "test") && t.name == "examples")
+    });
+    packages
+        .flat_map(|package| package.targets.iter().filter(|t| is(t, "example")))
+        .map(|target| target.name.clone())
+        .collect()
 }
 
 /// Why a row cannot run on this machine. Decided by a probe, never by the tests themselves.
@@ -803,7 +830,9 @@ mod tests {
             {"name":"ftcore","manifest_path":"/w/crates/ftcore/Cargo.toml","dependencies":[],"targets":[
                 {"name":"ftcore","kind":["lib"]},{"name":"stores","kind":["test"]},{"name":"resume","kind":["test"]}]},
             {"name":"oxccl-examples","manifest_path":"/w/examples/Cargo.toml","dependencies":[],"targets":[
-                {"name":"resume","kind":["test"]},{"name":"steps","kind":["test"]}]},
+                {"name":"resume","kind":["test"]},{"name":"steps","kind":["test"]},{"name":"plot","kind":["example"]}]},
+            {"name":"oxccl","manifest_path":"/w/crates/oxccl/Cargo.toml","dependencies":[],"targets":[
+                {"name":"examples","kind":["test"]},{"name":"ddp","kind":["example"]},{"name":"diloco","kind":["example"]}]},
             {"name":"backend-gloo","manifest_path":"/w/crates/backend-gloo/Cargo.toml","dependencies":[],"targets":[
                 {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]},
                 {"name":"model","kind":["test"],"required-features":["odd"]},
@@ -824,7 +853,7 @@ mod tests {
         // `resume` is the name of a target of two packages.
         assert_eq!(
             selected(&INTEGRATION),
-            "--no-fail-fast --workspace --test abort --test host --test resume --test stores"
+            "--no-fail-fast --workspace --test abort --test examples --test host --test resume --test stores"
         );
         assert_eq!(selected(&PROGRAMS), "--no-fail-fast --workspace --test steps");
         assert!(
@@ -833,6 +862,16 @@ mod tests {
                 .iter()
                 .all(|c| c.is_doc && c.pass.is_empty())
         );
+    }
+
+    #[test]
+    fn examples_are_built_for_the_test_that_runs_them() {
+        let examples = |run: &Run| run.targets(&metadata()).unwrap().select_examples();
+        assert_eq!(
+            examples(&INTEGRATION).unwrap().join(" "),
+            "--workspace --example ddp --example diloco"
+        );
+        assert_eq!(examples(&PROGRAMS), None);
     }
 
     #[test]

@@ -133,7 +133,10 @@ impl Matrix<'_> {
             let fetching = fetching
                 .spawn_scoped(scope, fetch)
                 .context("no thread to fetch in")?;
-            let built = build("all rows", &mut command, &log);
+            let built = build("all rows", &mut command, &log).and_then(|why| match why {
+                None => self.build_examples(&targets, "all rows", &log),
+                why => Ok(why),
+            });
             fetching.join().map_err(|_| anyhow!("a probe panicked"))?;
             built
         })?;
@@ -146,6 +149,16 @@ impl Matrix<'_> {
             Some(why) => println!("the rows together: {why}"),
         }
         Ok(())
+    }
+
+    /// Builds the programs of examples that tests run; the text is why it failed.
+    fn build_examples(&self, targets: &Targets, what: &str, log: &Path) -> Result<Option<String>> {
+        let Some(select) = targets.select_examples() else {
+            return Ok(None);
+        };
+        let mut command = cargo_command(&self.metadata.workspace_root);
+        command.arg("build").args(select);
+        build(what, &mut command, log)
     }
 
     /// Asks a row's probe, once.
@@ -181,13 +194,19 @@ impl Matrix<'_> {
         let log = log_path(&self.logs, row);
         let calls = row.run.calls(&self.metadata, long);
         let root = &self.metadata.workspace_root;
-        let is_built = self.is_built.get().is_some() && row.run.targets(&self.metadata).is_some();
+        let targets = row.run.targets(&self.metadata);
+        let is_built = self.is_built.get().is_some() && targets.is_some();
         for call in calls.iter().filter(|c| !c.is_doc && !is_built) {
             let mut command = cargo_command(root);
             command.arg("test").args(&call.select).arg("--no-run");
             if let Some(why) = build(row.name, &mut command, &log)? {
                 return Ok(Verdict::Failed { why });
             }
+        }
+        if let Some(targets) = targets.filter(|_| !is_built)
+            && let Some(why) = self.build_examples(&targets, row.name, &log)?
+        {
+            return Ok(Verdict::Failed { why });
         }
         let patience = if long || self.delays.is_some() { 4 } else { 1 };
         let mut limit = row.limit * patience;

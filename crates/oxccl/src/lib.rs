@@ -65,6 +65,12 @@ mod results;
 pub mod prelude;
 
 /// The README's program, compiled as a test so that it stays true.
-#[cfg(all(doctest, feature = "diloco", feature = "gloo", feature = "launch", feature = "world"))]
+#[cfg(all(
+    doctest,
+    feature = "diloco",
+    feature = "gloo",
+    feature = "launch",
+    feature = "world"
+))]
 #[doc = include_str!("../../../README.md")]
 struct Readme;
