@@ -173,7 +173,7 @@ impl<R: Replica> Ddp<R> {
         self.replica.traffic()
     }
 
-    /// The number of committed steps.
+    /// The number of committed steps; after [`finish`](Self::finish) its closing round is one of them.
     pub fn current_step(&self) -> i64 {
         self.replica.current_step()
     }

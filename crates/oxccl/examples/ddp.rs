@@ -29,12 +29,8 @@ fn main() -> Result<()> {
             Ok(())
         })?;
     }
+    let steps = ddp.current_step();
     ddp.finish(&mut line)?;
-    println!(
-        "after {} steps y = {:.3} x + {:.3}",
-        ddp.current_step(),
-        line[0],
-        line[1]
-    );
+    println!("after {steps} steps y = {:.3} x + {:.3}", line[0], line[1]);
     Ok(())
 }
