@@ -1,5 +1,7 @@
 //! The programs in `examples/`, each run as its first lines say.
 
+#![allow(clippy::unwrap_used)]
+
 use std::path::PathBuf;
 use std::process::{Command, Output, Stdio};
 
