@@ -9,6 +9,8 @@ use std::process::{Command, Stdio};
 use anyhow::{Context, Result, ensure};
 use serde::{Deserialize, Serialize};
 
+use crate::drive::{note, print};
+
 /// Compares DiLoCo, quantised and not, with f32 data parallel at equal tokens and replicas.
 #[derive(Debug, clap::Parser)]
 #[command(version, about)]
@@ -226,7 +228,7 @@ fn rows(args: &CompareArgs, program: &Path) -> (Vec<Row>, Vec<String>) {
             // Hours of other runs are not lost to one that failed: it is told now and at the end.
             let problems = match args.run(program, &method, seed) {
                 Ok(row) => {
-                    eprintln!(
+                    note!(
                         "{run}: held-out loss {:.4}, {:.2} MB sent, {:.0} s",
                         row.heldout_loss,
                         row.sent as f64 / 1e6,
@@ -239,7 +241,7 @@ fn rows(args: &CompareArgs, program: &Path) -> (Vec<Row>, Vec<String>) {
                 Err(error) => vec![format!("{error:#}")],
             };
             for problem in problems {
-                eprintln!("{run}: {problem}");
+                note!("{run}: {problem}");
                 wrong.push(format!("{run}: {problem}"));
             }
         }
@@ -260,7 +262,7 @@ pub fn compare(args: &CompareArgs) -> Result<()> {
     );
     let program = std::env::current_exe()?.with_file_name("train_diloco");
     let (rows, wrong) = rows(args, &program);
-    print!("{}", table(&rows));
+    print(&table(&rows))?;
     if let Some(path) = &args.json {
         std::fs::write(path, serde_json::to_vec_pretty(&rows)?)
             .with_context(|| format!("writing {}", path.display()))?;

@@ -3,17 +3,19 @@
 //! The program starts itself again as `lighthouse` and as `replica` processes under a supervisor. Events go to the
 //! progress display and into a list; at the end the list becomes the report and the picture.
 
+use std::io::Write as _;
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{DeviceKind, ErrorKind, deadline_in};
+use ftcore::{Device, DeviceKind, Error, ErrorKind, Registry, deadline_in};
 use oxccl::launch::{
     EventKind, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, Supervisor,
     SupervisorConfig, SupervisorEvent, announce_lighthouse,
 };
+use oxccl::world::BackendSpec;
 use quant::{Codec, QuantizeOptions};
 
 use crate::campaign::{Campaign, ChaosArgs};
@@ -21,6 +23,22 @@ use crate::chaos::ENV_HOLD;
 use crate::plot::Picture;
 use crate::progress::Progress;
 use crate::report::{Cost, Report, RunFacts};
+
+/// A line on standard error, where there is room for it.
+macro_rules! note {
+    ($($text:tt)*) => {{
+        use std::io::Write as _;
+        let _ = writeln!(std::io::stderr(), $($text)*);
+    }};
+}
+pub(crate) use note;
+
+/// Writes to standard output. Errors: it is full, or closed.
+pub(crate) fn print(text: &str) -> ftcore::Result<()> {
+    let mut out = std::io::stdout();
+    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
+    written.map_err(|e| Error::io("write to standard output", e))
+}
 
 /// Which rank of which replica to kill, and in which step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -133,6 +151,23 @@ impl NetArgs {
         Duration::from_millis(self.progress_timeout_ms)
     }
 
+    /// Before anything is started: that the backends exist.
+    ///
+    /// Errors: those of [`oxccl::backend::find`] for a name that no backend has on any device.
+    pub(crate) fn check(&self) -> anyhow::Result<()> {
+        oxccl::backend::load_plugins();
+        let home = Device::new(self.device.clone(), 0);
+        let spec: BackendSpec = self.backend.as_deref().unwrap_or_default().parse()?;
+        for (device, name) in spec.backends(&home)? {
+            // One of another device may serve this one through the host.
+            let elsewhere = Registry::global().get(&name, None);
+            if elsewhere.is_err_and(|e| e.kind() == ErrorKind::NotFound) {
+                oxccl::backend::find(Some(&name), &device)?;
+            }
+        }
+        Ok(())
+    }
+
     /// How the group quantises, if it does.
     pub fn quantisation(&self, timeout: Duration) -> Option<QuantizeOptions> {
         self.quantize.map(|codec| QuantizeOptions {
@@ -237,7 +272,15 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
             args.kill.is_none(),
             "--kill needs a second replica that survives; use --replicas 2 or more"
         );
-        eprintln!("one replica only: nobody could heal it, so nobody is killed");
+        note!("one replica only: none could heal it, so none is killed");
+        return Ok(None);
+    }
+    if run.steps < 2 {
+        ensure!(
+            args.kill.is_none(),
+            "--kill needs a step after it in which the replica comes back; let the run have 2 steps or more"
+        );
+        note!("one step only: a replica could not come back, so none is killed");
         return Ok(None);
     }
     let kill = args.kill.unwrap_or(Kill {
@@ -324,7 +367,7 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
         1 => String::new(),
         _ => format!(" of {ranks} ranks"),
     };
-    eprintln!(
+    note!(
         "{}: {replicas} replicas{of_ranks}, {} parameters, {} steps; logs in {}",
         run.program,
         run.parameters,
@@ -386,15 +429,15 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
     let json = serde_json::to_string_pretty(&report)?;
     std::fs::write(out.join("report.json"), &json).context("cannot write report.json")?;
     match args.json.as_deref() {
-        Some(path) if path == Path::new("-") => println!("{json}"),
+        Some(path) if path == Path::new("-") => print(&format!("{json}\n"))?,
         Some(path) => {
             std::fs::write(path, &json).with_context(|| format!("cannot write {}", path.display()))?;
-            println!("{report}");
+            print(&format!("{report}\n"))?;
         }
-        None => println!("{report}"),
+        None => print(&format!("{report}\n"))?,
     }
     for picture in &pictures {
-        eprintln!("loss curve: {}", picture.display());
+        note!("loss curve: {}", picture.display());
     }
     Ok(if report.ok {
         ExitCode::SUCCESS
@@ -414,7 +457,7 @@ pub fn main_with(result: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode 
     match result() {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("error: {error:#}");
+            note!("error: {error:#}");
             let wrong = error.downcast_ref::<ftcore::Error>().is_none_or(|e| {
                 matches!(
                     e.kind(),

@@ -9,7 +9,7 @@ use std::process::ExitCode;
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand};
 use ftcore::Result;
 
-use crate::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with};
+use crate::drive::{NetArgs, Run, RunArgs, drive, lighthouse, main_with, note};
 use crate::resume::CheckpointArgs;
 
 /// What a program trains, as its command-line arguments say.
@@ -101,7 +101,7 @@ pub fn main<T: Training>() -> ExitCode {
     // A checkpoint beyond the limit on the size of files shall be an error of the write, not the end of the process.
     let beyond_limit = std::sync::Arc::default();
     if let Err(error) = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, beyond_limit) {
-        eprintln!("warning: SIGXFSZ cannot be caught: {error}");
+        note!("warning: SIGXFSZ cannot be caught: {error}");
     }
     let command = Cli::<T>::command().name(T::PROGRAM).about(T::ABOUT).after_help(format!(
         "Examples:\n{}\n\nExit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call \
@@ -137,11 +137,12 @@ pub fn main<T: Training>() -> ExitCode {
                 net,
                 checkpoints,
             } = cli.whole;
+            net.check()?;
             let parameters = train.check(run.replicas as usize, run.ranks_per_replica as usize)?;
             if let Some(line) =
                 checkpoints.check(&train.identity(&net, run.ranks_per_replica)?, run.replicas)?
             {
-                eprintln!("{line}");
+                note!("{line}");
             }
             let mut replica_args = train.to_args();
             replica_args.extend(net.to_args());

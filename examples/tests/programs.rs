@@ -182,6 +182,8 @@ fn refused(program: &str, args: &[&str], env: &[(&str, &str)], code: i32, texts:
         assert!(said.contains(t), "{args:?} should say '{t}': {said}");
     }
     assert!(!said.contains("panicked"), "{said}");
+    // A wrong call starts nothing, so that there are no logs.
+    assert!(code != 2 || !dir.path().join("target").exists(), "{args:?}");
 }
 
 #[test]
@@ -218,6 +220,13 @@ fn mistakes_are_named_with_what_to_change_and_end_with_code_2() {
     refused(DILOCO, &["--kill", "x"], &[], 2, &["REPLICA@STEP"]);
     refused(DILOCO, &["--quantize", "int9"], &[], 2, &["int9", "known: int8"]);
     refused(DILOCO, &["--error-feedback"], &[], 2, &["--quantize"]);
+    refused(
+        DILOCO,
+        &["--backend", "nope"],
+        &[],
+        2,
+        &["no backend 'nope'", "cpu:gloo"],
+    );
     refused(DDP, &["--steps", "0"], &[], 2, &["--steps"]);
     refused(
         DILOCO,
@@ -298,10 +307,53 @@ fn a_lighthouse_that_cannot_be_reached_is_an_error_that_says_so() {
 }
 
 #[test]
-fn one_replica_alone_trains_and_says_that_nobody_is_killed() {
+fn one_replica_alone_trains_and_says_that_none_is_killed() {
     let dir = tempfile::tempdir().unwrap();
     let (output, report) = run(DILOCO, dir.path(), &[SMALL, &["--replicas", "1"]].concat());
     assert!(output.status.success(), "{}", text(&output));
-    assert!(text(&output).contains("nobody is killed"));
+    assert!(text(&output).contains("none is killed"));
     assert_eq!(report.unwrap()["ok"], true);
+}
+
+#[test]
+fn one_step_is_a_run_and_says_that_none_is_killed() {
+    let dir = tempfile::tempdir().unwrap();
+    let (output, report) = run(DILOCO, dir.path(), &[&["--rounds", "1"], &SMALL[2..]].concat());
+    assert!(output.status.success(), "{}", text(&output));
+    assert!(text(&output).contains("one step only"), "{}", text(&output));
+    assert_eq!(report.unwrap()["ok"], true);
+    refused(
+        DILOCO,
+        &["--rounds", "1", "--kill", "1@1"],
+        &[],
+        2,
+        &["2 steps or more"],
+    );
+}
+
+/// The report is in its file; what cannot be printed is an error, not a panic.
+#[test]
+fn a_full_standard_output_is_an_error_that_says_so() {
+    let dir = tempfile::tempdir().unwrap();
+    let full = || std::fs::File::options().write(true).open("/dev/full").unwrap();
+    let start = |both: bool| {
+        let mut command = Command::new(DILOCO);
+        command
+            .args(SMALL)
+            .args(["--replicas", "1", "--out"])
+            .arg(dir.path());
+        if both {
+            command.stderr(full());
+        }
+        command.stdout(full()).output().unwrap()
+    };
+    let output = start(false);
+    let said = text(&output);
+    assert_eq!(output.status.code(), Some(1), "{said}");
+    assert!(
+        said.contains("write to standard output") && !said.contains("panicked"),
+        "{said}"
+    );
+    assert!(dir.path().join("report.json").exists());
+    assert_eq!(start(true).status.code(), Some(1));
 }
