@@ -1,7 +1,8 @@
 //! The rules of the house, checked on every run of continuous integration.
 //!
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
-//! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts.
+//! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts;
+//! `words` knows the terms of the field.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -20,6 +21,7 @@ mod lines;
 mod rules;
 mod stairs;
 mod variables;
+mod words;
 
 /// One thing that is against a rule.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -68,7 +70,11 @@ pub(crate) fn check() -> Result<bool> {
         findings.extend(files::check(source));
         findings.extend(rules::check(source));
     }
-    findings.extend(variables::check(&sources, &documents));
+    for (path, text) in &documents {
+        findings.extend(words::check(path, text));
+    }
+    let texts: Vec<&str> = documents.iter().map(|(_, text)| text.as_str()).collect();
+    findings.extend(variables::check(&sources, &texts.join("\n")));
     findings.extend(lessons::check(&sources));
     findings.sort();
     for finding in &findings {
@@ -87,6 +93,13 @@ pub(crate) fn check() -> Result<bool> {
 pub(crate) fn print_lessons() -> Result<bool> {
     let metadata = Metadata::read()?;
     print!("{}", lessons::table(&read_sources(&metadata)?));
+    Ok(true)
+}
+
+/// Prints the words of the sources for which there is another term.
+pub(crate) fn print_words() -> Result<bool> {
+    let metadata = Metadata::read()?;
+    print!("{}", words::table(&read_sources(&metadata)?));
     Ok(true)
 }
 
@@ -131,8 +144,8 @@ fn read_sources(metadata: &Metadata) -> Result<Vec<Source>> {
         .collect()
 }
 
-/// What the documentation says, in one text: the files at the root and all of `docs/`.
-fn read_documents(root: &Path) -> Result<String> {
+/// The documentation, path and text: the files at the root and all of `docs/`.
+fn read_documents(root: &Path) -> Result<Vec<(String, String)>> {
     let mut paths: Vec<PathBuf> = ["README.md", "ARCHITECTURE.md", "CONTRIBUTING.md"]
         .iter()
         .map(|n| root.join(n))
@@ -141,8 +154,7 @@ fn read_documents(root: &Path) -> Result<String> {
     if root.join("docs").is_dir() {
         collect(&root.join("docs"), "md", &mut paths)?;
     }
-    let texts: Vec<String> = paths.iter().map(|p| read(p)).collect::<Result<_>>()?;
-    Ok(texts.join("\n"))
+    paths.iter().map(|p| Ok((relative(root, p), read(p)?))).collect()
 }
 
 fn collect(folder: &Path, extension: &str, into: &mut Vec<PathBuf>) -> Result<()> {

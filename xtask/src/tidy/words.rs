@@ -1,0 +1,95 @@
+//! Private words for which the field has a term, or which plain English does without. Documentation must be free of them; in the sources, where
+//! they still stand, `cargo xtask tidy --words` lists them.
+
+use std::fmt::Write as _;
+
+use super::Finding;
+use super::lexer::{Source, is_word};
+
+/// A word in lower case, and what to write for it.
+const WORDS: &[(&str, &str)] = &[
+    ("anybody", "any rank, any replica"),
+    ("everybody", "all ranks, all replicas"),
+    ("farewell", "leave"),
+    ("good-bye", "leave"),
+    ("good-byes", "leaves"),
+    ("last words", "abort reason, failure notice"),
+    (
+        "nobody",
+        "no rank, no replica; or a sentence without a subject like this",
+    ),
+    ("nursery", "child pool"),
+    ("postman", "channel"),
+    ("somebody", "a rank, a replica"),
+    ("whoever", "the rank that, the replica that"),
+];
+
+/// Checks one document: everything but its code, in which names stand as they are.
+pub(super) fn check(path: &str, text: &str) -> Vec<Finding> {
+    let mut is_code = false;
+    let mut findings = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        if line.trim_start().starts_with("```") {
+            is_code = !is_code;
+        }
+        if !is_code {
+            // Every second part stands between backticks.
+            let prose: Vec<&str> = line.split('`').step_by(2).collect();
+            findings.extend(found(path, number, &prose.join("` `")));
+        }
+    }
+    findings
+}
+
+/// What of the comments and texts of these sources has another term, a line each, and how many.
+pub(super) fn table(sources: &[Source]) -> String {
+    let lines = sources
+        .iter()
+        .flat_map(|source| (1..).zip(source.text.lines()).map(move |line| (source, line)));
+    let findings: Vec<Finding> = lines
+        .flat_map(|(source, (number, line))| found(&source.path, number, line))
+        .collect();
+    let mut text = String::new();
+    for finding in &findings {
+        let _ = writeln!(text, "{finding}");
+    }
+    let _ = writeln!(text, "words: {} findings", findings.len());
+    text
+}
+
+fn found(path: &str, number: usize, line: &str) -> Vec<Finding> {
+    let line = line.to_lowercase();
+    let stands = |word: &str| {
+        line.match_indices(word)
+            .any(|(at, _)| is_word(&line, at, word.len()))
+    };
+    WORDS
+        .iter()
+        .filter(|(word, _)| stands(word))
+        .map(|(word, term)| Finding::new(path, number, "word", format!("\"{word}\": write {term}")))
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn words(text: &str) -> Vec<usize> {
+        check("docs/x.md", text).iter().map(|f| f.line).collect()
+    }
+
+    #[test]
+    fn private_words_in_prose_are_found_with_their_line() {
+        let text = "A rank leaves.\nWhoever leaves says good-bye.\nNobody's state.";
+        assert_eq!(words(text), [2, 2, 3]);
+        let first = check("docs/x.md", text).swap_remove(0).to_string();
+        assert_eq!(first, "docs/x.md:2: [word] \"good-bye\": write leave");
+    }
+
+    #[test]
+    fn names_in_code_and_parts_of_other_words_are_not() {
+        let text =
+            "`nobody` and `l30_nobody_waits` are names.\n```sh\nchown nobody x\n```\nbusybody postmanx";
+        assert_eq!(words(text), [] as [usize; 0]);
+    }
+}
