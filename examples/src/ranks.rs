@@ -219,8 +219,8 @@ impl<R: Replica> Replica for InStep<R> {
         }
     }
 
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
-        self.replica.allreduce(tensors, op)
+    fn all_reduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
+        self.replica.all_reduce(tensors, op)
     }
 
     fn should_commit(&mut self, deadline: Instant) -> Result<bool> {
@@ -303,7 +303,7 @@ mod tests {
                 members: Default::default(),
             })
         }
-        fn allreduce(&mut self, _: Vec<Tensor>, _: ReduceOp) -> ManagedWork {
+        fn all_reduce(&mut self, _: Vec<Tensor>, _: ReduceOp) -> ManagedWork {
             panic!("no reduction in this test")
         }
         fn should_commit(&mut self, _: Instant) -> Result<bool> {

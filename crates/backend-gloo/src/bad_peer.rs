@@ -136,7 +136,7 @@ fn after(misbehave: impl FnOnce(&mut Stranger)) -> Error {
         let mut stranger = Stranger::connect(&store);
         ours.join().unwrap();
         let work = group
-            .allreduce(Tensor::zeros(DType::F32, 1000), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::F32, 1000), ReduceOp::Sum)
             .unwrap();
         let receive = group.recv(Tensor::zeros(DType::F32, 1000), 1, 3).unwrap();
         misbehave(&mut stranger);
@@ -464,7 +464,7 @@ fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Er
             assert_eq!(failed.tensors.len(), 1);
             failed.error
         } else {
-            let work = group.allreduce(tensor, ReduceOp::Sum).unwrap();
+            let work = group.all_reduce(tensor, ReduceOp::Sum).unwrap();
             misbehave(&mut neighbour);
             let e = work.wait(soon()).unwrap_err();
             assert_eq!(work.recover().len(), 1);

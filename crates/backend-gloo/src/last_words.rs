@@ -56,7 +56,7 @@ impl Scene {
     fn new() -> Self {
         let (group, one, two) = connected();
         let sum = group
-            .allreduce(Tensor::zeros(DType::F32, 1000), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::F32, 1000), ReduceOp::Sum)
             .unwrap();
         Self { group, sum, one, two }
     }

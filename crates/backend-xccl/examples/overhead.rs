@@ -119,7 +119,7 @@ impl Bench {
             Side::Handed => self.handed.all_reduce(tensor)?,
             Side::Ours => self
                 .group
-                .allreduce(tensor, ReduceOp::Sum)
+                .all_reduce(tensor, ReduceOp::Sum)
                 .map_err(Error::from)?
                 .take_tensor()?,
         });

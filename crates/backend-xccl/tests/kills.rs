@@ -180,7 +180,7 @@ fn group() -> IsolatedGroup {
 fn sum(group: &dyn ProcessGroup, count: usize) -> Result<()> {
     let mine = group.info().rank as i32 + 1;
     let sum = group
-        .allreduce(Tensor::from_vec(vec![mine; count]), ReduceOp::Sum)?
+        .all_reduce(Tensor::from_vec(vec![mine; count]), ReduceOp::Sum)?
         .take_tensor()?
         .into_vec::<i32>()?;
     assert!(sum.iter().all(|&x| x == 3), "a wrong sum: {:?}", sum.first());

@@ -255,7 +255,7 @@ fn stuck(rank: &Rank) -> Outcome {
     };
     let before = ftcore::leaked_bytes();
     let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_millis(600))))?;
-    let later = group.allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?;
+    let later = group.all_reduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?;
     let e = work.wait(soon()).expect_err("nobody joined");
     ensure(
         e.kind() == ErrorKind::Timeout && e.to_string().contains("all_reduce #1"),
@@ -352,7 +352,7 @@ fn options(rank: &Rank) -> Outcome {
         ensure(!g.capabilities().has(Feature::Contributors), || {
             "contributors are counted".into()
         })?;
-        let average = g.allreduce(Tensor::from_vec(vec![rank.rank as f32]), ReduceOp::Avg)?;
+        let average = g.all_reduce(Tensor::from_vec(vec![rank.rank as f32]), ReduceOp::Avg)?;
         let average = average.take_tensor()?;
         let average = average.as_slice::<f32>()?;
         ensure(average == [0.5], || format!("the average is {average:?}"))?;
@@ -466,7 +466,7 @@ fn messages(rank: &Rank) -> Outcome {
     rank.store.barrier("failed", 2, soon())?;
     group.configure(configuration(rank, 2, 2))?;
     let sum = group
-        .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)?
+        .all_reduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)?
         .take_tensor()?;
     ensure(sum.as_slice::<i32>()? == [2], || {
         "the next epoch sums wrongly".into()
@@ -478,7 +478,7 @@ fn messages(rank: &Rank) -> Outcome {
 fn sum(rank: &Rank) -> Outcome {
     let group = group(rank, GroupOptions::default())?;
     group
-        .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)?
+        .all_reduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)?
         .wait(soon())?;
     Ok(group.shutdown(soon())?)
 }

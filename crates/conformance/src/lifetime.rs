@@ -103,14 +103,14 @@ fn ones(rank: &Rank, group: &dyn ProcessGroup, n: usize) -> Outcome {
 fn dropped_work(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     for _ in 0..50 {
-        drop(group.allreduce(Tensor::zeros(DType::F32, 5000), ReduceOp::Sum)?);
+        drop(group.all_reduce(Tensor::zeros(DType::F32, 5000), ReduceOp::Sum)?);
     }
     ones(rank, group.as_ref(), 100)
 }
 
 fn taken_once(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    let work = group.allreduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)?;
+    let work = group.all_reduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)?;
     let other = work.clone();
     work.take_tensor()?;
     ensure!(
@@ -134,7 +134,7 @@ fn callbacks(rank: &Rank) -> Outcome {
     let calls = Arc::new(AtomicU32::new(0));
     let mut works = Vec::new();
     for _ in 0..20 {
-        let work = group.allreduce(Tensor::zeros(DType::F32, 300), ReduceOp::Sum)?;
+        let work = group.all_reduce(Tensor::zeros(DType::F32, 300), ReduceOp::Sum)?;
         let calls = calls.clone();
         work.on_complete(move |status| {
             if matches!(status, Status::Succeeded) {

@@ -127,7 +127,7 @@ fn canonical_bools(rank: &Rank) -> Outcome {
 fn all_gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize) -> Outcome {
     let lengths = uneven(rank.world, count);
     let input = pattern(dtype, rank.rank, of(&lengths, rank.rank));
-    let tensors = group.allgather(input, zeros(dtype, &lengths))?.take()?.tensors;
+    let tensors = group.all_gather(input, zeros(dtype, &lengths))?.take()?.tensors;
     let (input, outputs) = tensors
         .split_first()
         .ok_or_else(|| Failure::new("nothing came back"))?;
@@ -147,7 +147,7 @@ fn all_gather_into(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: u
         .iter()
         .map(|&n| (pattern(dtype, rank.rank, n), Tensor::zeros(dtype, n * world)))
         .collect();
-    let tensors = group.allgather_into_coalesced(pairs)?.take()?.tensors;
+    let tensors = group.all_gather_into_coalesced(pairs)?.take()?.tensors;
     for (pair, n) in tensors.chunks_exact(2).zip(counts) {
         let [_, output] = pair else { continue };
         let part = n * dtype.size();
@@ -221,7 +221,7 @@ fn all_to_all(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
     let outputs = (0..rank.world)
         .map(|from| Tensor::zeros(dtype, amount(count, from, me)))
         .collect();
-    let tensors = group.alltoall(inputs, outputs)?.take()?.tensors;
+    let tensors = group.all_to_all(inputs, outputs)?.take()?.tensors;
     for (output, from) in tensors.iter().skip(rank.world as usize).zip(0..) {
         ensure!(
             output.count() == amount(count, from, me),
@@ -254,7 +254,7 @@ fn exchange(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize, e
     } else {
         (sent.iter().map(|s| s.1).collect(), received.clone())
     };
-    let work = group.alltoall_into(joined(dtype, &sent), output, input_splits, output_splits)?;
+    let work = group.all_to_all_into(joined(dtype, &sent), output, input_splits, output_splits)?;
     let result = work.take_tensor()?;
     let mut at = 0;
     for (n, from) in received.iter().zip(0..) {

@@ -59,7 +59,7 @@ impl Probe {
 
     /// Begins the sum of every rank's `value`, `count` times.
     pub(crate) fn begin(self, group: &dyn ProcessGroup, value: i32, count: usize) -> Outcome<Work> {
-        Ok(group.allreduce(self.tensor(value, count), ReduceOp::Sum)?)
+        Ok(group.all_reduce(self.tensor(value, count), ReduceOp::Sum)?)
     }
 
     /// Fails unless the sum of every rank's `value` is `want`, `count` times.

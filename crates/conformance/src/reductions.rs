@@ -159,7 +159,7 @@ fn all_reduce(
     count: usize,
     kind: Inputs,
 ) -> Outcome {
-    let work = group.allreduce(oracle::tensor(kind, dtype, op, rank.rank, count), op)?;
+    let work = group.all_reduce(oracle::tensor(kind, dtype, op, rank.rank, count), op)?;
     let result = work.take_tensor()?;
     ensure!(
         result.count() == count,
@@ -322,7 +322,7 @@ fn coalesced(rank: &Rank) -> Outcome {
             .iter()
             .map(|&n| oracle::tensor(Inputs::Small, dtype, op, rank.rank, n))
             .collect();
-        let work = group.allreduce_coalesced(tensors, op)?;
+        let work = group.all_reduce_coalesced(tensors, op)?;
         let results = work.take()?.tensors;
         ensure!(
             results.len() == counts.len(),
@@ -355,7 +355,7 @@ fn bitwise_equal(rank: &Rank) -> Outcome {
         }
         for count in [5usize, 1000, 70_001] {
             let tensor = oracle::tensor(Inputs::Fractions, dtype, ReduceOp::Sum, rank.rank, count);
-            let result = group.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?;
+            let result = group.all_reduce(tensor, ReduceOp::Sum)?.take_tensor()?;
             let key = |r: u32| format!("bits/{}/{count}/{r}", dtype.name());
             rank.store.set(&key(rank.rank), result.bytes(), rank.soon())?;
             let first = rank.store.get(&key(0), rank.soon())?;
@@ -390,7 +390,7 @@ fn l16_special_values(rank: &Rank) -> Outcome {
             all_reduce(rank, group.as_ref(), dtype, op, 26, Inputs::Special)?;
             if dtype == DType::Bool {
                 let tensor = oracle::tensor(Inputs::Special, dtype, op, rank.rank, 5000);
-                let result = group.allreduce(tensor, op)?.take_tensor()?;
+                let result = group.all_reduce(tensor, op)?.take_tensor()?;
                 ensure!(
                     result.bytes().iter().all(|b| *b <= 1),
                     "{op} leaves a bool that is neither 0 nor 1"

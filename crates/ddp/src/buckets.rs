@@ -125,7 +125,7 @@ impl BucketPlan {
 
     /// Sends every bucket as zeros: what a replica sends that does not contribute.
     pub(crate) fn send_zeros(&self, replica: &mut dyn Replica) -> Vec<ManagedWork> {
-        let zeros = |b: &Slot| replica.allreduce(vec![Tensor::zeros(b.dtype, b.count)], ReduceOp::Avg);
+        let zeros = |b: &Slot| replica.all_reduce(vec![Tensor::zeros(b.dtype, b.count)], ReduceOp::Avg);
         self.buckets.iter().map(zeros).collect()
     }
 
@@ -376,7 +376,7 @@ impl<'a> Sink<'a> {
         if let Some(bucket) = self.buckets.get(self.works.len()) {
             // The original stays here, to be sent again if the step fails.
             self.works
-                .push(self.replica.allreduce(vec![copy(bucket)], ReduceOp::Avg));
+                .push(self.replica.all_reduce(vec![copy(bucket)], ReduceOp::Avg));
         }
     }
 

@@ -332,7 +332,7 @@ impl<R: Replica> Ddp<R> {
                 Sends::Again => {
                     let again = |b| {
                         self.replica
-                            .allreduce(vec![buckets::copy(b)], ftcore::ReduceOp::Avg)
+                            .all_reduce(vec![buckets::copy(b)], ftcore::ReduceOp::Avg)
                     };
                     self.steps.kept().into_iter().flatten().map(again).collect()
                 }

@@ -415,7 +415,7 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         let values = self.rounds.kept().map_or(&[][..], Vec::as_slice);
         for bucket in values.chunks(self.config.bucket_elements) {
             let bucket = vec![Tensor::from_slice(bucket)];
-            self.works.push(self.replica.allreduce(bucket, ReduceOp::Avg));
+            self.works.push(self.replica.all_reduce(bucket, ReduceOp::Avg));
         }
         if let Some(f) = &mut self.on_reduce {
             f(step, participation.epoch);

@@ -18,12 +18,12 @@ pub trait ProcessGroupExt: ProcessGroup {
     }
 
     /// All-reduces one tensor in place.
-    fn allreduce(&self, tensor: Tensor, op: ReduceOp) -> Result<Work, Box<Rejected>> {
-        self.allreduce_coalesced(vec![tensor], op)
+    fn all_reduce(&self, tensor: Tensor, op: ReduceOp) -> Result<Work, Box<Rejected>> {
+        self.all_reduce_coalesced(vec![tensor], op)
     }
 
     /// All-reduces several tensors of one dtype as one operation.
-    fn allreduce_coalesced(&self, tensors: Vec<Tensor>, op: ReduceOp) -> Result<Work, Box<Rejected>> {
+    fn all_reduce_coalesced(&self, tensors: Vec<Tensor>, op: ReduceOp) -> Result<Work, Box<Rejected>> {
         self.run(Collective::AllReduce { tensors, op }, SubmitOptions::default())
     }
 
@@ -44,17 +44,17 @@ pub trait ProcessGroupExt: ProcessGroup {
     }
 
     /// Gathers every rank's input into a list, uneven sizes allowed.
-    fn allgather(&self, input: Tensor, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
+    fn all_gather(&self, input: Tensor, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
         self.run(Collective::AllGather { input, outputs }, SubmitOptions::default())
     }
 
     /// Gathers every rank's input into one tensor.
-    fn allgather_into(&self, input: Tensor, output: Tensor) -> Result<Work, Box<Rejected>> {
-        self.allgather_into_coalesced(vec![(input, output)])
+    fn all_gather_into(&self, input: Tensor, output: Tensor) -> Result<Work, Box<Rejected>> {
+        self.all_gather_into_coalesced(vec![(input, output)])
     }
 
-    /// Several [`allgather_into`](Self::allgather_into) as one operation.
-    fn allgather_into_coalesced(&self, pairs: Vec<(Tensor, Tensor)>) -> Result<Work, Box<Rejected>> {
+    /// Several [`all_gather_into`](Self::all_gather_into) as one operation.
+    fn all_gather_into_coalesced(&self, pairs: Vec<(Tensor, Tensor)>) -> Result<Work, Box<Rejected>> {
         self.run(Collective::AllGatherInto { pairs }, SubmitOptions::default())
     }
 
@@ -110,12 +110,12 @@ pub trait ProcessGroupExt: ProcessGroup {
     }
 
     /// Exchanges lists, uneven sizes allowed.
-    fn alltoall(&self, inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
+    fn all_to_all(&self, inputs: Vec<Tensor>, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
         self.run(Collective::AllToAll { inputs, outputs }, SubmitOptions::default())
     }
 
     /// Exchanges the parts of one tensor; empty splits mean even ones.
-    fn alltoall_into(
+    fn all_to_all_into(
         &self,
         input: Tensor,
         output: Tensor,
@@ -190,7 +190,7 @@ pub trait ProcessGroupExt: ProcessGroup {
     /// All-reduces borrowed memory and blocks until done. Without a copy where the group advertises
     /// [`Feature::Borrow`]; otherwise staged through owned memory. Nobody touches `data` after the return, time-outs included;
     /// after an error its contents are undefined.
-    fn allreduce_slice<T: Element>(
+    fn all_reduce_slice<T: Element>(
         &self,
         data: &mut [T],
         op: ReduceOp,
@@ -199,7 +199,7 @@ pub trait ProcessGroupExt: ProcessGroup {
         self.on_slice(data, options, |tensors| Collective::AllReduce { tensors, op })
     }
 
-    /// Broadcasts the root's memory into borrowed memory, as [`allreduce_slice`](Self::allreduce_slice).
+    /// Broadcasts the root's memory into borrowed memory, as [`all_reduce_slice`](Self::all_reduce_slice).
     fn broadcast_slice<T: Element>(&self, data: &mut [T], root: u32, options: SubmitOptions) -> Result<()> {
         self.on_slice(data, options, |tensors| Collective::Broadcast { tensors, root })
     }

@@ -2,7 +2,7 @@
 //!
 //! Data flows down: a training loop builds a [`Collective`] out of [`Tensor`]s that it gives away, a
 //! [`ProcessGroup`] carries it out, and the [`Work`] gives the tensors back. The named collectives
-//! (`allreduce`, `broadcast`, …) are [`ProcessGroupExt`], written once on top of the one method `submit`, where all
+//! (`all_reduce`, `broadcast`, …) are [`ProcessGroupExt`], written once on top of the one method `submit`, where all
 //! validation happens; a backend only ever sees valid input.
 
 mod address;

@@ -94,7 +94,7 @@ fn replica(lighthouse: &str, name: &str, mib: usize, step: Duration) {
     loop {
         m.start_quorum(&mut state, soon()).unwrap();
         std::thread::sleep(step);
-        let work = m.allreduce(vec![Tensor::from_vec(vec![1.0f32; 1 << 18])], ReduceOp::Avg);
+        let work = m.all_reduce(vec![Tensor::from_vec(vec![1.0f32; 1 << 18])], ReduceOp::Avg);
         let sum = work.take();
         if m.should_commit(soon()).unwrap() {
             state.steps += sum.unwrap().into_tensor().unwrap().as_slice::<f32>().unwrap()[0];

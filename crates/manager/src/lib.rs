@@ -1,7 +1,7 @@
 //! Per-rank manager: who takes part in this step, who heals from whom, did it commit.
 //!
 //! A training loop calls, per step: [`Replica::start_quorum`] (agree on the members, connect the group, heal if
-//! behind), [`Replica::allreduce`] any number of times, [`Replica::should_commit`]. Whatever fails in between is
+//! behind), [`Replica::all_reduce`] any number of times, [`Replica::should_commit`]. Whatever fails in between is
 //! collected here and turns the vote into a no; the caller then does the same step again. [`Manager`] is the real
 //! thing over a lighthouse; training crates see only the [`Replica`] trait.
 

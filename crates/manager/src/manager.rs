@@ -515,7 +515,7 @@ impl Replica for Manager {
         self.ahead = Ahead::None;
     }
 
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
+    fn all_reduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork {
         self.progress();
         self.wait_ahead();
         if let Ahead::Found(found) = &self.ahead

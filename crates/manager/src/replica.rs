@@ -132,7 +132,7 @@ pub trait Replica {
 
     /// Reduces tensors of one dtype over the members. Averages count the contributors in the reduction (INV-4). It never
     /// fails at once: an error shows in the work and in the vote.
-    fn allreduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork;
+    fn all_reduce(&mut self, tensors: Vec<Tensor>, op: ReduceOp) -> ManagedWork;
 
     /// Waits for everything submitted in this step and decides together with the other ranks of this replica. True:
     /// the step counts and `current_step` has advanced; apply its result now. False: throw it away and start again.

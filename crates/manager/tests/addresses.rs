@@ -63,7 +63,7 @@ fn two_replicas_meet(lighthouse: &str, binds: [&str; 2]) {
                     let mut healed = false;
                     for _ in 0..2 {
                         healed |= m.start_quorum(&mut state, soon()).unwrap().healed.is_some();
-                        let work = m.allreduce(vec![Tensor::from_vec(vec![1.0f32; 10])], ReduceOp::Avg);
+                        let work = m.all_reduce(vec![Tensor::from_vec(vec![1.0f32; 10])], ReduceOp::Avg);
                         assert!(m.should_commit(soon()).unwrap());
                         state.0 += work
                             .take()

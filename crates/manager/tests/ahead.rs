@@ -61,7 +61,7 @@ fn step(m: &mut Manager, state: &mut Number, input: f32) -> usize {
 
 /// The rest of a step after its quorum.
 fn finish(m: &mut Manager, state: &mut Number, input: f32) -> bool {
-    let work = m.allreduce(vec![Tensor::from_vec(vec![input; 8])], ReduceOp::Avg);
+    let work = m.all_reduce(vec![Tensor::from_vec(vec![input; 8])], ReduceOp::Avg);
     let average = work.take().unwrap().into_tensor().unwrap();
     let committed = m.should_commit(soon()).unwrap();
     state.0 += average.as_slice::<f32>().unwrap()[0];
@@ -72,7 +72,7 @@ fn finish(m: &mut Manager, state: &mut Number, input: f32) -> bool {
 fn step_ahead(m: &mut Manager, state: &mut Number, input: f32) -> (Participation, Participation, f32) {
     assert!(m.begin_quorum(soon()).unwrap());
     let before = m.await_quorum().unwrap();
-    let work = m.allreduce(vec![Tensor::from_vec(vec![input; 8])], ReduceOp::Avg);
+    let work = m.all_reduce(vec![Tensor::from_vec(vec![input; 8])], ReduceOp::Avg);
     let after = m.start_quorum(state, soon()).unwrap();
     let average = work.take().unwrap().into_tensor().unwrap();
     let average = average.as_slice::<f32>().unwrap()[0];
@@ -161,7 +161,7 @@ fn a_member_that_is_behind_heals_in_the_callers_thread_and_its_gradients_do_not_
         assert!(m.begin_quorum(soon()).unwrap());
         let before = m.await_quorum().unwrap();
         assert_eq!((before.contributes, before.step, state.0), (false, 0, -1.0));
-        let work = m.allreduce(vec![Tensor::from_vec(vec![1000.0f32; 8])], ReduceOp::Avg);
+        let work = m.all_reduce(vec![Tensor::from_vec(vec![1000.0f32; 8])], ReduceOp::Avg);
         // The step is not voted on before the state is that of the step (INV-5).
         assert_eq!(
             m.should_commit(soon()).unwrap_err().kind(),
@@ -184,7 +184,7 @@ fn a_replica_far_behind_takes_the_state_as_a_spare_and_joins_when_its_quorum_is_
         let before = m.await_quorum().unwrap();
         assert_eq!((before.contributes, before.step), (false, 0));
         // A spare has no group.
-        let work = m.allreduce(vec![Tensor::from_vec(vec![1000.0f32; 8])], ReduceOp::Avg);
+        let work = m.all_reduce(vec![Tensor::from_vec(vec![1000.0f32; 8])], ReduceOp::Avg);
         assert!(work.take().is_err());
         let after = m.start_quorum(state, soon()).unwrap();
         assert!(after.healed.is_some() && !after.contributes, "{after:?}");

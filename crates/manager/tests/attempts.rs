@@ -55,7 +55,7 @@ fn manager(name: &str, lighthouse: &LighthouseServer, edit: impl FnOnce(&mut Man
 fn attempt(m: &mut Manager) -> Result<(Participation, bool)> {
     let now = m.start_quorum(&mut Nothing, soon())?;
     let _ = m
-        .allreduce(vec![Tensor::from_vec(vec![1.0f32; 8])], ReduceOp::Avg)
+        .all_reduce(vec![Tensor::from_vec(vec![1.0f32; 8])], ReduceOp::Avg)
         .take();
     Ok((now, m.should_commit(soon())?))
 }

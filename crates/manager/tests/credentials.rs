@@ -62,7 +62,7 @@ fn manager(name: &str, lighthouse: &str, credentials: Arc<Credentials>) -> Resul
 fn step(m: &mut Manager, state: &mut Number) -> bool {
     m.start_quorum(state, soon()).unwrap();
     let sum = m
-        .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+        .all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
         .take();
     let committed = m.should_commit(soon()).unwrap();
     if committed {

@@ -52,7 +52,7 @@ fn manager(name: &str, lighthouse: &str) -> Manager {
 fn step(m: &mut Manager, state: &mut Model) -> bool {
     m.start_quorum(state, soon()).unwrap();
     let sum = m
-        .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+        .all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
         .take();
     if !m.should_commit(soon()).unwrap() {
         return false;

@@ -96,7 +96,7 @@ fn rank(group_rank: u32, lighthouse: &str, meet: Arc<dyn Store>) -> Manager {
 
 fn begin(m: &mut Manager) {
     m.start_quorum(&mut Nothing, soon()).unwrap();
-    m.allreduce(vec![Tensor::from_vec(vec![1.0f32; 10])], ReduceOp::Sum)
+    m.all_reduce(vec![Tensor::from_vec(vec![1.0f32; 10])], ReduceOp::Sum)
         .take()
         .unwrap();
 }

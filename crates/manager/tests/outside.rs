@@ -77,7 +77,7 @@ fn members_go_on_committing_while_a_joiner_takes_its_state_and_it_ends_as_one_of
     let run = |m: &mut Manager, state: &mut Model| {
         let members = m.start_quorum(state, soon()).unwrap().members.len();
         let sum = m
-            .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+            .all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
             .take();
         if !m.should_commit(soon()).unwrap() {
             return None;

@@ -60,7 +60,7 @@ impl State for Number {
 /// One attempt at a step: its contributors if it committed.
 fn attempt(m: &mut Manager, state: &mut Number) -> Result<Option<u32>> {
     m.start_quorum(state, soon())?;
-    let work = m.allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg);
+    let work = m.all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg);
     let sum = work.take();
     if !m.should_commit(soon())? {
         return Ok(None);
@@ -355,7 +355,7 @@ fn attempts(name: &str, url: &str, input: f32, spoils: bool, begun: impl Fn(&Par
             m.report_error(Error::new(ErrorKind::Backend, "something local"));
             None
         } else {
-            let work = m.allreduce(vec![Tensor::from_vec(vec![input])], ReduceOp::Avg);
+            let work = m.all_reduce(vec![Tensor::from_vec(vec![input])], ReduceOp::Avg);
             Some(work.take())
         };
         let committed = m.should_commit(soon()).unwrap();

@@ -68,7 +68,7 @@ impl State for Number {
 /// One step that adds the average of `input` to the state. Returns the contributors, or `None` if it did not commit.
 fn step(m: &mut Manager, state: &mut Number, input: f32) -> Result<Option<u32>> {
     m.start_quorum(state, soon())?;
-    let work = m.allreduce(vec![Tensor::from_vec(vec![input; 1000])], ReduceOp::Avg);
+    let work = m.all_reduce(vec![Tensor::from_vec(vec![input; 1000])], ReduceOp::Avg);
     let sum = work.take();
     if !m.should_commit(soon())? {
         return Ok(None);
@@ -141,7 +141,7 @@ fn l03_a_state_that_could_not_be_applied_leaves_the_step_where_it_was() {
             // Nothing was applied, so nothing counts as done, and no reduction or vote is possible.
             assert_eq!((new.current_step(), state.value), (0, 77.0));
             let refused = new
-                .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+                .all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
                 .take();
             assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidState);
             assert_eq!(
@@ -227,7 +227,7 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
                         let p = m.start_quorum(&mut state, soon()).unwrap();
                         heals += usize::from(p.healed.is_some() && p.step > 0);
                         // The ranks of a replica reduce different things, each with its counterpart.
-                        let work = m.allreduce(
+                        let work = m.all_reduce(
                             vec![Tensor::from_vec(vec![group_rank as f32 + 1.0; 64])],
                             ReduceOp::Avg,
                         );
@@ -331,7 +331,7 @@ fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other
                             m.report_error(Error::unsupported("no such sum here"));
                         } else {
                             let _ = m
-                                .allreduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
+                                .all_reduce(vec![Tensor::from_vec(vec![1.0f32])], ReduceOp::Avg)
                                 .take();
                         }
                         match m.should_commit(far()) {
@@ -385,7 +385,7 @@ fn with_a_fixed_world_size_spares_follow_along_without_counting() {
                 };
                 let p = m.start_quorum(&mut state, soon()).unwrap();
                 assert_eq!(p.contributes, i < 2);
-                let work = m.allreduce(vec![Tensor::from_vec(vec![i as f32 + 1.0])], ReduceOp::Avg);
+                let work = m.all_reduce(vec![Tensor::from_vec(vec![i as f32 + 1.0])], ReduceOp::Avg);
                 assert!(m.should_commit(soon()).unwrap());
                 let done = work.take().unwrap();
                 assert_eq!(done.contributors, 2);

@@ -7,7 +7,7 @@ fn main() -> Result<()> {
     let mut values = [world.rank() as f32 + 1.0; 4];
     world
         .group()
-        .allreduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+        .all_reduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
     println!("rank {} of {} has {values:?}", world.rank(), world.world_size());
     world.shutdown(deadline_in(Duration::from_secs(10)))
 }

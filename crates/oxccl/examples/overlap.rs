@@ -11,7 +11,7 @@ fn main() -> Result<()> {
         works.push(
             world
                 .group()
-                .allreduce(Tensor::from_vec(gradient), ReduceOp::Avg)?,
+                .all_reduce(Tensor::from_vec(gradient), ReduceOp::Avg)?,
         );
     }
     for (layer, work) in works.iter().enumerate() {

@@ -22,7 +22,7 @@ fn main() -> Result<()> {
     let mut values: Vec<f32> = wave(world.rank()).collect();
     world
         .group()
-        .allreduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+        .all_reduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
     let exact = |i: usize| {
         (0..world.world_size())
             .filter_map(|r| wave(r).nth(i))

@@ -87,12 +87,12 @@ fn main() -> Result<()> {
         ("barrier", |group, _| group.barrier()),
         ("all_reduce, submit and take", |group, data| {
             let tensor = Tensor::from_vec(std::mem::take(data));
-            let back = group.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?;
+            let back = group.all_reduce(tensor, ReduceOp::Sum)?.take_tensor()?;
             *data = back.into_vec().map_err(Error::from)?;
             Ok(())
         }),
         ("all_reduce of a slice", |group, data| {
-            group.allreduce_slice(data, ReduceOp::Sum, SubmitOptions::default())
+            group.all_reduce_slice(data, ReduceOp::Sum, SubmitOptions::default())
         }),
     ];
     for (name, call) in calls {

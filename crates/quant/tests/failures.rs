@@ -71,7 +71,7 @@ fn l12_ranks_that_quantise_differently_are_all_told_both_ways_at_configure() {
                 assert!(text.contains(theirs) && text.contains(ours), "{text}");
                 assert!(text.contains(&format!("rank {odd}")), "{text}");
                 let refused = g
-                    .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+                    .all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
                     .unwrap_err();
                 assert_eq!(refused.error.kind(), ErrorKind::InvalidState);
                 // With the same format the next epoch works.
@@ -197,7 +197,7 @@ fn l15_ranks_that_call_different_collectives_are_all_told_both_calls() {
                     }
                     // Later calls are told the same first cause.
                     let refused = g
-                        .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+                        .all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
                         .unwrap_err();
                     assert_eq!(refused.error.kind(), ErrorKind::Poisoned, "{refused}");
                     assert!(refused.to_string().contains(words[0]), "{refused}");
@@ -218,10 +218,10 @@ fn abort_ends_what_is_pending_and_queued_and_gives_the_tensors_back() {
         configure(&g, &store, 1, rank, 2).unwrap();
         if rank == 0 {
             let a = g
-                .allreduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
                 .unwrap();
             let b = g
-                .allreduce(Tensor::from_vec(vec![1.0f32; 20]), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(vec![1.0f32; 20]), ReduceOp::Sum)
                 .unwrap();
             a.abort("enough");
             for (work, n) in [(a, 10), (b, 20)] {

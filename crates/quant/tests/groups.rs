@@ -107,7 +107,7 @@ fn halves_are_summed_in_f32_and_come_back_in_their_type() {
                 Tensor::from_vec(short),
             ];
             let done = g
-                .allreduce_coalesced(tensors, ReduceOp::Sum)
+                .all_reduce_coalesced(tensors, ReduceOp::Sum)
                 .unwrap()
                 .take()
                 .unwrap();
@@ -120,7 +120,7 @@ fn halves_are_summed_in_f32_and_come_back_in_their_type() {
             // What the narrow type cannot hold shows as infinity.
             assert_eq!(done.tensors[2].as_slice::<f16>().unwrap(), [f16::INFINITY]);
             let average = g
-                .allreduce(Tensor::from_vec(vec![bf16::from_f32(3.0); 9]), ReduceOp::Avg)
+                .all_reduce(Tensor::from_vec(vec![bf16::from_f32(3.0); 9]), ReduceOp::Avg)
                 .unwrap();
             let average = average.take_tensor().unwrap();
             assert_eq!(average.as_slice::<bf16>().unwrap(), [bf16::from_f32(3.0); 9]);
@@ -226,7 +226,7 @@ fn moves_are_exact_unless_asked_for_and_then_equal_on_all_ranks() {
                 let bytes = g.traffic().sent - before;
                 let n = world as usize;
                 let into = g
-                    .allgather_into(
+                    .all_gather_into(
                         Tensor::from_vec(values(rank, 500)),
                         Tensor::zeros(DType::F32, 500 * n),
                     )
@@ -234,7 +234,7 @@ fn moves_are_exact_unless_asked_for_and_then_equal_on_all_ranks() {
                 let into = into.take_tensor().unwrap().into_vec::<f32>().unwrap();
                 let outputs = (0..n).map(|r| Tensor::zeros(DType::F32, 10 * r)).collect();
                 let list = g
-                    .allgather(Tensor::from_vec(values(rank, 10 * rank as usize)), outputs)
+                    .all_gather(Tensor::from_vec(values(rank, 10 * rank as usize)), outputs)
                     .unwrap()
                     .take()
                     .unwrap();
@@ -286,12 +286,12 @@ fn calls_run_in_order_and_what_is_not_quantised_is_exact() {
             Tensor::from_vec(vec![1.0f32; 5]).reshape(&[5, 1]).unwrap(),
             Tensor::from_vec(vec![2.0f32; 200]),
         ];
-        let sum = g.allreduce_coalesced(parts, ReduceOp::Sum).unwrap();
+        let sum = g.all_reduce_coalesced(parts, ReduceOp::Sum).unwrap();
         let cast = g.broadcast(Tensor::from_vec(vec![rank as f32 + 0.1]), 2).unwrap();
         let next = g.send(Tensor::from_vec(vec![rank]), (rank + 1) % 3, 4).unwrap();
         let back = g.recv(Tensor::zeros(DType::U32, 1), (rank + 2) % 3, 4).unwrap();
         let all = g
-            .alltoall_into(
+            .all_to_all_into(
                 Tensor::from_vec(vec![f64::from(rank); 3]),
                 Tensor::zeros(DType::F64, 3),
                 Vec::new(),
@@ -299,7 +299,7 @@ fn calls_run_in_order_and_what_is_not_quantised_is_exact() {
             )
             .unwrap();
         let again = g
-            .allreduce(Tensor::from_vec(vec![1.0f32; 9]), ReduceOp::Avg)
+            .all_reduce(Tensor::from_vec(vec![1.0f32; 9]), ReduceOp::Avg)
             .unwrap();
         g.barrier().unwrap();
         let sum = sum.take().unwrap().tensors;
@@ -332,7 +332,7 @@ fn reductions_that_rounding_would_falsify_are_unsupported_at_every_world_size() 
                 (Tensor::zeros(DType::F32, 4), ReduceOp::PremulSum(2.0)),
             ] {
                 let dtype = tensor.dtype();
-                let refused = g.allreduce(tensor, op).unwrap_err();
+                let refused = g.all_reduce(tensor, op).unwrap_err();
                 assert_eq!(refused.error.kind(), ErrorKind::Unsupported, "{refused}");
                 assert_eq!(refused.op.tensors().len(), 1);
                 let text = refused.to_string();
@@ -470,7 +470,7 @@ fn split_groups_are_quantised_too() {
         configure(&g, &store, 1, rank, 3).unwrap();
         let child = g.split(Some(u32::from(rank == 2)), 0, soon()).unwrap().unwrap();
         let work = child
-            .allreduce(Tensor::from_vec(vec![1.0f32, 0.001]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![1.0f32, 0.001]), ReduceOp::Sum)
             .unwrap();
         let sum = work.take_tensor().unwrap();
         let sum = sum.as_slice::<f32>().unwrap();
@@ -501,7 +501,7 @@ fn split_groups_keep_the_options_of_the_group() {
         // A broadcast that is exact would keep the small one.
         assert!((got.as_slice::<f32>().unwrap()[1] - 1e-5).abs() > 1e-6, "{got:?}");
         // With error feedback every reduction is in a step.
-        let refused = child.allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum);
+        let refused = child.all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum);
         let e = refused.err().unwrap().error;
         assert!(e.to_string().contains("ErrorFeedback::begin"), "{e}");
     });

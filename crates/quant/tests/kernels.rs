@@ -117,12 +117,12 @@ fn values_on_another_device_are_reduced_by_its_kernels() {
             let before = ENCODED.load(Ordering::SeqCst);
             let values = ranks::values(rank, 1000);
             // As one tensor, and in two parts.
-            let work = g.allreduce(upload(&values), ReduceOp::Avg).unwrap();
+            let work = g.all_reduce(upload(&values), ReduceOp::Avg).unwrap();
             let whole = work.take_tensor().unwrap();
             assert_eq!(*whole.device(), device());
             let parts = vec![upload(&values[..300]), upload(&values[300..])];
             let parts = g
-                .allreduce_coalesced(parts, ReduceOp::Avg)
+                .all_reduce_coalesced(parts, ReduceOp::Avg)
                 .unwrap()
                 .take()
                 .unwrap()

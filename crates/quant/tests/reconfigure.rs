@@ -148,7 +148,7 @@ fn l27_an_abort_while_the_work_of_the_last_epoch_ends_is_not_forgotten() {
     group.configure(configuration(&store(), 1, 0, 2)).unwrap();
     // Quantised: the thread is in it until it ends, and `configure` waits for that.
     let sum = group
-        .allreduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)
+        .all_reduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)
         .unwrap();
     let until = soon();
     while below.state.lock().unwrap().pending.is_empty() {

@@ -226,7 +226,7 @@ impl World {
     /// # fn main() -> ftcore::Result<()> {
     /// let world = world::World::from_env()?;
     /// let mut values = [world.rank() as f32; 4];
-    /// world.group().allreduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
+    /// world.group().all_reduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
     /// # Ok(())
     /// # }
     /// ```

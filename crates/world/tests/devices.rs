@@ -91,7 +91,7 @@ fn sums(group: &dyn ProcessGroup, device: &Device, mine: f32) -> Result<(f32, f3
     };
     let there = group.run(op, options)?.take_tensor()?;
     let here = group
-        .allreduce(Tensor::from_vec(vec![mine * 10.0]), ReduceOp::Sum)?
+        .all_reduce(Tensor::from_vec(vec![mine * 10.0]), ReduceOp::Sum)?
         .take_tensor()?;
     Ok((value(&there)?, value(&here)?))
 }
@@ -128,7 +128,7 @@ fn each_to_its_own() -> Result<()> {
             || format!("{info:?}"),
         )?;
         let summed = beside
-            .allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?
+            .all_reduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?
             .take_tensor()?;
         ensure(value(&summed)? == 2.0, || "the sum is wrong".into())?;
         beside.shutdown(soon())?;
@@ -171,12 +171,12 @@ fn what_one_backend_lacks_is_refused_by_its_name() -> Result<()> {
         let group = world.group();
         // gloo reduces i16, NCCL does not.
         let here = group
-            .allreduce(Tensor::from_vec(vec![1i16]), ReduceOp::Sum)?
+            .all_reduce(Tensor::from_vec(vec![1i16]), ReduceOp::Sum)?
             .take_tensor()?;
         ensure(here.as_slice::<i16>()? == [2], || "i16 on the host".into())?;
         let device = cuda(world.rank());
         let there = accelerator(&device.kind)?.alloc(device.index, DType::I16, &[1])?;
-        let Err(rejected) = group.allreduce(there, ReduceOp::Sum) else {
+        let Err(rejected) = group.all_reduce(there, ReduceOp::Sum) else {
             return Err(fail("NCCL took i16"));
         };
         let e = &rejected.error;
@@ -196,7 +196,7 @@ fn a_failure_of_one_ends_both_until_the_next_configuration() -> Result<()> {
     pair(|world| {
         let group = world.group();
         group.abort("enough");
-        let Err(rejected) = group.allreduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum) else {
+        let Err(rejected) = group.all_reduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum) else {
             return Err(fail("an aborted group took an operation"));
         };
         ensure(rejected.error.kind() == ErrorKind::Poisoned, || {

@@ -50,7 +50,7 @@ fn ranks_with<T: Send>(world_size: u32, options: &WorldOptions, body: impl Fn(Wo
 fn sum(group: &dyn ProcessGroup, rank: u32) -> f32 {
     let mine = Tensor::from_vec(vec![2f32.powi(rank as i32)]);
     let sum = group
-        .allreduce(mine, ReduceOp::Sum)
+        .all_reduce(mine, ReduceOp::Sum)
         .unwrap()
         .take_tensor()
         .unwrap();

@@ -33,7 +33,7 @@ fn join(store: &Arc<dyn Store>, rank: u32) -> ftcore::Result<f32> {
         cancel: Default::default(),
     })?;
     let work = group
-        .allreduce(Tensor::from_vec(vec![rank as f32 + 1.0; 1000]), ReduceOp::Sum)
+        .all_reduce(Tensor::from_vec(vec![rank as f32 + 1.0; 1000]), ReduceOp::Sum)
         .map_err(ftcore::Error::from)?;
     work.wait(soon())?;
     let tensor = work.take_tensor()?;

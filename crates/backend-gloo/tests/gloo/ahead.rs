@@ -11,7 +11,7 @@ const ELEMENTS: usize = 1000;
 /// Submits three all-reduces of 8000 bytes and waits until the bytes of all of them have gone out, though none can end.
 fn three(group: &dyn ProcessGroup) -> Vec<Work> {
     let before = group.traffic().sent;
-    let sum = |i: i64| group.allreduce(Tensor::from_vec(vec![i; ELEMENTS]), ReduceOp::Sum);
+    let sum = |i: i64| group.all_reduce(Tensor::from_vec(vec![i; ELEMENTS]), ReduceOp::Sum);
     let works = (0..3).map(|i| sum(i).unwrap()).collect();
     eventually("the last of three operations to send", || {
         group.traffic().sent - before >= 3 * 8 * ELEMENTS as u64
@@ -30,7 +30,7 @@ fn operations_send_while_the_one_before_them_waits() {
                 works
             } else {
                 eventually("rank 0 to send", || gone.load(Ordering::Acquire));
-                let sum = |i: i64| group.allreduce(Tensor::from_vec(vec![10 * i; ELEMENTS]), ReduceOp::Sum);
+                let sum = |i: i64| group.all_reduce(Tensor::from_vec(vec![10 * i; ELEMENTS]), ReduceOp::Sum);
                 (0..3).map(|i| sum(i).unwrap()).collect()
             };
             for (i, work) in works.iter().enumerate() {
@@ -83,13 +83,13 @@ fn nth(group: &dyn ProcessGroup, i: u64, rank: u32, world: u32) -> (Work, Option
     let times = i64::from(world);
     match (x >> 33) % 6 {
         0 | 1 => (
-            group.allreduce(own, ReduceOp::Sum).unwrap(),
+            group.all_reduce(own, ReduceOp::Sum).unwrap(),
             Some(vec![sum(times); n]),
         ),
         2 => (group.broadcast(own, root).unwrap(), Some(part(root))),
         3 => {
             let into = Tensor::zeros(DType::I64, n * world as usize);
-            (group.allgather_into(own, into).unwrap(), Some(whole()))
+            (group.all_gather_into(own, into).unwrap(), Some(whole()))
         }
         4 => {
             let into = Tensor::zeros(DType::I64, n);

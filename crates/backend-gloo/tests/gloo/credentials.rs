@@ -54,7 +54,7 @@ fn group_with(transport: &str, credentials: Option<&Path>) -> GlooGroup {
 
 fn sums(group: &GlooGroup) {
     let tensor = Tensor::zeros(DType::F32, 100_000);
-    let work = group.allreduce(tensor, ReduceOp::Sum).unwrap();
+    let work = group.all_reduce(tensor, ReduceOp::Sum).unwrap();
     work.wait(soon()).unwrap();
 }
 

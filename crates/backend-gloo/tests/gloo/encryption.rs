@@ -227,7 +227,9 @@ fn bytes_that_are_changed_on_the_way_end_the_group_with_the_peers_name_and_no_wr
                 // Long enough that every connection carries several records.
                 let count = 1 << 20;
                 let work = match messages {
-                    false => group.allreduce(Tensor::from_vec(vec![rank as f32 + 1.0; count]), ReduceOp::Sum),
+                    false => {
+                        group.all_reduce(Tensor::from_vec(vec![rank as f32 + 1.0; count]), ReduceOp::Sum)
+                    }
                     true if rank as usize == direction => {
                         group.recv(Tensor::zeros(DType::F32, count), 1 - rank, 0)
                     }
@@ -348,7 +350,7 @@ fn what_encryption_costs() {
                     for _ in 0..rounds {
                         let began = std::time::Instant::now();
                         let by = SubmitOptions::by(soon());
-                        group.allreduce_slice(&mut data, ReduceOp::Max, by).unwrap();
+                        group.all_reduce_slice(&mut data, ReduceOp::Max, by).unwrap();
                         times.push(began.elapsed());
                     }
                     if rank == 0 {

@@ -20,7 +20,7 @@ fn garbage_and_silent_connections_never_hold_up_a_configuration() {
             let group = group();
             group.configure(configuration(&store, 1, 0, 2)).unwrap();
             let work = group
-                .allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
+                .all_reduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
                 .unwrap();
             work.wait(soon()).unwrap();
         });
@@ -46,7 +46,7 @@ fn garbage_and_silent_connections_never_hold_up_a_configuration() {
         let second = group();
         second.configure(configuration(&store, 1, 1, 2)).unwrap();
         let work = second
-            .allreduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::F32, 4), ReduceOp::Sum)
             .unwrap();
         work.wait(soon()).unwrap();
         first.join().unwrap();
@@ -135,7 +135,7 @@ fn ranks_meet_over_ipv6_or_say_that_there_is_none() {
                 let card = String::from_utf8_lossy(&card).into_owned();
                 assert!(card.contains("[::1]:"), "{card}");
                 let data = Tensor::from_vec(vec![rank as i32 + 1; 100_000]);
-                let sum = group.allreduce(data, ReduceOp::Sum).unwrap();
+                let sum = group.all_reduce(data, ReduceOp::Sum).unwrap();
                 assert_eq!(
                     sum.take_tensor().unwrap().into_vec::<i32>().unwrap(),
                     [3; 100_000]
@@ -158,7 +158,7 @@ fn a_rank_that_offers_no_shared_memory_is_met_over_tcp() {
                 assert_eq!(group.transport(), expected);
                 let mut data = vec![rank as f32; 100_000];
                 let by = SubmitOptions::by(soon());
-                group.allreduce_slice(&mut data, ReduceOp::Sum, by).unwrap();
+                group.all_reduce_slice(&mut data, ReduceOp::Sum, by).unwrap();
                 assert!(data.iter().all(|x| *x == 3.0));
             });
         }

@@ -15,7 +15,7 @@ fn sums_broadcasts_and_barriers_work_between_threads() {
         with_groups(world, |rank, group| {
             for n in [1usize, 1000, 100_000] {
                 let work = group
-                    .allreduce(Tensor::from_vec(vec![rank as i64 + 1; n]), ReduceOp::Sum)
+                    .all_reduce(Tensor::from_vec(vec![rank as i64 + 1; n]), ReduceOp::Sum)
                     .unwrap();
                 let sum = i64::from(world * (world + 1) / 2);
                 assert_eq!(
@@ -52,7 +52,7 @@ fn l27_a_local_abort_ends_the_peers_work_at_once_and_names_the_origin() {
             return;
         }
         let work = group
-            .allreduce(Tensor::zeros(DType::F32, 100_000), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::F32, 100_000), ReduceOp::Sum)
             .unwrap();
         submitted.wait();
         // Far below the group's 60 s: nobody waits out a time-out for a rank that is known to be gone.
@@ -75,7 +75,7 @@ fn l32_after_the_first_failure_the_group_is_poisoned_with_its_first_cause() {
         eventually("the failure", || group.error().is_some());
         for _ in 0..2 {
             let rejected = group
-                .allreduce(Tensor::from_vec(vec![1f32, 2.0]), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(vec![1f32, 2.0]), ReduceOp::Sum)
                 .unwrap_err();
             assert_eq!(rejected.error.kind(), ErrorKind::Poisoned);
             assert!(
@@ -171,7 +171,7 @@ fn l35_the_clock_of_an_operation_starts_at_submission_even_behind_a_stuck_one() 
         }
         // The first one may take long; the second one's deadline passes while it is queued behind it.
         let first = group
-            .allreduce(Tensor::zeros(DType::F32, 8), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::F32, 8), ReduceOp::Sum)
             .unwrap();
         let op = ftcore::Collective::Barrier;
         let by = SubmitOptions::by(deadline_in(Duration::from_millis(150)));
@@ -206,7 +206,7 @@ fn configuring_again_in_health_ends_pending_work_as_aborted_and_carries_no_byte_
                     }
                     assert_eq!(group.info().epoch.0, epoch);
                     let work = group
-                        .allreduce(Tensor::from_vec(vec![epoch as i64; 30_000]), ReduceOp::Sum)
+                        .all_reduce(Tensor::from_vec(vec![epoch as i64; 30_000]), ReduceOp::Sum)
                         .unwrap();
                     let sum = work.take_tensor().unwrap().into_vec::<i64>().unwrap();
                     assert!(sum.iter().all(|&x| x == 3 * epoch as i64));
@@ -214,7 +214,7 @@ fn configuring_again_in_health_ends_pending_work_as_aborted_and_carries_no_byte_
                     // Left pending on purpose, on two of three ranks: its frames must not be seen in the next epoch.
                     left_over = (rank != 0).then(|| {
                         let tensor = Tensor::from_vec(vec![-1i64; 30_000]);
-                        group.allreduce(tensor, ReduceOp::Sum).unwrap()
+                        group.all_reduce(tensor, ReduceOp::Sum).unwrap()
                     });
                     meet.wait();
                 }
@@ -239,7 +239,7 @@ fn survivors_go_on_at_the_next_epoch_with_a_smaller_world() {
                     return; // dropped while idle: a good-bye
                 }
                 let work = group
-                    .allreduce(Tensor::zeros(DType::F32, 50_000), ReduceOp::Sum)
+                    .all_reduce(Tensor::zeros(DType::F32, 50_000), ReduceOp::Sum)
                     .unwrap();
                 submitted.wait();
                 let e = work.wait(soon()).unwrap_err();
@@ -249,7 +249,7 @@ fn survivors_go_on_at_the_next_epoch_with_a_smaller_world() {
                 let new_rank = rank / 2;
                 group.configure(configuration(store, 2, new_rank, 2)).unwrap();
                 let work = group
-                    .allreduce(Tensor::from_vec(vec![1i32; 50_000]), ReduceOp::Sum)
+                    .all_reduce(Tensor::from_vec(vec![1i32; 50_000]), ReduceOp::Sum)
                     .unwrap();
                 let sum = work.take_tensor().unwrap().into_vec::<i32>().unwrap();
                 assert!(sum.iter().all(|&x| x == 2));
@@ -287,11 +287,11 @@ fn a_dropped_work_is_detached_and_its_operation_still_happens() {
     with_groups(2, |rank, group| {
         drop(
             group
-                .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)
                 .unwrap(),
         );
         let work = group
-            .allreduce(Tensor::from_vec(vec![rank as i32]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![rank as i32]), ReduceOp::Sum)
             .unwrap();
         assert_eq!(work.take_tensor().unwrap().into_vec::<i32>().unwrap(), [1]);
     });
@@ -319,7 +319,7 @@ fn traffic_counts_what_goes_over_the_sockets() {
         let before = group.traffic();
         let n = 250_000usize;
         let work = group
-            .allreduce(Tensor::zeros(DType::F32, n), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::F32, n), ReduceOp::Sum)
             .unwrap();
         work.wait(soon()).unwrap();
         let after = group.traffic();

@@ -35,7 +35,7 @@ fn busy(rank: u32, group: &dyn ProcessGroup, until: Instant) -> u64 {
         for _ in 0..IN_FLIGHT / 4 {
             let n = LENGTHS[(number % 4) as usize];
             let data = Tensor::from_vec(vec![number as i64 + i64::from(rank); n]);
-            works.push_back((number, group.allreduce(data, ReduceOp::Sum).unwrap()));
+            works.push_back((number, group.all_reduce(data, ReduceOp::Sum).unwrap()));
             number += 1;
             while works.len() > if go_on == 1 { IN_FLIGHT } else { 0 } {
                 let (number, work) = works.pop_front().unwrap();

@@ -43,7 +43,7 @@ fn every_landing_is_right_over_several_connections() {
             // Two ranks swap whole vectors, more send parts round a ring.
             for n in lengths(if world == 2 { 1 } else { world as usize }) {
                 let sum = group
-                    .allreduce(Tensor::from_vec(values(rank, n)), ReduceOp::Sum)
+                    .all_reduce(Tensor::from_vec(values(rank, n)), ReduceOp::Sum)
                     .unwrap()
                     .take_tensor()
                     .unwrap();
@@ -115,7 +115,7 @@ fn operations_in_flight_one_behind_the_other_never_mix_their_pieces() {
             .enumerate()
             .map(|(i, bytes)| {
                 let tensor = Tensor::from_vec(vec![rank as f32 + i as f32; bytes / 4]);
-                group.allreduce(tensor, ReduceOp::Sum).unwrap()
+                group.all_reduce(tensor, ReduceOp::Sum).unwrap()
             })
             .collect();
         for (i, work) in works.into_iter().enumerate() {
@@ -159,7 +159,7 @@ fn a_split_group_has_as_many_connections_as_its_parent() {
         let before = child.traffic().sent;
         let n = 4 * STRIPE / 4;
         let sum = child
-            .allreduce(Tensor::from_vec(values(rank, n)), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(values(rank, n)), ReduceOp::Sum)
             .unwrap()
             .take_tensor()
             .unwrap();

@@ -75,7 +75,7 @@ fn waiting() {
                 // Two of three: headers and payload wait on the sockets of the third.
                 "a peer runs ahead" if rank != 2 => {
                     let tensor = Tensor::zeros(DType::F32, 300_000);
-                    pending.push(group.allreduce(tensor, ReduceOp::Sum).unwrap());
+                    pending.push(group.all_reduce(tensor, ReduceOp::Sum).unwrap());
                 }
                 _ => {}
             }
@@ -130,7 +130,7 @@ fn alone() {
         let finished = std::sync::Barrier::new(3);
         with_groups_over(transport, 3, |rank, group| {
             let work = group
-                .allreduce(Tensor::zeros(DType::F32, 10_000), ReduceOp::Sum)
+                .all_reduce(Tensor::zeros(DType::F32, 10_000), ReduceOp::Sum)
                 .unwrap();
             work.wait(soon()).unwrap();
             if end.ends_with("abort") {
@@ -164,7 +164,7 @@ fn at_rest() {
         // Every ring has been used over its whole length.
         let mut data = vec![1f32; 3_000_000];
         group
-            .allreduce_slice(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
+            .all_reduce_slice(&mut data, ReduceOp::Sum, SubmitOptions::by(soon()))
             .unwrap();
         drop(data);
         meet.wait();

@@ -25,7 +25,7 @@ struct Way {
 const WAYS: [Way; 13] = [
     way("cuMemcpyDtoHAsync", sum),
     way("ncclAlltoAll", |r, g| {
-        Ok(g.alltoall_into(filled(r, 1.0, 20)?, filled(r, 0.0, 20)?, Vec::new(), Vec::new())?)
+        Ok(g.all_to_all_into(filled(r, 1.0, 20)?, filled(r, 0.0, 20)?, Vec::new(), Vec::new())?)
     }),
     way("ncclGather", |r, g| {
         let outputs = if r == 0 { halves(r)? } else { Vec::new() };
@@ -38,7 +38,7 @@ const WAYS: [Way; 13] = [
     way("ncclSend", message),
     way("ncclCommInitRankConfig", message),
     way("cuLaunchKernel", |r, g| {
-        Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
+        Ok(g.all_reduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
     }),
     way("cuMemsetAsync", abstain),
     way("cuEventRecord", sum),
@@ -46,7 +46,7 @@ const WAYS: [Way; 13] = [
     way("cuMemHostAlloc", sum),
     way("cuStreamWaitEvent", on_a_stream),
     way("cuMemAllocAsync", |r, g| {
-        Ok(g.allreduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
+        Ok(g.all_reduce(filled(r, 1.0, 10)?, ReduceOp::Max)?)
     }),
 ];
 

@@ -187,7 +187,7 @@ fn too_many() -> Outcome {
     group.configure(by_itself(1, SOON))?;
     let mut pending = Vec::new();
     let refused = loop {
-        match group.allreduce(CudaAccelerator.alloc(0, DType::F32, &[1])?, ReduceOp::Sum) {
+        match group.all_reduce(CudaAccelerator.alloc(0, DType::F32, &[1])?, ReduceOp::Sum) {
             Ok(work) => pending.push(work),
             Err(e) => break Error::from(e),
         }

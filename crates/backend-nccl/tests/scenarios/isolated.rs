@@ -291,7 +291,7 @@ fn staged_because_of<const WHAT: u8>() -> Outcome {
     group.configure(by_itself(1, SOON))?;
     works(0, 1, &*group)?;
     let max = group
-        .allreduce(filled(0, -3.5, 77)?, ReduceOp::Max)?
+        .all_reduce(filled(0, -3.5, 77)?, ReduceOp::Max)?
         .take_tensor()?;
     let max = read(&max)?;
     check(max == [-3.5; 77], || format!("the maximum is {:?}", max.first()))

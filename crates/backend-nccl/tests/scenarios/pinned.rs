@@ -28,7 +28,7 @@ fn staging_is_pinned() -> Outcome {
     group.configure(by_itself(1, SOON))?;
     for _ in 0..10 {
         let tensor = CudaAccelerator.alloc(0, DType::F32, &[12_000])?;
-        group.allreduce(tensor, ReduceOp::Sum)?.wait_done()?;
+        group.all_reduce(tensor, ReduceOp::Sum)?.wait_done()?;
     }
     let lines = log_lines()?;
     let copies = ["copy in pinned=", "copy out pinned="].map(|c| count(&lines, &[c, BYTES]));

@@ -132,7 +132,7 @@ pub(super) fn options_arrive() -> Outcome {
             .split(Some(7), rank, deadline_in(Duration::from_secs(20)))?
             .ok_or("no child")?;
         let tensor = filled(rank, 1.0, 10)?;
-        let sum = read(&child.allreduce(tensor, ReduceOp::Sum)?.take_tensor()?)?;
+        let sum = read(&child.all_reduce(tensor, ReduceOp::Sum)?.take_tensor()?)?;
         check(sum == [2.0; 10], || format!("the child sums {sum:?}"))?;
         // The child makes its own communicators with the same options: a lane.
         let peer = 1 - rank;
@@ -189,7 +189,7 @@ pub(super) fn without_counting() -> Outcome {
         check(!group.capabilities().has(ftcore::Feature::Contributors), || {
             "counting is advertised".into()
         })?;
-        let work = group.allreduce(filled(rank, 1.0 + rank as f32, 100)?, ReduceOp::Avg)?;
+        let work = group.all_reduce(filled(rank, 1.0 + rank as f32, 100)?, ReduceOp::Avg)?;
         let mean = read(&work.take_tensor()?)?;
         check(mean == [1.5; 100], || format!("the mean is {:?}", mean.first()))?;
         check(work.contributors() == 2, || "all contribute".into())?;
@@ -237,7 +237,7 @@ pub(super) fn old_functions() -> Outcome {
         let output = CudaAccelerator.alloc(rank, DType::F32, &[6])?;
         let result = read(
             &group
-                .alltoall_into(input, output, Vec::new(), Vec::new())?
+                .all_to_all_into(input, output, Vec::new(), Vec::new())?
                 .take_tensor()?,
         )?;
         check(result == [1.0, 1.0, 1.0, 2.0, 2.0, 2.0], || format!("{result:?}"))?;

@@ -53,7 +53,7 @@ pub(crate) fn turns(rank: &Rank) -> Outcome {
     let memory = Memory::on(device.index)?;
     let stream = memory.stream()?;
     let sum = group
-        .allreduce(memory.with(&[rank.rank as f32; 99])?, ReduceOp::Sum)?
+        .all_reduce(memory.with(&[rank.rank as f32; 99])?, ReduceOp::Sum)?
         .take_tensor()?;
     ensure(
         *sum.device() == device && memory.read(&sum, &*stream)? == [1.0; 99],
@@ -61,7 +61,7 @@ pub(crate) fn turns(rank: &Rank) -> Outcome {
     )?;
     // Memory of one device is not another's.
     let elsewhere = Memory::on(1 - device.index)?;
-    let refused = group.allreduce(elsewhere.with(&[1.0])?, ReduceOp::Sum);
+    let refused = group.all_reduce(elsewhere.with(&[1.0])?, ReduceOp::Sum);
     let e = refused.expect_err("memory of another device");
     ensure(e.error.kind() == ErrorKind::InvalidArgument, || format!("{e}"))?;
     let e = xpu

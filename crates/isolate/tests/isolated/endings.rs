@@ -147,7 +147,7 @@ pub(crate) fn as_quitter() -> Option<ExitCode> {
     match act {
         "dropped" => drop(group),
         "dropped busy" => {
-            let _work = group.allreduce(byte(), ReduceOp::Sum).unwrap();
+            let _work = group.all_reduce(byte(), ReduceOp::Sum).unwrap();
             drop(group);
         }
         "aborted" => {
@@ -318,7 +318,7 @@ fn first_cause() {
                 let group = IsolatedGroup::new(odd("hang")).unwrap();
                 group.configure(configuration(&store, 1, 1, 2)).unwrap();
                 let work = group
-                    .allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
+                    .all_reduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
                     .unwrap();
                 store.set("begun", b"", soon()).unwrap();
                 work.wait(soon()).unwrap_err()
@@ -326,7 +326,7 @@ fn first_cause() {
             let group = IsolatedGroup::new(odd(orders)).unwrap();
             group.configure(configuration(&store, 1, 0, 2)).unwrap();
             store.wait(&["begun"], soon()).unwrap();
-            let begin = || group.allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum);
+            let begin = || group.all_reduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum);
             let work = begin().unwrap();
             let _pending = (orders == "late beside another").then(|| begin().unwrap());
             let own = work.wait(soon()).unwrap_err();
@@ -368,7 +368,7 @@ fn left_before() {
         let waited = message.wait(deadline_in(Duration::from_millis(2600)));
         assert!(waited.is_err() && group.error().is_none(), "{:?}", group.error());
         let error = group
-            .allreduce(byte(), ReduceOp::Sum)
+            .all_reduce(byte(), ReduceOp::Sum)
             .unwrap()
             .wait(soon())
             .unwrap_err();

@@ -197,7 +197,7 @@ fn l36() {
                 } else {
                     Tensor::zeros(DType::U8, 5)
                 };
-                group.allreduce(t, ReduceOp::Sum).unwrap()
+                group.all_reduce(t, ReduceOp::Sum).unwrap()
             })
             .collect();
         for work in &works {
@@ -225,10 +225,10 @@ fn l36_abort() {
         let group = alone(odd(orders));
         assert!(group.capabilities().has(Feature::Abort) && group.capabilities().has(Feature::Reconfigure));
         let work = group
-            .allreduce(Tensor::from_vec(vec![1u8; 5]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![1u8; 5]), ReduceOp::Sum)
             .unwrap();
         let shared = group.alloc(DType::U8, &[5]).unwrap();
-        let direct = group.allreduce(shared, ReduceOp::Sum).unwrap();
+        let direct = group.all_reduce(shared, ReduceOp::Sum).unwrap();
         let pid = group.child_pid().unwrap();
         work.abort("wedged");
         for work in [work, direct] {
@@ -253,7 +253,7 @@ fn l27() {
                 let begin = |epoch: u64| {
                     group.configure(configuration(store, epoch, rank, 3)).unwrap();
                     let work = group
-                        .allreduce(Tensor::zeros(DType::F32, 10), ReduceOp::Sum)
+                        .all_reduce(Tensor::zeros(DType::F32, 10), ReduceOp::Sum)
                         .unwrap();
                     meet(&format!("begun {epoch}"));
                     work
@@ -343,7 +343,7 @@ fn l39_crash() {
         let works: Vec<_> = (0..5)
             .filter_map(|_| {
                 group
-                    .allreduce(Tensor::from_vec(vec![1f32; 9]), ReduceOp::Sum)
+                    .all_reduce(Tensor::from_vec(vec![1f32; 9]), ReduceOp::Sum)
                     .ok()
             })
             .collect();
@@ -425,7 +425,7 @@ fn noise() {
     let group = alone(odd("noise"));
     for _ in 0..5 {
         let t = Tensor::from_vec((0..1000i32).collect());
-        let back = group.allreduce(t, ReduceOp::Sum).unwrap().take_tensor().unwrap();
+        let back = group.all_reduce(t, ReduceOp::Sum).unwrap().take_tensor().unwrap();
         assert_eq!(back.into_vec::<i32>().unwrap(), (0..1000).collect::<Vec<_>>());
     }
     let pid = group.child_pid().unwrap();
@@ -439,7 +439,7 @@ fn noise() {
 fn kept_memory() {
     let group = alone(odd("keep"));
     let staged = group
-        .allreduce(Tensor::from_vec(vec![1u8; 8]), ReduceOp::Sum)
+        .all_reduce(Tensor::from_vec(vec![1u8; 8]), ReduceOp::Sum)
         .unwrap();
     let e = staged.wait(soon()).unwrap_err();
     assert_eq!((e.kind(), e.code()), (ErrorKind::Backend, Some(11)), "{e}");
@@ -456,7 +456,7 @@ fn kept_memory() {
         "a child that keeps memory was used again"
     );
     let direct = group
-        .allreduce(group.alloc(DType::U8, &[8]).unwrap(), ReduceOp::Sum)
+        .all_reduce(group.alloc(DType::U8, &[8]).unwrap(), ReduceOp::Sum)
         .unwrap();
     let e = direct.wait(soon()).unwrap_err();
     assert_eq!((e.kind(), e.code()), (ErrorKind::Backend, Some(11)), "{e}");

@@ -88,7 +88,7 @@ fn killed_at_random() {
                         } else {
                             Tensor::zeros(DType::F32, n)
                         };
-                        match group.allreduce(tensor, ReduceOp::Sum) {
+                        match group.all_reduce(tensor, ReduceOp::Sum) {
                             Ok(work) => works.push(work),
                             Err(rejected) => {
                                 assert_eq!(rejected.error.kind(), ErrorKind::Poisoned, "{}", rejected.error);
@@ -234,7 +234,7 @@ fn whole_rank() {
             .unwrap();
         assert_eq!(line.trim(), "joined");
         let zeros = Tensor::zeros(DType::F32, 10);
-        let work = busy.then(|| group.allreduce(zeros, ReduceOp::Sum).unwrap());
+        let work = busy.then(|| group.all_reduce(zeros, ReduceOp::Sum).unwrap());
         other.kill().unwrap();
         let began = Instant::now();
         other.wait().unwrap();
@@ -433,7 +433,7 @@ fn shared_tensors() {
             .copy_from_slice(&[1, 2, 3, 4, 5, 6]);
         group.abort("the child is gone");
         group.configure(configuration(store, 2, 0, 1)).unwrap();
-        let t = group.allreduce(t, ReduceOp::Sum).unwrap().take_tensor().unwrap();
+        let t = group.all_reduce(t, ReduceOp::Sum).unwrap().take_tensor().unwrap();
         assert_eq!(t.shape(), [2, 3]);
         assert_eq!(t.as_slice::<i32>().unwrap(), [1, 2, 3, 4, 5, 6]);
     });
@@ -459,7 +459,7 @@ fn litter() {
         let pid = group.child_pid().unwrap();
         let own = format!("/dev/shm/{pid}:0:0");
         let work = group
-            .allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
+            .all_reduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
             .unwrap();
         eventually("the child's file", || std::fs::exists(&own).unwrap());
         match end {

@@ -147,7 +147,7 @@ fn heard(
             configuration.store = Arc::new(Remote(store.clone(), news, Box::new(|| {})));
             group.configure(configuration).unwrap();
             let tensor = || Tensor::zeros(DType::U8, 1);
-            let begin = |group: &dyn ProcessGroup| group.allreduce(tensor(), ReduceOp::Sum).unwrap();
+            let begin = |group: &dyn ProcessGroup| group.all_reduce(tensor(), ReduceOp::Sum).unwrap();
             let begun = || store.set("begun", b"", soon()).unwrap();
             let (own, failure) = match way {
                 Way::Blocking => {
@@ -249,7 +249,7 @@ fn said_first() {
                 let group = IsolatedGroup::new(odd("hang")).unwrap();
                 group.configure(configuration(&store, 1, 1, 2)).unwrap();
                 let work = group
-                    .allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
+                    .all_reduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
                     .unwrap();
                 work.wait(soon()).unwrap_err()
             });
@@ -268,7 +268,7 @@ fn said_first() {
             group.configure(configuration).unwrap();
             child.store(group.child_pid().unwrap(), Ordering::SeqCst);
             let work = group
-                .allreduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
+                .all_reduce(Tensor::zeros(DType::U8, 1), ReduceOp::Sum)
                 .unwrap();
             match next {
                 "abort" => group.abort("it ends"),

@@ -95,7 +95,7 @@ pub(crate) fn sum(group: &IsolatedGroup, n: usize) -> Result<()> {
     let info = group.info();
     let tensor = Tensor::from_vec(vec![i64::from(info.rank) + 1; n]);
     let sum = group
-        .allreduce(tensor, ReduceOp::Sum)?
+        .all_reduce(tensor, ReduceOp::Sum)?
         .take_tensor()?
         .into_vec::<i64>()?;
     let want = i64::from(info.world_size * (info.world_size + 1) / 2);

@@ -140,7 +140,7 @@ fn train(replica: usize, lighthouses: &str, last: &AtomicI64, says: &Sender<Comm
         let participation = manager.start_quorum(&mut state, soon())?;
         heals += usize::from(participation.healed.is_some());
         let own = (manager.current_step() % 7) as f32;
-        let work = manager.allreduce(vec![Tensor::from_vec(vec![own; 10])], ReduceOp::Avg);
+        let work = manager.all_reduce(vec![Tensor::from_vec(vec![own; 10])], ReduceOp::Avg);
         if manager.should_commit(soon())? {
             state.0 += work.take()?.into_tensor()?.as_slice::<f32>()?[0];
             let _ = says.send(Commit {

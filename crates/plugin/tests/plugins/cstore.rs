@@ -64,7 +64,7 @@ fn works(plugin: &Loaded) -> Outcome {
             // Larger than one piece of the store, and not a multiple of anything.
             let mine: Vec<f32> = (0..300_001u32).map(|i| (i * (rank + 1)) as f32 * 0.1).collect();
             let op = group
-                .allreduce(Tensor::from_vec(mine), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(mine), ReduceOp::Sum)
                 .map_err(text)?;
             let sum = op
                 .take_tensor()
@@ -76,7 +76,7 @@ fn works(plugin: &Loaded) -> Outcome {
                 Tensor::from_vec(vec![-7i64, rank as i64]),
             ];
             let op = group
-                .allreduce_coalesced(coalesced, ReduceOp::Max)
+                .all_reduce_coalesced(coalesced, ReduceOp::Max)
                 .map_err(text)?;
             let max = op.take().map_err(text)?.tensors;
             let max: Vec<Vec<i64>> = max
@@ -100,7 +100,7 @@ fn works(plugin: &Loaded) -> Outcome {
             // The blocking form too, on borrowed memory, which is staged here.
             let mut slice = [f64::from(rank), f64::NAN];
             group
-                .allreduce_slice(&mut slice, ReduceOp::Min, SubmitOptions::default())
+                .all_reduce_slice(&mut slice, ReduceOp::Min, SubmitOptions::default())
                 .map_err(text)?;
             ensure!(slice[0] == 0.0 && slice[1].is_nan(), "{slice:?}");
             let refused = group
@@ -134,7 +134,7 @@ fn second_life() -> Outcome {
         if rank == 0 {
             // Rank 1 never comes.
             let work = group
-                .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
                 .map_err(text)?;
             let begin = Instant::now();
             group.abort("enough");
@@ -147,7 +147,7 @@ fn second_life() -> Outcome {
             ensure!(begin.elapsed() < Duration::from_secs(5), "{:?}", begin.elapsed());
             ensure!(work.recover().len() == 1, "the tensor did not come back");
             let refused = group
-                .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+                .all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
                 .err();
             let kind = refused.map(|r| (r.error.kind(), r.op.into_tensors().len()));
             ensure!(kind == Some((ErrorKind::Poisoned, 1)), "{kind:?}");
@@ -174,7 +174,7 @@ fn second_life() -> Outcome {
             group.info()
         );
         let work = group
-            .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
             .map_err(text)?;
         let sum = work.take_tensor().map_err(text)?;
         ensure!(sum.as_slice::<f32>().map_err(text)? == [2.0], "{sum:?}");
@@ -188,7 +188,7 @@ fn failures() -> Outcome {
     let errors = with_ranks(&cstore, &Device::CPU, 2, |rank, group, _| {
         let count = 3 + rank as usize;
         let tensor = Tensor::from_vec(vec![1.0f64; count]);
-        let work = group.allreduce(tensor, ReduceOp::Sum).map_err(text)?;
+        let work = group.all_reduce(tensor, ReduceOp::Sum).map_err(text)?;
         let error = work.take().err().ok_or("it succeeded")?;
         ensure!(error.kind() == ErrorKind::Mismatch, "{error:?}");
         Ok(error.to_string())
@@ -231,7 +231,7 @@ fn failures() -> Outcome {
             return Ok(());
         }
         let work = group
-            .allreduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![1i32]), ReduceOp::Sum)
             .map_err(text)?;
         let e = work.take().err().ok_or("it succeeded")?;
         ensure!(

@@ -54,7 +54,7 @@ fn each(groups: &Groups, act: impl Fn(u32, &dyn ProcessGroup) -> Outcome + Sync)
 }
 
 fn sum(_: u32, group: &dyn ProcessGroup) -> Outcome {
-    let work = group.allreduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum);
+    let work = group.all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum);
     let tensor = work.map_err(text)?.take_tensor().map_err(text)?;
     ensure!(tensor.as_slice::<f32>().map_err(text)? == [2.0; 10], "{tensor:?}");
     Ok(())
@@ -98,7 +98,7 @@ fn play(scene: &str) -> Outcome {
 fn child(groups: Groups, store: &Arc<dyn Store>) -> Outcome {
     for group in &groups {
         let refused = group
-            .allreduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![1.0f32; 10]), ReduceOp::Sum)
             .err()
             .ok_or("the child may reduce")?;
         ensure!(

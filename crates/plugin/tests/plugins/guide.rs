@@ -34,7 +34,7 @@ fn reduces(library: &Path, name: &str, world: u32) -> Outcome {
     backend.factory.probe().map_err(text)?;
     let sums = with_ranks(&backend, &Device::CPU, world, |rank, group, _| {
         let tensor = Tensor::from_vec(vec![rank as f32 + 1.0, 10.0]);
-        let work = group.allreduce(tensor, ReduceOp::Sum).map_err(text)?;
+        let work = group.all_reduce(tensor, ReduceOp::Sum).map_err(text)?;
         let sum = work.take_tensor().map_err(text)?;
         Ok(sum.as_slice::<f32>().map_err(text)?.to_vec())
     })?;

@@ -123,7 +123,7 @@ fn alone(group: &dyn ProcessGroup) -> ftcore::Result<()> {
 
 fn sums(group: &dyn ProcessGroup) -> Result<Tensor, ftcore::Error> {
     group
-        .allreduce(Tensor::from_vec(vec![1.5f32]), ReduceOp::Sum)?
+        .all_reduce(Tensor::from_vec(vec![1.5f32]), ReduceOp::Sum)?
         .take_tensor()
 }
 
@@ -324,7 +324,7 @@ fn toy() -> Outcome {
             .map(|b| f32::from_le_bytes(*b))
             .collect();
         let host = group
-            .allreduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
+            .all_reduce(Tensor::from_vec(vec![1.0f32]), ReduceOp::Sum)
             .err()
             .map(|r| r.error.kind());
         ensure!(

@@ -21,7 +21,7 @@ pub(crate) fn play(scene: &str) -> ExitCode {
 
 fn sum(world: &World) -> Result<f32> {
     let mine = Tensor::from_slice(&[world.rank() as f32 + 1.0]);
-    let summed = world.group().allreduce(mine, ReduceOp::Sum)?.take_tensor()?;
+    let summed = world.group().all_reduce(mine, ReduceOp::Sum)?.take_tensor()?;
     summed
         .as_slice::<f32>()?
         .first()

@@ -288,7 +288,7 @@ fn taken(rank: &Rank) -> Outcome {
         "{:?}: {e}",
         e.code()
     );
-    let op = group.allreduce(rank.any(oxccl_hccl::ftcore::DType::F32)?, ReduceOp::Sum);
+    let op = group.all_reduce(rank.any(oxccl_hccl::ftcore::DType::F32)?, ReduceOp::Sum);
     let Err(rejected) = op else {
         return Err("an unconfigured group accepted work".to_string());
     };

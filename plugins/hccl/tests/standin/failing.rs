@@ -156,7 +156,7 @@ fn behind(rank: &Rank) -> Outcome {
     group.configure(rank.configuration(1)).map_err(text)?;
     let (input, output) = (rank.any(DType::F32)?, rank.any(DType::F32)?);
     // A copy keeps the stream busy; the barrier behind it has only 300 ms.
-    let first = group.allgather_into(input, output).map_err(text)?;
+    let first = group.all_gather_into(input, output).map_err(text)?;
     let began = Instant::now();
     let second = group
         .run(Collective::Barrier, SubmitOptions::by(within(300)))

@@ -285,7 +285,7 @@ impl Rank {
     /// A sum of ones over the whole group, checked.
     pub(crate) fn sum_of_ones(&self, group: &dyn ProcessGroup) -> Outcome {
         let work = group
-            .allreduce(self.tensor(&[1i32; 500])?, ReduceOp::Sum)
+            .all_reduce(self.tensor(&[1i32; 500])?, ReduceOp::Sum)
             .map_err(text)?;
         let sum = self.read::<i32>(&work.take_tensor().map_err(text)?)?;
         let world = group.info().world_size as i32;

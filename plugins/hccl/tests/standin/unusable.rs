@@ -91,7 +91,7 @@ fn without(names: &[&str], folder: &str) -> PathBuf {
 }
 
 fn without_all_reduce() -> PathBuf {
-    without(&["hcclAllReduce"], "no-allreduce")
+    without(&["hcclAllReduce"], "no-all_reduce")
 }
 
 fn without_events() -> PathBuf {

@@ -47,18 +47,18 @@ fn small_sizes(rank: &Rank) -> Outcome {
                 })
                 .collect();
             let own: Vec<i32> = (0..count).map(|i| value(rank.rank, i)).collect();
-            let sum = group.allreduce(rank.tensor(&own)?, op).map_err(text)?;
+            let sum = group.all_reduce(rank.tensor(&own)?, op).map_err(text)?;
             let got = rank.read::<i32>(&sum.take_tensor().map_err(text)?)?;
             ensure!(got == want, "i32 {op} of {count}: {got:?}, expected {want:?}");
             let own: Vec<u32> = own.iter().map(|v| *v as u32).collect();
-            let sum = group.allreduce(rank.tensor(&own)?, op).map_err(text)?;
+            let sum = group.all_reduce(rank.tensor(&own)?, op).map_err(text)?;
             let got = rank.read::<u32>(&sum.take_tensor().map_err(text)?)?;
             ensure!(
                 got.iter().map(|v| *v as i32).eq(want.iter().copied()),
                 "u32 {op} of {count}: {got:?}, expected {want:?}"
             );
             let own: Vec<f32> = own.iter().map(|v| *v as f32).collect();
-            let sum = group.allreduce(rank.tensor(&own)?, op).map_err(text)?;
+            let sum = group.all_reduce(rank.tensor(&own)?, op).map_err(text)?;
             let got = rank.read::<f32>(&sum.take_tensor().map_err(text)?)?;
             ensure!(
                 got.iter().map(|v| *v as i32).eq(want.iter().copied()),
@@ -128,7 +128,7 @@ fn device(rank: &Rank) -> Outcome {
     hpu.synchronize(0, rank.soon()).map_err(text)?;
     // A tensor of the host, or of another device, is refused before it gets to the library.
     let group = rank.group()?;
-    let Err(rejected) = group.allreduce(host, ReduceOp::Sum) else {
+    let Err(rejected) = group.all_reduce(host, ReduceOp::Sum) else {
         return Err("host memory was accepted".to_string());
     };
     ensure!(

@@ -1,6 +1,6 @@
 //! Times all-reduces of one rank of a group over gloo, quantised or not: start one process per rank, on one machine or several.
 //!
-//! `allreduce RANK WORLD HOST:PORT MIB FORMAT[,FORMAT …] [INTERFACE]`; FORMAT is `f32` or a format of docs/quantisation.md. Rank 0 serves the store at
+//! `all_reduce RANK WORLD HOST:PORT MIB FORMAT[,FORMAT …] [INTERFACE]`; FORMAT is `f32` or a format of docs/quantisation.md. Rank 0 serves the store at
 //! HOST:PORT. All formats run in the same processes over the same connections' network, one group each; rank 0 prints the median time of
 //! the slowest rank, the time in relation to `f32` if that is among the formats, and the bytes that rank 0 sent per all-reduce.
 
@@ -39,7 +39,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
     let group = group(format, options)?;
     group.configure(Configuration {
         store: store.clone(),
-        prefix: format!("allreduce/{format}"),
+        prefix: format!("all_reduce/{format}"),
         name: format.to_string(),
         epoch: Epoch(1),
         rank,
@@ -56,7 +56,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
     let mut sent = 0;
     for repetition in 0..=REPETITIONS {
         store.barrier(
-            &format!("allreduce/{format}/{repetition}"),
+            &format!("all_reduce/{format}/{repetition}"),
             world_size,
             deadline_in(PATIENCE),
         )?;
@@ -73,7 +73,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
         let took = begun.elapsed().as_secs_f64();
         sent = group.traffic().sent - before;
         // The slowest counts; doubles go through the store as they are too few for anything else.
-        let key = |rank: u32| format!("allreduce/{format}/{repetition}/took/{rank}");
+        let key = |rank: u32| format!("all_reduce/{format}/{repetition}/took/{rank}");
         store.set(&key(rank), &took.to_le_bytes(), deadline_in(PATIENCE))?;
         let mut slowest = took;
         for peer in 0..world_size {
@@ -95,7 +95,7 @@ fn measure(format: &str, count: usize, place: (u32, u32), store: &Arc<dyn Store>
 fn run(arguments: &[String]) -> Result<()> {
     let [rank, world, address, mib, formats, ..] = arguments else {
         return Err(Error::invalid(
-            "usage: allreduce RANK WORLD HOST:PORT MIB FORMAT[,FORMAT …] [INTERFACE]",
+            "usage: all_reduce RANK WORLD HOST:PORT MIB FORMAT[,FORMAT …] [INTERFACE]",
         ));
     };
     let number = |text: &String| {
@@ -133,7 +133,7 @@ fn run(arguments: &[String]) -> Result<()> {
         }
     }
     // The server goes last.
-    let done = |rank: u32| format!("allreduce/done/{rank}");
+    let done = |rank: u32| format!("all_reduce/done/{rank}");
     store.set(&done(place.0), b"", deadline_in(PATIENCE))?;
     if let Some(server) = server {
         for rank in 0..place.1 {
