@@ -12,7 +12,7 @@ use ftcore::{
 };
 
 use crate::GlooGroup;
-use crate::wire::{Control, ControlKind, DataHeader, EAGER, Hello, Lane, SEGMENT, VERSION};
+use crate::wire::{Control, ControlKind, DataHeader, EAGER, Hello, Purpose, SEGMENT, VERSION};
 
 pub(crate) fn soon() -> Instant {
     deadline_in(Duration::from_secs(20))
@@ -38,10 +38,10 @@ pub(crate) struct Stranger {
     pub(crate) messages: TcpStream,
 }
 
-pub(crate) fn hello(lane: Lane, nonce: u64) -> Hello {
+pub(crate) fn hello(purpose: Purpose, nonce: u64) -> Hello {
     Hello {
         version: VERSION,
-        lane,
+        purpose,
         rank: 1,
         world: 2,
         connections: 1,
@@ -69,7 +69,7 @@ impl Stranger {
         Self::connect_as(store, 1, 2)
     }
 
-    /// With rank 0 only: nobody else listens.
+    /// With rank 0 only: no other rank listens.
     pub(crate) fn connect_as(store: &Arc<dyn Store>, rank: u32, world: u32) -> Self {
         Self::connect_saying(store, rank, world, 0)
     }
@@ -80,12 +80,12 @@ impl Stranger {
         let fields: Vec<&str> = card.split(' ').collect();
         let nonce = u64::from_str_radix(fields[1], 16).unwrap();
         let port = fields[3].parse::<SocketAddr>().unwrap().port();
-        let open = |lane| {
+        let open = |purpose| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
             let greeting = Hello {
                 rank,
                 world,
-                ..hello(lane, nonce)
+                ..hello(purpose, nonce)
             };
             stream.write_all(&greeting.encode()).unwrap();
             let mut answer = [0; Hello::BYTES];
@@ -93,9 +93,9 @@ impl Stranger {
             assert_eq!(Hello::decode(&answer).unwrap().rank, 0);
             stream
         };
-        let data = open(Lane::Data);
-        let messages = open(Lane::Messages);
-        let mut control = open(Lane::Control);
+        let data = open(Purpose::Data);
+        let messages = open(Purpose::Messages);
+        let mut control = open(Purpose::Control);
         control
             .write_all(&frame(ControlKind::Ready, lowest, 0).encode())
             .unwrap();
@@ -183,7 +183,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
     type Break = (&'static str, fn(&mut Stranger), ErrorKind);
     let ways: [Break; 14] = [
         (
-            "bytes of a message that nobody accepted",
+            "bytes of a message that was not accepted",
             |s| {
                 s.messages
                     .write_all(&frame(ControlKind::Data, 5, 100).encode())
@@ -247,7 +247,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             ErrorKind::Protocol,
         ),
         (
-            "a good-bye on the connection for messages",
+            "a leave on the connection for messages",
             |s| {
                 let f = frame(ControlKind::Goodbye, 0, 0).encode();
                 s.messages.write_all(&f).unwrap();
@@ -389,8 +389,8 @@ fn the_registry_knows_gloo_for_the_cpu() {
 
 /// A rank 1 that shares memory and is not one of ours.
 pub(crate) struct Neighbour {
-    shared: crate::transport::shm::Rings<{ crate::transport::shm::LANE }>,
-    pub(crate) mail: crate::transport::shm::Rings<{ crate::transport::shm::MAIL }>,
+    shared: crate::transport::shm::Rings<{ crate::transport::shm::COLLECTIVES }>,
+    pub(crate) channels: crate::transport::shm::Rings<{ crate::transport::shm::MESSAGES }>,
     control: std::os::unix::net::UnixStream,
     _region: crate::transport::shm::Region,
 }
@@ -404,7 +404,7 @@ impl Neighbour {
         let address = std::os::unix::net::SocketAddr::from_abstract_name(fields[5]).unwrap();
         let mut control = std::os::unix::net::UnixStream::connect_addr(&address).unwrap();
         let region = crate::transport::shm::Region::new(2).unwrap();
-        let hello = hello(Lane::Local, nonce).encode();
+        let hello = hello(Purpose::Local, nonce).encode();
         crate::transport::shm::send(&control, &hello, &region.handles()).unwrap();
         let (mut answer, mut handles) = ([0; Hello::BYTES], Vec::new());
         let until = soon();
@@ -420,14 +420,14 @@ impl Neighbour {
         };
         control.write_all(&ready.encode()).unwrap();
         Self {
-            shared: shared.lane,
-            mail: shared.mail,
+            shared: shared.collectives,
+            channels: shared.messages,
             control,
             _region: region,
         }
     }
 
-    /// Says good-bye and closes.
+    /// Leaves and closes.
     pub(crate) fn leave(&mut self) {
         let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
         self.control.write_all(&good_bye).unwrap();
@@ -470,7 +470,7 @@ fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Er
             assert_eq!(work.recover().len(), 1);
             e
         };
-        // The news may be faster than the call.
+        // The notices may be faster than the call.
         let first = group.error().unwrap();
         let e = if e.kind() == ErrorKind::Poisoned { first } else { e };
         group.configure(configuration(&store, 2, 0, 1)).unwrap();

@@ -11,7 +11,7 @@ use ftcore::{
 
 use crate::GlooGroup;
 use crate::bad_peer::{configuration, frame, hello, soon};
-use crate::wire::{ControlKind, DataHeader, Hello, Lane, PieceHeader, STRIPE};
+use crate::wire::{ControlKind, DataHeader, Hello, PieceHeader, Purpose, STRIPE};
 
 /// Three pieces, the last one shorter.
 const BYTES: usize = 2 * STRIPE + 4000;
@@ -30,23 +30,23 @@ impl Stranger {
         let fields: Vec<&str> = card.split(' ').collect();
         let nonce = u64::from_str_radix(fields[1], 16).unwrap();
         let port = fields[3].parse::<SocketAddr>().unwrap().port();
-        let open = |lane| {
+        let open = |purpose| {
             let mut stream = TcpStream::connect(("127.0.0.1", port)).unwrap();
             let greeting = Hello {
                 connections: 2,
-                ..hello(lane, nonce)
+                ..hello(purpose, nonce)
             };
             stream.write_all(&greeting.encode()).unwrap();
             let mut answer = [0; Hello::BYTES];
             stream.read_exact(&mut answer).map(|()| stream)
         };
-        let data = open(Lane::Data).unwrap();
-        let rails = [0, 1].map(|n| open(Lane::Rail(n)).unwrap());
+        let data = open(Purpose::Data).unwrap();
+        let rails = [0, 1].map(|n| open(Purpose::Rail(n)).unwrap());
         // Two were agreed upon: it gets the answer, as every rank of ours, and is dropped.
-        let mut third = open(Lane::Rail(2)).unwrap();
+        let mut third = open(Purpose::Rail(2)).unwrap();
         assert!(matches!(third.read(&mut [0]), Ok(0) | Err(_)));
-        let messages = open(Lane::Messages).unwrap();
-        let mut control = open(Lane::Control).unwrap();
+        let messages = open(Purpose::Messages).unwrap();
+        let mut control = open(Purpose::Control).unwrap();
         control
             .write_all(&frame(ControlKind::Ready, 0, 0).encode())
             .unwrap();

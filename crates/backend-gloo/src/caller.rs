@@ -1,6 +1,6 @@
 //! Blocking calls on an idle group, and waiting for an operation that has not begun: run by the thread that waits.
 //!
-//! A hand-over to another thread and back costs more than a whole small all-reduce. When a blocking call returns, nobody touches its
+//! A hand-over to another thread and back costs more than a whole small all-reduce. When a blocking call returns, nothing touches its
 //! tensors any more (`Feature::Borrow`): either this thread ran the operation itself, or the engine has ended it.
 
 use std::sync::Arc;
@@ -10,10 +10,10 @@ use ftcore::{
     Collective, Completion, Error, ErrorKind, Failed, Result, Status, Work, deadline_in, time_left,
 };
 
+use crate::blocking;
 use crate::direct;
-use crate::farewell::LAST_WORDS;
-use crate::lane::{Seat, Turn};
-use crate::postman;
+use crate::executor::{Holder, Turn};
+use crate::leave::NOTICE_TIME;
 use crate::queue::{Begin, Shared, Submission, later, prepare};
 use crate::waiter::Waiter;
 
@@ -35,26 +35,26 @@ impl Shared {
             Err(Box::new(Failed { error, tensors }))
         };
         if kind.is_p2p() && self.place.world > 1 {
-            return match self.begin_mail() {
-                postman::Begin::Here(mail) => self.carry(mail, op, deadline),
-                postman::Begin::Queued => outcome(&self.submit(op, contribute, deadline)?),
-                postman::Begin::Refused(error) => refused(op, error),
+            return match self.begin_messages() {
+                blocking::Begin::Here(channels) => self.carry(channels, op, deadline),
+                blocking::Begin::Queued => outcome(&self.submit(op, contribute, deadline)?),
+                blocking::Begin::Refused(error) => refused(op, error),
             };
         }
         if self.place.world == 1 {
             return outcome(&self.submit(op, contribute, deadline)?);
         }
-        let (lane, seq) = match self.begin(kind) {
-            Begin::Here(lane, seq) => (lane, seq),
+        let (executor, seq) = match self.begin(kind) {
+            Begin::Here(executor, seq) => (executor, seq),
             Begin::Queued => return outcome(&self.submit(op, contribute, deadline)?),
             Begin::Refused(error) => return refused(op, error),
         };
-        let mut seat = Seat::new(self, lane);
-        if let Some(done) = direct::run(&mut seat, self, &mut op, contribute, seq, deadline) {
+        let mut holder = Holder::new(self, executor);
+        if let Some(done) = direct::run(&mut holder, self, &mut op, contribute, seq, deadline) {
             return match done {
                 Ok(contributors) => {
                     self.finished();
-                    drop(seat);
+                    drop(holder);
                     Ok(Completion {
                         tensors: op.into_tensors(),
                         source: None,
@@ -62,7 +62,7 @@ impl Shared {
                     })
                 }
                 Err(error) => {
-                    seat.fail(error.clone());
+                    holder.fail(error.clone());
                     let mut error = self.verdict(error);
                     error = error
                         .with_op(kind.name())
@@ -87,10 +87,10 @@ impl Shared {
             completer,
         };
         let driven = match prepare(submission, seq, self) {
-            Ok(exec) => match seat.lane() {
-                Ok(lane) => {
-                    lane.current = Some(exec);
-                    self.drive(&mut seat, None, None)
+            Ok(execution) => match holder.executor() {
+                Ok(executor) => {
+                    executor.current = Some(execution);
+                    self.drive(&mut holder, None, None)
                 }
                 Err(error) => Err(error),
             },
@@ -101,46 +101,46 @@ impl Shared {
             }
         };
         match driven {
-            Ok(()) => drop(seat),
-            Err(error) => seat.fail(error),
+            Ok(()) => drop(holder),
+            Err(error) => holder.fail(error),
         }
         outcome(&work)
     }
 
-    /// Runs what is queued up to operation `last`, if nobody does, until that has ended or `until`.
+    /// Runs what is queued up to operation `last`, if no other thread does, until that has ended or `until`.
     pub(crate) fn help(&self, last: u64, until: Instant) {
         if time_left(until).is_zero() {
             return;
         }
-        let Some(lane) = self.take_lane_for(last) else {
+        let Some(executor) = self.take_executor_for(last) else {
             return;
         };
-        let mut seat = Seat::new(self, lane);
-        if let Err(error) = self.drive(&mut seat, Some(last), Some(until)) {
-            seat.fail(error);
+        let mut holder = Holder::new(self, executor);
+        if let Err(error) = self.drive(&mut holder, Some(last), Some(until)) {
+            holder.fail(error);
         }
     }
 
-    /// Drives the lane until what it runs has ended, and what is queued up to operation `last`; or until `until`.
-    fn drive(&self, seat: &mut Seat<'_>, last: Option<u64>, until: Option<Instant>) -> Result<()> {
+    /// Drives the executor until what it runs has ended, and what is queued up to operation `last`; or until `until`.
+    fn drive(&self, holder: &mut Holder<'_>, last: Option<u64>, until: Option<Instant>) -> Result<()> {
         let mut waiter = Waiter::default();
         loop {
-            let lane = seat.lane()?;
-            match lane.turn(self, last)? {
-                Turn::Ended if last.is_some() => waiter.moved(lane, self),
+            let executor = holder.executor()?;
+            match executor.turn(self, last)? {
+                Turn::Ended if last.is_some() => waiter.moved(executor, self),
                 Turn::Ended | Turn::Idle => {
-                    waiter.moved(lane, self);
+                    waiter.moved(executor, self);
                     return Ok(());
                 }
-                Turn::Moved => waiter.moved(lane, self),
+                Turn::Moved => waiter.moved(executor, self),
                 Turn::Waiting => {
                     if until.is_some_and(|until| time_left(until).is_zero()) {
-                        waiter.moved(lane, self);
+                        waiter.moved(executor, self);
                         return Ok(());
                     }
-                    let due = lane.next_deadline(self).into_iter().chain(until).min();
+                    let due = executor.next_deadline(self).into_iter().chain(until).min();
                     let due = due.unwrap_or_else(|| deadline_in(LOOK_AGAIN));
-                    waiter.wait(lane, self, due)?;
+                    waiter.wait(executor, self, due)?;
                 }
             }
         }
@@ -148,8 +148,8 @@ impl Shared {
 
     /// Why an operation failed that this thread ran: waits until the peers have been told.
     fn verdict(&self, error: Error) -> Error {
-        // The engine ends at once; this thread has given the lane back.
-        let _ = self.wait_ended(later(Instant::now(), LAST_WORDS * 5));
+        // The engine ends at once; this thread has given the executor back.
+        let _ = self.wait_ended(later(Instant::now(), NOTICE_TIME * 5));
         match self.error() {
             Some(first) if error.kind() == ErrorKind::Aborted => first,
             _ => error,

@@ -1,5 +1,5 @@
 //! The short way for what is called most: an all-reduce of one tensor, or a barrier, between ranks that share memory, run by
-//! the caller. The same frames in the same order as `exec` would write, so a rank that takes the long way notices nothing.
+//! the caller. The same frames in the same order as `execution` would write, so a rank that takes the long way notices nothing.
 //!
 //! No schedule is made and nothing is allocated. Anything out of the ordinary (premul, a rank that does not contribute, larger
 //! worlds with more than fits at once) goes the long way.
@@ -8,9 +8,9 @@ use std::time::Instant;
 
 use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor, time_left};
 
+use crate::executor::{Executor, Holder, timed_out};
 use crate::expected::{Expected, check_header, mismatch};
 use crate::kernels;
-use crate::lane::{Lane, Seat, timed_out};
 use crate::port::{Memory, Port, Wire, decoded};
 use crate::queue::Shared;
 use crate::schedule::{Algorithm, all_reduce_algorithm, barrier_reach, barrier_rounds, down, up};
@@ -21,19 +21,19 @@ use crate::wire::DataHeader;
 
 /// Runs `op` if it can go the short way: `None` if it cannot, else the contributors.
 pub(crate) fn run(
-    seat: &mut Seat<'_>,
+    holder: &mut Holder<'_>,
     shared: &Shared,
     op: &mut Collective,
     contribute: bool,
     seq: u64,
     deadline: Instant,
 ) -> Option<Result<u32>> {
-    if !shared.place.near || !contribute {
+    if !shared.place.one_host || !contribute {
         return None;
     }
     let fingerprint = op.fingerprint();
-    let lane = match seat.lane() {
-        Ok(lane) => lane,
+    let executor = match holder.executor() {
+        Ok(executor) => executor,
         Err(error) => return Some(Err(error)),
     };
     // The long way finds out whether all that it needs is here.
@@ -41,7 +41,7 @@ pub(crate) fn run(
         return None;
     }
     let mut call = Call {
-        lane,
+        executor,
         shared,
         waiter: Waiter::default(),
         seq,
@@ -60,7 +60,7 @@ pub(crate) fn run(
                 Algorithm::Exchange => {
                     let peer = 1 - shared.place.rank.min(1);
                     let done = call.exchange(tensor, *op, peer);
-                    done.map_err(|e| blame(call.lane, peer, e))
+                    done.map_err(|e| blame(call.executor, peer, e))
                 }
                 Algorithm::Direct if call.fits(tensor.byte_len()) => call.all_to_all(tensor, *op),
                 _ => return None,
@@ -68,13 +68,13 @@ pub(crate) fn run(
         }
         _ => return None,
     };
-    call.waiter.moved(call.lane, shared);
+    call.waiter.moved(call.executor, shared);
     Some(done)
 }
 
 /// One operation on its short way.
 struct Call<'a> {
-    lane: &'a mut Lane,
+    executor: &'a mut Executor,
     shared: &'a Shared,
     waiter: Waiter,
     seq: u64,
@@ -84,8 +84,8 @@ struct Call<'a> {
     began: Option<Instant>,
 }
 
-fn port_of(lane: &mut Lane, rank: u32) -> Result<&mut Port> {
-    let port = lane.ports.get_mut(rank as usize).and_then(Option::as_mut);
+fn port_of(executor: &mut Executor, rank: u32) -> Result<&mut Port> {
+    let port = executor.ports.get_mut(rank as usize).and_then(Option::as_mut);
     port.ok_or_else(|| {
         Error::new(
             ErrorKind::Internal,
@@ -95,8 +95,8 @@ fn port_of(lane: &mut Lane, rank: u32) -> Result<&mut Port> {
 }
 
 /// Names the rank whose ring an error came out of, if it does not name one.
-fn blame(lane: &mut Lane, rank: u32, error: Error) -> Error {
-    match lane.ports.get(rank as usize) {
+fn blame(executor: &mut Executor, rank: u32, error: Error) -> Error {
+    match executor.ports.get(rank as usize) {
         Some(Some(port)) if error.kind() == ErrorKind::Protocol && error.context().peer.is_none() => {
             port.blame(error)
         }
@@ -131,17 +131,17 @@ impl Call<'_> {
 
     /// Nothing moved: waits a little. `from` is whom this rank waits for.
     fn wait(&mut self, from: u32, sends: bool) -> Result<()> {
-        let known = self.lane.ports.get(from as usize).and_then(Option::as_ref);
+        let known = self.executor.ports.get(from as usize).and_then(Option::as_ref);
         let closed = known.is_some_and(Port::read_closed);
         let Some(began) = self.began else {
             self.began = Some(Instant::now());
             return Ok(());
         };
         if closed {
-            self.lane.blocked(self.shared, from)?;
+            self.executor.blocked(self.shared, from)?;
         }
         self.compare_others()?;
-        self.waiter.wait(self.lane, self.shared, self.deadline)?;
+        self.waiter.wait(self.executor, self.shared, self.deadline)?;
         if self.waiter.is_slow() && time_left(self.deadline).is_zero() {
             let elapsed = began.elapsed().as_secs_f64();
             let (senders, takers) = if sends {
@@ -161,7 +161,7 @@ impl Call<'_> {
         if !self.waiter.is_slow() {
             return Ok(());
         }
-        for port in self.lane.ports.iter_mut().flatten() {
+        for port in self.executor.ports.iter_mut().flatten() {
             let header = match port.header {
                 Some(header) => header,
                 // What comes next there is not a header.
@@ -185,7 +185,7 @@ impl Call<'_> {
     /// Waits for a frame of `rank` and checks its header: the number of contributors it speaks for.
     fn expect(&mut self, rank: u32, round: usize, algorithm: Algorithm, length: usize) -> Result<u32> {
         loop {
-            let port = port_of(self.lane, rank)?;
+            let port = port_of(self.executor, rank)?;
             port.fill().map_err(|e| port.blame(e))?;
             let Some(header) = port.header.take() else {
                 self.wait(rank, false)?;
@@ -205,7 +205,7 @@ impl Call<'_> {
                 return Err(port.error(ErrorKind::Protocol, text));
             }
             port.in_payload = length > 0;
-            self.waiter.moved(self.lane, self.shared);
+            self.waiter.moved(self.executor, self.shared);
             return Ok(header.contributors);
         }
     }
@@ -213,7 +213,7 @@ impl Call<'_> {
     /// Waits until a header fits into the ring to `rank`, and puts it there, not yet shown.
     fn put_header(&mut self, rank: u32, header: &[u8; DataHeader::BYTES]) -> Result<()> {
         loop {
-            let port = port_of(self.lane, rank)?;
+            let port = port_of(self.executor, rank)?;
             let memory = rings(port)?;
             let room = memory.writer.room(DataHeader::BYTES);
             if room.map_err(|e| port.blame(e))? >= DataHeader::BYTES {
@@ -224,7 +224,7 @@ impl Call<'_> {
         }
     }
 
-    /// Everybody waits for everybody, as `schedule::barrier`.
+    /// Every rank waits for every other, as `schedule::barrier`.
     fn barrier(&mut self) -> Result<()> {
         let (rank, world) = (self.shared.place.rank, self.shared.place.world);
         for round in 0..barrier_rounds(world) {
@@ -232,7 +232,7 @@ impl Call<'_> {
             for k in barrier_reach(round, world) {
                 let to = up(rank, k, world);
                 self.put_header(to, &header)?;
-                let memory = rings(port_of(self.lane, to)?)?;
+                let memory = rings(port_of(self.executor, to)?)?;
                 memory.publish();
                 memory.count_sent(0);
                 memory.ring();
@@ -240,7 +240,7 @@ impl Call<'_> {
             for k in barrier_reach(round, world) {
                 let from = down(rank, k, world);
                 self.expect(from, round as usize, Algorithm::Dissemination, 0)?;
-                let memory = rings(port_of(self.lane, from)?)?;
+                let memory = rings(port_of(self.executor, from)?)?;
                 memory.release();
                 memory.count_received(0);
                 memory.ring();
@@ -260,7 +260,7 @@ impl Call<'_> {
         let mut theirs = None;
         let mut shown = false;
         loop {
-            let port = port_of(self.lane, peer)?;
+            let port = port_of(self.executor, peer)?;
             let memory = rings(port)?;
             let mut moved = !shown;
             if sent < total || !shown {
@@ -286,7 +286,7 @@ impl Call<'_> {
                 theirs = Some(self.expect(peer, 0, Algorithm::Exchange, total)?);
                 moved = true;
             }
-            let memory = rings(port_of(self.lane, peer)?)?;
+            let memory = rings(port_of(self.executor, peer)?)?;
             if let Some(theirs) = theirs {
                 let most = CHUNK.min(sent - got);
                 let have = memory.reader.available(most)?.min(most);
@@ -310,12 +310,12 @@ impl Call<'_> {
                     memory.ring();
                 }
                 if got == total {
-                    port_of(self.lane, peer)?.in_payload = false;
+                    port_of(self.executor, peer)?.in_payload = false;
                     return Ok(theirs + 1);
                 }
             }
             if moved {
-                self.waiter.moved(self.lane, self.shared);
+                self.waiter.moved(self.executor, self.shared);
             } else {
                 self.wait(peer, theirs.is_some() && sent < total)?;
             }
@@ -327,7 +327,7 @@ impl Call<'_> {
         let frame = DataHeader::BYTES + bytes;
         frame <= CAPACITY
             && self
-                .lane
+                .executor
                 .ports
                 .iter_mut()
                 .flatten()
@@ -337,14 +337,14 @@ impl Call<'_> {
                 })
     }
 
-    /// Several ranks, short: everybody's vector to everybody, reduced in rank order, as `schedule::linear`.
+    /// Several ranks, short: every rank's vector to all ranks, reduced in rank order, as `schedule::linear`.
     fn all_to_all(&mut self, tensor: &mut Tensor, op: ReduceOp) -> Result<u32> {
         let (rank, world) = (self.shared.place.rank, self.shared.place.world);
         let dtype = tensor.dtype();
         let data = tensor.bytes_mut();
         let header = self.header(0, Algorithm::Direct, data.len());
         for k in 1..world {
-            let memory = rings(port_of(self.lane, up(rank, k, world))?)?;
+            let memory = rings(port_of(self.executor, up(rank, k, world))?)?;
             memory.writer.put(&header);
             memory.writer.put(data);
             memory.writer.pad();
@@ -352,7 +352,7 @@ impl Call<'_> {
             memory.count_sent(data.len());
             memory.ring();
         }
-        let mut own = std::mem::take(&mut self.lane.scratch);
+        let mut own = std::mem::take(&mut self.executor.scratch);
         own.clear();
         if rank != 0 {
             own.extend_from_slice(data);
@@ -368,9 +368,9 @@ impl Call<'_> {
             contributors += self.expect(from, 0, Algorithm::Direct, data.len())?;
             let op = Some(op).filter(|_| from != 0);
             self.take(from, data, dtype, op)
-                .map_err(|e| blame(self.lane, from, e))?;
+                .map_err(|e| blame(self.executor, from, e))?;
         }
-        self.lane.scratch = own;
+        self.executor.scratch = own;
         if op == ReduceOp::Avg {
             kernels::divide(dtype, data, contributors)?;
         }
@@ -381,7 +381,7 @@ impl Call<'_> {
     fn take(&mut self, from: u32, data: &mut [u8], dtype: DType, op: Option<ReduceOp>) -> Result<()> {
         let mut done = 0;
         while done < data.len() {
-            let memory = rings(port_of(self.lane, from)?)?;
+            let memory = rings(port_of(self.executor, from)?)?;
             let have = memory.reader.available(data.len() - done)?;
             let chunk = memory
                 .reader
@@ -398,14 +398,14 @@ impl Call<'_> {
             memory.reader.take(len);
             done += len;
         }
-        let port = port_of(self.lane, from)?;
+        let port = port_of(self.executor, from)?;
         port.in_payload = false;
         let memory = rings(port)?;
         memory.reader.pad();
         memory.release();
         memory.count_received(data.len());
         memory.ring();
-        self.waiter.moved(self.lane, self.shared);
+        self.waiter.moved(self.executor, self.shared);
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! One thread per configuration: serves the control connections, watches deadlines and peers, drives what was submitted, and ends.
 //!
-//! The thread takes orders out of the `queue`, drives the `lane` of collectives and the `mail` of messages unless a caller does, and sleeps in `poll` in between. The first failure ends the engine (`farewell`): every peer is told so that
-//! nobody waits (L27), everything pending fails with that cause, and the thread and its sockets are gone. Deadlines, peers
+//! The thread takes orders out of the `queue`, drives the `executor` of collectives and the `channels` of messages unless a caller does, and sleeps in `poll` in between. The first failure ends the engine (`leave`): every peer is told so that
+//! none waits (L27), everything pending fails with that cause, and the thread and its sockets are gone. Deadlines, peers
 //! and work belong to this one epoch (L30).
 
 use std::os::fd::AsFd;
@@ -12,9 +12,9 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags};
 
-use crate::lane::{Lane, Turn, still_queued, wait_for};
-use crate::mail::Mail;
-use crate::news::Fate;
+use crate::channels::Channels;
+use crate::executor::{Executor, Turn, still_queued, wait_for};
+use crate::notices::Fate;
 use crate::peer::Peer;
 use crate::queue::{Ended, Shared, Stop, Taken};
 use crate::transport::shm::Sleep;
@@ -34,9 +34,9 @@ pub(crate) struct Engine {
     pub(crate) shared: Arc<Shared>,
     pub(crate) peers: Vec<Option<Peer>>,
     /// While this thread drives it.
-    pub(crate) lane: Option<Box<Lane>>,
+    pub(crate) executor: Option<Box<Executor>>,
     /// Likewise.
-    pub(crate) mail: Option<Box<Mail>>,
+    pub(crate) channels: Option<Box<Channels>>,
     /// The origin and the subject that a peer's abort named, if one came.
     pub(crate) reported: Option<(u32, u32)>,
 }
@@ -47,8 +47,8 @@ pub(crate) fn start(shared: &Arc<Shared>, peers: Vec<Option<Peer>>) -> Result<()
     let engine = Engine {
         shared: shared.clone(),
         peers,
-        lane: None,
-        mail: None,
+        executor: None,
+        channels: None,
         reported: None,
     };
     let ended = Ended(shared.clone());
@@ -70,10 +70,11 @@ impl Engine {
             End::Left(reason) => {
                 tracing::debug!(rank = self.shared.place.rank, epoch = self.shared.place.epoch, %reason, "leaving");
                 self.tell(ControlKind::Goodbye, 0, u32::MAX, self.shared.place.rank, &reason);
-                self.last_words();
-                let (lane, mut mail) = self.shared.recall((self.lane.take(), self.mail.take()));
-                mail.iter_mut().for_each(|mail| mail.forget());
-                drop((lane, mail));
+                self.failure_notices();
+                let (executor, mut channels) =
+                    self.shared.recall((self.executor.take(), self.channels.take()));
+                channels.iter_mut().for_each(|channels| channels.forget());
+                drop((executor, channels));
             }
         }
         // The sockets close here and the memory goes, before the end is announced.
@@ -105,7 +106,7 @@ impl Engine {
         }
         let mut moved = self.control()?;
         self.shared.looked();
-        moved |= self.carry_mail()?;
+        moved |= self.carry_messages()?;
         moved |= self.collectives()?;
         self.check_deadlines()?;
         if !moved {
@@ -115,33 +116,33 @@ impl Engine {
     }
 
     fn is_idle(&self) -> bool {
-        !self.shared.is_busy() && self.mail_is_idle()
+        !self.shared.is_busy() && self.channels_are_idle()
     }
 
-    /// True unless messages are pending, whoever drives them.
-    fn mail_is_idle(&self) -> bool {
+    /// True unless messages are pending, with or without a driver.
+    fn channels_are_idle(&self) -> bool {
         let queue = self.shared.lock();
-        let mail = self.mail.as_ref().or(queue.mail.as_ref());
-        queue.messages.is_empty() && mail.is_some_and(|mail| mail.is_idle())
+        let channels = self.channels.as_ref().or(queue.channels.as_ref());
+        queue.messages.is_empty() && channels.is_some_and(|channels| channels.is_idle())
     }
 
     /// Drives the messages, unless a caller does. True if anything moved.
-    fn carry_mail(&mut self) -> Result<bool> {
-        if self.mail.is_none() {
-            self.mail = self.shared.take_busy_mail();
+    fn carry_messages(&mut self) -> Result<bool> {
+        if self.channels.is_none() {
+            self.channels = self.shared.take_busy_channels();
         }
-        let Some(mail) = &mut self.mail else {
+        let Some(channels) = &mut self.channels else {
             return Ok(false);
         };
-        if let Some(error) = mail.failure.take() {
+        if let Some(error) = channels.failure.take() {
             return Err(error);
         }
-        let moved = mail.turn(&self.shared)?;
-        mail.check_deadlines()?;
-        if mail.is_idle()
-            && let Some(mail) = self.mail.take()
+        let moved = channels.turn(&self.shared)?;
+        channels.check_deadlines()?;
+        if channels.is_idle()
+            && let Some(channels) = self.channels.take()
         {
-            self.shared.give_back_mail(mail, Taken::Engine);
+            self.shared.give_back_channels(channels, Taken::Engine);
             // Another turn: orders that waited for this, and what came in between.
             return Ok(true);
         }
@@ -261,7 +262,7 @@ impl Engine {
         let (origin, subject) = (frame.b, frame.a);
         let kind = wire::kind_of(frame.code);
         let prefix = format!("rank {origin} reports: ");
-        // Whoever passed it on has put that before it already.
+        // The rank that passed it on has put that before it already.
         let text = if kind == ErrorKind::Aborted || text.starts_with(&prefix) {
             text
         } else {
@@ -273,10 +274,10 @@ impl Engine {
             .with_peer(if named { subject } else { origin })
     }
 
-    /// The control connection of a peer has ended: with a good-bye that is in order, without it the peer is gone.
+    /// The control connection of a peer has ended: with a leave that is in order, without it the peer is gone.
     ///
     /// A rank may have ended right after its part in the collective that runs here. What it sent before is still in
-    /// the socket or the ring, so the collective goes on until it needs more than that; see `Lane::blocked`.
+    /// the socket or the ring, so the collective goes on until it needs more than that; see `Executor::blocked`.
     ///
     /// A peer that ended because of another one has said so: that one is blamed, not the peer that passed it on.
     fn control_closed(&mut self, index: usize, how: &str) -> Result<()> {
@@ -305,9 +306,9 @@ impl Engine {
 
     /// Drives the collectives, unless a caller does. True if anything moved.
     fn collectives(&mut self) -> Result<bool> {
-        if self.lane.is_none() {
-            self.lane = self.shared.take_busy_lane();
-            if self.lane.is_none() {
+        if self.executor.is_none() {
+            self.executor = self.shared.take_busy_executor();
+            if self.executor.is_none() {
                 // What was put off while they ran is due now.
                 return match self.shared.report() {
                     Some(report) if !self.shared.is_busy() => Err(report),
@@ -315,18 +316,18 @@ impl Engine {
                 };
             }
         }
-        let Some(lane) = &mut self.lane else {
+        let Some(executor) = &mut self.executor else {
             return Ok(false);
         };
-        if let Some(error) = lane.failure.take() {
+        if let Some(error) = executor.failure.take() {
             return Err(error);
         }
-        match lane.turn(&self.shared, Some(u64::MAX))? {
+        match executor.turn(&self.shared, Some(u64::MAX))? {
             Turn::Moved | Turn::Ended => Ok(true),
             Turn::Waiting => Ok(false),
             Turn::Idle => {
-                if let Some(lane) = self.lane.take() {
-                    self.shared.give_back(lane, Taken::Engine);
+                if let Some(executor) = self.executor.take() {
+                    self.shared.give_back(executor, Taken::Engine);
                 }
                 // Another turn: orders that waited for this, and what came in between.
                 Ok(true)
@@ -341,10 +342,14 @@ impl Engine {
             Some(Stop::Drain(deadline)) => Some(*deadline),
             _ => None,
         };
-        let lane = self.lane.as_ref().and_then(|l| l.next_deadline(&self.shared));
+        let executor = self.executor.as_ref().and_then(|l| l.next_deadline(&self.shared));
         collectives
-            .chain(lane)
-            .chain(self.mail.as_ref().and_then(|mail| mail.next_deadline()))
+            .chain(executor)
+            .chain(
+                self.channels
+                    .as_ref()
+                    .and_then(|channels| channels.next_deadline()),
+            )
             .chain(drain)
             .min()
     }
@@ -360,12 +365,12 @@ impl Engine {
         Ok(())
     }
 
-    /// Blocks until a socket that matters is ready, somebody calls or rings, or a deadline passes.
+    /// Blocks until a socket that matters is ready, a caller or a peer rings, or a deadline passes.
     fn sleep(&mut self) -> Result<()> {
-        if let Some(lane) = &mut self.lane {
+        if let Some(executor) = &mut self.executor {
             // Armed first, so that what comes between the last look and the sleep rings.
             self.shared.bell().arm(Sleep::Descriptor);
-            match lane.turn(&self.shared, Some(u64::MAX)) {
+            match executor.turn(&self.shared, Some(u64::MAX)) {
                 Ok(Turn::Waiting) => {}
                 other => {
                     self.disarm();
@@ -373,9 +378,9 @@ impl Engine {
                 }
             }
         }
-        if let Some(mail) = &mut self.mail {
-            self.shared.mail_bell().arm(Sleep::Descriptor);
-            let moved = mail.turn(&self.shared);
+        if let Some(channels) = &mut self.channels {
+            self.shared.channels_bell().arm(Sleep::Descriptor);
+            let moved = channels.turn(&self.shared);
             if !matches!(moved, Ok(false)) {
                 self.disarm();
                 return moved.map(drop);
@@ -388,13 +393,13 @@ impl Engine {
 
     /// No sleep, or it is over.
     fn disarm(&self) {
-        if self.lane.is_some() {
+        if self.executor.is_some() {
             self.shared.bell().disarm();
             self.shared.bell().drain();
         }
-        if self.mail.is_some() {
-            self.shared.mail_bell().disarm();
-            self.shared.mail_bell().drain();
+        if self.channels.is_some() {
+            self.shared.channels_bell().disarm();
+            self.shared.channels_bell().drain();
         }
     }
 
@@ -402,7 +407,7 @@ impl Engine {
         let wake_at = self.next_deadline();
         let mut fds = vec![PollFd::new(self.shared.waker(), PollFlags::IN)];
         let mut controls = Vec::with_capacity(self.peers.len());
-        let (mut ports, mut posts) = (Vec::new(), Vec::new());
+        let (mut ports, mut sockets) = (Vec::new(), Vec::new());
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
             let link = &peer.control.link;
@@ -419,15 +424,15 @@ impl Engine {
                 controls.push(index);
             }
         }
-        if let Some(lane) = &self.lane {
+        if let Some(executor) = &self.executor {
             fds.push(PollFd::new(self.shared.bell(), PollFlags::IN));
-            if lane.interest(&mut fds, &mut ports).is_none() {
+            if executor.interest(&mut fds, &mut ports).is_none() {
                 return Ok(());
             }
         }
-        if let Some(mail) = &self.mail {
-            fds.push(PollFd::new(self.shared.mail_bell(), PollFlags::IN));
-            if mail.interest(&mut fds, &mut posts).is_none() {
+        if let Some(channels) = &self.channels {
+            fds.push(PollFd::new(self.shared.channels_bell(), PollFlags::IN));
+            if channels.interest(&mut fds, &mut sockets).is_none() {
                 return Ok(());
             }
         }
@@ -446,13 +451,13 @@ impl Engine {
         }
         // The bells stand before what is watched with them.
         let mut rest = rest.as_slice();
-        if let Some(lane) = &mut self.lane {
+        if let Some(executor) = &mut self.executor {
             let ready = rest.get(1..).unwrap_or(&[]);
-            lane.heard(&ports, ready);
+            executor.heard(&ports, ready);
             rest = ready.get(ports.len()..).unwrap_or(&[]);
         }
-        if let Some(mail) = &mut self.mail {
-            mail.heard(&posts, rest.get(1..).unwrap_or(&[]));
+        if let Some(channels) = &mut self.channels {
+            channels.heard(&sockets, rest.get(1..).unwrap_or(&[]));
         }
         Ok(())
     }

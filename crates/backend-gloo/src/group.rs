@@ -12,8 +12,8 @@ use ftcore::{
 };
 
 use crate::engine;
-use crate::exec::Place;
-use crate::lane::Lane;
+use crate::execution::Place;
+use crate::executor::Executor;
 use crate::options::{HONOURED, Settings, Transport};
 use crate::queue::Shared;
 use crate::schedule::Hosts;
@@ -30,7 +30,7 @@ use crate::{kernels, rendezvous};
 /// - no collective ends on a rank before all ranks have entered it with the same arguments, so a mismatch fails on all;
 /// - `Completion::contributors` is set on every rank of an all-reduce and reduce-scatter, and on the root of a reduce;
 /// - a failure of any operation, point-to-point included, ends the configuration: every rank is told at once;
-/// - `shutdown`, or dropping an idle group, says good-bye: the others fail only if they still need this rank.
+/// - `shutdown`, or dropping an idle group, leaves: the others fail only if they still need this rank.
 pub struct GlooGroup {
     settings: Settings,
     /// By how the ranks are connected: see [`TRANSPORTS`].
@@ -130,7 +130,7 @@ impl GlooGroup {
             rank: configuration.rank,
             world: configuration.world_size,
             epoch: configuration.epoch.0,
-            near: false,
+            one_host: false,
         };
         let shared = if place.world == 1 {
             Shared::new(
@@ -144,14 +144,14 @@ impl GlooGroup {
         } else {
             let counters = self.counters.clone();
             let connected = rendezvous::connect(configuration, &self.settings, counters)?;
-            place.near = connected.near;
-            let lane = Lane::new(connected.ports, connected.apart);
+            place.one_host = connected.one_host;
+            let executor = Executor::new(connected.ports, connected.apart);
             let shared = Shared::new(
                 place,
                 connected.hosts,
                 connected.bells,
-                Some(lane),
-                connected.posts,
+                Some(executor),
+                connected.channels,
                 connected.apart,
             )?;
             engine::start(&shared, connected.peers)?;

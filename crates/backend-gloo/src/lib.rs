@@ -1,10 +1,10 @@
 //! oxccl's CPU backend: collectives over shared memory and TCP in pure Rust.
 //!
-//! Data flows down: [`GlooGroup`] takes validated operations (`group`) into the `queue`. Collectives run on the `lane`, one after
-//! the other, driven by whoever waits for them (`caller`) or else by the group's thread (`engine`): each becomes a `plan` (which
-//! tensors, which `schedule`) that `exec` carries out round by round over the `port`s, made by `rendezvous`; the most common ones take
+//! Data flows down: [`GlooGroup`] takes validated operations (`group`) into the `queue`. Collectives run on the `executor`, one after
+//! the other, driven by the caller that waits for them (`caller`) or else by the group's thread (`engine`): each becomes a `plan` (which
+//! tensors, which `schedule`) that `execution` carries out round by round over the `port`s, made by `rendezvous`; the most common ones take
 //! a shorter way through shared memory (`direct`), large payloads may go over several connections (`stripes`). Point-to-point messages (`p2p`) go beside it
-//! through rings and connections of their own (`mail`), which a blocking call drives itself (`postman`); aborts and good-byes have the `peer`s' control connections. `wire` has the bytes, `kernels` the arithmetic.
+//! through rings and connections of their own (`channels`), which a blocking call drives itself (`blocking`); aborts and leaves have the `peer`s' control connections. `wire` has the bytes, `kernels` the arithmetic.
 //!
 //! Linking this crate registers the backend `gloo` for `cpu`.
 //!
@@ -17,24 +17,24 @@
 //! the job's credentials, whose secret every connection then proves; the hint `encrypt` (or else the variable `OXCCL_ENCRYPT`), 1 or 0, says whether
 //! what goes over TCP is encrypted. Without credentials and without `OXCCL_INSECURE=1` a rank listens on loopback only.
 
+mod blocking;
 mod buffers;
 mod caller;
+mod channels;
 mod direct;
 mod engine;
-mod exec;
+mod execution;
+mod executor;
 mod expected;
-mod farewell;
 mod group;
 mod kernels;
-mod lane;
-mod mail;
-mod news;
+mod leave;
+mod notices;
 mod options;
 mod p2p;
 mod peer;
 mod plan;
 mod port;
-mod postman;
 mod probe;
 mod queue;
 mod rendezvous;
@@ -46,13 +46,13 @@ mod waiter;
 mod wire;
 
 #[cfg(test)]
-mod bad_mail;
+mod bad_channels;
 #[cfg(test)]
 mod bad_peer;
 #[cfg(test)]
 mod bad_rails;
 #[cfg(test)]
-mod last_words;
+mod failure_notices;
 
 use std::sync::Arc;
 

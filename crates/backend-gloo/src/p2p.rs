@@ -4,19 +4,19 @@
 //! No rank ever buffers a message for another (INV-10): what is sent before its receive is posted is an offer only, and the bytes go
 //! from the sender's tensor to the socket or ring, and from there into the receiver's tensor. Messages of one (peer,
 //! direction, tag) match in order; different messages interleave piece by piece, so two ranks that both receive first
-//! and then send make progress. `near` has what goes through shared memory only, `far` what goes over connections.
+//! and then send make progress. `local` has what goes through shared memory only, `remote` what goes over connections.
 
-mod far;
-mod near;
+mod local;
+mod remote;
 
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Instant;
 
 use ftcore::{Collective, Completer, Completion, DType, Error, ErrorKind, OpKind, Result, Tensor};
 
-pub(crate) use near::{Begun, Runs, copy};
+pub(crate) use local::{Begun, Runs, copy};
 
-use crate::exec::Place;
+use crate::execution::Place;
 use crate::wire::{Control, ControlKind};
 
 /// Offers that one peer may have open here, and that are sent to one peer before the first is accepted. More sends wait
@@ -233,7 +233,7 @@ impl Messages {
         Ok(())
     }
 
-    /// Sends offers to `rank` as far as its window allows.
+    /// Sends offers to `rank` as@remote as its window allows.
     fn offer<W: Way>(&mut self, rank: u32, peers: &mut [Option<W>]) -> Result<()> {
         let at = rank as usize;
         let peer = peers.get_mut(at).and_then(Option::as_mut).ok_or_else(lost)?;
@@ -448,7 +448,7 @@ impl Messages {
             || (self.place.world == 2 && self.posted.iter().any(|p| p.peer.is_none()))
     }
 
-    /// Fails everything; the tensors go back, since nobody touches them any more.
+    /// Fails everything; the tensors go back, since nothing touches them any more.
     pub(crate) fn fail_all(&mut self, error: &Error) {
         self.sent.clear();
         self.posted.clear();

@@ -14,9 +14,9 @@ pub(crate) struct Peer {
     pub(crate) rank: u32,
     pub(crate) address: String,
     pub(crate) control: ControlLink,
-    /// It said good-bye, and why.
+    /// It has left, and why.
     pub(crate) left: Option<String>,
-    /// Its control connection ended without a good-bye, and how: it is lost.
+    /// Its control connection ended without a leave, and how: it is lost.
     pub(crate) gone: Option<String>,
     /// Why it ended, in its own words, and whom it blames.
     pub(crate) words: Option<Error>,
@@ -119,7 +119,7 @@ impl ControlLink {
                 | ControlKind::Data
                 | ControlKind::Inline
                 | ControlKind::Taken => {
-                    let text = "sent a message where only aborts and good-byes go";
+                    let text = "sent a message where only aborts and leaves go";
                     return Err(Error::new(ErrorKind::Protocol, text));
                 }
                 ControlKind::Abort | ControlKind::Goodbye => {

@@ -6,8 +6,8 @@ use std::ops::Range;
 use ftcore::{Collective, DType, Error, ErrorKind, Fingerprint, ReduceOp, Result, Tensor};
 
 use crate::buffers::{Map, Memory};
-use crate::exec::Place;
-use crate::schedule::{self, BLOCK_BYTES, Buffer, DIRECT_MAX_WORLD, Hosts, Schedule, layered, near};
+use crate::execution::Place;
+use crate::schedule::{self, BLOCK_BYTES, Buffer, DIRECT_MAX_WORLD, Hosts, Schedule, layered, shared};
 
 /// What is done to this rank's values before anything is sent.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -64,7 +64,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
     let Place {
         rank,
         world,
-        near: all_near,
+        one_host,
         ..
     } = place;
     let fingerprint = collective.fingerprint();
@@ -73,22 +73,22 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
     let ranks = world as usize;
     // The others send every byte over the network once as they are, or send none.
     let layers = hosts.is_layered();
-    let near_others = all_near && world > 1;
-    let all_gather = |parts: &[Range<usize>]| match (layers, near_others) {
+    let shares_memory = one_host && world > 1;
+    let all_gather = |parts: &[Range<usize>]| match (layers, shares_memory) {
         (true, _) => layered::all_gather(rank, hosts, parts),
-        (_, true) => near::all_gather(rank, world, parts),
+        (_, true) => shared::all_gather(rank, world, parts),
         _ => schedule::all_gather(rank, world, parts),
     };
     // A part goes to its owner at once: what a ring or a tree passes on needs memory for partial sums, as large as the part.
-    let directly = world > 1 && (all_near || world <= DIRECT_MAX_WORLD);
-    let block = if all_near { BLOCK_BYTES } else { usize::MAX };
+    let directly = world > 1 && (one_host || world <= DIRECT_MAX_WORLD);
+    let block = if one_host { BLOCK_BYTES } else { usize::MAX };
     let reduce_scatter = |parts: &[Range<usize>]| match layers {
         true => layered::reduce_scatter(rank, hosts, parts),
-        _ if directly => near::reduce_scatter(rank, world, parts, block),
+        _ if directly => shared::reduce_scatter(rank, world, parts, block),
         _ => schedule::reduce_scatter(rank, world, parts),
     };
-    let all_to_all = |sent: &[Range<usize>], received: &[Range<usize>]| match near_others {
-        true => near::all_to_all(rank, world, sent, received),
+    let all_to_all = |sent: &[Range<usize>], received: &[Range<usize>]| match shares_memory {
+        true => shared::all_to_all(rank, world, sent, received),
         false => schedule::all_to_all(rank, world, sent, received),
     };
     let mut op = None;
@@ -99,7 +99,7 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
             let out = whole(tensors, 0..tensors.len());
             let s = match layers {
                 true => layered::all_reduce(rank, hosts, out.len(), element),
-                false => schedule::all_reduce(rank, world, out.len(), element, all_near),
+                false => schedule::all_reduce(rank, world, out.len(), element, one_host),
             };
             (s, Map::default(), out, true)
         }
@@ -121,8 +121,8 @@ pub(crate) fn plan(collective: Collective, contribute: bool, place: Place, hosts
             let s = match layers {
                 true => layered::reduce(rank, hosts, *root, bytes),
                 // Less than that goes down a tree over sockets: fewer messages.
-                _ if directly && (all_near || bytes > BLOCK_BYTES) => {
-                    near::reduce(rank, world, *root, bytes, element, block)
+                _ if directly && (one_host || bytes > BLOCK_BYTES) => {
+                    shared::reduce(rank, world, *root, bytes, element, block)
                 }
                 _ => schedule::reduce(rank, world, *root, bytes),
             };

@@ -1,6 +1,6 @@
 //! One other rank as a collective sees it: the way its data goes in and out, and the header that waits there.
 //!
-//! A frame is a header of 64 bytes and its payload. Over a socket whoever runs ahead waits with one header read and the rest in
+//! A frame is a header of 64 bytes and its payload. Over a socket a rank that runs ahead waits with one header read and the rest in
 //! TCP; in shared memory everything waits in the ring. Frames in a ring begin on a line of their own.
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::stripes::Rail;
-use crate::transport::shm::{LANE, Reader, Ringer, Rings, Writer};
+use crate::transport::shm::{COLLECTIVES, Reader, Ringer, Rings, Writer};
 use crate::transport::tcp::{Counters, Link, Moved};
 use crate::wire::DataHeader;
 
@@ -30,7 +30,7 @@ pub(crate) enum Wire {
 pub(crate) struct Memory {
     pub(crate) writer: Writer,
     pub(crate) reader: Reader,
-    bell: Ringer<LANE>,
+    bell: Ringer<COLLECTIVES>,
     counters: Arc<Counters>,
     /// Written or taken since the peer's bell was last rung.
     pub(crate) stirred: bool,
@@ -39,7 +39,7 @@ pub(crate) struct Memory {
 }
 
 impl Memory {
-    pub(crate) fn new(rings: Rings<LANE>, counters: Arc<Counters>) -> Self {
+    pub(crate) fn new(rings: Rings<COLLECTIVES>, counters: Arc<Counters>) -> Self {
         Self {
             writer: rings.writer,
             reader: rings.reader,
@@ -71,7 +71,7 @@ impl Memory {
 
     /// A frame with that many bytes of payload has gone out.
     pub(crate) fn count_sent(&self, payload: usize) {
-        self.counters.add_sent_near(DataHeader::BYTES + payload);
+        self.counters.add_sent_local(DataHeader::BYTES + payload);
     }
 
     /// A frame with that many bytes of payload has come in.
@@ -216,7 +216,7 @@ impl Port {
             self.from += len;
             return Moved::Bytes(len);
         }
-        // Closed counts whether or not it was found readable: nobody watches a closed socket, so nobody would say so again.
+        // Closed counts whether or not it was found readable: a closed socket is not watched, so this would not be told again.
         if !link.readable && link.read_closed.is_none() {
             return Moved::Nothing;
         }

@@ -1,4 +1,4 @@
-//! Where callers and the engine's thread meet: the queue of submissions, the lane while nobody drives it, the order to stop,
+//! Where callers and the engine's thread meet: the queue of submissions, the executor while it has no driver, the order to stop,
 //! and the first failure.
 //!
 //! Collectives get their sequence numbers here, under the lock, so the order of submission is the order of execution. All
@@ -13,14 +13,14 @@ use ftcore::{
     Collective, Completer, Error, ErrorKind, OpKind, Rejected, Result, Work, driven_work_pair, time_left,
 };
 
-use crate::exec::{Exec, Label, Place};
-use crate::farewell::LAST_WORDS;
-use crate::lane::Lane;
-use crate::mail::{Mail, Post};
-use crate::news::News;
+use crate::channels::{Channel, Channels};
+use crate::execution::{Execution, Label, Place};
+use crate::executor::Executor;
+use crate::leave::NOTICE_TIME;
+use crate::notices::Notices;
 use crate::plan::plan;
 use crate::schedule::Hosts;
-use crate::transport::shm::{Bell, Bells, LANE, MAIL};
+use crate::transport::shm::{Bell, Bells, COLLECTIVES, MESSAGES};
 use crate::transport::waker::Waker;
 
 /// `at` and a bit; `at` itself where that cannot be represented.
@@ -53,16 +53,16 @@ pub(crate) struct Submission {
 /// What the lock protects.
 #[derive(Default)]
 pub(crate) struct Queue {
-    /// Point-to-point messages on their way to the engine's thread, or to whoever drives the mail.
+    /// Point-to-point messages on their way to the engine's thread, or to the driver of the channels.
     pub(crate) messages: VecDeque<Submission>,
     /// Collectives that have not begun.
     pub(crate) collectives: VecDeque<Submission>,
     /// The collective that began last.
     pub(crate) running: Option<(OpKind, u64)>,
-    /// `None` while somebody drives it.
-    pub(crate) lane: Option<Box<Lane>>,
+    /// `None` while a thread drives it.
+    pub(crate) executor: Option<Box<Executor>>,
     /// Likewise.
-    pub(crate) mail: Option<Box<Mail>>,
+    pub(crate) channels: Option<Box<Channels>>,
     next_seq: u64,
     pub(crate) stop: Option<Stop>,
     pub(crate) first_error: Option<Error>,
@@ -80,17 +80,17 @@ pub(crate) struct Shared {
     queue: Mutex<Queue>,
     pub(crate) changed: Condvar,
     waker: Waker,
-    /// Raised with every stop and failure, so that whoever drives the lane gives it back.
+    /// Raised with every stop and failure, so that the executor's driver gives it back.
     interrupt: AtomicBool,
-    /// Wakes whoever drives the lane, and whoever drives the mail.
+    /// Wakes the driver of the executor, and that of the channels.
     bells: Bells,
-    /// Raised when messages are new, and whoever drives the mail does not know.
+    /// Raised when messages are new, and the driver of the channels does not know.
     pub(crate) incoming: AtomicBool,
     /// Raised when a fate or a report is new.
     pub(crate) attention: AtomicBool,
-    /// A peer is gone or was reported: decided upon once the lane is free.
+    /// A peer is gone or was reported: decided upon once the executor is free.
     pub(crate) trouble: AtomicBool,
-    pub(crate) news: Mutex<News>,
+    pub(crate) notices: Mutex<Notices>,
     /// Collectives that were submitted and have not ended.
     unfinished: AtomicUsize,
     /// How often the engine's thread has read every control connection as far as it goes.
@@ -98,9 +98,9 @@ pub(crate) struct Shared {
 }
 
 /// What is driven, where it is at hand.
-pub(crate) type Drivable = (Option<Box<Lane>>, Option<Box<Mail>>);
+pub(crate) type Drivable = (Option<Box<Executor>>, Option<Box<Channels>>);
 
-/// Who drove the lane, or the mail.
+/// Who drove the executor, or the channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Taken {
     Caller,
@@ -110,7 +110,7 @@ pub(crate) enum Taken {
 /// What a blocking call finds.
 pub(crate) enum Begin {
     /// The group is idle: the caller drives operation number so-and-so itself.
-    Here(Box<Lane>, u64),
+    Here(Box<Executor>, u64),
     /// Others are ahead: through the queue.
     Queued,
     /// Nothing can be submitted.
@@ -118,19 +118,19 @@ pub(crate) enum Begin {
 }
 
 impl Shared {
-    /// `lane` is `None` in a world of one, and `posts` is empty. `apart`: the ranks of this host have a core each.
+    /// `executor` is `None` in a world of one, and `channels` is empty. `apart`: the ranks of this host have a core each.
     pub(crate) fn new(
         place: Place,
         hosts: Hosts,
         bells: Bells,
-        lane: Option<Lane>,
-        posts: Vec<Option<Post>>,
+        executor: Option<Executor>,
+        channels: Vec<Option<Channel>>,
         apart: bool,
     ) -> Result<Arc<Self>> {
-        let transport = lane.as_ref().map_or("none", Lane::transport);
+        let transport = executor.as_ref().map_or("none", Executor::transport);
         let queue = Queue {
-            lane: lane.map(Box::new),
-            mail: (place.world > 1).then(|| Box::new(Mail::new(place, posts, apart))),
+            executor: executor.map(Box::new),
+            channels: (place.world > 1).then(|| Box::new(Channels::new(place, channels, apart))),
             ..Queue::default()
         };
         Ok(Arc::new(Self {
@@ -145,7 +145,7 @@ impl Shared {
             incoming: AtomicBool::new(false),
             attention: AtomicBool::new(false),
             trouble: AtomicBool::new(false),
-            news: Mutex::default(),
+            notices: Mutex::default(),
             unfinished: AtomicUsize::new(0),
             looks: AtomicU64::new(0),
         }))
@@ -170,48 +170,48 @@ impl Shared {
         self.transport
     }
 
-    pub(crate) fn bell(&self) -> &Bell<LANE> {
-        &self.bells.lane
+    pub(crate) fn bell(&self) -> &Bell<COLLECTIVES> {
+        &self.bells.collectives
     }
 
-    pub(crate) fn mail_bell(&self) -> &Bell<MAIL> {
-        &self.bells.mail
+    pub(crate) fn channels_bell(&self) -> &Bell<MESSAGES> {
+        &self.bells.messages
     }
 
-    /// Wakes whoever drives anything.
+    /// Wakes all drivers.
     pub(crate) fn alarm(&self) {
-        self.bells.lane.alarm();
-        self.bells.mail.alarm();
+        self.bells.collectives.alarm();
+        self.bells.messages.alarm();
     }
 
-    /// For a blocking call: the lane, if the group is idle.
+    /// For a blocking call: the executor, if the group is idle.
     pub(crate) fn begin(&self, kind: OpKind) -> Begin {
         let mut queue = self.lock();
         if let Some(error) = refusal(&queue) {
             return Begin::Refused(error);
         }
-        if !queue.collectives.is_empty() || !queue.lane.as_ref().is_some_and(|l| l.is_idle()) {
+        if !queue.collectives.is_empty() || !queue.executor.as_ref().is_some_and(|l| l.is_idle()) {
             return Begin::Queued;
         }
-        let Some(lane) = queue.lane.take() else {
+        let Some(executor) = queue.executor.take() else {
             return Begin::Queued;
         };
         let seq = queue.next_seq;
         queue.next_seq += 1;
         queue.running = Some((kind, seq));
         self.unfinished.fetch_add(1, Ordering::AcqRel);
-        Begin::Here(lane, seq)
+        Begin::Here(executor, seq)
     }
 
-    /// A collective has ended. Said before anybody can see it: whoever sees it may end the group, and must not be told that
+    /// A collective has ended. Said before it can be seen: a caller that sees it may end the group, and must not be told that
     /// something is pending.
     pub(crate) fn finished(&self) {
         self.unfinished.fetch_sub(1, Ordering::AcqRel);
     }
 
     /// It is this one's turn.
-    pub(crate) fn begins(&self, exec: &Exec) {
-        self.lock().running = Some((exec.kind, exec.seq));
+    pub(crate) fn begins(&self, execution: &Execution) {
+        self.lock().running = Some((execution.kind, execution.seq));
     }
 
     /// How many collectives run or wait.
@@ -219,48 +219,48 @@ impl Shared {
         self.unfinished.load(Ordering::Acquire)
     }
 
-    /// True if a collective runs or waits, whoever drives it.
+    /// True if a collective runs or waits, with or without a driver.
     pub(crate) fn is_busy(&self) -> bool {
         self.unfinished.load(Ordering::Acquire) > 0
     }
 
-    /// The lane for whoever waits for operation `last`, if nobody drives it and it has something to do up to there.
-    pub(crate) fn take_lane_for(&self, last: u64) -> Option<Box<Lane>> {
+    /// The executor for a caller that waits for operation `last`, if it has no driver and something to do up to there.
+    pub(crate) fn take_executor_for(&self, last: u64) -> Option<Box<Executor>> {
         let mut queue = self.lock();
-        let lane = queue.lane.as_ref()?;
+        let executor = queue.executor.as_ref()?;
         let next = queue.collectives.front().and_then(|s| s.seq);
-        let begun = lane.ahead.front().map(|exec| exec.seq);
-        let wanted = lane.current.is_some() || begun.or(next).is_some_and(|next| next <= last);
-        if !wanted || lane.failure.is_some() {
+        let begun = executor.ahead.front().map(|execution| execution.seq);
+        let wanted = executor.current.is_some() || begun.or(next).is_some_and(|next| next <= last);
+        if !wanted || executor.failure.is_some() {
             return None;
         }
-        queue.lane.take()
+        queue.executor.take()
     }
 
-    /// The lane for the engine's thread, if nobody drives it and it has something to do.
-    pub(crate) fn take_busy_lane(&self) -> Option<Box<Lane>> {
+    /// The executor for the engine's thread, if it has no driver and something to do.
+    pub(crate) fn take_busy_executor(&self) -> Option<Box<Executor>> {
         let mut queue = self.lock();
-        let lane = queue.lane.as_ref()?;
-        if lane.is_idle() && queue.collectives.is_empty() {
+        let executor = queue.executor.as_ref()?;
+        if executor.is_idle() && queue.collectives.is_empty() {
             return None;
         }
-        queue.lane.take()
+        queue.executor.take()
     }
 
-    /// The lane and the mail, whatever they do; waits until their drivers, who are told to hurry, give them back. `own`: those
+    /// The executor and the channels, whatever they do; waits until their drivers, who are told to hurry, give them back. `own`: those
     /// that the caller has.
     pub(crate) fn recall(&self, own: Drivable) -> Drivable {
-        let (mut lane, mut mail) = own;
+        let (mut executor, mut channels) = own;
         if self.place.world == 1 {
-            return (lane, mail);
+            return (executor, channels);
         }
         self.interrupt.store(true, Ordering::Release);
         let mut queue = self.lock();
         loop {
-            lane = lane.or_else(|| queue.lane.take());
-            mail = mail.or_else(|| queue.mail.take());
-            if lane.is_some() && mail.is_some() {
-                return (lane, mail);
+            executor = executor.or_else(|| queue.executor.take());
+            channels = channels.or_else(|| queue.channels.take());
+            if executor.is_some() && channels.is_some() {
+                return (executor, channels);
             }
             // A driver looks at the interrupt between two pieces, and wakes for it; the alarm is repeated to be sure. It
             // works on memory that may be borrowed, so there is no giving up.
@@ -273,11 +273,11 @@ impl Shared {
         }
     }
 
-    /// Puts the lane back.
-    pub(crate) fn give_back(&self, lane: Box<Lane>, by: Taken) {
+    /// Puts the executor back.
+    pub(crate) fn give_back(&self, executor: Box<Executor>, by: Taken) {
         let mut queue = self.lock();
-        let more = !lane.is_idle() || !queue.collectives.is_empty() || queue.stop.is_some();
-        queue.lane = Some(lane);
+        let more = !executor.is_idle() || !queue.collectives.is_empty() || queue.stop.is_some();
+        queue.executor = Some(executor);
         drop(queue);
         if self.interrupt.load(Ordering::Acquire) {
             self.changed.notify_all();
@@ -288,17 +288,17 @@ impl Shared {
     }
 
     /// The next collective, if there is one up to number `last`, which begins now.
-    pub(crate) fn pop(&self, last: Option<u64>) -> Result<Option<Exec>> {
+    pub(crate) fn pop(&self, last: Option<u64>) -> Result<Option<Execution>> {
         let Some(last) = last else { return Ok(None) };
-        let exec = self.pop_ahead(last)?;
-        if let Some(exec) = &exec {
-            self.begins(exec);
+        let execution = self.pop_ahead(last)?;
+        if let Some(execution) = &execution {
+            self.begins(execution);
         }
-        Ok(exec)
+        Ok(execution)
     }
 
     /// The next collective, if there is one up to number `last`; others are before it.
-    pub(crate) fn pop_ahead(&self, last: u64) -> Result<Option<Exec>> {
+    pub(crate) fn pop_ahead(&self, last: u64) -> Result<Option<Execution>> {
         let mut queue = self.lock();
         let next = queue.collectives.front().and_then(|s| s.seq);
         if next.is_none_or(|next| next > last) {
@@ -310,7 +310,7 @@ impl Shared {
         let seq = submission.seq.unwrap_or(0);
         drop(queue);
         match prepare(submission, seq, self) {
-            Ok(exec) => Ok(Some(exec)),
+            Ok(execution) => Ok(Some(execution)),
             Err(failed) => {
                 let (error, completer) = *failed;
                 completer.fail(error.clone(), Vec::new());
@@ -359,9 +359,9 @@ impl Shared {
         } else {
             queue.messages.push_back(submission);
             self.incoming.store(true, Ordering::Release);
-            if queue.mail.is_none() {
-                // Whoever drives it may sleep; if it is the engine's thread, that is told below.
-                self.bells.mail.alarm();
+            if queue.channels.is_none() {
+                // Its driver may sleep; if it is the engine's thread, that is told below.
+                self.bells.messages.alarm();
             }
         }
         drop(queue);
@@ -369,7 +369,7 @@ impl Shared {
         Ok(work)
     }
 
-    /// A work whose abort is the group's, and which whoever waits for it may run.
+    /// A work whose abort is the group's, and which a caller that waits for it may run.
     pub(crate) fn work(
         self: &Arc<Self>,
         kind: OpKind,
@@ -392,12 +392,12 @@ impl Shared {
     /// A world of one needs no thread and no socket.
     fn run_alone(&self, submission: Submission) {
         let Some(seq) = submission.seq else {
-            let error = Error::invalid("a world of one has nobody to send to or receive from");
+            let error = Error::invalid("a world of one has no peer to send to or receive from");
             submission.completer.fail(error, submission.op.into_tensors());
             return;
         };
         match prepare(submission, seq, self) {
-            Ok(exec) => exec.run_alone(),
+            Ok(execution) => execution.run_alone(),
             Err(failed) => {
                 let (error, completer) = *failed;
                 completer.fail(error, Vec::new());
@@ -451,7 +451,7 @@ impl Shared {
     /// Refuses further work, lets pending work end until `deadline`. Waits for it; `Err` if it had to be cut short.
     pub(crate) fn drain(&self, deadline: Instant) -> Result<()> {
         self.stop(Stop::Drain(deadline));
-        self.wait_ended(later(deadline, LAST_WORDS * 2))?;
+        self.wait_ended(later(deadline, NOTICE_TIME * 2))?;
         if self.lock().cut_short {
             return Err(
                 Error::timeout("pending work did not end by the deadline; it was aborted")
@@ -504,7 +504,7 @@ pub(crate) fn prepare(
     submission: Submission,
     seq: u64,
     shared: &Shared,
-) -> Result<Exec, Box<(Error, Completer)>> {
+) -> Result<Execution, Box<(Error, Completer)>> {
     let kind = submission.op.kind();
     let label = Label {
         kind,
@@ -516,12 +516,12 @@ pub(crate) fn prepare(
     };
     let place = shared.place;
     match plan(submission.op, submission.contribute, place, &shared.hosts) {
-        Ok(plan) => Ok(Exec::new(label, place, plan, submission.completer)),
+        Ok(plan) => Ok(Execution::new(label, place, plan, submission.completer)),
         Err(e) => Err(Box::new((e, submission.completer))),
     }
 }
 
-/// Marks the end whatever happens, so that nobody waits for a thread that is gone.
+/// Marks the end whatever happens, so that no caller waits for a thread that is gone.
 pub(crate) struct Ended(pub(crate) Arc<Shared>);
 
 impl Drop for Ended {
@@ -533,7 +533,7 @@ impl Drop for Ended {
         }
         let messages = std::mem::take(&mut queue.messages);
         let collectives = std::mem::take(&mut queue.collectives);
-        let driven = (queue.lane.take(), queue.mail.take());
+        let driven = (queue.executor.take(), queue.channels.take());
         drop(queue);
         self.0.changed.notify_all();
         drop((messages, collectives, driven));

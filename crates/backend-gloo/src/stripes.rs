@@ -243,7 +243,7 @@ impl Rail {
                 continue;
             };
             if piece.frame() != frame {
-                // Whoever runs ahead waits here.
+                // A rank that runs ahead waits here.
                 let ahead = (piece.seq, piece.round) > (frame.seq, frame.round) && piece.epoch == frame.epoch;
                 return match ahead {
                     true => Ok(moved),

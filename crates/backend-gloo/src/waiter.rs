@@ -5,12 +5,12 @@ use std::time::{Duration, Instant};
 use ftcore::Result;
 
 use crate::buffers::go_on;
-use crate::lane::Lane;
+use crate::executor::Executor;
 use crate::queue::Shared;
 use crate::transport::shm::Sleep;
 
 /// How often a driver looks again before it sleeps, at most: some tens of microseconds, more than a chunk takes.
-pub(crate) const PATIENCE: u32 = 2000;
+pub(crate) const SPIN_BUDGET: u32 = 2000;
 /// At least, where spinning did not pay: longer than a wake-up takes, or two ranks that have begun to sleep keep each other at it.
 const LEAST: u32 = 1000;
 /// After so many looks, some microseconds, the rank that is waited for may itself be waiting for this very core, wherever the kernel
@@ -18,22 +18,22 @@ const LEAST: u32 = 1000;
 const SHARED_FROM: u32 = 128;
 /// and is let run every so many looks. Alone on its core a rank loses a system call by that.
 const SHARED_EVERY: u32 = 16;
-/// One wait in so many tries the full patience again.
+/// One wait in so many tries the full spin_budget again.
 const TRY_AGAIN: u32 = 64;
 /// How often a driver lets others run before it sleeps, where there are more ranks than cores: the rank it waits for is likely
 /// to be the next on this core, and a switch costs less than a sleep and a wake-up.
 const YIELDS: u32 = 20;
 /// A look at a socket takes as long as that many at memory.
 const SYSTEM_CALL: u32 = 15;
-/// How long a driver of sockets looks again before it sleeps, at most: a few wake-ups. Whoever still looks answers at once when
+/// How long a driver of sockets looks again before it sleeps, at most: a few wake-ups. A rank that still looks answers at once when
 /// its peer comes back; two that sleep pay for a wake-up in every round.
 const LINGER: Duration = Duration::from_micros(250);
 /// At least, where that did not pay: longer than one wake-up takes.
 const LEAST_LINGER: Duration = Duration::from_micros(80);
 
-/// How long looking again has paid so far; kept from one operation to the next.
+/// How long looking again has paid so@remote; kept from one operation to the next.
 #[derive(Debug)]
-pub(crate) struct Patience {
+pub(crate) struct SpinBudget {
     most: u32,
     now: u32,
     slept: u32,
@@ -43,10 +43,10 @@ pub(crate) struct Patience {
     most_linger: Duration,
 }
 
-impl Patience {
+impl SpinBudget {
     /// `spin` is false where a rank that spins would keep another from what it waits for.
     fn new(spin: bool) -> Self {
-        let most = if spin { PATIENCE } else { 0 };
+        let most = if spin { SPIN_BUDGET } else { 0 };
         Self {
             most,
             now: most,
@@ -57,14 +57,14 @@ impl Patience {
         }
     }
 
-    /// For whoever waits for that many ranks of its own host. With more ranks than cores a rank that spins keeps another from
+    /// For a rank that waits for that many ranks of its own host. With more ranks than cores a rank that spins keeps another from
     /// what it waits for; so it does where it has one core and others have the same, but not where they are `apart`, as launchers bind them.
-    pub(crate) fn of(near: usize, apart: bool) -> Self {
+    pub(crate) fn of(local: usize, apart: bool) -> Self {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        Self::new(apart || near < cores)
+        Self::new(apart || local < cores)
     }
 
-    /// For whoever waits for sockets, too: a look there is a system call anyhow, so others are let run between any two. Alone on
+    /// For a rank that waits for sockets, too: a look there is a system call anyhow, so others are let run between any two. Alone on
     /// its core it loses nothing by that, and ranks that share one, whatever address they have, change over at once.
     pub(crate) fn with_sockets() -> Self {
         Self {
@@ -83,7 +83,7 @@ impl Patience {
         }
     }
 
-    /// True where looking again keeps nobody from what is waited for.
+    /// True where looking again keeps no thread from what is waited for.
     pub(crate) fn spins(&self) -> bool {
         self.most > 0
     }
@@ -112,9 +112,9 @@ impl Patience {
     }
 }
 
-/// What is driven by one thread at a time: the lane, or the mail.
+/// What is driven by one thread at a time: the executor, or the channels.
 pub(crate) trait Driven {
-    fn patience(&mut self) -> &mut Patience;
+    fn spin_budget(&mut self) -> &mut SpinBudget;
     /// Takes in what the engine's thread has learnt.
     fn look(&mut self, shared: &Shared);
     /// Between two looks without a sleep. How many looks at memory it took.
@@ -127,17 +127,17 @@ pub(crate) trait Driven {
     fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()>;
 }
 
-impl Driven for Lane {
-    fn patience(&mut self) -> &mut Patience {
-        &mut self.patience
+impl Driven for Executor {
+    fn spin_budget(&mut self) -> &mut SpinBudget {
+        &mut self.spin_budget
     }
 
     fn look(&mut self, shared: &Shared) {
-        Lane::look(self, shared);
+        Executor::look(self, shared);
     }
 
     fn glance(&mut self) -> u32 {
-        if self.is_near() {
+        if self.is_local() {
             std::hint::spin_loop();
             return 0;
         }
@@ -146,7 +146,7 @@ impl Driven for Lane {
     }
 
     fn arm(&self, shared: &Shared) {
-        let how = if self.is_near() {
+        let how = if self.is_local() {
             Sleep::Word
         } else {
             Sleep::Descriptor
@@ -159,7 +159,7 @@ impl Driven for Lane {
     }
 
     fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()> {
-        Lane::sleep(self, shared, until)
+        Executor::sleep(self, shared, until)
     }
 }
 
@@ -181,10 +181,10 @@ impl Waiter {
             return;
         }
         if !self.slow && self.looked > LEAST {
-            driven.patience().paid();
+            driven.spin_budget().paid();
         }
         if self.lingers.take().is_some() && !self.slow {
-            driven.patience().lingering_paid();
+            driven.spin_budget().lingering_paid();
         }
         self.looked = 0;
         self.yielded = 0;
@@ -206,19 +206,19 @@ impl Waiter {
         go_on(shared.interrupt())?;
         driven.look(shared);
         self.looked = self.looked.saturating_add(1);
-        if self.looked < driven.patience().now {
+        if self.looked < driven.spin_budget().now {
             self.looked = self.looked.saturating_add(driven.glance());
             if self.looked > SHARED_FROM && self.looked.is_multiple_of(SHARED_EVERY) {
                 rustix::thread::sched_yield();
             }
             return Ok(());
         }
-        if self.yielded < driven.patience().yields {
+        if self.yielded < driven.spin_budget().yields {
             self.yielded += 1;
             rustix::thread::sched_yield();
             return Ok(());
         }
-        let linger = driven.patience().linger;
+        let linger = driven.spin_budget().linger;
         if !self.slow && !linger.is_zero() {
             let began = *self.lingers.get_or_insert_with(Instant::now);
             if began.elapsed() < linger {
@@ -230,7 +230,7 @@ impl Waiter {
         }
         if !self.slow {
             self.slow = true;
-            driven.patience().did_not_pay();
+            driven.spin_budget().did_not_pay();
         }
         if !self.armed {
             self.armed = true;
@@ -248,8 +248,8 @@ mod tests {
 
     #[test]
     fn a_rank_spins_where_there_are_cores_for_all_or_each_has_its_own() {
-        assert!(!Patience::of(usize::MAX, false).spins());
-        assert!(Patience::of(usize::MAX, true).spins());
-        assert!(Patience::of(0, false).spins());
+        assert!(!SpinBudget::of(usize::MAX, false).spins());
+        assert!(SpinBudget::of(usize::MAX, true).spins());
+        assert!(SpinBudget::of(0, false).spins());
     }
 }

@@ -6,7 +6,7 @@
 
 use ftcore::{ErrorKind, Fingerprint};
 
-/// The longest text in an abort or good-bye frame; longer ones are cut.
+/// The longest text in an abort or leave frame; longer ones are cut.
 pub(crate) const MAX_TEXT: usize = 4096;
 /// The largest payload of one point-to-point data frame.
 pub(crate) const SEGMENT: usize = 128 * 1024;
@@ -340,12 +340,12 @@ const MESSAGES: u32 = FIRST_RAIL + MAX_CONNECTIONS;
 
 /// What a connection is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Lane {
+pub(crate) enum Purpose {
     /// Collectives, strictly in the order of the schedule.
     Data,
     /// Pieces of large payloads: the rail of that number.
     Rail(u32),
-    /// Aborts and good-byes.
+    /// Aborts and leaves.
     Control,
     /// Point-to-point.
     Messages,
@@ -357,7 +357,7 @@ pub(crate) enum Lane {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Hello {
     pub(crate) version: u32,
-    pub(crate) lane: Lane,
+    pub(crate) purpose: Purpose,
     pub(crate) rank: u32,
     pub(crate) world: u32,
     /// How many connections carry a large payload.
@@ -377,12 +377,12 @@ impl Hello {
         let mut put = Put(&mut out);
         put.u32(HELLO_MAGIC);
         put.u32(self.version);
-        put.u32(match self.lane {
-            Lane::Data => 1,
-            Lane::Control => 2,
-            Lane::Local => 3,
-            Lane::Messages => MESSAGES,
-            Lane::Rail(number) => FIRST_RAIL.saturating_add(number),
+        put.u32(match self.purpose {
+            Purpose::Data => 1,
+            Purpose::Control => 2,
+            Purpose::Local => 3,
+            Purpose::Messages => MESSAGES,
+            Purpose::Rail(number) => FIRST_RAIL.saturating_add(number),
         });
         put.u32(self.rank);
         put.u32(self.world);
@@ -400,19 +400,19 @@ impl Hello {
             return None;
         }
         let version = take.u32();
-        let lane = match take.u32() {
-            1 => Lane::Data,
-            2 => Lane::Control,
-            3 => Lane::Local,
-            MESSAGES => Lane::Messages,
-            lane => match lane.checked_sub(FIRST_RAIL) {
-                Some(number) if number < MAX_CONNECTIONS => Lane::Rail(number),
+        let purpose = match take.u32() {
+            1 => Purpose::Data,
+            2 => Purpose::Control,
+            3 => Purpose::Local,
+            MESSAGES => Purpose::Messages,
+            purpose => match purpose.checked_sub(FIRST_RAIL) {
+                Some(number) if number < MAX_CONNECTIONS => Purpose::Rail(number),
                 _ => return None,
             },
         };
         Some(Self {
             version,
-            lane,
+            purpose,
             rank: take.u32(),
             world: take.u32(),
             connections: take.u32(),
@@ -437,8 +437,8 @@ mod tests {
 
         #[test]
         fn hellos_round_trip(rank: u32, world: u32, connections: u32, epoch: u64, constants: u64, nonce: u64) {
-            for lane in [Lane::Data, Lane::Control, Lane::Local, Lane::Messages, Lane::Rail(0), Lane::Rail(MAX_CONNECTIONS - 1)] {
-                let h = Hello { version: VERSION, lane, rank, world, connections, epoch, constants, nonce };
+            for purpose in [Purpose::Data, Purpose::Control, Purpose::Local, Purpose::Messages, Purpose::Rail(0), Purpose::Rail(MAX_CONNECTIONS - 1)] {
+                let h = Hello { version: VERSION, purpose, rank, world, connections, epoch, constants, nonce };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }
         }

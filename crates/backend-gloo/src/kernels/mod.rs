@@ -26,7 +26,7 @@ use numbers::{
 };
 
 /// A copy of at least this many bytes is better written past the caches ([`copy_stream`]): its
-/// first bytes would be evicted before anybody reads them again. Measured: docs/performance.md.
+/// first bytes would be evicted before they are read again. Measured: docs/performance.md.
 pub(crate) const STREAM_FROM: usize = 16 << 20;
 
 /// The loops that this machine can run.
@@ -196,7 +196,7 @@ pub(crate) fn copy_stream(to: &mut [u8], from: &[u8]) {
 /// Divides every element by `count` (integers toward zero); zeros if `count` is 0.
 pub(crate) fn divide(dtype: DType, data: &mut [u8], count: u32) -> Result<()> {
     let done = if count == 0 && table_of(ReduceOp::Avg).contains(dtype) {
-        data.fill(0); // nobody contributed: an average of nothing is zero by contract
+        data.fill(0); // without contributions: an average of nothing is zero by contract
         Some(())
     } else {
         Width::best(dtype).map(dtype, DivideBy(count), data)

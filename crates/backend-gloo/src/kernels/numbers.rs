@@ -1,6 +1,6 @@
 //! What the operations mean, unit by unit.
 //!
-//! A unit is what a loop steps by: one number, or as many small ones as fill a register lane. Every store of a float makes a
+//! A unit is what a loop steps by: one number, or as many small ones as fill a register executor. Every store of a float makes a
 //! NaN the one positive quiet NaN, and min and max take -0 as less than +0; so each operation is commutative down to the bits,
 //! and a compiler that swaps operands cannot be noticed.
 

@@ -196,7 +196,7 @@ fn elements(dtype: DType, count: usize, noise: &mut Noise) -> Vec<u8> {
         .collect()
 }
 
-/// `data` somewhere in a larger buffer, with bytes around it that nobody may touch.
+/// `data` somewhere in a larger buffer, with bytes around it that must not change.
 struct Placed {
     buffer: Vec<u8>,
     range: Range<usize>,

@@ -3,7 +3,7 @@
 use ftcore::{Error, ErrorKind, Result};
 
 use super::Rendezvous;
-use crate::mail::Post;
+use crate::channels::Channel;
 use crate::peer::{ControlLink, Peer};
 use crate::port::{Memory, Port, Wire};
 use crate::schedule::Hosts;
@@ -17,10 +17,10 @@ pub(crate) struct Connected {
     /// Likewise.
     pub(crate) ports: Vec<Option<Port>>,
     /// The ways of messages, likewise.
-    pub(crate) posts: Vec<Option<Post>>,
+    pub(crate) channels: Vec<Option<Channel>>,
     pub(crate) bells: Bells,
     /// All ranks share memory with all others. The same on every rank.
-    pub(crate) near: bool,
+    pub(crate) one_host: bool,
     /// Which ranks share memory. The same on every rank.
     pub(crate) hosts: Hosts,
     /// Each rank of this host is bound to a core of its own, and so is this one.
@@ -30,13 +30,13 @@ pub(crate) struct Connected {
 impl Rendezvous<'_> {
     pub(super) fn into_connected(self) -> Result<Connected> {
         let own = self.configuration.rank;
-        let near = self.shares_memory_with_all() && {
+        let one_host = self.shares_memory_with_all() && {
             let others = self
                 .found
                 .iter()
                 .enumerate()
                 .filter(|(rank, _)| *rank != own as usize);
-            others.into_iter().all(|(_, found)| found.near)
+            others.into_iter().all(|(_, found)| found.one_host)
         };
         let lowest: Vec<u32> = self
             .found
@@ -50,27 +50,27 @@ impl Rendezvous<'_> {
         let hosts = Hosts::new(&lowest);
         let mut neighbours = self.found.iter().filter(|found| found.memory.is_some());
         let apart = self.core != 0 && neighbours.all(|found| ![0, self.core].contains(&found.core));
-        let bells = match &self.near {
+        let bells = match &self.local {
             Some((_, region)) => region.bells()?,
             None => Bells::private()?,
         };
-        let (mut peers, mut ports, mut posts) = (Vec::new(), Vec::new(), Vec::new());
+        let (mut peers, mut ports, mut channels) = (Vec::new(), Vec::new(), Vec::new());
         for (found, rank) in self.found.into_iter().zip(0u32..) {
             if rank == own {
                 peers.push(None);
                 ports.push(None);
-                posts.push(None);
+                channels.push(None);
                 continue;
             }
             let address = found.address.clone();
             let wire = match (found.data, found.messages, found.memory) {
                 (_, _, Some(shared)) => {
                     let counters = self.counters.clone();
-                    posts.push(Some(Post::near(rank, address, shared.mail, counters)));
-                    Wire::Memory(Memory::new(shared.lane, self.counters.clone()))
+                    channels.push(Some(Channel::local(rank, address, shared.messages, counters)));
+                    Wire::Memory(Memory::new(shared.collectives, self.counters.clone()))
                 }
                 (Some(mut data), Some(messages), None) => {
-                    posts.push(Some(Post::far(rank, address, messages)));
+                    channels.push(Some(Channel::remote(rank, address, messages)));
                     data.readable = true;
                     data.writable = true;
                     Wire::Socket(data)
@@ -100,9 +100,9 @@ impl Rendezvous<'_> {
         Ok(Connected {
             peers,
             ports,
-            posts,
+            channels,
             bells,
-            near,
+            one_host,
             hosts,
             apart,
         })

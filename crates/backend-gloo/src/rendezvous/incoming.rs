@@ -11,7 +11,7 @@ use ftcore::{Error, ErrorKind, Result, deadline_in};
 use super::Rendezvous;
 use crate::options::Transport;
 use crate::transport::tcp::{self, Link, Moved, Stream};
-use crate::wire::{Hello, Lane};
+use crate::wire::{Hello, Purpose};
 
 /// A connection that has not said who it is by then is dropped.
 const GREETING: Duration = Duration::from_secs(5);
@@ -91,7 +91,7 @@ impl Rendezvous<'_> {
             }
         }
         for _ in 0..AT_ONCE {
-            let Some((listener, _)) = &self.near else { return };
+            let Some((listener, _)) = &self.local else { return };
             let next = listener.accept().map(|(stream, _)| {
                 let link = Link::local(stream, self.counters.clone());
                 (link, "shared memory".to_string(), true)
@@ -141,8 +141,8 @@ impl Rendezvous<'_> {
 
     /// Every other rank may come at once, with all its connections.
     fn most_strangers(&self) -> usize {
-        let lanes = 3 + self.settings.rails() as usize;
-        MAX_STRANGERS.saturating_add(lanes.saturating_mul(self.configuration.world_size as usize))
+        let purposes = 3 + self.settings.rails() as usize;
+        MAX_STRANGERS.saturating_add(purposes.saturating_mul(self.configuration.world_size as usize))
     }
 
     fn drop_oldest_stranger(&mut self) {
@@ -234,12 +234,12 @@ impl Rendezvous<'_> {
         if proved.is_some_and(|rank| rank != hello.rank) {
             return drop_it("it proved itself as another rank");
         }
-        if (hello.lane == Lane::Local) != local {
+        if (hello.purpose == Purpose::Local) != local {
             return drop_it("it came in at the wrong socket");
         }
         // From here on it is one of ours. The answer lets it see a mismatch, too.
-        let answer = self.hello(hello.lane, hello.nonce).encode();
-        let own = match self.near.as_ref().filter(|_| local) {
+        let answer = self.hello(hello.purpose, hello.nonce).encode();
+        let own = match self.local.as_ref().filter(|_| local) {
             Some((_, region)) => region.handles().to_vec(),
             None => Vec::new(),
         };
@@ -251,7 +251,7 @@ impl Rendezvous<'_> {
             return drop_it("it does not take the answer");
         }
         self.compare(&hello, &from)?;
-        if let Lane::Rail(number) = hello.lane
+        if let Purpose::Rail(number) = hello.purpose
             && number >= self.settings.rails()
         {
             return drop_it("it is a connection too many");
@@ -267,7 +267,7 @@ impl Rendezvous<'_> {
                     .with_peer_address(from),
             ));
         }
-        let memory = match self.near.as_ref().filter(|_| local) {
+        let memory = match self.local.as_ref().filter(|_| local) {
             Some((_, region)) => match region.open(c.rank, hello.rank, handles) {
                 Ok(shared) => Some(shared),
                 Err(error) => {
@@ -278,8 +278,8 @@ impl Rendezvous<'_> {
             None => None,
         };
         if let Some(found) = self.found.get_mut(hello.rank as usize) {
-            // A second connection of a lane replaces the first: its rank did not see the answer and tried again.
-            found.take(hello.lane, link, memory, from);
+            // A second connection of a purpose replaces the first: its rank did not see the answer and tried again.
+            found.take(hello.purpose, link, memory, from);
         }
         Ok(())
     }

@@ -3,7 +3,7 @@
 //! Every rank listens, publishes its addresses and a secret under `prefix/epoch` in the store, connects to every lower
 //! rank and accepts from every higher one: over a Unix socket with the handles of shared memory where both are on one host, else
 //! several times over TCP. All of it is one non-blocking loop, so a stranger or a half-open connection
-//! holds nobody up. With credentials both ends of each connection prove the job's secret first, bound to the epoch and both ranks. When a rank has all its connections it says so to all; `configure` ends on a rank once everybody has
+//! holds no rank up. With credentials both ends of each connection prove the job's secret first, bound to the epoch and both ranks. When a rank has all its connections it says so to all; `configure` ends on a rank once all ranks have
 //! said so, so a rank that fails right afterwards cannot break the configuration of a slower one. At the deadline the missing ranks are named (L33). A rank that gives up tells those that it has
 //! reached, so that they need not wait for their own deadline (L27).
 
@@ -35,7 +35,7 @@ use crate::options::{Settings, Transport};
 use crate::transport::interface::{self, Addresses};
 use crate::transport::shm::{Region, Shared};
 use crate::transport::tcp::{self, Counters, Link};
-use crate::wire::{Hello, Lane, VERSION};
+use crate::wire::{Hello, Purpose, VERSION};
 
 /// The longest uninterrupted wait for the store.
 const STORE_SLICE: Duration = Duration::from_millis(50);
@@ -50,10 +50,10 @@ struct Found {
     messages: Option<Link>,
     /// In place of `data` and `messages`.
     memory: Option<Shared>,
-    /// It has said that it is connected with everybody.
+    /// It has said that it is connected with all ranks.
     ready: bool,
     /// It shares memory with every rank.
-    near: bool,
+    one_host: bool,
     /// The lowest rank with which it shares memory, itself included.
     lowest: u32,
     /// The core to which it is bound; see [`own_core`].
@@ -69,25 +69,25 @@ impl Found {
 }
 
 impl Found {
-    /// A connection of `lane` is there.
-    fn take(&mut self, lane: Lane, link: Link, memory: Option<Shared>, address: String) {
+    /// A connection of `purpose` is there.
+    fn take(&mut self, purpose: Purpose, link: Link, memory: Option<Shared>, address: String) {
         self.address = address;
-        if self.memory.is_some() && lane != Lane::Local {
+        if self.memory.is_some() && purpose != Purpose::Local {
             // The rank gave up on shared memory and comes over TCP.
             self.memory = None;
             self.control = None;
         }
-        match lane {
-            Lane::Data => self.data = Some(link),
-            Lane::Rail(number) => {
+        match purpose {
+            Purpose::Data => self.data = Some(link),
+            Purpose::Rail(number) => {
                 // Recognised only if there is a rail of that number.
                 if let Some(rail) = self.rails.get_mut(number as usize) {
                     *rail = Some(link);
                 }
             }
-            Lane::Control => self.control = Some(link),
-            Lane::Messages => self.messages = Some(link),
-            Lane::Local => {
+            Purpose::Control => self.control = Some(link),
+            Purpose::Messages => self.messages = Some(link),
+            Purpose::Local => {
                 self.data = None;
                 self.messages = None;
                 self.rails.fill_with(|| None);
@@ -107,7 +107,7 @@ struct Rendezvous<'a> {
     /// How connections to other hosts are controlled, if that could be asked.
     control: Option<String>,
     /// Where ranks of this host come in, and what they are given; `None` without shared memory.
-    near: Option<(UnixListener, Region)>,
+    local: Option<(UnixListener, Region)>,
     card: Card,
     /// By rank; `None` where not known yet.
     cards: Vec<Option<Card>>,
@@ -118,7 +118,7 @@ struct Rendezvous<'a> {
     found: Vec<Found>,
     /// By rank: how often the way through shared memory failed.
     refused: Vec<u32>,
-    /// This rank has said that it is connected with everybody.
+    /// This rank has said that it is connected with all ranks.
     said_ready: bool,
     /// The core to which this rank is bound.
     core: u8,
@@ -141,7 +141,7 @@ pub(crate) fn connect(
 }
 
 /// Shared memory and the socket at which it is handed out, under a name of its own.
-fn open_near(world: u32) -> Result<(UnixListener, Region, String)> {
+fn open_local(world: u32) -> Result<(UnixListener, Region, String)> {
     let region = Region::new(world)?;
     let name = format!("oxccl-gloo-{}-{:016x}", std::process::id(), nonce());
     let listener = std::os::unix::net::SocketAddr::from_abstract_name(&name)
@@ -196,14 +196,14 @@ impl<'a> Rendezvous<'a> {
             .map_err(|e| Error::io("asking for the listener's port", e))?
             .port();
         let control = tcp::listen_unpaced(&listener);
-        let near = match settings.transport {
+        let local = match settings.transport {
             Transport::Tcp => None,
-            Transport::Shm => Some(open_near(configuration.world_size)?),
-            Transport::Auto | Transport::Mixed => open_near(configuration.world_size)
+            Transport::Shm => Some(open_local(configuration.world_size)?),
+            Transport::Auto | Transport::Mixed => open_local(configuration.world_size)
                 .inspect_err(|error| tracing::warn!(%error, "no shared memory here; using TCP"))
                 .ok(),
         };
-        let (near, name) = match near {
+        let (local, name) = match local {
             Some((listener, region, name)) => (Some((listener, region)), Some(name)),
             None => (None, None),
         };
@@ -217,13 +217,14 @@ impl<'a> Rendezvous<'a> {
         let now = Instant::now();
         let dialed = (0..configuration.rank)
             .flat_map(|rank| {
-                let lanes = [Lane::Local, Lane::Data, Lane::Control, Lane::Messages].into_iter();
-                let rails = (0..settings.rails()).map(Lane::Rail);
-                lanes.chain(rails).map(move |lane| (rank, lane))
+                let purposes =
+                    [Purpose::Local, Purpose::Data, Purpose::Control, Purpose::Messages].into_iter();
+                let rails = (0..settings.rails()).map(Purpose::Rail);
+                purposes.chain(rails).map(move |purpose| (rank, purpose))
             })
-            .map(|(rank, lane)| Dialed {
+            .map(|(rank, purpose)| Dialed {
                 rank,
-                lane,
+                purpose,
                 state: Dial::Waiting { retry_at: now },
             })
             .collect();
@@ -234,7 +235,7 @@ impl<'a> Rendezvous<'a> {
             began: now,
             listener,
             control,
-            near,
+            local,
             card,
             cards: (0..configuration.world_size).map(|_| None).collect(),
             dialed,
@@ -381,10 +382,10 @@ impl<'a> Rendezvous<'a> {
         Topic::new("gloo", self.configuration.epoch.0, from, to)
     }
 
-    fn hello(&self, lane: Lane, nonce: u64) -> Hello {
+    fn hello(&self, purpose: Purpose, nonce: u64) -> Hello {
         Hello {
             version: VERSION,
-            lane,
+            purpose,
             rank: self.configuration.rank,
             world: self.configuration.world_size,
             connections: self.settings.connections,
@@ -434,7 +435,7 @@ impl<'a> Rendezvous<'a> {
             wake_at = now; // the store is where this rank waits
         }
         let mut fds = vec![PollFd::from_borrowed_fd(self.listener.as_fd(), PollFlags::IN)];
-        if let Some((listener, _)) = &self.near {
+        if let Some((listener, _)) = &self.local {
             fds.push(PollFd::from_borrowed_fd(listener.as_fd(), PollFlags::IN));
         }
         for stranger in &self.strangers {

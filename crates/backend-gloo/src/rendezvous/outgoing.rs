@@ -15,14 +15,14 @@ use super::Rendezvous;
 use super::card::Card;
 use crate::options::Transport;
 use crate::transport::tcp::{Link, Moved, Stream, unpaced};
-use crate::wire::{Hello, Lane};
+use crate::wire::{Hello, Purpose};
 
 /// Between two attempts to reach a rank.
 const RETRY: Duration = Duration::from_millis(30);
 /// Attempts to get shared memory from a rank of this host, before it is reached over TCP.
 const LOCAL_ATTEMPTS: u32 = 3;
 
-/// One attempt to connect one lane to a lower rank.
+/// One attempt to connect one purpose to a lower rank.
 pub(super) enum Dial {
     Waiting {
         retry_at: Instant,
@@ -44,10 +44,10 @@ pub(super) enum Dial {
     Done,
 }
 
-/// One lane to one lower rank.
+/// One purpose to one lower rank.
 pub(super) struct Dialed {
     pub(super) rank: u32,
-    pub(super) lane: Lane,
+    pub(super) purpose: Purpose,
     pub(super) state: Dial,
 }
 
@@ -61,8 +61,8 @@ impl Rendezvous<'_> {
     }
 
     /// True if `rank` is to be reached through shared memory.
-    fn is_near(&self, rank: u32, card: &Card) -> bool {
-        let reachable = self.near.is_some() && card.memory.is_some() && self.is_this_host(card);
+    fn is_local(&self, rank: u32, card: &Card) -> bool {
+        let reachable = self.local.is_some() && card.memory.is_some() && self.is_this_host(card);
         let failures = self.refused.get(rank as usize).copied().unwrap_or(0);
         reachable
             && match self.settings.transport {
@@ -75,10 +75,10 @@ impl Rendezvous<'_> {
             }
     }
 
-    /// True if this lane is the way to its rank.
+    /// True if this purpose is the way to its rank.
     pub(super) fn is_wanted(&self, dialed: &Dialed) -> bool {
         match self.cards.get(dialed.rank as usize) {
-            Some(Some(card)) => (dialed.lane == Lane::Local) == self.is_near(dialed.rank, card),
+            Some(Some(card)) => (dialed.purpose == Purpose::Local) == self.is_local(dialed.rank, card),
             // Its address is being asked for again.
             _ => !matches!(dialed.state, Dial::Waiting { .. }),
         }
@@ -89,17 +89,17 @@ impl Rendezvous<'_> {
         let Some(dialed) = self.dialed.get_mut(index) else {
             return Ok(false);
         };
-        let (rank, lane) = (dialed.rank, dialed.lane);
+        let (rank, purpose) = (dialed.rank, dialed.purpose);
         let Some(Some(card)) = self.cards.get(rank as usize) else {
             return Ok(false);
         };
-        let near = self.is_near(rank, card);
-        if self.settings.transport == Transport::Shm && !near {
+        let local = self.is_local(rank, card);
+        if self.settings.transport == Transport::Shm && !local {
             let text =
                 "transport=shm was asked for, but that rank is on another host or offers no shared memory";
             return Err(self.named(Error::new(ErrorKind::Unsupported, text).with_peer(rank)));
         }
-        if (lane == Lane::Local) != near {
+        if (purpose == Purpose::Local) != local {
             return Ok(false);
         }
         let card = card.clone();
@@ -126,7 +126,7 @@ impl Rendezvous<'_> {
             Dial::Waiting { retry_at } if !time_left(retry_at).is_zero() => {
                 (Dial::Waiting { retry_at }, false)
             }
-            Dial::Waiting { .. } if lane == Lane::Local => {
+            Dial::Waiting { .. } if purpose == Purpose::Local => {
                 match begin_local(card.memory.as_deref().unwrap_or_default()) {
                     Ok(stream) => {
                         let link = Link::local(stream, self.counters.clone())?;
@@ -165,7 +165,7 @@ impl Rendezvous<'_> {
                     let records =
                         records.map_err(|e| self.named(Error::new(ErrorKind::Protocol, e.to_string())))?;
                     // Shared memory, and what is said about it, stays within the host.
-                    if let Some(records) = records.filter(|_| lane != Lane::Local) {
+                    if let Some(records) = records.filter(|_| purpose != Purpose::Local) {
                         link.encrypt(records);
                     }
                     (greeting(link), true)
@@ -176,10 +176,10 @@ impl Rendezvous<'_> {
                         // The port is another's by now: it is asked for again.
                         None => {}
                         Some(refused) if refused.reason() == Reason::OtherTopic => {}
-                        Some(refused) => return Err(self.distrusts(rank, lane, &card, refused)),
+                        Some(refused) => return Err(self.distrusts(rank, purpose, &card, refused)),
                     }
                     tracing::debug!(rank, %address, %error, "the hello came to nothing; trying again");
-                    if lane == Lane::Local {
+                    if purpose == Purpose::Local {
                         self.refuse(rank);
                     }
                     self.forget(rank);
@@ -193,12 +193,12 @@ impl Rendezvous<'_> {
                 mut have,
                 mut handles,
             } => {
-                let greeting = self.hello(lane, card.nonce).encode();
+                let greeting = self.hello(purpose, card.nonce).encode();
                 let rest = greeting.get(sent..).unwrap_or(&[]);
                 let mut moved = Moved::Nothing;
                 if rest.is_empty() {
                     if let Some(room) = buffer.get_mut(have..).filter(|r| !r.is_empty()) {
-                        moved = if lane == Lane::Local {
+                        moved = if purpose == Purpose::Local {
                             link.read_handles(room, &mut handles)
                         } else {
                             link.read(room)
@@ -208,8 +208,8 @@ impl Rendezvous<'_> {
                         }
                     }
                 } else {
-                    moved = match &self.near {
-                        Some((_, region)) if lane == Lane::Local => {
+                    moved = match &self.local {
+                        Some((_, region)) if purpose == Purpose::Local => {
                             // All of it goes at once into a fresh socket, the handles with it.
                             link.write_handles(rest, &region.handles())
                         }
@@ -221,14 +221,14 @@ impl Rendezvous<'_> {
                 }
                 let seen = buffer.get(..have).unwrap_or_default();
                 if let Some(refused) = Refused::seen_without_credentials(seen) {
-                    return Err(self.distrusts(rank, lane, &card, &refused));
+                    return Err(self.distrusts(rank, purpose, &card, &refused));
                 }
                 if have == Hello::BYTES {
-                    self.answered(rank, lane, link, &buffer, handles)?;
+                    self.answered(rank, purpose, link, &buffer, handles)?;
                     (Dial::Done, false)
                 } else if moved == Moved::Closed {
                     tracing::debug!(rank, %address, "the rank closed the connection; trying again");
-                    if lane == Lane::Local {
+                    if purpose == Purpose::Local {
                         self.refuse(rank);
                     }
                     self.forget(rank);
@@ -262,9 +262,9 @@ impl Rendezvous<'_> {
     }
 
     /// One of the two has no credentials, or those of another job.
-    fn distrusts(&self, rank: u32, lane: Lane, card: &Card, refused: &Refused) -> Error {
-        let address = match lane {
-            Lane::Local => "shared memory".to_string(),
+    fn distrusts(&self, rank: u32, purpose: Purpose, card: &Card, refused: &Refused) -> Error {
+        let address = match purpose {
+            Purpose::Local => "shared memory".to_string(),
             _ => self.address_of(card).to_string(),
         };
         let text = format!("that rank and this one do not trust each other: {refused}");
@@ -293,13 +293,13 @@ impl Rendezvous<'_> {
     fn answered(
         &mut self,
         rank: u32,
-        lane: Lane,
+        purpose: Purpose,
         link: Link,
         buffer: &[u8; Hello::BYTES],
         handles: Vec<OwnedFd>,
     ) -> Result<()> {
         let address = match self.cards.get(rank as usize) {
-            _ if lane == Lane::Local => "shared memory".to_string(),
+            _ if purpose == Purpose::Local => "shared memory".to_string(),
             Some(Some(card)) => self.address_of(card).to_string(),
             _ => String::new(),
         };
@@ -313,14 +313,14 @@ impl Rendezvous<'_> {
         let hello = Hello::decode(buffer)
             .ok_or_else(|| protocol("answered with something that is not this protocol".into()))?;
         self.compare(&hello, &address)?;
-        if hello.rank != rank || hello.lane != lane || hello.epoch != self.configuration.epoch.0 {
+        if hello.rank != rank || hello.purpose != purpose || hello.epoch != self.configuration.epoch.0 {
             return Err(protocol(format!(
                 "answered as rank {} of epoch {}; expected rank {rank} of epoch {}",
                 hello.rank, hello.epoch, self.configuration.epoch
             )));
         }
-        let memory = match &self.near {
-            Some((_, region)) if lane == Lane::Local => {
+        let memory = match &self.local {
+            Some((_, region)) if purpose == Purpose::Local => {
                 let own = self.configuration.rank;
                 let opened = region.open(own, rank, handles);
                 Some(opened.map_err(|e| self.named(e.with_peer(rank)))?)
@@ -328,7 +328,7 @@ impl Rendezvous<'_> {
             _ => None,
         };
         if let Some(found) = self.found.get_mut(rank as usize) {
-            found.take(lane, link, memory, address);
+            found.take(purpose, link, memory, address);
         }
         Ok(())
     }

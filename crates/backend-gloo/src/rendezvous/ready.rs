@@ -1,4 +1,4 @@
-//! Being ready: a rank that is connected with everybody says so to all, and hears it from all; or one gives up, and says why.
+//! Being ready: a rank that is connected with all ranks says so to all, and hears it from all; or one gives up, and says why.
 
 use std::io::IoSlice;
 
@@ -7,25 +7,25 @@ use ftcore::{Error, ErrorKind, Result};
 use super::Rendezvous;
 use super::outgoing::Dial;
 use crate::transport::tcp::Moved;
-use crate::wire::{self, Control, ControlKind, Hello, Lane};
+use crate::wire::{self, Control, ControlKind, Hello, Purpose};
 
 /// The id of an abort by a rank that gives up its configuration: one that was connected before it failed has another.
 const GAVE_UP: u64 = 1;
 
 impl Rendezvous<'_> {
-    /// Once connected with everybody, tells everybody.
+    /// Once connected with all ranks, tells all ranks.
     pub(super) fn say_ready(&mut self) -> Result<()> {
         if self.said_ready || !self.missing().is_empty() {
             return Ok(());
         }
         self.said_ready = true;
-        let near = self.shares_memory_with_all();
+        let one_host = self.shares_memory_with_all();
         let header = Control {
             kind: ControlKind::Ready,
             code: self.core,
             epoch: self.configuration.epoch.0,
             id: u64::from(self.lowest_neighbour()),
-            a: u32::from(near),
+            a: u32::from(one_host),
             b: self.configuration.rank,
             length: 0,
         }
@@ -61,7 +61,7 @@ impl Rendezvous<'_> {
     }
 
     /// A rank that is connected says that it is ready, or gives up: its abort says why. It may also give up when it has been ready, because
-    /// another one was not: nobody needs to wait for that one then (L27).
+    /// another one was not: no rank needs to wait for that one then (L27).
     pub(super) fn look_at_found(&mut self) -> Result<()> {
         for rank in 0..self.configuration.world_size {
             let Some(found) = self.found.get_mut(rank as usize) else {
@@ -106,7 +106,7 @@ impl Rendezvous<'_> {
                             .with_peer_address(found.address.clone());
                         return Err(self.named(error));
                     };
-                    (found.near, found.lowest, found.core) = (h.a == 1, lowest, h.code);
+                    (found.one_host, found.lowest, found.core) = (h.a == 1, lowest, h.code);
                     found.ready = link.read(&mut taken) == Moved::Bytes(Control::BYTES);
                 }
                 Some(h) if h.kind == ControlKind::Abort => {
@@ -150,7 +150,7 @@ impl Rendezvous<'_> {
             .iter_mut()
             .filter_map(|dialed| match &mut dialed.state {
                 Dial::Greeting { link, sent, .. } => {
-                    let speaks = matches!(dialed.lane, Lane::Local | Lane::Control);
+                    let speaks = matches!(dialed.purpose, Purpose::Local | Purpose::Control);
                     (speaks && *sent == Hello::BYTES).then_some(link)
                 }
                 _ => None,
@@ -291,7 +291,10 @@ mod tests {
     #[test]
     fn a_rank_that_gives_up_while_it_is_being_recognised_says_why() {
         with_pair(1, |mut rendezvous, link, mut theirs| {
-            let dialed = rendezvous.dialed.iter_mut().find(|d| d.lane == Lane::Control);
+            let dialed = rendezvous
+                .dialed
+                .iter_mut()
+                .find(|d| d.purpose == Purpose::Control);
             let mut state = greeting(link);
             if let Dial::Greeting { sent, .. } = &mut state {
                 *sent = Hello::BYTES;

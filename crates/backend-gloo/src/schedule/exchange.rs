@@ -30,7 +30,7 @@ pub(super) fn all_reduce_exchange(rank: u32, bytes: usize) -> Schedule {
     s
 }
 
-/// Everybody sends part r to rank r, which reduces it and sends it back to all; block by block, in place in `Out`. Two rounds
+/// Every rank sends part r to rank r, which reduces it and sends it back to all; block by block, in place in `Out`. Two rounds
 /// where a ring has 2 (world - 1): with more ranks than cores every round costs switches.
 pub(super) fn all_reduce_cross(rank: u32, world: u32, bytes: usize, element: usize) -> Schedule {
     let mut s = Schedule::new(Algorithm::Cross);

@@ -1,7 +1,7 @@
 //! Which ranks share memory, and how a schedule for a few ranks is laid into a larger one.
 //!
 //! Every rank says when it connects which is the lowest rank of those with which it shares memory (itself included); ranks that say
-//! the same are taken for one host. Everybody hears the same from everybody, so all ranks agree on the hosts, and with them
+//! the same are taken for one host. Every rank hears the same from all ranks, so all ranks agree on the hosts, and with them
 //! on algorithm and order (INV-3), even where shared memory failed between some pair.
 
 use super::{Buffer, Count, Landing, Local, Recv, Round, Send, Span};

@@ -6,7 +6,7 @@
 //! messages take one rail: fewer of them then, and nothing to gain from a second.
 //!
 //! A rank of a rail hears from its whole host before it speaks to another one, and the rails between hosts are rings, exchanges or
-//! trees by which everybody on them hears of everybody: so nobody finishes before all have entered (L15).
+//! trees by which every rank on them hears of all ranks: so none finishes before all have entered (L15).
 
 use std::ops::Range;
 
@@ -187,7 +187,7 @@ pub(crate) fn broadcast(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Sc
     s
 }
 
-/// The root's `Out` becomes the reduction of everybody's data (the root's `Out`, the others' `In`): a tree in each host, then one
+/// The root's `Out` becomes the reduction of every rank's data (the root's `Out`, the others' `In`): a tree in each host, then one
 /// over the hosts.
 pub(crate) fn reduce(rank: u32, hosts: &Hosts, root: u32, bytes: usize) -> Schedule {
     let seat = hosts.seat(rank);
@@ -288,7 +288,7 @@ pub(crate) fn all_gather(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -> Sc
         from: own_in(),
         into: out(own.clone()),
     });
-    // Everybody's own part to its host.
+    // Every rank's own part to its host.
     let mut round = Round::default();
     for (peer, _) in seat.others() {
         round.sends.push(plain_send(peer, own_in()));
@@ -347,7 +347,7 @@ fn plain_recv(peer: u32, into: Span) -> Recv {
     }
 }
 
-/// `Out` becomes the reduction of part `rank` of everybody's `In`, which is left as it is: each part is reduced within every host by
+/// `Out` becomes the reduction of part `rank` of every rank's `In`, which is left as it is: each part is reduced within every host by
 /// the rail of its rank, then travels by that rail to the rank's host, growing on every one.
 pub(crate) fn reduce_scatter(rank: u32, hosts: &Hosts, parts: &[Range<usize>]) -> Schedule {
     let rails = Rails::new(rank, hosts, parts);

@@ -53,7 +53,7 @@ fn dissemination(rank: u32, world: u32) -> Vec<Round> {
         .collect()
 }
 
-/// Everybody waits for everybody.
+/// Every rank waits for every other.
 pub(crate) fn barrier(rank: u32, world: u32) -> Schedule {
     let mut s = Schedule::new(Algorithm::Dissemination);
     s.rounds = (0..barrier_rounds(world))
@@ -70,7 +70,7 @@ pub(crate) fn barrier(rank: u32, world: u32) -> Schedule {
     s
 }
 
-/// Everybody reports to rank 0, which knows who is missing, and waits for its word.
+/// Every rank reports to rank 0, which knows who is missing, and waits for its word.
 pub(crate) fn monitored_barrier(rank: u32, world: u32) -> Schedule {
     let mut s = Schedule::new(Algorithm::Star);
     let (mut report, mut release) = (Round::default(), Round::default());
@@ -181,7 +181,7 @@ pub(crate) fn all_to_all(rank: u32, world: u32, input: &[Range<usize>], output: 
     s
 }
 
-/// Everybody sends everything to everybody and reduces in rank order, in place in `Out`: one round.
+/// Every rank sends everything to all ranks and reduces in rank order, in place in `Out`: one round.
 pub(super) fn all_reduce_direct(rank: u32, world: u32, bytes: usize) -> Schedule {
     let mut s = Schedule::new(Algorithm::Direct);
     let out = || Span::new(Buffer::Out, 0..bytes);

@@ -1,7 +1,7 @@
 //! Algorithms as data: pure functions (rank, world, bytes) → rounds of sends, receives and local steps.
 //!
 //! Nothing here knows a socket or a tensor. A schedule speaks about byte ranges of three logical buffers; `plan` says
-//! which tensors those are, `exec` carries the rounds out over any transport, and the tests run all ranks in a
+//! which tensors those are, `execution` carries the rounds out over any transport, and the tests run all ranks in a
 //! simulator. Rules that every schedule keeps (the tests check them):
 //! - a round has at most one send and one receive per peer, and both ends of a transfer have it in the same round;
 //! - which algorithm runs is a function of world size, bytes and the agreed topology only, so all ranks agree, and so is the
@@ -14,8 +14,8 @@ mod exchange;
 mod hosts;
 pub(crate) mod layered;
 mod linear;
-pub(crate) mod near;
 mod ring;
+pub(crate) mod shared;
 mod tree;
 
 use std::ops::Range;
@@ -252,9 +252,9 @@ pub(crate) fn ready_early<'a>(send: &Send, receives: impl Iterator<Item = (&'a R
     ready
 }
 
-/// All-reduce of `bytes` bytes in place in `Out`. `near`: all ranks share memory.
-pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, near: bool) -> Schedule {
-    let algorithm = all_reduce_algorithm(world, bytes, near);
+/// All-reduce of `bytes` bytes in place in `Out`. `one_host`: all ranks share memory.
+pub(crate) fn all_reduce(rank: u32, world: u32, bytes: usize, element: usize, one_host: bool) -> Schedule {
+    let algorithm = all_reduce_algorithm(world, bytes, one_host);
     all_reduce_by(algorithm, rank, world, bytes, element)
 }
 
@@ -277,7 +277,7 @@ fn all_reduce_by(algorithm: Algorithm, rank: u32, world: u32, bytes: usize, elem
 }
 
 /// A function of what all ranks agree on: world size, bytes, and whether all share memory (INV-3).
-pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize, near: bool) -> Algorithm {
+pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize, one_host: bool) -> Algorithm {
     if world <= 1 {
         Algorithm::Local
     } else if world == 2 {
@@ -286,7 +286,7 @@ pub(crate) fn all_reduce_algorithm(world: u32, bytes: usize, near: bool) -> Algo
         Algorithm::Direct
     } else if world > 4 && bytes <= TREE_MAX_BYTES {
         Algorithm::Tree
-    } else if near || (world <= DIRECT_MAX_WORLD && bytes <= BLOCK_BYTES) {
+    } else if one_host || (world <= DIRECT_MAX_WORLD && bytes <= BLOCK_BYTES) {
         Algorithm::Cross
     } else {
         Algorithm::Ring

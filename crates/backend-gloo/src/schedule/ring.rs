@@ -59,7 +59,7 @@ pub(super) fn all_reduce_ring(rank: u32, world: u32, bytes: usize, element: usiz
     s
 }
 
-/// `Out` becomes the reduction of part `rank` of everybody's `In`, which is left as it is.
+/// `Out` becomes the reduction of part `rank` of every rank's `In`, which is left as it is.
 pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>]) -> Schedule {
     let own = part(parts, rank);
     let whole = Span::new(Buffer::Out, 0..own.len());

@@ -171,12 +171,9 @@ fn simulate(schedules: &[Schedule], inputs: &[Vec<u8>], outputs: &[Vec<u8>], own
             check_early(&schedule.rounds[k..], &before[r], &landed, &ranks[r].buffers);
         }
     }
-    let everybody: BTreeSet<u32> = (0..world as u32).collect();
+    let all: BTreeSet<u32> = (0..world as u32).collect();
     for rank in &ranks {
-        assert_eq!(
-            rank.knows, everybody,
-            "nobody finishes before everybody has entered"
-        );
+        assert_eq!(rank.knows, all, "no rank finishes before all ranks have entered");
     }
     ranks
 }
@@ -281,19 +278,23 @@ fn a_ring_passes_on_what_has_landed_and_no_more() {
 
 #[test]
 fn the_choice_of_algorithm_covers_all_of_them_and_depends_on_nothing_but_world_and_bytes() {
-    for near in [false, true] {
-        let large = if near { Algorithm::Cross } else { Algorithm::Ring };
-        assert_eq!(all_reduce_algorithm(1, 1 << 30, near), Algorithm::Local);
-        assert_eq!(all_reduce_algorithm(2, 1024, near), Algorithm::Exchange);
-        assert_eq!(all_reduce_algorithm(3, 1024, near), Algorithm::Direct);
+    for one_host in [false, true] {
+        let large = if one_host {
+            Algorithm::Cross
+        } else {
+            Algorithm::Ring
+        };
+        assert_eq!(all_reduce_algorithm(1, 1 << 30, one_host), Algorithm::Local);
+        assert_eq!(all_reduce_algorithm(2, 1024, one_host), Algorithm::Exchange);
+        assert_eq!(all_reduce_algorithm(3, 1024, one_host), Algorithm::Direct);
         assert_eq!(
-            all_reduce_algorithm(3, DIRECT_MAX_BYTES + 1, near),
+            all_reduce_algorithm(3, DIRECT_MAX_BYTES + 1, one_host),
             Algorithm::Cross
         );
-        assert_eq!(all_reduce_algorithm(3, BLOCK_BYTES + 1, near), large);
-        assert_eq!(all_reduce_algorithm(9, TREE_MAX_BYTES, near), Algorithm::Tree);
-        assert_eq!(all_reduce_algorithm(100, 4, near), Algorithm::Tree);
-        assert_eq!(all_reduce_algorithm(100, 1 << 20, near), large);
+        assert_eq!(all_reduce_algorithm(3, BLOCK_BYTES + 1, one_host), large);
+        assert_eq!(all_reduce_algorithm(9, TREE_MAX_BYTES, one_host), Algorithm::Tree);
+        assert_eq!(all_reduce_algorithm(100, 4, one_host), Algorithm::Tree);
+        assert_eq!(all_reduce_algorithm(100, 1 << 20, one_host), large);
     }
 }
 

@@ -51,7 +51,7 @@ pub(super) fn broadcast_rounds(
         .collect()
 }
 
-/// The root's `Out` becomes the reduction of everybody's data: the root's `Out`, the others' `In` (left as it is).
+/// The root's `Out` becomes the reduction of every rank's data: the root's `Out`, the others' `In` (left as it is).
 pub(crate) fn reduce(rank: u32, world: u32, root: u32, bytes: usize) -> Schedule {
     let mut s = Schedule::new(if world <= 1 {
         Algorithm::Local

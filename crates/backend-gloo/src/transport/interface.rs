@@ -1,7 +1,7 @@
 //! Which address this rank listens on and which one it tells the others.
 //!
-//! - `net_name` is an IP address, or an interface whose first address is taken: listened on and told to everybody.
-//! - else `OXCCL_GLOO_HOST` (a name or an IP address) is told to everybody, and all interfaces are listened on.
+//! - `net_name` is an IP address, or an interface whose first address is taken: listened on and told to all ranks.
+//! - else `OXCCL_GLOO_HOST` (a name or an IP address) is told to all ranks, and all interfaces are listened on.
 //! - else all interfaces are listened on; ranks of the same host and network namespace come over loopback, the others to
 //!   the address that the default route uses. Without credentials and without `OXCCL_INSECURE=1` loopback only.
 

@@ -1,6 +1,6 @@
 //! How bytes get from rank to rank.
 //!
-//! Every pair of ranks has a control connection for point-to-point messages, aborts and good-byes. What collectives move goes
+//! Every pair of ranks has a control connection for point-to-point messages, aborts and leaves. What collectives move goes
 //! beside it: through rings in shared memory (`shm`) between ranks of one host, whose control connection is a Unix socket then,
 //! and through a second TCP connection (`tcp`) between hosts.
 

@@ -21,7 +21,7 @@ use super::shm;
 pub(crate) struct Counters {
     sent: AtomicU64,
     /// Of these, what collectives sent through rings in shared memory.
-    sent_near: AtomicU64,
+    sent_local: AtomicU64,
     received: AtomicU64,
 }
 
@@ -38,14 +38,14 @@ impl Counters {
     }
 
     /// Counts bytes that went through a ring in shared memory.
-    pub(crate) fn add_sent_near(&self, n: usize) {
+    pub(crate) fn add_sent_local(&self, n: usize) {
         self.add_sent(n);
-        self.sent_near.fetch_add(n as u64, Ordering::Relaxed);
+        self.sent_local.fetch_add(n as u64, Ordering::Relaxed);
     }
 
     /// Bytes sent by other ways than through the rings.
     pub(crate) fn sent_elsewhere(&self) -> u64 {
-        let near = self.sent_near.load(Ordering::Relaxed);
+        let near = self.sent_local.load(Ordering::Relaxed);
         self.sent.load(Ordering::Relaxed).saturating_sub(near)
     }
 
@@ -108,7 +108,7 @@ impl Link {
         Ok(Self::over(stream.into(), counters))
     }
 
-    /// Two hands on one connection: for whoever reads, and for whoever writes.
+    /// Two hands on one connection: one to read with, one to write with.
     pub(crate) fn split(mut self) -> (Self, Self) {
         let mut other = Self::hand(self.stream.clone(), self.counters.clone());
         other.sealer = self.sealer.take();

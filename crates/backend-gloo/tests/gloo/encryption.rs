@@ -1,4 +1,4 @@
-//! Encrypted connections: what is seen on the wire, what becomes of bytes that somebody on the way changes, and who meets whom.
+//! Encrypted connections: what is seen on the wire, what becomes of bytes that are changed on the way, and who meets whom.
 
 use std::io::{Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpListener, TcpStream};
@@ -38,7 +38,7 @@ enum Tamper {
     Replay,
     Swap,
     Truncate,
-    /// Bytes of somebody else's.
+    /// Bytes from elsewhere.
     Forge,
 }
 
@@ -284,7 +284,7 @@ fn ranks_that_do_not_agree_about_encryption_do_not_meet_and_are_told_why() {
 
 #[test]
 fn a_downgrade_on_the_way_is_refused() {
-    // Somebody between two ranks that encrypt changes the caller's wish, so that nobody would.
+    // A party between two ranks that encrypt changes the caller's wish, so that neither would.
     let stores = [store(), store()];
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let port = listener.local_addr().unwrap().port();

@@ -55,7 +55,7 @@ fn l27_a_local_abort_ends_the_peers_work_at_once_and_names_the_origin() {
             .all_reduce(Tensor::zeros(DType::F32, 100_000), ReduceOp::Sum)
             .unwrap();
         submitted.wait();
-        // Far below the group's 60 s: nobody waits out a time-out for a rank that is known to be gone.
+        // Far below the group's 60 s: no rank waits out a time-out for a rank that is known to be gone.
         let e = work.wait(soon()).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Aborted, "{e}");
         assert!(
@@ -145,7 +145,7 @@ fn l33_a_configuration_that_cannot_complete_names_the_missing_ranks_and_the_phas
             scope.spawn(move || {
                 let group = group();
                 let mut c = configuration(store, 1, rank, 5);
-                // Whoever comes later than that is missing, too.
+                // A rank that comes later than that is missing, too.
                 c.deadline = deadline_in(Duration::from_secs(2));
                 let e = group.configure(c).unwrap_err();
                 assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
@@ -236,7 +236,7 @@ fn survivors_go_on_at_the_next_epoch_with_a_smaller_world() {
                 group.barrier().unwrap();
                 if rank == 1 {
                     submitted.wait();
-                    return; // dropped while idle: a good-bye
+                    return; // dropped while idle: a leave
                 }
                 let work = group
                     .all_reduce(Tensor::zeros(DType::F32, 50_000), ReduceOp::Sum)
@@ -301,7 +301,7 @@ fn a_dropped_work_is_detached_and_its_operation_still_happens() {
 fn dropping_a_group_with_pending_work_fails_that_work() {
     with_groups(2, |rank, group| {
         if rank == 1 {
-            eventually("the news", || group.error().is_some());
+            eventually("the notices", || group.error().is_some());
             return;
         }
         let work = group.recv(Tensor::zeros(DType::F32, 4), 1, 9).unwrap();

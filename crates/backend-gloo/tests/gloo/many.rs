@@ -1,4 +1,4 @@
-//! Many threads with a group each, many operations in flight in each, and messages beside them: nobody is starved.
+//! Many threads with a group each, many operations in flight in each, and messages beside them: none is starved.
 
 use std::collections::VecDeque;
 use std::sync::Barrier;

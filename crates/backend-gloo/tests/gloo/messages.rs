@@ -191,7 +191,7 @@ fn more_messages_than_a_ring_holds_wait_their_turn() {
 }
 
 #[test]
-fn what_is_submitted_while_another_thread_waits_in_the_mail_goes_out() {
+fn what_is_submitted_while_another_thread_waits_in_the_channels_goes_out() {
     for transport in ["shm", "tcp"] {
         with_groups_over(transport, 2, |rank, group| {
             let group = &group;
@@ -378,7 +378,7 @@ fn what_a_rank_took_before_it_left_counts_as_taken() {
                             let group = group_over(transport);
                             group.configure(configuration(store, epoch, rank, 2)).unwrap();
                             if rank == 0 {
-                                // The answer may come together with the good-bye.
+                                // The answer may come together with the leave.
                                 let work = group.send(Tensor::from_vec(content(0, n)), 1, 3).unwrap();
                                 work.wait(soon()).unwrap();
                             } else {

@@ -93,7 +93,7 @@ fn waiting() {
             meet.wait();
             if state == "a peer runs ahead" {
                 group.abort("on to the next state");
-                eventually("the news", || group.error().is_some());
+                eventually("the notices", || group.error().is_some());
                 return;
             }
         }
@@ -108,7 +108,7 @@ fn waiting() {
         let used = ticks() - before;
         assert!(
             used <= 15,
-            "after a good-bye the engines used {used} ticks in 500 ms"
+            "after a leave the engines used {used} ticks in 500 ms"
         );
         meet.wait();
     });
@@ -144,7 +144,7 @@ fn alone() {
                     eventually("the end of the threads", || threads() == 0);
                 }
                 _ if rank == 1 => group.abort("the end"),
-                _ => eventually("the news", || group.error().is_some()),
+                _ => eventually("the notices", || group.error().is_some()),
             }
         });
         eventually("the end of the threads", || threads() == 0);

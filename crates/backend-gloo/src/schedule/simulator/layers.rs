@@ -25,7 +25,7 @@ const SHAPES: [&[usize]; 11] = [
     &[0, 0, 0, 0, 0, 1, 1, 2, 2, 2],
 ];
 
-/// One rail; between hosts an exchange, everything to everybody, and parts to everybody.
+/// One rail; between hosts an exchange, everything to all ranks, and parts to all ranks.
 const ELEMENTS: [usize; 6] = [0, 1, 5, 2048, 2050, 30_000];
 
 fn hosts(names: &[usize]) -> Hosts {

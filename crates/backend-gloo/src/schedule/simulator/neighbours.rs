@@ -14,14 +14,14 @@ fn all_gather_and_reduce_scatter_by(block: usize, lengths: &[usize]) {
     let total: usize = lengths.iter().sum();
     let whole: Vec<u8> = (0..n).flat_map(|r| values(r, lengths[r] / ELEMENT)).collect();
 
-    let schedules: Vec<_> = (0..world).map(|r| near::all_gather(r, world, &parts)).collect();
+    let schedules: Vec<_> = (0..world).map(|r| shared::all_gather(r, world, &parts)).collect();
     let inputs: Vec<_> = (0..n).map(|r| values(r, lengths[r] / ELEMENT)).collect();
     for rank in simulate(&schedules, &inputs, &vec![vec![0; total]; n], &vec![1; n]) {
         assert_eq!(rank.buffers[1], whole);
     }
 
     let schedules: Vec<_> = (0..world)
-        .map(|r| near::reduce_scatter(r, world, &parts, block))
+        .map(|r| shared::reduce_scatter(r, world, &parts, block))
         .collect();
     let inputs: Vec<_> = (0..n).map(|r| values(r, total / ELEMENT)).collect();
     let outputs: Vec<_> = lengths.iter().map(|&l| vec![0; l]).collect();
@@ -73,7 +73,7 @@ fn neighbours_reduce_to_any_root_and_leave_every_other_input_alone() {
             let root = world - 1 - (count as u32 % 2).min(world - 1);
             let bytes = count * ELEMENT;
             let schedules: Vec<_> = (0..world)
-                .map(|r| near::reduce(r, world, root, bytes, ELEMENT, block))
+                .map(|r| shared::reduce(r, world, root, bytes, ELEMENT, block))
                 .collect();
             let on = |r: usize, is_root: bool| match (r == root as usize) == is_root {
                 true => values(r, count),
@@ -104,7 +104,7 @@ fn neighbours_exchange_a_part_of_any_length_with_each_other() {
         for r in 0..n {
             let (input, sent) = of((0..n).map(|p| amount(r, p)).collect());
             let (output, received) = of((0..n).map(|p| amount(p, r)).collect());
-            schedules.push(near::all_to_all(r as u32, world, &input, &output));
+            schedules.push(shared::all_to_all(r as u32, world, &input, &output));
             inputs.push(values(r, sent / ELEMENT));
             outputs.push(vec![0; received]);
         }

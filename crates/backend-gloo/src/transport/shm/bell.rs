@@ -2,7 +2,7 @@
 //!
 //! The sleeper arms the bell, looks once more for what it waits for, and sleeps. The ringer publishes what it did and then looks
 //! at the word. Both put a full fence in between, so one of them sees the other: no wake-up is lost (`word`, and `model`, which runs
-//! it under every order that memory allows). A rank that does not sleep costs its peers one read of a line that nobody writes.
+//! it under every order that memory allows). A rank that does not sleep costs its peers one read of a line that is not written.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
@@ -27,11 +27,11 @@ pub(crate) enum Sleep {
 }
 
 /// Where the words of a rank's bells stand in its page: that of its collectives,
-pub(crate) const LANE: usize = 0;
+pub(crate) const COLLECTIVES: usize = 0;
 /// and that of its messages, on a line of its own.
-pub(crate) const MAIL: usize = 256;
+pub(crate) const MESSAGES: usize = 256;
 
-/// The other side of a bell: rings it. `AT`: [`LANE`] or [`MAIL`].
+/// The other side of a bell: rings it. `AT`: [`COLLECTIVES`] or [`MESSAGES`].
 #[derive(Debug)]
 pub(crate) struct Ringer<const AT: usize> {
     page: Arc<Mapping>,
@@ -41,17 +41,21 @@ pub(crate) struct Ringer<const AT: usize> {
 /// Both bells of a neighbour.
 ///
 /// Each has a descriptor of its own: two threads may sleep on them, and one that forgets its rings must not take the other's.
-pub(super) fn ringers(page: Mapping, lane: OwnedFd, mail: OwnedFd) -> (Ringer<LANE>, Ringer<MAIL>) {
+pub(super) fn ringers(
+    page: Mapping,
+    collectives: OwnedFd,
+    messages: OwnedFd,
+) -> (Ringer<COLLECTIVES>, Ringer<MESSAGES>) {
     let page = Arc::new(page);
-    let lane = Ringer {
+    let collectives = Ringer {
         page: page.clone(),
-        descriptor: lane,
+        descriptor: collectives,
     };
-    let mail = Ringer {
+    let messages = Ringer {
         page,
-        descriptor: mail,
+        descriptor: messages,
     };
-    (lane, mail)
+    (collectives, messages)
 }
 
 impl<const AT: usize> Ringer<AT> {
@@ -78,10 +82,10 @@ pub(crate) struct Bell<const AT: usize>(Ringer<AT>);
 /// A rank's own bells.
 #[derive(Debug)]
 pub(crate) struct Bells {
-    /// For whoever drives the collectives.
-    pub(crate) lane: Bell<LANE>,
-    /// For whoever drives the messages.
-    pub(crate) mail: Bell<MAIL>,
+    /// For the driver of the collectives.
+    pub(crate) collectives: Bell<COLLECTIVES>,
+    /// For the driver of the messages.
+    pub(crate) messages: Bell<MESSAGES>,
 }
 
 impl Bells {
@@ -90,11 +94,11 @@ impl Bells {
         Ok(Self::new(Mapping::private(PAGE)?, descriptor()?, descriptor()?))
     }
 
-    pub(super) fn new(page: Mapping, lane: OwnedFd, mail: OwnedFd) -> Self {
-        let (lane, mail) = ringers(page, lane, mail);
+    pub(super) fn new(page: Mapping, collectives: OwnedFd, messages: OwnedFd) -> Self {
+        let (collectives, messages) = ringers(page, collectives, messages);
         Self {
-            lane: Bell(lane),
-            mail: Bell(mail),
+            collectives: Bell(collectives),
+            messages: Bell(messages),
         }
     }
 }
@@ -119,7 +123,7 @@ impl<const AT: usize> Bell<AT> {
         word::disarm(self.0.page.word32::<AT>());
     }
 
-    /// Sleeps until somebody rings, or `until`. Returns at once if somebody rang since [`arm`](Self::arm).
+    /// Sleeps until a peer rings, or `until`. Returns at once if one rang since [`arm`](Self::arm).
     pub(crate) fn sleep(&self, until: Instant) {
         let left = time_left(until);
         if !left.is_zero() {
@@ -143,7 +147,7 @@ impl<const AT: usize> Bell<AT> {
         let _ = rustix::io::read(&self.0.descriptor, &mut count);
     }
 
-    /// Wakes whoever sleeps on it, whatever the word says: a peer may have cleared it and died before it woke anybody.
+    /// Wakes the thread that sleeps on it, whatever the word says: a peer may have cleared it and died before it woke a thread.
     pub(crate) fn alarm(&self) {
         fence(Ordering::SeqCst);
         let word = self.0.page.word32::<AT>();

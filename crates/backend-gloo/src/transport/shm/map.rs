@@ -87,7 +87,7 @@ impl Mapping {
         unsafe { std::slice::from_raw_parts(self.base.as_ptr().add(at), len) }
     }
 
-    /// Bytes to write. The caller's protocol says that nobody reads them now.
+    /// Bytes to write. The caller's protocol says that they are not being read.
     pub(super) fn write(&mut self, at: usize, len: usize) -> &mut [u8] {
         let end = at.saturating_add(len);
         if end > self.len {

@@ -77,7 +77,7 @@ fn one_ringer<const OWNER_FENCED: bool, const RINGER_FENCED: bool>() {
         shared.arm::<OWNER_FENCED>();
         let seen = shared.sees(0);
         let rung = ringing.join().unwrap();
-        assert!(seen || rung == ON_WORD, "the owner sleeps and nobody wakes it");
+        assert!(seen || rung == ON_WORD, "the owner sleeps and is not woken");
         // A futex does not sleep on a word that has changed.
         let awake = shared.word.load(Ordering::Relaxed) == AWAKE;
         assert_eq!(awake, rung == ON_WORD);
@@ -94,7 +94,7 @@ fn without_the_fence_of_either_side_a_wake_up_is_lost() {
     for broken in [one_ringer::<false, true>, one_ringer::<true, false>] {
         let failed = std::panic::catch_unwind(broken).unwrap_err();
         let text = failed.downcast_ref::<&str>().copied();
-        assert_eq!(text, Some("the owner sleeps and nobody wakes it"));
+        assert_eq!(text, Some("the owner sleeps and is not woken"));
     }
 }
 
@@ -128,7 +128,7 @@ fn who_does_not_sleep_after_all_is_rung_for_when_it_arms_again() {
             let shared = shared.clone();
             ringer(move || shared.publish::<true>(0))
         };
-        // Something else was there: no sleep, and a ring that comes now wakes nobody.
+        // Something else was there: no sleep, and a ring that comes now wakes no thread.
         shared.arm::<true>();
         disarm(&Side::<true>(&shared.word));
         shared.arm::<true>();
@@ -137,7 +137,7 @@ fn who_does_not_sleep_after_all_is_rung_for_when_it_arms_again() {
         let rung = ringing.join().unwrap();
         assert!(
             seen || !armed || rung == ON_WORD,
-            "the owner sleeps and nobody wakes it"
+            "the owner sleeps and is not woken"
         );
     });
 }

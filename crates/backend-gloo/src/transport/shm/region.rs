@@ -5,7 +5,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use ftcore::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::bell::{Bells, LANE, MAIL, Ringer, descriptor, ringers};
+use super::bell::{Bells, COLLECTIVES, MESSAGES, Ringer, descriptor, ringers};
 use super::map::{Mapping, PAGE};
 use super::passing::HANDLES;
 use super::ring::{RING, Reader, Writer};
@@ -42,8 +42,8 @@ pub(crate) struct Rings<const AT: usize> {
 /// What is shared with one neighbour.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) lane: Rings<LANE>,
-    pub(crate) mail: Rings<MAIL>,
+    pub(crate) collectives: Rings<COLLECTIVES>,
+    pub(crate) messages: Rings<MESSAGES>,
 }
 
 fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
@@ -66,16 +66,16 @@ impl Region {
 
     /// What a neighbour is given: the memory and the bells' descriptors.
     pub(crate) fn handles(&self) -> [BorrowedFd<'_>; HANDLES] {
-        let [lane, mail] = &self.descriptors;
-        [self.memory.as_fd(), lane.as_fd(), mail.as_fd()]
+        let [collectives, messages] = &self.descriptors;
+        [self.memory.as_fd(), collectives.as_fd(), messages.as_fd()]
     }
 
     /// The bells of this rank.
     pub(crate) fn bells(&self) -> Result<Bells> {
         let copy = |of: &OwnedFd| of.try_clone().map_err(|e| Error::io("duplicating an eventfd", e));
-        let [lane, mail] = &self.descriptors;
+        let [collectives, messages] = &self.descriptors;
         let page = Mapping::of(self.memory.as_fd(), 0, PAGE)?;
-        Ok(Bells::new(page, copy(lane)?, copy(mail)?))
+        Ok(Bells::new(page, copy(collectives)?, copy(messages)?))
     }
 
     /// The rings between this rank (`own`) and `peer`, whose handles came over the socket.
@@ -83,7 +83,7 @@ impl Region {
     /// Errors: `Protocol` if they are not a sealed region of the right size and two eventfds.
     pub(crate) fn open(&self, own: u32, peer: u32, handles: Vec<OwnedFd>) -> Result<Shared> {
         let wrong = |text: &str| Error::new(ErrorKind::Protocol, text.to_string());
-        let Ok([memory, lane, mail]) = <[OwnedFd; HANDLES]>::try_from(handles) else {
+        let Ok([memory, collectives, messages]) = <[OwnedFd; HANDLES]>::try_from(handles) else {
             return Err(wrong("did not hand over its shared memory"));
         };
         let seals = rustix::fs::fcntl_get_seals(&memory)
@@ -96,25 +96,25 @@ impl Region {
             return Err(wrong("handed over shared memory of another size"));
         }
         // A descriptor on which a write would block must never hold up a ring.
-        for bell in [&lane, &mail] {
+        for bell in [&collectives, &messages] {
             let flags = rustix::fs::fcntl_getfl(bell).map_err(failed("looking at an eventfd"))?;
             if !flags.contains(rustix::fs::OFlags::NONBLOCK) {
                 return Err(wrong("handed over a bell that blocks"));
             }
         }
-        let (lane, mail) = ringers(Mapping::of(memory.as_fd(), 0, PAGE)?, lane, mail);
+        let (collectives, messages) = ringers(Mapping::of(memory.as_fd(), 0, PAGE)?, collectives, messages);
         let out = |at| Mapping::of(self.memory.as_fd(), at, RING).map(Writer::new);
         let back = |at| Mapping::of(memory.as_fd(), at, RING).map(Reader::new);
         Ok(Shared {
-            lane: Rings {
+            collectives: Rings {
                 writer: out(offset(peer))?,
                 reader: back(offset(own))?,
-                bell: lane,
+                bell: collectives,
             },
-            mail: Rings {
+            messages: Rings {
                 writer: out(offset(peer) + RING)?,
                 reader: back(offset(own) + RING)?,
-                bell: mail,
+                bell: messages,
             },
         })
     }

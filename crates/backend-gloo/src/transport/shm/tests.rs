@@ -10,11 +10,11 @@ use rustix::fs::{MemfdFlags, SealFlags};
 use super::*;
 
 /// Both ends of the pair (0, 1).
-fn pair() -> (Rings<LANE>, Rings<LANE>, Region, Region) {
+fn pair() -> (Rings<COLLECTIVES>, Rings<COLLECTIVES>, Region, Region) {
     let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
     let at_a = a.open(0, 1, handles(&b)).unwrap();
     let at_b = b.open(1, 0, handles(&a)).unwrap();
-    (at_a.lane, at_b.lane, a, b)
+    (at_a.collectives, at_b.collectives, a, b)
 }
 
 fn handles(of: &Region) -> Vec<OwnedFd> {
@@ -28,7 +28,7 @@ fn byte(i: usize) -> u8 {
 #[test]
 fn bytes_come_out_in_order_whatever_the_pieces_and_however_often_the_ring_wraps() {
     let (mut a, mut b, _keep_a, bell_of_b) = pair();
-    let bell = bell_of_b.bells().unwrap().lane;
+    let bell = bell_of_b.bells().unwrap().collectives;
     let total = 5 * CAPACITY + 777;
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -74,7 +74,7 @@ fn no_wake_up_is_lost_between_two_that_take_turns() {
     const TURNS: u64 = 100_000;
     let (a, b, region_a, region_b) = pair();
     let until = deadline_in(Duration::from_secs(60));
-    let turns = |mut rings: Rings<LANE>, bell: Bell<LANE>, first: bool| {
+    let turns = |mut rings: Rings<COLLECTIVES>, bell: Bell<COLLECTIVES>, first: bool| {
         for turn in 0..TURNS {
             if turn > 0 || !first {
                 loop {
@@ -102,7 +102,10 @@ fn no_wake_up_is_lost_between_two_that_take_turns() {
         }
     };
     std::thread::scope(|scope| {
-        let (bell_a, bell_b) = (region_a.bells().unwrap().lane, region_b.bells().unwrap().lane);
+        let (bell_a, bell_b) = (
+            region_a.bells().unwrap().collectives,
+            region_b.bells().unwrap().collectives,
+        );
         scope.spawn(move || turns(a, bell_a, true));
         scope.spawn(move || turns(b, bell_b, false));
     });
@@ -187,7 +190,7 @@ fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused()
 #[test]
 fn an_alarm_wakes_a_sleeper_whose_word_a_peer_has_cleared() {
     let (a, _b, _region_a, region_b) = pair();
-    let bell = region_b.bells().unwrap().lane;
+    let bell = region_b.bells().unwrap().collectives;
     std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| {
             let began = Instant::now();

@@ -1,12 +1,12 @@
-//! Point-to-point messages: the ways to all ranks, and what whoever drives them does in a turn.
+//! Point-to-point messages: the ways to all ranks, and what their driver does in a turn.
 //!
-//! As the lane is for collectives, the mail is driven by one thread at a time: the engine's, or the caller of a blocking send
-//! or receive on a group without other messages (`postman`). Ranks of this host are reached through rings in shared memory (`near`), the others over a
-//! connection that has nothing but messages (`far`). While nothing is pending here nobody looks: what others send waits in the rings and sockets.
+//! As the executor is for collectives, the channels is driven by one thread at a time: the engine's, or the caller of a blocking send
+//! or receive on a group without other messages (`blocking`). Ranks of this host are reached through rings in shared memory (`local`), the others over a
+//! connection that has nothing but messages (`remote`). While nothing is pending here they are not looked at: what others send waits in the rings and sockets.
 
 mod ends;
-mod far;
-pub(crate) mod near;
+pub(crate) mod local;
+mod remote;
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -18,13 +18,13 @@ use ftcore::{DType, Error, ErrorKind, Result};
 use rustix::event::{PollFd, PollFlags};
 
 use crate::buffers::go_on;
-use crate::exec::Place;
-use crate::lane::GRACE;
+use crate::execution::Place;
+use crate::executor::GRACE;
 use crate::p2p::{Messages, Way};
 use crate::queue::{Shared, Submission, later};
-use crate::transport::shm::{MAIL, Rings};
+use crate::transport::shm::{MESSAGES, Rings};
 use crate::transport::tcp::{Counters, Link};
-use crate::waiter::Patience;
+use crate::waiter::SpinBudget;
 use crate::wire::{Control, ControlKind};
 
 /// How often a rank that waits lets others run before it sleeps. The one it waits for may be next on this very core.
@@ -35,15 +35,15 @@ const FRAMES: usize = 64;
 /// What comes from a rank.
 #[derive(Debug)]
 pub(crate) enum Inbox {
-    Near(near::Inbox),
-    Far(far::Inbox),
+    Local(local::Inbox),
+    Remote(remote::Inbox),
 }
 
 /// How frames go to a rank.
 #[derive(Debug)]
 pub(crate) enum Out {
-    Near(near::Outbox),
-    Far(far::Outbox),
+    Local(local::Outbox),
+    Remote(remote::Outbox),
 }
 
 /// What goes to a rank.
@@ -56,16 +56,16 @@ pub(crate) struct Outbox {
 
 /// Both.
 #[derive(Debug)]
-pub(crate) struct Post(Inbox, Outbox);
+pub(crate) struct Channel(Inbox, Outbox);
 
-impl Post {
+impl Channel {
     /// The way to a rank of this host.
-    pub(crate) fn near(rank: u32, address: String, rings: Rings<MAIL>, counters: Arc<Counters>) -> Self {
-        let inbox = near::Inbox {
+    pub(crate) fn local(rank: u32, address: String, rings: Rings<MESSAGES>, counters: Arc<Counters>) -> Self {
+        let inbox = local::Inbox {
             reader: rings.reader,
             counters: counters.clone(),
         };
-        let out = near::Outbox {
+        let out = local::Outbox {
             writer: rings.writer,
             bell: rings.bell,
             counters,
@@ -73,15 +73,18 @@ impl Post {
             sending: VecDeque::new(),
             stirred: false,
         };
-        let out = Out::Near(out);
-        Self(Inbox::Near(inbox), Outbox { rank, address, out })
+        let out = Out::Local(out);
+        Self(Inbox::Local(inbox), Outbox { rank, address, out })
     }
 
     /// The way over a connection.
-    pub(crate) fn far(rank: u32, address: String, link: Link) -> Self {
+    pub(crate) fn remote(rank: u32, address: String, link: Link) -> Self {
         let (reads, writes) = link.split();
-        let out = Out::Far(far::Outbox::new(writes));
-        Self(Inbox::Far(far::Inbox::new(reads)), Outbox { rank, address, out })
+        let out = Out::Remote(remote::Outbox::new(writes));
+        Self(
+            Inbox::Remote(remote::Inbox::new(reads)),
+            Outbox { rank, address, out },
+        )
     }
 }
 
@@ -121,7 +124,7 @@ fn payload_of(frame: &Control) -> Option<usize> {
 impl Outbox {
     /// Wakes the rank if it shares memory, waits, and something happened.
     fn ring(&mut self) {
-        if let Out::Near(out) = &mut self.out {
+        if let Out::Local(out) = &mut self.out {
             out.ring();
         }
     }
@@ -129,8 +132,8 @@ impl Outbox {
     /// True if nothing waits to be written but pieces of messages that are pending.
     fn is_empty(&self) -> bool {
         match &self.out {
-            Out::Near(out) => out.waiting.is_empty(),
-            Out::Far(out) => out.is_empty(),
+            Out::Local(out) => out.waiting.is_empty(),
+            Out::Remote(out) => out.is_empty(),
         }
     }
 }
@@ -138,22 +141,22 @@ impl Outbox {
 impl Way for Outbox {
     fn push(&mut self, frame: Control) {
         match &mut self.out {
-            Out::Near(out) => out.push(frame),
-            Out::Far(out) => out.push(&frame, 0),
+            Out::Local(out) => out.push(frame),
+            Out::Remote(out) => out.push(&frame, 0),
         }
     }
 
     fn offer(&mut self, frame: Control, bytes: &[u8]) -> bool {
         match &mut self.out {
-            Out::Near(out) => out.offer(frame, bytes),
-            Out::Far(out) => out.offer(frame, bytes),
+            Out::Local(out) => out.offer(frame, bytes),
+            Out::Remote(out) => out.offer(frame, bytes),
         }
     }
 
     fn begin(&mut self, id: u64) {
         match &mut self.out {
-            Out::Near(out) => out.sending.push_back(id),
-            Out::Far(out) => out.sending.push_back(id),
+            Out::Local(out) => out.sending.push_back(id),
+            Out::Remote(out) => out.sending.push_back(id),
         }
     }
 
@@ -166,7 +169,7 @@ impl Way for Outbox {
 }
 
 /// All point-to-point state of a group.
-pub(crate) struct Mail {
+pub(crate) struct Channels {
     pub(crate) place: Place,
     /// By rank; `None` at the own one.
     pub(crate) inboxes: Vec<Option<Inbox>>,
@@ -177,23 +180,23 @@ pub(crate) struct Mail {
     ends: Vec<End>,
     /// How many fates of other ranks are in there.
     fates: usize,
-    pub(crate) patience: Patience,
-    /// There are as many cores as ranks: a look keeps nobody from running.
+    pub(crate) spin_budget: SpinBudget,
+    /// There are as many cores as ranks: a look keeps no thread from running.
     pub(crate) spins: bool,
     /// Why the driver gave up: the engine's thread ends the group with it.
     pub(crate) failure: Option<Error>,
 }
 
-impl Mail {
+impl Channels {
     /// `apart`: the ranks of this host have a core each.
-    pub(crate) fn new(place: Place, posts: Vec<Option<Post>>, apart: bool) -> Self {
-        let spins = Patience::of(posts.iter().flatten().count(), apart).spins();
-        let all_near = place.near;
-        let split = |post: Option<Post>| match post {
-            Some(Post(inbox, outbox)) => (Some(inbox), Some(outbox)),
+    pub(crate) fn new(place: Place, channels: Vec<Option<Channel>>, apart: bool) -> Self {
+        let spins = SpinBudget::of(channels.iter().flatten().count(), apart).spins();
+        let one_host = place.one_host;
+        let split = |channel: Option<Channel>| match channel {
+            Some(Channel(inbox, outbox)) => (Some(inbox), Some(outbox)),
             None => (None, None),
         };
-        let (inboxes, outboxes) = posts.into_iter().map(split).unzip();
+        let (inboxes, outboxes) = channels.into_iter().map(split).unzip();
         Self {
             place,
             inboxes,
@@ -201,9 +204,9 @@ impl Mail {
             messages: Messages::new(place),
             ends: (0..place.world).map(|_| End::default()).collect(),
             fates: 0,
-            patience: match all_near {
-                true => Patience::yielding(YIELDS),
-                false => Patience::with_sockets(),
+            spin_budget: match one_host {
+                true => SpinBudget::yielding(YIELDS),
+                false => SpinBudget::with_sockets(),
             },
             spins,
             failure: None,
@@ -242,7 +245,7 @@ impl Mail {
             moved |= self.write(rank).map_err(|e| self.blame(rank, e))?;
         }
         self.outboxes.iter_mut().flatten().for_each(Outbox::ring);
-        if self.fates > 0 || !self.place.near {
+        if self.fates > 0 || !self.place.one_host {
             self.judge(shared)?;
         }
         Ok(moved)
@@ -262,8 +265,8 @@ impl Mail {
         let index = rank as usize;
         let (messages, ways) = (&mut self.messages, &mut self.outboxes);
         let inbox = match self.inboxes.get_mut(index) {
-            Some(Some(Inbox::Near(inbox))) => inbox,
-            Some(Some(Inbox::Far(inbox))) => return inbox.read(self.place, rank, messages, ways),
+            Some(Some(Inbox::Local(inbox))) => inbox,
+            Some(Some(Inbox::Remote(inbox))) => return inbox.read(self.place, rank, messages, ways),
             _ => return Ok(false),
         };
         let mut moved = false;
@@ -282,7 +285,7 @@ impl Mail {
             }
             inbox.take(payload);
             if let Some(Some(Outbox {
-                out: Out::Near(out), ..
+                out: Out::Local(out), ..
             })) = ways.get_mut(index)
             {
                 out.stirred = true;
@@ -292,14 +295,15 @@ impl Mail {
         Ok(moved)
     }
 
-    /// Writes what waits for `rank` as far as there is room: frames first, then pieces of messages in turn.
+    /// Writes what waits for `rank` as@remote as there is room: frames first, then pieces of messages in turn.
     fn write(&mut self, rank: u32) -> Result<bool> {
         let way = match self.outboxes.get_mut(rank as usize) {
             Some(Some(Outbox {
-                out: Out::Near(out), ..
+                out: Out::Local(out), ..
             })) => out,
             Some(Some(Outbox {
-                out: Out::Far(out), ..
+                out: Out::Remote(out),
+                ..
             })) => return out.write(self.place, &mut self.messages),
             _ => return Ok(false),
         };
@@ -313,7 +317,7 @@ impl Mail {
         }
         while let Some(id) = way.sending.pop_front() {
             let rest = self.messages.rest(id).unwrap_or(&[]);
-            let piece = rest.get(..near::PIECE).unwrap_or(rest);
+            let piece = rest.get(..local::PIECE).unwrap_or(rest);
             let frame = Control {
                 kind: ControlKind::Data,
                 code: 0,
@@ -349,8 +353,8 @@ impl Mail {
     }
 
     /// True if every rank shares memory: a driver needs to watch no socket.
-    pub(crate) fn is_near(&self) -> bool {
-        self.place.near
+    pub(crate) fn is_local(&self) -> bool {
+        self.place.one_host
     }
 
     /// The sockets that are waited for, and whose they are: the rank, and whether it is for writing. `None` if one has something already.
@@ -360,7 +364,7 @@ impl Mail {
         whose: &mut Vec<(u32, bool)>,
     ) -> Option<()> {
         for (inbox, outbox) in self.inboxes.iter().flatten().zip(self.outboxes.iter().flatten()) {
-            let (Inbox::Far(inbox), Out::Far(out)) = (inbox, &outbox.out) else {
+            let (Inbox::Remote(inbox), Out::Remote(out)) = (inbox, &outbox.out) else {
                 continue;
             };
             // What comes while nothing is pending is not read.
@@ -382,15 +386,15 @@ impl Mail {
         Some(())
     }
 
-    /// Between two looks without a sleep nobody says what is ready: the sockets are simply tried.
+    /// Between two looks without a sleep nothing says what is ready: the sockets are simply tried.
     pub(crate) fn try_sockets(&mut self) {
         for inbox in self.inboxes.iter_mut().flatten() {
-            if let Inbox::Far(inbox) = inbox {
+            if let Inbox::Remote(inbox) = inbox {
                 inbox.link.readable = inbox.link.read_closed.is_none();
             }
         }
         for outbox in self.outboxes.iter_mut().flatten() {
-            if let Out::Far(out) = &mut outbox.out {
+            if let Out::Remote(out) = &mut outbox.out {
                 out.link.writable = out.link.write_closed.is_none();
             }
         }
@@ -404,9 +408,9 @@ impl Mail {
                 continue;
             }
             match (write, self.inboxes.get_mut(index), self.outboxes.get_mut(index)) {
-                (false, Some(Some(Inbox::Far(inbox))), _) => inbox.link.readable = true,
+                (false, Some(Some(Inbox::Remote(inbox))), _) => inbox.link.readable = true,
                 (true, _, Some(Some(outbox))) => {
-                    if let Out::Far(out) = &mut outbox.out {
+                    if let Out::Remote(out) = &mut outbox.out {
                         out.link.writable = true;
                     }
                 }
@@ -415,10 +419,10 @@ impl Mail {
         }
     }
 
-    /// Reads what nobody takes any more, before the connections close.
+    /// Reads what is not wanted any more, before the connections close.
     pub(crate) fn forget(&mut self) {
         for inbox in self.inboxes.iter_mut().flatten() {
-            if let Inbox::Far(inbox) = inbox {
+            if let Inbox::Remote(inbox) = inbox {
                 inbox.forget();
             }
         }

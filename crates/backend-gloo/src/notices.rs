@@ -1,4 +1,4 @@
-//! What the engine's thread has learnt about the peers, for whoever drives the lane or the mail: who is gone, and what was reported.
+//! What the engine's thread has learnt about the peers, for the drivers of the executor and of the channels: who is gone, and what was reported.
 //!
 //! The thread tells and rings; a driver looks at one flag in each turn, and takes the lock only once something has come.
 
@@ -12,38 +12,38 @@ use crate::queue::Shared;
 /// What became of a peer.
 #[derive(Debug, Clone)]
 pub(crate) struct Fate {
-    /// It said good-bye; otherwise it is lost.
+    /// It has left; otherwise it is lost.
     pub(crate) left: bool,
     /// Why, or how that showed.
     pub(crate) text: String,
 }
 
-/// What the engine's thread has learnt that the driver of the lane needs to know.
+/// What the engine's thread has learnt that the driver of the executor needs to know.
 #[derive(Default)]
-pub(crate) struct News {
+pub(crate) struct Notices {
     fates: Vec<(u32, Fate)>,
     report: Option<Error>,
 }
 
 impl Shared {
-    fn news(&self) -> MutexGuard<'_, News> {
-        self.news.lock().unwrap_or_else(PoisonError::into_inner)
+    fn notices(&self) -> MutexGuard<'_, Notices> {
+        self.notices.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Tells the driver of the lane what became of a peer.
+    /// Tells the driver of the executor what became of a peer.
     pub(crate) fn tell_fate(&self, rank: u32, fate: Fate) {
-        let mut news = self.news();
-        if news.fates.iter().any(|(r, _)| *r == rank) {
+        let mut notices = self.notices();
+        if notices.fates.iter().any(|(r, _)| *r == rank) {
             return;
         }
-        news.fates.push((rank, fate));
-        drop(news);
+        notices.fates.push((rank, fate));
+        drop(notices);
         self.raise();
     }
 
-    /// Tells the driver of the lane that another rank reports a loss: the group fails once the lane is free or blocked.
+    /// Tells the driver of the executor that another rank reports a loss: the group fails once the executor is free or blocked.
     pub(crate) fn tell_report(&self, report: Error) {
-        self.news().report.get_or_insert(report);
+        self.notices().report.get_or_insert(report);
         self.raise();
     }
 
@@ -63,7 +63,7 @@ impl Shared {
         self.alarm();
     }
 
-    /// True if there is news, once.
+    /// True if there is notices, once.
     pub(crate) fn heed(&self) -> bool {
         self.attention.load(Ordering::Acquire) && self.attention.swap(false, Ordering::AcqRel)
     }
@@ -74,14 +74,14 @@ impl Shared {
     }
 
     pub(crate) fn fate(&self, rank: u32) -> Option<Fate> {
-        let news = self.news();
-        let found = news.fates.iter().find(|(r, _)| *r == rank);
+        let notices = self.notices();
+        let found = notices.fates.iter().find(|(r, _)| *r == rank);
         found.map(|(_, fate)| fate.clone())
     }
 
     /// All fates but the first `known`, in the order in which they were told.
     pub(crate) fn fates_from(&self, known: usize) -> Vec<(u32, Fate)> {
-        self.news().fates.get(known..).unwrap_or_default().to_vec()
+        self.notices().fates.get(known..).unwrap_or_default().to_vec()
     }
 
     /// A loss that another rank reported.
@@ -89,6 +89,6 @@ impl Shared {
         if !self.in_trouble() {
             return None;
         }
-        self.news().report.clone()
+        self.notices().report.clone()
     }
 }

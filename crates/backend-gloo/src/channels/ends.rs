@@ -7,9 +7,9 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, Result};
 
-use super::{Inbox, Mail, Out};
-use crate::lane::{GRACE, LAST_GRACE};
-use crate::news::Fate;
+use super::{Channels, Inbox, Out};
+use crate::executor::{GRACE, LAST_GRACE};
+use crate::notices::Fate;
 use crate::p2p::Way;
 use crate::queue::Shared;
 
@@ -61,7 +61,7 @@ impl End {
     }
 }
 
-impl Mail {
+impl Channels {
     /// Takes in what the engine's thread has learnt about the ranks since.
     pub(super) fn take_in(&mut self, shared: &Shared) {
         if !shared.in_trouble() {
@@ -77,13 +77,13 @@ impl Mail {
 
     /// A rank that something pending needs has gone, or its loss was reported: nothing more comes.
     pub(crate) fn judge(&mut self, shared: &Shared) -> Result<()> {
-        let posts = self.inboxes.iter().zip(&self.outboxes);
-        for ((inbox, outbox), end) in posts.zip(&mut self.ends) {
+        let channels = self.inboxes.iter().zip(&self.outboxes);
+        for ((inbox, outbox), end) in channels.zip(&mut self.ends) {
             let (Some(inbox), Some(outbox)) = (inbox, outbox) else {
                 continue;
             };
             let (read, written) = match (inbox, &outbox.out) {
-                (Inbox::Far(inbox), Out::Far(out)) => {
+                (Inbox::Remote(inbox), Out::Remote(out)) => {
                     (inbox.link.read_closed.as_ref(), out.link.write_closed.as_ref())
                 }
                 _ => (None, None),
@@ -96,8 +96,8 @@ impl Mail {
             // What a rank said is told before it is told that it has gone.
             let report = shared.report();
             let reported = end.fate.is_some() && report.is_some();
-            let near = matches!(inbox, Inbox::Near(_));
-            if !reported && !near && !end.is_certain(read.is_some(), shared) {
+            let local = matches!(inbox, Inbox::Local(_));
+            if !reported && !local && !end.is_certain(read.is_some(), shared) {
                 continue;
             }
             if let Some(report) = report {

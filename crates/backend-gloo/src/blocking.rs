@@ -13,28 +13,28 @@ use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tenso
 use rustix::event::{PollFd, PollFlags};
 
 use crate::caller::{LOOK_AGAIN, outcome};
-use crate::lane::wait_for;
-use crate::mail::{Inbox, Mail, Out, Outbox, YIELDS, near};
+use crate::channels::{Channels, Inbox, Out, Outbox, YIELDS, local};
+use crate::executor::wait_for;
 use crate::p2p::{Begun, Way, copy, lost};
 use crate::queue::{Shared, Submission, Taken, refusal};
 use crate::transport::shm::Sleep;
-use crate::waiter::{Driven, Patience, Waiter};
+use crate::waiter::{Driven, SpinBudget, Waiter};
 use crate::wire::{Control, ControlKind, INLINE};
 
 /// Looks for the answer before others are let run in between: some hand-overs long. A rank that shares its core with the one it waits
 /// for loses no more than that.
 const SPINS: u32 = 100;
 
-impl Driven for Mail {
-    fn patience(&mut self) -> &mut Patience {
-        &mut self.patience
+impl Driven for Channels {
+    fn spin_budget(&mut self) -> &mut SpinBudget {
+        &mut self.spin_budget
     }
 
     // A turn looks.
     fn look(&mut self, _: &Shared) {}
 
     fn glance(&mut self) -> u32 {
-        if self.is_near() {
+        if self.is_local() {
             std::hint::spin_loop();
         } else {
             self.try_sockets();
@@ -43,21 +43,21 @@ impl Driven for Mail {
     }
 
     fn arm(&self, shared: &Shared) {
-        let how = if self.is_near() {
+        let how = if self.is_local() {
             Sleep::Word
         } else {
             Sleep::Descriptor
         };
-        shared.mail_bell().arm(how);
+        shared.channels_bell().arm(how);
     }
 
     fn disarm(&self, shared: &Shared) {
-        shared.mail_bell().disarm();
+        shared.channels_bell().disarm();
     }
 
     fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()> {
-        let bell = shared.mail_bell();
-        if self.is_near() {
+        let bell = shared.channels_bell();
+        if self.is_local() {
             bell.sleep(until);
             return Ok(());
         }
@@ -77,37 +77,37 @@ impl Driven for Mail {
     }
 }
 
-/// The mail while a caller drives it; given back whatever happens.
+/// The channels while a caller drives it; given back whatever happens.
 struct Round<'a> {
     shared: &'a Shared,
-    mail: Option<Box<Mail>>,
+    channels: Option<Box<Channels>>,
 }
 
 impl Round<'_> {
-    fn mail(&mut self) -> Result<&mut Mail> {
-        self.mail.as_deref_mut().ok_or_else(lost)
+    fn channels(&mut self) -> Result<&mut Channels> {
+        self.channels.as_deref_mut().ok_or_else(lost)
     }
 
     /// The caller gives up: the engine's thread ends the group with `error`.
     fn fail(mut self, error: Error) {
-        if let Some(mail) = &mut self.mail {
-            mail.failure.get_or_insert(error);
+        if let Some(channels) = &mut self.channels {
+            channels.failure.get_or_insert(error);
         }
     }
 }
 
 impl Drop for Round<'_> {
     fn drop(&mut self) {
-        if let Some(mail) = self.mail.take() {
-            self.shared.give_back_mail(mail, Taken::Caller);
+        if let Some(channels) = self.channels.take() {
+            self.shared.give_back_channels(channels, Taken::Caller);
         }
     }
 }
 
 /// What a blocking send or receive finds.
 pub(crate) enum Begin {
-    /// There are no other messages: the caller drives the mail itself.
-    Here(Box<Mail>),
+    /// There are no other messages: the caller drives the channels itself.
+    Here(Box<Channels>),
     /// Through the queue.
     Queued,
     /// Nothing can be submitted.
@@ -138,31 +138,31 @@ fn pair_of(op: &mut Collective) -> Option<(Sending<'_>, Receiving<'_>)> {
 }
 
 impl Shared {
-    /// For a blocking send or receive: the mail, if there are no other messages.
-    pub(crate) fn begin_mail(&self) -> Begin {
+    /// For a blocking send or receive: the channels, if there are no other messages.
+    pub(crate) fn begin_messages(&self) -> Begin {
         let mut queue = self.lock();
         if let Some(error) = refusal(&queue) {
             return Begin::Refused(error);
         }
-        let idle = queue.messages.is_empty() && queue.mail.as_ref().is_some_and(|m| m.is_idle());
-        match queue.mail.take_if(|_| idle) {
-            Some(mail) => Begin::Here(mail),
+        let idle = queue.messages.is_empty() && queue.channels.as_ref().is_some_and(|m| m.is_idle());
+        match queue.channels.take_if(|_| idle) {
+            Some(channels) => Begin::Here(channels),
             None => Begin::Queued,
         }
     }
 
-    /// The mail for the engine's thread, if nobody drives it and it has something to do.
-    pub(crate) fn take_busy_mail(&self) -> Option<Box<Mail>> {
+    /// The channels for the engine's thread, if they have no driver and something to do.
+    pub(crate) fn take_busy_channels(&self) -> Option<Box<Channels>> {
         let mut queue = self.lock();
         let busy = !queue.messages.is_empty();
-        queue.mail.take_if(|mail| busy || !mail.is_idle())
+        queue.channels.take_if(|channels| busy || !channels.is_idle())
     }
 
-    /// Puts the mail back.
-    pub(crate) fn give_back_mail(&self, mail: Box<Mail>, by: Taken) {
+    /// Puts the channels back.
+    pub(crate) fn give_back_channels(&self, channels: Box<Channels>, by: Taken) {
         let mut queue = self.lock();
-        let more = !mail.is_idle() || !queue.messages.is_empty() || queue.stop.is_some();
-        queue.mail = Some(mail);
+        let more = !channels.is_idle() || !queue.messages.is_empty() || queue.stop.is_some();
+        queue.channels = Some(channels);
         drop(queue);
         if self.interrupt().load(Ordering::Acquire) {
             self.changed.notify_all();
@@ -172,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// The messages that were submitted and not taken by whoever drives the mail.
+    /// The messages that were submitted and not taken by the driver of the channels.
     pub(crate) fn take_messages(&self) -> VecDeque<Submission> {
         if !self.incoming.load(Ordering::Acquire) {
             return VecDeque::new();
@@ -182,20 +182,22 @@ impl Shared {
         std::mem::take(&mut queue.messages)
     }
 
-    /// Runs a blocking send, receive or batch with the mail that [`begin_mail`](Shared::begin_mail) gave out.
+    /// Runs a blocking send, receive or batch with the channels that [`begin_messages`](Shared::begin_messages) gave out.
     pub(crate) fn carry(
         self: &Arc<Self>,
-        mail: Box<Mail>,
+        channels: Box<Channels>,
         mut op: Collective,
         deadline: Instant,
     ) -> Result<Completion, Box<Failed>> {
         let kind = op.kind();
         let mut round = Round {
             shared: self,
-            mail: Some(mail),
+            channels: Some(channels),
         };
         let quick = match pair_of(&mut op) {
-            Some((send, receive)) => round.mail().and_then(|mail| mail.quick(send, receive)),
+            Some((send, receive)) => round
+                .channels()
+                .and_then(|channels| channels.quick(send, receive)),
             None => Ok(Begun::default()),
         };
         if let Ok(Begun {
@@ -224,15 +226,16 @@ impl Shared {
             submitted: Instant::now(),
             completer,
         };
-        let begun = match (quick, round.mail()) {
-            (Ok(begun), Ok(mail)) if begun.sent.is_some() => {
-                mail.messages
+        let begun = match (quick, round.channels()) {
+            (Ok(begun), Ok(channels)) if begun.sent.is_some() => {
+                channels
+                    .messages
                     .adopt(submission.op, begun, submission.completer, deadline);
                 Ok(())
             }
-            (Ok(_), Ok(mail)) => mail.submit(submission),
+            (Ok(_), Ok(channels)) => channels.submit(submission),
             // A damaged ring: the operation ends with the group.
-            (Err(error), Ok(mail)) => mail.submit(submission).and(Err(error)),
+            (Err(error), Ok(channels)) => channels.submit(submission).and(Err(error)),
             (_, Err(error)) => Err(error),
         };
         match begun.and_then(|()| self.deliver(&mut round, &work)) {
@@ -242,29 +245,29 @@ impl Shared {
         outcome(&work)
     }
 
-    /// Drives the mail until `work` has ended.
+    /// Drives the channels until `work` has ended.
     fn deliver(&self, round: &mut Round<'_>, work: &Work) -> Result<()> {
         let mut waiter = Waiter::default();
-        let mail = round.mail()?;
+        let channels = round.channels()?;
         loop {
-            if mail.turn(self)? {
-                waiter.moved(mail, self);
+            if channels.turn(self)? {
+                waiter.moved(channels, self);
                 if !matches!(work.status(), Status::Pending) {
                     return Ok(());
                 }
                 continue;
             }
             if waiter.is_slow() {
-                mail.check_deadlines()?;
+                channels.check_deadlines()?;
             }
-            let due = mail.next_deadline();
-            waiter.wait(mail, self, due.unwrap_or_else(|| deadline_in(LOOK_AGAIN)))?;
+            let due = channels.next_deadline();
+            waiter.wait(channels, self, due.unwrap_or_else(|| deadline_in(LOOK_AGAIN)))?;
         }
     }
 }
 
-impl Mail {
-    /// Sends a short message, receives one, or both, as far as that goes while a rank would look again anyway.
+impl Channels {
+    /// Sends a short message, receives one, or both, as@remote as that goes while a rank would look again anyway.
     fn quick(&mut self, send: Sending<'_>, mut receive: Receiving<'_>) -> Result<Begun> {
         let spins = if self.spins { SPINS } else { 0 };
         // An offer that came before goes first.
@@ -328,7 +331,7 @@ impl Mail {
         let Some(Some(outbox)) = self.outboxes.get_mut(peer as usize) else {
             return Ok(None);
         };
-        let Out::Near(out) = &mut outbox.out else {
+        let Out::Local(out) = &mut outbox.out else {
             return Ok(None);
         };
         if bytes.len() > INLINE {
@@ -351,7 +354,7 @@ impl Mail {
     ) -> Result<Option<bool>> {
         let (rank, epoch) = (self.place.rank, self.place.epoch);
         let index = peer as usize;
-        let (Some(Some(outbox)), Some(Some(Inbox::Near(inbox)))) =
+        let (Some(Some(outbox)), Some(Some(Inbox::Local(inbox)))) =
             (self.outboxes.get_mut(index), self.inboxes.get_mut(index))
         else {
             return Ok(None);
@@ -361,16 +364,16 @@ impl Mail {
     }
 }
 
-/// Of one rank that shares memory; see [`Mail::quick_step`].
+/// Of one rank that shares memory; see [`Channels::quick_step`].
 fn quick_frame(
     (rank, epoch): (u32, u64),
-    inbox: &mut near::Inbox,
+    inbox: &mut local::Inbox,
     outbox: &mut Outbox,
     begun: &mut Begun,
     receive: &mut Receiving<'_>,
 ) -> Result<Option<bool>> {
     let peer = outbox.rank;
-    let Out::Near(out) = &mut outbox.out else {
+    let Out::Local(out) = &mut outbox.out else {
         return Ok(None);
     };
     let Some((frame, payload)) = inbox.next(epoch)? else {

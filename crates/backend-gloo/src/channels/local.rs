@@ -7,7 +7,7 @@ use ftcore::Result;
 
 use super::checked;
 use crate::p2p::Runs;
-use crate::transport::shm::{MAIL, Reader, Ringer, Writer};
+use crate::transport::shm::{MESSAGES, Reader, Ringer, Writer};
 use crate::transport::tcp::Counters;
 use crate::wire::{Control, ControlKind, INLINE};
 
@@ -25,7 +25,7 @@ pub(crate) struct Inbox {
 #[derive(Debug)]
 pub(crate) struct Outbox {
     pub(super) writer: Writer,
-    pub(super) bell: Ringer<MAIL>,
+    pub(super) bell: Ringer<MESSAGES>,
     pub(super) counters: Arc<Counters>,
     /// Frames without payload that found no room.
     pub(super) waiting: VecDeque<Control>,
@@ -66,7 +66,7 @@ impl Inbox {
 }
 
 impl Outbox {
-    /// Writes a frame if it fits; whoever calls this has looked that nothing waits before it.
+    /// Writes a frame if it fits; the caller has made sure that nothing waits before it.
     pub(super) fn put(&mut self, frame: &Control, bytes: &[u8]) -> Result<bool> {
         let need = Control::BYTES + bytes.len();
         if self.writer.room(need)? < need {

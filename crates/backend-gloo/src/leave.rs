@@ -10,8 +10,8 @@ use crate::engine::Engine;
 use crate::transport::tcp::Moved;
 use crate::wire::{self, Control, ControlKind};
 
-/// How long the last words of a failed engine may take.
-pub(crate) const LAST_WORDS: Duration = Duration::from_millis(200);
+/// How long the failure notice of a failed engine may take.
+pub(crate) const NOTICE_TIME: Duration = Duration::from_millis(200);
 
 /// Reads of what a peer still says, at most, before its socket is closed.
 const UNREAD: usize = 64;
@@ -36,13 +36,16 @@ impl Engine {
         };
         tracing::debug!(rank = place.rank, epoch = place.epoch, %error, "the group failed");
         let about = error.context().peer.unwrap_or(u32::MAX);
-        let current = self.lane.as_ref().and_then(|lane| lane.current.as_ref());
+        let current = self
+            .executor
+            .as_ref()
+            .and_then(|executor| executor.current.as_ref());
         let text = current
-            .map_or_else(|| error.clone(), |exec| exec.context(error.clone()))
+            .map_or_else(|| error.clone(), |execution| execution.context(error.clone()))
             .to_string();
         // The peers first: once its own work has failed, this process may end.
         let (origin, about, text) = match self.reported {
-            // Passed on as it came: the origin may not have reached everybody before it closed.
+            // Passed on as it came: the origin may not have reached all ranks before it closed.
             Some((origin, about)) => (origin, about, error.message().to_string()),
             None if error.kind() == ErrorKind::Aborted => (place.rank, about, error.message().to_string()),
             None => (place.rank, about, text),
@@ -55,11 +58,16 @@ impl Engine {
             &text,
         );
         self.speak();
-        // A caller may still be in the lane or in the mail; what it works on is its own until it has given it back.
-        let (lane, mail) = self.shared.recall((self.lane.take(), self.mail.take()));
-        if let Some(mut lane) = lane {
-            for exec in lane.current.take().into_iter().chain(lane.ahead.drain(..)) {
-                exec.fail(error.clone());
+        // A caller may still be in the executor or in the channels; what it works on is its own until it has given it back.
+        let (executor, channels) = self.shared.recall((self.executor.take(), self.channels.take()));
+        if let Some(mut executor) = executor {
+            for execution in executor
+                .current
+                .take()
+                .into_iter()
+                .chain(executor.ahead.drain(..))
+            {
+                execution.fail(error.clone());
             }
         }
         for submission in collectives.into_iter().chain(messages) {
@@ -76,11 +84,11 @@ impl Engine {
             }
             submission.completer.fail(error, submission.op.into_tensors());
         }
-        if let Some(mut mail) = mail {
-            mail.messages.fail_all(&error);
-            mail.forget();
+        if let Some(mut channels) = channels {
+            channels.messages.fail_all(&error);
+            channels.forget();
         }
-        self.last_words();
+        self.failure_notices();
     }
 
     pub(crate) fn tell(&mut self, kind: ControlKind, code: u8, about: u32, origin: u32, text: &str) {
@@ -108,8 +116,8 @@ impl Engine {
     }
 
     /// Writes what is queued on the control connections, for a short time; then the sockets close.
-    pub(crate) fn last_words(&mut self) {
-        let until = deadline_in(LAST_WORDS);
+    pub(crate) fn failure_notices(&mut self) {
+        let until = deadline_in(NOTICE_TIME);
         loop {
             self.speak();
             let mut fds = Vec::new();
@@ -191,7 +199,7 @@ mod tests {
                 std::thread::scope(|scope| {
                     scope.spawn(|| group.abort("it ends"));
                 });
-                // Whoever ends the process does not own the group.
+                // The thread that ends the process does not own the group.
                 std::mem::forget(group);
             }
         }
@@ -208,7 +216,7 @@ mod tests {
             let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
             let address = server.local_addr().to_string();
             let mut quitter = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "farewell::tests::a_process_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid"])
+                .args(["--exact", "leave::tests::a_process_that_ends_right_after_it_has_ended_a_group_leaves_nothing_unsaid"])
                 .env(SCENE, scene)
                 .env(STORE, &address)
                 .stdout(Stdio::null())
@@ -217,7 +225,7 @@ mod tests {
             let group = connected(&address, 1);
             let error = match group.recv(Tensor::zeros(DType::U8, 1), 0, 0) {
                 Ok(receive) => receive.wait(deadline_in(SOON)).unwrap_err(),
-                // The news may be faster than the call.
+                // The notices may be faster than the call.
                 Err(rejected) => {
                     assert_eq!(rejected.error.kind(), ErrorKind::Poisoned, "{scene}: {rejected}");
                     group.error().unwrap()

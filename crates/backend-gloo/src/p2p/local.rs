@@ -153,7 +153,7 @@ impl Messages {
         let length = bytes.iter().map(|b| b.len()).sum::<usize>();
         let Some(arriving) = self.arriving.get_mut(&(rank, frame.id)) else {
             return protocol(format!(
-                "sends bytes of message {}, which nobody accepted",
+                "sends bytes of message {}, which was not accepted",
                 frame.id
             ));
         };

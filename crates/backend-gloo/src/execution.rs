@@ -30,7 +30,7 @@ pub(crate) struct Place {
     pub(crate) world: u32,
     pub(crate) epoch: u64,
     /// All ranks share memory.
-    pub(crate) near: bool,
+    pub(crate) one_host: bool,
 }
 
 /// Where an operation stands after some progress.
@@ -47,7 +47,7 @@ pub(crate) enum Step {
 }
 
 /// A collective in progress.
-pub(crate) struct Exec {
+pub(crate) struct Execution {
     pub(crate) kind: OpKind,
     pub(crate) seq: u64,
     pub(crate) deadline: Instant,
@@ -76,7 +76,7 @@ pub(crate) struct Label {
     pub(crate) wait_all: bool,
 }
 
-impl Exec {
+impl Execution {
     pub(crate) fn new(label: Label, place: Place, plan: Plan, completer: Completer) -> Self {
         let counts = vec![u32::from(plan.contribute); plan.schedule.slots];
         Self {
@@ -155,7 +155,7 @@ impl Exec {
     pub(crate) fn send_ahead(&mut self, ports: &mut [Option<Port>], stop: &AtomicBool) -> Result<bool> {
         self.start(stop)?;
         let mut moved = false;
-        // Whoever is gone is missed when it is this operation's turn.
+        // A rank that is gone is missed when it is this operation's turn.
         let mut blocked = None;
         for index in 0..self.sends.len() {
             moved |= self.push(index, ports, &mut blocked)?;
@@ -562,7 +562,7 @@ impl Exec {
         });
     }
 
-    /// Ends it with `error`; the tensors go back, since nobody else ever touches them.
+    /// Ends it with `error`; the tensors go back, since nothing else ever touches them.
     pub(crate) fn fail(self, error: Error) {
         let error = self.context(error);
         self.completer.fail(error, self.plan.memory.into_given());
@@ -572,10 +572,7 @@ impl Exec {
     pub(crate) fn run_alone(mut self) {
         match self.progress(&mut [], &AtomicBool::new(false)) {
             Ok(Step::Finished) => self.succeed(),
-            Ok(_) => self.fail(Error::new(
-                ErrorKind::Internal,
-                "a world of one waits for somebody",
-            )),
+            Ok(_) => self.fail(Error::new(ErrorKind::Internal, "a world of one waits for a peer")),
             Err(error) => self.fail(error),
         }
     }

@@ -1,4 +1,4 @@
-//! Between ranks that share memory, for more than a few bytes: everybody with everybody at once, in pieces that stay in the cache. Between
+//! Between ranks that share memory, for more than a few bytes: every rank with every other at once, in pieces that stay in the cache. Between
 //! few ranks on different hosts, sums go so, too, in one piece.
 //!
 //! A ring passes on what a neighbour brought; here nothing is carried by others, so there are no partial sums to keep, and with more
@@ -78,7 +78,7 @@ pub(crate) fn all_gather(rank: u32, world: u32, parts: &[Range<usize>]) -> Sched
     s
 }
 
-/// `Out` becomes the reduction of part `rank` of everybody's `In`, which is left as it is.
+/// `Out` becomes the reduction of part `rank` of every rank's `In`, which is left as it is.
 ///
 /// It goes by `block` bytes; in one piece over sockets, whose receives keep pace with each other anyway, and where every round may cost the
 /// latency of a line.
@@ -125,7 +125,7 @@ pub(crate) fn reduce_scatter(rank: u32, world: u32, parts: &[Range<usize>], bloc
     s
 }
 
-/// The root's `Out` becomes the reduction of everybody's data: the root's `Out`, the others' `In` (left as it is). Every rank
+/// The root's `Out` becomes the reduction of every rank's data: the root's `Out`, the others' `In` (left as it is). Every rank
 /// reduces a part, `block` by `block` bytes, and hands it to the root.
 pub(crate) fn reduce(
     rank: u32,

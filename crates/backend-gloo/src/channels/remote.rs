@@ -6,7 +6,7 @@ use std::io::IoSlice;
 use ftcore::{Error, ErrorKind, Result};
 
 use super::{FRAMES, Outbox as To, checked};
-use crate::exec::Place;
+use crate::execution::Place;
 use crate::p2p::Messages;
 use crate::transport::tcp::{Link, Moved};
 use crate::wire::{Control, ControlKind, EAGER, SEGMENT};
@@ -19,7 +19,7 @@ const BUFFER: usize = 16 * 1024;
 struct Open {
     id: u64,
     left: usize,
-    /// They belong into a tensor; else nobody asked for them.
+    /// They belong into a tensor; otherwise they were not asked for.
     lands: bool,
 }
 
@@ -183,7 +183,7 @@ impl Inbox {
         }
     }
 
-    /// Reads what nobody takes any more: a socket that is closed with something unread breaks, and may take what was written with it.
+    /// Reads what is not wanted any more: a socket that is closed with something unread breaks, and may take what was written with it.
     pub(super) fn forget(&mut self) {
         for _ in 0..FRAMES {
             if !matches!(self.link.read(&mut self.buffer), Moved::Bytes(_)) {
@@ -259,10 +259,10 @@ impl Outbox {
         true
     }
 
-    /// Writes what waits as far as the socket takes it: frames first, then pieces of messages in turn. True if anything moved.
+    /// Writes what waits as@remote as the socket takes it: frames first, then pieces of messages in turn. True if anything moved.
     pub(super) fn write(&mut self, place: Place, messages: &mut Messages) -> Result<bool> {
         let mut moved = false;
-        // A bounded number, so that a fast reader does not keep the driver from everybody else.
+        // A bounded number, so that a fast reader does not keep the driver from all others.
         for _ in 0..FRAMES {
             if !self.link.writable || self.link.write_closed.is_some() {
                 break;

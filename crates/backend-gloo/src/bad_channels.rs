@@ -9,18 +9,18 @@ use ftcore::{
 
 use crate::GlooGroup;
 use crate::bad_peer::{Neighbour, configuration, frame, soon};
-use crate::news::Fate;
+use crate::notices::Fate;
 use crate::queue::Taken;
 use crate::wire::{Control, ControlKind, INLINE};
 
 fn write(neighbour: &mut Neighbour, frames: &[(Control, usize)]) {
     for (header, payload) in frames {
-        neighbour.mail.writer.put(&header.encode());
-        neighbour.mail.writer.put(&vec![1; *payload]);
-        neighbour.mail.writer.pad();
+        neighbour.channels.writer.put(&header.encode());
+        neighbour.channels.writer.put(&vec![1; *payload]);
+        neighbour.channels.writer.pad();
     }
-    neighbour.mail.writer.publish();
-    neighbour.mail.bell.ring();
+    neighbour.channels.writer.publish();
+    neighbour.channels.bell.ring();
 }
 
 /// A message of `count` bytes with tag 3.
@@ -38,9 +38,9 @@ fn a_neighbour_that_breaks_the_rules_of_messages_is_a_protocol_error_that_names_
         (
             "garbage",
             |n| {
-                n.mail.writer.put(&[0xAB; 300]);
-                n.mail.writer.publish();
-                n.mail.bell.ring();
+                n.channels.writer.put(&[0xAB; 300]);
+                n.channels.writer.publish();
+                n.channels.bell.ring();
             },
             ErrorKind::Protocol,
         ),
@@ -72,12 +72,12 @@ fn a_neighbour_that_breaks_the_rules_of_messages_is_a_protocol_error_that_names_
             ErrorKind::Protocol,
         ),
         (
-            "a good-bye in the wrong place",
+            "a leave in the wrong place",
             |n| write(n, &[(frame(ControlKind::Goodbye, 0, 0), 0)]),
             ErrorKind::Protocol,
         ),
         (
-            "bytes of a message that nobody accepted",
+            "bytes of a message that was not accepted",
             |n| write(n, &[(frame(ControlKind::Data, 5, 100), 100)]),
             ErrorKind::Protocol,
         ),
@@ -100,9 +100,9 @@ fn a_neighbour_that_breaks_the_rules_of_messages_is_a_protocol_error_that_names_
         (
             "a position that cannot be",
             |n| {
-                n.mail.writer.advance(usize::MAX / 2);
-                n.mail.writer.publish();
-                n.mail.bell.ring();
+                n.channels.writer.advance(usize::MAX / 2);
+                n.channels.writer.publish();
+                n.channels.bell.ring();
             },
             ErrorKind::Protocol,
         ),
@@ -159,11 +159,11 @@ fn an_answer_to_a_message_whose_bytes_did_not_go_along_is_a_protocol_error() {
                 .unwrap_err()
         });
         let until = soon();
-        while neighbour.mail.reader.available(Control::BYTES).unwrap() < Control::BYTES {
+        while neighbour.channels.reader.available(Control::BYTES).unwrap() < Control::BYTES {
             assert!(!ftcore::time_left(until).is_zero(), "no offer comes");
             std::thread::yield_now();
         }
-        let offer = Control::decode(&neighbour.mail.reader.peek().unwrap()).unwrap();
+        let offer = Control::decode(&neighbour.channels.reader.peek().unwrap()).unwrap();
         assert_eq!(offer.kind, ControlKind::Offer);
         write(&mut neighbour, &[(frame(ControlKind::Taken, offer.id, 0), 0)]);
         let failed = call.join().unwrap();
@@ -196,9 +196,9 @@ fn a_neighbour_that_takes_many_messages_and_leaves_has_taken_them_all() {
     let until = soon();
     while taken.len() < sends.len() {
         assert!(!ftcore::time_left(until).is_zero(), "{} offers came", taken.len());
-        let reader = &mut neighbour.mail.reader;
+        let reader = &mut neighbour.channels.reader;
         if reader.available(Control::BYTES + 1).unwrap() <= Control::BYTES {
-            neighbour.mail.bell.ring();
+            neighbour.channels.bell.ring();
             std::thread::yield_now();
             continue;
         }
@@ -210,11 +210,11 @@ fn a_neighbour_that_takes_many_messages_and_leaves_has_taken_them_all() {
         taken.push((frame(ControlKind::Taken, offer.id, 0), 0));
     }
     for (header, _) in &taken {
-        neighbour.mail.writer.put(&header.encode());
-        neighbour.mail.writer.pad();
+        neighbour.channels.writer.put(&header.encode());
+        neighbour.channels.writer.pad();
     }
-    // Not rung: rank 0 wakes for the good-bye, and finds more answers than it reads at a time.
-    neighbour.mail.writer.publish();
+    // Not rung: rank 0 wakes for the leave, and finds more answers than it reads at a time.
+    neighbour.channels.writer.publish();
     neighbour.leave();
     for send in sends {
         send.wait(soon()).unwrap();
@@ -226,9 +226,9 @@ fn what_a_neighbour_wrote_while_its_ring_was_being_read_counts_although_its_good
     let (group, mut neighbour) = connected();
     let (shared, _) = group.ready(&ftcore::SubmitOptions::by(soon())).unwrap();
     // This thread drives the messages.
-    let mut mail = shared.lock().mail.take().unwrap();
+    let mut channels = shared.lock().channels.take().unwrap();
     let receive = group.recv(Tensor::zeros(DType::U8, 8), 1, 3).unwrap();
-    mail.turn(&shared).unwrap();
+    channels.turn(&shared).unwrap();
     write(&mut neighbour, &[(inline(8), 8)]);
     let fate = Fate {
         left: true,
@@ -236,13 +236,13 @@ fn what_a_neighbour_wrote_while_its_ring_was_being_read_counts_although_its_good
     };
     shared.tell_fate(1, fate);
     // Between the look at its ring and the verdict.
-    mail.judge(&shared).unwrap();
-    mail.turn(&shared).unwrap();
+    channels.judge(&shared).unwrap();
+    channels.turn(&shared).unwrap();
     assert_eq!(receive.take_tensor().unwrap().bytes(), [1; 8]);
     let receive = group.recv(Tensor::zeros(DType::U8, 8), 1, 3).unwrap();
-    let error = mail.turn(&shared).unwrap_err();
+    let error = channels.turn(&shared).unwrap_err();
     assert!(error.to_string().contains("left the group (done)"), "{error}");
-    shared.give_back_mail(mail, Taken::Caller);
+    shared.give_back_channels(channels, Taken::Caller);
     group.abort("over");
     receive.wait(soon()).unwrap_err();
 }

@@ -21,7 +21,7 @@ impl Messages {
                 "sends {length} bytes of a message of which {room} are missing"
             )),
             None => protocol(format!(
-                "sends bytes of message {}, which nobody accepted",
+                "sends bytes of message {}, which was not accepted",
                 frame.id
             )),
         }

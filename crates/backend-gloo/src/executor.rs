@@ -1,9 +1,9 @@
-//! The lane of a group: everything that its collectives need, driven by one thread at a time.
+//! The executor of a group: everything that its collectives need, driven by one thread at a time.
 //!
 //! Collectives run one after the other; while one waits for other ranks, what the next ones send first goes out already, so that
-//! a rank that wakes finds more than one operation's data and a link does not rest between two. Whoever takes the lane out of the queue drives it: the engine's thread for what was
+//! a rank that wakes finds more than one operation's data and a link does not rest between two. The thread that takes the executor out of the queue drives it: the engine's thread for what was
 //! submitted, or the caller of a blocking call on an idle group, which saves two hand-overs. Control connections, point-to-point
-//! messages and orders stay with the engine's thread, so they go on whoever drives.
+//! messages and orders stay with the engine's thread, so they go on under any driver.
 
 use std::collections::VecDeque;
 use std::os::fd::AsFd;
@@ -12,11 +12,11 @@ use std::time::{Duration, Instant};
 use ftcore::{Error, ErrorKind, OpKind, Result, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::exec::{Exec, Step};
+use crate::execution::{Execution, Step};
 use crate::port::{Port, Wire};
 use crate::queue::{Shared, Taken, later};
 use crate::transport::tcp::Link;
-use crate::waiter::Patience;
+use crate::waiter::SpinBudget;
 
 /// A data connection that breaks gets this long until the control connection has said why.
 pub(crate) const GRACE: Duration = Duration::from_millis(50);
@@ -42,33 +42,33 @@ pub(crate) enum Turn {
 }
 
 /// The state of a group's collectives.
-pub(crate) struct Lane {
+pub(crate) struct Executor {
     /// By rank; `None` at the own one.
     pub(crate) ports: Vec<Option<Port>>,
-    pub(crate) current: Option<Exec>,
+    pub(crate) current: Option<Execution>,
     /// The next ones, which send already.
-    pub(crate) ahead: VecDeque<Exec>,
+    pub(crate) ahead: VecDeque<Execution>,
     /// Why the driver gave up: the engine's thread ends the group with it.
     pub(crate) failure: Option<Error>,
     /// How often a driver looks again before it sleeps.
-    pub(crate) patience: Patience,
+    pub(crate) spin_budget: SpinBudget,
     /// Some payloads go over several connections: these know one operation at a time.
     railed: bool,
     /// Private memory of short operations.
     pub(crate) scratch: Vec<u8>,
 }
 
-impl Lane {
+impl Executor {
     /// `apart`: the ranks of this host have a core each.
     pub(crate) fn new(ports: Vec<Option<Port>>, apart: bool) -> Self {
         let mut others = ports.iter().flatten();
-        let patience = if others.all(|p| matches!(p.wire, Wire::Memory(_))) {
-            Patience::of(ports.iter().flatten().count(), apart)
+        let spin_budget = if others.all(|p| matches!(p.wire, Wire::Memory(_))) {
+            SpinBudget::of(ports.iter().flatten().count(), apart)
         } else {
-            Patience::with_sockets()
+            SpinBudget::with_sockets()
         };
         Self {
-            patience,
+            spin_budget,
             railed: ports.iter().flatten().any(|p| !p.rails.is_empty()),
             ports,
             current: None,
@@ -78,7 +78,7 @@ impl Lane {
         }
     }
 
-    /// True if nobody is in the middle of anything.
+    /// True if no operation is in the middle of anything.
     pub(crate) fn is_idle(&self) -> bool {
         self.current.is_none() && self.ahead.is_empty() && self.failure.is_none()
     }
@@ -104,11 +104,11 @@ impl Lane {
             // Also once a loss was reported: all that the next one needs may be here. It fails where it needs more.
             self.current = match self
                 .ahead
-                .pop_front_if(|exec| last.is_some_and(|last| exec.seq <= last))
+                .pop_front_if(|execution| last.is_some_and(|last| execution.seq <= last))
             {
-                Some(exec) => {
-                    shared.begins(&exec);
-                    Some(exec)
+                Some(execution) => {
+                    shared.begins(&execution);
+                    Some(execution)
                 }
                 None if self.ahead.is_empty() => shared.pop(last)?,
                 None => None,
@@ -117,30 +117,30 @@ impl Lane {
                 return Ok(Turn::Idle);
             }
         }
-        let Some(exec) = &mut self.current else {
+        let Some(execution) = &mut self.current else {
             return Ok(Turn::Idle);
         };
-        let step = exec.progress(&mut self.ports, shared.interrupt())?;
+        let step = execution.progress(&mut self.ports, shared.interrupt())?;
         if step == Step::Finished {
-            if let Some(exec) = self.current.take() {
+            if let Some(execution) = self.current.take() {
                 shared.finished();
-                exec.succeed();
+                execution.succeed();
             }
             return Ok(Turn::Ended);
         }
-        // Whoever waits looks at everybody's header, not only at those of its own round.
+        // A rank that waits looks at every rank's header, not only at those of its own round.
         let mut closed = false;
         for port in self.ports.iter_mut().flatten() {
             let open = !port.read_closed();
             port.fill().map_err(|e| port.blame(e))?;
-            exec.inspect(port)?;
+            execution.inspect(port)?;
             closed |= open && port.read_closed();
         }
         let moved = self.look_ahead(shared)?;
         match step {
             Step::Busy => Ok(Turn::Moved),
             _ if moved => Ok(Turn::Moved),
-            // Found only now, and a closed socket is watched no more: the operation must hear of it before anybody sleeps.
+            // Found only now, and a closed socket is watched no more: the operation must hear of it before a thread sleeps.
             _ if closed => Ok(Turn::Moved),
             Step::Blocked(rank) => {
                 self.blocked(shared, rank)?;
@@ -157,7 +157,7 @@ impl Lane {
     /// Once the current operation has nothing more to send: the first bytes of the next ones, in order. True if any moved.
     fn look_ahead(&mut self, shared: &Shared) -> Result<bool> {
         let waiting = shared.unfinished() > 1 && !shared.in_trouble();
-        let sent = |exec: &Exec| exec.kind != OpKind::MonitoredBarrier && exec.has_sent();
+        let sent = |execution: &Execution| execution.kind != OpKind::MonitoredBarrier && execution.has_sent();
         if !waiting || self.railed || !self.current.as_ref().is_some_and(sent) {
             return Ok(false);
         }
@@ -167,16 +167,16 @@ impl Lane {
                 if shared.unfinished() <= index + 1 {
                     break;
                 }
-                let Some(exec) = shared.pop_ahead(u64::MAX)? else {
+                let Some(execution) = shared.pop_ahead(u64::MAX)? else {
                     break;
                 };
-                self.ahead.push_back(exec);
+                self.ahead.push_back(execution);
             }
-            let Some(exec) = self.ahead.get_mut(index) else {
+            let Some(execution) = self.ahead.get_mut(index) else {
                 break;
             };
-            moved |= exec.send_ahead(&mut self.ports, shared.interrupt())?;
-            if !sent(exec) {
+            moved |= execution.send_ahead(&mut self.ports, shared.interrupt())?;
+            if !sent(execution) {
                 break;
             }
         }
@@ -186,7 +186,7 @@ impl Lane {
     /// `rank` is needed and nothing more comes from it: wait a little for the reason, then give up.
     ///
     /// A rank that has ended because of another one said so on its control connection before, so that is read to its end first
-    /// (by the engine's thread): whoever is blamed is who was lost, not who passed the loss on.
+    /// (by the engine's thread): the rank that was lost is blamed, not the one that passed the loss on.
     pub(crate) fn blocked(&mut self, shared: &Shared, rank: u32) -> Result<()> {
         // The engine's thread tells what a rank said before it tells that the rank is gone.
         let fate = shared.fate(rank);
@@ -231,11 +231,11 @@ impl Lane {
     }
 
     fn due(&self, shared: &Shared) -> Option<Instant> {
-        self.current.as_ref().map(|exec| {
-            if exec.kind == OpKind::MonitoredBarrier && shared.place.rank != 0 {
-                later(exec.deadline, VERDICT)
+        self.current.as_ref().map(|execution| {
+            if execution.kind == OpKind::MonitoredBarrier && shared.place.rank != 0 {
+                later(execution.deadline, VERDICT)
             } else {
-                exec.deadline
+                execution.deadline
             }
         })
     }
@@ -253,34 +253,34 @@ impl Lane {
                 later(now, GRACE / 10)
             })
         });
-        let ahead = self.ahead.iter().map(|exec| exec.deadline);
+        let ahead = self.ahead.iter().map(|execution| execution.deadline);
         suspects.chain(self.due(shared)).chain(ahead).min()
     }
 
     fn check_deadline(&self, shared: &Shared) -> Result<()> {
-        let (Some(exec), Some(due)) = (&self.current, self.due(shared)) else {
+        let (Some(execution), Some(due)) = (&self.current, self.due(shared)) else {
             return Ok(());
         };
         let now = Instant::now();
         if due <= now {
-            return Err(overdue(exec, shared));
+            return Err(overdue(execution, shared));
         }
         match self.ahead.iter().find(|next| next.deadline <= now) {
-            Some(next) => {
-                Err(
-                    still_queued((next.kind, next.seq), next.submitted, Some((exec.kind, exec.seq)))
-                        .with_epoch(shared.place.epoch),
-                )
-            }
+            Some(next) => Err(still_queued(
+                (next.kind, next.seq),
+                next.submitted,
+                Some((execution.kind, execution.seq)),
+            )
+            .with_epoch(shared.place.epoch)),
             None => Ok(()),
         }
     }
 
     /// How the ranks are connected, in words.
     pub(crate) fn transport(&self) -> &'static str {
-        let near = |p: &Port| matches!(p.wire, Wire::Memory(_));
+        let local = |p: &Port| matches!(p.wire, Wire::Memory(_));
         let mut ports = self.ports.iter().flatten();
-        match (ports.clone().any(near), ports.all(near)) {
+        match (ports.clone().any(local), ports.all(local)) {
             (_, true) => "shm",
             (true, false) => "shm and tcp",
             (false, _) => "tcp",
@@ -288,7 +288,7 @@ impl Lane {
     }
 
     /// True if every rank shares memory: a driver needs to watch no socket.
-    pub(crate) fn is_near(&self) -> bool {
+    pub(crate) fn is_local(&self) -> bool {
         let mut ports = self.ports.iter().flatten();
         ports.all(|p| matches!(p.wire, Wire::Memory(_)))
     }
@@ -300,15 +300,15 @@ impl Lane {
         fds: &mut Vec<PollFd<'a>>,
         whose: &mut Vec<(u32, usize)>,
     ) -> Option<()> {
-        let Some(exec) = &self.current else {
+        let Some(execution) = &self.current else {
             return Some(());
         };
         for port in self.ports.iter().flatten() {
             let Wire::Socket(link) = &port.wire else { continue };
-            let read = link.read_closed.is_none() && port.wants_read() && !exec.holds(port.rank);
-            let to_rails = exec.to_rails(port.rank);
-            let mut all = std::iter::once(exec).chain(&self.ahead);
-            let wants = to_rails.is_none() && all.any(|exec| exec.wants_write(port.rank));
+            let read = link.read_closed.is_none() && port.wants_read() && !execution.holds(port.rank);
+            let to_rails = execution.to_rails(port.rank);
+            let mut all = std::iter::once(execution).chain(&self.ahead);
+            let wants = to_rails.is_none() && all.any(|execution| execution.wants_write(port.rank));
             let write = wants && link.write_closed.is_none();
             if (read && port.is_readable()) || (write && link.writable) {
                 return None;
@@ -317,7 +317,7 @@ impl Lane {
             if port.rails.is_empty() {
                 continue;
             }
-            let from_rails = exec.on_rails(port.rank);
+            let from_rails = execution.on_rails(port.rank);
             for (rail, number) in port.rails.iter().zip(1..) {
                 let read = from_rails.is_some_and(|frame| rail.wants_read(frame));
                 let write = to_rails.is_some_and(|more| rail.wants_write(more));
@@ -330,7 +330,7 @@ impl Lane {
         Some(())
     }
 
-    /// Between two looks without a sleep nobody says what is ready: the sockets are simply tried.
+    /// Between two looks without a sleep nothing says what is ready: the sockets are simply tried.
     pub(crate) fn try_sockets(&mut self) {
         for port in self.ports.iter_mut().flatten() {
             let first = match &mut port.wire {
@@ -362,7 +362,7 @@ impl Lane {
 
     /// Sleeps until something may have happened, or `until`. The bell is armed and everything was looked at since.
     pub(crate) fn sleep(&mut self, shared: &Shared, until: Instant) -> Result<()> {
-        if self.is_near() {
+        if self.is_local() {
             shared.bell().sleep(until);
             return Ok(());
         }
@@ -430,18 +430,18 @@ pub(crate) fn still_queued(
     ))
 }
 
-fn overdue(exec: &Exec, shared: &Shared) -> Error {
-    let (senders, takers) = exec.waiting_for();
+fn overdue(execution: &Execution, shared: &Shared) -> Error {
+    let (senders, takers) = execution.waiting_for();
     let world = shared.place.world;
-    let elapsed = exec.submitted.elapsed().as_secs_f64();
-    let text = if exec.kind == OpKind::MonitoredBarrier && shared.place.rank == 0 {
+    let elapsed = execution.submitted.elapsed().as_secs_f64();
+    let text = if execution.kind == OpKind::MonitoredBarrier && shared.place.rank == 0 {
         let missing = match senders.as_slice() {
-            [first, ..] if !exec.wait_all => format!("rank {first} (the first one found)"),
+            [first, ..] if !execution.wait_all => format!("rank {first} (the first one found)"),
             all => list(all),
         };
         format!("{missing} of {world} did not reach the barrier within {elapsed:.1} s")
     } else {
-        let progress = exec.progress_text(exec.rounds());
+        let progress = execution.progress_text(execution.rounds());
         timed_out(elapsed, &progress, &senders, &takers, world)
     };
     Error::timeout(text).with_epoch(shared.place.epoch)
@@ -453,7 +453,7 @@ fn list(ranks: &[u32]) -> String {
     format!("{what} {}", names.join(", "))
 }
 
-/// What a time-out says: how far the operation came and who was waited for.
+/// What a time-out says: how@remote the operation came and who was waited for.
 pub(crate) fn timed_out(elapsed: f64, progress: &str, senders: &[u32], takers: &[u32], world: u32) -> String {
     let mut waits = Vec::new();
     if !senders.is_empty() {
@@ -466,38 +466,38 @@ pub(crate) fn timed_out(elapsed: f64, progress: &str, senders: &[u32], takers: &
 }
 
 /// What a driver takes out of the queue, and gives back whatever happens.
-pub(crate) struct Seat<'a> {
+pub(crate) struct Holder<'a> {
     shared: &'a Shared,
-    lane: Option<Box<Lane>>,
+    executor: Option<Box<Executor>>,
 }
 
-impl<'a> Seat<'a> {
-    pub(crate) fn new(shared: &'a Shared, lane: Box<Lane>) -> Self {
+impl<'a> Holder<'a> {
+    pub(crate) fn new(shared: &'a Shared, executor: Box<Executor>) -> Self {
         Self {
             shared,
-            lane: Some(lane),
+            executor: Some(executor),
         }
     }
 
-    /// The lane. An error only after it was given back.
-    pub(crate) fn lane(&mut self) -> Result<&mut Lane> {
-        self.lane
+    /// The executor. An error only after it was given back.
+    pub(crate) fn executor(&mut self) -> Result<&mut Executor> {
+        self.executor
             .as_deref_mut()
-            .ok_or_else(|| Error::new(ErrorKind::Internal, "the lane was given back"))
+            .ok_or_else(|| Error::new(ErrorKind::Internal, "the executor was given back"))
     }
 
     /// The driver gives up: the engine's thread ends the group with `error`.
     pub(crate) fn fail(mut self, error: Error) {
-        if let Some(lane) = &mut self.lane {
-            lane.failure.get_or_insert(error);
+        if let Some(executor) = &mut self.executor {
+            executor.failure.get_or_insert(error);
         }
     }
 }
 
-impl Drop for Seat<'_> {
+impl Drop for Holder<'_> {
     fn drop(&mut self) {
-        if let Some(lane) = self.lane.take() {
-            self.shared.give_back(lane, Taken::Caller);
+        if let Some(executor) = self.executor.take() {
+            self.shared.give_back(executor, Taken::Caller);
         }
     }
 }
