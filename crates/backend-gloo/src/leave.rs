@@ -168,8 +168,8 @@ mod tests {
     use crate::GlooGroup;
 
     /// What a process of its own does before it ends, and where the store is.
-    const SCENE: &str = "OXCCL_TEST_FAREWELL";
-    const STORE: &str = "OXCCL_TEST_FAREWELL_STORE";
+    const SCENE: &str = "OXCCL_TEST_LEAVE";
+    const STORE: &str = "OXCCL_TEST_LEAVE_STORE";
     const SOON: Duration = Duration::from_secs(20);
 
     fn connected(address: &str, rank: u32) -> GlooGroup {

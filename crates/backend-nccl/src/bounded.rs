@@ -1,5 +1,5 @@
 //! Calls that may never return, each on a thread of its own that is given up at the deadline: joining a communicator, dividing one.
-//! A result that comes too late is handed to whoever cleans it up.
+//! A result that comes too late is handed to the one that cleans it up.
 
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};

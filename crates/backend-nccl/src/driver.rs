@@ -1,7 +1,7 @@
 //! What NCCL gives the engine to work with: how an operation gets onto the device, how everything is aborted, how it ends.
 //!
 //! Operations are enqueued on the thread that submits them: collectives on the group's stream (`enqueue`), messages in channels of
-//! their own (`lanes`), monitored barriers over the control connections. `ox-nccl-watch` sees them end and asks for asynchronous
+//! their own (`channels`), monitored barriers over the control connections. `ox-nccl-watch` sees them end and asks for asynchronous
 //! errors. After a failure the other ranks are told, and `ox-nccl-abort` aborts the communicators, which may take as long as the
 //! library likes: the engine waits no longer than [`GRACE`]. Until the library has let go, events prove nothing, and memory stays
 //! here (INV-8).
@@ -16,10 +16,10 @@ use ftcore::{
     Collective, Completion, Configuration, Error, Event, OpKind, Result, Traffic, deadline_in, time_left,
 };
 
-use crate::control::{Control, Line, Listener, News};
+use crate::channels::{self, Channels};
+use crate::control::{Control, Line, Listener, Notice};
 use crate::cuda::gpu::Gpu;
 use crate::cuda::stream::CudaStream;
-use crate::lanes::{self, Lanes};
 use crate::options::Settings;
 use crate::raw::{Comm, Native};
 use crate::{enqueue, threads};
@@ -77,7 +77,7 @@ pub(crate) struct Shared {
     pub(crate) settings: Settings,
     pub(crate) configuration: Configuration,
     pub(crate) counters: Arc<Counters>,
-    pub(crate) lanes: Arc<Lanes>,
+    pub(crate) channels: Arc<Channels>,
     pub(crate) in_flight: InFlight<NcclDriver>,
     control: Option<Arc<Control>>,
     /// Held while an operation is enqueued or the communicator is split: NCCL takes one such call at a time.
@@ -117,18 +117,18 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
     // What is heard before the engine stands waits for this lock.
     let mut gate = lock(&heard);
     let to = heard.clone();
-    let listener: Listener = Arc::new(move |news| {
+    let listener: Listener = Arc::new(move |notice| {
         let engine = lock(&to).upgrade();
         if let Some(engine) = engine {
-            hear(&engine, news);
+            hear(&engine, notice);
         }
     });
     let control = match place.world {
         1 => None,
         world => Some(Control::start(place.rank, world, i.streams, listener)?),
     };
-    let lanes = Arc::new(Lanes::default());
-    let asked = (i.comm.clone(), lanes.clone());
+    let channels = Arc::new(Channels::default());
+    let asked = (i.comm.clone(), channels.clone());
     let ask = move || asked.0.state().and_then(|_| asked.1.check()).err();
     let begin = || {
         let shared = Shared {
@@ -140,7 +140,7 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
             settings: i.settings,
             configuration: i.configuration,
             counters: i.counters,
-            lanes,
+            channels,
             control: control.clone(),
             order: Mutex::default(),
             barriers: Mutex::default(),
@@ -162,10 +162,10 @@ pub(crate) fn start(i: Ingredients) -> Result<Arc<Engine<NcclDriver>>> {
     Ok(engine)
 }
 
-fn hear(engine: &Arc<Engine<NcclDriver>>, news: News) {
-    match news {
-        News::Failed(error) => engine.fail(engine.place().name(error)),
-        News::Released(number) => engine.driver().open(number),
+fn hear(engine: &Arc<Engine<NcclDriver>>, notice: Notice) {
+    match notice {
+        Notice::Failed(error) => engine.fail(engine.place().name(error)),
+        Notice::Released(number) => engine.driver().open(number),
     }
 }
 
@@ -175,7 +175,7 @@ impl Shared {
         self.failure.get().cloned()
     }
 
-    /// For whoever enqueues.
+    /// For the thread that enqueues.
     pub(crate) fn order(&self) -> MutexGuard<'_, ()> {
         lock(&self.order)
     }
@@ -189,9 +189,9 @@ impl Shared {
     fn abort(&self) {
         let _inside = self.gpu.enter();
         self.comm.abort();
-        self.lanes.abort();
+        self.channels.abort();
         let by = deadline_in(ON_THE_WAY);
-        self.lanes.close(self, by);
+        self.channels.close(self, by);
         // Behind everything that was enqueued, even by calls that failed half way; unless one of them is not back.
         let last = self.is_quiet(by).then(|| self.stream.mark().ok()).flatten();
         let last = last.map(|event| event as Arc<dyn Event>);
@@ -319,7 +319,7 @@ impl Driver for NcclDriver {
         }
         match kind {
             OpKind::MonitoredBarrier => self.enter_barrier(ticket),
-            kind if kind.is_p2p() => lanes::send_off(&self.0, held, call.after, ticket),
+            kind if kind.is_p2p() => channels::send_off(&self.0, held, call.after, ticket),
             _ => self.collective(held, call.contribute, call.after.as_deref(), ticket),
         }
     }
@@ -333,7 +333,7 @@ impl Driver for NcclDriver {
             control.report(failure);
         }
         self.close_barriers();
-        threads::errand("ox-nccl-abort", move || {
+        threads::in_background("ox-nccl-abort", move || {
             shared.abort();
             // What could not be proven to be free was leaked: a new communicator meets nothing of this one.
             ended.clean();
@@ -342,7 +342,7 @@ impl Driver for NcclDriver {
 
     fn give_up(&self) {
         self.0.in_flight.give_up();
-        self.0.lanes.give_up();
+        self.0.channels.give_up();
         self.0.hang_up();
     }
 
@@ -353,12 +353,12 @@ impl Driver for NcclDriver {
             control.close();
         }
         let (told, flushed) = channel();
-        threads::errand("ox-nccl-flush", move || {
+        threads::in_background("ox-nccl-flush", move || {
             let _inside = shared.gpu.enter();
-            // Nobody waits for an idle communicator longer than for work on it.
+            // No caller waits for an idle communicator longer than for work on it.
             let patience = FLUSH.min(shared.settings.timeout);
             shared.comm.retire(patience);
-            shared.lanes.retire(patience);
+            shared.channels.retire(patience);
             let _ = told.send(());
         });
         // A flush that takes longer goes on by itself.

@@ -1,26 +1,26 @@
 //! oxccl's CUDA backend: NCCL, opened at run time. Nothing of CUDA is needed to build, and a machine without it gets a reason.
 //!
 //! Data flows down: [`NcclGroup`] takes validated operations (`group`); ftcore's engine hands them to the `driver` of a configuration,
-//! which enqueues collectives on its stream (`enqueue`) and messages in channels (`lanes`). `control` carries what NCCL does not: who
+//! which enqueues collectives on its stream (`enqueue`) and messages in channels (`channels`). `control` carries what NCCL does not: who
 //! died, who aborted, who is missing. `raw` is NCCL and `cuda/raw` the driver; nothing else is unsafe.
 //!
 //! Linking this crate registers the backend `nccl` and the device kind `cuda`.
 //!
 //! Options: all typed options of [`ftcore::GroupOptions`] reach the library as they are (`traffic_class` from 2.26 on); calls are
 //! non-blocking unless `blocking` says otherwise. The hint `contributors=all` leaves out the counting of contributors: averages are then
-//! NCCL's own and nobody may abstain.
+//! NCCL's own and no rank may abstain.
 //!
 //! Environment: `OXCCL_NCCL_PATH` (the library, see `nccl_sys::locate`), `OXCCL_CUDA_PATH` (the driver library instead of the loader's
 //! `libcuda.so.1`), `OXCCL_NCCL_HOST` (the address of rank 0's control port for other hosts). NCCL's own variables work as ever.
 
 mod bounded;
 mod capability;
+mod channels;
 mod control;
 mod cuda;
 mod driver;
 mod enqueue;
 mod group;
-mod lanes;
 mod options;
 mod probe;
 mod raw;

@@ -9,7 +9,7 @@ use nccl_sys::{Config, Version};
 use crate::raw::Wish;
 
 /// `hint:contributors`: `count` (the default) adds a reduction of one integer to every reduction, so that averages divide by who
-/// contributed; `all` leaves it out: everybody always contributes and averages are NCCL's own.
+/// contributed; `all` leaves it out: every rank always contributes and averages are NCCL's own.
 pub(crate) const HINT_CONTRIBUTORS: &str = "hint:contributors";
 
 /// `hint:credentials`: the folder of the job's credentials, which ranks prove to each other on the control connections; without it those of the
@@ -44,7 +44,7 @@ pub(crate) struct Settings {
     /// The time-out of calls that name no deadline.
     pub(crate) timeout: Duration,
     pub(crate) high_priority: bool,
-    /// False: everybody always contributes.
+    /// False: every rank always contributes.
     pub(crate) count_contributors: bool,
     /// What ranks prove to each other.
     pub(crate) credentials: Option<Arc<Credentials>>,

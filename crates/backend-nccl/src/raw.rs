@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use ftcore::{DType, Error, ErrorKind, Result, deadline_in, time_left};
 use nccl_sys::{Api, Config, DataType, Library, RedOp, ResultCode, UniqueId, Version, code, dtype};
 
-use crate::threads::errand;
+use crate::threads::in_background;
 
 mod calls;
 mod split;
@@ -175,7 +175,7 @@ pub(crate) struct Comm {
     place: Option<Place>,
     /// That of a child that is being split off. It is kept until nothing is in progress or this communicator is gone.
     child: Mutex<Option<Place>>,
-    /// Nobody may call any more.
+    /// No call may begin any more.
     closed: AtomicBool,
     /// The library says that it is gone.
     freed: AtomicBool,
@@ -260,7 +260,7 @@ impl Comm {
     /// Waits until nothing is in progress, `stop` says why not to go on, or the deadline passes.
     pub(crate) fn settle(&self, deadline: Instant, stop: &dyn Fn() -> Option<Error>) -> Result<()> {
         let mut round = 0u32;
-        // An abort closes the communicator under whoever waits; the reason is the group's.
+        // An abort closes the communicator under the caller that waits; the reason is the group's.
         let is_through = || {
             self.state().map_err(|error| match error.kind() {
                 ErrorKind::Aborted => stop().unwrap_or(error),
@@ -369,7 +369,7 @@ impl Comm {
         }
     }
 
-    /// Waits a little until nobody is inside any more. False if somebody still is.
+    /// Waits a little until no call is inside any more. False if one still is.
     fn is_left(&self, within: Duration) -> bool {
         let until = deadline_in(within);
         loop {
@@ -392,7 +392,7 @@ impl Comm {
         if !self.is_left(COURTESY)
             && let Some(revoke) = self.nccl.api().comm_revoke
         {
-            // Somebody is stuck inside. Revoking lets them out without freeing anything under them.
+            // A call is stuck inside. Revoking lets it out without freeing anything under it.
             // SAFETY: INV-12 the handle is freed only below.
             let revoked = unsafe { revoke(self.handle, nccl_sys::REVOKE_DEFAULT) };
             if let Err(error) = self.nccl.check("ncclCommRevoke", revoked) {
@@ -425,7 +425,7 @@ impl Comm {
             return self.abort();
         }
         if !self.closed.swap(true, Ordering::AcqRel) && self.is_left(COURTESY) {
-            // SAFETY: INV-8 freed once (`closed`), nobody is inside.
+            // SAFETY: INV-8 freed once (`closed`), no call is inside.
             let result = unsafe { (self.nccl.api().comm_destroy)(self.handle) };
             match self.nccl.check("ncclCommDestroy", result) {
                 Ok(()) => self.freed.store(true, Ordering::Release),
@@ -442,7 +442,7 @@ impl Comm {
 
 /// As [`Comm::give_up`].
 pub(crate) fn give_up(comm: Arc<Comm>) {
-    errand("ox-nccl-abort", move || comm.abort());
+    in_background("ox-nccl-abort", move || comm.abort());
 }
 
 impl Drop for Comm {

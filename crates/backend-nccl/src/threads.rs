@@ -1,24 +1,24 @@
-//! Errands, which nobody waits for: ending a communicator, freeing memory. They may take as long as the library likes, so each gets a
+//! Background tasks, which no caller waits for: ending a communicator, freeing memory. They may take as long as the library likes, so each gets a
 //! thread of its own.
 //!
-//! An errand whose thread does not start is not lost: the next thread that does runs it, or the next `configure`.
+//! A background task whose thread does not start is not lost: the next thread that does runs it, or the next `configure`.
 
 use std::collections::VecDeque;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use ftcore::engine::spawn;
 
-type Errand = Box<dyn FnOnce() + Send>;
+type Task = Box<dyn FnOnce() + Send>;
 
-/// Errands without a thread yet.
-static WAITING: Mutex<VecDeque<Errand>> = Mutex::new(VecDeque::new());
+/// Background tasks without a thread yet.
+static WAITING: Mutex<VecDeque<Task>> = Mutex::new(VecDeque::new());
 
-fn waiting() -> MutexGuard<'static, VecDeque<Errand>> {
+fn waiting() -> MutexGuard<'static, VecDeque<Task>> {
     WAITING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs `work` on a thread called `name`, at once or when one starts.
-pub(crate) fn errand(name: &str, work: impl FnOnce() + Send + 'static) {
+pub(crate) fn in_background(name: &str, work: impl FnOnce() + Send + 'static) {
     waiting().push_back(Box::new(work));
     run_waiting(name);
 }
@@ -42,7 +42,7 @@ fn run_waiting(name: &str) {
     }
 }
 
-fn next() -> Option<Errand> {
+fn next() -> Option<Task> {
     waiting().pop_front()
 }
 
@@ -56,16 +56,16 @@ mod tests {
     const LONG: Duration = Duration::from_secs(20);
 
     #[test]
-    fn an_errand_that_waits_for_ever_holds_up_no_other() {
+    fn a_background_task_that_waits_for_ever_holds_up_no_other() {
         let (_never, hangs) = channel::<()>();
         let (began, begun) = channel();
-        errand("ox-test", move || {
+        in_background("ox-test", move || {
             began.send(()).unwrap();
             let _ = hangs.recv();
         });
         begun.recv_timeout(LONG).unwrap();
         let (told, done) = channel();
-        errand("ox-test", move || told.send(()).unwrap());
+        in_background("ox-test", move || told.send(()).unwrap());
         done.recv_timeout(LONG).unwrap();
     }
 

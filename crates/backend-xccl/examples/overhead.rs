@@ -26,7 +26,7 @@ use ftcore::{
 
 const SIZES: [usize; 6] = [1 << 10, 1 << 16, 1 << 18, 1 << 20, 1 << 22, 1 << 24];
 const SIDES: [Side; 4] = [Side::Plain, Side::Ours, Side::Handed, Side::Again];
-/// How long the thread to which calls are handed looks for the next one before it sleeps, as a lane of ours does.
+/// How long the thread to which calls are handed looks for the next one before it sleeps, as a channel of ours does.
 const LOOK: Duration = Duration::from_micros(100);
 
 #[derive(Debug, Clone, Copy)]

@@ -17,7 +17,7 @@ use crate::xpu::event::{Order, Promise, XpuEvent};
 
 /// A monitored barrier finds out by itself who is missing at its deadline, and gets this long to say so.
 const VERDICT: Duration = Duration::from_secs(3);
-/// How long after its deadline an operation on a device has been reported, so that nobody waits for its event any more.
+/// How long after its deadline an operation on a device has been reported, so that no caller waits for its event any more.
 const PROMISED: Duration = Duration::from_secs(5);
 
 /// What an executor carries out.

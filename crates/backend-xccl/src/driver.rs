@@ -3,7 +3,7 @@
 //! Collectives have one executor of the engine; messages have one per peer and direction, on a communicator of their own, so that no
 //! message waits for another. A call cannot be cancelled. So the operations that are with an executor stand in a `Desk`: after a failure
 //! `interrupt` takes them out and gives back what no call uses yet; the memory of the others is leaked and counted (INV-8), their threads
-//! count as stuck until they come back. The other ranks hear of a failure through the store (`news`), and what they fail with is heard there.
+//! count as stuck until they come back. The other ranks hear of a failure through the store (`notices`), and what they fail with is heard there.
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -17,7 +17,7 @@ use ftcore::{Completion, Error, ErrorKind, Result, Tensor, deadline_in, time_lef
 
 use crate::call::{Call, Split, Task};
 use crate::comms::Comms;
-use crate::news::{self, Message};
+use crate::notices::{self, Message};
 use crate::ops::{self, Count};
 use crate::raw::exit::{Leaving, Stuck};
 use crate::raw::lent::{Held, Lent, lend};
@@ -56,7 +56,7 @@ const COURTESY: Duration = Duration::from_secs(2);
 pub(crate) struct Parts {
     pub(crate) comms: Comms,
     /// `None` in a world of one.
-    pub(crate) channel: Option<news::Channel>,
+    pub(crate) channel: Option<notices::Channel>,
     pub(crate) counters: Arc<Counters>,
     /// Whether contributors are counted.
     pub(crate) counted: bool,
@@ -110,7 +110,7 @@ pub(crate) struct XcclDriver {
     desk: Mutex<Desk>,
     /// The group has failed or left: nothing is listened for.
     over: Arc<AtomicBool>,
-    channel: Option<news::Channel>,
+    channel: Option<notices::Channel>,
     counters: Arc<Counters>,
     counted: bool,
     tally: Option<Tally>,
@@ -169,9 +169,9 @@ impl XcclDriver {
             return Ok(());
         };
         let (engine, over) = (Arc::downgrade(engine), self.over.clone());
-        spawn("ox-xccl-news", move || {
+        spawn("ox-xccl-notices", move || {
             while !over.load(Ordering::Acquire) {
-                if let Some(error) = channel.news() {
+                if let Some(error) = channel.notice() {
                     return engine.upgrade().into_iter().for_each(|e| e.fail(error.clone()));
                 }
             }
@@ -461,7 +461,7 @@ impl Driver for XcclDriver {
     }
 }
 
-fn leave(comms: Comms, channel: &news::Channel) {
+fn leave(comms: Comms, channel: &notices::Channel) {
     if let Err(error) = channel.all_have_left(deadline_in(LEAVING)) {
         tracing::debug!(%error, "the other ranks still use a communicator: it is not destroyed");
         return;
@@ -479,7 +479,7 @@ mod tests {
 
     use super::*;
 
-    fn engine(channel: Option<news::Channel>, world: u32) -> Arc<Engine> {
+    fn engine(channel: Option<notices::Channel>, world: u32) -> Arc<Engine> {
         let parts = Parts {
             comms: Comms::alone(),
             channel,
@@ -499,14 +499,14 @@ mod tests {
     #[test]
     fn a_process_that_ends_right_after_an_abort_has_told_the_others() {
         let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
-        let channels = [0, 1].map(|rank| news::Channel::new(store.clone(), "x".into(), rank, 2));
+        let channels = [0, 1].map(|rank| notices::Channel::new(store.clone(), "x".into(), rank, 2));
         let engine = engine(Some(channels[0].clone()), 2);
         engine.abort("enough");
         // As the end of the process does.
         ftcore::lifecycle::wait_for_partings();
-        let told = store.check(&[&channels[0].key("news")], deadline_in(Duration::ZERO));
+        let told = store.check(&[&channels[0].key("notices")], deadline_in(Duration::ZERO));
         assert!(told.unwrap(), "nothing was told");
-        let heard = channels[1].news().unwrap();
+        let heard = channels[1].notice().unwrap();
         assert!(heard.to_string().contains("enough"), "{heard}");
     }
 }

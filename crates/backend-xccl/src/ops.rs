@@ -174,7 +174,7 @@ fn all_gather(link: &Link, dtype: DType, lent: &mut Lent, rank: usize, world: us
     Ok(())
 }
 
-/// An exchange in which everybody sends to the root only.
+/// An exchange in which every rank sends to the root only.
 fn gather(link: &Link, dtype: DType, lent: &mut Lent, root: usize) -> Result<()> {
     let (rank, world) = (link.rank() as usize, link.world() as usize);
     let mut sent = vec![0; world];
@@ -196,7 +196,7 @@ fn gather(link: &Link, dtype: DType, lent: &mut Lent, root: usize) -> Result<()>
     Ok(())
 }
 
-/// An exchange in which everybody receives from the root only.
+/// An exchange in which every rank receives from the root only.
 fn scatter(link: &Link, dtype: DType, lent: &mut Lent, root: usize) -> Result<()> {
     let (rank, world) = (link.rank() as usize, link.world() as usize);
     let last = lent.len().saturating_sub(1);

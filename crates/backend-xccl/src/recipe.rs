@@ -41,7 +41,7 @@ pub(crate) enum Recipe {
 }
 
 impl Recipe {
-    /// Takes a collective apart. Batches and receives from anybody never get here.
+    /// Takes a collective apart. Batches and receives from any rank never get here.
     pub(crate) fn of(op: Collective) -> Result<(Self, Option<DType>, Vec<Tensor>)> {
         let dtype = op.dtype();
         let recipe = match &op {

@@ -14,7 +14,7 @@ use ftcore::{Configuration, Error, ErrorKind, Result, time_left};
 use oneccl_sys::{Flavour, Library, UniqueId};
 
 use crate::comms::Comms;
-use crate::news::{Channel, clean, ranks};
+use crate::notices::{Channel, clean, ranks};
 use crate::raw::comm::{self, Comm};
 use crate::raw::exit::{self, Stuck};
 
@@ -92,7 +92,7 @@ impl Drop for Gate {
 /// What an isolated group sets in its child: its own process id.
 const ENV_CHILD: &str = "OXCCL_ISOLATE_CHILD";
 
-/// The gate, for whoever is to load oneCCL's transport: the first who asks. Nobody else needs to: it is loaded then, or whoever
+/// The gate, for the thread that is to load oneCCL's transport: the first who asks. No other thread needs to: it is loaded then, or the one that
 /// holds the gate is about to.
 fn first_to_load() -> Option<Gate> {
     static ASKED: AtomicBool = AtomicBool::new(false);
@@ -163,7 +163,7 @@ fn expendable<T: Send + 'static>(
         let mut shared = shared.lock().unwrap_or_else(PoisonError::into_inner);
         shared.back = true;
         shared.stuck = None;
-        // Nobody listens any more after the deadline; then communicators stay undestroyed.
+        // Nothing listens any more after the deadline; then communicators stay undestroyed.
         let _ = reply.send(result);
     };
     std::thread::Builder::new()
@@ -269,7 +269,7 @@ fn phase(error: Error, name: &str) -> Error {
     }
 }
 
-/// Everybody's hello, by rank.
+/// Every rank's hello, by rank.
 fn meet(configuration: &Configuration, channel: &Channel, library: &Library) -> Result<Vec<Hello>> {
     let Configuration {
         rank,

@@ -263,7 +263,7 @@ pub(crate) fn scale(dtype: DType, data: &mut [u8], factor: f64) {
 }
 
 /// Divides a sum by the number of contributors: floats in their own type (f16 and bf16 in f32, rounded once), integers
-/// toward zero. A sum of nobody stays zero.
+/// toward zero. A sum of nothing stays zero.
 pub(crate) fn divide(dtype: DType, data: &mut [u8], contributors: u32) {
     let n = contributors.max(1);
     if n == 1 {

@@ -15,7 +15,7 @@ use ftcore::lifecycle::nonce;
 use ftcore::{Configuration, Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, Mode, OFlags, memfd_create};
 
-use crate::news::Channel;
+use crate::notices::Channel;
 
 /// What is before the words: the number that tells this file from any other.
 const HEAD: u64 = 8;

@@ -189,7 +189,7 @@ fn rank(rank: u32, world: u32, address: &str) -> ftcore::Result<BTreeSet<String>
             }
         }
     }
-    // Nobody leaves while another one still needs what is on its way.
+    // No rank leaves while another one still needs what is on its way.
     store_of_all.barrier("done", world, soon())?;
     Ok(wrong)
 }

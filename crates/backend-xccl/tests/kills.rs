@@ -363,7 +363,7 @@ fn ended_by_library_in(round: u32, victim: u64, error: &ftcore::Error) -> bool {
         }
         (1 | 2, Some(-6)) => true,
         (1 | 2, None) => {
-            assert!(names_the_other, "round {round} names nobody: {error}");
+            assert!(names_the_other, "round {round} names no rank: {error}");
             assert!(
                 !text.contains("(SIGABRT)"),
                 "round {round}, victim {victim}: {error}"

@@ -256,7 +256,7 @@ fn stuck(rank: &Rank) -> Outcome {
     let before = ftcore::leaked_bytes();
     let work = group.run(op, SubmitOptions::by(deadline_in(Duration::from_millis(600))))?;
     let later = group.all_reduce(Tensor::from_vec(vec![1f32]), ReduceOp::Sum)?;
-    let e = work.wait(soon()).expect_err("nobody joined");
+    let e = work.wait(soon()).expect_err("no peer joined");
     ensure(
         e.kind() == ErrorKind::Timeout && e.to_string().contains("all_reduce #1"),
         || format!("{e}"),

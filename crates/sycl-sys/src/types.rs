@@ -3,7 +3,7 @@
 
 use std::ffi::{c_int, c_void};
 
-/// An opaque `sycl::device`, owned by whoever got it from a `Create` or `Get` function.
+/// An opaque `sycl::device`, owned by the one that got it from a `Create` or `Get` function.
 pub type DeviceRef = *mut c_void;
 /// An opaque `sycl::context`.
 pub type ContextRef = *mut c_void;

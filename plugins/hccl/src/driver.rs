@@ -31,7 +31,7 @@ impl Job for Call {
     }
 }
 
-/// The communicator. Taken out by whoever ends it; locked while the library is asked about it. `None` for a group of one.
+/// The communicator. Taken out by the one that ends it; locked while the library is asked about it. `None` for a group of one.
 #[derive(Clone)]
 struct Comm(Arc<Mutex<Option<CommHandle>>>, &'static Hccl);
 

@@ -43,12 +43,12 @@ impl Counters {
 
 /// Messages to or from one peer, in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-struct Lane {
+struct Channel {
     send: bool,
     peer: u32,
 }
 
-impl Lane {
+impl Channel {
     fn new(send: bool, peer: u32) -> Self {
         Self {
             send,
@@ -57,7 +57,7 @@ impl Lane {
     }
 }
 
-struct LaneStream {
+struct ChannelStream {
     stream: HpuStream,
     last: Option<Arc<HpuEvent>>,
 }
@@ -70,7 +70,7 @@ pub(crate) struct Issuer {
     rank: u32,
     world: u32,
     stream: HpuStream,
-    lanes: HashMap<Lane, LaneStream>,
+    channels: HashMap<Channel, ChannelStream>,
     /// For batches.
     batches: Option<HpuStream>,
     /// One zero for barriers.
@@ -104,7 +104,7 @@ impl Issuer {
             rank,
             world,
             stream,
-            lanes: HashMap::new(),
+            channels: HashMap::new(),
             batches: None,
             scratch,
             counters,
@@ -345,11 +345,11 @@ impl Issuer {
         }
     }
 
-    fn lane(&mut self, lane: Lane) -> Result<&mut LaneStream> {
+    fn channel(&mut self, channel: Channel) -> Result<&mut ChannelStream> {
         use std::collections::hash_map::Entry;
-        Ok(match self.lanes.entry(lane) {
+        Ok(match self.channels.entry(channel) {
             Entry::Occupied(entry) => entry.into_mut(),
-            Entry::Vacant(entry) => entry.insert(LaneStream {
+            Entry::Vacant(entry) => entry.insert(ChannelStream {
                 stream: HpuStream::new(self.runtime)?,
                 last: None,
             }),
@@ -359,7 +359,7 @@ impl Issuer {
     /// There is no message to oneself, so a group of one has none.
     fn comm_of_messages(&self) -> Result<CommHandle> {
         self.comm
-            .ok_or_else(|| Error::invalid("a group of one rank has nobody to exchange messages with"))
+            .ok_or_else(|| Error::invalid("a group of one rank has no peer to exchange messages with"))
     }
 
     fn message(
@@ -372,20 +372,20 @@ impl Issuer {
     ) -> Result<Arc<HpuEvent>> {
         let comm = self.comm_of_messages()?;
         let data = span(tensor);
-        let lane = self.lane(Lane::new(send, peer))?;
+        let channel = self.channel(Channel::new(send, peer))?;
         if let Some(after) = after {
-            lane.stream.wait_for(after, deadline)?;
+            channel.stream.wait_for(after, deadline)?;
         }
         let to = Target {
             comm,
-            stream: lane.stream.handle(),
+            stream: channel.stream.handle(),
         };
         if data.count > 0 {
             self.part(to, &Part { send, peer, data })?;
         }
-        let lane = self.lane(Lane::new(send, peer))?;
-        let done = lane.stream.mark()?;
-        lane.last = Some(done.clone());
+        let channel = self.channel(Channel::new(send, peer))?;
+        let done = channel.stream.mark()?;
+        channel.last = Some(done.clone());
         Ok(done)
     }
 
@@ -424,7 +424,7 @@ impl Issuer {
             stream.wait_for(after, deadline)?;
         }
         for part in &parts {
-            if let Some(last) = self.lane(Lane::new(part.send, part.peer))?.last.take() {
+            if let Some(last) = self.channel(Channel::new(part.send, part.peer))?.last.take() {
                 stream.wait_for(&*last, deadline)?;
             }
         }
@@ -435,9 +435,9 @@ impl Issuer {
         self.group(to, &parts)?;
         let done = stream.mark()?;
         for part in &parts {
-            let lane = self.lane(Lane::new(part.send, part.peer))?;
-            lane.stream.wait_for(&*done, deadline)?;
-            lane.last = Some(done.clone());
+            let channel = self.channel(Channel::new(part.send, part.peer))?;
+            channel.stream.wait_for(&*done, deadline)?;
+            channel.last = Some(done.clone());
         }
         self.batches = Some(stream);
         Ok(done)

@@ -1,4 +1,4 @@
-//! How the ranks of an epoch get one communicator: everybody shows up in the store, rank 0's unique id goes round, and the
+//! How the ranks of an epoch get one communicator: every rank shows up in the store, rank 0's unique id goes round, and the
 //! library connects them.
 //!
 //! The library's own calls have no deadline, so they run on a thread that may be given up; what it makes too late, it
@@ -11,7 +11,7 @@ use crate::ftcore::{Configuration, Error, ErrorKind, Result, deadline_in, time_l
 use crate::raw::hccl::{CommHandle, UniqueId};
 use crate::runtime::{Runtime, runtime};
 
-/// How long to wait in one go before looking whether somebody failed or aborted.
+/// How long to wait in one go before looking whether another rank failed or aborted.
 const SLICE: Duration = Duration::from_millis(100);
 /// What rank cards begin with; raised when their contents change.
 const CARD_VERSION: u32 = 1;

@@ -32,7 +32,7 @@ impl Line {
         (self.sealer, self.opener) = (Some(Box::new(sealer)), Some(Box::new(opener)));
     }
 
-    /// A second hand on the connection, for whoever reads; this one writes from now on.
+    /// A second hand on the connection, for the one that reads; this one writes from now on.
     pub(crate) fn reader(&mut self) -> io::Result<Self> {
         let mut reader = Self::from(self.stream.try_clone()?);
         reader.opener = self.opener.take();

@@ -1,5 +1,5 @@
 //! Between the meeting and the engine, while the communicator is made: a rank whose part fails tells the others, and so does the end of
-//! its connection, so that nobody waits for it until the deadline.
+//! its connection, so that no caller waits for it until the deadline.
 
 use std::cell::{Cell, RefCell};
 use std::io::Read;

@@ -1,7 +1,7 @@
-//! Control connections beside NCCL, which tells nobody who died, who aborted, or who is missing: a star around rank 0.
+//! Control connections beside NCCL, which tells no rank who died, who aborted, or who is missing: a star around rank 0.
 //!
-//! Every rank keeps one TCP connection to rank 0 for the life of a configuration. News (an abort, a failure, a time-out) goes to rank
-//! 0 and from there to all; a connection that ends without a good-bye is a death and names the rank. The monitored barrier runs here,
+//! Every rank keeps one TCP connection to rank 0 for the life of a configuration. Notices (an abort, a failure, a time-out) goes to rank
+//! 0 and from there to all; a connection that ends without a leave is a death and names the rank. The monitored barrier runs here,
 //! too. `rendezvous` makes the connections; data never comes near them.
 
 mod line;
@@ -27,15 +27,15 @@ pub(crate) use wire::VERSION;
 
 /// What the engine hears.
 #[derive(Debug)]
-pub(crate) enum News {
+pub(crate) enum Notice {
     /// The group has failed elsewhere, or a rank is gone.
     Failed(Error),
     /// Monitored barrier `number` opens.
     Released(u64),
 }
 
-/// Told of news on a thread of this module; must not block.
-pub(crate) type Listener = Arc<dyn Fn(News) + Send + Sync>;
+/// Told of notices on a thread of this module; must not block.
+pub(crate) type Listener = Arc<dyn Fn(Notice) + Send + Sync>;
 
 /// What to do where the system gives no more sockets.
 const FILES: &str = "if files run out, raise `ulimit -n`";
@@ -53,13 +53,13 @@ pub(crate) struct Control {
     links: Vec<Link>,
     listener: Listener,
     state: Mutex<State>,
-    /// True once this rank has said good-bye; held while it is said.
-    farewell: Mutex<bool>,
+    /// True once this rank has has left; held while it is said.
+    leave: Mutex<bool>,
 }
 
 #[derive(Default)]
 struct State {
-    /// Ranks that said good-bye.
+    /// Ranks that has left.
     left: BTreeSet<u32>,
     /// On rank 0: who has entered which monitored barrier.
     entered: BTreeMap<u64, BTreeSet<u32>>,
@@ -91,7 +91,7 @@ impl Control {
             links: streams.into_iter().map(link).collect(),
             listener,
             state: Mutex::default(),
-            farewell: Mutex::default(),
+            leave: Mutex::default(),
         });
         match control.links.iter().try_for_each(|l| control.read(l)) {
             Ok(()) => Ok(control),
@@ -118,12 +118,12 @@ impl Control {
             line.reader().map_err(io)?
         };
         let (this, peer) = (self.clone(), link.peer);
-        spawn(&format!("ox-nccl-news-{peer}"), move || {
+        spawn(&format!("ox-nccl-notices-{peer}"), move || {
             this.listen(peer, &mut line)
         })
     }
 
-    /// The engine does not come up: the others are told why, and whoever listens here stops.
+    /// The engine does not come up: the others are told why, and the one that listens here stops.
     pub(crate) fn fail(&self, error: &Error) {
         self.report(error);
         self.close();
@@ -136,9 +136,7 @@ impl Control {
                 ended => {
                     let why = match ended {
                         Err(e) if e.kind() == ErrorKind::Protocol => e.to_string(),
-                        _ => {
-                            "its control connection ended without a good-bye: the process is gone".to_string()
-                        }
+                        _ => "its control connection ended without a leave: the process is gone".to_string(),
                     };
                     let left = lock(&self.state).left.contains(&peer);
                     if !left && self.is_first() {
@@ -147,7 +145,7 @@ impl Control {
                             &Frame::of_error(Kind::Failed, self.rank, &error, Some(peer)),
                             peer,
                         );
-                        (self.listener)(News::Failed(error));
+                        (self.listener)(Notice::Failed(error));
                     }
                     return;
                 }
@@ -157,16 +155,16 @@ impl Control {
 
     fn hear(&self, peer: u32, frame: Frame) {
         match frame.kind {
-            // Whoever leaves because of a failure ends its connection; that must not overtake the cause.
+            // The one that leaves because of a failure ends its connection; that must not overtake the cause.
             Kind::Failed if self.is_first() => {
                 self.tell_others(&frame, peer);
-                (self.listener)(News::Failed(frame.error()));
+                (self.listener)(Notice::Failed(frame.error()));
             }
             Kind::Bye => {
                 lock(&self.state).left.insert(peer);
             }
             Kind::Enter if self.rank == 0 => self.enter_as(peer, frame.number),
-            Kind::Release if self.rank != 0 => (self.listener)(News::Released(frame.number)),
+            Kind::Release if self.rank != 0 => (self.listener)(Notice::Released(frame.number)),
             // Out of place: harmless.
             _ => {}
         }
@@ -185,7 +183,7 @@ impl Control {
         !state.closed && !std::mem::replace(&mut state.failed, true)
     }
 
-    /// Tells everybody that the group has failed here.
+    /// Tells all ranks that the group has failed here.
     pub(crate) fn report(&self, error: &Error) {
         if !self.is_first() {
             return;
@@ -226,7 +224,7 @@ impl Control {
         };
         if complete {
             self.tell_others(&Frame::new(Kind::Release, 0, number, ""), 0);
-            (self.listener)(News::Released(number));
+            (self.listener)(Notice::Released(number));
         }
     }
 
@@ -244,10 +242,10 @@ impl Control {
         lock(&self.state).left.iter().copied().collect()
     }
 
-    /// Says good-bye: the others need not worry when the connections end. Whoever comes second waits for the first, so that
-    /// nobody ends the connections under a good-bye that is being written.
+    /// Leaves: the others need not worry when the connections end. The one that comes second waits for the first, so that
+    /// no rank ends the connections under a leave that is being written.
     pub(crate) fn bye(&self) {
-        let mut said = lock(&self.farewell);
+        let mut said = lock(&self.leave);
         if !std::mem::replace(&mut *said, true) {
             self.tell_others(&Frame::new(Kind::Bye, self.rank, 0, ""), self.rank);
         }

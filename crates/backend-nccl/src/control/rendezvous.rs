@@ -56,7 +56,7 @@ fn own_address() -> Result<IpAddr> {
     Ok(probe.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()))
 }
 
-/// A name that nobody guesses. Without a file: there may be none to be had.
+/// A name that cannot be guessed. Without a file: there may be none to be had.
 fn token() -> [u8; TOKEN] {
     let (a, b) = (nonce().to_ne_bytes(), nonce().to_ne_bytes());
     let mut token = [0; TOKEN];
@@ -176,7 +176,7 @@ struct Guest {
     stream: Line,
 }
 
-/// Rank 0's side: everybody's connection, or the same verdict for everybody.
+/// Rank 0's side: every rank's connection, or the same verdict for all ranks.
 fn collect(
     c: &Configuration,
     credentials: Option<&Arc<Credentials>>,
@@ -227,7 +227,7 @@ fn collect(
         }
     }
     if let Err(error) = &verdict {
-        // Those who were told to go on need not wait for whoever was not. Who cannot be told finds its connection closed.
+        // The ranks that were told to go on need not wait for one that was not. One that cannot be told finds its connection closed.
         let frame = Frame::of_error(Kind::Failed, 0, error, error.context().peer);
         guests.iter_mut().for_each(|g| drop(frame.write(&mut g.stream)));
     }
@@ -310,7 +310,7 @@ fn connect(
     let until = c.deadline + Duration::from_secs(1);
     let late = || {
         Error::timeout(format!(
-            "rank 0 of {} has not let anybody go on (phase: control connections)",
+            "rank 0 of {} has not let any rank go on (phase: control connections)",
             c.world_size
         ))
     };

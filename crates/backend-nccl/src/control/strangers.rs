@@ -90,7 +90,7 @@ impl Strangers {
                         TURNED_AWAY.say("nccl", &from, &error);
                     }
                 }
-                // Somebody who is gone again.
+                // A party that is gone again.
                 Err(e) if matches!(e.kind(), Io::ConnectionAborted | Io::Interrupted) => {}
                 Err(e) if e.kind() == Io::WouldBlock => return Ok(()),
                 Err(e) => return Err(e),

@@ -80,7 +80,7 @@ impl Reader<'_> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Kind {
-    /// Everybody is there: go on.
+    /// Every rank is there: go on.
     Ready = 1,
     /// The configuration failed; number: the kind of error.
     Refused = 2,

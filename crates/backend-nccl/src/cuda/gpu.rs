@@ -57,7 +57,7 @@ impl Entered {
         }
         Ok(Self {
             driver,
-            // Without one, nobody can miss it: the device stays current, and the next entry finds it so.
+            // Without one, it cannot be missed: the device stays current, and the next entry finds it so.
             before: now.filter(|c| *c != context),
             here: PhantomData,
         })

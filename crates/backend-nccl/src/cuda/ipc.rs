@@ -14,7 +14,7 @@ use super::event::{CudaEvent, Origin};
 use super::gpu::Gpu;
 use super::lost;
 use super::raw::{self, EventHandle, IpcHandle, Span};
-use crate::threads::errand;
+use crate::threads::in_background;
 
 /// Opened events that are kept; more than other processes ever have in flight.
 const KEPT: usize = 4096;
@@ -40,7 +40,7 @@ struct Shared {
 impl Drop for Shared {
     fn drop(&mut self) {
         let (gpu, span, own) = (self.gpu.clone(), self.span, self.own);
-        errand("ox-cuda-free", move || {
+        in_background("ox-cuda-free", move || {
             let freed = gpu.enter().and_then(|_inside| gpu.driver.unshare(span, own));
             if let Err(error) = freed {
                 lost::on_device(&gpu, span, "shared device memory", error);
@@ -148,7 +148,7 @@ impl Crossing for CudaCrossing {
             None => {
                 if map.len() >= KEPT {
                     return Err(Error::invalid(format!(
-                        "{KEPT} different events of other processes are open here already, and none is closed: whoever makes \
+                        "{KEPT} different events of other processes are open here already, and none is closed: who makes \
                          them has to use its own again"
                     )));
                 }

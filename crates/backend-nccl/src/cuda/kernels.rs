@@ -1,7 +1,7 @@
 //! The few element-wise kernels that NCCL has no operation for, as PTX that the driver compiles.
 //!
 //! - `ox_bool`: bytes become 0 or 1. `ox_parity`: bytes become their lowest bit (an exclusive or of truths that were summed).
-//! - `ox_div_T`: a sum becomes the mean over the contributors, whose number is a 32-bit integer in device memory; nobody means 0.
+//! - `ox_div_T`: a sum becomes the mean over the contributors, whose number is a 32-bit integer in device memory; none means 0.
 //! - `ox_key_{max,min}_T`, `ox_unkey_…`: floats as integers of the same order in which NaN beats everything, and back. NCCL's own
 //!   minimum and maximum of floats let NaN lose, which would hide it (INV-11). 16-bit floats take 32-bit keys.
 //!

@@ -7,7 +7,7 @@ use ftcore::DType;
 use super::gpu::Gpu;
 use super::raw::{self, HostBlock, Span, host_tensor};
 
-/// Of `gpu`. `what` it was, and why it is lost. Nobody uses `span` any more, or whoever does keeps its owner for ever.
+/// Of `gpu`. `what` it was, and why it is lost. Nothing uses `span` any more, or the one that does keeps its owner for ever.
 pub(crate) fn on_device(gpu: &Gpu, span: Span, what: &str, why: impl Display) {
     match raw::tensor(span, DType::U8, &[span.bytes()], gpu.device(), Box::new(())) {
         Ok(tensor) => tensor.leak(&format!("{what} cannot be freed: {why}")),

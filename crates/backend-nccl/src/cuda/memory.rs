@@ -157,7 +157,7 @@ pub(crate) struct Slots {
     free: Mutex<Vec<usize>>,
 }
 
-/// One slot. Not freed by itself: whoever knows that the device is done gives it back.
+/// One slot. Not freed by itself: the one that knows that the device is done gives it back.
 #[derive(Debug)]
 pub(crate) struct Slot(usize);
 

@@ -9,14 +9,14 @@ use ftcore::{DType, Error, Result, Tensor};
 use super::gpu::Gpu;
 use super::lost;
 use super::raw::{HostBlock, host_tensor};
-use crate::threads::errand;
+use crate::threads::in_background;
 
 /// Bytes that are kept per device for later use.
 const KEPT: usize = 256 << 20;
 const PAGE: usize = 4096;
 const MIB: usize = 1 << 20;
 
-/// Blocks that nobody uses, by length.
+/// Blocks that is not in use, by length.
 #[derive(Default)]
 pub(crate) struct Cache(Mutex<Kept>);
 
@@ -66,7 +66,7 @@ impl Drop for Lent {
         let surplus = self.block.take().and_then(|block| self.gpu.pinned.put(block));
         let Some(block) = surplus else { return };
         let gpu = self.gpu.clone();
-        errand("ox-cuda-free", move || {
+        in_background("ox-cuda-free", move || {
             let freed = gpu.enter().and_then(|_inside| gpu.driver.free_host(&block));
             if let Err(error) = freed {
                 lost::on_host(block, error);

@@ -1,6 +1,6 @@
 //! The CUDA driver API as a table of functions opened at run time, behind safe methods.
 //!
-//! Only what the backend needs. Every method takes handles that this module made (newtypes whose fields nobody else sees) and
+//! Only what the backend needs. Every method takes handles that this module made (newtypes whose fields nothing else sees) and
 //! device memory as [`Span`]s, so the unsafe part ends here. Contexts are the devices' primary ones, retained for ever.
 
 use std::any::Any;
@@ -346,7 +346,7 @@ impl Driver {
         self.ready("cuEventQuery", unsafe { (self.table.event_query)(event.0) })
     }
 
-    /// Frees an event that nobody refers to any more.
+    /// Frees an event that is no longer referred to.
     pub(crate) fn destroy_event(&self, event: EventHandle) {
         // SAFETY: INV-8 made by `event`, destroyed once, by its only owner.
         let _ = unsafe { (self.table.event_destroy)(event.0) };
@@ -537,7 +537,7 @@ pub(crate) fn tensor(
 ) -> Result<Tensor> {
     let pointer = NonNull::new(span.address as *mut u8)
         .ok_or_else(|| failed("cuMemAllocAsync", 0, "returned a null address"))?;
-    // SAFETY: INV-8 the owner frees the block when the tensor goes; the driver aligns allocations to 256 bytes; nobody else
+    // SAFETY: INV-8 the owner frees the block when the tensor goes; the driver aligns allocations to 256 bytes; nothing else
     // has the address.
     unsafe { Tensor::from_raw(pointer, dtype, shape, None, device, owner) }
 }

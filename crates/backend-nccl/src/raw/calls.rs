@@ -43,10 +43,10 @@ calls! {
     /// The root's elements everywhere.
     broadcast(from: Span, to: Span, count: usize, d: DataType, root: u32) = broadcast, "ncclBroadcast",
         (from.pointer(), to.pointer(), count, d, rank(root));
-    /// Everybody's elements everywhere.
+    /// Every rank's elements everywhere.
     all_gather(from: Span, to: Span, count: usize, d: DataType) = all_gather, "ncclAllGather",
         (from.pointer(), to.pointer(), count, d);
-    /// Everybody's share of the reduction.
+    /// Every rank's share of the reduction.
     reduce_scatter(from: Span, to: Span, count: usize, d: DataType, op: RedOp) = reduce_scatter, "ncclReduceScatter",
         (from.pointer(), to.pointer(), count, d, op);
     /// To one rank.

@@ -74,7 +74,7 @@ impl Comm {
         self.child.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// After this communicator was freed, when the library's own threads write to the place no more: ends the child that nobody has
+    /// After this communicator was freed, when the library's own threads write to the place no more: ends the child that no caller has
     /// taken. The place stays: a call that is stuck may come back and write there, and keeps this communicator until then.
     pub(super) fn end_child(&self) {
         let handle = {
@@ -85,7 +85,7 @@ impl Comm {
         if handle.is_null() {
             return;
         }
-        // SAFETY: INV-8 nobody else has seen this handle.
+        // SAFETY: INV-8 nothing else has seen this handle.
         let result = unsafe { (self.nccl.api().comm_abort)(handle) };
         if let Err(error) = self.nccl.check("ncclCommAbort", result) {
             tracing::warn!(%error, "an unfinished communicator could not be aborted");

@@ -1,5 +1,5 @@
-//! What a rank hears of another one whose part of `configure` fails: at once, also where that rank's last word is cut off, or where nobody
-//! ends the connection on the other side. Somebody stands between rank 1 and rank 0 and changes what crosses.
+//! What a rank hears of another one whose part of `configure` fails: at once, also where that rank's last word is cut off, or where nothing
+//! ends the connection on the other side. A party stands between rank 1 and rank 0 and changes what crosses.
 
 use std::io::{Read, Write};
 use std::net::{Ipv4Addr, Shutdown, TcpListener, TcpStream};
@@ -124,15 +124,15 @@ fn say_nothing(listener: &TcpListener, port: u16, ended: &Sender<()>) -> std::io
     while let Ok(n) = zero.read(&mut words)
         && n > 0
     {
-        // Whoever is gone need not hear it.
+        // The one that is gone need not hear it.
         let _ = one.write_all(words.get(..n).unwrap_or_default());
     }
     let _ = ended.send(());
     Ok(())
 }
 
-/// Rank 0's engine does not come up, and the connection to rank 1 is one that nobody ends on the other side: it is ended on this side, at
-/// once, and whoever listened to it is gone.
+/// Rank 0's engine does not come up, and the connection to rank 1 is one that is not ended on the other side: it is ended on this side, at
+/// once, and the one that listened to it is gone.
 fn silence() -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let (told, ended) = channel();

@@ -58,7 +58,7 @@ fn sum(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
     submit(rank, group, SOON)
 }
 
-/// From rank 0 to rank 1, over lanes that are made for it.
+/// From rank 0 to rank 1, over channels that are made for it.
 fn message(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
     match rank {
         0 => Ok(group.send(filled(0, 1.0, 10)?, 1, 0)?),
@@ -128,7 +128,7 @@ fn fails<const WAY: usize>() -> Outcome {
 fn good_bye() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         sum_works(rank, group)?;
-        // The old communicator's end hangs on rank 0, on a thread that nobody waits for.
+        // The old communicator's end hangs on rank 0, on a thread that no caller waits for.
         next_epoch(rank, group, store)?;
         group.shutdown(deadline_in(SOON))?;
         Ok(())
@@ -172,9 +172,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             fails::<3>,
         ),
         ("call_send_fails", "ncclSend@0:1:1", fails::<4>),
-        // Two for the groups; the third is a lane.
+        // Two for the groups; the third is a channel.
         (
-            "call_joining_a_lane_fails",
+            "call_joining_a_channel_fails",
             "ncclCommInitRankConfig@1:2:2",
             fails::<5>,
         ),

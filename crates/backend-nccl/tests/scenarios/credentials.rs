@@ -66,7 +66,7 @@ fn unlike_encryption() -> Outcome {
     })
 }
 
-/// Rank 1 calls through somebody who sees all that goes to rank 0 and back, and changes a byte of what it says once `spoil` is raised.
+/// Rank 1 calls through a party that sees all that goes to rank 0 and back, and changes a byte of what it says once `spoil` is raised.
 fn between(port: u16, seen: Arc<Mutex<Vec<u8>>>, spoil: Arc<AtomicBool>) -> Result<u16, std::io::Error> {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
     let own = listener.local_addr()?.port();
@@ -101,7 +101,7 @@ fn between(port: u16, seen: Arc<Mutex<Vec<u8>>>, spoil: Arc<AtomicBool>) -> Resu
 }
 
 fn encrypted() -> Outcome {
-    const REASON: &str = "a reason that nobody else is to read";
+    const REASON: &str = "a reason that no other party is to read";
     let folder = &folder("job-7", '1')?;
     for (encrypt, spoils) in [("0", false), ("1", false), ("1", true)] {
         let stores: [Arc<dyn Store>; 2] = [Arc::new(InMemoryStore::new()), Arc::new(InMemoryStore::new())];
@@ -127,7 +127,7 @@ fn encrypted() -> Outcome {
                         false => says(&e, ErrorKind::Aborted, &[REASON]),
                         // Nothing of it is believed, and rank 1 is named.
                         true => {
-                            check(e.context().peer == Some(1), || format!("nobody is named: {e}"))?;
+                            check(e.context().peer == Some(1), || format!("no rank is named: {e}"))?;
                             says(&e, ErrorKind::PeerLost, &["does not open"])
                         }
                     }

@@ -150,7 +150,7 @@ fn refusals() -> Outcome {
     )
 }
 
-/// A stream of nobody's: its events are its own, or there are none.
+/// A stream without an owner: its events are its own, or there are none.
 struct Odd {
     records: bool,
 }

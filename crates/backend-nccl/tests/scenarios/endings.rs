@@ -1,4 +1,4 @@
-//! The ends of communicators: calls that are never through, good-byes, aborts and shut-downs on which the library gives errors or does not return.
+//! The ends of communicators: calls that are never through, leaves, aborts and shut-downs on which the library gives errors or does not return.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -71,7 +71,7 @@ fn good_bye_becomes_an_abort() -> Outcome {
     })
 }
 
-/// Somebody is stuck in the library: a revocation lets the call out before the communicator is freed under it.
+/// A call is stuck in the library: a revocation lets it out before the communicator is freed under it.
 fn let_out_first() -> Outcome {
     super::failures::call_hangs()?;
     until_logged("end abort rank=0")?;
@@ -163,7 +163,7 @@ fn late_writes() -> Outcome {
     )
 }
 
-/// The streams are through, and the abort does not return: nobody knows what the library still does.
+/// The streams are through, and the abort does not return: it is unknown what the library still does.
 fn abort_keeps_the_library_busy() -> Outcome {
     two(GroupOptions::default(), |rank, group, _| {
         let before = ftcore::leaked_bytes();

@@ -252,7 +252,7 @@ pub(super) fn split_fails() -> Outcome {
         let Err(e) = group.split(Some(1), rank, deadline_in(PATIENCE)).map(drop) else {
             return Err("the split succeeded".into());
         };
-        // Refused if the news was quicker than this rank's own call.
+        // Refused if the notice was quicker than this rank's own call.
         says(&e, e.kind(), &["ncclCommSplit", "invalid usage", "split"])?;
         check(
             matches!(e.kind(), ErrorKind::Backend | ErrorKind::Poisoned),

@@ -198,7 +198,7 @@ fn killed() -> Outcome {
                 "the tensor did not come back".into()
             })?;
         } else {
-            // Refused with the same words if the news was quicker than the operation.
+            // Refused with the same words if the notice was quicker than the operation.
             let e = ended(work)?;
             says(&e, e.kind(), &["peer 0", "gone"])?;
         }

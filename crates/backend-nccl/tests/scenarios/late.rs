@@ -1,4 +1,4 @@
-//! Calls of the library that come back when nobody waits for them any more: what they give then is ended, and what stands is left alone.
+//! Calls of the library that come back when no caller waits for them any more: what they give then is ended, and what stands is left alone.
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -73,8 +73,8 @@ fn init_fails_late() -> Outcome {
     init_comes_late(&GroupOptions::default(), 1)
 }
 
-/// The receiver's lane opens when the group has failed and both are in a later epoch: two communicators of the group, and the lane's two.
-fn lane_late() -> Outcome {
+/// The receiver's channel opens when the group has failed and both are in a later epoch: two communicators of the group, and the channel's two.
+fn channel_late() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         if let Ok(work) = message(rank, group, Duration::from_millis(800)) {
             check(work.wait(deadline_in(SOON)).is_err(), || "it arrived".into())?;
@@ -92,10 +92,10 @@ fn lane_late() -> Outcome {
     nothing_is_left()
 }
 
-/// How often a split fails late: whether the news or the call is first on rank 0 is a matter of microseconds.
+/// How often a split fails late: whether the notice or the call is first on rank 0 is a matter of microseconds.
 const ROUNDS: usize = 6;
 
-/// Rank 1's part of a split fails when rank 0 is in the middle of it: both end their communicators, however the news comes in between, and go
+/// Rank 1's part of a split fails when rank 0 is in the middle of it: both end their communicators, however the notice comes in between, and go
 /// on with new ones.
 fn split_fails_late() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
@@ -164,9 +164,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             init_fails_late,
         ),
         held(
-            "late_answer_of_a_lane_that_opens_is_ended",
+            "late_answer_of_a_channel_that_opens_is_ended",
             "held:ncclCommInitRankConfig@1:2",
-            lane_late,
+            channel_late,
         ),
         scenario(
             "late_error_of_a_split_ends_the_communicator_on_all_ranks",

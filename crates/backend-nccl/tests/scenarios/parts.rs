@@ -1,4 +1,4 @@
-//! Communicators beside the group's own: splits that fail or hang, and messages whose lanes do.
+//! Communicators beside the group's own: splits that fail or hang, and messages whose channels do.
 
 use std::time::{Duration, Instant};
 
@@ -74,7 +74,7 @@ pub(super) fn message(rank: u32, group: &dyn ProcessGroup, by: Duration) -> Resu
         .map_err(|rejected| rejected.error)
 }
 
-/// The message fails as said, on one rank or both, and the next epoch has new lanes.
+/// The message fails as said, on one rank or both, and the next epoch has new channels.
 fn message_breaks(kind: ErrorKind, words: &[&str], by: Duration) -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         let error = match message(rank, group, by) {
@@ -90,11 +90,11 @@ fn message_breaks(kind: ErrorKind, words: &[&str], by: Duration) -> Outcome {
     })
 }
 
-fn lane_hangs() -> Outcome {
+fn channel_hangs() -> Outcome {
     message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
 }
 
-fn lane_fails_later() -> Outcome {
+fn channel_fails_later() -> Outcome {
     message_breaks(
         ErrorKind::PeerLost,
         &["the communicator", "remote process exited"],
@@ -102,12 +102,12 @@ fn lane_fails_later() -> Outcome {
     )
 }
 
-fn lane_never_ends() -> Outcome {
+fn channel_never_ends() -> Outcome {
     message_breaks(ErrorKind::Timeout, &["deadline"], LATE)
 }
 
-/// Nobody sends: the one who waits says for whom.
-fn lane_waits() -> Outcome {
+/// No peer sends: the one who waits says for whom.
+fn channel_waits() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         if rank == 1 {
             let e = message(1, group, LATE)?.wait(deadline_in(SOON)).err();
@@ -126,11 +126,11 @@ fn lane_waits() -> Outcome {
     })
 }
 
-/// What stands in the store where the lane's id should be is not one.
-fn lane_garbage() -> Outcome {
+/// What stands in the store where the channel's id should be is not one.
+fn channel_garbage() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         if rank == 0 {
-            store.set("errors/1/lane-0-1", b"nonsense", deadline_in(SOON))?;
+            store.set("errors/1/channel-0-1", b"nonsense", deadline_in(SOON))?;
             store.barrier("it stands there", 2, deadline_in(SOON))?;
             let e = group_error(group)?;
             says(&e, ErrorKind::Protocol, &["rank 1", "is not an id"])?;
@@ -176,32 +176,36 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         ),
         scenario("split_numbers_that_nccl_has_not_are_refused", &[], split_numbers),
         one(
-            "lane_that_never_opens_ends_at_the_deadline",
+            "channel_that_never_opens_ends_at_the_deadline",
             HANG,
             "call:ncclCommInitRankConfig@1:2",
-            lane_hangs,
+            channel_hangs,
         ),
         one(
-            "lane_that_fails_later_fails_the_group",
+            "channel_that_fails_later_fails_the_group",
             ASYNC,
             "ncclSend@0:1:6",
-            lane_fails_later,
+            channel_fails_later,
         ),
         one(
-            "lane_that_never_ends_ends_at_the_deadline",
+            "channel_that_never_ends_ends_at_the_deadline",
             HANG,
             "device:ncclSend@0:1",
-            lane_never_ends,
+            channel_never_ends,
         ),
-        scenario("lane_without_a_sender_ends_at_the_deadline", &[], lane_waits),
         scenario(
-            "lane_that_fails_when_its_message_was_sent_off_fails_the_group",
+            "channel_without_a_sender_ends_at_the_deadline",
+            &[],
+            channel_waits,
+        ),
+        scenario(
+            "channel_that_fails_when_its_message_was_sent_off_fails_the_group",
             &[
                 (ASYNC, "ncclSend@0:1:6"),
                 ("OXCCL_STANDIN_CUDA_DELAY_US", "30000"),
             ],
-            lane_fails_later,
+            channel_fails_later,
         ),
-        scenario("lane_id_that_is_none_is_refused", &[], lane_garbage),
+        scenario("channel_id_that_is_none_is_refused", &[], channel_garbage),
     ]
 }

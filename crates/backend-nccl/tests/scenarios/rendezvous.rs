@@ -1,4 +1,4 @@
-//! Ranks that meet strangers, garbage, or nobody where rank 0 should be (INV-10).
+//! Ranks that meet strangers, garbage, or nothing where rank 0 should be (INV-10).
 
 use std::io::Write;
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -87,7 +87,7 @@ fn says_nothing() -> Outcome {
         std::thread::sleep(Duration::from_secs(3));
         drop(kept);
     };
-    against(zero, ErrorKind::Timeout, &["has not let anybody go on"])
+    against(zero, ErrorKind::Timeout, &["has not let any rank go on"])
 }
 
 fn garbage_in_the_store() -> Outcome {
@@ -127,7 +127,7 @@ fn wrong_host() -> Outcome {
     )
 }
 
-/// Strangers at rank 0's port hold nobody up: one that says nothing, one that says nonsense, one that goes at once.
+/// Strangers at rank 0's port hold no rank up: one that says nothing, one that says nonsense, one that goes at once.
 fn strangers() -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let store = &store;
@@ -158,7 +158,7 @@ fn strangers() -> Outcome {
 }
 
 /// Rank 0 does not come at all.
-fn nobody() -> Outcome {
+fn no_rank_zero() -> Outcome {
     let store: Arc<dyn Store> = Arc::new(InMemoryStore::new());
     let e = group(1, GroupOptions::default())?
         .configure(configuration(&store, 1, 2, 1, Duration::from_millis(300)))
@@ -296,7 +296,7 @@ fn store_fails() -> Outcome {
 
 pub(super) fn scenarios() -> Vec<Scenario> {
     vec![
-        scenario("meet_nobody_at_rank_0_s_address", &[], unreachable),
+        scenario("meet_no_rank_at_rank_0_s_address", &[], unreachable),
         scenario("meet_a_rank_0_that_closes", &[], closes),
         scenario("meet_a_rank_0_that_answers_garbage", &[], answers_garbage),
         scenario(
@@ -308,13 +308,13 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         scenario("meet_a_rank_0_without_an_id", &[], no_id),
         scenario("meet_garbage_in_the_store", &[], garbage_in_the_store),
         scenario("meet_strangers_at_rank_0_s_port", &[], strangers),
-        scenario("meet_nobody_who_has_published_an_address", &[], nobody),
+        scenario("meet_no_rank_who_has_published_an_address", &[], no_rank_zero),
         scenario(
             "meet_a_rank_0_that_says_in_the_store_why_it_cannot",
             &[],
             refused_in_the_store,
         ),
-        scenario("meet_nobody_and_be_aborted", &[], aborted),
+        scenario("meet_no_rank_and_be_aborted", &[], aborted),
         scenario("meet_through_a_store_that_fails", &[], store_fails),
         scenario(
             "meet_an_address_that_is_none_is_refused",

@@ -134,7 +134,7 @@ pub(super) fn options_arrive() -> Outcome {
         let tensor = filled(rank, 1.0, 10)?;
         let sum = read(&child.all_reduce(tensor, ReduceOp::Sum)?.take_tensor()?)?;
         check(sum == [2.0; 10], || format!("the child sums {sum:?}"))?;
-        // The child makes its own communicators with the same options: a lane.
+        // The child makes its own communicators with the same options: a channel.
         let peer = 1 - rank;
         let work = if rank == 0 {
             child.send(filled(rank, 5.0, 3)?, peer, 0)?
@@ -147,7 +147,7 @@ pub(super) fn options_arrive() -> Outcome {
     let lines = log_lines()?;
     let configurations: Vec<&String> = lines.iter().filter(|l| is_configuration(l)).collect();
     let count = |prefix: &str| configurations.iter().filter(|l| l.starts_with(prefix)).count();
-    // Two epochs and a lane of two ranks each, and the split.
+    // Two epochs and a channel of two ranks each, and the split.
     check((count("init"), count("split")) == (6, 2), || {
         format!("{configurations:#?}")
     })?;
@@ -158,7 +158,7 @@ pub(super) fn options_arrive() -> Outcome {
             })?;
         }
     }
-    // Two epochs and a child per rank, and the lanes.
+    // Two epochs and a child per rank, and the channels.
     let high = lines.iter().filter(|l| *l == "stream priority=-5").count();
     check(high >= 8, || format!("{high} streams with high priority"))
 }

@@ -130,7 +130,7 @@ fn works(rank: u32, group: &dyn ProcessGroup) -> Outcome {
     check(sum == [3.0; 1000], || format!("the sum is {:?}", sum.first()))
 }
 
-/// The next failure of the group, whoever caused it.
+/// The next failure of the group, whatever caused it.
 fn heard(group: &dyn ProcessGroup) -> Result<ftcore::Error, libtest_mimic::Failed> {
     let until = deadline_in(Duration::from_secs(30));
     while Instant::now() < until {
@@ -180,7 +180,7 @@ fn capabilities() -> Outcome {
         &ftcore::Device::new("npu".parse()?, 0),
         &GroupOptions::default(),
     ) else {
-        return Err("a device kind that nobody knows was served".into());
+        return Err("an unknown device kind was served".into());
     };
     says(&e, ErrorKind::Unsupported, &["npu", "cuda"])
 }

@@ -112,7 +112,7 @@ fn two_meet(patience: Duration, said: impl Fn(u32, Option<&Error>) -> Outcome + 
 /// Rank `at` fails with these words, and the other one is told of them.
 fn told(at: u32, kind: ErrorKind, words: &[&str]) -> Outcome {
     two_meet(SOON, |rank, heard| {
-        let e = heard.ok_or("nobody failed")?;
+        let e = heard.ok_or("no rank failed")?;
         if rank == at {
             return says(e, kind, words);
         }
@@ -144,7 +144,7 @@ fn connections() -> Outcome {
     )
 }
 
-/// Rank 1 gets no socket: only rank 0's deadline can tell it that nobody comes.
+/// Rank 1 gets no socket: only rank 0's deadline can tell it that no peer comes.
 fn no_socket() -> Outcome {
     two_meet(Duration::from_millis(1200), |rank, heard| {
         let e = heard.ok_or("they met")?;
@@ -155,7 +155,7 @@ fn no_socket() -> Outcome {
     })
 }
 
-/// Whoever was not let in finds the port closed.
+/// The one that was not let in finds the port closed.
 fn no_guest() -> Outcome {
     two_meet(SOON, |rank, heard| {
         let e = heard.ok_or("they met")?;
@@ -316,8 +316,8 @@ fn with_a_clock() -> Result<NcclGroup, Failed> {
     Ok(own)
 }
 
-/// Rank 0's lane has no thread.
-fn no_lane() -> Outcome {
+/// Rank 0's channel has no thread.
+fn no_channel() -> Outcome {
     let _clock = with_a_clock()?;
     two(GroupOptions::default(), |rank, group, store| {
         let e = message(rank, group).err().ok_or("the message arrived")?;
@@ -343,7 +343,7 @@ fn no_split() -> Outcome {
     })
 }
 
-/// Rank 0 of what is split off cannot listen: nobody gets a part, and the whole goes on.
+/// Rank 0 of what is split off cannot listen: no rank gets a part, and the whole goes on.
 fn no_port_for_a_part() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         let e = group.split(Some(1), rank, deadline_in(SOON)).err();
@@ -466,7 +466,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
         scenario("system_with_no_files_left_and_then_some", &[], no_files),
         with(
             "system_without_a_thread_to_abort_on",
-            "pthread_create/ox-clock:*:11,pthread_create/ox-nccl-news:*:11",
+            "pthread_create/ox-clock:*:11,pthread_create/ox-nccl-notices:*:11",
             (HANG, "device:ncclAllReduce@0:1"),
             no_abort,
         ),
@@ -477,9 +477,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             ended_later,
         ),
         refused(
-            "system_without_a_thread_for_a_lane",
+            "system_without_a_thread_for_a_channel",
             "pthread_create/rank-0:6:11",
-            no_lane,
+            no_channel,
         ),
         refused(
             "system_without_a_thread_for_a_split",

@@ -3,7 +3,7 @@
 //! oneCCL takes itself apart in a destructor that runs inside `exit`: a thread that is in a call at that moment crashes the
 //! process. Data that a finished call left in a send buffer is lost with the process, and the peers hang. And when the
 //! process that has the key-value server goes while a peer destroys its communicator, that peer is aborted. (All three were
-//! seen.) So calls and good-byes are counted, and a handler that runs before that destructor waits for the good-byes, lets
+//! seen.) So calls and leaves are counted, and a handler that runs before that destructor waits for the leaves, lets
 //! no new call begin, waits for those under way, and ends the process without destructors if one is stuck.
 //!
 //! What a call itself brings, and first of all the one that loads the transport, comes before any handler that was there
@@ -18,11 +18,11 @@ use std::time::{Duration, Instant};
 
 /// Calls under way.
 static CALLS: AtomicUsize = AtomicUsize::new(0);
-/// Groups that say good-bye.
+/// Groups that leave.
 static LEAVING: AtomicUsize = AtomicUsize::new(0);
 /// Threads that were given up inside a call and have not come back.
 static STUCK: AtomicUsize = AtomicUsize::new(0);
-/// Calls that bring destructors, and that nobody waits for.
+/// Calls that bring destructors, and that no caller waits for.
 static BRINGING: AtomicUsize = AtomicUsize::new(0);
 /// The process is ending: no new calls.
 static CLOSING: AtomicBool = AtomicBool::new(false);

@@ -1,4 +1,4 @@
-//! Tensors lent to a thread that sits in a library call which nobody can cancel.
+//! Tensors lent to a thread that sits in a library call which cannot be cancelled.
 //!
 //! [`lend`] splits tensors in two: [`Held`] keeps them, [`Lent`] has their addresses and is the only way to the bytes. As long
 //! as the `Lent` lives, the tensors cannot be taken out again; a `Held` that is given up meanwhile leaks them, counted
@@ -16,7 +16,7 @@ pub(crate) struct Held {
     out: Arc<()>,
 }
 
-/// Access to the bytes of the tensors that somebody else holds.
+/// Access to the bytes of the tensors that another owner holds.
 pub(crate) struct Lent {
     spans: Vec<Span>,
     _out: Arc<()>,
@@ -97,7 +97,7 @@ impl Lent {
     /// The bytes of tensor `index`; empty for one that is not there.
     pub(crate) fn bytes(&self, index: usize) -> &[u8] {
         let span = self.span(index);
-        // SAFETY: INV-8 see the type: valid for as long as self, and nobody else writes.
+        // SAFETY: INV-8 see the type: valid for as long as self, and nothing else writes.
         unsafe { std::slice::from_raw_parts(span.at, span.bytes) }
     }
 

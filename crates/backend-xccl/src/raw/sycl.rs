@@ -1,6 +1,6 @@
 //! SYCL through dpctl's calls, behind safe methods: devices, queues, events and USM memory.
 //!
-//! Handles are newtypes that nobody else can make; they delete what they own when they go. Memory that commands work on is a
+//! Handles are newtypes that nothing else can make; they delete what they own when they go. Memory that commands work on is a
 //! [`Span`], whose owner the caller keeps until those commands are done. dpctl says what failed on standard error and returns
 //! null, so errors here name the call and point there.
 
@@ -58,7 +58,7 @@ fn refused(call: &str) -> Error {
 
 /// Memory that a command works on: an address and a length in bytes.
 ///
-/// INV-8: whoever enqueues work on a span keeps its owner (a tensor or a block) until that work is done, or leaks it.
+/// INV-8: the one that enqueues work on a span keeps its owner (a tensor or a block) until that work is done, or leaks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     at: *mut u8,
@@ -235,7 +235,7 @@ impl Queue {
         }
     }
 
-    /// Another handle to a queue that somebody else made.
+    /// Another handle to a queue that was made elsewhere.
     ///
     /// # Safety
     /// `queue` is a live `sycl::queue*` of the very SYCL runtime (`libsycl`) that dpctl uses in this process.
@@ -401,7 +401,7 @@ pub(crate) fn tensor(
     owner: Box<dyn Any + Send + Sync>,
 ) -> Result<Tensor> {
     let pointer = NonNull::new(span.at).ok_or_else(|| refused("an allocation"))?;
-    // SAFETY: INV-8 the owner frees the block when the tensor goes; SYCL aligns allocations for every type; nobody else has
+    // SAFETY: INV-8 the owner frees the block when the tensor goes; SYCL aligns allocations for every type; nothing else has
     // the address.
     unsafe { Tensor::from_raw(pointer, dtype, shape, None, device, owner) }
 }

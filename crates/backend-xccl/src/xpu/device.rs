@@ -26,7 +26,7 @@ pub(crate) struct Xpu {
     pub(crate) is_cpu: bool,
     /// Allocations are made and freed in its context; nothing is enqueued on it.
     memory: Queue,
-    /// Blocks that nobody uses.
+    /// Blocks that is not in use.
     kept: Mutex<Vec<(Usm, Span)>>,
     /// To the thread that frees.
     too_much: OnceLock<Option<Sender<Span>>>,
@@ -38,7 +38,7 @@ pub(crate) struct Xpu {
     default_stream: OnceLock<Arc<Core>>,
 }
 
-/// Blocks that nobody uses are kept up to so many bytes per device.
+/// Blocks that is not in use are kept up to so many bytes per device.
 const KEPT_BYTES: usize = 512 << 20;
 /// From here on blocks are multiples of this size.
 const LARGE: usize = 1 << 20;

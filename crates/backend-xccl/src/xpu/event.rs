@@ -34,7 +34,7 @@ enum State {
 pub(crate) struct Promise {
     state: Mutex<State>,
     changed: Condvar,
-    /// After this instant nobody waits for it any more.
+    /// After this instant no caller waits for it any more.
     until: Instant,
 }
 

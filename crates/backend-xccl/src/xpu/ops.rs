@@ -242,7 +242,7 @@ impl Run<'_> {
         Ok(())
     }
 
-    /// Parts of any length from everybody to everybody: as even parts of the longest, whose length is agreed first.
+    /// Parts of any length from all ranks to all ranks: as even parts of the longest, whose length is agreed first.
     fn exchange(&mut self, dtype: DType, sent: &[Option<Span>], received: &[Option<Span>]) -> Result<()> {
         let longest = |list: &[Option<Span>]| list.iter().flatten().map(|s| s.bytes()).max().unwrap_or(0);
         let own = longest(sent).max(longest(received));

@@ -1,7 +1,7 @@
 //! Streams: an in-order queue, and the operations that it waits for although they are not in any queue yet.
 //!
 //! `wait` for such an operation closes a gate. A gated stream takes note of the gate and lets the host go on; the next command on
-//! it waits on the host until the gate is open. A queue that the caller brought takes commands that nobody here sees, so
+//! it waits on the host until the gate is open. A queue that the caller brought takes commands that are not seen here, so
 //! there `wait` itself waits until the operation is enqueued.
 
 use std::ffi::c_void;

@@ -49,7 +49,7 @@ pub(super) fn words_of_calls(_: &Rank) -> Outcome {
     ensure(sum(DataType::F32, RedOp::SUM) == ResultCode::SUCCESS, || {
         "it does not go on".into()
     })?;
-    // SAFETY: INV-12 nobody is in a call.
+    // SAFETY: INV-12 no thread is in a call.
     let code = unsafe { (f.comm_destroy)(comm) };
     ensure(code == ResultCode::SUCCESS && data == [1.0, 2.0], || {
         format!("{code:?}, {data:?}")

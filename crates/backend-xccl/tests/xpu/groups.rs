@@ -191,7 +191,7 @@ fn one_isolated(rank: u32, store: Arc<dyn Store>, group: &dyn ProcessGroup) -> O
         ensure(memory.read(&sum, &*stream)?.iter().all(|v| *v == want), || {
             format!("epoch {epoch}: a wrong sum")
         })?;
-        // Nobody's child goes while another one still needs what is on its way.
+        // No rank's child goes while another one still needs what is on its way.
         store.barrier(&format!("done/{epoch}"), 2, soon())?;
         // What oneCCL itself cannot do: end, and begin again in the same program.
         group.abort("the epoch is over");

@@ -117,7 +117,7 @@ pub(crate) fn adopted(rank: &Rank) -> Outcome {
     Ok(group.shutdown(soon())?)
 }
 
-/// Nobody joins: the operation fails at its deadline, what may still be used is leaked and counted, and the stream that waits
+/// No peer joins: the operation fails at its deadline, what may still be used is leaked and counted, and the stream that waits
 /// for it says so once and goes on.
 pub(crate) fn failed(rank: &Rank) -> Outcome {
     let group = group(rank, 0)?;
@@ -139,8 +139,10 @@ pub(crate) fn failed(rank: &Rank) -> Outcome {
     let reader = memory.stream()?;
     work.wait_on(&*reader)?;
     let point = reader.record()?;
-    ensure(!point.query()?, || "the stream passed what nobody joined".into())?;
-    let e = work.wait(soon()).expect_err("nobody joined");
+    ensure(!point.query()?, || {
+        "the stream passed an operation that no peer joined".into()
+    })?;
+    let e = work.wait(soon()).expect_err("no peer joined");
     ensure(e.kind() == ErrorKind::Timeout, || format!("{e}"))?;
     ensure(ftcore::leaked_bytes() - before == 4000, || {
         "the memory was not leaked and counted".into()
@@ -158,7 +160,7 @@ pub(crate) fn failed(rank: &Rank) -> Outcome {
     ensure(refused.kind() == ErrorKind::InvalidState, || format!("{refused}"))
 }
 
-/// Tensors that go while copies use them, and memory that somebody else frees.
+/// Tensors that go while copies use them, and memory that another owner frees.
 pub(crate) fn given_up(_: &Rank) -> Outcome {
     let memory = Memory::on(0)?;
     let queue = stream(&memory)?;
@@ -184,7 +186,7 @@ pub(crate) fn given_up(_: &Rank) -> Outcome {
         "the queue is not long enough for this test".into()
     })?;
     ensure(fresh.as_ptr() != address, || {
-        "memory that a copy still reads was given to somebody else".into()
+        "memory that a copy still reads was given to another owner".into()
     })?;
     for (tensor, want) in [(&last, 19.0), (&first, 1.0), (&second, 2.0)] {
         let result = memory.read(tensor, &*queue)?;
@@ -196,7 +198,7 @@ pub(crate) fn given_up(_: &Rank) -> Outcome {
     // Now it is free, and used again rather than asked for anew.
     let reused: Vec<Tensor> = (0..4).map(|_| memory.empty(COUNT)).collect::<Outcome<_>>()?;
     ensure(reused.iter().any(|t| t.as_ptr() == address), || {
-        "memory that nobody uses is not used again".into()
+        "memory that is not in use is not used again".into()
     })?;
     let host = Tensor::from_vec(vec![0f32; COUNT]);
     let e = queue.copy(&host, &mut last).expect_err("host memory");

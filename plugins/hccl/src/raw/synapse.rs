@@ -1,6 +1,6 @@
 //! The Synapse runtime: `libSynapse.so` of the Intel Gaudi software.
 //!
-//! Handles are plain words here; whoever holds them decides when they end (`crate::device`). Statuses that are not
+//! Handles are plain words here; the one that holds them decides when they end (`crate::device`). Statuses that are not
 //! success become errors with the library's own words and code.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -74,7 +74,7 @@ pub(crate) struct Staging {
 }
 
 impl Staging {
-    /// The bytes; nobody else touches them while no copy is under way, which the holder of `&mut` sees to.
+    /// The bytes; nothing else touches them while no copy is under way, which the holder of `&mut` sees to.
     pub(crate) fn bytes(&mut self) -> &mut [u8] {
         // SAFETY: INV-8 synHostMalloc gave this many bytes, which are never freed; initialised when made.
         unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.bytes) }

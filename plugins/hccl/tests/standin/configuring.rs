@@ -118,7 +118,7 @@ fn init_fails(rank: &Rank) -> Outcome {
         "it took {:?}",
         began.elapsed()
     );
-    // Nobody ends before all have heard: rank 0 hosts what the others are waiting at.
+    // No rank ends before all have heard: rank 0 hosts what the others are waiting at.
     rank.meet("heard")
 }
 
@@ -151,7 +151,7 @@ fn other_version(rank: &Rank) -> Outcome {
     disagree(&group, rank.configuration(1), ["version 2604", "version 2700"])
 }
 
-/// Whoever can write to the store may write anything (INV-10).
+/// The one that can write to the store may write anything (INV-10).
 fn garbage(rank: &Rank) -> Outcome {
     let group = rank.unconfigured()?;
     if rank.rank == 1 {

@@ -1,4 +1,4 @@
-//! What the driver's calls work on: device memory by address and length, and handles whose fields nobody outside `raw` sees.
+//! What the driver's calls work on: device memory by address and length, and handles whose fields nothing outside `raw` sees.
 
 use std::ffi::c_void;
 use std::ptr;
@@ -7,7 +7,7 @@ use ftcore::{Error, Result, Tensor};
 
 /// Device memory that an operation works on: an address and a length in bytes.
 ///
-/// INV-8: whoever enqueues work on a span keeps its owner (a tensor or a block) until that work is done, or leaks it.
+/// INV-8: the one that enqueues work on a span keeps its owner (a tensor or a block) until that work is done, or leaks it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Span {
     pub(super) address: u64,

@@ -43,7 +43,7 @@ impl Driver {
         Ok(HostBlock { start, bytes })
     }
 
-    /// Frees a block that nobody uses any more. Waits for the device.
+    /// Frees a block that is no longer in use. Waits for the device.
     pub(crate) fn free_host(&self, block: &HostBlock) -> Result<()> {
         // SAFETY: INV-8 made by `host_block`; its only owner gives it up with this call.
         let code = unsafe { (self.table.host_free)(block.start.as_ptr().cast()) };
@@ -60,7 +60,7 @@ pub(crate) fn host_tensor(
     keep: impl FnOnce(HostBlock) -> Box<dyn Any + Send + Sync>,
 ) -> Result<Tensor> {
     let start = block.start;
-    // SAFETY: INV-8 the owner gives the block back when the tensor goes, and nobody else uses it until then; blocks are aligned to pages
+    // SAFETY: INV-8 the owner gives the block back when the tensor goes, and nothing else uses it until then; blocks are aligned to pages
     // and were written to when they were made.
     unsafe { Tensor::from_raw(start, dtype, shape, None, Device::CPU, keep(block)) }
 }

@@ -40,15 +40,15 @@ struct Key {
     outgoing: bool,
 }
 
-struct Lane {
+struct Channel {
     messages: Sender<Message>,
     comm: Arc<OnceLock<Comm>>,
 }
 
 /// The channels of one configuration.
 #[derive(Default)]
-pub(crate) struct Lanes {
-    map: Mutex<HashMap<Key, Lane>>,
+pub(crate) struct Channels {
+    map: Mutex<HashMap<Key, Channel>>,
     /// What is not wholly enqueued, by the number of the operation.
     open: Mutex<HashMap<u64, Arc<Parcel>>>,
 }
@@ -90,7 +90,7 @@ pub(crate) fn send_off(
     }
     let (number, deadline, engine) = (ticket.number(), ticket.deadline(), ticket.engine().clone());
     let parcel = Arc::new(Parcel::new(list.len(), held, ticket));
-    lock(&shared.lanes.open).insert(number, parcel.clone());
+    lock(&shared.channels.open).insert(number, parcel.clone());
     for (key, span, dtype) in list {
         let bytes = span.bytes();
         shared.counters.add(
@@ -104,7 +104,7 @@ pub(crate) fn send_off(
             after: after.clone(),
             deadline,
         };
-        if let Err(error) = shared.lanes.push(shared, key, message) {
+        if let Err(error) = shared.channels.push(shared, key, message) {
             engine.fail_by(number, error);
             break;
         }
@@ -115,20 +115,24 @@ pub(crate) fn send_off(
     }
 }
 
-impl Lanes {
+impl Channels {
     fn push(&self, shared: &Arc<Shared>, key: Key, message: Message) -> Result<()> {
         let mut map = lock(&self.map);
-        let lane = match map.entry(key) {
-            std::collections::hash_map::Entry::Occupied(lane) => lane.into_mut(),
+        let channel = match map.entry(key) {
+            std::collections::hash_map::Entry::Occupied(channel) => channel.into_mut(),
             std::collections::hash_map::Entry::Vacant(place) => place.insert(start(shared, key)?),
         };
-        lane.messages
+        channel
+            .messages
             .send(message)
             .map_err(|_| Error::new(ErrorKind::Internal, "a channel's thread has ended"))
     }
 
     fn comms(&self) -> Vec<Arc<OnceLock<Comm>>> {
-        lock(&self.map).values().map(|lane| lane.comm.clone()).collect()
+        lock(&self.map)
+            .values()
+            .map(|channel| channel.comm.clone())
+            .collect()
     }
 
     /// Asks every communicator how it is.
@@ -172,7 +176,7 @@ impl Lanes {
     }
 }
 
-fn start(shared: &Arc<Shared>, key: Key) -> Result<Lane> {
+fn start(shared: &Arc<Shared>, key: Key) -> Result<Channel> {
     let (sender, incoming) = channel::<Message>();
     let comm: Arc<OnceLock<Comm>> = Arc::default();
     let (weak, cell) = (Arc::downgrade(shared), comm.clone());
@@ -192,7 +196,7 @@ fn start(shared: &Arc<Shared>, key: Key) -> Result<Lane> {
             }
         }
     })?;
-    Ok(Lane {
+    Ok(Channel {
         messages: sender,
         comm,
     })
@@ -216,7 +220,7 @@ fn carry(
             // The abort of a group that has failed meanwhile has not seen it.
             if let Some(error) = shared.failure() {
                 let late = cell.clone();
-                threads::errand("ox-nccl-abort", move || {
+                threads::in_background("ox-nccl-abort", move || {
                     late.get().iter().for_each(|comm| comm.abort());
                 });
                 return Err(error);
@@ -259,7 +263,7 @@ fn connect(shared: &Shared, key: Key, deadline: Instant) -> Result<Comm> {
         (key.peer, own)
     };
     let c = &shared.configuration;
-    let name = format!("{}/{}/lane-{from}-{to}", c.prefix, c.epoch);
+    let name = format!("{}/{}/channel-{from}-{to}", c.prefix, c.epoch);
     let id = if key.outgoing {
         let id = nccl.unique_id()?;
         c.store.set(&name, &id.0, deadline)?;

@@ -86,7 +86,7 @@ impl Parcel {
             (state.cargo.take(), std::mem::take(&mut state.events), lost)
         };
         let Some((held, ticket)) = cargo else { return };
-        lock(&shared.lanes.open).remove(&ticket.number());
+        lock(&shared.channels.open).remove(&ticket.number());
         let error = shared
             .failure()
             .unwrap_or_else(|| Error::new(ErrorKind::Aborted, "the group has ended"));
@@ -111,7 +111,7 @@ impl Part<'_> {
             (state.cargo.take(), std::mem::take(&mut state.events))
         };
         let Some((held, ticket)) = cargo else { return };
-        lock(&shared.lanes.open).remove(&ticket.number());
+        lock(&shared.channels.open).remove(&ticket.number());
         let (engine, number) = (ticket.engine().clone(), ticket.number());
         let joined = joined(shared, &events);
         if let Ok(done) = &joined {

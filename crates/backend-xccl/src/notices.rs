@@ -1,7 +1,7 @@
-//! What ranks tell each other beside oneCCL, through the store: failures, a barrier that names who is missing, good-byes, and
+//! What ranks tell each other beside oneCCL, through the store: failures, a barrier that names who is missing, leaves, and
 //! that both ends of a message are there.
 //!
-//! oneCCL tells nobody anything: a rank whose peer is gone waits for ever. So the first rank that fails writes why, and all
+//! oneCCL does not report the loss of a peer: a rank whose peer is gone waits for ever. So the first rank that fails writes why, and all
 //! others, who look for it a few times a second, fail with the same cause at once instead of at their deadlines (L27).
 
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, Store, deadline_in};
 
-/// How long one look for news lasts: what a rank's own failure may take until it is told from another thread.
+/// How long one look for a notice lasts: what a rank's own failure may take until it is told from another thread.
 const LOOK: Duration = Duration::from_millis(200);
 /// A store that does not answer by then is not told.
 const TELLING: Duration = Duration::from_millis(500);
@@ -46,26 +46,26 @@ impl Channel {
         format!("{}/{name}", self.prefix)
     }
 
-    /// Tells the others why this rank failed, unless somebody told already. Waits for the store only briefly.
+    /// Tells the others why this rank failed, unless another rank told already. Waits for the store only briefly.
     pub(crate) fn tell(&self, error: &Error) {
         let text: String = error.to_string().chars().take(LONGEST / 4).collect();
         let value = format!("{}\n{}\n{text}", kind_name(error.kind()), self.rank);
         let told = self
             .store
-            .compare_set(&self.key("news"), b"", value.as_bytes(), deadline_in(TELLING));
+            .compare_set(&self.key("notices"), b"", value.as_bytes(), deadline_in(TELLING));
         if let Err(e) = told {
             tracing::debug!(error = %e, "the other ranks could not be told of a failure");
         }
     }
 
-    /// Waits a moment for news.
-    pub(crate) fn news(&self) -> Option<Error> {
+    /// Waits a moment for a notice.
+    pub(crate) fn notice(&self) -> Option<Error> {
         let until = deadline_in(LOOK);
-        let key = self.key("news");
+        let key = self.key("notices");
         match self.store.wait(&[&key], until) {
             Ok(()) => {
                 let value = self.store.get(&key, deadline_in(TELLING)).ok()?;
-                Some(read_news(&value))
+                Some(read_notices(&value))
             }
             Err(e) => {
                 if e.kind() != ErrorKind::Timeout {
@@ -77,7 +77,7 @@ impl Channel {
         }
     }
 
-    /// Every rank enters; rank 0 finds out who does not until `deadline`, and everybody is told.
+    /// Every rank enters; rank 0 finds out who does not until `deadline`, and tells every rank.
     pub(crate) fn monitored_barrier(&self, seq: u64, wait_all: bool, deadline: Instant) -> Result<()> {
         let entered = |rank: u32| self.key(&format!("monitored/{seq}/{rank}"));
         let verdict = self.key(&format!("monitored/{seq}/verdict"));
@@ -253,7 +253,7 @@ fn kind_name(kind: ErrorKind) -> &'static str {
 }
 
 /// Any bytes give an error that makes sense.
-fn read_news(value: &[u8]) -> Error {
+fn read_notices(value: &[u8]) -> Error {
     let mut parts = value.splitn(3, |b| *b == b'\n');
     let kind = match parts.next() {
         Some(b"timeout") => ErrorKind::Timeout,
@@ -288,18 +288,18 @@ mod tests {
     #[test]
     fn the_first_failure_is_heard_by_all_with_kind_and_origin() {
         let all = channels(3);
-        assert!(all[0].news().is_none());
-        all[2].tell(&Error::timeout("nobody came"));
+        assert!(all[0].notice().is_none());
+        all[2].tell(&Error::timeout("no peer came"));
         all[1].tell(&Error::new(ErrorKind::Aborted, "later"));
         for channel in &all {
-            let e = channel.news().unwrap();
+            let e = channel.notice().unwrap();
             assert_eq!((e.kind(), e.context().peer), (ErrorKind::Timeout, Some(2)));
-            assert!(e.to_string().contains("nobody came"), "{e}");
+            assert!(e.to_string().contains("no peer came"), "{e}");
         }
     }
 
     #[test]
-    fn damaged_news_are_an_error_that_makes_sense() {
+    fn damaged_notices_are_an_error_that_makes_sense() {
         for bytes in [
             &b""[..],
             b"\n\n\n",
@@ -307,7 +307,7 @@ mod tests {
             b"\xff\xfe\nx\n\x07",
             &[b'a'; 100_000],
         ] {
-            let e = read_news(bytes);
+            let e = read_notices(bytes);
             assert!(e.to_string().len() < 2 * LONGEST);
         }
     }
