@@ -140,7 +140,7 @@ impl Checkpoints {
             0 => Some(Series::open(root, env.replica, keep, deadline_in(LET_GO))?),
             _ => None,
         };
-        // Whoever comes back into a running job heals in any case, and the others' files change under its eyes.
+        // A replica that comes back into a running job heals in any case, and the others' files change under its eyes.
         let others = if env.life == 0 { 0..env.replicas } else { 0..0 };
         let Search { found, damaged } = newest(root, env.replica, others)?;
         for error in &damaged {

@@ -1,7 +1,7 @@
 //! Text to train on, and which bytes of it a replica sees at a step.
 //!
 //! A file (plain or gzip) or the Jargon File that is built in gives bytes; the last 5 % are held out, the rest is cut
-//! into one contiguous shard per replica. A batch is a pure function of (seed, replica, inner step): whoever replays a
+//! into one contiguous shard per replica. A batch is a pure function of (seed, replica, inner step): a replica that replays a
 //! step, also in a later life, trains on the same bytes.
 
 use std::io::Read;

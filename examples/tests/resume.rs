@@ -208,7 +208,7 @@ fn replicas_that_all_die_under_a_living_lighthouse_go_on_from_their_checkpoints(
     let said = fs::read_to_string(&log).unwrap();
     let report: Value = serde_json::from_slice(&fs::read(job.path("result.json")).unwrap()).unwrap();
     assert!(end.success() && report["ok"] == true, "{said}{report:#}");
-    // Not the same bits as without the deaths: whoever is back first goes on at once. But equal, and from the checkpoint.
+    // Not the same bits as without the deaths: the replica that is back first goes on at once. But equal, and from the checkpoint.
     assert!(report["hash"].is_string(), "{report:#}");
     for figures in report["figures"].as_array().unwrap() {
         assert_eq!(figures["lives"], 2, "{report:#}");

@@ -15,7 +15,7 @@ pub type Made<T> = Result<T, String>;
 /// Windows that fill a gigabit at 50 ms: 6 MB must be under way, more than what Linux allows by itself.
 const WINDOWS: &str = "4096 1048576 67108864";
 
-/// Runs a command and returns what it printed; an error has its last words.
+/// Runs a command and returns what it printed; an error has its last output.
 fn run(program: &str, arguments: &[&str], input: &str) -> Made<String> {
     let what = format!("{program} {}", arguments.join(" "));
     let mut child = Command::new(program)
@@ -200,7 +200,7 @@ impl Network {
     }
 
     /// Runs `program` on every host as `program RANK WORLD FIRST_ADDRESS OWN_ADDRESS arguments…` and returns what each printed.
-    /// Whoever still runs at `deadline`, or when another has failed, is killed.
+    /// A process that still runs at `deadline`, or when another has failed, is killed.
     pub fn run(&self, program: &str, arguments: &[String], deadline: Instant) -> Made<Vec<String>> {
         let world = self.hosts.len();
         let mut ranks = Vec::new();

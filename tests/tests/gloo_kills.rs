@@ -324,7 +324,7 @@ fn stops(name: &str, transport: &'static str, times: u32, seed: u64) {
         let others: Vec<_> = (0..3).filter(|i| *i != victim).map(|i| c.lives[i].id).collect();
         let lines = c.wait("failed", &others, &context);
         let number = |line: &[String], at: usize| Duration::from_nanos(line[at].parse().unwrap());
-        // Whoever's deadline passes first ends it for all.
+        // The rank whose deadline passes first ends it for all.
         let due = lines.values().map(|line| number(line, 3) + SHORT).min().unwrap();
         for line in lines.values() {
             let (at, text) = (number(line, 2), line[6..].join(" "));

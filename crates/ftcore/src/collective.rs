@@ -208,7 +208,7 @@ pub enum Collective {
         /// Matched with the receive's tag.
         tag: u32,
     },
-    /// Receives from `peer`, or from whoever sends first with that tag.
+    /// Receives from `peer`, or from the first rank that sends with that tag.
     Recv {
         /// Written; dtype and count must be the sender's.
         tensor: Tensor,

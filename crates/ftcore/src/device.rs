@@ -174,7 +174,7 @@ impl Stream for CpuStream {
     }
 }
 
-/// What a device kind can be asked, whoever brings it.
+/// What a device kind can be asked, whichever crate brings it.
 pub trait Accelerator: Send + Sync {
     /// The kind it answers for.
     fn kind(&self) -> DeviceKind;

@@ -150,7 +150,7 @@ pub trait ProcessGroupExt: ProcessGroup {
         )
     }
 
-    /// Receives from whoever sends first with `tag`; the completion names the sender.
+    /// Receives from the first rank that sends with `tag`; the completion names the sender.
     fn recv_any(&self, tensor: Tensor, tag: u32) -> Result<Work, Box<Rejected>> {
         self.run(
             Collective::Recv {

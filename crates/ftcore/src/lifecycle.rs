@@ -18,7 +18,7 @@ use crate::{
 /// What stands behind a configured group: its connections, threads, communicator.
 ///
 /// The end of the process waits for those that were told to end, 1 s at most for all together: one that ended before its engines have
-/// said their good-byes would be taken for a dead one by its peers.
+/// sent their leave messages would be taken for a dead one by its peers.
 pub trait Engine: Send + Sync + 'static {
     /// Ends all pending work with `Aborted`. Does not block.
     fn abort(self: &Arc<Self>, reason: &str);
@@ -548,7 +548,7 @@ mod tests {
             go.send(()).unwrap();
             configuring.join().unwrap().unwrap();
         });
-        // Whoever ends it does not wait for that; the end of the process does.
+        // The thread that ends it does not wait for that; the end of the process does.
         assert_eq!(
             engine.read(),
             ["abort: aborted while it was being configured: now"]

@@ -280,7 +280,7 @@ impl Tensor {
     }
 }
 
-/// Ends the process if a lent tensor is still somewhere: whoever has it could write to memory that is not lent any more.
+/// Ends the process if a lent tensor is still somewhere: its holder could write to memory that is not lent any more.
 struct LentGuard(Arc<()>);
 
 impl Drop for LentGuard {

@@ -1,7 +1,7 @@
-//! What a process that ends still waits for: the good-byes of groups that it has ended.
+//! What a process that ends still waits for: the leave messages of groups that it has ended.
 //!
-//! An engine says its good-byes on threads of its own, and a process that ended at once would cut them short: its peers would take the end
-//! for a death. Whoever tells one to end notes it here, from whichever thread, and `exit` (after `main`, or called) waits a little.
+//! An engine sends its leave messages on threads of its own, and a process that ended at once would cut them short: its peers would take the end
+//! for a death. The thread that tells one to end notes it here, and `exit` (after `main`, or called) waits a little.
 
 use std::sync::mpsc::{Receiver, TryRecvError};
 use std::sync::{Arc, Mutex, Once, PoisonError, Weak};
@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use crate::lifecycle::Engine;
 use crate::{deadline_in, time_left};
 
-/// What all of them together may take: a good-bye takes far less, but its thread may have to wait for a core.
+/// What all of them together may take: a leave takes far less, but its thread may have to wait for a core.
 const PATIENCE: Duration = Duration::from_secs(1);
 
 /// What was told to end and may not have ended yet.
@@ -137,7 +137,7 @@ mod tests {
                 .wait_timeout_while(self.lock(), time_left(deadline), |ended| !*ended)
                 .unwrap();
             // Not through the harness, which would keep it to itself.
-            let _ = std::io::stdout().write_all(if *ended { b"good-bye\n" } else { b"late\n" });
+            let _ = std::io::stdout().write_all(if *ended { b"leave\n" } else { b"late\n" });
             if *ended {
                 Ok(())
             } else {
@@ -225,10 +225,10 @@ mod tests {
             play(&scene);
         }
         let scenes = [
-            ("dropped", "good-bye"),
-            ("dropped on a busy machine", "good-bye"),
-            ("aborted by a thread", "good-bye"),
-            ("dropped by a thread", "good-bye"),
+            ("dropped", "leave"),
+            ("dropped on a busy machine", "leave"),
+            ("aborted by a thread", "leave"),
+            ("dropped by a thread", "leave"),
             ("endless", "late"),
         ];
         for (scene, said) in scenes {

@@ -1,6 +1,6 @@
 //! Which tensors of a collective are read and which are written, and the same collective over other tensors.
 //!
-//! For whoever carries a collective over to other memory: staging through the host, another process, a plugin.
+//! For code that carries a collective over to other memory: staging through the host, another process, a plugin.
 
 use crate::{Collective, Result, Tensor};
 

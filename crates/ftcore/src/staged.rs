@@ -264,7 +264,7 @@ impl ProcessGroup for Staged {
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        // The threads hold the inner group until every operation has ended. An idle one is left to its own good-bye.
+        // The threads hold the inner group until every operation has ended. An idle one leaves by itself.
         let pending = {
             let mut state = self.sides.lock();
             state.dropped = true;
@@ -274,7 +274,7 @@ impl Drop for Staged {
             self.sides.abort("the group was dropped");
         }
         self.sides.moved.notify_all();
-        // One of them drops the inner group, which has its good-bye to say.
+        // One of them drops the inner group, which has its leave to send.
         let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
         threads.take().into_iter().for_each(part_from);
     }

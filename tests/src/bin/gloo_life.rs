@@ -306,7 +306,7 @@ fn main() {
                     _ => eprintln!("gloo_life: '{line}'?"),
                 }
             }
-            // Whoever gave the orders is gone.
+            // The process that gave the orders is gone.
             std::process::exit(0);
         })
         .unwrap();

@@ -85,7 +85,7 @@ impl StateFile {
     /// Saves `record`, or keeps it in memory for [`written`](Self::written) to try again.
     pub(crate) fn keep(&self, record: &Record) {
         *self.unsaved.lock().unwrap_or_else(PoisonError::into_inner) = Some(record.clone());
-        // Whoever is to be told of the record hears of a failure from `written`.
+        // A caller that is to be told of the record hears of a failure from `written`.
         let _ = self.written();
     }
 

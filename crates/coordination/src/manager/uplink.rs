@@ -29,7 +29,7 @@ use protocol::{Member, Told};
 /// How long a replica that cannot go on has to tell why, before its stream ends and its ranks are answered.
 pub(crate) const TELL_FIRST: Duration = Duration::from_millis(500);
 
-/// For so long a good-bye that did not arrive is said again. Longer would hold up every end of a run whose lighthouse has ended before.
+/// For so long a leave that did not arrive is sent again. Longer would hold up every end of a run whose lighthouse has ended before.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
 
 /// The phases of a replica's life, as the background tasks see them.

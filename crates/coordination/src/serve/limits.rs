@@ -22,7 +22,7 @@ pub(super) const COSTLY_FRAMES: Rate = Rate {
     burst: 4000,
     per_second: 1000,
 };
-/// What connections to a server may take. Whoever takes more is disconnected, and the log says why.
+/// What connections to a server may take. A client that takes more is disconnected, and the log says why.
 ///
 /// A connection with an open request, as the event streams are, may stay for as long as it answers pings.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -198,7 +198,7 @@ mod tests {
         let _c = port.admit(from("10.0.0.2:1"), 2).unwrap();
         drop(a);
         let _d = port.admit(from("10.0.0.1:4"), 2).unwrap();
-        // Whoever has one address of IPv6 has all of its network.
+        // A client that has one address of IPv6 has all of its network.
         let _e = port.admit(from("[2001:db8::1]:1"), 3).unwrap();
         let f = port.admit(from("[2001:db8::2]:1"), 4).unwrap();
         assert!(port.admit(from("[2001:db8::3]:1"), 4).is_err());

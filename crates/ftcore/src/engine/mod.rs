@@ -13,7 +13,7 @@
 //! - **blocking**: `enqueue` runs the operation and answers its ticket before it returns (`Rules::depth` is 1). Where no message may
 //!   wait for another ([`Driver::BLOCKS`]), each channel of messages has an executor of its own;
 //! - **events**: `enqueue` puts it on a device and gives event, memory and ticket to an [`InFlight`] table, which watches;
-//! - **callbacks**: `enqueue` passes it on, and whoever ends it answers the ticket.
+//! - **callbacks**: `enqueue` passes it on, and the callback that ends it answers the ticket.
 
 mod clock;
 mod group;

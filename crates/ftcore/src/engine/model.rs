@@ -333,7 +333,7 @@ impl Walk {
         assert_eq!(kept, !told, "the answer of {number}");
     }
 
-    /// Time passes, and whoever looks at deadlines looks, as often as the machine wants it.
+    /// Time passes, and deadlines are looked at, as often as the machine wants it.
     fn pass(&mut self, ticks: u32) {
         let until = self.now + TICK * ticks;
         while let Some(at) = self.machine.wake_at().filter(|at| *at <= until) {

@@ -82,12 +82,12 @@ pub enum Unavailable {
     ProbeCrashed {
         /// The signal's number.
         signal: i32,
-        /// Its last words, if any.
+        /// Its last output, if any.
         output: String,
     },
     /// The child process that tried it ended without an answer.
     ProbeFailed {
-        /// How it ended, and its last words.
+        /// How it ended, and its last output.
         text: String,
     },
     /// The child process that tried it did not answer in time and was killed.
@@ -274,7 +274,7 @@ fn after(f: &mut fmt::Formatter<'_>, output: &str) -> fmt::Result {
     if output.is_empty() {
         Ok(())
     } else {
-        write!(f, "; its last words: {output}")
+        write!(f, "; its last output: {output}")
     }
 }
 
@@ -372,7 +372,7 @@ mod tests {
         let text: Vec<String> = one_of_each().iter().map(ToString::to_string).collect();
         assert!(text[0].contains("libhccl.so was not found; searched: /a, the loader's path"));
         assert!(text[3].contains("oneCCL is version 1; at least 2 is needed"));
-        assert!(text[10].contains("signal 11; its last words: oops"));
+        assert!(text[10].contains("signal 11; its last output: oops"));
         assert!(text[12].contains("within 1.5 s"));
     }
 }

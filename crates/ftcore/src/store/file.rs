@@ -306,7 +306,7 @@ impl Log {
         }
     }
 
-    /// Only under the exclusive lock: whoever was writing beyond `offset` is dead.
+    /// Only under the exclusive lock: the process that was writing beyond `offset` is dead.
     fn drop_torn_tail(&mut self) -> Result<(), Fault> {
         let len = self.file.metadata().map_err(|e| Fault::Io("read", e))?.len();
         if len != self.offset {
@@ -358,7 +358,7 @@ fn encode(out: &mut Vec<u8>, kind: u8, key: &[u8], value: &[u8]) {
     out.extend_from_slice(&checksum(&[key, value]).to_le_bytes());
 }
 
-/// FNV-1a, folded to 32 bits: finds damage, is no protection against intent (whoever can write the file may).
+/// FNV-1a, folded to 32 bits: finds damage, is no protection against intent (a party that can write the file may).
 fn checksum(parts: &[&[u8]]) -> u32 {
     let mut hash: u64 = 0xcbf2_9ce4_8422_2325;
     for byte in parts.iter().flat_map(|part| part.iter()) {

@@ -17,7 +17,7 @@ const TUN_F_TSO4: usize = 0x02;
 const IFREQ: usize = 40;
 
 /// Makes the interface `name` in the calling thread's network namespace, with `tun` as its other end. Packets come with a header of
-/// 10 bytes and may be larger than the MTU: segmenting them is left to whoever receives them, which saves most of the work.
+/// 10 bytes and may be larger than the MTU: segmenting them is left to the receiver, which saves most of the work.
 pub(crate) fn attach(tun: &File, name: &str) -> io::Result<()> {
     let mut request = [0u8; IFREQ];
     // The name ends with a zero inside its 16 bytes.

@@ -45,7 +45,7 @@ const MAX_UNGREETED: usize = 4;
 /// With credentials each connection begins with the keyed hello: the server must have those of the same job. PyTorch's server has none.
 ///
 /// `Unavailable` is a server that is known not to be there: it refused or closed a connection. One that has not answered, not even the
-/// attempt to connect, is `Timeout`: whoever looks in short slices may look again.
+/// attempt to connect, is `Timeout`: a caller that looks in short slices may look again.
 pub struct TcpStore {
     server: Arc<Server>,
     watched: Watched,

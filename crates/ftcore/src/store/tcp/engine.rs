@@ -4,7 +4,7 @@
 //! that a wait ends exactly when all its keys exist at the same moment (L40). Ending a wait removes the waiter and rings its
 //! connection's bell. The names that many wait for are held once.
 //!
-//! Keys under `namespace/number/` may be retired below a number ([`Engine::retire`]): they are removed, whoever waits for one is told, and
+//! Keys under `namespace/number/` may be retired below a number ([`Engine::retire`]): they are removed, a client that waits for one is told, and
 //! nobody makes them again.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
@@ -201,7 +201,7 @@ impl Engine {
         state.table.charge(ITEM_BYTES + item.len() + key.len(), 0)?;
         state.queues.entry(key.clone()).or_default().push_back(item);
         let mut first = None;
-        // All of them: whoever lacks another key watches that one from now on.
+        // All of them: a client that lacks another key watches that one from now on.
         for ticket in state.watchers(&key) {
             if state.is_met(ticket) && first.is_none() {
                 first = Some(ticket);
@@ -340,7 +340,7 @@ impl Engine {
                 let _ = state.table.charge(0, ITEM_BYTES + item.len() + key.len());
             }
         }
-        // Whoever waits for one of them learns that it will not come.
+        // A client that waits for one of them learns that it will not come.
         if state.names.iter().any(|name| retired.has(name).is_some()) {
             let lost: Vec<(Ticket, Vec<u8>, u64)> = state
                 .waiters

@@ -29,7 +29,7 @@ pub(super) enum Patience {
     Until(Instant),
     /// Until less than [`PACE`] has moved in this time, from the last [`Link::pace`] on.
     Pace(Duration),
-    /// As long as the connection lives; whoever uses this must be able to shut the socket down.
+    /// As long as the connection lives; the user of this must be able to shut the socket down.
     Forever,
 }
 

@@ -137,7 +137,7 @@ impl TcpStoreServer {
     }
 
     /// Says that this process, which owns the store, goes on to `epoch`: the keys under [`epoch_prefix`] of every epoch before the previous one
-    /// are removed and refused from now on, and whoever waits for one of them gets `Aborted`. Those of the present and the previous epoch
+    /// are removed and refused from now on, and a client that waits for one of them gets `Aborted`. Those of the present and the previous epoch
     /// stay, as a slow rank may still read them, and so do those of epochs to come. Returns how many keys were removed.
     pub fn begin_epoch(&self, epoch: u64) -> usize {
         let mut epochs = self.shared.epochs.lock().unwrap_or_else(PoisonError::into_inner);
@@ -741,7 +741,7 @@ impl Session<'_> {
 
     /// An absent key gives empty bytes, as PyTorch's server does; clients wait for their keys first.
     ///
-    /// Values are taken from the store as they are sent: whoever reads slowly must not keep what others have replaced meanwhile.
+    /// Values are taken from the store as they are sent: a slow reader must not keep what others have replaced meanwhile.
     fn reply_values(&mut self, keys: &[Vec<u8>]) -> io::Result<()> {
         let shared = self.shared;
         let mut rest = keys;
