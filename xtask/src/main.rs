@@ -1,7 +1,7 @@
 //! `cargo xtask`: what a developer and continuous integration run.
 //!
 //! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
-//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run. Every child
+//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run, `book` builds the documentation. Every child
 //! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
@@ -9,6 +9,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::{Args, Parser, Subcommand};
 
+mod book;
 mod chaos;
 mod ci;
 mod debian;
@@ -71,6 +72,8 @@ enum Task {
     Nccl,
     /// Fetch the torchft that the row `torchft` tests the wire against, and print how to use it.
     Torchft,
+    /// Build the documentation as a site (mdBook) and print where it is.
+    Book,
     /// Build the Python package's wheel for manylinux on x86-64, install it into a new environment and try it there.
     Wheel,
     /// Run everything that continuous integration runs, and print a table of the steps.
@@ -132,6 +135,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
         Task::Nccl => Ok(nccl::run()),
         Task::Torchft => Ok(torchft::run()),
+        Task::Book => book::build(),
         Task::Wheel => wheel::run(),
         Task::Ci => ci::run(),
     }

@@ -64,7 +64,7 @@ mod results;
 
 pub mod prelude;
 
-/// The README's program, compiled as a test so that it stays true.
+/// The programs of the README and of the pages that show calls, compiled as tests so that they stay true.
 #[cfg(all(
     doctest,
     feature = "diloco",
@@ -72,5 +72,15 @@ pub mod prelude;
     feature = "launch",
     feature = "world"
 ))]
-#[doc = include_str!("../../../README.md")]
-struct Readme;
+mod documentation {
+    #[doc = include_str!("../../../README.md")]
+    struct Readme;
+    #[doc = include_str!("../../../docs/checkpoints.md")]
+    struct Checkpoints;
+    #[doc = include_str!("../../../docs/groups.md")]
+    struct Groups;
+    #[doc = include_str!("../../../docs/healing.md")]
+    struct Healing;
+    #[doc = include_str!("../../../docs/tolerance.md")]
+    struct Tolerance;
+}

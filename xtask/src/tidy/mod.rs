@@ -2,7 +2,7 @@
 //!
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
 //! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts;
-//! `words` knows the terms of the field.
+//! `words` knows the terms of the field, `links` where the documentation points.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -18,6 +18,7 @@ mod files;
 mod lessons;
 mod lexer;
 mod lines;
+mod links;
 mod rules;
 mod stairs;
 mod variables;
@@ -73,6 +74,9 @@ pub(crate) fn check() -> Result<bool> {
     for (path, text) in &documents {
         findings.extend(words::check(path, text));
     }
+    findings.extend(links::check(&documents, |path| {
+        metadata.workspace_root.join(path).exists()
+    }));
     let texts: Vec<&str> = documents.iter().map(|(_, text)| text.as_str()).collect();
     findings.extend(variables::check(&sources, &texts.join("\n")));
     findings.extend(lessons::check(&sources));
