@@ -71,7 +71,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
     };
     let hello = Hello {
         version: wire::VERSION,
-        lane: wire::Lane::Data,
+        purpose: wire::Purpose::Data,
         rank: 1,
         world: 4,
         connections: 1,
