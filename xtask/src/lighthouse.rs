@@ -206,7 +206,7 @@ impl Programs {
     fn build(metadata: &Metadata, peer: bool) -> Result<Self> {
         let targets: [&[&str]; 2] = [
             &["--package", "oxccl", "--bin", "oxccl"],
-            &["--package", "coordination", "--example", "lighthouse_load"],
+            &["--package", "oxccl-coordination", "--example", "lighthouse_load"],
         ];
         for target in targets {
             let mut cargo = cargo_command(&metadata.workspace_root);

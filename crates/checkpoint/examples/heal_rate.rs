@@ -2,7 +2,7 @@
 //! that process in the same run, in turns: into new memory, and into memory that was used before. It also tells what publishing costs a
 //! source.
 //!
-//! `cargo run --release -p checkpoint --example heal_rate [MIB] [ROUNDS]` (1024 MiB and 3 rounds unless told otherwise)
+//! `cargo run --release -p oxccl-checkpoint --example heal_rate [MIB] [ROUNDS]` (1024 MiB and 3 rounds unless told otherwise)
 //!
 //! Between two machines, or network namespaces: `heal_rate serve ADDRESS:PORT MIB` prints a URL and serves until it is ended;
 //! `heal_rate fetch URL...` fetches from there, once.
@@ -20,7 +20,7 @@ use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Snapshot, StateDict};
+use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Snapshot, StateDict};
 
 /// The tensors of the state that is measured.
 const TENSORS: usize = 64;

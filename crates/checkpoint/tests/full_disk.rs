@@ -16,9 +16,9 @@ use std::process::{Command, ExitCode, Output};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use checkpoint::{Outcome, Series, StateDict, Writer, newest, steps};
 use ftcore::{ErrorKind, deadline_in};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
+use oxccl_checkpoint::{Outcome, Series, StateDict, Writer, newest, steps};
 
 /// The first argument of the child; then come the folder and a word that its error must have.
 const CHILD: &str = "write-until-full";

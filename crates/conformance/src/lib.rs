@@ -7,7 +7,7 @@
 //! A backend's whole test binary is one call:
 //!
 //! ```no_run
-//! use conformance::{Mode, run};
+//! use oxccl_conformance::{Mode, run};
 //! # fn make(_: ftcore::GroupOptions) -> ftcore::Result<Box<dyn ftcore::ProcessGroup>> { unimplemented!() }
 //! fn main() -> std::process::ExitCode {
 //!     run(&[Mode::Threads, Mode::Processes], make)

@@ -11,8 +11,8 @@ mod rig;
 
 use std::process::Command;
 
-use coordination::{LighthouseConfig, LighthouseServer, Quorum};
 use ftcore::{ErrorKind, Result};
+use oxccl_coordination::{LighthouseConfig, LighthouseServer, Quorum};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use rig::{client, config, member, soon};

@@ -15,12 +15,12 @@ use std::sync::atomic::{AtomicBool, AtomicI64, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use coordination::{
+use ftcore::{Credentials, Error, ErrorKind};
+use identity::{Party, Role};
+use oxccl_coordination::{
     CommitVote, ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient,
     ManagerServer, ManagerServerConfig, Member, QuorumRequest,
 };
-use ftcore::{Credentials, Error, ErrorKind};
-use identity::{Party, Role};
 
 /// Only a hang gets there.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -539,7 +539,7 @@ fn a_death_is_seen_at_once_over_tls() {
     let begun = Instant::now();
     drop(job.replicas.remove(1).server);
     let event = events.recv_timeout(PATIENCE).unwrap();
-    let coordination::PushEvent::AbortEpoch {
+    let oxccl_coordination::PushEvent::AbortEpoch {
         quorum_id, departed, ..
     } = event
     else {

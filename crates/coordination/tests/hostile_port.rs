@@ -13,7 +13,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use coordination::{
+use oxccl_coordination::{
     ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer,
     ManagerServerConfig,
 };

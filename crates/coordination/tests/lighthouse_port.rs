@@ -8,8 +8,8 @@ use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
-use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, ManagerServer, Member};
 use ftcore::ErrorKind;
+use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, ManagerServer, Member};
 use rig::*;
 
 fn page(url: &str, path: &str) -> String {

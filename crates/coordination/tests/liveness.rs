@@ -9,7 +9,7 @@ use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
-use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus};
+use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus};
 use rig::*;
 use rustix::process::{Pid, Signal, kill_process};
 

@@ -9,10 +9,10 @@
 
 mod rig;
 
-use coordination::{
+use ftcore::{ErrorKind, Result};
+use oxccl_coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, Member, Order, OrderKind, OrderedReplica, PushEvent,
 };
-use ftcore::{ErrorKind, Result};
 
 use rig::{PATIENCE, Replica, client, config, lighthouse, member, quorum, quorum_of, soon, until};
 

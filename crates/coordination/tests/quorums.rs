@@ -4,10 +4,10 @@ mod rig;
 
 use std::time::{Duration, Instant};
 
-use coordination::{
+use ftcore::ErrorKind;
+use oxccl_coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
 };
-use ftcore::ErrorKind;
 use protocol::Lineage;
 use rig::*;
 
@@ -191,7 +191,7 @@ fn l01_a_restarted_lighthouse_goes_on_with_higher_ids_and_the_members_come_back(
     assert_eq!(lighthouse.address(), url);
     let tool = client(&lighthouse);
     until(&tool, "both reattach", |s| s.attached == ["a:1", "b:1"]);
-    let healthy = |s: &coordination::LighthouseStatus| {
+    let healthy = |s: &oxccl_coordination::LighthouseStatus| {
         s.healthy.iter().map(|h| h.replica_id.clone()).collect::<Vec<_>>()
     };
     assert_eq!(
@@ -280,7 +280,7 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
     // A state of another history is still none of this job's.
     let error = client(&lighthouse)
         .quorum(
-            &coordination::Member {
+            &oxccl_coordination::Member {
                 step: 10,
                 lineage: lineage.after(1, 9).as_str().into(),
                 ..member("rumour")

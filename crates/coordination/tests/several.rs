@@ -12,8 +12,8 @@ mod rig;
 use std::net::TcpListener;
 use std::time::Duration;
 
-use coordination::{LighthouseClient, ManagerServer, Member};
 use ftcore::{ErrorKind, deadline_in};
+use oxccl_coordination::{LighthouseClient, ManagerServer, Member};
 use rig::{Replica, lighthouse, manager_config, quorum, soon};
 
 /// An address at which nothing listens.

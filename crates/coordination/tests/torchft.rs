@@ -21,11 +21,11 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use coordination::{
+use libtest_mimic::{Arguments, Trial};
+use oxccl_coordination::{
     CommitVote, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer,
     QuorumRequest,
 };
-use libtest_mimic::{Arguments, Trial};
 use serde_json::{Value, json};
 
 use rig::{PATIENCE, Replica, client, config, lighthouse, manager_config, quorum, soon, until};

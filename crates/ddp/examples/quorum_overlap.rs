@@ -1,7 +1,7 @@
 //! What a quorum adds to a step of data parallel, with `DdpConfig::overlap_quorum` and without: two replicas as threads, a lighthouse whose
 //! answers take 5 ms longer, and a forward and backward pass of 20 ms.
 //!
-//! `cargo run --release -p ddp --example quorum_overlap [STEPS] [LATENCY_MS] [COMPUTE_MS]`
+//! `cargo run --release -p oxccl-ddp --example quorum_overlap [STEPS] [LATENCY_MS] [COMPUTE_MS]`
 
 #![allow(
     clippy::unwrap_used,
@@ -17,9 +17,9 @@ use std::time::{Duration, Instant};
 
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
-use ddp::{Ddp, DdpConfig, Sink, Slot};
 use ftcore::{GroupOptions, Result, Tensor};
 use manager::{Manager, ManagerConfig, State};
+use oxccl_ddp::{Ddp, DdpConfig, Sink, Slot};
 
 const REPLICAS: usize = 2;
 const ROUNDS: usize = 3;

@@ -15,7 +15,7 @@ use ftcore::{Error, Result};
 /// be smaller than a batch for each contributor, and is dealt so that the parts differ by one sample at most; some may be empty.
 ///
 /// ```
-/// use ddp::{Ddp, Sampler};
+/// use oxccl_ddp::{Ddp, Sampler};
 /// use ftcore::Result;
 /// use manager::{Participation, Replica, State};
 /// # trait Model: State {

@@ -11,9 +11,9 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig, Slot};
 use ftcore::{ProcessGroupExt, Result, Store};
 use manager::State;
+use oxccl_ddp::{Ddp, DdpConfig, Slot};
 use quant::ErrorFeedback;
 use training_rig::{ScriptedReplica, Source, ranks, two_bits};
 

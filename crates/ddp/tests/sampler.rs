@@ -12,9 +12,9 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig, Sampler, Slot};
 use ftcore::{ProcessGroupExt, Result};
 use manager::Participation;
+use oxccl_ddp::{Ddp, DdpConfig, Sampler, Slot};
 use proptest::prelude::*;
 use training_rig::{ScriptedReplica, Source, gloo, ranks};
 

@@ -12,9 +12,9 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig, Slot};
 use ftcore::{Error, ErrorKind, Result};
 use manager::{Replica, State};
+use oxccl_ddp::{Ddp, DdpConfig, Slot};
 use training_rig::{ScriptedReplica, Source};
 
 /// A training loop whose gradient is its weight.

@@ -12,10 +12,10 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use checkpoint::StateDict;
-use ddp::{Ddp, DdpConfig, Slot};
 use ftcore::{DType, Error, ErrorKind, Result, Tensor};
 use half::bf16;
 use manager::State;
+use oxccl_ddp::{Ddp, DdpConfig, Slot};
 use training_rig::{Nothing, ScriptedReplica, Source};
 
 /// The type and the elements of each bucket, in the order in which they were sent; shared, so that a test can look while gradients are
@@ -207,7 +207,7 @@ fn l13_a_failed_step_sends_the_same_gradients_again_without_computing_anew() {
 #[test]
 fn wrong_gradients_are_named_and_stop_the_step() {
     let slots = [Slot::f32(2)];
-    let refused = |f: &mut dyn FnMut(&mut ddp::Sink<'_>) -> Result<()>, text: &str| {
+    let refused = |f: &mut dyn FnMut(&mut oxccl_ddp::Sink<'_>) -> Result<()>, text: &str| {
         let (mut d, _) = ddp(&slots, (4, 4), 1, &[]);
         let e = d
             .step_with(&mut Nothing, |_, _, sink| f(sink), |_, _| panic!("not applied"))

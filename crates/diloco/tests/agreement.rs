@@ -10,9 +10,9 @@
 mod scripted;
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use ftcore::{Error, ErrorKind, Result};
 use manager::State;
+use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 

@@ -16,8 +16,10 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use checkpoint::StateDict;
-use diloco::{Backup, Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters, TensorParameters};
 use ftcore::{Device, DeviceKind, ErrorKind, Result};
+use oxccl_diloco::{
+    Backup, Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters, TensorParameters,
+};
 use scripted::{layer, params};
 use training_rig::{CountedDevice, Nothing, ScriptedReplica, Source};
 

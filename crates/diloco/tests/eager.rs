@@ -15,7 +15,7 @@ use std::collections::VecDeque;
 use std::rc::Rc;
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
+use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 

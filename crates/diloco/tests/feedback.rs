@@ -12,9 +12,9 @@ use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use ftcore::{ProcessGroupExt, Result, Store};
 use manager::State;
+use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use quant::ErrorFeedback;
 use training_rig::{ScriptedReplica, Source, configuration, ranks, two_bits};
 

@@ -14,7 +14,7 @@ mod scripted;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use diloco::{DilocoConfig, OuterOptimizer, Parameters, Pattern};
+use oxccl_diloco::{DilocoConfig, OuterOptimizer, Parameters, Pattern};
 use scripted::begun;
 use training_rig::{Nothing, ScriptedReplica};
 
@@ -151,7 +151,7 @@ impl Setting {
                 d.params_mut().write(l, &mut |w| step(w)).unwrap();
             }
             d.after_inner_step(&mut Nothing).unwrap();
-            let flat = |p: &diloco::SliceParameters| -> Vec<f32> {
+            let flat = |p: &oxccl_diloco::SliceParameters| -> Vec<f32> {
                 (0..LAYERS.len())
                     .flat_map(|l| p.get(l).unwrap().to_vec())
                     .collect()

@@ -14,8 +14,8 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, RoundReport, SliceParameters};
 use ftcore::{Error, ErrorKind};
+use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, RoundReport, SliceParameters};
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica};
 

@@ -12,13 +12,13 @@ mod scripted;
 use std::collections::VecDeque;
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use ftcore::Result;
+use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 
 /// Every inner step takes 1 off every parameter.
-fn inner_steps(d: &mut Diloco<ScriptedReplica, SliceParameters>, n: usize) -> Vec<diloco::RoundReport> {
+fn inner_steps(d: &mut Diloco<ScriptedReplica, SliceParameters>, n: usize) -> Vec<oxccl_diloco::RoundReport> {
     let mut reports = Vec::new();
     for _ in 0..n {
         for i in 0..d.params().len() {
@@ -449,7 +449,7 @@ fn bf16_parameters_keep_a_global_copy_in_f32() {
         assert_eq!(after, bf16(global));
     }
     assert_ne!(global, bf16(global), "the test would show nothing");
-    let expected = diloco::parameters_hash(std::iter::once(("p0", &[global][..])));
+    let expected = oxccl_diloco::parameters_hash(std::iter::once(("p0", &[global][..])));
     assert_eq!(d.global_hash().unwrap(), expected);
 }
 

@@ -14,8 +14,8 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters};
 use ftcore::{ProcessGroupExt, Store};
+use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters};
 use quant::{Codec, QuantizeOptions, Rounding};
 use scripted::{layer, params};
 use training_rig::{Nothing, ScriptedReplica, quantised, ranks};

@@ -14,8 +14,8 @@ use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
 use checkpoint::StateDict;
-use diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
 use ftcore::ProcessGroupExt;
+use oxccl_diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
 

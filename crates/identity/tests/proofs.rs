@@ -14,14 +14,14 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Credentials, ErrorKind};
-use identity::{Acceptor, Party, Role};
+use oxccl_identity::{Acceptor, Party, Role};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 
 const PATIENCE: Duration = Duration::from_secs(60);
 
 fn folder(path: &Path, job: &str) -> Arc<Credentials> {
-    identity::create(path, Some(job)).unwrap();
+    oxccl_identity::create(path, Some(job)).unwrap();
     Credentials::load(path).unwrap()
 }
 
@@ -71,7 +71,7 @@ async fn call(address: SocketAddr, party: &Party, expected: Option<&Role>) -> ft
 fn both_sides_know_each_other_and_a_folder_for_one_replica_is_enough() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");
-    identity::issue(job.folder(), "a", &dir.path().join("a")).unwrap();
+    oxccl_identity::issue(job.folder(), "a", &dir.path().join("a")).unwrap();
     let one = Credentials::load(&dir.path().join("a")).unwrap();
     run(async {
         let lighthouse = Party::new(&job, Role::Lighthouse).unwrap();
@@ -106,11 +106,11 @@ fn both_sides_know_each_other_and_a_folder_for_one_replica_is_enough() {
 fn a_folder_for_the_lighthouse_is_enough_to_be_the_lighthouse_and_nothing_else() {
     let dir = tempfile::tempdir().unwrap();
     let job = folder(&dir.path().join("job"), "demo");
-    identity::issue_for_lighthouse(job.folder(), &dir.path().join("lighthouse")).unwrap();
+    oxccl_identity::issue_for_lighthouse(job.folder(), &dir.path().join("lighthouse")).unwrap();
     let one = Credentials::load(&dir.path().join("lighthouse")).unwrap();
     assert!(!one.folder().join("ca.key").exists() && !one.folder().join("operator.key").exists());
     assert!(
-        identity::show(one.folder())
+        oxccl_identity::show(one.folder())
             .unwrap()
             .may_be
             .contains("the lighthouse, and nothing else")
@@ -133,7 +133,7 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
     let job = folder(&dir.path().join("job"), "demo");
     let of = |name: &str, out: &str| {
         let out = dir.path().join(out);
-        identity::issue(job.folder(), name, &out).unwrap();
+        oxccl_identity::issue(job.folder(), name, &out).unwrap();
         Party::new(&Credentials::load(&out).unwrap(), replica(name)).unwrap()
     };
     let (a, b) = (of("a", "a"), of("b", "b"));
@@ -143,7 +143,7 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
         let address = serve(&[Arc::clone(&lighthouse)], 16, PATIENCE).await;
         let expected = Some(&Role::Lighthouse);
         call(address, &a, expected).await.unwrap();
-        identity::revoke(job.folder(), "a").unwrap();
+        oxccl_identity::revoke(job.folder(), "a").unwrap();
         let e = call(address, &a, expected).await.unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unavailable);
         assert!(e.message().contains("CertificateRevoked"), "{e}");
@@ -159,8 +159,8 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
         std::fs::write(&list, format!("a {}\n", at - 3600)).unwrap();
         call(address, &a, expected).await.unwrap();
         // Twice, and for another one, too.
-        identity::revoke(job.folder(), "a").unwrap();
-        identity::revoke(job.folder(), "b").unwrap();
+        oxccl_identity::revoke(job.folder(), "a").unwrap();
+        oxccl_identity::revoke(job.folder(), "b").unwrap();
         assert_eq!(std::fs::read_to_string(&list).unwrap().lines().count(), 2);
         for party in [&a, &b] {
             call(address, party, expected).await.unwrap_err();
@@ -174,10 +174,10 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
         std::fs::remove_file(&list).unwrap();
         call(address, &a, expected).await.unwrap();
     });
-    let e = identity::revoke(job.folder(), "no such/name").unwrap_err();
+    let e = oxccl_identity::revoke(job.folder(), "no such/name").unwrap_err();
     assert_eq!(e.kind(), ErrorKind::InvalidArgument);
     assert_eq!(
-        identity::revoke(dir.path(), "a").unwrap_err().kind(),
+        oxccl_identity::revoke(dir.path(), "a").unwrap_err().kind(),
         ErrorKind::InvalidArgument
     );
 }
@@ -230,7 +230,7 @@ fn odd_certificate(job: &Credentials, change: impl FnOnce(&mut rcgen::Certificat
     let mut params = rcgen::CertificateParams::default();
     params.subject_alt_names = vec![
         rcgen::SanType::URI(format!("oxccl://{}/replica/a", job.job()).try_into().unwrap()),
-        rcgen::SanType::DnsName(identity::server_name(job.job()).try_into().unwrap()),
+        rcgen::SanType::DnsName(oxccl_identity::server_name(job.job()).try_into().unwrap()),
     ];
     change(&mut params);
     let key = rcgen::KeyPair::generate().unwrap();
@@ -257,7 +257,7 @@ async fn show_odd(address: SocketAddr, job: &Credentials) -> Option<String> {
         )
         .unwrap();
     let connector = tokio_rustls::TlsConnector::from(Arc::new(config));
-    let name = identity::server_name(job.job()).try_into().unwrap();
+    let name = oxccl_identity::server_name(job.job()).try_into().unwrap();
     let stream = TcpStream::connect(address).await.unwrap();
     let mut stream = connector.connect(name, stream).await.ok()?;
     let mut text = String::new();

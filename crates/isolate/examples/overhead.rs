@@ -1,7 +1,7 @@
 //! What isolation costs: gloo directly, gloo in child processes, and the same on tensors of the shared pool, beside two controls: gloo
 //! directly once more on another tensor (again), and gloo directly on a copy that is made before and brought back after (copied).
 //!
-//! `cargo run --release -p isolate --example overhead [-- BLOCKS [BYTES,…]]`
+//! `cargo run --release -p oxccl-isolate --example overhead [-- BLOCKS [BYTES,…]]`
 //!
 //! Two ranks as threads. A block has two turns of each side, there and back again (A B C … C B A, another side first in every
 //! block), so that a machine that gets slower or faster falls on all alike. A turn is a row of blocking all-reduces (f32, sum) on one
@@ -17,7 +17,7 @@ use ftcore::{
     Collective, Configuration, DType, Device, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup,
     ProcessGroupExt, ReduceOp, Result, SubmitOptions, Tensor, deadline_in,
 };
-use isolate::{IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 
 const SIZES: [usize; 6] = [4, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 32 << 20];
 /// What a turn moves: a row of several even of the largest tensors.
@@ -175,7 +175,7 @@ fn rank(rank: u32, store: &Arc<InMemoryStore>, blocks: usize, sizes: &[usize]) -
 }
 
 fn main() -> Result<()> {
-    isolate::run_child_if_asked();
+    oxccl_isolate::run_child_if_asked();
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let blocks = arguments.first().and_then(|a| a.parse().ok()).unwrap_or(20);
     let named = arguments.get(1).map(|list| list.split(','));

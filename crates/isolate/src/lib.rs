@@ -9,10 +9,10 @@
 //!
 //! ```no_run
 //! use ftcore::{Device, ProcessGroup};
-//! use isolate::{IsolateOptions, IsolatedGroup};
+//! use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 //!
 //! fn main() -> ftcore::Result<()> {
-//!     isolate::run_child_if_asked();
+//!     oxccl_isolate::run_child_if_asked();
 //!     let group = IsolatedGroup::new(IsolateOptions::new("gloo", Device::CPU))?;
 //!     println!("{:?} in process {:?}", group.info(), group.child_pid());
 //!     Ok(())

@@ -5,10 +5,10 @@ use std::process::ExitCode;
 use backend_gloo as _;
 use conformance::{Mode, run};
 use ftcore::Device;
-use isolate::{IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 
 fn main() -> ExitCode {
-    isolate::run_child_if_asked();
+    oxccl_isolate::run_child_if_asked();
     run(&[Mode::Threads, Mode::Processes], |options| {
         Ok(Box::new(IsolatedGroup::new(IsolateOptions {
             options,

@@ -14,7 +14,7 @@ use ftcore::{
     Capabilities, Checked, Completion, Configuration, Device, Error, ErrorKind, Failed, Feature, GroupInfo,
     GroupOptions, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work,
 };
-use isolate::{IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 
 struct Mute {
     gloo: GlooGroup,
@@ -101,7 +101,7 @@ ftcore::inventory::submit! {
 }
 
 fn main() -> ExitCode {
-    isolate::run_child_if_asked();
+    oxccl_isolate::run_child_if_asked();
     run(&[Mode::Threads, Mode::Processes], |options| {
         Ok(Box::new(IsolatedGroup::new(IsolateOptions {
             options,

@@ -1,7 +1,7 @@
 //! What a replica that heals as a spare costs the others: three processes commit steps, while a fourth fetches their state again and
 //! again. It tells the times of the steps with and without a transfer, in turns, and the CPU time that a source spends for each byte.
 //!
-//! `cargo run --release -p manager --example spare_cost [MIB] [TRANSFERS] [STEP_MS]` (256 MiB, 8 transfers and 20 ms unless told otherwise)
+//! `cargo run --release -p oxccl-manager --example spare_cost [MIB] [TRANSFERS] [STEP_MS]` (256 MiB, 8 transfers and 20 ms unless told otherwise)
 //!
 //! A step sleeps as long as a device would compute, then reduces 1 MiB. The fourth process ends with its first load, so that it is never a member
 //! and the members' epoch stays the same.
@@ -22,7 +22,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{GroupOptions, ReduceOp, Result, Tensor, deadline_in};
-use manager::{Manager, ManagerConfig, Replica, State};
+use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
 const MEMBERS: usize = 3;
 const TENSORS: usize = 32;

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
 use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
-use manager::{Manager, ManagerConfig, Replica, State};
+use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(30))

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseClient, LighthouseConfig, LighthouseServer};
 use ftcore::{ErrorKind, GroupOptions, ReduceOp, Result, Tensor, deadline_in};
-use manager::{Manager, ManagerConfig, Participation, Replica, State};
+use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
 
 struct Nothing;
 

@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{GroupOptions, InMemoryStore, ReduceOp, Result, Store, Tensor, deadline_in};
-use manager::{Manager, ManagerConfig, Replica, State};
+use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 
 const KEY_MANAGER: &str = "oxccl/manager_address";
 const KEY_REPLICA_ID: &str = "oxccl/replica_id";

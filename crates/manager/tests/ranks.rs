@@ -20,7 +20,7 @@ use ftcore::{
     Error, ErrorKind, GroupOptions, ReduceOp, Result, TcpStore, TcpStoreServer, Tensor, deadline_in,
     time_left,
 };
-use manager::{Manager, ManagerConfig, Participation, Replica, State};
+use oxccl_manager::{Manager, ManagerConfig, Participation, Replica, State};
 
 /// Tells [`a_process_of_a_rank`] what it is: lighthouse, store, replica, rank, time-out in seconds, what it does at [`PAUSE`].
 const RANK: &str = "OXCCL_TEST_RANK";

@@ -21,7 +21,7 @@ use ftcore::{
     InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor,
     Traffic, Work, deadline_in,
 };
-use manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
+use oxccl_manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
 fn lighthouse(replicas: usize) -> LighthouseServer {
     LighthouseServer::start(LighthouseConfig {

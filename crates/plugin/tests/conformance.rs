@@ -38,8 +38,8 @@ fn dylib() -> Result<&'static Backend> {
     static BACKEND: OnceLock<Result<Backend>> = OnceLock::new();
     let loaded = BACKEND.get_or_init(|| {
         let loaded = match std::env::var_os(LIBRARY) {
-            Some(path) => plugin::open_trusted(&PathBuf::from(path))?,
-            None => plugin::load(&build::rust_plugin("gloo-plugin").map_err(Error::invalid)?)?,
+            Some(path) => oxccl_plugin::open_trusted(&PathBuf::from(path))?,
+            None => oxccl_plugin::load(&build::rust_plugin("gloo-plugin").map_err(Error::invalid)?)?,
         };
         let backend = loaded.backends().into_iter().find(|b| b.name == "gloo");
         backend.ok_or_else(|| Error::invalid("the plugin has no gloo"))
@@ -55,7 +55,7 @@ fn make(options: GroupOptions) -> Result<Box<dyn ProcessGroup>> {
 fn cstore() -> std::result::Result<Vec<Trial>, String> {
     let source = build::root().join("fixtures/c/cstore.c");
     let library = build::c_plugin("cstore-conformance", &source, &header::folder(), &[])?;
-    let loaded = plugin::load(&library).map_err(|e| e.to_string())?;
+    let loaded = oxccl_plugin::load(&library).map_err(|e| e.to_string())?;
     let backend = loaded.backends().into_iter().next().ok_or("no backend")?;
     let make: MakeOn = Arc::new(move |device, options| backend.factory.create(device, &options));
     let threads = Arc::new(Threads::new(Device::CPU, make).map_err(|e| e.to_string())?);
@@ -112,7 +112,7 @@ fn main() -> ExitCode {
 /// Builds gloo as a dylib, tries it, and tells the ranks where it is.
 fn gloo() -> std::result::Result<Vec<Trial>, String> {
     let path = build::rust_plugin("gloo-plugin")?;
-    plugin::load(&path).map_err(|e| e.to_string())?;
+    oxccl_plugin::load(&path).map_err(|e| e.to_string())?;
     // SAFETY: INV-12 the only thread so far; the ranks inherit it.
     unsafe { std::env::set_var(LIBRARY, &path) };
     let on: MakeOn = Arc::new(|_, options| make(options));

@@ -36,7 +36,7 @@ ftcore::inventory::submit! {
     ChildInit {
         name: "plugins of this test",
         run: || {
-            for report in plugin::discover(Registry::global()) {
+            for report in oxccl_plugin::discover(Registry::global()) {
                 report.result?;
             }
             Ok(())
@@ -58,7 +58,7 @@ fn main() -> ExitCode {
         }
     };
     // SAFETY: INV-12 the only thread so far; the children inherit it.
-    unsafe { std::env::set_var(plugin::ENV_PATH, &library) };
+    unsafe { std::env::set_var(oxccl_plugin::ENV_PATH, &library) };
     let mut trials: Vec<Trial> = FAULTS
         .iter()
         .map(|fault| {
@@ -219,7 +219,7 @@ fn survived(fault: &'static Fault) {
 
 /// What the odd plugin, which is opened here without a trial, says when it loads `library` itself.
 fn load_from_a_library(library: &Path) -> String {
-    let host = plugin::open_trusted(library).unwrap();
+    let host = oxccl_plugin::open_trusted(library).unwrap();
     let loader = host.backends().into_iter().find(|b| b.name == "loader").unwrap();
     let mut options = GroupOptions::default();
     options
@@ -243,11 +243,11 @@ fn helper(library: &Path) {
         let mut command = Command::new(std::env::current_exe().unwrap());
         command
             .env(LOADER, library)
-            .env_remove(plugin::ENV_PATH)
-            .env_remove(plugin::ENV_HELPER)
+            .env_remove(oxccl_plugin::ENV_PATH)
+            .env_remove(oxccl_plugin::ENV_HELPER)
             .env("PATH", path);
         if let Some(helper) = helper {
-            command.env(plugin::ENV_HELPER, helper);
+            command.env(oxccl_plugin::ENV_HELPER, helper);
         }
         let output = command.output().unwrap();
         assert!(output.status.success(), "{output:?}");

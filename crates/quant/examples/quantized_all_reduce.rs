@@ -13,7 +13,7 @@ use ftcore::{
     Collective, Configuration, Epoch, Error, GroupOptions, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
     Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
 };
-use quant::{CodecChoice, QuantizedGroup};
+use oxccl_quant::{CodecChoice, QuantizedGroup};
 
 const REPETITIONS: usize = 5;
 const PATIENCE: Duration = Duration::from_secs(300);

@@ -1,12 +1,12 @@
 //! Prints how fast one core encodes and decodes each format, in GB/s of f32, beside memcpy and an f32 addition in the same run.
 //!
-//! `cargo run --release -p quant --example throughput [--all] [FORMAT …]`; `--all` shows every instruction set that the machine has. Data
+//! `cargo run --release -p oxccl-quant --example throughput [--all] [FORMAT …]`; `--all` shows every instruction set that the machine has. Data
 //! is in memory (64 MiB of f32, larger than any cache of one core). Time is this thread's processor time, so that other programs count
 //! only by what they take of caches and memory; the figure is the best of the repetitions.
 
 use std::hint::black_box;
 
-use quant::{Codec, Encoding, Simd};
+use oxccl_quant::{Codec, Encoding, Simd};
 
 const COUNT: usize = 16 << 20;
 const REPETITIONS: usize = 9;

@@ -9,7 +9,7 @@ use std::sync::Arc;
 use backend_gloo::GlooGroup;
 use conformance::Mode;
 use ftcore::{GroupOptions, ProcessGroup, Result};
-use quant::{Codec, QuantizedGroup};
+use oxccl_quant::{Codec, QuantizedGroup};
 
 fn make(options: GroupOptions) -> Result<Box<dyn ProcessGroup>> {
     let timeout = options.timeout;

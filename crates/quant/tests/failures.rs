@@ -13,7 +13,7 @@ use ftcore::{
     ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
     deadline_in, execute_by_submit, work_pair,
 };
-use quant::{Accuracy, Codec, Moves, QuantizeOptions, QuantizedGroup};
+use oxccl_quant::{Accuracy, Codec, Moves, QuantizeOptions, QuantizedGroup};
 use ranks::{configuration, configure, group, meet, ranks, reduce, soon, values, with_options};
 
 #[test]

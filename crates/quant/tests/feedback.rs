@@ -10,7 +10,7 @@
 mod ranks;
 
 use ftcore::{ErrorKind, ReduceOp};
-use quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup};
+use oxccl_quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup};
 use ranks::{bits, configure, configured, meet, ranks, reduce, values, with_options};
 
 fn with(codec: Codec) -> QuantizeOptions {

@@ -11,7 +11,7 @@ use ftcore::{
     Tensor,
 };
 use half::{bf16, f16};
-use quant::{Accuracy, Codec, CodecChoice, Moves, QuantizeOptions, QuantizedGroup, Rounding};
+use oxccl_quant::{Accuracy, Codec, CodecChoice, Moves, QuantizeOptions, QuantizedGroup, Rounding};
 use ranks::{bits, configure, configured, error_of, group, ranks, reduce, soon, values};
 
 fn with(codec: Codec) -> QuantizeOptions {

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use ftcore::{DType, Device, DeviceKind, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result, Tensor};
-use quant::{BlockKernels, Codec, Encoding, Piece, QuantizeOptions, StaticBlockKernels, block_kernels};
+use oxccl_quant::{BlockKernels, Codec, Encoding, Piece, QuantizeOptions, StaticBlockKernels, block_kernels};
 use ranks::configured;
 
 const KIND: &str = "standin";

@@ -5,7 +5,7 @@
 mod data;
 
 use data::{Distribution, Random, nmse, reduced, through};
-use quant::Codec;
+use oxccl_quant::Codec;
 
 const RANKS: u64 = 16;
 

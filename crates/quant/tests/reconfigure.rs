@@ -14,7 +14,7 @@ use ftcore::{
     ReduceOp, Rejected, Result, SubmitOptions, Tensor, Traffic, Work, deadline_in, execute_by_submit,
     time_left, work_pair,
 };
-use quant::{Codec, QuantizedGroup};
+use oxccl_quant::{Codec, QuantizedGroup};
 use ranks::{configuration, soon, store};
 
 /// What is done when the group below begins to be configured.

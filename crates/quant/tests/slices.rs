@@ -7,7 +7,7 @@ mod ranks;
 use std::ops::Range;
 
 use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
-use quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup, Rounding};
+use oxccl_quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup, Rounding};
 use ranks::{bits, configured, reduce, values};
 
 /// More than two slices of 2^16 values, and not a whole number of anything.

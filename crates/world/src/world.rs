@@ -224,7 +224,7 @@ impl World {
     /// use ftcore::{ProcessGroupExt as _, ReduceOp, SubmitOptions};
     ///
     /// # fn main() -> ftcore::Result<()> {
-    /// let world = world::World::from_env()?;
+    /// let world = oxccl_world::World::from_env()?;
     /// let mut values = [world.rank() as f32; 4];
     /// world.group().all_reduce_slice(&mut values, ReduceOp::Sum, SubmitOptions::default())?;
     /// # Ok(())

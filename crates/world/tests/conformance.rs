@@ -7,7 +7,7 @@ use std::sync::Arc;
 use backend_gloo as _;
 use conformance::{Limit, Mode, run_limited};
 use ftcore::Device;
-use world::{BackendSpec, WorldOptions};
+use oxccl_world::{BackendSpec, WorldOptions};
 
 fn main() -> ExitCode {
     run_limited(

@@ -16,7 +16,7 @@ use ftcore::{
     ProcessGroup, ProcessGroupExt, ReduceOp, Result, Store, SubmitOptions, Tensor, accelerator, deadline_in,
 };
 use libtest_mimic::{Arguments, Trial};
-use world::{BackendSpec, GroupSpec, World, WorldOptions};
+use oxccl_world::{BackendSpec, GroupSpec, World, WorldOptions};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))

@@ -16,7 +16,7 @@ use ftcore::{
     ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Registry, Result, Store,
     Tensor, deadline_in,
 };
-use world::{DeviceMesh, GroupSpec, Make, MeshShape, Place, World, WorldOptions};
+use oxccl_world::{DeviceMesh, GroupSpec, Make, MeshShape, Place, World, WorldOptions};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))

@@ -16,7 +16,7 @@ use ftcore::{
     ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
     deadline_in,
 };
-use world::{BackendSpec, ByDevice, WorldOptions};
+use oxccl_world::{BackendSpec, ByDevice, WorldOptions};
 
 /// What a member was told, and what it answers.
 #[derive(Default)]

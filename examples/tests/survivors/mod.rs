@@ -54,7 +54,10 @@ fn survives(row: &Row) {
         .arg("--json")
         .arg(&json)
         .args(row.arguments.split_whitespace())
-        .env("OXCCL_LOG", "oxccl=info,oxccl_examples=info,isolate=info,warn")
+        .env(
+            "OXCCL_LOG",
+            "oxccl=info,oxccl_examples=info,oxccl_isolate=info,warn",
+        )
         .output()
         .unwrap();
     let said =

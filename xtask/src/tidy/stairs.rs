@@ -16,20 +16,20 @@ enum Place {
 /// The floors by package name. Names that end or begin in a way common to a room are in [`place`].
 const FLOORS: &[(&str, Place)] = &[
     ("ftcore", Place::Floor(0)),
-    ("plugin", Place::Floor(1)),
-    ("world", Place::Floor(3)),
-    ("quant", Place::Floor(3)),
-    ("isolate", Place::Floor(3)),
-    ("manager", Place::Floor(4)),
-    ("checkpoint", Place::Floor(4)),
-    ("coordination", Place::Floor(4)),
-    ("protocol", Place::Floor(4)),
-    ("identity", Place::Floor(4)),
-    ("ddp", Place::Floor(5)),
-    ("diloco", Place::Floor(5)),
+    ("oxccl-plugin", Place::Floor(1)),
+    ("oxccl-world", Place::Floor(3)),
+    ("oxccl-quant", Place::Floor(3)),
+    ("oxccl-isolate", Place::Floor(3)),
+    ("oxccl-manager", Place::Floor(4)),
+    ("oxccl-checkpoint", Place::Floor(4)),
+    ("oxccl-coordination", Place::Floor(4)),
+    ("oxccl-protocol", Place::Floor(4)),
+    ("oxccl-identity", Place::Floor(4)),
+    ("oxccl-ddp", Place::Floor(5)),
+    ("oxccl-diloco", Place::Floor(5)),
     ("oxccl-candle", Place::Floor(5)),
     ("oxccl", Place::Floor(6)),
-    ("conformance", Place::Around),
+    ("oxccl-conformance", Place::Around),
     ("gloo-plugin", Place::Around),
     ("loopback", Place::Around),
     ("nccl-standin", Place::Around),
@@ -42,10 +42,18 @@ const FLOORS: &[(&str, Place)] = &[
 
 /// Steps within one floor that the design asks for.
 const WITHIN: &[(&str, &[&str])] = &[
-    ("coordination", &["protocol", "identity"]),
-    ("checkpoint", &["identity"]),
-    ("manager", &["protocol", "identity", "coordination", "checkpoint"]),
-    ("oxccl-candle", &["ddp", "diloco"]),
+    ("oxccl-coordination", &["oxccl-protocol", "oxccl-identity"]),
+    ("oxccl-checkpoint", &["oxccl-identity"]),
+    (
+        "oxccl-manager",
+        &[
+            "oxccl-protocol",
+            "oxccl-identity",
+            "oxccl-coordination",
+            "oxccl-checkpoint",
+        ],
+    ),
+    ("oxccl-candle", &["oxccl-ddp", "oxccl-diloco"]),
 ];
 
 /// Dependencies that only some crates may have (tests may use them anywhere).
@@ -60,10 +68,10 @@ const FENCES: &[Fenced] = &[
     Fenced {
         names: &["tokio", "tonic", "axum", "hyper"],
         allowed: &[
-            "coordination",
-            "manager",
-            "checkpoint",
-            "identity",
+            "oxccl-coordination",
+            "oxccl-manager",
+            "oxccl-checkpoint",
+            "oxccl-identity",
             "oxccl",
             "oxccl-examples",
             "oxccl-tests",
@@ -180,11 +188,11 @@ mod tests {
     const MEMBERS: &[&str] = &[
         "ftcore",
         "backend-gloo",
-        "coordination",
-        "checkpoint",
-        "manager",
-        "diloco",
-        "conformance",
+        "oxccl-coordination",
+        "oxccl-checkpoint",
+        "oxccl-manager",
+        "oxccl-diloco",
+        "oxccl-conformance",
         "oxccl",
     ];
 
@@ -216,12 +224,24 @@ mod tests {
 
     #[test]
     fn steps_within_a_floor_are_the_named_ones() {
-        assert!(findings("manager", &[("coordination", None), ("checkpoint", None)]).is_empty());
-        assert_eq!(findings("coordination", &[("manager", None)]).len(), 1);
-        assert_eq!(findings("checkpoint", &[("coordination", None)]).len(), 1);
-        assert!(findings("oxccl-candle", &[("diloco", None)]).is_empty());
+        assert!(
+            findings(
+                "oxccl-manager",
+                &[("oxccl-coordination", None), ("oxccl-checkpoint", None)]
+            )
+            .is_empty()
+        );
         assert_eq!(
-            findings("diloco", &[("oxccl-candle", None)]).len(),
+            findings("oxccl-coordination", &[("oxccl-manager", None)]).len(),
+            1
+        );
+        assert_eq!(
+            findings("oxccl-checkpoint", &[("oxccl-coordination", None)]).len(),
+            1
+        );
+        assert!(findings("oxccl-candle", &[("oxccl-diloco", None)]).is_empty());
+        assert_eq!(
+            findings("oxccl-diloco", &[("oxccl-candle", None)]).len(),
             0,
             "not a member in this test"
         );
@@ -229,9 +249,9 @@ mod tests {
 
     #[test]
     fn what_stands_around_the_house_is_for_tests_only() {
-        assert!(findings("backend-gloo", &[("conformance", Some("dev"))]).is_empty());
-        assert_eq!(findings("backend-gloo", &[("conformance", None)]).len(), 1);
-        assert!(findings("oxccl-tests", &[("oxccl", None), ("conformance", None)]).is_empty());
+        assert!(findings("backend-gloo", &[("oxccl-conformance", Some("dev"))]).is_empty());
+        assert_eq!(findings("backend-gloo", &[("oxccl-conformance", None)]).len(), 1);
+        assert!(findings("oxccl-tests", &[("oxccl", None), ("oxccl-conformance", None)]).is_empty());
     }
 
     #[test]
@@ -248,10 +268,10 @@ mod tests {
     #[test]
     fn heavy_dependencies_stay_in_their_rooms() {
         assert_eq!(findings("ftcore", &[("tokio", None)]).len(), 1);
-        assert_eq!(findings("ddp", &[("tonic-prost", None)]).len(), 1);
+        assert_eq!(findings("oxccl-ddp", &[("tonic-prost", None)]).len(), 1);
         assert!(findings("ftcore", &[("tokio", Some("dev")), ("tokenizers", None)]).is_empty());
-        assert!(findings("coordination", &[("tokio", None), ("tonic", None)]).is_empty());
-        assert_eq!(findings("diloco", &[("candle-core", None)]).len(), 1);
+        assert!(findings("oxccl-coordination", &[("tokio", None), ("tonic", None)]).is_empty());
+        assert_eq!(findings("oxccl-diloco", &[("candle-core", None)]).len(), 1);
         assert_eq!(findings("ftcore", &[("cudarc", None)]).len(), 1);
     }
 }

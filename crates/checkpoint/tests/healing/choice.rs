@@ -5,10 +5,10 @@ use std::sync::Mutex;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use checkpoint::{
+use ftcore::{ErrorKind, Result};
+use oxccl_checkpoint::{
     CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, Reach, Snapshot, SourceChoice, StateDict,
 };
-use ftcore::{ErrorKind, Result};
 
 type Follow = Box<dyn FnMut(&Reach) -> Option<usize> + Send>;
 

@@ -5,9 +5,9 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use checkpoint::{CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, TransportOptions};
 use ftcore::{Credentials, Error, ErrorKind, Result};
 use identity::{Party, Role};
+use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, TransportOptions};
 
 use crate::fake_source::{snapshot, state};
 

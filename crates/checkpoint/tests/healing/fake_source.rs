@@ -5,7 +5,7 @@ use std::net::{Shutdown, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
-use checkpoint::{Snapshot, StateDict};
+use oxccl_checkpoint::{Snapshot, StateDict};
 
 /// What a request is for.
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -2,8 +2,8 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict, fetch, fetch_with};
 use ftcore::{Error, ErrorKind};
+use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Manifest, StateDict, fetch, fetch_with};
 
 use crate::fake_source::{Asked, FakeSource, Reply, honest, snapshot, state};
 

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Kept, Snapshot};
 use ftcore::ErrorKind;
+use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, HttpTransport, Kept, Snapshot};
 
 use crate::fake_source::state;
 
@@ -107,7 +107,7 @@ fn kill(pid: u32) {
     assert!(status.unwrap().success());
 }
 
-fn fetch(urls: &[&String]) -> ftcore::Result<checkpoint::Fetched> {
+fn fetch(urls: &[&String]) -> ftcore::Result<oxccl_checkpoint::Fetched> {
     let sources = urls.iter().map(|u| CheckpointSource::at(u.as_str())).collect();
     Fetch::step(5, sources).run(Instant::now() + LONG, &FetchOptions::default())
 }

@@ -3,11 +3,11 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::{
+use ftcore::{ErrorKind, Result};
+use oxccl_checkpoint::{
     CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, SnapshotId,
     StateDict,
 };
-use ftcore::{ErrorKind, Result};
 
 use crate::fake_source::{FakeSource, Reply, snapshot, state};
 

@@ -5,8 +5,8 @@ use std::net::TcpStream;
 use std::sync::{Arc, mpsc};
 use std::time::{Duration, Instant};
 
-use checkpoint::{HttpTransport, Manifest, Snapshot, StateDict, TransportOptions, decode, fetch};
 use ftcore::ErrorKind;
+use oxccl_checkpoint::{HttpTransport, Manifest, Snapshot, StateDict, TransportOptions, decode, fetch};
 
 use crate::fake_source::{snapshot, state};
 

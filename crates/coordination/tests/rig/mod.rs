@@ -11,11 +11,11 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use coordination::{
+use ftcore::{Error, ErrorKind, Result};
+use oxccl_coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus, ManagerClient, ManagerServer,
     ManagerServerConfig, Member, PushEvent, QuorumRequest, QuorumResult, WatchGuard,
 };
-use ftcore::{Error, ErrorKind, Result};
 
 /// Generous: only a hang reaches it.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);

@@ -2,7 +2,7 @@
 
 #![allow(dead_code, reason = "each test takes what it needs")]
 
-use diloco::{Diloco, DilocoConfig, SliceParameters};
+use oxccl_diloco::{Diloco, DilocoConfig, SliceParameters};
 use training_rig::{Nothing, ScriptedReplica};
 
 /// Zeros of these lengths, `p0`, `p1` and so on.

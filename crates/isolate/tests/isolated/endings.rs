@@ -8,7 +8,7 @@ use ftcore::{
     Collective, Configuration, DType, Epoch, Error, ErrorKind, InMemoryStore, ProcessGroup, ProcessGroupExt,
     ReduceOp, Result, Store, SubmitOptions, TcpStore, TcpStoreServer, Tensor, deadline_in,
 };
-use isolate::{IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::rig::*;

@@ -8,7 +8,7 @@ use ftcore::{
     Collective, DType, Device, DeviceKind, ErrorKind, Event, Feature, InMemoryStore, ProcessGroup,
     ProcessGroupExt, ReduceOp, Result, Store, Stream, SubmitOptions, Tensor, deadline_in,
 };
-use isolate::{Helper, IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{Helper, IsolateOptions, IsolatedGroup};
 
 use crate::rig::*;
 
@@ -514,7 +514,7 @@ fn store() {
 fn wrapped() {
     let registry = ftcore::Registry::new();
     let plain = ftcore::Registry::global().get("odd", None).unwrap();
-    let backend = isolate::wrap(&plain, IsolateOptions::new("odd", Device::CPU));
+    let backend = oxccl_isolate::wrap(&plain, IsolateOptions::new("odd", Device::CPU));
     assert_eq!(
         (&backend.name, &backend.device, &backend.source),
         (&plain.name, &plain.device, &plain.source)

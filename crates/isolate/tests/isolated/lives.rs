@@ -10,7 +10,7 @@ use ftcore::{
     Configuration, DType, Epoch, ErrorKind, ProcessGroup, ProcessGroupExt, ReduceOp, Store, TcpStore,
     TcpStoreServer, Tensor,
 };
-use isolate::{IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 
 use crate::rig::*;
 
@@ -155,7 +155,7 @@ pub(crate) fn as_victim() -> Option<ExitCode> {
         }
     }
     if role == TELLS {
-        let told = isolate::IsolatedGroup::new(options("gloo")).map(|group| {
+        let told = oxccl_isolate::IsolatedGroup::new(options("gloo")).map(|group| {
             let exe = format!("/proc/{}/exe", group.child_pid().unwrap());
             std::fs::read_link(exe).unwrap().display().to_string()
         });
@@ -389,7 +389,7 @@ fn is_in_a_call(pid: u32) -> bool {
 }
 
 fn dies_in_configure() {
-    let group = isolate::IsolatedGroup::new(odd("hang configure")).unwrap();
+    let group = oxccl_isolate::IsolatedGroup::new(odd("hang configure")).unwrap();
     let pid = group.child_pid().unwrap();
     std::thread::scope(|scope| {
         let configuring = scope.spawn(|| {
@@ -486,7 +486,7 @@ fn helper_on_path() {
     let told = |name: &str| {
         let output = Command::new(std::env::current_exe().unwrap())
             .env(VICTIM, TELLS)
-            .env(isolate::ENV_HELPER, name)
+            .env(oxccl_isolate::ENV_HELPER, name)
             .env("PATH", &folder)
             .output()
             .unwrap();

@@ -9,7 +9,7 @@ use ftcore::{
     Checked, Collective, DType, Error, ErrorKind, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp,
     Result, Store, SubmitOptions, Tensor,
 };
-use isolate::IsolatedGroup;
+use oxccl_isolate::IsolatedGroup;
 
 use crate::rig::*;
 

@@ -16,7 +16,7 @@ use backend_gloo as _;
 use libtest_mimic::{Arguments, Trial};
 
 fn main() -> ExitCode {
-    isolate::run_child_if_asked();
+    oxccl_isolate::run_child_if_asked();
     if let Some(code) = endings::as_quitter().or_else(lives::as_victim) {
         return code;
     }

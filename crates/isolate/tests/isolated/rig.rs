@@ -7,7 +7,7 @@ use ftcore::{
     Configuration, Device, Epoch, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp,
     Result, Store, Tensor, deadline_in,
 };
-use isolate::{IsolateOptions, IsolatedGroup};
+use oxccl_isolate::{IsolateOptions, IsolatedGroup};
 
 pub(crate) fn soon() -> Instant {
     deadline_in(Duration::from_secs(30))

@@ -307,14 +307,14 @@ unsafe extern "C" fn device(
 ///
 /// ```no_run
 /// use std::sync::Arc;
-/// # use plugin::ftcore::{self, Capabilities, Device, GroupOptions, ProcessGroup, Result};
+/// # use oxccl_plugin::ftcore::{self, Capabilities, Device, GroupOptions, ProcessGroup, Result};
 /// # struct MyFactory;
 /// # impl ftcore::registry::BackendFactory for MyFactory {
 /// #     fn probe(&self) -> Result<()> { Ok(()) }
 /// #     fn capabilities(&self) -> Capabilities { unimplemented!() }
 /// #     fn create(&self, _: &Device, _: &GroupOptions) -> Result<Box<dyn ProcessGroup>> { unimplemented!() }
 /// # }
-/// plugin::export! {
+/// oxccl_plugin::export! {
 ///     name: "acme",
 ///     version: env!("CARGO_PKG_VERSION"),
 ///     backends: [("acme", "cpu", || Arc::new(MyFactory))],

@@ -85,7 +85,7 @@ pub(super) fn keep(file: State, verdict: Verdict) {
 /// there, or has changed since, is tried there.
 ///
 /// ```no_run
-/// let verdicts = plugin::verdicts_for_job();
+/// let verdicts = oxccl_plugin::verdicts_for_job();
 /// for rank in 0..2 {
 ///     std::process::Command::new("train").arg(rank.to_string()).envs(verdicts.clone()).spawn()?;
 /// }

@@ -8,7 +8,7 @@ use ftcore::{
     ReduceOp, Store, SubmitOptions, Tensor, deadline_in,
 };
 use libtest_mimic::Trial;
-use plugin::load;
+use oxccl_plugin::load;
 
 use crate::odd::logged;
 use crate::ranks::{backend, configuration};

@@ -8,7 +8,7 @@ use ftcore::{
     deadline_in,
 };
 use libtest_mimic::Trial;
-use plugin::{Loaded, load};
+use oxccl_plugin::{Loaded, load};
 
 use crate::ranks::{backend, configuration, soon, with_ranks};
 use crate::{Outcome, build, ensure, header, text, trial_in_c};
@@ -26,7 +26,7 @@ pub(crate) fn plain() -> Outcome<PathBuf> {
 fn opened(name: &str, defines: &[&str]) -> Outcome<Loaded> {
     let opened = load(&built(name, defines)?).map_err(text)?;
     ensure!(
-        opened.abi_minor() == plugin::abi::MINOR,
+        opened.abi_minor() == oxccl_plugin::abi::MINOR,
         "minor version {}",
         opened.abi_minor()
     );

@@ -7,7 +7,7 @@ use std::path::Path;
 use ftcore::registry::{Outcome as Registered, Provenance, Unavailable};
 use ftcore::{ErrorKind, Registry};
 use libtest_mimic::Trial;
-use plugin::{ENV_LIBRARY, ENV_PATH, Report, discover_with};
+use oxccl_plugin::{ENV_LIBRARY, ENV_PATH, Report, discover_with};
 
 use crate::{Outcome, cstore, ensure, faulty, text, trial, trial_in_c};
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 use ftcore::registry::{OnConflict, Unavailable};
 use ftcore::{Capabilities, Error, ErrorKind, OpKind, OpSet, Registry};
 use libtest_mimic::Trial;
-use plugin::{load, load_within};
+use oxccl_plugin::{load, load_within};
 
 use crate::{Outcome, build, ensure, header, text, trial, trial_in_c};
 
@@ -89,7 +89,7 @@ pub(crate) fn trials() -> Vec<Trial> {
         refused_with(
             "a_missing_entry_point_is_named",
             2,
-            |r| matches!(r, Unavailable::SymbolMissing { symbol, .. } if symbol == plugin::abi::OPEN),
+            |r| matches!(r, Unavailable::SymbolMissing { symbol, .. } if symbol == oxccl_plugin::abi::OPEN),
         ),
         times_out("one_that_hangs_when_asked_is_killed_at_the_time_limit", 4),
         refused_with("one_that_aborts_is_a_reason_with_its_last_words", 5, |r| {
@@ -155,7 +155,7 @@ pub(crate) fn trials() -> Vec<Trial> {
 fn newer() -> Outcome {
     let opened = load(&fault(10)?).map_err(text)?;
     ensure!(
-        opened.abi_minor() == plugin::abi::MINOR,
+        opened.abi_minor() == oxccl_plugin::abi::MINOR,
         "minor {}",
         opened.abi_minor()
     );

@@ -10,7 +10,7 @@ use ftcore::{
     Tensor,
 };
 use libtest_mimic::Trial;
-use plugin::open_trusted;
+use oxccl_plugin::open_trusted;
 
 use crate::ranks::configuration;
 use crate::{Outcome, cstore, ensure, text, trial, trial_in_c};

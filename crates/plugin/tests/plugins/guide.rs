@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use ftcore::{Device, ProcessGroupExt, ReduceOp, Tensor};
 use libtest_mimic::Trial;
-use plugin::load;
+use oxccl_plugin::load;
 
 use crate::ranks::{backend, with_ranks};
 use crate::{Outcome, build, ensure, header, text, trial, trial_in_c};

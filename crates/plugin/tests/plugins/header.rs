@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use ftcore::{DType, Feature, OpKind, ReduceOp};
-use plugin::abi::{self, StructLayout};
+use oxccl_plugin::abi::{self, StructLayout};
 
 use crate::build;
 
@@ -292,7 +292,7 @@ pub(crate) fn generate() -> String {
     );
     enumeration(&mut out, "feature", "Features of a group.", &features);
     let kinds = numbered(
-        &mut plugin::abi::ERROR_KINDS
+        &mut oxccl_plugin::abi::ERROR_KINDS
             .iter()
             .map(|(code, name)| ((*name).to_string(), *code)),
     );
@@ -303,7 +303,7 @@ pub(crate) fn generate() -> String {
         &kinds,
     );
     let reasons = numbered(
-        &mut plugin::abi::REASONS
+        &mut oxccl_plugin::abi::REASONS
             .iter()
             .map(|(code, name)| (format!("REASON_{name}"), *code)),
     );

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use libtest_mimic::Trial;
-use plugin::ENV_PATH;
+use oxccl_plugin::ENV_PATH;
 
 use crate::{Outcome, build, cstore, ensure, faulty, odd, text, trial_in_c};
 
@@ -64,7 +64,7 @@ fn train(libraries: &[PathBuf], arguments: &[&str]) -> Outcome<Run> {
         .args(["--time-limit-s", "240", "--out"])
         .arg(folder.path())
         .env(ENV_PATH, std::env::join_paths(libraries).map_err(text)?)
-        .env(plugin::ENV_PROBE_SECONDS, "5")
+        .env(oxccl_plugin::ENV_PROBE_SECONDS, "5")
         .env("RUST_LOG", "warn")
         .output()
         .map_err(text)?;

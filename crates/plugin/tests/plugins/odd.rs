@@ -10,7 +10,7 @@ use ftcore::{
     Registry, SubmitOptions, Tensor, accelerator, deadline_in,
 };
 use libtest_mimic::Trial;
-use plugin::{Loaded, load};
+use oxccl_plugin::{Loaded, load};
 
 use crate::ranks::{backend, configuration, soon, with_ranks};
 use crate::{Outcome, build, ensure, text, trial};

@@ -26,7 +26,7 @@ pub(crate) fn configuration(store: &Arc<dyn Store>, epoch: u64, rank: u32, world
 }
 
 /// The backend `name` of a plugin.
-pub(crate) fn backend(plugin: &plugin::Loaded, name: &str) -> Outcome<Backend> {
+pub(crate) fn backend(plugin: &oxccl_plugin::Loaded, name: &str) -> Outcome<Backend> {
     let found = plugin.backends().into_iter().find(|b| b.name == name);
     found.ok_or_else(|| format!("no backend {name} in {plugin:?}"))
 }

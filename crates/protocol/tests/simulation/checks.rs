@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use protocol::{Joining, Quorum};
+use oxccl_protocol::{Joining, Quorum};
 
-use protocol::rank::Rank;
+use oxccl_protocol::rank::Rank;
 
 use crate::groups::{Share, Who};
 use crate::trainer::{Offer, Taken};
@@ -175,7 +175,7 @@ impl Checks {
             return Ok(());
         };
         // Members of the last quorum that are not behind go on as soon as they are enough; what has no name in it is a newcomer.
-        let is_far = |m: &&protocol::Member| m.step < frontier;
+        let is_far = |m: &&oxccl_protocol::Member| m.step < frontier;
         let goes_on: Vec<_> = members
             .iter()
             .filter(|m| !is_far(m) && last.contains(&m.replica_id))

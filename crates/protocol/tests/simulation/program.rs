@@ -5,7 +5,7 @@
 //! inner step adds a number of its own to the local parameters, and an outer gradient is the difference: it names the work in it.
 
 use ftcore::{Error, ErrorKind, Result};
-use protocol::training::{Due, RoundRules, Rounds, Sends, Share, Steps};
+use oxccl_protocol::training::{Due, RoundRules, Rounds, Sends, Share, Steps};
 
 use crate::random::{Training, mix};
 

@@ -2,7 +2,7 @@
 
 use std::time::Duration;
 
-use protocol::quorum::OrderKind;
+use oxccl_protocol::quorum::OrderKind;
 
 /// A stream of random numbers.
 #[derive(Debug, Clone)]

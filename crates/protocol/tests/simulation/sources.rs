@@ -1,7 +1,7 @@
 //! Which source a rank heals from: the ranks of a replica agree over the real [`Choice`], kept where they meet.
 
-use protocol::QuorumResult;
-use protocol::source::{Choice, Told, Within};
+use oxccl_protocol::QuorumResult;
+use oxccl_protocol::source::{Choice, Told, Within};
 
 use crate::groups::Who;
 use crate::trainer::{Offer, Taken};

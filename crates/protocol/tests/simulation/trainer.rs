@@ -8,12 +8,12 @@
 use std::time::Duration;
 
 use ftcore::{Error, ErrorKind};
-use protocol::gather::RankRequest;
-use protocol::quorum::Ticket;
-use protocol::rank::{Next, Rank, RankRules, RankVote};
-use protocol::replica::ReplicaEvent;
-use protocol::training::Share as Part;
-use protocol::{Lineage, QuorumResult};
+use oxccl_protocol::gather::RankRequest;
+use oxccl_protocol::quorum::Ticket;
+use oxccl_protocol::rank::{Next, Rank, RankRules, RankVote};
+use oxccl_protocol::replica::ReplicaEvent;
+use oxccl_protocol::training::Share as Part;
+use oxccl_protocol::{Lineage, QuorumResult};
 
 use crate::groups::{Progress, Share, Who};
 use crate::program::{Model, Program, Turn, Wrong};

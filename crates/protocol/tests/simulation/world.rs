@@ -9,11 +9,11 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind};
-use protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
-use protocol::rank::RankVote;
-use protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
-use protocol::source::Choice;
-use protocol::{Member, Quorum, QuorumResult};
+use oxccl_protocol::quorum::{Action, Event, LighthouseState, Order, QuorumRules, Record, Start, Ticket};
+use oxccl_protocol::rank::RankVote;
+use oxccl_protocol::replica::{ReplicaAction, ReplicaEvent, ReplicaRules, ReplicaState};
+use oxccl_protocol::source::Choice;
+use oxccl_protocol::{Member, Quorum, QuorumResult};
 
 use crate::checks::Checks;
 use crate::groups::{Groups, Who};

@@ -1,6 +1,6 @@
 //! Test data that is the same everywhere: four distributions from one small generator.
 
-use quant::Codec;
+use oxccl_quant::Codec;
 
 /// Values per row of the data with outliers.
 const ROW: usize = 2048;

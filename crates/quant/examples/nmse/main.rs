@@ -1,11 +1,11 @@
 //! Prints the table of docs/quantisation.md: the error of every format once, and through the two shapes of all-reduce.
 //!
-//! `cargo run --release -p quant --example nmse`
+//! `cargo run --release -p oxccl-quant --example nmse`
 
 mod data;
 
 use data::{Distribution, Random, nmse, reduced, through};
-use quant::Codec;
+use oxccl_quant::Codec;
 
 const COUNT: usize = 1 << 20;
 const RANKS: u64 = 16;

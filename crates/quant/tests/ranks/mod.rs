@@ -10,7 +10,7 @@ use ftcore::{
     Collective, Configuration, Epoch, Error, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt,
     ReduceOp, Result, Store, SubmitOptions, Tensor, deadline_in,
 };
-use quant::{Codec, QuantizeOptions, QuantizedGroup};
+use oxccl_quant::{Codec, QuantizeOptions, QuantizedGroup};
 
 /// The deadline of whatever is expected to work.
 pub(crate) fn soon() -> Instant {

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use backend_gloo as _;
 use ftcore::{Error, ProcessGroupExt as _, ReduceOp, Result, Tensor, deadline_in};
-use world::{Place, World, WorldOptions};
+use oxccl_world::{Place, World, WorldOptions};
 
 use crate::say;
 

@@ -16,7 +16,7 @@ impl World {
             last_world_size: 0,
             batches_committed: 0,
             healed: false,
-            joining: protocol::Joining::default(),
+            joining: oxccl_protocol::Joining::default(),
             is_last: false,
             ..member
         }
