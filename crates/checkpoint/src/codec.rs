@@ -12,8 +12,8 @@ use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
 use serde::ser::{Serialize, SerializeMap, Serializer};
 
-use crate::state::check_name;
 use crate::{StateDict, StateTensor};
+use replica::check_name;
 
 /// Metadata keys with this prefix are the format's own (step, epoch, version); a state may not use them.
 pub const RESERVED_METADATA_PREFIX: &str = "oxccl.";
@@ -296,12 +296,11 @@ fn insert(
 fn move_metadata(header: &Metadata, state: &mut StateDict) -> BTreeMap<String, String> {
     let mut own = BTreeMap::new();
     for (key, value) in header.metadata().iter().flatten() {
-        let map = if key.starts_with(RESERVED_METADATA_PREFIX) {
-            &mut own
+        if key.starts_with(RESERVED_METADATA_PREFIX) {
+            own.insert(key.clone(), value.clone());
         } else {
-            state.metadata_mut()
-        };
-        map.insert(key.clone(), value.clone());
+            state.set_metadata(key, value);
+        }
     }
     own
 }

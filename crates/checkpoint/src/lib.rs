@@ -18,7 +18,6 @@ mod seal;
 mod series;
 mod server;
 mod snapshot;
-mod state;
 mod writer;
 
 pub use codec::{RESERVED_METADATA_PREFIX, decode, encode};
@@ -28,10 +27,10 @@ pub use fetch::{
 };
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 pub use newest::{Found, Search, newest};
+pub use replica::{StateDict, StateTensor};
 pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};
 pub use server::{
     DIGEST_HEADER, EPOCH_HEADER, HttpTransport, LINEAGE_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER,
 };
 pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
-pub use state::{StateDict, StateTensor};
 pub use writer::{Outcome, Writer};

@@ -15,11 +15,11 @@ use std::sync::{Arc, Barrier};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use checkpoint::StateDict;
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{GroupOptions, Result, Tensor};
-use manager::{Manager, ManagerConfig, State};
+use manager::{Manager, ManagerConfig};
 use oxccl_ddp::{Ddp, DdpConfig, Sink, Slot};
+use replica::{State, StateDict};
 
 const REPLICAS: usize = 2;
 const ROUNDS: usize = 3;

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 
 use ftcore::{DType, Element, Error, ErrorKind, ReduceOp, Result, Tensor};
 use half::{bf16, f16};
-use manager::{ManagedWork, Participation, Replica};
+use replica::{ManagedWork, Participation, Replica};
 
 /// One gradient's place. The list of slots is the same on every replica.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -3,9 +3,9 @@
 
 use std::sync::Arc;
 
-use checkpoint::StateDict;
 use ftcore::Result;
 use quant::ErrorFeedback;
+use replica::StateDict;
 
 /// The debts of this replica's rank; without error feedback there are none.
 #[derive(Default)]

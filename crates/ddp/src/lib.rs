@@ -17,12 +17,12 @@ use std::time::Duration;
 
 use buckets::BucketPlan;
 pub use buckets::{Sink, Slot};
-use checkpoint::StateDict;
 use feedback::Feedback;
 use ftcore::{Error, ErrorKind, Result, Tensor, Traffic, deadline_in, time_left};
-use manager::{Healed, ManagedWork, Participation, Replica, State};
 use protocol::training::{Sends, Share, Steps};
 use quant::ErrorFeedback;
+use replica::StateDict;
+use replica::{Healed, ManagedWork, Participation, Replica, State};
 pub use sampler::{Part, Sampler};
 use state::Whole;
 

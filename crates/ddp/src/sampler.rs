@@ -17,7 +17,7 @@ use ftcore::{Error, Result};
 /// ```
 /// use oxccl_ddp::{Ddp, Sampler};
 /// use ftcore::Result;
-/// use manager::{Participation, Replica, State};
+/// use replica::{Participation, Replica, State};
 /// # trait Model: State {
 /// #     fn cursor(&self) -> u64;
 /// #     fn set_cursor(&mut self, cursor: u64);

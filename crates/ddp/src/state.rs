@@ -1,9 +1,9 @@
 //! What a replica of data parallel is made of, and what taking it over does: the caller's state and what error feedback owes.
 
-use checkpoint::StateDict;
 use ftcore::{Result, Tensor};
-use manager::State;
 use protocol::training::Steps;
+use replica::State;
+use replica::StateDict;
 
 use crate::feedback::Feedback;
 

@@ -10,11 +10,11 @@
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
-use checkpoint::StateDict;
 use ftcore::{ProcessGroupExt, Result, Store};
-use manager::State;
 use oxccl_ddp::{Ddp, DdpConfig, Slot};
 use quant::ErrorFeedback;
+use replica::State;
+use replica::StateDict;
 use training_rig::{ScriptedReplica, Source, ranks, two_bits};
 
 const WORLD: u32 = 2;

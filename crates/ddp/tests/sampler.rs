@@ -11,11 +11,11 @@
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use checkpoint::StateDict;
 use ftcore::{ProcessGroupExt, Result};
-use manager::Participation;
 use oxccl_ddp::{Ddp, DdpConfig, Sampler, Slot};
 use proptest::prelude::*;
+use replica::Participation;
+use replica::StateDict;
 use training_rig::{ScriptedReplica, Source, gloo, ranks};
 
 /// A replica's state: what heals. Every committed step leaves its samples in it.
@@ -185,7 +185,7 @@ struct Counts {
     used: Vec<f32>,
 }
 
-impl manager::State for Counts {
+impl replica::State for Counts {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         out.insert_i64s("cursor", &[i64::try_from(self.cursor).unwrap()])?;
         out.insert_f32("used", &[self.used.len()], &self.used)

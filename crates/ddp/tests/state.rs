@@ -11,10 +11,10 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
-use manager::{Replica, State};
 use oxccl_ddp::{Ddp, DdpConfig, Slot};
+use replica::StateDict;
+use replica::{Replica, State};
 use training_rig::{ScriptedReplica, Source};
 
 /// A training loop whose gradient is its weight.

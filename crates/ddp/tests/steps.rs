@@ -11,11 +11,11 @@ use std::cell::RefCell;
 use std::rc::Rc;
 use std::time::Duration;
 
-use checkpoint::StateDict;
 use ftcore::{DType, Error, ErrorKind, Result, Tensor};
 use half::bf16;
-use manager::State;
 use oxccl_ddp::{Ddp, DdpConfig, Slot};
+use replica::State;
+use replica::StateDict;
 use training_rig::{Nothing, ScriptedReplica, Source};
 
 /// The type and the elements of each bucket, in the order in which they were sent; shared, so that a test can look while gradients are

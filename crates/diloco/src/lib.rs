@@ -2,7 +2,7 @@
 //!
 //! Sources: DiLoCo (arXiv 2311.08105), Streaming DiLoCo (arXiv 2501.18512). A training loop owns its model behind
 //! [`Parameters`], makes its inner steps itself, and calls [`Diloco::after_inner_step`] after each. Communication goes
-//! through a [`manager::Replica`], so that members may die and come back between and during rounds.
+//! through a [`replica::Replica`], so that members may die and come back between and during rounds.
 //!
 //! With one fragment, `delay` 0 and `mixing` 0 this is DiLoCo; with an outer optimizer of plain SGD at rate 1 as well it
 //! is LocalSGD ([`DilocoConfig::local_sgd`]). Eager updates (arXiv 2502.12996) are [`DilocoConfig::eager`].

@@ -5,8 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use checkpoint::StateDict;
 use ftcore::{Error, Result};
+use replica::StateDict;
 
 /// A first-order optimizer.
 pub trait Optimizer: Send {

@@ -1,9 +1,9 @@
 //! What a replica of DiLoCo is made of, and how it travels to one that heals.
 
-use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
-use manager::State;
 use protocol::training::Rounds;
+use replica::State;
+use replica::StateDict;
 
 use crate::backup::Copies;
 use crate::feedback::Feedback;

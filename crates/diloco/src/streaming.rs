@@ -21,9 +21,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::{Device, Error, ErrorKind, ReduceOp, Result, Tensor, Traffic, deadline_in, time_left};
-use manager::{Healed, ManagedWork, Participation, Replica, State};
 use protocol::training::{Due, Rounds, Sends};
 use quant::ErrorFeedback;
+use replica::{Healed, ManagedWork, Participation, Replica, State};
 
 use crate::backup::Keeper;
 use crate::feedback::Feedback;

@@ -9,10 +9,10 @@
 
 mod scripted;
 
-use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
-use manager::State;
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
+use replica::State;
+use replica::StateDict;
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 

@@ -15,11 +15,11 @@ use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use checkpoint::StateDict;
 use ftcore::{Device, DeviceKind, ErrorKind, Result};
 use oxccl_diloco::{
     Backup, Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters, TensorParameters,
 };
+use replica::StateDict;
 use scripted::{layer, params};
 use training_rig::{CountedDevice, Nothing, ScriptedReplica, Source};
 

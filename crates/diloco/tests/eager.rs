@@ -14,8 +14,8 @@ use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
-use checkpoint::StateDict;
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
+use replica::StateDict;
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 

@@ -11,11 +11,11 @@ use std::collections::VecDeque;
 use std::sync::mpsc::channel;
 use std::sync::{Arc, Mutex};
 
-use checkpoint::StateDict;
 use ftcore::{ProcessGroupExt, Result, Store};
-use manager::State;
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use quant::ErrorFeedback;
+use replica::State;
+use replica::StateDict;
 use training_rig::{ScriptedReplica, Source, configuration, ranks, two_bits};
 
 const WORLD: u32 = 3;

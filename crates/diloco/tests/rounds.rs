@@ -11,9 +11,9 @@ mod scripted;
 
 use std::collections::VecDeque;
 
-use checkpoint::StateDict;
 use ftcore::Result;
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
+use replica::StateDict;
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 

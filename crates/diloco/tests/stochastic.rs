@@ -13,10 +13,10 @@ mod scripted;
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use checkpoint::StateDict;
 use ftcore::{ProcessGroupExt, Store};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters};
 use quant::{Codec, QuantizeOptions, Rounding};
+use replica::StateDict;
 use scripted::{layer, params};
 use training_rig::{Nothing, ScriptedReplica, quantised, ranks};
 

@@ -13,9 +13,9 @@ use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
-use checkpoint::StateDict;
 use ftcore::ProcessGroupExt;
 use oxccl_diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
+use replica::StateDict;
 use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
 

@@ -12,7 +12,7 @@ use coordination::{Cancel, PushEvent};
 use ftcore::{Credentials, Error, ErrorKind, ProcessGroup, Result, TcpStore, deadline_in, time_left};
 use protocol::rank::blame_peer;
 
-use crate::pending::Pending;
+use replica::Pending;
 
 /// For what is in hand when its epoch ends. Long enough for a rank that has to wait for a core; a group that sees a loss itself
 /// fails before.

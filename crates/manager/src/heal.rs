@@ -20,7 +20,7 @@ use identity::Party;
 use protocol::Lineage;
 
 use crate::heal_choice::RanksChoice;
-use crate::replica::{Healed, State};
+use replica::{Healed, State};
 
 /// Offers the state of this step to the replicas that heal from here. Costs the copy that `save` makes; the hashes are computed
 /// on the server's threads once somebody asks.

@@ -11,16 +11,10 @@ mod ends;
 mod heal;
 mod heal_choice;
 mod manager;
-mod pending;
 mod quorum;
-mod replica;
 mod reporter;
-mod states;
-mod values;
 
 pub use config::{ManagerConfig, WorldSizeMode};
 pub use manager::Manager;
-pub use pending::{ManagedWork, Pending};
 pub use protocol::Lineage;
-pub use replica::{Healed, Members, Participation, Replica, State};
-pub use states::States;
+pub use replica::{Healed, ManagedWork, Members, Participation, Pending, Replica, State, States};

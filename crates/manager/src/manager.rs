@@ -25,13 +25,12 @@ use crate::config::{ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
 use crate::ends::{Ends, NO_EPOCH};
 use crate::heal;
-use crate::pending::{ManagedWork, Pending};
 use crate::quorum::{Ahead, GONE, Search};
-use crate::replica::{Healed, Members, Participation, Replica, State};
 use crate::reporter::Reporter;
 use protocol::Lineage;
 use protocol::commit::VoteKey;
 use protocol::rank::{Next, Rank, RankRules};
+use replica::{Healed, ManagedWork, Members, Participation, Pending, Replica, State};
 
 /// Keys under which group rank 0 tells the other ranks of its replica where its servers are.
 const KEY_MANAGER: &str = "oxccl/manager_address";

@@ -44,6 +44,8 @@ pub use manager;
 pub use plugin;
 #[cfg(feature = "quant")]
 pub use quant;
+#[cfg(feature = "replica")]
+pub use replica;
 #[cfg(feature = "world")]
 pub use world;
 

@@ -5,8 +5,6 @@ pub use std::time::Duration;
 
 #[cfg(feature = "gloo")]
 pub use backend_gloo::GlooGroup;
-#[cfg(feature = "checkpoint")]
-pub use checkpoint::StateDict;
 #[cfg(feature = "ddp")]
 pub use ddp::{Ddp, DdpConfig, Slot};
 #[cfg(feature = "diloco")]
@@ -16,9 +14,11 @@ pub use ftcore::{
     deadline_in,
 };
 #[cfg(feature = "manager")]
-pub use manager::{Manager, ManagerConfig, Replica, State};
+pub use manager::{Manager, ManagerConfig};
 #[cfg(feature = "quant")]
 pub use quant::QuantizedGroup;
+#[cfg(feature = "replica")]
+pub use replica::{Replica, State, StateDict};
 #[cfg(feature = "world")]
 pub use world::{GroupSpec, Place, World, WorldOptions};
 

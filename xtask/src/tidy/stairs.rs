@@ -25,6 +25,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("oxccl-coordination", Place::Floor(4)),
     ("oxccl-protocol", Place::Floor(4)),
     ("oxccl-identity", Place::Floor(4)),
+    ("oxccl-replica", Place::Floor(4)),
     ("oxccl-ddp", Place::Floor(5)),
     ("oxccl-diloco", Place::Floor(5)),
     ("oxccl-candle", Place::Floor(5)),
@@ -43,7 +44,7 @@ const FLOORS: &[(&str, Place)] = &[
 /// Steps within one floor that the design asks for.
 const WITHIN: &[(&str, &[&str])] = &[
     ("oxccl-coordination", &["oxccl-protocol", "oxccl-identity"]),
-    ("oxccl-checkpoint", &["oxccl-identity"]),
+    ("oxccl-checkpoint", &["oxccl-identity", "oxccl-replica"]),
     (
         "oxccl-manager",
         &[
@@ -51,6 +52,7 @@ const WITHIN: &[(&str, &[&str])] = &[
             "oxccl-identity",
             "oxccl-coordination",
             "oxccl-checkpoint",
+            "oxccl-replica",
         ],
     ),
     ("oxccl-candle", &["oxccl-ddp", "oxccl-diloco"]),

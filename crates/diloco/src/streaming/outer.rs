@@ -3,7 +3,7 @@
 //! One tensor at a time: copies may lie on a device ([`Copies`](crate::backup::Copies)), and so may the parameters.
 
 use ftcore::{Error, ErrorKind, Result};
-use manager::Replica;
+use replica::Replica;
 
 use crate::state::Fragment;
 use crate::{Diloco, Parameters};

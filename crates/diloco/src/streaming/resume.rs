@@ -1,8 +1,8 @@
 //! A run that is stopped and goes on: what a checkpoint on disk holds besides the state that heals, and how it is taken up again.
 
-use checkpoint::StateDict;
 use ftcore::{Error, ErrorKind, Result};
-use manager::{Replica, State};
+use replica::StateDict;
+use replica::{Replica, State};
 
 use crate::{Diloco, Parameters};
 

@@ -119,7 +119,7 @@ impl Pending {
 }
 
 /// An all-reduce under management: it may be waited for, and even if nobody does, its outcome counts in the vote.
-pub struct ManagedWork(pub(crate) std::result::Result<Work, (Error, Vec<Tensor>)>);
+pub struct ManagedWork(std::result::Result<Work, (Error, Vec<Tensor>)>);
 
 impl ManagedWork {
     /// An all-reduce that was never submitted, because of `error`. The tensors can be recovered.

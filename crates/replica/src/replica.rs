@@ -2,14 +2,14 @@
 
 use std::time::{Duration, Instant};
 
-use checkpoint::StateDict;
+use crate::state_dict::StateDict;
 use ftcore::{ReduceOp, Result, Tensor, Traffic};
 
 use crate::ManagedWork;
 
 /// State that a healing replica takes over from a healthy one.
 ///
-/// `save` is called on the training thread inside `start_quorum`, when somebody needs to heal from this replica; the
+/// `save` is called on the training thread inside `start_quorum`, when another replica needs to heal from this one; the
 /// result is an immutable snapshot (L10). `load` is called there too, on the replica that heals, more than once if it is far behind.
 pub trait State {
     /// Puts everything that the next step depends on into `out`.
@@ -52,7 +52,8 @@ pub struct Members {
 }
 
 impl Members {
-    pub(crate) fn of(replica_world_size: u32, ids: Vec<String>) -> Self {
+    /// The `replica_world_size` members of a quorum; `ids` is empty where they were not told.
+    pub fn of(replica_world_size: u32, ids: Vec<String>) -> Self {
         let count = usize::try_from(replica_world_size).unwrap_or(usize::MAX);
         Self { count, ids }
     }
@@ -137,7 +138,7 @@ pub trait Replica {
     /// Waits for everything submitted in this step and decides together with the other ranks of this replica. True:
     /// the step counts and `current_step` has advanced; apply its result now. False: throw it away and start again.
     ///
-    /// Errors: `InvalidState` once more attempts in a row were lost than `ManagerConfig::max_retries` allows. If the vote itself could not be taken; then the step did not commit here. And the step's first error, if it is
+    /// Errors: `InvalidState` once more attempts in a row were lost than `manager::ManagerConfig::max_retries` allows. If the vote itself could not be taken; then the step did not commit here. And the step's first error, if it is
     /// `InvalidArgument` or `Unsupported`: another epoch would not change that, so the run ends here at once, and with it the other
     /// ranks of this replica. The other replicas go on without it. Every other error of a step is a lost vote.
     fn should_commit(&mut self, deadline: Instant) -> Result<bool>;
@@ -174,6 +175,6 @@ pub trait Replica {
     /// Bytes moved by the group so far.
     fn traffic(&self) -> Traffic;
 
-    /// Says good-bye, so that nobody waits for this replica's heartbeat to run out.
+    /// Leaves the job, so that no replica waits for this one's heartbeat to run out.
     fn leave(&mut self, deadline: Instant) -> Result<()>;
 }

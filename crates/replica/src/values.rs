@@ -1,6 +1,6 @@
 //! Plain values as a [`State`]: a step counter, a cursor in the data, a vector of weights.
 
-use checkpoint::StateDict;
+use crate::state_dict::StateDict;
 use ftcore::{Error, Result};
 
 use crate::replica::State;

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use checkpoint::StateDict;
+use crate::state_dict::StateDict;
 use ftcore::{Error, ErrorKind, Result};
 
 use crate::replica::State;

@@ -32,7 +32,7 @@ impl StateTensor {
     }
 
     /// The public fields may have been changed, so every way out of the process checks again.
-    pub(crate) fn check(&self, name: &str) -> Result<()> {
+    pub fn check(&self, name: &str) -> Result<()> {
         let expected = self.elements().and_then(|n| n.checked_mul(self.dtype.size()));
         if expected == Some(self.data.len()) {
             return Ok(());
@@ -50,7 +50,7 @@ impl StateTensor {
 /// An ordered map from names to tensors, with string metadata beside it.
 ///
 /// Names are any non-empty text except `__metadata__` (the file format keeps that one); by convention
-/// `provider/module.weight`. Metadata keys that start with [`crate::RESERVED_METADATA_PREFIX`] are refused on encoding.
+/// `provider/module.weight`. Metadata keys that start with `checkpoint::RESERVED_METADATA_PREFIX` are refused on encoding.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub struct StateDict {
     tensors: BTreeMap<String, StateTensor>,
@@ -205,10 +205,6 @@ impl StateDict {
         &self.metadata
     }
 
-    pub(crate) fn metadata_mut(&mut self) -> &mut BTreeMap<String, String> {
-        &mut self.metadata
-    }
-
     /// The first tensor, in the order of names, that the two do not have alike in dtype and shape, and how it is on either side;
     /// `None` if there is none. Values are not compared.
     pub fn first_difference(&self, other: &Self) -> Option<String> {
@@ -276,7 +272,8 @@ fn split_map<V>(map: &mut BTreeMap<String, V>, prefix: &str) -> BTreeMap<String,
     from_prefix.into_iter().map(strip).collect()
 }
 
-pub(crate) fn check_name(name: &str) -> Result<()> {
+/// Whether `name` can be the name of a tensor: `ErrorKind::InvalidArgument` if it is empty or the one that the file format keeps.
+pub fn check_name(name: &str) -> Result<()> {
     if name.is_empty() || name == "__metadata__" {
         return Err(Error::invalid(format!("'{name}' cannot be the name of a tensor")));
     }
