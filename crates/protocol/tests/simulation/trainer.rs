@@ -137,6 +137,12 @@ impl Trainer {
         self.rank.step()
     }
 
+    /// True if both hold parts of one state: of the same step and history, which they made, or took over together.
+    pub(crate) fn is_one_with(&self, other: &Self) -> bool {
+        let of = |t: &Self| (t.rank.step(), t.rank.lineage().clone(), t.taken.clone());
+        of(self) == of(other)
+    }
+
     /// The epochs in whose groups it is.
     pub(crate) fn epochs(&self) -> Vec<i64> {
         self.group.into_iter().collect()

@@ -83,6 +83,10 @@ pub(crate) enum Happening {
     InnerSteps,
     /// The rank's client tells of progress.
     ShowProgress,
+    /// A replica's server says good-bye to the lighthouse, for the first time or, until then, again.
+    GoodBye {
+        until: Duration,
+    },
     /// A process exits by itself.
     Exit,
 }
@@ -128,7 +132,6 @@ struct Replica {
     restart: Duration,
     /// When the server looks at its time-outs next.
     tick: Option<Duration>,
-    started: Duration,
 }
 
 struct Process {
@@ -347,18 +350,33 @@ impl World {
             .is_some_and(|r| r.processes.iter().any(hung))
     }
 
-    /// The smallest step of a replica's ranks: what it holds as a whole.
+    /// The smallest step of a replica's ranks.
     fn step_of(&self, slot: usize) -> i64 {
-        let processes = self.replicas[slot]
-            .iter()
-            .flat_map(|r| r.processes.iter().flatten());
-        processes.map(|p| p.trainer.step()).min().unwrap_or(0)
+        self.trainers(slot).map(Trainer::step).min().unwrap_or(0)
+    }
+
+    /// The step that a replica holds as a whole: none where its ranks took the state over from several sources, or at several times.
+    fn whole_step_of(&self, slot: usize) -> i64 {
+        let mut trainers = self.trainers(slot);
+        let Some(first) = trainers.next() else { return 0 };
+        if trainers.all(|t| t.is_one_with(first)) {
+            first.step()
+        } else {
+            0
+        }
+    }
+
+    fn trainers(&self, slot: usize) -> impl Iterator<Item = &Trainer> {
+        let replica = self.replicas[slot].iter();
+        replica
+            .flat_map(|r| r.processes.iter().flatten())
+            .map(|p| &p.trainer)
     }
 
     fn stuck(&mut self) {
         let newest = |hung: bool| {
             let slots = (0..self.replicas.len()).filter(|&s| self.is_hung(s) == hung);
-            slots.map(|s| self.step_of(s)).max().unwrap_or(0)
+            slots.map(|s| self.whole_step_of(s)).max().unwrap_or(0)
         };
         let hangs = (0..self.replicas.len()).any(|s| self.is_hung(s));
         let recorded = self
@@ -525,6 +543,7 @@ impl World {
                     self.server_hears(who, ReplicaEvent::Progress { rank });
                 }
             }
+            Happening::GoodBye { until } => self.says_good_bye(who, until),
             Happening::Exit => self.ends(who, "it exits"),
             Happening::Fault(_)
             | Happening::Grows(_)
@@ -717,25 +736,6 @@ impl World {
             vote: vote.against.is_none(),
             ticket,
         }
-    }
-
-    /// A rank leaves in good order, as it was told with the quorum. Its server answers the others first.
-    pub(crate) fn leaves(&mut self, who: Who) {
-        let rank = who.rank;
-        self.note(|| format!("{who:?} leaves"));
-        if let Some(trainer) = self.trainer(who) {
-            trainer.leaves = true;
-        }
-        if rank > 0 {
-            self.server_hears(who, ReplicaEvent::Left { rank });
-            return self.later(Duration::from_millis(5), who, Happening::Exit);
-        }
-        let Some(replica_id) = self.replica(who).map(|r| r.id.clone()) else {
-            return;
-        };
-        let reason = String::new();
-        self.send_lighthouse(who, Event::Leave { replica_id, reason });
-        self.later(Duration::from_secs(1), who, Happening::Exit);
     }
 
     /// A rank has come to the end of the run.

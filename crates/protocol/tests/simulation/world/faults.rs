@@ -50,7 +50,6 @@ impl World {
             last_arrival: self.now,
             restart: Duration::from_millis(500),
             tick: None,
-            started: self.now,
         });
         let server = Who { slot, life, rank: 0 };
         self.later(Duration::ZERO, server, Happening::Attach);
@@ -223,7 +222,7 @@ impl World {
             return;
         };
         let all_gone = replica.processes.iter().all(Option::is_none);
-        let (restart, started) = (replica.restart, replica.started);
+        let restart = replica.restart;
         self.note(|| format!("{who:?} ends: {why}"));
         // Who leaves in good order breaks nothing that it has sent.
         let after = if process.trainer.leaves { 20 } else { 0 };
@@ -253,10 +252,8 @@ impl World {
         }
         if all_gone {
             self.replicas[who.slot] = None;
-            if self.first_end.is_some()
-                && (self.ended[who.slot] || started >= self.first_end.unwrap_or_default())
-            {
-                // It has come to the end, or finds that the others have.
+            // One that has come to the end of the run is done; any other one belongs to the run, or to the next one.
+            if self.ended[who.slot] {
                 return;
             }
             self.at(self.now + restart, Owner::World, Happening::Start(who.slot));

@@ -2,6 +2,9 @@
 
 use super::*;
 
+/// So long a good-bye is said again where the connection broke.
+const SAY_AGAIN: Duration = Duration::from_secs(1);
+
 impl World {
     pub(super) fn start_lighthouse(&mut self) {
         let rules = QuorumRules {
@@ -141,14 +144,14 @@ impl World {
         self.later(delay, who, what);
     }
 
-    /// An event that a replica's server sends to the lighthouse.
-    pub(super) fn send_lighthouse(&mut self, who: Who, event: Event) {
+    /// An event that a replica's server sends to the lighthouse. False if its connection broke.
+    pub(super) fn send_lighthouse(&mut self, who: Who, event: Event) -> bool {
         if self.lighthouse.is_none() || self.is_cut(who.slot) || self.random.chance(self.scenario.loss) {
             self.connection_breaks(who);
-            return;
+            return false;
         }
         if self.scenario.foreign && Self::is_beyond_foreign(&event) {
-            return;
+            return true;
         }
         let at = self.now + self.random.millis(0, 3);
         let life = self.lighthouse_lives;
@@ -166,12 +169,43 @@ impl World {
             self.at(at + delay, Owner::Lighthouse(life), happening);
         }
         if late {
-            return;
+            return true;
         }
-        let Some(replica) = self.replica(who) else { return };
+        let Some(replica) = self.replica(who) else {
+            return true;
+        };
         let at = at.max(replica.last_arrival);
         replica.last_arrival = at;
         self.at(at, Owner::Lighthouse(life), Happening::ToLighthouse(event));
+        true
+    }
+
+    /// A rank leaves in good order, as it was told with the quorum. Its server answers the others first.
+    pub(crate) fn leaves(&mut self, who: Who) {
+        let rank = who.rank;
+        self.note(|| format!("{who:?} leaves"));
+        if let Some(trainer) = self.trainer(who) {
+            trainer.leaves = true;
+        }
+        if rank > 0 {
+            self.server_hears(who, ReplicaEvent::Left { rank });
+            return self.later(Duration::from_millis(5), who, Happening::Exit);
+        }
+        let until = self.now + SAY_AGAIN;
+        self.says_good_bye(who, until);
+        self.later(SAY_AGAIN, who, Happening::Exit);
+    }
+
+    pub(super) fn says_good_bye(&mut self, who: Who, until: Duration) {
+        let Some(replica_id) = self.replica(who).map(|r| r.id.clone()) else {
+            return;
+        };
+        let reason = String::new();
+        let is_told = self.send_lighthouse(who, Event::Leave { replica_id, reason });
+        let pause = self.random.millis(20, 200);
+        if !is_told && self.now + pause < until {
+            self.later(pause, who, Happening::GoodBye { until });
+        }
     }
 
     pub(super) fn is_cut(&self, slot: usize) -> bool {
