@@ -11,22 +11,16 @@
 use std::collections::VecDeque;
 use std::ops::Range;
 
-use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tensor};
+use ftcore::engine::Place;
+use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tensor, Work};
 
 use crate::chunk::{Frame, Shot};
+use crate::driver::Below;
 use crate::feedback::{Debts, ErrorFeedback, Slot};
 use crate::kernels::Piece;
 use crate::options::Accuracy;
 use crate::plan::{Plan, Shape};
-use crate::queue::{Begun, Below};
 use crate::slices::{Tally, cut, steps, within};
-
-/// Where the rank stands.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Place {
-    pub(crate) rank: u32,
-    pub(crate) world: u32,
-}
 
 /// What an operation found out besides the values.
 #[derive(Debug, Default)]
@@ -59,7 +53,7 @@ fn last(tensors: Vec<Tensor>) -> Result<Tensor> {
         .ok_or_else(|| Error::new(ErrorKind::Internal, "the group below gave no tensors back"))
 }
 
-fn next(begun: &mut VecDeque<Begun>) -> Result<Begun> {
+fn next(begun: &mut VecDeque<Work>) -> Result<Work> {
     begun
         .pop_front()
         .ok_or_else(|| Error::new(ErrorKind::Internal, "waits for a step that was not begun"))
@@ -225,7 +219,7 @@ impl Exchange<'_> {
         lengths: Vec<usize>,
         length: usize,
         below: &Below<'_>,
-    ) -> Result<Begun> {
+    ) -> Result<Work> {
         let world = self.place.world as usize;
         below.begin(Collective::AllToAllInto {
             input: Tensor::from_vec(bytes),
@@ -236,7 +230,7 @@ impl Exchange<'_> {
     }
 
     /// Begins to gather everybody's chunk; rank r's has `lengths[r]` bytes.
-    fn begin_gather(&self, bytes: Vec<u8>, lengths: &[usize], below: &Below<'_>) -> Result<Begun> {
+    fn begin_gather(&self, bytes: Vec<u8>, lengths: &[usize], below: &Below<'_>) -> Result<Work> {
         below.begin(Collective::AllGather {
             input: Tensor::from_vec(bytes),
             outputs: lengths.iter().map(|&n| Tensor::zeros(DType::U8, n)).collect(),
@@ -244,7 +238,7 @@ impl Exchange<'_> {
     }
 
     /// The chunks of `world` ranks that were gathered.
-    fn gathered(&self, begun: Begun, below: &Below<'_>) -> Result<Vec<Tensor>> {
+    fn gathered(&self, begun: &Work, below: &Below<'_>) -> Result<Vec<Tensor>> {
         let mut tensors = below.finish(begun)?;
         let outputs = tensors.split_off(1.min(tensors.len()));
         if outputs.len() == self.place.world as usize {
@@ -292,7 +286,7 @@ impl Exchange<'_> {
                 continue;
             };
             let slice = cut(&(0..count), size, before);
-            let gathered = last(below.finish(next(&mut begun)?)?)?;
+            let gathered = last(below.finish(&next(&mut begun)?)?)?;
             let mut chunks = gathered.bytes().chunks(frame.len(slice.len()));
             self.sum(&mut chunks, op, (values, slice), &mut tally)?;
         }
@@ -337,7 +331,7 @@ impl Exchange<'_> {
             if let Some(before) = step.checked_sub(1).filter(|s| *s < steps) {
                 let slice = cut(&mine, size, before);
                 let length = frame.len(slice.len());
-                let exchanged = last(below.finish(next(&mut inputs)?)?)?;
+                let exchanged = last(below.finish(&next(&mut inputs)?)?)?;
                 let mut sum = frame.kernels.zeros(values.device(), slice.len())?;
                 let all = 0..slice.len();
                 let mut chunks = exchanged.bytes().chunks(length);
@@ -362,7 +356,7 @@ impl Exchange<'_> {
             }
             // And what became of the one before that.
             if let Some(before) = step.checked_sub(2) {
-                let outputs = self.gathered(next(&mut results)?, below)?;
+                let outputs = self.gathered(&next(&mut results)?, below)?;
                 for (rank, (chunk, part)) in (0u32..).zip(outputs.iter().zip(&parts)) {
                     self.take_result(chunk.bytes(), values, cut(part, size, before), tally.shown())
                         .map_err(|e| e.with_peer(rank))?;
@@ -458,7 +452,7 @@ impl Exchange<'_> {
                 continue;
             };
             let slice = cut(&(0..mine), size, before);
-            let exchanged = last(below.finish(next(&mut begun)?)?)?;
+            let exchanged = last(below.finish(&next(&mut begun)?)?)?;
             let into = within(target, &slice);
             self.with_values(tensors, &into, false, |x, sum| {
                 let all = 0..sum.count();
@@ -489,7 +483,7 @@ impl Exchange<'_> {
         };
         let non_finite = frame.write((Shot::Inputs, 1), values, 0..count, 0, &mut bytes)?;
         let lengths: Vec<_> = plan.targets.iter().map(|t| frame.len(total(t))).collect();
-        let outputs = self.gathered(self.begin_gather(bytes, &lengths, below)?, below)?;
+        let outputs = self.gathered(&self.begin_gather(bytes, &lengths, below)?, below)?;
         for (rank, (chunk, target)) in (0u32..).zip(outputs.iter().zip(&plan.targets)) {
             self.with_values(tensors, target, false, |x, values| {
                 x.unpack(chunk.bytes(), values).map_err(|e| e.with_peer(rank))
@@ -566,7 +560,11 @@ mod tests {
                 interrupt: &GO,
                 kernels: &*block_kernels(&ftcore::DeviceKind::Cpu).unwrap(),
             },
-            place: Place { rank: 0, world: 3 },
+            place: Place {
+                rank: 0,
+                world: 3,
+                epoch: 1,
+            },
             accuracy: Accuracy::Economic,
             contribute: true,
             feedback: None,

@@ -1,24 +1,26 @@
-//! The process group around another one: agreement on the format, then every collective in order through the queue.
+//! The process group around another one: agreement on the format, then every collective in order through the engine.
 
 use std::borrow::Cow;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::lifecycle::part_from;
+use ftcore::engine::{Label, Place};
+use ftcore::lifecycle::{Engine as _, Lifecycle, part_from};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Error, ErrorKind, Failed,
     Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
-    Work, deadline_in, execute_by_submit, work_pair, wrong_device,
+    Work, deadline_in, wrong_device,
 };
 
-use crate::agree::{Agreement, may_be_mismatch};
-use crate::exchange::Place;
+use crate::agree::Agreement;
+use crate::codec::Rounding;
+use crate::codec::rounding::splitmix64;
+use crate::driver::{Call, Engine, Layer, QuantDriver, Quantised, RULES};
 use crate::kernels::{block_kernels, device_kinds};
 use crate::options::{Accuracy, CodecChoice, Moves, QuantizeOptions};
-use crate::plan::{FLOATS, REDUCTIONS, is_reduction, unsupported};
-use crate::queue::{Job, Shared, Turn};
+use crate::plan::{FLOATS, Plan, REDUCTIONS, is_reduction, plan, unsupported};
 use crate::{Codec, ErrorFeedback};
 
 /// A group whose reductions travel in a [`Codec`].
@@ -33,10 +35,21 @@ use crate::{Codec, ErrorFeedback};
 /// - Tensors are on the host, or on a device that [`BlockKernels`](crate::BlockKernels) are linked in for; streams of devices are `Unsupported` for
 ///   quantised operations.
 pub struct QuantizedGroup {
-    shared: Arc<Shared>,
+    /// The first field: whatever is pending ends before the group below is let go of.
+    lifecycle: Lifecycle<Engine>,
+    layer: Arc<Layer>,
     capabilities: Capabilities,
-    /// Ends once the thread has let go of the group below.
-    thread: Mutex<Option<Receiver<()>>>,
+    backend: String,
+    turn: Mutex<Turn>,
+    /// Ends once the group below was let go of.
+    gone: Mutex<Option<Receiver<()>>>,
+}
+
+/// Which call the next one is.
+#[derive(Debug, Clone, Copy, Default)]
+struct Turn {
+    round: u64,
+    in_round: u64,
 }
 
 impl QuantizedGroup {
@@ -84,77 +97,169 @@ impl QuantizedGroup {
             )));
         }
         let capabilities = offered(capabilities, codec, options.moves);
-        let shared = Arc::new(Shared::new(inner, codec, options));
-        let served = shared.clone();
-        let (serving, thread) = channel();
-        std::thread::Builder::new()
-            .name("ox-quant".to_string())
-            .spawn(move || {
-                served.serve();
-                drop(served);
-                drop(serving);
-            })
-            .map_err(|e| Error::io("cannot start the thread ox-quant", e))?;
+        let (holding, gone) = channel();
         Ok(Self {
-            shared,
+            lifecycle: Lifecycle::new(info.name),
             capabilities,
-            thread: Mutex::new(Some(thread)),
+            backend: format!("{}+{}", info.backend, codec.name()),
+            turn: Mutex::default(),
+            gone: Mutex::new(Some(gone)),
+            layer: Arc::new(Layer {
+                inner,
+                codec,
+                feedback: options.error_feedback.then(Arc::default),
+                options,
+                non_finite: AtomicU64::new(0),
+                _gone: holding,
+            }),
         })
     }
 
     /// The format.
     pub fn codec(&self) -> Codec {
-        self.shared.codec
+        self.layer.codec
     }
 
     /// How many values that are not finite this rank has put into quantised operations so far (INV-11).
     pub fn non_finite(&self) -> u64 {
-        self.shared.non_finite.load(Ordering::Relaxed)
+        self.layer.non_finite.load(Ordering::Relaxed)
     }
 
     /// This rank's residuals, if the options ask for error feedback.
     pub fn error_feedback(&self) -> Option<Arc<ErrorFeedback>> {
-        self.shared.feedback.clone()
+        self.layer.feedback.clone()
     }
 
     /// Names the round that the next calls belong to, for stochastic rounding: the same seed, round, rank and number of the call in
     /// its round draw the same random numbers, so that a step that is done again gives the same bytes. Round 0 begins with every `configure`.
     pub fn start_round(&self, round: u64) {
-        let mut state = self.shared.lock();
-        (state.next.round, state.next.in_round) = (round, 0);
+        *self.turn() = Turn { round, in_round: 0 };
     }
 
-    fn connect(&self, c: &Configuration, agreement: &Agreement) -> Result<()> {
-        let shared = &self.shared;
-        if !shared.idle() {
-            shared.stop(&format!("configured again at epoch {}", c.epoch));
+    fn turn(&self) -> MutexGuard<'_, Turn> {
+        self.turn.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The rounding of the next call.
+    fn next_rounding(&self) -> Rounding {
+        let mut turn = self.turn();
+        let now = *turn;
+        turn.in_round += 1;
+        match self.layer.options.rounding {
+            Rounding::Nearest => Rounding::Nearest,
+            Rounding::Stochastic { key } => Rounding::Stochastic {
+                key: splitmix64(splitmix64(key, now.round), now.in_round),
+            },
         }
-        shared.wait_idle(c.deadline)?;
-        shared.interrupt.store(false, Ordering::Release);
-        c.cancel.check()?;
+    }
+
+    fn connect(&self, c: &Configuration) -> Result<Arc<Engine>> {
+        let shots = match self.layer.options.accuracy {
+            Accuracy::Economic => "economic",
+            Accuracy::Best => "best",
+        };
+        let moves = match self.layer.options.moves {
+            Moves::Exact => "exact",
+            Moves::Quantized => "quantised",
+        };
+        // The format first: see Agreement.
+        let mine = format!("{}, accuracy {shots}, moves {moves}", self.layer.codec);
+        let agreement = Agreement::new(c, mine);
         agreement.publish()?;
-        let inner = &shared.inner;
-        let connected = inner.configure(c.clone()).map_err(|e| match e.kind() {
+        let inner = &self.layer.inner;
+        inner.configure(c.clone()).map_err(|e| match e.kind() {
             // Another rank may have found out first and left.
             ErrorKind::PeerLost | ErrorKind::Aborted | ErrorKind::Timeout | ErrorKind::Poisoned => {
                 agreement.known_mismatch().unwrap_or(e)
             }
             _ => e,
-        });
-        connected?;
+        })?;
         agreement
             .compare_all()
-            .inspect_err(|e| inner.abort(&e.to_string()))
+            .inspect_err(|e| inner.abort(&e.to_string()))?;
+        self.start(c, Some(agreement))
+    }
+
+    fn start(&self, c: &Configuration, agreement: Option<Agreement>) -> Result<Arc<Engine>> {
+        *self.turn() = Turn::default();
+        let driver = QuantDriver::new(self.layer.clone(), Place::of(c), agreement);
+        Engine::start("ox-quant", Place::of(c), RULES, driver)
+    }
+
+    /// The work of `op`. A call that `blocks` may be carried out on this thread.
+    fn begin(&self, op: Checked, options: SubmitOptions, blocks: bool) -> Result<Work, Box<Rejected>> {
+        let kind = op.get().kind();
+        let refuse = |error: Error, op: Checked| {
+            let error = error.with_op(kind.name());
+            let op = op.into_inner();
+            Err(Box::new(Rejected { error, op }))
+        };
+        let engine = match self.lifecycle.engine() {
+            Ok(engine) => engine,
+            Err(error) => return refuse(error, op),
+        };
+        let world = engine.place().world;
+        let plan = match world {
+            1 => None,
+            _ => plan(op.get(), world, self.layer.options.moves),
+        };
+        if let Some(error) = self.refusal(op.get(), &options, plan.as_ref()) {
+            return refuse(error, op);
+        }
+        if kind.is_p2p() || world == 1 {
+            return self.layer.inner.submit(op, options);
+        }
+        // Nobody told the engine if nothing was pending.
+        if let Some(error) = engine.driver().failed_below() {
+            engine.fail(error);
+        }
+        let quantised = match plan {
+            Some(plan) if engine.error().is_none() => {
+                let slot = match &self.layer.feedback {
+                    Some(feedback) if is_reduction(kind) => match feedback.slot(kind, op.get().count()) {
+                        Ok(slot) => Some(slot),
+                        Err(e) => return refuse(e, op),
+                    },
+                    _ => None,
+                };
+                let rounding = self.next_rounding();
+                Some(Quantised { plan, rounding, slot })
+            }
+            // A forwarded call has its number, too.
+            _ => {
+                self.next_rounding();
+                None
+            }
+        };
+        let deadline = options.deadline;
+        let deadline = deadline.unwrap_or_else(|| deadline_in(self.layer.options.timeout));
+        let label = Label::of(op.get());
+        // What is forwarded does not keep its caller.
+        let here = blocks || quantised.is_none();
+        let call = Call {
+            op,
+            options,
+            quantised,
+        };
+        let submitted = match here {
+            true => engine.submit_here(call, label, deadline),
+            false => engine.submit(call, label, deadline),
+        };
+        submitted.map_err(|refused| {
+            let (error, call) = *refused;
+            let op = call.op.into_inner();
+            Box::new(Rejected { error, op })
+        })
     }
 
     /// Why `op` is not carried out; `None` if it is.
-    fn refusal(&self, op: &Collective, options: &SubmitOptions, place: Place) -> Option<Error> {
+    fn refusal(&self, op: &Collective, options: &SubmitOptions, plan: Option<&Plan>) -> Option<Error> {
         if let Some(reason) = unsupported(op) {
             return Some(Error::unsupported(reason));
         }
-        let inner = self.shared.inner.capabilities();
-        if place.world == 1 || self.shared.plan(op, place.world).is_none() {
+        if plan.is_none() {
             // Kernels may serve devices that the group below does not.
+            let inner = self.layer.inner.capabilities();
             let odd = op.tensors().into_iter().find(|t| !inner.serves(&t.device().kind));
             return odd.map(|t| wrong_device(t, &inner.devices.join(", ")));
         }
@@ -163,7 +268,7 @@ impl QuantizedGroup {
             if let Err(e) = block_kernels(&device.kind) {
                 return Some(e);
             }
-            if self.shared.feedback.is_some() {
+            if self.layer.feedback.is_some() {
                 return Some(Error::unsupported(format!(
                     "error feedback keeps its residuals on the host; the values are on {device}"
                 )));
@@ -252,143 +357,27 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
 #[deny(clippy::missing_trait_methods)]
 impl ProcessGroup for QuantizedGroup {
     fn info(&self) -> GroupInfo {
-        let mut info = self.shared.inner.info();
-        info.backend = format!("{}+{}", info.backend, self.shared.codec.name());
-        if self.shared.lock().place.is_none() {
-            (info.rank, info.world_size) = (0, 0);
-        }
-        info
+        self.lifecycle.info(&self.backend, self.layer.inner.info().device)
     }
 
     fn capabilities(&self) -> &Capabilities {
         &self.capabilities
     }
 
-    fn configure(&self, mut configuration: Configuration) -> Result<()> {
-        configuration.cancel = configuration.cancel.child();
-        let (rank, epoch) = (configuration.rank, configuration.epoch);
-        let named = |e: Error| e.with_op("configure").with_rank(rank).with_epoch(epoch.0);
-        {
-            let mut state = self.shared.lock();
-            if state.configuring.is_some() {
-                let text = "another thread is configuring this group right now";
-                return Err(named(Error::new(ErrorKind::InvalidState, text)));
-            }
-            // A wrong call leaves the group as it is.
-            let (rank, world) = (configuration.rank, configuration.world_size);
-            if rank >= world {
-                let text = format!("rank {rank} does not exist in a world of {world}");
-                return Err(named(Error::invalid(text)));
-            }
-            if let Some(last) = state.epoch.filter(|last| configuration.epoch <= *last) {
-                let text = format!(
-                    "epoch {} is not larger than {last}, the group's present one",
-                    configuration.epoch
-                );
-                return Err(named(Error::invalid(text)));
-            }
-            state.configuring = Some(configuration.cancel.clone());
-            state.place = None;
-            state.agreement = None;
-            state.failure = None;
-            state.closing = false;
-        }
-        let options = &self.shared.options;
-        let shots = match options.accuracy {
-            Accuracy::Economic => "economic",
-            Accuracy::Best => "best",
-        };
-        let moves = match options.moves {
-            Moves::Exact => "exact",
-            Moves::Quantized => "quantised",
-        };
-        // The format first: see Agreement.
-        let mine = format!("{}, accuracy {shots}, moves {moves}", self.shared.codec);
-        let agreement = Agreement::new(&configuration, mine);
-        let connected = self.connect(&configuration, &agreement).map_err(named);
-        configuration.cancel.settle();
-        let mut state = self.shared.lock();
-        state.configuring = None;
-        state.failure = connected.clone().err();
-        if connected.is_ok() {
-            state.place = Some(Place {
-                rank: configuration.rank,
-                world: configuration.world_size,
-            });
-            state.agreement = Some(agreement);
-            state.epoch = Some(configuration.epoch);
-            state.next = Turn::default();
-        }
-        connected
+    fn configure(&self, configuration: Configuration) -> Result<()> {
+        self.lifecycle.configure(configuration, |c| self.connect(c))
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let kind = op.get().kind();
-        let refuse = |error: Error, op: Checked| {
-            let error = error.with_op(kind.name());
-            let op = op.into_inner();
-            Err(Box::new(Rejected { error, op }))
-        };
-        let below = self.shared.inner.error();
-        let mut state = self.shared.lock();
-        let Some(place) = state.place else {
-            let text = match &state.failure {
-                Some(e) => format!("the group is not configured; the last attempt failed: {e}"),
-                None => "the group is not configured".to_string(),
-            };
-            return refuse(Error::new(ErrorKind::InvalidState, text), op);
-        };
-        // A mismatch that only the group below knows of is first put into this group's own words by the thread; the call is this rank's side of it.
-        let below = below.filter(|e| kind.is_p2p() || !may_be_mismatch(e));
-        if let Some(first) = state.failure.clone().or(below) {
-            let text = format!("the group failed earlier and was not configured again: {first}");
-            let error = Error::new(ErrorKind::Poisoned, text).with_source(first);
-            return refuse(error, op);
-        }
-        if state.closing {
-            return refuse(Error::new(ErrorKind::InvalidState, "the group is shut down"), op);
-        }
-        if let Some(error) = self.refusal(op.get(), &options, place) {
-            return refuse(error, op);
-        }
-        if kind.is_p2p() || place.world == 1 {
-            drop(state);
-            return self.shared.inner.submit(op, options);
-        }
-        let slot = match &self.shared.feedback {
-            Some(feedback) if is_reduction(kind) => match feedback.slot(kind, op.get().count()) {
-                Ok(slot) => Some(slot),
-                Err(e) => return refuse(e, op),
-            },
-            _ => None,
-        };
-        let deadline = options
-            .deadline
-            .unwrap_or_else(|| deadline_in(self.shared.options.timeout));
-        let weak = Arc::downgrade(&self.shared);
-        let (work, completer) = work_pair(kind, deadline, move |reason| {
-            if let Some(shared) = weak.upgrade() {
-                shared.abort(reason);
-            }
-        });
-        let turn = state.next;
-        state.next.seq += 1;
-        state.next.in_round += 1;
-        state.jobs.push_back(Job {
-            op,
-            options,
-            deadline,
-            completer,
-            turn,
-            slot,
-        });
-        drop(state);
-        self.shared.wake();
-        Ok(work)
+        self.begin(op, options, false)
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
-        execute_by_submit(self, op, options)
+        let work = self.begin(op, options, true)?;
+        work.take().map_err(|error| {
+            let tensors = work.recover();
+            Box::new(Failed { error, tensors })
+        })
     }
 
     fn split(
@@ -397,53 +386,57 @@ impl ProcessGroup for QuantizedGroup {
         key: u32,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        let named = |e: Error| e.with_op("split");
+        let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         // Behind everything queued, as on the other ranks.
-        self.shared.wait_idle(deadline)?;
-        let Some(child) = self.shared.inner.split(color, key, deadline)? else {
+        let late = "operations before the split did not end by its deadline";
+        engine.wait_idle(deadline, late).map_err(named)?;
+        let Some(child) = self.layer.inner.split(color, key, deadline)? else {
             return Ok(None);
         };
         let options = QuantizeOptions {
-            codec: CodecChoice::Exactly(self.shared.codec),
-            ..self.shared.options.clone()
+            codec: CodecChoice::Exactly(self.layer.codec),
+            ..self.layer.options.clone()
         };
+        let info = child.info();
         let child = Self::with_options(Arc::from(child), options)?;
-        let info = child.shared.inner.info();
-        child.shared.lock().place = Some(Place {
+        let configuration = Configuration {
+            name: info.name,
+            epoch: info.epoch,
             rank: info.rank,
-            world: info.world_size,
-        });
+            world_size: info.world_size,
+            deadline,
+            ..parent
+        };
+        // It is connected, and quantises like its parent.
+        child
+            .lifecycle
+            .configure(configuration, |c| child.start(c, None))?;
         Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        self.shared.abort(reason);
+        self.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        self.shared.error()
+        self.lifecycle.error().or_else(|| self.layer.inner.error())
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.shared.lock().closing = true;
-        let drained = self.shared.wait_idle(deadline);
-        if drained.is_err() {
-            self.shared
-                .abort("pending work did not end before the group was shut down");
-        }
-        let inner = self.shared.inner.shutdown(deadline);
-        drained.map_err(|e| e.with_op("shutdown")).and(inner)
+        let drained = self.lifecycle.shutdown(deadline);
+        drained.and(self.layer.inner.shutdown(deadline))
     }
 
     fn traffic(&self) -> Traffic {
-        self.shared.inner.traffic()
+        self.layer.inner.traffic()
     }
 }
 
 impl Drop for QuantizedGroup {
     fn drop(&mut self) {
-        self.shared.end();
-        // The thread may be the one that drops the group below, which has its good-bye to say.
-        let thread = self.thread.get_mut().unwrap_or_else(PoisonError::into_inner);
-        thread.take().into_iter().for_each(part_from);
+        // The engine's threads may be the last to let go of the group below, which has its good-bye to say.
+        let gone = self.gone.get_mut().unwrap_or_else(PoisonError::into_inner);
+        gone.take().into_iter().for_each(part_from);
     }
 }

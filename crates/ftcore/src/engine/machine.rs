@@ -135,6 +135,8 @@ enum Asked {
 /// See the module. `E` is the failure.
 pub(super) struct Machine<E> {
     rules: Rules,
+    /// See [`Driver::OVERTIME`](super::Driver::OVERTIME).
+    overtime: Duration,
     next: u64,
     operations: BTreeMap<u64, Operation>,
     channels: BTreeMap<Channel, Lineup>,
@@ -154,9 +156,10 @@ pub(super) struct Machine<E> {
 }
 
 impl<E: Clone> Machine<E> {
-    pub(super) fn new(rules: Rules) -> Self {
+    pub(super) fn new(rules: Rules, overtime: Duration) -> Self {
         Self {
             rules,
+            overtime,
             next: 0,
             operations: BTreeMap::new(),
             channels: BTreeMap::new(),
@@ -441,6 +444,16 @@ impl<E: Clone> Machine<E> {
         }
     }
 
+    /// When an operation fails that has not ended. It never moves to an earlier instant.
+    fn due(&self, operation: &Operation) -> Instant {
+        let overtime = match operation.stage {
+            Stage::Queued => Duration::ZERO,
+            Stage::Entering | Stage::Running | Stage::Finished => self.overtime,
+        };
+        let due = operation.deadline.checked_add(overtime);
+        due.unwrap_or(operation.deadline)
+    }
+
     /// The operation whose deadline has passed first, if one has: a reason to [`fail`](Self::fail).
     pub(super) fn overdue(&self, now: Instant) -> Option<(u64, Stage)> {
         if self.failure.is_some() {
@@ -449,8 +462,8 @@ impl<E: Clone> Machine<E> {
         let late = self
             .operations
             .iter()
-            .filter(|(_, o)| o.deadline <= now && !o.told);
-        late.min_by_key(|(number, o)| (o.deadline, **number))
+            .filter(|(_, o)| self.due(o) <= now && !o.told);
+        late.min_by_key(|(number, o)| (self.due(o), **number))
             .map(|(number, o)| (*number, o.stage))
     }
 
@@ -469,7 +482,7 @@ impl<E: Clone> Machine<E> {
         self.operations
             .values()
             .filter(|o| !o.told)
-            .map(|o| o.deadline)
+            .map(|o| self.due(o))
             .min()
     }
 }

@@ -64,6 +64,7 @@ struct Seen {
 struct Walk {
     dice: Dice,
     rules: Rules,
+    overtime: Duration,
     now: Instant,
     machine: Machine<u32>,
     seen: BTreeMap<u64, Seen>,
@@ -96,12 +97,14 @@ impl Walk {
             gives_up: dice.roll(2) == 0,
         };
         let blocks = dice.roll(3) == 0;
+        let overtime = TICK * [0, 5][dice.roll(2) as usize];
         Self {
             blocks,
             dice,
             rules,
             now: Instant::now(),
-            machine: Machine::new(rules),
+            machine: Machine::new(rules, overtime),
+            overtime,
             seen: BTreeMap::new(),
             calling: BTreeSet::new(),
             first: None,
@@ -349,7 +352,8 @@ impl Walk {
 
     fn look(&mut self) {
         if let Some((number, _)) = self.machine.overdue(self.now) {
-            assert!(self.seen[&number].deadline <= self.now, "{number} is not overdue");
+            let due = self.due(&self.seen[&number]);
+            assert!(due <= self.now, "{number} is not overdue");
             let failure = self.failure();
             self.expect_failure(failure);
             self.machine.fail(failure, self.now);
@@ -358,11 +362,19 @@ impl Walk {
         self.check();
     }
 
+    /// What the driver has, or has had, may take longer than its deadline.
+    fn due(&self, one: &Seen) -> Instant {
+        match one.memory {
+            Memory::Queued => one.deadline,
+            Memory::Driver | Memory::Answered => one.deadline + self.overtime,
+        }
+    }
+
     fn check_deadlines(&self) {
         for (number, s) in self.seen.iter().filter(|(_, s)| !s.told) {
-            let due = s.deadline + self.rules.grace;
+            let due = self.due(s);
             assert!(
-                self.now < due || s.deadline > self.now,
+                self.now < due + self.rules.grace || due > self.now,
                 "{number} is pending past its deadline (INV-2)"
             );
             let failed = self.failed_at.map(|at| at + self.rules.grace);

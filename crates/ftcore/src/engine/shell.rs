@@ -59,6 +59,9 @@ pub trait Driver: Send + Sync + Sized + 'static {
     /// `enqueue` lasts as long as its operation, and no channel may wait for another: messages have an executor for each of theirs, beside
     /// the one of the collectives.
     const BLOCKS: bool = false;
+    /// How long past its deadline an operation that is with the driver is waited for. Not zero for a driver over a group or a process that
+    /// keeps deadlines, too: what that says of one names more than the engine can.
+    const OVERTIME: Duration = Duration::ZERO;
 
     /// How long threads look before they sleep.
     fn spin_budget(&self) -> SpinBudget {
@@ -167,7 +170,7 @@ impl<D: Driver> Engine<D> {
             place,
             arrivals: AtomicU64::new(0),
             state: Mutex::new(State {
-                machine: Machine::new(rules),
+                machine: Machine::new(rules, D::OVERTIME),
                 entries: HashMap::new(),
                 news: VecDeque::new(),
                 telling: false,
