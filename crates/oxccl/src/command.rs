@@ -33,6 +33,7 @@ mod credentials;
 mod launch;
 #[cfg(feature = "lighthouse")]
 mod lighthouse;
+mod rendezvous;
 #[cfg(feature = "lighthouse")]
 mod replica;
 mod scratch;

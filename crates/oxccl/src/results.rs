@@ -25,9 +25,9 @@ pub(crate) fn claim() -> Result<()> {
 }
 
 /// Writes to standard output. Errors: `Io`.
-pub(crate) fn write(text: &str) -> Result<()> {
+pub(crate) fn write(text: impl AsRef<[u8]>) -> Result<()> {
     match OUT.get() {
-        Some(mut out) => out.write_all(text.as_bytes()).map_err(failed),
+        Some(mut out) => out.write_all(text.as_ref()).map_err(failed),
         None => Ok(()),
     }
 }

@@ -186,7 +186,7 @@ fn what_an_earlier_run_said_is_not_a_cause_of_this_run_s_failure() {
     let (_listener, url) = listening();
     let dir = tempfile::tempdir().unwrap();
     let run = |script: &str| {
-        let mut command = oxccl(&["launch", "--lighthouse", &url, "--max-restarts", "0"]);
+        let mut command = oxccl(&["launch", "--quiet", "--lighthouse", &url, "--max-restarts", "0"]);
         command.args([
             "--run-dir",
             dir.path().to_str().unwrap(),

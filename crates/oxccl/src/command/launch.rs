@@ -1,19 +1,24 @@
 //! `oxccl launch`: starts the replicas of this machine (and a lighthouse, unless there is one), restarts those that
 //! die, and says how it went.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsStr;
+use std::io::Write as _;
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
 use oxccl::launch::{
-    EventKind, ExitSummary, GiveUp, LighthouseSource, Outcome, RestartPolicy, StopReason, Supervisor,
-    SupervisorConfig, SupervisorEvent, check_lighthouse,
+    EventKind, ExitSummary, GiveUp, LighthouseSource, Outcome, OutputSink, RestartPolicy, StopReason,
+    Supervisor, SupervisorConfig, SupervisorEvent, check_lighthouse,
 };
 
-use super::{ExitCode, again};
+use super::ExitCode;
+#[cfg(feature = "lighthouse")]
+use super::again;
+use super::rendezvous::{Address, Node, Rendezvous};
 
 const EXAMPLES: &str = "\
 Examples:
@@ -23,14 +28,21 @@ Examples:
   One machine, two replicas of two processes each:
     oxccl launch --replicas 2 --ranks-per-replica 2 -- ./train --steps 500
 
-  Two machines, one replica each:
+  Two machines, four replicas each:
     hostA$ oxccl credentials new job1     (and copy the folder to hostB)
+    hostA$ oxccl launch --credentials job1 --nnodes 2 --node-rank 0 --rendezvous hostA:29500 --replicas 4 -- ./train
+    hostB$ oxccl launch --credentials job1 --nnodes 2 --node-rank 1 --rendezvous hostA:29500 --replicas 4 -- ./train
+
+  The same with a lighthouse that outlives every launcher, and machines that come and go:
     hostA$ oxccl lighthouse --credentials job1 --min-replicas 2
     hostA$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 -- ./train
     hostB$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 --first-replica 1 -- ./train
 
-Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE, OXCCL_RANK, OXCCL_RANKS and OXCCL_EVENTS in its
-environment, and where there are several ranks OXCCL_REPLICA_STORE: the store in which the ranks of its replica meet.
+Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE, OXCCL_RANK, OXCCL_RANKS, OXCCL_EVENTS and
+OXCCL_REPLICA_STORE (the store in which the ranks of its replica meet) in its environment, and torchrun's variables (RANK,
+WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) with its replica as the world: a program written for torchrun runs unchanged.
+SIGINT, SIGTERM and SIGHUP end the run: the processes get the same signal, and SIGKILL two seconds later or at a second one.
+SIGUSR1 and SIGUSR2 are passed on to all processes.
 The exit codes are those of `oxccl --help`; a program that exits with 2 is not restarted.";
 
 /// Start and supervise the replicas of a job on this machine.
@@ -55,6 +67,18 @@ pub(crate) struct Arguments {
     /// Processes of each replica, all on the machine of the replica.
     #[arg(long, default_value_t = 1, value_name = "M", value_parser = clap::value_parser!(u32).range(1..=64))]
     ranks_per_replica: u32,
+    /// Machines (nodes) of the job, each of which starts as many replicas. They come together at --rendezvous.
+    #[arg(long, default_value_t = 1, value_name = "N", requires = "rendezvous", value_parser = clap::value_parser!(u32).range(1..=4096))]
+    nnodes: u32,
+    /// The number of this node, from 0. Node 0 has the rendezvous and the lighthouse.
+    #[arg(long, env = "OXCCL_NODE_RANK", value_name = "I", requires = "rendezvous")]
+    node_rank: Option<u32>,
+    /// Where the nodes come together: an address of node 0 that all reach. The lighthouse takes the next port.
+    #[arg(long, value_name = "HOST:PORT", requires = "node_rank", conflicts_with_all = ["lighthouse", "first_replica", "total_replicas", "lighthouse_bind"])]
+    rendezvous: Option<String>,
+    /// How long a node waits for the others.
+    #[arg(long, default_value_t = 600, value_name = "S", value_parser = clap::value_parser!(u64).range(1..))]
+    rendezvous_timeout_s: u64,
     /// Index of the first replica of this machine.
     #[arg(long, default_value_t = 0, value_name = "I")]
     first_replica: u32,
@@ -82,7 +106,10 @@ pub(crate) struct Arguments {
     /// The least number of replicas that may go on, for a lighthouse that is started here.
     #[arg(long, default_value_t = 1, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     min_replicas: u32,
-    /// Write how the run ended to standard output, as JSON.
+    /// Keep what the processes write in their logs only. Without it their lines come out here too, each with its replica and rank.
+    #[arg(long)]
+    quiet: bool,
+    /// Write how the run ended to standard output, as JSON; what the processes write there goes to standard error then.
     #[arg(long)]
     json: bool,
     /// The program that each replica runs, with its arguments.
@@ -93,37 +120,57 @@ pub(crate) struct Arguments {
 /// How long the lighthouse and the processes get to start, and how long a given lighthouse may take to answer.
 const START: Duration = Duration::from_secs(30);
 const REACH: Duration = Duration::from_secs(10);
+/// How often the other nodes are looked after.
+const LOOK: Duration = Duration::from_secs(1);
 
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
-    let Arguments {
-        replicas,
-        first_replica,
-        ..
-    } = arguments;
-    let total_replicas = match arguments.total_replicas {
-        Some(total) => total,
-        None => first_replica
-            .checked_add(replicas)
-            .ok_or_else(|| Error::invalid(format!("--first-replica {first_replica} is out of range")))?,
-    };
+    let replicas = arguments.replicas;
+    let place = place(&arguments)?;
     let (program, program_arguments) = arguments
         .program
         .split_first()
         .ok_or_else(|| Error::invalid("no program is given"))?;
     let (program, program_arguments) = (program.clone(), program_arguments.to_vec());
     is_there(&program)?;
-    let closure = closure(arguments.credentials, arguments.insecure)?;
-    let source = match arguments.lighthouse {
-        Some(url) => {
+    let credentials = credentials(arguments.credentials)?;
+    let insecure = arguments.insecure.then_some((ftcore::identity::INSECURE, "1"));
+    let met = match &place.node {
+        None => None,
+        Some((node, address)) => {
+            let deadline = deadline_in(Duration::from_secs(arguments.rendezvous_timeout_s));
+            Some(Rendezvous::join(
+                *node,
+                address,
+                credentials.clone(),
+                arguments.insecure,
+                deadline,
+            )?)
+        }
+    };
+    let own = |bind: String, host: Option<&str>| {
+        let (least, first) = (arguments.min_replicas, place.total_replicas);
+        let mut options = vec![
+            format!("--min-replicas={least}"),
+            format!("--initial-replicas={first}"),
+        ];
+        options.extend(host.map(|host| format!("--advertise-host={host}")));
+        own_lighthouse(bind, options, insecure)
+    };
+    let source = match (&place.node, arguments.lighthouse) {
+        (Some((node, address)), _) if node.node == 0 => {
+            let (bind, host) = address.lighthouse();
+            own(bind, Some(host))?
+        }
+        // It comes up once all nodes have come together.
+        (Some((_, address)), _) => {
+            let has_credentials = credentials.is_some() || Credentials::from_env()?.is_some();
+            LighthouseSource::External(address.lighthouse_url(has_credentials))
+        }
+        (None, Some(url)) => {
             check_lighthouse(&url, deadline_in(REACH))?;
             LighthouseSource::External(url)
         }
-        None => own_lighthouse(
-            arguments.lighthouse_bind,
-            arguments.min_replicas,
-            total_replicas,
-            closure.clone(),
-        )?,
+        (None, None) => own(arguments.lighthouse_bind, None)?,
     };
     let run_dir = match arguments.run_dir {
         Some(dir) => dir,
@@ -132,9 +179,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     std::fs::create_dir_all(&run_dir)
         .map_err(|e| Error::io(format!("create the run directory {}", run_dir.display()), e))?;
     let config = SupervisorConfig {
-        first_replica,
+        first_replica: place.first_replica,
+        hold_lighthouse: met.is_some(),
+        credentials,
         ranks_per_replica: arguments.ranks_per_replica,
-        total_replicas,
+        total_replicas: place.total_replicas,
         restart: RestartPolicy {
             max_restarts: arguments.max_restarts,
             backoff: Duration::from_millis(arguments.restart_delay_ms),
@@ -147,6 +196,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         },
         deadline: arguments.timeout_s.map(|s| deadline_in(Duration::from_secs(s))),
         stop_on_signals: true,
+        output: (!arguments.quiet).then(|| output(arguments.ranks_per_replica, arguments.json)),
         ..SupervisorConfig::new(replicas, source, &run_dir)
     };
     let verdicts = oxccl::plugin::verdicts_for_job();
@@ -155,20 +205,24 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         command
             .args(&program_arguments)
             .envs(verdicts.clone())
-            .envs(closure.clone());
+            .envs(insecure);
         command
     };
-    let (supervisor, events) = Supervisor::start(config, command, deadline_in(START))?;
+    let (supervisor, mut events) = Supervisor::start(config, command, deadline_in(START))?;
     say!(
         "oxccl: lighthouse {}, logs in {}",
         supervisor.lighthouse(),
         run_dir.display()
     );
     let mut end = None;
-    for event in events {
-        match event {
-            SupervisorEvent::Finished(outcome) => end = Some(outcome),
-            other => show(&other, arguments.ranks_per_replica),
+    while !events.is_over() {
+        match events.next_until(deadline_in(LOOK)) {
+            Some(SupervisorEvent::Finished(outcome)) => end = Some(outcome),
+            Some(other) => show(&other, arguments.ranks_per_replica, arguments.quiet),
+            None => {}
+        }
+        if let Some(others_run) = met.as_ref().and_then(Rendezvous::others_run) {
+            supervisor.hold_lighthouse(others_run);
         }
     }
     let outcome = end.ok_or_else(|| Error::new(ErrorKind::Internal, "the run ended without an outcome"))?;
@@ -180,24 +234,63 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     })
 }
 
+/// What this machine starts of the job.
+struct Place {
+    first_replica: u32,
+    total_replicas: u32,
+    node: Option<(Node, Address)>,
+}
+
+fn place(arguments: &Arguments) -> Result<Place> {
+    let (replicas, nodes) = (arguments.replicas, arguments.nnodes);
+    if let (Some(address), Some(node)) = (&arguments.rendezvous, arguments.node_rank) {
+        if node >= nodes {
+            return Err(Error::invalid(format!(
+                "--node-rank {node} must be less than --nnodes {nodes}"
+            )));
+        }
+        return Ok(Place {
+            first_replica: node * replicas,
+            total_replicas: nodes * replicas,
+            node: Some((
+                Node {
+                    node,
+                    nodes,
+                    replicas,
+                    ranks: arguments.ranks_per_replica,
+                },
+                Address::new(address)?,
+            )),
+        });
+    }
+    let first = arguments.first_replica;
+    Ok(Place {
+        first_replica: first,
+        total_replicas: match arguments.total_replicas {
+            Some(total) => total,
+            None => first
+                .checked_add(replicas)
+                .ok_or_else(|| Error::invalid(format!("--first-replica {first} is out of range")))?,
+        },
+        node: None,
+    })
+}
+
+/// A lighthouse with these options, kept by the supervisor.
 #[cfg(feature = "lighthouse")]
 fn own_lighthouse(
     bind: String,
-    min_replicas: u32,
-    total_replicas: u32,
-    closure: Vec<(&'static str, OsString)>,
+    options: Vec<String>,
+    insecure: Option<(&'static str, &'static str)>,
 ) -> Result<LighthouseSource> {
     let this = again()?;
     let command = move |launch: &oxccl::launch::LighthouseLaunch| {
         let mut command = Command::new(this.get_program());
-        command.args(this.get_args());
         command
-            .args(["lighthouse", "--bind", &launch.bind])
-            .arg("--state-file")
-            .arg(&launch.state_file);
-        command.args(["--min-replicas", &min_replicas.to_string()]);
-        command.args(["--initial-replicas", &total_replicas.to_string()]);
-        command.envs(closure.clone());
+            .args(this.get_args())
+            .args(["lighthouse", "--bind", &launch.bind]);
+        command.arg("--state-file").arg(&launch.state_file);
+        command.args(&options).envs(insecure);
         command
     };
     Ok(LighthouseSource::Spawn {
@@ -207,26 +300,25 @@ fn own_lighthouse(
 }
 
 #[cfg(not(feature = "lighthouse"))]
-fn own_lighthouse(_: String, _: u32, _: u32, _: Vec<(&'static str, OsString)>) -> Result<LighthouseSource> {
+fn own_lighthouse(
+    _: String,
+    _: Vec<String>,
+    _: Option<(&'static str, &'static str)>,
+) -> Result<LighthouseSource> {
     Err(Error::invalid(
         "this build has no lighthouse of its own (feature `lighthouse`); give one with --lighthouse URL",
     ))
 }
 
-/// What tells the processes of the job whom to talk to. Errors: `InvalidArgument` if the credentials are not usable, before anything is started.
-fn closure(credentials: Option<PathBuf>, insecure: bool) -> Result<Vec<(&'static str, OsString)>> {
-    let mut variables = Vec::new();
-    if let Some(folder) = credentials.filter(|folder| !folder.as_os_str().is_empty()) {
-        // The processes may run in another folder.
-        let folder = std::path::absolute(&folder)
-            .map_err(|e| Error::io(format!("credentials: {}", folder.display()), e))?;
-        Credentials::load(&folder)?;
-        variables.push((Credentials::VARIABLE, folder.into()));
-    }
-    if insecure {
-        variables.push((ftcore::identity::INSECURE, "1".into()));
-    }
-    Ok(variables)
+/// The job's credentials. Errors: `InvalidArgument` if they are not usable, before anything is started.
+fn credentials(folder: Option<PathBuf>) -> Result<Option<Arc<Credentials>>> {
+    let Some(folder) = folder.filter(|folder| !folder.as_os_str().is_empty()) else {
+        return Ok(None);
+    };
+    // The processes may run in another folder.
+    let folder = std::path::absolute(&folder)
+        .map_err(|e| Error::io(format!("credentials: {}", folder.display()), e))?;
+    Credentials::load(&folder).map(Some)
 }
 
 /// `NotFound` if there is no such program, as the system would look for it: before a lighthouse is started for it.
@@ -262,7 +354,25 @@ fn rank_of(replica: u32, rank: u32, ranks: u32) -> String {
     }
 }
 
-fn show(event: &SupervisorEvent, ranks: u32) {
+/// Lines of the processes come out here, each with its replica and rank.
+fn output(ranks: u32, is_json: bool) -> OutputSink {
+    OutputSink::new(move |line| {
+        let of = match ranks {
+            1 => format!("[replica {}] ", line.replica),
+            _ => format!("[replica {}, rank {}] ", line.replica, line.rank),
+        };
+        // One write for each line: they come from several threads. Nobody needs to read it; the log has it.
+        let text = [of.as_bytes(), line.text, b"\n"].concat();
+        if line.is_error || is_json {
+            drop(std::io::stderr().write_all(&text));
+        } else {
+            drop(crate::results::write(&text));
+        }
+    })
+}
+
+/// `tells`: what the processes wrote was not seen yet.
+fn show(event: &SupervisorEvent, ranks: u32, tells: bool) {
     let next = |ms: &Option<u64>| match ms {
         Some(ms) => format!("; restarting in {ms} ms"),
         None => String::new(),
@@ -304,7 +414,9 @@ fn show(event: &SupervisorEvent, ranks: u32) {
             };
             let of = rank_of(*replica, *rank, ranks);
             say!("oxccl: {of} ended (life {life}, {exit}){}", next(restart_in_ms));
-            show_tail(tail);
+            if tells {
+                show_tail(tail);
+            }
         }
         SupervisorEvent::Replica(event) => match &event.kind {
             EventKind::Error { text } => {
@@ -331,7 +443,7 @@ fn report(outcome: &Outcome, json: bool) -> Result<()> {
     if json {
         let text = serde_json::to_string_pretty(outcome)
             .map_err(|e| Error::invalid(format!("write the outcome as JSON: {e}")))?;
-        crate::results::write(&format!("{text}\n"))?;
+        crate::results::write(format!("{text}\n"))?;
     }
     Ok(())
 }

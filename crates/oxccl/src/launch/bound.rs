@@ -29,7 +29,7 @@ impl BoundChild {
     ///
     /// Errors: `NotFound` if there is no such program, else `Io`; the text names the program.
     pub fn spawn(command: Command, log: &Path) -> Result<Self> {
-        let mut started = child::spawn(command, log)?;
+        let (mut started, _) = child::spawn(command, log, None)?;
         let opened = child::pid(&started).and_then(|pid| {
             let lifeline = pidfd_open(pid, PidfdFlags::empty());
             lifeline

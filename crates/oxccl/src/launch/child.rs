@@ -16,21 +16,39 @@ use rustix::process::{
     waitid,
 };
 
+use super::output::{Reader, Rest};
+
 /// How much of a log is shown with an error.
 const TAIL_BYTES: u64 = 4096;
 const TAIL_LINES: usize = 20;
 
-/// Starts `command` with no input and both outputs appended to `log`. Linux kills the child (SIGKILL) when the *thread*
+/// Starts `command` with no input and both outputs appended to `log`, by way of `reader` if there is one. Linux kills the child (SIGKILL) when the *thread*
 /// that calls this ends, so the caller must be a thread that outlives the child.
 ///
 /// Fails with `NotFound` if there is no such program, else with `Io`; the text names the program.
-pub(super) fn spawn(mut command: Command, log: &Path) -> Result<Child> {
-    let open = || OpenOptions::new().create(true).append(true).open(log);
+pub(super) fn spawn(
+    mut command: Command,
+    log: &Path,
+    reader: Option<Reader>,
+) -> Result<(Child, Option<Rest>)> {
     let io = |e| Error::io(format!("open the log {}", log.display()), e);
-    command
-        .stdin(Stdio::null())
-        .stdout(open().map_err(io)?)
-        .stderr(open().map_err(io)?);
+    let file = OpenOptions::new()
+        .create(true)
+        .append(true)
+        .open(log)
+        .map_err(io)?;
+    command.stdin(Stdio::null());
+    let rest = match reader {
+        Some(reader) => {
+            let (out, err, rest) = reader.pipes(&file)?;
+            command.stdout(out).stderr(err);
+            Some(rest)
+        }
+        None => {
+            command.stdout(file.try_clone().map_err(io)?).stderr(file);
+            None
+        }
+    };
     // A group of its own: an interrupt typed at the terminal reaches the supervisor alone, which then ends the children
     // in order; and a child's own children are ended with it.
     command.process_group(0);
@@ -47,7 +65,7 @@ pub(super) fn spawn(mut command: Command, log: &Path) -> Result<Child> {
     // SAFETY: INV-8. The hook runs in the forked child, where only async-signal-safe code is allowed: it makes two system
     // calls (prctl, getppid), takes no lock, allocates nothing (an error here is a bare code) and captures one integer.
     unsafe { command.pre_exec(hook) };
-    command.spawn().map_err(|e| {
+    let started = command.spawn().map_err(|e| {
         let program = command.get_program().to_string_lossy().into_owned();
         match e.kind() {
             std::io::ErrorKind::NotFound => {
@@ -55,7 +73,10 @@ pub(super) fn spawn(mut command: Command, log: &Path) -> Result<Child> {
             }
             _ => Error::io(format!("start program \"{program}\""), e),
         }
-    })
+    });
+    // The command holds the pipes' writing ends: with it they are the child's alone.
+    drop(command);
+    started.map(|child| (child, rest))
 }
 
 /// The child's process id, as the system calls take it.
@@ -164,7 +185,12 @@ mod tests {
     #[test]
     fn a_program_that_does_not_exist_is_named() {
         let dir = tempfile::tempdir().unwrap();
-        let e = spawn(Command::new("oxccl-no-such-program"), &dir.path().join("log")).unwrap_err();
+        let e = spawn(
+            Command::new("oxccl-no-such-program"),
+            &dir.path().join("log"),
+            None,
+        )
+        .unwrap_err();
         assert_eq!(e.kind(), ErrorKind::NotFound);
         assert!(e.to_string().contains("oxccl-no-such-program"), "{e}");
     }

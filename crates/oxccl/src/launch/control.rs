@@ -12,24 +12,24 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender};
 use std::time::{Duration, Instant};
 
 use ftcore::{
-    Error, ErrorKind, Result, TcpStoreServer, deadline_in, join_address, split_address, split_url, time_left,
+    Credentials, Error, ErrorKind, Result, TcpStoreServer, deadline_in, join_address, split_address,
+    split_url, time_left,
 };
 use rustix::process::Signal;
 
 use super::child;
-use super::env::{
-    ENV_EVENTS, ENV_LIFE, ENV_LIGHTHOUSE, ENV_RANK, ENV_RANKS, ENV_REPLICA, ENV_REPLICA_STORE, ENV_REPLICAS,
-};
+use super::env::{ENV_EVENTS, tell};
 use super::events::{LighthouseReady, SupervisorEvent, now_us};
 use super::listener::EventListener;
 use super::outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
+use super::output::Reader;
 use super::queue::EventQueue;
 use super::slot::{RANK_GRACE, Slot, Who};
 use super::supervisor::{
     GiveUp, LighthouseLaunch, LighthouseSource, ReplicaLaunch, Running, SupervisorConfig, restart_deadline,
 };
 
-/// How long the last events of an ended process may take to be read.
+/// How long the last events and lines of an ended process may take to be read.
 const DRAIN: Duration = Duration::from_secs(2);
 
 #[derive(Debug)]
@@ -41,7 +41,15 @@ pub(super) enum Control {
         t_us: u64,
     },
     LighthouseReady(LighthouseReady),
-    Stop(StopReason),
+    /// The end of the run: `signal` to all processes, SIGKILL after the grace time.
+    Stop {
+        reason: StopReason,
+        signal: Signal,
+    },
+    /// A signal for the replicas' processes.
+    PassOn(Signal),
+    /// Whether the lighthouse outlives the replicas of this machine.
+    Hold(bool),
 }
 
 pub(super) struct Run {
@@ -63,6 +71,8 @@ struct Machine {
     stopping: Option<StopReason>,
     /// When those that still run are killed.
     kill_at: Option<Instant>,
+    /// It was not said yet that the lighthouse outlives the replicas.
+    says_held: bool,
 }
 
 pub(super) fn run(run: Run, start_by: Instant, started: &Sender<Result<String>>, outcome: &Sender<Outcome>) {
@@ -130,6 +140,7 @@ impl Machine {
             lighthouse_due: None,
             stopping: None,
             kill_at: None,
+            says_held: true,
         })
     }
 
@@ -237,7 +248,15 @@ impl Machine {
             .iter()
             .all(|(who, slot)| *who == Who::Lighthouse || slot.over);
         if replicas_over && self.slots.contains_key(&Who::Lighthouse) && self.stopping.is_none() {
-            self.stop(StopReason::Completed);
+            match self.run.config.hold_lighthouse {
+                false => self.stop(StopReason::Completed),
+                true if std::mem::take(&mut self.says_held) => {
+                    tracing::info!(
+                        "the replicas of this machine have ended; the lighthouse stays for the others"
+                    );
+                }
+                true => {}
+            }
         }
     }
 
@@ -289,19 +308,24 @@ impl Machine {
                     self.rank_ended(who, rank, life, t_us, exit, tail);
                 }
             }
-            Control::Stop(reason) => {
-                if self.stopping.is_some() {
-                    // Asked twice: now.
-                    self.kill_at = Some(Instant::now());
-                } else {
-                    self.stop(reason);
+            // Asked twice: now.
+            Control::Stop { .. } if self.stopping.is_some() => self.kill_at = Some(Instant::now()),
+            Control::Stop { reason, signal } => self.stop_with(reason, signal),
+            Control::Hold(held) => self.run.config.hold_lighthouse = held,
+            Control::PassOn(signal) => {
+                for who in self.who().into_iter().filter(|who| *who != Who::Lighthouse) {
+                    self.signal(who, signal);
                 }
             }
         }
     }
 
-    /// No more restarts; SIGTERM now, SIGKILL after the grace time.
     fn stop(&mut self, reason: StopReason) {
+        self.stop_with(reason, Signal::TERM);
+    }
+
+    /// No more restarts; `signal` now, SIGKILL after the grace time.
+    fn stop_with(&mut self, reason: StopReason, signal: Signal) {
         self.stopping = Some(reason);
         self.lighthouse_due = None;
         for slot in self.slots.values_mut() {
@@ -309,7 +333,7 @@ impl Machine {
             slot.over = true;
         }
         for who in self.who() {
-            self.signal(who, Signal::TERM);
+            self.signal(who, signal);
         }
         self.kill_at = Some(deadline_in(self.run.config.grace));
     }
@@ -339,14 +363,7 @@ impl Machine {
     fn prepare(&self, who: Who, rank: u32, life: u32) -> Command {
         let config = &self.run.config;
         let mut command = match (who, &config.lighthouse) {
-            (Who::Replica(replica), _) => (self.run.command)(&ReplicaLaunch {
-                replica,
-                replicas: config.total_replicas,
-                rank,
-                ranks: config.ranks_per_replica,
-                life,
-                lighthouse: self.lighthouse.clone(),
-            }),
+            (Who::Replica(replica), _) => self.prepare_rank(replica, rank, life),
             (Who::Lighthouse, LighthouseSource::Spawn { bind, command }) => command(&LighthouseLaunch {
                 bind: same_port(bind, &self.lighthouse),
                 state_file: config.run_dir.join("lighthouse.state"),
@@ -357,23 +374,45 @@ impl Machine {
             }
         };
         command.env(ENV_EVENTS, self.listener.path());
-        if let Who::Replica(replica) = who {
-            command
-                .env(ENV_LIGHTHOUSE, &self.lighthouse)
-                .env(ENV_REPLICA, replica.to_string())
-                .env(ENV_REPLICAS, config.total_replicas.to_string())
-                .env(ENV_LIFE, life.to_string())
-                .env(ENV_RANK, rank.to_string())
-                .env(ENV_RANKS, config.ranks_per_replica.to_string());
-            match self.slots.get(&who).and_then(|slot| slot.store.as_ref()) {
-                Some(store) => command.env(ENV_REPLICA_STORE, store.local_addr().to_string()),
-                None => command.env_remove(ENV_REPLICA_STORE),
-            };
-            if !command.get_envs().any(|(name, _)| name == "RAYON_NUM_THREADS") {
-                command.env("RAYON_NUM_THREADS", "1");
-            }
+        if let Some(credentials) = &config.credentials {
+            command.env(Credentials::VARIABLE, credentials.folder());
         }
         command
+    }
+
+    fn prepare_rank(&self, replica: u32, rank: u32, life: u32) -> Command {
+        let config = &self.run.config;
+        let launch = ReplicaLaunch {
+            replica,
+            replicas: config.total_replicas,
+            rank,
+            ranks: config.ranks_per_replica,
+            life,
+            lighthouse: self.lighthouse.clone(),
+        };
+        let mut command = (self.run.command)(&launch);
+        let before = replica.saturating_sub(config.first_replica);
+        let local_rank = before
+            .saturating_mul(config.ranks_per_replica)
+            .saturating_add(rank);
+        let slot = self.slots.get(&Who::Replica(replica));
+        // Every life of a replica has one: it is made before the first rank is started.
+        if let Some(store) = slot.and_then(|slot| slot.store.as_ref()) {
+            tell(&mut command, &launch, local_rank, store.local_addr());
+        }
+        if !command.get_envs().any(|(name, _)| name == "RAYON_NUM_THREADS") {
+            command.env("RAYON_NUM_THREADS", "1");
+        }
+        command
+    }
+
+    /// The store in which the ranks of one life of a replica meet, so that nothing of an earlier one is in it. They are all on this machine.
+    fn store(&self) -> Result<TcpStoreServer> {
+        const BIND: &str = "127.0.0.1:0";
+        match &self.run.config.credentials {
+            Some(credentials) => TcpStoreServer::bind_with(BIND, Some(credentials.clone())),
+            None => TcpStoreServer::bind(BIND),
+        }
     }
 
     /// Starts the next life of `who`, all its ranks. An error names the rank that could not be started; those before it run.
@@ -383,10 +422,11 @@ impl Machine {
         };
         let ranks = u32::try_from(slot.ranks.len()).unwrap_or(u32::MAX);
         let life = slot.begin();
-        if ranks > 1 {
-            // A store for this life alone, so that nothing of an earlier one is in it. The ranks of a replica are on one machine.
-            let store = TcpStoreServer::bind("127.0.0.1:0").map_err(|e| (0, e))?;
-            slot.store = Some(store);
+        if who != Who::Lighthouse {
+            let store = self.store().map_err(|e| (0, e))?;
+            if let Some(slot) = self.slots.get_mut(&who) {
+                slot.store = Some(store);
+            }
         }
         for rank in 0..ranks {
             self.spawn_rank(who, rank, life).map_err(|e| (rank, e))?;
@@ -400,7 +440,15 @@ impl Machine {
     fn spawn_rank(&mut self, who: Who, rank: u32, life: u32) -> Result<()> {
         let command = self.prepare(who, rank, life);
         let t_us = now_us();
-        let mut child = child::spawn(command, &self.log(who, rank, life))?;
+        let reader = match (who, &self.run.config.output) {
+            (Who::Replica(replica), Some(sink)) => Some(Reader {
+                sink: sink.clone(),
+                replica,
+                rank,
+            }),
+            _ => None,
+        };
+        let (mut child, output) = child::spawn(command, &self.log(who, rank, life), reader)?;
         let pid = child::pid(&child)?;
         // Before the waiting thread exists: a process that ends at once is removed again after it was entered.
         self.run
@@ -427,7 +475,11 @@ impl Machine {
             let t_us = now_us();
             // What the process leaves behind would hold its event connection (and its ports) open.
             let _ = child::signal_group(pid, Signal::KILL);
-            drain.wait(pid, deadline_in(DRAIN));
+            let deadline = deadline_in(DRAIN);
+            drain.wait(pid, deadline);
+            if let Some(output) = output {
+                output.wait(deadline);
+            }
             let _ = to_self.send(Control::Ended {
                 who,
                 rank,

@@ -16,6 +16,7 @@ mod events;
 mod line;
 mod listener;
 mod outcome;
+mod output;
 mod queue;
 mod sender;
 mod slot;
@@ -31,6 +32,7 @@ pub use events::{
 };
 pub use line::{LineReader, TooLong};
 pub use outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
+pub use output::{OutputLine, OutputSink};
 pub use queue::SupervisorEvents;
 pub use sender::EventSender;
 pub use supervisor::{

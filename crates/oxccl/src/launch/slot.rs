@@ -42,7 +42,7 @@ pub(super) struct Process {
 pub(super) struct Slot {
     /// By rank; the lighthouse has one process.
     pub(super) ranks: Vec<Process>,
-    /// Where the ranks of this life meet, if there are several.
+    /// Where the ranks of this life meet; the lighthouse has none.
     pub(super) store: Option<TcpStoreServer>,
     pub(super) lives: u32,
     /// Short lives in a row, for the pause before the next.

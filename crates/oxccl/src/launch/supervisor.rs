@@ -8,15 +8,16 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use ftcore::{Error, ErrorKind, Result, deadline_in, split_url, time_left};
+use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, split_url, time_left};
 use rustix::process::{Pid, Signal};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::child;
 use super::control::{self, Control};
 use super::events::now_us;
 use super::outcome::{Outcome, StopReason};
+use super::output::OutputSink;
 use super::queue::{SupervisorEvents, event_queue};
 use super::slot::Who;
 
@@ -156,9 +157,17 @@ pub struct SupervisorConfig {
     pub total_replicas: u32,
     /// The lighthouse.
     pub lighthouse: LighthouseSource,
+    /// A lighthouse that is started here does not end with the replicas of this machine: others need it. See
+    /// [`Supervisor::hold_lighthouse`].
+    pub hold_lighthouse: bool,
+    /// The job's credentials: every process is told their folder (`OXCCL_CREDENTIALS`), and the stores in which the ranks of a replica meet
+    /// ask for them. `None`: those of this process's own environment, which the processes inherit.
+    pub credentials: Option<Arc<Credentials>>,
     /// An existing folder for the logs (`replica-R.life-L.log`, with several ranks `replica-R.rank-K.life-L.log`; `lighthouse.log`), the event socket and the
     /// lighthouse's state.
     pub run_dir: PathBuf,
+    /// Takes what the replicas' processes write, line by line, beside their logs.
+    pub output: Option<OutputSink>,
     /// Restarts, of replicas and of the lighthouse alike.
     pub restart: RestartPolicy,
     /// What happens when a replica may not be restarted again.
@@ -168,7 +177,8 @@ pub struct SupervisorConfig {
     /// How long processes get to end by themselves after SIGTERM, before SIGKILL.
     pub grace: Duration,
     /// SIGINT (Ctrl-C), SIGTERM and SIGHUP end the run instead of this process, from before the first child is started
-    /// until the supervisor is dropped; a second one ends it at once.
+    /// until the supervisor is dropped: the processes get the same signal, and SIGKILL after the grace time or at a second one. SIGUSR1 and
+    /// SIGUSR2 are passed on to all processes of the replicas.
     pub stop_on_signals: bool,
 }
 
@@ -181,7 +191,10 @@ impl SupervisorConfig {
             ranks_per_replica: 1,
             total_replicas: replicas,
             lighthouse,
+            hold_lighthouse: false,
+            credentials: None,
             run_dir: run_dir.into(),
+            output: None,
             restart: RestartPolicy::default(),
             give_up: GiveUp::StopAll,
             deadline: None,
@@ -236,8 +249,9 @@ pub struct Supervisor {
 impl Supervisor {
     /// Starts the lighthouse (unless it is external), waits until it listens, then starts every rank of every replica with the
     /// command that `command` makes. The environment of each is completed with `OXCCL_LIGHTHOUSE`, `OXCCL_REPLICA`, `OXCCL_REPLICAS`,
-    /// `OXCCL_LIFE`, `OXCCL_RANK`, `OXCCL_RANKS`, `OXCCL_REPLICA_STORE` (where there are several ranks), `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
-    /// (one compute thread per process makes runs repeatable).
+    /// `OXCCL_LIFE`, `OXCCL_RANK`, `OXCCL_RANKS`, `OXCCL_REPLICA_STORE`, `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
+    /// (one compute thread per process makes runs repeatable). The ranks of a replica also find what torchrun would tell them (`RANK`, `WORLD_SIZE`,
+    /// `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_…`), so that a program written for it runs unchanged, with the replica as its world.
     ///
     /// Everything must have been started by `deadline`. On an error all that was started has been ended again; a
     /// lighthouse that failed is `Unavailable` with the end of its output, a program that does not exist is `NotFound`.
@@ -253,7 +267,7 @@ impl Supervisor {
         let (outcome_to, outcome) = channel();
         let running = Running::default();
         let signals = if config.stop_on_signals {
-            Some(stop_on_signals(control.clone())?)
+            Some(take_signals(control.clone())?)
         } else {
             None
         };
@@ -337,9 +351,15 @@ impl Supervisor {
 
     /// Asks for the end of the run: SIGTERM to all, SIGKILL after the grace time (at once when called again).
     pub fn stop(&self, why: impl Into<String>) {
-        let _ = self
-            .control
-            .send(Control::Stop(StopReason::Stopped { why: why.into() }));
+        let _ = self.control.send(Control::Stop {
+            reason: StopReason::Stopped { why: why.into() },
+            signal: Signal::TERM,
+        });
+    }
+
+    /// Whether the lighthouse that this supervisor started goes on without replicas of this machine, until the run is stopped.
+    pub fn hold_lighthouse(&self, held: bool) {
+        let _ = self.control.send(Control::Hold(held));
     }
 
     /// Waits until all processes are gone. `Timeout` if some still run at `deadline`; the run goes on then.
@@ -365,28 +385,32 @@ impl Supervisor {
 
 impl Drop for Supervisor {
     fn drop(&mut self) {
-        let _ = self.control.send(Control::Stop(StopReason::Stopped {
-            why: "its supervisor was dropped".into(),
-        }));
+        self.stop("its supervisor was dropped");
         if let Some(signals) = &self.signals {
             signals.close();
         }
     }
 }
 
-fn stop_on_signals(control: Sender<Control>) -> Result<Handle> {
-    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+fn take_signals(control: Sender<Control>) -> Result<Handle> {
+    let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIGUSR2])
+        .map_err(|e| Error::io("catch signals", e))?;
     let handle = signals.handle();
     std::thread::Builder::new()
         .name("ox-signals".into())
         .spawn(move || {
             for signal in signals.forever() {
-                let why = match signal {
-                    SIGINT => "interrupted (SIGINT)",
-                    SIGTERM => "terminated (SIGTERM)",
-                    _ => "hung up (SIGHUP)",
+                let stop = |why: &str, signal| Control::Stop {
+                    reason: StopReason::Stopped { why: why.into() },
+                    signal,
                 };
-                let _ = control.send(Control::Stop(StopReason::Stopped { why: why.into() }));
+                let _ = control.send(match signal {
+                    SIGUSR1 => Control::PassOn(Signal::USR1),
+                    SIGUSR2 => Control::PassOn(Signal::USR2),
+                    SIGINT => stop("interrupted (SIGINT)", Signal::INT),
+                    SIGHUP => stop("hung up (SIGHUP)", Signal::HUP),
+                    _ => stop("terminated (SIGTERM)", Signal::TERM),
+                });
             }
         })
         .map_err(|e| Error::io("start thread ox-signals", e))?;
