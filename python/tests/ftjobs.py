@@ -46,10 +46,17 @@ class Job:
 
     def start(self, name: str, *arguments: Any) -> None:
         """Starts a life of replica `name`."""
+        self._start(name, self.body, *arguments)
+
+    def start_also(self, name: str, body: str, *arguments: Any) -> None:
+        """Starts another program beside the replicas."""
+        self._start(name, HEAD + body, *arguments)
+
+    def _start(self, name: str, body: str, *arguments: Any) -> None:
         self.lives += 1
         log = self.folder / f"{name}.{self.lives}"
         with open(log, "wb") as out, open(f"{log}.err", "wb") as err:
-            command = [sys.executable, "-X", "faulthandler", "-c", self.body, name, self.lighthouse, *map(str, arguments)]
+            command = [sys.executable, "-X", "faulthandler", "-c", body, name, self.lighthouse, *map(str, arguments)]
             self.running[name] = subprocess.Popen(command, stdout=out, stderr=err)
         self.logs[name] = log
 

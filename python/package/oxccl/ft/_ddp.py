@@ -43,7 +43,7 @@ class _Bucket:
 
     def send(self, manager: Manager) -> None:
         self.sent.copy_(self.own)
-        self.work = manager.allreduce(self.sent)
+        self.work = manager._reduce(self.sent)
 
     def take(self) -> None:
         """The averages become the gradients."""
@@ -58,7 +58,8 @@ class DistributedDataParallel(nn.Module):
     """Averages the gradients of `module` over the replicas while the backward pass makes them.
 
     After ``backward()`` the gradients are the averages. If a replica dies meanwhile, the reductions are done again among those that are left, with
-    the gradients that were computed, so that no batch is lost; a replica of several processes leaves the batch out instead.
+    the gradients that were computed, so that no batch is lost. A replica of several processes leaves the batch out instead, and so does a step with
+    reductions of its own (`Manager.allreduce`).
 
     Args:
         manager: the replica.
@@ -86,6 +87,8 @@ class DistributedDataParallel(nn.Module):
 
     def forward(self, *arguments: Any, **options: Any) -> Any:
         """Calls the model."""
+        # A backward pass that an exception ended has no end of its own.
+        self._is_running = False
         return self.module(*arguments, **options)
 
     @contextlib.contextmanager
@@ -100,6 +103,8 @@ class DistributedDataParallel(nn.Module):
     def _on_gradient(self, p: Any) -> None:
         if not self._syncs:
             return
+        if p.grad.layout != torch.strided:
+            raise oxccl.Unsupported("a gradient is sparse; dense ones are averaged: make the embedding with sparse=False")
         if not self._is_running:
             self._is_running = True
             self._next = 0
@@ -107,9 +112,6 @@ class DistributedDataParallel(nn.Module):
                 bucket.begin()
             torch.autograd.Variable._execution_engine.queue_callback(self._at_end)
         bucket, n = self._home[p]
-        if p.grad.layout != torch.strided:
-            self._is_running = False
-            raise oxccl.Unsupported("a gradient is sparse; dense ones are averaged: make the embedding with sparse=False")
         bucket.views[0][n].copy_(p.grad)
         bucket.missing -= 1
         # In one order on all replicas.
@@ -123,8 +125,8 @@ class DistributedDataParallel(nn.Module):
         for bucket in self._buckets[self._next :]:
             bucket.send(self._manager)
         while not self._collect():
-            if self._manager._world_size > 1:
-                # The vote of all its ranks leaves this batch out.
+            if not self._manager._may_repeat():
+                # The vote leaves this batch out.
                 return
             self._manager.should_commit()
             self._manager.start_quorum()

@@ -175,6 +175,8 @@ class Manager:
         """A quorum was asked for, and not finished with the state."""
         self._may_begin = False
         """The next quorum may be looked for beside the forward pass."""
+        self._has_others = False
+        """The program reduced something itself in this step."""
         self._again: Callable[[], bool] | None = None
         """Sends the gradients of a lost attempt again, in a quorum that stands; False if they are not there any more."""
 
@@ -208,6 +210,7 @@ class Manager:
         if not allow_heal:
             raise ValueError("allow_heal=False: a replica that is behind always heals here, since a step of an older state would not count")
         self._is_begun = False
+        self._has_others = False
         self._replica.set_shrink_only(shrink_only)
         limit = self._quorum_timeout if timeout is None else seconds(timeout)
         if self._use_async_quorum and self._may_begin and self._replica.begin_quorum(limit):
@@ -238,6 +241,10 @@ class Manager:
         """
         if should_quantize and not isinstance(self._pg, oxccl.QuantizedGroup):
             raise ValueError("should_quantize=True: the group decides how values travel; give the manager pg=oxccl.QuantizedGroup('int8')")
+        self._has_others = True
+        return self._reduce(tensor, reduction(reduce_op))
+
+    def _reduce(self, tensor: Any, op: _oxccl.Reduction = "avg") -> Work:
         values = tensor.detach()
         lent = values if values.device.type == "cpu" and values.is_contiguous() else values.to("cpu").contiguous()
 
@@ -251,7 +258,7 @@ class Manager:
             if not error.retryable:
                 raise
             return Work(None, tensor, self._finish_quorum, after, error)
-        found = self._replica.all_reduce(lent, reduction(reduce_op))
+        found = self._replica.all_reduce(lent, op)
         if isinstance(found, Exception):
             return Work(None, tensor, self._finish_quorum, after, found)
         return Work(found, tensor, self._finish_quorum, after, None)
@@ -271,10 +278,14 @@ class Manager:
         self._may_begin = committed
         return committed
 
+    def _may_repeat(self) -> bool:
+        """Whether a lost step can be done again with its gradients alone: the same reductions as in the others' steps, in the same order."""
+        # The ranks of one replica would have to do so together.
+        return self._world_size == 1 and not self._has_others
+
     def _repeat(self) -> bool:
         """After a step that did not commit: sends its gradients again in a new quorum. False if the step is to be left out."""
-        # The ranks of one replica would have to do so together.
-        if self._again is None or self._world_size > 1:
+        if self._again is None or not self._may_repeat():
             return False
         self.start_quorum()
         return self._again()
