@@ -2,7 +2,7 @@
 //!
 //! A call goes through `group` (arguments to a [`Collective`](oxccl::core::Collective)), `lend` (a Python object to a tensor over its memory)
 //! and either runs on the calling thread without the GIL, watched by `interrupt` for Ctrl-C, or comes back as a `work`.
-//! `raw` is the only module with unsafe code; `process` knows whether this process was forked or ends; `errors` raises.
+//! `raw` is the only module with unsafe code; `ft` drives a replica of fault-tolerant training. `process` knows whether this process was forked or ends; `errors` raises.
 
 // Linked for their registration.
 use oxccl::{gloo as _, nccl as _, xccl as _};
@@ -12,6 +12,7 @@ mod clients;
 mod command;
 mod completions;
 mod errors;
+mod ft;
 mod group;
 mod interrupt;
 mod lend;
@@ -43,6 +44,7 @@ fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     m.add_class::<store::StoreServer>()?;
     servers::add(m)?;
     clients::add(m)?;
+    ft::add(m)?;
     m.add_class::<completions::Completions>()?;
     m.add_class::<table::Capabilities>()?;
     m.add_class::<table::Traffic>()?;

@@ -39,6 +39,11 @@ fn moves(name: &str) -> Result<Moves> {
 }
 
 impl QuantizedGroup {
+    /// What it owes of earlier steps; `None` if it keeps no residuals.
+    pub(crate) fn residuals(&self) -> Option<Arc<ErrorFeedback>> {
+        self.group.error_feedback()
+    }
+
     fn feedback(&self, py: Python<'_>) -> PyResult<Arc<ErrorFeedback>> {
         self.handle.is_at_home().or_raise(py)?;
         let none = || {
@@ -100,6 +105,12 @@ impl QuantizedGroup {
     #[getter]
     fn format(&self) -> String {
         self.group.codec().to_string()
+    }
+
+    /// Whether it keeps what rounding takes.
+    #[getter]
+    fn has_error_feedback(&self) -> bool {
+        self.residuals().is_some()
     }
 
     /// How many values that are not finite this rank has put into quantised operations so far.

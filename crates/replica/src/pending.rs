@@ -140,6 +140,11 @@ impl ManagedWork {
         }
     }
 
+    /// The reduction itself, for who waits in a way of his own. Errors: why it was never submitted.
+    pub fn work(&self) -> Result<&Work> {
+        self.0.as_ref().map_err(|(error, _)| error.clone())
+    }
+
     /// True once it has ended.
     pub fn is_done(&self) -> bool {
         match &self.0 {

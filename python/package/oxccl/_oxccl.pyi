@@ -943,6 +943,10 @@ class QuantizedGroup(Group):
         """The format's full name."""
 
     @property
+    def has_error_feedback(self) -> bool:
+        """Whether it keeps what rounding takes."""
+
+    @property
     def non_finite(self) -> int:
         """How many values that are not finite this rank has put into quantised operations so far."""
 
@@ -988,6 +992,156 @@ def unconfigured(
     options: Mapping[str, str] | None = None,
 ) -> Group:
     """A group of a backend that has met nobody yet: `Group.configure` connects it, again and again."""
+
+class _States(Protocol):
+    """The training state, asked for and handed over inside the calls of a replica, on the thread that calls."""
+
+    def save(self) -> tuple[list[tuple[str, list[int], Any]], str]: ...
+    def load(self, tensors: list[tuple[str, str, list[int], bytearray]], tree: str) -> None: ...
+
+class Participation:
+    """A replica's part in the present quorum."""
+
+    @property
+    def epoch(self) -> int:
+        """The number of the group's configuration."""
+
+    @property
+    def step(self) -> int:
+        """The step that this quorum works on."""
+
+    @property
+    def replica_rank(self) -> int:
+        """This replica's rank among the members."""
+
+    @property
+    def replica_world_size(self) -> int:
+        """The number of members, healing ones included."""
+
+    @property
+    def contributor_rank(self) -> int | None:
+        """The place among those that contribute; None if this replica does not."""
+
+    @property
+    def contributors(self) -> int:
+        """The number of replicas that contribute."""
+
+    @property
+    def healed_bytes(self) -> int | None:
+        """The size of the state that this replica took over just now, in bytes."""
+
+    @property
+    def healed_seconds(self) -> float | None:
+        """How long that took."""
+
+    @property
+    def members(self) -> list[str] | None:
+        """The ids of the members; None where there are too many to tell."""
+
+class Round:
+    """What a round of DiLoCo was like."""
+
+    @property
+    def step(self) -> int:
+        """The step that was committed; 0 is the first synchronisation."""
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which it was committed."""
+
+    @property
+    def members(self) -> int:
+        """The members of that quorum."""
+
+    @property
+    def contributors(self) -> int:
+        """How many replicas were averaged; 0 in a round without data."""
+
+    @property
+    def failed_attempts(self) -> int:
+        """Attempts that did not commit before this one."""
+
+    @property
+    def healed(self) -> bool:
+        """This replica took its state over in this round."""
+
+    @property
+    def sync_seconds(self) -> float:
+        """Time spent in quorums, healing and waiting, over all attempts."""
+
+class _Replica:
+    def __new__(
+        cls,
+        group: Group,
+        name: str,
+        lighthouse: str | None,
+        *,
+        group_rank: int = 0,
+        group_world_size: int = 1,
+        store: Any = None,
+        bind: str = "127.0.0.1:0",
+        advertise_host: str | None = None,
+        min_replicas: int = 1,
+        fixed_with_spares: bool = False,
+        init_sync: bool = True,
+        max_retries: int | None = None,
+        timeout: float = 60.0,
+        connect_timeout: float = 20.0,
+        heartbeat_interval: float = 0.1,
+        progress_timeout: float = 120.0,
+        credentials: str | PathLike[str] | None = None,
+        insecure: bool = False,
+    ) -> Self: ...
+    @property
+    def replica_id(self) -> str: ...
+    def start_quorum(self, states: _States, timeout: float) -> Participation: ...
+    def begin_quorum(self, timeout: float) -> bool: ...
+    def await_quorum(self) -> Participation: ...
+    def all_reduce(self, tensors: Tensors, op: Reduction) -> Work | Error: ...
+    def should_commit(self, timeout: float) -> bool: ...
+    def report_error(self, text: str) -> None: ...
+    @property
+    def error(self) -> Error | None: ...
+    @property
+    def current_step(self) -> int: ...
+    @property
+    def batches_committed(self) -> int: ...
+    @property
+    def lineage(self) -> str: ...
+    @property
+    def draining(self) -> bool: ...
+    def restore(self, step: int, lineage: str, batches_committed: int) -> None: ...
+    def set_shrink_only(self, on: bool) -> None: ...
+    def set_last(self, is_last: bool) -> None: ...
+    def progress(self) -> None: ...
+    def traffic(self) -> Traffic: ...
+    def leave(self, timeout: float) -> None: ...
+    def close(self) -> None: ...
+
+class _Diloco:
+    def __new__(
+        cls,
+        replica: _Replica,
+        names: Sequence[str],
+        tensors: Sequence[Tensor],
+        fragments: Sequence[Sequence[int]],
+        *,
+        sync_every: int,
+        delay: int = 0,
+        mixing: float = 0.0,
+        eager: bool = False,
+        outer: tuple[str, float, float] = ("nesterov", 0.7, 0.9),
+        bucket_elements: int = 262144,
+        rounds: int | None = None,
+        round_timeout: float = 600.0,
+        feedback: QuantizedGroup | None = None,
+    ) -> Self: ...
+    def begin(self, states: _States) -> list[Round]: ...
+    def after_inner_step(self, states: _States) -> list[Round]: ...
+    def finish(self, states: _States) -> None: ...
+    def global_hash(self) -> str: ...
+    @property
+    def step(self) -> int: ...
 
 def _know_torch(tensor: type[Any], dtypes: Sequence[tuple[Any, str]]) -> None: ...
 def backends() -> list[tuple[str, str | None]]:

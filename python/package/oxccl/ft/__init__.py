@@ -1,0 +1,25 @@
+"""Training that survives the death of replicas, for models of torch.
+
+Each replica is a process, or several, that trains the whole model; a `Manager` in it agrees with the others on who takes part in a step. A
+replica that comes back takes its state over from one that is well::
+
+    manager = ft.Manager(load_state_dict=load, state_dict=save, replica_id="a", lighthouse_addr="http://…")
+    model = ft.DistributedDataParallel(manager, model)
+    optimizer = ft.Optimizer(manager, torch.optim.AdamW(model.parameters()))
+    while manager.current_step() < 1000:
+        optimizer.zero_grad()       # begins a step
+        loss(model(batch())).backward()
+        optimizer.step()            # ends it
+
+The names are torchft's where they mean the same.
+"""
+
+from __future__ import annotations
+
+from oxccl.ft._data import DistributedSampler
+from oxccl.ft._ddp import DistributedDataParallel
+from oxccl.ft._manager import Manager, WorldSizeMode
+from oxccl.ft._optim import Optimizer
+from oxccl.ft._work import Work
+
+__all__ = ["DistributedDataParallel", "DistributedSampler", "Manager", "Optimizer", "Work", "WorldSizeMode"]

@@ -1,0 +1,213 @@
+//! LocalSGD, DiLoCo and Streaming DiLoCo over a replica, on parameters that Python lends.
+
+use std::sync::{Arc, Mutex, PoisonError};
+
+use oxccl::core::{Error, ErrorKind, Result};
+use oxccl::diloco::{Diloco, DilocoConfig, FragmentPlan, OuterOptimizer, RoundReport, TensorParameters};
+use oxccl::manager::State;
+use pyo3::prelude::*;
+
+use super::replica::{Core, PyReplica, Shared};
+use super::states;
+use crate::errors::Raise;
+use crate::interrupt::apart;
+use crate::lend::{Access, list};
+use crate::options;
+use crate::quantized::QuantizedGroup;
+
+type Run = Diloco<Shared, TensorParameters>;
+
+/// What a finished round was like.
+#[pyclass(frozen, get_all, module = "oxccl._oxccl")]
+pub(crate) struct Round {
+    step: i64,
+    epoch: i64,
+    members: usize,
+    contributors: u32,
+    failed_attempts: u32,
+    healed: bool,
+    sync_seconds: f64,
+}
+
+impl From<RoundReport> for Round {
+    fn from(r: RoundReport) -> Self {
+        Self {
+            step: r.step,
+            epoch: r.epoch,
+            members: r.members,
+            contributors: r.contributors,
+            failed_attempts: r.failed_attempts,
+            healed: r.healed.is_some(),
+            sync_seconds: r.sync.as_secs_f64(),
+        }
+    }
+}
+
+#[pymethods]
+impl Round {
+    fn __repr__(&self) -> String {
+        format!(
+            "Round(step {}, {} of {} contributed, {} failed attempts)",
+            self.step, self.contributors, self.members, self.failed_attempts
+        )
+    }
+}
+
+/// A run of DiLoCo. The parameters are memory that the caller trains in between the calls.
+#[pyclass(frozen, weakref, module = "oxccl._oxccl", name = "_Diloco")]
+pub(crate) struct PyDiloco {
+    run: Arc<Mutex<Run>>,
+    core: Arc<Core>,
+}
+
+fn outer(kind: &str, lr: f32, momentum: f32) -> Result<OuterOptimizer> {
+    match kind {
+        "sgd" => Ok(OuterOptimizer::Sgd { lr }),
+        "nesterov" => Ok(OuterOptimizer::Nesterov { lr, momentum }),
+        "adamw" => Ok(OuterOptimizer::AdamW { lr }),
+        _ => Err(Error::invalid(format!(
+            "the outer optimizer is '{kind}', not 'sgd', 'nesterov' or 'adamw'"
+        ))),
+    }
+}
+
+impl PyDiloco {
+    fn rounds(
+        &self,
+        py: Python<'_>,
+        states: &Bound<'_, PyAny>,
+        call: impl FnOnce(&mut Run, &mut dyn State) -> Result<Vec<RoundReport>> + Send + 'static,
+    ) -> PyResult<Vec<Round>> {
+        self.core.is_at_home().or_raise(py)?;
+        let run = self.run.clone();
+        let call = move |state: &mut dyn State| {
+            let mut run = run.try_lock().map_err(|_| {
+                let text = "another call of this run is still under way: one thread drives it, and a call that was interrupted goes on for a while";
+                Error::new(ErrorKind::InvalidState, text)
+            })?;
+            call(&mut run, state)
+        };
+        let reports = states::run(py, states, || self.core.interrupt(), call)?;
+        self.core.configured();
+        Ok(reports.into_iter().map(Round::from).collect())
+    }
+}
+
+#[pymethods]
+impl PyDiloco {
+    #[new]
+    #[pyo3(signature = (replica, names, tensors, fragments, *, sync_every, delay=0, mixing=0.0, eager=false, outer=(String::from("nesterov"), 0.7, 0.9),
+        bucket_elements=1 << 18, rounds=None, round_timeout=600.0, feedback=None))]
+    #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
+    fn new(
+        py: Python<'_>,
+        replica: &Bound<'_, PyReplica>,
+        names: Vec<String>,
+        tensors: &Bound<'_, PyAny>,
+        fragments: Vec<Vec<usize>>,
+        sync_every: u64,
+        delay: u64,
+        mixing: f32,
+        eager: bool,
+        outer: (String, f32, f32),
+        bucket_elements: usize,
+        rounds: Option<i64>,
+        round_timeout: f64,
+        feedback: Option<&Bound<'_, QuantizedGroup>>,
+    ) -> PyResult<Self> {
+        let core = replica.get().core().clone();
+        core.is_at_home().or_raise(py)?;
+        let config = DilocoConfig {
+            sync_every,
+            fragments: fragments.len(),
+            delay,
+            mixing,
+            eager,
+            outer: self::outer(&outer.0, outer.1, outer.2).or_raise(py)?,
+            bucket_elements,
+            rounds,
+            round_timeout: options::duration(round_timeout).or_raise(py)?,
+            ..DilocoConfig::default()
+        };
+        let tensors =
+            list(tensors, "parameters", Access::Writes).map_err(|refused| refused.raise(py, "diloco", 0))?;
+        if names.len() != tensors.len() {
+            let text = format!("{} names for {} parameters", names.len(), tensors.len());
+            return Err(Error::invalid(text)).or_raise(py);
+        }
+        let debts = feedback.and_then(|group| group.get().residuals());
+        let shared = Shared(core.clone());
+        let run = apart(py, move || {
+            let params = TensorParameters::new(names.into_iter().zip(tensors).collect(), None)?;
+            let plan = FragmentPlan::new(fragments, &params)?;
+            let run = Diloco::with_fragments(shared, params, config, plan)?;
+            Ok(match debts {
+                Some(debts) => run.with_error_feedback(debts),
+                None => run,
+            })
+        })?;
+        Ok(Self {
+            run: Arc::new(Mutex::new(run)),
+            core,
+        })
+    }
+
+    /// Joins the job, before the first inner step.
+    fn begin(&self, py: Python<'_>, states: &Bound<'_, PyAny>) -> PyResult<Vec<Round>> {
+        self.rounds(py, states, |run, state| run.begin(state))
+    }
+
+    /// After every inner step: begins and finishes the rounds that are due.
+    fn after_inner_step(&self, py: Python<'_>, states: &Bound<'_, PyAny>) -> PyResult<Vec<Round>> {
+        self.core.is_at_home().or_raise(py)?;
+        let quick = self.run.try_lock().is_ok_and(|run| !run.next_step_syncs());
+        if !quick {
+            return self.rounds(py, states, |run, state| run.after_inner_step(state));
+        }
+        // It only counts, and asks nothing of the state.
+        let mut run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
+        let reports = run.after_inner_step(&mut Counting).or_raise(py)?;
+        Ok(reports.into_iter().map(Round::from).collect())
+    }
+
+    /// A closing round without data, in which who is behind heals; then leaves. All replicas call it after the same round.
+    fn finish(&self, py: Python<'_>, states: &Bound<'_, PyAny>) -> PyResult<()> {
+        self.rounds(py, states, |run, state| run.finish(state).map(|()| Vec::new()))
+            .map(drop)
+    }
+
+    /// A hash over the global parameters, equal on all replicas of the same step.
+    fn global_hash(&self, py: Python<'_>) -> PyResult<String> {
+        self.core.is_at_home().or_raise(py)?;
+        py.detach(|| {
+            let run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
+            run.global_hash()
+        })
+        .or_raise(py)
+    }
+
+    /// The number of rounds that have committed, the first synchronisation included.
+    #[getter]
+    fn step(&self) -> i64 {
+        self.run.lock().unwrap_or_else(PoisonError::into_inner).step()
+    }
+}
+
+/// The state in a call that does not ask for it.
+struct Counting;
+
+impl State for Counting {
+    fn save(&self, _: &mut oxccl::checkpoint::StateDict) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Internal,
+            "a step that does not synchronise asked for the state",
+        ))
+    }
+
+    fn load(&mut self, _: &oxccl::checkpoint::StateDict) -> Result<()> {
+        Err(Error::new(
+            ErrorKind::Internal,
+            "a step that does not synchronise brought a state",
+        ))
+    }
+}

@@ -1,0 +1,249 @@
+"""The manager of `oxccl.ft`, and the state that travels."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ftjobs
+import oxccl
+
+
+def travelled(state: dict[str, Any], **options: Any) -> Any:
+    """What comes out on another replica."""
+    import torch
+
+    from oxccl.ft import _state
+    from oxccl.torch._calls import _DTYPES
+
+    names = {dtype: name for dtype, name in _DTYPES}
+    tensors, tree = _state.encode(state, **options)
+    sent = []
+    for name, shape, memory in tensors:
+        flat = (
+            memory
+            if isinstance(memory, torch.Tensor)
+            else torch.frombuffer(memory, dtype=torch.uint8)
+            if memory
+            else torch.empty(0, dtype=torch.uint8)
+        )
+        raw = bytearray(flat.view(torch.uint8).numpy().tobytes()) if flat.numel() else bytearray()
+        sent.append((name, names[flat.dtype], shape, raw))
+    return _state.decode(sent, tree, **options)
+
+
+def same(a: Any, b: Any) -> bool:
+    import torch
+
+    if isinstance(a, torch.Tensor):
+        return a.dtype == b.dtype and a.shape == b.shape and bool(a.detach().reshape(-1).view(torch.uint8).equal(b.reshape(-1).view(torch.uint8)))
+    if isinstance(a, dict):
+        return list(a) == list(b) and [type(k) for k in a] == [type(k) for k in b] and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and repr(a) == repr(b)
+
+
+def test_any_state_of_plain_values_travels_bit_by_bit() -> None:
+    import torch
+
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    state = {
+        "model": dict(model.state_dict()),
+        "optimizer": optimizer.state_dict(),
+        "rest": [1, -(2**70), 0.1, float("inf"), float("nan"), -0.0, True, None, "Ü/x", b"", b"\x00\xff", (1, (2,)), {}, {1: 2, "1": 3, None: 4}],
+        "kinds": [torch.arange(4).to(d) for d in (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.bool, torch.uint64, torch.complex64)],
+        "shapes": [torch.zeros(0, 3), torch.tensor(5.0), torch.arange(6).reshape(2, 3).t(), torch.zeros(0, dtype=torch.complex128)],
+        "a/b": torch.zeros(1),
+        "a": {"b": torch.ones(1)},
+    }
+    assert same(travelled(state), state)
+    assert same(travelled({"o": OrderedDict(x=1)}), {"o": {"x": 1}})
+
+
+@pytest.mark.parametrize(
+    ("make", "told"),
+    [
+        (lambda torch: {"m": {"x": [1, object()]}}, "m/x/1 is of type builtins.object"),
+        (lambda torch: {"m": {(1, 2): 3}}, "m has a key of type tuple"),
+        (lambda torch: {"m": torch.zeros(2, 2).to_sparse()}, "m is a tensor of layout torch.sparse_coo"),
+        (lambda torch: {"m": torch.zeros(2, device="meta")}, "on meta"),
+        (lambda torch: {"m": {"s": {1, 2}}}, "m/s is of type builtins.set"),
+    ],
+)
+def test_what_cannot_travel_is_refused_by_its_place(make: Callable[[Any], dict[str, Any]], told: str) -> None:
+    import torch
+
+    with pytest.raises(TypeError, match=told):
+        travelled(make(torch))
+
+
+def test_pickle_only_if_asked_on_both_sides() -> None:
+    from oxccl.ft import _state
+
+    state = {"m": {"s": {1, 2}}}
+    assert travelled(state, allow_pickle=True) == state
+    tensors, tree = _state.encode(state, allow_pickle=True)
+    with pytest.raises(TypeError, match="m/s came as pickle"):
+        _state.decode([(name, "u8", shape, memory) for name, shape, memory in tensors], tree)
+
+
+class Replica(threading.Thread):
+    """A replica on a thread: steps that each add the average of `value` over the replicas."""
+
+    def __init__(self, name: str, lighthouse: str, value: float, steps: int, **options: Any) -> None:
+        import torch
+
+        super().__init__()
+        self.x = torch.full((3,), value * 100)
+        self.value = value
+        self.steps = steps
+        self.error: BaseException | None = None
+        self.seen: list[tuple[int, int]] = []
+        self.make = (name, lighthouse, options)
+
+    def run(self) -> None:
+        import torch
+
+        from oxccl import ft
+
+        name, lighthouse, options = self.make
+        try:
+            with ft.Manager(
+                None, self.x.copy_, lambda: self.x, replica_id=name, lighthouse_addr=lighthouse, timeout=20, quorum_timeout=30, **options
+            ) as manager:
+                while manager.current_step() < self.steps:
+                    manager.start_quorum()
+                    mean = torch.full((3,), self.value)
+                    work = manager.allreduce(mean)
+                    self.seen.append((manager.num_participants(), manager.current_step()))
+                    work.wait()
+                    if manager.should_commit():
+                        self.x += mean
+                self.batches = manager.batches_committed()
+        except BaseException as error:
+            self.error = error
+
+
+@pytest.mark.parametrize("use_async_quorum", [False, True])
+def test_replicas_start_equal_average_over_contributors_and_end_equal(use_async_quorum: bool) -> None:
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse:
+        replicas = [
+            Replica(name, lighthouse.address, value, 4, min_replica_size=2, use_async_quorum=use_async_quorum)
+            for name, value in (("a", 1.0), ("b", 3.0))
+        ]
+        for replica in replicas:
+            replica.start()
+        for replica in replicas:
+            replica.join(ftjobs.LIMIT)
+    assert [r.error for r in replicas] == [None, None]
+    first, second = (r.x.tolist() for r in replicas)
+    assert first == second
+    # At step 0 one of them had just taken the other's state: only the other's value counted.
+    assert first[0] in (100 + 1 + 3 * 2, 300 + 3 + 3 * 2)
+    assert replicas[0].seen[1:] == [(2, 1), (2, 2), (2, 3)]
+    assert [r.batches for r in replicas] == [7, 7]
+
+
+def test_a_state_that_is_refused_ends_the_replica_and_says_why() -> None:
+    from oxccl import ft
+
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse:
+        good = Replica("a", lighthouse.address, 1.0, 1)
+        good.daemon = True
+
+        def load(_: Any) -> None:
+            raise KeyError("not mine")
+
+        def save() -> Any:
+            return object()
+
+        good.start()
+        manager = ft.Manager(None, load, save, replica_id="b", lighthouse_addr=lighthouse.address, quorum_timeout=30, timeout=10)
+        # Whichever of the two is the source at step 0, this one's state is of no use.
+        with pytest.raises(oxccl.Error, match=r"not mine|default is of type builtins\.object") as raised:
+            for _ in range(3):
+                manager.start_quorum()
+                manager.should_commit()
+        assert isinstance(raised.value.__cause__, (KeyError, TypeError))
+        manager._replica.close()
+        good.join(ftjobs.LIMIT)
+        assert not good.is_alive()
+
+
+def test_arguments_are_refused_with_a_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    from oxccl import ft
+
+    monkeypatch.delenv("OXCCL_LIGHTHOUSE", raising=False)
+    monkeypatch.delenv("TORCHFT_LIGHTHOUSE", raising=False)
+    with pytest.raises(ValueError, match="no lighthouse is known"):
+        ft.Manager()
+    with pytest.raises(ValueError, match="belong together"):
+        ft.Manager(load_state_dict=print, lighthouse_addr="http://127.0.0.1:1")
+    with pytest.raises(ValueError, match="store to meet in"):
+        ft.Manager(rank=0, world_size=2, lighthouse_addr="http://127.0.0.1:1")
+    with oxccl.Lighthouse() as lighthouse, ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+        with pytest.raises(ValueError, match="allow_heal"):
+            manager.start_quorum(allow_heal=False)
+        with pytest.raises(RuntimeError, match="call start_quorum first"):
+            manager.wait_quorum()
+        manager.start_quorum()
+        with pytest.raises(ValueError, match="QuantizedGroup"):
+            manager.allreduce(__import__("torch").zeros(1), should_quantize=True)
+        manager.report_error(RuntimeError("mine"))
+        assert "mine" in str(manager.errored())
+        assert manager.should_commit() is False
+        assert manager.current_step() == 0
+
+
+def test_a_checkpoint_on_disk_goes_on_at_its_step() -> None:
+    from oxccl import ft
+
+    with oxccl.Lighthouse() as lighthouse:
+        with ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+            for _ in range(3):
+                manager.start_quorum()
+                assert manager.should_commit()
+            saved = manager.state_dict()
+        assert saved["step"] == 3
+        with ft.Manager(lighthouse_addr=lighthouse.address) as manager:
+            manager.load_state_dict(saved)
+            assert manager.current_step() == 3
+            manager.start_quorum()
+            assert manager.should_commit()
+            assert manager.current_step() == 4
+
+
+def test_ctrl_c_ends_a_wait_for_a_quorum(tmp_path: Path) -> None:
+    body = """
+manager = ft.Manager(lighthouse_addr=lighthouse, min_replica_size=2, quorum_timeout=100, use_async_quorum=False)
+tell(ready=1)
+try:
+    manager.start_quorum()
+except KeyboardInterrupt:
+    tell(interrupted=1)
+"""
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse, ftjobs.Job(lighthouse.address, body, tmp_path) as job:
+        job.start("a")
+        job.until("a", "ready", 1)
+        # The signal may come before the call: then it ends that.
+        time.sleep(0.3)
+        at = time.monotonic()
+        os.kill(job.running["a"].pid, signal.SIGINT)
+        assert job.until("a", "interrupted", 1)["at"] - at < 5
+        try:
+            job.running["a"].wait(30)
+        except subprocess.TimeoutExpired:
+            pytest.fail("the process did not end")
