@@ -99,8 +99,8 @@ pub fn train(
         .map(|i| Slot::f32(model.params.numel(i)))
         .collect();
     let mut ddp = Ddp::new(manager, &slots, config)?;
-    if let Some(debts) = place.debts.take() {
-        ddp = ddp.with_error_feedback(debts);
+    if let Some(residuals) = place.residuals.take() {
+        ddp = ddp.with_error_feedback(residuals);
     }
     ddp.on_reduce(place.reduce_begun());
     let mut whole = Whole {

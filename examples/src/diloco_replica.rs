@@ -295,8 +295,8 @@ fn run(args: &DilocoArgs, mut place: Place, manager: InStep<Manager>) -> Result<
         events: EventSender::disabled(),
     };
     let mut diloco = Diloco::new(manager, params, args.config())?;
-    if let Some(debts) = place.debts.take() {
-        diloco = diloco.with_error_feedback(debts);
+    if let Some(residuals) = place.residuals.take() {
+        diloco = diloco.with_error_feedback(residuals);
     }
     diloco.on_reduce(place.reduce_begun());
     let mut recent = RecentLoss::default();

@@ -31,7 +31,7 @@ pub struct Place {
     /// The step being worked on, for the chaos wrapper.
     pub step: Arc<AtomicI64>,
     /// What this replica's quantised group owes, if it feeds errors back.
-    pub debts: Option<Arc<ErrorFeedback>>,
+    pub residuals: Option<Arc<ErrorFeedback>>,
     /// Where the state goes to disk, if it does.
     pub checkpoints: Option<Checkpoints>,
     device: Device,
@@ -54,7 +54,7 @@ impl Place {
             device,
             events: EventSender::from_env(),
             step: Arc::new(AtomicI64::new(-1)),
-            debts: None,
+            residuals: None,
             checkpoints: None,
             epoch: -1,
             inner: Duration::ZERO,
@@ -77,7 +77,7 @@ impl Place {
         let mut group = device::group(net.backend.as_deref(), &self.device, &options)?;
         if let Some(quantisation) = net.quantisation(options.timeout) {
             let quantized = QuantizedGroup::with_options(group, quantisation)?;
-            self.debts = quantized.error_feedback();
+            self.residuals = quantized.error_feedback();
             group = Arc::new(quantized);
         }
         let group = Arc::new(HoldGroup::from_env(

@@ -164,7 +164,7 @@ fn a_job_that_was_killed_as_a_whole_goes_on_and_ends_with_the_bits_of_one_never_
 }
 
 #[test]
-fn rounds_in_flight_and_debts_of_rounding_are_in_the_checkpoint() {
+fn rounds_in_flight_and_residuals_of_rounding_are_in_the_checkpoint() {
     let options = [SMALL, "--eager --delay 0 --mixing 0 --quantize int2"];
     let whole = Job::new(DILOCO, &options).finish().1;
     let job = Job::new(DILOCO, &options);

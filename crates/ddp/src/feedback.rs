@@ -1,4 +1,4 @@
-//! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its debts
+//! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its residuals
 //! ([`quant::ErrorFeedback`]), and they travel with the caller's state.
 
 use std::sync::Arc;
@@ -7,49 +7,52 @@ use ftcore::Result;
 use quant::ErrorFeedback;
 use replica::StateDict;
 
-/// The debts of this replica's rank; without error feedback there are none.
+/// The residuals of this replica's rank; without error feedback there are none.
 #[derive(Default)]
 pub(crate) struct Feedback {
-    debts: Option<Arc<ErrorFeedback>>,
+    residuals: Option<Arc<ErrorFeedback>>,
 }
 
-/// Under this the debts stand in a state.
+/// Under this the residuals stand in a state.
 const PREFIX: &str = "ddp.feedback/";
 
 impl Feedback {
-    pub(crate) fn new(debts: Arc<ErrorFeedback>) -> Self {
-        Self { debts: Some(debts) }
+    pub(crate) fn new(residuals: Arc<ErrorFeedback>) -> Self {
+        Self {
+            residuals: Some(residuals),
+        }
     }
 
     pub(crate) fn is_none(&self) -> bool {
-        self.debts.is_none()
+        self.residuals.is_none()
     }
 
     /// Begins an attempt at a step.
     pub(crate) fn begin(&self) {
-        if let Some(debts) = &self.debts {
-            debts.begin("gradients");
+        if let Some(residuals) = &self.residuals {
+            residuals.begin("gradients");
         }
     }
 
     /// Ends the attempt.
     pub(crate) fn end(&self, committed: bool) {
-        match &self.debts {
-            Some(debts) if committed => debts.commit(),
-            Some(debts) => debts.rollback(),
+        match &self.residuals {
+            Some(residuals) if committed => residuals.commit(),
+            Some(residuals) => residuals.rollback(),
             None => {}
         }
     }
 
     pub(crate) fn save(&self, out: &mut StateDict) -> Result<()> {
-        let all = self.debts.iter().flat_map(|d| d.state());
-        all.into_iter()
-            .try_for_each(|(name, debts)| out.insert_f32(format!("{PREFIX}{name}"), &[debts.len()], &debts))
+        let all = self.residuals.iter().flat_map(|d| d.state());
+        all.into_iter().try_for_each(|(name, residuals)| {
+            out.insert_f32(format!("{PREFIX}{name}"), &[residuals.len()], &residuals)
+        })
     }
 
-    /// Takes over the debts in `from`: this replica's `own`, or those of the source that it heals from.
+    /// Takes over the residuals in `from`: this replica's `own`, or those of the source that it heals from.
     pub(crate) fn load(&self, from: &StateDict, own: bool) -> Result<()> {
-        let Some(debts) = &self.debts else {
+        let Some(residuals) = &self.residuals else {
             return Ok(());
         };
         let saved = from.iter().filter_map(|(key, _)| {
@@ -58,9 +61,9 @@ impl Feedback {
         });
         let saved = saved.collect::<Result<Vec<_>>>()?;
         if own {
-            debts.load(saved)
+            residuals.load(saved)
         } else {
-            debts.adopt(saved)
+            residuals.adopt(saved)
         }
     }
 }

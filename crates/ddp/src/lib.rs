@@ -126,11 +126,11 @@ impl<R: Replica> Ddp<R> {
         })
     }
 
-    /// Lets the steps keep and pay what `debts`, those of the quantised group under the replica, owe: they are part of the
+    /// Lets the steps keep and pay what `residuals`, those of the quantised group under the replica, owe: they are part of the
     /// state that heals from then on. All replicas of a run do so, or none. Call it before the first step.
     #[must_use]
-    pub fn with_error_feedback(mut self, debts: Arc<ErrorFeedback>) -> Self {
-        self.feedback = Feedback::new(debts);
+    pub fn with_error_feedback(mut self, residuals: Arc<ErrorFeedback>) -> Self {
+        self.feedback = Feedback::new(residuals);
         self
     }
 
@@ -151,7 +151,7 @@ impl<R: Replica> Ddp<R> {
     }
 
     /// Takes over what [`save`](Self::save) gave on this replica, before the first step; the [`Replica`] must stand at the same step
-    /// (`Manager::restore`). Errors: those of `state`, which leave one of no step; `InvalidArgument` for debts that are none; `InvalidState` once
+    /// (`Manager::restore`). Errors: those of `state`, which leave one of no step; `InvalidArgument` for residuals that are none; `InvalidState` once
     /// there was a step.
     pub fn restore(&mut self, from: &StateDict, state: &mut dyn State) -> Result<()> {
         self.steps.may_restore()?;

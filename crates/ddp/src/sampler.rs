@@ -3,7 +3,7 @@
 //! Everything follows from a *cursor*: how many samples committed steps have taken so far. It belongs to the state that heals. A step takes
 //! the window that begins at the cursor, a batch for each contributor; each takes its own part of it, by its index among the contributors; and
 //! once the step has committed the cursor goes on by the window. A lost vote leaves the cursor where it is, so that the next attempt takes
-//! the same samples, dealt to whoever contributes then; a replica that heals takes the cursor over.
+//! the same samples, dealt to the replicas that contribute then; a replica that heals takes the cursor over.
 
 use std::ops::Range;
 

@@ -42,12 +42,12 @@ fn history(votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
 fn one(rank: u32, store: &Arc<dyn Store>, votes: &[bool], restart: Option<usize>) -> Vec<[f32; 2]> {
     let make = |epoch: u64, step: i64, votes: &[bool]| {
         let group = two_bits(epoch, store, (rank, WORLD));
-        let debts = group.error_feedback().unwrap();
+        let residuals = group.error_feedback().unwrap();
         let mut member = ScriptedReplica::connected(group, (rank, WORLD));
         (member.step, member.votes) = (step, votes.iter().copied().collect());
         Ddp::new(member, &[Slot::f32(2)], DdpConfig::default())
             .unwrap()
-            .with_error_feedback(debts)
+            .with_error_feedback(residuals)
     };
     let mut ddp = make(1, 0, votes);
     let mut state = Sum(vec![0.0; 2]);
@@ -89,14 +89,14 @@ fn l13_a_failed_commit_and_a_restart_leave_what_is_owed_as_it_was() {
 fn a_replica_that_healed_into_a_step_pays_nothing_of_what_it_owes_in_any_attempt_at_it() {
     let (offer, heal) = channel();
     let (offer, heal) = (Mutex::new(Some(offer)), Mutex::new(Some(heal)));
-    let contributed = |debts: &ErrorFeedback| {
-        let mut all = debts.state();
+    let contributed = |residuals: &ErrorFeedback| {
+        let mut all = residuals.state();
         all.retain(|(name, _)| name.ends_with(".contributed"));
         all
     };
     let ends = ranks(WORLD, |rank, store| {
         let group = two_bits(1, store, (rank, WORLD));
-        let debts = group.error_feedback().unwrap();
+        let residuals = group.error_feedback().unwrap();
         let mut member = ScriptedReplica::connected(group, (rank, WORLD));
         // The second step fails twice on both.
         member.votes = [true, false, false].into();
@@ -104,12 +104,12 @@ fn a_replica_that_healed_into_a_step_pays_nothing_of_what_it_owes_in_any_attempt
         if rank == 1 {
             member.heal = heal.lock().unwrap().take().map(Source::From);
             member.heal_after = 1;
-            let (seen, owed) = (adopted.clone(), debts.clone());
+            let (seen, owed) = (adopted.clone(), residuals.clone());
             member.on_healed = Some(Box::new(move || *seen.lock().unwrap() = contributed(&owed)));
         }
         let mut ddp = Ddp::new(member, &[Slot::f32(2)], DdpConfig::default())
             .unwrap()
-            .with_error_feedback(debts.clone());
+            .with_error_feedback(residuals.clone());
         let mut state = Sum(vec![0.0; 2]);
         let mut averages = Vec::new();
         let mut after = Vec::new();
@@ -126,7 +126,7 @@ fn a_replica_that_healed_into_a_step_pays_nothing_of_what_it_owes_in_any_attempt
                 },
             );
             assert_eq!(report.unwrap().failed_attempts, 2 * step);
-            after.push(contributed(&debts));
+            after.push(contributed(&residuals));
         }
         // No other rank needs this one any more.
         ddp.replica().group().barrier().unwrap();
@@ -134,7 +134,11 @@ fn a_replica_that_healed_into_a_step_pays_nothing_of_what_it_owes_in_any_attempt
     });
     let ((_, source, mean), (adopted, healed, seen)) = (&ends[0], &ends[1]);
     assert_eq!(adopted, &source[0], "it owes what its source owes");
-    assert!(adopted.iter().any(|(_, debts)| debts.iter().any(|d| *d != 0.0)));
+    assert!(
+        adopted
+            .iter()
+            .any(|(_, residuals)| residuals.iter().any(|d| *d != 0.0))
+    );
     assert_eq!(&healed[1], adopted, "the step changed nothing of it");
     assert_ne!(source[1], source[0], "its source paid");
     assert_eq!(mean, seen);

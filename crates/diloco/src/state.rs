@@ -29,7 +29,7 @@ pub(crate) struct Whole<'a, P> {
     pub(crate) fragments: &'a mut [Fragment],
     pub(crate) rounds: &'a mut Rounds<Vec<f32>>,
     pub(crate) feedback: &'a Feedback,
-    /// Values per all-reduce: debts are kept by all-reduce.
+    /// Values per all-reduce: residuals are kept by all-reduce.
     pub(crate) bucket_elements: usize,
     /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
     pub(crate) own: bool,

@@ -143,11 +143,11 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         })
     }
 
-    /// Lets the rounds keep and pay what `debts`, those of the quantised group under the replica, owe: they are part of the
+    /// Lets the rounds keep and pay what `residuals`, those of the quantised group under the replica, owe: they are part of the
     /// state from then on. All replicas of a run do so, or none. Call it before `begin`.
     #[must_use]
-    pub fn with_error_feedback(mut self, debts: Arc<ErrorFeedback>) -> Self {
-        self.feedback = Feedback::new(debts);
+    pub fn with_error_feedback(mut self, residuals: Arc<ErrorFeedback>) -> Self {
+        self.feedback = Feedback::new(residuals);
         self
     }
 

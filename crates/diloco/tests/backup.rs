@@ -422,7 +422,7 @@ fn inv5_a_state_that_was_taken_over_in_part_is_nobodys_to_go_on_from() {
                 continue;
             }
             torn += 1;
-            // Whoever does not look at that error gets no further, and gives nothing of it to anybody.
+            // A caller that does not look at that error gets no further, and hands on nothing of it.
             let again = d.begin(&mut Nothing).err().unwrap();
             let saved = d.save(&mut Nothing).err().unwrap();
             for e in [e, again, saved] {

@@ -61,7 +61,7 @@ type Adopted = Arc<Mutex<Vec<(String, Vec<f32>)>>>;
 struct Rank {
     diloco: Run,
     walk: Walk,
-    debts: Arc<ErrorFeedback>,
+    residuals: Arc<ErrorFeedback>,
     adopted: Adopted,
 }
 
@@ -83,9 +83,9 @@ impl Rank {
         prepare: impl FnOnce(&mut ScriptedReplica),
     ) -> Self {
         let group = two_bits(epoch, store, (rank, WORLD));
-        let debts = group.error_feedback().unwrap();
+        let residuals = group.error_feedback().unwrap();
         let mut member = ScriptedReplica::connected(group, (rank, WORLD));
-        let (adopted, owed) = (Adopted::default(), debts.clone());
+        let (adopted, owed) = (Adopted::default(), residuals.clone());
         let seen = adopted.clone();
         member.on_healed = Some(Box::new(move || *seen.lock().unwrap() = owed.state()));
         prepare(&mut member);
@@ -103,9 +103,9 @@ impl Rank {
         )
         .unwrap();
         Self {
-            diloco: diloco.with_error_feedback(debts.clone()),
+            diloco: diloco.with_error_feedback(residuals.clone()),
             walk: Walk { rank, made: 0 },
-            debts,
+            residuals,
             adopted,
         }
     }
@@ -131,12 +131,12 @@ impl Rank {
 
     fn end(&mut self) -> End {
         self.settle();
-        let debts = self.debts.state().into_iter();
-        let debts = debts.map(|(n, d)| (n, d.iter().map(|v| v.to_bits()).collect()));
+        let residuals = self.residuals.state().into_iter();
+        let residuals = residuals.map(|(n, d)| (n, d.iter().map(|v| v.to_bits()).collect()));
         (
             self.diloco.global_hash().unwrap(),
             self.diloco.params().clone(),
-            debts.collect(),
+            residuals.collect(),
         )
     }
 }
@@ -187,7 +187,7 @@ fn undisturbed(config: &DilocoConfig) -> Vec<End> {
 
 #[test]
 fn two_bits_with_error_feedback_follow_the_hand_computed_history() {
-    // All replicas move by 4 and 1 in a round. First shots: 4, 1 → 2, 0 owing 2, 1; 6, 2 → 3, 3 owing 3, −1; 7, 0 → 3.5, 0.
+    // All replicas move by 4 and 1 in a round. First phases: 4, 1 → 2, 0 owing 2, 1; 6, 2 → 3, 3 owing 3, −1; 7, 0 → 3.5, 0.
     // The owner of the mean: 2, 0 → 1, 0 owing 1, 0; 4, 3 → 2, 2 owing 2, 1; 5.5, 1 → 2.75, 0.
     let config = DilocoConfig {
         outer: OuterOptimizer::Sgd { lr: 1.0 },
@@ -295,7 +295,7 @@ fn a_healed_replica_owes_what_its_source_owes_of_contributions_and_all_stay_bitw
                 r.diloco.step(),
                 r.diloco.global_hash().unwrap(),
                 adopted,
-                r.debts.state(),
+                r.residuals.state(),
             )
         });
         assert!(

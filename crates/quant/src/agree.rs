@@ -140,7 +140,7 @@ impl Agreement {
             .filter(|p| *p < c.world_size && *p != c.rank)
             .collect();
         waiting.extend(self.peers().filter(|p| Some(*p) != first));
-        // Whoever agrees with this rank is no help: somebody else does not.
+        // A rank that agrees with this one is no help: another one does not.
         while !waiting.is_empty() && !time_left(until).is_zero() && !stop.load(Ordering::Acquire) {
             let mut unanswered = Vec::new();
             for peer in waiting {

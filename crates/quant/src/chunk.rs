@@ -5,7 +5,7 @@
 //! |---|---|
 //! | 0–3 | `oxq3` |
 //! | 4 | the format's code |
-//! | 5 | the shot: 1 for a rank's own values, 2 for a result |
+//! | 5 | the phase: 1 for a rank's own values, 2 for a result |
 //! | 6–7 | zero |
 //! | 8–11 | how many ranks contributed to the values; 0 says that they are all zero |
 //! | 12–15 | CRC-32 (as in zip) of the chunk with these bytes zero |
@@ -33,12 +33,12 @@ const CHECKSUM: Range<usize> = 12..16;
 const STEP: usize = 1 << 18;
 
 /// Values of a slice, at least. All ranks of an all-to-all that is short send to all others at about the same time, so that no link rests; long
-/// ones go rank by rank, and whoever is late leaves a link idle and fills another (measured: docs/quantisation.md).
+/// ones go rank by rank, and a rank that is late leaves a link idle and fills another (measured: docs/quantisation.md).
 const SLICE: usize = 1 << 16;
 
 /// Whose values a chunk holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Shot {
+pub(crate) enum Phase {
     /// One rank's.
     Inputs = 1,
     /// The sum of all.
@@ -95,11 +95,11 @@ impl Frame<'_> {
         Ok(())
     }
 
-    fn header(&self, shot: Shot, contributors: u32, count: usize) -> [u8; HEADER] {
+    fn header(&self, phase: Phase, contributors: u32, count: usize) -> [u8; HEADER] {
         let mut header = [0; HEADER];
         let fields: [&[u8]; 6] = [
             &MAGIC,
-            &[self.codec.code(), shot as u8, 0, 0],
+            &[self.codec.code(), phase as u8, 0, 0],
             &contributors.to_le_bytes(),
             &[0; 4],
             &(count as u64).to_le_bytes(),
@@ -111,12 +111,12 @@ impl Frame<'_> {
         header
     }
 
-    /// How values are rounded in `shot`: ranks and shots draw different numbers.
-    fn rounding(&self, shot: Shot) -> Rounding {
+    /// How values are rounded in `phase`: ranks and phases draw different numbers.
+    fn rounding(&self, phase: Phase) -> Rounding {
         match self.rounding {
             Rounding::Nearest => Rounding::Nearest,
             Rounding::Stochastic { key } => Rounding::Stochastic {
-                key: splitmix64(key, u64::from(self.rank) << 8 | shot as u64),
+                key: splitmix64(key, u64::from(self.rank) << 8 | phase as u64),
             },
         }
     }
@@ -125,7 +125,7 @@ impl Frame<'_> {
     /// left zero. Returns how many values are not finite.
     pub(crate) fn write(
         &self,
-        (shot, contributors): (Shot, u32),
+        (phase, contributors): (Phase, u32),
         values: &Tensor,
         range: Range<usize>,
         first: usize,
@@ -133,7 +133,7 @@ impl Frame<'_> {
     ) -> Result<usize> {
         let start = out.len();
         out.reserve(self.len(range.len()));
-        let header = self.header(shot, contributors, range.len());
+        let header = self.header(phase, contributors, range.len());
         let mut checksum = crc32fast::Hasher::new();
         checksum.update(&header);
         out.extend_from_slice(&header);
@@ -147,7 +147,7 @@ impl Frame<'_> {
                 self.go_on()?;
                 let begins = out.len();
                 let how = Encoding {
-                    rounding: self.rounding(shot),
+                    rounding: self.rounding(phase),
                     first: (first + part.start - begin) as u64,
                     ..Encoding::default()
                 };
@@ -162,13 +162,13 @@ impl Frame<'_> {
         Ok(non_finite)
     }
 
-    /// Checks the header of a chunk that should hold `count` values of `shot` with at most `most` contributors against this rank's call.
+    /// Checks the header of a chunk that should hold `count` values of `phase` with at most `most` contributors against this rank's call.
     ///
     /// Errors: `Protocol` for what is not such a chunk, `Mismatch` naming both sides for one of another format or operation.
     pub(crate) fn open<'b>(
         &self,
         chunk: &'b [u8],
-        shot: Shot,
+        phase: Phase,
         count: usize,
         most: u32,
     ) -> Result<Opened<'b>> {
@@ -205,8 +205,11 @@ impl Frame<'_> {
             let text = format!("called {theirs}; this rank called {}", self.fingerprint);
             return Err(Error::new(ErrorKind::Mismatch, text));
         }
-        if number != shot as u8 {
-            return Err(protocol(format!("sent shot {number} instead of {}", shot as u8)));
+        if number != phase as u8 {
+            return Err(protocol(format!(
+                "sent phase {number} instead of {}",
+                phase as u8
+            )));
         }
         let claimed = u64::from(u32::from_le_bytes(low)) | u64::from(u32::from_le_bytes(high)) << 32;
         if claimed != count as u64 || values.len() != self.codec.encoded_len(count) {
@@ -223,7 +226,7 @@ impl Frame<'_> {
             )));
         }
         let mut begun = crc32fast::Hasher::new();
-        begun.update(&self.header(shot, contributors, count));
+        begun.update(&self.header(phase, contributors, count));
         Ok(Opened {
             contributors,
             values,
@@ -300,7 +303,7 @@ mod tests {
         let values = Tensor::from_vec((0..300).map(|i| (i as f32).sin()).collect());
         let mut bytes = Vec::new();
         frame
-            .write((Shot::Inputs, 1), &values, 0..300, 0, &mut bytes)
+            .write((Phase::Inputs, 1), &values, 0..300, 0, &mut bytes)
             .unwrap();
         assert_eq!(bytes.len(), frame.len(300));
         bytes
@@ -308,7 +311,7 @@ mod tests {
 
     fn read(frame: &Frame<'_>, chunk: &[u8]) -> Result<Tensor> {
         let mut values = Tensor::zeros(DType::F32, 300);
-        let opened = frame.open(chunk, Shot::Inputs, 300, 1)?;
+        let opened = frame.open(chunk, Phase::Inputs, 300, 1)?;
         frame.read(opened, false, &mut values, 0..300)?;
         Ok(values)
     }
@@ -330,7 +333,7 @@ mod tests {
             refused(&with(0, b'x'), ErrorKind::Protocol, "beginning");
             refused(&with(4, Codec::MxE4M3.code()), ErrorKind::Mismatch, "format 6");
             refused(&with(4, 255), ErrorKind::Mismatch, "int8-b64");
-            refused(&with(5, 2), ErrorKind::Protocol, "shot 2");
+            refused(&with(5, 2), ErrorKind::Protocol, "phase 2");
             refused(&with(6, 1), ErrorKind::Protocol, "flags");
             refused(&with(8, 2), ErrorKind::Protocol, "2 contributors");
             refused(&with(11, 0xff), ErrorKind::Protocol, "contributors");
@@ -354,7 +357,7 @@ mod tests {
             let values = Tensor::from_vec(vec![1.0f32; 300]);
             let mut bytes = Vec::new();
             frame
-                .write((Shot::Inputs, 0), &values, 0..300, 0, &mut bytes)
+                .write((Phase::Inputs, 0), &values, 0..300, 0, &mut bytes)
                 .unwrap();
             assert_eq!(bytes.len(), frame.len(300));
             assert_eq!(
@@ -371,26 +374,26 @@ mod tests {
     fn ranks_and_shots_draw_random_numbers_of_their_own() {
         with_frame(Codec::Int4B64, |frame| {
             let values = Tensor::from_vec((0..300).map(|i| (i as f32).sin()).collect::<Vec<_>>());
-            let coded = |rank, shot| {
+            let coded = |rank, phase| {
                 let frame = Frame {
                     rank,
                     rounding: Rounding::Stochastic { key: 3 },
                     ..*frame
                 };
                 let mut bytes = Vec::new();
-                frame.write((shot, 1), &values, 0..300, 0, &mut bytes).unwrap();
+                frame.write((phase, 1), &values, 0..300, 0, &mut bytes).unwrap();
                 bytes.split_off(HEADER)
             };
             let all = [
-                coded(0, Shot::Inputs),
-                coded(1, Shot::Inputs),
-                coded(0, Shot::Results),
-                coded(1, Shot::Results),
+                coded(0, Phase::Inputs),
+                coded(1, Phase::Inputs),
+                coded(0, Phase::Results),
+                coded(1, Phase::Results),
             ];
             for (i, one) in all.iter().enumerate() {
                 assert!(all[i + 1..].iter().all(|other| one != other), "{i}");
             }
-            assert_eq!(coded(1, Shot::Results), all[3], "a replay draws the same");
+            assert_eq!(coded(1, Phase::Results), all[3], "a replay draws the same");
         });
     }
 

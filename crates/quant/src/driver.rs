@@ -252,7 +252,7 @@ impl Driver for QuantDriver {
         ended.clean();
     }
 
-    /// The group below goes on: it is configured again, shut down or dropped by whoever has it.
+    /// The group below goes on: it is configured again, shut down or dropped by its owner.
     fn release(&self) -> Result<()> {
         Ok(())
     }

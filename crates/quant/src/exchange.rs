@@ -1,8 +1,8 @@
 //! The quantised collectives as sequences of byte collectives of the group below.
 //!
 //! All-reduce, two ranks: every rank encodes once, the bytes are all-gathered, and every rank sums in rank order. From three on, two
-//! shots: the parts go to their owners (all-to-all), which sum in f32 in rank order, encode the result and all-gather it. Reduce-scatter
-//! is the first shot alone. Whoever makes bytes decodes them like everybody else, so that all ranks hold the same bits (INV-3).
+//! phases: the parts go to their owners (all-to-all), which sum in f32 in rank order, encode the result and all-gather it. Reduce-scatter
+//! is the first phase alone. The rank that makes bytes decodes them like all others, so that all ranks hold the same bits (INV-3).
 //!
 //! Reductions go slice by slice of every part, several in flight: while one slice is on the wire, the one behind it is encoded and the one before
 //! it summed. The order of the steps and where slices are cut follow from the call alone, and no block lies in two of them: the bits
@@ -14,9 +14,9 @@ use std::ops::Range;
 use ftcore::engine::Place;
 use ftcore::{Collective, DType, Device, Error, ErrorKind, ReduceOp, Result, Tensor, Work};
 
-use crate::chunk::{Frame, Shot};
+use crate::chunk::{Frame, Phase};
 use crate::driver::Below;
-use crate::feedback::{Debts, ErrorFeedback, Slot};
+use crate::feedback::{ErrorFeedback, Residuals, Slot};
 use crate::kernels::Piece;
 use crate::options::Accuracy;
 use crate::plan::{Plan, Shape};
@@ -133,30 +133,30 @@ impl Exchange<'_> {
     }
 
     /// Appends a chunk of `slice` of `values`, whose first value has number `first` for rounding; how many are not finite. With `owed`, those
-    /// debts, one per value, are paid first, and what rounding takes is owed then.
+    /// residuals, one per value, are paid first, and what rounding takes is owed then.
     fn encode(
         &self,
-        (shot, contributors): (Shot, u32),
+        (phase, contributors): (Phase, u32),
         values: &Tensor,
         (slice, first): (Range<usize>, usize),
         owed: Option<&mut [f32]>,
         bytes: &mut Vec<u8>,
     ) -> Result<usize> {
         let frame = &self.frame;
-        // Whoever contributes nothing pays nothing.
+        // A rank that contributes nothing pays nothing.
         let Some(owed) = owed.filter(|_| contributors > 0) else {
-            return frame.write((shot, contributors), values, slice, first, bytes);
+            return frame.write((phase, contributors), values, slice, first, bytes);
         };
         let values = values.as_slice::<f32>()?.get(slice).unwrap_or_default();
-        for (debt, value) in owed.iter_mut().zip(values) {
-            *debt += value;
+        for (residual, value) in owed.iter_mut().zip(values) {
+            *residual += value;
         }
         let whole = Tensor::from_vec(owed.to_vec());
         let all = 0..whole.count();
         let begins = bytes.len();
-        let non_finite = frame.write((shot, contributors), &whole, all.clone(), first, bytes)?;
+        let non_finite = frame.write((phase, contributors), &whole, all.clone(), first, bytes)?;
         let chunk = bytes.get(begins..).unwrap_or_default();
-        let opened = frame.open(chunk, shot, whole.count(), contributors)?;
+        let opened = frame.open(chunk, phase, whole.count(), contributors)?;
         let mut received = whole;
         frame.read(opened, false, &mut received, all)?;
         for (sent, received) in owed.iter_mut().zip(received.as_slice::<f32>()?) {
@@ -166,14 +166,14 @@ impl Exchange<'_> {
     }
 
     /// What this rank owes of `count` values if it sums `part` of them; `None` without error feedback.
-    fn debts(&self, count: usize, part: &Range<usize>) -> Option<Debts> {
-        self.feedback.map(|(f, slot)| f.debts(slot, count, part))
+    fn residuals(&self, count: usize, part: &Range<usize>) -> Option<Residuals> {
+        self.feedback.map(|(f, slot)| f.residuals(slot, count, part))
     }
 
     /// What this rank owes after an operation that worked.
-    fn owe(&self, debts: Option<Debts>) {
-        if let Some(((feedback, slot), debts)) = self.feedback.zip(debts) {
-            feedback.put(slot, debts);
+    fn owe(&self, residuals: Option<Residuals>) {
+        if let Some(((feedback, slot), residuals)) = self.feedback.zip(residuals) {
+            feedback.put(slot, residuals);
         }
     }
 
@@ -191,7 +191,7 @@ impl Exchange<'_> {
             let named = |e: Error| e.with_peer(rank);
             let opened = self
                 .frame
-                .open(chunk, Shot::Inputs, range.len(), 1)
+                .open(chunk, Phase::Inputs, range.len(), 1)
                 .map_err(named)?;
             tally.count(rank, opened.contributors).map_err(named)?;
             let contributes = opened.contributors == 1;
@@ -252,19 +252,19 @@ impl Exchange<'_> {
 
     fn all_reduce(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
         if self.place.world == 2 || self.accuracy == Accuracy::Best {
-            self.one_shot(op, values, below)
+            self.one_phase(op, values, below)
         } else {
             self.two_shots(op, values, below)
         }
     }
 
     /// Everybody sums everybody's values.
-    fn one_shot(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
+    fn one_phase(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
         let count = values.count();
         let size = frame.slice();
-        let mut debts = self.debts(count, &(0..0));
+        let mut residuals = self.residuals(count, &(0..0));
         let mut non_finite = 0;
         let mut tally = Tally::default();
         let mut begun = VecDeque::new();
@@ -273,10 +273,12 @@ impl Exchange<'_> {
             if step < steps {
                 let slice = cut(&(0..count), size, step);
                 let length = frame.len(slice.len());
-                let owed = debts.as_mut().and_then(|d| d.contributed.get_mut(slice.clone()));
+                let owed = residuals
+                    .as_mut()
+                    .and_then(|d| d.contributed.get_mut(slice.clone()));
                 let mut bytes = Vec::with_capacity(length);
                 let at = (slice.clone(), slice.start);
-                non_finite += self.encode((Shot::Inputs, own), values, at, owed, &mut bytes)?;
+                non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
                 let output = Tensor::zeros(DType::U8, length * self.place.world as usize);
                 let pairs = vec![(Tensor::from_vec(bytes), output)];
                 begun.push_back(below.begin(Collective::AllGatherInto { pairs })?);
@@ -290,7 +292,7 @@ impl Exchange<'_> {
             let mut chunks = gathered.bytes().chunks(frame.len(slice.len()));
             self.sum(&mut chunks, op, (values, slice), &mut tally)?;
         }
-        self.owe(debts);
+        self.owe(residuals);
         Ok(Outcome {
             contributors: tally.contributors(),
             non_finite,
@@ -309,7 +311,7 @@ impl Exchange<'_> {
             let slices = parts.iter().map(|p| cut(p, size, step));
             slices.map(|s| frame.len(s.len())).collect()
         };
-        let mut debts = self.debts(count, &mine);
+        let mut residuals = self.residuals(count, &mine);
         let mut non_finite = 0;
         let mut tally = Tally::default();
         let (mut inputs, mut results) = (VecDeque::new(), VecDeque::new());
@@ -320,9 +322,11 @@ impl Exchange<'_> {
                 let mut bytes = Vec::with_capacity(lengths.iter().sum());
                 for part in &parts {
                     let slice = cut(part, size, step);
-                    let owed = debts.as_mut().and_then(|d| d.contributed.get_mut(slice.clone()));
+                    let owed = residuals
+                        .as_mut()
+                        .and_then(|d| d.contributed.get_mut(slice.clone()));
                     let at = (slice.clone(), slice.start);
-                    non_finite += self.encode((Shot::Inputs, own), values, at, owed, &mut bytes)?;
+                    non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
                 }
                 let length = frame.len(cut(&mine, size, step).len());
                 inputs.push_back(self.begin_exchange(bytes, lengths, length, below)?);
@@ -338,17 +342,17 @@ impl Exchange<'_> {
                 self.sum(&mut chunks, op, (&mut sum, all.clone()), &mut tally)?;
                 drop(exchanged);
                 let counted = tally.shown();
-                // Debts are in units of a contribution, of which an average is only a part.
+                // Residuals are in units of a contribution, of which an average is only a part.
                 let share = if op == ReduceOp::Avg { counted as f32 } else { 1.0 };
                 let within = slice.start - mine.start..slice.end - mine.start;
                 let first = within.start;
-                let mut owed = debts.as_mut().and_then(|d| d.summed.get_mut(within));
+                let mut owed = residuals.as_mut().and_then(|d| d.summed.get_mut(within));
                 if let Some(owed) = &mut owed {
                     owed.iter_mut().for_each(|d| *d /= share);
                 }
                 let mut bytes = Vec::with_capacity(length);
-                let shot = (Shot::Results, counted);
-                self.encode(shot, &sum, (all, first), owed.as_deref_mut(), &mut bytes)?;
+                let phase = (Phase::Results, counted);
+                self.encode(phase, &sum, (all, first), owed.as_deref_mut(), &mut bytes)?;
                 if let Some(owed) = owed {
                     owed.iter_mut().for_each(|d| *d *= share);
                 }
@@ -363,7 +367,7 @@ impl Exchange<'_> {
                 }
             }
         }
-        self.owe(debts);
+        self.owe(residuals);
         Ok(Outcome {
             contributors: tally.contributors(),
             non_finite,
@@ -379,7 +383,7 @@ impl Exchange<'_> {
         counted: u32,
     ) -> Result<()> {
         let frame = &self.frame;
-        let opened = frame.open(chunk, Shot::Results, slice.len(), self.place.world)?;
+        let opened = frame.open(chunk, Phase::Results, slice.len(), self.place.world)?;
         if opened.contributors != counted {
             let text = format!(
                 "counted {} contributors, this rank {counted}",
@@ -423,7 +427,7 @@ impl Exchange<'_> {
         let none = Vec::new();
         let target = plan.targets.first().unwrap_or(&none);
         let mine = parts.get(self.place.rank as usize).map_or(0, Range::len);
-        let mut debts = self.debts(from, &(0..0));
+        let mut residuals = self.residuals(from, &(0..0));
         let mut non_finite = 0;
         let mut tally = Tally::default();
         let mut begun = VecDeque::new();
@@ -441,9 +445,11 @@ impl Exchange<'_> {
                 let lengths: Vec<_> = slices.clone().map(|s| frame.len(s.len())).collect();
                 let mut bytes = Vec::with_capacity(lengths.iter().sum());
                 for slice in slices {
-                    let owed = debts.as_mut().and_then(|d| d.contributed.get_mut(slice.clone()));
+                    let owed = residuals
+                        .as_mut()
+                        .and_then(|d| d.contributed.get_mut(slice.clone()));
                     let at = (slice.clone(), slice.start);
-                    non_finite += self.encode((Shot::Inputs, own), values, at, owed, &mut bytes)?;
+                    non_finite += self.encode((Phase::Inputs, own), values, at, owed, &mut bytes)?;
                 }
                 let length = frame.len(cut(&(0..mine), size, step).len());
                 begun.push_back(self.begin_exchange(bytes, lengths, length, below)?);
@@ -460,7 +466,7 @@ impl Exchange<'_> {
                 x.sum(&mut chunks, op, (sum, all), &mut tally)
             })?;
         }
-        self.owe(debts);
+        self.owe(residuals);
         Ok(Outcome {
             contributors: tally.contributors(),
             non_finite,
@@ -481,7 +487,7 @@ impl Exchange<'_> {
                 &gathered
             }
         };
-        let non_finite = frame.write((Shot::Inputs, 1), values, 0..count, 0, &mut bytes)?;
+        let non_finite = frame.write((Phase::Inputs, 1), values, 0..count, 0, &mut bytes)?;
         let lengths: Vec<_> = plan.targets.iter().map(|t| frame.len(total(t))).collect();
         let outputs = self.gathered(&self.begin_gather(bytes, &lengths, below)?, below)?;
         for (rank, (chunk, target)) in (0u32..).zip(outputs.iter().zip(&plan.targets)) {
@@ -502,7 +508,7 @@ impl Exchange<'_> {
             let mut bytes = Vec::with_capacity(self.frame.len(count));
             outcome.non_finite = self
                 .frame
-                .write((Shot::Inputs, 1), values, 0..count, 0, &mut bytes)?;
+                .write((Phase::Inputs, 1), values, 0..count, 0, &mut bytes)?;
             Tensor::from_vec(bytes)
         } else {
             Tensor::zeros(DType::U8, self.frame.len(count))
@@ -517,7 +523,7 @@ impl Exchange<'_> {
     /// Writes the values of one rank's chunk.
     fn unpack(&self, chunk: &[u8], values: &mut Tensor) -> Result<()> {
         let count = values.count();
-        let opened = self.frame.open(chunk, Shot::Inputs, count, 1)?;
+        let opened = self.frame.open(chunk, Phase::Inputs, count, 1)?;
         if opened.contributors != 1 {
             return Err(Error::new(ErrorKind::Protocol, "sent a chunk without values"));
         }
@@ -572,9 +578,9 @@ mod tests {
         let result = Tensor::from_vec(vec![1.0f32, -127.0, 0.0]);
         for (counted, here) in [(2u32, 2u32), (1, 2), (3, 2)] {
             let mut chunk = Vec::new();
-            let shot = (Shot::Results, counted);
+            let phase = (Phase::Results, counted);
             exchange
-                .encode(shot, &result, (0..3, 0), None, &mut chunk)
+                .encode(phase, &result, (0..3, 0), None, &mut chunk)
                 .unwrap();
             let mut values = Tensor::zeros(DType::F32, 3);
             let taken = exchange.take_result(&chunk, &mut values, 0..3, here);

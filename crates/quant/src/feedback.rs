@@ -1,8 +1,8 @@
-//! Error feedback: what rounding took from a reduction's values is kept as a debt and added to the values of the same reduction in the next step.
+//! Error feedback: what rounding took from a reduction's values is kept as a residual and added to the values of the same reduction in the next step.
 //!
 //! The group cannot know which reduction is "the same": the caller says where a step begins and what it is about ([`ErrorFeedback::begin`]),
 //! and within a step reductions are told apart by their order. The caller says too whether a step counted: what one that did not has
-//! changed is forgotten, so that its repetition starts from the same debts.
+//! changed is forgotten, so that its repetition starts from the same residuals.
 //!
 //! A rank rounds in two roles, and what it owes is kept by place in the reduction, not by rank: for all values what it contributes, and
 //! for the part that it sums what it makes known of the sum. When parts move, because the world changed, a rank pays what it owes of
@@ -16,8 +16,8 @@ use ftcore::{Error, ErrorKind, OpKind, Result};
 
 /// What one rank owes. Get it from [`QuantizedGroup::error_feedback`](crate::QuantizedGroup::error_feedback).
 ///
-/// Debts are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-shot all-reduce, as many again as
-/// the part that this rank sums. Every debt is paid once, by the rank that has it: each saves and loads its own.
+/// Residuals are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-phase all-reduce, as many again as
+/// the part that this rank sums. Every residual is paid once, by the rank that has it: each saves and loads its own.
 #[derive(Debug, Default)]
 pub struct ErrorFeedback {
     state: Mutex<State>,
@@ -31,14 +31,14 @@ struct State {
     step: u64,
     /// How many reductions the step had so far.
     ordinal: u32,
-    kept: BTreeMap<String, Debts>,
-    /// Debts of this step, kept once it counts.
-    pending: BTreeMap<String, Debts>,
+    kept: BTreeMap<String, Residuals>,
+    /// Residuals of this step, kept once it counts.
+    pending: BTreeMap<String, Residuals>,
 }
 
 /// What one rank owes of one reduction.
 #[derive(Debug, Clone, PartialEq)]
-pub(crate) struct Debts {
+pub(crate) struct Residuals {
     /// Of what it contributed; one per value of the reduction.
     pub(crate) contributed: Vec<f32>,
     /// Of the sums that it made; they begin at `from`.
@@ -46,7 +46,7 @@ pub(crate) struct Debts {
     from: usize,
 }
 
-/// The place of one reduction's debts.
+/// The place of one reduction's residuals.
 #[derive(Debug, Clone)]
 pub(crate) struct Slot {
     step: u64,
@@ -57,7 +57,7 @@ pub(crate) struct Slot {
 const CONTRIBUTED: &str = ".contributed";
 const SUMMED: &str = ".summed@";
 
-impl Debts {
+impl Residuals {
     fn none(count: usize) -> Self {
         Self {
             contributed: vec![0.0; count],
@@ -66,19 +66,19 @@ impl Debts {
         }
     }
 
-    /// The same debts for a rank that sums `part` now: what it owes of other sums is paid with what it contributes.
+    /// The same residuals for a rank that sums `part` now: what it owes of other sums is paid with what it contributes.
     fn for_part(mut self, part: &Range<usize>) -> Self {
         if self.from == part.start && self.summed.len() == part.len() {
             return self;
         }
         let mut summed = vec![0.0; part.len()];
-        for (debt, place) in self.summed.iter().zip(self.from..) {
+        for (residual, place) in self.summed.iter().zip(self.from..) {
             let inside = place.checked_sub(part.start).and_then(|i| summed.get_mut(i));
             match inside {
-                Some(to) => *to = *debt,
+                Some(to) => *to = *residual,
                 None => {
                     if let Some(to) = self.contributed.get_mut(place) {
-                        *to += debt;
+                        *to += residual;
                     }
                 }
             }
@@ -99,7 +99,7 @@ impl ErrorFeedback {
     /// Begins a step; one that was begun before and neither committed nor rolled back is rolled back.
     ///
     /// `scope` names what the step reduces, for instance a fragment: reductions in steps of the same scope with the same number in their step
-    /// and the same count share debts. Call it when the work of the step before has ended and before the first reduction of the new
+    /// and the same count share residuals. Call it when the work of the step before has ended and before the first reduction of the new
     /// one is submitted; every rank on its own.
     pub fn begin(&self, scope: &str) {
         let mut state = self.lock();
@@ -109,7 +109,7 @@ impl ErrorFeedback {
         state.ordinal = 0;
     }
 
-    /// Ends the step: it counted, and its debts replace those from before. Without a step nothing happens.
+    /// Ends the step: it counted, and its residuals replace those from before. Without a step nothing happens.
     pub fn commit(&self) {
         let mut state = self.lock();
         let pending = std::mem::take(&mut state.pending);
@@ -124,20 +124,23 @@ impl ErrorFeedback {
         state.end();
     }
 
-    /// The debts as of the last step that counted, by name, in the order of the names: this rank's part of a checkpoint.
+    /// The residuals as of the last step that counted, by name, in the order of the names: this rank's part of a checkpoint.
     pub fn state(&self) -> Vec<(String, Vec<f32>)> {
         let state = self.lock();
         let mut all = Vec::with_capacity(2 * state.kept.len());
-        for (name, debts) in &state.kept {
-            all.push((format!("{name}{CONTRIBUTED}"), debts.contributed.clone()));
-            if !debts.summed.is_empty() {
-                all.push((format!("{name}{SUMMED}{}", debts.from), debts.summed.clone()));
+        for (name, residuals) in &state.kept {
+            all.push((format!("{name}{CONTRIBUTED}"), residuals.contributed.clone()));
+            if !residuals.summed.is_empty() {
+                all.push((
+                    format!("{name}{SUMMED}{}", residuals.from),
+                    residuals.summed.clone(),
+                ));
             }
         }
         all
     }
 
-    /// Replaces all debts by this rank's own as [`state`](Self::state) gave them, for a run that goes on where it stopped: the next step gives the
+    /// Replaces all residuals by this rank's own as [`state`](Self::state) gave them, for a run that goes on where it stopped: the next step gives the
     /// same bits. A step that was begun is rolled back.
     ///
     /// Errors: `InvalidArgument` naming what is not of a state, or not finite; nothing is changed then.
@@ -150,7 +153,7 @@ impl ErrorFeedback {
         Ok(())
     }
 
-    /// Replaces all debts by those of another rank whose state this one takes over as a whole (it heals from it): what that rank owes of its
+    /// Replaces all residuals by those of another rank whose state this one takes over as a whole (it heals from it): what that rank owes of its
     /// contributions, which the healed one will go on with. What it owes of sums stays its own alone, because it will pay it.
     ///
     /// Errors: as [`load`](Self::load).
@@ -158,7 +161,7 @@ impl ErrorFeedback {
         self.load(saved.into_iter().filter(|(n, _)| !n.contains(SUMMED)).collect())
     }
 
-    /// The place of the next reduction's debts.
+    /// The place of the next reduction's residuals.
     ///
     /// Errors: `InvalidState` between steps.
     pub(crate) fn slot(&self, kind: OpKind, count: usize) -> Result<Slot> {
@@ -178,21 +181,21 @@ impl ErrorFeedback {
     }
 
     /// What this rank owes of the slot's `count` values if it sums `part` of them.
-    pub(crate) fn debts(&self, slot: &Slot, count: usize, part: &Range<usize>) -> Debts {
+    pub(crate) fn residuals(&self, slot: &Slot, count: usize, part: &Range<usize>) -> Residuals {
         let kept = self.lock().kept.get(&slot.name).cloned();
         kept.filter(|d| d.contributed.len() == count)
-            .unwrap_or_else(|| Debts::none(count))
+            .unwrap_or_else(|| Residuals::none(count))
             .for_part(part)
     }
 
-    /// Keeps `debts` for the slot until the step's fate is known.
-    pub(crate) fn put(&self, slot: &Slot, mut debts: Debts) {
+    /// Keeps `residuals` for the slot until the step's fate is known.
+    pub(crate) fn put(&self, slot: &Slot, mut residuals: Residuals) {
         // What is not finite was visible once; it must not come back for ever.
-        let both = debts.contributed.iter_mut().chain(&mut debts.summed);
+        let both = residuals.contributed.iter_mut().chain(&mut residuals.summed);
         both.filter(|d| !d.is_finite()).for_each(|d| *d = 0.0);
         let mut state = self.lock();
         if state.step == slot.step && state.scope.is_some() {
-            state.pending.insert(slot.name.clone(), debts);
+            state.pending.insert(slot.name.clone(), residuals);
         }
     }
 }
@@ -205,9 +208,9 @@ impl State {
 }
 
 /// Reads what [`ErrorFeedback::state`] gave; it may come from a file or a peer (INV-10).
-fn parse(saved: Vec<(String, Vec<f32>)>) -> Result<BTreeMap<String, Debts>> {
-    let bad = |name: &str, what: &str| Err(Error::invalid(format!("debt '{name}' {what}")));
-    let mut kept: BTreeMap<String, Debts> = BTreeMap::new();
+fn parse(saved: Vec<(String, Vec<f32>)>) -> Result<BTreeMap<String, Residuals>> {
+    let bad = |name: &str, what: &str| Err(Error::invalid(format!("residual '{name}' {what}")));
+    let mut kept: BTreeMap<String, Residuals> = BTreeMap::new();
     let mut sums = Vec::new();
     for (name, values) in saved {
         if !values.iter().all(|v| v.is_finite()) {
@@ -221,11 +224,11 @@ fn parse(saved: Vec<(String, Vec<f32>)>) -> Result<BTreeMap<String, Debts>> {
                     &format!("has {} values, not as many as it says", values.len()),
                 );
             }
-            let debts = Debts {
+            let residuals = Residuals {
                 contributed: values,
-                ..Debts::none(0)
+                ..Residuals::none(0)
             };
-            kept.insert(reduction.to_string(), debts);
+            kept.insert(reduction.to_string(), residuals);
         } else {
             sums.push((name, values));
         }
@@ -233,14 +236,14 @@ fn parse(saved: Vec<(String, Vec<f32>)>) -> Result<BTreeMap<String, Debts>> {
     for (name, values) in sums {
         let place = name.rsplit_once(SUMMED);
         let place = place.and_then(|(reduction, from)| Some((reduction, from.parse::<usize>().ok()?)));
-        let Some((debts, from)) = place.and_then(|(r, from)| Some((kept.get_mut(r)?, from))) else {
+        let Some((residuals, from)) = place.and_then(|(r, from)| Some((kept.get_mut(r)?, from))) else {
             return bad(&name, "does not belong to a saved state");
         };
         let end = from.checked_add(values.len());
-        if !debts.summed.is_empty() || end.is_none_or(|end| end > debts.contributed.len()) {
+        if !residuals.summed.is_empty() || end.is_none_or(|end| end > residuals.contributed.len()) {
             return bad(&name, "is not a part of its reduction");
         }
-        (debts.summed, debts.from) = (values, from);
+        (residuals.summed, residuals.from) = (values, from);
     }
     Ok(kept)
 }
@@ -254,11 +257,11 @@ mod tests {
     }
 
     fn contributed(f: &ErrorFeedback, slot: &Slot) -> f32 {
-        f.debts(slot, 1, &(0..0)).contributed[0]
+        f.residuals(slot, 1, &(0..0)).contributed[0]
     }
 
-    fn debts(contributed: &[f32], from: usize, summed: &[f32]) -> Debts {
-        Debts {
+    fn residuals(contributed: &[f32], from: usize, summed: &[f32]) -> Residuals {
+        Residuals {
             contributed: contributed.to_vec(),
             summed: summed.to_vec(),
             from,
@@ -266,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn l13_debts_of_a_step_that_did_not_count_are_forgotten() {
+    fn l13_residuals_of_a_step_that_did_not_count_are_forgotten() {
         let f = ErrorFeedback::default();
         let between = |f: &ErrorFeedback| {
             let e = f.slot(OpKind::AllReduce, 1).unwrap_err();
@@ -278,26 +281,26 @@ mod tests {
         between(&f);
         f.begin("a");
         let first = slot(&f, 1);
-        f.put(&first, debts(&[0.5], 0, &[]));
+        f.put(&first, residuals(&[0.5], 0, &[]));
         assert_eq!(contributed(&f, &first), 0.0, "not before the step counts");
         f.rollback();
         between(&f);
         f.begin("a");
         let again = slot(&f, 1);
         assert_eq!(contributed(&f, &again), 0.0);
-        f.put(&again, debts(&[0.25], 0, &[]));
+        f.put(&again, residuals(&[0.25], 0, &[]));
         // An operation of the step before that ends only now has no say.
-        f.put(&first, debts(&[9.0], 0, &[]));
+        f.put(&first, residuals(&[9.0], 0, &[]));
         f.commit();
         between(&f);
-        f.put(&again, debts(&[8.0], 0, &[]));
+        f.put(&again, residuals(&[8.0], 0, &[]));
         f.commit();
         f.begin("a");
         let next = slot(&f, 1);
         assert_eq!(contributed(&f, &next), 0.25);
         // The second of the step, another count and another scope have their own.
         assert_eq!(contributed(&f, &slot(&f, 1)), 0.0);
-        f.put(&next, debts(&[7.0], 0, &[]));
+        f.put(&next, residuals(&[7.0], 0, &[]));
         f.begin("b");
         assert_eq!(contributed(&f, &slot(&f, 1)), 0.0);
         // What was neither committed nor rolled back was rolled back.
@@ -309,7 +312,7 @@ mod tests {
     fn state_is_loaded_back_and_what_is_not_finite_never_stays() {
         let f = ErrorFeedback::default();
         f.begin("a");
-        f.put(&slot(&f, 2), debts(&[f32::NAN, 0.5], 1, &[f32::INFINITY]));
+        f.put(&slot(&f, 2), residuals(&[f32::NAN, 0.5], 1, &[f32::INFINITY]));
         assert!(f.state().is_empty());
         f.commit();
         let state = f.state();
@@ -344,9 +347,9 @@ mod tests {
         let f = ErrorFeedback::default();
         f.begin("a");
         let at = slot(&f, 6);
-        f.put(&at, debts(&[1.0; 6], 2, &[10.0, 20.0]));
+        f.put(&at, residuals(&[1.0; 6], 2, &[10.0, 20.0]));
         f.commit();
-        let total = |d: &Debts| d.contributed.iter().sum::<f32>() + d.summed.iter().sum::<f32>();
+        let total = |d: &Residuals| d.contributed.iter().sum::<f32>() + d.summed.iter().sum::<f32>();
         for (part, contributed, summed) in [
             (2..4, [1.0; 6], vec![10.0, 20.0]),
             (3..6, [1.0, 1.0, 11.0, 1.0, 1.0, 1.0], vec![20.0, 0.0, 0.0]),
@@ -354,10 +357,10 @@ mod tests {
             (0..0, [1.0, 1.0, 11.0, 21.0, 1.0, 1.0], vec![]),
             (4..6, [1.0, 1.0, 11.0, 21.0, 1.0, 1.0], vec![0.0, 0.0]),
         ] {
-            let d = f.debts(&at, 6, &part);
-            assert_eq!(d, debts(&contributed, part.start, &summed), "{part:?}");
-            assert_eq!(total(&d), 36.0, "every debt is there once");
+            let d = f.residuals(&at, 6, &part);
+            assert_eq!(d, residuals(&contributed, part.start, &summed), "{part:?}");
+            assert_eq!(total(&d), 36.0, "every residual is there once");
         }
-        assert_eq!(f.debts(&at, 5, &(0..5)), debts(&[0.0; 5], 0, &[0.0; 5]));
+        assert_eq!(f.residuals(&at, 5, &(0..5)), residuals(&[0.0; 5], 0, &[0.0; 5]));
     }
 }

@@ -154,7 +154,7 @@ impl QuantizedGroup {
     }
 
     fn connect(&self, c: &Configuration) -> Result<Arc<Engine>> {
-        let shots = match self.layer.options.accuracy {
+        let phases = match self.layer.options.accuracy {
             Accuracy::Economic => "economic",
             Accuracy::Best => "best",
         };
@@ -163,7 +163,7 @@ impl QuantizedGroup {
             Moves::Quantized => "quantised",
         };
         // The format first: see Agreement.
-        let mine = format!("{}, accuracy {shots}, moves {moves}", self.layer.codec);
+        let mine = format!("{}, accuracy {phases}, moves {moves}", self.layer.codec);
         let agreement = Agreement::new(c, mine);
         agreement.publish()?;
         let inner = &self.layer.inner;
@@ -308,8 +308,9 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
             devices.push(kind.into());
         }
     }
-    let reduction =
-        |shots: &str| format!("sum and avg of f32, f16 and bf16 in {codec}, {shots}; others are unsupported");
+    let reduction = |phases: &str| {
+        format!("sum and avg of f32, f16 and bf16 in {codec}, {phases}; others are unsupported")
+    };
     let moved = match moves {
         Moves::Exact => "forwarded bit for bit".to_string(),
         Moves::Quantized => format!("f32, f16 and bf16 in {codec}, others bit for bit"),
@@ -435,7 +436,7 @@ impl ProcessGroup for QuantizedGroup {
 
 impl Drop for QuantizedGroup {
     fn drop(&mut self) {
-        // The engine's threads may be the last to let go of the group below, which has its good-bye to say.
+        // The engine's threads may be the last to let go of the group below, which has its leave to send.
         let gone = self.gone.get_mut().unwrap_or_else(PoisonError::into_inner);
         gone.take().into_iter().for_each(part_from);
     }

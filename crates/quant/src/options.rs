@@ -65,7 +65,7 @@ pub fn supports_native_fp8(device: &Device) -> bool {
 /// How often values are rounded on their way through an all-reduce of three ranks and more.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Accuracy {
-    /// Twice (two-shot): about 2 × (n − 1) / n times the encoded size leaves each rank, whatever the number n of ranks.
+    /// Twice (two-phase): about 2 × (n − 1) / n times the encoded size leaves each rank, whatever the number n of ranks.
     #[default]
     Economic,
     /// Once, everywhere: half the squared error, and n − 1 times the encoded size leaves each rank.
@@ -87,7 +87,7 @@ pub enum Moves {
 pub struct QuantizeOptions {
     /// The format. All ranks must come to the same.
     pub codec: CodecChoice,
-    /// How values are rounded. The key of stochastic rounding is a seed here: every call, rank and shot gets a key of its own out of it, the
+    /// How values are rounded. The key of stochastic rounding is a seed here: every call, rank and phase gets a key of its own out of it, the
     /// round (see [`QuantizedGroup::start_round`](crate::QuantizedGroup::start_round)) and the call's number in the round.
     pub rounding: Rounding,
     /// Keeps what rounding loses in reductions and adds it the next time; see [`ErrorFeedback`](crate::ErrorFeedback).

@@ -406,7 +406,7 @@ fn a_missing_rank_is_named_when_the_group_is_configured() {
             return;
         }
         let g = group(Codec::Int8B64);
-        // Whoever is still starting when the other's time runs out would be missing too.
+        // A rank that is still starting when the other's time runs out would be missing too.
         meet(&store, "made", 2);
         let mut configuration = configuration(&store, 1, rank, 3);
         configuration.deadline = deadline_in(Duration::from_secs(1));

@@ -1,4 +1,4 @@
-//! Error feedback over groups: hand-computed histories, accounts that always balance, and debts that survive a restart.
+//! Error feedback over groups: hand-computed histories, accounts that always balance, and residuals that survive a restart.
 
 #![allow(
     clippy::unwrap_used,
@@ -56,7 +56,7 @@ fn one_rounding_follows_the_hand_computed_history() {
 
 #[test]
 fn two_roundings_follow_the_hand_computed_history() {
-    // The first shots as above; the owner: 2, 0 → 1, 0 owing 1, 0; so 4, 3 → 2, 2 owing 2, 1; so 5.5, 1 → 2.75, 0.
+    // The first phases as above; the owner: 2, 0 → 1, 0 owing 1, 0; so 4, 3 → 2, 2 owing 2, 1; so 5.5, 1 → 2.75, 0.
     let expected = [[1.0, 0.0], [2.0, 2.0], [2.75, 0.0]];
     assert_eq!(history(3, &with(Codec::Int2B64), ReduceOp::Sum), expected);
     let quarters = expected.map(|v| v.map(|v| v / 4.0));
@@ -119,10 +119,10 @@ fn the_accounts_balance_when_members_leave_and_come_back_and_when_one_does_not_c
                     meet(&store, &format!("done/{epoch}"), 4);
                 }
                 let mut owed = vec![0.0f64; COUNT];
-                for (name, debts) in feedback.state() {
+                for (name, residuals) in feedback.state() {
                     let from = name.split_once('@').map_or(0, |(_, from)| from.parse().unwrap());
-                    for (to, debt) in owed[from..].iter_mut().zip(debts) {
-                        *to += f64::from(debt);
+                    for (to, residual) in owed[from..].iter_mut().zip(residuals) {
+                        *to += f64::from(residual);
                     }
                 }
                 Account { gave, got, owed }

@@ -202,7 +202,7 @@ fn no_two_slices_draw_the_same_random_numbers() {
         rounding: Rounding::Stochastic { key: 5 },
         ..with(Codec::Int8B64, Accuracy::Economic, false)
     };
-    // First shot: values half-way between two codes. Second shot: sums a third of the way, of inputs that are codes themselves.
+    // First phase: values half-way between two codes. Second phase: sums a third of the way, of inputs that are codes themselves.
     for (world, peak, value) in [(2u32, 127.0, [0.5, 0.5, 0.0]), (3, 127.0, [1.0, 0.0, 0.0])] {
         let parts = if world == 2 { 1 } else { 3 };
         let all = configured(world, &options, |rank, g, _| {

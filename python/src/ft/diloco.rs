@@ -135,14 +135,14 @@ impl PyDiloco {
             let text = format!("{} names for {} parameters", names.len(), tensors.len());
             return Err(Error::invalid(text)).or_raise(py);
         }
-        let debts = feedback.and_then(|group| group.get().residuals());
+        let residuals = feedback.and_then(|group| group.get().residuals());
         let shared = Shared(core.clone());
         let run = apart(py, move || {
             let params = TensorParameters::new(names.into_iter().zip(tensors).collect(), None)?;
             let plan = FragmentPlan::new(fragments, &params)?;
             let run = Diloco::with_fragments(shared, params, config, plan)?;
-            Ok(match debts {
-                Some(debts) => run.with_error_feedback(debts),
+            Ok(match residuals {
+                Some(residuals) => run.with_error_feedback(residuals),
                 None => run,
             })
         })?;

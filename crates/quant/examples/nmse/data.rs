@@ -101,7 +101,7 @@ pub(crate) fn through(codec: Codec, values: &[f32]) -> ftcore::Result<Vec<f32>> 
     Ok(back)
 }
 
-/// The errors of (quantised once, two-shot) for the sum of `count` values over `ranks`.
+/// The errors of (quantised once, two-phase) for the sum of `count` values over `ranks`.
 pub(crate) fn reduced(
     codec: Codec,
     distribution: Distribution,
@@ -118,9 +118,9 @@ pub(crate) fn reduced(
             *to += v;
         }
     }
-    let two_shot = through(codec, &sum)?;
+    let two_phase = through(codec, &sum)?;
     Ok((
         nmse(exact.iter().copied(), &sum),
-        nmse(exact.iter().copied(), &two_shot),
+        nmse(exact.iter().copied(), &two_phase),
     ))
 }

@@ -24,9 +24,9 @@ fn main() -> ftcore::Result<()> {
             two += &format!(" {b:.2e} |");
         }
         let name = format!("| {} | {} |", codec.name(), codec.bits());
-        println!("{name} single shot |{single}");
+        println!("{name} one-phase |{single}");
         println!("{name} once, {RANKS} ranks |{once}");
-        println!("{name} two-shot, {RANKS} ranks |{two}");
+        println!("{name} two-phase, {RANKS} ranks |{two}");
     }
     Ok(())
 }
