@@ -1,9 +1,10 @@
 //! Ranks as threads of this process or as processes of their own, and the test binary around them.
 //!
-//! A process rank is this very binary started again with `OXCCL_CONFORMANCE_CASE` and three more variables; it meets the
+//! A process rank is this very binary started again (or what [`Plan::again`] names) with `OXCCL_CONFORMANCE_CASE` and three more variables; it meets the
 //! others at a TCP store of the parent (with credentials, so that every connection proves the secret there), runs the one case and ends with its verdict as exit code. Where ranks are dear to
 //! start, those of the cases that can share them live on (`lasting`, `living`).
 
+use std::ffi::OsString;
 use std::io::Read;
 use std::process::{Child, Command, ExitCode, ExitStatus, Stdio};
 use std::sync::Arc;
@@ -17,6 +18,7 @@ use libtest_mimic::{Arguments, Completion, Trial};
 
 use crate::credentials::{credentials, forget};
 use crate::lasting::{self, Place, side_by_side};
+use crate::report::Verdict;
 use crate::{Case, Failure, Outcome, Rank, Worlds, case, cases, cases_at, living};
 
 const CASE: &str = "OXCCL_CONFORMANCE_CASE";
@@ -78,6 +80,8 @@ pub struct Threads {
 /// Ranks as processes: this binary started again.
 pub struct Processes {
     capabilities: Capabilities,
+    /// The program of a rank with its first arguments; empty for this binary.
+    again: Vec<OsString>,
     lasting: Option<Place<living::Processes>>,
 }
 
@@ -109,8 +113,14 @@ impl Processes {
         let capabilities = make(device, GroupOptions::default())?.capabilities().clone();
         Ok(Self {
             capabilities,
+            again: Vec::new(),
             lasting: None,
         })
+    }
+
+    /// The same with ranks that are started by this command, which must call [`Plan::serve`] (see [`Plan::again`]).
+    pub fn started_by(self, again: Vec<OsString>) -> Self {
+        Self { again, ..self }
     }
 
     /// The same with one set of processes and one group per world for all cases that share theirs ([`Case::shares`]).
@@ -196,10 +206,25 @@ impl Drop for Running {
 }
 
 /// How rank `rank` is started for `case`.
-pub(crate) fn command(case: &str, rank: u32, world: u32, server: &TcpStoreServer) -> Outcome<Command> {
-    let program =
-        std::env::current_exe().map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
-    let mut command = Command::new(program);
+pub(crate) fn command(
+    again: &[OsString],
+    case: &str,
+    rank: u32,
+    world: u32,
+    server: &TcpStoreServer,
+) -> Outcome<Command> {
+    let mut command = match again.split_first() {
+        Some((program, arguments)) => {
+            let mut command = Command::new(program);
+            command.args(arguments);
+            command
+        }
+        None => {
+            let program = std::env::current_exe()
+                .map_err(|e| Failure::new(format!("cannot find this program: {e}")))?;
+            Command::new(program)
+        }
+    };
     command
         .env(CASE, case)
         .env(RANK, rank.to_string())
@@ -228,14 +253,14 @@ impl Harness for Processes {
     fn run(&self, case: &Case) -> Outcome {
         if let Some(place) = &self.lasting {
             if case.shares {
-                return place.run(case, || living::Processes::start(case.world));
+                return place.run(case, || living::Processes::start(case.world, &self.again));
             }
             place.clear()?;
         }
         let server = server()?;
         let mut ranks = Vec::new();
         for rank in 0..case.world {
-            let child = command(&case.name, rank, case.world, &server)?
+            let child = command(&self.again, &case.name, rank, case.world, &server)?
                 .spawn()
                 .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;
             ranks.push(Running { rank, child });
@@ -352,24 +377,35 @@ impl Limit {
 }
 
 fn suite_of(cases: Vec<Case>, harness: Arc<dyn Harness>, limit: Limit) -> Vec<Trial> {
-    cases
-        .into_iter()
-        .map(|case| {
-            let harness = harness.clone();
-            let name = format!("{}::{}", harness.name(), case.name);
-            Trial::ignorable_test(name, move || {
-                if case.world > limit.ranks {
-                    let reason = format!("{} ranks, {} at most: {}", case.world, limit.ranks, limit.why);
-                    return Ok(Completion::ignored_with(reason));
-                }
-                if let Some(reason) = case.unmet(harness.capabilities(), harness.real_processes()) {
-                    return Ok(Completion::ignored_with(reason));
-                }
-                harness.run(&case)?;
-                Ok(Completion::Completed)
-            })
+    let pairs = cases.into_iter().map(|case| (harness.clone(), case));
+    trials(pairs.collect(), limit)
+}
+
+fn trials(pairs: Vec<(Arc<dyn Harness>, Case)>, limit: Limit) -> Vec<Trial> {
+    let trial = |(harness, case): (Arc<dyn Harness>, Case)| {
+        let name = format!("{}::{}", harness.name(), case.name);
+        Trial::ignorable_test(name, move || match judge(&*harness, &case, limit) {
+            Verdict::Passed => Ok(Completion::Completed),
+            Verdict::Failed(failure) => Err(failure.into()),
+            Verdict::NotOffered(reason) => Ok(Completion::ignored_with(reason)),
         })
-        .collect()
+    };
+    pairs.into_iter().map(trial).collect()
+}
+
+/// Runs one case where it applies.
+pub(crate) fn judge(harness: &dyn Harness, case: &Case, limit: Limit) -> Verdict {
+    if case.world > limit.ranks {
+        let reason = format!("{} ranks, {} at most: {}", case.world, limit.ranks, limit.why);
+        return Verdict::NotOffered(reason);
+    }
+    if let Some(reason) = case.unmet(harness.capabilities(), harness.real_processes()) {
+        return Verdict::NotOffered(reason);
+    }
+    match harness.run(case) {
+        Ok(()) => Verdict::Passed,
+        Err(failure) => Verdict::Failed(failure),
+    }
 }
 
 /// A whole test binary: the suite of a CPU backend in each of `modes`, with libtest's arguments.
@@ -408,6 +444,9 @@ pub struct Plan {
     pub large: bool,
     /// How many cases run at once unless `--test-threads` says it; `None` is one per core. More, where starting mostly sleeps.
     pub at_once: Option<usize>,
+    /// The program of a process rank with its first arguments, if it is not this very binary without arguments. It must come to
+    /// [`Plan::serve`] with a plan of the same backend.
+    pub again: Vec<OsString>,
 }
 
 impl Plan {
@@ -421,6 +460,7 @@ impl Plan {
             lasting: false,
             large: false,
             at_once: None,
+            again: Vec::new(),
         }
     }
 
@@ -431,27 +471,22 @@ impl Plan {
                 Arc::new(if lasting { threads.lasting() } else { threads })
             }
             Mode::Processes => {
-                let processes = Processes::new(&self.device, &self.make)?;
+                let processes = Processes::new(&self.device, &self.make)?.started_by(self.again.clone());
                 Arc::new(if lasting { processes.lasting() } else { processes })
             }
         })
     }
 
-    /// The whole test binary. First thing in `main`: process ranks begin here.
-    pub fn run(self) -> ExitCode {
-        if let Ok(name) = std::env::var(CASE) {
-            return match child(&name, &self.device, &self.make) {
-                Ok(()) => ExitCode::SUCCESS,
-                Err(failure) => {
-                    eprintln!("{failure}");
-                    ExitCode::FAILURE
-                }
-            };
-        }
-        let mut arguments = Arguments::from_args();
-        arguments.test_threads = arguments.test_threads.or(self.at_once);
+    /// The child's side: runs what this process was started for, if it is a rank of the suite.
+    pub fn serve(&self) -> Option<Outcome> {
+        let name = std::env::var(CASE).ok()?;
+        Some(child(&name, &self.device, &self.make))
+    }
+
+    /// All cases and where they run, in order. Errors: the backend cannot be used here.
+    pub(crate) fn laid_out(&self) -> Result<Vec<(Arc<dyn Harness>, Case)>> {
         let parts = [(Worlds::Small, self.lasting), (Worlds::Large, true)];
-        let mut trials = Vec::new();
+        let mut pairs = Vec::new();
         for (worlds, lasting) in parts.into_iter().take(1 + usize::from(self.large)) {
             let mut cases = cases_at(worlds);
             if lasting {
@@ -466,16 +501,33 @@ impl Plan {
                 });
             }
             for mode in &self.modes {
-                match self.harness(*mode, lasting) {
-                    Ok(harness) => trials.extend(suite_of(cases.clone(), harness, self.limit)),
-                    Err(error) => {
-                        eprintln!("the backend cannot be used here: {error}");
-                        return ExitCode::FAILURE;
-                    }
-                }
+                let harness = self.harness(*mode, lasting)?;
+                pairs.extend(cases.iter().map(|case| (harness.clone(), case.clone())));
             }
         }
-        let code = libtest_mimic::run(&arguments, trials).exit_code();
+        Ok(pairs)
+    }
+
+    /// The whole test binary. First thing in `main`: process ranks begin here.
+    pub fn run(self) -> ExitCode {
+        match self.serve() {
+            Some(Ok(())) => return ExitCode::SUCCESS,
+            Some(Err(failure)) => {
+                eprintln!("{failure}");
+                return ExitCode::FAILURE;
+            }
+            None => {}
+        }
+        let mut arguments = Arguments::from_args();
+        arguments.test_threads = arguments.test_threads.or(self.at_once);
+        let pairs = match self.laid_out() {
+            Ok(pairs) => pairs,
+            Err(error) => {
+                eprintln!("the backend cannot be used here: {error}");
+                return ExitCode::FAILURE;
+            }
+        };
+        let code = libtest_mimic::run(&arguments, trials(pairs, self.limit)).exit_code();
         forget();
         code
     }

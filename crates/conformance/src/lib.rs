@@ -19,6 +19,8 @@
 //!
 //! Where ranks take long to start, [`Plan::lasting`] lets the cases that leave their group as they found it share one.
 //!
+//! A program that is no test binary, as `oxccl conformance`, gets the verdicts from [`Plan::tried`].
+//!
 //! Names are `mode::area::case::worldN`, so `threads::` or `processes::all_reduce` as a filter gives one row or one part.
 
 #[macro_use]
@@ -40,6 +42,7 @@ mod movement;
 mod oracle;
 mod probe;
 mod reductions;
+mod report;
 mod staged;
 mod streams;
 
@@ -50,6 +53,7 @@ pub use harness::{
     Harness, Limit, MakeGroup, MakeOn, Mode, Plan, Processes, Threads, device_of, run, run_limited, run_on,
     suite,
 };
+pub use report::{Tried, Verdict};
 
 /// Element counts that every operation is tried with: empty, odd, around vector widths, beyond one piece.
 pub const SIZES: [usize; 10] = [0, 1, 2, 3, 7, 16, 17, 64, 1000, 4099];

@@ -1,6 +1,7 @@
 //! Process ranks that live through many cases: this very binary, started again and told the names of cases on its standard
 //! input; verdicts come back through the store, since libraries print to standard output.
 
+use std::ffi::OsString;
 use std::io::{BufRead, Read, Write};
 use std::process::{ChildStdin, Stdio};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -40,11 +41,11 @@ pub(crate) struct Processes {
 }
 
 impl Processes {
-    pub(crate) fn start(world: u32) -> Outcome<Self> {
+    pub(crate) fn start(world: u32, again: &[OsString]) -> Outcome<Self> {
         let server = server()?;
         let ranks = (0..world)
             .map(|rank| {
-                let mut child = command(LASTING, rank, world, &server)?
+                let mut child = command(again, LASTING, rank, world, &server)?
                     .stdin(Stdio::piped())
                     .spawn()
                     .map_err(|e| Failure::new(format!("cannot start rank {rank}: {e}")))?;

@@ -1,6 +1,6 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
 //! of one machine, `replica` drains, evicts or kills one of them, `credentials` closes a job to strangers, `backends` lists what can carry data here,
-//! `bench` measures it. Results go to standard output, everything else to standard error.
+//! `bench` measures it, `new-plugin` writes a backend of one's own and `conformance` holds it to the suite. Results go to standard output, everything else to standard error.
 
 use std::ffi::OsString;
 use std::io::IsTerminal;
@@ -29,11 +29,15 @@ macro_rules! say {
 
 mod backends;
 mod bench;
+#[cfg(feature = "conformance")]
+mod conformance;
 mod credentials;
 mod launch;
 #[cfg(feature = "lighthouse")]
 mod lighthouse;
 mod rendezvous;
+#[cfg(feature = "conformance")]
+mod new_plugin;
 #[cfg(feature = "lighthouse")]
 mod replica;
 mod scratch;
@@ -78,7 +82,7 @@ Environment:
   OXCCL_CREDENTIALS   the folder of the job's credentials (`oxccl credentials`): all servers and calls ask for and show them
   OXCCL_ENCRYPT       1: with credentials, data connections are encrypted
   OXCCL_INSECURE      1: servers without credentials may listen beyond loopback
-  OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info)
+  OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info; conformance: error)
   NO_COLOR    no colours
   OXCCL_DEFAULT_BACKEND   the backend of a device kind when none is named, such as `cpu:gloo,hpu:hccl`";
 
@@ -104,6 +108,25 @@ enum Command {
     Bench(bench::Arguments),
     #[command(hide = true)]
     BenchRank(bench::RankArguments),
+    #[cfg(feature = "conformance")]
+    NewPlugin(new_plugin::Arguments),
+    #[cfg(feature = "conformance")]
+    Conformance(conformance::Arguments),
+    #[cfg(feature = "conformance")]
+    #[command(hide = true)]
+    ConformanceRank(conformance::RankArguments),
+}
+
+impl Command {
+    /// What is logged if nobody says.
+    fn log(&self) -> &'static str {
+        match self {
+            // Groups are aborted and time out by the hundred there, as they should.
+            #[cfg(feature = "conformance")]
+            Self::Conformance(_) | Self::ConformanceRank(_) => "error",
+            _ => "info",
+        }
+    }
 }
 
 /// Runs the command with these arguments, the first of which is its name, and gives its exit code. `again` is the program and its first arguments that
@@ -133,7 +156,8 @@ pub fn run(arguments: impl IntoIterator<Item = OsString>, again: Vec<OsString>) 
 }
 
 fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
-    let filter = EnvFilter::try_from_env("OXCCL_LOG").unwrap_or_else(|_| EnvFilter::new("info"));
+    let filter =
+        EnvFilter::try_from_env("OXCCL_LOG").unwrap_or_else(|_| EnvFilter::new(arguments.command.log()));
     // A program that embeds the command may log elsewhere.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
@@ -157,6 +181,12 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
         Command::BackendsProbe(arguments) => backends::probe(arguments),
         Command::Bench(arguments) => bench::run(arguments),
         Command::BenchRank(arguments) => bench::rank(arguments),
+        #[cfg(feature = "conformance")]
+        Command::NewPlugin(arguments) => new_plugin::run(arguments),
+        #[cfg(feature = "conformance")]
+        Command::Conformance(arguments) => conformance::run(arguments),
+        #[cfg(feature = "conformance")]
+        Command::ConformanceRank(arguments) => conformance::rank(arguments),
     };
     match result {
         Ok(code) => code,

@@ -11,6 +11,7 @@ use std::mem::{offset_of, size_of};
 
 mod growing;
 mod layout;
+pub mod meaning;
 mod numbers;
 
 pub use growing::{Growing, LARGEST, read, write};
@@ -310,7 +311,7 @@ c_structs! {
     Buffer {
         /// The bytes that the writer of this struct knows.
         size: u64,
-        /// The address on the device; never null.
+        /// The address on the device; never null, and not to be read if `bytes` is 0.
         ptr: *mut c_void,
         /// The number of bytes.
         bytes: u64,
@@ -354,11 +355,11 @@ c_structs! {
         wait_all: u32,
         /// 0: this rank gives the identity of the reduction and is not counted.
         contribute: u32,
-        /// How many of the buffers come first as the list of inputs, where an operation has a list of inputs.
+        /// How many of the buffers come first as the list of inputs, where `oxccl_op` says that there is one; else 0.
         input_count: u32,
-        /// The tensors, inputs before outputs, pairs in turn.
+        /// The tensors, as `oxccl_op` says.
         buffers: *const Buffer,
-        /// The number of `buffers`.
+        /// The number of `buffers`; 0 for barriers and batches.
         buffer_count: u64,
         /// How `input` of an uneven all-to-all is split, in elements; none for even.
         input_splits: *const u64,
@@ -405,11 +406,11 @@ c_structs! {
         /// The operation has ended. Exactly once, from any thread, also from within `submit`; never if `submit` refused. `ctx`
         /// and the buffers must not be used afterwards, except buffers that are still retained.
         complete: Option<unsafe extern "C" fn(ctx: *mut c_void, outcome: *const Outcome)>,
-        /// Optional, before `complete`: the operation is enqueued, `event` (of this plugin's device kind, given away) will be
+        /// Need not be called. Before `complete`: the operation is enqueued, `event` (of this plugin's device kind, given away) will be
         /// reached when the device has finished it.
         recorded: Option<unsafe extern "C" fn(ctx: *mut c_void, event: *mut c_void)>,
     }
-    /// A submitted operation, filled in by `submit`; may be left all zero. `complete` may come before `submit` returns.
+    /// A submitted operation, filled in by `submit`; may be left all zero, and each function may be null. `complete` may come before `submit` returns.
     WorkHandle {
         /// The bytes that the writer of this struct knows.
         size: u64,
@@ -452,20 +453,20 @@ c_structs! {
         /// Starts an operation. 0: it is accepted and will complete; else it is refused and nothing was touched.
         submit: Option<unsafe extern "C" fn(ctx: *mut c_void, operation: *const Operation, completion: *const Completion, work: *mut WorkHandle, fault: *mut Fault) -> i32>,
         /// A collective call: a group of the ranks with the same colour, ordered by (key, rank). `has_color` 0: none for this
-        /// rank, `made` becomes 0.
+        /// rank, `made` becomes 0. May be null: groups cannot be split.
         split: Option<unsafe extern "C" fn(ctx: *mut c_void, has_color: u32, color: u32, key: u32, timeout_ms: i64, group: *mut Group, made: *mut u32, fault: *mut Fault) -> i32>,
         /// Ends all pending operations and poisons the group.
         abort: Option<unsafe extern "C" fn(ctx: *mut c_void, reason: Str)>,
-        /// The first failure since `configure`: 1 and the fault, or 0.
+        /// The first failure since `configure`: 1 and the fault, or 0. May be null: the host knows only what operations say.
         error: Option<unsafe extern "C" fn(ctx: *mut c_void, fault: *mut Fault) -> i32>,
         /// Waits for pending operations, then aborts the rest.
         shutdown: Option<unsafe extern "C" fn(ctx: *mut c_void, timeout_ms: i64, fault: *mut Fault) -> i32>,
-        /// Bytes moved so far.
+        /// Bytes moved so far. May be null: they are not counted.
         traffic: Option<unsafe extern "C" fn(ctx: *mut c_void, traffic: *mut Traffic)>,
         /// The host will not use `ctx` any more. Exactly once. Pending operations still complete.
         close: Option<unsafe extern "C" fn(ctx: *mut c_void)>,
         /// Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody touches
-        /// the buffers any more but whoever retained them.
+        /// the buffers any more but whoever retained them. May be null: the host submits and waits.
         execute: Option<unsafe extern "C" fn(ctx: *mut c_void, operation: *const Operation, outcome: *mut Outcome, fault: *mut Fault) -> i32>,
     }
     /// A device kind that a plugin brings. Lives as long as the process. Streams and events are handles of the plugin; a handle
@@ -527,9 +528,9 @@ c_structs! {
         capabilities: Option<unsafe extern "C" fn(ctx: *mut c_void, backend: u32, reply_ctx: *mut c_void, reply: Option<unsafe extern "C" fn(reply_ctx: *mut c_void, capabilities: *const Capabilities)>)>,
         /// Makes an unconfigured group.
         create: Option<unsafe extern "C" fn(ctx: *mut c_void, backend: u32, device: DeviceId, options: *const GroupOptions, group: *mut Group, fault: *mut Fault) -> i32>,
-        /// Hands out a device kind; may be null if the query lists none.
+        /// Hands out a device kind. May be null if the query lists none.
         device: Option<unsafe extern "C" fn(ctx: *mut c_void, device: u32, table: *mut DeviceTable, fault: *mut Fault) -> i32>,
-        /// The vendor library behind a backend, in words; nothing is written if there is none.
+        /// The vendor library behind a backend, in words; nothing is written if there is none. May be null.
         library: Option<unsafe extern "C" fn(ctx: *mut c_void, backend: u32, text: Sink)>,
     }
 }

@@ -30,5 +30,9 @@ pub use host::{
     load_within, open_trusted, verdicts_for_job,
 };
 
+/// The C header, as text.
+#[cfg(feature = "host")]
+pub const HEADER: &str = include_str!("../include/oxccl_plugin.h");
+
 /// The types that a plugin's backend is written against, in the version that this crate uses.
 pub use ftcore;

@@ -4,6 +4,9 @@
 //! retain and release its memory with. Tensors that are still retained when the operation has ended, or that the plugin has not completed,
 //! are not handed out but kept, for ever if need be (INV-8).
 
+#[cfg(test)]
+mod layout;
+
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};

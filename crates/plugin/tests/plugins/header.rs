@@ -8,7 +8,7 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use ftcore::{DType, Feature, OpKind, ReduceOp};
-use oxccl_plugin::abi::{self, StructLayout};
+use oxccl_plugin::abi::{self, StructLayout, meaning};
 
 use crate::build;
 
@@ -211,10 +211,18 @@ fn upper(name: &str) -> String {
 }
 
 fn enumeration(out: &mut String, name: &str, docs: &str, items: &[(String, u32)]) {
+    explained(out, name, docs, items, &[]);
+}
+
+/// With what each item means, where that is given.
+fn explained(out: &mut String, name: &str, docs: &str, items: &[(String, u32)], meanings: &[&str]) {
     out.push('\n');
     comment(out, "", &[docs]);
     let _ = writeln!(out, "enum oxccl_{name} {{");
-    for (item, value) in items {
+    for (i, (item, value)) in items.iter().enumerate() {
+        if let Some(meaning) = meanings.get(i) {
+            comment(out, "    ", &[meaning]);
+        }
         let _ = writeln!(out, "    OXCCL_{item} = {value},");
     }
     let _ = writeln!(out, "}};");
@@ -226,7 +234,7 @@ pub(crate) fn generate() -> String {
     let _ = write!(
         out,
         "/* oxccl plugin ABI {}.{}: backends and device kinds as shared libraries.\n *\n \
-         * Generated from crates/plugin/src/abi.rs; do not edit. The rules are in docs/plugins.md.\n *\n \
+         * Generated from crates/plugin/src/abi.rs and abi/meaning.rs; do not edit. The rules are in docs/plugins.md.\n *\n \
          * A plugin exports two functions:\n *\n \
          *   int32_t oxccl_plugin_query_v1(oxccl_query_reply *reply);\n \
          *   int32_t oxccl_plugin_open_v1(const oxccl_host *host, oxccl_plugin *plugin, oxccl_fault *fault);\n *\n \
@@ -237,6 +245,10 @@ pub(crate) fn generate() -> String {
         abi::MAJOR,
         abi::MINOR
     );
+    for paragraph in meaning::CONDUCT {
+        comment(&mut out, "", &[paragraph]);
+        out.push('\n');
+    }
     let constants: [(&str, String); 24] = [
         ("PLUGIN_MAGIC", format!("UINT64_C({:#x})", abi::MAGIC)),
         ("PLUGIN_MAJOR", format!("{}u", abi::MAJOR)),
@@ -275,7 +287,13 @@ pub(crate) fn generate() -> String {
             .iter()
             .map(|o| (format!("OP_{}", o.name().to_uppercase()), o.code().into())),
     );
-    enumeration(&mut out, "op", "Operations.", &ops);
+    explained(
+        &mut out,
+        "op",
+        "Operations, and what oxccl_operation.buffers holds for each. n is the number of ranks; counts are in elements.",
+        &ops,
+        &meaning::OPERATIONS.map(|(_, means)| means),
+    );
     let dtypes = numbered(
         &mut DType::ALL
             .iter()
@@ -290,7 +308,13 @@ pub(crate) fn generate() -> String {
             .iter()
             .map(|f| (format!("FEATURE_{}", upper(&format!("{f:?}"))), *f as u32)),
     );
-    enumeration(&mut out, "feature", "Features of a group.", &features);
+    explained(
+        &mut out,
+        "feature",
+        "Features of a group, and what a plugin that advertises one has to do.",
+        &features,
+        &meaning::FEATURES.map(|(_, means)| means),
+    );
     let kinds = numbered(
         &mut oxccl_plugin::abi::ERROR_KINDS
             .iter()

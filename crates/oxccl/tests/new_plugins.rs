@@ -1,0 +1,163 @@
+//! `oxccl new-plugin` and `oxccl conformance`: what the first writes passes the second as it is, and a fault in it is found and named.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn oxccl(arguments: &[&str]) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_oxccl"));
+    command
+        .args(arguments)
+        .env_remove("OXCCL_LOG")
+        .env_remove("OXCCL_PLUGIN_PATH");
+    command
+}
+
+/// Exit code, standard output, standard error.
+fn text(command: &mut Command) -> (Option<i32>, String, String) {
+    let output = command.output().unwrap();
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    (output.status.code(), text(&output.stdout), text(&output.stderr))
+}
+
+/// A new plugin in C, in a folder of its own; none without a compiler.
+fn in_c(below: &Path) -> Option<PathBuf> {
+    if !["cc", "make"]
+        .iter()
+        .all(|tool| Command::new(tool).arg("--version").output().is_ok())
+    {
+        eprintln!("skipped: no C compiler, or no make");
+        return None;
+    }
+    let folder = below.join("my_ccl");
+    let mut command = oxccl(&["new-plugin", "my_ccl", "--language", "c", "--dir"]);
+    let (code, out, err) = text(command.arg(&folder));
+    assert_eq!(code, Some(0), "{err}");
+    assert!(
+        out.contains("my_ccl/my_ccl.c") && out.contains("next: make"),
+        "{out}"
+    );
+    Some(folder)
+}
+
+/// Builds it, with a fault planted: a piece of its source and what stands there instead.
+fn build(folder: &Path, fault: Option<(&str, &str)>) -> PathBuf {
+    let source = folder.join("my_ccl.c");
+    if let Some((right, wrong)) = fault {
+        let words = std::fs::read_to_string(&source).unwrap();
+        assert!(words.contains(right), "{right}");
+        std::fs::write(&source, words.replace(right, wrong)).unwrap();
+    }
+    let (code, _, err) = text(Command::new("make").arg("-C").arg(folder));
+    assert_eq!(code, Some(0), "{err}");
+    folder.join("libmy_ccl.so")
+}
+
+fn conformance(library: &Path, arguments: &[&str]) -> (Option<i32>, String, String) {
+    let mut command = oxccl(&["conformance", "--plugin"]);
+    text(command.arg(library).args(arguments))
+}
+
+#[test]
+fn a_new_plugin_in_c_passes_its_test_as_it_is() {
+    let below = tempfile::tempdir().unwrap();
+    let Some(folder) = in_c(below.path()) else { return };
+    let program = format!("OXCCL={}", env!("CARGO_BIN_EXE_oxccl"));
+    let (code, out, err) = text(
+        Command::new("make")
+            .arg("-C")
+            .arg(&folder)
+            .args(["test", &program]),
+    );
+    assert_eq!(code, Some(0), "{out}{err}");
+    let counted = |line: &str| out.lines().any(|l| l.starts_with(line));
+    assert!(counted("# oxccl conformance: backend my_ccl for cpu"), "{out}");
+    assert!(counted("all_reduce") && out.contains(" 0 failed,"), "{out}");
+    assert!(out.contains("broadcast is not advertised"), "{out}");
+    // As threads too, and in another folder: this one is taken.
+    let (code, out, err) = conformance(
+        &folder.join("libmy_ccl.so"),
+        &["--mode", "threads", "--case", "lifetime"],
+    );
+    assert_eq!(code, Some(0), "{out}{err}");
+    let mut again = oxccl(&["new-plugin", "my_ccl", "--language", "c", "--dir"]);
+    let (code, _, err) = text(again.arg(&folder));
+    assert!(code == Some(2) && err.contains("not empty"), "{err}");
+}
+
+#[test]
+fn a_new_plugin_in_rust_passes_its_test_as_it_is() {
+    // It stays, so that a second run finds what is built.
+    let below = Path::new(env!("CARGO_TARGET_TMPDIR")).join("new-plugin");
+    let folder = below.join("my_ccl");
+    let _ = std::fs::remove_dir_all(&folder);
+    let mut command = oxccl(&["new-plugin", "my_ccl", "--language", "rust", "--dir"]);
+    let (code, out, err) = text(command.arg(&folder));
+    assert_eq!(code, Some(0), "{err}");
+    assert!(
+        out.contains("my_ccl/src/lib.rs") && out.contains("cargo test"),
+        "{out}"
+    );
+    // With the versions that this workspace has locked, so that nothing is fetched.
+    let lock = concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock");
+    std::fs::copy(lock, folder.join("Cargo.lock")).unwrap();
+    let target = below.join("target");
+    let mut cargo = conformance::cargo();
+    cargo
+        .current_dir(&folder)
+        .args(["test", "--offline", "--target-dir"])
+        .arg(&target);
+    let (code, out, err) = text(&mut cargo);
+    assert_eq!(code, Some(0), "{out}{err}");
+    assert!(out.contains("processes::all_reduce::sum::world2"), "{out}");
+    // The library that was built for its test is the plugin.
+    let library = target.join("debug/libmy_ccl.so");
+    let (code, out, err) = self::conformance(&library, &["--case", "all_reduce"]);
+    assert_eq!(code, Some(0), "{out}{err}");
+}
+
+#[test]
+fn a_wrong_sum_and_a_crash_cost_their_cases_and_are_named() {
+    let below = tempfile::tempdir().unwrap();
+    let Some(folder) = in_c(below.path()) else { return };
+    let twice = (
+        "sums[i] += theirs[i]",
+        "sums[i] += (g->world == 2 ? 2 : 1) * theirs[i]",
+    );
+    let library = build(&folder, Some(twice));
+    let (code, out, err) = conformance(&library, &["--case", "all_reduce::sum", "--ranks", "3"]);
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(
+        out.contains("failed: processes::all_reduce::sum::world2"),
+        "{out}"
+    );
+    assert!(out.contains("result: 2 passed, 1 failed, 1 not offered"), "{out}");
+    assert!(out.contains("4 ranks, 3 at most: --ranks"), "{out}");
+    let crash = (
+        "int32_t status = sums && theirs ?",
+        "abort();\n    int32_t status = sums && theirs ?",
+    );
+    let library = build(&folder, Some(crash));
+    let (code, out, err) = conformance(&library, &["--case", "all_reduce::sum::world1"]);
+    assert_eq!(code, Some(1), "{out}{err}");
+    assert!(out.contains("signal: 6"), "{out}");
+}
+
+#[test]
+fn what_cannot_be_tried_is_exit_code_2_with_what_there_is() {
+    let (code, _, err) = conformance(Path::new("/nowhere/libacme.so"), &[]);
+    assert!(code == Some(2) && err.contains("/nowhere/libacme.so"), "{err}");
+    let below = tempfile::tempdir().unwrap();
+    let Some(folder) = in_c(below.path()) else { return };
+    let library = build(&folder, None);
+    let (code, _, err) = conformance(&library, &["--backend", "acme"]);
+    assert!(code == Some(2) && err.contains("it brings 'my_ccl'"), "{err}");
+    let (code, _, err) = conformance(&library, &["--case", "no such case"]);
+    assert!(code == Some(2) && err.contains("no such case"), "{err}");
+    // Of what is not offered nothing ran: that is no success.
+    let (code, out, _) = conformance(&library, &["--case", "gather"]);
+    assert!(code == Some(1) && out.contains("no case ran"), "{out}");
+    for name in ["My-CCL", "../x"] {
+        let (code, _, err) = text(&mut oxccl(&["new-plugin", name, "--language", "c"]));
+        assert!(code == Some(2) && err.contains("lower-case"), "{err}");
+    }
+}

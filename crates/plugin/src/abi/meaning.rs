@@ -1,0 +1,145 @@
+//! What the codes mean for a plugin, in words: the buffers of each operation, what a feature obliges to, and what the conformance suite
+//! expects of failures. The header is made from these.
+
+use ftcore::{Feature, OpKind};
+
+/// The buffers of each operation and what becomes of them. n is the number of ranks; a count is in elements.
+pub const OPERATIONS: [(OpKind, &str); 16] = [
+    (
+        OpKind::AllReduce,
+        "1 or more buffers (coalesced), each reduced in place. `reduce` is set. The same counts on all ranks.",
+    ),
+    (
+        OpKind::Broadcast,
+        "1 or more buffers (coalesced), read on `root` and written elsewhere. The same counts on all ranks.",
+    ),
+    (
+        OpKind::Reduce,
+        "1 buffer, read on all ranks and written on `root` only. `reduce` is set.",
+    ),
+    (
+        OpKind::AllGather,
+        "1 input, then n outputs. Output r becomes rank r's input and has its count; counts may differ between ranks.",
+    ),
+    (
+        OpKind::AllGatherInto,
+        "1 or more pairs (coalesced): input, output, input, output, …. An output has n times the count of its input and becomes the inputs of all \
+         ranks one after the other.",
+    ),
+    (
+        OpKind::Gather,
+        "1 input; then on `root` n outputs as in an all-gather, elsewhere none.",
+    ),
+    (
+        OpKind::Scatter,
+        "On `root` n inputs (`input_count` is n), elsewhere none (0); then 1 output, which becomes the root's input for this rank.",
+    ),
+    (
+        OpKind::ReduceScatter,
+        "n inputs (`input_count` is n), then 1 output: the reduction of all ranks' inputs for this rank. Counts may differ between parts. `reduce` is \
+         set. Inputs are not written.",
+    ),
+    (
+        OpKind::ReduceScatterInto,
+        "1 or more pairs (coalesced): input, output, input, output, …. An input has n times the count of its output, which becomes this rank's part of \
+         the reduction. `reduce` is set. Inputs are not written.",
+    ),
+    (
+        OpKind::AllToAll,
+        "n inputs (`input_count` is n), then n outputs. Output r becomes rank r's input for this rank; counts may differ.",
+    ),
+    (
+        OpKind::AllToAllInto,
+        "1 input, 1 output, both in parts by rank. `input_splits` and `output_splits` have n counts each, or none: n equal parts.",
+    ),
+    (
+        OpKind::Send,
+        "1 buffer, read. `peer` and `tag` are set. Ends once the memory may be used again.",
+    ),
+    (
+        OpKind::Recv,
+        "1 buffer, written, of the sender's type and count. `tag` is set; `peer` is OXCCL_NONE to receive from any rank (RECV_ANY), and the outcome's \
+         `source` says who sent.",
+    ),
+    (OpKind::Barrier, "No buffers. Ends once all ranks have entered."),
+    (
+        OpKind::MonitoredBarrier,
+        "No buffers. As a barrier; at the deadline the fault of every rank names the missing ranks (`wait_all`).",
+    ),
+    (
+        OpKind::Batch,
+        "No buffers of its own: 1 or more `children`, sends and receives with 1 buffer each, that progress together in any order.",
+    ),
+];
+
+/// What a group that advertises a feature has to do.
+pub const FEATURES: [(Feature, &str); 10] = [
+    (
+        Feature::Abort,
+        "abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all ranks; the group is poisoned then. So do a \
+         deadline that passed (TIMEOUT), a rank that died (PEER_LOST) and a group that was closed. A poisoned group refuses calls with POISONED.",
+    ),
+    (
+        Feature::Reconfigure,
+        "configure works again, after a failure too, with other ranks; no byte of an earlier epoch arrives. An epoch that is not larger, or a rank \
+         outside the world, is INVALID_ARGUMENT and leaves the group as it was.",
+    ),
+    (
+        Feature::MismatchDetection,
+        "Ranks that call different operations, types, counts, reductions or roots get MISMATCH, which names both sides.",
+    ),
+    (
+        Feature::BitwiseEqual,
+        "All ranks of a finished all-reduce hold equal bytes.",
+    ),
+    (
+        Feature::Contributors,
+        "`contribute` 0 is honoured in reductions: the rank gives the identity and is not counted; averages divide by the contributors, whose number \
+         is in the outcome. Without it `contribute` is always 1.",
+    ),
+    (
+        Feature::Tags,
+        "A receive takes the message with its tag, in whatever order they were sent.",
+    ),
+    (
+        Feature::RecvAny,
+        "A receive may name no sender: `peer` is OXCCL_NONE.",
+    ),
+    (
+        Feature::ThreadRanks,
+        "Several ranks of a group may be threads of one process.",
+    ),
+    (Feature::Split, "split is there and works."),
+    (
+        Feature::Borrow,
+        "execute is there; when it returns, nobody touches the buffers any more, whether it succeeded or failed.",
+    ),
+];
+
+/// What every plugin may rely on and has to do besides, a paragraph each.
+pub const CONDUCT: [&str; 7] = [
+    "Pointers. A function of a table may be null only where its comment says so. Lists (buffers, children, splits, keys, hints, notes, options, shape) may be null if their \
+     count is 0. ctx is passed back as it is and may be null. fault, reply, outcome and the other places for results are never null.",
+    "Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through it with buffer_stride, not with your own sizeof. All \
+     buffers of an operation have one element type (those of a batch may differ), do not overlap and are where the group's capabilities say. count may be 0: then ptr must not be read. The host has checked counts, \
+     ranks and splits of this rank; that the ranks fit each other is for the plugin to find out.",
+    "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin.",
+    "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and its text has `rank R of N` (or `ranks R, S of N`) and `phase` with the name of \
+     what it waited in. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason; the suite allows 15 s.",
+    "Faults that the conformance suite checks with ABORT: of an abort ABORTED with the reason, on the other ranks also `rank N` of the one that called it; of a later call \
+     POISONED with the first cause; of a deadline TIMEOUT with `rank` and the missing one, of a receive's deadline also the tag; of a rank that died PEER_LOST with its number in `peer`.",
+    "Faults that it checks with MISMATCH_DETECTION: MISMATCH; of two sizes of a message both, as in `20 bytes` and `16 bytes`.",
+    "Times that it allows: an operation ends at its timeout_ms (10 s later at most; the host itself fails it after 2 s and poisons the group); after an abort pending work ends \
+     within 100 ms (5 s on a busy machine); the death of a rank ends the others' work within 10 s; a case ends within 90 s.",
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_operation_and_feature_is_explained_in_the_order_of_the_codes() {
+        assert_eq!(OPERATIONS.map(|(op, _)| op), OpKind::ALL);
+        assert_eq!(FEATURES.map(|(feature, _)| feature), Feature::ALL);
+    }
+}
