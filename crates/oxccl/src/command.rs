@@ -35,9 +35,9 @@ mod credentials;
 mod launch;
 #[cfg(feature = "lighthouse")]
 mod lighthouse;
-mod rendezvous;
 #[cfg(feature = "conformance")]
 mod new_plugin;
+mod rendezvous;
 #[cfg(feature = "lighthouse")]
 mod replica;
 mod scratch;
