@@ -1,4 +1,5 @@
 //! `oxccl new-plugin` and `oxccl conformance`: what the first writes passes the second as it is, and a fault in it is found and named.
+#![allow(clippy::unwrap_used)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
