@@ -44,20 +44,20 @@ class Job:
         self.lives = 0
         self.logs: dict[str, Path] = {}
 
-    def start(self, name: str, *arguments: Any) -> None:
+    def start(self, name: str, *arguments: Any, **environment: str) -> None:
         """Starts a life of replica `name`."""
-        self._start(name, self.body, *arguments)
+        self._start(name, self.body, *arguments, **environment)
 
     def start_also(self, name: str, body: str, *arguments: Any) -> None:
         """Starts another program beside the replicas."""
         self._start(name, HEAD + body, *arguments)
 
-    def _start(self, name: str, body: str, *arguments: Any) -> None:
+    def _start(self, name: str, body: str, *arguments: Any, **environment: str) -> None:
         self.lives += 1
         log = self.folder / f"{name}.{self.lives}"
         with open(log, "wb") as out, open(f"{log}.err", "wb") as err:
             command = [sys.executable, "-X", "faulthandler", "-c", body, name, self.lighthouse, *map(str, arguments)]
-            self.running[name] = subprocess.Popen(command, stdout=out, stderr=err)
+            self.running[name] = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **environment})
         self.logs[name] = log
 
     def said(self, name: str) -> list[dict[str, Any]]:

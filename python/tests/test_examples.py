@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import socket
@@ -42,6 +43,18 @@ def test_numpy_all_reduce(ranks: int) -> None:
     found = [float(x) for x in re.findall(r"-?\d+\.\d+(?:e-?\d+)?", answers.pop())]
     assert found == pytest.approx([3.0, -1.0, 0.5], abs=0.1)
     assert sorted(line.split(":")[0] for line in said) == [f"rank {r} of {ranks}" for r in range(ranks)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"))
+def test_ft_transformer() -> None:
+    said = subprocess.run([sys.executable, str(EXAMPLES / "ft_transformer.py")], stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    ends = re.findall(r"^(\w): done: parameters (\w+)$", said, re.MULTILINE)
+    assert [name for name, _ in ends] == ["a", "b", "c"], said
+    assert len({digest for _, digest in ends}) == 1, said
+    participants = [int(n) for n in re.findall(r"participants (\d)", said)]
+    assert 2 in participants[20:] and participants[-1] == 3, said
+    losses = [float(x) for x in re.findall(r"loss (\S+)", said)]
+    assert losses[-1] < 3.5 < losses[0], said
 
 
 def test_examples_are_short() -> None:

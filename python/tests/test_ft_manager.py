@@ -160,7 +160,7 @@ def test_replicas_start_equal_average_over_contributors_and_end_equal(use_async_
 def test_a_state_that_is_refused_ends_the_replica_and_says_why() -> None:
     from oxccl import ft
 
-    with oxccl.Lighthouse(min_replicas=2) as lighthouse:
+    with oxccl.Lighthouse(min_replicas=1, initial_replicas=2) as lighthouse:
         good = Replica("a", lighthouse.address, 1.0, 1)
         good.daemon = True
 
@@ -181,6 +181,7 @@ def test_a_state_that_is_refused_ends_the_replica_and_says_why() -> None:
         manager._replica.close()
         good.join(ftjobs.LIMIT)
         assert not good.is_alive()
+        assert good.error is None
 
 
 def test_arguments_are_refused_with_a_clear_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,3 +248,83 @@ except KeyboardInterrupt:
             job.running["a"].wait(30)
         except subprocess.TimeoutExpired:
             pytest.fail("the process did not end")
+
+
+def test_a_script_for_torchft_runs_with_its_import_changed(tmp_path: Path) -> None:
+    body = """
+from datetime import timedelta
+from oxccl.ft import DistributedDataParallel, DistributedSampler, Manager, Optimizer, ProcessGroupGloo
+from torch import optim
+data = torch.utils.data.TensorDataset(torch.randn(64, 4))
+group_id = int(name)
+sampler = DistributedSampler(data, replica_rank=group_id, num_replica_groups=2, group_rank=0, num_replicas=1, shuffle=True)
+loader = torch.utils.data.DataLoader(data, batch_size=8, sampler=sampler)
+def load_state_dict(state_dict):
+    m.load_state_dict(state_dict["model"])
+    optimizer.load_state_dict(state_dict["optim"])
+def state_dict():
+    return {"model": m.state_dict(), "optim": optimizer.state_dict()}
+pg = ProcessGroupGloo(timeout=timedelta(seconds=30))
+manager = Manager(pg=pg, min_replica_size=2, load_state_dict=load_state_dict, state_dict=state_dict,
+                  replica_id=f"train_ddp_{group_id}", timeout=timedelta(seconds=30))
+m = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+m = DistributedDataParallel(manager, m)
+optimizer = Optimizer(manager, optim.AdamW(m.parameters()))
+epoch = 0
+while manager.current_step() < 10:
+    sampler.set_epoch(epoch)
+    epoch += 1
+    for (x,) in loader:
+        optimizer.zero_grad()
+        out = m(x)
+        loss = out.square().mean()
+        loss.backward()
+        optimizer.step()
+        if manager.current_step() >= 10:
+            break
+tell(done=manager.current_step(), participants=manager.num_participants(), batches=manager.batches_committed(), bits=bits(m.parameters()))
+manager.shutdown(wait=False)
+"""
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse, ftjobs.Job(lighthouse.address, body, tmp_path) as job:
+        for name in ("0", "1"):
+            job.start(name, TORCHFT_LIGHTHOUSE=lighthouse.address, RANK="0", WORLD_SIZE="1", MASTER_ADDR="localhost", MASTER_PORT="1")
+        ended = job.ends()
+    assert [(e["done"], e["participants"], e["batches"]) for e in ended.values()] == [(10, 2, 19)] * 2
+    assert ended["0"]["bits"] == ended["1"]["bits"]
+
+
+def test_ranks_of_a_replica_reduce_with_their_like_and_vote_together(tmp_path: Path) -> None:
+    body = """
+rank, port = int(sys.argv[3]), int(sys.argv[4])
+place = "ab".index(name[0])
+x = torch.full((2,), float(rank))
+with ft.Manager(None, x.copy_, lambda: x, min_replica_size=2, rank=rank, world_size=2, store_addr="127.0.0.1", store_port=port, init_sync=False,
+                replica_id=name[0], lighthouse_addr=lighthouse if rank == 0 else None, timeout=30) as manager:
+    committed = []
+    while manager.current_step() < 4:
+        manager.start_quorum()
+        mean = torch.full((2,), 10.0 * rank + place)
+        if name == "a1" and len(committed) == 2:
+            manager.wait_quorum()
+            manager.report_error(RuntimeError("mine"))
+        manager.allreduce(mean).wait()
+        committed.append(manager.should_commit())
+        if committed[-1]:
+            x += mean
+    tell(done=1, x=x.tolist(), committed=committed)
+"""
+    stores = {"a": oxccl.StoreServer(), "b": oxccl.StoreServer()}
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse, ftjobs.Job(lighthouse.address, body, tmp_path) as job:
+        for name, store in stores.items():
+            for rank in range(2):
+                job.start(f"{name}{rank}", rank, store.address.split(":")[1])
+        ended = job.ends()
+    # Each rank reduces with its like in the other replica, whose values are not mixed with those of the other rank.
+    low, high = ended["a0"]["x"][0], ended["a1"]["x"][0]
+    assert (low, high) == (ended["b0"]["x"][0], ended["b1"]["x"][0])
+    # In the first two steps both replicas count; after the error one may have healed into a step, which only the other one's values count in.
+    assert 2.0 <= low <= 4.0 and high - low == 1 + 4 * 10
+    assert ended["a0"]["committed"][:2] == [True, True] and False in ended["a0"]["committed"]
+    # A replica's ranks decide alike.
+    for name in "ab":
+        assert ended[f"{name}0"]["committed"] == ended[f"{name}1"]["committed"]

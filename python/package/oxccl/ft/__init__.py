@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from oxccl.ft._data import DistributedSampler
 from oxccl.ft._ddp import DistributedDataParallel
-from oxccl.ft._manager import Manager, WorldSizeMode
+from oxccl.ft._local_sgd import DiLoCo, LocalSGD
+from oxccl.ft._manager import Manager, ProcessGroupGloo, WorldSizeMode
 from oxccl.ft._optim import Optimizer
 from oxccl.ft._work import Work
 
-__all__ = ["DistributedDataParallel", "DistributedSampler", "Manager", "Optimizer", "Work", "WorldSizeMode"]
+__all__ = ["DiLoCo", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "Manager", "Optimizer", "ProcessGroupGloo", "Work", "WorldSizeMode"]

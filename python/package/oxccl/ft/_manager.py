@@ -30,6 +30,11 @@ def seconds(time: Time) -> float:
     return time.total_seconds() if isinstance(time, timedelta) else float(time)
 
 
+def ProcessGroupGloo(timeout: Time = timedelta(seconds=60)) -> oxccl.Group:
+    """The group that a manager uses if it is given none, by torchft's name for it."""
+    return oxccl.unconfigured(backend="gloo", timeout=seconds(timeout))
+
+
 class WorldSizeMode(Enum):
     """How the number of contributing replicas behaves."""
 
@@ -354,7 +359,7 @@ class Manager:
 
     def shutdown(self, wait: bool = True) -> None:
         """Leaves in good order, so that nobody waits for this replica. A second call does nothing."""
-        self._replica.leave(5.0 if wait else 0.0)
+        self._replica.leave(5.0 if wait else 1.0)
 
     def __enter__(self) -> Manager:
         return self
