@@ -124,6 +124,18 @@ fn a_replica_that_comes_back_after_the_end_of_the_run_does_not_go_on_alone() {
 }
 
 #[test]
+fn one_that_has_left_is_not_back_because_it_opens_its_stream_again() {
+    let mut sim = Sim::quorum_of(rules(1), &["a", "b", "c"]);
+    leave(&mut sim, "c");
+    sim.attach("c", 9);
+    sim.join("a");
+    sim.join("b");
+    assert_eq!(sim.ids().unwrap(), ["a", "b"], "nobody waits for it");
+    sim.join("c");
+    assert!(sim.state.is_known("c"), "its next question says that it is back");
+}
+
+#[test]
 fn a_replica_that_waits_to_be_taken_in_learns_that_the_run_has_ended() {
     let mut sim = without_c();
     let ticket = come_back(&mut sim);

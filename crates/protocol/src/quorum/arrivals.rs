@@ -199,8 +199,11 @@ impl LighthouseState {
         let (member, order) = self.roster.update(&id, |entry| {
             entry.stream = Some(stream);
             // A member of the last quorum is worth waiting for; one that is still loading must not hold up others, and a stranger
-            // that has been in some other quorum no more.
-            if (entry.member && !entry.failed) || entry.waiting.is_some() || entry.seen.is_some() {
+            // that has been in some other quorum no more. Nor is one that has left, whose stream broke while it said good-bye.
+            if (entry.member && !entry.failed && !entry.left)
+                || entry.waiting.is_some()
+                || entry.seen.is_some()
+            {
                 entry.departed = false;
                 entry.seen = Some(now);
             }

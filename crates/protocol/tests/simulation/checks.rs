@@ -37,6 +37,8 @@ pub(crate) struct Checks {
     pub(crate) spares: u64,
     /// Steps that replicas have committed, over all of them.
     pub(crate) commits: u64,
+    /// Processes that were killed right after a commit.
+    pub(crate) deaths_at_commits: u64,
 }
 
 impl Checks {
@@ -72,6 +74,16 @@ impl Checks {
         Err(format!(
             "INV-6: {who:?} commits step {step} in epoch {epoch} to history {lineage}, another replica to {first}"
         ))
+    }
+
+    /// A rank did not commit `step`, which was reduced in `epoch`: what another replica needed for its commit was on its way to this one.
+    pub(crate) fn work_is_kept(&self, who: Who, epoch: i64, step: i64) -> Result<(), String> {
+        match self.commits_of.contains_key(&(who.rank, epoch, step)) {
+            true => Err(format!(
+                "{who:?} lost step {step} of epoch {epoch}, which another replica has committed"
+            )),
+            false => Ok(()),
+        }
     }
 
     /// A quorum was given out.

@@ -117,6 +117,12 @@ pub(crate) enum Fault {
         rank: u32,
         restart: Duration,
     },
+    /// SIGKILL of a rank's process as soon as its next commit is heard.
+    KillAtCommit {
+        slot: usize,
+        rank: u32,
+        restart: Duration,
+    },
     /// SIGSTOP and SIGCONT.
     Pause { slot: usize, rank: u32, time: Duration },
     /// The training thread does nothing; the process's other threads go on. For ever without a time.
@@ -168,6 +174,8 @@ pub(crate) struct Scenario {
     pub(crate) clock_jumps: bool,
     /// Of a thousand messages between servers, so many find their connection broken.
     pub(crate) loss: u64,
+    /// What was sent to a group before the end of a connection is received before it.
+    pub(crate) keeps_work: bool,
     pub(crate) faults: Vec<(Duration, Fault)>,
 }
 
@@ -196,6 +204,7 @@ impl Scenario {
             clock_jumps: r.chance(300),
             training: Training::of(&mut r),
             last: r.chance(200).then(|| 2 + r.below(24) as i64),
+            keeps_work: false,
             faults: Vec::new(),
         };
         if scenario.foreign {
@@ -212,6 +221,33 @@ impl Scenario {
                 *slot = replicas - 1;
                 at += Duration::from_secs(4);
             }
+            scenario.faults.push((at, fault));
+        }
+        scenario
+    }
+
+    /// Two replicas or more, of which some die right after a commit. Nothing else goes wrong, and data are late.
+    pub(crate) fn of_deaths_after_commits(seed: u64) -> Self {
+        let mut r = Random::new(mix(seed));
+        let mut scenario = Self {
+            replicas: 2 + r.below(4) as usize,
+            min_replicas: 1,
+            loss: 0,
+            disorder: 0,
+            max_retries: None,
+            foreign: false,
+            last: None,
+            keeps_work: true,
+            faults: Vec::new(),
+            ..Self::of(seed)
+        };
+        for i in 0..4 {
+            let fault = Fault::KillAtCommit {
+                slot: r.below(scenario.replicas as u64) as usize,
+                rank: r.below(u64::from(scenario.ranks)) as u32,
+                restart: r.millis(50, 3_000),
+            };
+            let at = r.millis(3_000 + 6_000 * i, 3_000 + 6_000 * (i + 1));
             scenario.faults.push((at, fault));
         }
         scenario

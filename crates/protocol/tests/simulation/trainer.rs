@@ -8,6 +8,7 @@
 use std::time::Duration;
 
 use ftcore::{Error, ErrorKind};
+use oxccl_protocol::ends::Ends;
 use oxccl_protocol::gather::RankRequest;
 use oxccl_protocol::quorum::Ticket;
 use oxccl_protocol::rank::{Next, Rank, RankRules, RankVote};
@@ -15,6 +16,7 @@ use oxccl_protocol::replica::ReplicaEvent;
 use oxccl_protocol::training::Share as Part;
 use oxccl_protocol::{Lineage, QuorumResult};
 
+use crate::ends::Parting;
 use crate::groups::{Progress, Share, Who};
 use crate::program::{Model, Program, Turn, Wrong};
 use crate::random::{Scenario, mix};
@@ -54,7 +56,7 @@ pub(crate) struct Taken {
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Doing {
+pub(crate) enum Doing {
     Nothing,
     Connecting,
     Fetching,
@@ -73,18 +75,22 @@ pub(crate) struct Trainer {
     waits: bool,
     /// It leaves in good order.
     pub(crate) leaves: bool,
+    /// It is killed right after its next commit.
+    pub(crate) dies_at_commit: bool,
     /// The newest last; an earlier one is kept while spares fetch.
     pub(crate) offers: Vec<Offer>,
     /// The present call of the training thread; whatever answers another one is late.
     pub(crate) op: u64,
-    doing: Doing,
+    pub(crate) doing: Doing,
     pub(crate) call: Option<Ticket>,
     request: RankRequest,
     vote: Option<RankVote>,
     /// The group's epoch, and why it cannot be used.
-    group: Option<i64>,
-    broken: Option<String>,
-    aborted: Option<(i64, String)>,
+    pub(crate) group: Option<i64>,
+    pub(crate) broken: Option<String>,
+    pub(crate) ends: Ends,
+    /// When the result of the reduction is here, which all members have brought their shares to.
+    pub(crate) arrives: Option<Duration>,
     error: Option<Error>,
     least: Option<u32>,
     result: Option<u64>,
@@ -116,6 +122,7 @@ impl Trainer {
             taken: None,
             waits: false,
             leaves: false,
+            dies_at_commit: false,
             offers: Vec::new(),
             op: 0,
             doing: Doing::Nothing,
@@ -124,7 +131,8 @@ impl Trainer {
             vote: None,
             group: None,
             broken: None,
-            aborted: None,
+            ends: Ends::default(),
+            arrives: None,
             error: None,
             least: None,
             result: None,
@@ -154,11 +162,8 @@ impl Trainer {
 
     /// Why the group cannot be used for another step, as the manager finds it.
     fn why_broken(&self) -> Option<String> {
-        let over = self
-            .aborted
-            .as_ref()
-            .filter(|(e, _)| Some(*e) >= self.rank.epoch());
-        self.broken.clone().or_else(|| over.map(|(_, why)| why.clone()))
+        let over = || self.ends.why_over(self.rank.epoch()?).map(str::to_string);
+        self.broken.clone().or_else(over)
     }
 }
 
@@ -358,6 +363,7 @@ impl World {
         if let Some(t) = self.trainer(who) {
             t.op = op;
             t.doing = doing;
+            t.arrives = None;
         }
         self.later(CALL, who, Happening::Done(op, Done::TimedOut));
         op
@@ -367,20 +373,20 @@ impl World {
         let Some(t) = self.trainer(who) else { return };
         t.broken.get_or_insert_with(|| "this rank gave it up".into());
         if let Some(epoch) = t.group {
-            self.leave_group(epoch, who, 0);
+            self.leave_group(epoch, who, Parting::Aborts);
         }
     }
 
     fn connect(&mut self, who: Who, answer: &QuorumResult) {
         if let Some(old) = self.trainer(who).and_then(|t| t.group.take()) {
-            self.leave_group(old, who, 0);
+            self.leave_group(old, who, Parting::Closes { after: 0 });
         }
         let epoch = answer.quorum_id;
         let op = self.begin(who, Doing::Connecting);
         let Some(t) = self.trainer(who) else { return };
         t.group = Some(epoch);
         t.broken = None;
-        if let Some((_, why)) = t.aborted.clone().filter(|(e, _)| *e >= epoch) {
+        if let Some(why) = t.ends.why_over(epoch).map(str::to_string) {
             return self.later(Duration::ZERO, who, Happening::Done(op, Done::Lost(epoch, why)));
         }
         match self
@@ -511,7 +517,9 @@ impl World {
                 Happening::Done(op, Done::Lost(epoch, "it is broken".into())),
             );
         }
-        match self.groups.reduce(epoch, who, answer.replica_rank, share) {
+        let progress = self.groups.reduce(epoch, who, answer.replica_rank, share);
+        self.settle(who);
+        match progress {
             Progress::Waits => {}
             Progress::Broken => {
                 let delay = self.random.millis(0, 5);
@@ -537,8 +545,13 @@ impl World {
                     return;
                 }
                 for member in members {
-                    let op = self.trainer(member).map_or(0, |t| t.op);
-                    let delay = self.random.millis(0, 8);
+                    let delay = self
+                        .random
+                        .millis(0, if self.scenario.keeps_work { 100 } else { 8 });
+                    let at = self.now + delay;
+                    let Some(t) = self.trainer(member) else { continue };
+                    t.arrives = Some(at);
+                    let op = t.op;
                     self.later(delay, member, Happening::Done(op, Done::Reduced(epoch, outcome)));
                 }
             }
@@ -761,6 +774,12 @@ impl World {
             return self.goes_on(who, turn);
         }
         t.program.lost();
+        let (epoch, step) = (t.rank.epoch().unwrap_or(0), t.rank.step());
+        if self.scenario.keeps_work {
+            let kept = self.checks.work_is_kept(who, epoch, step);
+            self.check(kept);
+        }
+        let Some(t) = self.trainer(who) else { return };
         let failures = u32::try_from(t.rank.commit_failures()).unwrap_or(0);
         self.note(|| format!("{who:?} did not commit: {decision:?}"));
         let pause = match failures.checked_sub(3) {
@@ -768,19 +787,5 @@ impl World {
             None => Duration::ZERO,
         };
         self.later(pause, who, Happening::Attempt);
-    }
-
-    pub(crate) fn pushed(&mut self, who: Who, epoch: i64, reason: String) {
-        let Some(t) = self.trainer(who) else { return };
-        if t.aborted.as_ref().is_none_or(|(newest, _)| *newest <= epoch) {
-            t.aborted = Some((epoch, reason.clone()));
-        }
-        if t.group != Some(epoch) {
-            return;
-        }
-        t.broken.get_or_insert_with(|| reason.clone());
-        let op = t.op;
-        self.leave_group(epoch, who, 0);
-        self.done(who, op, Done::Lost(epoch, reason));
     }
 }

@@ -18,11 +18,13 @@ use oxccl_protocol::{Member, Quorum, QuorumResult};
 use crate::checks::Checks;
 use crate::groups::{Groups, Who};
 use crate::random::{Fault, Random, Scenario, mix};
-use crate::trainer::{Done, Offer, Trainer};
+use crate::trainer::{Done, Trainer};
 
+mod deaths;
 mod faults;
 mod foreign;
 mod lighthouse;
+mod offers;
 
 use faults::lasts;
 
@@ -57,6 +59,8 @@ pub(crate) enum Happening {
     Fault(usize),
     /// A replica asks for any quorum again.
     Grows(usize),
+    /// By now the lighthouse knows of a death.
+    IsKnown(deaths::Death),
     /// All processes of a replica start.
     Start(usize),
     LighthouseStarts,
@@ -80,6 +84,8 @@ pub(crate) enum Happening {
     Done(u64, Done),
     Decision(Ticket, Result<bool, Error>),
     Pushed(i64, String),
+    /// What was in hand when its epoch ended has had its time.
+    Settles(u64),
     InnerSteps,
     /// The rank's client tells of progress.
     ShowProgress,
@@ -89,6 +95,7 @@ pub(crate) enum Happening {
     },
     /// A process exits by itself.
     Exit,
+    Dies,
 }
 
 struct Queued {
@@ -146,6 +153,8 @@ struct Lighthouse {
     life: u64,
     stopped_until: Duration,
     awake: Duration,
+    /// Until then the ends of streams tell it nothing, since it was away.
+    doubts_until: Duration,
     calls: BTreeMap<Ticket, (Who, u64)>,
     streams: BTreeMap<String, (Who, u64)>,
 }
@@ -189,6 +198,8 @@ pub(crate) struct Outcome {
     pub(crate) commits: u64,
     /// Quorums with spares beside them.
     pub(crate) spares: u64,
+    /// Processes that were killed right after a commit.
+    pub(crate) deaths_at_commits: u64,
 }
 
 pub(crate) fn run(scenario: &Scenario, traced: bool) -> Outcome {
@@ -200,6 +211,7 @@ pub(crate) fn run(scenario: &Scenario, traced: bool) -> Outcome {
         events: world.events,
         commits: world.checks.commits,
         spares: world.checks.spares,
+        deaths_at_commits: world.checks.deaths_at_commits,
     }
 }
 
@@ -532,6 +544,7 @@ impl World {
             Happening::Done(op, done) => self.done(who, op, done),
             Happening::Decision(ticket, decision) => self.decided(who, ticket, decision),
             Happening::Pushed(epoch, reason) => self.pushed(who, epoch, reason),
+            Happening::Settles(op) => self.time_is_over(who, op),
             Happening::InnerSteps => self.works(who),
             Happening::ShowProgress => {
                 self.later(Duration::from_secs(1), who, Happening::ShowProgress);
@@ -545,8 +558,10 @@ impl World {
             }
             Happening::GoodBye { until } => self.says_good_bye(who, until),
             Happening::Exit => self.ends(who, "it exits"),
+            Happening::Dies => self.ends(who, "it is killed"),
             Happening::Fault(_)
             | Happening::Grows(_)
+            | Happening::IsKnown(_)
             | Happening::Start(_)
             | Happening::LighthouseStarts
             | Happening::LighthouseTick
@@ -747,37 +762,13 @@ impl World {
 
     /// A rank has committed.
     pub(crate) fn committed(&mut self, who: Who) {
+        if self.trainer(who).is_some_and(|t| t.dies_at_commit) {
+            self.checks.deaths_at_commits += 1;
+            self.later(Duration::ZERO, who, Happening::Dies);
+        }
         if who.rank == 0 {
             self.since[who.slot] += 1;
             self.checks.commits += 1;
         }
-    }
-
-    /// A state that a peer offers, as it is now.
-    pub(crate) fn offer_of(
-        &mut self,
-        address: &str,
-        rank: u32,
-        step: i64,
-        epoch: i64,
-    ) -> Option<(Who, Offer)> {
-        let slot: usize = address
-            .strip_prefix("http://10.0.0.")?
-            .split(':')
-            .next()?
-            .parse()
-            .ok()?;
-        let life = self.replicas.get(slot)?.as_ref()?.life;
-        let who = Who { slot, life, rank };
-        if !address.ends_with(&format!(":{}", 1000 + life)) {
-            return None;
-        }
-        let offer = self
-            .trainer(who)?
-            .offers
-            .iter()
-            .find(|o| (o.step, o.epoch) == (step, epoch))?
-            .clone();
-        Some((who, offer))
     }
 }

@@ -1,6 +1,7 @@
 //! What goes wrong in the simulation, and what a process leaves behind when it ends.
 
 use super::*;
+use crate::ends::Parting;
 
 impl World {
     pub(super) fn world_event(&mut self, what: Happening) {
@@ -15,6 +16,7 @@ impl World {
                 self.fault(fault);
             }
             Happening::Grows(slot) => self.shrink(slot, false),
+            Happening::IsKnown(death) => self.is_known(&death),
             _ => {}
         }
     }
@@ -93,6 +95,15 @@ impl World {
                     .and_then(|r| r.processes[rank as usize].as_mut());
                 if let Some(process) = process {
                     process.hung_until = process.hung_until.max(time.map_or(Duration::MAX, |t| now + t));
+                }
+            }
+            Fault::KillAtCommit { slot, rank, restart } => {
+                let Some(replica) = &mut self.replicas[slot] else {
+                    return;
+                };
+                replica.restart = restart;
+                if let Some(process) = &mut replica.processes[rank as usize] {
+                    process.trainer.dies_at_commit = true;
                 }
             }
             Fault::Tear { slot, rank } => {
@@ -217,6 +228,7 @@ impl World {
 
     /// A process ends: its kernel closes what it had open.
     pub(super) fn ends(&mut self, who: Who, why: &str) {
+        self.will_be_known(who);
         let Some(replica) = self.replica(who) else { return };
         let Some(process) = replica.processes[who.rank as usize].take() else {
             return;
@@ -226,8 +238,9 @@ impl World {
         self.note(|| format!("{who:?} ends: {why}"));
         // Who leaves in good order breaks nothing that it has sent.
         let after = if process.trainer.leaves { 20 } else { 0 };
+        let parting = Parting::Closes { after };
         for epoch in process.trainer.epochs() {
-            self.leave_group(epoch, who, after);
+            self.leave_group(epoch, who, parting);
         }
         if self.scenario.foreign && who.rank == 0 {
             let id = format!("r{}:{}", who.slot, who.life);
@@ -259,25 +272,13 @@ impl World {
             self.at(self.now + restart, Owner::World, Happening::Start(who.slot));
         }
     }
-
-    /// The others of the group hear that `who` left it, `after` so many milliseconds.
-    pub(crate) fn leave_group(&mut self, epoch: i64, who: Who, after: u64) {
-        for other in self.groups.leave(epoch, who) {
-            let op = self.trainer(other).map_or(0, |t| t.op);
-            let delay = self.random.millis(after, after + 4);
-            self.later(
-                delay,
-                other,
-                Happening::Done(op, Done::Lost(epoch, format!("{who:?} is gone"))),
-            );
-        }
-    }
 }
 
 /// How long a fault lasts.
 pub(super) fn lasts(fault: &Fault) -> Duration {
     match fault {
         Fault::Kill { restart, .. } => *restart,
+        Fault::KillAtCommit { restart, .. } => *restart + CALL,
         Fault::Pause { time, .. }
         | Fault::PauseLighthouse { time }
         | Fault::Cut { time, .. }

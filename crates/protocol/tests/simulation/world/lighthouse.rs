@@ -34,6 +34,7 @@ impl World {
             life,
             stopped_until: Duration::ZERO,
             awake: self.now,
+            doubts_until: Duration::ZERO,
             calls: BTreeMap::new(),
             streams: BTreeMap::new(),
         });
@@ -49,6 +50,7 @@ impl World {
         let away = now.saturating_sub(lighthouse.awake);
         if away > Duration::from_secs(2) {
             all.extend(lighthouse.state.apply(Event::Away { time: away }, instant));
+            lighthouse.doubts_until = now + HEARTBEAT_TIMEOUT;
         }
         lighthouse.awake = now;
         if let Event::Withdraw { ticket } = &event {

@@ -1,0 +1,68 @@
+//! A death is known in time: where there is evidence (a stream that broke, a process that ended, the end of all connections of a replica without a
+//! stream), nobody waits for a heartbeat time-out.
+
+use super::*;
+
+/// The evidence is there after this time at most; a message that says so may come [`LATE`] where messages do.
+const KNOWN_AFTER: Duration = Duration::from_secs(1);
+const LATE: Duration = Duration::from_secs(2);
+
+/// A process that ended while the lighthouse was able to learn of it.
+#[derive(Debug)]
+pub(crate) struct Death {
+    who: Who,
+    id: String,
+    /// The lighthouse of that time.
+    life: u64,
+}
+
+impl World {
+    /// `who` ends now: by when is it known?
+    pub(super) fn will_be_known(&mut self, who: Who) {
+        let foreign = self.scenario.foreign;
+        let (Some(lighthouse), Some(replica)) = (&self.lighthouse, &self.replicas[who.slot]) else {
+            return;
+        };
+        if replica.life != who.life || (replica.stream.is_none() && !foreign) {
+            return;
+        }
+        let death = Death {
+            who,
+            id: replica.id.clone(),
+            life: lighthouse.life,
+        };
+        let late = if self.scenario.disorder > 0 {
+            LATE
+        } else {
+            Duration::ZERO
+        };
+        self.at(
+            self.now + KNOWN_AFTER + late,
+            Owner::World,
+            Happening::IsKnown(death),
+        );
+    }
+
+    /// A replica whose process is gone for a while is not healthy, unless something kept the news back.
+    pub(super) fn is_known(&mut self, death: &Death) {
+        let (now, who) = (self.now, death.who);
+        // Also just before.
+        let recently = |until: Duration| !until.is_zero() && until + KNOWN_AFTER + LATE > now;
+        let server = Who { rank: 0, ..who };
+        let is_stopped = self.process(server).is_some_and(|p| recently(p.stopped_until));
+        let is_cut = recently(self.cut_until[who.slot]);
+        let Some(lighthouse) = self.lighthouse.as_ref().filter(|l| l.life == death.life) else {
+            return;
+        };
+        let is_away = recently(lighthouse.stopped_until) || recently(lighthouse.doubts_until);
+        if is_stopped || is_cut || is_away {
+            return;
+        }
+        let status = lighthouse.state.status(self.instant());
+        if status.healthy.iter().any(|(id, _)| *id == death.id) {
+            self.violate(format!(
+                "{who:?} is gone since {KNOWN_AFTER:?} at least, and its replica counts as healthy still"
+            ));
+        }
+    }
+}
