@@ -15,8 +15,8 @@ use coordination::{
     QuorumResult, WatchGuard, is_refused,
 };
 use ftcore::{
-    Collective, Error, ErrorKind, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result, SubmitOptions,
-    TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address, time_left,
+    Collective, Error, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, Result,
+    SubmitOptions, TcpStoreServer, Tensor, Traffic, deadline_in, join_address, split_address, time_left,
 };
 
 use identity::{Party, Role};
@@ -76,13 +76,34 @@ pub struct Manager {
     pending: Pending,
 }
 
+/// A group that cannot be aborted, or not be used again, would keep the replica in the first epoch that breaks.
+fn outlives_an_epoch(group: &dyn ProcessGroup) -> Result<()> {
+    let needed = [
+        (Feature::Abort, "aborted"),
+        (Feature::Reconfigure, "configured again"),
+    ];
+    let Some((_, lacks)) = needed
+        .into_iter()
+        .find(|(feature, _)| !group.capabilities().has(*feature))
+    else {
+        return Ok(());
+    };
+    Err(Error::unsupported(format!(
+        "a manager needs a group that can be {lacks}, which one of {} cannot in this process; run it in a child process: \
+         `oxccl::backend::fault_tolerant_group` does, or `isolate::wrap`",
+        group.info().backend
+    )))
+}
+
 impl Manager {
     /// Starts the replica's servers (on group rank 0), reaches the lighthouse and gets ready for the first quorum.
     ///
-    /// `group` is configured by the manager from then on. Errors: `InvalidArgument` for the configuration, `Unavailable`
-    /// if the lighthouse cannot be reached within `connect_timeout`, `Conflict` if an address is in use.
+    /// `group` is configured by the manager from then on. Errors: `InvalidArgument` for the configuration, `Unsupported` for a group that cannot
+    /// be aborted or configured again, `Unavailable` if the lighthouse cannot be reached within `connect_timeout`, `Conflict` if an address is in
+    /// use.
     pub fn new(group: Arc<dyn ProcessGroup>, config: ManagerConfig) -> Result<Self> {
         config.validate()?;
+        outlives_an_epoch(&*group)?;
         let group = counted(group, config.timeout);
         let deadline = deadline_in(config.connect_timeout);
         let credentials = identity::credentials(config.credentials.as_ref())?;

@@ -17,9 +17,9 @@ use coordination::{
     QuorumRequest,
 };
 use ftcore::{
-    Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, GroupInfo, GroupOptions,
-    InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor,
-    Traffic, Work, deadline_in,
+    Capabilities, Checked, Completion, Configuration, Error, ErrorKind, Failed, Feature, GroupInfo,
+    GroupOptions, InMemoryStore, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, Store,
+    SubmitOptions, Tensor, Traffic, Work, deadline_in,
 };
 use oxccl_manager::{Manager, ManagerConfig, Replica, State, WorldSizeMode};
 
@@ -427,6 +427,32 @@ fn a_configuration_that_cannot_work_is_refused_before_anything_starts() {
         let e = Manager::new(Arc::new(group), config).err().unwrap();
         assert_eq!(e.kind(), ErrorKind::InvalidArgument);
         assert!(e.to_string().contains(text), "{e}");
+    }
+}
+
+#[test]
+fn a_group_that_cannot_be_aborted_or_configured_again_is_refused() {
+    for (feature, lacks) in [
+        (Feature::Abort, "be aborted"),
+        (Feature::Reconfigure, "be configured again"),
+    ] {
+        let gloo = backend_gloo::GlooGroup::new("r0", GroupOptions::default()).unwrap();
+        let offered = gloo.capabilities().clone();
+        let capabilities = Capabilities {
+            features: offered.features.without(feature),
+            ..offered
+        };
+        let group = Arc::new(Unplugged(gloo, Mutex::default(), capabilities));
+        // Nothing was tried: nobody listens there.
+        let e = Manager::new(group, ManagerConfig::new("r0", "http://127.0.0.1:9"))
+            .err()
+            .unwrap();
+        assert_eq!(e.kind(), ErrorKind::Unsupported);
+        let text = e.to_string();
+        assert!(
+            text.contains(lacks) && text.contains("gloo") && text.contains("isolate::wrap"),
+            "{text}"
+        );
     }
 }
 

@@ -484,6 +484,16 @@ mod lighthouse {
     }
 
     #[test]
+    fn signals_for_the_replicas_do_not_end_the_lighthouse() {
+        let mut lighthouse = Lighthouse::start();
+        let pid = Pid::from_raw(lighthouse.child.id().cast_signed()).unwrap();
+        for signal in [Signal::USR1, Signal::USR2, Signal::TERM] {
+            kill_process(pid, signal).unwrap();
+        }
+        assert_eq!(lighthouse.child.wait().unwrap().code(), Some(0));
+    }
+
+    #[test]
     fn a_folder_that_is_made_for_the_record_is_told() {
         let dir = tempfile::tempdir().unwrap();
         let file = dir.path().join("missing/state.json");

@@ -3,14 +3,18 @@
 use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use ftcore::{
-    Error, ErrorKind, FileStore, PrefixStore, Result, Store, TcpStore, TcpStoreServer, split_address,
+    Error, ErrorKind, FileStore, PrefixStore, Result, Store, TcpStore, TcpStoreServer, deadline_in,
+    split_address,
 };
 
 use crate::launcher::Environment;
 use crate::one_host::{self, RemovedFile};
+
+/// How long the process that has the address of rank 0 may take to say whether it is one.
+const ASK: Duration = Duration::from_secs(2);
 
 /// One process among those of a job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -140,7 +144,7 @@ impl Place {
         let store: Arc<dyn Store> = match &self.meeting {
             Meeting::Tcp(address) => {
                 if self.rank == 0 {
-                    host.server = Some(TcpStoreServer::bind(address)?);
+                    host.server = Some(serve(address, deadline)?);
                 }
                 Arc::new(TcpStore::connect(address, deadline)?)
             }
@@ -172,26 +176,52 @@ pub struct Host {
 
 /// Says that this process is `rank`. Two that say so are two processes with one number: the second one is told at once.
 fn claim(store: &dyn Store, rank: u32, deadline: Instant) -> Result<()> {
+    let me = me();
+    let first = store.compare_set(&key(rank), b"", me.as_bytes(), deadline)?;
+    if first == me.as_bytes() {
+        return Ok(());
+    }
+    Err(claimed_twice(rank, &first, &me))
+}
+
+/// This process, unlike any other.
+fn me() -> String {
     let system = rustix::system::uname();
-    let me = format!(
+    format!(
         "process {} on {} ({:016x})",
         std::process::id(),
         system.nodename().to_string_lossy(),
         ftcore::lifecycle::nonce()
-    );
-    let first = store.compare_set(&format!("rank/{rank}"), b"", me.as_bytes(), deadline)?;
-    if first == me.as_bytes() {
-        return Ok(());
-    }
-    let first = String::from_utf8_lossy(&first);
+    )
+}
+
+fn key(rank: u32) -> String {
+    format!("rank/{rank}")
+}
+
+fn claimed_twice(rank: u32, first: &[u8], me: &str) -> Error {
+    let first = String::from_utf8_lossy(first);
     let (first, _) = first.split_once(" (").unwrap_or((&first, ""));
-    let (me, _) = me.split_once(" (").unwrap_or((&me, ""));
-    Err(Error::new(
+    let (me, _) = me.split_once(" (").unwrap_or((me, ""));
+    Error::new(
         ErrorKind::Conflict,
         format!(
             "rank {rank} is claimed twice: by {first}, and now by {me}; give each process a rank of its own, and each run a new meeting place"
         ),
-    ))
+    )
+}
+
+/// The store at which rank 0 meets the others. If the address is taken by another process that says that it is rank 0, that one is named.
+fn serve(address: &str, deadline: Instant) -> Result<TcpStoreServer> {
+    TcpStoreServer::bind(address).map_err(|taken| {
+        if taken.kind() != ErrorKind::Conflict {
+            return taken;
+        }
+        // Only read: it may be the store of another job, or no store at all.
+        let soon = deadline.min(deadline_in(ASK));
+        let first = TcpStore::connect(address, soon).and_then(|store| store.get(&key(0), soon));
+        first.map_or(taken, |first| claimed_twice(0, &first, &me()))
+    })
 }
 
 #[cfg(test)]
@@ -242,6 +272,32 @@ mod tests {
         let me = format!("process {} on ", std::process::id());
         assert_eq!(e.to_string().matches(&me).count(), 2, "{e}");
         assert!(e.to_string().contains("rank 1 is claimed twice"), "{e}");
+        drop(first);
+    }
+
+    #[test]
+    fn two_processes_that_both_listen_as_rank_0_are_named_and_a_stranger_at_the_address_is_not_taken_for_one()
+    {
+        let soon = || deadline_in(Duration::from_secs(10));
+        let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+        let address = free.local_addr().unwrap().to_string();
+        let place = Place::from_url(&format!("tcp://{address}?rank=0&world_size=2")).unwrap();
+        let e = place.open(soon()).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Conflict);
+        assert!(
+            e.to_string().contains("in use") && !e.to_string().contains("claimed"),
+            "{e}"
+        );
+        drop(free);
+        let first = place.open(soon()).unwrap();
+        let e = place.open(soon()).err().unwrap();
+        assert_eq!(e.kind(), ErrorKind::Conflict);
+        let me = format!("process {} on ", std::process::id());
+        let text = e.to_string();
+        assert!(
+            text.contains("rank 0 is claimed twice") && text.matches(&me).count() == 2,
+            "{text}"
+        );
         drop(first);
     }
 }

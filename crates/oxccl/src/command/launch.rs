@@ -41,7 +41,7 @@ Examples:
 Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE, OXCCL_RANK, OXCCL_RANKS, OXCCL_EVENTS and
 OXCCL_REPLICA_STORE (the store in which the ranks of its replica meet) in its environment, and torchrun's variables (RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) with its replica as the world: a program written for torchrun runs unchanged.
-SIGINT, SIGTERM and SIGHUP end the run: the processes get the same signal, and SIGKILL two seconds later or at a second one.
+SIGINT, SIGTERM and SIGHUP end the run: the processes get the same signal, and SIGKILL after --grace-s or at a second one.
 SIGUSR1 and SIGUSR2 are passed on to all processes.
 The exit codes are those of `oxccl --help`; a program that exits with 2 is not restarted.";
 
@@ -91,6 +91,9 @@ pub(crate) struct Arguments {
     /// Pause before a restart; doubled for each further death in a row.
     #[arg(long, default_value_t = 500, value_name = "MS")]
     restart_delay_ms: u64,
+    /// How long the processes get to end by themselves when the run ends early, before SIGKILL.
+    #[arg(long, default_value_t = 2, value_name = "S")]
+    grace_s: u64,
     /// When a replica may not be restarted again, let the others go on.
     #[arg(long)]
     keep_others: bool,
@@ -195,6 +198,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             GiveUp::StopAll
         },
         deadline: arguments.timeout_s.map(|s| deadline_in(Duration::from_secs(s))),
+        grace: Duration::from_secs(arguments.grace_s),
         stop_on_signals: true,
         output: (!arguments.quiet).then(|| output(arguments.ranks_per_replica, arguments.json)),
         ..SupervisorConfig::new(replicas, source, &run_dir)

@@ -2,11 +2,12 @@
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Duration;
 
 use oxccl::coordination::{EtcdConfig, LighthouseConfig, LighthouseServer};
 use oxccl::core::{Credentials, Error, Result, deadline_in};
-use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::Signals;
 
 use super::ExitCode;
@@ -126,6 +127,10 @@ impl Arguments {
 pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     // Caught before anything listens, so that an early interrupt ends it in order too.
     let mut signals = Signals::new([SIGINT, SIGTERM, SIGHUP]).map_err(|e| Error::io("catch signals", e))?;
+    // Meant for the replicas, where a scheduler sends them to all processes of a job.
+    for signal in [SIGUSR1, SIGUSR2] {
+        signal_hook::flag::register(signal, Arc::default()).map_err(|e| Error::io("catch signals", e))?;
+    }
     let count = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
     let state_file = arguments.record(std::env::var_os("XDG_STATE_HOME"), std::env::var_os("HOME"))?;
     let named = arguments.state_file.as_deref().and_then(Path::parent);
