@@ -7,7 +7,7 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds};
-use crate::probe::Probe;
+use crate::probe::{Probe, moved, summed};
 use crate::{Failure, Outcome, Rank};
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
@@ -164,7 +164,7 @@ fn unsupported(rank: &Rank) -> Outcome {
     }
     if !caps.has(Feature::RecvAny) && caps.ops.contains(OpKind::Recv) && rank.world > 1 {
         let op = Collective::Recv {
-            tensor: Tensor::zeros(DType::F32, 1),
+            tensor: Tensor::zeros(moved(&caps), 1),
             peer: None,
             tag: 0,
         };
@@ -180,12 +180,23 @@ fn still_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
         "a refusal poisoned the group: {:?}",
         group.error()
     );
+    if !group.capabilities().ops.contains(OpKind::AllReduce)
+        || summed(group.capabilities(), DType::I32).is_none()
+    {
+        return Ok(());
+    }
     let values = (1, rank.world as i32);
     Probe::of(group, DType::I32).sum(group, "the sum after refusals", values, 5)
 }
 
-fn filled(n: usize) -> Tensor {
-    Tensor::from_vec((0..n).map(|i| i as f32 + 0.5).collect::<Vec<_>>())
+/// Bytes that are told apart.
+fn filled(dtype: DType, n: usize) -> Tensor {
+    let mut tensor = Tensor::zeros(dtype, n);
+    for (byte, i) in tensor.bytes_mut().iter_mut().zip((0..=1).cycle()) {
+        // 0 and 1 are values of every type.
+        *byte = i;
+    }
+    tensor
 }
 
 fn wrong(rank: &Rank) -> Outcome {
@@ -193,6 +204,13 @@ fn wrong(rank: &Rank) -> Outcome {
     let caps = group.capabilities().clone();
     let world = rank.world;
     let n = world as usize;
+    let dtype = moved(&caps);
+    let other = if dtype == DType::I64 {
+        DType::I32
+    } else {
+        DType::I64
+    };
+    let filled = |n| filled(dtype, n);
     let many = |lengths: &[usize]| lengths.iter().map(|&n| filled(n)).collect::<Vec<_>>();
     let op = ReduceOp::Sum;
     let peers_own = rank.rank;
@@ -207,7 +225,7 @@ fn wrong(rank: &Rank) -> Outcome {
         (
             "two dtypes in one call",
             Collective::AllReduce {
-                tensors: vec![filled(2), Tensor::from_vec(vec![1i64])],
+                tensors: vec![filled(2), Tensor::zeros(other, 1)],
                 op,
             },
         ),
@@ -354,7 +372,7 @@ fn unconfigured(rank: &Rank) -> Outcome {
         group.info()
     );
     let op = Collective::AllReduce {
-        tensors: vec![filled(3)],
+        tensors: vec![filled(DType::F32, 3)],
         op: ReduceOp::Sum,
     };
     refused(

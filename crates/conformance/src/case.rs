@@ -10,6 +10,7 @@ use ftcore::{
 
 use crate::harness::MakeOn;
 use crate::lent::{Lasting, Lent};
+use crate::probe::summed;
 use crate::staged::staged;
 use crate::{
     Outcome, arguments, barriers, failures, lifetime, messages, mismatch, movement, reductions, streams,
@@ -24,9 +25,13 @@ pub enum Needs {
     Feature(Feature),
     /// At least one dtype with that reduction.
     Reduce(ReduceOp),
-    /// Sums of f32 and of another dtype.
+    /// All-reduces that sum i64, i32, f32 or f64, whichever it is.
+    Sum,
+    /// That dtype can be moved.
+    Moves(DType),
+    /// Sums of [`Sum`](Self::Sum)'s dtype and of another one.
     OtherSum,
-    /// Sums and another reduction of f32.
+    /// Sums and another reduction of [`Sum`](Self::Sum)'s dtype.
     OtherReduction,
     /// A rank may kill its own process.
     RealProcesses,
@@ -36,22 +41,20 @@ pub enum Needs {
     WaitOn,
 }
 
-/// A dtype besides f32 that is summed where f32 is: f64, if possible.
+/// A dtype that is summed besides [`summed`]'s: f64, if possible.
 pub(crate) fn other_sum(capabilities: &Capabilities) -> Option<DType> {
-    let sums = |d: &DType| capabilities.reduces(ReduceOp::Sum, *d);
-    let others = DType::ALL.into_iter().filter(|d| *d != DType::F32);
-    let other = [DType::F64].into_iter().chain(others).find(sums);
-    other.filter(|_| sums(&DType::F32))
+    let first = summed(capabilities, DType::F32)?;
+    let others = [DType::F64].into_iter().chain(DType::ALL);
+    others
+        .filter(|d| *d != first)
+        .find(|d| capabilities.reduces(ReduceOp::Sum, *d))
 }
 
-/// A reduction of f32 besides the sum: the maximum, if possible.
+/// A reduction of [`summed`]'s dtype besides the sum: the maximum, if possible.
 pub(crate) fn other_reduction(capabilities: &Capabilities) -> Option<ReduceOp> {
-    let reduces = |op: &ReduceOp| capabilities.reduces(*op, DType::F32);
+    let dtype = summed(capabilities, DType::F32)?;
     let others = [ReduceOp::Max, ReduceOp::Min, ReduceOp::Product, ReduceOp::Avg];
-    others
-        .into_iter()
-        .find(reduces)
-        .filter(|_| reduces(&ReduceOp::Sum))
+    others.into_iter().find(|op| capabilities.reduces(*op, dtype))
 }
 
 type Body = Arc<dyn Fn(&Rank) -> Outcome + Send + Sync>;
@@ -127,12 +130,22 @@ impl Case {
                 .iter()
                 .all(|d| !capabilities.reduces(*op, *d))
                 .then(|| format!("no dtype is advertised for {op}")),
+            Needs::Sum => {
+                let reduces = capabilities.ops.contains(OpKind::AllReduce);
+                let dtype = summed(capabilities, DType::F32).filter(|_| reduces);
+                dtype
+                    .is_none()
+                    .then(|| "all-reduces that sum i64, i32, f32 or f64 are not advertised".to_string())
+            }
+            Needs::Moves(dtype) => {
+                (!capabilities.moves.contains(*dtype)).then(|| format!("{dtype} is not moved"))
+            }
             Needs::OtherSum => other_sum(capabilities)
                 .is_none()
-                .then(|| "sums of f32 and another dtype are not advertised".to_string()),
+                .then(|| "sums of two dtypes are not advertised".to_string()),
             Needs::OtherReduction => other_reduction(capabilities)
                 .is_none()
-                .then(|| "sums and another reduction of f32 are not advertised".to_string()),
+                .then(|| "sums and another reduction of one dtype are not advertised".to_string()),
             Needs::RealProcesses => {
                 (!real_processes).then(|| "ranks are threads: none can be killed".to_string())
             }

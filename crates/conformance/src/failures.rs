@@ -10,13 +10,13 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds, eventually};
-use crate::probe::Probe;
+use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     let abort = Needs::Feature(Feature::Abort);
     let again = Needs::Feature(Feature::Reconfigure);
-    let reduce = Needs::Op(OpKind::AllReduce);
+    let reduce = Needs::Sum;
     let recv = Needs::Op(OpKind::Recv);
     let mut all = vec![Case::new(
         "failures::l27_a_configure_that_is_cancelled_or_aborted_ends_with_the_reason",
@@ -104,7 +104,7 @@ fn sum_of(rank: &Rank, group: &dyn ProcessGroup, world: u32) -> Outcome {
 /// A large all-reduce that some other rank does not take part in.
 fn submit_large(group: &dyn ProcessGroup, by: Instant) -> Outcome<Option<ftcore::Work>> {
     let op = Collective::AllReduce {
-        tensors: vec![Tensor::zeros(DType::F32, 200_000)],
+        tensors: vec![Probe::of(group, DType::F32).tensor(0, 200_000)],
         op: ReduceOp::Sum,
     };
     match group.run(op, SubmitOptions::by(by)) {
@@ -149,7 +149,7 @@ fn aborted(rank: &Rank) -> Outcome {
     }
     // A receive that nobody serves: only the abort ends it.
     let op = Collective::Recv {
-        tensor: Tensor::zeros(DType::U8, 1),
+        tensor: Tensor::zeros(moved(group.capabilities()), 1),
         peer: Some(1),
         tag: 99,
     };
@@ -180,7 +180,7 @@ fn dropped(rank: &Rank) -> Outcome {
     let work = submit_large(group.as_ref(), rank.soon()).map(|w| if rank.rank == last { None } else { w });
     if rank.rank == last {
         // All ranks are in the operation; one vanishes with work pending.
-        let pending = group.recv(Tensor::zeros(DType::U8, 1), 0, 42)?;
+        let pending = group.recv(Tensor::zeros(moved(group.capabilities()), 1), 0, 42)?;
         rank.meet("submitted")?;
         drop(group);
         let Err(e) = pending.wait(rank.soon()) else {
@@ -227,9 +227,10 @@ fn poisoned(rank: &Rank) -> Outcome {
         group.abort("the first cause");
     }
     eventually("the news of the abort", || group.error())?;
+    let probe = Probe::of(group.as_ref(), DType::F32);
     for _ in 0..3 {
         let op = Collective::AllReduce {
-            tensors: vec![Tensor::from_vec(vec![1.5f32, 2.5])],
+            tensors: vec![probe.tensor(7, 2)],
             op: ReduceOp::Sum,
         };
         let Err(rejected) = group.run(op, SubmitOptions::default()) else {
@@ -244,7 +245,7 @@ fn poisoned(rank: &Rank) -> Outcome {
         let back = rejected.op.into_tensors();
         ensure!(
             back.first()
-                .is_some_and(|t| t.as_slice::<f32>().is_ok_and(|s| s == [1.5, 2.5])),
+                .is_some_and(|t| probe.check("what came back", t, 7, 2).is_ok()),
             "the tensor did not come back"
         );
     }
@@ -298,7 +299,7 @@ fn receive_timed_out(rank: &Rank) -> Outcome {
         return Ok(());
     }
     let op = Collective::Recv {
-        tensor: Tensor::zeros(DType::F32, 9),
+        tensor: Tensor::zeros(moved(group.capabilities()), 9),
         peer: Some(1),
         tag: 17,
     };
@@ -319,7 +320,7 @@ fn old_deadline(rank: &Rank) -> Outcome {
     let peer = (rank.rank + 1) % rank.world;
     let due = deadline_in(Duration::from_secs(1));
     let op = Collective::Recv {
-        tensor: Tensor::zeros(DType::U8, 1),
+        tensor: Tensor::zeros(moved(group.capabilities()), 1),
         peer: Some(peer),
         tag: 1,
     };
@@ -363,7 +364,7 @@ fn in_flight(rank: &Rank) -> Outcome {
         let works: Vec<_> = (0..3)
             .filter_map(|_| {
                 let op = Collective::AllReduce {
-                    tensors: vec![Tensor::from_vec(vec![-1e9f32; 300_000])],
+                    tensors: vec![Probe::of(group.as_ref(), DType::F32).tensor(-1_000_000_000, 300_000)],
                     op: ReduceOp::Sum,
                 };
                 group.run(op, SubmitOptions::by(rank.soon())).ok()

@@ -8,11 +8,11 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds, eventually};
-use crate::probe::Probe;
+use crate::probe::{Probe, moved};
 use crate::{Failure, Needs, Outcome, Rank};
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
-    let reduce = Needs::Op(OpKind::AllReduce);
+    let reduce = Needs::Sum;
     let both = [reduce, Needs::Op(OpKind::Broadcast)];
     let split = [reduce, Needs::Feature(Feature::Split)];
     let mut all = Vec::new();
@@ -103,14 +103,14 @@ fn ones(rank: &Rank, group: &dyn ProcessGroup, n: usize) -> Outcome {
 fn dropped_work(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     for _ in 0..50 {
-        drop(group.all_reduce(Tensor::zeros(DType::F32, 5000), ReduceOp::Sum)?);
+        drop(Probe::of(group.as_ref(), DType::F32).begin(group.as_ref(), 0, 5000)?);
     }
     ones(rank, group.as_ref(), 100)
 }
 
 fn taken_once(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    let work = group.all_reduce(Tensor::from_vec(vec![1f32; 10]), ReduceOp::Sum)?;
+    let work = Probe::of(group.as_ref(), DType::F32).begin(group.as_ref(), 1, 10)?;
     let other = work.clone();
     work.take_tensor()?;
     ensure!(
@@ -134,7 +134,7 @@ fn callbacks(rank: &Rank) -> Outcome {
     let calls = Arc::new(AtomicU32::new(0));
     let mut works = Vec::new();
     for _ in 0..20 {
-        let work = group.all_reduce(Tensor::zeros(DType::F32, 300), ReduceOp::Sum)?;
+        let work = Probe::of(group.as_ref(), DType::F32).begin(group.as_ref(), 0, 300)?;
         let calls = calls.clone();
         work.on_complete(move |status| {
             if matches!(status, Status::Succeeded) {
@@ -193,7 +193,10 @@ fn shutdown(rank: &Rank) -> Outcome {
         probe.check("work at shutdown", &sum, rank.world as i32, 20_000)?;
     }
     group.shutdown(rank.soon())?;
-    let op = ftcore::Collective::Barrier;
+    let op = ftcore::Collective::AllReduce {
+        tensors: vec![probe.tensor(1, 1)],
+        op: ReduceOp::Sum,
+    };
     let Err(rejected) = group.run(op, SubmitOptions::default()) else {
         return Err(Failure::new("a shut-down group accepted work"));
     };
@@ -277,7 +280,7 @@ fn dropped_group(rank: &Rank) -> Outcome {
         eventually("the news", || group.error())?;
         return Ok(());
     }
-    let work = group.recv(Tensor::zeros(DType::F32, 4), 1, 9)?;
+    let work = group.recv(Tensor::zeros(moved(group.capabilities()), 4), 1, 9)?;
     drop(group);
     let Err(e) = work.wait(rank.soon()) else {
         return Err(Failure::new("a receive without a sender succeeded"));

@@ -8,11 +8,19 @@ use crate::probe::Probe;
 use crate::{Failure, LARGE, Needs, Outcome, Rank, SIZES};
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
-    let both = [Needs::Op(OpKind::Send), Needs::Op(OpKind::Recv)];
-    let tags = [both[0], both[1], Needs::Feature(Feature::Tags)];
-    let any = [both[0], both[1], Needs::Feature(Feature::RecvAny)];
-    let batch = [both[0], both[1], Needs::Op(OpKind::Batch)];
-    let beside = [both[0], both[1], Needs::Op(OpKind::AllReduce)];
+    let of = |dtype| {
+        [
+            Needs::Op(OpKind::Send),
+            Needs::Op(OpKind::Recv),
+            Needs::Moves(dtype),
+        ]
+    };
+    let with = |dtype, more| [&of(dtype)[..], &[more]].concat();
+    let (both, ordered) = (of(DType::F32), of(DType::U32));
+    let tags = with(DType::U32, Needs::Feature(Feature::Tags));
+    let any = with(DType::U32, Needs::Feature(Feature::RecvAny));
+    let batch = with(DType::I32, Needs::Op(OpKind::Batch));
+    let beside = with(DType::F32, Needs::Sum);
     let mut all = Vec::new();
     for &world in worlds.or(&[2, 3, 4]) {
         all.extend([
@@ -23,7 +31,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
                 &both,
                 then_leave(receive_first),
             ),
-            Case::new("p2p::order_per_peer_and_tag", world, &both, then_leave(order)),
+            Case::new("p2p::order_per_peer_and_tag", world, &ordered, then_leave(order)),
             Case::new(
                 "p2p::tags_match_out_of_order",
                 world,

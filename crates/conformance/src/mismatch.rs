@@ -7,20 +7,24 @@ use ftcore::{
 };
 
 use crate::case::{Case, Worlds, other_reduction, other_sum};
-use crate::probe::Probe;
+use crate::probe::{Probe, moved, summed};
 use crate::{Failure, Needs, Outcome, Rank};
 
 /// What one odd rank (`true`) or the others call, of what the group offers, and a word that every error must contain.
 type Call = fn(&Capabilities, bool) -> (Collective, &'static str);
 
 pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
-    let reduce = Needs::Op(OpKind::AllReduce);
+    let reduce = Needs::Sum;
     let cast = Needs::Op(OpKind::Broadcast);
     let barrier = Needs::Op(OpKind::Barrier);
     let monitored = Needs::Op(OpKind::MonitoredBarrier);
     let variants: [(&str, Call, &[Needs]); 9] = [
         ("operation", operation, &[reduce, cast]),
-        ("rooted_operation", rooted, &[Needs::Op(OpKind::Reduce), barrier]),
+        (
+            "rooted_operation",
+            rooted,
+            &[Needs::Op(OpKind::Reduce), Needs::Reduce(ReduceOp::Sum), barrier],
+        ),
         ("barrier_kinds", barriers, &[barrier, monitored]),
         ("dtype", dtype, &[reduce, Needs::OtherSum]),
         ("count", count, &[reduce]),
@@ -44,6 +48,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
         let needs = [
             Needs::Feature(Feature::MismatchDetection),
             Needs::Op(OpKind::AllToAllInto),
+            Needs::Moves(DType::F32),
         ];
         all.push(Case::new(
             "mismatch::l15_splits_that_do_not_fit",
@@ -54,6 +59,8 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
         let needs = [
             Needs::Feature(Feature::MismatchDetection),
             Needs::Op(OpKind::Recv),
+            Needs::Moves(DType::F32),
+            Needs::Moves(DType::F64),
         ];
         all.push(Case::new(
             "mismatch::l15_message_and_receive_of_other_sizes",
@@ -65,8 +72,13 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
     all
 }
 
-fn operation(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
-    let tensors = vec![Tensor::zeros(DType::F32, 10)];
+/// The dtype of the sums.
+fn first(capabilities: &Capabilities) -> DType {
+    summed(capabilities, DType::F32).unwrap_or(DType::F32)
+}
+
+fn operation(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
+    let tensors = vec![Tensor::zeros(first(capabilities), 10)];
     if odd {
         (Collective::Broadcast { tensors, root: 0 }, "broadcast")
     } else {
@@ -75,10 +87,12 @@ fn operation(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
     }
 }
 
-fn rooted(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+fn rooted(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     if odd {
+        let sums = |d: &DType| capabilities.reduces(ReduceOp::Sum, *d);
+        let dtype = DType::ALL.into_iter().find(sums).unwrap_or(DType::F32);
         let call = Collective::Reduce {
-            tensor: Tensor::zeros(DType::F32, 10),
+            tensor: Tensor::zeros(dtype, 10),
             op: ReduceOp::Sum,
             root: 0,
         };
@@ -104,45 +118,45 @@ fn sum(dtype: DType, counts: &[usize], op: ReduceOp) -> Collective {
 
 fn dtype(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let other = other_sum(capabilities).filter(|_| odd);
-    let dtype = other.unwrap_or(DType::F32);
+    let dtype = other.unwrap_or_else(|| first(capabilities));
     (sum(dtype, &[8], ReduceOp::Sum), dtype.name())
 }
 
-fn count(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+fn count(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let (count, word) = if odd {
         (101, "101 elements")
     } else {
         (100, "100 elements")
     };
-    (sum(DType::F32, &[count], ReduceOp::Sum), word)
+    (sum(first(capabilities), &[count], ReduceOp::Sum), word)
 }
 
 fn reduction(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let other = other_reduction(capabilities).filter(|_| odd);
     let op = other.unwrap_or(ReduceOp::Sum);
-    (sum(DType::F32, &[8], op), ReduceOp::name_of(op.code()))
+    (sum(first(capabilities), &[8], op), ReduceOp::name_of(op.code()))
 }
 
-fn root(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+fn root(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let call = Collective::Broadcast {
-        tensors: vec![Tensor::zeros(DType::F32, 8)],
+        tensors: vec![Tensor::zeros(moved(capabilities), 8)],
         root: u32::from(odd),
     };
     (call, if odd { "root 1" } else { "root 0" })
 }
 
-fn parts(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+fn parts(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let counts = if odd { [3, 1] } else { [1, 3] };
-    (sum(DType::F32, &counts, ReduceOp::Sum), "all_reduce")
+    (sum(first(capabilities), &counts, ReduceOp::Sum), "all_reduce")
 }
 
-fn large(_: &Capabilities, odd: bool) -> (Collective, &'static str) {
+fn large(capabilities: &Capabilities, odd: bool) -> (Collective, &'static str) {
     let (count, word) = if odd {
         (80_001, "80001 elements")
     } else {
         (80_000, "80000 elements")
     };
-    (sum(DType::F32, &[count], ReduceOp::Sum), word)
+    (sum(first(capabilities), &[count], ReduceOp::Sum), word)
 }
 
 /// The error of `op`, or of the group if a peer's news came before it was submitted.

@@ -1,28 +1,40 @@
-//! Sums that show whether a group works: of integers where it reduces them, of f32 where it does not, as quantised groups.
+//! Sums that show whether a group works: of integers where it reduces them, of floats where it does not, as quantised groups.
 //!
 //! All ranks see the same capabilities and so come to the same type.
 
-use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor, Work};
+use ftcore::{Capabilities, DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor, Work};
 
 use crate::{Failure, Outcome};
 
 /// A group that sums no integers rounds: so far, in relation to the sum, is it right.
 const ROUNDED: f32 = 1.0 / 64.0;
 
+/// The types that probes can have.
+pub(crate) const DTYPES: [DType; 4] = [DType::I64, DType::I32, DType::F32, DType::F64];
+
+/// `preferred` if it is summed, else the first of [`DTYPES`] that is.
+pub(crate) fn summed(capabilities: &Capabilities, preferred: DType) -> Option<DType> {
+    let candidates = std::iter::once(preferred).chain(DTYPES);
+    candidates
+        .into_iter()
+        .find(|dtype| capabilities.reduces(ReduceOp::Sum, *dtype))
+}
+
+/// A type that the group moves: f32 if possible.
+pub(crate) fn moved(capabilities: &Capabilities) -> DType {
+    let candidates = std::iter::once(DType::F32).chain(DType::ALL);
+    let mut moved = candidates.filter(|dtype| capabilities.moves.contains(*dtype));
+    moved.next().unwrap_or(DType::F32)
+}
+
 /// The type of a group's probes.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Probe(DType);
 
 impl Probe {
-    /// `preferred`, i32 or i64, if `group` sums it.
+    /// `preferred`, one of [`DTYPES`], if `group` sums it, else another one. For cases that need [`crate::Needs::Sum`].
     pub(crate) fn of(group: &dyn ProcessGroup, preferred: DType) -> Self {
-        let sums = |dtype: &DType| group.capabilities().reduces(ReduceOp::Sum, *dtype);
-        Self(
-            [preferred, DType::F32]
-                .into_iter()
-                .find(sums)
-                .unwrap_or(preferred),
-        )
+        Self(summed(group.capabilities(), preferred).unwrap_or(preferred))
     }
 
     /// `count` times `value`.
@@ -30,6 +42,7 @@ impl Probe {
         match self.0 {
             DType::I64 => Tensor::from_vec(vec![i64::from(value); count]),
             DType::I32 => Tensor::from_vec(vec![value; count]),
+            DType::F64 => Tensor::from_vec(vec![f64::from(value); count]),
             _ => Tensor::from_vec(vec![value as f32; count]),
         }
     }
@@ -44,6 +57,12 @@ impl Probe {
         let odd = match self.0 {
             DType::I64 => odd(sum.as_slice::<i64>()?, |v| *v == i64::from(want)),
             DType::I32 => odd(sum.as_slice::<i32>()?, |v| *v == want),
+            DType::F64 => {
+                let want = f64::from(want);
+                odd(sum.as_slice::<f64>()?, |v| {
+                    (v - want).abs() <= want.abs() * f64::from(ROUNDED)
+                })
+            }
             _ => {
                 let want = want as f32;
                 odd(sum.as_slice::<f32>()?, |v| {
@@ -87,12 +106,12 @@ mod tests {
 
     #[test]
     fn a_wrong_sum_is_found_in_every_type_and_a_rounded_float_is_not() {
-        for dtype in [DType::I64, DType::I32, DType::F32] {
+        for dtype in DTYPES {
             let probe = Probe(dtype);
             let right = |value, want| probe.check("the sum", &probe.tensor(value, 9), want, 9).is_ok();
             assert!(right(640, 640) && right(0, 0) && right(-3, -3), "{dtype}");
             assert!(!right(640, 651) && !right(0, 1) && !right(-3, 3), "{dtype}");
-            assert_eq!(right(645, 640), dtype == DType::F32);
+            assert_eq!(right(645, 640), [DType::F32, DType::F64].contains(&dtype));
             assert!(probe.check("the sum", &probe.tensor(1, 8), 1, 9).is_err());
         }
         let mut sum = Tensor::from_vec(vec![3i32; 9]);

@@ -1,6 +1,6 @@
 /* oxccl plugin ABI 1.0: backends and device kinds as shared libraries.
  *
- * Generated from crates/plugin/src/abi.rs; do not edit. The rules are in docs/plugins.md.
+ * Generated from crates/plugin/src/abi.rs and abi/meaning.rs; do not edit. The rules are in docs/plugins.md.
  *
  * A plugin exports two functions:
  *
@@ -20,6 +20,36 @@
 #ifdef __cplusplus
 extern "C" {
 #endif
+
+/* Pointers. A function of a table may be null only where its comment says so. Lists (buffers, children,
+ * splits, keys, hints, notes, options, shape) may be null if their count is 0. ctx is passed back as it is
+ * and may be null. fault, reply, outcome and the other places for results are never null. */
+
+/* Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through
+ * it with buffer_stride, not with your own sizeof. All buffers of an operation have one element type (those
+ * of a batch may differ), do not overlap and are where the group's capabilities say. count may be 0: then ptr
+ * must not be read. The host has checked counts, ranks and splits of this rank; that the ranks fit each other
+ * is for the plugin to find out. */
+
+/* Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure
+ * do not reach the plugin; those after shutdown do, and are INVALID_STATE. */
+
+/* configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and its text has rank
+ * R of N (or ranks R, S of N) and phase with the name of what it waited in. If it is cancelled
+ * (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED
+ * with the reason; the suite allows 15 s. */
+
+/* Faults that the conformance suite checks with ABORT: of an abort ABORTED with the reason, on the other
+ * ranks also rank N of the one that called it; of a later call POISONED with the first cause; of a deadline
+ * TIMEOUT with rank and the missing one, of a receive's deadline also the tag; of a rank that died PEER_LOST
+ * with its number in peer. */
+
+/* Faults that it checks with MISMATCH_DETECTION: MISMATCH; of two sizes of a message both, as in 20 bytes and
+ * 16 bytes. */
+
+/* Times that it allows: an operation ends at its timeout_ms (10 s later at most; the host itself fails it
+ * after 2 s and poisons the group); after an abort pending work ends within 100 ms (5 s on a busy machine);
+ * the death of a rank ends the others' work within 10 s; a case ends within 90 s. */
 
 #define OXCCL_PLUGIN_MAGIC UINT64_C(0x474c504c4343584f)
 #define OXCCL_PLUGIN_MAJOR 1u
@@ -46,23 +76,49 @@ extern "C" {
 #define OXCCL_OPTION_TRAFFIC_CLASS 128u
 #define OXCCL_DETAIL_END 0x1f
 
-/* Operations. */
+/* Operations, and what oxccl_operation.buffers holds for each. n is the number of ranks; counts are in
+ * elements. */
 enum oxccl_op {
+    /* 1 or more buffers (coalesced), each reduced in place. reduce is set. The same counts on all ranks. */
     OXCCL_OP_ALL_REDUCE = 0,
+    /* 1 or more buffers (coalesced), read on root and written elsewhere. The same counts on all ranks. */
     OXCCL_OP_BROADCAST = 1,
+    /* 1 buffer, read on all ranks and written on root only. reduce is set. */
     OXCCL_OP_REDUCE = 2,
+    /* 1 input, then n outputs. Output r becomes rank r's input and has its count; counts may differ between
+     * ranks. */
     OXCCL_OP_ALL_GATHER = 3,
+    /* 1 or more pairs (coalesced): input, output, input, output, …. An output has n times the count of its
+     * input and becomes the inputs of all ranks one after the other. */
     OXCCL_OP_ALL_GATHER_INTO = 4,
+    /* 1 input; then on root n outputs as in an all-gather, elsewhere none. */
     OXCCL_OP_GATHER = 5,
+    /* On root n inputs (input_count is n), elsewhere none (0); then 1 output, which becomes the root's input
+     * for this rank. */
     OXCCL_OP_SCATTER = 6,
+    /* n inputs (input_count is n), then 1 output: the reduction of all ranks' inputs for this rank. Counts
+     * may differ between parts. reduce is set. Inputs are not written. */
     OXCCL_OP_REDUCE_SCATTER = 7,
+    /* 1 or more pairs (coalesced): input, output, input, output, …. An input has n times the count of its
+     * output, which becomes this rank's part of the reduction. reduce is set. Inputs are not written. */
     OXCCL_OP_REDUCE_SCATTER_INTO = 8,
+    /* n inputs (input_count is n), then n outputs. Output r becomes rank r's input for this rank; counts may
+     * differ. */
     OXCCL_OP_ALL_TO_ALL = 9,
+    /* 1 input, 1 output, both in parts by rank. input_splits and output_splits have n counts each, or none: n
+     * equal parts. */
     OXCCL_OP_ALL_TO_ALL_INTO = 10,
+    /* 1 buffer, read. peer and tag are set. Ends once the memory may be used again. */
     OXCCL_OP_SEND = 11,
+    /* 1 buffer, written, of the sender's type and count. tag is set; peer is OXCCL_NONE to receive from any
+     * rank (RECV_ANY), and the outcome's source says who sent. */
     OXCCL_OP_RECV = 12,
+    /* No buffers. Ends once all ranks have entered. */
     OXCCL_OP_BARRIER = 13,
+    /* No buffers. As a barrier; at the deadline the fault of every rank names the missing ranks (wait_all). */
     OXCCL_OP_MONITORED_BARRIER = 14,
+    /* No buffers of its own: 1 or more children, sends and receives with 1 buffer each, that progress
+     * together in any order. */
     OXCCL_OP_BATCH = 15,
 };
 
@@ -98,17 +154,33 @@ enum oxccl_reduce {
     OXCCL_PREMUL_SUM = 8,
 };
 
-/* Features of a group. */
+/* Features of a group, and what a plugin that advertises one has to do. */
 enum oxccl_feature {
+    /* abort, from any thread, ends all pending operations with ABORTED and the reason within 100 ms, on all
+     * ranks; the group is poisoned then. So do a deadline that passed (TIMEOUT), a rank that died (PEER_LOST)
+     * and a group that was closed. A poisoned group refuses calls with POISONED. */
     OXCCL_FEATURE_ABORT = 0,
+    /* configure works again, after a failure too, with other ranks; no byte of an earlier epoch arrives. An
+     * epoch that is not larger, or a rank outside the world, is INVALID_ARGUMENT and leaves the group as it
+     * was. */
     OXCCL_FEATURE_RECONFIGURE = 1,
+    /* Ranks that call different operations, types, counts, reductions or roots get MISMATCH, which names both
+     * sides. */
     OXCCL_FEATURE_MISMATCH_DETECTION = 2,
+    /* All ranks of a finished all-reduce hold equal bytes. */
     OXCCL_FEATURE_BITWISE_EQUAL = 3,
+    /* contribute 0 is honoured in reductions: the rank gives the identity and is not counted; averages divide
+     * by the contributors, whose number is in the outcome. Without it contribute is always 1. */
     OXCCL_FEATURE_CONTRIBUTORS = 4,
+    /* A receive takes the message with its tag, in whatever order they were sent. */
     OXCCL_FEATURE_TAGS = 5,
+    /* A receive may name no sender: peer is OXCCL_NONE. */
     OXCCL_FEATURE_RECV_ANY = 6,
+    /* Several ranks of a group may be threads of one process. */
     OXCCL_FEATURE_THREAD_RANKS = 7,
+    /* split is there and works. */
     OXCCL_FEATURE_SPLIT = 8,
+    /* execute is there; when it returns, nobody touches the buffers any more, whether it succeeded or failed. */
     OXCCL_FEATURE_BORROW = 9,
 };
 
@@ -459,7 +531,7 @@ struct oxccl_configuration {
 struct oxccl_buffer {
     /* The bytes that the writer of this struct knows. */
     uint64_t size;
-    /* The address on the device; never null. */
+    /* The address on the device; never null, and not to be read if bytes is 0. */
     void *ptr;
     /* The number of bytes. */
     uint64_t bytes;
@@ -504,11 +576,12 @@ struct oxccl_operation {
     uint32_t wait_all;
     /* 0: this rank gives the identity of the reduction and is not counted. */
     uint32_t contribute;
-    /* How many of the buffers come first as the list of inputs, where an operation has a list of inputs. */
+    /* How many of the buffers come first as the list of inputs, where oxccl_op says that there is one; else
+     * 0. */
     uint32_t input_count;
-    /* The tensors, inputs before outputs, pairs in turn. */
+    /* The tensors, as oxccl_op says. */
     const oxccl_buffer *buffers;
-    /* The number of buffers. */
+    /* The number of buffers; 0 for barriers and batches. */
     uint64_t buffer_count;
     /* How input of an uneven all-to-all is split, in elements; none for even. */
     const uint64_t *input_splits;
@@ -557,12 +630,13 @@ struct oxccl_completion {
     /* The operation has ended. Exactly once, from any thread, also from within submit; never if submit
      * refused. ctx and the buffers must not be used afterwards, except buffers that are still retained. */
     void (*complete)(void *ctx, const oxccl_outcome *outcome);
-    /* Optional, before complete: the operation is enqueued, event (of this plugin's device kind, given away)
-     * will be reached when the device has finished it. */
+    /* Need not be called. Before complete: the operation is enqueued, event (of this plugin's device kind,
+     * given away) will be reached when the device has finished it. */
     void (*recorded)(void *ctx, void *event);
 };
 
-/* A submitted operation, filled in by submit; may be left all zero. complete may come before submit returns. */
+/* A submitted operation, filled in by submit; may be left all zero, and each function may be null. complete
+ * may come before submit returns. */
 struct oxccl_work_handle {
     /* The bytes that the writer of this struct knows. */
     uint64_t size;
@@ -607,20 +681,23 @@ struct oxccl_group {
     /* Starts an operation. 0: it is accepted and will complete; else it is refused and nothing was touched. */
     int32_t (*submit)(void *ctx, const oxccl_operation *operation, const oxccl_completion *completion, oxccl_work_handle *work, oxccl_fault *fault);
     /* A collective call: a group of the ranks with the same colour, ordered by (key, rank). has_color 0: none
-     * for this rank, made becomes 0. */
+     * for this rank, made becomes 0. May be null: groups cannot be split. */
     int32_t (*split)(void *ctx, uint32_t has_color, uint32_t color, uint32_t key, int64_t timeout_ms, oxccl_group *group, uint32_t *made, oxccl_fault *fault);
     /* Ends all pending operations and poisons the group. */
     void (*abort)(void *ctx, oxccl_str reason);
-    /* The first failure since configure: 1 and the fault, or 0. */
+    /* The first failure since configure: 1 and the fault, or 0. May be null: the host knows only what
+     * operations say. */
     int32_t (*error)(void *ctx, oxccl_fault *fault);
-    /* Waits for pending operations, then aborts the rest. */
+    /* Waits for pending operations, then aborts the rest. Calls are refused with INVALID_STATE until the next
+     * configure. */
     int32_t (*shutdown)(void *ctx, int64_t timeout_ms, oxccl_fault *fault);
-    /* Bytes moved so far. */
+    /* Bytes moved so far. May be null: 0 is reported then, which the conformance suite does not accept of a
+     * sum between ranks. */
     void (*traffic)(void *ctx, oxccl_traffic *traffic);
     /* The host will not use ctx any more. Exactly once. Pending operations still complete. */
     void (*close)(void *ctx);
     /* Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody
-     * touches the buffers any more but whoever retained them. */
+     * touches the buffers any more but whoever retained them. May be null: the host submits and waits. */
     int32_t (*execute)(void *ctx, const oxccl_operation *operation, oxccl_outcome *outcome, oxccl_fault *fault);
 };
 
@@ -684,9 +761,9 @@ struct oxccl_plugin {
     void (*capabilities)(void *ctx, uint32_t backend, void *reply_ctx, void (*reply)(void *reply_ctx, const oxccl_capabilities *capabilities));
     /* Makes an unconfigured group. */
     int32_t (*create)(void *ctx, uint32_t backend, oxccl_device_id device, const oxccl_group_options *options, oxccl_group *group, oxccl_fault *fault);
-    /* Hands out a device kind; may be null if the query lists none. */
+    /* Hands out a device kind. May be null if the query lists none. */
     int32_t (*device)(void *ctx, uint32_t device, oxccl_device_table *table, oxccl_fault *fault);
-    /* The vendor library behind a backend, in words; nothing is written if there is none. */
+    /* The vendor library behind a backend, in words; nothing is written if there is none. May be null. */
     void (*library)(void *ctx, uint32_t backend, oxccl_sink text);
 };
 

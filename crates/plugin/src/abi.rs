@@ -459,9 +459,9 @@ c_structs! {
         abort: Option<unsafe extern "C" fn(ctx: *mut c_void, reason: Str)>,
         /// The first failure since `configure`: 1 and the fault, or 0. May be null: the host knows only what operations say.
         error: Option<unsafe extern "C" fn(ctx: *mut c_void, fault: *mut Fault) -> i32>,
-        /// Waits for pending operations, then aborts the rest.
+        /// Waits for pending operations, then aborts the rest. Calls are refused with INVALID_STATE until the next `configure`.
         shutdown: Option<unsafe extern "C" fn(ctx: *mut c_void, timeout_ms: i64, fault: *mut Fault) -> i32>,
-        /// Bytes moved so far. May be null: they are not counted.
+        /// Bytes moved so far. May be null: 0 is reported then, which the conformance suite does not accept of a sum between ranks.
         traffic: Option<unsafe extern "C" fn(ctx: *mut c_void, traffic: *mut Traffic)>,
         /// The host will not use `ctx` any more. Exactly once. Pending operations still complete.
         close: Option<unsafe extern "C" fn(ctx: *mut c_void)>,

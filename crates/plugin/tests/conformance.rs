@@ -9,7 +9,7 @@ use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use backend_gloo::GlooFactory;
-use conformance::{Harness, MakeOn, Needs, Processes, Threads, cases, suite};
+use conformance::{Harness, MakeOn, Processes, Threads, cases, suite};
 use ftcore::registry::{Backend, BackendFactory, OnConflict};
 use ftcore::{
     Collective, Configuration, DType, Device, Epoch, Error, GroupOptions, InMemoryStore, OpKind,
@@ -59,11 +59,7 @@ fn cstore() -> std::result::Result<Vec<Trial>, String> {
     let backend = loaded.backends().into_iter().next().ok_or("no backend")?;
     let make: MakeOn = Arc::new(move |device, options| backend.factory.create(device, &options));
     let threads = Arc::new(Threads::new(Device::CPU, make).map_err(|e| e.to_string())?);
-    let trials = cases().into_iter().map(|mut case| {
-        if case.name.starts_with("failures::l27") {
-            // They post a receive besides, and do not say so.
-            case.needs.push(Needs::Op(OpKind::Recv));
-        }
+    let trials = cases().into_iter().map(|case| {
         let threads = threads.clone();
         Trial::ignorable_test(format!("cstore::{}", case.name), move || {
             if let Some(reason) = case.unmet(threads.capabilities(), threads.real_processes()) {

@@ -198,6 +198,10 @@ static int32_t group_submit(void *ctx, const oxccl_operation *o, const oxccl_com
     if (o->kind != OXCCL_OP_ALL_REDUCE || o->reduce != OXCCL_SUM)
         return oxccl_fail(fault, OXCCL_UNSUPPORTED, "acme does sums");
     pthread_mutex_lock(&g->lock);
+    if (g->world == 0) {
+        pthread_mutex_unlock(&g->lock);
+        return oxccl_fail(fault, OXCCL_INVALID_STATE, "the group is shut down");
+    }
     if (g->failed) {
         char text[sizeof g->why.text + 64];
         snprintf(text, sizeof text, "the group failed earlier: %.*s", (int)g->why.text_len, (const char *)g->why.text);
@@ -232,7 +236,11 @@ static int32_t group_error(void *ctx, oxccl_fault *fault) {
 }
 
 static int32_t group_shutdown(void *ctx, int64_t timeout_ms, oxccl_fault *fault) {
-    (void)ctx, (void)timeout_ms, (void)fault;
+    group *g = ctx;
+    (void)timeout_ms, (void)fault;
+    pthread_mutex_lock(&g->lock); /* what runs ends first */
+    g->rank = g->world = 0;
+    pthread_mutex_unlock(&g->lock);
     return OXCCL_OK;
 }
 

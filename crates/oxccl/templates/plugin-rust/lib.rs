@@ -5,11 +5,12 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use oxccl_plugin::ftcore::registry::BackendFactory;
-use oxccl_plugin::ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Epoch, Error,
-    ErrorKind, Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected,
-    Result, Store, SubmitOptions, Tensor, Traffic, Work, deadline_in, names, work_pair,
+use plugin::ftcore::registry::BackendFactory;
+use plugin::ftcore::{
+    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Epoch,
+    Error, ErrorKind, Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup,
+    ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor, Traffic, Work, deadline_in, names,
+    work_pair,
 };
 
 /// Makes the groups.
@@ -70,15 +71,27 @@ struct State {
 }
 
 /// What `rank` wrote under `key`; a rank that does not come is named.
-fn read_part(store: &dyn Store, c: &Configuration, phase: &str, key: &str, rank: u32, deadline: Instant) -> Result<Vec<u8>> {
-    store.get(&format!("{key}/{rank}"), deadline).map_err(|e| match e.kind() {
-        ErrorKind::Timeout => {
-            let text = format!("waiting for rank {rank} of {} in phase {phase}", c.world_size);
-            Error::timeout(text).with_peer(rank)
-        }
-        // A cancelled `configure`, a store that is gone: said well already.
-        _ => e,
-    })
+fn read_part(
+    store: &dyn Store,
+    c: &Configuration,
+    phase: &str,
+    key: &str,
+    rank: u32,
+    deadline: Instant,
+) -> Result<Vec<u8>> {
+    store
+        .get(&format!("{key}/{rank}"), deadline)
+        .map_err(|e| match e.kind() {
+            ErrorKind::Timeout => {
+                let text = format!(
+                    "waiting for rank {rank} of {} in phase {phase}",
+                    c.world_size
+                );
+                Error::timeout(text).with_peer(rank)
+            }
+            // A cancelled `configure`, a store that is gone: said well already.
+            _ => e,
+        })
 }
 
 /// Each rank writes a part and reads all parts in the order of ranks: all compute the same bytes. The keys stay until the store ends.
@@ -88,12 +101,17 @@ fn all_reduce(state: &mut State, tensors: &mut [Tensor], deadline: Instant) -> R
     };
     for (t, tensor) in tensors.iter_mut().enumerate() {
         let key = format!("{}/acme/{}/{}/{t}", c.prefix, c.epoch, state.seq);
-        c.store.set(&format!("{key}/{}", c.rank), tensor.bytes(), deadline)?;
+        c.store
+            .set(&format!("{key}/{}", c.rank), tensor.bytes(), deadline)?;
         let mut sums = vec![0f32; tensor.count()];
         for rank in 0..c.world_size {
             let part = read_part(&*c.store, c, "part", &key, rank, deadline)?;
             if part.len() != tensor.byte_len() {
-                let text = format!("rank {rank} has {} bytes, this rank {}", part.len(), tensor.byte_len());
+                let text = format!(
+                    "rank {rank} has {} bytes, this rank {}",
+                    part.len(),
+                    tensor.byte_len()
+                );
                 return Err(Error::new(ErrorKind::Mismatch, text));
             }
             for (sum, bytes) in sums.iter_mut().zip(part.as_chunks::<4>().0) {
@@ -137,7 +155,10 @@ impl ProcessGroup for Group {
     // All ranks meet, so that one that is missing is found now. A real backend exchanges its addresses here.
     fn configure(&self, c: Configuration) -> Result<()> {
         let mut state = self.state();
-        *state = State { traffic: state.traffic, ..State::default() };
+        *state = State {
+            traffic: state.traffic,
+            ..State::default()
+        };
         // Waits end as soon as the configuration is not wanted any more.
         let store = c.cancel.over(&c.store);
         let key = format!("{}/acme/{}/meet", c.prefix, c.epoch);
@@ -152,20 +173,38 @@ impl ProcessGroup for Group {
     // What comes here was checked against the capabilities. A real backend hands it to a thread or a device, and can be aborted then; this one is
     // done when it returns.
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
+        let deadline = options
+            .deadline
+            .unwrap_or_else(|| deadline_in(self.timeout));
         let mut state = self.state();
         let op = op.into_inner();
+        if state.configured.is_none() {
+            let error = Error::new(ErrorKind::InvalidState, "the group is not configured");
+            return Err(Box::new(Rejected { error, op }));
+        }
         if let Some(first) = &state.failure {
-            let error = Error::new(ErrorKind::Poisoned, format!("the group failed earlier: {first}"));
+            let error = Error::new(
+                ErrorKind::Poisoned,
+                format!("the group failed earlier: {first}"),
+            );
             return Err(Box::new(Rejected { error, op }));
         }
         let mut tensors = match op {
             Collective::AllReduce { tensors, .. } => tensors,
-            op => return Err(Box::new(Rejected { error: Error::unsupported("acme does sums"), op })),
+            op => {
+                return Err(Box::new(Rejected {
+                    error: Error::unsupported("acme does sums"),
+                    op,
+                }));
+            }
         };
         let (work, completer) = work_pair(OpKind::AllReduce, deadline, |_| {});
         match all_reduce(&mut state, &mut tensors, deadline) {
-            Ok(()) => completer.succeed(Completion { tensors, source: None, contributors: 0 }),
+            Ok(()) => completer.succeed(Completion {
+                tensors,
+                source: None,
+                contributors: 0,
+            }),
             Err(error) => {
                 state.failure = Some(error.clone());
                 completer.fail(error, tensors);
@@ -186,6 +225,7 @@ impl ProcessGroup for Group {
     }
 
     fn shutdown(&self, _deadline: Instant) -> Result<()> {
+        self.state().configured = None;
         Ok(())
     }
 

@@ -123,7 +123,7 @@ pub const CONDUCT: [&str; 7] = [
     "Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through it with buffer_stride, not with your own sizeof. All \
      buffers of an operation have one element type (those of a batch may differ), do not overlap and are where the group's capabilities say. count may be 0: then ptr must not be read. The host has checked counts, \
      ranks and splits of this rank; that the ranks fit each other is for the plugin to find out.",
-    "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin.",
+    "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin; those after shutdown do, and are INVALID_STATE.",
     "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and its text has `rank R of N` (or `ranks R, S of N`) and `phase` with the name of \
      what it waited in. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason; the suite allows 15 s.",
     "Faults that the conformance suite checks with ABORT: of an abort ABORTED with the reason, on the other ranks also `rank N` of the one that called it; of a later call \

@@ -9,7 +9,6 @@ mod cstore;
 mod discovery;
 mod faulty;
 mod forked;
-mod guide;
 mod header;
 mod job;
 mod odd;
@@ -72,7 +71,6 @@ fn main() -> ExitCode {
     trials.extend(breach::trials());
     trials.extend(forked::trials());
     trials.extend(discovery::trials());
-    trials.extend(guide::trials());
     trials.extend(job::trials());
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
