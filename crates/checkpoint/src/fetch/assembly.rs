@@ -73,6 +73,7 @@ impl Assembly {
             }
             whole.push(None);
             let mut room = BytesMut::with_capacity(usize::try_from(*bytes).map_err(|_| none())?);
+            ftcore::prefer_huge_pages(room.spare_capacity_mut());
             for index in indices.clone() {
                 let length = manifest.chunk_len(index).unwrap_or_default();
                 // The last one keeps what the allocator gave beyond the part.

@@ -1,6 +1,6 @@
 //! The healing side: [`Fetch`] brings the state of a step from one or several sources.
 //!
-//! `sources.rs` asks each source for its manifest and for chunks over HTTP, `download.rs` decides which chunk comes from
+//! `sources.rs` asks each source for its manifest and for chunks (over `http.rs`), `download.rs` decides which chunk comes from
 //! where and what to do about failures, `choosing.rs` asks which source is followed, `assembly.rs` holds the state as it grows, `own.rs` finds what is here already.
 //! All of it runs on a thread of its own (`ox-ckpt-fetch`), so that it may
 //! be called from anywhere, an async runtime included; the caller waits on a channel with the deadline.
@@ -18,6 +18,7 @@ use crate::{SnapshotId, StateDict};
 mod assembly;
 mod choosing;
 mod download;
+mod http;
 mod own;
 mod sources;
 
