@@ -304,7 +304,7 @@ mod tests {
         let header = br#"{"a":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}}"#;
         let head = [&(header.len() as u64).to_le_bytes()[..], header].concat();
         let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-        server.publish(Snapshot::of_raw_parts(5, vec![head, vec![0; 8]]));
+        server.publish(Snapshot::of_raw_parts(5, vec![head.into(), vec![0; 8].into()]));
         let deadline = Instant::now() + Duration::from_secs(60);
         let e = fetch(&[server.metadata()], 5, deadline).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");
