@@ -7,6 +7,7 @@
 
 use std::collections::{BTreeMap, VecDeque};
 
+use bytes::Bytes;
 use ftcore::{DType, Error, ErrorKind, Result};
 use safetensors::Dtype;
 use safetensors::tensor::{Metadata, TensorInfo};
@@ -88,10 +89,10 @@ pub(crate) fn encode_with(state: &StateDict, own: &BTreeMap<String, String>) -> 
 }
 
 /// [`encode_with`] without a copy: the header and, in the order of the file, the data of each tensor.
-pub(crate) fn encode_parts(mut state: StateDict, own: &BTreeMap<String, String>) -> Result<Vec<Vec<u8>>> {
+pub(crate) fn encode_parts(mut state: StateDict, own: &BTreeMap<String, String>) -> Result<Vec<Bytes>> {
     let (header, names) = header_of(&state, own)?;
     let mut parts = Vec::with_capacity(names.len().saturating_add(1));
-    parts.push(header);
+    parts.push(header.into());
     for name in &names {
         parts.push(state.remove(name).ok_or_else(lost)?.data);
     }
@@ -217,7 +218,9 @@ pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, 
 
     let mut state = StateDict::new();
     for name in header.offset_keys() {
-        insert(&mut state, &header, name, |bytes| source.take(bytes))?;
+        insert(&mut state, &header, name, |bytes| {
+            source.take(bytes).map(Bytes::from)
+        })?;
     }
     let own = move_metadata(&header, &mut state);
     Ok((state, own))
@@ -225,7 +228,7 @@ pub(crate) fn decode_parts<P: AsRef<[u8]>>(parts: Vec<P>) -> Result<(StateDict, 
 
 /// What [`encode_parts`] gave, as a state again and without a copy; also gives the reserved metadata. Errors as
 /// [`decode`]: a part that is longer or shorter than the header says is `Corrupt`.
-pub(crate) fn decode_whole_parts(parts: Vec<Vec<u8>>) -> Result<(StateDict, BTreeMap<String, String>)> {
+pub(crate) fn decode_whole_parts(parts: Vec<Bytes>) -> Result<(StateDict, BTreeMap<String, String>)> {
     let mut parts = parts.into_iter();
     let head = parts.next().unwrap_or_default();
     let (length, header) = head
@@ -269,7 +272,7 @@ fn insert(
     state: &mut StateDict,
     header: &Metadata,
     name: String,
-    data: impl FnOnce(usize) -> Result<Vec<u8>>,
+    data: impl FnOnce(usize) -> Result<Bytes>,
 ) -> Result<()> {
     let Some(info) = header.info(&name) else {
         return Ok(());
@@ -540,12 +543,12 @@ mod tests {
         let [head, a, b] = &good[..] else {
             panic!("{good:?}")
         };
-        let longer = [head.as_slice(), b" "].concat();
+        let longer = Bytes::from([head.as_ref(), b" "].concat());
         for bad in [
             vec![],
-            vec![head[..7].to_vec()],
+            vec![head.slice(..7)],
             vec![head.clone(), a.clone()],
-            vec![head.clone(), a.clone(), b.clone(), vec![]],
+            vec![head.clone(), a.clone(), b.clone(), Bytes::new()],
             vec![head.clone(), b.clone(), a.clone()],
             vec![longer, a.clone(), b.clone()],
         ] {

@@ -176,7 +176,7 @@ mod tests {
     }
 
     fn bits(s: &StateDict) -> Vec<u8> {
-        s.get("w").unwrap().data.clone()
+        s.get("w").unwrap().data.to_vec()
     }
 
     #[test]

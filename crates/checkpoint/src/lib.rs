@@ -1,6 +1,7 @@
 //! Live recovery: immutable, hashed snapshots served to healing peers.
 //!
-//! A replica's state is a [`StateDict`] of plain tensors. [`Snapshot::new`] copies it once, as safetensors bytes, so
+//! A replica's state is a [`StateDict`] of plain tensors, which nobody writes to: the values are copied into it, or shared with it
+//! ([`StateDict::insert_shared`]) until their owner goes on with others. A [`Snapshot`] is such a state as safetensors bytes, without a copy, so
 //! that training may go on while peers read (lesson L10). [`HttpTransport`] serves snapshots from its own thread,
 //! `ox-ckpt`, and never makes the trainer wait for a reader (L29). A replica that heals calls [`fetch`]: chunks from
 //! several sources at once, every one checked against its hash before it counts. Nothing read from a peer is executed
@@ -14,6 +15,7 @@ mod fetch;
 mod hashing;
 mod manifest;
 mod newest;
+mod room;
 mod seal;
 mod series;
 mod server;
@@ -33,4 +35,5 @@ pub use server::{
     DIGEST_HEADER, EPOCH_HEADER, HttpTransport, LINEAGE_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER,
 };
 pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
+pub use state::{StateDict, StateTensor, writable};
 pub use writer::{Outcome, Writer};

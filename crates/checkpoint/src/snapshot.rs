@@ -1,10 +1,11 @@
 //! The immutable state of one step: what sources serve.
 //!
-//! Made of one copy of the state; whatever the trainer does to its tensors afterwards, readers
+//! Made of a state whose tensors nobody writes to any more (`StateTensor::data`): whatever the trainer goes on with, readers
 //! get the step that was asked for (lesson L10). The hashes are computed when the first reader asks, on the server's
-//! threads, so that a healthy replica pays for the copy only.
+//! threads, so that a healthy replica pays for what its state copied, and for nothing if all of it is shared.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::{Arc, OnceLock};
 
 use bytes::Bytes;
@@ -37,14 +38,14 @@ pub struct Snapshot {
     id: SnapshotId,
     chunk_bytes: u64,
     /// The header of a safetensors file, then the data of each tensor in the order of the file.
-    parts: Vec<Vec<u8>>,
+    parts: Vec<Bytes>,
     manifest: OnceLock<(Manifest, Bytes)>,
 }
 
 impl Snapshot {
     /// A snapshot of `state` at `step` (0 or more), taken in `epoch` (the quorum's id), in chunks of 1 MiB.
     ///
-    /// Copies the state once; errors as [`crate::encode`], and `InvalidArgument` for a negative step.
+    /// Copies nothing: it shares the tensors of `state`. Errors as [`crate::encode`], and `InvalidArgument` for a negative step.
     pub fn new(step: i64, epoch: i64, state: &StateDict) -> Result<Arc<Self>> {
         Self::with_chunk_bytes(step, epoch, state, DEFAULT_CHUNK_BYTES)
     }
@@ -59,7 +60,7 @@ impl Snapshot {
         Self::of(id, state.clone(), chunk_bytes)
     }
 
-    /// A snapshot that takes `state` itself, without a copy. Errors as [`Self::new`].
+    /// A snapshot of what `id` says, otherwise as [`Self::new`].
     ///
     /// All sources of a job use the same chunk size: to a receiver a state in other chunks is another state.
     pub fn of(id: SnapshotId, state: StateDict, chunk_bytes: u64) -> Result<Arc<Self>> {
@@ -81,7 +82,7 @@ impl Snapshot {
 
     /// One whose parts may be anything: what a strange peer serves.
     #[cfg(test)]
-    pub(crate) fn of_raw_parts(step: i64, parts: Vec<Vec<u8>>) -> Arc<Self> {
+    pub(crate) fn of_raw_parts(step: i64, parts: Vec<Bytes>) -> Arc<Self> {
         Arc::new(Self {
             id: SnapshotId {
                 step,
@@ -125,7 +126,7 @@ impl Snapshot {
 
     fn hashed(&self) -> &(Manifest, Bytes) {
         self.manifest.get_or_init(|| {
-            let parts: Vec<&[u8]> = self.parts.iter().map(Vec::as_slice).collect();
+            let parts: Vec<&[u8]> = self.parts.iter().map(AsRef::as_ref).collect();
             let manifest = Manifest::of_parts(self.id.clone(), &parts, self.chunk_bytes);
             let json = manifest.to_json().unwrap_or_default();
             (manifest, json.into())
@@ -134,16 +135,22 @@ impl Snapshot {
 
     /// Chunk `index`; `None` beyond the last. Hashes the state if that was not done yet.
     pub fn chunk(&self, index: usize) -> Option<&[u8]> {
+        let (part, range) = self.place(index)?;
+        part.get(range)
+    }
+
+    /// The tensor that chunk `index` is of, and the bytes of the chunk there.
+    pub(crate) fn place(&self, index: usize) -> Option<(&Bytes, Range<usize>)> {
         let manifest = self.manifest();
         let (part, start) = manifest.place(index)?;
         let start = usize::try_from(start).ok()?;
         let end = start.checked_add(manifest.chunk_len(index)?)?;
-        self.parts.get(part)?.get(start..end)
+        Some((self.parts.get(part)?, start..end))
     }
 
     /// The state again, from the received parts, whose hashes were checked. `Corrupt` if what the state says about
     /// itself is not what `manifest` says.
-    pub(crate) fn restore(manifest: &Manifest, parts: Vec<Vec<u8>>) -> Result<StateDict> {
+    pub(crate) fn restore(manifest: &Manifest, parts: Vec<Bytes>) -> Result<StateDict> {
         let (state, own) = codec::decode_whole_parts(parts)?;
         for (key, expected) in own_metadata(manifest.id()) {
             let found = own.get(&key).map_or("missing", String::as_str);
@@ -186,7 +193,7 @@ mod tests {
     #[test]
     fn l03_what_the_state_says_of_itself_must_be_what_the_manifest_says() {
         let s = Snapshot::new(5, 2, &state()).unwrap();
-        let parts: Vec<&[u8]> = s.parts.iter().map(Vec::as_slice).collect();
+        let parts: Vec<&[u8]> = s.parts.iter().map(AsRef::as_ref).collect();
         for (step, epoch, lineage, text) in [
             (6, 2, "", "oxccl.step 6"),
             (5, 3, "", "oxccl.epoch 3"),

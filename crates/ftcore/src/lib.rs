@@ -50,7 +50,7 @@ pub use group::{Configuration, Epoch, GroupInfo, ProcessGroup, Traffic, execute_
 pub use identity::Credentials;
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;
-pub use memory::{Tensor, leaked_bytes, wrong_device};
+pub use memory::{Tensor, leaked_bytes, prefer_huge_pages, wrong_device};
 pub use options::{GroupOptions, SubmitOptions};
 pub use reduce_op::ReduceOp;
 pub use registry::Registry;

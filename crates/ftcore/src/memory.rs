@@ -6,7 +6,7 @@
 
 use std::any::{Any, TypeId};
 use std::fmt;
-use std::mem::ManuallyDrop;
+use std::mem::{ManuallyDrop, MaybeUninit};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -369,6 +369,29 @@ pub(crate) fn find_overlap(tensors: &[&Tensor]) -> Option<(usize, usize)> {
     })
 }
 
+/// A multiple of the page size of each system that this is built for.
+const PAGE_BYTES: usize = 64 << 10;
+
+/// Less than this is not worth a system call.
+const HUGE_FROM_BYTES: usize = 4 << 20;
+
+/// Asks the system to back `memory`, which is not written yet, with huge pages where it leaves that to programs: the first write to
+/// each page of 4 KiB costs about as much as copying into it. What is too small for that, or a refusal, changes nothing.
+pub fn prefer_huge_pages(memory: &mut [MaybeUninit<u8>]) {
+    let start = memory.as_ptr().align_offset(PAGE_BYTES);
+    let bytes = memory.len().saturating_sub(start);
+    let bytes = bytes - bytes % PAGE_BYTES;
+    if bytes < HUGE_FROM_BYTES {
+        return;
+    }
+    if let Some(pages) = memory.get_mut(start..start.saturating_add(bytes)) {
+        let advice = rustix::mm::Advice::LinuxHugepage;
+        // SAFETY: INV-8 these are whole pages within memory that is lent to this call alone, and the advice changes neither what is in them
+        // nor how they may be used.
+        let _ = unsafe { rustix::mm::madvise(pages.as_mut_ptr().cast(), pages.len(), advice) };
+    }
+}
+
 /// A typed error for memory on a device that a backend does not serve.
 pub fn wrong_device(tensor: &Tensor, serves: &str) -> Error {
     Error::new(
@@ -413,6 +436,21 @@ mod tests {
             Tensor::zeros(DType::F32, 2).into_vec::<f32>().unwrap(),
             [0.0, 0.0]
         );
+    }
+
+    #[test]
+    fn advice_about_pages_keeps_what_is_in_them_whatever_their_size_and_place() {
+        for (bytes, skip) in [(0, 0), (100, 3), (9 << 20, 0), (9 << 20, 4097)] {
+            let mut data = vec![7u8; bytes];
+            data.reserve_exact(bytes);
+            prefer_huge_pages(data.spare_capacity_mut().get_mut(skip..).unwrap_or_default());
+            data.resize(2 * bytes, 9);
+            assert!(
+                data.iter()
+                    .zip(0..)
+                    .all(|(b, i)| *b == if i < bytes { 7 } else { 9 })
+            );
+        }
     }
 
     #[test]

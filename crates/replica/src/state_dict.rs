@@ -4,8 +4,12 @@
 //! them side by side under prefixes and [`StateDict::split`] takes them apart again after healing.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
 
-use ftcore::{DType, Element, Error, ErrorKind, Result};
+use bytes::Bytes;
+use ftcore::{DType, Element, Error, ErrorKind, Result, Tensor, wrong_device};
+
+use crate::room::room_for;
 
 /// One tensor: contiguous, row-major, little-endian elements.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -14,13 +18,14 @@ pub struct StateTensor {
     pub dtype: DType,
     /// The dimensions, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
-    /// `product(shape) * dtype.size()` bytes.
-    pub data: Vec<u8>,
+    /// `product(shape) * dtype.size()` bytes. A clone shares them: nobody writes into them any more.
+    pub data: Bytes,
 }
 
 impl StateTensor {
     /// A tensor, checked: `ErrorKind::InvalidArgument` if `data` is not exactly as long as `dtype` and `shape` say.
-    pub fn new(dtype: DType, shape: Vec<usize>, data: Vec<u8>) -> Result<Self> {
+    pub fn new(dtype: DType, shape: Vec<usize>, data: impl Into<Bytes>) -> Result<Self> {
+        let data = data.into();
         let tensor = Self { dtype, shape, data };
         tensor.check("the tensor")?;
         Ok(tensor)
@@ -44,6 +49,36 @@ impl StateTensor {
             expected.map_or_else(|| "more than memory has".into(), |n| n.to_string()),
             self.data.len()
         )))
+    }
+}
+
+/// Elements that are converted before they are written.
+const COPIED_AT_ONCE: usize = 2048;
+
+/// `tensor` for writing. If a state shares it ([`StateDict::insert_shared`]), the caller goes on with a copy, and the state keeps what it has.
+/// `InvalidArgument` for one that is shared and not in host memory.
+pub fn writable(tensor: &mut Arc<Tensor>) -> Result<&mut Tensor> {
+    if Arc::get_mut(tensor).is_none() {
+        if !tensor.device().is_cpu() {
+            return Err(wrong_device(
+                tensor,
+                "host memory: only that is copied when it is shared",
+            ));
+        }
+        let mut copy = Tensor::zeros(tensor.dtype(), tensor.count()).reshape(tensor.shape())?;
+        copy.bytes_mut().copy_from_slice(tensor.bytes());
+        *tensor = Arc::new(copy);
+    }
+    Arc::get_mut(tensor)
+        .ok_or_else(|| Error::new(ErrorKind::Internal, "a tensor is shared that was just made"))
+}
+
+/// A tensor that a state and its owner share.
+struct Shared(Arc<Tensor>);
+
+impl AsRef<[u8]> for Shared {
+    fn as_ref(&self) -> &[u8] {
+        self.0.bytes()
     }
 }
 
@@ -90,18 +125,37 @@ impl StateDict {
         values: &[T],
         bytes: impl Fn(T) -> [u8; N],
     ) -> Result<()> {
-        let mut data = vec![0; size_of_val(values)];
-        for (to, from) in data.as_chunks_mut::<N>().0.iter_mut().zip(values) {
-            *to = bytes(*from);
+        let mut data = room_for(size_of_val(values));
+        // By way of the core's cache, so that each byte of the large memory is written once.
+        let mut some = vec![0; values.len().min(COPIED_AT_ONCE).saturating_mul(N)];
+        for piece in values.chunks(COPIED_AT_ONCE) {
+            for (to, from) in some.as_chunks_mut::<N>().0.iter_mut().zip(piece) {
+                *to = bytes(*from);
+            }
+            data.extend_from_slice(some.get(..size_of_val(piece)).unwrap_or_default());
         }
         self.insert(
             name,
             StateTensor {
                 dtype: T::DTYPE,
                 shape: shape.to_vec(),
-                data,
+                data: data.freeze(),
             },
         )
+    }
+
+    /// [`Self::insert`] of a host tensor that the caller shares, without a copy. Whoever has it last frees it. The caller cannot write to it as long as a
+    /// state shares it ([`Arc::get_mut`]); it then goes on with a copy of its own. `InvalidArgument` also for a tensor on another device.
+    pub fn insert_shared(&mut self, name: impl Into<String>, tensor: &Arc<Tensor>) -> Result<()> {
+        if !tensor.device().is_cpu() {
+            return Err(wrong_device(tensor, "host memory: copy it there first"));
+        }
+        let shared = StateTensor {
+            dtype: tensor.dtype(),
+            shape: tensor.shape().to_vec(),
+            data: Bytes::from_owner(Shared(Arc::clone(tensor))),
+        };
+        self.insert(name, shared)
     }
 
     /// The tensor `name`, if there is one.
@@ -329,6 +383,39 @@ mod tests {
         assert_eq!(text, "tensor 'b': f32 of shape [2] here, f32 of shape [3] there");
         let text = state(&[]).first_difference(&one).unwrap();
         assert_eq!(text, "tensor 'a': absent here, f32 of shape [1] there");
+    }
+
+    #[test]
+    fn a_shared_tensor_stays_as_it_was_for_those_who_read_while_its_owner_goes_on_with_a_copy() {
+        let mut own = Arc::new(Tensor::from_vec(vec![1.0f32, 2.0]));
+        let mut state = StateDict::new();
+        state.insert_shared("w", &own).unwrap();
+        let reader = state.clone();
+        assert_eq!(
+            reader.get("w").unwrap().data.as_ptr(),
+            own.as_ptr(),
+            "nothing was copied"
+        );
+        let write = |own: &mut Arc<Tensor>, value| {
+            let own = writable(own).unwrap();
+            own.as_mut_slice::<f32>().unwrap().fill(value);
+            own.as_ptr()
+        };
+        let moved = write(&mut own, 9.0);
+        assert_eq!(reader.get_f32("w").unwrap(), [1.0, 2.0]);
+        assert_eq!(own.as_slice::<f32>().unwrap(), [9.0, 9.0]);
+        assert_eq!(write(&mut own, 8.0), moved, "nobody shares the copy");
+        assert_eq!(own.shape(), [2]);
+    }
+
+    #[test]
+    fn values_are_copied_whole_however_many_they_are() {
+        for count in [0, 1, COPIED_AT_ONCE, COPIED_AT_ONCE + 1, 3 * COPIED_AT_ONCE - 1] {
+            let values: Vec<f32> = (0..count).map(|i| i as f32).collect();
+            let mut s = StateDict::new();
+            s.insert_f32("w", &[count], &values).unwrap();
+            assert_eq!(s.get_f32("w").unwrap(), values);
+        }
     }
 
     #[test]

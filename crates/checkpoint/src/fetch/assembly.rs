@@ -7,11 +7,12 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::Arc;
 
-use bytes::BytesMut;
+use bytes::{Bytes, BytesMut};
 use ftcore::{Error, ErrorKind, Result};
 
 use super::own;
 use crate::manifest::Manifest;
+use crate::room::room_for;
 use crate::{Snapshot, StateDict};
 
 /// Room for one chunk: empty, or filled to `length`.
@@ -39,7 +40,7 @@ pub(super) struct Assembly {
     manifest: Arc<Manifest>,
     chunks: Vec<Chunk>,
     /// Parts that were taken whole from the caller's own state.
-    whole: Vec<Option<Vec<u8>>>,
+    whole: Vec<Option<Bytes>>,
     /// Chunks neither here nor asked for.
     missing: BTreeSet<usize>,
     done: usize,
@@ -59,7 +60,7 @@ impl Assembly {
         Vec::<u8>::new().try_reserve_exact(total).map_err(|_| none())?;
         let found = own.map(|own| own::find(&manifest, own)).unwrap_or_default();
         let mut chunks: Vec<Chunk> = Vec::with_capacity(manifest.chunk_count());
-        let mut whole: Vec<Option<Vec<u8>>> = Vec::with_capacity(manifest.parts().len());
+        let mut whole: Vec<Option<Bytes>> = Vec::with_capacity(manifest.parts().len());
         let mut found_whole = found.whole;
         for (part, bytes) in manifest.parts().iter().enumerate() {
             let indices = manifest.chunks_of(part);
@@ -72,7 +73,7 @@ impl Assembly {
                 continue;
             }
             whole.push(None);
-            let mut room = BytesMut::with_capacity(usize::try_from(*bytes).map_err(|_| none())?);
+            let mut room = room_for(usize::try_from(*bytes).map_err(|_| none())?);
             for index in indices.clone() {
                 let length = manifest.chunk_len(index).unwrap_or_default();
                 // The last one keeps what the allocator gave beyond the part.
@@ -255,7 +256,7 @@ impl Assembly {
                 // Neighbours in memory become one; others are copied.
                 all.unsplit(data);
             }
-            parts.push(Vec::from(all));
+            parts.push(all.freeze());
         }
         Snapshot::restore(&manifest, parts)
     }

@@ -1,6 +1,6 @@
 //! The healing side: [`Fetch`] brings the state of a step from one or several sources.
 //!
-//! `sources.rs` asks each source for its manifest and for chunks over HTTP, `download.rs` decides which chunk comes from
+//! `sources.rs` asks each source for its manifest and for chunks (over `http.rs`), `download.rs` decides which chunk comes from
 //! where and what to do about failures, `choosing.rs` asks which source is followed, `assembly.rs` holds the state as it grows, `own.rs` finds what is here already.
 //! All of it runs on a thread of its own (`ox-ckpt-fetch`), so that it may
 //! be called from anywhere, an async runtime included; the caller waits on a channel with the deadline.
@@ -18,6 +18,7 @@ use crate::{SnapshotId, StateDict};
 mod assembly;
 mod choosing;
 mod download;
+mod http;
 mod own;
 mod sources;
 
@@ -303,7 +304,7 @@ mod tests {
         let header = br#"{"a":{"dtype":"C64","shape":[1],"data_offsets":[0,8]}}"#;
         let head = [&(header.len() as u64).to_le_bytes()[..], header].concat();
         let server = HttpTransport::start("127.0.0.1:0", None).unwrap();
-        server.publish(Snapshot::of_raw_parts(5, vec![head, vec![0; 8]]));
+        server.publish(Snapshot::of_raw_parts(5, vec![head.into(), vec![0; 8].into()]));
         let deadline = Instant::now() + Duration::from_secs(60);
         let e = fetch(&[server.metadata()], 5, deadline).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Protocol, "{e}");

@@ -4,6 +4,8 @@
 
 use std::collections::{BTreeMap, HashMap};
 
+use bytes::Bytes;
+
 use crate::StateDict;
 use crate::hashing::hash_all;
 use crate::manifest::Manifest;
@@ -12,7 +14,7 @@ use crate::manifest::Manifest;
 #[derive(Debug, Default)]
 pub(super) struct Found {
     /// Parts of the manifest that a tensor is, from the first byte to the last.
-    pub(super) whole: BTreeMap<usize, Vec<u8>>,
+    pub(super) whole: BTreeMap<usize, Bytes>,
     /// Single chunks.
     pub(super) pieces: Vec<(usize, Vec<u8>)>,
 }

@@ -6,23 +6,18 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
-use bytes::{Bytes, BytesMut};
+use blake3::{Hash, Hasher};
+use bytes::BytesMut;
 use ftcore::{Error, ErrorKind, Result};
-use http_body_util::{BodyExt, Empty};
-use hyper::body::{Body, Incoming};
-use hyper::client::conn::http1::{self, SendRequest};
-use hyper::header::HOST;
-use hyper::{Request, Response, StatusCode, Uri};
-use hyper_util::rt::TokioIo;
+use hyper::{StatusCode, Uri};
 use identity::{Party, Role};
-use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::net::TcpStream;
 use tokio::sync::Notify;
-use tokio::task::AbortHandle;
 use tokio::time::{Instant, timeout, timeout_at};
 
 use super::FetchOptions;
 use super::assembly::Slot;
+use super::http::{Broken, Head, Wire};
 use crate::manifest::Manifest;
 use crate::server::body::write_chunks;
 use crate::{DIGEST_HEADER, EPOCH_HEADER, LINEAGE_HEADER, MAX_WAIT, WAIT_HEADER};
@@ -30,8 +25,11 @@ use crate::{DIGEST_HEADER, EPOCH_HEADER, LINEAGE_HEADER, MAX_WAIT, WAIT_HEADER};
 /// What is kept of the text of an error answer.
 const MAX_TEXT_BYTES: usize = 1 << 10;
 
-/// Room for the head of an answer, and how much hyper reads at once.
-const READ_BUFFER_BYTES: usize = 256 << 10;
+/// What is read of a chunk, or of a text, before it is looked at: fits a core's cache, so that it is hashed from there.
+const READ_BYTES: usize = 256 << 10;
+
+/// A chunk is hashed in pieces of this size as it arrives, which must be a power of two for the hash to be fast.
+const HASH_BYTES: usize = 128 << 10;
 
 /// The slowest transfer that is not given up, beyond the stall time.
 const MIN_BYTES_PER_SECOND: u64 = 16 << 10;
@@ -147,16 +145,7 @@ impl Source {
 
 /// An open connection with nothing in flight. Dropping it closes it.
 #[derive(Debug)]
-pub(super) struct Connection {
-    sender: SendRequest<Empty<Bytes>>,
-    driver: AbortHandle,
-}
-
-impl Drop for Connection {
-    fn drop(&mut self) {
-        self.driver.abort();
-    }
-}
+pub(super) struct Connection(Wire);
 
 impl Connection {
     async fn open(source: &Source, stall: Duration) -> Result<Self> {
@@ -172,7 +161,7 @@ impl Connection {
         // Only a matter of latency.
         let _ = stream.set_nodelay(true);
         let Some(party) = &source.party else {
-            return Self::over(source, stream).await;
+            return Ok(Self(Wire::over(stream)));
         };
         let stream = timeout(stall, party.connect(stream, source.expected.as_ref()))
             .await
@@ -183,21 +172,7 @@ impl Connection {
                 )
             })?
             .map_err(|e| source.error(e.kind(), e.message()).with_source(e))?;
-        Self::over(source, stream).await
-    }
-
-    async fn over<S>(source: &Source, stream: S) -> Result<Self>
-    where
-        S: AsyncRead + AsyncWrite + Unpin + Send + 'static,
-    {
-        let (sender, driver) = http1::Builder::new()
-            .max_buf_size(READ_BUFFER_BYTES)
-            .handshake(TokioIo::new(stream))
-            .await
-            .map_err(|e| broken(source, "opening the connection", e))?;
-        // Errors of the connection are also reported by the request that is in flight.
-        let driver = tokio::spawn(async move { drop(driver.await) }).abort_handle();
-        Ok(Self { sender, driver })
+        Ok(Self(Wire::over(stream)))
     }
 
     /// The head of the answer to `GET {prefix}{path}`, within `patience`.
@@ -205,41 +180,30 @@ impl Connection {
         &mut self,
         source: &Source,
         path: &str,
-        headers: Vec<(&'static str, String)>,
+        headers: &[(&str, String)],
         patience: Duration,
-    ) -> Result<Response<Incoming>> {
-        let mut request = Request::get(format!("{}{path}", source.prefix)).header(HOST, &source.authority);
-        for (name, value) in headers {
-            request = request.header(name, value);
-        }
-        let request = request
-            .body(Empty::new())
-            .map_err(|e| source.error(ErrorKind::Protocol, format!("a request for {path}: {e}")))?;
-        let answer = async {
-            self.sender.ready().await?;
-            self.sender.send_request(request).await
-        };
-        timeout(patience, answer)
-            .await
-            .map_err(|_| {
-                source.error(
-                    ErrorKind::PeerLost,
-                    format!("no answer for {path} within {patience:?}"),
-                )
-            })?
-            .map_err(|e| broken(source, path, e))
+    ) -> Result<Head> {
+        let whole = format!("{}{path}", source.prefix);
+        let asked = self.0.get(&source.authority, &whole, headers);
+        let answer = timeout(patience, asked).await.map_err(|_| {
+            source.error(
+                ErrorKind::PeerLost,
+                format!("no answer for {path} within {patience:?}"),
+            )
+        })?;
+        answer.map_err(|e| match e {
+            Broken::Strange(text) => source.error(
+                ErrorKind::Protocol,
+                format!("{path}: the answer is not HTTP: {text}"),
+            ),
+            Broken::Lost(e) => broken(source, path, e),
+        })
     }
 }
 
-fn broken(source: &Source, what: &str, e: hyper::Error) -> Error {
-    let (kind, text) = if e.is_parse() || e.is_parse_too_large() || e.is_parse_status() {
-        (ErrorKind::Protocol, "the answer is not HTTP")
-    } else {
-        (ErrorKind::PeerLost, "the connection broke")
-    };
-    let cause = std::error::Error::source(&e).map_or(String::new(), |s| format!(" ({s})"));
+fn broken(source: &Source, what: &str, e: std::io::Error) -> Error {
     source
-        .error(kind, format!("{what}: {text}: {e}{cause}"))
+        .error(ErrorKind::PeerLost, format!("{what}: the connection broke: {e}"))
         .with_source(e)
 }
 
@@ -247,47 +211,45 @@ fn broken(source: &Source, what: &str, e: hyper::Error) -> Error {
 async fn read_body(
     source: &Source,
     path: &str,
-    mut body: Incoming,
+    (connection, head): (&mut Connection, Head),
     limit: usize,
     stall: Duration,
-) -> Result<Bytes> {
-    let too_large = |n: u64| {
-        source.error(
+) -> Result<BytesMut> {
+    if let Some(announced) = head.length.filter(|n| *n > limit as u64) {
+        return Err(source.error(
             ErrorKind::Protocol,
-            format!("{path}: an answer of {n} bytes or more, {limit} are allowed"),
-        )
-    };
-    if let Some(announced) = body.size_hint().exact().filter(|n| *n > limit as u64) {
-        return Err(too_large(announced));
+            format!("{path}: an answer of {announced} bytes, {limit} are allowed"),
+        ));
     }
     let slowest = Duration::from_secs(limit as u64 / MIN_BYTES_PER_SECOND);
     let end = Instant::now() + stall + slowest;
-    // Exact for chunks of the usual size, which then waste nothing; beyond that memory follows the data.
-    let mut all = BytesMut::with_capacity(limit.min(1 << 20));
+    // Memory follows the data.
+    let mut all = BytesMut::new();
     loop {
         let next = (Instant::now() + stall).min(end);
-        let frame = timeout_at(next, body.frame()).await.map_err(|_| {
+        let read = timeout_at(next, connection.0.read(&mut all, READ_BYTES)).await;
+        let read = read.map_err(|_| {
             source.error(
                 ErrorKind::PeerLost,
                 format!("{path}: stalled after {} bytes", all.len()),
             )
         })?;
-        let Some(frame) = frame else {
-            return Ok(all.freeze());
-        };
-        let frame = frame.map_err(|e| broken(source, &format!("{path} after {} bytes", all.len()), e))?;
-        if let Ok(data) = frame.into_data() {
-            if data.len() > limit.saturating_sub(all.len()) {
-                return Err(too_large(all.len() as u64 + data.len() as u64));
-            }
-            all.extend_from_slice(&data);
+        match read {
+            Ok(0) => return Ok(all),
+            Ok(_) => {}
+            Err(e) => return Err(broken(source, &format!("{path} after {} bytes", all.len()), e)),
         }
     }
 }
 
-async fn refusal(source: &Source, path: &str, answer: Response<Incoming>, stall: Duration) -> Error {
-    let status = answer.status();
-    let text = read_body(source, path, answer.into_body(), MAX_TEXT_BYTES, stall)
+async fn refusal(
+    source: &Source,
+    path: &str,
+    (connection, head): (&mut Connection, Head),
+    stall: Duration,
+) -> Error {
+    let status = head.status;
+    let text = read_body(source, path, (connection, head), MAX_TEXT_BYTES, stall)
         .await
         .unwrap_or_default();
     // The text goes into logs: no control characters from a peer.
@@ -295,12 +257,12 @@ async fn refusal(source: &Source, path: &str, answer: Response<Incoming>, stall:
         .chars()
         .map(|c| if c.is_control() { ' ' } else { c })
         .collect();
-    let kind = match status {
-        StatusCode::NOT_FOUND | StatusCode::CONFLICT => ErrorKind::NotFound,
-        StatusCode::SERVICE_UNAVAILABLE => ErrorKind::Unavailable,
+    let kind = match StatusCode::from_u16(status) {
+        Ok(StatusCode::NOT_FOUND | StatusCode::CONFLICT) => ErrorKind::NotFound,
+        Ok(StatusCode::SERVICE_UNAVAILABLE) => ErrorKind::Unavailable,
         _ => ErrorKind::Protocol,
     };
-    source.error(kind, format!("{path}: {} {text}", status.as_u16()))
+    source.error(kind, format!("{path}: {status} {text}"))
 }
 
 /// Asks until the state is published there: the manifest, checked, and the connection for more. `said` keeps what
@@ -351,22 +313,16 @@ async fn ask_once(
     headers.extend(wanted.lineage.clone().map(|l| (LINEAGE_HEADER, l)));
     // Hashing a large state takes the source a while the first time.
     let patience = wait + stall + Duration::from_secs(options.max_state_bytes >> 30);
-    let answer = connection.get(source, &path, headers, patience).await?;
-    if answer.status() == StatusCode::NOT_FOUND {
-        let text = refusal(source, &path, answer, stall).await;
+    let head = connection.get(source, &path, &headers, patience).await?;
+    if head.status == StatusCode::NOT_FOUND {
+        let text = refusal(source, &path, (&mut connection, head), stall).await;
         return Ok(Answer::NotYet(text.message().to_owned()));
     }
-    if answer.status() != StatusCode::OK {
-        return Err(refusal(source, &path, answer, stall).await);
+    if head.status != StatusCode::OK {
+        return Err(refusal(source, &path, (&mut connection, head), stall).await);
     }
-    let json = read_body(
-        source,
-        &path,
-        answer.into_body(),
-        options.max_manifest_bytes,
-        stall,
-    )
-    .await?;
+    let limit = options.max_manifest_bytes;
+    let json = read_body(source, &path, (&mut connection, head), limit, stall).await?;
     let manifest = Manifest::parse(&json, options.max_state_bytes).map_err(|e| {
         source
             .error(e.kind(), format!("{path}: {}", e.message()))
@@ -445,84 +401,102 @@ async fn read_chunks(
     let list = write_chunks(slots.iter().rev().map(|s| s.index));
     let path = format!("/{}/chunk/{list}", manifest.step());
     let headers = vec![(DIGEST_HEADER, manifest.digest().to_hex().to_string())];
-    let answer = match connection.get(source, &path, headers, stall).await {
-        Ok(answer) => answer,
+    let head = match connection.get(source, &path, &headers, stall).await {
+        Ok(head) => head,
         Err(e) => return (None, Err(e)),
     };
-    if answer.status() != StatusCode::OK {
-        return (None, Err(refusal(source, &path, answer, stall).await));
+    if head.status != StatusCode::OK {
+        let refused = refusal(source, &path, (&mut connection, head), stall).await;
+        return (None, Err(refused));
     }
-    let total: usize = slots.iter().map(|s| s.length).sum();
     match fill(
         source,
         &path,
-        answer.into_body(),
+        (&mut connection, head),
         manifest,
         slots,
-        total,
         stall,
         done,
     )
     .await
     {
-        Ok(()) => (Some(connection), Ok(())),
+        Ok(()) => (Some(connection).filter(|c| c.0.is_reusable()), Ok(())),
         Err(e) => (None, Err(e)),
     }
 }
 
-#[allow(clippy::too_many_arguments, reason = "one caller; the parts of one request")]
+/// Reads the body into the slots, the last one first.
 async fn fill(
     source: &Source,
     path: &str,
-    mut body: Incoming,
+    (connection, head): (&mut Connection, Head),
     manifest: &Manifest,
     slots: &mut Vec<Slot>,
-    total: usize,
     stall: Duration,
     done: impl Fn(Slot),
 ) -> Result<()> {
-    let longer = || {
-        let what = format!("{path}: an answer of more than the {total} bytes that were asked for");
+    let total = slots.iter().map(|s| s.length as u64).sum::<u64>();
+    let strange = |what: &str| {
+        let what = format!("{path}: an answer of {what} the {total} bytes that were asked for");
         source.error(ErrorKind::Protocol, what)
     };
-    if body.size_hint().exact().is_some_and(|n| n > total as u64) {
-        return Err(longer());
+    if head.length.ok_or_else(|| strange("unknown length instead of"))? > total {
+        return Err(strange("more than"));
     }
-    let end = Instant::now() + stall + Duration::from_secs(total as u64 / MIN_BYTES_PER_SECOND);
+    let end = Instant::now() + stall + Duration::from_secs(total / MIN_BYTES_PER_SECOND);
     let mut read = 0usize;
-    loop {
-        let next = (Instant::now() + stall).min(end);
-        let frame = timeout_at(next, body.frame())
-            .await
-            .map_err(|_| source.error(ErrorKind::PeerLost, format!("{path}: stalled after {read} bytes")))?;
-        let Some(frame) = frame else { break };
-        let frame = frame.map_err(|e| broken(source, &format!("{path} after {read} bytes"), e))?;
-        let Ok(mut data) = frame.into_data() else { continue };
-        read = read.saturating_add(data.len());
-        while !data.is_empty() {
-            let slot = slots.last_mut().ok_or_else(longer)?;
-            let take = data.len().min(slot.length.saturating_sub(slot.data.len()));
-            slot.data.extend_from_slice(&data.split_to(take));
-            if slot.data.len() == slot.length {
-                check(source, manifest, slot)?;
-                if let Some(slot) = slots.pop() {
-                    done(slot);
-                }
+    while let Some(slot) = slots.last_mut() {
+        let mut hashing = Hashing::default();
+        while slot.data.len() < slot.length {
+            let next = (Instant::now() + stall).min(end);
+            let limit = READ_BYTES.min(slot.length.saturating_sub(slot.data.len()));
+            let more = timeout_at(next, connection.0.read(&mut slot.data, limit)).await;
+            let more = more
+                .map_err(|_| {
+                    source.error(ErrorKind::PeerLost, format!("{path}: stalled after {read} bytes"))
+                })?
+                .map_err(|e| broken(source, &format!("{path} after {read} bytes"), e))?;
+            if more == 0 {
+                // An answer that ends in good order and is too short says that there is no more.
+                return Err(wrong(source, manifest, slot));
             }
+            read = read.saturating_add(more);
+            hashing.follow(&slot.data);
+        }
+        if manifest.chunk_hash(slot.index) != Some(hashing.finish(&slot.data)) {
+            return Err(wrong(source, manifest, slot));
+        }
+        if let Some(slot) = slots.pop() {
+            done(slot);
         }
     }
-    match slots.last() {
-        None => Ok(()),
-        // An answer that ends in good order and is too short says that there is no more.
-        Some(slot) => Err(wrong(source, manifest, slot)),
-    }
+    Ok(())
 }
 
-fn check(source: &Source, manifest: &Manifest, slot: &Slot) -> Result<()> {
-    if manifest.chunk_hash(slot.index) == Some(blake3::hash(&slot.data)) {
-        return Ok(());
+/// The hash of a chunk while it arrives: what came is in the core's cache still.
+#[derive(Default)]
+struct Hashing {
+    hasher: Hasher,
+    hashed: usize,
+}
+
+impl Hashing {
+    /// `data` is what was given before and what has come since.
+    fn follow(&mut self, data: &[u8]) {
+        self.take(data, data.len() - data.len() % HASH_BYTES);
     }
-    Err(wrong(source, manifest, slot))
+
+    fn finish(mut self, data: &[u8]) -> Hash {
+        self.take(data, data.len());
+        self.hasher.finalize()
+    }
+
+    fn take(&mut self, data: &[u8], end: usize) {
+        if let Some(new) = data.get(self.hashed..end) {
+            self.hasher.update(new);
+            self.hashed = end;
+        }
+    }
 }
 
 fn wrong(source: &Source, manifest: &Manifest, slot: &Slot) -> Error {

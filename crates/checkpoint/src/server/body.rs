@@ -1,21 +1,22 @@
 //! The bytes of an answer: a short text, or chunks of a snapshot.
 //!
-//! Chunks are copied piece by piece as the socket takes them, and the body holds no snapshot: a reader that never reads keeps
-//! one piece in memory and not a state that the table has given up long ago (L29). Its connection then breaks.
+//! Chunks go out of the snapshot's own memory, piece by piece as the socket takes them, and the body holds no snapshot: a reader that
+//! never reads keeps the one tensor of which it has a piece, until its connection is cut off for that (`pace`), and not a state that the
+//! table has given up long ago (L29). One that is slow loses the snapshot with its next piece.
 
 use std::io;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll};
 
-use bytes::{Bytes, BytesMut};
+use bytes::Bytes;
 use hyper::body::{Body, Frame, SizeHint};
 
 use super::guests::Busy;
 use crate::Snapshot;
 use tokio::sync::OwnedSemaphorePermit;
 
-/// What is copied at once: fits a core's cache, so that the kernel reads the copy from there.
+/// What is handed to the socket at once.
 const PIECE_BYTES: usize = 256 << 10;
 
 /// The most chunks that one request may ask for.
@@ -84,7 +85,6 @@ pub(super) struct Chunks {
     /// Bytes of the chunk at the end of `indices` that were sent.
     sent: usize,
     left: u64,
-    piece: BytesMut,
 }
 
 impl Chunks {
@@ -100,7 +100,6 @@ impl Chunks {
             indices,
             sent: 0,
             left,
-            piece: BytesMut::new(),
         })
     }
 
@@ -110,20 +109,17 @@ impl Chunks {
         };
         let gone = || io::Error::other("the snapshot was given up for newer ones while it was being read");
         let snapshot = self.snapshot.upgrade().ok_or_else(gone)?;
-        let chunk = snapshot.chunk(*index).ok_or_else(gone)?;
-        let rest = chunk.get(self.sent..).unwrap_or_default();
-        let piece = rest.get(..PIECE_BYTES).unwrap_or(rest);
-        // The memory of the piece before is taken again if the socket is done with it.
-        self.piece.clear();
-        self.piece.reserve(piece.len());
-        self.piece.extend_from_slice(piece);
+        let (part, chunk) = snapshot.place(*index).ok_or_else(gone)?;
+        let from = chunk.start.saturating_add(self.sent).min(chunk.end);
+        let to = from.saturating_add(PIECE_BYTES).min(chunk.end);
+        let piece = part.slice(from..to);
         self.sent = self.sent.saturating_add(piece.len());
         self.left = self.left.saturating_sub(piece.len() as u64);
-        if self.sent >= chunk.len() {
+        if to >= chunk.end {
             self.indices.pop();
             self.sent = 0;
         }
-        Ok(Some(self.piece.split().freeze()))
+        Ok(Some(piece))
     }
 }
 
