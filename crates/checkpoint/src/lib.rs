@@ -15,7 +15,6 @@ mod fetch;
 mod hashing;
 mod manifest;
 mod newest;
-mod room;
 mod seal;
 mod series;
 mod server;
@@ -29,11 +28,10 @@ pub use fetch::{
 };
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 pub use newest::{Found, Search, newest};
-pub use replica::{StateDict, StateTensor};
+pub use replica::{StateDict, StateTensor, writable};
 pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};
 pub use server::{
     DIGEST_HEADER, EPOCH_HEADER, HttpTransport, LINEAGE_HEADER, MAX_WAIT, TransportOptions, WAIT_HEADER,
 };
 pub use snapshot::{DEFAULT_CHUNK_BYTES, Snapshot};
-pub use state::{StateDict, StateTensor, writable};
 pub use writer::{Outcome, Writer};

@@ -7,11 +7,13 @@
 
 mod pending;
 mod replica;
+mod room;
 mod state_dict;
 mod states;
 mod values;
 
 pub use pending::{ManagedWork, Pending};
 pub use replica::{Healed, Members, Participation, Replica, State};
-pub use state_dict::{StateDict, StateTensor, check_name};
+pub use room::room_for;
+pub use state_dict::{StateDict, StateTensor, check_name, writable};
 pub use states::States;

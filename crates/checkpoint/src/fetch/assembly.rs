@@ -12,8 +12,8 @@ use ftcore::{Error, ErrorKind, Result};
 
 use super::own;
 use crate::manifest::Manifest;
-use crate::room::room_for;
 use crate::{Snapshot, StateDict};
+use replica::room_for;
 
 /// Room for one chunk: empty, or filled to `length`.
 #[derive(Debug)]

@@ -7,7 +7,7 @@ const HUGE_PAGE_BYTES: usize = 2 << 20;
 
 /// Empty memory for `bytes`, in huge pages if that pays: when memory is written for the first time, the system clears it page by page, which
 /// takes as long as the writing where the pages are of 4 KiB.
-pub(crate) fn room_for(bytes: usize) -> BytesMut {
+pub fn room_for(bytes: usize) -> BytesMut {
     if bytes < 2 * HUGE_PAGE_BYTES {
         return BytesMut::with_capacity(bytes);
     }
