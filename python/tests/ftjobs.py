@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -86,6 +87,11 @@ class Job:
         self.running[name].kill()
         self.running.pop(name).wait()
         return at
+
+    def dies(self, name: str) -> None:
+        """Waits until it has killed itself."""
+        assert self.running[name].wait(LIMIT) == -signal.SIGKILL, self.errors()
+        del self.running[name]
 
     def ends(self) -> dict[str, dict[str, Any]]:
         """Waits for all that run; the last that each told."""

@@ -45,7 +45,10 @@ def test_numpy_all_reduce(ranks: int) -> None:
     assert sorted(line.split(":")[0] for line in said) == [f"rank {r} of {ranks}" for r in range(ranks)]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"))
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"))
+
+
+@needs_torch
 def test_ft_transformer() -> None:
     said = subprocess.run([sys.executable, str(EXAMPLES / "ft_transformer.py")], stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
     ends = re.findall(r"^(\w): done: parameters (\w+)$", said, re.MULTILINE)
@@ -55,6 +58,16 @@ def test_ft_transformer() -> None:
     assert 2 in participants[20:] and participants[-1] == 3, said
     losses = [float(x) for x in re.findall(r"loss (\S+)", said)]
     assert losses[-1] < 3.5 < losses[0], said
+
+
+@needs_torch
+def test_ft_diloco() -> None:
+    said = subprocess.run([sys.executable, str(EXAMPLES / "ft_diloco.py")], stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    ends = re.findall(r"^(\w): done: parameters (\w+), sent (\d+) bytes$", said, re.MULTILINE)
+    assert sorted(name for name, _, _ in ends) == ["a", "b"], said
+    assert len({digest for _, digest, _ in ends}) == 1, said
+    losses = [float(x) for x in re.findall(r"loss (\S+)", said)]
+    assert sum(losses[-8:]) < sum(losses[:8]) / 2, said
 
 
 def test_examples_are_short() -> None:

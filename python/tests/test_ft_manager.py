@@ -122,7 +122,14 @@ class Replica(threading.Thread):
         name, lighthouse, options = self.make
         try:
             with ft.Manager(
-                None, self.x.copy_, lambda: self.x, replica_id=name, lighthouse_addr=lighthouse, timeout=20, quorum_timeout=30, **options
+                options.pop("group", None),
+                self.x.copy_,
+                lambda: self.x,
+                replica_id=name,
+                lighthouse_addr=lighthouse,
+                timeout=20,
+                quorum_timeout=30,
+                **options,
             ) as manager:
                 while manager.current_step() < self.steps:
                     manager.start_quorum()
@@ -155,6 +162,22 @@ def test_replicas_start_equal_average_over_contributors_and_end_equal(use_async_
     assert first[0] in (100 + 1 + 3 * 2, 300 + 3 + 3 * 2)
     assert replicas[0].seen[1:] == [(2, 1), (2, 2), (2, 3)]
     assert [r.batches for r in replicas] == [7, 7]
+
+
+def test_a_quantised_group_carries_the_reductions() -> None:
+    with oxccl.Lighthouse(min_replicas=2) as lighthouse:
+        replicas = [
+            Replica(name, lighthouse.address, value, 3, min_replica_size=2, init_sync=False, group=oxccl.QuantizedGroup("int8"))
+            for name, value in (("a", 0.25), ("b", 3.0))
+        ]
+        replicas[1].x.copy_(replicas[0].x)
+        for replica in replicas:
+            replica.start()
+        for replica in replicas:
+            replica.join(ftjobs.LIMIT)
+    assert [r.error for r in replicas] == [None, None]
+    assert replicas[0].x.tolist() == replicas[1].x.tolist()
+    assert replicas[0].x.tolist() == pytest.approx([25 + 3 * 1.625] * 3, rel=0.02)
 
 
 def test_a_state_that_is_refused_ends_the_replica_and_says_why() -> None:
