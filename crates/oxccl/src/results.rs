@@ -25,7 +25,7 @@ pub(crate) fn claim() -> Result<()> {
 }
 
 /// Writes to standard output. Errors: `Io`.
-pub(crate) fn write(text: impl AsRef<[u8]>) -> Result<()> {
+pub(crate) fn write(text: &(impl AsRef<[u8]> + ?Sized)) -> Result<()> {
     match OUT.get() {
         Some(mut out) => out.write_all(text.as_ref()).map_err(failed),
         None => Ok(()),

@@ -46,7 +46,8 @@ fn world(name: &str, ranks: u32) -> Vec<String> {
 fn replicas(name: &str) -> String {
     let logs = tempfile::tempdir().unwrap();
     let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
-        .args(["launch", "--replicas", "2", "--timeout-s", "120", "--run-dir"])
+        .args(["launch", "--quiet", "--replicas", "2"])
+        .args(["--timeout-s", "120", "--run-dir"])
         .arg(logs.path())
         .arg("--")
         .arg(example(name))

@@ -447,7 +447,7 @@ fn report(outcome: &Outcome, json: bool) -> Result<()> {
     if json {
         let text = serde_json::to_string_pretty(outcome)
             .map_err(|e| Error::invalid(format!("write the outcome as JSON: {e}")))?;
-        crate::results::write(format!("{text}\n"))?;
+        crate::results::write(&format!("{text}\n"))?;
     }
     Ok(())
 }
