@@ -75,7 +75,8 @@ impl Drop for Core {
     fn drop(&mut self) {
         if self.born != fork::count() {
             // Its connections are the parent's.
-            std::mem::forget(self.lock().take());
+            let manager = self.manager.get_mut().unwrap_or_else(PoisonError::into_inner);
+            std::mem::forget(manager.take());
         }
     }
 }
