@@ -143,6 +143,19 @@ fn a_wrong_sum_and_a_crash_cost_their_cases_and_are_named() {
     assert!(out.contains("signal: 6"), "{out}");
 }
 
+/// The suite tries what is advertised, whatever the element type: no case takes another one for granted.
+#[test]
+fn a_backend_of_another_element_type_alone_passes_too() {
+    for (element, dtype) in [("int64_t", "DTYPE_I64"), ("uint16_t", "DTYPE_U16")] {
+        let below = tempfile::tempdir().unwrap();
+        let Some(folder) = in_c(below.path()) else { return };
+        build(&folder, Some(("float", element)));
+        let library = build(&folder, Some(("DTYPE_F32", dtype)));
+        let (code, out, err) = conformance(&library, &["--ranks", "2"]);
+        assert_eq!(code, Some(0), "{out}{err}");
+    }
+}
+
 #[test]
 fn what_cannot_be_tried_is_exit_code_2_with_what_there_is() {
     let (code, _, err) = conformance(Path::new("/nowhere/libacme.so"), &[]);
