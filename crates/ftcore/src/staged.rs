@@ -116,10 +116,11 @@ impl Staged {
         };
         let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
         let label = Label::of(&op);
-        let call = Call::Run {
+        let call = Call {
             op,
             contribute: options.contribute,
             ready,
+            is_mark: false,
         };
         let submitted = match blocks {
             true => engine.submit_here(call, label, deadline),
@@ -191,7 +192,14 @@ impl ProcessGroup for Staged {
         let named = |e: Error| e.with_op("split");
         let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         // In order with what was submitted before: on another rank it may be under way already.
-        let mark = engine.submit(Call::Mark, Label::of(&Collective::Barrier), deadline);
+        let mark = Call {
+            op: Collective::Barrier,
+            contribute: false,
+            ready: None,
+            is_mark: true,
+        };
+        let label = Label::of(&mark.op);
+        let mark = engine.submit(mark, label, deadline);
         mark.map_err(|refused| refused.0)
             .and_then(|handed_over| handed_over.wait_done())
             .map_err(named)?;

@@ -24,30 +24,24 @@ const COPY_LIMIT: Duration = Duration::from_secs(60);
 const PAUSES: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(500));
 
 /// What is submitted.
-pub(super) enum Call {
-    /// An operation.
-    Run {
-        op: Collective,
-        contribute: bool,
-        /// Reached when the caller's stream has made the inputs.
-        ready: Option<Arc<dyn Event>>,
-    },
-    /// Ends once everything that was submitted before is with the inner group.
-    Mark,
+pub(super) struct Call {
+    pub(super) op: Collective,
+    pub(super) contribute: bool,
+    /// Reached when the caller's stream has made the inputs.
+    pub(super) ready: Option<Arc<dyn Event>>,
+    /// Nothing is done: it ends once everything that was submitted before is with the inner group.
+    pub(super) is_mark: bool,
 }
 
 impl Job for Call {
     fn into_op(self) -> Collective {
-        match self {
-            Self::Run { op, .. } => op,
-            Self::Mark => Collective::Barrier,
-        }
+        self.op
     }
 
     fn channel(&self, label: &Label) -> Channel {
-        match self {
-            Self::Run { .. } => label.channel(),
-            Self::Mark => Channel::Unordered,
+        match self.is_mark {
+            true => Channel::Unordered,
+            false => label.channel(),
         }
     }
 }
@@ -191,18 +185,19 @@ impl Driver for StagedDriver {
     const OVERTIME: Duration = Duration::from_secs(2);
 
     fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
-        let Call::Run {
+        let Call {
             op,
             contribute,
             ready,
-        } = call
-        else {
+            is_mark,
+        } = call;
+        if is_mark {
             return ticket.succeed(Completion {
                 tensors: Vec::new(),
                 source: None,
                 contributors: 0,
             });
-        };
+        }
         match self.start(&op, contribute, ready.as_deref(), ticket.deadline()) {
             Ok(work) => {
                 let (landed, ended) = (self.landed.clone(), work.clone());
