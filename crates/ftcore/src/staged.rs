@@ -1,27 +1,34 @@
 //! A group on host memory that serves tensors of a device, through copies in the device's stream order.
 //!
-//! [`Staged`] is itself a `ProcessGroup`. One thread copies what an operation reads to the host, after the point that the
-//! caller's stream had reached at `submit`, and hands the operation to the inner group; another copies the results back
-//! and completes the work (`staged/sides.rs`). They are two so that results never wait behind a stream that waits for something
+//! [`Staged`] is itself a `ProcessGroup` over the engine. Its driver copies what an operation reads to the host, after the point that the
+//! caller's stream had reached at `submit`, and hands the operation to the inner group; a thread copies the results back
+//! (`staged/sides.rs`): results never wait behind a stream that waits for something
 //! else. The host side is the accelerator's own kind of host memory (pinned where it has that) and is used again
 //! (`staged/pool.rs`).
 
-use std::sync::mpsc::{Receiver, channel};
-use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
+use crate::engine::{Job as _, Label, Place, Rules, spawn};
+use crate::lifecycle::{Lifecycle, part_from};
 use crate::{
-    Capabilities, Checked, Collective, Completion, Configuration, Device, Error, ErrorKind, Failed, Feature,
-    GroupInfo, ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, accelerator, deadline_in,
-    execute_by_submit, time_left, work_pair,
+    Capabilities, Checked, Collective, Completion, Configuration, Device, Error, Failed, Feature, GroupInfo,
+    ProcessGroup, Rejected, Result, SubmitOptions, Traffic, Work, accelerator, deadline_in,
 };
 
 mod pool;
 mod sides;
 
-use crate::parting::part_from;
 use pool::Pool;
-use sides::{Sides, State, Submitted};
+use sides::{Call, Engine, Landed, Sides, StagedDriver};
+
+/// The inner group ends its work at once when it is told to; the grace is for copies that are under way.
+const RULES: Rules = Rules {
+    depth: usize::MAX,
+    grace: Duration::from_secs(5),
+    gives_up: false,
+};
 
 /// A host group behind tensors of a device. See the module.
 ///
@@ -31,11 +38,15 @@ use sides::{Sides, State, Submitted};
 ///   that waits behind it. `abort`, `configure` and dropping the group end that wait at once.
 /// - After a failure the tensors come back, unless a copy may still be under way; those are leaked and counted.
 pub struct Staged {
+    /// The first field: whatever is pending ends before the inner group is let go of.
+    lifecycle: Lifecycle<Engine>,
     sides: Arc<Sides>,
     capabilities: Capabilities,
+    backend: String,
     timeout: Duration,
-    /// Ends once both threads have let go of the inner group.
-    threads: Mutex<Option<Receiver<()>>>,
+    landed: Sender<Landed>,
+    /// Ends once the inner group was let go of.
+    gone: Mutex<Option<Receiver<()>>>,
 }
 
 impl Staged {
@@ -58,131 +69,95 @@ impl Staged {
             accelerator.new_stream(device.index, true)?,
             accelerator.new_stream(device.index, true)?,
         );
+        let (holding, gone) = channel();
+        let info = inner.info();
         let sides = Arc::new(Sides {
             inner,
             accelerator,
             device: device.clone(),
             pool: Pool::default(),
-            state: Mutex::default(),
-            moved: Condvar::new(),
-            handover: Mutex::default(),
+            to_host,
+            _gone: holding,
         });
-        let (ended, incoming) = channel();
-        let (reader, writer) = (sides.clone(), sides.clone());
-        let (reading, threads) = channel();
-        let writing = reading.clone();
-        // The second first: it ends when the first one's sender goes, the first only when the group is dropped.
-        spawn("ox-stage-in", move || {
-            writer.copy_in(&incoming, &*from_host);
-            drop(writer);
-            drop(writing);
-        })?;
-        spawn("ox-stage-out", move || {
-            reader.copy_out(&ended, &*to_host);
-            drop((ended, reader));
-            drop(reading);
-        })?;
+        let (landed, incoming) = channel();
+        let writer = sides.clone();
+        spawn("ox-stage-in", move || writer.copy_in(&incoming, &*from_host))?;
         Ok(Self {
+            lifecycle: Lifecycle::new(info.name),
             sides,
             capabilities,
+            backend: info.backend,
             timeout,
-            threads: Mutex::new(Some(threads)),
+            landed,
+            gone: Mutex::new(Some(gone)),
         })
     }
 
-    /// Why nothing can be submitted.
-    fn refusal(&self) -> Option<Error> {
-        let shut = self.sides.lock().shut;
-        if shut {
-            return Some(Error::new(ErrorKind::InvalidState, "the group was shut down"));
-        }
-        if self.sides.inner.info().world_size == 0 {
-            return Some(Error::new(ErrorKind::InvalidState, "the group is not configured"));
-        }
-        let first = self.sides.error()?;
-        let text = format!("the group failed earlier: {first}");
-        Some(Error::new(ErrorKind::Poisoned, text).with_source(first))
+    /// The engine of a configuration of the inner group that is there.
+    fn start(&self, c: &Configuration) -> Result<Arc<Engine>> {
+        let driver = StagedDriver::new(self.sides.clone(), Place::of(c), self.landed.clone());
+        Engine::start("ox-stage-out", Place::of(c), RULES, driver)
     }
 
-    /// The work of `op`, which is in the queue now.
-    fn enter(&self, op: Collective, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        let refuse = |error: Error, op: Collective| {
-            let error = error.with_op(op.kind().name());
-            Err(Box::new(Rejected { error, op }))
+    /// The work of `op`. A call that `blocks` may wait for its inputs on this thread.
+    fn begin(&self, op: Checked, options: SubmitOptions, blocks: bool) -> Result<Work, Box<Rejected>> {
+        let op = op.into_inner();
+        let mut ready = None;
+        let engine = self.admit(&op).and_then(|engine| {
+            ready = options.stream.map(|s| s.record()).transpose()?;
+            Ok(engine)
+        });
+        let engine = match engine {
+            Ok(engine) => engine,
+            Err(error) => {
+                let error = error.with_op(op.kind().name());
+                return Err(Box::new(Rejected { error, op }));
+            }
         };
+        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
+        let label = Label::of(&op);
+        let call = Call {
+            op,
+            contribute: options.contribute,
+            ready,
+            is_mark: false,
+        };
+        let submitted = match blocks {
+            true => engine.submit_here(call, label, deadline),
+            false => engine.submit(call, label, deadline),
+        };
+        submitted.map_err(|refused| {
+            let (error, call) = *refused;
+            let op = call.into_op();
+            Box::new(Rejected { error, op })
+        })
+    }
+
+    /// The engine that takes `op`, or why there is none.
+    fn admit(&self, op: &Collective) -> Result<Arc<Engine>> {
         if let Some(tensor) = op.tensors().iter().find(|t| *t.device() != self.sides.device) {
             let text = format!(
                 "a tensor is on {}; this group works on {}",
                 tensor.device(),
                 self.sides.device
             );
-            return refuse(Error::invalid(text), op);
+            return Err(Error::invalid(text));
         }
-        if let Some(error) = self.refusal() {
-            return refuse(error, op);
+        let engine = self.lifecycle.engine()?;
+        // Nobody told the engine if nothing was pending.
+        if let Some(error) = engine.driver().inner().error() {
+            engine.fail(error);
         }
-        let ready = match options.stream.map(|s| s.record()).transpose() {
-            Ok(ready) => ready,
-            Err(error) => return refuse(error, op),
-        };
-        let deadline = options.deadline.unwrap_or_else(|| deadline_in(self.timeout));
-        let sides = Arc::downgrade(&self.sides);
-        let (work, completer) = work_pair(op.kind(), deadline, move |reason| {
-            if let Some(sides) = sides.upgrade() {
-                sides.abort(reason);
-            }
-        });
-        self.sides.enter(Submitted {
-            op,
-            contribute: options.contribute,
-            ready,
-            deadline,
-            generation: 0,
-            completer,
-        });
-        Ok(work)
+        Ok(engine)
     }
-
-    /// Waits until `done`, the group has failed (its error), or the deadline passes (`Timeout` with `late`).
-    fn wait(&self, deadline: Instant, late: &str, done: impl Fn(&State) -> bool) -> Result<()> {
-        loop {
-            // The inner group's own failures are announced to nobody here.
-            if let Some(error) = self.sides.error() {
-                return Err(error);
-            }
-            let state = self.sides.lock();
-            if done(&state) {
-                return Ok(());
-            }
-            let left = time_left(deadline);
-            if left.is_zero() {
-                return Err(Error::timeout(late));
-            }
-            drop(self.sides.rest(state, left.min(LOOK)));
-        }
-    }
-}
-
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<()> {
-    std::thread::Builder::new()
-        .name(name.to_string())
-        .spawn(body)
-        .map(drop)
-        .map_err(|e| Error::io(format!("cannot start the thread {name}"), e))
 }
 
 /// The key of the note about `Work::wait_on`.
 const WAIT_ON: &str = "wait_on";
-/// How often a call that waits looks whether the inner group has failed.
-const LOOK: Duration = Duration::from_millis(20);
-
 #[deny(clippy::missing_trait_methods)]
 impl ProcessGroup for Staged {
     fn info(&self) -> GroupInfo {
-        GroupInfo {
-            device: self.sides.device.clone(),
-            ..self.sides.inner.info()
-        }
+        self.lifecycle.info(&self.backend, self.sides.device.clone())
     }
 
     fn capabilities(&self) -> &Capabilities {
@@ -190,24 +165,22 @@ impl ProcessGroup for Staged {
     }
 
     fn configure(&self, configuration: Configuration) -> Result<()> {
-        {
-            let _handover = self.sides.handover.lock().unwrap_or_else(PoisonError::into_inner);
-            let mut state = self.sides.lock();
-            state.generation += 1;
-            state.over = None;
-            state.shut = false;
-        }
-        // What is queued ends now, whatever its stream waits for.
-        self.sides.moved.notify_all();
-        self.sides.inner.configure(configuration)
+        self.lifecycle.configure(configuration, |c| {
+            self.sides.inner.configure(c.clone())?;
+            self.start(c)
+        })
     }
 
     fn submit(&self, op: Checked, options: SubmitOptions) -> Result<Work, Box<Rejected>> {
-        self.enter(op.into_inner(), options)
+        self.begin(op, options, false)
     }
 
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
-        execute_by_submit(self, op, options)
+        let work = self.begin(op, options, true)?;
+        work.take().map_err(|error| {
+            let tensors = work.recover();
+            Box::new(Failed { error, tensors })
+        })
     }
 
     fn split(
@@ -216,45 +189,49 @@ impl ProcessGroup for Staged {
         key: u32,
         deadline: Instant,
     ) -> Result<Option<Box<dyn ProcessGroup>>> {
+        let named = |e: Error| e.with_op("split");
+        let (engine, parent) = self.lifecycle.configured().map_err(named)?;
         // In order with what was submitted before: on another rank it may be under way already.
-        self.wait(
-            deadline,
-            "operations before the split still waited for their inputs",
-            Sides::is_handed_over,
-        )
-        .map_err(|e| e.with_op("split"))?;
+        let mark = Call {
+            op: Collective::Barrier,
+            contribute: false,
+            ready: None,
+            is_mark: true,
+        };
+        let label = Label::of(&mark.op);
+        let mark = engine.submit(mark, label, deadline);
+        mark.map_err(|refused| refused.0)
+            .and_then(|handed_over| handed_over.wait_done())
+            .map_err(named)?;
         let Some(child) = self.sides.inner.split(color, key, deadline)? else {
             return Ok(None);
         };
-        Ok(Some(Box::new(Self::new(
-            Arc::from(child),
-            &self.sides.device,
-            self.timeout,
-        )?)))
+        let info = child.info();
+        let child = Self::new(Arc::from(child), &self.sides.device, self.timeout)?;
+        let configuration = Configuration {
+            name: info.name,
+            epoch: info.epoch,
+            rank: info.rank,
+            world_size: info.world_size,
+            deadline,
+            ..parent
+        };
+        // It is connected.
+        child.lifecycle.configure(configuration, |c| child.start(c))?;
+        Ok(Some(Box::new(child)))
     }
 
     fn abort(&self, reason: &str) {
-        self.sides.abort(reason);
+        self.lifecycle.abort(reason);
     }
 
     fn error(&self) -> Option<Error> {
-        self.sides.error()
+        self.lifecycle.error().or_else(|| self.sides.inner.error())
     }
 
     fn shutdown(&self, deadline: Instant) -> Result<()> {
-        self.sides.lock().shut = true;
-        let late = "work was still pending at the deadline of shutdown";
-        let ended = self.wait(deadline, late, |state| state.pending == 0);
-        if let Err(error) = &ended
-            && error.kind() == ErrorKind::Timeout
-            && self.sides.error().is_none()
-        {
-            self.sides
-                .abort("shut down with work that did not end by the deadline");
-            let _ = self.sides.inner.shutdown(deadline);
-            return Err(error.clone().with_op("shutdown"));
-        }
-        self.sides.inner.shutdown(deadline)
+        let drained = self.lifecycle.shutdown(deadline);
+        drained.and(self.sides.inner.shutdown(deadline))
     }
 
     fn traffic(&self) -> Traffic {
@@ -264,18 +241,8 @@ impl ProcessGroup for Staged {
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        // The threads hold the inner group until every operation has ended. An idle one leaves by itself.
-        let pending = {
-            let mut state = self.sides.lock();
-            state.dropped = true;
-            state.pending > 0
-        };
-        if pending {
-            self.sides.abort("the group was dropped");
-        }
-        self.sides.moved.notify_all();
-        // One of them drops the inner group, which has its leave to send.
-        let threads = self.threads.get_mut().unwrap_or_else(PoisonError::into_inner);
-        threads.take().into_iter().for_each(part_from);
+        // A thread may be the last to let go of the inner group, which has its good-bye to say.
+        let gone = self.gone.get_mut().unwrap_or_else(PoisonError::into_inner);
+        gone.take().into_iter().for_each(part_from);
     }
 }

@@ -387,8 +387,8 @@ fn shutdown_late() -> Outcome {
             .shutdown(deadline_in(Duration::from_millis(200)))
             .err()
             .ok_or("shutdown says that all work has ended")?;
-        says(&e, ErrorKind::Timeout, &["shutdown", "pending"])?;
-        says(&failed(&work)?, ErrorKind::Aborted, &["shut down"])
+        says(&e, ErrorKind::Timeout, &["shutdown", "has not ended"])?;
+        says(&failed(&work)?, ErrorKind::Aborted, &["shut-down"])
     })
 }
 

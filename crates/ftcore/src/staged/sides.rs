@@ -1,285 +1,153 @@
-//! The two threads of a staged group and the queue before them.
+//! The two sides of a staged group: the driver, which brings operations to the host, and the thread that brings results back.
 //!
-//! Submitted operations wait in the queue until their stream has made their inputs. That wait is on the host and ends early when
+//! An operation waits inside `enqueue` until its stream has made its inputs. That wait is on the host and ends early when
 //! the group fails, is configured again or is dropped: the device may never reach that point. Nothing is enqueued on a
 //! stream of the caller's.
 
-use std::collections::VecDeque;
 use std::sync::mpsc::{Receiver, Sender};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::pool::Pool;
+use crate::engine::{self, Channel, Driver, Ended, Job, Label, Place, Stage, Ticket};
 use crate::{
-    Accelerator, Checked, Collective, Completer, Completion, DType, Device, Error, ErrorKind, Event, OpKind,
+    Accelerator, Checked, Collective, Completion, DType, Device, Error, ErrorKind, Event, OpKind,
     ProcessGroup, Result, Role, Stream, SubmitOptions, Tensor, Work, deadline_in, time_left,
 };
+
+/// One configuration of a group at work.
+pub(super) type Engine = engine::Engine<StagedDriver>;
 
 /// How long the copies of one operation's results may take.
 const COPY_LIMIT: Duration = Duration::from_secs(60);
 /// Between two looks at an event that is not reached: nobody signals it to the host. The first pause, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(500));
 
-/// An operation on its way to the host.
-pub(super) struct Submitted {
+/// What is submitted.
+pub(super) struct Call {
     pub(super) op: Collective,
     pub(super) contribute: bool,
     /// Reached when the caller's stream has made the inputs.
     pub(super) ready: Option<Arc<dyn Event>>,
-    pub(super) deadline: Instant,
-    /// Set by [`Sides::enter`].
-    pub(super) generation: u64,
-    pub(super) completer: Completer,
+    /// Nothing is done: it ends once everything that was submitted before is with the inner group.
+    pub(super) is_mark: bool,
 }
 
-/// An operation that the inner group has ended.
-pub(super) struct Ended {
-    work: Work,
-    op: Collective,
-    rank: u32,
-    generation: u64,
-    completer: Completer,
+impl Job for Call {
+    fn into_op(self) -> Collective {
+        self.op
+    }
+
+    fn channel(&self, label: &Label) -> Channel {
+        match self.is_mark {
+            true => Channel::Unordered,
+            false => label.channel(),
+        }
+    }
 }
 
-#[derive(Default)]
-pub(super) struct State {
-    queue: VecDeque<Submitted>,
-    /// An operation is between the queue and the inner group.
-    handing_over: bool,
-    /// How often the group was configured.
-    pub(super) generation: u64,
-    /// Operations that have not ended.
-    pub(super) pending: usize,
-    /// Why this configuration is over, where the inner group does not know it by itself or not as well. Nothing that is
-    /// queued goes to the inner group any more.
-    pub(super) over: Option<Error>,
-    /// Shut down: nothing more is accepted until the next configuration.
-    pub(super) shut: bool,
-    /// The handle is gone: the threads end after what is queued.
-    pub(super) dropped: bool,
-}
-
-/// What the group and its two threads share.
+/// What all configurations of a group and the thread that brings results back share.
 pub(super) struct Sides {
     pub(super) inner: Arc<dyn ProcessGroup>,
     pub(super) accelerator: Arc<dyn Accelerator>,
     pub(super) device: Device,
     pub(super) pool: Pool,
-    pub(super) state: Mutex<State>,
-    /// Notified when the state changes.
-    pub(super) moved: Condvar,
-    /// Held while an operation goes to the inner group and while the generation changes, so that one of an earlier
-    /// configuration cannot slip into a later one (INV-1).
-    pub(super) handover: Mutex<()>,
+    /// Of the copies to the host.
+    pub(super) to_host: Arc<dyn Stream>,
+    /// The last field: its other end hears that the inner group was let go of.
+    pub(super) _gone: Sender<()>,
+}
+
+/// An operation that the inner group has ended.
+pub(super) struct Landed {
+    work: Work,
+    op: Collective,
+    ticket: Ticket<StagedDriver>,
+}
+
+/// The way to the host.
+pub(super) struct StagedDriver {
+    sides: Arc<Sides>,
+    place: Place,
+    landed: Sender<Landed>,
+    /// The group has failed: no inputs are waited for.
+    stopped: Mutex<bool>,
+    moved: Condvar,
 }
 
 /// An operation that did not get to the inner group.
 struct Stopped {
     error: Error,
-    /// The other ranks wait for this one's part, and nobody has told them.
-    tell: bool,
     /// A copy may still be reading the caller's memory.
     touched: bool,
 }
 
 impl From<Error> for Stopped {
     fn from(error: Error) -> Self {
-        Self {
-            error,
-            tell: true,
-            touched: false,
-        }
+        let touched = false;
+        Self { error, touched }
     }
 }
 
-impl Sides {
-    pub(super) fn lock(&self) -> MutexGuard<'_, State> {
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    /// Waits at most `pause` for a change.
-    pub(super) fn rest<'a>(&self, state: MutexGuard<'a, State>, pause: Duration) -> MutexGuard<'a, State> {
-        self.moved
-            .wait_timeout(state, pause)
-            .unwrap_or_else(PoisonError::into_inner)
-            .0
-    }
-
-    /// Puts an operation into the queue.
-    pub(super) fn enter(&self, mut job: Submitted) {
-        let mut state = self.lock();
-        job.generation = state.generation;
-        state.pending += 1;
-        state.queue.push_back(job);
-        drop(state);
-        self.moved.notify_all();
-    }
-
-    /// Ends everything that is pending with `Aborted`.
-    pub(super) fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-        // While it is being configured, that is the inner group's affair.
-        if self.inner.info().world_size > 0 && self.inner.error().is_none() {
-            let error = Error::new(ErrorKind::Aborted, format!("aborted: {reason}"));
-            self.lock().over.get_or_insert(error);
-        }
-        self.moved.notify_all();
-    }
-
-    /// Ends the configuration `generation` with `error`, of which the other ranks hear.
-    fn end(&self, generation: u64, error: &Error) {
-        {
-            let mut state = self.lock();
-            if state.generation != generation {
-                return;
-            }
-            state.over.get_or_insert_with(|| error.clone());
-        }
-        self.moved.notify_all();
-        self.inner.abort(&error.to_string());
-    }
-
-    /// True once everything that was submitted is with the inner group.
-    pub(super) fn is_handed_over(state: &State) -> bool {
-        state.queue.is_empty() && !state.handing_over
-    }
-
-    /// The first failure of this configuration.
-    pub(super) fn error(&self) -> Option<Error> {
-        let over = self.lock().over.clone();
-        over.or_else(|| self.inner.error())
-    }
-
-    fn ended(&self) {
-        self.lock().pending -= 1;
-        self.moved.notify_all();
-    }
-
-    fn fail(&self, completer: Completer, error: Error, tensors: Vec<Tensor>) {
-        self.ended();
-        completer.fail(error, tensors);
-    }
-
-    // ---- to the host
-
-    /// The thread that reads inputs. Ends with the group.
-    pub(super) fn copy_out(&self, ended: &Sender<Ended>, stream: &dyn Stream) {
-        while let Some(job) = self.next() {
-            let rank = self.inner.info().rank;
-            let started = self.start(&job, rank, stream);
-            self.lock().handing_over = false;
-            self.moved.notify_all();
-            match started {
-                Err(stopped) => {
-                    let tensors = job.op.into_tensors();
-                    let tensors = if stopped.touched {
-                        for tensor in tensors {
-                            tensor.leak("a copy from the device did not end");
-                        }
-                        Vec::new()
-                    } else {
-                        tensors
-                    };
-                    if stopped.tell {
-                        self.end(job.generation, &stopped.error);
-                    }
-                    self.fail(job.completer, stopped.error, tensors);
-                }
-                Ok(work) => {
-                    let (ended, inner) = (ended.clone(), work.clone());
-                    work.on_complete(move |_| {
-                        let _ = ended.send(Ended {
-                            work: inner,
-                            op: job.op,
-                            rank,
-                            generation: job.generation,
-                            completer: job.completer,
-                        });
-                    });
-                }
-            }
+impl StagedDriver {
+    pub(super) fn new(sides: Arc<Sides>, place: Place, landed: Sender<Landed>) -> Self {
+        Self {
+            sides,
+            place,
+            landed,
+            stopped: Mutex::default(),
+            moved: Condvar::new(),
         }
     }
 
-    fn next(&self) -> Option<Submitted> {
-        let mut state = self.lock();
-        loop {
-            if let Some(job) = state.queue.pop_front() {
-                state.handing_over = true;
-                return Some(job);
-            }
-            if state.dropped {
-                return None;
-            }
-            state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
-        }
+    /// The inner group.
+    pub(super) fn inner(&self) -> &dyn ProcessGroup {
+        &*self.sides.inner
     }
 
-    /// Why `job` is not to run any more.
-    fn is_over(&self, job: &Submitted) -> Option<Error> {
-        let state = self.lock();
-        if state.generation != job.generation {
-            return Some(Error::new(
-                ErrorKind::Aborted,
-                "the group was configured again before the operation began",
-            ));
-        }
-        let over = state.over.clone();
-        drop(state);
-        over.or_else(|| self.inner.error())
-    }
-
-    /// Fails what waits behind the first operation longer than its deadline allows, and the group with it.
-    fn fail_overdue(&self) {
-        let late = {
-            let mut state = self.lock();
-            let at = state.queue.iter().position(|j| time_left(j.deadline).is_zero());
-            at.and_then(|at| state.queue.remove(at))
-        };
-        if let Some(job) = late {
-            let error =
-                Error::timeout("its inputs were not ready at its deadline, behind an earlier operation's")
-                    .with_op(job.op.kind().name());
-            self.end(job.generation, &error);
-            self.fail(job.completer, error, job.op.into_tensors());
-        }
+    fn stopped(&self) -> MutexGuard<'_, bool> {
+        self.stopped.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until the caller's stream has made the inputs, on the host: the stream of the copies would wait for ever if that point
     /// were never reached.
-    fn await_inputs(&self, job: &Submitted) -> Result<(), Stopped> {
+    fn await_inputs(&self, ready: &dyn Event, deadline: Instant) -> Result<()> {
         let mut pause = PAUSES.0;
-        loop {
-            if let Some(error) = self.is_over(job) {
-                return Err(Stopped {
-                    error,
-                    tell: false,
-                    touched: false,
-                });
+        while !ready.query()? {
+            if time_left(deadline).is_zero() {
+                return Err(Error::timeout(
+                    "the stream had not made the inputs at the deadline",
+                ));
             }
-            match &job.ready {
-                Some(ready) if !ready.query()? => {}
-                _ => return Ok(()),
+            let stopped = self.stopped();
+            if *stopped {
+                return Err(Error::new(ErrorKind::Aborted, "the group has failed"));
             }
-            if time_left(job.deadline).is_zero() {
-                let error = Error::timeout("the stream had not made the inputs at the deadline");
-                return Err(error.with_op(job.op.kind().name()).into());
-            }
-            self.fail_overdue();
-            let state = self.lock();
-            drop(self.rest(state, pause));
+            drop(self.moved.wait_timeout(stopped, pause));
             pause = (pause * 2).min(PAUSES.1);
         }
+        Ok(())
     }
 
-    fn start(&self, job: &Submitted, rank: u32, stream: &dyn Stream) -> Result<Work, Stopped> {
-        self.await_inputs(job)?;
+    fn start(
+        &self,
+        op: &Collective,
+        contribute: bool,
+        ready: Option<&dyn Event>,
+        deadline: Instant,
+    ) -> Result<Work, Stopped> {
+        if let Some(ready) = ready {
+            self.await_inputs(ready, deadline)?;
+        }
+        let sides = &self.sides;
         let mut touched = false;
         let mut taken: Vec<Tensor> = Vec::new();
-        let host = job.op.with_tensors(rank, &mut |tensor, role| {
-            let mut host = self.pool.take(&*self.accelerator, &self.device, tensor)?;
+        let host = op.with_tensors(self.place.rank, &mut |tensor, role| {
+            let mut host = sides.pool.take(&*sides.accelerator, &sides.device, tensor)?;
             if role.is_read()
-                && let Err(error) = self.accelerator.copy_out(tensor, host.bytes_mut(), stream)
+                && let Err(error) = sides
+                    .accelerator
+                    .copy_out(tensor, host.bytes_mut(), &*sides.to_host)
             {
                 // The device may still be writing into it (INV-8).
                 touched = true;
@@ -291,78 +159,124 @@ impl Sides {
         for tensor in taken {
             tensor.leak("a copy from the device did not end");
         }
-        let host = host.map_err(|error| Stopped {
-            error: error.with_op(job.op.kind().name()),
-            tell: true,
-            touched,
-        })?;
+        let host = host.map_err(|error| Stopped { error, touched })?;
         let options = SubmitOptions {
             stream: None,
-            deadline: Some(job.deadline),
-            contribute: job.contribute,
+            deadline: Some(deadline),
+            contribute,
         };
-        let handover = self.handover.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(error) = self.is_over(job) {
-            host.into_tensors().into_iter().for_each(|t| self.pool.put(t));
-            return Err(Stopped {
-                error,
-                tell: false,
-                touched: false,
-            });
-        }
-        let checked = Checked::new(host, &self.inner.info(), self.inner.capabilities(), &options);
-        let submitted = checked.and_then(|checked| self.inner.submit(checked, options));
-        drop(handover);
+        let inner = self.inner();
+        let checked = Checked::new(host, &inner.info(), inner.capabilities(), &options);
+        let submitted = checked.and_then(|checked| inner.submit(checked, options));
         submitted.map_err(|rejected| {
-            // A group that refuses because it has ended has told the others already, or is being configured.
-            let ended = matches!(
-                rejected.error.kind(),
-                ErrorKind::Poisoned | ErrorKind::Aborted | ErrorKind::InvalidState
-            );
+            sides.put(rejected.op.into_tensors());
+            // What was accepted before the inner group failed ends with the cause, not with a refusal because of it.
             let error = match rejected.error.kind() {
-                ErrorKind::Poisoned => self.inner.error().unwrap_or(rejected.error),
+                ErrorKind::Poisoned => inner.error().unwrap_or(rejected.error),
                 _ => rejected.error,
             };
-            rejected
-                .op
-                .into_tensors()
-                .into_iter()
-                .for_each(|t| self.pool.put(t));
-            Stopped {
-                error,
-                tell: !ended,
-                touched: false,
-            }
+            error.into()
         })
     }
+}
 
-    // ---- back to the device
+impl Driver for StagedDriver {
+    type Job = Call;
+    const OVERTIME: Duration = Duration::from_secs(2);
+
+    fn enqueue(&self, call: Call, ticket: Ticket<Self>) {
+        let Call {
+            op,
+            contribute,
+            ready,
+            is_mark,
+        } = call;
+        if is_mark {
+            return ticket.succeed(Completion {
+                tensors: Vec::new(),
+                source: None,
+                contributors: 0,
+            });
+        }
+        match self.start(&op, contribute, ready.as_deref(), ticket.deadline()) {
+            Ok(work) => {
+                let (landed, ended) = (self.landed.clone(), work.clone());
+                work.on_complete(move |_| {
+                    let work = ended;
+                    let _ = landed.send(Landed { work, op, ticket });
+                });
+            }
+            Err(stopped) => {
+                let mut tensors = op.into_tensors();
+                if stopped.touched {
+                    for tensor in tensors.drain(..) {
+                        tensor.leak("a copy from the device did not end");
+                    }
+                }
+                ticket.fail(stopped.error, tensors);
+            }
+        }
+    }
+
+    fn interrupt(&self, failure: &Error, ended: Ended<Self>) {
+        *self.stopped() = true;
+        self.moved.notify_all();
+        // What the inner group found out itself it has told the others already.
+        if self.inner().error().is_none() {
+            self.inner().abort(failure.message());
+        }
+        ended.clean();
+    }
+
+    /// The inner group goes on: it is configured again, shut down or dropped by whoever has it.
+    fn release(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn waits_for(&self, _: &Label, stage: Stage) -> String {
+        match stage {
+            Stage::Queued => "behind an earlier one whose inputs are not ready",
+            Stage::Entering => "waiting for its inputs, or for copies of them",
+            Stage::Running => "with the group on the host, or its results are being copied",
+            Stage::Finished => "done, but an earlier one is not",
+        }
+        .to_string()
+    }
+}
+
+impl Sides {
+    fn put(&self, host: Vec<Tensor>) {
+        host.into_iter().for_each(|t| self.pool.put(t));
+    }
 
     /// The thread that writes results. Ends with the group and the last pending operation.
-    pub(super) fn copy_in(&self, incoming: &Receiver<Ended>, stream: &dyn Stream) {
-        for ended in incoming {
-            match ended.work.take() {
-                Ok(completion) => self.write_back(ended, completion, stream),
+    pub(super) fn copy_in(&self, incoming: &Receiver<Landed>, stream: &dyn Stream) {
+        for Landed { work, op, ticket } in incoming {
+            match work.take() {
+                Ok(completion) => self.write_back(op, completion, ticket, stream),
                 Err(error) => {
-                    ended.work.recover().into_iter().for_each(|t| self.pool.put(t));
+                    self.put(work.recover());
                     // Whatever the inner group keeps: only copies touch the caller's memory, and those have ended.
-                    self.fail(ended.completer, error, ended.op.into_tensors());
+                    let tensors = op.into_tensors();
+                    match self.inner.error() {
+                        Some(_) => ticket.fail(error, tensors),
+                        None => ticket.refuse(error, tensors),
+                    }
                 }
             }
         }
     }
 
-    fn write_back(&self, ended: Ended, completion: Completion, stream: &dyn Stream) {
-        let Ended {
-            op,
-            rank,
-            generation,
-            completer,
-            ..
-        } = ended;
+    fn write_back(
+        &self,
+        op: Collective,
+        completion: Completion,
+        ticket: Ticket<StagedDriver>,
+        stream: &dyn Stream,
+    ) {
         let mut roles = Vec::new();
         // Only asks for the roles: nothing is made.
-        let _ = op.with_tensors(rank, &mut |_, role| {
+        let _ = op.with_tensors(ticket.engine().place().rank, &mut |_, role| {
             roles.push(role);
             Ok(Tensor::zeros(DType::U8, 0))
         });
@@ -377,9 +291,8 @@ impl Sides {
             .and_then(|()| stream.synchronize(deadline_in(COPY_LIMIT)));
         match copied {
             Ok(()) => {
-                completion.tensors.into_iter().for_each(|t| self.pool.put(t));
-                self.ended();
-                completer.succeed(Completion {
+                self.put(completion.tensors);
+                ticket.succeed(Completion {
                     tensors,
                     source: completion.source,
                     contributors: completion.contributors,
@@ -390,9 +303,7 @@ impl Sides {
                 for tensor in tensors.into_iter().chain(completion.tensors) {
                     tensor.leak("a copy to the device did not end");
                 }
-                let error = error.with_op(kind.name());
-                self.end(generation, &error);
-                self.fail(completer, error, Vec::new());
+                ticket.fail(error, Vec::new());
             }
         }
     }
