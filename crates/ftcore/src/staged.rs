@@ -241,7 +241,7 @@ impl ProcessGroup for Staged {
 
 impl Drop for Staged {
     fn drop(&mut self) {
-        // A thread may be the last to let go of the inner group, which has its good-bye to say.
+        // A thread may be the last to let go of the inner group, which has its leave to send.
         let gone = self.gone.get_mut().unwrap_or_else(PoisonError::into_inner);
         gone.take().into_iter().for_each(part_from);
     }
