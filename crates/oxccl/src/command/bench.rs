@@ -386,5 +386,5 @@ fn give_up(stop: Stop, row: Row, ranks: &mut Ranks) -> ExitCode {
 
 /// A line on standard output.
 fn show(text: std::fmt::Arguments<'_>) -> Result<()> {
-    crate::results::write(format!("{text}\n"))
+    crate::results::write(&format!("{text}\n"))
 }

@@ -121,7 +121,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             large: arguments.ranks > 4,
             ..plan(&backend, mode, rank_command(loaded.path(), &backend)?)
         };
-        crate::results::write(format!(
+        crate::results::write(&format!(
             "# oxccl conformance: backend {} for {} from plugin {} {} ({}), up to {} ranks as {}\n",
             backend.name,
             backend.device,
@@ -140,7 +140,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             ended += 1;
             progress(ended, all);
         })?;
-        crate::results::write(report(&tried, began.elapsed()))?;
+        crate::results::write(&report(&tried, began.elapsed()))?;
         good &= is_good(&tried);
     }
     Ok(ExitCode::from(u8::from(!good)))

@@ -121,7 +121,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         }
         Action::Show { dir } => {
             let summary = identity::show(&dir)?;
-            crate::results::write(format!("{summary}\n"))?;
+            crate::results::write(&format!("{summary}\n"))?;
         }
     }
     Ok(ExitCode::SUCCESS)

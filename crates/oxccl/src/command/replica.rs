@@ -71,7 +71,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         reason: whom.reason,
     };
     for id in client.operate(&whom.replica, order, deadline)? {
-        crate::results::write(format!("{id} {told}\n"))?;
+        crate::results::write(&format!("{id} {told}\n"))?;
     }
     Ok(ExitCode::SUCCESS)
 }
