@@ -14,10 +14,6 @@ use protocol::rank::blame_peer;
 
 use replica::Pending;
 
-/// For what is in hand when its epoch ends. Long enough for a rank that has to wait for a core; a group that sees a loss itself
-/// fails before.
-const GRACE: Duration = Duration::from_millis(250);
-
 /// The first try to reach the rendezvous store ends after this time, each later one after twice as long: in between this rank hears
 /// whether the member that has the store is still there.
 const FIRST_TRY: Duration = Duration::from_millis(100);
@@ -32,8 +28,8 @@ pub(crate) struct Ends {
     credentials: Option<Arc<Credentials>>,
     /// The epoch that the news is compared with.
     live: AtomicI64,
-    /// The newest epoch that was ended from elsewhere, and why; ids only grow, so that one is enough.
-    newest: Mutex<Option<(i64, String)>>,
+    /// Which epochs were ended from elsewhere, and why.
+    over: Mutex<protocol::ends::Ends>,
     /// The reductions of the present step.
     step: Mutex<Pending>,
 }
@@ -44,7 +40,7 @@ impl Ends {
             group,
             credentials,
             live: AtomicI64::new(NO_EPOCH),
-            newest: Mutex::default(),
+            over: Mutex::default(),
             step: Mutex::default(),
         })
     }
@@ -61,9 +57,8 @@ impl Ends {
 
     /// Why `epoch` is over, once it was said.
     pub(crate) fn why_over(&self, epoch: i64) -> Option<String> {
-        let newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-        let (_, why) = newest.as_ref().filter(|(newest, _)| *newest >= epoch)?;
-        Some(why.clone())
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        over.why_over(epoch).map(str::to_string)
     }
 
     /// [`why_over`](Self::why_over) as an error of what cannot begin because of it. Nor does it begin once it was given up here.
@@ -97,30 +92,32 @@ impl Ends {
         };
         let text = format!("epoch {quorum_id} was aborted: {reason}{who}");
         tracing::info!("{text}");
-        // Kept even if it is not the live epoch: the push may overtake the answer that names the epoch.
-        {
-            let mut newest = self.newest.lock().unwrap_or_else(PoisonError::into_inner);
-            // Of several reasons for one epoch the last tells most: who is gone, after who said so.
-            if newest.as_ref().is_none_or(|(epoch, _)| *epoch <= quorum_id) {
-                *newest = Some((quorum_id, text));
-            }
-        }
+        let mut over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        over.hear(quorum_id, text);
+        drop(over);
         self.settle();
     }
 
-    /// If the live epoch is over: what the group has in hand ends within [`GRACE`]. Called again with each new reduction.
+    /// If the live epoch is over: what the group has in hand ends within the time that it gets. Called again with each new reduction.
     pub(crate) fn settle(self: &Arc<Self>) {
         let epoch = self.live.load(Ordering::Acquire);
-        let Some(why) = self.why_over(epoch).filter(|_| epoch != NO_EPOCH) else {
-            return;
-        };
-        let step = self.step.lock().unwrap_or_else(PoisonError::into_inner).clone();
-        if !step.is_running() {
+        if epoch == NO_EPOCH {
             return;
         }
+        let step = self.step.lock().unwrap_or_else(PoisonError::into_inner).clone();
+        let is_in_hand = step.is_running();
+        let over = self.over.lock().unwrap_or_else(PoisonError::into_inner);
+        let (why, grace) = (
+            over.why_over(epoch).map(str::to_string),
+            over.settle(epoch, is_in_hand),
+        );
+        drop(over);
+        let (Some(why), Some(grace)) = (why, grace) else {
+            return;
+        };
         let this = self.clone();
         let watch = move || {
-            if step.drain(deadline_in(GRACE)).is_err() && this.live.load(Ordering::Acquire) == epoch {
+            if step.drain(deadline_in(grace)).is_err() && this.live.load(Ordering::Acquire) == epoch {
                 this.group.abort(&why);
             }
         };
@@ -161,6 +158,7 @@ impl Ends {
 mod tests {
     use backend_gloo::GlooGroup;
     use ftcore::{Completion, Configuration, Epoch, GroupOptions, OpKind, TcpStoreServer, work_pair};
+    use protocol::ends::GRACE;
 
     use super::*;
 
