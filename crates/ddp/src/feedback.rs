@@ -1,5 +1,6 @@
 //! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its debts
-//! ([`quant::ErrorFeedback`]), and they travel with the caller's state.
+//! ([`quant::ErrorFeedback`]), and they go to its checkpoints. A replica that heals
+//! gets none of its source's.
 
 use std::sync::Arc;
 
@@ -47,20 +48,19 @@ impl Feedback {
             .try_for_each(|(name, debts)| out.insert_f32(format!("{PREFIX}{name}"), &[debts.len()], &debts))
     }
 
-    /// Takes over the debts in `from`: this replica's `own`, or those of the source that it heals from.
+    /// Takes back this replica's own debts from `from`. A replica that heals (`own` false) owes nothing from then on: what its source owes the
+    /// source pays, and what it owed itself may be paid in the steps that it missed.
     pub(crate) fn load(&self, from: &StateDict, own: bool) -> Result<()> {
         let Some(debts) = &self.debts else {
             return Ok(());
         };
+        if !own {
+            return debts.load(Vec::new());
+        }
         let saved = from.iter().filter_map(|(key, _)| {
             let name = key.strip_prefix(PREFIX)?;
             Some(from.get_f32(key).map(|values| (name.to_string(), values)))
         });
-        let saved = saved.collect::<Result<Vec<_>>>()?;
-        if own {
-            debts.load(saved)
-        } else {
-            debts.adopt(saved)
-        }
+        debts.load(saved.collect::<Result<Vec<_>>>()?)
     }
 }
