@@ -1,5 +1,6 @@
-//! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its residuals
-//! ([`quant::ErrorFeedback`]), and they travel with the caller's state.
+//! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its debts
+//! ([`quant::ErrorFeedback`]), and they go to its checkpoints. A replica that heals
+//! gets none of its source's.
 
 use std::sync::Arc;
 
@@ -50,20 +51,19 @@ impl Feedback {
         })
     }
 
-    /// Takes over the residuals in `from`: this replica's `own`, or those of the source that it heals from.
+    /// Takes back this replica's own debts from `from`. A replica that heals (`own` false) owes nothing from then on: what its source owes the
+    /// source pays, and what it owed itself may be paid in the steps that it missed.
     pub(crate) fn load(&self, from: &StateDict, own: bool) -> Result<()> {
         let Some(residuals) = &self.residuals else {
             return Ok(());
         };
+        if !own {
+            return debts.load(Vec::new());
+        }
         let saved = from.iter().filter_map(|(key, _)| {
             let name = key.strip_prefix(PREFIX)?;
             Some(from.get_f32(key).map(|values| (name.to_string(), values)))
         });
-        let saved = saved.collect::<Result<Vec<_>>>()?;
-        if own {
-            residuals.load(saved)
-        } else {
-            residuals.adopt(saved)
-        }
+        debts.load(saved.collect::<Result<Vec<_>>>()?)
     }
 }

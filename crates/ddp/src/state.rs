@@ -1,4 +1,4 @@
-//! What a replica of data parallel is made of, and what taking it over does: the caller's state and what error feedback owes.
+//! What a replica of data parallel is made of, and what taking it over does: the caller's state and, in its own checkpoints, what error feedback owes.
 
 use ftcore::{Result, Tensor};
 use protocol::training::Steps;
@@ -7,20 +7,23 @@ use replica::StateDict;
 
 use crate::feedback::Feedback;
 
-/// Everything that travels to a healing replica or goes to disk, and what depends on it here.
+/// Everything that travels to a healing replica or, with what error feedback owes, to disk, and what depends on it here.
 pub(crate) struct Whole<'a> {
     pub(crate) state: &'a mut dyn State,
     pub(crate) feedback: &'a Feedback,
     /// What was computed on the state so far, and whether it is of a step.
     pub(crate) steps: &'a mut Steps<Vec<Tensor>>,
-    /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
+    /// True if the state is for this replica itself (its checkpoint), false if it is healed from.
     pub(crate) own: bool,
 }
 
 impl State for Whole<'_> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         self.steps.check_state()?;
-        self.feedback.save(out)?;
+        // Each replica pays its own debts: to one that heals they would be paid twice.
+        if self.own {
+            self.feedback.save(out)?;
+        }
         self.state.save(out)
     }
 

@@ -7,6 +7,7 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
+use checkpoint::writable;
 use ftcore::{Device, Error, Result, Tensor};
 
 use crate::Parameters;
@@ -71,7 +72,10 @@ impl Keeper {
         for &i in members {
             let mut copied = Ok(());
             params.read(i, &mut |values| {
-                copied = self.ferry.land(values).map(|tensor| tensors.push(tensor));
+                copied = self
+                    .ferry
+                    .land(values)
+                    .map(|tensor| tensors.push(Arc::new(tensor)));
             })?;
             copied.map_err(|e| refused(self.ferry.device(), params, e))?;
         }
@@ -94,14 +98,20 @@ fn refused(device: &Device, params: &dyn Parameters, why: Error) -> Error {
 
 /// Copies of some parameters, one tensor each ("slots"), whose number and sizes never change.
 pub(crate) struct Copies {
-    tensors: Vec<Tensor>,
+    /// Those in host memory may be shared with a state that is being read.
+    tensors: Vec<Arc<Tensor>>,
     ferry: Arc<Ferry>,
 }
 
 impl Copies {
+    /// A slot to share, if it is in host memory: what is written later goes to another place.
+    pub(crate) fn shared(&self, slot: usize) -> Option<&Arc<Tensor>> {
+        self.tensors.get(slot).filter(|t| t.device().is_cpu())
+    }
+
     /// The number of elements of each slot.
     pub(crate) fn counts(&self) -> impl ExactSizeIterator<Item = usize> {
-        self.tensors.iter().map(Tensor::count)
+        self.tensors.iter().map(|t| t.count())
     }
 
     /// Where they lie.
@@ -128,13 +138,13 @@ impl Copies {
     /// Calls `f` with the elements of a slot for writing. `f` must use no other copies.
     pub(crate) fn update(&mut self, slot: usize, f: &mut dyn FnMut(&mut [f32]) -> Result<()>) -> Result<()> {
         let tensor = self.tensors.get_mut(slot).ok_or_else(|| no_slot(slot))?;
-        self.ferry.update(tensor, f)
+        self.ferry.update(writable(tensor)?, f)
     }
 
     /// Writes the elements of a slot.
     pub(crate) fn store(&mut self, slot: usize, values: &[f32]) -> Result<()> {
         let tensor = self.tensors.get_mut(slot).ok_or_else(|| no_slot(slot))?;
-        self.ferry.store(tensor, values)
+        self.ferry.store(writable(tensor)?, values)
     }
 }
 

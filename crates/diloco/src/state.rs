@@ -20,8 +20,8 @@ pub(crate) struct Fragment {
     pub(crate) base: Option<Copies>,
 }
 
-/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round, what
-/// error feedback owes, and whatever the training loop adds.
+/// The state that travels to a healing replica: parameters, global copies, outer optimizers, position in the round, and whatever the
+/// training loop adds. In a replica's own checkpoints also what error feedback owes.
 pub(crate) struct Whole<'a, P> {
     pub(crate) params: &'a mut P,
     pub(crate) plan: &'a FragmentPlan,
@@ -31,7 +31,7 @@ pub(crate) struct Whole<'a, P> {
     pub(crate) feedback: &'a Feedback,
     /// Values per all-reduce: residuals are kept by all-reduce.
     pub(crate) bucket_elements: usize,
-    /// True if what is loaded was saved by this replica itself, false if it comes from one that it heals from.
+    /// True if the state is for this replica itself (its checkpoint), false if it is healed from.
     pub(crate) own: bool,
     pub(crate) inner: &'a mut dyn State,
 }
@@ -154,6 +154,10 @@ impl<P: Parameters> State for Whole<'_, P> {
             for (kind, copies) in copies.into_iter().filter_map(|(kind, c)| Some((kind, c?))) {
                 for (slot, &i) in self.plan.members(f).iter().enumerate() {
                     let name = format!("{kind}/{}", self.params.name(i));
+                    if let Some(tensor) = copies.shared(slot) {
+                        out.insert_shared(name, tensor)?;
+                        continue;
+                    }
                     copies.read(slot, &mut |values| {
                         out.insert_f32(name.clone(), &[values.len()], values)
                     })?;
@@ -161,7 +165,10 @@ impl<P: Parameters> State for Whole<'_, P> {
             }
             fragment.optimizer.save(&outer_prefix(f), out)?;
         }
-        self.feedback.save(out)?;
+        // Each replica pays its own debts: to one that heals they would be paid twice.
+        if self.own {
+            self.feedback.save(out)?;
+        }
         self.inner.save(out)
     }
 

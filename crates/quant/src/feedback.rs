@@ -16,8 +16,9 @@ use ftcore::{Error, ErrorKind, OpKind, Result};
 
 /// What one rank owes. Get it from [`QuantizedGroup::error_feedback`](crate::QuantizedGroup::error_feedback).
 ///
-/// Residuals are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-phase all-reduce, as many again as
-/// the part that this rank sums. Every residual is paid once, by the rank that has it: each saves and loads its own.
+/// Debts are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-shot all-reduce, as many again as
+/// the part that this rank sums. Every debt is paid once, by the rank that has it: each saves and loads its own. One
+/// whose state comes from another rank (it heals) owes nothing: it loads no debts.
 #[derive(Debug, Default)]
 pub struct ErrorFeedback {
     state: Mutex<State>,
@@ -153,15 +154,7 @@ impl ErrorFeedback {
         Ok(())
     }
 
-    /// Replaces all residuals by those of another rank whose state this one takes over as a whole (it heals from it): what that rank owes of its
-    /// contributions, which the healed one will go on with. What it owes of sums stays its own alone, because it will pay it.
-    ///
-    /// Errors: as [`load`](Self::load).
-    pub fn adopt(&self, saved: Vec<(String, Vec<f32>)>) -> Result<()> {
-        self.load(saved.into_iter().filter(|(n, _)| !n.contains(SUMMED)).collect())
-    }
-
-    /// The place of the next reduction's residuals.
+    /// The place of the next reduction's debts.
     ///
     /// Errors: `InvalidState` between steps.
     pub(crate) fn slot(&self, kind: OpKind, count: usize) -> Result<Slot> {
@@ -325,10 +318,6 @@ mod tests {
         let g = ErrorFeedback::default();
         g.load(state.clone()).unwrap();
         assert_eq!(g.state(), state);
-        // Another rank's sums are not owed twice.
-        let h = ErrorFeedback::default();
-        h.adopt(state.clone()).unwrap();
-        assert_eq!(h.state(), state[..1]);
         let bad = |name: &str, values: &[f32], text: &str| {
             let more = state.iter().cloned().chain([(name.to_string(), values.to_vec())]);
             let e = g.load(more.collect()).unwrap_err().to_string();
