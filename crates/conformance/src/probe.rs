@@ -14,10 +14,8 @@ pub(crate) const DTYPES: [DType; 4] = [DType::I64, DType::I32, DType::F32, DType
 
 /// `preferred` if it is summed, else the first of [`DTYPES`] that is.
 pub(crate) fn summed(capabilities: &Capabilities, preferred: DType) -> Option<DType> {
-    let candidates = std::iter::once(preferred).chain(DTYPES);
-    candidates
-        .into_iter()
-        .find(|dtype| capabilities.reduces(ReduceOp::Sum, *dtype))
+    let mut candidates = std::iter::once(preferred).chain(DTYPES);
+    candidates.find(|dtype| capabilities.reduces(ReduceOp::Sum, *dtype))
 }
 
 /// A type that the group moves: f32 if possible.

@@ -59,10 +59,11 @@ impl Plan {
             for _ in 0..at_once {
                 let (tell, next, pairs) = (tell.clone(), &next, &pairs);
                 scope.spawn(move || {
-                    while let Some((at, (harness, case))) = {
+                    loop {
                         let at = next.fetch_add(1, Ordering::Relaxed);
-                        pairs.get(at).map(|pair| (at, pair))
-                    } {
+                        let Some((harness, case)) = pairs.get(at) else {
+                            break;
+                        };
                         let began = Instant::now();
                         let verdict = judge(&**harness, case, self.limit);
                         let one = Tried {

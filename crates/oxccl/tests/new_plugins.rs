@@ -102,15 +102,20 @@ fn a_new_plugin_in_rust_passes_its_test_as_it_is() {
     let lock = concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock");
     std::fs::copy(lock, folder.join("Cargo.lock")).unwrap();
     let target = below.join("target");
-    let mut cargo = conformance::cargo();
-    cargo
-        .current_dir(&folder)
-        .args(["test", "--offline", "--target-dir"])
-        .arg(&target);
-    let (code, out, err) = text(&mut cargo);
-    assert_eq!(code, Some(0), "{out}{err}");
+    let cargo = |what: &str| {
+        let mut cargo = conformance::cargo();
+        cargo
+            .current_dir(&folder)
+            .args([what, "--offline", "--target-dir"])
+            .arg(&target);
+        let (code, out, err) = text(&mut cargo);
+        assert_eq!(code, Some(0), "{out}{err}");
+        out
+    };
+    let out = cargo("test");
     assert!(out.contains("processes::all_reduce::sum::world2"), "{out}");
-    // The library that was built for its test is the plugin.
+    // The same as a plugin.
+    cargo("build");
     let library = target.join("debug/libmy_ccl.so");
     let (code, out, err) = self::conformance(&library, &["--case", "all_reduce"]);
     assert_eq!(code, Some(0), "{out}{err}");

@@ -110,8 +110,8 @@ enum oxccl_op {
     OXCCL_OP_ALL_TO_ALL_INTO = 10,
     /* 1 buffer, read. peer and tag are set. Ends once the memory may be used again. */
     OXCCL_OP_SEND = 11,
-    /* 1 buffer, written, of the sender's type and count. tag is set; peer is OXCCL_NONE to receive from any
-     * rank (RECV_ANY), and the outcome's source says who sent. */
+    /* 1 buffer, written, of the sender's type and count. tag is set; peer is none to receive from any rank
+     * (RECV_ANY), and the outcome's source says who sent. */
     OXCCL_OP_RECV = 12,
     /* No buffers. Ends once all ranks have entered. */
     OXCCL_OP_BARRIER = 13,
@@ -174,7 +174,7 @@ enum oxccl_feature {
     OXCCL_FEATURE_CONTRIBUTORS = 4,
     /* A receive takes the message with its tag, in whatever order they were sent. */
     OXCCL_FEATURE_TAGS = 5,
-    /* A receive may name no sender: peer is OXCCL_NONE. */
+    /* A receive may name no sender: peer is none. */
     OXCCL_FEATURE_RECV_ANY = 6,
     /* Several ranks of a group may be threads of one process. */
     OXCCL_FEATURE_THREAD_RANKS = 7,

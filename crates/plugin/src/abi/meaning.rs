@@ -58,7 +58,7 @@ pub const OPERATIONS: [(OpKind, &str); 16] = [
     ),
     (
         OpKind::Recv,
-        "1 buffer, written, of the sender's type and count. `tag` is set; `peer` is OXCCL_NONE to receive from any rank (RECV_ANY), and the outcome's \
+        "1 buffer, written, of the sender's type and count. `tag` is set; `peer` is none to receive from any rank (RECV_ANY), and the outcome's \
          `source` says who sent.",
     ),
     (OpKind::Barrier, "No buffers. Ends once all ranks have entered."),
@@ -101,10 +101,7 @@ pub const FEATURES: [(Feature, &str); 10] = [
         Feature::Tags,
         "A receive takes the message with its tag, in whatever order they were sent.",
     ),
-    (
-        Feature::RecvAny,
-        "A receive may name no sender: `peer` is OXCCL_NONE.",
-    ),
+    (Feature::RecvAny, "A receive may name no sender: `peer` is none."),
     (
         Feature::ThreadRanks,
         "Several ranks of a group may be threads of one process.",
