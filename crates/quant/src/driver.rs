@@ -4,15 +4,16 @@
 //! operation on one rank and not on another. A quantised one is carried out inside `enqueue`, step by step; a forwarded one ends when
 //! the group below ends it.
 
+use std::cell::Cell;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::mpsc::Sender;
+use std::sync::mpsc::{Sender, channel};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::{self, Driver, Ended, Job, Place, Rules, Ticket, spawn};
 use ftcore::{
     Checked, Collective, Completion, DeviceKind, Error, ErrorKind, Fingerprint, ProcessGroup,
-    ProcessGroupExt, Result, SubmitOptions, Tensor, Work,
+    ProcessGroupExt, Result, SubmitOptions, Tensor, Work, time_left,
 };
 
 use crate::agree::{Agreement, DISPUTED, may_be_mismatch};
@@ -38,6 +39,8 @@ pub(crate) const RULES: Rules = Rules {
 pub(crate) struct Call {
     pub(crate) op: Checked,
     pub(crate) options: SubmitOptions,
+    /// Its caller waits for it.
+    pub(crate) blocks: bool,
     /// `None`: it is forwarded.
     pub(crate) quantised: Option<Quantised>,
 }
@@ -108,12 +111,22 @@ impl QuantDriver {
     }
 
     /// The outcome of the group below becomes the call's.
-    fn forward(&self, op: Checked, options: SubmitOptions, ticket: Ticket<Self>) {
+    fn forward(&self, op: Checked, options: SubmitOptions, blocks: bool, ticket: Ticket<Self>) {
         let fingerprint = op.get().fingerprint();
         let options = SubmitOptions {
             deadline: Some(ticket.deadline()),
             ..options
         };
+        if blocks {
+            // On this thread where the group below can: usually it is the caller's.
+            return match self.layer.inner.execute(op, options) {
+                Ok(completion) => ticket.succeed(completion),
+                Err(failed) => {
+                    let error = self.layer.first_cause(failed.error);
+                    self.end(error, failed.tensors, fingerprint, ticket);
+                }
+            };
+        }
         let work = match self.layer.inner.submit(op, options) {
             Ok(work) => work,
             Err(rejected) => {
@@ -183,6 +196,7 @@ impl QuantDriver {
         let below = Below {
             driver: self,
             deadline: ticket.deadline(),
+            in_flight: Cell::new(0),
         };
         let kernels = block_kernels(&device.unwrap_or(DeviceKind::Cpu));
         let done = kernels.and_then(|kernels| {
@@ -235,11 +249,12 @@ impl Driver for QuantDriver {
         let Call {
             op,
             options,
+            blocks,
             quantised,
         } = call;
         match quantised {
             Some(quantised) => self.exchange(quantised, op, options.contribute, ticket),
-            None => self.forward(op, options, ticket),
+            None => self.forward(op, options, blocks, ticket),
         }
     }
 
@@ -258,10 +273,15 @@ impl Driver for QuantDriver {
     }
 }
 
+/// How long after its deadline a step may be reported that is waited for here.
+const REPORT: Duration = Duration::from_secs(2);
+
 /// The group below, for the steps of one operation.
 pub(crate) struct Below<'a> {
     driver: &'a QuantDriver,
     deadline: Instant,
+    /// Steps that were begun and not finished.
+    in_flight: Cell<usize>,
 }
 
 impl Below<'_> {
@@ -272,11 +292,23 @@ impl Below<'_> {
         }
         let layer = &self.driver.layer;
         let begun = layer.inner.run(collective, SubmitOptions::by(self.deadline));
-        begun.map_err(|rejected| layer.first_cause(rejected.error))
+        let begun = begun.map_err(|rejected| layer.first_cause(rejected.error))?;
+        self.in_flight.set(self.in_flight.get() + 1);
+        Ok(begun)
     }
 
     /// Waits for the end of a step; its tensors.
     pub(crate) fn finish(&self, begun: &Work) -> Result<Vec<Tensor>> {
+        self.in_flight.set(self.in_flight.get().saturating_sub(1));
+        if self.in_flight.get() > 0 {
+            // A group that lets callers carry out what they wait for would leave the steps behind this one alone while this thread
+            // encodes: its own threads are to have them all.
+            let (tell, told) = channel();
+            begun.on_complete(move |_| {
+                let _ = tell.send(());
+            });
+            let _ = told.recv_timeout(time_left(self.deadline).saturating_add(REPORT));
+        }
         Ok(begun.take()?.tensors)
     }
 

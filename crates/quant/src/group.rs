@@ -239,6 +239,7 @@ impl QuantizedGroup {
         let call = Call {
             op,
             options,
+            blocks,
             quantised,
         };
         let submitted = match here {
