@@ -1,4 +1,4 @@
-//! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its debts
+//! Error feedback of a quantised group as a part of the steps and of the state: a step begins, commits or rolls back its residuals
 //! ([`quant::ErrorFeedback`]), and they go to its checkpoints. A replica that heals
 //! gets none of its source's.
 
@@ -51,19 +51,19 @@ impl Feedback {
         })
     }
 
-    /// Takes back this replica's own debts from `from`. A replica that heals (`own` false) owes nothing from then on: what its source owes the
+    /// Takes back this replica's own residuals from `from`. A replica that heals (`own` false) owes nothing from then on: what its source owes the
     /// source pays, and what it owed itself may be paid in the steps that it missed.
     pub(crate) fn load(&self, from: &StateDict, own: bool) -> Result<()> {
         let Some(residuals) = &self.residuals else {
             return Ok(());
         };
         if !own {
-            return debts.load(Vec::new());
+            return residuals.load(Vec::new());
         }
         let saved = from.iter().filter_map(|(key, _)| {
             let name = key.strip_prefix(PREFIX)?;
             Some(from.get_f32(key).map(|values| (name.to_string(), values)))
         });
-        debts.load(saved.collect::<Result<Vec<_>>>()?)
+        residuals.load(saved.collect::<Result<Vec<_>>>()?)
     }
 }

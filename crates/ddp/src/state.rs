@@ -20,7 +20,7 @@ pub(crate) struct Whole<'a> {
 impl State for Whole<'_> {
     fn save(&self, out: &mut StateDict) -> Result<()> {
         self.steps.check_state()?;
-        // Each replica pays its own debts: to one that heals they would be paid twice.
+        // Each replica pays its own residuals: to one that heals they would be paid twice.
         if self.own {
             self.feedback.save(out)?;
         }

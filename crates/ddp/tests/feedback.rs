@@ -104,7 +104,7 @@ fn a_replica_that_healed_owes_nothing_of_what_its_source_owes_and_pays_nothing_i
         if rank == 1 {
             member.heal = heal.lock().unwrap().take().map(Source::From);
             member.heal_after = 1;
-            let (seen, owed) = (adopted.clone(), debts.clone());
+            let (seen, owed) = (adopted.clone(), residuals.clone());
             member.on_healed = Some(Box::new(move || *seen.lock().unwrap() = Some(contributed(&owed))));
         }
         let mut ddp = Ddp::new(member, &[Slot::f32(2)], DdpConfig::default())
@@ -133,7 +133,11 @@ fn a_replica_that_healed_owes_nothing_of_what_its_source_owes_and_pays_nothing_i
         (adopted.lock().unwrap().clone(), after, averages)
     });
     let ((_, source, mean), (adopted, healed, seen)) = (&ends[0], &ends[1]);
-    let owes = |debts: &[(String, Vec<f32>)]| debts.iter().any(|(_, debts)| debts.iter().any(|d| *d != 0.0));
+    let owes = |residuals: &[(String, Vec<f32>)]| {
+        residuals
+            .iter()
+            .any(|(_, residuals)| residuals.iter().any(|d| *d != 0.0))
+    };
     assert!(owes(&source[0]) && owes(&healed[0]), "both owe something before");
     assert_eq!(
         adopted.as_ref(),

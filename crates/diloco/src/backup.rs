@@ -7,8 +7,8 @@ use std::fmt;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use checkpoint::writable;
 use ftcore::{Device, Error, Result, Tensor};
+use replica::writable;
 
 use crate::Parameters;
 use crate::ferry::Ferry;

@@ -165,7 +165,7 @@ impl<P: Parameters> State for Whole<'_, P> {
             }
             fragment.optimizer.save(&outer_prefix(f), out)?;
         }
-        // Each replica pays its own debts: to one that heals they would be paid twice.
+        // Each replica pays its own residuals: to one that heals they would be paid twice.
         if self.own {
             self.feedback.save(out)?;
         }

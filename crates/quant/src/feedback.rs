@@ -16,9 +16,9 @@ use ftcore::{Error, ErrorKind, OpKind, Result};
 
 /// What one rank owes. Get it from [`QuantizedGroup::error_feedback`](crate::QuantizedGroup::error_feedback).
 ///
-/// Debts are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-shot all-reduce, as many again as
-/// the part that this rank sums. Every debt is paid once, by the rank that has it: each saves and loads its own. One
-/// whose state comes from another rank (it heals) owes nothing: it loads no debts.
+/// Residuals are f32 in units of one rank's contribution: as many as the values of a reduction and, in a two-phase all-reduce, as many again as
+/// the part that this rank sums. Every residual is paid once, by the rank that has it: each saves and loads its own. One
+/// whose state comes from another rank (it heals) owes nothing: it loads no residuals.
 #[derive(Debug, Default)]
 pub struct ErrorFeedback {
     state: Mutex<State>,
@@ -154,7 +154,7 @@ impl ErrorFeedback {
         Ok(())
     }
 
-    /// The place of the next reduction's debts.
+    /// The place of the next reduction's residuals.
     ///
     /// Errors: `InvalidState` between steps.
     pub(crate) fn slot(&self, kind: OpKind, count: usize) -> Result<Slot> {
