@@ -5,8 +5,8 @@
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use plugin::ftcore::registry::BackendFactory;
-use plugin::ftcore::{
+use oxccl_plugin::ftcore::registry::BackendFactory;
+use oxccl_plugin::ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, Epoch,
     Error, ErrorKind, Feature, FeatureSet, GroupInfo, GroupOptions, OpKind, OpSet, ProcessGroup,
     ReduceOp, Rejected, Result, Store, SubmitOptions, Tensor, Traffic, Work, deadline_in, names,
