@@ -1,13 +1,16 @@
 //! An operation that is in the child: its tensors, where they go when it ends, and who hears of it.
 
-use std::time::{Duration, Instant};
-
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use ftcore::{Collective, Completer, Completion, Error, Event, OpKind, Tensor};
 
+use crate::clock;
 use crate::crossing::Shared;
 use crate::pool::Region;
+
+/// What the copy of an operation's inputs takes at most, unless work of the caller's stream stands before it.
+const COPY: Duration = Duration::from_millis(200);
 
 /// One tensor of a pending operation.
 pub(crate) enum Slot {
@@ -61,11 +64,13 @@ pub(crate) struct Pending {
 
 impl Pending {
     /// False if a copy of the inputs may still be waiting for the caller's stream: then the caller's memory and the regions are
-    /// in use, whatever becomes of the child.
+    /// in use, whatever becomes of the child. A failure may be faster than a copy that was just begun, so that one gets a moment.
     fn is_copied(&self) -> bool {
+        // From the submission on, so that however many fail together wait no longer than one of them.
+        let until = clock::later(self.submitted, COPY);
         self.copied
             .as_ref()
-            .is_none_or(|(_, event)| event.query().unwrap_or(false))
+            .is_none_or(|(_, event)| event.synchronize(until).is_ok())
     }
 
     /// True if the child works on memory that the caller would get back.
