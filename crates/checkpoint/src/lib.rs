@@ -1,6 +1,6 @@
 //! Live recovery: immutable, hashed snapshots served to healing peers.
 //!
-//! A replica's state is a [`StateDict`] of plain tensors, which nobody writes to: the values are copied into it, or shared with it
+//! A replica's state is a [`StateDict`] of plain tensors, which do not change any more: the values are copied into it, or shared with it
 //! ([`StateDict::insert_shared`]) until their owner goes on with others. A [`Snapshot`] is such a state as safetensors bytes, without a copy, so
 //! that training may go on while peers read (lesson L10). [`HttpTransport`] serves snapshots from its own thread,
 //! `ox-ckpt`, and never makes the trainer wait for a reader (L29). A replica that heals calls [`fetch`]: chunks from

@@ -1,6 +1,6 @@
 //! The immutable state of one step: what sources serve.
 //!
-//! Made of a state whose tensors nobody writes to any more (`StateTensor::data`): whatever the trainer goes on with, readers
+//! Made of a state whose tensors do not change any more (`StateTensor::data`): whatever the trainer goes on with, readers
 //! get the step that was asked for (lesson L10). The hashes are computed when the first reader asks, on the server's
 //! threads, so that a healthy replica pays for what its state copied, and for nothing if all of it is shared.
 

@@ -144,7 +144,7 @@ impl Staged {
             return Err(Error::invalid(text));
         }
         let engine = self.lifecycle.engine()?;
-        // Nobody told the engine if nothing was pending.
+        // The engine was not told if nothing was pending.
         if let Some(error) = engine.driver().inner().error() {
             engine.fail(error);
         }

@@ -169,7 +169,7 @@ impl QuantDriver {
         let started = spawn("ox-quant-calls", move || {
             let driver = engine.driver();
             let inner = &driver.layer.inner;
-            // The others first, so that nobody waits while the ranks compare notes.
+            // The others first, so that none waits while the ranks compare their calls.
             if let Err(e) = agreement.say_call(number, fingerprint) {
                 tracing::warn!(error = %e, "the other ranks cannot be told of a mismatch");
             }

@@ -209,7 +209,7 @@ impl QuantizedGroup {
         if kind.is_p2p() || world == 1 {
             return self.layer.inner.submit(op, options);
         }
-        // Nobody told the engine if nothing was pending.
+        // The engine was not told if nothing was pending.
         if let Some(error) = engine.driver().failed_below() {
             engine.fail(error);
         }

@@ -18,7 +18,7 @@ pub struct StateTensor {
     pub dtype: DType,
     /// The dimensions, outermost first; empty for a scalar.
     pub shape: Vec<usize>,
-    /// `product(shape) * dtype.size()` bytes. A clone shares them: nobody writes into them any more.
+    /// `product(shape) * dtype.size()` bytes. A clone shares them: they do not change any more.
     pub data: Bytes,
 }
 
@@ -144,7 +144,7 @@ impl StateDict {
         )
     }
 
-    /// [`Self::insert`] of a host tensor that the caller shares, without a copy. Whoever has it last frees it. The caller cannot write to it as long as a
+    /// [`Self::insert`] of a host tensor that the caller shares, without a copy. Its last owner frees it. The caller cannot write to it as long as a
     /// state shares it ([`Arc::get_mut`]); it then goes on with a copy of its own. `InvalidArgument` also for a tensor on another device.
     pub fn insert_shared(&mut self, name: impl Into<String>, tensor: &Arc<Tensor>) -> Result<()> {
         if !tensor.device().is_cpu() {

@@ -228,7 +228,7 @@ impl Driver for StagedDriver {
         ended.clean();
     }
 
-    /// The inner group goes on: it is configured again, shut down or dropped by whoever has it.
+    /// The inner group goes on: it is configured again, shut down or dropped by its owner.
     fn release(&self) -> Result<()> {
         Ok(())
     }

@@ -365,7 +365,7 @@ fn output(ranks: u32, is_json: bool) -> OutputSink {
             1 => format!("[replica {}] ", line.replica),
             _ => format!("[replica {}, rank {}] ", line.replica, line.rank),
         };
-        // One write for each line: they come from several threads. Nobody needs to read it; the log has it.
+        // One write for each line: they come from several threads. It need not be read; the log has it.
         let text = [of.as_bytes(), line.text, b"\n"].concat();
         if line.is_error || is_json {
             drop(std::io::stderr().write_all(&text));

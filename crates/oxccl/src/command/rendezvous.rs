@@ -77,14 +77,14 @@ impl Address {
 
     /// What node 0 listens on for the others. A name of this machine may mean loopback to itself alone, so it is not looked up.
     fn bind(&self, port: u16) -> String {
-        let is_loopback = self.host == "localhost"
-            || self
-                .host
-                .parse::<std::net::IpAddr>()
-                .is_ok_and(|ip| ip.is_loopback());
-        match is_loopback {
+        let ip = self.host.parse::<std::net::IpAddr>().ok();
+        let all = match ip {
+            Some(std::net::IpAddr::V6(_)) => "::",
+            _ => "0.0.0.0",
+        };
+        match self.host == "localhost" || ip.is_some_and(|ip| ip.is_loopback()) {
             true => join_address(&self.host, port),
-            false => join_address("0.0.0.0", port),
+            false => join_address(all, port),
         }
     }
 
@@ -152,7 +152,7 @@ impl Rendezvous {
         };
         member.agree(deadline)?;
         member.claim(deadline)?;
-        // From the claim on, so that nobody takes the number while this node waits for the others.
+        // From the claim on, so that no other process takes the number while this node waits for the others.
         let member = Arc::new(Mutex::new(member));
         let (end, ends) = channel();
         let (others_to, others) = channel();
@@ -236,7 +236,7 @@ impl Member {
         ))
     }
 
-    /// Takes this node's number, if nobody has it whose beat goes on.
+    /// Takes this node's number, if no process whose beat goes on has it.
     fn claim(&self, deadline: Instant) -> Result<()> {
         let node = self.node.node;
         let (who, beat, ended) = (
@@ -325,7 +325,7 @@ fn beat(member: &Mutex<Member>, ends: &Receiver<()>, others: &Sender<bool>) {
             Ok(run) => {
                 is_well = true;
                 if told.replace(run) != Some(run) {
-                    // Nobody waits for it any more: then the end comes too.
+                    // It is not waited for any more: then the end comes too.
                     let _ = others.send(run);
                 }
             }
@@ -391,6 +391,7 @@ mod tests {
             ("[::1]:4000", "[::1]:4001", "http://[::1]:4001"),
             ("localhost:4000", "localhost:4001", "http://localhost:4001"),
             ("node0:4000", "0.0.0.0:4001", "http://node0:4001"),
+            ("[fd00::7]:4000", "[::]:4001", "http://[fd00::7]:4001"),
         ] {
             let address = Address::new(given).unwrap();
             assert_eq!(address.lighthouse().0, bind);

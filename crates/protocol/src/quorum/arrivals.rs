@@ -199,7 +199,7 @@ impl LighthouseState {
         let (member, order) = self.roster.update(&id, |entry| {
             entry.stream = Some(stream);
             // A member of the last quorum is worth waiting for; one that is still loading must not hold up others, and a stranger
-            // that has been in some other quorum no more. Nor is one that has left, whose stream broke while it said good-bye.
+            // that has been in some other quorum no more. Nor is one that has left, whose stream broke while it left.
             if (entry.member && !entry.failed && !entry.left)
                 || entry.waiting.is_some()
                 || entry.seen.is_some()

@@ -62,7 +62,7 @@ class _Encoder:
             return {"pickle": self.bytes(pickle.dumps(value), path)}
         raise TypeError(
             f"{path} is of type {kind.__module__}.{kind.__qualname__}, which does not travel to other replicas: give tensors, numbers, texts, bytes, "
-            "None, and dicts, lists and tuples of them; or Manager(allow_pickle=True), with which whoever is a replica can run code here"
+            "None, and dicts, lists and tuples of them; or Manager(allow_pickle=True), with which any replica can run code in this one"
         )
 
     def tensor(self, value: Any, path: str) -> Any:
