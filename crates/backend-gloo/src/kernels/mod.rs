@@ -26,7 +26,7 @@ use numbers::{
 };
 
 /// A copy of at least this many bytes is better written past the caches ([`copy_stream`]): its
-/// first bytes would be evicted before they are read again. Measured: docs/performance.md.
+/// first bytes would be evicted before they are read again. Measured: docs/benchmarks/kernels.md.
 pub(crate) const STREAM_FROM: usize = 16 << 20;
 
 /// The loops that this machine can run.

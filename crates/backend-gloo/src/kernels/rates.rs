@@ -1,6 +1,6 @@
 //! How fast the kernels are here: `cargo test --release -p backend-gloo kernels::rates -- --ignored --nocapture`.
 //!
-//! Prints the tables of docs/performance.md; asserts nothing, because a figure of a busy machine says nothing.
+//! Prints the tables of docs/benchmarks/kernels.md; asserts nothing, because a figure of a busy machine says nothing.
 
 use std::hint::black_box;
 use std::time::Instant;
