@@ -2,7 +2,7 @@
 //!
 //! The plan is pure: it is asked what is due now, and never looks at a clock itself. [`Campaign`] carries it out through the supervisor and keeps
 //! what was done for the report. The last replica that holds the state is
-//! spared: without checkpoints nothing would be left. It begins with the first commit, and ends early enough for everybody to be back before the run is over.
+//! spared: without checkpoints nothing would be left. It begins with the first commit, and ends early enough for all replicas to be back before the run is over.
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -88,7 +88,11 @@ pub struct Disturbance {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Due {
     Disturb(What),
-    Continue { replica: u32, rank: u32, life: u32 },
+    Continue {
+        replica: u32,
+        rank: u32,
+        incarnation: u32,
+    },
 }
 
 /// When what happens; see the module.
@@ -123,11 +127,15 @@ impl Plan {
         stops.chain(new).min()
     }
 
-    /// What is due now. `running` are the processes to draw from: replica, rank and life.
+    /// What is due now. `running` are the processes to draw from: replica, rank and incarnation.
     fn due(&mut self, now: Instant, running: &[(u32, u32, u32)]) -> Option<Due> {
         if let Some(at) = self.stopped.iter().position(|(at, _)| *at <= now) {
-            let (_, (replica, rank, life)) = self.stopped.swap_remove(at);
-            return Some(Due::Continue { replica, rank, life });
+            let (_, (replica, rank, incarnation)) = self.stopped.swap_remove(at);
+            return Some(Due::Continue {
+                replica,
+                rank,
+                incarnation,
+            });
         }
         if self.is_quiet {
             return None;
@@ -147,15 +155,18 @@ impl Plan {
         let every = self.args.chaos_every_ms;
         let drawn = self.rng.below(usize::try_from(every).unwrap_or(usize::MAX)) as u64;
         self.next = now + Duration::from_millis(every / 2 + drawn);
-        let (replica, rank, life) = *running.get(self.rng.below(running.len()))?;
-        let is_stopped = self.stopped.iter().any(|(_, of)| *of == (replica, rank, life));
+        let (replica, rank, incarnation) = *running.get(self.rng.below(running.len()))?;
+        let is_stopped = self
+            .stopped
+            .iter()
+            .any(|(_, of)| *of == (replica, rank, incarnation));
         if is_stopped || self.rng.below(2) == 0 {
             return Some(Due::Disturb(What::Kill { replica, rank }));
         }
         let longest = usize::try_from(self.args.chaos_stop_ms).unwrap_or(usize::MAX);
         let ms = 1 + self.rng.below(longest) as u64;
         self.stopped
-            .push((now + Duration::from_millis(ms), (replica, rank, life)));
+            .push((now + Duration::from_millis(ms), (replica, rank, incarnation)));
         Some(Due::Disturb(What::Stop { replica, rank, ms }))
     }
 }
@@ -168,7 +179,7 @@ pub struct Campaign {
     /// The run's steps.
     steps: i64,
     plan: Option<(Plan, Instant, u64)>,
-    /// The replicas that committed a step in this life, and so hold the state.
+    /// The replicas that committed a step in this incarnation, and so hold the state.
     holders: BTreeMap<u32, u32>,
     done: Vec<Disturbance>,
 }
@@ -202,7 +213,7 @@ impl Campaign {
         if !commit.committed || commit.step == 0 {
             return;
         }
-        self.holders.insert(event.replica, event.life);
+        self.holders.insert(event.replica, event.incarnation);
         let (plan, begun, first) = self
             .plan
             .get_or_insert_with(|| (Plan::new(&self.args, self.seed, now), now, commit.step));
@@ -231,9 +242,13 @@ impl Campaign {
                 self.holders.remove(&replica);
             }
             let done = match due {
-                Due::Continue { replica, rank, life } => {
+                Due::Continue {
+                    replica,
+                    rank,
+                    incarnation,
+                } => {
                     // It may have been ended meanwhile.
-                    drop(supervisor.signal(replica, rank, Some(life), ProcessSignal::Continue));
+                    drop(supervisor.signal(replica, rank, Some(incarnation), ProcessSignal::Continue));
                     continue;
                 }
                 Due::Disturb(what) => (what, disturb(supervisor, what)),
@@ -252,9 +267,9 @@ impl Campaign {
     }
 }
 
-/// The ranks of `running` but for which another replica, too, holds the state in its present life.
+/// The ranks of `running` but for which another replica, too, holds the state in its present incarnation.
 fn spare_last(running: &[(u32, u32, u32)], holders: &BTreeMap<u32, u32>) -> Vec<(u32, u32, u32)> {
-    let holds = |(replica, _, life): &(u32, u32, u32)| holders.get(replica) == Some(life);
+    let holds = |(replica, _, incarnation): &(u32, u32, u32)| holders.get(replica) == Some(incarnation);
     let has_other = |of: u32| running.iter().any(|r| r.0 != of && holds(r));
     running.iter().copied().filter(|r| has_other(r.0)).collect()
 }

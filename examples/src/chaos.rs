@@ -2,7 +2,7 @@
 //! step on cannot reduce at all.
 //!
 //! The wrapper lets the first bucket of that step through and then holds the second (or the only one) while peers wait for it. The
-//! program's driver sees `ReduceBegin` and kills the process there and then. If nobody does, it goes on after a while.
+//! program's driver sees `ReduceBegin` and kills the process there and then. If it is not killed, it goes on after a while.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
@@ -16,13 +16,13 @@ use oxccl::launch::{EventKind, EventSender};
 
 use crate::drive::Kill;
 
-/// The step in which this life is to hold; set by the driver for the victim's first life.
+/// The step in which this incarnation is to hold; set by the driver for the victim's first incarnation.
 pub const ENV_HOLD: &str = "OXCCL_CHAOS_HOLD_STEP";
 
 /// From which step on the all-reduces of a replica's rank are refused as not offered, as REPLICA[/RANK]@STEP; for tests of what ends a run.
 pub const ENV_REFUSE: &str = "OXCCL_CHAOS_REFUSE";
 
-/// How long it holds if nobody kills it.
+/// How long it holds if it is not killed.
 const PATIENCE: Duration = Duration::from_secs(20);
 
 /// See the module.

@@ -86,7 +86,7 @@ pub struct RunArgs {
     /// Kill this rank inside the reduction of this step, as REPLICA@STEP or REPLICA/RANK@STEP; default: the last one, in the middle.
     #[arg(long, conflicts_with = "no_kill")]
     pub kill: Option<Kill>,
-    /// Kill nobody.
+    /// Kill no replica.
     #[arg(long)]
     pub no_kill: bool,
     /// Write the report as JSON to this file, or to standard output for '-'.
@@ -303,7 +303,7 @@ fn planned_kill(args: &RunArgs, run: &Run) -> anyhow::Result<Option<Kill>> {
             args.ranks_per_replica - 1
         );
     }
-    // A replica that dies in the last step could come back when everybody has left.
+    // A replica that dies in the last step could come back when all others have left.
     if kill.step >= run.steps {
         bail!(
             "--kill names step {}; choose one from 1 to {}",
@@ -357,7 +357,7 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
         let mut command = Command::new(&program);
         command.arg("replica").args(&replica_args).envs(verdicts.clone());
         if let Some(k) =
-            kill.filter(|k| (k.replica, k.rank) == (launch.replica, launch.rank) && launch.life == 0)
+            kill.filter(|k| (k.replica, k.rank) == (launch.replica, launch.rank) && launch.incarnation == 0)
         {
             command.env(ENV_HOLD, k.step.to_string());
         }
@@ -389,7 +389,7 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
         if let (Some(kill), SupervisorEvent::Replica(e)) = (kill, &event) {
             let inside =
                 matches!(e.kind, EventKind::ReduceBegin { step, .. } if i64::try_from(step) == Ok(kill.step));
-            if inside && (e.replica, e.rank, e.life) == (kill.replica, kill.rank, 0) {
+            if inside && (e.replica, e.rank, e.incarnation) == (kill.replica, kill.rank, 0) {
                 // It may have died by itself in this very moment; the report will say so.
                 if let Err(error) = supervisor.signal(kill.replica, kill.rank, Some(0), ProcessSignal::Kill) {
                     tracing::warn!(%error, "the planned kill came too late");

@@ -27,7 +27,7 @@ use oxccl::plot::{CURVES, GRID, INK, SOFT_INK};
 pub struct Series {
     /// Its name in the legend.
     pub label: String,
-    /// Unbroken stretches (one per life) of (seconds since the start, loss), in order of time.
+    /// Unbroken stretches (one per incarnation) of (seconds since the start, loss), in order of time.
     pub parts: Vec<Vec<(f64, f64)>>,
 }
 
@@ -38,7 +38,7 @@ pub enum MarkKind {
     Death,
     /// A process was started again.
     Restart,
-    /// A replica is back: it healed, or it committed for the first time in its new life.
+    /// A replica is back: it healed, or it committed for the first time in its new incarnation.
     Recovery,
 }
 
@@ -106,16 +106,16 @@ impl Picture {
                 curves
                     .entry(e.replica)
                     .or_default()
-                    .entry(e.life)
+                    .entry(e.incarnation)
                     .or_default()
                     .push((seconds(e.t_us), loss));
             }
         }
         let series = curves
             .into_iter()
-            .map(|(replica, lives)| Series {
+            .map(|(replica, incarnations)| Series {
                 label: format!("replica {replica}"),
-                parts: lives.into_values().collect(),
+                parts: incarnations.into_values().collect(),
             })
             .collect();
         let mut marks = Vec::new();
@@ -145,7 +145,7 @@ impl Picture {
         let mut stalls: Vec<(f64, f64)> = report
             .deaths
             .iter()
-            // The part of the gap in which somebody was missing; before it the survivors computed.
+            // The part of the gap in which a replica was missing; before it the survivors computed.
             .filter_map(|d| {
                 d.stall
                     .as_ref()

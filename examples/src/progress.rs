@@ -21,7 +21,7 @@ struct View {
     tokens_per_s: f64,
     quorum: u32,
     bytes: u64,
-    /// Bytes of earlier lives.
+    /// Bytes of earlier incarnations.
     bytes_before: u64,
     last_line_us: Option<u64>,
 }
@@ -134,15 +134,15 @@ impl Progress {
             SupervisorEvent::Spawned {
                 replica,
                 rank,
-                life,
+                incarnation,
                 pid,
                 t_us,
             } => {
                 let view = self.views.entry(*replica).or_default();
                 view.bytes_before += std::mem::take(&mut view.bytes);
                 view.state = "starting".into();
-                let again = if *life > 0 {
-                    format!(" again (life {life})")
+                let again = if *incarnation > 0 {
+                    format!(" again (incarnation {incarnation})")
                 } else {
                     String::new()
                 };
@@ -377,7 +377,7 @@ mod tests {
     fn replica(replica: u32, t_us: u64, kind: EventKind) -> SupervisorEvent {
         SupervisorEvent::Replica(ReplicaEvent {
             replica,
-            life: 0,
+            incarnation: 0,
             rank: 0,
             t_us,
             kind,
@@ -412,7 +412,7 @@ mod tests {
             SupervisorEvent::Spawned {
                 replica: 1,
                 rank: 0,
-                life: 0,
+                incarnation: 0,
                 pid: 10,
                 t_us: 0,
             },
@@ -428,7 +428,7 @@ mod tests {
             SupervisorEvent::Exited {
                 replica: 1,
                 rank: 0,
-                life: 0,
+                incarnation: 0,
                 status: None,
                 signal: Some(9),
                 tail: "noise".into(),
@@ -447,7 +447,7 @@ mod tests {
             SupervisorEvent::Spawned {
                 replica: 1,
                 rank: 0,
-                life: 1,
+                incarnation: 1,
                 pid: 11,
                 t_us: 2_500_000,
             },
@@ -473,7 +473,7 @@ mod tests {
             "replica 1: quorum of 2 replicas (epoch 1)",
             "    2.0 s  replica 1 ended: SIGKILL; restarting in 0.5 s",
             "replica 0: quorum of 1 replica (epoch 2)",
-            "replica 1 started again (life 1), process 11",
+            "replica 1 started again (incarnation 1), process 11",
             "healing",
             "replica 1 healed to step 3: 4.0 MB in 80 ms",
         ];

@@ -1,6 +1,6 @@
 //! The ranks of one replica: they share each batch, hold the same parameters, and go through quorums in step.
 //!
-//! Gradients of the ranks' parts are averaged over a group inside the replica ([`Ranks::average`]), which is configured once per life.
+//! Gradients of the ranks' parts are averaged over a group inside the replica ([`Ranks::average`]), which is configured once per incarnation.
 //! Between replicas every rank reduces everything with the ranks of its own number ([`InStep`]): all ranks of a replica send the same values
 //! to the same peers in the same order, so that they end with the same bits and need no exchange after a commit. Shards would send
 //! M times fewer bytes between replicas, but a rank that has committed its shard would still need the others' to have a state; and DiLoCo sends
@@ -37,7 +37,7 @@ struct Inside {
 }
 
 impl Ranks {
-    /// Connects the ranks of this life of the replica over the backend. Blocks until all are there, or half a minute.
+    /// Connects the ranks of this incarnation of the replica over the backend. Blocks until all are there, or half a minute.
     pub fn meet(env: &ReplicaEnv, backend: Option<&str>, device: &Device) -> Result<Arc<Self>> {
         let inside = match &env.store {
             Some(address) if env.ranks > 1 => Some(Inside::connect(env, address, backend, device)?),
@@ -77,7 +77,7 @@ impl Ranks {
 
     /// Replaces the gradients of this rank's part of the batch and its loss by the means over all ranks: the same bits on all of them.
     ///
-    /// Errors: those of the group, which end this replica's life.
+    /// Errors: those of the group, which end this replica's incarnation.
     pub fn average(&self, gradients: &mut [Vec<f32>], loss: &mut f32) -> Result<()> {
         let Some(inside) = &self.inside else {
             return Ok(());
@@ -116,7 +116,7 @@ impl Inside {
             store: store.clone(),
             prefix: "inside/".into(),
             name: format!("replica{}", env.replica),
-            epoch: Epoch(u64::from(env.life) + 1),
+            epoch: Epoch(u64::from(env.incarnation) + 1),
             rank: env.rank,
             world_size: env.ranks,
             deadline,
@@ -140,7 +140,7 @@ impl Inside {
             Err(rejected) => Err(rejected.error),
         };
         done.map_err(|e| {
-            // Whose fault it is does not matter here: the replica goes on as a whole, in its next life.
+            // Whose fault it is does not matter here: the replica goes on as a whole, in its next incarnation.
             let text = format!("the ranks of this replica cannot go on together: {}", e.message());
             Error::new(ErrorKind::PeerLost, text).with_source(e)
         })
@@ -355,7 +355,7 @@ mod tests {
                 lighthouse: "http://127.0.0.1:9".into(),
                 replica: 0,
                 replicas: 1,
-                life: 0,
+                incarnation: 0,
                 rank,
                 ranks: 2,
                 store: Some(store.local_addr().to_string()),

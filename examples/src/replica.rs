@@ -22,7 +22,7 @@ const REPORT: Duration = Duration::from_secs(60);
 
 /// A replica's place, its events and its clock.
 pub struct Place {
-    /// Index, number of replicas, life, rank, lighthouse.
+    /// Index, number of replicas, incarnation, rank, lighthouse.
     pub env: ReplicaEnv,
     /// The ranks of this replica.
     pub ranks: Arc<Ranks>,
@@ -140,7 +140,7 @@ impl Place {
 
     /// Reports a committed step; without `hash` if the parameters that it ended with are no longer here.
     ///
-    /// Errors: `InvalidState` if this is a restarted life that began from nothing, alone, or one with damaged checkpoints only:
+    /// Errors: `InvalidState` if this is a restarted incarnation that began from nothing, alone, or one with damaged checkpoints only:
     /// training on would silently be another run.
     #[expect(
         clippy::too_many_arguments,
@@ -157,12 +157,12 @@ impl Place {
         hash: Option<String>,
         traffic: Traffic,
     ) -> Result<()> {
-        if self.env.life > 0 && step == 0 && members < 2 && self.env.replicas > 1 {
+        if self.env.incarnation > 0 && step == 0 && members < 2 && self.env.replicas > 1 {
             return Err(Error::new(
                 ErrorKind::InvalidState,
                 format!(
-                    "life {} of replica {} found nobody to heal from: the run is over, or its state is lost. Start a new run",
-                    self.env.life, self.env.replica
+                    "incarnation {} of replica {} found no replica to heal from: the run is over, or its state is lost. Start a new run",
+                    self.env.incarnation, self.env.replica
                 ),
             ));
         }

@@ -34,13 +34,13 @@ pub struct RunFacts {
     pub stall_limit_ms: Option<f64>,
 }
 
-/// A pause of a replica that was alive: the gap between two successive commits of one life, less its inner compute.
+/// A pause of a replica that was alive: the gap between two successive commits of one incarnation, less its inner compute.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct Stall {
     /// The replica that waited.
     pub replica: u32,
-    /// Its life.
-    pub life: u32,
+    /// Its incarnation.
+    pub incarnation: u32,
     /// The commit before, in microseconds of the real-time clock.
     pub from_us: u64,
     /// The commit after.
@@ -64,15 +64,15 @@ pub struct Death {
     pub replica: u32,
     /// The rank that ended first.
     pub rank: u32,
-    /// The life that ended.
-    pub life: u32,
+    /// The incarnation that ended.
+    pub incarnation: u32,
     /// How, in words: `SIGKILL`, `exit code 1`.
     pub exit: String,
     /// When it ended, in microseconds of the real-time clock.
     pub t_us: u64,
-    /// When the next life was started.
+    /// When the next incarnation was started.
     pub restarted_us: Option<u64>,
-    /// When that life had its first successful commit.
+    /// When that incarnation had its first successful commit.
     pub first_commit_us: Option<u64>,
     /// Time from the restart to that commit, in milliseconds.
     pub restart_to_commit_ms: Option<f64>,
@@ -86,7 +86,7 @@ pub struct Death {
     pub stall: Option<Stall>,
 }
 
-/// One rank of a replica over all its lives.
+/// One rank of a replica over all its incarnations.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
 pub struct ReplicaFigures {
     /// The replica's index.
@@ -94,14 +94,14 @@ pub struct ReplicaFigures {
     /// The rank inside the replica.
     pub rank: u32,
     /// Processes that it had.
-    pub lives: u32,
+    pub incarnations: u32,
     /// Inner steps computed.
     pub inner_steps: u64,
     /// Successful commits.
     pub commits: u64,
     /// Attempts that did not commit and were repeated.
     pub failed_commits: u64,
-    /// The last step, as the last life reported it at its end.
+    /// The last step, as the last incarnation reported it at its end.
     pub last_step: Option<u64>,
     /// Training loss at the end.
     pub train_loss: Option<f64>,
@@ -162,7 +162,7 @@ pub struct Report {
     pub heldout_accuracy: Option<f64>,
     /// Hash of the global parameters, if all replicas have the same.
     pub hash: Option<String>,
-    /// The longest pause of any replica between two commits of one life.
+    /// The longest pause of any replica between two commits of one incarnation.
     pub longest_stall: Option<Stall>,
     /// What was allowed, in milliseconds.
     pub stall_limit_ms: Option<f64>,
@@ -177,9 +177,9 @@ pub struct Report {
     pub figures: Vec<ReplicaFigures>,
 }
 
-/// What one life of one replica reported.
+/// What one incarnation of one replica reported.
 #[derive(Debug, Default)]
-struct Life {
+struct Incarnation {
     spawned_us: Option<u64>,
     exited: Option<(u64, ExitSummary)>,
     /// The first and the last inner step that it computed.
@@ -191,9 +191,9 @@ struct Life {
     end: Option<Final>,
 }
 
-impl Life {
+impl Incarnation {
     /// The gaps between successful commits.
-    fn stalls(&self, replica: u32, life: u32) -> Vec<Stall> {
+    fn stalls(&self, replica: u32, incarnation: u32) -> Vec<Stall> {
         let mut stalls = Vec::new();
         let mut before: Option<u64> = None;
         let mut inner_ms = 0.0;
@@ -207,7 +207,7 @@ impl Life {
                 let gap_ms = t_us.saturating_sub(from_us) as f64 / 1e3;
                 stalls.push(Stall {
                     replica,
-                    life,
+                    incarnation,
                     from_us,
                     to_us: *t_us,
                     gap_ms,
@@ -246,11 +246,11 @@ impl Life {
     }
 }
 
-/// By replica and rank, then by life.
-type Lives = BTreeMap<(u32, u32), BTreeMap<u32, Life>>;
+/// By replica and rank, then by incarnation.
+type Incarnations = BTreeMap<(u32, u32), BTreeMap<u32, Incarnation>>;
 
-fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u64)>) {
-    let mut lives = Lives::new();
+fn gather(events: &[SupervisorEvent]) -> (Incarnations, Option<Outcome>, Option<(u64, u64)>) {
+    let mut incarnations = Incarnations::new();
     let mut outcome = None;
     let mut span: Option<(u64, u64)> = None;
     for event in events {
@@ -270,21 +270,21 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
             SupervisorEvent::Spawned {
                 replica,
                 rank,
-                life,
+                incarnation,
                 t_us,
                 ..
             } => {
-                lives
+                incarnations
                     .entry((*replica, *rank))
                     .or_default()
-                    .entry(*life)
+                    .entry(*incarnation)
                     .or_default()
                     .spawned_us = Some(*t_us);
             }
             SupervisorEvent::Exited {
                 replica,
                 rank,
-                life,
+                incarnation,
                 status,
                 signal,
                 t_us,
@@ -294,20 +294,20 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
                     status: *status,
                     signal: *signal,
                 };
-                lives
+                incarnations
                     .entry((*replica, *rank))
                     .or_default()
-                    .entry(*life)
+                    .entry(*incarnation)
                     .or_default()
                     .exited = Some((*t_us, exit));
             }
             SupervisorEvent::Finished(end) => outcome = Some(end.clone()),
             SupervisorEvent::LighthouseUp { .. } | SupervisorEvent::LighthouseExited { .. } => {}
             SupervisorEvent::Replica(e) => {
-                let life = lives
+                let incarnation = incarnations
                     .entry((e.replica, e.rank))
                     .or_default()
-                    .entry(e.life)
+                    .entry(e.incarnation)
                     .or_default();
                 match &e.kind {
                     EventKind::Step {
@@ -315,16 +315,16 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
                         tokens_per_s,
                         ..
                     } => {
-                        let (first, _) = life.steps.unwrap_or((*inner_step, *inner_step));
-                        life.steps = Some((first, *inner_step));
+                        let (first, _) = incarnation.steps.unwrap_or((*inner_step, *inner_step));
+                        incarnation.steps = Some((first, *inner_step));
                         if tokens_per_s.is_finite() {
-                            life.rate_sum += tokens_per_s;
-                            life.rates += 1;
+                            incarnation.rate_sum += tokens_per_s;
+                            incarnation.rates += 1;
                         }
                     }
-                    EventKind::Commit(commit) => life.commits.push((e.t_us, commit.clone())),
-                    EventKind::Healed { step, bytes, ms } => life.healed = Some((*step, *bytes, *ms)),
-                    EventKind::Final(end) => life.end = Some(end.clone()),
+                    EventKind::Commit(commit) => incarnation.commits.push((e.t_us, commit.clone())),
+                    EventKind::Healed { step, bytes, ms } => incarnation.healed = Some((*step, *bytes, *ms)),
+                    EventKind::Final(end) => incarnation.end = Some(end.clone()),
                     EventKind::Started { .. }
                     | EventKind::State { .. }
                     | EventKind::Quorum { .. }
@@ -334,20 +334,20 @@ fn gather(events: &[SupervisorEvent]) -> (Lives, Option<Outcome>, Option<(u64, u
             }
         }
     }
-    (lives, outcome, span)
+    (incarnations, outcome, span)
 }
 
 impl Report {
     /// The report of a finished run from all its events. Needs no order between replicas, only within each.
     pub fn new(facts: &RunFacts, events: &[SupervisorEvent]) -> Self {
-        let (lives, outcome, span) = gather(events);
+        let (incarnations, outcome, span) = gather(events);
         let (started_us, ended_us) = span.unwrap_or_default();
-        let mut stalls: Vec<Stall> = lives
+        let mut stalls: Vec<Stall> = incarnations
             .iter()
             .filter(|((_, rank), _)| *rank == 0)
-            .flat_map(|((r, _), all)| all.iter().flat_map(|(l, life)| life.stalls(*r, *l)))
+            .flat_map(|((r, _), all)| all.iter().flat_map(|(l, incarnation)| incarnation.stalls(*r, *l)))
             .collect();
-        let deaths = deaths(&lives, &mut stalls);
+        let deaths = deaths(&incarnations, &mut stalls);
         let mut problems = Vec::new();
         match &outcome {
             None => problems.push("the run was not watched to its end".into()),
@@ -359,19 +359,19 @@ impl Report {
             }
             Some(_) => {}
         }
-        if lives.is_empty() {
+        if incarnations.is_empty() {
             problems.push("no replica was started".into());
         }
         for death in &deaths {
             if death.first_commit_us.is_none() {
                 problems.push(format!(
-                    "replica {} (life {}) ended with {} and never committed again",
-                    death.replica, death.life, death.exit
+                    "replica {} (incarnation {}) ended with {} and never committed again",
+                    death.replica, death.incarnation, death.exit
                 ));
             }
         }
-        unequal_commits(&lives, &mut problems);
-        let hash = common_end(&lives, &mut problems);
+        unequal_commits(&incarnations, &mut problems);
+        let hash = common_end(&incarnations, &mut problems);
         let longest_stall = stalls
             .iter()
             .max_by(|a, b| a.stall_ms.total_cmp(&b.stall_ms))
@@ -390,8 +390,11 @@ impl Report {
                 }
             }
         }
-        let figures: Vec<ReplicaFigures> = lives.iter().map(|(r, all)| figures(*r, all, &stalls)).collect();
-        let last = lives
+        let figures: Vec<ReplicaFigures> = incarnations
+            .iter()
+            .map(|(r, all)| figures(*r, all, &stalls))
+            .collect();
+        let last = incarnations
             .values()
             .filter_map(|all| all.values().next_back()?.end.as_ref())
             .next();
@@ -423,14 +426,14 @@ impl Report {
     }
 }
 
-/// The lives that ended before their replica was done, each with the longest stall of another replica around it.
-fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
+/// The incarnations that ended before their replica was done, each with the longest stall of another replica around it.
+fn deaths(incarnations: &Incarnations, stalls: &mut [Stall]) -> Vec<Death> {
     let mut deaths = Vec::new();
     // The ranks of a replica end together: the one that ended first tells how.
     let mut first: BTreeMap<(u32, u32), (u64, u32, ExitSummary)> = BTreeMap::new();
-    for ((replica, rank), all) in lives {
-        for (index, life) in all {
-            let Some((t_us, exit)) = life.exited.filter(|(_, exit)| !exit.success()) else {
+    for ((replica, rank), all) in incarnations {
+        for (index, incarnation) in all {
+            let Some((t_us, exit)) = incarnation.exited.filter(|(_, exit)| !exit.success()) else {
                 continue;
             };
             let end = first.entry((*replica, *index)).or_insert((t_us, *rank, exit));
@@ -440,7 +443,7 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
         }
     }
     for ((replica, index), (t_us, rank, exit)) in first {
-        let Some(all) = lives.get(&(replica, rank)) else {
+        let Some(all) = incarnations.get(&(replica, rank)) else {
             continue;
         };
         let mut stall: Option<&Stall> = None;
@@ -450,16 +453,18 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
                 stall = stall.filter(|longest| longest.stall_ms >= s.stall_ms).or(Some(s));
             }
         }
-        // A life that dies before it commits (a second kill while healing) passes the wait on to the next.
-        let next = all.range(index + 1..).map(|(_, life)| life);
-        let restarted_us = next.clone().next().and_then(|life| life.spawned_us);
-        let back = next.clone().find(|life| life.first_commit_us().is_some());
-        let first_commit_us = back.and_then(Life::first_commit_us);
-        let healed = back.and_then(|life| life.healed);
+        // An incarnation that dies before it commits (a second kill while healing) passes the wait on to the next.
+        let next = all.range(index + 1..).map(|(_, incarnation)| incarnation);
+        let restarted_us = next.clone().next().and_then(|incarnation| incarnation.spawned_us);
+        let back = next
+            .clone()
+            .find(|incarnation| incarnation.first_commit_us().is_some());
+        let first_commit_us = back.and_then(Incarnation::first_commit_us);
+        let healed = back.and_then(|incarnation| incarnation.healed);
         deaths.push(Death {
             replica,
             rank,
-            life: index,
+            incarnation: index,
             exit: exit.to_string(),
             t_us,
             restarted_us,
@@ -480,12 +485,12 @@ fn deaths(lives: &Lives, stalls: &mut [Stall]) -> Vec<Death> {
 /// Any two replicas that committed a step in an epoch must have had the same parameters then (INV-6). In another epoch it may be
 /// another history: that of replicas that were all lost and went on from an earlier checkpoint, or of one that alone had
 /// finished the step when it died. What stays unequal shows in the next step that is committed together.
-fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
+fn unequal_commits(incarnations: &Incarnations, problems: &mut Vec<String>) {
     let mut first: BTreeMap<(u64, u64), (&str, u32, u32)> = BTreeMap::new();
     let mut unequal = 0;
-    for ((replica, _), all) in lives {
-        for (index, life) in all {
-            for (_, commit) in life.commits.iter().filter(|(_, c)| c.committed) {
+    for ((replica, _), all) in incarnations {
+        for (index, incarnation) in all {
+            for (_, commit) in incarnation.commits.iter().filter(|(_, c)| c.committed) {
                 let Some(hash) = commit.hash.as_deref() else {
                     continue;
                 };
@@ -496,7 +501,7 @@ fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
                     unequal += 1;
                     if unequal == 1 {
                         problems.push(format!(
-                            "parameters differ after step {}: replica {r} (life {l}) has {}, replica {replica} (life \
+                            "parameters differ after step {}: replica {r} (incarnation {l}) has {}, replica {replica} (incarnation \
                              {index}) has {}",
                             commit.step,
                             short(other),
@@ -513,15 +518,19 @@ fn unequal_commits(lives: &Lives, problems: &mut Vec<String>) {
 }
 
 /// The hash that all replicas ended with; what keeps there from being one is a problem.
-fn common_end(lives: &Lives, problems: &mut Vec<String>) -> Option<String> {
+fn common_end(incarnations: &Incarnations, problems: &mut Vec<String>) -> Option<String> {
     let mut ends: Vec<(String, &Final)> = Vec::new();
-    let has_ranks = lives.keys().any(|(_, rank)| *rank > 0);
-    for ((replica, rank), all) in lives {
+    let has_ranks = incarnations.keys().any(|(_, rank)| *rank > 0);
+    for ((replica, rank), all) in incarnations {
         let replica = match has_ranks {
             true => format!("{replica}/{rank}"),
             false => replica.to_string(),
         };
-        match all.values().next_back().and_then(|life| life.end.as_ref()) {
+        match all
+            .values()
+            .next_back()
+            .and_then(|incarnation| incarnation.end.as_ref())
+        {
             // It left before the others ended.
             Some(end) if end.state == ReplicaState::Drained => {}
             Some(end) => ends.push((replica, end)),
@@ -537,11 +546,14 @@ fn common_end(lives: &Lives, problems: &mut Vec<String>) -> Option<String> {
         }
     }
     let (first, rest) = ends.split_first()?;
-    let drained = |all: &BTreeMap<u32, Life>| {
-        let end = all.values().next_back().and_then(|life| life.end.as_ref());
+    let drained = |all: &BTreeMap<u32, Incarnation>| {
+        let end = all
+            .values()
+            .next_back()
+            .and_then(|incarnation| incarnation.end.as_ref());
         end.is_some_and(|end| end.state == ReplicaState::Drained)
     };
-    let mut equal = ends.len() == lives.values().filter(|all| !drained(all)).count();
+    let mut equal = ends.len() == incarnations.values().filter(|all| !drained(all)).count();
     for (replica, end) in rest {
         if end.step != first.1.step {
             equal = false;
@@ -567,12 +579,19 @@ fn short(hash: &str) -> String {
     hash.chars().take(16).collect()
 }
 
-fn figures((replica, rank): (u32, u32), all: &BTreeMap<u32, Life>, stalls: &[Stall]) -> ReplicaFigures {
-    let end = all.values().next_back().and_then(|life| life.end.as_ref());
+fn figures(
+    (replica, rank): (u32, u32),
+    all: &BTreeMap<u32, Incarnation>,
+    stalls: &[Stall],
+) -> ReplicaFigures {
+    let end = all
+        .values()
+        .next_back()
+        .and_then(|incarnation| incarnation.end.as_ref());
     let mut f = ReplicaFigures {
         replica,
         rank,
-        lives: u32::try_from(all.len()).unwrap_or(u32::MAX),
+        incarnations: u32::try_from(all.len()).unwrap_or(u32::MAX),
         last_step: end.map(|end| end.step),
         train_loss: end.map(|end| end.train_loss),
         heldout_loss: end.map(|end| end.heldout_loss),
@@ -585,14 +604,14 @@ fn figures((replica, rank): (u32, u32), all: &BTreeMap<u32, Life>, stalls: &[Sta
         ..ReplicaFigures::default()
     };
     let (mut rate_sum, mut rates) = (0.0, 0);
-    for life in all.values() {
-        f.inner_steps += life.inner_steps();
-        let (sent, received) = life.bytes();
+    for incarnation in all.values() {
+        f.inner_steps += incarnation.inner_steps();
+        let (sent, received) = incarnation.bytes();
         f.bytes_sent += sent;
         f.bytes_recv += received;
-        rate_sum += life.rate_sum;
-        rates += life.rates;
-        for (_, commit) in &life.commits {
+        rate_sum += incarnation.rate_sum;
+        rates += incarnation.rates;
+        for (_, commit) in &incarnation.commits {
             if commit.committed {
                 f.commits += 1
             } else {

@@ -73,7 +73,7 @@ const RECENT: &str = "program/recent";
 const BATCHES: &str = "program/batches_committed";
 /// How long the end of a run waits for a checkpoint that is being written.
 const FLUSH: Duration = Duration::from_secs(20);
-/// How long a new life waits for the one before to let go of its folder.
+/// How long a new incarnation waits for the one before to let go of its folder.
 const LET_GO: Duration = Duration::from_secs(10);
 
 /// `Ok` if the state that `what` names was saved by a run with the same options.
@@ -141,7 +141,11 @@ impl Checkpoints {
             _ => None,
         };
         // A replica that comes back into a running job heals in any case, and the others' files change under its eyes.
-        let others = if env.life == 0 { 0..env.replicas } else { 0..0 };
+        let others = if env.incarnation == 0 {
+            0..env.replicas
+        } else {
+            0..0
+        };
         let Search { found, damaged } = newest(root, env.replica, others)?;
         for error in &damaged {
             let instead = match &found {
@@ -241,7 +245,7 @@ impl Checkpoints {
     /// Refuses to begin anew over checkpoints of which none is whole: `InvalidState` if `step` is the first.
     pub fn check_start(&self, step: i64) -> Result<()> {
         if self.must_heal && step == 0 {
-            let text = "none of the checkpoints here is whole, and there was nobody to take the state from: move them away to begin anew";
+            let text = "none of the checkpoints here is whole, and there was no replica to take the state from: move them away to begin anew";
             return Err(Error::new(ErrorKind::InvalidState, text));
         }
         Ok(())

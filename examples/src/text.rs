@@ -2,7 +2,7 @@
 //!
 //! A file (plain or gzip) or the Jargon File that is built in gives bytes; the last 5 % are held out, the rest is cut
 //! into one contiguous shard per replica. A batch is a pure function of (seed, replica, inner step): a replica that replays a
-//! step, also in a later life, trains on the same bytes.
+//! step, also in a later incarnation, trains on the same bytes.
 
 use std::io::Read;
 use std::ops::Range;

@@ -18,7 +18,7 @@ use serde_json::Value;
 
 const DDP: &str = env!("CARGO_BIN_EXE_train_ddp");
 const DILOCO: &str = env!("CARGO_BIN_EXE_train_diloco");
-/// The reason is told to everybody.
+/// The reason is told to all replicas.
 const WHY: &str = "the host is repaired";
 
 fn soon() -> Instant {
@@ -104,11 +104,11 @@ fn a_drained_replica_ends_well_is_not_started_again_and_the_others_finish_the_ru
     assert_eq!(report["ok"], true, "{report:#}");
     let replicas = report["figures"].as_array().unwrap();
     let last = |i: usize| replicas[i]["last_step"].as_i64().unwrap();
-    assert_eq!(replicas[1]["lives"], 1, "{report:#}");
+    assert_eq!(replicas[1]["incarnations"], 1, "{report:#}");
     assert!(last(1) > 20 && last(1) < last(0), "{report:#}");
 }
 
-/// As long as nobody ends it.
+/// As long as it is not ended.
 fn replica(program: &str, arguments: &[&str], lighthouse: &LighthouseServer, index: u32) -> Child {
     Command::new(program)
         .arg("replica")

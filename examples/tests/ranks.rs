@@ -44,28 +44,33 @@ fn run(program: &str, args: &[&str]) -> Value {
     report(out.path())
 }
 
-/// Of each rank: replica, rank, lives, hash.
+/// Of each rank: replica, rank, incarnations, hash.
 fn figures(report: &Value) -> Vec<(u64, u64, u64, String)> {
     let figures = report["figures"].as_array().unwrap().iter();
     let number = |f: &Value, name: &str| f[name].as_u64().unwrap();
     figures
         .map(|f| {
             let hash = f["hash"].as_str().unwrap().to_owned();
-            (number(f, "replica"), number(f, "rank"), number(f, "lives"), hash)
+            (
+                number(f, "replica"),
+                number(f, "rank"),
+                number(f, "incarnations"),
+                hash,
+            )
         })
         .collect()
 }
 
-/// Every rank ended with the same parameters; those of replica 1 in its second life, if it was killed.
-fn all_ranks_are_equal(report: &Value, lives_of_one: u64) {
+/// Every rank ended with the same parameters; those of replica 1 in its second incarnation, if it was killed.
+fn all_ranks_are_equal(report: &Value, incarnations_of_one: u64) {
     assert_eq!(report["ok"], true, "{report:#}");
     let hash = report["hash"].as_str().unwrap().to_owned();
-    let of = |replica, rank, lives| (replica, rank, lives, hash.clone());
+    let of = |replica, rank, incarnations| (replica, rank, incarnations, hash.clone());
     let expected = [
         of(0, 0, 1),
         of(0, 1, 1),
-        of(1, 0, lives_of_one),
-        of(1, 1, lives_of_one),
+        of(1, 0, incarnations_of_one),
+        of(1, 1, incarnations_of_one),
     ];
     assert_eq!(figures(report), expected, "{report:#}");
 }
@@ -170,7 +175,7 @@ fn signal(name: &str, process: &str) {
 }
 
 #[test]
-fn a_rank_that_is_stopped_takes_its_replica_out_for_a_while_and_costs_no_life() {
+fn a_rank_that_is_stopped_takes_its_replica_out_for_a_while_and_costs_no_incarnation() {
     let out = tempfile::tempdir().unwrap();
     let times = "--timeout-ms 3000 --progress-timeout-ms 4000 --heartbeat-timeout-ms 4000";
     let args = [SMALL, TWO_BY_TWO, "--rounds 1000 --no-kill", times];

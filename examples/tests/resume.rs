@@ -211,7 +211,7 @@ fn replicas_that_all_die_under_a_living_lighthouse_go_on_from_their_checkpoints(
     // Not the same bits as without the deaths: the replica that is back first goes on at once. But equal, and from the checkpoint.
     assert!(report["hash"].is_string(), "{report:#}");
     for figures in report["figures"].as_array().unwrap() {
-        assert_eq!(figures["lives"], 2, "{report:#}");
+        assert_eq!(figures["incarnations"], 2, "{report:#}");
         assert!(figures["commits"].as_u64().unwrap() < 241 + 60, "{report:#}");
     }
 }
@@ -297,7 +297,7 @@ fn without_room_for_checkpoints_training_goes_on_and_says_so_each_time() {
         .args(command.get_args())
         .env("OXCCL_GLOO_TRANSPORT", "tcp");
     let (said, report) = job.end(limited.output().unwrap());
-    assert_eq!(report["figures"][0]["lives"], 1, "{report:#}");
+    assert_eq!(report["figures"][0]["incarnations"], 1, "{report:#}");
     let failures: Vec<&str> = said
         .lines()
         .filter(|l| l.contains("replica 0: a checkpoint could not be written; training goes on"))

@@ -42,11 +42,11 @@ class Job:
         self.body = HEAD + body
         self.folder = folder
         self.running: dict[str, subprocess.Popen[bytes]] = {}
-        self.lives = 0
+        self.incarnations = 0
         self.logs: dict[str, Path] = {}
 
     def start(self, name: str, *arguments: Any, **environment: str) -> None:
-        """Starts a life of replica `name`."""
+        """Starts an incarnation of replica `name`."""
         self._start(name, self.body, *arguments, **environment)
 
     def start_also(self, name: str, body: str, *arguments: Any) -> None:
@@ -54,15 +54,15 @@ class Job:
         self._start(name, HEAD + body, *arguments)
 
     def _start(self, name: str, body: str, *arguments: Any, **environment: str) -> None:
-        self.lives += 1
-        log = self.folder / f"{name}.{self.lives}"
+        self.incarnations += 1
+        log = self.folder / f"{name}.{self.incarnations}"
         with open(log, "wb") as out, open(f"{log}.err", "wb") as err:
             command = [sys.executable, "-X", "faulthandler", "-c", body, name, self.lighthouse, *map(str, arguments)]
             self.running[name] = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **environment})
         self.logs[name] = log
 
     def said(self, name: str) -> list[dict[str, Any]]:
-        """What the present life of `name` told so far."""
+        """What the present incarnation of `name` told so far."""
         lines = self.logs[name].read_text().split("\n")[:-1]
         return [json.loads(line) for line in lines]
 

@@ -80,21 +80,21 @@ impl Said {
     }
 }
 
-/// One life of a worker process; killed when dropped.
+/// One incarnation of a worker process; killed when dropped.
 pub struct Worker {
     child: Child,
     /// Which replica it is.
     pub replica: usize,
-    /// Which life of that replica.
-    pub life: usize,
+    /// Which incarnation of that replica.
+    pub incarnation: usize,
 }
 
 impl Worker {
-    /// Starts `program` (the worker binary) with `args`; everything it says goes to `says` as (replica, life, what).
+    /// Starts `program` (the worker binary) with `args`; everything it says goes to `says` as (replica, incarnation, what).
     pub fn start(
         program: &str,
         replica: usize,
-        life: usize,
+        incarnation: usize,
         args: &[String],
         says: Sender<(usize, usize, Said)>,
     ) -> Self {
@@ -107,17 +107,21 @@ impl Worker {
             .expect("the worker starts");
         let stdout = child.stdout.take().expect("stdout is piped");
         std::thread::Builder::new()
-            .name(format!("ox-test-{replica}.{life}"))
+            .name(format!("ox-test-{replica}.{incarnation}"))
             .spawn(move || {
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                     if let Some(said) = Said::parse(&line) {
-                        let _ = says.send((replica, life, said));
+                        let _ = says.send((replica, incarnation, said));
                     }
                 }
-                let _ = says.send((replica, life, Said::Ended));
+                let _ = says.send((replica, incarnation, Said::Ended));
             })
             .expect("a thread starts");
-        Self { child, replica, life }
+        Self {
+            child,
+            replica,
+            incarnation,
+        }
     }
 
     /// Its process id.

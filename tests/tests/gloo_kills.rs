@@ -6,7 +6,7 @@
 //! Short by default, 250 faults for each transport in the ignored tests (`cargo xtask test --long`). Each prints how long it
 //! took from the fault to each survivor's error, and the survivors' `configure`. The goals are 100 ms and 50 ms. In the median
 //! half of that is asserted; at worst ten times the goal, since a rank that makes its next megabytes while five processes
-//! and a compiler want the same two cores hears of nothing. That nobody is blamed but the rank at fault has no margin.
+//! and a compiler want the same two cores hears of nothing. That only the rank at fault is blamed has no margin.
 
 #![allow(
     clippy::unwrap_used,
@@ -26,7 +26,7 @@ use ftcore::TcpStoreServer;
 use oxccl_tests::monotonic_ns;
 use rustix::process::{Pid, Signal, kill_process};
 
-const LIFE: &str = env!("CARGO_BIN_EXE_gloo_life");
+const INCARNATION: &str = env!("CARGO_BIN_EXE_gloo_worker");
 const MOST: usize = 5;
 /// A hang shows as this.
 const SILENCE: Duration = Duration::from_secs(25);
@@ -52,29 +52,29 @@ impl Dice {
     }
 }
 
-/// What a life says: its id, and the words of a line.
+/// What an incarnation says: its id, and the words of a line.
 type Said = (usize, Vec<String>);
 
 /// A rank's process. Killed when dropped.
-struct Life {
+struct Incarnation {
     id: usize,
     child: Child,
     orders: ChildStdin,
 }
 
-impl Life {
+impl Incarnation {
     fn start(id: usize, store: &str, transport: &str, seed: u64, says: &Sender<Said>) -> Self {
-        let mut child = Command::new(LIFE)
+        let mut child = Command::new(INCARNATION)
             .args([store, &seed.to_string()])
             .env("OXCCL_GLOO_TRANSPORT", transport)
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
-            .expect("a life starts");
+            .expect("an incarnation starts");
         let (orders, stdout) = (child.stdin.take().unwrap(), child.stdout.take().unwrap());
         let says = says.clone();
         std::thread::Builder::new()
-            .name(format!("ox-life-{id}"))
+            .name(format!("ox-incarnation-{id}"))
             .spawn(move || {
                 for line in BufReader::new(stdout).lines().map_while(Result::ok) {
                     let words = line.split_whitespace().map(str::to_string).collect();
@@ -90,7 +90,7 @@ impl Life {
     }
 }
 
-impl Drop for Life {
+impl Drop for Incarnation {
     fn drop(&mut self) {
         let _ = self.child.kill();
         let _ = self.child.wait();
@@ -119,7 +119,7 @@ struct Campaign {
     patience: Duration,
     hears: Receiver<Said>,
     says: Sender<Said>,
-    lives: Vec<Life>,
+    incarnations: Vec<Incarnation>,
     started: usize,
     epoch: u64,
     /// What was said since the last `join`.
@@ -137,7 +137,7 @@ impl Campaign {
             patience,
             hears,
             says,
-            lives: Vec::new(),
+            incarnations: Vec::new(),
             started: 0,
             epoch: 0,
             heard: Vec::new(),
@@ -145,17 +145,17 @@ impl Campaign {
         }
     }
 
-    /// Starts new lives until there are `world`.
+    /// Starts new incarnations until there are `world`.
     fn fill(&mut self, world: usize) {
         let store = format!("127.0.0.1:{}", self.store.port());
-        while self.lives.len() < world {
-            let life = Life::start(self.started, &store, self.transport, self.seed, &self.says);
-            self.lives.push(life);
+        while self.incarnations.len() < world {
+            let incarnation = Incarnation::start(self.started, &store, self.transport, self.seed, &self.says);
+            self.incarnations.push(incarnation);
             self.started += 1;
         }
     }
 
-    /// Waits until every life in `from` has said `word` about this epoch; returns their lines.
+    /// Waits until every incarnation in `from` has said `word` about this epoch; returns their lines.
     fn wait(&mut self, word: &str, from: &[usize], context: &str) -> BTreeMap<usize, Vec<String>> {
         let epoch = self.epoch.to_string();
         let deadline = Instant::now() + SILENCE;
@@ -163,13 +163,13 @@ impl Campaign {
             let mut lines = BTreeMap::new();
             for (id, words) in &self.heard {
                 let wrong = words[0] == "wrong" && !self.garbled;
-                assert!(!wrong, "{context}: life {id}: {}", words.join(" "));
+                assert!(!wrong, "{context}: incarnation {id}: {}", words.join(" "));
                 if words.get(1) != Some(&epoch) || !from.contains(id) {
                     continue;
                 }
-                // Nobody may fail while all are alive.
+                // No rank may fail while all are alive.
                 let failed = words[0] == "failed" && !["failed", "clean"].contains(&word);
-                assert!(!failed, "{context}: life {id}: {}", words.join(" "));
+                assert!(!failed, "{context}: incarnation {id}: {}", words.join(" "));
                 if words[0] == word {
                     lines.insert(*id, words.clone());
                 }
@@ -182,25 +182,25 @@ impl Campaign {
                 Ok(said) => self.heard.push(said),
                 Err(_) => {
                     let missing: Vec<_> = from.iter().filter(|id| !lines.contains_key(*id)).collect();
-                    panic!("{context}: lives {missing:?} of {from:?} do not say '{word}'");
+                    panic!("{context}: incarnations {missing:?} of {from:?} do not say '{word}'");
                 }
             }
         }
     }
 
-    /// Puts all lives into a new epoch. Returns how long each needed to connect.
+    /// Puts all incarnations into a new epoch. Returns how long each needed to connect.
     fn join(&mut self, context: &str) -> Vec<Duration> {
         self.epoch += 1;
         self.heard.clear();
         self.garbled = false;
-        let (epoch, world) = (self.epoch, self.lives.len());
-        for (rank, life) in self.lives.iter_mut().enumerate() {
-            life.order(&format!(
+        let (epoch, world) = (self.epoch, self.incarnations.len());
+        for (rank, incarnation) in self.incarnations.iter_mut().enumerate() {
+            incarnation.order(&format!(
                 "join {epoch} {rank} {world} {}",
                 self.patience.as_millis()
             ));
         }
-        let ids: Vec<usize> = self.lives.iter().map(|l| l.id).collect();
+        let ids: Vec<usize> = self.incarnations.iter().map(|l| l.id).collect();
         let joined = self.wait("joined", &ids, context);
         self.wait("right", &ids, context);
         let times = joined
@@ -225,7 +225,7 @@ fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
     let mut connected = false;
     for fault in 0..faults {
         let context = format!("{name}, seed {seed}, fault {fault}");
-        if c.lives.len() < 2 {
+        if c.incarnations.len() < 2 {
             // The last survivor and new ones; what they need to start does not count.
             c.fill(3 + dice.below(MOST as u64 - 2) as usize);
             connected = false;
@@ -234,7 +234,7 @@ fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
             c.join(&context);
         }
         std::thread::sleep(Duration::from_micros(dice.below(15_000)));
-        let rank = dice.below(c.lives.len() as u64) as usize;
+        let rank = dice.below(c.incarnations.len() as u64) as usize;
         let what = match dice.below(6) {
             0 => "abort",
             1 => "garble",
@@ -242,19 +242,19 @@ fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
         };
         let (at, victim);
         if what == "kill" {
-            let mut life = c.lives.remove(rank);
+            let mut incarnation = c.incarnations.remove(rank);
             at = monotonic_ns();
-            life.child.kill().unwrap();
-            victim = Some(life);
+            incarnation.child.kill().unwrap();
+            victim = Some(incarnation);
         } else {
             at = monotonic_ns();
-            c.lives[rank].order(what);
+            c.incarnations[rank].order(what);
             victim = None;
         }
         // Noise may fall into the payload of a sum under way, which nothing can tell from data.
         c.garbled = what == "garble";
-        let ids: Vec<usize> = c.lives.iter().map(|l| l.id).collect();
-        let at_fault = victim.is_none().then(|| c.lives[rank].id);
+        let ids: Vec<usize> = c.incarnations.iter().map(|l| l.id).collect();
+        let at_fault = victim.is_none().then(|| c.incarnations[rank].id);
         for (id, words) in c.wait("failed", &ids, &context) {
             let text = words[6..].join(" ");
             let number = |at: usize| -> u64 { words[at].parse().unwrap() };
@@ -266,7 +266,7 @@ fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
             calls.push(in_call);
             if time > GOAL {
                 println!(
-                    "{context}: {what} to life {id}'s error took {time:.1?}, {in_call:.1?} of it in a call; its thread had no core for {waited:.1?}: {text}"
+                    "{context}: {what} to incarnation {id}'s error took {time:.1?}, {in_call:.1?} of it in a call; its thread had no core for {waited:.1?}: {text}"
                 );
             }
             // Poisoned with that cause, if the news came between two calls.
@@ -277,17 +277,19 @@ fn campaign(name: &str, transport: &'static str, faults: u32, seed: u64) {
             };
             assert!(
                 expected.contains(&words[5].as_str()),
-                "{context}: life {id}: {} {text}",
+                "{context}: incarnation {id}: {} {text}",
                 words[5]
             );
             let names = [format!("rank {rank}"), format!("peer {rank}")];
             if at_fault != Some(id) && !names.iter().any(|n| text.contains(n.as_str())) {
-                misnamed.push(format!("{context}: life {id} does not name rank {rank}: {text}"));
+                misnamed.push(format!(
+                    "{context}: incarnation {id} does not name rank {rank}: {text}"
+                ));
             }
         }
         drop(victim);
         c.wait("clean", &ids, &context);
-        connected = c.lives.len() >= 2;
+        connected = c.incarnations.len() >= 2;
         if connected {
             connects.extend(c.join(&format!("{context}, survivors")));
         }
@@ -319,9 +321,12 @@ fn stops(name: &str, transport: &'static str, times: u32, seed: u64) {
         c.join(&context);
         std::thread::sleep(Duration::from_micros(dice.below(15_000)));
         let victim = dice.below(3) as usize;
-        let pid = Pid::from_child(&c.lives[victim].child);
+        let pid = Pid::from_child(&c.incarnations[victim].child);
         kill_process(pid, Signal::STOP).unwrap();
-        let others: Vec<_> = (0..3).filter(|i| *i != victim).map(|i| c.lives[i].id).collect();
+        let others: Vec<_> = (0..3)
+            .filter(|i| *i != victim)
+            .map(|i| c.incarnations[i].id)
+            .collect();
         let lines = c.wait("failed", &others, &context);
         let number = |line: &[String], at: usize| Duration::from_nanos(line[at].parse().unwrap());
         // The rank whose deadline passes first ends it for all.
@@ -345,7 +350,7 @@ fn stops(name: &str, transport: &'static str, times: u32, seed: u64) {
         }
         c.wait("clean", &others, &context);
         kill_process(pid, Signal::CONT).unwrap();
-        let stopped = [c.lives[victim].id];
+        let stopped = [c.incarnations[victim].id];
         c.wait("failed", &stopped, &context);
         c.wait("clean", &stopped, &context);
     }

@@ -1,4 +1,4 @@
-//! A replica that is killed right after its commit takes nobody's step with it: what it sent is there, so the survivors finish
+//! A replica that is killed right after its commit takes no other replica's step with it: what it sent is there, so the survivors finish
 //! the same step and do not heal.
 
 #![allow(
@@ -30,9 +30,9 @@ struct Job {
     says: Sender<Word>,
     hears: Receiver<Word>,
     workers: Vec<Worker>,
-    /// Per replica: the steps that its present life has committed.
+    /// Per replica: the steps that its present incarnation has committed.
     committed: Vec<BTreeSet<i64>>,
-    /// Lives that healed although they had committed before.
+    /// Incarnations that healed although they had committed before.
     lost: Vec<(usize, i64)>,
 }
 
@@ -51,7 +51,7 @@ impl Job {
         job
     }
 
-    fn spawn(&self, replica: usize, life: usize) -> Worker {
+    fn spawn(&self, replica: usize, incarnation: usize) -> Worker {
         let args = [
             "ddp",
             &self.url,
@@ -60,22 +60,22 @@ impl Job {
             "1000000",
         ]
         .map(String::from);
-        Worker::start(WORKER, replica, life, &args, self.says.clone())
+        Worker::start(WORKER, replica, incarnation, &args, self.says.clone())
     }
 
-    /// Listens until `until` holds, which is asked after each word of a present life.
+    /// Listens until `until` holds, which is asked after each word of a present incarnation.
     fn listen(&mut self, what: &str, mut until: impl FnMut(&Self, usize, &Said) -> bool) {
         let deadline = deadline_in(SILENCE);
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let Ok((replica, life, said)) = self.hears.recv_timeout(left) else {
+            let Ok((replica, incarnation, said)) = self.hears.recv_timeout(left) else {
                 panic!("nothing for {SILENCE:?} while waiting for {what}");
             };
-            if self.workers[replica].life != life {
+            if self.workers[replica].incarnation != incarnation {
                 continue;
             }
             match &said {
-                Said::Failed(text) => panic!("replica {replica} life {life}: {text}"),
+                Said::Failed(text) => panic!("replica {replica} incarnation {incarnation}: {text}"),
                 Said::Healed { step } if !self.committed[replica].is_empty() => {
                     self.lost.push((replica, *step))
                 }
@@ -122,7 +122,7 @@ fn survivors_of_a_death_right_after_a_commit_keep_the_step() {
             _ => false,
         });
         job.workers[victim].kill();
-        let life = job.workers[victim].life + 1;
+        let incarnation = job.workers[victim].incarnation + 1;
         let before = job.lost.len();
         job.listen("the survivors to commit the next step", |job, _, _| {
             (0..REPLICAS).all(|r| r == victim || job.committed[r].last().is_some_and(|s| *s > last))
@@ -135,7 +135,7 @@ fn survivors_of_a_death_right_after_a_commit_keep_the_step() {
             );
         }
         job.committed[victim].clear();
-        job.workers[victim] = job.spawn(victim, life);
+        job.workers[victim] = job.spawn(victim, incarnation);
     }
     println!("{losses} of {kills} kills right after a commit cost a survivor its step");
     drop(job);

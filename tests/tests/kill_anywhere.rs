@@ -55,7 +55,7 @@ struct Campaign {
     says: Sender<(usize, usize, Said)>,
     hears: Receiver<(usize, usize, Said)>,
     workers: Vec<Worker>,
-    /// Per replica: whether its current life has committed anything, and its last step.
+    /// Per replica: whether its current incarnation has committed anything, and its last step.
     committed: Vec<Option<i64>>,
     /// (step) → (hash, who said so).
     hashes: BTreeMap<i64, (String, Vec<(usize, usize)>)>,
@@ -85,7 +85,7 @@ impl Campaign {
         c
     }
 
-    fn spawn(&self, replica: usize, life: usize) -> Worker {
+    fn spawn(&self, replica: usize, incarnation: usize) -> Worker {
         let args = [
             self.mode,
             &self.url,
@@ -94,46 +94,46 @@ impl Campaign {
             &self.rounds.to_string(),
         ]
         .map(String::from);
-        Worker::start(WORKER, replica, life, &args, self.says.clone())
+        Worker::start(WORKER, replica, incarnation, &args, self.says.clone())
     }
 
     fn restart(&mut self, replica: usize) {
         self.workers[replica].kill();
-        let life = self.workers[replica].life + 1;
+        let incarnation = self.workers[replica].incarnation + 1;
         self.committed[replica] = None;
-        self.workers[replica] = self.spawn(replica, life);
+        self.workers[replica] = self.spawn(replica, incarnation);
     }
 
-    /// The next word of a life that is still alive; panics on silence, failure or unequal parameters.
+    /// The next word of an incarnation that is still alive; panics on silence, failure or unequal parameters.
     fn hear(&mut self, deadline: Instant) -> Option<(usize, Said)> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
-            let (replica, life, said) = match self.hears.recv_timeout(left) {
+            let (replica, incarnation, said) = match self.hears.recv_timeout(left) {
                 Ok(x) => x,
                 Err(RecvTimeoutError::Timeout) => return None,
                 Err(e) => panic!("{e}"),
             };
-            let alive = self.workers[replica].life == life;
+            let alive = self.workers[replica].incarnation == incarnation;
             match &said {
-                Said::Failed(text) if alive => panic!("replica {replica} life {life}: {text}"),
+                Said::Failed(text) if alive => panic!("replica {replica} incarnation {incarnation}: {text}"),
                 Said::Healed { .. } => self.heals += 1,
                 Said::Committed { step, hash, .. } => {
                     let entry = self
                         .hashes
                         .entry(*step)
                         .or_insert_with(|| (hash.clone(), Vec::new()));
-                    // INV-6. A step that only a life now dead had committed may be done again by the others.
-                    let witnesses_alive = entry.1.iter().any(|(r, l)| self.workers[*r].life == *l);
+                    // INV-6. A step that only an incarnation now dead had committed may be done again by the others.
+                    let witnesses_alive = entry.1.iter().any(|(r, l)| self.workers[*r].incarnation == *l);
                     if entry.0 != *hash && alive {
                         assert!(
                             !witnesses_alive,
-                            "step {step}: replica {replica} life {life} has {hash}, {:?} had {}",
+                            "step {step}: replica {replica} incarnation {incarnation} has {hash}, {:?} had {}",
                             entry.1, entry.0
                         );
                         *entry = (hash.clone(), Vec::new());
                     }
                     if alive {
-                        entry.1.push((replica, life));
+                        entry.1.push((replica, incarnation));
                         self.committed[replica] = Some(*step);
                     }
                 }
@@ -193,7 +193,7 @@ impl Campaign {
 fn campaign(mode: &'static str, kills: i64, seed: u64) {
     let replicas = 3;
     let lighthouse = lighthouse(replicas);
-    // Far more steps than the kills can take, so that nobody finishes while others still have to heal.
+    // Far more steps than the kills can take, so that no replica finishes while others still have to heal.
     let rounds = kills * PACE + 200;
     let mut dice = Dice(seed);
     let mut c = Campaign::new(mode, replicas, rounds, lighthouse.address());
@@ -204,11 +204,11 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
     for k in 0..kills {
         c.listen("progress", |c, _, _| c.highest() >= k * PACE);
         assert!(c.highest() < rounds - 50, "the run is too short for its kills");
-        // Only a life that others can spare: somebody else must hold the state.
+        // Only an incarnation that others can spare: another replica must hold the state.
         let mut victims: Vec<usize> = (0..replicas)
             .filter(|v| (0..replicas).any(|o| o != *v && c.committed[o].is_some()))
             .collect();
-        // Every third kill hits a life that has not committed yet, if there is one: while it starts, joins or heals.
+        // Every third kill hits an incarnation that has not committed yet, if there is one: while it starts, joins or heals.
         let young: Vec<usize> = victims
             .iter()
             .copied()
@@ -243,7 +243,7 @@ fn campaign(mode: &'static str, kills: i64, seed: u64) {
         at(50),
         at(99)
     );
-    assert!(c.heals > 0, "nobody ever healed: the kills proved nothing");
+    assert!(c.heals > 0, "no replica ever healed: the kills proved nothing");
     c.finish(replicas);
     lighthouse.shutdown(deadline_in(Duration::from_secs(5))).unwrap();
 }

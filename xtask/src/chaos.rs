@@ -2,7 +2,7 @@
 //!
 //! Three runs of `train_diloco`: an undisturbed one, the disturbed one, and an undisturbed one again, so that a machine that gets
 //! slower or faster meanwhile shows. The program draws the disturbances from the seed and reports what they cost; here the runs are chosen, compared
-//! and told as Markdown. The folder of each run is kept: logs of every life, events as a report.
+//! and told as Markdown. The folder of each run is kept: logs of every incarnation, events as a report.
 
 use std::fs;
 use std::path::{Path, PathBuf};

@@ -1,4 +1,4 @@
-//! Barriers hold everybody until everybody is there; the monitored one names who is not.
+//! Barriers hold every rank until all are there; the monitored one names who is not.
 
 use std::time::Duration;
 
@@ -35,7 +35,7 @@ fn holds(rank: &Rank, monitored: bool) -> Outcome {
     let group = rank.group()?;
     for round in 1..=20i64 {
         let now = rank.store.add("entered", 1, rank.soon())?;
-        ensure!(now <= round * i64::from(rank.world), "somebody ran ahead");
+        ensure!(now <= round * i64::from(rank.world), "a rank ran ahead");
         if monitored {
             group.monitored_barrier(true, SubmitOptions::by(rank.soon()))?;
         } else {
@@ -61,7 +61,7 @@ fn missing(rank: &Rank) -> Outcome {
         ensure!(e.kind() == ErrorKind::Timeout, "the absent rank hears {e}");
         return Ok(());
     }
-    // Whoever of the others is later than that is missing, too.
+    // Another rank that is later than that is missing, too.
     let by = SubmitOptions::by(deadline_in(Duration::from_secs(2)));
     let Err(e) = group.monitored_barrier(true, by) else {
         return Err(crate::Failure::new("the barrier opened without all ranks"));

@@ -256,7 +256,7 @@ impl Rank {
     }
 }
 
-/// Polls until `ready` gives something. For conditions that nobody signals; ends with a failure after 30 s.
+/// Polls until `ready` gives something. For conditions that are not signalled; ends with a failure after 30 s.
 pub(crate) fn eventually<T>(what: &str, mut ready: impl FnMut() -> Option<T>) -> Outcome<T> {
     let until = deadline_in(Duration::from_secs(30));
     loop {

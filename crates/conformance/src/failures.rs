@@ -147,7 +147,7 @@ fn aborted(rank: &Rank) -> Outcome {
         );
         return Ok(());
     }
-    // A receive that nobody serves: only the abort ends it.
+    // A receive without a send: only the abort ends it.
     let op = Collective::Recv {
         tensor: Tensor::zeros(moved(group.capabilities()), 1),
         peer: Some(1),
@@ -221,7 +221,7 @@ fn dropped(rank: &Rank) -> Outcome {
 
 fn poisoned(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Nobody ends it while another still connects.
+    // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank == 0 {
         group.abort("the first cause");
@@ -262,7 +262,7 @@ fn poisoned(rank: &Rank) -> Outcome {
 
 fn timed_out(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Nobody ends it while another still connects.
+    // No rank ends it while another still connects.
     rank.meet("configured")?;
     let last = rank.world - 1;
     if rank.rank == last {
@@ -280,7 +280,7 @@ fn timed_out(rank: &Rank) -> Outcome {
         rank.rank,
         e.kind()
     );
-    ensure!(e.to_string().contains("rank"), "nobody is named: {e}");
+    ensure!(e.to_string().contains("rank"), "no rank is named: {e}");
     ensure!(
         began.elapsed() < Duration::from_secs(10),
         "it took {:?}",
@@ -291,7 +291,7 @@ fn timed_out(rank: &Rank) -> Outcome {
 
 fn receive_timed_out(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Nobody ends it while another still connects.
+    // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank != 0 {
         let e = eventually("the news of the time-out", || group.error())?;
@@ -315,7 +315,7 @@ fn receive_timed_out(rank: &Rank) -> Outcome {
 
 fn old_deadline(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Nobody's deadline ends it while another still connects.
+    // No rank's deadline ends it while another still connects.
     rank.meet("configured")?;
     let peer = (rank.rank + 1) % rank.world;
     let due = deadline_in(Duration::from_secs(1));
@@ -358,7 +358,7 @@ fn reconfigure(rank: &Rank) -> Outcome {
 /// INV-1: frames of an operation that was cut off never show up in the next epoch.
 fn in_flight(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Nobody ends it while another still connects.
+    // No rank ends it while another still connects.
     rank.meet("configured")?;
     for epoch in 2..=6u64 {
         let works: Vec<_> = (0..3)
@@ -418,7 +418,7 @@ fn stale(rank: &Rank) -> Outcome {
 
 fn missing(rank: &Rank) -> Outcome {
     let group = rank.unconfigured()?;
-    // Whoever is still starting when the others' time runs out would be missing too.
+    // A rank that is still starting when the others' time runs out would be missing too.
     rank.meet("made")?;
     if rank.rank == 1 {
         return rank.meet("given up");

@@ -62,7 +62,7 @@ impl<R: Ranks> Place<R> {
         if let Some(others) = ranks.take_if(|r| r.world() != case.world)
             && let Err(failure) = others.end()
         {
-            // Not this case's fault, and nobody else is there to report it.
+            // Not this case's fault, and no other thread is there to report it.
             self.give_back(None);
             return Err(failure);
         }

@@ -1,7 +1,7 @@
 //! A group that many cases use, one after the other: what a case sees of it, and what it may not do to it.
 //!
 //! Where starting a group is dear, the cases that leave a group as they found it run on one that lives on (`lasting`).
-//! Whoever ends or reconfigures it is refused and noted, so that a case that is marked wrongly fails instead of spoiling the next.
+//! A case that ends or reconfigures it is refused and noted, so that a case that is marked wrongly fails instead of spoiling the next.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -82,7 +82,7 @@ impl ProcessGroup for Lent {
     }
 
     fn abort(&self, _: &str) {
-        // There is nobody to give the error to; the harness asks.
+        // There is no caller to give the error to; the harness asks.
         drop(self.0.refuse("abort"));
     }
 

@@ -274,7 +274,7 @@ fn traffic(rank: &Rank) -> Outcome {
 
 fn dropped_group(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    // Nobody ends it while another still connects.
+    // No rank ends it while another still connects.
     rank.meet("configured")?;
     if rank.rank != 0 {
         eventually("the news", || group.error())?;

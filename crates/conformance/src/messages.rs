@@ -222,7 +222,7 @@ fn batches(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     Ok(())
 }
 
-/// A message that nobody has received yet does not hold up a collective, nor the other way round.
+/// A message that was not received yet does not hold up a collective, nor the other way round.
 fn beside_collectives(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     let sent = group.send(pattern(DType::F32, rank.rank, LARGE), next(rank), 7)?;
     let probe = Probe::of(group, DType::I32);

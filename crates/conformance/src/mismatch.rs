@@ -1,5 +1,5 @@
 //! L15: ranks that call different collectives, or the same one with other arguments, all get an error that names both
-//! sides; nobody hangs, and the next epoch works.
+//! sides; no rank hangs, and the next epoch works.
 
 use ftcore::{
     Capabilities, Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp,

@@ -140,7 +140,7 @@ fn every_input(rank: &Rank, group: &dyn ProcessGroup, op: ReduceOp, body: Body) 
     Ok(())
 }
 
-fn everybody(rank: &Rank) -> Vec<bool> {
+fn all_ranks(rank: &Rank) -> Vec<bool> {
     vec![true; rank.world as usize]
 }
 
@@ -167,7 +167,7 @@ fn all_reduce(
         result.count()
     );
     check_contributors(group, work.contributors(), rank.world)?;
-    let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
+    let (contributes, rounded) = (&all_ranks(rank), rounded_to(group.capabilities()));
     Expected {
         kind,
         dtype,
@@ -199,7 +199,7 @@ fn reduce(
         let result = work.take_tensor()?;
         if rank.rank == root {
             check_contributors(group, work.contributors(), rank.world)?;
-            let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
+            let (contributes, rounded) = (&all_ranks(rank), rounded_to(group.capabilities()));
             let expected = Expected {
                 kind,
                 dtype,
@@ -259,7 +259,7 @@ fn reduce_scatter(
         );
     }
     check_contributors(group, work.contributors(), rank.world)?;
-    let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
+    let (contributes, rounded) = (&all_ranks(rank), rounded_to(group.capabilities()));
     Expected {
         kind,
         dtype,
@@ -292,7 +292,7 @@ fn reduce_scatter_into(
     let work = group.reduce_scatter_into_coalesced(pairs, op)?;
     let tensors = work.take()?.tensors;
     check_contributors(group, work.contributors(), rank.world)?;
-    let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
+    let (contributes, rounded) = (&all_ranks(rank), rounded_to(group.capabilities()));
     for (pair, (first, n)) in tensors.chunks_exact(2).zip([(0, a), (a * world, b)]) {
         let [input, output] = pair else { continue };
         let unchanged = oracle::part(kind, dtype, op, rank.rank, first..first + n * world);
@@ -329,7 +329,7 @@ fn coalesced(rank: &Rank) -> Outcome {
             "{} tensors came back",
             results.len()
         );
-        let (contributes, rounded) = (&everybody(rank), rounded_to(group.capabilities()));
+        let (contributes, rounded) = (&all_ranks(rank), rounded_to(group.capabilities()));
         for (result, count) in results.iter().zip(counts) {
             ensure!(result.count() == count, "the tensors came back in another order");
             let expected = Expected {
@@ -401,7 +401,7 @@ fn l16_special_values(rank: &Rank) -> Outcome {
     Ok(())
 }
 
-/// Every subset of ranks contributes once, and nobody at all.
+/// Every subset of ranks contributes once, and none at all.
 /// Who contributes, as bits: everything that can be in a small world, of a large one what is different in kind.
 fn subsets(world: u32) -> Vec<u32> {
     let all = (1u32 << world) - 1;

@@ -173,7 +173,7 @@ enum Sum {
 enum Part {
     /// The quorum stands.
     Stands(Participation),
-    /// It was begun, and nobody has asked for it yet.
+    /// It was begun, and was not asked for yet.
     Begun,
     /// It did not come about; what was computed waits for the next.
     Failed(Error),

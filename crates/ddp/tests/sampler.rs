@@ -94,7 +94,7 @@ proptest! {
         let mut all = vec![Replica::default(); members];
         for fate in &fates {
             attempt(&sampler, &mut all, fate);
-            // The state itself must survive in somebody: who has the newest dies only if another one has it, too.
+            // The state itself must survive: the replica that has the newest dies only if another one has it, too.
             for i in 0..all.len() {
                 let newest = all.iter().map(|m| m.state.step).max().unwrap();
                 let alone = all.iter().filter(|m| m.state.step == newest).count() == 1;

@@ -124,7 +124,7 @@ impl Rank {
         failed
     }
 
-    /// Waits until nobody needs this rank for a round in flight.
+    /// Waits until no other rank needs this one for a round in flight.
     fn settle(&self) {
         self.diloco.replica().group().barrier().unwrap();
     }

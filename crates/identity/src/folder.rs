@@ -350,7 +350,7 @@ fn read(file: &Path) -> Result<Vec<u8>> {
     })
 }
 
-/// Like [`read`], for a file that nobody but its owner may read.
+/// Like [`read`], for a file that only its owner may read.
 fn read_private(file: &Path) -> Result<Vec<u8>> {
     let mode = fs::metadata(file).map(|m| m.permissions().mode()).unwrap_or(0);
     if mode & 0o077 != 0 {

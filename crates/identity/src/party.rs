@@ -95,7 +95,7 @@ impl Party {
             .with_client_cert_verifier(revoked.of_clients())
             .with_single_cert(vec![own.certificate], own.key)
             .map_err(failed)?;
-        // One ticket, which nobody can use again: see `Forgetful`.
+        // One ticket, which cannot be used again: see `Forgetful`.
         server.session_storage = Arc::new(Forgetful);
         server.send_tls13_tickets = 1;
         // For callers that ask; ours know what they speak.

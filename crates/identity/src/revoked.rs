@@ -2,7 +2,7 @@
 //!
 //! It takes back all certificates of the replica NAME that were made up to that time (Unix seconds), and none that is made later. A peer that proves
 //! itself to a process is looked up there, and the file is read again when it has changed, so no server has to be started again. A file that cannot
-//! be read, or is not understood, lets no replica in: a list that nobody reads would take nothing back.
+//! be read, or is not understood, lets no replica in: a list that is not read would take nothing back.
 
 use std::fmt;
 use std::fs;

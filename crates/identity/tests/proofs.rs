@@ -147,7 +147,7 @@ fn a_certificate_that_was_taken_back_opens_nothing_at_servers_that_run_and_a_new
         let e = call(address, &a, expected).await.unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Unavailable);
         assert!(e.message().contains("CertificateRevoked"), "{e}");
-        // Nor does anybody with the list go on with what it serves.
+        // Nor does a member with the list go on with what it serves.
         let served = serve(&[Arc::clone(&a)], 16, PATIENCE).await;
         let e = call(served, &lighthouse, Some(&replica("a"))).await.unwrap_err();
         assert!(e.message().contains("was taken back"), "{e}");

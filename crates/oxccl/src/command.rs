@@ -18,7 +18,7 @@ use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 use oxccl::core::{Error, ErrorKind, Result};
 use tracing_subscriber::EnvFilter;
 
-/// A line on standard error. Unlike `eprintln!` it does not panic when nobody reads there any more: a lighthouse must not
+/// A line on standard error. Unlike `eprintln!` it does not panic when its reader is gone: a lighthouse must not
 /// die with the terminal or the pipe that it was started from.
 macro_rules! say {
     ($($text:tt)*) => {{
@@ -118,7 +118,7 @@ enum Command {
 }
 
 impl Command {
-    /// What is logged if nobody says.
+    /// What is logged by default.
     fn log(&self) -> &'static str {
         match self {
             // Groups are aborted and time out by the hundred there, as they should.

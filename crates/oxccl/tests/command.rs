@@ -22,7 +22,7 @@ fn oxccl(arguments: &[&str]) -> Command {
     command
 }
 
-/// A port at which somebody listens: all that `launch` asks of a given lighthouse before it starts anything.
+/// A port with a listener: all that `launch` asks of a given lighthouse before it starts anything.
 fn listening() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -49,7 +49,7 @@ fn open(pid: &str) -> OwnedFd {
     pidfd_open(Pid::from_raw(pid.parse().unwrap()).unwrap(), PidfdFlags::empty()).unwrap()
 }
 
-/// Sees a process end, even if nobody collects it.
+/// Sees a process end, even if it is not collected.
 fn assert_ends(process: &OwnedFd) {
     let mut fds = [PollFd::new(process, PollFlags::IN)];
     let timeout = Timespec {
@@ -162,7 +162,7 @@ fn a_good_run_ends_with_0_and_a_failed_one_with_1_and_its_last_words() {
     );
     let json: serde_json::Value = serde_json::from_str(&out).unwrap();
     assert_eq!(json["stop"]["replica"], 1);
-    assert_eq!(json["replicas"][1]["lives"], 2);
+    assert_eq!(json["replicas"][1]["incarnations"], 2);
 }
 
 #[test]
@@ -197,7 +197,7 @@ fn what_an_earlier_run_said_is_not_a_cause_of_this_run_s_failure() {
         ]);
         text(&command.output().unwrap())
     };
-    let other = dir.path().join("replica-1.life-0.log");
+    let other = dir.path().join("replica-1.incarnation-0.log");
     std::fs::write(&other, "of another machine").unwrap();
     let (code, _, err) = run("echo an old misfortune; exit 4");
     assert!(code == Some(1) && err.contains("an old misfortune"), "{err}");
@@ -299,7 +299,7 @@ mod lighthouse {
                     break rest.split(' ').next().unwrap().to_owned();
                 }
             };
-            // Nobody reads its log any more (the pipe is closed here); it must not mind.
+            // Its log is not read any more (the pipe is closed here); it must not mind.
             Self { child, url }
         }
 
@@ -362,7 +362,7 @@ mod lighthouse {
                         loop {
                             match client.quorum(&request, soon()) {
                                 Ok(answer) => return (answer.quorum_id, answer.replica_ids),
-                                // The connection may have been given up while nobody answered.
+                                // The connection may have been given up while there was no answer.
                                 Err(e) if e.is_retryable() => std::thread::sleep(Duration::from_millis(20)),
                                 Err(e) => panic!("{e}"),
                             }

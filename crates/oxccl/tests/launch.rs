@@ -34,7 +34,7 @@ fn launch(dir: &Path, arguments: &[&str], scene: &str) -> Command {
     command
 }
 
-/// A port at which somebody listens: all that `launch` asks of a given lighthouse before it starts anything.
+/// A port with a listener: all that `launch` asks of a given lighthouse before it starts anything.
 fn listening() -> (TcpListener, String) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -79,7 +79,7 @@ fn as_a_rank() {
     }
 }
 
-/// The ranks meet and add. `dies`: rank 1 of the first life is killed once they have met.
+/// The ranks meet and add. `dies`: rank 1 of the first incarnation is killed once they have met.
 fn sum(dies: bool) {
     let place = Place::from_env().unwrap();
     let deadline = || deadline_in(Duration::from_secs(60));
@@ -89,7 +89,7 @@ fn sum(dies: bool) {
         ..WorldOptions::default()
     };
     let world = World::init(&place, options, deadline()).unwrap();
-    if dies && place.rank == 1 && std::env::var("OXCCL_LIFE").unwrap() == "0" {
+    if dies && place.rank == 1 && std::env::var("OXCCL_INCARNATION").unwrap() == "0" {
         kill_process(getpid(), Signal::KILL).unwrap();
     }
     let mine = Tensor::from_vec(vec![place.rank + 1]);

@@ -75,23 +75,27 @@ fn a_replica_finds_its_place_in_its_environment() {
         ..config(2, dir.path())
     };
     let script = r#"test -S "$OXCCL_EVENTS" || exit 9
-        echo "$OXCCL_LIGHTHOUSE $OXCCL_REPLICA/$OXCCL_REPLICAS life $OXCCL_LIFE threads $RAYON_NUM_THREADS""#;
+        echo "$OXCCL_LIGHTHOUSE $OXCCL_REPLICA/$OXCCL_REPLICAS incarnation $OXCCL_INCARNATION threads $RAYON_NUM_THREADS""#;
     let (_supervisor, events) = Supervisor::start(config, sh(script), soon()).unwrap();
     let (_, outcome) = all(events);
     assert!(outcome.is_success(), "{outcome}");
     for replica in [4, 5] {
-        let log = std::fs::read_to_string(dir.path().join(format!("replica-{replica}.life-0.log"))).unwrap();
-        assert_eq!(log, format!("http://127.0.0.1:9 {replica}/9 life 0 threads 1\n"));
+        let log =
+            std::fs::read_to_string(dir.path().join(format!("replica-{replica}.incarnation-0.log"))).unwrap();
+        assert_eq!(
+            log,
+            format!("http://127.0.0.1:9 {replica}/9 incarnation 0 threads 1\n")
+        );
     }
 }
 
 #[test]
-fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
+fn a_killed_replica_comes_back_in_a_new_incarnation_and_the_other_is_left_alone() {
     let dir = tempfile::tempdir().unwrap();
     let command = |launch: &ReplicaLaunch| {
         let mut command = Command::new("sh");
-        // The second life of replica 1 ends well; so does replica 0 when that has happened.
-        let script = match (launch.replica, launch.life) {
+        // The second incarnation of replica 1 ends well; so does replica 0 when that has happened.
+        let script = match (launch.replica, launch.incarnation) {
             (1, 0) => "sleep 1000",
             (1, _) => "touch \"$0/healed\"",
             _ => "while ! test -e \"$0/healed\"; do sleep 0.01; done",
@@ -108,25 +112,33 @@ fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
             e,
             SupervisorEvent::Spawned {
                 replica: 1,
-                life: 0,
+                incarnation: 0,
                 ..
             }
         )
     });
     let e = supervisor.signal(1, 0, Some(1), ProcessSignal::Kill).unwrap_err();
-    assert_eq!(e.kind(), ErrorKind::NotFound, "the second life does not run yet");
+    assert_eq!(
+        e.kind(),
+        ErrorKind::NotFound,
+        "the second incarnation does not run yet"
+    );
     let killed_at = supervisor.signal(1, 0, Some(0), ProcessSignal::Kill).unwrap();
     let (seen, outcome) = all(events);
     assert!(outcome.is_success(), "{outcome}");
     assert_eq!(
-        outcome.replicas.iter().map(|r| r.lives).collect::<Vec<_>>(),
+        outcome
+            .replicas
+            .iter()
+            .map(|r| r.incarnations)
+            .collect::<Vec<_>>(),
         [1, 2]
     );
     let of_one: Vec<&SupervisorEvent> = seen.iter().filter(|e| e.replica() == Some(1)).collect();
     match of_one[..] {
         [
             SupervisorEvent::Exited {
-                life: 0,
+                incarnation: 0,
                 status: None,
                 signal: Some(9),
                 restart_in_ms: Some(1),
@@ -134,13 +146,13 @@ fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
                 ..
             },
             SupervisorEvent::Spawned {
-                life: 1,
+                incarnation: 1,
                 t_us: born,
                 pid,
                 ..
             },
             SupervisorEvent::Exited {
-                life: 1,
+                incarnation: 1,
                 status: Some(0),
                 signal: None,
                 restart_in_ms: None,
@@ -156,7 +168,7 @@ fn a_killed_replica_comes_back_in_a_new_life_and_the_other_is_left_alone() {
     assert_eq!(e.kind(), ErrorKind::NotFound);
 }
 
-/// Two replicas of two ranks. Each life tells its store in a file; the second life of replica 1 ends the run. `stubborn`: what rank 0 does
+/// Two replicas of two ranks. Each incarnation tells its store in a file; the second incarnation of replica 1 ends the run. `stubborn`: what rank 0 does
 /// about SIGTERM.
 fn two_by_two(dir: &Path, stubborn: &'static str) -> (Supervisor, SupervisorEvents) {
     let config = SupervisorConfig {
@@ -165,7 +177,7 @@ fn two_by_two(dir: &Path, stubborn: &'static str) -> (Supervisor, SupervisorEven
     };
     let command = move |launch: &ReplicaLaunch| {
         let script = format!(
-            "{} d=$(dirname \"$OXCCL_EVENTS\"); me=$OXCCL_REPLICA-$OXCCL_RANK-$OXCCL_LIFE
+            "{} d=$(dirname \"$OXCCL_EVENTS\"); me=$OXCCL_REPLICA-$OXCCL_RANK-$OXCCL_INCARNATION
             echo \"$OXCCL_REPLICA_STORE $OXCCL_RANKS\" > \"$d/$me.tmp\"; mv \"$d/$me.tmp\" \"$d/$me\"
             while ! test -e \"$d/1-0-1\" -a -e \"$d/1-1-1\"; do sleep 0.01; done",
             if launch.rank == 0 { stubborn } else { "" },
@@ -193,15 +205,15 @@ fn a_replica_of_which_a_rank_dies_is_started_again_as_a_whole_and_the_others_are
         supervisor.signal(1, 1, Some(0), ProcessSignal::Kill).unwrap();
         let (seen, outcome) = all(events);
         assert!(outcome.is_success(), "{outcome}");
-        let lives: Vec<u32> = outcome.replicas.iter().map(|r| r.lives).collect();
-        assert_eq!(lives, [1, 2]);
+        let incarnations: Vec<u32> = outcome.replicas.iter().map(|r| r.incarnations).collect();
+        assert_eq!(incarnations, [1, 2]);
         let ends: Vec<(u32, Option<u64>)> = seen
             .iter()
             .filter_map(|e| match e {
                 SupervisorEvent::Exited {
                     replica: 1,
                     rank,
-                    life: 0,
+                    incarnation: 0,
                     restart_in_ms,
                     ..
                 } => Some((*rank, *restart_in_ms)),
@@ -213,7 +225,7 @@ fn a_replica_of_which_a_rank_dies_is_started_again_as_a_whole_and_the_others_are
             [(1, None), (0, Some(1))],
             "the last rank to end tells the pause"
         );
-        // The ranks of a life meet in a store of their own.
+        // The ranks of an incarnation meet in a store of their own.
         let store = |name: &str| std::fs::read_to_string(dir.path().join(name)).unwrap();
         assert!(store("0-0-0").ends_with(" 2\n") && store("0-0-0") != " 2\n");
         assert_eq!(store("0-0-0"), store("0-1-0"));
@@ -236,7 +248,7 @@ fn a_rank_that_is_stopped_does_not_keep_its_replica_from_coming_back() {
             SupervisorEvent::Exited {
                 replica: 1,
                 rank: 0,
-                life: 0,
+                incarnation: 0,
                 ..
             }
         )
@@ -252,12 +264,12 @@ fn restarts_end_at_their_limit_and_the_last_output_is_kept() {
     let dir = tempfile::tempdir().unwrap();
     let mut config = config(1, dir.path());
     config.restart.max_restarts = 2;
-    let script = "echo to-out; echo \"life $OXCCL_LIFE: out of luck\" >&2; exit 7";
+    let script = "echo to-out; echo \"incarnation $OXCCL_INCARNATION: out of luck\" >&2; exit 7";
     let (supervisor, events) = Supervisor::start(config, sh(script), soon()).unwrap();
     let (seen, outcome) = all(events);
     assert_eq!(outcome.stop, StopReason::ReplicaFailed { replica: 0 });
     assert!(!outcome.is_success());
-    assert_eq!(outcome.replicas[0].lives, 3);
+    assert_eq!(outcome.replicas[0].incarnations, 3);
     assert_eq!(
         outcome.replicas[0].exit,
         Some(ExitSummary {
@@ -282,7 +294,7 @@ fn a_wrong_command_line_is_not_tried_again() {
     let dir = tempfile::tempdir().unwrap();
     let (_supervisor, events) = Supervisor::start(config(1, dir.path()), sh("exit 2"), soon()).unwrap();
     let (_, outcome) = all(events);
-    assert_eq!(outcome.replicas[0].lives, 1);
+    assert_eq!(outcome.replicas[0].incarnations, 1);
     assert_eq!(outcome.stop, StopReason::ReplicaFailed { replica: 0 });
 }
 
@@ -423,10 +435,13 @@ fn as_a_child() {
         });
     }
     sender.send(EventKind::Error {
-        text: format!("last words of life {}", std::env::var("OXCCL_LIFE").unwrap()),
+        text: format!(
+            "error of incarnation {}",
+            std::env::var("OXCCL_INCARNATION").unwrap()
+        ),
     });
     sender.flush(soon()).unwrap();
-    std::process::exit(if std::env::var("OXCCL_LIFE").unwrap() == "0" {
+    std::process::exit(if std::env::var("OXCCL_INCARNATION").unwrap() == "0" {
         5
     } else {
         0
@@ -442,7 +457,7 @@ fn this_test_as(role: &'static str) -> Command {
 }
 
 #[test]
-fn all_that_a_life_reported_comes_before_its_end() {
+fn all_that_a_incarnation_reported_comes_before_its_end() {
     for _ in 0..5 {
         let dir = tempfile::tempdir().unwrap();
         let (_supervisor, events) =
@@ -450,22 +465,22 @@ fn all_that_a_life_reported_comes_before_its_end() {
         let (seen, outcome) = all(events);
         assert!(outcome.is_success(), "{outcome}");
         for replica in [0, 1] {
-            for life in [0, 1] {
+            for incarnation in [0, 1] {
                 let position =
                     |wanted: &dyn Fn(&SupervisorEvent) -> bool| seen.iter().position(wanted).unwrap();
                 let last_words = position(&|e| match e {
                     SupervisorEvent::Replica(e) => {
                         e.replica == replica
-                            && e.life == life
+                            && e.incarnation == incarnation
                             && e.kind
                                 == EventKind::Error {
-                                    text: format!("last words of life {life}"),
+                                    text: format!("error of incarnation {incarnation}"),
                                 }
                     }
                     _ => false,
                 });
                 let exited = position(
-                    &|e| matches!(e, SupervisorEvent::Exited { replica: r, life: l, .. } if (*r, *l) == (replica, life)),
+                    &|e| matches!(e, SupervisorEvent::Exited { replica: r, incarnation: l, .. } if (*r, *l) == (replica, incarnation)),
                 );
                 assert!(last_words < exited, "{seen:?}");
             }
@@ -533,7 +548,7 @@ fn child_that_listens(url: &str) -> rustix::process::Pid {
     panic!("no child of this process is a lighthouse");
 }
 
-/// Sees a process end, even if nobody collects it.
+/// Sees a process end, even if it is not collected.
 struct Ends(rustix::fd::OwnedFd);
 
 impl Ends {

@@ -91,7 +91,7 @@ const FAULTS: &[Fault] = &[
         how: "crash",
         kind: ErrorKind::Unavailable,
         code: Some(-6),
-        text: "the plugin's last words",
+        text: "what the plugin wrote at its end",
     },
     Fault {
         how: "exit",

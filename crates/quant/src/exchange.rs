@@ -229,7 +229,7 @@ impl Exchange<'_> {
         })
     }
 
-    /// Begins to gather everybody's chunk; rank r's has `lengths[r]` bytes.
+    /// Begins to gather every rank's chunk; rank r's has `lengths[r]` bytes.
     fn begin_gather(&self, bytes: Vec<u8>, lengths: &[usize], below: &Below<'_>) -> Result<Work> {
         below.begin(Collective::AllGather {
             input: Tensor::from_vec(bytes),
@@ -258,7 +258,7 @@ impl Exchange<'_> {
         }
     }
 
-    /// Everybody sums everybody's values.
+    /// Every rank sums all ranks' values.
     fn one_phase(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);
@@ -299,7 +299,7 @@ impl Exchange<'_> {
         })
     }
 
-    /// Everybody sums its part of everybody's values.
+    /// Every rank sums its part of all ranks' values.
     fn two_shots(&self, op: ReduceOp, values: &mut Tensor, below: &Below<'_>) -> Result<Outcome> {
         let frame = &self.frame;
         let own = u32::from(self.contribute);

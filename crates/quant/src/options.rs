@@ -57,7 +57,7 @@ impl FromStr for CodecChoice {
     }
 }
 
-/// True if `device` computes in FP8 by itself. A device kind that nobody registered does not.
+/// True if `device` computes in FP8 by itself. An unregistered device kind does not.
 pub fn supports_native_fp8(device: &Device) -> bool {
     ftcore::accelerator(&device.kind).is_ok_and(|a| a.native_fp8(device.index))
 }

@@ -105,7 +105,7 @@ fn the_accounts_balance_when_members_leave_and_come_back_and_when_one_does_not_c
                             } else {
                                 1.0
                             };
-                            // Everybody has the same; the first member enters it.
+                            // All ranks have the same; the first member enters it.
                             for (to, v) in got.iter_mut().zip(&sum).filter(|_| place == 0) {
                                 *to += f64::from(v * times);
                             }

@@ -181,7 +181,7 @@ fn l30_a_mismatch_of_the_last_epoch_that_is_named_late_is_none_of_the_next() {
         std::thread::yield_now();
     }
     // Rank 1 never says what it called: that is still asked for when the next epoch begins.
-    below.fail_all(ErrorKind::Mismatch, "somebody called something else");
+    below.fail_all(ErrorKind::Mismatch, "a rank called something else");
     group.configure(configuration(&store(), 2, 0, 2)).unwrap();
     for work in &works {
         let e = work.wait(deadline_in(Duration::from_secs(10))).unwrap_err();

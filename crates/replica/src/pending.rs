@@ -60,7 +60,7 @@ impl Pending {
         self.follow(work, true, on_error);
     }
 
-    /// As [`track`](Self::track), for a barrier, to which nobody contributes.
+    /// As [`track`](Self::track), for a barrier, to which no replica contributes.
     pub fn track_barrier(&self, work: &Work, on_error: impl FnOnce(Error) + Send + 'static) {
         self.follow(work, false, on_error);
     }
@@ -118,7 +118,7 @@ impl Pending {
     }
 }
 
-/// An all-reduce under management: it may be waited for, and even if nobody does, its outcome counts in the vote.
+/// An all-reduce under management: it may be waited for, and even if it is not, its outcome counts in the vote.
 pub struct ManagedWork(std::result::Result<Work, (Error, Vec<Tensor>)>);
 
 impl ManagedWork {

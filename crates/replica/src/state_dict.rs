@@ -404,7 +404,7 @@ mod tests {
         let moved = write(&mut own, 9.0);
         assert_eq!(reader.get_f32("w").unwrap(), [1.0, 2.0]);
         assert_eq!(own.as_slice::<f32>().unwrap(), [9.0, 9.0]);
-        assert_eq!(write(&mut own, 8.0), moved, "nobody shares the copy");
+        assert_eq!(write(&mut own, 8.0), moved, "the copy is not shared");
         assert_eq!(own.shape(), [2]);
     }
 

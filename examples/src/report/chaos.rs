@@ -81,7 +81,7 @@ pub struct Cost {
     pub stops: usize,
     /// SIGKILLs of the lighthouse.
     pub lighthouse_kills: usize,
-    /// Lives of replicas after their first.
+    /// Incarnations of replicas after their first.
     pub restarts: usize,
     /// States that replicas took over from others.
     pub heals: usize,
@@ -99,7 +99,7 @@ pub struct Cost {
     pub stop_to_commit: Times,
     /// From a kill of the lighthouse to the next commit.
     pub lighthouse_to_commit: Times,
-    /// From a replica's death to its first commit in a later life.
+    /// From a replica's death to its first commit in a later incarnation.
     pub death_to_own_commit: Times,
     /// The longest times without a commit.
     pub longest: Vec<Gap>,
@@ -121,7 +121,9 @@ impl Cost {
         let mut back = Vec::new();
         for event in events {
             match event {
-                SupervisorEvent::Spawned { rank: 0, life, .. } => cost.restarts += usize::from(*life > 0),
+                SupervisorEvent::Spawned {
+                    rank: 0, incarnation, ..
+                } => cost.restarts += usize::from(*incarnation > 0),
                 SupervisorEvent::Exited {
                     replica,
                     status,

@@ -18,23 +18,23 @@ fn ms(ms: u64) -> u64 {
     1_000_000_000 + ms * 1000
 }
 
-fn spawned(replica: u32, life: u32, t: u64) -> SupervisorEvent {
+fn spawned(replica: u32, incarnation: u32, t: u64) -> SupervisorEvent {
     SupervisorEvent::Spawned {
         replica,
         rank: 0,
-        life,
+        incarnation,
         pid: 1,
         t_us: ms(t),
     }
 }
 
-fn exited(replica: u32, life: u32, signal: Option<i32>, t: u64) -> SupervisorEvent {
+fn exited(replica: u32, incarnation: u32, signal: Option<i32>, t: u64) -> SupervisorEvent {
     let status = if signal.is_none() { Some(0) } else { None };
     let restart_in_ms = signal.map(|_| 500);
     SupervisorEvent::Exited {
         replica,
         rank: 0,
-        life,
+        incarnation,
         status,
         signal,
         tail: String::new(),
@@ -43,17 +43,24 @@ fn exited(replica: u32, life: u32, signal: Option<i32>, t: u64) -> SupervisorEve
     }
 }
 
-fn says(replica: u32, life: u32, t: u64, kind: EventKind) -> SupervisorEvent {
+fn says(replica: u32, incarnation: u32, t: u64, kind: EventKind) -> SupervisorEvent {
     SupervisorEvent::Replica(ReplicaEvent {
         replica,
-        life,
+        incarnation,
         rank: 0,
         t_us: ms(t),
         kind,
     })
 }
 
-fn commit(replica: u32, life: u32, t: u64, step: u64, committed: bool, inner_ms: f64) -> SupervisorEvent {
+fn commit(
+    replica: u32,
+    incarnation: u32,
+    t: u64,
+    step: u64,
+    committed: bool,
+    inner_ms: f64,
+) -> SupervisorEvent {
     let commit = Commit {
         step,
         epoch: 1,
@@ -66,10 +73,10 @@ fn commit(replica: u32, life: u32, t: u64, step: u64, committed: bool, inner_ms:
         bytes_sent: step * 1000,
         bytes_recv: step * 900,
     };
-    says(replica, life, t, EventKind::Commit(commit))
+    says(replica, incarnation, t, EventKind::Commit(commit))
 }
 
-fn end(replica: u32, life: u32, t: u64, hash: &str, inner_steps: u64) -> SupervisorEvent {
+fn end(replica: u32, incarnation: u32, t: u64, hash: &str, inner_steps: u64) -> SupervisorEvent {
     let end = Final {
         step: 4,
         hash: hash.into(),
@@ -81,13 +88,13 @@ fn end(replica: u32, life: u32, t: u64, hash: &str, inner_steps: u64) -> Supervi
         bytes_recv: 4500,
         state: ReplicaState::Done,
     };
-    says(replica, life, t, EventKind::Final(end))
+    says(replica, incarnation, t, EventKind::Final(end))
 }
 
 fn finished() -> SupervisorEvent {
     let replica = |replica| ReplicaOutcome {
         replica,
-        lives: 1,
+        incarnations: 1,
         exit: Some(ExitSummary {
             status: Some(0),
             signal: None,
@@ -102,10 +109,10 @@ fn finished() -> SupervisorEvent {
 
 /// Replica 1 is killed at 2300 ms inside step 3, comes back at 2800 ms and commits at 4100 ms.
 fn a_run_with_a_kill() -> Vec<SupervisorEvent> {
-    let step = |replica, life, t, inner_step| {
+    let step = |replica, incarnation, t, inner_step| {
         says(
             replica,
-            life,
+            incarnation,
             t,
             EventKind::Step {
                 inner_step,
@@ -161,7 +168,7 @@ fn the_stall_is_the_gap_between_commits_less_all_inner_compute_in_it() {
         (1200.0, 500.0, 700.0)
     );
     assert_eq!(report.figures[0].longest_stall_ms, 700.0);
-    // The dead replica's own pause over its two lives is no stall: the other one's lives tell.
+    // The dead replica's own pause over its two incarnations is no stall: the other one's incarnations tell.
     assert_eq!(report.figures[1].longest_stall_ms, 100.0);
 }
 
@@ -172,7 +179,7 @@ fn a_death_tells_how_long_the_way_back_took() {
         panic!("{:?}", report.deaths)
     };
     assert_eq!(
-        (death.replica, death.life, death.exit.as_str()),
+        (death.replica, death.incarnation, death.exit.as_str()),
         (1, 0, "SIGKILL")
     );
     assert_eq!(death.restart_to_commit_ms, Some(1300.0));
@@ -183,7 +190,7 @@ fn a_death_tells_how_long_the_way_back_took() {
     assert_eq!(death.stall.as_ref().unwrap().stall_ms, 700.0);
     let text = report.to_string();
     for wanted in [
-        "replica 1 (life 0, SIGKILL) at 2.3 s; restarted after 500 ms, first commit 1300 ms later",
+        "replica 1 (incarnation 0, SIGKILL) at 2.3 s; restarted after 500 ms, first commit 1300 ms later",
         "healed to step 3: 4.0 MB in 120 ms",
         "longest stall  700 ms (replica 0, before step 3, while replica 1 died",
         "bitwise equal",
@@ -194,9 +201,9 @@ fn a_death_tells_how_long_the_way_back_took() {
 }
 
 #[test]
-fn bytes_and_steps_of_all_lives_count_against_data_parallel() {
+fn bytes_and_steps_of_all_incarnations_count_against_data_parallel() {
     let report = Report::new(&facts(), &a_run_with_a_kill());
-    // Replica 1: 20 steps in its first life (0..=19, as seen) and 10 in its second (as told at the end).
+    // Replica 1: 20 steps in its first incarnation (0..=19, as seen) and 10 in its second (as told at the end).
     assert_eq!(
         report.figures.iter().map(|f| f.inner_steps).collect::<Vec<_>>(),
         [40, 30]
@@ -327,7 +334,7 @@ fn the_report_is_written_as_data() {
     let json: serde_json::Value = serde_json::from_str(&serde_json::to_string(&report).unwrap()).unwrap();
     assert_eq!(json["ok"], true);
     assert_eq!(json["deaths"][0]["restart_to_commit_ms"], 1300.0);
-    assert_eq!(json["figures"][1]["lives"], 2);
+    assert_eq!(json["figures"][1]["incarnations"], 2);
 }
 
 #[test]

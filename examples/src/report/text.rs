@@ -23,7 +23,7 @@ impl fmt::Display for Report {
         let mut rows = vec![
             [
                 "replica",
-                "lives",
+                "starts",
                 "inner steps",
                 "commits",
                 "retried",
@@ -43,7 +43,7 @@ impl fmt::Display for Report {
                     1 => r.replica.to_string(),
                     _ => format!("{}/{}", r.replica, r.rank),
                 },
-                r.lives.to_string(),
+                r.incarnations.to_string(),
                 r.inner_steps.to_string(),
                 r.commits.to_string(),
                 r.failed_commits.to_string(),
@@ -148,13 +148,13 @@ impl Report {
     fn death(&self, death: &Death) -> String {
         let at = death.t_us.saturating_sub(self.started_us) as f64 / 1e6;
         let mut text = format!(
-            "replica {}{} (life {}, {}) at {at:.1} s",
+            "replica {}{} (incarnation {}, {}) at {at:.1} s",
             death.replica,
             match self.ranks {
                 1 => String::new(),
                 _ => format!(", rank {}", death.rank),
             },
-            death.life,
+            death.incarnation,
             death.exit
         );
         match (death.restarted_us, death.restart_to_commit_ms) {

@@ -80,7 +80,7 @@ fn survives(row: &Row) {
         "{report:#}"
     );
     // Not gloo in disguise: each replica's log says what runs where.
-    for log in ["replica-0.life-0.log", "replica-1.life-0.log"] {
+    for log in ["replica-0.incarnation-0.log", "replica-1.incarnation-0.log"] {
         let log = std::fs::read_to_string(folder.path().join(log)).unwrap();
         assert!(
             log.contains("runs in a child process") && log.contains(row.log) && log.contains("xccl"),

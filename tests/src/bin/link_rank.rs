@@ -109,7 +109,7 @@ fn all_reduce(seat: &Seat) -> Result<()> {
     Ok(())
 }
 
-/// A connection to where somebody will listen.
+/// A connection to an address with a listener soon.
 fn reach(host: &str) -> std::io::Result<TcpStream> {
     let deadline = Instant::now() + PATIENCE;
     loop {

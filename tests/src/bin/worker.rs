@@ -22,7 +22,7 @@ use manager::{Manager, ManagerConfig, Participation, State};
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
-    // A closed pipe means that nobody listens any more; the kill comes on its own.
+    // A closed pipe means that the test is gone; the kill comes on its own.
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 

@@ -2,7 +2,7 @@
 //!
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
 //! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts;
-//! `words` knows the terms of the field, `links` where the documentation points.
+//! `words` knows the terms of the field, `links` where the documentation points, `width` how long its lines are.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -22,6 +22,7 @@ mod links;
 mod rules;
 mod stairs;
 mod variables;
+mod width;
 mod words;
 
 /// One thing that is against a rule.
@@ -73,6 +74,7 @@ pub(crate) fn check() -> Result<bool> {
     }
     for (path, text) in &documents {
         findings.extend(words::check(path, text));
+        findings.extend(width::check(path, text));
     }
     findings.extend(links::check(&documents, |path| {
         metadata.workspace_root.join(path).exists()

@@ -38,7 +38,7 @@ Examples:
     hostA$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 -- ./train
     hostB$ oxccl launch --credentials job1 --lighthouse https://hostA:29510 --total-replicas 2 --first-replica 1 -- ./train
 
-Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_LIFE, OXCCL_RANK, OXCCL_RANKS, OXCCL_EVENTS and
+Each process finds OXCCL_LIGHTHOUSE, OXCCL_REPLICA, OXCCL_REPLICAS, OXCCL_INCARNATION, OXCCL_RANK, OXCCL_RANKS, OXCCL_EVENTS and
 OXCCL_REPLICA_STORE (the store in which the ranks of its replica meet) in its environment, and torchrun's variables (RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, ...) with its replica as the world: a program written for torchrun runs unchanged.
 SIGINT, SIGTERM and SIGHUP end the run: the processes get the same signal, and SIGKILL after --grace-s or at a second one.
@@ -395,17 +395,17 @@ fn show(event: &SupervisorEvent, ranks: u32, tells: bool) {
         SupervisorEvent::Spawned {
             replica,
             rank,
-            life,
+            incarnation,
             pid,
             ..
         } => {
             let of = rank_of(*replica, *rank, ranks);
-            say!("oxccl: {of} started (life {life}, process {pid})");
+            say!("oxccl: {of} started (incarnation {incarnation}, process {pid})");
         }
         SupervisorEvent::Exited {
             replica,
             rank,
-            life,
+            incarnation,
             status,
             signal,
             tail,
@@ -417,7 +417,10 @@ fn show(event: &SupervisorEvent, ranks: u32, tells: bool) {
                 signal: *signal,
             };
             let of = rank_of(*replica, *rank, ranks);
-            say!("oxccl: {of} ended (life {life}, {exit}){}", next(restart_in_ms));
+            say!(
+                "oxccl: {of} ended (incarnation {incarnation}, {exit}){}",
+                next(restart_in_ms)
+            );
             if tells {
                 show_tail(tail);
             }

@@ -45,7 +45,7 @@ impl BoundChild {
                 exit: None,
             }),
             Err(e) => {
-                // Nobody could watch over it.
+                // It could not be watched over.
                 drop(started.kill());
                 drop(started.wait());
                 Err(e)

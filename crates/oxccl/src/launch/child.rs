@@ -55,7 +55,7 @@ pub(super) fn spawn(
     let supervisor = getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The supervisor may have died between fork and the line above; then nobody would send that signal.
+        // The supervisor may have died between fork and the line above; then that signal would not come.
         if getppid() == Some(supervisor) {
             Ok(())
         } else {
@@ -107,7 +107,7 @@ pub(super) fn wait_for_end(pid: Pid) {
 /// Signals the child's whole process group. The child must not have been collected yet.
 pub(super) fn signal_group(pid: Pid, signal: Signal) -> Result<()> {
     match kill_process_group(pid, signal) {
-        // Everybody in it has ended already.
+        // All its processes have ended already.
         Ok(()) | Err(Errno::SRCH) => Ok(()),
         Err(e) => Err(Error::io(format!("signal process group {pid}"), e.into())),
     }

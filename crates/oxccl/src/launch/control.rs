@@ -37,7 +37,7 @@ pub(super) enum Control {
     Ended {
         who: Who,
         rank: u32,
-        life: u32,
+        incarnation: u32,
         t_us: u64,
     },
     LighthouseReady(LighthouseReady),
@@ -276,7 +276,7 @@ impl Machine {
                 // long as an answer is due.
                 if self.lighthouse_due.take().is_none() {
                     tracing::warn!(
-                        "process {} says that it is a lighthouse at {}; nobody waits for that (ours is process {:?})",
+                        "process {} says that it is a lighthouse at {}; this run does not wait for one (ours is process {:?})",
                         ready.pid,
                         ready.url,
                         current
@@ -300,12 +300,15 @@ impl Machine {
             Control::Ended {
                 who,
                 rank,
-                life,
+                incarnation,
                 t_us,
             } => {
-                let current = self.slots.get(&who).is_some_and(|s| s.lives == life + 1);
+                let current = self
+                    .slots
+                    .get(&who)
+                    .is_some_and(|s| s.incarnations == incarnation + 1);
                 if current && let Some((exit, tail)) = self.collect(who, rank) {
-                    self.rank_ended(who, rank, life, t_us, exit, tail);
+                    self.rank_ended(who, rank, incarnation, t_us, exit, tail);
                 }
             }
             // Asked twice: now.
@@ -347,23 +350,23 @@ impl Machine {
         }
     }
 
-    fn log(&self, who: Who, rank: u32, life: u32) -> PathBuf {
+    fn log(&self, who: Who, rank: u32, incarnation: u32) -> PathBuf {
         let config = &self.run.config;
         let name = match who {
             Who::Lighthouse => "lighthouse.log".to_owned(),
             Who::Replica(replica) if config.ranks_per_replica == 1 => {
-                format!("replica-{replica}.life-{life}.log")
+                format!("replica-{replica}.incarnation-{incarnation}.log")
             }
-            Who::Replica(replica) => format!("replica-{replica}.rank-{rank}.life-{life}.log"),
+            Who::Replica(replica) => format!("replica-{replica}.rank-{rank}.incarnation-{incarnation}.log"),
         };
         config.run_dir.join(name)
     }
 
-    /// The command of a rank in `who`'s next life with its environment.
-    fn prepare(&self, who: Who, rank: u32, life: u32) -> Command {
+    /// The command of a rank in `who`'s next incarnation with its environment.
+    fn prepare(&self, who: Who, rank: u32, incarnation: u32) -> Command {
         let config = &self.run.config;
         let mut command = match (who, &config.lighthouse) {
-            (Who::Replica(replica), _) => self.prepare_rank(replica, rank, life),
+            (Who::Replica(replica), _) => self.prepare_rank(replica, rank, incarnation),
             (Who::Lighthouse, LighthouseSource::Spawn { bind, command }) => command(&LighthouseLaunch {
                 bind: same_port(bind, &self.lighthouse),
                 state_file: config.run_dir.join("lighthouse.state"),
@@ -380,14 +383,14 @@ impl Machine {
         command
     }
 
-    fn prepare_rank(&self, replica: u32, rank: u32, life: u32) -> Command {
+    fn prepare_rank(&self, replica: u32, rank: u32, incarnation: u32) -> Command {
         let config = &self.run.config;
         let launch = ReplicaLaunch {
             replica,
             replicas: config.total_replicas,
             rank,
             ranks: config.ranks_per_replica,
-            life,
+            incarnation,
             lighthouse: self.lighthouse.clone(),
         };
         let mut command = (self.run.command)(&launch);
@@ -396,7 +399,7 @@ impl Machine {
             .saturating_mul(config.ranks_per_replica)
             .saturating_add(rank);
         let slot = self.slots.get(&Who::Replica(replica));
-        // Every life of a replica has one: it is made before the first rank is started.
+        // Every incarnation of a replica has one: it is made before the first rank is started.
         if let Some(store) = slot.and_then(|slot| slot.store.as_ref()) {
             tell(&mut command, &launch, local_rank, store.local_addr());
         }
@@ -406,7 +409,7 @@ impl Machine {
         command
     }
 
-    /// The store in which the ranks of one life of a replica meet, so that nothing of an earlier one is in it. They are all on this machine.
+    /// The store in which the ranks of one incarnation of a replica meet, so that nothing of an earlier one is in it. They are all on this machine.
     fn store(&self) -> Result<TcpStoreServer> {
         const BIND: &str = "127.0.0.1:0";
         match &self.run.config.credentials {
@@ -415,13 +418,13 @@ impl Machine {
         }
     }
 
-    /// Starts the next life of `who`, all its ranks. An error names the rank that could not be started; those before it run.
+    /// Starts the next incarnation of `who`, all its ranks. An error names the rank that could not be started; those before it run.
     fn spawn(&mut self, who: Who) -> Result<(), (u32, Error)> {
         let Some(slot) = self.slots.get_mut(&who) else {
             return Ok(());
         };
         let ranks = u32::try_from(slot.ranks.len()).unwrap_or(u32::MAX);
-        let life = slot.begin();
+        let incarnation = slot.begin();
         if who != Who::Lighthouse {
             let store = self.store().map_err(|e| (0, e))?;
             if let Some(slot) = self.slots.get_mut(&who) {
@@ -429,7 +432,7 @@ impl Machine {
             }
         }
         for rank in 0..ranks {
-            self.spawn_rank(who, rank, life).map_err(|e| (rank, e))?;
+            self.spawn_rank(who, rank, incarnation).map_err(|e| (rank, e))?;
         }
         if who == Who::Lighthouse && self.lighthouse_due.is_none() {
             self.lighthouse_due = Some(restart_deadline());
@@ -437,8 +440,8 @@ impl Machine {
         Ok(())
     }
 
-    fn spawn_rank(&mut self, who: Who, rank: u32, life: u32) -> Result<()> {
-        let command = self.prepare(who, rank, life);
+    fn spawn_rank(&mut self, who: Who, rank: u32, incarnation: u32) -> Result<()> {
+        let command = self.prepare(who, rank, incarnation);
         let t_us = now_us();
         let reader = match (who, &self.run.config.output) {
             (Who::Replica(replica), Some(sink)) => Some(Reader {
@@ -448,19 +451,19 @@ impl Machine {
             }),
             _ => None,
         };
-        let (mut child, output) = child::spawn(command, &self.log(who, rank, life), reader)?;
+        let (mut child, output) = child::spawn(command, &self.log(who, rank, incarnation), reader)?;
         let pid = child::pid(&child)?;
         // Before the waiting thread exists: a process that ends at once is removed again after it was entered.
         self.run
             .running
             .lock()
             .unwrap_or_else(PoisonError::into_inner)
-            .insert((who, rank), (life, pid));
+            .insert((who, rank), (incarnation, pid));
         if let Who::Replica(replica) = who {
             self.run.events.push(SupervisorEvent::Spawned {
                 replica,
                 rank,
-                life,
+                incarnation,
                 pid: child.id(),
                 t_us,
             });
@@ -483,7 +486,7 @@ impl Machine {
             let _ = to_self.send(Control::Ended {
                 who,
                 rank,
-                life,
+                incarnation,
                 t_us,
             });
         });
@@ -500,18 +503,18 @@ impl Machine {
         Ok(())
     }
 
-    /// A restart failed at `rank`: that is how this life ended. The ranks before it are ended first.
+    /// A restart failed at `rank`: that is how this incarnation ended. The ranks before it are ended first.
     fn not_started(&mut self, who: Who, rank: u32, error: &Error) {
         let Some(slot) = self.slots.get_mut(&who) else {
             return;
         };
-        let life = slot.lives.saturating_sub(1);
+        let incarnation = slot.incarnations.saturating_sub(1);
         let (exit, tail) = (ExitSummary::default(), error.to_string());
         if let Some(process) = slot.rank_mut(rank) {
             process.exit = Some(exit);
             process.tail.clone_from(&tail);
         }
-        self.rank_ended(who, rank, life, now_us(), exit, tail);
+        self.rank_ended(who, rank, incarnation, now_us(), exit, tail);
     }
 
     fn forget(&self, who: Who, rank: u32) {
@@ -525,7 +528,7 @@ impl Machine {
     /// Collects the ended process of a rank: how it ended, and the end of its output unless that was a success. `None` if there is none.
     fn collect(&mut self, who: Who, rank: u32) -> Option<(ExitSummary, String)> {
         self.forget(who, rank);
-        let log = self.log(who, rank, self.slots.get(&who)?.lives.saturating_sub(1));
+        let log = self.log(who, rank, self.slots.get(&who)?.incarnations.saturating_sub(1));
         let process = self.slots.get_mut(&who)?.rank_mut(rank)?;
         let mut child = process.child.take()?;
         let exit = match child.wait() {
@@ -546,7 +549,15 @@ impl Machine {
     }
 
     /// What follows the end of one rank: a replica goes on, and ends, as a whole.
-    fn rank_ended(&mut self, who: Who, rank: u32, life: u32, t_us: u64, exit: ExitSummary, tail: String) {
+    fn rank_ended(
+        &mut self,
+        who: Who,
+        rank: u32,
+        incarnation: u32,
+        t_us: u64,
+        exit: ExitSummary,
+        tail: String,
+    ) {
         let Some(slot) = self.slots.get_mut(&who) else {
             return;
         };
@@ -575,7 +586,7 @@ impl Machine {
             Who::Replica(replica) => Some(SupervisorEvent::Exited {
                 replica,
                 rank,
-                life,
+                incarnation,
                 status: exit.status,
                 signal: exit.signal,
                 tail,
@@ -598,7 +609,7 @@ impl Machine {
         }
     }
 
-    /// All processes of a life have ended: decides what follows. The pause before the next life, if there is to be one.
+    /// All processes of an incarnation have ended: decides what follows. The pause before the next incarnation, if there is to be one.
     fn ended(&mut self, who: Who) -> Option<u64> {
         let policy = &self.run.config.restart;
         let slot = self.slots.get_mut(&who)?;
@@ -609,7 +620,7 @@ impl Machine {
         let is_fatal = exit
             .and_then(|exit| exit.status)
             .is_some_and(|code| policy.fatal_codes.contains(&code));
-        if slot.over || finished || is_fatal || slot.lives > policy.max_restarts {
+        if slot.over || finished || is_fatal || slot.incarnations > policy.max_restarts {
             slot.gave_up = !slot.over && !finished;
             slot.over = true;
             return None;
@@ -630,7 +641,7 @@ impl Machine {
                 let (exit, tail) = slot.end(&self.run.config.restart.fatal_codes);
                 Some(ReplicaOutcome {
                     replica: *replica,
-                    lives: slot.lives,
+                    incarnations: slot.incarnations,
                     exit,
                     tail,
                 })

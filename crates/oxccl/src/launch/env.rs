@@ -17,13 +17,13 @@ pub const ENV_LIGHTHOUSE: &str = "OXCCL_LIGHTHOUSE";
 pub const ENV_REPLICA: &str = "OXCCL_REPLICA";
 /// How many replicas the job has, on all machines together.
 pub const ENV_REPLICAS: &str = "OXCCL_REPLICAS";
-/// Which life of the replica this process is: 0, and one more after each restart.
-pub const ENV_LIFE: &str = "OXCCL_LIFE";
+/// Which incarnation of the replica this process is: 0, and one more after each restart.
+pub const ENV_INCARNATION: &str = "OXCCL_INCARNATION";
 /// This process's rank inside its replica, from 0.
 pub const ENV_RANK: &str = "OXCCL_RANK";
 /// How many ranks, and so processes, each replica has.
 pub const ENV_RANKS: &str = "OXCCL_RANKS";
-/// Where the ranks of a replica meet: `host:port` of a store that serves this life of the replica alone.
+/// Where the ranks of a replica meet: `host:port` of a store that serves this incarnation of the replica alone.
 pub const ENV_REPLICA_STORE: &str = "OXCCL_REPLICA_STORE";
 /// The path of the Unix socket that events are written to.
 pub const ENV_EVENTS: &str = "OXCCL_EVENTS";
@@ -37,8 +37,8 @@ pub struct ReplicaEnv {
     pub replica: u32,
     /// How many replicas the job has.
     pub replicas: u32,
-    /// Which life of the replica this is.
-    pub life: u32,
+    /// Which incarnation of the replica this is.
+    pub incarnation: u32,
     /// This process's rank inside the replica, less than `ranks`.
     pub rank: u32,
     /// How many ranks the replica has.
@@ -79,7 +79,7 @@ impl ReplicaEnv {
             lighthouse: text(ENV_LIGHTHOUSE)?,
             replica: number(ENV_REPLICA)?,
             replicas: number(ENV_REPLICAS)?,
-            life: number_or(ENV_LIFE, 0)?,
+            incarnation: number_or(ENV_INCARNATION, 0)?,
             rank: number_or(ENV_RANK, 0)?,
             ranks: number_or(ENV_RANKS, 1)?,
             store: get(ENV_REPLICA_STORE).filter(|v| !v.is_empty()),
@@ -112,7 +112,7 @@ pub(super) fn tell(command: &mut Command, launch: &ReplicaLaunch, local_rank: u3
         .env(ENV_LIGHTHOUSE, &launch.lighthouse)
         .env(ENV_REPLICA, launch.replica.to_string())
         .env(ENV_REPLICAS, launch.replicas.to_string())
-        .env(ENV_LIFE, launch.life.to_string())
+        .env(ENV_INCARNATION, launch.incarnation.to_string())
         .env(ENV_RANK, launch.rank.to_string())
         .env(ENV_RANKS, launch.ranks.to_string())
         .env(ENV_REPLICA_STORE, store.to_string())
@@ -124,7 +124,7 @@ pub(super) fn tell(command: &mut Command, launch: &ReplicaLaunch, local_rank: u3
         .env("MASTER_ADDR", store.ip().to_string())
         .env("MASTER_PORT", store.port().to_string())
         .env("TORCHELASTIC_USE_AGENT_STORE", "True")
-        .env("TORCHELASTIC_RESTART_COUNT", launch.life.to_string());
+        .env("TORCHELASTIC_RESTART_COUNT", launch.incarnation.to_string());
 }
 
 /// Tells the supervisor that started this lighthouse that it now listens at `url`. Does nothing without `OXCCL_EVENTS`
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn a_complete_environment_is_read_and_the_first_life_may_be_left_out() {
+    fn a_complete_environment_is_read_and_the_first_incarnation_may_be_left_out() {
         let base = [
             (ENV_LIGHTHOUSE, "http://h:1"),
             (ENV_REPLICA, "1"),
@@ -185,14 +185,14 @@ mod tests {
                 lighthouse: "http://h:1".into(),
                 replica: 1,
                 replicas: 2,
-                life: 0,
+                incarnation: 0,
                 rank: 0,
                 ranks: 1,
                 store: None,
             }
         );
-        let env = from(&[base[0], base[1], base[2], (ENV_LIFE, "3")]).unwrap();
-        assert_eq!(env.life, 3);
+        let env = from(&[base[0], base[1], base[2], (ENV_INCARNATION, "3")]).unwrap();
+        assert_eq!(env.incarnation, 3);
         let store = (ENV_REPLICA_STORE, "127.0.0.1:5");
         let env = from(&[
             base[0],
@@ -219,8 +219,8 @@ mod tests {
             (vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "-1")], "\"-1\""),
             (vec![l, (ENV_REPLICA, "2"), (ENV_REPLICAS, "2")], "less than"),
             (
-                vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_LIFE, "")],
-                ENV_LIFE,
+                vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_INCARNATION, "")],
+                ENV_INCARNATION,
             ),
             (
                 vec![l, (ENV_REPLICA, "0"), (ENV_REPLICAS, "2"), (ENV_RANK, "1")],

@@ -28,7 +28,7 @@ pub fn now_us() -> u64 {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReplicaState {
-    /// Asking for its first quorum of this life.
+    /// Asking for its first quorum of this incarnation.
     Joining,
     /// Computing inner steps.
     Training,
@@ -72,15 +72,15 @@ pub struct Commit {
     /// Hash of the global parameters after this step, hex; equal on all replicas that committed it.
     #[serde(default)]
     pub hash: Option<String>,
-    /// Inner compute since the previous `Commit` event of this life, committed or not, in milliseconds.
+    /// Inner compute since the previous `Commit` event of this incarnation, committed or not, in milliseconds.
     #[serde(with = "figure")]
     pub inner_ms: f64,
     /// Time spent in this step's quorum, reduction and vote, in milliseconds.
     #[serde(with = "figure")]
     pub sync_ms: f64,
-    /// Bytes written to sockets in this life so far.
+    /// Bytes written to sockets in this incarnation so far.
     pub bytes_sent: u64,
-    /// Bytes read from sockets in this life so far.
+    /// Bytes read from sockets in this incarnation so far.
     pub bytes_recv: u64,
 }
 
@@ -100,11 +100,11 @@ pub struct Final {
     /// Mean training loss of the last steps.
     #[serde(with = "figure")]
     pub train_loss: f64,
-    /// Inner steps that this life computed.
+    /// Inner steps that this incarnation computed.
     pub inner_steps: u64,
-    /// Bytes written to sockets in this life.
+    /// Bytes written to sockets in this incarnation.
     pub bytes_sent: u64,
-    /// Bytes read from sockets in this life.
+    /// Bytes read from sockets in this incarnation.
     pub bytes_recv: u64,
     /// The state at the end; `Done` unless the replica was drained or gave up.
     pub state: ReplicaState,
@@ -128,7 +128,7 @@ pub enum EventKind {
     },
     /// One inner step was computed. The only event that may be dropped when the driver is slow.
     Step {
-        /// Inner steps of the run so far, counted over lives (a healed replica goes on from its peer's count).
+        /// Inner steps of the run so far, counted over incarnations (a healed replica goes on from its peer's count).
         inner_step: u64,
         /// Training loss of this step.
         #[serde(with = "figure")]
@@ -174,13 +174,13 @@ pub enum EventKind {
     Final(Final),
 }
 
-/// One event of one life of one replica.
+/// One event of one incarnation of one replica.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ReplicaEvent {
     /// The replica's index in the job.
     pub replica: u32,
-    /// Which life of it: 0 for the first process, one more after each restart.
-    pub life: u32,
+    /// Which incarnation of it: 0 for the first process, one more after each restart.
+    pub incarnation: u32,
     /// The rank inside the replica that reports this.
     #[serde(default)]
     pub rank: u32,
@@ -220,7 +220,7 @@ pub(super) enum Message {
     Lighthouse {
         lighthouse_ready: LighthouseReady,
     },
-    /// The supervisor's own mark: everybody who connected before it has been accepted.
+    /// The supervisor's own mark: every sender that connected before it has been accepted.
     Mark {
         mark: u64,
     },
@@ -333,28 +333,28 @@ pub enum SupervisorEvent {
         replica: u32,
         /// The rank inside the replica.
         rank: u32,
-        /// Which life of it.
-        life: u32,
+        /// Which incarnation of it.
+        incarnation: u32,
         /// Its process id.
         pid: u32,
         /// When.
         t_us: u64,
     },
-    /// A process of a replica ended. The last one of a life tells what follows.
+    /// A process of a replica ended. The last one of an incarnation tells what follows.
     Exited {
         /// The replica's index in the job.
         replica: u32,
         /// The rank inside the replica.
         rank: u32,
-        /// Which life of it.
-        life: u32,
+        /// Which incarnation of it.
+        incarnation: u32,
         /// The exit code, if it ended by itself.
         status: Option<i32>,
         /// The signal that ended it, if one did.
         signal: Option<i32>,
         /// The end of its output, unless it exited with 0.
         tail: String,
-        /// Milliseconds until the replica's next life; `None` if there is none, or other ranks of this life still run.
+        /// Milliseconds until the replica's next incarnation; `None` if there is none, or other ranks of this incarnation still run.
         restart_in_ms: Option<u64>,
         /// When.
         t_us: u64,
@@ -443,7 +443,7 @@ mod tests {
     fn event(kind: EventKind) -> ReplicaEvent {
         ReplicaEvent {
             replica: 1,
-            life: 2,
+            incarnation: 2,
             rank: 3,
             t_us: 1_795_000_000_000_000,
             kind,
@@ -588,10 +588,10 @@ mod tests {
             b"[1,2,3]",
             b"\xff\xfe\x00",
             b"{\"replica\":1}",
-            b"{\"replica\":-1,\"life\":0,\"t_us\":0,\"event\":\"state\",\"state\":\"done\"}",
-            b"{\"replica\":99999999999,\"life\":0,\"t_us\":0,\"event\":\"state\",\"state\":\"done\"}",
-            b"{\"replica\":1,\"life\":0,\"t_us\":0,\"event\":\"no_such_event\"}",
-            b"{\"replica\":1,\"life\":0,\"t_us\":0,\"event\":\"step\",\"inner_step\":1,\"loss\":\"many\",\"tokens_per_s\":1}",
+            b"{\"replica\":-1,\"incarnation\":0,\"t_us\":0,\"event\":\"state\",\"state\":\"done\"}",
+            b"{\"replica\":99999999999,\"incarnation\":0,\"t_us\":0,\"event\":\"state\",\"state\":\"done\"}",
+            b"{\"replica\":1,\"incarnation\":0,\"t_us\":0,\"event\":\"no_such_event\"}",
+            b"{\"replica\":1,\"incarnation\":0,\"t_us\":0,\"event\":\"step\",\"inner_step\":1,\"loss\":\"many\",\"tokens_per_s\":1}",
             deep.as_bytes(),
             long.as_bytes(),
         ];
@@ -608,7 +608,7 @@ mod tests {
             step in any::<u64>(), replica in any::<u32>(), loss in any::<f64>(), text in ".{0,200}",
         ) {
             let a = ReplicaEvent {
-                replica, life: 0, rank: 0, t_us: step,
+                replica, incarnation: 0, rank: 0, t_us: step,
                 kind: EventKind::Step { inner_step: step, loss, tokens_per_s: 0.0 },
             };
             let line = a.to_line().unwrap();

@@ -374,7 +374,8 @@ mod tests {
         // Bad lines until the supervisor hangs up; a foreign replica index and an endless line among them.
         let mut hostile = UnixStream::connect(listener.path()).unwrap();
         hostile.set_read_timeout(Some(Duration::from_secs(60))).unwrap();
-        let foreign = b"{\"replica\":7,\"life\":0,\"t_us\":0,\"event\":\"state\",\"state\":\"done\"}\n";
+        let foreign =
+            b"{\"replica\":7,\"incarnation\":0,\"t_us\":0,\"event\":\"state\",\"state\":\"done\"}\n";
         hostile.write_all(foreign).unwrap();
         let mut endless = vec![b'z'; 4 * MAX_LINE];
         endless.push(b'\n');

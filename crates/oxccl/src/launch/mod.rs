@@ -24,8 +24,8 @@ mod supervisor;
 
 pub use bound::BoundChild;
 pub use env::{
-    ENV_EVENTS, ENV_LIFE, ENV_LIGHTHOUSE, ENV_RANK, ENV_RANKS, ENV_REPLICA, ENV_REPLICA_STORE, ENV_REPLICAS,
-    ReplicaEnv, announce_lighthouse,
+    ENV_EVENTS, ENV_INCARNATION, ENV_LIGHTHOUSE, ENV_RANK, ENV_RANKS, ENV_REPLICA, ENV_REPLICA_STORE,
+    ENV_REPLICAS, ReplicaEnv, announce_lighthouse,
 };
 pub use events::{
     Commit, EventKind, Final, MAX_LINE, MAX_TEXT, ReplicaEvent, ReplicaState, SupervisorEvent, now_us,

@@ -105,8 +105,8 @@ pub struct ReplicaOutcome {
     /// Its index in the job.
     pub replica: u32,
     /// How often it was started.
-    pub lives: u32,
-    /// How the last life ended: the rank's end that caused it. `None` if it was never started.
+    pub incarnations: u32,
+    /// How the last incarnation ended: the rank's end that caused it. `None` if it was never started.
     pub exit: Option<ExitSummary>,
     /// The end of that process's output, unless it exited with 0.
     pub tail: String,
@@ -151,14 +151,14 @@ impl fmt::Display for Outcome {
             (stop, _) => write!(f, "{stop}")?,
         }
         for r in &self.replicas {
-            let lives = if r.lives == 1 {
-                "1 life".to_owned()
+            let incarnations = if r.incarnations == 1 {
+                "1 incarnation".to_owned()
             } else {
-                format!("{} lives", r.lives)
+                format!("{} incarnations", r.incarnations)
             };
             match r.exit {
                 None => write!(f, "\n  replica {}: never started", r.replica)?,
-                Some(exit) => write!(f, "\n  replica {}: {exit} ({lives})", r.replica)?,
+                Some(exit) => write!(f, "\n  replica {}: {exit} ({incarnations})", r.replica)?,
             }
             for line in r.tail.lines() {
                 write!(f, "\n    | {line}")?;

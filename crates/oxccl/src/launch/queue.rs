@@ -14,7 +14,7 @@ const SOFT: usize = 16 * 1024;
 /// Above this many, a replica's connection is refused: it writes faster than anything honest does.
 const HARD: usize = 128 * 1024;
 
-/// The driver's end: all events of a run, in the order in which the supervisor saw them. Everything that a life
+/// The driver's end: all events of a run, in the order in which the supervisor saw them. Everything that an incarnation
 /// reported comes before its `Exited`; `Finished` is the last.
 #[derive(Debug)]
 pub struct SupervisorEvents {
@@ -102,7 +102,7 @@ pub(super) fn event_queue() -> (EventQueue, SupervisorEvents) {
 }
 
 impl EventQueue {
-    /// Never blocks. The supervisor's own events are few (a handful per life) and always queued.
+    /// Never blocks. The supervisor's own events are few (a handful per incarnation) and always queued.
     pub(super) fn push(&self, event: SupervisorEvent) -> Handed {
         if let SupervisorEvent::Replica(replica) = &event {
             let waiting = self.waiting.load(Ordering::Relaxed);
@@ -133,7 +133,7 @@ mod tests {
         SupervisorEvent::Replica(ReplicaEvent {
             rank: 0,
             replica: 0,
-            life: 0,
+            incarnation: 0,
             t_us: 0,
             kind,
         })

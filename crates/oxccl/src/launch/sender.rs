@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result, time_left};
 
-use super::env::{ENV_EVENTS, ENV_LIFE, ENV_RANK, ENV_REPLICA};
+use super::env::{ENV_EVENTS, ENV_INCARNATION, ENV_RANK, ENV_REPLICA};
 use super::events::{EventKind, ReplicaEvent, now_us};
 
 /// Above this many waiting events, the oldest `Step` makes room.
@@ -65,7 +65,7 @@ impl Drop for Open {
 #[derive(Debug, Clone)]
 pub struct EventSender {
     replica: u32,
-    life: u32,
+    incarnation: u32,
     rank: u32,
     open: Option<Arc<Open>>,
 }
@@ -75,21 +75,21 @@ impl EventSender {
     pub fn disabled() -> Self {
         Self {
             replica: 0,
-            life: 0,
+            incarnation: 0,
             rank: 0,
             open: None,
         }
     }
 
-    /// The sender for the supervisor named in `OXCCL_EVENTS`, for the replica, life and rank of `OXCCL_REPLICA`,
-    /// `OXCCL_LIFE` and `OXCCL_RANK`. Without `OXCCL_EVENTS`, or when that socket cannot be reached (a warning says so), a disabled one:
+    /// The sender for the supervisor named in `OXCCL_EVENTS`, for the replica, incarnation and rank of `OXCCL_REPLICA`,
+    /// `OXCCL_INCARNATION` and `OXCCL_RANK`. Without `OXCCL_EVENTS`, or when that socket cannot be reached (a warning says so), a disabled one:
     /// training does not depend on being watched.
     pub fn from_env() -> Self {
         let Some(path) = std::env::var_os(ENV_EVENTS) else {
             return Self::disabled();
         };
         let number = |name| std::env::var(name).ok().and_then(|v| v.parse().ok()).unwrap_or(0);
-        match Self::connect(Path::new(&path), number(ENV_REPLICA), number(ENV_LIFE)) {
+        match Self::connect(Path::new(&path), number(ENV_REPLICA), number(ENV_INCARNATION)) {
             Ok(sender) => sender.of_rank(number(ENV_RANK)),
             Err(e) => {
                 tracing::warn!("no events are sent: {e}");
@@ -98,8 +98,8 @@ impl EventSender {
         }
     }
 
-    /// The sender for the supervisor that listens at `path`. Fails with `Io` if nobody does.
-    pub fn connect(path: &Path, replica: u32, life: u32) -> Result<Self> {
+    /// The sender for the supervisor that listens at `path`. Fails with `Io` if there is none.
+    pub fn connect(path: &Path, replica: u32, incarnation: u32) -> Result<Self> {
         let what = || format!("connect to the supervisor's event socket {}", path.display());
         let stream = UnixStream::connect(path).map_err(|e| Error::io(what(), e))?;
         stream
@@ -113,7 +113,7 @@ impl EventSender {
             .map_err(|e| Error::io("start thread ox-events", e))?;
         Ok(Self {
             replica,
-            life,
+            incarnation,
             rank: 0,
             open: Some(Arc::new(Open { shared })),
         })
@@ -137,7 +137,7 @@ impl EventSender {
         let Some(open) = &self.open else { return };
         let event = ReplicaEvent {
             replica: self.replica,
-            life: self.life,
+            incarnation: self.incarnation,
             rank: self.rank,
             t_us: now_us(),
             kind,
@@ -276,7 +276,7 @@ mod tests {
         let path = dir.path().join("s");
         let listener = UnixListener::bind(&path).unwrap();
         let sender = EventSender::connect(&path, 3, 4).unwrap();
-        // Nobody reads yet. Far more than the socket's buffer and the queue hold together.
+        // Nothing is read yet. Far more than the socket's buffer and the queue hold together.
         let commits = 2 * SOFT as u64;
         for step in 0..commits {
             for inner_step in 0..20 {
@@ -296,7 +296,7 @@ mod tests {
             let mut seen = Vec::new();
             while let Some(line) = lines.next_line().unwrap() {
                 let event = ReplicaEvent::from_line(line.unwrap()).unwrap();
-                assert_eq!((event.replica, event.life), (3, 4));
+                assert_eq!((event.replica, event.incarnation), (3, 4));
                 if let EventKind::Commit(c) = event.kind {
                     seen.push(c.step);
                 }

@@ -1,7 +1,7 @@
-//! One entry of a run over its lives: the lighthouse, or a replica with a process for each of its ranks.
+//! One entry of a run over its incarnations: the lighthouse, or a replica with a process for each of its ranks.
 //!
-//! A life of a replica begins with all its ranks and ends with all of them: when one fails, the others are ended, and the next
-//! life starts them all again. What the entry knows is here; `control` acts on it.
+//! An incarnation of a replica begins with all its ranks and ends with all of them: when one fails, the others are ended, and the next
+//! incarnation starts them all again. What the entry knows is here; `control` acts on it.
 
 use std::process::Child;
 use std::time::{Duration, Instant};
@@ -28,7 +28,7 @@ impl std::fmt::Display for Who {
     }
 }
 
-/// The process of one rank in the present life.
+/// The process of one rank in the present incarnation.
 #[derive(Debug, Default)]
 pub(super) struct Process {
     pub(super) child: Option<Child>,
@@ -42,14 +42,14 @@ pub(super) struct Process {
 pub(super) struct Slot {
     /// By rank; the lighthouse has one process.
     pub(super) ranks: Vec<Process>,
-    /// Where the ranks of this life meet; the lighthouse has none.
+    /// Where the ranks of this incarnation meet; the lighthouse has none.
     pub(super) store: Option<TcpStoreServer>,
-    pub(super) lives: u32,
-    /// Short lives in a row, for the pause before the next.
+    pub(super) incarnations: u32,
+    /// Short incarnations in a row, for the pause before the next.
     pub(super) in_a_row: u32,
     pub(super) started: Instant,
     pub(super) next_start: Option<Instant>,
-    /// The rank that failed first in this life, and when: the messages of their ends may come in another order.
+    /// The rank that failed first in this incarnation, and when: the messages of their ends may come in another order.
     pub(super) failed: Option<(u64, u32)>,
     /// When the ranks that outlived it are killed.
     pub(super) kill_at: Option<Instant>,
@@ -64,7 +64,7 @@ impl Slot {
         Self {
             ranks: (0..ranks).map(|_| Process::default()).collect(),
             store: None,
-            lives: 0,
+            incarnations: 0,
             in_a_row: 0,
             started: Instant::now(),
             next_start: None,
@@ -94,10 +94,10 @@ impl Slot {
         self.running().next().is_some()
     }
 
-    /// A new life, in which no process has been started yet. Returns its number.
+    /// A new incarnation, in which no process has been started yet. Returns its number.
     pub(super) fn begin(&mut self) -> u32 {
-        let life = self.lives;
-        self.lives += 1;
+        let incarnation = self.incarnations;
+        self.incarnations += 1;
         self.next_start = None;
         self.kill_at = None;
         self.failed = None;
@@ -106,10 +106,10 @@ impl Slot {
         for process in &mut self.ranks {
             *process = Process::default();
         }
-        life
+        incarnation
     }
 
-    /// How the life ended and the end of its output: of the rank that ended with a code that no restart cures, else of the one that failed
+    /// How the incarnation ended and the end of its output: of the rank that ended with a code that no restart cures, else of the one that failed
     /// first, else of the first.
     pub(super) fn end(&self, fatal_codes: &[i32]) -> (Option<ExitSummary>, String) {
         let is_fatal = |p: &&Process| {
@@ -129,7 +129,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_life_ends_as_the_rank_did_that_caused_its_end() {
+    fn a_incarnation_ends_as_the_rank_did_that_caused_its_end() {
         let mut slot = Slot::new(3);
         assert_eq!(slot.end(&[2]), (None, String::new()));
         let ended = |slot: &mut Slot, rank: u32, status, signal, tail: &str| {
@@ -148,6 +148,9 @@ mod tests {
         ended(&mut slot, 2, Some(2), None, "no cure");
         assert_eq!(slot.end(&[2]).1, "no cure");
         slot.begin();
-        assert_eq!((slot.lives, slot.failed, slot.end(&[2]).0), (1, None, None));
+        assert_eq!(
+            (slot.incarnations, slot.failed, slot.end(&[2]).0),
+            (1, None, None)
+        );
     }
 }

@@ -26,7 +26,7 @@ use super::slot::Who;
 pub struct LighthouseLaunch {
     /// `host:port`; port 0 at the first start, the port that was chosen then after a restart.
     pub bind: String,
-    /// A file for its quorum id, the same for every life of it.
+    /// A file for its quorum id, the same for every incarnation of it.
     pub state_file: PathBuf,
 }
 
@@ -70,8 +70,8 @@ pub struct ReplicaLaunch {
     pub rank: u32,
     /// How many ranks the replica has.
     pub ranks: u32,
-    /// Which life of the replica this is, from 0.
-    pub life: u32,
+    /// Which incarnation of the replica this is, from 0.
+    pub incarnation: u32,
     /// The lighthouse's address.
     pub lighthouse: String,
 }
@@ -107,7 +107,7 @@ pub struct RestartPolicy {
     pub backoff: Duration,
     /// The longest pause.
     pub backoff_max: Duration,
-    /// A life at least this long ends such a row.
+    /// An incarnation at least this long ends such a row.
     pub stable_after: Duration,
     /// Exit codes that no restart would cure. 2 by convention: the command line is wrong.
     pub fatal_codes: Vec<i32>,
@@ -127,7 +127,7 @@ impl Default for RestartPolicy {
 }
 
 impl RestartPolicy {
-    /// The pause before the next life, after `in_a_row` earlier short lives.
+    /// The pause before the next incarnation, after `in_a_row` earlier short incarnations.
     pub(super) fn pause(&self, in_a_row: u32) -> Duration {
         self.backoff
             .saturating_mul(1 << in_a_row.min(20))
@@ -163,7 +163,7 @@ pub struct SupervisorConfig {
     /// The job's credentials: every process is told their folder (`OXCCL_CREDENTIALS`), and the stores in which the ranks of a replica meet
     /// ask for them. `None`: those of this process's own environment, which the processes inherit.
     pub credentials: Option<Arc<Credentials>>,
-    /// An existing folder for the logs (`replica-R.life-L.log`, with several ranks `replica-R.rank-K.life-L.log`; `lighthouse.log`), the event socket and the
+    /// An existing folder for the logs (`replica-R.incarnation-L.log`, with several ranks `replica-R.rank-K.incarnation-L.log`; `lighthouse.log`), the event socket and the
     /// lighthouse's state.
     pub run_dir: PathBuf,
     /// Takes what the replicas' processes write, line by line, beside their logs.
@@ -231,7 +231,7 @@ impl SupervisorConfig {
     }
 }
 
-/// The processes that run now: whose and which rank to (life, process). An entry is removed before its process is collected, so that a
+/// The processes that run now: whose and which rank to (incarnation, process). An entry is removed before its process is collected, so that a
 /// signal sent under the lock always hits the right one.
 pub(super) type Running = Arc<Mutex<HashMap<(Who, u32), (u32, Pid)>>>;
 
@@ -249,7 +249,7 @@ pub struct Supervisor {
 impl Supervisor {
     /// Starts the lighthouse (unless it is external), waits until it listens, then starts every rank of every replica with the
     /// command that `command` makes. The environment of each is completed with `OXCCL_LIGHTHOUSE`, `OXCCL_REPLICA`, `OXCCL_REPLICAS`,
-    /// `OXCCL_LIFE`, `OXCCL_RANK`, `OXCCL_RANKS`, `OXCCL_REPLICA_STORE`, `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
+    /// `OXCCL_INCARNATION`, `OXCCL_RANK`, `OXCCL_RANKS`, `OXCCL_REPLICA_STORE`, `OXCCL_EVENTS`, and `RAYON_NUM_THREADS=1` unless the command sets that itself
     /// (one compute thread per process makes runs repeatable). The ranks of a replica also find what torchrun would tell them (`RANK`, `WORLD_SIZE`,
     /// `LOCAL_RANK`, `MASTER_ADDR`, `MASTER_PORT`, `TORCHELASTIC_…`), so that a program written for it runs unchanged, with the replica as its world.
     ///
@@ -303,11 +303,17 @@ impl Supervisor {
         &self.lighthouse
     }
 
-    /// Sends a signal to a rank of a replica (with all processes that it started), if the replica is in the life `life`; `None` takes
-    /// any. Returns the moment, in microseconds of the real-time clock. `NotFound` if that life does not run. A replica of which a rank dies is
+    /// Sends a signal to a rank of a replica (with all processes that it started), if the replica is in the incarnation `incarnation`; `None` takes
+    /// any. Returns the moment, in microseconds of the real-time clock. `NotFound` if that incarnation does not run. A replica of which a rank dies is
     /// restarted as after any other death.
-    pub fn signal(&self, replica: u32, rank: u32, life: Option<u32>, signal: ProcessSignal) -> Result<u64> {
-        self.signal_process((Who::Replica(replica), rank), life, signal)
+    pub fn signal(
+        &self,
+        replica: u32,
+        rank: u32,
+        incarnation: Option<u32>,
+        signal: ProcessSignal,
+    ) -> Result<u64> {
+        self.signal_process((Who::Replica(replica), rank), incarnation, signal)
     }
 
     /// Sends a signal to the lighthouse that this supervisor started, as [`signal`](Self::signal) does to a rank.
@@ -315,18 +321,26 @@ impl Supervisor {
         self.signal_process((Who::Lighthouse, 0), None, signal)
     }
 
-    fn signal_process(&self, whose: (Who, u32), life: Option<u32>, signal: ProcessSignal) -> Result<u64> {
+    fn signal_process(
+        &self,
+        whose: (Who, u32),
+        incarnation: Option<u32>,
+        signal: ProcessSignal,
+    ) -> Result<u64> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let (who, rank) = whose;
         match running.get(&whose) {
-            Some((current, pid)) if life.is_none_or(|life| life == *current) => {
+            Some((current, pid)) if incarnation.is_none_or(|incarnation| incarnation == *current) => {
                 let t_us = now_us();
                 child::signal_group(*pid, signal.into())?;
                 Ok(t_us)
             }
             Some((current, _)) => Err(Error::new(
                 ErrorKind::NotFound,
-                format!("{who} is in life {current}, not in {}", life.unwrap_or_default()),
+                format!(
+                    "{who} is in incarnation {current}, not in {}",
+                    incarnation.unwrap_or_default()
+                ),
             )),
             None => Err(Error::new(
                 ErrorKind::NotFound,
@@ -335,13 +349,13 @@ impl Supervisor {
         }
     }
 
-    /// The ranks that run now, as (replica, rank, life), in that order.
+    /// The ranks that run now, as (replica, rank, incarnation), in that order.
     pub fn running(&self) -> Vec<(u32, u32, u32)> {
         let running = self.running.lock().unwrap_or_else(PoisonError::into_inner);
         let mut ranks: Vec<(u32, u32, u32)> = running
             .iter()
-            .filter_map(|((who, rank), (life, _))| match who {
-                Who::Replica(replica) => Some((*replica, *rank, *life)),
+            .filter_map(|((who, rank), (incarnation, _))| match who {
+                Who::Replica(replica) => Some((*replica, *rank, *incarnation)),
                 Who::Lighthouse => None,
             })
             .collect();

@@ -88,10 +88,10 @@ class Manager:
         store_addr: with `store_port`, the store in which the ranks of one replica meet; by default ``MASTER_ADDR`` and ``MASTER_PORT``. A replica of
             one process needs none.
         lighthouse_addr: by default ``OXCCL_LIGHTHOUSE``, or ``TORCHFT_LIGHTHOUSE``.
-        replica_id: the replica's name, the same in each of its lives; by default a random one.
+        replica_id: the replica's name, the same in each of its incarnations; by default a random one.
         port: of the manager server; 0 takes a free one.
         hostname: by which other machines reach this one, which then listens on all its addresses. By default only this machine reaches it.
-        heartbeat_interval: between two signs of life to the lighthouse.
+        heartbeat_interval: between two signs of incarnation to the lighthouse.
         checkpoint_transport: must be None: the state travels over a transport that is built in.
         init_sync: at step 0 all replicas take the state of one.
         max_retries: after so many attempts in a row that did not commit the next one raises.
@@ -352,7 +352,7 @@ class Manager:
         return self._replica.draining
 
     def replica_id(self) -> str:
-        """The id of this life: the replica's name and a random part."""
+        """The id of this incarnation: the replica's name and a random part."""
         return self._replica.replica_id
 
     # -- the end

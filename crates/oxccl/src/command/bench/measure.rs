@@ -82,7 +82,7 @@ pub(super) fn run(plan: &Plan, group: &dyn ProcessGroup, store: &Arc<dyn Store>,
         // The limit is on the measured calls; a line that just made it is told.
         store.set(&key(index, rank), &text, deadline_in(MEET))?;
     }
-    // Nobody leaves while another may still be in the last operation.
+    // No rank leaves while another may still be in the last operation.
     store.barrier("bench/end", plan.ranks, deadline_in(MEET))?;
     group.shutdown(deadline_in(MEET))
 }

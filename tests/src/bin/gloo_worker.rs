@@ -1,7 +1,7 @@
-//! One life of a rank that makes one call after the other until its group fails, then waits to be put into the next one.
+//! One incarnation of a rank that makes one call after the other until its group fails, then waits to be put into the next one.
 //!
-//! usage: `gloo_life STORE SEED`. Standard input: `join EPOCH RANK WORLD MILLISECONDS` (the deadline of each call), `abort`, or `garble`
-//! (noise on all its connections to other ranks). Standard output (`Life` in
+//! usage: `gloo_worker STORE SEED`. Standard input: `join EPOCH RANK WORLD MILLISECONDS` (the deadline of each call), `abort`, or `garble`
+//! (noise on all its connections to other ranks). Standard output (`Incarnation` in
 //! `tests/gloo_kills.rs` reads it): `joined EPOCH MICROSECONDS`, `right EPOCH` after the first calls, `failed EPOCH
 //! NANOSECONDS CALLED WAITED KIND TEXT` with the monotonic clock that all processes share (when the error was here, when the call that it
 //! ended had been made, and how long of that the calling thread was ready but had no core), `clean EPOCH` once no thread, socket or ring of the failed group is left, `wrong TEXT`. It ends with its input.
@@ -29,7 +29,7 @@ const PATIENCE: Duration = Duration::from_secs(30);
 
 fn say(line: &str) {
     let mut out = std::io::stdout().lock();
-    // A closed pipe means that nobody listens any more.
+    // A closed pipe means that the test is gone.
     let _ = writeln!(out, "{line}").and_then(|()| out.flush());
 }
 
@@ -282,12 +282,12 @@ fn garble(store: &str) {
 fn main() {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
     let [address, seed] = arguments.as_slice() else {
-        eprintln!("usage: gloo_life STORE SEED");
+        eprintln!("usage: gloo_worker STORE SEED");
         std::process::exit(2);
     };
     let seed: u64 = seed.parse().unwrap();
     let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline_in(PATIENCE)).unwrap());
-    let group = Arc::new(GlooGroup::new("life", GroupOptions::default()).unwrap());
+    let group = Arc::new(GlooGroup::new("incarnation", GroupOptions::default()).unwrap());
     let (tell, orders) = channel();
     let store_address = address.clone();
     let hears = group.clone();
@@ -303,7 +303,7 @@ fn main() {
                     }
                     ["abort"] => hears.abort("told to"),
                     ["garble"] => garble(&store_address),
-                    _ => eprintln!("gloo_life: '{line}'?"),
+                    _ => eprintln!("gloo_worker: '{line}'?"),
                 }
             }
             // The process that gave the orders is gone.
@@ -313,7 +313,7 @@ fn main() {
     let beginning = left();
     while let Ok(order) = orders.recv() {
         let [epoch, rank, world, patience] = order.as_slice() else {
-            eprintln!("gloo_life: join needs four numbers");
+            eprintln!("gloo_worker: join needs four numbers");
             continue;
         };
         let mut called = Called::default();
