@@ -277,7 +277,7 @@ fn restarts_end_at_their_limit_and_the_last_output_is_kept() {
             signal: None
         })
     );
-    assert_eq!(outcome.replicas[0].tail, "to-out\nlife 2: out of luck");
+    assert_eq!(outcome.replicas[0].tail, "to-out\nincarnation 2: out of luck");
     let pauses: Vec<Option<u64>> = seen
         .iter()
         .filter_map(|e| match e {
