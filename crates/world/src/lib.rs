@@ -4,10 +4,14 @@
 //! [`BackendSpec`] is what a user writes (`gloo`, `cpu:gloo,cuda:nccl`, or nothing); [`ByDevice`] is a group that hands each operation
 //! to the backend of its tensors' device; [`Place`] says which rank this process is and where the others are (from the variables of
 //! torchrun, MPI, PALS or Slurm, or an address); [`World`] is the group of all ranks, from which [`World::new_group`] and [`World::split_group`] make
-//! others; [`DeviceMesh`] arranges ranks in named dimensions, and [`RankOrder`] in the ones of large-model training.
+//! others; [`DeviceMesh`] arranges ranks in named dimensions, [`RankOrder`] in the ones of large-model training, and
+//! [`Layout`] says who is in which group there.
 
 mod by_device;
+mod grid;
 mod launcher;
+mod layout;
+mod layout_groups;
 mod mesh;
 mod one_host;
 mod order;
@@ -16,6 +20,8 @@ mod spec;
 mod world;
 
 pub use by_device::ByDevice;
+pub use layout::{GroupKind, Layout, LayoutSpec};
+pub use layout_groups::LayoutGroups;
 pub use mesh::{DeviceMesh, MeshShape};
 pub use order::{Dimension, RankOrder, Sizes};
 pub use place::{Host, Meeting, Place};

@@ -4,7 +4,7 @@ use std::time::Instant;
 
 use ftcore::{Error, ErrorKind, ProcessGroup, Result};
 
-use crate::{GroupSpec, World};
+use crate::{GroupSpec, World, grid};
 
 /// The dimensions of a mesh: names and lengths. The last one is the fastest: ranks that differ by one are neighbours in it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -20,7 +20,6 @@ impl MeshShape {
         if dimensions.is_empty() {
             return Err(Error::invalid("a mesh has at least one dimension"));
         }
-        let mut product = 1u32;
         for (n, (name, length)) in dimensions.iter().enumerate() {
             if name.is_empty() || *length == 0 {
                 return Err(Error::invalid(format!(
@@ -30,10 +29,8 @@ impl MeshShape {
             if dimensions.iter().take(n).any(|(other, _)| other == name) {
                 return Err(Error::invalid(format!("two dimensions are called '{name}'")));
             }
-            product = product
-                .checked_mul(*length)
-                .ok_or_else(|| Error::invalid("more ranks than a u32 can count"))?;
         }
+        grid::size(dimensions.iter().map(|(_, length)| *length))?;
         Ok(Self {
             dimensions: dimensions.iter().map(|(n, l)| ((*n).to_string(), *l)).collect(),
         })
@@ -64,17 +61,8 @@ impl MeshShape {
 
     /// The position of `rank` in each dimension, slowest first.
     pub fn coordinates(&self, rank: u32) -> Vec<u32> {
-        let mut rest = rank;
-        let mut fastest_first: Vec<u32> = self
-            .dimensions
-            .iter()
-            .rev()
-            .map(|(_, length)| {
-                let at = rest % length;
-                rest /= length;
-                at
-            })
-            .collect();
+        let lengths = self.dimensions.iter().rev().map(|(_, length)| *length);
+        let mut fastest_first: Vec<u32> = grid::coordinates(lengths, rank).collect();
         fastest_first.reverse();
         fastest_first
     }
@@ -84,20 +72,11 @@ impl MeshShape {
     /// Errors: `NotFound` for a name that the mesh does not have.
     pub fn groups(&self, names: &[&str]) -> Result<Vec<Vec<u32>>> {
         let along = names.iter().map(|n| self.index(n)).collect::<Result<Vec<_>>>()?;
-        let mut groups: Vec<(Vec<u32>, Vec<u32>)> = Vec::new();
-        for rank in 0..self.size() {
-            let others: Vec<u32> = self
-                .coordinates(rank)
-                .into_iter()
-                .enumerate()
-                .filter_map(|(n, at)| (!along.contains(&n)).then_some(at))
-                .collect();
-            match groups.iter_mut().find(|(key, _)| *key == others) {
-                Some((_, members)) => members.push(rank),
-                None => groups.push((others, vec![rank])),
-            }
-        }
-        Ok(groups.into_iter().map(|(_, members)| members).collect())
+        let lengths = self.dimensions.iter().enumerate().rev();
+        let marked: Vec<(u32, bool)> = lengths
+            .map(|(n, (_, length))| (*length, along.contains(&n)))
+            .collect();
+        Ok(grid::groups(&marked))
     }
 }
 

@@ -8,6 +8,8 @@ use std::str::FromStr;
 
 use ftcore::{Error, Result};
 
+use crate::grid;
+
 /// What ranks along one dimension share or split.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Dimension {
@@ -141,11 +143,7 @@ impl RankOrder {
             *slot = (dimension, sizes.of(dimension));
         }
         let order = Self { order: placed };
-        order
-            .order
-            .iter()
-            .try_fold(1u32, |product, (_, size)| product.checked_mul(*size))
-            .ok_or_else(|| Error::invalid("more ranks than a u32 can count"))?;
+        grid::size(order.lengths())?;
         Ok(order)
     }
 
@@ -159,32 +157,28 @@ impl RankOrder {
         if rank >= self.world_size() {
             return None;
         }
-        let mut rest = rank;
-        for (d, size) in self.order {
-            if d == dimension {
-                return Some(rest % size);
-            }
-            rest /= size;
-        }
-        None
+        let index = self.order.iter().position(|(d, _)| *d == dimension)?;
+        grid::coordinates(self.lengths(), rank).nth(index)
+    }
+
+    /// How far neighbours along `dimension` are apart.
+    pub(crate) fn stride(&self, dimension: Dimension) -> u32 {
+        let faster = self.order.iter().take_while(|(d, _)| *d != dimension);
+        faster.map(|(_, length)| length).product()
+    }
+
+    /// Fastest first.
+    fn lengths(&self) -> impl Iterator<Item = u32> {
+        self.order.iter().map(|(_, length)| *length)
     }
 
     /// The groups along `dimensions` taken together: ranks that differ in nothing else. Each group is in ascending order, the groups are
     /// ordered by their first rank, and every rank is in exactly one.
     pub fn groups(&self, dimensions: &[Dimension]) -> Vec<Vec<u32>> {
-        let mut groups: Vec<(Vec<u32>, Vec<u32>)> = Vec::new();
-        for rank in 0..self.world_size() {
-            let others: Vec<u32> = Dimension::ALL
-                .into_iter()
-                .filter(|d| !dimensions.contains(d))
-                .filter_map(|d| self.coordinate(rank, d))
-                .collect();
-            match groups.iter_mut().find(|(key, _)| *key == others) {
-                Some((_, members)) => members.push(rank),
-                None => groups.push((others, vec![rank])),
-            }
-        }
-        groups.into_iter().map(|(_, members)| members).collect()
+        let marked = self
+            .order
+            .map(|(dimension, length)| (length, dimensions.contains(&dimension)));
+        grid::groups(&marked)
     }
 }
 

@@ -13,7 +13,7 @@ use ftcore::{
 };
 
 use crate::place::Host;
-use crate::{BackendSpec, ByDevice, Place};
+use crate::{BackendSpec, ByDevice, GroupKind, Layout, LayoutGroups, Place};
 
 /// With the value 1, [`World::new_group`] and [`World::split_group`] split the world's group; with 0, or unset, they configure new groups.
 pub const ENV_SPLIT_GROUPS: &str = "OXCCL_SPLIT_GROUPS";
@@ -81,7 +81,7 @@ impl WorldOptions {
     /// These options where `spec` says nothing, and what it says otherwise.
     ///
     /// Errors: `InvalidArgument` for a specification without a device; `NotFound` if the device has no backend.
-    fn changed_by(&self, spec: &GroupSpec) -> Result<Self> {
+    pub(crate) fn changed_by(&self, spec: &GroupSpec) -> Result<Self> {
         let mut changed = self.clone();
         if let Some(backends) = &spec.backends {
             changed.device = backends.home(&self.device)?;
@@ -127,6 +127,15 @@ pub struct GroupSpec {
     pub name: Option<String>,
 }
 
+impl GroupSpec {
+    fn backends_text(&self) -> String {
+        self.backends
+            .as_ref()
+            .map(ToString::to_string)
+            .unwrap_or_default()
+    }
+}
+
 /// What the value of [`ENV_SPLIT_GROUPS`] says.
 fn says_split(value: Option<&OsStr>) -> Result<bool> {
     match value.map(OsStr::to_str) {
@@ -148,7 +157,7 @@ pub struct World {
     options: WorldOptions,
     splits: bool,
     /// Rank 0's, so that the others find the store.
-    _host: Host,
+    host: Arc<Host>,
 }
 
 impl fmt::Debug for World {
@@ -202,7 +211,7 @@ impl Made {
             configuration,
             options: self.options,
             splits: self.splits,
-            _host: host,
+            host: Arc::new(host),
         })
     }
 }
@@ -313,7 +322,7 @@ impl World {
         }
         // Before the exchange: what this rank cannot make is told at once.
         let options = self.options.changed_by(spec).map_err(named)?;
-        let Some(mut configuration) = self.agree(&ballots, deadline)? else {
+        let Some(mut configuration) = self.agree(&ballots, LISTS, deadline)? else {
             return Ok(None);
         };
         if let Some(name) = &spec.name {
@@ -331,14 +340,70 @@ impl World {
     pub fn connect(&self, group: &dyn ProcessGroup, ranks: &[u32], deadline: Instant) -> Result<bool> {
         let ballots = ballots(&[ranks.to_vec()], &GroupSpec::default(), self.world_size())
             .map_err(|e| e.with_op("connect").with_rank(self.rank()))?;
-        match self.agree(&ballots, deadline)? {
+        match self.agree(&ballots, LISTS, deadline)? {
             Some(configuration) => group.configure(configuration).map(|()| true),
             None => Ok(false),
         }
     }
 
-    /// How this rank's part of a partition is configured; `None` if it has none. A call of all ranks.
-    fn agree(&self, ballots: &[(Option<u32>, u32)], deadline: Instant) -> Result<Option<Configuration>> {
+    /// This rank's groups of `layout`, which lies within the world. `specs` says in what those of a kind differ from the world's. A call of all ranks of
+    /// the world, with the same layout and the same backends: one exchange, and one more for each kind of group that is split off.
+    ///
+    /// Errors: `InvalidArgument` if the layout has ranks that the world does not have; `NotFound` for a kind in `specs` that the layout does not have;
+    /// `Mismatch` names a rank that passed another layout or other backends; what a split says.
+    pub fn layout(
+        &self,
+        layout: Layout,
+        specs: BTreeMap<GroupKind, GroupSpec>,
+        deadline: Instant,
+    ) -> Result<LayoutGroups> {
+        let named = |e: Error| e.with_op("layout").with_rank(self.rank());
+        let end = layout.spec().first_rank.saturating_add(layout.size());
+        if end > self.world_size() {
+            return Err(named(Error::invalid(format!(
+                "the layout has ranks {} to {}, the world {} ranks",
+                layout.spec().first_rank,
+                end - 1,
+                self.world_size()
+            ))));
+        }
+        let kinds = layout.kinds();
+        if let Some(other) = specs.keys().find(|kind| !kinds.contains(kind)) {
+            let text =
+                format!("the layout has no groups of kind {other}, for which there is a specification");
+            return Err(named(Error::new(ErrorKind::NotFound, text)));
+        }
+        let backends = specs
+            .iter()
+            .map(|(kind, spec)| format!("{kind} {}", spec.backends_text()));
+        let text = format!("{:?} {:?}", layout, backends.collect::<Vec<_>>());
+        let color = Some(hash(text.into_bytes()));
+        let ballots: Vec<_> = (0..self.world_size()).map(|rank| (color, rank)).collect();
+        let all = self.agree(&ballots, "layout", deadline).map_err(named)?;
+        let all = all.ok_or_else(|| Error::new(ErrorKind::Internal, "a layout without this rank"))?;
+        let mut split = Vec::new();
+        for kind in kinds.into_iter().filter(|_| self.splits) {
+            let groups = layout.groups(kind)?;
+            let several = groups.iter().any(|ranks| ranks.len() > 1);
+            let plain = specs.get(&kind).is_none_or(|spec| *spec == GroupSpec::default());
+            if several
+                && plain
+                && let Some(group) = self.split_group(&groups, &GroupSpec::default(), deadline)?
+            {
+                split.push((kind, group));
+            }
+        }
+        let (options, host) = (self.options.clone(), self.host.clone());
+        Ok(LayoutGroups::new(layout, specs, options, all, host, split))
+    }
+
+    /// How this rank's part of a partition is configured; `None` if it has none. A call of all ranks with the same `what`.
+    fn agree(
+        &self,
+        ballots: &[(Option<u32>, u32)],
+        what: &str,
+        deadline: Instant,
+    ) -> Result<Option<Configuration>> {
         let (color, key) = ballots.get(self.rank() as usize).copied().unwrap_or((None, 0));
         let split = Split::agree(&*self.group, self.configuration.clone(), color, key, deadline)?;
         if let Some(other) = split
@@ -347,7 +412,7 @@ impl World {
             .position(|(said, wanted)| said != *wanted)
         {
             let other = u32::try_from(other).unwrap_or(u32::MAX);
-            let text = format!("rank {other} did not pass the same lists of ranks and the same backends");
+            let text = format!("rank {other} did not pass the same {what} and the same backends");
             let error = Error::new(ErrorKind::Mismatch, text).with_op("split_group");
             return Err(error.with_rank(self.rank()).with_peer(other));
         }
@@ -389,24 +454,31 @@ fn ballots(partition: &[Vec<u32>], spec: &GroupSpec, world_size: u32) -> Result<
     Ok(ballots)
 }
 
+/// What [`World::agree`] is about where ranks are listed.
+const LISTS: &str = "lists of ranks";
+
 /// Libraries take colours as signed numbers of 32 bits.
 const COLORS: u32 = 0x7fff_ffff;
 
-/// FNV-1a over the lists, their lengths and the backends.
+/// Of the lists, their lengths and the backends.
 fn fingerprint(partition: &[Vec<u32>], spec: &GroupSpec) -> u32 {
     let words = partition.iter().flat_map(|ranks| {
         let length = u32::try_from(ranks.len()).unwrap_or(u32::MAX);
         std::iter::once(length).chain(ranks.iter().copied())
     });
-    let backends = spec
-        .backends
-        .as_ref()
-        .map(ToString::to_string)
-        .unwrap_or_default();
-    let bytes = words.flat_map(u32::to_le_bytes).chain(backends.into_bytes());
-    bytes.fold(0x811c_9dc5_u32, |hash, byte| {
+    hash(
+        words
+            .flat_map(u32::to_le_bytes)
+            .chain(spec.backends_text().into_bytes()),
+    )
+}
+
+/// FNV-1a.
+fn hash(bytes: impl IntoIterator<Item = u8>) -> u32 {
+    let hash = bytes.into_iter().fold(0x811c_9dc5_u32, |hash, byte| {
         (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193)
-    }) & COLORS
+    });
+    hash & COLORS
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@
     reason = "a failure here is a failed test"
 )]
 
+use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -16,7 +17,9 @@ use ftcore::{
     ErrorKind, GroupOptions, InMemoryStore, ProcessGroup, ProcessGroupExt, ReduceOp, Registry, Result, Store,
     Tensor, deadline_in,
 };
-use oxccl_world::{DeviceMesh, GroupSpec, Make, MeshShape, Place, World, WorldOptions};
+use oxccl_world::{
+    DeviceMesh, GroupKind, GroupSpec, Layout, LayoutSpec, Make, MeshShape, Place, World, WorldOptions,
+};
 
 fn soon() -> Instant {
     deadline_in(Duration::from_secs(60))
@@ -289,6 +292,141 @@ fn a_mesh_has_a_group_along_each_dimension_and_joint_ones() {
         wrong.iter().flatten().all(|e| e.contains("3 ranks, the world 2")),
         "{wrong:?}"
     );
+}
+
+fn pipeline_of(stages: u32) -> Layout {
+    let spec = LayoutSpec {
+        pipeline: stages,
+        ..LayoutSpec::default()
+    };
+    Layout::new(stages, spec).unwrap()
+}
+
+#[test]
+fn a_pair_of_a_pipeline_is_made_by_its_two_ranks_alone() {
+    for splits in [false, true] {
+        let found = ranks(4, splits, |world| {
+            let groups = world.layout(pipeline_of(4), BTreeMap::new(), soon()).unwrap();
+            let e = groups.pair(world.rank(), soon()).err().unwrap();
+            assert!(
+                e.to_string().contains("is not another rank of the pipeline"),
+                "{e}"
+            );
+            let pair = match world.rank() {
+                1 => groups.pair(2, soon()).unwrap(),
+                2 => groups.pair(1, soon()).unwrap(),
+                _ => return None,
+            };
+            Some((pair.info().rank, sum(&*pair, world.rank())))
+        });
+        assert_eq!(
+            found,
+            [None, Some((0, 6.0)), Some((1, 6.0)), None],
+            "split: {splits}"
+        );
+    }
+}
+
+#[test]
+fn a_group_of_a_layout_has_what_its_specification_asks_for() {
+    let (options, seen) = watched(true);
+    let timeout = Duration::from_secs(7);
+    let spec = GroupSpec {
+        timeout: Some(timeout),
+        name: Some("stages".to_string()),
+        ..GroupSpec::default()
+    };
+    ranks_with(2, &options, |world| {
+        let specs = BTreeMap::from([(GroupKind::Pipeline, spec.clone())]);
+        let groups = world.layout(pipeline_of(2), specs, soon()).unwrap();
+        let pipeline = groups.group(GroupKind::Pipeline, soon()).unwrap().unwrap();
+        assert_eq!(pipeline.info().name, "stages");
+        assert_eq!(sum(&*pipeline, world.rank()), 3.0);
+        assert_eq!(
+            sum(
+                &*groups.gloo(GroupKind::Pipeline, soon()).unwrap().unwrap(),
+                world.rank()
+            ),
+            3.0
+        );
+    });
+    let timeouts: Vec<Duration> = seen.lock().unwrap().iter().map(|o| o.timeout).collect();
+    // On each rank: the world's, the pipeline's and its gloo side.
+    assert_eq!(timeouts.len(), 6);
+    assert_eq!(timeouts.iter().filter(|t| **t == timeout).count(), 4);
+}
+
+#[test]
+fn ranks_that_pass_another_layout_are_named_on_every_rank() {
+    let found = ranks(2, false, |world| {
+        let layout = match world.rank() {
+            0 => pipeline_of(2),
+            _ => Layout::new(2, LayoutSpec::default()).unwrap(),
+        };
+        let e = world.layout(layout, BTreeMap::new(), soon()).err().unwrap();
+        assert!(e.to_string().contains("did not pass the same layout"), "{e}");
+        // The world goes on.
+        assert_eq!(sum(world.group(), world.rank()), 3.0);
+        (e.kind(), e.context().peer)
+    });
+    assert_eq!(
+        found,
+        [(ErrorKind::Mismatch, Some(1)), (ErrorKind::Mismatch, Some(0))]
+    );
+}
+
+#[test]
+fn what_a_world_has_not_is_refused_by_name_before_anybody_is_met() {
+    let found = ranks(2, false, |world| {
+        let larger = world
+            .layout(pipeline_of(3), BTreeMap::new(), soon())
+            .err()
+            .unwrap();
+        assert!(
+            larger.to_string().contains("ranks 0 to 2, the world 2 ranks"),
+            "{larger}"
+        );
+        let specs = BTreeMap::from([(GroupKind::HierarchicalContext(0), GroupSpec::default())]);
+        let other = world.layout(pipeline_of(2), specs, soon()).err().unwrap();
+        assert!(other.to_string().contains("no groups of kind hcp_0"), "{other}");
+        (larger.kind(), other.kind())
+    });
+    assert_eq!(found, [(ErrorKind::InvalidArgument, ErrorKind::NotFound); 2]);
+}
+
+#[test]
+fn ranks_beside_a_layout_are_in_none_of_its_groups() {
+    for splits in [false, true] {
+        let found = ranks(3, splits, |world| {
+            let spec = LayoutSpec {
+                tensor: 2,
+                first_rank: 1,
+                ..LayoutSpec::default()
+            };
+            let layout = Layout::new(2, spec).unwrap();
+            let groups = world.layout(layout, BTreeMap::new(), soon()).unwrap();
+            let group = groups.group(GroupKind::Tensor, soon()).unwrap();
+            group.map(|group| sum(&*group, world.rank()))
+        });
+        assert_eq!(found, [None, Some(6.0), Some(6.0)], "split: {splits}");
+    }
+}
+
+#[test]
+fn a_group_of_a_layout_that_could_not_connect_stays_failed_and_the_others_do_not() {
+    ranks(2, false, |world| {
+        let groups = world.layout(pipeline_of(2), BTreeMap::new(), soon()).unwrap();
+        if world.rank() == 0 {
+            let e = groups
+                .group(GroupKind::Pipeline, deadline_in(Duration::from_millis(100)))
+                .err()
+                .unwrap();
+            let again = groups.group(GroupKind::Pipeline, soon()).err().unwrap();
+            assert_eq!((again.kind(), again.to_string()), (e.kind(), e.to_string()));
+        }
+        let other = groups.group(GroupKind::Model, soon()).unwrap().unwrap();
+        assert_eq!(sum(&*other, world.rank()), 3.0);
+    });
 }
 
 #[test]
