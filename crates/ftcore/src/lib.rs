@@ -22,6 +22,7 @@ mod group;
 pub mod identity;
 pub mod lifecycle;
 mod memory;
+mod nearest;
 mod options;
 mod parting;
 mod reduce_op;
@@ -51,7 +52,7 @@ pub use identity::Credentials;
 /// Static registration of backends; see [`registry::StaticBackend`].
 pub use inventory;
 pub use memory::{Tensor, leaked_bytes, prefer_huge_pages, wrong_device};
-pub use options::{GroupOptions, SubmitOptions};
+pub use options::{GroupOptions, Resolved, SubmitOptions, VARIABLE, option_text, variable_prefix};
 pub use reduce_op::ReduceOp;
 pub use registry::Registry;
 pub use roles::Role;
