@@ -9,6 +9,7 @@
 mod by_device;
 mod launcher;
 mod mesh;
+mod objects;
 mod one_host;
 mod order;
 mod place;
@@ -17,6 +18,7 @@ mod world;
 
 pub use by_device::ByDevice;
 pub use mesh::{DeviceMesh, MeshShape};
+pub use objects::{ObjectOptions, all_gather_object, broadcast_object, gather_object, scatter_object};
 pub use order::{Dimension, RankOrder, Sizes};
 pub use place::{Host, Meeting, Place};
 pub use spec::BackendSpec;
