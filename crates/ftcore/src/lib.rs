@@ -20,6 +20,7 @@ mod ext;
 pub mod forked;
 mod group;
 pub mod identity;
+mod joined;
 pub mod lifecycle;
 mod memory;
 mod nearest;
