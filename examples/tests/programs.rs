@@ -336,7 +336,7 @@ fn options_reach_the_backend_of_every_rank_before_the_variables() {
         let dir = tempfile::tempdir().unwrap();
         let small = ["--replicas", "1", "--ranks-per-replica", "2", "--rounds", "2"];
         let output = Command::new(DILOCO)
-            .args([&small, &SMALL[2..], &["--batch", "4"], args].concat())
+            .args([&small, &SMALL[2..], args].concat())
             .args(["--time-limit-s", "120", "--out"])
             .arg(dir.path())
             .env("OXCCL_GLOO_TRANSPORT", "pigeons")
