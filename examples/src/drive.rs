@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{Device, DeviceKind, Error, ErrorKind, Registry, deadline_in};
+use ftcore::{Device, DeviceKind, Error, ErrorKind, GroupOptions, Registry, deadline_in, option_text};
 use oxccl::launch::{
     EventKind, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, Supervisor,
     SupervisorConfig, SupervisorEvent, announce_lighthouse,
@@ -116,6 +116,10 @@ pub struct NetArgs {
     /// that cannot be aborted (xccl) runs in a child process of each replica.
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
+    /// An option of the backend's groups, such as min_ctas=4 or connections=2; may be repeated. It comes before the variable
+    /// OXCCL_<BACKEND>_<OPTION>; `oxccl backends` lists what a backend honours, lenient=1 drops the rest.
+    #[arg(long = "option", value_name = "NAME=VALUE", value_parser = option_text)]
+    pub options: Vec<(String, String)>,
     /// Device kind that the all-reduces run on: cpu, xpu, cuda or a plugin's. Replicas take turns on the devices of their
     /// machine. The model itself is computed on the host.
     #[arg(long, value_name = "KIND", default_value = "cpu")]
@@ -151,18 +155,37 @@ impl NetArgs {
         Duration::from_millis(self.progress_timeout_ms)
     }
 
-    /// Before anything is started: that the backends exist.
+    /// The options of the backend's groups.
     ///
-    /// Errors: those of [`oxccl::backend::find`] for a name that no backend has on any device.
+    /// Errors: a value that the option of that name does not have.
+    pub fn group_options(&self) -> ftcore::Result<GroupOptions> {
+        GroupOptions::from_texts(&self.options)
+    }
+
+    /// Before anything is started: that the backends exist and honour the options.
+    ///
+    /// Errors: those of [`oxccl::backend::find`] for a name that no backend has on any device, and of
+    /// [`Backend::resolve`](ftcore::registry::Backend::resolve).
     pub(crate) fn check(&self) -> anyhow::Result<()> {
         oxccl::backend::load_plugins();
         let home = Device::new(self.device.clone(), 0);
         let spec: BackendSpec = self.backend.as_deref().unwrap_or_default().parse()?;
+        let options = self.group_options()?;
         for (device, name) in spec.backends(&home)? {
+            let found = oxccl::backend::find(Some(&name), &device);
             // One of another device may serve this one through the host.
-            let elsewhere = Registry::global().get(&name, None);
-            if elsewhere.is_err_and(|e| e.kind() == ErrorKind::NotFound) {
-                oxccl::backend::find(Some(&name), &device)?;
+            let elsewhere = Registry::global().get(&name, Some(&DeviceKind::Cpu));
+            let backend = found.or_else(|e| elsewhere.map_err(|_| e))?;
+            if self.options.is_empty() {
+                continue;
+            }
+            let dropped = backend.resolve(&options)?.dropped;
+            if !dropped.is_empty() {
+                note!(
+                    "backend {} does not honour these options, which are dropped: {}",
+                    backend.name,
+                    dropped.join(", ")
+                );
             }
         }
         Ok(())
@@ -198,6 +221,9 @@ impl NetArgs {
         ];
         if let Some(name) = &self.backend {
             args.extend(["--backend".into(), name.clone()]);
+        }
+        for (name, text) in &self.options {
+            args.extend(["--option".into(), format!("{name}={text}")]);
         }
         if let Some(codec) = self.quantize {
             args.extend(["--quantize".into(), codec.to_string()]);

@@ -38,9 +38,14 @@ struct Inside {
 
 impl Ranks {
     /// Connects the ranks of this incarnation of the replica over the backend. Blocks until all are there, or half a minute.
-    pub fn meet(env: &ReplicaEnv, backend: Option<&str>, device: &Device) -> Result<Arc<Self>> {
+    pub fn meet(
+        env: &ReplicaEnv,
+        backend: Option<&str>,
+        device: &Device,
+        options: &GroupOptions,
+    ) -> Result<Arc<Self>> {
         let inside = match &env.store {
-            Some(address) if env.ranks > 1 => Some(Inside::connect(env, address, backend, device)?),
+            Some(address) if env.ranks > 1 => Some(Inside::connect(env, address, backend, device, options)?),
             _ => None,
         };
         Ok(Arc::new(Self {
@@ -108,10 +113,16 @@ impl Ranks {
 }
 
 impl Inside {
-    fn connect(env: &ReplicaEnv, address: &str, backend: Option<&str>, device: &Device) -> Result<Self> {
+    fn connect(
+        env: &ReplicaEnv,
+        address: &str,
+        backend: Option<&str>,
+        device: &Device,
+        options: &GroupOptions,
+    ) -> Result<Self> {
         let deadline = deadline_in(MEET);
         let store: Arc<dyn Store> = Arc::new(TcpStore::connect(address, deadline)?);
-        let group = device::group(backend, device, &GroupOptions::default())?;
+        let group = device::group(backend, device, options)?;
         group.configure(Configuration {
             store: store.clone(),
             prefix: "inside/".into(),
@@ -360,7 +371,7 @@ mod tests {
                 ranks: 2,
                 store: Some(store.local_addr().to_string()),
             };
-            body(Ranks::meet(&env, None, &Device::CPU).unwrap())
+            body(Ranks::meet(&env, None, &Device::CPU, &GroupOptions::default()).unwrap())
         };
         std::thread::scope(|scope| {
             let other = scope.spawn(|| as_rank(1));

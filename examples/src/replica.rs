@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::sync::atomic::AtomicI64;
 use std::time::{Duration, Instant};
 
-use ftcore::{Device, Error, ErrorKind, GroupOptions, Result, Traffic};
+use ftcore::{Device, Error, ErrorKind, Result, Traffic};
 use manager::{Healed, Manager, ManagerConfig};
 use oxccl::launch::{Commit, EventKind, EventSender, Final, ReplicaEnv, ReplicaState};
 use quant::{ErrorFeedback, QuantizedGroup};
@@ -47,7 +47,7 @@ impl Place {
         let env = ReplicaEnv::from_env()?;
         oxccl_candle::require_one_compute_thread()?;
         let device = device::of_replica(&net.device, env.replica * env.ranks + env.rank)?;
-        let ranks = Ranks::meet(&env, net.backend.as_deref(), &device)?;
+        let ranks = Ranks::meet(&env, net.backend.as_deref(), &device, &net.group_options()?)?;
         Ok(Self {
             env,
             ranks,
@@ -73,7 +73,7 @@ impl Place {
     ) -> Result<InStep<Manager>> {
         self.checkpoints = Checkpoints::open(checkpoints, &self.env, &self.events, run, steps)?;
         let name = format!("replica{}", self.env.replica);
-        let options = GroupOptions::default();
+        let options = net.group_options()?;
         let mut group = device::group(net.backend.as_deref(), &self.device, &options)?;
         if let Some(quantisation) = net.quantisation(options.timeout) {
             let quantized = QuantizedGroup::with_options(group, quantisation)?;

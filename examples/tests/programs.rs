@@ -227,6 +227,20 @@ fn mistakes_are_named_with_what_to_change_and_end_with_code_2() {
         2,
         &["no backend 'nope'", "cpu:gloo"],
     );
+    refused(
+        DDP,
+        &["--option", "transprot=tcp"],
+        &[],
+        2,
+        &["hint:transprot (do you mean hint:transport?)", "hint:connections"],
+    );
+    refused(
+        DILOCO,
+        &["--option", "min_ctas=4"],
+        &[],
+        2,
+        &["'gloo' does not honour min_ctas"],
+    );
     refused(DDP, &["--steps", "0"], &[], 2, &["--steps"]);
     refused(
         DILOCO,
@@ -313,6 +327,39 @@ fn one_replica_alone_trains_and_says_that_none_is_killed() {
     assert!(output.status.success(), "{}", text(&output));
     assert!(text(&output).contains("none is killed"));
     assert_eq!(report.unwrap()["ok"], true);
+}
+
+/// A variable that no backend can take is not looked at where the command line says otherwise, in the replicas too.
+#[test]
+fn options_reach_the_backend_of_every_rank_before_the_variables() {
+    let run = |args: &[&str]| {
+        let dir = tempfile::tempdir().unwrap();
+        let small = ["--replicas", "1", "--ranks-per-replica", "2", "--rounds", "2"];
+        let output = Command::new(DILOCO)
+            .args([&small, &SMALL[2..], args].concat())
+            .args(["--time-limit-s", "120", "--out"])
+            .arg(dir.path())
+            .env("OXCCL_GLOO_TRANSPORT", "pigeons")
+            .output()
+            .unwrap();
+        (output.status.code(), text(&output))
+    };
+    let (code, said) = run(&[
+        "--option",
+        "Transport=tcp",
+        "--option",
+        "minCtas=1",
+        "--option",
+        "lenient=1",
+    ]);
+    assert_eq!(code, Some(0), "{said}");
+    assert!(said.contains("which are dropped: min_ctas"), "{said}");
+    let (code, said) = run(&[]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.contains("option transport is 'pigeons'; it can be auto, tcp or shm"),
+        "{said}"
+    );
 }
 
 #[test]

@@ -18,12 +18,8 @@ pub(crate) const HONOURED: &[&str] = &[
     "hint:connections",
     "hint:credentials",
     "hint:encrypt",
+    "variable:HOST",
 ];
-/// The environment variable that decides where the hint `transport` does not.
-pub(crate) const TRANSPORT_VARIABLE: &str = "OXCCL_GLOO_TRANSPORT";
-
-/// Likewise for the hint `connections`.
-pub(crate) const CONNECTIONS_VARIABLE: &str = "OXCCL_GLOO_CONNECTIONS";
 
 /// How pairs of ranks are connected.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +43,7 @@ impl std::str::FromStr for Transport {
             "tcp" => Ok(Self::Tcp),
             "shm" => Ok(Self::Shm),
             _ => Err(Error::invalid(format!(
-                "transport '{text}' is not known; known: auto, tcp, shm"
+                "option transport is '{text}'; it can be auto, tcp or shm"
             ))),
         }
     }
@@ -75,21 +71,12 @@ pub(crate) struct Settings {
 impl Settings {
     /// Errors: `InvalidArgument` for an option that is not honoured, or a value that is not known.
     pub(crate) fn new(options: GroupOptions) -> Result<Self> {
-        options.require_honoured("gloo", HONOURED)?;
-        let transport = match options.hints.get("transport") {
-            Some(hint) => hint.parse()?,
-            None => match std::env::var(TRANSPORT_VARIABLE) {
-                Ok(text) if !text.is_empty() => text.parse()?,
-                _ => Transport::Auto,
-            },
-        };
-        let connections = match options.hints.get("connections") {
-            Some(hint) => connections(hint)?,
-            None => match std::env::var(CONNECTIONS_VARIABLE) {
-                Ok(text) if !text.is_empty() => connections(&text)?,
-                _ => 1,
-            },
-        };
+        // Also for groups that no registry makes; once more changes nothing.
+        let options = options.resolved("gloo", HONOURED)?.options;
+        let transport = options.hints.get("transport");
+        let transport = transport.map_or(Ok(Transport::Auto), |text| text.parse())?;
+        let connections = options.hints.get("connections");
+        let connections = connections.map_or(Ok(1), |text| self::connections(text))?;
         let credentials = options.credentials()?;
         if let Some(name) = &options.net_name {
             // Before the other ranks wait for this one.
@@ -127,7 +114,7 @@ fn connections(text: &str) -> Result<u32> {
         .filter(|n| (1..=MAX_CONNECTIONS).contains(n))
         .ok_or_else(|| {
             Error::invalid(format!(
-                "connections '{text}' is not a number from 1 to {MAX_CONNECTIONS}"
+                "option connections is '{text}'; it can be a number from 1 to {MAX_CONNECTIONS}"
             ))
         })
 }
@@ -203,7 +190,7 @@ mod tests {
         assert_eq!(with("TCP").unwrap(), Transport::Tcp);
         assert_eq!(with("shm").unwrap(), Transport::Shm);
         let e = with("mixed").unwrap_err();
-        assert!(e.to_string().contains("auto, tcp, shm"), "{e}");
+        assert!(e.to_string().contains("auto, tcp or shm"), "{e}");
     }
 
     #[test]

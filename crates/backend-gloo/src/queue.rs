@@ -382,11 +382,15 @@ impl Shared {
                 shared.abort(reason);
             }
         };
-        driven_work_pair(kind, deadline, abort, move |until| {
+        let (work, completer) = driven_work_pair(kind, deadline, abort, move |until| {
             if let (Some(seq), Some(shared)) = (seq, to_drive.upgrade()) {
                 shared.help(seq, until);
             }
-        })
+        });
+        if let Some(seq) = seq {
+            completer.numbered(seq);
+        }
+        (work, completer)
     }
 
     /// A world of one needs no thread and no socket.

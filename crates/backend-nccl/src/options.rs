@@ -31,6 +31,8 @@ pub(crate) fn honoured(version: Version) -> Vec<&'static str> {
         HINT_CONTRIBUTORS,
         HINT_CREDENTIALS,
         HINT_ENCRYPT,
+        "variable:PATH",
+        "variable:HOST",
     ];
     if version >= Config::TRAFFIC_CLASS {
         names.push("traffic_class");
@@ -57,13 +59,14 @@ pub(crate) struct Settings {
 impl Settings {
     /// Errors: `InvalidArgument` for an option that is not honoured, or a value out of range.
     pub(crate) fn new(options: GroupOptions, version: Version) -> Result<Self> {
-        let dropped = options.require_honoured("nccl", &honoured(version))?;
+        // Also for groups that no registry makes; once more changes nothing.
+        let options = options.resolved("nccl", &honoured(version))?.options;
         let count_contributors = match options.hints.get("contributors").map(String::as_str) {
             None | Some("count") => true,
             Some("all") => false,
             Some(other) => {
                 return Err(Error::invalid(format!(
-                    "{HINT_CONTRIBUTORS} is '{other}'; it is 'count' or 'all'"
+                    "option contributors is '{other}'; it can be count or all"
                 )));
             }
         };
@@ -85,7 +88,6 @@ impl Settings {
             ));
         }
         let credentials = options.credentials()?;
-        let keeps = |name: &str| !dropped.iter().any(|d| d == name);
         let wish = Wish {
             // Deadlines need calls that return: blocking ones are made only if asked for.
             blocking: options.blocking.unwrap_or(false),
@@ -94,7 +96,7 @@ impl Settings {
             max_ctas: options.max_ctas,
             net_name: options.net_name.clone(),
             split_share: options.split_share,
-            traffic_class: options.traffic_class.filter(|_| keeps("traffic_class")),
+            traffic_class: options.traffic_class,
             name: String::new(),
         };
         Ok(Self {

@@ -15,7 +15,14 @@ use std::time::Duration;
 use ftcore::{Error, ErrorKind, GroupOptions, Result};
 
 /// What groups on host memory act on.
-pub(crate) const HONOURED: &[&str] = &["net_name", "blocking", "hint:contributors"];
+pub(crate) const HONOURED: &[&str] = &[
+    "net_name",
+    "blocking",
+    "hint:contributors",
+    "variable:PATH",
+    "variable:STDOUT",
+    "variable:PLUGIN_CHOSEN",
+];
 
 /// The options of a group, read; the children of a split have the same.
 #[derive(Debug, Clone)]
@@ -29,10 +36,11 @@ pub(crate) struct Settings {
 impl Settings {
     /// Reads the options; what is not honoured is `InvalidArgument`, an interface that cannot be chosen any more `Conflict`.
     pub(crate) fn new(options: GroupOptions) -> Result<Self> {
-        options.require_honoured("xccl", HONOURED)?;
-        if options.blocking == Some(false) && !options.lenient {
+        // Also for groups that no registry makes; once more changes nothing.
+        let options = options.resolved("xccl", HONOURED)?.options;
+        if options.blocking == Some(false) {
             return Err(Error::invalid(
-                "backend 'xccl' does not honour blocking = false: oneCCL has no other calls than blocking ones",
+                "option blocking is false; with backend 'xccl' it can be true only: oneCCL has no other calls than blocking ones",
             ));
         }
         let (counted, beside) = match options.hints.get("contributors").map(String::as_str) {
@@ -41,7 +49,7 @@ impl Settings {
             Some("off") => (false, false),
             Some(other) => {
                 return Err(Error::invalid(format!(
-                    "hint contributors is '{other}'; it can be 'count', 'call' or 'off'"
+                    "option contributors is '{other}'; it can be count, call or off"
                 )));
             }
         };

@@ -114,6 +114,7 @@ mod tests {
                 world_size: 1,
                 epoch: ftcore::Epoch(1),
                 device: ftcore::Device::CPU,
+                dropped_options: Vec::new(),
             }
         }
         fn capabilities(&self) -> &Capabilities {

@@ -42,6 +42,12 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
             broadcast_coalesced,
         ));
         all.push(Case::new(
+            "all_gather::coalesced",
+            world,
+            &[Needs::Op(OpKind::AllGather)],
+            all_gather_coalesced,
+        ));
+        all.push(Case::new(
             "broadcast::l16_moved_bools_are_canonical",
             world,
             &[Needs::Op(OpKind::Broadcast)],
@@ -135,6 +141,53 @@ fn all_gather(rank: &Rank, group: &dyn ProcessGroup, dtype: DType, count: usize)
     for (output, r) in outputs.iter().zip(0..) {
         ensure!(output.count() == of(&lengths, r), "output {r} has another length");
         check_pattern("all_gather", dtype, output.bytes(), r, 0)?;
+    }
+    Ok(())
+}
+
+/// Three lists of uneven parts as one work; a wrong one among them sends nothing.
+fn all_gather_coalesced(rank: &Rank) -> Outcome {
+    let group = rank.group()?;
+    let lengths: Vec<Vec<usize>> = [5usize, 3000, 1].map(|n| uneven(rank.world, n)).into();
+    let dtype = DType::F32;
+    let inputs = || -> Vec<Tensor> {
+        let mine = lengths.iter().map(|list| of(list, rank.rank));
+        mine.map(|n| pattern(dtype, rank.rank, n)).collect()
+    };
+    let outputs = || -> Vec<Vec<Tensor>> {
+        let of_rank = |r| {
+            lengths
+                .iter()
+                .map(|list| Tensor::zeros(dtype, of(list, r)))
+                .collect()
+        };
+        (0..rank.world).map(of_rank).collect()
+    };
+    let mut wrong = outputs();
+    if let Some(last) = wrong.get_mut(rank.rank as usize).and_then(|list| list.last_mut()) {
+        *last = Tensor::zeros(dtype, 7777);
+    }
+    let refused = group.all_gather_coalesced(inputs(), wrong, Default::default());
+    let Err(refused) = refused else {
+        return Err(Failure::new("an output of another size was accepted"));
+    };
+    let given = lengths.len() * (1 + rank.world as usize);
+    ensure!(
+        refused.error.kind() == ftcore::ErrorKind::InvalidArgument && refused.tensors.len() == given,
+        "{} tensors of {given} came back with {}",
+        refused.tensors.len(),
+        refused.error
+    );
+    let work = group
+        .all_gather_coalesced(inputs(), outputs(), Default::default())
+        .map_err(|failed| failed.error)?;
+    let tensors = work.take()?.tensors;
+    ensure!(tensors.len() == given, "{} tensors came back", tensors.len());
+    for (list, lengths) in tensors.chunks_exact(1 + rank.world as usize).zip(&lengths) {
+        for (output, r) in list.iter().skip(1).zip(0..) {
+            ensure!(output.count() == of(lengths, r), "output {r} has another length");
+            check_pattern("all_gather", dtype, output.bytes(), r, 0)?;
+        }
     }
     Ok(())
 }

@@ -315,8 +315,12 @@ fn reduce_scatter_into(
 
 fn coalesced(rank: &Rank) -> Outcome {
     let group = rank.group()?;
-    let op = ReduceOp::Sum;
-    for dtype in dtypes(group.capabilities(), op) {
+    let offered = OPS.map(|op| {
+        dtypes(group.capabilities(), op)
+            .into_iter()
+            .map(move |dtype| (op, dtype))
+    });
+    for (op, dtype) in offered.into_iter().flatten() {
         let counts = [3usize, 0, 1000, 1, 20_001];
         let tensors = counts
             .iter()

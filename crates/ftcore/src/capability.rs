@@ -113,7 +113,8 @@ pub struct Capabilities {
     pub reduces: [DTypeSet; ReduceOp::COUNT],
     /// Features.
     pub features: FeatureSet,
-    /// Names of the options that are honoured (see `GroupOptions::require_honoured`).
+    /// Names of the options that are honoured: typed ones, hints as `hint:<name>`, and as `variable:<REST>` the variables
+    /// `OXCCL_<BACKEND>_<REST>` that are no options and that the backend reads by itself (see [`GroupOptions::resolved`](crate::GroupOptions::resolved)).
     pub options: Vec<Cow<'static, str>>,
     /// Device kinds whose memory is served.
     pub devices: Vec<Cow<'static, str>>,

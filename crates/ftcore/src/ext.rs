@@ -1,9 +1,13 @@
 //! The named collectives, written once on top of `submit`.
 
+use std::collections::VecDeque;
+use std::time::Instant;
+
+use crate::joined::joined;
 use crate::memory::lend;
 use crate::{
-    Checked, Collective, Completion, Element, Error, Failed, Feature, ProcessGroup, ReduceOp, Rejected,
-    Result, SubmitOptions, Tensor, Work,
+    Checked, Collective, Completion, Element, Error, Failed, Feature, OpKind, ProcessGroup, ReduceOp,
+    Rejected, Result, SubmitOptions, Tensor, Work,
 };
 
 /// What to reduce with, over which ranks, from which root: the named collectives of every [`ProcessGroup`].
@@ -46,6 +50,66 @@ pub trait ProcessGroupExt: ProcessGroup {
     /// Gathers every rank's input into a list, uneven sizes allowed.
     fn all_gather(&self, input: Tensor, outputs: Vec<Tensor>) -> Result<Work, Box<Rejected>> {
         self.run(Collective::AllGather { input, outputs }, SubmitOptions::default())
+    }
+
+    /// Several [`all_gather`](Self::all_gather) as one work: `outputs[r][i]` becomes rank r's `inputs[i]`. The work gives back `inputs[0]`, then
+    /// what became of it rank by rank, then `inputs[1]` and so on. All are checked before the first is sent.
+    fn all_gather_coalesced(
+        &self,
+        inputs: Vec<Tensor>,
+        outputs: Vec<Vec<Tensor>>,
+        options: SubmitOptions,
+    ) -> Result<Work, Box<Failed>> {
+        let (info, capabilities) = (self.info(), self.capabilities());
+        if let Some(odd) = outputs.iter().position(|list| list.len() != inputs.len()) {
+            let error = Error::invalid(format!(
+                "outputs[{odd}] has {} tensors; there are {} inputs",
+                outputs.get(odd).map_or(0, Vec::len),
+                inputs.len()
+            ));
+            let tensors = inputs.into_iter().chain(outputs.into_iter().flatten()).collect();
+            let error = error.with_op(OpKind::AllGather.name()).with_rank(info.rank);
+            return Err(Box::new(Failed { error, tensors }));
+        }
+        let mut columns: Vec<_> = outputs.into_iter().map(Vec::into_iter).collect();
+        let mut checked = VecDeque::new();
+        let mut refused: Option<Error> = None;
+        let mut tensors = Vec::new();
+        for input in inputs {
+            let outputs = columns.iter_mut().filter_map(Iterator::next).collect();
+            let op = Collective::AllGather { input, outputs };
+            match Checked::new(op, &info, capabilities, &options) {
+                Ok(op) => checked.push_back(op),
+                Err(rejected) => {
+                    tensors.extend(rejected.op.into_tensors());
+                    refused.get_or_insert(rejected.error);
+                }
+            }
+        }
+        if let Some(error) = refused {
+            let rest = checked.into_iter().flat_map(|op| op.into_inner().into_tensors());
+            tensors.extend(rest);
+            return Err(Box::new(Failed { error, tensors }));
+        }
+        let (mut works, mut failed) = (Vec::new(), None);
+        while let Some(op) = checked.pop_front() {
+            match self.submit(op, options.clone()) {
+                Ok(work) => works.push(work),
+                Err(rejected) => {
+                    let mut tensors = rejected.op.into_tensors();
+                    let rest = checked.drain(..);
+                    tensors.extend(rest.flat_map(|op| op.into_inner().into_tensors()));
+                    if works.is_empty() {
+                        let error = rejected.error;
+                        return Err(Box::new(Failed { error, tensors }));
+                    }
+                    failed = Some((rejected.error, tensors));
+                }
+            }
+        }
+        let deadline = works.iter().map(Work::deadline).max();
+        let deadline = deadline.unwrap_or_else(Instant::now);
+        Ok(joined(OpKind::AllGather, deadline, works, failed))
     }
 
     /// Gathers every rank's input into one tensor.

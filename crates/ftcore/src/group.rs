@@ -37,6 +37,9 @@ pub struct GroupInfo {
     pub epoch: Epoch,
     /// The device that the group serves.
     pub device: Device,
+    /// Options that were asked for with `lenient` and that the backend does not honour. Empty from a backend itself:
+    /// [`Backend::create`](crate::registry::Backend::create) notes them.
+    pub dropped_options: Vec<String>,
 }
 
 /// How a group is (re)configured. All ranks pass the same store contents, prefix, epoch and world size.

@@ -208,6 +208,7 @@ impl<E: Engine> Lifecycle<E> {
             world_size,
             epoch,
             device,
+            dropped_options: Vec::new(),
         }
     }
 

@@ -1,8 +1,8 @@
 //! Options of a group and of a call. None is ever dropped in silence (INV-9).
 //!
-//! The typed fields mean what they mean in c10d and NCCL; `hints` are a backend's own. A backend calls
-//! [`GroupOptions::require_honoured`] with the names it acts on; what is left is an error, or a reported drop if the
-//! caller asked for leniency.
+//! The typed fields mean what they mean in c10d and NCCL; `hints` are a backend's own. All have a string form (`text`). What a program asks
+//! for is settled once, when a group is created ([`GroupOptions::resolved`]); a backend holds what it gets against the names it acts on
+//! ([`GroupOptions::require_honoured`]). What it does not honour is an error, or a reported drop if the caller asked for leniency.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -11,6 +11,10 @@ use std::time::{Duration, Instant};
 
 use crate::identity::{parse_encrypt, without_credentials};
 use crate::{Credentials, Error, Result, Stream};
+
+mod text;
+
+pub use text::{Resolved, VARIABLE, option_text, variable_prefix};
 
 /// Options with which a group is created; they survive configure and split.
 #[derive(Debug, Clone, PartialEq)]
@@ -60,23 +64,8 @@ impl Default for GroupOptions {
 impl GroupOptions {
     /// The names of all options that were set, hints included (as `hint:<name>`).
     pub fn set_names(&self) -> Vec<String> {
-        let mut names = Vec::new();
-        let typed = [
-            ("is_high_priority_stream", self.is_high_priority_stream.is_some()),
-            ("cga_cluster_size", self.cga_cluster_size.is_some()),
-            ("min_ctas", self.min_ctas.is_some()),
-            ("max_ctas", self.max_ctas.is_some()),
-            ("net_name", self.net_name.is_some()),
-            ("split_share", self.split_share.is_some()),
-            ("blocking", self.blocking.is_some()),
-            ("traffic_class", self.traffic_class.is_some()),
-        ];
-        names.extend(
-            typed
-                .iter()
-                .filter(|(_, set)| *set)
-                .map(|(n, _)| (*n).to_string()),
-        );
+        let typed = text::TYPED.iter().filter(|typed| (typed.is_set)(self));
+        let mut names: Vec<String> = typed.map(|typed| typed.name.to_string()).collect();
         names.extend(self.hints.keys().map(|k| format!("hint:{k}")));
         names
     }
@@ -128,15 +117,7 @@ impl GroupOptions {
             tracing::warn!(backend, options = ?dropped, "options not honoured by this backend were dropped, as asked for");
             return Ok(dropped);
         }
-        Err(Error::invalid(format!(
-            "backend '{backend}' does not honour {}; it honours: {}. Remove them or set `lenient`",
-            dropped.join(", "),
-            if honoured.is_empty() {
-                "none".to_string()
-            } else {
-                honoured.join(", ")
-            }
-        )))
+        Err(text::refusal(backend, honoured, &dropped))
     }
 }
 

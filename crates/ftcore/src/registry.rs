@@ -14,9 +14,13 @@ use std::sync::{Arc, OnceLock, PoisonError};
 #[cfg(feature = "shuttle")]
 use shuttle::sync::RwLock;
 
-use crate::{Capabilities, Device, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup, Result, Staged};
+use crate::nearest::nearest;
+use crate::{
+    Capabilities, Device, DeviceKind, Error, ErrorKind, GroupOptions, ProcessGroup, Resolved, Result, Staged,
+};
 
 mod defaults;
+mod reporting;
 #[cfg(test)]
 mod tests;
 mod unavailable;
@@ -68,7 +72,8 @@ pub trait BackendFactory: Send + Sync {
     fn library(&self) -> Option<String> {
         None
     }
-    /// A new, unconfigured group on `device`. Options that are not honoured are refused (INV-9).
+    /// A new, unconfigured group on `device`. Programs call [`Backend::create`], which settles the options first: they have the names
+    /// that [`capabilities`](Self::capabilities) lists. One that is not honoured is refused (INV-9).
     fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>>;
 }
 
@@ -83,6 +88,26 @@ pub struct Backend {
     pub source: Source,
     /// Makes the groups.
     pub factory: Arc<dyn BackendFactory>,
+}
+
+impl Backend {
+    /// What [`create`](Self::create) makes of `options`: to find out before anything is started.
+    ///
+    /// Errors: those of [`GroupOptions::resolved`].
+    pub fn resolve(&self, options: &GroupOptions) -> Result<Resolved> {
+        options.resolved(&self.name, &self.factory.capabilities().options)
+    }
+
+    /// A new, unconfigured group on `device`, with `options` as [`GroupOptions::resolved`] settles them: the variables of the environment
+    /// count, and what is dropped stands in [`GroupInfo::dropped_options`](crate::GroupInfo::dropped_options).
+    ///
+    /// Errors: why the backend cannot be used here; those of [`GroupOptions::resolved`]; its own.
+    pub fn create(&self, device: &Device, options: &GroupOptions) -> Result<Box<dyn ProcessGroup>> {
+        self.factory.probe()?;
+        let resolved = self.resolve(options)?;
+        let group = self.factory.create(device, &resolved.options)?;
+        Ok(reporting::with_dropped(group, resolved.dropped))
+    }
 }
 
 impl fmt::Debug for Backend {
@@ -428,15 +453,13 @@ impl Registry {
                     return Err(e);
                 };
                 crate::accelerator(&device.kind)?;
-                host.factory.probe()?;
-                let inner = host.factory.create(&Device::CPU, options)?;
+                let inner = host.create(&Device::CPU, options)?;
                 let staged = Staged::new(Arc::from(inner), device, options.timeout)?;
                 return Ok(Box::new(staged));
             }
             found => found?,
         };
-        backend.factory.probe()?;
-        backend.factory.create(device, options)
+        backend.create(device, options)
     }
 }
 
@@ -458,8 +481,8 @@ impl Inner {
             known.join(", ")
         });
         let names = self.map.values().map(|b| &b.name).chain(self.aliases.keys());
-        let near = names.map(|n| (edit_distance(name, n), n)).min();
-        if let Some((_, near)) = near.filter(|(distance, _)| !on_other_devices && *distance <= 2) {
+        let near = nearest(name, names.map(String::as_str));
+        if let Some(near) = near.filter(|_| !on_other_devices) {
             text.push_str(&format!(". Did you mean '{near}'?"));
         }
         let named = |u: &&Unusable| u.name.as_deref() == Some(name);
@@ -472,25 +495,4 @@ impl Inner {
         }
         Error::new(ErrorKind::NotFound, text)
     }
-}
-
-/// Levenshtein distance, for suggestions.
-fn edit_distance(a: &str, b: &str) -> usize {
-    let b: Vec<char> = b.chars().collect();
-    let mut row: Vec<usize> = (0..=b.len()).collect();
-    for (i, ca) in a.chars().enumerate() {
-        let mut diagonal = i;
-        let mut left = i + 1;
-        for (cb, cell) in b.iter().zip(row.iter_mut().skip(1)) {
-            let above = *cell;
-            let best = (diagonal + usize::from(ca != *cb)).min(above + 1).min(left + 1);
-            diagonal = above;
-            left = best;
-            *cell = best;
-        }
-    }
-    row.last()
-        .copied()
-        .unwrap_or(0)
-        .max(usize::from(b.is_empty()) * a.chars().count())
 }

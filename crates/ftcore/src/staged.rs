@@ -157,7 +157,10 @@ const WAIT_ON: &str = "wait_on";
 #[deny(clippy::missing_trait_methods)]
 impl ProcessGroup for Staged {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info(&self.backend, self.sides.device.clone())
+        GroupInfo {
+            dropped_options: self.sides.inner.info().dropped_options,
+            ..self.lifecycle.info(&self.backend, self.sides.device.clone())
+        }
     }
 
     fn capabilities(&self) -> &Capabilities {

@@ -4,7 +4,9 @@
 //! hands it out once. Dropping a `Work` detaches it; dropping a `Completer` fails the work rather than leaving it hang.
 
 use std::fmt;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::pin::Pin;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
 use crate::{Error, ErrorKind, Event, OpKind, Rejected, Result, Stream, Tensor};
@@ -102,10 +104,14 @@ struct Progress {
     /// Reached when the device has finished the operation.
     done: Option<Arc<dyn Event>>,
     on_recorded: Vec<OnRecorded>,
+    /// Of tasks that await it.
+    wakers: Vec<Waker>,
 }
 
 struct Shared {
     kind: OpKind,
+    /// Its number in its group, once the engine has one.
+    sequence: OnceLock<u64>,
     submitted: Instant,
     deadline: Instant,
     progress: Mutex<Progress>,
@@ -156,6 +162,7 @@ fn pair(
 ) -> (Work, Completer) {
     let shared = Arc::new(Shared {
         kind,
+        sequence: OnceLock::new(),
         submitted: Instant::now(),
         deadline,
         progress: Mutex::new(Progress {
@@ -164,6 +171,7 @@ fn pair(
             contributors: 0,
             done: None,
             on_recorded: Vec::new(),
+            wakers: Vec::new(),
         }),
         moved: Condvar::new(),
         abort,
@@ -183,7 +191,7 @@ impl Shared {
             State::Succeeded(_) => Status::Succeeded,
             State::Failed(e, _) => Status::Failed(e.clone()),
         };
-        let uncalled;
+        let (uncalled, wakers);
         let callbacks = {
             let mut guard = self.lock();
             let callbacks = match std::mem::replace(&mut guard.state, state) {
@@ -194,6 +202,7 @@ impl Shared {
             guard.contributors = contributors;
             // Dropped outside the lock: a callback may hold another operation's completer.
             uncalled = std::mem::take(&mut guard.on_recorded);
+            wakers = std::mem::take(&mut guard.wakers);
             callbacks
         };
         drop(uncalled);
@@ -201,6 +210,7 @@ impl Shared {
         for callback in callbacks {
             callback(&status);
         }
+        wakers.into_iter().for_each(Waker::wake);
     }
 }
 
@@ -215,6 +225,12 @@ impl Work {
     /// The operation.
     pub fn kind(&self) -> OpKind {
         self.0.kind
+    }
+
+    /// The number that messages call it by (`all_reduce #41`), from 0 within a configuration of its group. `None` where the backend does not
+    /// number it: messages between two ranks over gloo, for example.
+    pub fn sequence(&self) -> Option<u64> {
+        self.0.sequence.get().copied()
     }
 
     /// Where it stands now.
@@ -273,6 +289,10 @@ impl Work {
         self.wait(self.patience())
     }
 
+    pub(crate) fn deadline(&self) -> Instant {
+        self.0.deadline
+    }
+
     /// The operation's deadline plus a margin in which the engine reports it.
     fn patience(&self) -> Instant {
         self.0
@@ -303,12 +323,18 @@ impl Work {
     /// Waits (see [`wait_done`](Self::wait_done)) and takes the results. A second call is `InvalidState`.
     pub fn take(&self) -> Result<Completion> {
         self.wait_done()?;
-        match &mut self.0.lock().state {
+        self.taken(&mut self.0.lock())
+    }
+
+    /// The results, once it has ended.
+    fn taken(&self, progress: &mut Progress) -> Result<Completion> {
+        match &mut progress.state {
             State::Succeeded(c) => c.take().ok_or_else(|| {
                 Error::new(ErrorKind::InvalidState, "the results were taken already")
                     .with_op(self.0.kind.name())
             }),
-            _ => Err(Error::new(
+            State::Failed(error, _) => Err(error.clone()),
+            State::Pending(_) => Err(Error::new(
                 ErrorKind::Internal,
                 "a finished operation changed its state",
             )),
@@ -371,6 +397,24 @@ impl Work {
     }
 }
 
+/// What [`Work::take`] gives, for any executor: `work.await?`. It ends at the operation's own deadline at the latest, like the operation.
+/// Dropping it detaches the work; [`Work::recover`] of a clone has the tensors after a failure.
+impl Future for Work {
+    type Output = Result<Completion>;
+
+    fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut progress = self.0.lock();
+        if !matches!(progress.state, State::Pending(_)) {
+            return Poll::Ready(self.taken(&mut progress));
+        }
+        let waker = context.waker();
+        if !progress.wakers.iter().any(|known| known.will_wake(waker)) {
+            progress.wakers.push(waker.clone());
+        }
+        Poll::Pending
+    }
+}
+
 impl fmt::Debug for Work {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Work")
@@ -406,6 +450,14 @@ impl Completer {
 
     pub(crate) fn recorder(&self) -> Option<Recorder> {
         self.0.clone().map(Recorder)
+    }
+
+    /// The operation's number in its group, for [`Work::sequence`]. Once, before the work is given out.
+    pub fn numbered(&self, sequence: u64) {
+        if let Some(shared) = &self.0 {
+            // The first number is the one that messages have.
+            let _ = shared.sequence.set(sequence);
+        }
     }
 
     /// The operation succeeded.
@@ -505,6 +557,66 @@ mod tests {
         *slot.lock().unwrap() = Some(completer);
         work.wait(until).unwrap();
         work.wait(until).unwrap();
+    }
+
+    struct Unpark(std::thread::Thread);
+
+    impl std::task::Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+
+    /// The smallest executor.
+    fn block_on(mut work: Work) -> Result<Completion> {
+        let waker = Arc::new(Unpark(std::thread::current())).into();
+        let mut context = Context::from_waker(&waker);
+        loop {
+            match Pin::new(&mut work).poll(&mut context) {
+                Poll::Ready(done) => return done,
+                Poll::Pending => std::thread::park_timeout(Duration::from_secs(20)),
+            }
+        }
+    }
+
+    #[test]
+    fn every_task_that_awaits_it_is_woken_by_the_end_and_one_gets_the_results() {
+        let (work, completer) = pair();
+        let (ready, waits) = std::sync::mpsc::channel();
+        let tasks: Vec<_> = (0..2)
+            .map(|_| {
+                let (mut work, ready) = (work.clone(), ready.clone());
+                std::thread::spawn(move || {
+                    // Pending for sure before the end comes.
+                    let mut context = Context::from_waker(Waker::noop());
+                    assert!(Pin::new(&mut work).poll(&mut context).is_pending());
+                    ready.send(()).unwrap();
+                    block_on(work).map(|done| done.contributors)
+                })
+            })
+            .collect();
+        (0..2).for_each(|_| waits.recv().unwrap());
+        completer.succeed(Completion {
+            tensors: Vec::new(),
+            source: None,
+            contributors: 3,
+        });
+        let ends: Vec<_> = tasks.into_iter().map(|t| t.join().unwrap()).collect();
+        assert_eq!(ends.iter().filter(|e| matches!(e, Ok(3))).count(), 1, "{ends:?}");
+        let refused = ends.iter().find_map(|e| e.as_ref().err()).unwrap();
+        assert_eq!(refused.kind(), ErrorKind::InvalidState);
+        let (work, completer) = pair();
+        completer.fail(Error::timeout("no"), Vec::new());
+        assert_eq!(block_on(work).unwrap_err().kind(), ErrorKind::Timeout);
+    }
+
+    #[test]
+    fn the_number_of_an_operation_is_the_first_that_its_engine_gives() {
+        let (work, completer) = pair();
+        assert_eq!(work.sequence(), None);
+        completer.numbered(41);
+        completer.numbered(42);
+        assert_eq!(work.clone().sequence(), Some(41));
     }
 
     /// A stream of a device that notes what it was told to wait for.

@@ -81,7 +81,7 @@ fn fault_tolerant_backend(
     backend.factory.probe()?;
     let capabilities = backend.factory.capabilities();
     if capabilities.has(Feature::Abort) && capabilities.has(Feature::Reconfigure) {
-        return backend.factory.create(device, options);
+        return backend.create(device, options);
     }
     let template = IsolateOptions {
         spare: true,
@@ -91,5 +91,5 @@ fn fault_tolerant_backend(
         backend = backend.name,
         "runs in a child process: it cannot be aborted in process"
     );
-    isolate::wrap(&backend, template).factory.create(device, options)
+    isolate::wrap(&backend, template).create(device, options)
 }

@@ -205,6 +205,57 @@ fn a_wrong_command_line_is_refused_before_anything_starts_and_says_what_is_known
     assert!(err.contains("no backend 'nothing'"), "{err}");
 }
 
+#[test]
+fn options_and_variables_reach_the_backend_of_every_rank_the_options_first() {
+    let transport = |options: &[&str], variables: &[(&str, &str)]| {
+        let mut arguments = vec!["--sizes", "4", "--iters", "1", "--warmup", "0", "--json"];
+        options.iter().for_each(|o| arguments.extend(["--option", o]));
+        let mut command = bench(&arguments);
+        command.envs(variables.iter().copied());
+        let (code, out, err) = text(command);
+        assert_eq!(code, Some(0), "{options:?} {variables:?}: {err}");
+        let report: serde_json::Value = serde_json::from_str(&out).unwrap();
+        (report["transport"].clone(), report["dropped_options"].clone())
+    };
+    let none = serde_json::json!([]);
+    let variable = ("OXCCL_GLOO_TRANSPORT", "tcp");
+    assert_eq!(transport(&[], &[]), ("shm".into(), none.clone()));
+    assert_eq!(transport(&[], &[variable]), ("tcp".into(), none.clone()));
+    assert_eq!(transport(&["transport=tcp"], &[]), ("tcp".into(), none.clone()));
+    assert_eq!(transport(&["Transport=shm"], &[variable]), ("shm".into(), none));
+    let dropped = transport(&["minCtas=4", "lenient=1"], &[("OXCCL_GLOO_SPEED", "9")]);
+    assert_eq!(dropped.1, serde_json::json!(["OXCCL_GLOO_SPEED", "min_ctas"]));
+    for (options, variable, says) in [
+        (
+            &["min_ctas=4"][..],
+            None,
+            "does not honour min_ctas; it honours: net_name, hint:transport",
+        ),
+        (
+            &["min_ctas=many"],
+            None,
+            "option min_ctas is 'many'; it can be a whole number",
+        ),
+        (
+            &["transprot=tcp"],
+            None,
+            "hint:transprot (do you mean hint:transport?)",
+        ),
+        (&["transport"], None, "'transport' is not NAME=VALUE"),
+        (
+            &[],
+            Some("OXCCL_GLOO_CONNECTION"),
+            "OXCCL_GLOO_CONNECTION (do you mean hint:connections?)",
+        ),
+    ] {
+        let mut command = bench(&options.iter().flat_map(|o| ["--option", o]).collect::<Vec<_>>());
+        command.envs(variable.map(|name| (name, "2")));
+        let (code, out, err) = text(command);
+        assert_eq!((code, out.as_str()), (Some(2), ""), "{options:?}: {err}");
+        assert!(err.contains(says), "{options:?}: {err}");
+    }
+}
+
 /// `fixtures/c/breach.c` with these definitions; none where there is no C compiler.
 fn breach(folder: &std::path::Path, defines: &[&str]) -> Option<std::path::PathBuf> {
     let root = concat!(env!("CARGO_MANIFEST_DIR"), "/../..");

@@ -95,12 +95,15 @@ fn sum(dies: bool) {
     let mine = Tensor::from_vec(vec![place.rank + 1]);
     let work = world.group().all_reduce(mine, ReduceOp::Sum).unwrap();
     let sum = work.take_tensor().unwrap();
+    let notes = &world.group().capabilities().notes;
+    let transport = notes.iter().find(|(what, _)| what == "transport");
     println!(
-        "rank {} of {} (local {}) has {:?}",
+        "rank {} of {} (local {}) has {:?}, over {}",
         place.rank,
         place.world_size,
         place.local_rank.unwrap(),
-        sum.as_slice::<u32>().unwrap()
+        sum.as_slice::<u32>().unwrap(),
+        transport.unwrap().1
     );
     world.shutdown(deadline()).unwrap();
 }
@@ -125,6 +128,29 @@ fn a_program_for_any_launcher_finds_the_ranks_of_its_replica_and_their_devices()
             let line = format!("rank {rank} of 2 (local {}) has [3]", replica * 2 + rank);
             assert_eq!(log.matches(&line).count(), 1, "{line}: {log}");
         }
+    }
+}
+
+#[test]
+fn l42_a_variable_of_the_launcher_reaches_the_backend_of_every_rank() {
+    for (variable, says) in [
+        (("OXCCL_GLOO_TRANSPORT", "tcp"), "has [3], over tcp"),
+        (("OXCCL_GLOO_CONNECTION", "2"), "(do you mean hint:connections?)"),
+    ] {
+        let (_listener, url) = listening();
+        let dir = tempfile::tempdir().unwrap();
+        let arguments = [
+            "--lighthouse",
+            &url,
+            "--ranks-per-replica",
+            "2",
+            "--max-restarts",
+            "0",
+        ];
+        let mut command = launch(dir.path(), &arguments, "sum");
+        let output = command.env(variable.0, variable.1).output().unwrap();
+        let told = logs(dir.path(), 0);
+        assert!(told.contains(says), "{}{told}", said(&output));
     }
 }
 

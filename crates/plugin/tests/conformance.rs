@@ -51,6 +51,50 @@ fn make(options: GroupOptions) -> Result<Box<dyn ProcessGroup>> {
     dylib()?.factory.create(&Device::CPU, &options)
 }
 
+/// Asks this program to say why the plugin makes no group.
+const REFUSED: &str = "OXCCL_TEST_REFUSED";
+
+fn refusal(options: GroupOptions) -> String {
+    let group = dylib().and_then(|backend| backend.create(&Device::CPU, &options));
+    group
+        .err()
+        .map_or("a group was made".to_string(), |e| e.to_string())
+}
+
+/// The gloo on the other side refuses values that it cannot use, so that it must have seen them: a typed option and a hint.
+fn options_cross() -> std::result::Result<(), String> {
+    let library = build::rust_plugin("gloo-plugin")?;
+    let cases = [
+        ("netName", "OXCCL_GLOO_NET_NAME", "eth77", "'eth77'"),
+        (
+            "Transport",
+            "OXCCL_GLOO_TRANSPORT",
+            "pigeons",
+            "option transport is 'pigeons'",
+        ),
+        ("minCtas", "OXCCL_GLOO_MIN_CTAS", "4", "does not honour min_ctas"),
+    ];
+    for (name, variable, value, says) in cases {
+        let mut options = GroupOptions::default();
+        options.hints.insert(name.into(), value.into());
+        let told = refusal(options);
+        if !told.contains(says) {
+            return Err(format!("{name}={value}: {told}"));
+        }
+        let this = std::env::current_exe().map_err(|e| e.to_string())?;
+        let output = std::process::Command::new(this)
+            .envs([(REFUSED, "1"), (variable, value)])
+            .env(LIBRARY, &library)
+            .output()
+            .map_err(|e| e.to_string())?;
+        let told = String::from_utf8_lossy(&output.stdout);
+        if !told.contains(says) {
+            return Err(format!("{variable}={value}: {told}"));
+        }
+    }
+    Ok(())
+}
+
 /// The backend in C, with ranks as threads.
 fn cstore() -> std::result::Result<Vec<Trial>, String> {
     let source = build::root().join("fixtures/c/cstore.c");
@@ -77,8 +121,16 @@ fn main() -> ExitCode {
         // A rank of the processes' harness: `run` does its part and nothing else.
         return conformance::run(&[], make);
     }
+    if std::env::var_os(REFUSED).is_some() {
+        println!("{}", refusal(GroupOptions::default()));
+        return ExitCode::SUCCESS;
+    }
     let arguments = Arguments::from_args();
     let mut trials = Vec::new();
+    trials.push(Trial::test(
+        "l42_texts_and_variables_cross_as_the_options_that_they_mean",
+        || options_cross().map_err(Into::into),
+    ));
     match gloo() {
         Ok(found) => trials.extend(found),
         Err(why) => {

@@ -359,7 +359,11 @@ fn offered(inner: &Capabilities, codec: Codec, moves: Moves) -> Capabilities {
 #[deny(clippy::missing_trait_methods)]
 impl ProcessGroup for QuantizedGroup {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info(&self.backend, self.layer.inner.info().device)
+        let inner = self.layer.inner.info();
+        GroupInfo {
+            dropped_options: inner.dropped_options,
+            ..self.lifecycle.info(&self.backend, inner.device)
+        }
     }
 
     fn capabilities(&self) -> &Capabilities {

@@ -68,6 +68,7 @@ impl ProcessGroup for Below {
             world_size: 2,
             epoch: Epoch(1),
             device: Device::CPU,
+            dropped_options: Vec::new(),
         }
     }
     fn capabilities(&self) -> &Capabilities {

@@ -27,6 +27,8 @@ pub struct ByDevice {
     home: Device,
     members: Arc<[Member]>,
     capabilities: Capabilities,
+    /// Of the members, each with its device kind.
+    dropped_options: Vec<String>,
     lifecycle: Lifecycle<Together>,
 }
 
@@ -77,10 +79,15 @@ impl ByDevice {
             .iter()
             .map(|m| format!("{}:{}", m.device.kind, m.group.info().backend))
             .collect();
+        let dropped = members.iter().flat_map(|m| {
+            let names = m.group.info().dropped_options.into_iter();
+            names.map(|name| format!("{}:{name}", m.device.kind))
+        });
         Ok(Self {
             spec: spec.join(","),
             home,
             capabilities: together(&members),
+            dropped_options: dropped.collect(),
             members,
             lifecycle: Lifecycle::new(name),
         })
@@ -236,7 +243,10 @@ impl lifecycle::Engine for Together {
 
 impl ProcessGroup for ByDevice {
     fn info(&self) -> GroupInfo {
-        self.lifecycle.info(&self.spec, self.home.clone())
+        GroupInfo {
+            dropped_options: self.dropped_options.clone(),
+            ..self.lifecycle.info(&self.spec, self.home.clone())
+        }
     }
 
     fn capabilities(&self) -> &Capabilities {

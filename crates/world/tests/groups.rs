@@ -214,6 +214,74 @@ fn an_option_that_the_backend_does_not_honour_is_refused_and_the_world_goes_on()
 }
 
 #[test]
+fn l42_a_text_reaches_the_backend_of_the_world_and_of_every_group_made_from_it() {
+    // What gloo says of its connections once it has them.
+    let transport = |group: &dyn ProcessGroup| {
+        let notes = &group.capabilities().notes;
+        let found = notes.iter().find(|(what, _)| what == "transport");
+        found.map(|(_, how)| how.to_string()).unwrap()
+    };
+    for (wanted, splits) in [("tcp", false), ("tcp", true), ("shm", false), ("shm", true)] {
+        let mut options = WorldOptions {
+            split_groups: Some(splits),
+            ..WorldOptions::default()
+        };
+        options.options.set("Transport", wanted).unwrap();
+        let seen = ranks_with(2, &options, |world| {
+            let plain = GroupSpec::default();
+            let new = world.new_group(&[1, 0], &plain, soon()).unwrap().unwrap();
+            let split = world.split_group(&[vec![0, 1]], &plain, soon()).unwrap();
+            let mut of_its_own = GroupSpec {
+                options: Some(GroupOptions::default()),
+                ..GroupSpec::default()
+            };
+            let own = of_its_own.options.as_mut().unwrap();
+            own.set("transport", "tcp").unwrap();
+            let own = world.new_group(&[0, 1], &of_its_own, soon()).unwrap().unwrap();
+            assert_eq!(transport(&*own), "tcp");
+            [
+                transport(world.group()),
+                transport(&*new),
+                transport(&*split.unwrap()),
+            ]
+        });
+        assert_eq!(seen, [[wanted; 3]; 2], "split: {splits}");
+    }
+}
+
+#[test]
+fn inv9_what_is_dropped_is_said_by_the_world_and_by_every_group_made_from_it() {
+    for splits in [false, true] {
+        for backends in ["gloo", "cpu:gloo"] {
+            let mut options = WorldOptions {
+                split_groups: Some(splits),
+                backends: backends.parse().unwrap(),
+                ..WorldOptions::default()
+            };
+            for (name, text) in [("minCtas", "4"), ("nonsense", "1"), ("lenient", "1")] {
+                options.options.set(name, text).unwrap();
+            }
+            let wanted: Vec<String> = ["hint:nonsense", "min_ctas"]
+                .iter()
+                .map(|name| match backends {
+                    "gloo" => name.to_string(),
+                    _ => format!("cpu:{name}"),
+                })
+                .collect();
+            ranks_with(2, &options, |world| {
+                let new = world.new_group(&[0, 1], &GroupSpec::default(), soon());
+                assert_eq!(world.group().info().dropped_options, wanted, "split: {splits}");
+                assert_eq!(
+                    new.unwrap().unwrap().info().dropped_options,
+                    wanted,
+                    "split: {splits}"
+                );
+            });
+        }
+    }
+}
+
+#[test]
 fn ranks_that_ask_for_other_backends_are_named_on_every_rank() {
     let found = ranks(2, false, |world| {
         let spec = GroupSpec {

@@ -48,6 +48,7 @@ impl ProcessGroup for Member {
             world_size: 1,
             epoch: Epoch(1),
             device: self.device.clone(),
+            dropped_options: Vec::new(),
         }
     }
     fn capabilities(&self) -> &Capabilities {

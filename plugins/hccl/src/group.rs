@@ -47,7 +47,8 @@ pub(crate) fn capabilities() -> Capabilities {
         moves: DTypeSet::of(&DTYPES),
         reduces,
         features: FeatureSet::NONE,
-        options: Vec::new(),
+        // What it reads by itself.
+        options: ftcore::names(&["variable:PATH", "variable:MODULE_ID"]),
         devices: names(&["hpu"]),
         notes: notes(&[
             (

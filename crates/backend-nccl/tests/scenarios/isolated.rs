@@ -74,7 +74,7 @@ fn options(rank: u32) -> IsolateOptions {
     }
 }
 
-fn isolated(rank: u32) -> Result<IsolatedGroup, ftcore::Error> {
+pub(super) fn isolated(rank: u32) -> Result<IsolatedGroup, ftcore::Error> {
     IsolatedGroup::new(options(rank))
 }
 

@@ -189,6 +189,34 @@ fn of_groups() -> Vec<Scenario> {
             set_up::options_arrive,
         ),
         scenario(
+            "l42_every_option_has_a_variable_that_reaches_the_library_on_each_path",
+            &set_up::VARIABLES,
+            set_up::variables_arrive,
+        ),
+        scenario(
+            "l42_every_option_as_a_hint_reaches_the_library_before_its_variable",
+            &[
+                ("OXCCL_STANDIN_NCCL_LOG", "@log"),
+                ("OXCCL_NCCL_MIN_CTAS", "1"),
+                ("OXCCL_NCCL_NET_NAME", "IB"),
+                ("OXCCL_NCCL_BLOCKING", "0"),
+            ],
+            set_up::hints_arrive,
+        ),
+        scenario(
+            "l42_every_variable_reaches_the_library_of_an_isolated_group",
+            &set_up::VARIABLES,
+            set_up::isolated_variables_arrive,
+        ),
+        scenario(
+            "inv9_what_an_old_library_does_not_read_is_reported_to_who_is_lenient",
+            &[
+                ("OXCCL_STANDIN_NCCL_VERSION", "21903"),
+                ("OXCCL_NCCL_NO_SUCH", "1"),
+            ],
+            set_up::drops_are_reported,
+        ),
+        scenario(
             "l42_an_old_library_gets_the_configuration_of_its_version",
             &[
                 ("OXCCL_STANDIN_NCCL_LOG", "@log"),

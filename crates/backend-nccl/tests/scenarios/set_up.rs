@@ -6,7 +6,7 @@ use backend_nccl::{CudaAccelerator, NcclFactory, NcclGroup};
 use ftcore::registry::BackendFactory;
 use ftcore::{
     Accelerator, Collective, DType, Device, ErrorKind, GroupOptions, OpKind, ProcessGroup, ProcessGroupExt,
-    ReduceOp, SubmitOptions, deadline_in,
+    ReduceOp, Registry, SubmitOptions, deadline_in,
 };
 use libtest_mimic::Failed;
 
@@ -125,7 +125,46 @@ const ALL: [&str; 7] = [
 ];
 
 pub(super) fn options_arrive() -> Outcome {
-    two(unusual(), |rank, group, store| {
+    arrive(unusual())
+}
+
+/// [`unusual`] as variables.
+pub(super) const VARIABLES: [(&str, &str); 9] = [
+    ("OXCCL_STANDIN_NCCL_LOG", "@log"),
+    ("OXCCL_NCCL_IS_HIGH_PRIORITY_STREAM", "true"),
+    ("OXCCL_NCCL_CGA_CLUSTER_SIZE", "2"),
+    ("OXCCL_NCCL_MIN_CTAS", "3"),
+    ("OXCCL_NCCL_MAX_CTAS", "7"),
+    ("OXCCL_NCCL_NET_NAME", "Socket"),
+    ("OXCCL_NCCL_SPLIT_SHARE", "1"),
+    ("OXCCL_NCCL_BLOCKING", "1"),
+    ("OXCCL_NCCL_TRAFFIC_CLASS", "105"),
+];
+
+pub(super) fn variables_arrive() -> Outcome {
+    arrive(GroupOptions::default())
+}
+
+/// What a program says, as hints too, comes before the variables.
+pub(super) fn hints_arrive() -> Outcome {
+    let mut options = GroupOptions::default();
+    for (name, text) in [
+        ("isHighPriorityStream", "1"),
+        ("cga_cluster_size", "2"),
+        ("minCTAs", "3"),
+        ("maxCTAs", "7"),
+        ("netName", "Socket"),
+        ("splitShare", "true"),
+        ("blocking", "1"),
+        ("trafficClass", "105"),
+    ] {
+        options.hints.insert(name.into(), text.into());
+    }
+    arrive(options)
+}
+
+fn arrive(options: GroupOptions) -> Outcome {
+    two(options, |rank, group, store| {
         sum_works(rank, group)?;
         next_epoch(rank, group, store)?;
         let child = group
@@ -151,6 +190,27 @@ pub(super) fn options_arrive() -> Outcome {
     check((count("init"), count("split")) == (6, 2), || {
         format!("{configurations:#?}")
     })?;
+    all_arrived(&configurations)?;
+    // Two epochs and a child per rank, and the channels.
+    let high = lines.iter().filter(|l| *l == "stream priority=-5").count();
+    check(high >= 8, || format!("{high} streams with high priority"))
+}
+
+/// Isolated groups whose options are variables: the children's libraries are told, again after an abort.
+pub(super) fn isolated_variables_arrive() -> Outcome {
+    groups(2, super::isolated::isolated, |rank, group, store| {
+        group.abort("again");
+        group.configure(configuration(store, rank, 2, 2, Duration::from_secs(20)))?;
+        group.barrier()?;
+        Ok(())
+    })?;
+    let lines = log_lines()?;
+    let configurations: Vec<&String> = lines.iter().filter(|l| is_configuration(l)).collect();
+    check(configurations.len() >= 4, || format!("{configurations:#?}"))?;
+    all_arrived(&configurations)
+}
+
+fn all_arrived(configurations: &[&String]) -> Outcome {
     for line in configurations {
         for word in ALL {
             check(line.split(' ').any(|w| w == word), || {
@@ -158,9 +218,39 @@ pub(super) fn options_arrive() -> Outcome {
             })?;
         }
     }
-    // Two epochs and a child per rank, and the channels.
-    let high = lines.iter().filter(|l| *l == "stream priority=-5").count();
-    check(high >= 8, || format!("{high} streams with high priority"))
+    Ok(())
+}
+
+/// A group of the registry says what was dropped, and so do those split from it.
+pub(super) fn drops_are_reported() -> Outcome {
+    let mut options = GroupOptions {
+        lenient: true,
+        traffic_class: Some(105),
+        ..GroupOptions::default()
+    };
+    options.hints.insert("nonsense".into(), "1".into());
+    let registry = Registry::global();
+    let group = registry.create("nccl", &cuda(0), &options)?;
+    group.configure(by_itself(1, Duration::from_secs(20)))?;
+    let child = group
+        .split(Some(0), 0, deadline_in(Duration::from_secs(20)))?
+        .ok_or("no child")?;
+    for info in [group.info(), child.info()] {
+        check(
+            info.dropped_options == ["hint:nonsense", "OXCCL_NCCL_NO_SUCH", "traffic_class"],
+            || format!("{info:?}"),
+        )?;
+    }
+    options.lenient = false;
+    let e = registry
+        .create("nccl", &cuda(0), &options)
+        .err()
+        .ok_or("a group was made")?;
+    says(
+        &e,
+        ErrorKind::InvalidArgument,
+        &["hint:nonsense", "OXCCL_NCCL_NO_SUCH", "traffic_class", "min_ctas"],
+    )
 }
 
 pub(super) fn old_configuration() -> Outcome {

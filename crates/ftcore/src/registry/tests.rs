@@ -189,20 +189,6 @@ fn in_a_race_of_mixed_provenance_the_outcomes_form_one_chain_up_to_the_strongest
     }
 }
 
-#[test]
-fn edit_distance_is_levenshtein() {
-    for (a, b, d) in [
-        ("", "", 0),
-        ("abc", "", 3),
-        ("", "ab", 2),
-        ("nccl", "xccl", 1),
-        ("gloo", "goo", 1),
-        ("kitten", "sitting", 3),
-    ] {
-        assert_eq!(edit_distance(a, b), d, "{a} {b}");
-    }
-}
-
 fn source(provenance: Provenance, origin: &str) -> Source {
     backend("x", DeviceKind::Cpu, provenance, origin).source
 }

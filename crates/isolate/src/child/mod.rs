@@ -150,8 +150,7 @@ fn open(backend: &str, device: &Device, options: &GroupOptions, carry: &Carry) -
         })?;
     }
     let found = Registry::global().get(backend, Some(&device.kind))?;
-    found.factory.probe()?;
-    let mut group = found.factory.create(device, options)?;
+    let mut group = found.create(device, options)?;
     match carry {
         Carry::Host => {}
         Carry::Device(probe) => {

@@ -56,6 +56,8 @@ struct Handle {
 struct Core {
     options: IsolateOptions,
     capabilities: Capabilities,
+    /// Options that the child was told to drop and did.
+    dropped_options: Vec<String>,
     library: Option<String>,
     /// The backend can be configured again in one process.
     reuses: bool,
@@ -110,10 +112,13 @@ impl IsolatedGroup {
             &Cancel::default(),
         )?;
         let inner = started.capabilities;
+        // The child settled them in the same way, with the same variables.
+        let resolved = options.options.resolved(&options.backend, &inner.options)?;
         let core = Arc::new(Core {
             reuses: inner.has(Feature::Reconfigure),
             tells: inner.has(Feature::Abort),
             capabilities: isolated(inner, pool.mode(), why),
+            dropped_options: resolved.dropped,
             library: started.library,
             pool,
             spare: Arc::default(),
@@ -205,6 +210,7 @@ impl Handle {
         if state.settled.is_none() {
             info.name.clone_from(&state.name);
         }
+        info.dropped_options.clone_from(&self.core.dropped_options);
         info
     }
 

@@ -46,6 +46,7 @@ impl Settled {
             world_size: self.world,
             epoch: Epoch(self.epoch),
             device: device.clone(),
+            dropped_options: Vec::new(),
         }
     }
 }

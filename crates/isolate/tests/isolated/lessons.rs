@@ -39,6 +39,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
         l39_crash,
     ),
     ("lessons::l42_the_backend_sees_every_option_on_every_path", l42),
+    (
+        "lessons::l42_texts_and_variables_are_the_options_that_the_backend_sees",
+        l42_texts,
+    ),
     ("lessons::errors_keep_their_kind_and_code", typed),
     ("lessons::noise_of_a_child_disturbs_nothing", noise),
     (
@@ -399,7 +403,58 @@ fn l42() {
         "{e}"
     );
     o.options.lenient = true;
-    IsolatedGroup::new(o).unwrap();
+    let group = alone(o);
+    assert_eq!(group.info().dropped_options, ["max_ctas"]);
+    assert!(
+        !group.info().name.contains("max_ctas: Some"),
+        "{}",
+        group.info().name
+    );
+}
+
+/// Texts arrive as the options that they mean, those of variables too, which are the child's as well.
+fn l42_texts() {
+    let mut o = odd("");
+    o.options.hints.insert("minCtas".into(), "3".into());
+    o.options.hints.insert("OTHER".into(), "said".into());
+    let seen = alone(o).info().name;
+    assert!(seen.contains("min_ctas: Some(3)"), "{seen}");
+    assert!(seen.contains("\"other\": \"said\""), "{seen}");
+    for (variables, says) in [
+        (vec![("OXCCL_ODD_MIN_CTAS", "4")], "min_ctas: Some(4)"),
+        (vec![("OXCCL_ODD_OTHER", "b")], "\"other\": \"b\""),
+        (vec![("OXCCL_ODD_MIN_CTA", "4")], "do you mean min_ctas?"),
+        (
+            vec![("OXCCL_ODD_MAX_CTAS", "4"), ("OXCCL_ODD_LENIENT", "1")],
+            "dropped: [\"max_ctas\"]",
+        ),
+    ] {
+        let this = std::env::current_exe().unwrap();
+        let told = std::process::Command::new(this)
+            .env(TELL, "1")
+            .envs(variables)
+            .output()
+            .unwrap();
+        let told = String::from_utf8(told.stdout).unwrap();
+        assert!(told.contains(says), "no '{says}' in {told}");
+    }
+}
+
+/// Asks this program to say what an isolated group was told.
+const TELL: &str = "OXCCL_ISOLATE_TEST_TELL";
+
+/// The process that says it.
+pub(crate) fn as_teller() -> Option<std::process::ExitCode> {
+    std::env::var_os(TELL)?;
+    match IsolatedGroup::new(odd("")) {
+        Ok(group) => {
+            let info = group.info();
+            group.configure(configuration(&Arc::default(), 1, 0, 1)).unwrap();
+            println!("{} dropped: {:?}", group.info().name, info.dropped_options);
+        }
+        Err(error) => println!("{error}"),
+    }
+    Some(std::process::ExitCode::SUCCESS)
 }
 
 fn typed() {

@@ -53,6 +53,7 @@ impl ProcessGroup for Odd {
             world_size: c.map_or(0, |c| c.world_size),
             epoch: c.map_or(Epoch(0), |c| c.epoch),
             device: Device::CPU,
+            dropped_options: Vec::new(),
         }
     }
 

@@ -14,7 +14,7 @@ use oxccl::core::registry::{
 };
 use oxccl::core::{
     Capabilities, DType, DTypeSet, DeviceKind, Error, Feature, OpKind, OpSet, ReduceOp, Registry, Result,
-    deadline_in,
+    VARIABLE, deadline_in, variable_prefix,
 };
 use oxccl::launch::BoundChild;
 use serde::{Deserialize, Serialize};
@@ -131,6 +131,8 @@ struct Entry {
     reductions: Vec<Reductions>,
     features: Vec<String>,
     options: Vec<String>,
+    /// Of the environment that it reads beside those of its options.
+    variables: Vec<String>,
     devices: Vec<String>,
     notes: Vec<Note>,
 }
@@ -326,6 +328,9 @@ fn entry(backend: &Backend, mut verdict: Verdict, defaults: &DefaultBackends) ->
     if capabilities.ops == OpSet::NONE && verdict.reason.is_none() {
         verdict.reason = Some("it offers no operation, or its capabilities cannot be read".to_string());
     }
+    let options = || capabilities.options.iter().map(|name| &**name);
+    let own_options = || options().filter(|name| !name.starts_with(VARIABLE));
+    let read = options().filter_map(|name| name.strip_prefix(VARIABLE));
     Entry {
         name: backend.name.clone(),
         device: backend.device.to_string(),
@@ -348,7 +353,10 @@ fn entry(backend: &Backend, mut verdict: Verdict, defaults: &DefaultBackends) ->
             .filter(|f| capabilities.has(*f))
             .map(snake)
             .collect(),
-        options: capabilities.options.iter().map(ToString::to_string).collect(),
+        options: own_options().map(String::from).collect(),
+        variables: read
+            .map(|rest| format!("{}{rest}", variable_prefix(&backend.name)))
+            .collect(),
         devices: capabilities.devices.iter().map(ToString::to_string).collect(),
         notes: capabilities
             .notes
@@ -520,6 +528,7 @@ fn details(text: &mut String, backend: &Entry) {
     }
     line("features", backend.features.join(" "));
     line("options", backend.options.join(" "));
+    line("variables", backend.variables.join(" "));
     line("memory on", backend.devices.join(" "));
     for note in &backend.notes {
         line("note", format!("{}: {}", note.subject, note.text));

@@ -17,7 +17,8 @@ use std::time::{Duration, Instant};
 
 use oxccl::core::registry::Backend;
 use oxccl::core::{
-    DType, DeviceKind, Error, ErrorKind, Feature, Registry, Result, Store, TcpStore, deadline_in,
+    DType, DeviceKind, Error, ErrorKind, Feature, GroupOptions, Registry, Result, Store, TcpStore,
+    deadline_in, option_text,
 };
 use serde::Serialize;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
@@ -56,6 +57,10 @@ pub(crate) struct Arguments {
     /// The backend [default: the one for cpu; see OXCCL_DEFAULT_BACKEND].
     #[arg(long, value_name = "NAME")]
     backend: Option<String>,
+    /// An option of the backend's groups, such as min_ctas=4 or connections=2; may be repeated. It comes before the variable
+    /// OXCCL_<BACKEND>_<OPTION>; `oxccl backends --backend NAME` lists what a backend honours, lenient=1 drops the rest.
+    #[arg(long = "option", value_name = "NAME=VALUE", value_parser = option_text)]
+    options: Vec<(String, String)>,
     /// The device kind whose memory is moved [default: that of the backend, or cpu if it serves several].
     #[arg(long, value_name = "KIND", value_parser = |s: &str| s.parse::<DeviceKind>())]
     device: Option<DeviceKind>,
@@ -139,6 +144,8 @@ struct Report<'a> {
     ranks: u32,
     mode: Mode,
     isolated: bool,
+    /// That were asked for with lenient=1 and that the backend does not honour.
+    dropped_options: &'a [String],
     /// How the ranks were connected, where the backend says so.
     transport: Option<&'a str>,
     dtype: &'a str,
@@ -193,6 +200,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let name = &backend.name;
     let device = arguments.device.clone().unwrap_or_else(|| backend.device.clone());
     backend.factory.probe()?;
+    let dropped_options = backend
+        .resolve(&GroupOptions::from_texts(&arguments.options)?)?
+        .dropped;
     let capabilities = backend.factory.capabilities();
     if arguments.mode == Mode::Threads && !arguments.isolated && !capabilities.has(Feature::ThreadRanks) {
         return Err(Error::unsupported(format!(
@@ -219,6 +229,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         bind: arguments.bind,
         device: device.to_string(),
         isolated: arguments.isolated,
+        options: arguments.options,
         ..Plan::new(&backend.name, ops, sizes, arguments.dtype, limit)
     };
     let rows = plan.rows()?;
@@ -248,6 +259,12 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             if plan.check { ", checked" } else { "" },
             table::HEAD,
         ))?;
+        if !dropped_options.is_empty() {
+            show(format_args!(
+                "# options that the backend does not honour, dropped: {}",
+                dropped_options.join(", ")
+            ))?;
+        }
     }
     let mut ranks = match arguments.mode {
         Mode::Processes => Ranks::processes(&plan)?,
@@ -285,6 +302,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             ranks: plan.ranks,
             mode: arguments.mode,
             isolated: plan.isolated,
+            dropped_options: &dropped_options,
             transport: transport.as_deref(),
             dtype: arguments.dtype.name(),
             reduction: "sum",

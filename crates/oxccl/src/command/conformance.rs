@@ -70,15 +70,14 @@ pub(crate) struct RankArguments {
 
 /// The suite for this backend, whose ranks `again` starts.
 fn plan(backend: &Backend, mode: Ranks, again: Vec<OsString>) -> Plan {
-    let factory = backend.factory.clone();
-    let device = Device::new(backend.device.clone(), 0);
+    let (backend, device) = (backend.clone(), Device::new(backend.device.clone(), 0));
     Plan {
         lasting: true,
         again,
         ..Plan::new(
             device,
             &[mode],
-            Arc::new(move |device, options| factory.create(device, &options)),
+            Arc::new(move |device, options| backend.create(device, &options)),
         )
     }
 }

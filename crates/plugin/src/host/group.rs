@@ -104,6 +104,7 @@ impl PluginGroup {
                 world_size: 0,
                 epoch: Epoch(0),
                 device: Device::CPU,
+                dropped_options: Vec::new(),
             }),
             overdue: Arc::default(),
             backend: backend.to_string(),
@@ -275,6 +276,7 @@ unsafe fn read_info(info: *const abi::Info) -> Result<GroupInfo, String> {
         world_size: i.world_size,
         epoch: Epoch(i.epoch),
         device: Device::new(kind.parse().map_err(|e: Error| e.to_string())?, i.device.index),
+        dropped_options: Vec::new(),
     })
 }
 

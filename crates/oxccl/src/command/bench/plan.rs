@@ -193,6 +193,8 @@ pub(super) struct Plan {
     pub(super) device: String,
     /// Every rank's backend runs in a child process of that rank.
     pub(super) isolated: bool,
+    /// Of the backend's groups: name and text.
+    pub(super) options: Vec<(String, String)>,
     pub(super) ops: Vec<Op>,
     pub(super) sizes: Vec<u64>,
     /// The name of the element type.
@@ -220,6 +222,7 @@ impl Plan {
             backend: backend.to_string(),
             device: "cpu".to_string(),
             isolated: false,
+            options: Vec::new(),
             ops,
             sizes,
             dtype: dtype.to_string(),

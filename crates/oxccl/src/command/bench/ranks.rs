@@ -60,13 +60,11 @@ pub(super) struct Ranks {
 pub(super) fn group(plan: &Plan, rank: u32) -> Result<Arc<dyn ProcessGroup>> {
     backend::load_plugins();
     let device = plan.device(rank)?;
-    let options = GroupOptions::default();
+    let options = GroupOptions::from_texts(&plan.options)?;
     let group = if plan.isolated {
         let found = backend::find(Some(&plan.backend), &device)?;
         let template = IsolateOptions::new(plan.backend.clone(), device.clone());
-        isolate::wrap(&found, template)
-            .factory
-            .create(&device, &options)?
+        isolate::wrap(&found, template).create(&device, &options)?
     } else {
         Registry::global().create(&plan.backend, &device, &options)?
     };
