@@ -48,6 +48,16 @@ impl Place {
         let text = format!("aborted by rank {}: {reason}", self.rank);
         self.name(Error::new(ErrorKind::Aborted, text))
     }
+
+    /// What to abort a group below with, because of `failure`: the reason that this rank's abort was called with, else the failure's own words.
+    pub fn reason(self, failure: &Error) -> &str {
+        let text = failure.message();
+        let own = format!("aborted by rank {}: ", self.rank);
+        match failure.kind() {
+            ErrorKind::Aborted => text.strip_prefix(&*own).unwrap_or(text),
+            _ => text,
+        }
+    }
 }
 
 /// What is known of an operation besides its memory.

@@ -142,6 +142,8 @@ pub(super) struct Machine<E> {
     channels: BTreeMap<Channel, Lineup>,
     /// In the driver's `enqueue`: one, or one for each executor.
     calling: BTreeSet<u64>,
+    /// What callers carry out themselves, and the deadlines.
+    carried: Vec<(u64, Instant)>,
     failure: Option<E>,
     closing: bool,
     release: Asked,
@@ -164,6 +166,7 @@ impl<E: Clone> Machine<E> {
             operations: BTreeMap::new(),
             channels: BTreeMap::new(),
             calling: BTreeSet::new(),
+            carried: Vec::new(),
             failure: None,
             closing: false,
             release: Asked::No,
@@ -189,7 +192,7 @@ impl<E: Clone> Machine<E> {
 
     /// True if some caller is not told yet.
     pub(super) fn is_pending(&self) -> bool {
-        !self.channels.is_empty()
+        !self.channels.is_empty() || !self.carried.is_empty()
     }
 
     /// What is to be done, in order.
@@ -197,14 +200,40 @@ impl<E: Clone> Machine<E> {
         std::mem::take(&mut self.actions)
     }
 
+    fn admit(&self) -> Result<(), Refusal<E>> {
+        match &self.failure {
+            Some(first) => Err(Refusal::Failed(first.clone())),
+            None if self.closing || self.ended => Err(Refusal::Closed),
+            None => Ok(()),
+        }
+    }
+
+    /// Accepts an operation that its caller carries out itself, until [`left`](Self::left): beside those that the driver has, and ordered
+    /// with none of them. `None`: the driver does not have all earlier ones yet.
+    pub(super) fn enter(&mut self, deadline: Instant) -> Result<Option<u64>, Refusal<E>> {
+        self.admit()?;
+        if !self.calling.is_empty() || self.channels.values().any(|c| !c.queued.is_empty()) {
+            return Ok(None);
+        }
+        self.next += 1;
+        self.carried.push((self.next, deadline));
+        Ok(Some(self.next))
+    }
+
+    /// The caller of `number` has carried it out. The failure that it is told instead of that answer, if the group has failed meanwhile.
+    pub(super) fn left(&mut self, number: u64, answer: Answer<E>, now: Instant) -> Option<E> {
+        self.carried.retain(|(carried, _)| *carried != number);
+        let first = self.failure.clone();
+        if let Answer::Fatal(failure) = answer {
+            self.fail(failure, now);
+        }
+        self.see_end();
+        first
+    }
+
     /// Accepts an operation; its number counts from 1.
     pub(super) fn submit(&mut self, channel: Channel, deadline: Instant) -> Result<u64, Refusal<E>> {
-        if let Some(first) = &self.failure {
-            return Err(Refusal::Failed(first.clone()));
-        }
-        if self.closing || self.ended {
-            return Err(Refusal::Closed);
-        }
+        self.admit()?;
         self.next += 1;
         let number = self.next;
         let operation = Operation {
@@ -231,7 +260,7 @@ impl<E: Clone> Machine<E> {
         if let Some(number) = self.next() {
             return self.start(number);
         }
-        if self.closing && self.operations.is_empty() {
+        if self.closing && self.operations.is_empty() && self.carried.is_empty() {
             self.release = Asked::Yes;
             return Turn::Release;
         }
@@ -436,22 +465,29 @@ impl<E: Clone> Machine<E> {
     fn see_end(&mut self) {
         let through = match (self.release, self.interrupt) {
             (Asked::Yes, _) | (_, Asked::Yes) | (Asked::No, Asked::No) => false,
-            (Asked::Answered, _) | (_, Asked::Answered) => self.calling.is_empty(),
+            (Asked::Answered, _) | (_, Asked::Answered) => self.calling.is_empty() && self.carried.is_empty(),
         };
-        self.ended |= (through || self.given_up) && !self.is_pending();
+        self.ended |= (through || self.given_up) && self.channels.is_empty();
         if self.ended {
             self.grace = None;
         }
     }
 
-    /// When an operation fails that has not ended. It never moves to an earlier instant.
-    fn due(&self, operation: &Operation) -> Instant {
-        let overtime = match operation.stage {
-            Stage::Queued => Duration::ZERO,
-            Stage::Entering | Stage::Running | Stage::Finished => self.overtime,
-        };
-        let due = operation.deadline.checked_add(overtime);
-        due.unwrap_or(operation.deadline)
+    /// When those fail that have not ended. That of an operation never moves to an earlier instant.
+    fn due(&self) -> impl Iterator<Item = (Instant, u64, Stage)> {
+        let pending = self.operations.iter().filter(|(_, o)| !o.told);
+        let pending = pending.map(|(number, o)| (o.deadline, *number, o.stage));
+        let carried = self
+            .carried
+            .iter()
+            .map(|(number, deadline)| (*deadline, *number, Stage::Entering));
+        pending.chain(carried).map(|(deadline, number, stage)| {
+            let overtime = match stage {
+                Stage::Queued => Duration::ZERO,
+                Stage::Entering | Stage::Running | Stage::Finished => self.overtime,
+            };
+            (deadline.checked_add(overtime).unwrap_or(deadline), number, stage)
+        })
     }
 
     /// The operation whose deadline has passed first, if one has: a reason to [`fail`](Self::fail).
@@ -459,12 +495,9 @@ impl<E: Clone> Machine<E> {
         if self.failure.is_some() {
             return None;
         }
-        let late = self
-            .operations
-            .iter()
-            .filter(|(_, o)| self.due(o) <= now && !o.told);
-        late.min_by_key(|(number, o)| (self.due(o), **number))
-            .map(|(number, o)| (*number, o.stage))
+        let late = self.due().filter(|(due, ..)| *due <= now);
+        late.min_by_key(|(due, number, _)| (*due, *number))
+            .map(|(_, number, stage)| (number, stage))
     }
 
     /// Time has passed: see [`Rules::grace`].
@@ -479,10 +512,6 @@ impl<E: Clone> Machine<E> {
         if self.failure.is_some() {
             return self.grace;
         }
-        self.operations
-            .values()
-            .filter(|o| !o.told)
-            .map(|o| self.due(o))
-            .min()
+        self.due().map(|(due, ..)| due).min()
     }
 }

@@ -13,7 +13,8 @@
 //! - **blocking**: `enqueue` runs the operation and answers its ticket before it returns (`Rules::depth` is 1). Where no message may
 //!   wait for another ([`Driver::BLOCKS`]), each channel of messages has an executor of its own;
 //! - **events**: `enqueue` puts it on a device and gives event, memory and ticket to an [`InFlight`] table, which watches;
-//! - **callbacks**: `enqueue` passes it on, and the callback that ends it answers the ticket.
+//! - **callbacks**: `enqueue` passes it on, and the callback that ends it answers the ticket;
+//! - **callers**: where the library keeps the order and the deadlines of blocking calls itself, [`Engine::carry_out`] counts them, and no more.
 
 mod clock;
 mod group;
@@ -34,6 +35,6 @@ pub use group::{Backend, Group, OnCallers};
 pub use in_flight::{Held, InFlight, Scratch};
 pub use label::{Label, Place};
 pub use machine::{Channel, Rules, Stage};
-pub use shell::{Driver, Engine, Job, Refused, SpinBudget};
+pub use shell::{Driver, Engine, Job, Outcome, Refused, SpinBudget};
 pub use sync::spawn;
 pub use ticket::{Ended, Ticket};

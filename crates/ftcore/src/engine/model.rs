@@ -71,6 +71,8 @@ struct Walk {
     /// Each channel has an executor.
     blocks: bool,
     calling: BTreeSet<u64>,
+    /// What callers carry out themselves, until when.
+    carried: BTreeMap<u64, Instant>,
     /// What the group failed with first, by this record.
     first: Option<u32>,
     failed_at: Option<Instant>,
@@ -107,6 +109,7 @@ impl Walk {
             overtime,
             seen: BTreeMap::new(),
             calling: BTreeSet::new(),
+            carried: BTreeMap::new(),
             first: None,
             failed_at: None,
             failures: 0,
@@ -141,7 +144,7 @@ impl Walk {
     }
 
     fn step(&mut self) {
-        match self.dice.roll(100) {
+        match self.dice.roll(110) {
             0..=24 => self.submit(),
             25..=44 => self.turn(),
             45..=54 => self.returned(),
@@ -180,9 +183,52 @@ impl Walk {
                     assert!(!self.machine.answered(number, Answer::Fatal(999), self.now));
                 }
             }
+            100..=103 => self.enter(),
+            104..=109 => self.left(),
             _ => {}
         }
         self.check();
+    }
+
+    /// A caller wants to carry an operation out itself.
+    fn enter(&mut self) {
+        let deadline = self.now + TICK * self.dice.roll(30) as u32;
+        let has_all =
+            self.calling.is_empty() && self.seen.values().all(|s| s.told || s.memory != Memory::Queued);
+        match self.machine.enter(deadline) {
+            Ok(entered) => {
+                assert!(
+                    self.first.is_none() && !self.closed,
+                    "it entered a group that is over"
+                );
+                assert_eq!(entered.is_some(), has_all, "it overtakes, or waits for nothing");
+                if let Some(number) = entered {
+                    let before = self.seen.keys().chain(self.carried.keys()).max();
+                    assert!(before.is_none_or(|before| *before < number), "{number} twice");
+                    self.carried.insert(number, deadline);
+                }
+            }
+            Err(Refusal::Failed(first)) => assert_eq!(Some(first), self.first),
+            Err(Refusal::Closed) => assert!(self.closed),
+        }
+    }
+
+    /// A caller has carried its operation out.
+    fn left(&mut self) {
+        let inside: Vec<u64> = self.carried.keys().copied().collect();
+        let Some(number) = self.dice.one_of(&inside) else {
+            return;
+        };
+        self.carried.remove(&number);
+        let instead = self.first;
+        let answer = if self.dice.roll(8) == 0 {
+            let failure = self.failure();
+            self.expect_failure(failure);
+            Answer::Fatal(failure)
+        } else {
+            Answer::Through
+        };
+        assert_eq!(self.machine.left(number, answer, self.now), instead);
     }
 
     fn submit(&mut self) {
@@ -245,10 +291,8 @@ impl Walk {
             }
             Turn::Release => {
                 assert!(self.closed && self.first.is_none() && !self.released && !self.releasing);
-                assert!(
-                    self.seen.values().all(|s| s.told && s.memory == Memory::Answered),
-                    "released early"
-                );
+                let idle = self.seen.values().all(|s| s.told && s.memory == Memory::Answered);
+                assert!(idle && self.carried.is_empty(), "released early");
                 self.releasing = true;
             }
             Turn::Wait => {
@@ -258,7 +302,7 @@ impl Walk {
                         |s: &Seen| s.memory == Memory::Queued && self.out(s.channel) < self.rules.depth;
                     assert!(!self.seen.values().any(waits), "an operation could start");
                     assert!(
-                        !self.closed || self.seen.values().any(|s| !s.told),
+                        !self.closed || !self.carried.is_empty() || self.seen.values().any(|s| !s.told),
                         "it could be released"
                     );
                 }
@@ -277,6 +321,7 @@ impl Walk {
         let next = self.seen.iter().find(could).map(|(n, _)| *n);
         let next = next.filter(|_| self.out(channel) < self.rules.depth);
         let idle = self.seen.values().all(|s| s.told && s.memory == Memory::Answered);
+        let idle = idle && self.carried.is_empty();
         match self.machine.turn_in(channel) {
             Turn::Start(number) => {
                 assert_eq!(Some(number), next, "not the next one of {channel:?}");
@@ -352,7 +397,11 @@ impl Walk {
 
     fn look(&mut self) {
         if let Some((number, _)) = self.machine.overdue(self.now) {
-            let due = self.due(&self.seen[&number]);
+            let carried = self
+                .carried
+                .get(&number)
+                .map(|deadline| *deadline + self.overtime);
+            let due = carried.unwrap_or_else(|| self.due(&self.seen[&number]));
             assert!(due <= self.now, "{number} is not overdue");
             let failure = self.failure();
             self.expect_failure(failure);
@@ -381,6 +430,13 @@ impl Walk {
             assert!(
                 failed.is_none_or(|until| self.now < until),
                 "{number} outlives the failure (INV-2)"
+            );
+        }
+        for (number, deadline) in &self.carried {
+            let late = *deadline + self.overtime <= self.now;
+            assert!(
+                !late || self.first.is_some(),
+                "{number} is carried out past its deadline (INV-2)"
             );
         }
         let until = self.failed_at.map(|at| at + self.rules.grace);
@@ -455,7 +511,7 @@ impl Walk {
             assert_eq!(end, self.end, "it ended twice");
         } else if let Some(how) = end {
             assert!(
-                self.calling.is_empty() || self.given_up,
+                (self.calling.is_empty() && self.carried.is_empty()) || self.given_up,
                 "it ended inside a call of the driver"
             );
             assert!(
@@ -473,7 +529,7 @@ impl Walk {
             self.first.is_none() || !self.seen.values().any(here),
             "the failure left one pending that nobody has"
         );
-        let pending = self.seen.values().any(|s| !s.told);
+        let pending = !self.carried.is_empty() || self.seen.values().any(|s| !s.told);
         assert_eq!(self.machine.is_pending(), pending);
     }
 
@@ -482,6 +538,9 @@ impl Walk {
         let held: BTreeSet<u64> = self.held().into_iter().collect();
         while !self.calling.is_empty() {
             self.returned();
+        }
+        while !self.carried.is_empty() {
+            self.left();
         }
         self.closed = true;
         self.machine.close();

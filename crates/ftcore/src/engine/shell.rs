@@ -17,7 +17,7 @@ use super::sync::{Condvar, Mutex, MutexGuard, spawn};
 use super::ticket::{Ended, Ticket};
 use crate::work::Recorder;
 use crate::{
-    Collective, Completer, Completion, Error, ErrorKind, Event, Result, Tensor, Work, deadline_in,
+    Collective, Completer, Completion, Error, ErrorKind, Event, Failed, Result, Tensor, Work, deadline_in,
     driven_work_pair, lifecycle, time_left, work_pair,
 };
 
@@ -79,6 +79,13 @@ pub trait Driver: Send + Sync + Sized + 'static {
     /// `interrupt` and before the callers concerned hear of it. Must not block.
     fn give_up(&self) {}
 
+    /// Ends operation `number`, which the driver has, alone: its caller wants that. False: it cannot, and the group is aborted. Must not
+    /// block.
+    fn abort_one(&self, number: u64, reason: &str) -> bool {
+        let _ = (number, reason);
+        false
+    }
+
     /// Ends in good order; nothing is in flight. May block, until `interrupt`.
     ///
     /// Errors: what leaves it in doubt whether everything has let go.
@@ -103,10 +110,13 @@ pub type Refused<J> = Box<(Error, J)>;
 /// The number of an operation, its caller's side, and the lock under which it was accepted.
 type Accepted<'a, J> = (u64, Work, MutexGuard<'a, State<J>>);
 
-/// What a driver says of an operation.
-pub(super) enum Outcome {
+/// What a driver says of an operation: see [`Ticket`].
+pub enum Outcome {
+    /// It has succeeded.
     Succeeded(Completion),
+    /// It alone has failed. With its memory, if nobody touches that any more.
     Refused(Error, Vec<Tensor>),
+    /// It has failed, and the group with it. With its memory, as above.
     Fatal(Error, Vec<Tensor>),
 }
 
@@ -137,6 +147,8 @@ struct State<J> {
     news: VecDeque<News>,
     /// A thread is emptying `news`.
     telling: bool,
+    /// What callers carry out themselves.
+    carried: Vec<(u64, Label)>,
     /// Threads that wait for `moved`.
     waiting: usize,
     /// The channels of messages that have an executor.
@@ -145,6 +157,14 @@ struct State<J> {
     armed: Option<Instant>,
     /// Why the end is in doubt.
     doubt: Option<String>,
+}
+
+impl<J> State<J> {
+    fn label(&self, number: u64) -> Option<Label> {
+        let carried = || self.carried.iter().find(|(carried, _)| *carried == number);
+        let queued = self.entries.get(&number).map(|entry| entry.label);
+        queued.or_else(|| carried().map(|(_, label)| *label))
+    }
 }
 
 /// One configuration of a group at work.
@@ -174,6 +194,7 @@ impl<D: Driver> Engine<D> {
                 entries: HashMap::new(),
                 news: VecDeque::new(),
                 telling: false,
+                carried: Vec::new(),
                 waiting: 0,
                 executors: BTreeSet::new(),
                 armed: None,
@@ -255,18 +276,10 @@ impl<D: Driver> Engine<D> {
             Ok(number) => number,
             Err(refusal) => {
                 drop(state);
-                let error = match refusal {
-                    Refusal::Failed(first) => {
-                        let text = format!("the group failed before: {first}");
-                        Error::new(ErrorKind::Poisoned, text).with_source(first)
-                    }
-                    Refusal::Closed => Error::new(ErrorKind::InvalidState, "the group was shut down"),
-                };
-                let error = self.place.name(error).with_op(label.kind.name());
-                return Err(Box::new((error, job)));
+                return Err(Box::new((self.refusal(refusal, &label), job)));
             }
         };
-        let (work, completer) = self.pair(&label, deadline);
+        let (work, completer) = self.pair(number, &label, deadline);
         if let Some(done) = job.promised() {
             completer.recorded(done);
         }
@@ -290,15 +303,105 @@ impl<D: Driver> Engine<D> {
         Ok((number, work, self.lock()))
     }
 
+    fn refusal(&self, why: Refusal<Error>, label: &Label) -> Error {
+        let error = match why {
+            Refusal::Failed(first) => {
+                let text = format!("the group failed before: {first}");
+                Error::new(ErrorKind::Poisoned, text).with_source(first)
+            }
+            Refusal::Closed => Error::new(ErrorKind::InvalidState, "the group was shut down"),
+        };
+        self.place.name(error).with_op(label.kind.name())
+    }
+
+    /// Has the caller carry out `job` on its own thread, with `run`, and gives back what comes of it: for drivers whose library keeps the
+    /// order and the deadlines of blocking calls itself, so that several threads may be inside. It costs next to nothing, and waits for
+    /// earlier ones until the driver has them, not until they have ended. The group does not end before `run` has returned, unless the
+    /// driver [gives up](Rules::gives_up); where that is not by the deadline (with [`OVERTIME`](Driver::OVERTIME)) the group fails.
+    ///
+    /// Errors: as [`submit`](Self::submit), then with the tensors of `job`; what `run` says, or the failure that the group has met with
+    /// meanwhile.
+    pub fn carry_out(
+        &self,
+        job: D::Job,
+        label: Label,
+        deadline: Instant,
+        run: impl FnOnce(D::Job) -> Outcome,
+    ) -> Result<Completion, Box<Failed>> {
+        let due = self.place.due(&label, deadline);
+        let mut state = self.lock();
+        let entered = loop {
+            match state.machine.enter(due) {
+                Ok(Some(number)) => break Ok(number),
+                Ok(None) if time_left(deadline).is_zero() => {
+                    let error = Error::timeout("earlier operations were not handed over by its deadline");
+                    break Err(self.place.name(error).with_op(label.kind.name()));
+                }
+                Ok(None) => {
+                    state.waiting += 1;
+                    let waited = self.moved.wait_timeout(state, time_left(deadline));
+                    state = waited.unwrap_or_else(PoisonError::into_inner).0;
+                    state.waiting -= 1;
+                }
+                Err(refusal) => break Err(self.refusal(refusal, &label)),
+            }
+        };
+        let number = match entered {
+            Ok(number) => number,
+            Err(error) => {
+                drop(state);
+                let tensors = job.into_op().into_tensors();
+                return Err(Box::new(Failed { error, tensors }));
+            }
+        };
+        state.carried.push((number, label));
+        let armed = self.arm(&mut state, due);
+        drop(state);
+        if let Err(error) = armed {
+            self.fail(self.place.name(error));
+        }
+        let outcome = run(job);
+        let (outcome, answer) = self.name(outcome, Some(&label), number);
+        let mut state = self.lock();
+        state.carried.retain(|(carried, _)| *carried != number);
+        let first = state.machine.left(number, answer, Instant::now());
+        self.tell(state);
+        let (error, tensors) = match (outcome, first) {
+            (Outcome::Succeeded(completion), None) => return Ok(completion),
+            (Outcome::Succeeded(completion), Some(first)) => (first, completion.tensors),
+            (Outcome::Refused(error, tensors) | Outcome::Fatal(error, tensors), first) => {
+                (first.unwrap_or(error), tensors)
+            }
+        };
+        Err(Box::new(Failed { error, tensors }))
+    }
+
+    /// The outcome with the operation and its place on a failure of the group, and that for the machine.
+    fn name(&self, outcome: Outcome, label: Option<&Label>, number: u64) -> (Outcome, Answer<Error>) {
+        match outcome {
+            Outcome::Fatal(error, tensors) => {
+                let error = match label {
+                    Some(label) => label.name(number, error),
+                    None => error,
+                };
+                let error = self.place.name(error);
+                (Outcome::Fatal(error.clone(), tensors), Answer::Fatal(error))
+            }
+            outcome => (outcome, Answer::Through),
+        }
+    }
+
     fn add_executor(self: &Arc<Self>, channel: Channel) -> Result<()> {
         let executor = self.clone();
         spawn(&self.name, move || executor.execute(channel))
     }
 
-    fn pair(&self, label: &Label, deadline: Instant) -> (Work, Completer) {
+    fn pair(&self, number: u64, label: &Label, deadline: Instant) -> (Work, Completer) {
         let me = self.me.clone();
         let abort = move |reason: &str| {
-            if let Some(engine) = me.upgrade() {
+            if let Some(engine) = me.upgrade()
+                && !engine.driver.abort_one(number, reason)
+            {
                 engine.stop(reason);
             }
         };
@@ -450,18 +553,7 @@ impl<D: Driver> Engine<D> {
         let now = Instant::now();
         let mut state = self.lock();
         let label = state.entries.get(&number).map(|entry| entry.label);
-        let named = |error: Error| match &label {
-            Some(label) => self.place.name(label.name(number, error)),
-            None => self.place.name(error),
-        };
-        let (outcome, answer) = match outcome {
-            Outcome::Succeeded(completion) => (Outcome::Succeeded(completion), Answer::Through),
-            Outcome::Refused(error, tensors) => (Outcome::Refused(error, tensors), Answer::Through),
-            Outcome::Fatal(error, tensors) => {
-                let error = named(error);
-                (Outcome::Fatal(error.clone(), tensors), Answer::Fatal(error))
-            }
-        };
+        let (outcome, answer) = self.name(outcome, label.as_ref(), number);
         // Kept before the machine may order it to be told. Without an entry the caller was told: the memory is free only now.
         let late = match state.entries.get_mut(&number) {
             Some(entry) => entry.outcome.replace(outcome),
@@ -502,7 +594,7 @@ impl<D: Driver> Engine<D> {
 
     /// As [`fail`](Self::fail), because of operation `number`, which the driver still has.
     pub fn fail_by(&self, number: u64, error: Error) {
-        let label = self.lock().entries.get(&number).map(|entry| entry.label);
+        let label = self.lock().label(number);
         let error = label.map_or(error.clone(), |label| label.name(number, error));
         self.fail(self.place.name(error));
     }
@@ -549,7 +641,7 @@ impl<D: Driver> Engine<D> {
     fn look_at_deadlines(&self, now: Instant) {
         let mut state = self.lock();
         if let Some((number, stage)) = state.machine.overdue(now)
-            && let Some(label) = state.entries.get(&number).map(|entry| entry.label)
+            && let Some(label) = state.label(number)
         {
             let text = format!(
                 "not finished at its deadline, {:.3} s after submission: it is {}",

@@ -47,7 +47,8 @@ impl<D: Driver> Ticket<D> {
         self.engine.recorded(self.number, done);
     }
 
-    fn answer(mut self, outcome: Outcome) {
+    /// It has ended like this. After a success earlier ones of its channel are told first.
+    pub fn answer(mut self, outcome: Outcome) {
         self.answered = true;
         self.engine.answered(self.number, outcome);
     }

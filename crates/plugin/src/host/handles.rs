@@ -122,6 +122,13 @@ impl<T> Handles<T> {
         self.lock().loan(handle).map(|loan| loan.object.clone())
     }
 
+    /// Whatever is lent now.
+    pub(super) fn all(&self) -> Vec<Arc<T>> {
+        let table = self.lock();
+        let loans = table.places.iter().filter_map(|place| place.loan.as_ref());
+        loans.map(|loan| loan.object.clone()).collect()
+    }
+
     /// The plugin takes a reference. False: there is nothing to hold.
     pub(super) fn retain(&self, handle: Handle) -> bool {
         let mut table = self.lock();

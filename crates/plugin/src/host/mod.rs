@@ -1,18 +1,18 @@
 //! The program's side: finds plugins, tries them in a child process, opens them, registers what they bring.
 //!
 //! [`discover`] turns the environment into candidates; `probe` tries each in a child and `verdict` keeps what came of it; `library` opens it and holds its
-//! table; a `factory`, `group` or `device` around the table is an ordinary backend, group or accelerator of this program.
+//! table; a `factory`, `group` (over the common engine: `driver`) or `device` around the table is an ordinary backend, group or accelerator of this program.
 //! Everything that comes back over the boundary is checked; what is lent is kept until the plugin has given it back, and named by numbers
-//! (`handles`), so that a plugin that gives back twice harms nothing. One that never completes is found out (`overdue`).
+//! (`handles`), so that a plugin that gives back twice harms nothing. One that never completes is found out by the engine.
 
 mod device;
 mod discover;
+mod driver;
 mod factory;
 mod group;
 mod handles;
 mod library;
 mod operation;
-mod overdue;
 mod polling;
 mod probe;
 mod store;

@@ -8,15 +8,15 @@
 mod layout;
 
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
-use std::time::{Duration, Instant};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use ftcore::{Collective, Completer, Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor};
+use ftcore::engine::{Outcome, Ticket};
+use ftcore::{Collective, Completion, Error, ErrorKind, OpKind, ReduceOp, Result, Tensor};
 
 use super::device::{self, Devices};
+use super::driver::PluginDriver;
 use super::handles::{Handle, Handles};
 use super::library::{Library, guarded};
-use super::overdue::Overdue;
 use crate::abi::{self, Buffer, FAILED, Growing, NONE, Operation};
 use crate::{fault, text};
 
@@ -37,14 +37,18 @@ pub(super) struct Pending {
     state: Mutex<State>,
     /// For events that the plugin records.
     devices: Option<Devices>,
-    /// Where its deadline is kept, and under which number.
-    watch: OnceLock<(Arc<Overdue>, u64)>,
 }
+
+type Mine = Ticket<PluginDriver>;
 
 #[derive(Default)]
 struct State {
-    running: Option<(Option<Completer>, Collective)>,
-    /// Has ended for its caller; the plugin may still touch it.
+    running: Option<(Option<Mine>, Collective)>,
+    /// `submit` has not returned: the plugin may yet refuse what it has completed.
+    submitting: bool,
+    /// What it has completed meanwhile.
+    early: Option<(Mine, Outcome)>,
+    /// Has ended; the plugin still holds its memory.
     kept: Option<Collective>,
     /// What the plugin holds its memory by.
     memory: Option<Handle>,
@@ -56,10 +60,10 @@ struct State {
 unsafe impl Send for State {}
 
 impl Pending {
-    /// Takes the operation in. `completer` is none for a blocking call.
+    /// Takes the operation in. `ticket` is none for a blocking call.
     pub(super) fn new(
         op: Collective,
-        completer: Option<Completer>,
+        ticket: Option<Mine>,
         library: &'static Library,
         world_size: u32,
         devices: Option<Devices>,
@@ -69,97 +73,99 @@ impl Pending {
             library,
             world_size,
             state: Mutex::new(State {
-                running: Some((completer, op)),
+                submitting: ticket.is_some(),
+                running: Some((ticket, op)),
                 ..State::default()
             }),
             devices,
-            watch: OnceLock::new(),
         }
-    }
-
-    /// Has `overdue` find out if the plugin has not completed this by `deadline`. Errors: deadlines cannot be watched.
-    pub(super) fn watch(self: &Arc<Self>, overdue: &Arc<Overdue>, deadline: Instant) -> Result<()> {
-        let number = overdue.begun(Arc::downgrade(self), deadline)?;
-        let _ = self.watch.set((overdue.clone(), number));
-        Ok(())
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// The operation was refused: everything comes back. None if the plugin has completed it nevertheless.
-    pub(super) fn refused(&self) -> Option<Collective> {
-        let (op, memory) = {
-            let mut state = self.lock();
-            (state.running.take().map(|(_, op)| op), state.memory.take())
+    /// The operation `number` of the driver's engine, if the plugin has it.
+    pub(super) fn find(driver: &PluginDriver, number: u64) -> Option<Arc<Self>> {
+        let is_it = |pending: &Arc<Self>| match &pending.lock().running {
+            Some((Some(ticket), _)) => {
+                ticket.number() == number && std::ptr::eq(ticket.engine().driver(), driver)
+            }
+            _ => false,
         };
-        memory.and_then(|memory| MEMORY.end(memory));
-        op
+        COMPLETIONS.all().into_iter().find(is_it)
     }
 
-    /// The operation has ended: its completer, and its tensors unless the plugin still holds them.
-    fn end(&self) -> Option<(Option<Completer>, Option<Vec<Tensor>>)> {
+    /// The plugin has taken the operation.
+    pub(super) fn accepted(&self) {
+        let early = {
+            let mut state = self.lock();
+            state.submitting = false;
+            state.early.take()
+        };
+        if let Some((ticket, outcome)) = early {
+            ticket.answer(outcome);
+        }
+    }
+
+    /// The plugin has refused the operation: its caller is told, and gets it back.
+    pub(super) fn refused(&self, driver: &PluginDriver, error: Error) {
+        let (running, early, memory) = {
+            let mut state = self.lock();
+            (state.running.take(), state.early.take(), state.memory.take())
+        };
+        memory.and_then(|memory| MEMORY.end(memory));
+        if let Some((Some(ticket), op)) = running {
+            ticket.answer(driver.failed(self.named(error), op.into_tensors()));
+        } else if let Some((ticket, _)) = early {
+            let what = format!("it completed an operation and then refused it: {error}");
+            let error = self.named(super::breach(&self.library.shown(), what));
+            ticket.refuse(error, Vec::new());
+        }
+    }
+
+    /// The operation has ended: its ticket, and its tensors unless the plugin still holds them.
+    fn end(&self) -> Option<(Option<Mine>, Option<Vec<Tensor>>)> {
         let mut state = self.lock();
         // Under the lock: a `release` that gives back the last reference finds what is kept.
         let held = state.memory.take().and_then(|memory| MEMORY.end(memory));
         let held = held.map_or(0, |(_, held)| held);
-        let Some((completer, op)) = state.running.take() else {
-            // Later than its caller waited.
-            let kept = state.kept.take_if(|_| held == 0);
-            drop(state);
-            drop(kept);
-            return None;
-        };
+        let (ticket, op) = state.running.take()?;
         if held == 0 {
-            return Some((completer, Some(op.into_tensors())));
+            return Some((ticket, Some(op.into_tensors())));
         }
         tracing::warn!(
             plugin = self.library.name,
             op = self.kind.name(),
-            bytes = bytes(&op),
+            bytes = op.tensors().iter().map(|t| t.byte_len()).sum::<usize>(),
             "a plugin still holds the memory of an operation that has ended; it is kept until given back"
         );
         state.kept = Some(op);
-        Some((completer, None))
+        Some((ticket, None))
     }
 
-    /// The operation should have ended long ago. Its caller is told, its memory stays with the plugin. None: it has ended.
-    pub(super) fn overdue(&self, late: Duration) -> Option<Error> {
-        let (completer, bytes) = {
-            let mut state = self.lock();
-            let (completer, op) = state.running.take()?;
-            let bytes = bytes(&op);
-            state.kept = Some(op);
-            (completer, bytes)
-        };
-        let error = self.named(Error::timeout(format!(
-            "plugin {} has not completed the operation {:.1} s after its deadline; its {bytes} bytes stay with the plugin. Configure the group again, or run it isolated",
-            self.library.shown(),
-            late.as_secs_f64(),
-        )));
-        tracing::error!(%error, "a plugin broke the ABI");
-        if let Some(completer) = completer {
-            completer.fail(error.clone(), Vec::new());
-        }
-        Some(error)
-    }
-
-    /// Ends a blocking call.
-    pub(super) fn end_blocking(
+    /// What becomes of an operation whose end the plugin has told. `None` for tensors: it still holds them.
+    fn outcome(
         &self,
-        result: Result<abi::Outcome>,
-    ) -> Result<Completion, (Error, Vec<Tensor>)> {
-        let tensors = self.end().and_then(|(_, tensors)| tensors);
-        match (result.and_then(|said| self.checked(&said)), tensors) {
-            (Ok((source, contributors)), Some(tensors)) => Ok(Completion {
+        driver: &PluginDriver,
+        said: Result<abi::Outcome>,
+        tensors: Option<Vec<Tensor>>,
+    ) -> Outcome {
+        match (said.and_then(|said| self.checked(&said)), tensors) {
+            (Ok((source, contributors)), Some(tensors)) => Outcome::Succeeded(Completion {
                 tensors,
                 source,
                 contributors,
             }),
-            (Ok(_), None) => Err((self.still_held(), Vec::new())),
-            (Err(error), tensors) => Err((self.named(error), tensors.unwrap_or_default())),
+            (Ok(_), None) => Outcome::Refused(self.still_held(), Vec::new()),
+            (Err(error), tensors) => driver.failed(self.named(error), tensors.unwrap_or_default()),
         }
+    }
+
+    /// Ends a blocking call.
+    pub(super) fn end_blocking(&self, driver: &PluginDriver, said: Result<abi::Outcome>) -> Outcome {
+        let tensors = self.end().and_then(|(_, tensors)| tensors);
+        self.outcome(driver, said, tensors)
     }
 
     /// What a successful outcome claims: who sent, how many contributed.
@@ -189,7 +195,7 @@ impl Pending {
         ))
     }
 
-    pub(super) fn named(&self, error: Error) -> Error {
+    fn named(&self, error: Error) -> Error {
         error.with_op(self.kind.name())
     }
 
@@ -260,19 +266,12 @@ impl Pending {
 
 impl Drop for Pending {
     fn drop(&mut self) {
-        if let Some((overdue, number)) = self.watch.get() {
-            overdue.ended(*number);
-        }
         let handle = self.lock().handle.take();
         if let Some((handle, close)) = handle.and_then(|h| Some((h, h.close?))) {
             // SAFETY: INV-8 once, and nobody else has a reference to `self` any more.
             guarded((), || unsafe { close(handle.ctx) });
         }
     }
-}
-
-fn bytes(op: &Collective) -> usize {
-    op.tensors().iter().map(|t| t.byte_len()).sum()
 }
 
 fn no_number() -> Error {
@@ -289,20 +288,18 @@ unsafe extern "C" fn complete(ctx: *mut c_void, outcome: *const abi::Outcome) {
             return COMPLETIONS.misused(handle, "called complete");
         };
         // SAFETY: INV-10 the outcome and its fault are readable for the call.
-        let result = unsafe { read_outcome(outcome, &pending.library.name) };
-        let result = result.and_then(|said| pending.checked(&said));
-        let Some((Some(completer), tensors)) = pending.end() else {
+        let said = unsafe { read_outcome(outcome, &pending.library.name) };
+        let Some((Some(ticket), tensors)) = pending.end() else {
             return;
         };
-        match (result, tensors) {
-            (Ok((source, contributors)), Some(tensors)) => completer.succeed(Completion {
-                tensors,
-                source,
-                contributors,
-            }),
-            (Ok(_), None) => completer.fail(pending.still_held(), Vec::new()),
-            (Err(error), tensors) => completer.fail(error, tensors.unwrap_or_default()),
+        let outcome = pending.outcome(ticket.engine().driver(), said, tensors);
+        let mut state = pending.lock();
+        if state.submitting {
+            state.early = Some((ticket, outcome));
+            return;
         }
+        drop(state);
+        ticket.answer(outcome);
     });
 }
 
@@ -331,8 +328,8 @@ unsafe extern "C" fn recorded(ctx: *mut c_void, event: *mut c_void) {
             return;
         };
         let event = device::event(devices, event);
-        if let Some((Some(completer), _)) = &pending.lock().running {
-            completer.recorded(event);
+        if let Some((Some(ticket), _)) = &pending.lock().running {
+            ticket.recorded(event);
         }
     });
 }
@@ -446,13 +443,22 @@ impl Outgoing {
         timeout_ms: i64,
         stream: *mut c_void,
     ) -> Result<&Operation> {
-        let owner = owner.lend_memory()?;
+        let owner = match self.buffers.is_empty() && self.children.is_empty() {
+            true => std::ptr::null_mut(),
+            false => owner.lend_memory()?.to_ctx(),
+        };
         Ok(self.fill(owner, contribute, timeout_ms, stream))
     }
 
-    fn fill(&mut self, owner: Handle, contribute: bool, timeout_ms: i64, stream: *mut c_void) -> &Operation {
+    fn fill(
+        &mut self,
+        owner: *mut c_void,
+        contribute: bool,
+        timeout_ms: i64,
+        stream: *mut c_void,
+    ) -> &Operation {
         for buffer in &mut self.buffers {
-            buffer.owner = owner.to_ctx();
+            buffer.owner = owner;
             buffer.retain = Some(retain);
             buffer.release = Some(release);
         }

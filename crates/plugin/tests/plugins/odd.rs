@@ -116,9 +116,9 @@ fn make(panics: &Backend, place: &str) -> Result<Box<dyn ProcessGroup>, ftcore::
     panics.factory.create(&Device::CPU, &options)
 }
 
-fn alone(group: &dyn ProcessGroup) -> ftcore::Result<()> {
+fn alone(group: &dyn ProcessGroup, epoch: u64) -> ftcore::Result<()> {
     let store: std::sync::Arc<dyn ftcore::Store> = std::sync::Arc::new(ftcore::InMemoryStore::new());
-    group.configure(configuration(&store, 1, 0, 1))
+    group.configure(configuration(&store, epoch, 0, 1))
 }
 
 fn sums(group: &dyn ProcessGroup) -> Result<Tensor, ftcore::Error> {
@@ -130,7 +130,7 @@ fn sums(group: &dyn ProcessGroup) -> Result<Tensor, ftcore::Error> {
 fn panics_in(place: &str) -> Outcome {
     let panics = backend(&odd()?, "panics")?;
     let healthy = make(&panics, "nowhere").map_err(text)?;
-    alone(&*healthy).map_err(text)?;
+    alone(&*healthy, 1).map_err(text)?;
     let told = |e: ftcore::Error| {
         let words = format!("told to panic in {place}");
         ensure!(
@@ -145,9 +145,9 @@ fn panics_in(place: &str) -> Outcome {
     }
     let group = made.map_err(text)?;
     if place == "configure" {
-        told(alone(&*group).err().ok_or("it was configured")?)?;
+        told(alone(&*group, 1).err().ok_or("it was configured")?)?;
     } else if !matches!(place, "info" | "capabilities") {
-        alone(&*group).map_err(text)?;
+        alone(&*group, 1).map_err(text)?;
     }
     match place {
         "submit" => told(sums(&*group).err().ok_or("it worked")?)?,
@@ -182,13 +182,15 @@ fn panics_in(place: &str) -> Outcome {
         drop(group);
     } else {
         // Dead, says why, and stays so.
+        let words = format!("told to panic in {place}");
         let cause = group.error().ok_or("it has no error")?;
+        // What failed first is the abort itself.
+        ensure!(place == "abort" || cause.to_string().contains(&words), "{cause}");
+        let again = alone(&*group, 2).err().ok_or("it lives on")?;
         ensure!(
-            cause.to_string().contains(&format!("told to panic in {place}")),
-            "{cause}"
+            again.kind() == ErrorKind::Poisoned && again.to_string().contains(&words),
+            "{again:?}"
         );
-        let again = alone(&*group).err().ok_or("it lives on")?;
-        ensure!(again.kind() == ErrorKind::Poisoned, "{again:?}");
         group.abort("dead groups can be aborted");
         drop(group);
     }
