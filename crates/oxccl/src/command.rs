@@ -1,5 +1,5 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
-//! of one machine, `replica` drains, evicts or kills one of them, `credentials` closes a job to strangers, `backends` lists what can carry data here,
+//! of one machine, `replica` drains, evicts or kills one of them, `trace` where its ranks differ, `credentials` closes a job to strangers, `backends` lists what can carry data here,
 //! `bench` measures it, `new-plugin` writes a backend of one's own and `conformance` holds it to the suite. Results go to standard output, everything else to standard error.
 
 use std::ffi::OsString;
@@ -41,6 +41,7 @@ mod rendezvous;
 #[cfg(feature = "lighthouse")]
 mod replica;
 mod scratch;
+mod trace;
 
 /// What the process ends with. The standard library's cannot be read, which a program that embeds the command has to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -84,6 +85,8 @@ Environment:
   OXCCL_INSECURE      1: servers without credentials may listen beyond loopback
   OXCCL_LOG   what is logged to standard error, such as `debug` or `oxccl=trace` (default: info; conformance: error)
   NO_COLOR    no colours
+  OXCCL_FLIGHT_RECORDER      how many operations of each group are kept (512); 0: none
+  OXCCL_FLIGHT_RECORDER_DIR  where a process writes them when a group fails (`oxccl trace`)
   OXCCL_DEFAULT_BACKEND   the backend of a device kind when none is named, such as `cpu:gloo,hpu:hccl`";
 
 /// Fault-tolerant collectives and low-communication training.
@@ -101,6 +104,7 @@ enum Command {
     #[cfg(feature = "lighthouse")]
     Replica(replica::Arguments),
     Launch(launch::Arguments),
+    Trace(trace::Arguments),
     Credentials(credentials::Arguments),
     Backends(backends::Arguments),
     #[command(hide = true)]
@@ -176,6 +180,7 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
         #[cfg(feature = "lighthouse")]
         Command::Replica(arguments) => replica::run(arguments),
         Command::Launch(arguments) => launch::run(arguments),
+        Command::Trace(arguments) => trace::run(arguments),
         Command::Credentials(arguments) => credentials::run(arguments),
         Command::Backends(arguments) => backends::run(arguments),
         Command::BackendsProbe(arguments) => backends::probe(arguments),
