@@ -1,5 +1,5 @@
 //! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
-//! of one machine, `replica` drains, evicts or kills one of them, `trace` where its ranks differ, `credentials` closes a job to strangers, `backends` lists what can carry data here,
+//! of one machine, `replica` drains, evicts or kills one of them, `why` says what a job waits for, `trace` where its ranks differ, `credentials` closes a job to strangers, `backends` lists what can carry data here,
 //! `bench` measures it, `new-plugin` writes a backend of one's own and `conformance` holds it to the suite. Results go to standard output, everything else to standard error.
 
 use std::ffi::OsString;
@@ -42,6 +42,8 @@ mod rendezvous;
 mod replica;
 mod scratch;
 mod trace;
+#[cfg(feature = "lighthouse")]
+mod why;
 
 /// What the process ends with. The standard library's cannot be read, which a program that embeds the command has to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -103,6 +105,8 @@ enum Command {
     Lighthouse(lighthouse::Arguments),
     #[cfg(feature = "lighthouse")]
     Replica(replica::Arguments),
+    #[cfg(feature = "lighthouse")]
+    Why(why::Arguments),
     Launch(launch::Arguments),
     Trace(trace::Arguments),
     Credentials(credentials::Arguments),
@@ -179,6 +183,8 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
         Command::Lighthouse(arguments) => lighthouse::run(arguments),
         #[cfg(feature = "lighthouse")]
         Command::Replica(arguments) => replica::run(arguments),
+        #[cfg(feature = "lighthouse")]
+        Command::Why(arguments) => why::run(arguments),
         Command::Launch(arguments) => launch::run(arguments),
         Command::Trace(arguments) => trace::run(arguments),
         Command::Credentials(arguments) => credentials::run(arguments),
