@@ -118,6 +118,8 @@ pub fn main<T: Training>() -> ExitCode {
             net,
             checkpoints,
         }) => {
+            // The one that starts the replicas passes the signal on.
+            oxccl::flight_recorder::dump_on_signal()?;
             train.replica(&net, &checkpoints)?;
             Ok(ExitCode::SUCCESS)
         }

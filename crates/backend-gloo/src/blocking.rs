@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Instant;
 
+use ftcore::flight_recorder::Summary;
 use ftcore::{Collective, Completion, DType, Error, Failed, Result, Status, Tensor, Work, deadline_in};
 use rustix::event::{PollFd, PollFlags};
 
@@ -194,6 +195,8 @@ impl Shared {
             shared: self,
             channels: Some(channels),
         };
+        let recorder = self.recorder.get();
+        let running = recorder.map(|recorder| recorder.started(&Summary::of(&op), None));
         let quick = match pair_of(&mut op) {
             Some((send, receive)) => round
                 .channels()
@@ -207,6 +210,9 @@ impl Shared {
         }) = quick
         {
             drop(round);
+            if let Some((recorder, running)) = recorder.zip(running) {
+                recorder.ended(running, None);
+            }
             let source = match &op {
                 Collective::Recv { peer, .. } => *peer,
                 _ => None,
@@ -218,6 +224,9 @@ impl Shared {
             });
         }
         let (work, completer) = self.work(kind, deadline, None);
+        if let Some((recorder, running)) = recorder.zip(running) {
+            completer.record(recorder.entry(running));
+        }
         let submission = Submission {
             op,
             seq: None,

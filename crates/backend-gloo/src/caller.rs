@@ -6,6 +6,7 @@
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use ftcore::flight_recorder::Summary;
 use ftcore::{
     Collective, Completion, Error, ErrorKind, Failed, Result, Status, Work, deadline_in, time_left,
 };
@@ -31,6 +32,7 @@ impl Shared {
         let kind = op.kind();
         let refused = |op: Collective, error: Error| {
             let error = error.with_op(kind.name()).with_rank(self.place.rank);
+            self.refused(&op, &error);
             let tensors = op.into_tensors();
             Err(Box::new(Failed { error, tensors }))
         };
@@ -50,9 +52,14 @@ impl Shared {
             Begin::Refused(error) => return refused(op, error),
         };
         let mut holder = Holder::new(self, executor);
+        let recorder = self.recorder.get();
+        let running = recorder.map(|recorder| recorder.started(&Summary::of(&op), Some(seq)));
         if let Some(done) = direct::run(&mut holder, self, &mut op, contribute, seq, deadline) {
             return match done {
                 Ok(contributors) => {
+                    if let Some((recorder, running)) = recorder.zip(running) {
+                        recorder.ended(running, None);
+                    }
                     self.finished();
                     drop(holder);
                     Ok(Completion {
@@ -72,12 +79,18 @@ impl Shared {
                     if let Some(dtype) = op.dtype() {
                         error = error.with_data(dtype, op.count());
                     }
+                    if let Some((recorder, running)) = recorder.zip(running) {
+                        recorder.ended(running, Some(&error));
+                    }
                     let tensors = op.into_tensors();
                     Err(Box::new(Failed { error, tensors }))
                 }
             };
         }
         let (work, completer) = self.work(kind, deadline, Some(seq));
+        if let Some((recorder, running)) = recorder.zip(running) {
+            completer.record(recorder.entry(running));
+        }
         let submission = Submission {
             op,
             seq: Some(seq),

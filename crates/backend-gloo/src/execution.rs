@@ -545,6 +545,11 @@ impl Execution {
         }
     }
 
+    /// It is its turn.
+    pub(crate) fn started(&self) {
+        self.completer.started();
+    }
+
     /// Ends it well.
     pub(crate) fn succeed(self) {
         let contributors = self
@@ -570,6 +575,7 @@ impl Execution {
 
     /// For a world of one: runs it here and now, to its end.
     pub(crate) fn run_alone(mut self) {
+        self.started();
         match self.progress(&mut [], &AtomicBool::new(false)) {
             Ok(Step::Finished) => self.succeed(),
             Ok(_) => self.fail(Error::new(ErrorKind::Internal, "a world of one waits for a peer")),

@@ -1,9 +1,10 @@
 //! The process group: what it offers, how it connects, and its calls to the engine of the current configuration.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::Instant;
 
+use ftcore::flight_recorder::Recorder;
 use ftcore::lifecycle::{Engine, Lifecycle, Split};
 use ftcore::{
     Capabilities, Checked, Completion, Configuration, DType, DTypeSet, Device, Error, Failed, Feature,
@@ -191,6 +192,9 @@ impl Engine for Shared {
     }
     fn error(&self) -> Option<Error> {
         Self::error(self)
+    }
+    fn recorder(&self) -> Option<&OnceLock<Recorder>> {
+        Some(&self.recorder)
     }
 }
 

@@ -155,6 +155,7 @@ impl Messages {
         submitted: Instant,
         peers: &mut [Option<W>],
     ) -> Result<()> {
+        completer.started();
         let kind = op.kind();
         let ops = match op {
             Collective::Batch { ops } => ops,

@@ -6,9 +6,10 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
+use ftcore::flight_recorder::{Recorder, Summary};
 use ftcore::{
     Collective, Completer, Error, ErrorKind, OpKind, Rejected, Result, Work, driven_work_pair, time_left,
 };
@@ -95,6 +96,8 @@ pub(crate) struct Shared {
     unfinished: AtomicUsize,
     /// How often the engine's thread has read every control connection as far as it goes.
     pub(crate) looks: AtomicU64,
+    /// What the flight recorder keeps of this configuration.
+    pub(crate) recorder: OnceLock<Recorder>,
 }
 
 /// What is driven, where it is at hand.
@@ -148,6 +151,7 @@ impl Shared {
             notices: Mutex::default(),
             unfinished: AtomicUsize::new(0),
             looks: AtomicU64::new(0),
+            recorder: OnceLock::new(),
         }))
     }
 
@@ -211,6 +215,7 @@ impl Shared {
 
     /// It is this one's turn.
     pub(crate) fn begins(&self, execution: &Execution) {
+        execution.started();
         self.lock().running = Some((execution.kind, execution.seq));
     }
 
@@ -335,11 +340,16 @@ impl Shared {
         let mut queue = self.lock();
         if let Some(error) = refusal(&queue) {
             let error = error.with_op(kind.name()).with_rank(self.place.rank);
+            drop(queue);
+            self.refused(&op, &error);
             return Err(Box::new(Rejected { error, op }));
         }
         let seq = (!kind.is_p2p()).then_some(queue.next_seq);
         queue.next_seq += u64::from(seq.is_some());
         let (work, completer) = self.work(kind, deadline, seq);
+        if let Some(recorder) = self.recorder.get() {
+            completer.record(recorder.queued(&Summary::of(&op), seq));
+        }
         let submission = Submission {
             op,
             seq,
@@ -367,6 +377,13 @@ impl Shared {
         drop(queue);
         self.waker.wake();
         Ok(work)
+    }
+
+    /// An operation was refused: the flight recorder keeps the first one.
+    pub(crate) fn refused(&self, op: &Collective, error: &Error) {
+        if let Some(recorder) = self.recorder.get() {
+            recorder.refused(&Summary::of(op), error);
+        }
     }
 
     /// A work whose abort is the group's, and which a caller that waits for it may run.

@@ -24,7 +24,7 @@ mod wire;
 pub use client::{Cancel, CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 pub use lighthouse::{
     EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, OrderedReplica,
-    ParticipantStatus, SpareStatus, WaitingReplica,
+    ParticipantStatus, RecentReplica, SpareStatus, WaitingReplica,
 };
 pub use manager::{ManagerServer, ManagerServerConfig};
 pub use protocol::quorum::{Order, OrderKind};

@@ -311,7 +311,26 @@ impl Collective {
 
     /// The dtype of the first tensor, if there is one.
     pub fn dtype(&self) -> Option<DType> {
-        self.tensors().first().map(|t| t.dtype())
+        // On the path of every call: without the list that `tensors` makes.
+        let first = match self {
+            Self::AllReduce { tensors, .. } | Self::Broadcast { tensors, .. } => tensors.first(),
+            Self::Reduce { tensor, .. } | Self::Send { tensor, .. } | Self::Recv { tensor, .. } => {
+                Some(tensor)
+            }
+            Self::AllGather { input, .. } | Self::Gather { input, .. } | Self::AllToAllInto { input, .. } => {
+                Some(input)
+            }
+            Self::AllGatherInto { pairs } | Self::ReduceScatterInto { pairs, .. } => {
+                pairs.first().map(|(a, _)| a)
+            }
+            Self::Scatter { inputs, output, .. } | Self::ReduceScatter { inputs, output, .. } => {
+                inputs.first().or(Some(output))
+            }
+            Self::AllToAll { inputs, outputs } => inputs.first().or_else(|| outputs.first()),
+            Self::Barrier | Self::MonitoredBarrier { .. } => None,
+            Self::Batch { ops } => return ops.iter().find_map(Self::dtype),
+        };
+        first.map(Tensor::dtype)
     }
 
     /// The total number of elements.

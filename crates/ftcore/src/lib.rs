@@ -17,6 +17,7 @@ mod dtype;
 pub mod engine;
 mod error;
 mod ext;
+pub mod flight_recorder;
 pub mod forked;
 mod group;
 pub mod identity;

@@ -4,9 +4,10 @@
 //! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
 //! [`Split`] is the agreement of all ranks on who goes where. [`part_from`] is for groups whose end is somebody else's affair.
 
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
 
+use crate::flight_recorder::{self, GroupRing, Recorder};
 use crate::forked;
 use crate::parting::part_from_engine;
 pub use crate::parting::{Parting, part_from, wait_for_partings};
@@ -30,6 +31,11 @@ pub trait Engine: Send + Sync + 'static {
     fn drain(self: &Arc<Self>, deadline: Instant) -> Result<()>;
     /// The first failure.
     fn error(&self) -> Option<Error>;
+    /// Where the [`Lifecycle`] puts the flight recorder of this configuration, before the first operation. Engines that carry operations out
+    /// themselves have one; those over other groups do not, so that each operation is recorded once.
+    fn recorder(&self) -> Option<&OnceLock<Recorder>> {
+        None
+    }
 }
 
 /// The configurations of one group. See the module.
@@ -41,6 +47,8 @@ struct State<E> {
     name: String,
     standing: Standing<E>,
     last_epoch: Option<Epoch>,
+    /// The last operations of all its configurations.
+    ring: Option<Arc<GroupRing>>,
     /// Ends the `configure` that is under way.
     configuring: Option<Cancel>,
 }
@@ -65,6 +73,7 @@ impl<E: Engine> Lifecycle<E> {
                 name: name.into(),
                 standing: Standing::Unconfigured,
                 last_epoch: None,
+                ring: None,
                 configuring: None,
             }),
         }
@@ -117,6 +126,12 @@ impl<E: Engine> Lifecycle<E> {
         });
         match connected.map_err(named) {
             Ok(engine) => {
+                if let Some(recorder) = engine.recorder() {
+                    state.ring = state.ring.take().or_else(flight_recorder::ring);
+                    if let Some(ring) = &state.ring {
+                        recorder.get_or_init(|| Recorder::new(ring.clone(), &configuration));
+                    }
+                }
                 if let Some(reason) = &reason {
                     engine.abort(reason.message());
                     part_from_engine(&engine);
@@ -244,6 +259,12 @@ impl<E: Engine> Lifecycle<E> {
         }
     }
 
+    /// What the flight recorder keeps of this group.
+    #[cfg(test)]
+    pub(crate) fn ring(&self) -> Option<Arc<GroupRing>> {
+        self.lock().ring.clone()
+    }
+
     /// For [`ProcessGroup::error`].
     pub fn error(&self) -> Option<Error> {
         match &self.lock().standing {
@@ -275,6 +296,9 @@ impl<E: Engine> Drop for Lifecycle<E> {
                 part_from_engine(engine);
             }
             engine.leave("the group was dropped");
+        }
+        if let Some(ring) = &state.ring {
+            ring.close();
         }
     }
 }

@@ -9,6 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::task::{Context, Poll, Waker};
 use std::time::{Duration, Instant};
 
+use crate::flight_recorder::Entry;
 use crate::{Error, ErrorKind, Event, OpKind, Rejected, Result, Stream, Tensor};
 
 /// What a finished operation gives back.
@@ -121,6 +122,8 @@ struct Shared {
     /// Runs the operation on the thread that waits for it, until the instant at most; returns at once if another thread
     /// runs it or it cannot begin yet.
     drive: Option<Box<dyn Fn(Instant) + Send + Sync>>,
+    /// Its place in the flight recorder, where the group has one.
+    entry: OnceLock<Entry>,
 }
 
 /// A handle to a submitted operation. Clones refer to the same operation.
@@ -176,6 +179,7 @@ fn pair(
         moved: Condvar::new(),
         abort,
         drive,
+        entry: OnceLock::new(),
     });
     (Work(shared.clone()), Completer(Some(shared)))
 }
@@ -191,6 +195,14 @@ impl Shared {
             State::Succeeded(_) => Status::Succeeded,
             State::Failed(e, _) => Status::Failed(e.clone()),
         };
+        if let Some(entry) = self.entry.get() {
+            // First: a caller who knows the end finds it in the record.
+            let failure = match &status {
+                Status::Failed(error) => Some(error),
+                Status::Pending | Status::Succeeded => None,
+            };
+            entry.ended(failure);
+        }
         let (uncalled, wakers);
         let callbacks = {
             let mut guard = self.lock();
@@ -457,6 +469,32 @@ impl Completer {
         if let Some(shared) = &self.0 {
             // The first number is the one that messages have.
             let _ = shared.sequence.set(sequence);
+        }
+    }
+
+    /// Where the flight recorder has the operation: its start and its end go there. Once.
+    pub fn record(&self, entry: Entry) {
+        if let Some(shared) = &self.0 {
+            // A second one would be a second record of the same operation.
+            let _ = shared.entry.set(entry);
+        }
+    }
+
+    fn entry(&self) -> Option<&Entry> {
+        self.0.as_ref()?.entry.get()
+    }
+
+    /// The operation has begun, for the flight recorder.
+    pub fn started(&self) {
+        if let Some(entry) = self.entry() {
+            entry.started();
+        }
+    }
+
+    /// The operation has ended and its caller is told later, for the flight recorder.
+    pub(crate) fn answered(&self) {
+        if let Some(entry) = self.entry() {
+            entry.answered();
         }
     }
 

@@ -8,6 +8,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use ftcore::engine::{Driver, Ended, Engine, Job, Label, Place, Rules, Ticket};
+use ftcore::flight_recorder::Summary;
 use ftcore::lifecycle::Engine as _;
 use ftcore::{Collective, Completion, Error, ErrorKind, OpKind, Result, Status, deadline_in};
 use shuttle::sync::{Condvar, Mutex};
@@ -96,6 +97,7 @@ fn label() -> Label {
         data: None,
         message: None,
         submitted: Instant::now(),
+        summary: Summary::of(&ftcore::Collective::Barrier),
     }
 }
 

@@ -58,6 +58,8 @@ pub mod backend;
 #[cfg(feature = "command")]
 pub mod command;
 #[cfg(feature = "launch")]
+pub mod flight_recorder;
+#[cfg(feature = "launch")]
 pub mod launch;
 #[cfg(feature = "plot")]
 pub mod plot;
@@ -83,6 +85,8 @@ mod documentation {
     struct Groups;
     #[doc = include_str!("../../../docs/healing.md")]
     struct Healing;
+    #[doc = include_str!("../../../docs/observability.md")]
+    struct Observability;
     #[doc = include_str!("../../../docs/tolerance.md")]
     struct Tolerance;
 }

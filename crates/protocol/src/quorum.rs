@@ -40,6 +40,7 @@ mod events;
 mod fields;
 mod forming;
 mod operator;
+mod recent;
 mod record;
 mod roster;
 mod spares;
@@ -47,6 +48,7 @@ mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
 pub use operator::{Order, OrderKind};
+pub use recent::{Departure, Fate};
 pub use record::{Eviction, Record};
 
 /// How many replaced lives are remembered, so that a late call of one cannot displace its successor.
@@ -88,6 +90,7 @@ pub struct LighthouseState {
     /// Ids with connections that can be read to the end; and those of them whose time-out has come since the server asked last.
     connected: BTreeSet<String>,
     unread: Vec<Id>,
+    recent: recent::Recent,
 }
 
 /// Incarnations that a newer one of the same name replaced.
@@ -148,6 +151,7 @@ impl LighthouseState {
             evicted: operator::Evicted::of(record.map(|r| r.evicted).unwrap_or_default()),
             connected: BTreeSet::new(),
             unread: Vec::new(),
+            recent: recent::Recent::default(),
         }
     }
 
@@ -176,6 +180,7 @@ impl LighthouseState {
         let ticks = matches!(event, Event::Tick);
         self.take(event, now, &mut actions);
         self.decide(now, &mut actions);
+        self.recent.stamp(now);
         // Departures come in crowds: they are saved together, and the end of the run at once.
         if self.unsaved && (ticks || self.is_over()) {
             self.unsaved = false;
@@ -229,6 +234,7 @@ impl LighthouseState {
                 self.unsaved |= self.is_previous(&replica_id);
                 // No push: a replica that leaves has done its part of the step, and others may still be finishing theirs.
                 self.remove(&replica_id, &format!("it left: {}", cut(&reason)), actions);
+                self.recent.note(&replica_id, Fate::Left, cut(&reason));
             }
             Event::Failed { replica_id, reason } => {
                 // Its stream stays open: it may ask again, and others' deaths concern its ranks too.
@@ -279,7 +285,13 @@ impl LighthouseState {
                 .iter()
                 .any(|other| other.as_ref() != id && self.is_known(other))
         };
+        let (formed, pace) = self.recent.pace(now);
         Status {
+            rules: self.rules.clone(),
+            verdict: self.judge(now).name(),
+            formed,
+            pace,
+            recent: self.recent.departures(now),
             quorum_id: self.quorum_id,
             participants: self
                 .previous
@@ -315,6 +327,13 @@ impl LighthouseState {
 
     /// Takes `id` out of everything but the streams. True if it was a member of the present quorum until now.
     fn remove(&mut self, id: &str, why: &str, actions: &mut Vec<Action>) -> bool {
+        let known = self
+            .roster
+            .get(id)
+            .is_some_and(|e| e.seen.is_some() || e.member && !e.departed);
+        if known {
+            self.recent.note(id, Fate::Gone, why);
+        }
         let (waiting, departs) = self.roster.update(id, |entry| {
             (entry.seen, entry.coming, entry.order) = (None, None, None);
             let departs = entry.member && !entry.departed;

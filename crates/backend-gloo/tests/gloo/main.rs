@@ -14,5 +14,6 @@ mod messages;
 mod rails;
 mod ranks;
 mod rates;
+mod recorded;
 mod resources;
 mod turns;

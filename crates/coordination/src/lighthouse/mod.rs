@@ -43,7 +43,8 @@ use service::Pages;
 pub(crate) use service::operator_only;
 
 pub use page::{
-    HealthyReplica, LighthouseStatus, OrderedReplica, ParticipantStatus, SpareStatus, WaitingReplica,
+    HealthyReplica, LighthouseStatus, OrderedReplica, ParticipantStatus, RecentReplica, SpareStatus,
+    WaitingReplica,
 };
 
 /// How a lighthouse behaves.

@@ -14,7 +14,7 @@ use super::actor::Counters;
 use super::frontend::Frontend;
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
-use protocol::quorum::Status;
+use protocol::quorum::{Departure, Fate, Status};
 
 /// The state of a lighthouse, as `GET /status` gives it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -48,6 +48,28 @@ pub struct LighthouseStatus {
     /// The leading lighthouse's address, if this one leaves the job to it and knows it.
     #[serde(default)]
     pub leader: Option<String>,
+    /// What the rules say of a new quorum: `idle`, `too_few`, `no_majority`, `initial`, `newcomers`, `goes_back`, `recovers`, `wait`, `form`;
+    /// empty from a lighthouse of an older version.
+    #[serde(default)]
+    pub verdict: String,
+    /// Milliseconds since the last quorum was delivered; none before the first one of this lighthouse.
+    #[serde(default)]
+    pub formed_ms: Option<u64>,
+    /// How many milliseconds passed from one quorum to the next, of late.
+    #[serde(default)]
+    pub pace_ms: Option<u64>,
+    /// What became of replicas that have not asked again since, oldest first; 16 at most.
+    #[serde(default)]
+    pub recent: Vec<RecentReplica>,
+    /// The least number of members.
+    #[serde(default)]
+    pub min_replicas: usize,
+    /// How long a quorum waits for healthy replicas that have not asked yet.
+    #[serde(default)]
+    pub join_timeout_ms: u64,
+    /// After how long without a sign of life a replica is dead.
+    #[serde(default)]
+    pub heartbeat_timeout_ms: u64,
 }
 
 /// What a lighthouse of an older version does.
@@ -106,6 +128,35 @@ pub struct OrderedReplica {
     pub reason: String,
 }
 
+/// What became of a replica.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct RecentReplica {
+    /// Its id.
+    pub replica_id: String,
+    /// `gone`, `left` (in order) or `refused` (its call for a quorum).
+    pub what: String,
+    /// Why.
+    pub reason: String,
+    /// Milliseconds since then.
+    pub ago_ms: u64,
+}
+
+impl From<Departure> for RecentReplica {
+    fn from(d: Departure) -> Self {
+        let what = match d.fate {
+            Fate::Gone => "gone",
+            Fate::Left => "left",
+            Fate::Refused => "refused",
+        };
+        Self {
+            replica_id: d.replica_id,
+            what: what.to_string(),
+            reason: d.reason,
+            ago_ms: u64::try_from(d.ago.as_millis()).unwrap_or(u64::MAX),
+        }
+    }
+}
+
 impl From<Status> for LighthouseStatus {
     fn from(s: Status) -> Self {
         let ordered = |replicas: Vec<(String, String)>| {
@@ -154,6 +205,13 @@ impl From<Status> for LighthouseStatus {
             aborted: s.aborted,
             leads: true,
             leader: None,
+            verdict: s.verdict.to_string(),
+            formed_ms: s.formed.map(ms),
+            pace_ms: s.pace.map(ms),
+            recent: s.recent.into_iter().map(RecentReplica::from).collect(),
+            min_replicas: s.rules.min_replicas,
+            join_timeout_ms: ms(s.rules.join_timeout),
+            heartbeat_timeout_ms: ms(s.rules.heartbeat_timeout),
         }
     }
 }

@@ -3,6 +3,7 @@
 use std::time::{Duration, Instant};
 
 use super::Channel;
+use crate::flight_recorder::Summary;
 use crate::{Collective, Configuration, DType, Error, ErrorKind, OpKind};
 
 /// How long the other ranks of a monitored barrier wait for what rank 0 says: only it knows who is missing.
@@ -71,6 +72,8 @@ pub struct Label {
     pub message: Option<(Option<u32>, u32)>,
     /// When it was submitted.
     pub submitted: Instant,
+    /// What the flight recorder keeps of it.
+    pub summary: Summary,
 }
 
 impl Label {
@@ -85,6 +88,7 @@ impl Label {
                 _ => None,
             },
             submitted: Instant::now(),
+            summary: Summary::of(op),
         }
     }
 

@@ -7,7 +7,7 @@
 use std::collections::{BTreeSet, HashMap, VecDeque};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, OnceLock, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use super::clock::{self, Timed};
@@ -15,6 +15,7 @@ use super::label::{Label, Place};
 use super::machine::{Action, Answer, Channel, End, Machine, Refusal, Rules, Stage, Turn};
 use super::sync::{Condvar, Mutex, MutexGuard, spawn};
 use super::ticket::{Ended, Ticket};
+use crate::flight_recorder;
 use crate::work::Recorder;
 use crate::{
     Collective, Completer, Completion, Error, ErrorKind, Event, Failed, Result, Tensor, Work, deadline_in,
@@ -177,6 +178,7 @@ pub struct Engine<D: Driver> {
     moved: Condvar,
     /// Counts what an executor would wake for, so that it can look without the lock.
     arrivals: AtomicU64,
+    recorder: OnceLock<flight_recorder::Recorder>,
     /// Itself, for tickets and the clock.
     me: Weak<Self>,
 }
@@ -189,6 +191,7 @@ impl<D: Driver> Engine<D> {
             name: name.to_string(),
             place,
             arrivals: AtomicU64::new(0),
+            recorder: OnceLock::new(),
             state: Mutex::new(State {
                 machine: Machine::new(rules, D::OVERTIME),
                 entries: HashMap::new(),
@@ -276,10 +279,17 @@ impl<D: Driver> Engine<D> {
             Ok(number) => number,
             Err(refusal) => {
                 drop(state);
-                return Err(Box::new((self.refusal(refusal, &label), job)));
+                let error = self.refusal(refusal, &label);
+                if let Some(recorder) = self.recorder.get() {
+                    recorder.refused(&label.summary, &error);
+                }
+                return Err(Box::new((error, job)));
             }
         };
         let (work, completer) = self.pair(number, &label, deadline);
+        if let Some(recorder) = self.recorder.get() {
+            completer.record(recorder.queued(&label.summary, None));
+        }
         if let Some(done) = job.promised() {
             completer.recorded(done);
         }
@@ -484,7 +494,10 @@ impl<D: Driver> Engine<D> {
     /// Hands operation `number` to the driver.
     fn call(&self, mut state: MutexGuard<'_, State<D::Job>>, number: u64) {
         let entry = state.entries.get_mut(&number);
-        let job = entry.and_then(|entry| Some((entry.job.take()?, entry.completer.deadline()?)));
+        let job = entry.and_then(|entry| {
+            entry.completer.started();
+            Some((entry.job.take()?, entry.completer.deadline()?))
+        });
         drop(state);
         if let (Some((job, deadline)), Some(engine)) = (job, self.me.upgrade()) {
             self.driver.enqueue(job, Ticket::new(engine, number, deadline));
@@ -556,7 +569,10 @@ impl<D: Driver> Engine<D> {
         let (outcome, answer) = self.name(outcome, label.as_ref(), number);
         // Kept before the machine may order it to be told. Without an entry the caller was told: the memory is free only now.
         let late = match state.entries.get_mut(&number) {
-            Some(entry) => entry.outcome.replace(outcome),
+            Some(entry) => {
+                entry.completer.answered();
+                entry.outcome.replace(outcome)
+            }
             None => Some(outcome),
         };
         state.machine.answered(number, answer, now);
@@ -760,6 +776,10 @@ impl<D: Driver> lifecycle::Engine for Engine<D> {
 
     fn error(&self) -> Option<Error> {
         self.lock().machine.failure().cloned()
+    }
+
+    fn recorder(&self) -> Option<&OnceLock<flight_recorder::Recorder>> {
+        Some(&self.recorder)
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 use ftcore::{Error, ErrorKind};
 
 use super::roster::{Coming, Entry, Waiting};
-use super::{Action, LighthouseState, Ticket, fields, spares};
+use super::{Action, Fate, LighthouseState, Ticket, cut, fields, spares};
 use crate::member::{MAX_ID_BYTES, Member};
 
 /// How many ids are remembered as healthy at most; a join beyond that is refused.
@@ -94,6 +94,7 @@ impl LighthouseState {
         self.evicted.started_again(&member);
         let checked = fields::check(&member).and_then(|()| self.check(&id, member.last_quorum_id, now));
         if let Err(error) = checked.and_then(|()| self.check_state(&member)) {
+            self.recent.note(cut(&id), Fate::Refused, cut(error.message()));
             actions.push(Action::Reject { ticket, error });
             return;
         }
@@ -105,9 +106,11 @@ impl LighthouseState {
                 "the run is over: its members left while replica {id} fetched their state, which is not what the run ended with"
             );
             let error = Error::new(ErrorKind::Conflict, text);
+            self.recent.note(&id, Fate::Refused, error.message());
             actions.push(Action::Reject { ticket, error });
             return;
         }
+        self.recent.is_back(&id);
         self.drop_older_lives(&id, actions);
         self.first_asked.get_or_insert(now);
         self.hear(&member);

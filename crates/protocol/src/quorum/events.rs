@@ -5,14 +5,14 @@ use std::time::Duration;
 
 use ftcore::Error;
 
-use super::{Order, Record};
+use super::{Departure, Order, Record};
 use crate::member::{AbortEpoch, Member, Quorum};
 
 /// Names one live call. Unique in the life of the server.
 pub type Ticket = u64;
 
 /// When a quorum may form.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuorumRules {
     /// The least number of members.
     pub min_replicas: usize,
@@ -176,6 +176,16 @@ pub enum Action {
 /// What a dashboard shows.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Status {
+    /// When a quorum may form.
+    pub rules: QuorumRules,
+    /// What the rules say of a new quorum, in one word: see [`LighthouseState::reason`](super::LighthouseState::reason) for people.
+    pub verdict: &'static str,
+    /// How long ago the last quorum was delivered, if one was.
+    pub formed: Option<Duration>,
+    /// How long one quorum lasted until the next, of late.
+    pub pace: Option<Duration>,
+    /// What became of replicas that have not asked again since, oldest first.
+    pub recent: Vec<Departure>,
     /// The present epoch; the seed before the first quorum.
     pub quorum_id: i64,
     /// The members of the present quorum.

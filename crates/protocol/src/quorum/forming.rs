@@ -182,6 +182,7 @@ impl LighthouseState {
         self.tell_left_out(&quorum, actions);
         self.previous = Some(quorum.clone());
         self.aborted = None;
+        self.recent.formed();
         self.accept_rollback = false;
         // A run ends once: its end is known also if this lighthouse dies with the good-byes.
         if is_new || self.job.as_ref().is_some_and(|job| job.closes) {

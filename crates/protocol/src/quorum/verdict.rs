@@ -28,6 +28,23 @@ pub(super) enum Verdict {
     Form,
 }
 
+impl Verdict {
+    /// In one word, for programs.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Idle => "idle",
+            Self::TooFew => "too_few",
+            Self::NoMajority => "no_majority",
+            Self::Initial => "initial",
+            Self::Newcomers => "newcomers",
+            Self::GoesBack => "goes_back",
+            Self::Recovers => "recovers",
+            Self::Wait => "wait",
+            Self::Form => "form",
+        }
+    }
+}
+
 impl LighthouseState {
     /// The run is over: all members of the last quorum have left, or all are gone, one of them in order, and it was the quorum of the run's last
     /// step. Who leaves after that has committed it; the good-byes of others may have been lost.
