@@ -342,3 +342,18 @@ fn the_source_that_the_other_ranks_follow_is_asked_and_a_choice_that_moved_takes
         });
     }
 }
+
+#[test]
+fn memory_that_a_snapshot_shares_is_sent_and_never_given_to_an_operation_that_writes_to_it() {
+    ranks("shm", 2, |_, group, _| {
+        let refused = group.all_reduce(Tensor::from_shared(vec![1u8, 2]), ReduceOp::Sum);
+        let rejected = refused.err().unwrap();
+        assert_eq!(rejected.error.kind(), ErrorKind::InvalidArgument);
+        assert!(
+            rejected.error.message().contains("it can be sent only"),
+            "{}",
+            rejected.error
+        );
+        assert!(group.recv(Tensor::from_shared(vec![1u8, 2]), 0, 7).is_err());
+    });
+}
