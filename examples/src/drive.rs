@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{Device, DeviceKind, Error, ErrorKind, GroupOptions, Registry, deadline_in, option_text};
+use manager::HealOver;
 use oxccl::launch::{
     EventKind, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, Supervisor,
     SupervisorConfig, SupervisorEvent, announce_lighthouse,
@@ -139,6 +140,10 @@ pub struct NetArgs {
     /// How long a reduction, connecting to the others or taking a state over may take, in milliseconds.
     #[arg(long, value_name = "MS", default_value_t = 60_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub timeout_ms: u64,
+    /// How a replica that heals as a member gets its state: http, or group (over the collectives' own connections). One that is far behind fetches it
+    /// over HTTP before it is a member. The same on all machines.
+    #[arg(long, value_name = "WAY", default_value_t = HealOver::Http)]
+    pub heal_over: HealOver,
     /// A rank that makes no progress for so many milliseconds takes its replica out, so that the others go on. Longer than --timeout-ms.
     #[arg(long, value_name = "MS", default_value_t = 120_000, value_parser = clap::value_parser!(u64).range(1..))]
     pub progress_timeout_ms: u64,
@@ -218,6 +223,8 @@ impl NetArgs {
             self.timeout_ms.to_string(),
             "--progress-timeout-ms".into(),
             self.progress_timeout_ms.to_string(),
+            "--heal-over".into(),
+            self.heal_over.to_string(),
         ];
         if let Some(name) = &self.backend {
             args.extend(["--backend".into(), name.clone()]);

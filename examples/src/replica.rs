@@ -90,6 +90,7 @@ impl Place {
         config.connect_timeout = Duration::from_secs(10);
         config.bind.clone_from(&net.bind);
         config.advertise_host.clone_from(&net.advertise);
+        config.heal_over = net.heal_over;
         config.timeout = net.timeout();
         config.progress_timeout = net.progress_timeout();
         (config.group_rank, config.group_world_size) = (self.env.rank, self.env.ranks);

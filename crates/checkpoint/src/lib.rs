@@ -6,15 +6,17 @@
 //! `ox-ckpt`, and never makes the trainer wait for a reader (L29). A replica that heals calls [`fetch`]: chunks from
 //! several sources at once, every one checked against its hash before it counts. Nothing read from a peer is executed
 //! (L38), and `fetch` changes nothing of the caller's: the step advances only when the caller applied the state
-//! (INV-5). [`save`] and [`load`] keep the same bytes on disk, sealed with a hash; a [`Series`] keeps the last few of a
+//! (INV-5). [`serve_over_group`] and [`GroupFetch`] are the same over the process group of the epoch. [`save`] and [`load`] keep the same bytes on disk, sealed with a hash; a [`Series`] keeps the last few of a
 //! replica, a [`Writer`] writes them beside the training, and [`newest`] finds the one to go on from when a job was lost.
 
+mod background;
 mod codec;
 mod disk;
 mod fetch;
 mod hashing;
 mod manifest;
 mod newest;
+mod over_group;
 mod seal;
 mod series;
 mod server;
@@ -28,6 +30,7 @@ pub use fetch::{
 };
 pub use manifest::{FORMAT_VERSION, MAX_CHUNK_BYTES, Manifest, SnapshotId};
 pub use newest::{Found, Search, newest};
+pub use over_group::{Distrusted, FIRST_TAG, GroupFetch, GroupSource, check_group, serve_over_group};
 pub use replica::{StateDict, StateTensor, writable};
 pub use series::{LINEAGE_KEY, STEP_KEY, Series, Written, peek, steps};
 pub use server::{

@@ -82,9 +82,33 @@ impl Manifest {
 
     /// The manifest of a state in `parts`; hashes all of it.
     pub(crate) fn of_parts(id: SnapshotId, parts: &[&[u8]], chunk_bytes: u64) -> Self {
+        Self::of_known_parts(id, parts, chunk_bytes, |_| None)
+    }
+
+    /// [`Self::of_parts`], where `known` has the hashes of all chunks of a part already, by its number.
+    pub(crate) fn of_known_parts<'a>(
+        id: SnapshotId,
+        parts: &[&[u8]],
+        chunk_bytes: u64,
+        known: impl Fn(usize) -> Option<&'a [Hash]>,
+    ) -> Self {
         let chunk_bytes = chunk_bytes.max(1);
         let size = usize::try_from(chunk_bytes).unwrap_or(usize::MAX);
-        let pieces: Vec<&[u8]> = parts.iter().flat_map(|p| p.chunks(size)).collect();
+        let known: Vec<Option<&[Hash]>> = parts
+            .iter()
+            .enumerate()
+            .map(|(i, part)| known(i).filter(|hashes| hashes.len() == part.len().div_ceil(size)))
+            .collect();
+        let unknown = parts.iter().zip(&known).filter(|(_, known)| known.is_none());
+        let pieces: Vec<&[u8]> = unknown.flat_map(|(part, _)| part.chunks(size)).collect();
+        let mut hashed = hash_all(&pieces).into_iter();
+        let mut chunks = Vec::new();
+        for (part, known) in parts.iter().zip(known) {
+            match known {
+                Some(hashes) => chunks.extend_from_slice(hashes),
+                None => chunks.extend(hashed.by_ref().take(part.len().div_ceil(size))),
+            }
+        }
         let lengths: Vec<u64> = parts.iter().map(|p| p.len() as u64).collect();
         let (first_chunks, total_bytes, _) = layout(&lengths, chunk_bytes).unwrap_or_default();
         let mut manifest = Self {
@@ -93,7 +117,7 @@ impl Manifest {
             parts: lengths,
             first_chunks,
             total_bytes,
-            chunks: hash_all(&pieces),
+            chunks,
             digest: Hash::from_bytes([0; 32]),
         };
         manifest.digest = manifest.compute_digest();
@@ -253,6 +277,11 @@ impl Manifest {
         let next = part.saturating_add(1);
         let end = self.first_chunks.get(next).copied().unwrap_or(self.chunks.len());
         start..end
+    }
+
+    /// The hashes of the chunks of part `part`.
+    pub(crate) fn hashes_of(&self, part: usize) -> &[Hash] {
+        self.chunks.get(self.chunks_of(part)).unwrap_or_default()
     }
 
     /// The part in which chunk `index` lies, and its first byte there; `None` beyond the last chunk.

@@ -2,12 +2,14 @@
 //!
 //! Made of a state whose tensors do not change any more (`StateTensor::data`): whatever the trainer goes on with, readers
 //! get the step that was asked for (lesson L10). The hashes are computed when the first reader asks, on the server's
-//! threads, so that a healthy replica pays for what its state copied, and for nothing if all of it is shared.
+//! threads, so that a healthy replica pays for what its state copied, and for nothing if all of it is shared. What a snapshot shares with the one
+//! published before it is not hashed again.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::ops::Range;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, OnceLock, Weak};
 
+use blake3::Hash;
 use bytes::Bytes;
 use ftcore::{Error, ErrorKind, Result};
 
@@ -40,6 +42,8 @@ pub struct Snapshot {
     /// The header of a safetensors file, then the data of each tensor in the order of the file.
     parts: Vec<Bytes>,
     manifest: OnceLock<(Manifest, Bytes)>,
+    /// The one that was published before it: what both share is not hashed again.
+    before: OnceLock<Weak<Self>>,
 }
 
 impl Snapshot {
@@ -77,6 +81,7 @@ impl Snapshot {
             id,
             chunk_bytes,
             manifest: OnceLock::new(),
+            before: OnceLock::new(),
         }))
     }
 
@@ -91,7 +96,29 @@ impl Snapshot {
             chunk_bytes: 64,
             parts,
             manifest: OnceLock::new(),
+            before: OnceLock::new(),
         })
+    }
+
+    /// One whose part `part` is not what its manifest says, at that byte: what a source with bad memory serves.
+    #[cfg(test)]
+    pub(crate) fn with_a_wrong_byte(&self, part: usize, at: usize) -> Arc<Self> {
+        let mut parts = self.parts.clone();
+        let mut wrong = parts[part].to_vec();
+        wrong[at] ^= 1;
+        parts[part] = wrong.into();
+        Arc::new(Self {
+            id: self.id.clone(),
+            chunk_bytes: self.chunk_bytes,
+            parts,
+            manifest: OnceLock::from(self.hashed().clone()),
+            before: OnceLock::new(),
+        })
+    }
+
+    /// This one is published after `before`.
+    pub(crate) fn comes_after(&self, before: &Arc<Self>) {
+        let _ = self.before.set(Arc::downgrade(before));
     }
 
     /// Which state this is.
@@ -119,6 +146,11 @@ impl Snapshot {
         self.hashed().1.clone()
     }
 
+    /// The header, then the data of each tensor, in the order of the manifest.
+    pub(crate) fn parts(&self) -> &[Bytes] {
+        &self.parts
+    }
+
     /// The manifest's digest if it was computed already; never blocks.
     pub(crate) fn known_digest(&self) -> Option<blake3::Hash> {
         self.manifest.get().map(|(m, _)| m.digest())
@@ -127,7 +159,22 @@ impl Snapshot {
     fn hashed(&self) -> &(Manifest, Bytes) {
         self.manifest.get_or_init(|| {
             let parts: Vec<&[u8]> = self.parts.iter().map(AsRef::as_ref).collect();
-            let manifest = Manifest::of_parts(self.id.clone(), &parts, self.chunk_bytes);
+            let before = self.before.get().and_then(Weak::upgrade);
+            let before = before.as_deref().and_then(|b| Some((b, &b.manifest.get()?.0)));
+            let before = before.filter(|(b, _)| b.chunk_bytes == self.chunk_bytes);
+            // Memory that both hold has not changed since the other one was made: its owner cannot write to it meanwhile.
+            let place = |part: &[u8]| (part.as_ptr() as usize, part.len());
+            let known: HashMap<(usize, usize), &[Hash]> = before
+                .iter()
+                .flat_map(|(b, m)| {
+                    b.parts
+                        .iter()
+                        .enumerate()
+                        .map(|(i, p)| (place(p), m.hashes_of(i)))
+                })
+                .collect();
+            let known = |i: usize| known.get(&place(parts.get(i)?)).copied();
+            let manifest = Manifest::of_known_parts(self.id.clone(), &parts, self.chunk_bytes, known);
             let json = manifest.to_json().unwrap_or_default();
             (manifest, json.into())
         })
@@ -262,6 +309,51 @@ mod tests {
         let after = frozen(&after);
         let kept: Vec<_> = before.parts[1].chunks(64).map(blake3::hash).collect();
         assert!(kept.len() > 5 && kept.iter().all(|h| after.contains(h)));
+    }
+
+    #[test]
+    fn what_is_shared_with_the_snapshot_before_is_not_hashed_again_and_what_changed_is() {
+        let mut frozen = StateDict::new();
+        frozen.insert_f32("w", &[1000], &[1.5; 1000]).unwrap();
+        let with = |value: f32| {
+            let mut state = frozen.clone();
+            state.insert_f32("a", &[100], &[value; 100]).unwrap();
+            state
+        };
+        let before = Snapshot::with_chunk_bytes(5, 2, &with(1.0), 64).unwrap();
+        // One whose hashes say that they were not computed here.
+        let known = [Hash::from_bytes([7; 32]); 63];
+        let marked = |i: usize| (i == 2).then_some(&known[..]);
+        let parts: Vec<&[u8]> = before.parts.iter().map(AsRef::as_ref).collect();
+        let manifest = Manifest::of_known_parts(before.id.clone(), &parts, 64, marked);
+        before.manifest.set((manifest, Bytes::new())).unwrap();
+        let after = |before: &Arc<Snapshot>, chunk_bytes| {
+            let after = Snapshot::with_chunk_bytes(6, 2, &with(2.0), chunk_bytes).unwrap();
+            after.comes_after(before);
+            after
+        };
+        let shares = after(&before, 64);
+        assert_eq!(shares.manifest().hashes_of(2), known);
+        let alone = Snapshot::with_chunk_bytes(6, 2, &with(2.0), 64).unwrap();
+        for part in [0, 1] {
+            assert_eq!(
+                shares.manifest().hashes_of(part),
+                alone.manifest().hashes_of(part)
+            );
+        }
+        assert_eq!(
+            after(&before, 128).manifest(),
+            Snapshot::with_chunk_bytes(6, 2, &with(2.0), 128)
+                .unwrap()
+                .manifest()
+        );
+        let late = after(&before, 64);
+        drop(before);
+        assert_eq!(
+            late.manifest(),
+            alone.manifest(),
+            "it is gone, and its memory may be used again"
+        );
     }
 
     #[test]

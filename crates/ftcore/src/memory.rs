@@ -23,6 +23,8 @@ enum Owner {
     },
     /// Someone else's memory: valid and not reused while this value lives.
     Foreign(#[allow(dead_code, reason = "held for its Drop")] Box<dyn Any + Send + Sync>),
+    /// Memory that others read, too, and that does not change while this value lives.
+    Shared(#[allow(dead_code, reason = "held for its Drop")] Arc<dyn Any + Send + Sync>),
 }
 
 /// A contiguous tensor that owns (or keeps alive) its memory. Not `Clone`: there is one writer.
@@ -92,6 +94,64 @@ impl Tensor {
         };
         tensor.dtype = dtype;
         tensor
+    }
+
+    /// A one-dimensional host tensor of u8 over bytes that others read as well, without a copy. `owner` is asked for its bytes once.
+    ///
+    /// It can be sent; every other operation is refused it. A write through the tensor itself goes to a copy that is made then.
+    pub fn from_shared<B: AsRef<[u8]> + Send + Sync + 'static>(owner: B) -> Self {
+        // In its final place first: the bytes may lie within it.
+        let owner = Arc::new(owner);
+        let bytes: &[u8] = (*owner).as_ref();
+        let (ptr, len) = (NonNull::from(bytes).cast(), bytes.len());
+        Self {
+            ptr,
+            dtype: DType::U8,
+            shape: vec![len],
+            count: len,
+            device: Device::CPU,
+            owner: Owner::Shared(owner),
+        }
+    }
+
+    /// True if others read this memory, too: nothing may be written to it.
+    pub fn is_shared(&self) -> bool {
+        matches!(self.owner, Owner::Shared(_))
+    }
+
+    /// Before a write: memory of its own instead of what others read.
+    fn make_own(&mut self) {
+        if self.is_shared() {
+            let mut own = Self::from_slice(self.bytes());
+            own.shape = std::mem::take(&mut self.shape);
+            *self = own;
+        }
+    }
+
+    /// A host tensor of its own with the same values and shape, in huge pages where that pays: most of the time of a large copy goes into the first
+    /// write to each page. `InvalidArgument` for one on another device.
+    pub fn duplicate(&self) -> Result<Self> {
+        if !self.device.is_cpu() {
+            return Err(wrong_device(self, "host memory only where it is copied"));
+        }
+        let mut copy = match self.dtype.size() {
+            8 => self.copy_as::<u64>(),
+            4 => self.copy_as::<u32>(),
+            2 => self.copy_as::<u16>(),
+            _ => self.copy_as::<u8>(),
+        };
+        (copy.dtype, copy.shape) = (self.dtype, self.shape.clone());
+        Ok(copy)
+    }
+
+    /// For `T` of the dtype's size, in host memory.
+    fn copy_as<T: Element>(&self) -> Self {
+        // SAFETY: INV-8 host memory of `count` elements of T's size, aligned for it, in which every bit pattern is a T; alive as long as self.
+        let values = unsafe { std::slice::from_raw_parts(self.ptr.as_ptr().cast::<T>(), self.count) };
+        let mut own = Vec::with_capacity(values.len());
+        prefer_huge_pages(own.spare_capacity_mut());
+        own.extend_from_slice(values);
+        Self::from_vec(own)
     }
 
     /// A tensor over memory that `owner` keeps alive.
@@ -187,6 +247,7 @@ impl Tensor {
 
     /// The address for writing, for libraries that take device pointers.
     pub fn as_mut_ptr(&mut self) -> *mut u8 {
+        self.make_own();
         self.ptr.as_ptr()
     }
 
@@ -217,6 +278,7 @@ impl Tensor {
     /// The elements for writing; an error if `T` is not the dtype or the memory is not on the host.
     pub fn as_mut_slice<T: Element>(&mut self) -> Result<&mut [T]> {
         self.host::<T>()?;
+        self.make_own();
         // SAFETY: INV-8 as above; &mut self is the only access.
         Ok(unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr().cast::<T>(), self.count) })
     }
@@ -235,6 +297,7 @@ impl Tensor {
         if !self.device.is_cpu() {
             return &mut [];
         }
+        self.make_own();
         // SAFETY: INV-8 every bit pattern is valid for every element; &mut self is the only access.
         unsafe { std::slice::from_raw_parts_mut(self.ptr.as_ptr(), self.byte_len()) }
     }
@@ -377,19 +440,18 @@ const HUGE_FROM_BYTES: usize = 4 << 20;
 
 /// Asks the system to back `memory`, which is not written yet, with huge pages where it leaves that to programs: the first write to
 /// each page of 4 KiB costs about as much as copying into it. What is too small for that, or a refusal, changes nothing.
-pub fn prefer_huge_pages(memory: &mut [MaybeUninit<u8>]) {
-    let start = memory.as_ptr().align_offset(PAGE_BYTES);
-    let bytes = memory.len().saturating_sub(start);
+pub fn prefer_huge_pages<T>(memory: &mut [MaybeUninit<T>]) {
+    let begin = memory.as_mut_ptr().cast::<u8>();
+    let start = begin.align_offset(PAGE_BYTES);
+    let bytes = size_of_val(memory).saturating_sub(start);
     let bytes = bytes - bytes % PAGE_BYTES;
     if bytes < HUGE_FROM_BYTES {
         return;
     }
-    if let Some(pages) = memory.get_mut(start..start.saturating_add(bytes)) {
-        let advice = rustix::mm::Advice::LinuxHugepage;
-        // SAFETY: INV-8 these are whole pages within memory that is lent to this call alone, and the advice changes neither what is in them
-        // nor how they may be used.
-        let _ = unsafe { rustix::mm::madvise(pages.as_mut_ptr().cast(), pages.len(), advice) };
-    }
+    let advice = rustix::mm::Advice::LinuxHugepage;
+    // SAFETY: INV-8 these are whole pages within memory that is lent to this call alone, and the advice changes neither what is in them
+    // nor how they may be used.
+    let _ = unsafe { rustix::mm::madvise(begin.wrapping_add(start).cast(), bytes, advice) };
 }
 
 /// A typed error for memory on a device that a backend does not serve.
@@ -439,6 +501,22 @@ mod tests {
     }
 
     #[test]
+    fn a_duplicate_has_the_values_dtype_and_shape_and_memory_of_its_own() {
+        for d in DType::ALL {
+            let mut t = Tensor::zeros(d, 6).reshape(&[2, 3]).unwrap();
+            t.bytes_mut().fill(1);
+            let copy = t.duplicate().unwrap();
+            assert_eq!(
+                (copy.dtype(), copy.shape(), copy.bytes()),
+                (d, &[2usize, 3][..], t.bytes())
+            );
+            assert_ne!(copy.as_ptr(), t.as_ptr());
+        }
+        let large = Tensor::from_vec((0..3 << 20).collect::<Vec<u64>>());
+        assert_eq!(large.duplicate().unwrap().bytes(), large.bytes());
+    }
+
+    #[test]
     fn advice_about_pages_keeps_what_is_in_them_whatever_their_size_and_place() {
         for (bytes, skip) in [(0, 0), (100, 3), (9 << 20, 0), (9 << 20, 4097)] {
             let mut data = vec![7u8; bytes];
@@ -451,6 +529,34 @@ mod tests {
                     .all(|(b, i)| *b == if i < bytes { 7 } else { 9 })
             );
         }
+    }
+
+    #[test]
+    fn shared_bytes_are_not_copied_and_a_write_does_not_reach_those_who_read_them() {
+        struct Readers(Arc<Vec<u8>>);
+        impl AsRef<[u8]> for Readers {
+            fn as_ref(&self) -> &[u8] {
+                &self.0
+            }
+        }
+        let bytes = Arc::new(vec![1u8, 2, 3, 4]);
+        let mut t = Tensor::from_shared(Readers(bytes.clone()));
+        assert_eq!(
+            (t.as_ptr(), t.is_shared(), t.dtype()),
+            (bytes.as_ptr(), true, DType::U8)
+        );
+        t.bytes_mut().fill(9);
+        assert_eq!((t.bytes(), t.is_shared()), (&[9u8; 4][..], false));
+        assert_eq!((&bytes[..], Arc::strong_count(&bytes)), (&[1u8, 2, 3, 4][..], 1));
+        let mut t = Tensor::from_shared(Readers(bytes.clone()))
+            .reshape(&[2, 2])
+            .unwrap();
+        t.as_mut_slice::<u8>().unwrap()[0] = 7;
+        assert_eq!((t.shape(), bytes[0]), (&[2usize, 2][..], 1));
+        // Bytes within the owner itself, and none at all.
+        let within = Tensor::from_shared([5u8, 6]);
+        assert_eq!(within.bytes(), [5, 6]);
+        assert_eq!(Tensor::from_shared(Vec::new()).byte_len(), 0);
     }
 
     #[test]

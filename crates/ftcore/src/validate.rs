@@ -135,6 +135,14 @@ fn check(
                 )));
             }
         }
+        // A batch is checked one by one, below.
+        if let Some(i) = tensors.iter().position(|t| t.is_shared())
+            && !matches!(kind, OpKind::Send | OpKind::Batch)
+        {
+            return Err(Error::invalid(format!(
+                "tensor {i} is memory that others read, too: it can be sent only, and {kind} may write to it"
+            )));
+        }
         if let Some((a, b)) = find_overlap(&tensors) {
             return Err(Error::invalid(format!(
                 "tensors {a} and {b} share memory; every tensor of a call needs its own"

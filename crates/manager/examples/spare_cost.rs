@@ -1,10 +1,16 @@
 //! What a replica that heals as a spare costs the others: three processes commit steps, while a fourth fetches their state again and
-//! again. It tells the times of the steps with and without a transfer, in turns, and the CPU time that a source spends for each byte.
+//! again. It tells the times of the steps with and without a transfer, in turns, their ratio on one line, and the processor time that the
+//! training threads and the processes of the sources spend.
 //!
-//! `cargo run --release -p oxccl-manager --example spare_cost [MIB] [TRANSFERS] [STEP_MS]` (256 MiB, 8 transfers and 20 ms unless told otherwise)
+//! `cargo run --release -p oxccl-manager --example spare_cost -- [MIB] [TRANSFERS] [STEP_MS] [--changes MIB] [--copies] [--pin]` (256 MiB, 8 transfers and
+//! 20 ms unless told otherwise)
 //!
-//! A step sleeps as long as a device would compute, then reduces 1 MiB. The fourth process ends with its first load, so that it is never a member
-//! and the members' epoch stays the same.
+//! - A step sleeps as long as a device would compute, reduces 1 MiB, and writes to `--changes` MiB of the state (1 unless told otherwise: what was reduced).
+//! - The state is shared with its snapshots, so that the training thread copies a tensor when it writes to it while it is read;
+//!   `--copies` copies all of it into each snapshot instead.
+//! - `--pin` keeps the sources and the lighthouse on the first core and the spare on the second one.
+//!
+//! The fourth process ends with its first load, so that it is never a member and the members' epoch stays the same.
 
 #![allow(
     clippy::unwrap_used,
@@ -19,13 +25,15 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use checkpoint::StateDict;
+use checkpoint::{StateDict, writable};
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{GroupOptions, ReduceOp, Result, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Replica, State};
+use rustix::time::{ClockId, clock_gettime};
 
 const MEMBERS: usize = 3;
-const TENSORS: usize = 32;
+/// The size of each tensor of the state.
+const TENSOR_MIB: usize = 1;
 /// Undisturbed steps are counted for so long between two transfers.
 const QUIET: Duration = Duration::from_secs(3);
 /// What a transfer leaves behind (freed memory) is not counted to either side.
@@ -36,37 +44,96 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).unwrap().as_micros() as u64
 }
 
-/// User and system time of this process in seconds, of all its threads.
-fn cpu_seconds() -> f64 {
-    let stat = std::fs::read_to_string("/proc/self/stat").unwrap();
-    let fields: Vec<&str> = stat.rsplit(')').next().unwrap().split_whitespace().collect();
-    let ticks: f64 = fields[11..13].iter().map(|f| f.parse::<f64>().unwrap()).sum();
-    // USER_HZ is 100 on Linux.
-    ticks / 100.0
+/// Processor time of this thread or process, in seconds.
+fn cpu_seconds(clock: ClockId) -> f64 {
+    let time = clock_gettime(clock);
+    time.tv_sec as f64 + time.tv_nsec as f64 / 1e9
+}
+
+/// This thread and those that it starts run on that core only.
+fn pin(core: usize) {
+    let mut set = rustix::thread::CpuSet::new();
+    set.set(core);
+    rustix::thread::sched_setaffinity(None, &set).unwrap();
+}
+
+/// What the processes are told.
+#[derive(Debug, Clone)]
+struct Told {
+    mib: usize,
+    step_ms: usize,
+    changes_mib: usize,
+    copies: bool,
+    pins: bool,
+}
+
+impl Told {
+    fn words(&self) -> Vec<String> {
+        let flag = |on: bool| usize::from(on);
+        let numbers = [
+            self.mib,
+            self.step_ms,
+            self.changes_mib,
+            flag(self.copies),
+            flag(self.pins),
+        ];
+        numbers.map(|n| n.to_string()).to_vec()
+    }
+
+    fn read(words: &[String]) -> Self {
+        let numbers: Vec<usize> = words.iter().map(|w| w.parse().unwrap()).collect();
+        Self {
+            mib: numbers[0],
+            step_ms: numbers[1],
+            changes_mib: numbers[2],
+            copies: numbers[3] == 1,
+            pins: numbers[4] == 1,
+        }
+    }
 }
 
 struct Model {
-    weights: Vec<Vec<f32>>,
+    weights: Vec<Arc<Tensor>>,
     steps: f32,
+    copies: bool,
     ends_when_loaded: bool,
 }
 
 impl Model {
-    fn new(mib: usize, ends_when_loaded: bool) -> Self {
-        let elements = (mib << 20) / 4 / TENSORS;
-        let weights = |seed: usize| (0..elements).map(|e| (e * (seed + 1)) as f32).collect();
+    fn new(told: &Told, ends_when_loaded: bool) -> Self {
+        let tensors = told.mib / TENSOR_MIB;
+        let weights = |seed: usize| {
+            let values: Vec<f32> = (0..TENSOR_MIB << 18).map(|e| (e * (seed + 1)) as f32).collect();
+            Arc::new(Tensor::from_vec(values))
+        };
         Self {
-            weights: (0..TENSORS).map(weights).collect(),
+            weights: (0..tensors).map(weights).collect(),
             steps: 0.0,
+            copies: told.copies,
             ends_when_loaded,
         }
+    }
+
+    /// A step of the optimiser on so many tensors.
+    fn apply(&mut self, tensors: usize, by: f32) {
+        for tensor in self.weights.iter_mut().take(tensors) {
+            for value in writable(tensor).unwrap().as_mut_slice::<f32>().unwrap() {
+                *value += by;
+            }
+        }
+        self.steps += by;
     }
 }
 
 impl State for Model {
     fn save(&self, out: &mut StateDict) -> Result<()> {
-        for (i, values) in self.weights.iter().enumerate() {
-            out.insert_f32(format!("layer{i:02}"), &[values.len()], values)?;
+        for (i, tensor) in self.weights.iter().enumerate() {
+            let name = format!("layer{i:04}");
+            if self.copies {
+                out.insert_f32(name, tensor.shape(), tensor.as_slice()?)?;
+            } else {
+                out.insert_shared(name, tensor)?;
+            }
         }
         out.insert_f32("steps", &[1], &[self.steps])
     }
@@ -76,31 +143,37 @@ impl State for Model {
             println!("loaded {}", now());
             std::process::exit(0);
         }
-        for (i, values) in self.weights.iter_mut().enumerate() {
-            *values = from.get_f32_shaped(&format!("layer{i:02}"), &[values.len()])?;
+        for (i, tensor) in self.weights.iter_mut().enumerate() {
+            *tensor = Arc::new(Tensor::from_vec(from.get_f32(&format!("layer{i:04}"))?));
         }
         Ok(())
     }
 }
 
 /// The process of a replica: one line for each step.
-fn replica(lighthouse: &str, name: &str, mib: usize, step: Duration) {
+fn replica(name: &str, lighthouse: &str, told: &Told) {
+    let is_spare = name == "joiner";
+    if told.pins {
+        pin(usize::from(is_spare));
+    }
     let group = backend_gloo::GlooGroup::new(name, GroupOptions::default()).unwrap();
     let mut m = Manager::new(Arc::new(group), ManagerConfig::new(name, lighthouse)).unwrap();
-    let mut state = Model::new(mib, name == "joiner");
+    let mut state = Model::new(told, is_spare);
     let soon = || deadline_in(Duration::from_secs(120));
     println!("begins {}", now());
     let mut begun = Instant::now();
     loop {
         m.start_quorum(&mut state, soon()).unwrap();
-        std::thread::sleep(step);
+        std::thread::sleep(Duration::from_millis(told.step_ms as u64));
         let work = m.all_reduce(vec![Tensor::from_vec(vec![1.0f32; 1 << 18])], ReduceOp::Avg);
         let sum = work.take();
         if m.should_commit(soon()).unwrap() {
-            state.steps += sum.unwrap().into_tensor().unwrap().as_slice::<f32>().unwrap()[0];
+            let by = sum.unwrap().into_tensor().unwrap().as_slice::<f32>().unwrap()[0];
+            state.apply(told.changes_mib / TENSOR_MIB, by);
             let took = begun.elapsed().as_micros();
             begun = Instant::now();
-            println!("step {} {took} {}", now(), cpu_seconds());
+            let [thread, process] = [ClockId::ThreadCPUTime, ClockId::ProcessCPUTime].map(cpu_seconds);
+            println!("step {} {took} {thread} {process}", now());
         }
     }
 }
@@ -116,7 +189,7 @@ impl Drop for Process {
 
 fn start(arguments: &[String], name: &str) -> (Process, Receiver<String>) {
     let mut process = Command::new(std::env::current_exe().unwrap())
-        .arg(name)
+        .args(["replica", name])
         .args(arguments)
         .stdout(Stdio::piped())
         .spawn()
@@ -134,12 +207,13 @@ fn start(arguments: &[String], name: &str) -> (Process, Receiver<String>) {
     (Process(process), lines)
 }
 
-/// When a step ended, how long it took, and the CPU time of its process by then.
+/// When a step ended, how long it took, and the processor time of its thread and process by then.
 #[derive(Clone, Copy)]
 struct Step {
     at: u64,
     micros: u64,
-    cpu: f64,
+    thread: f64,
+    process: f64,
 }
 
 /// The steps that lie wholly in the window.
@@ -149,30 +223,73 @@ fn within(steps: &[Step], (from, to): (u64, u64)) -> impl Iterator<Item = &Step>
         .filter(move |s| s.at - s.micros >= from && s.at <= to)
 }
 
-fn told(what: &str, mut times: Vec<u64>) -> f64 {
-    times.sort_unstable();
-    let at = |p: f64| times[((times.len() - 1) as f64 * p) as usize] as f64 / 1e3;
-    let mean = times.iter().sum::<u64>() as f64 / times.len() as f64 / 1e3;
-    println!(
-        "{what:22} {:6} steps   mean {mean:7.2} ms   p50 {:7.2}   p99 {:7.2}   longest {:7.2}",
-        times.len(),
-        at(0.5),
-        at(0.99),
-        at(1.0)
-    );
-    mean
+/// The times of steps in milliseconds.
+struct Times {
+    mean: f64,
+    p50: f64,
+    p99: f64,
+    longest: f64,
+    steps: usize,
+}
+
+impl Times {
+    fn of(mut micros: Vec<u64>) -> Self {
+        micros.sort_unstable();
+        let at = |p: f64| micros[((micros.len() - 1) as f64 * p) as usize] as f64 / 1e3;
+        Self {
+            mean: micros.iter().sum::<u64>() as f64 / micros.len() as f64 / 1e3,
+            p50: at(0.5),
+            p99: at(0.99),
+            longest: at(1.0),
+            steps: micros.len(),
+        }
+    }
+
+    fn tell(&self, what: &str) {
+        println!(
+            "{what:22} {:6} steps   mean {:7.2} ms   p50 {:7.2}   p99 {:7.2}   longest {:7.2}",
+            self.steps, self.mean, self.p50, self.p99, self.longest
+        );
+    }
+}
+
+/// The words of the command line: numbers first.
+fn asked(words: &[String]) -> (Told, usize) {
+    let mut words = words.iter();
+    let (mut numbers, mut changes_mib, mut copies, mut pins) = (Vec::new(), 1, false, false);
+    while let Some(word) = words.next() {
+        match word.as_str() {
+            "--changes" => changes_mib = words.next().unwrap().parse().unwrap(),
+            "--copies" => copies = true,
+            "--pin" => pins = true,
+            number => numbers.push(number.parse::<usize>().unwrap()),
+        }
+    }
+    let mut numbers = numbers.into_iter();
+    let mib = numbers.next().unwrap_or(256);
+    let transfers = numbers.next().unwrap_or(8);
+    let step_ms = numbers.next().unwrap_or(20);
+    let told = Told {
+        mib,
+        step_ms,
+        changes_mib,
+        copies,
+        pins,
+    };
+    (told, transfers)
 }
 
 fn main() {
     let words: Vec<String> = std::env::args().skip(1).collect();
-    if let [name, lighthouse, mib, step] = &words[..] {
-        let step = Duration::from_millis(step.parse().unwrap());
-        return replica(lighthouse, name, mib.parse().unwrap(), step);
+    if let [role, name, lighthouse, told @ ..] = &words[..]
+        && role == "replica"
+    {
+        return replica(name, lighthouse, &Told::read(told));
     }
-    let mut numbers = words.iter().map(|a| a.parse::<usize>().unwrap());
-    let mib = numbers.next().unwrap_or(256);
-    let transfers = numbers.next().unwrap_or(8);
-    let step_ms = numbers.next().unwrap_or(20);
+    let (told, transfers) = asked(&words);
+    if told.pins {
+        pin(0);
+    }
     let lighthouse = LighthouseServer::start(LighthouseConfig {
         bind: "127.0.0.1:0".into(),
         min_replicas: 1,
@@ -180,7 +297,7 @@ fn main() {
         ..LighthouseConfig::default()
     })
     .unwrap();
-    let arguments = [lighthouse.address(), mib.to_string(), step_ms.to_string()];
+    let arguments = [vec![lighthouse.address()], told.words()].concat();
     let all: [Arc<Mutex<Vec<Step>>>; MEMBERS] = Default::default();
     let mut members = Vec::new();
     for (i, steps) in all.iter().enumerate() {
@@ -190,11 +307,12 @@ fn main() {
         let listen = move || {
             for line in lines {
                 let words: Vec<&str> = line.split(' ').collect();
-                if let ["step", at, micros, cpu] = words[..] {
+                if let ["step", at, micros, thread, process] = words[..] {
                     steps.lock().unwrap().push(Step {
                         at: at.parse().unwrap(),
                         micros: micros.parse().unwrap(),
-                        cpu: cpu.parse().unwrap(),
+                        thread: thread.parse().unwrap(),
+                        process: process.parse().unwrap(),
                     });
                 }
             }
@@ -222,42 +340,62 @@ fn main() {
         std::thread::sleep(SETTLE);
     }
     let all = all.map(|steps| steps.lock().unwrap().clone());
-    let times = |windows: &[(u64, u64)]| -> Vec<u64> {
-        let of = |steps: &[Step]| -> Vec<u64> {
+    let times = |windows: &[(u64, u64)]| {
+        let of = |steps: &Vec<Step>| -> Vec<u64> {
             let windows = windows.iter();
             windows
                 .flat_map(|w| within(steps, *w).map(|s| s.micros))
                 .collect()
         };
-        all.iter().flat_map(|steps| of(steps)).collect()
+        Times::of(all.iter().flat_map(of).collect())
     };
-    let seconds = |(from, to): &(u64, u64)| (to - from) as f64 / 1e6;
+    println!("{MEMBERS} processes, {told:?}, {transfers} transfers in turns");
+    for (round, (quiet, beside)) in without.iter().zip(&with).enumerate() {
+        let (quiet, beside) = (times(&[*quiet]), times(&[*beside]));
+        println!(
+            "round {round}: mean {:.3}, p50 {:.3} of the steps without",
+            beside.mean / quiet.mean,
+            beside.p50 / quiet.p50
+        );
+    }
+    let (before, beside) = (times(&without), times(&with));
+    before.tell("without a transfer");
+    beside.tell("with a transfer");
     println!(
-        "{MEMBERS} processes, steps of {step_ms} ms + 1 MiB, a state of {mib} MiB, {transfers} transfers in turns"
+        "slower with a transfer: mean {:+.1} %, p50 {:+.1} %",
+        100.0 * (beside.mean / before.mean - 1.0),
+        100.0 * (beside.p50 / before.p50 - 1.0)
     );
-    let before = told("without a transfer", times(&without));
-    let beside = told("with a transfer", times(&with));
-    println!("slower by {:.1} %", 100.0 * (beside / before - 1.0));
+    let seconds = |(from, to): &(u64, u64)| (to - from) as f64 / 1e6;
     let took: f64 = with.iter().map(seconds).sum();
     println!("a transfer took {:.2} s on average", took / transfers as f64);
-    // CPU seconds and seconds, of all members together, between the last step before a window and the first one after it.
+    // Seconds of training threads, of processes, and by the clock, of all members together, between the last step before a window and the first
+    // one after it.
     let spent = |windows: &[(u64, u64)]| {
         let of = |steps: &[Step], (from, to): (u64, u64)| {
             let before = steps.iter().rfind(|s| s.at <= from)?;
             let after = steps.iter().find(|s| s.at >= to)?;
-            Some((after.cpu - before.cpu, seconds(&(before.at, after.at))))
+            let clock = seconds(&(before.at, after.at));
+            Some([
+                after.thread - before.thread,
+                after.process - before.process,
+                clock,
+            ])
         };
         let all = all
             .iter()
             .flat_map(|steps| windows.iter().filter_map(|w| of(steps, *w)));
-        all.fold((0.0, 0.0), |sum, one| (sum.0 + one.0, sum.1 + one.1))
+        all.fold([0.0; 3], |sum, one| {
+            [sum[0] + one[0], sum[1] + one[1], sum[2] + one[2]]
+        })
     };
-    let ((quiet_cpu, quiet_time), (cpu, time)) = (spent(&without), spent(&with));
-    let extra = cpu - time * quiet_cpu / quiet_time;
-    let gigabytes = ((transfers * mib) << 20) as f64 / 1e9;
+    let (quiet, beside) = (spent(&without), spent(&with));
+    let each = (transfers * MEMBERS) as f64;
+    let extra = |what: usize| 1e3 * (beside[what] - beside[2] * quiet[what] / quiet[2]) / each;
     println!(
-        "CPU time for each GB of state: {:.2} s of each source, of which there are {MEMBERS}: its copy, hashes and what it sends",
-        extra / gigabytes / MEMBERS as f64
+        "processor time of a source for a transfer: {:.1} ms on its training thread, {:.1} ms on all its threads",
+        extra(0),
+        extra(1)
     );
     drop(members);
 }

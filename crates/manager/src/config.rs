@@ -1,5 +1,7 @@
 //! Configuration of a manager.
 
+use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -13,6 +15,50 @@ pub enum WorldSizeMode {
     Dynamic,
     /// At most `min_replicas` contribute; further members stand by: they follow along with the state, and their work does not count.
     FixedWithSpares,
+}
+
+/// How the state gets to a member that heals. A spare, which is outside the group, always fetches it over HTTP.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum HealOver {
+    /// HTTP or HTTPS: from several sources at once, with the chunks that are here already left out.
+    #[default]
+    Http,
+    /// The process group of the new epoch: from one source, whole, by point-to-point messages. For hosts that reach each other over the group's
+    /// network only, or faster there.
+    Group,
+}
+
+impl HealOver {
+    /// In errors.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Self::Http => "HTTP",
+            Self::Group => "the process group",
+        }
+    }
+}
+
+impl fmt::Display for HealOver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Http => "http",
+            Self::Group => "group",
+        })
+    }
+}
+
+impl FromStr for HealOver {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        match text {
+            "http" => Ok(Self::Http),
+            "group" => Ok(Self::Group),
+            _ => Err(Error::invalid(format!(
+                "a state travels over 'http' or 'group', not '{text}'"
+            ))),
+        }
+    }
 }
 
 /// How one rank of one replica takes part.
@@ -44,6 +90,9 @@ pub struct ManagerConfig {
     /// The replica gives up, with the error of the last attempt, once more attempts in a row than this did not commit. `None`: it goes
     /// on for as long as its caller's deadlines allow.
     pub max_retries: Option<u32>,
+    /// How this replica's state gets to members that heal, and to this one. The same on all replicas: one that heals from a replica with
+    /// another setting refuses, and names both.
+    pub heal_over: HealOver,
     /// For one collective, one connect of the group, one transfer of state.
     pub timeout: Duration,
     /// For reaching the servers at start.
@@ -75,6 +124,7 @@ impl ManagerConfig {
             world_size_mode: WorldSizeMode::Dynamic,
             init_sync: true,
             max_retries: None,
+            heal_over: HealOver::default(),
             timeout: Duration::from_secs(60),
             connect_timeout: Duration::from_secs(20),
             heartbeat_interval: Duration::from_millis(100),

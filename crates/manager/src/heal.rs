@@ -6,30 +6,35 @@
 //! same bytes. A replica with commits of its own does not end because of what one peer holds.
 //!
 //! The ranks of one replica follow one source (`heal_choice.rs`), since sources may differ in parts of their own.
+//!
+//! A member's state may travel over the group of the new epoch instead of HTTP (`ManagerConfig::heal_over`). A spare's never does: it is in no group.
 
 use std::sync::Arc;
 use std::time::Instant;
 
 use checkpoint::{
-    CheckpointSource, DEFAULT_CHUNK_BYTES, Fetch, FetchOptions, Fetched, HttpTransport, Kept, Snapshot,
-    SnapshotId, SourceChoice, StateDict,
+    CheckpointSource, DEFAULT_CHUNK_BYTES, Distrusted, Fetch, FetchOptions, Fetched, GroupFetch, GroupSource,
+    HttpTransport, Kept, Snapshot, SnapshotId, SourceChoice, StateDict,
 };
 use coordination::{ManagerClient, QuorumResult};
-use ftcore::{Error, ErrorKind, Result, Store};
+use ftcore::{Error, ErrorKind, ProcessGroup, Result, Store};
 use identity::Party;
 use protocol::Lineage;
 
+use crate::config::HealOver;
 use crate::heal_choice::RanksChoice;
 use replica::{Healed, State};
 
 /// Offers the state of this step to the replicas that heal from here. Costs the copy that `save` makes; the hashes are computed
-/// on the server's threads once somebody asks.
+/// on other threads once somebody asks. Over HTTP to all of them, or to spares only; what comes back is for the members that take it over
+/// the group.
 pub(crate) fn publish(
     transport: &HttpTransport,
+    heal_over: HealOver,
     lineage: &Lineage,
     answer: &QuorumResult,
     state: &dyn State,
-) -> Result<()> {
+) -> Result<Arc<Snapshot>> {
     let mut dict = StateDict::new();
     state.save(&mut dict)?;
     let id = SnapshotId {
@@ -37,8 +42,20 @@ pub(crate) fn publish(
         epoch: answer.quorum_id,
         lineage: lineage.as_str().to_owned(),
     };
-    transport.publish(Snapshot::of(id, dict, DEFAULT_CHUNK_BYTES)?);
-    Ok(())
+    let snapshot = Snapshot::of(id, dict, DEFAULT_CHUNK_BYTES)?;
+    if heal_over == HealOver::Http || answer.serves_spares {
+        transport.publish(Arc::clone(&snapshot));
+    }
+    Ok(snapshot)
+}
+
+/// What a heal over the group works with.
+pub(crate) struct OverGroup<'a> {
+    pub(crate) group: &'a dyn ProcessGroup,
+    /// Sources that sent wrong bytes in a heal that failed.
+    pub(crate) distrusted: &'a Distrusted,
+    /// Why the epoch is over, if it is.
+    pub(crate) watch: &'a dyn Fn() -> Result<()>,
 }
 
 /// The replica that heals, as it stands before.
@@ -53,6 +70,8 @@ pub(crate) struct Behind<'a> {
     pub(crate) kept: &'a Kept,
     /// As whom it calls the sources, with credentials.
     pub(crate) party: Option<&'a Arc<Party>>,
+    /// `None`: over HTTP.
+    pub(crate) over_group: Option<OverGroup<'a>>,
 }
 
 impl Behind<'_> {
@@ -105,6 +124,9 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
         let text = "the quorum says that this replica is behind, and names no source";
         return Err(Error::new(ErrorKind::Protocol, text));
     }
+    if let Some(over) = &me.over_group {
+        return fetch_over_group(me, over, answer, deadline);
+    }
     let group_rank = me.group_rank;
     let source = |(rank, address): (u32, String)| {
         let id = answer.id_of(rank).map(str::to_string);
@@ -138,6 +160,34 @@ fn fetch(me: &Behind<'_>, answer: &QuorumResult, state: &dyn State, deadline: In
         ..FetchOptions::default()
     };
     fetch.run(deadline, &options)
+}
+
+/// From the rank of this rank's number in one of the sources: the group has one of each member.
+fn fetch_over_group(
+    me: &Behind<'_>,
+    over: &OverGroup<'_>,
+    answer: &QuorumResult,
+    deadline: Instant,
+) -> Result<Fetched> {
+    let source = |rank: u32| GroupSource {
+        rank,
+        name: replica(answer, rank),
+    };
+    let fetch = GroupFetch {
+        group: over.group,
+        sources: answer
+            .recover_sources
+            .iter()
+            .map(|s| source(s.replica_rank))
+            .collect(),
+        step: answer.max_step,
+        epoch: answer.quorum_id,
+        lineage: Some(answer.lineage.clone()).filter(|l| !l.is_empty()),
+        choice: choice(me, answer),
+        distrusted: over.distrusted.clone(),
+        watch: over.watch,
+    };
+    fetch.run(deadline, &FetchOptions::default())
 }
 
 /// What makes this rank follow the source that the other ranks of its replica follow.
@@ -200,7 +250,8 @@ fn refused(me: &Behind<'_>, answer: &QuorumResult, fetched: &Fetched, state: &dy
     Error::new(kind, text).with_op("heal").with_source(e.clone())
 }
 
-fn replica(answer: &QuorumResult, rank: u32) -> String {
+/// The member of that rank, for errors.
+pub(crate) fn replica(answer: &QuorumResult, rank: u32) -> String {
     answer
         .id_of(rank)
         .map_or_else(|| format!("replica rank {rank}"), |id| format!("replica '{id}'"))
@@ -312,7 +363,7 @@ mod tests {
                 quorum_id: 9,
                 ..QuorumResult::default()
             };
-            publish(&transport, &Lineage::default(), &answer, state).unwrap();
+            publish(&transport, HealOver::Http, &Lineage::default(), &answer, state).unwrap();
             self.add();
             let address = self.servers.last().unwrap().address();
             let client = ManagerClient::connect(&address, soon()).unwrap();
@@ -385,6 +436,7 @@ mod tests {
             ranks_store: None,
             kept: &Kept::default(),
             party: None,
+            over_group: None,
         };
         heal(&me, answer, state, deadline).map(|(healed, _)| healed)
     }
@@ -516,6 +568,7 @@ mod tests {
                     ranks_store: Some(store),
                     kept: &Kept::default(),
                     party: None,
+                    over_group: None,
                 };
                 together.wait();
                 let result = heal(&me, &answer, &mut state, soon());
@@ -554,7 +607,14 @@ mod tests {
             max_step: 5,
             ..QuorumResult::default()
         };
-        publish(transport, &Lineage::default(), &answer, &Weights::of(&state)).unwrap();
+        publish(
+            transport,
+            HealOver::Http,
+            &Lineage::default(),
+            &answer,
+            &Weights::of(&state),
+        )
+        .unwrap();
     }
 
     #[test]

@@ -14,7 +14,7 @@ mod manager;
 mod quorum;
 mod reporter;
 
-pub use config::{ManagerConfig, WorldSizeMode};
+pub use config::{HealOver, ManagerConfig, WorldSizeMode};
 pub use manager::Manager;
 pub use protocol::Lineage;
 pub use replica::{Healed, ManagedWork, Members, Participation, Pending, Replica, State, States};

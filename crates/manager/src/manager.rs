@@ -2,14 +2,14 @@
 //!
 //! What comes next in a step, and what survives a failed attempt, is decided by [`protocol::rank::Rank`]; here it is carried
 //! out. Per step: quorum (over the manager server and the lighthouse; `quorum`, ahead of the caller's call if it began it) → publish a snapshot if somebody heals from here →
-//! configure the group if the epoch is new → heal if this replica is behind → all-reduces → vote. A pushed abort for the
+//! configure the group if the epoch is new → heal if this replica is behind, or send the snapshot over the group → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
-use checkpoint::{HttpTransport, Kept, TransportOptions};
+use checkpoint::{Distrusted, HttpTransport, Kept, Snapshot, TransportOptions};
 use coordination::{
     Cancel, CommitVote, ManagerClient, ManagerServer, ManagerServerConfig, PushEvent, QuorumRequest,
     QuorumResult, WatchGuard, is_refused,
@@ -21,7 +21,7 @@ use ftcore::{
 
 use identity::{Party, Role};
 
-use crate::config::{ManagerConfig, WorldSizeMode};
+use crate::config::{HealOver, ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
 use crate::ends::{Ends, NO_EPOCH};
 use crate::heal;
@@ -64,6 +64,10 @@ pub struct Manager {
     ahead: Ahead,
     /// What came in a heal that failed.
     kept: Kept,
+    /// Sources that sent wrong bytes over the group in a heal that failed.
+    distrusted: Distrusted,
+    /// The state that this attempt offers to members over the group.
+    offered: Option<Arc<Snapshot>>,
     reporter: Reporter,
     servers: Option<Servers>,
     _watch: WatchGuard,
@@ -99,11 +103,17 @@ impl Manager {
     /// Starts the replica's servers (on group rank 0), reaches the lighthouse and gets ready for the first quorum.
     ///
     /// `group` is configured by the manager from then on. Errors: `InvalidArgument` for the configuration, `Unsupported` for a group that cannot
-    /// be aborted or configured again, `Unavailable` if the lighthouse cannot be reached within `connect_timeout`, `Conflict` if an address is in
+    /// be aborted or configured again, or over which no state can travel with [`HealOver::Group`], `Unavailable` if the lighthouse cannot be reached within `connect_timeout`, `Conflict` if an address is in
     /// use.
     pub fn new(group: Arc<dyn ProcessGroup>, config: ManagerConfig) -> Result<Self> {
         config.validate()?;
         outlives_an_epoch(&*group)?;
+        if config.heal_over == HealOver::Group {
+            checkpoint::check_group(&*group).map_err(|e| {
+                let text = format!("ManagerConfig::heal_over is the group: {}", e.message());
+                Error::unsupported(text)
+            })?;
+        }
         let group = counted(group, config.timeout);
         let deadline = deadline_in(config.connect_timeout);
         let credentials = identity::credentials(config.credentials.as_ref())?;
@@ -202,6 +212,7 @@ impl Manager {
             replica_id: replica_id.clone(),
             group_rank: config.group_rank,
             timeout: config.timeout,
+            heal_over: config.heal_over,
         };
         let progress = Arc::new(AtomicU64::new(1));
         // Often enough that several messages may be lost, and rarely enough to cost nothing.
@@ -217,6 +228,8 @@ impl Manager {
             search,
             ahead: Ahead::None,
             kept: Kept::default(),
+            distrusted: Distrusted::default(),
+            offered: None,
             reporter,
             servers,
             _watch: watch,
@@ -355,6 +368,7 @@ impl Manager {
             self.rank.abandon();
         }
         self.pending = Pending::default();
+        self.offered = None;
         self.ends.begin(self.pending.clone());
     }
 
@@ -397,6 +411,23 @@ impl Manager {
         }
     }
 
+    /// Sends the state to the members that take it over the group: from now on, beside the step.
+    fn serve(&mut self, answer: &QuorumResult) {
+        let snapshot = self.offered.take();
+        let Some(snapshot) = snapshot.filter(|_| self.config.heal_over == HealOver::Group) else {
+            return;
+        };
+        let to = answer.serves_replica_ranks.clone();
+        if to.is_empty() {
+            return;
+        }
+        // Longer than a replica takes to heal: it ends the epoch if it cannot.
+        let deadline = deadline_in(self.config.timeout.saturating_mul(2));
+        if let Err(e) = checkpoint::serve_over_group(self.group.clone(), snapshot, to, deadline) {
+            self.lost(answer.quorum_id, &e);
+        }
+    }
+
     /// What `next` wants, until the step can begin or the attempt is lost. The recovery of this replica, if there was one.
     fn come_up(
         &mut self,
@@ -409,8 +440,11 @@ impl Manager {
         loop {
             next = match next {
                 Next::Offer { publish: true, .. } => {
-                    let offered = heal::publish(&self.transport, self.rank.lineage(), answer, state);
-                    self.rank.offered(offered)
+                    let heal_over = self.config.heal_over;
+                    let offered =
+                        heal::publish(&self.transport, heal_over, self.rank.lineage(), answer, state);
+                    self.rank
+                        .offered(offered.map(|snapshot| self.offered = Some(snapshot)))
                 }
                 Next::Offer { publish: false, keep } => {
                     if !keep {
@@ -422,6 +456,18 @@ impl Manager {
                     .search
                     .connect(&mut self.rank, answer, deadline, &Cancel::default()),
                 Next::Heal | Next::Fetch => {
+                    let (ends, epoch) = (&self.ends, answer.quorum_id);
+                    let is_over = || {
+                        let text = |why| format!("the epoch was over before the state was here: {why}");
+                        let why = ends.why_over(epoch);
+                        why.map_or(Ok(()), |why| Err(Error::new(ErrorKind::Aborted, text(why))))
+                    };
+                    let over_group = heal::OverGroup {
+                        group: &*self.group,
+                        distrusted: &self.distrusted,
+                        watch: &is_over,
+                    };
+                    let travels = self.config.heal_over == HealOver::Group && !answer.spare;
                     let me = heal::Behind {
                         replica_id: &self.replica_id,
                         group_rank: self.config.group_rank,
@@ -434,6 +480,7 @@ impl Manager {
                             .filter(|_| self.config.group_world_size > 1),
                         kept: &self.kept,
                         party: self.party.as_ref(),
+                        over_group: travels.then_some(over_group),
                     };
                     let outcome = heal::heal(&me, answer, state, limit()).map(|(healed, lineage)| {
                         recovery = Some(healed);
@@ -448,7 +495,14 @@ impl Manager {
                         self.rank.healed(outcome)
                     }
                 }
-                Next::Ask | Next::Ready | Next::Lost(_) | Next::End(_) => return (next, recovery),
+                Next::Ready => {
+                    if recovery.is_some() {
+                        self.distrusted.clear();
+                    }
+                    self.serve(answer);
+                    return (next, recovery);
+                }
+                Next::Ask | Next::Lost(_) | Next::End(_) => return (next, recovery),
             };
         }
     }

@@ -16,7 +16,9 @@ use ftcore::{
 };
 use protocol::rank::{Next, Rank};
 
+use crate::config::HealOver;
 use crate::ends::{Ends, NO_EPOCH};
+use crate::heal::replica;
 
 /// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
 pub(crate) const GONE: Duration = Duration::from_secs(1);
@@ -37,6 +39,12 @@ pub(crate) struct Search {
     pub(crate) group_rank: u32,
     /// For connecting the group.
     pub(crate) timeout: Duration,
+    pub(crate) heal_over: HealOver,
+}
+
+/// Under which key the replica of that rank says that its state travels over the group; absent: over HTTP.
+fn over_group(prefix: &str, replica_rank: u32) -> String {
+    format!("{prefix}/heal_over_group/{replica_rank}")
 }
 
 /// A quorum, and what it wants next.
@@ -123,7 +131,8 @@ impl Search {
         cancel: &Cancel,
     ) -> Next {
         let deadline = deadline_in(self.timeout).min(deadline);
-        let configured = self.configure(answer, deadline, cancel);
+        let is_new = rank.step() == 0 && rank.lineage().as_str().is_empty();
+        let configured = self.configure(answer, is_new, deadline, cancel);
         // A push that came while the group was connecting had nothing to abort.
         let broken = if configured.is_ok() {
             self.broken(rank)
@@ -133,7 +142,14 @@ impl Search {
         rank.configured(configured, broken)
     }
 
-    fn configure(&self, answer: &QuorumResult, deadline: Instant, cancel: &Cancel) -> Result<()> {
+    /// `is_new`: nothing would be lost with this replica's state.
+    fn configure(
+        &self,
+        answer: &QuorumResult,
+        is_new: bool,
+        deadline: Instant,
+        cancel: &Cancel,
+    ) -> Result<()> {
         let epoch = u64::try_from(answer.quorum_id).map_err(|_| {
             Error::new(
                 ErrorKind::Protocol,
@@ -151,9 +167,14 @@ impl Search {
         // Before the group connects a push has nothing to abort, and a member that is gone would be waited for until the deadline.
         let (ends, given_up, id) = (self.ends.clone(), cancel.clone(), answer.quorum_id);
         let in_vain = ftcore::Cancel::watching(move || ends.check(id, &given_up).err());
+        let prefix = epoch_prefix(epoch, self.group_rank);
+        if self.heal_over == HealOver::Group {
+            // Before this rank connects, so that it is there for all that have connected.
+            store.set(&over_group(&prefix, answer.replica_rank), b"1", deadline)?;
+        }
         let configuration = Configuration {
-            store,
-            prefix: epoch_prefix(epoch, self.group_rank),
+            store: store.clone(),
+            prefix: prefix.clone(),
             name: self.replica_id.clone(),
             epoch: Epoch(epoch),
             rank: answer.replica_rank,
@@ -161,7 +182,42 @@ impl Search {
             deadline,
             cancel: in_vain,
         };
-        self.group.configure(configuration)
+        self.group.configure(configuration)?;
+        self.agree_on_transport(answer, is_new, (&*store, &prefix), deadline)
+    }
+
+    /// If this replica heals: whether its sources send the state as it expects it.
+    fn agree_on_transport(
+        &self,
+        answer: &QuorumResult,
+        is_new: bool,
+        (store, prefix): (&dyn Store, &str),
+        deadline: Instant,
+    ) -> Result<()> {
+        if !answer.heal {
+            return Ok(());
+        }
+        for source in &answer.recover_sources {
+            let told = store.check(&[&over_group(prefix, source.replica_rank)], deadline)?;
+            let theirs = if told { HealOver::Group } else { HealOver::Http };
+            if theirs != self.heal_over {
+                // As with a state that does not fit: the one that joins is the odd one.
+                let kind = if is_new {
+                    ErrorKind::InvalidArgument
+                } else {
+                    ErrorKind::Mismatch
+                };
+                let text = format!(
+                    "replica '{}' heals over {}, its source {} over {}: set the same ManagerConfig::heal_over on all replicas",
+                    self.replica_id,
+                    self.heal_over.name(),
+                    replica(answer, source.replica_rank),
+                    theirs.name()
+                );
+                return Err(Error::new(kind, text).with_op("heal"));
+            }
+        }
+        Ok(())
     }
 
     /// As far as it goes without the state.

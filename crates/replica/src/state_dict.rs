@@ -65,9 +65,7 @@ pub fn writable(tensor: &mut Arc<Tensor>) -> Result<&mut Tensor> {
                 "host memory: only that is copied when it is shared",
             ));
         }
-        let mut copy = Tensor::zeros(tensor.dtype(), tensor.count()).reshape(tensor.shape())?;
-        copy.bytes_mut().copy_from_slice(tensor.bytes());
-        *tensor = Arc::new(copy);
+        *tensor = Arc::new(tensor.duplicate()?);
     }
     Arc::get_mut(tensor)
         .ok_or_else(|| Error::new(ErrorKind::Internal, "a tensor is shared that was just made"))

@@ -3,6 +3,8 @@
 //! The trainer calls `publish` and `retire`, which only change a table (`serving.rs`) under a lock that is never held
 //! across I/O; connections (`connection.rs`) look snapshots up there, and `pace.rs` cuts readers that do not read.
 //!
+//! Its threads want the processor less than the training does (`background.rs`): a replica that fetches outside the group costs what is left.
+//!
 //! Memory at a source is bounded: the newest two snapshots, at most two retired ones that still have readers, and
 //! one piece of a chunk per connection.
 
@@ -17,6 +19,7 @@ use identity::{Acceptor, Party};
 use tokio::sync::watch;
 
 use crate::Snapshot;
+use crate::background::yield_to_training;
 
 pub(crate) mod body;
 mod connection;
@@ -153,6 +156,7 @@ impl HttpTransport {
             // The blocking pool hashes snapshots, one at a time for a snapshot however many ask.
             .thread_name("ox-ckpt-hash")
             .max_blocking_threads(8)
+            .on_thread_start(yield_to_training)
             .build()
             .map_err(failed)?;
         let for_thread = Arc::clone(&serving);
@@ -162,6 +166,7 @@ impl HttpTransport {
         std::thread::Builder::new()
             .name("ox-ckpt".into())
             .spawn(move || {
+                yield_to_training();
                 let cut = runtime.block_on(connection::serve(listener, for_thread, limits, stopped));
                 runtime.shutdown_background();
                 // Nobody may be waiting any more.

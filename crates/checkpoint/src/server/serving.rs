@@ -166,6 +166,9 @@ impl Serving {
                 return false;
             }
             table.last_step = Some(snapshot.step());
+            if let Some(newest) = table.published.back().or(table.lingering.back()) {
+                snapshot.comes_after(&newest.snapshot);
+            }
             if let Some(at) = table
                 .published
                 .iter()

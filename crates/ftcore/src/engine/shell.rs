@@ -287,6 +287,7 @@ impl<D: Driver> Engine<D> {
             }
         };
         let (work, completer) = self.pair(number, &label, deadline);
+        completer.numbered(number);
         if let Some(recorder) = self.recorder.get() {
             completer.record(recorder.queued(&label.summary, None));
         }
