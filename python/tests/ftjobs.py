@@ -77,7 +77,8 @@ class Job:
             found = next((line for line in self.said(name) if line.get(key, least - 1) >= least), None)
             if found is not None:
                 return found
-            assert self.running[name].poll() in (None, 0), self.errors()
+            # Who ends wrongly is the cause of whatever does not come.
+            assert {process.poll() for process in self.running.values()} <= {None, 0}, self.errors()
             time.sleep(0.005)
         raise AssertionError(f"{name} did not tell a {key} of {least}: {self.said(name)[-3:]}\n{self.errors()}")
 

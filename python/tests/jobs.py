@@ -21,6 +21,25 @@ LIMIT = 120.0
 """Seconds that a job may take; far more than any needs."""
 
 
+_started: list[subprocess.Popen[str]] = []
+
+
+def program(command: list[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts a program, which does not outlive the test (`conftest.py`)."""
+    process = subprocess.Popen(command, text=True, **options)
+    _started.append(process)
+    return process
+
+
+def end_programs() -> None:
+    """Ends what still runs, and closes its pipes."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        with process:
+            pass
+
+
 def run(ranks: int, body: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
     """Calls ``body(world, *arguments)`` on each rank of a new job and gives what they return, by rank."""
     return run_with(oxccl.init, ranks, body, *arguments, **options)
@@ -114,12 +133,11 @@ def script(text: str, ranks: int, folder: Path, **environment: str) -> list[subp
         f"    while not all(os.path.exists('{folder}/ready' + str(r)) for r in range(ranks)):\n        time.sleep(0.001)\n"
     )
     return [
-        subprocess.Popen(
+        program(
             [sys.executable, "-X", "faulthandler", "-c", head + text, str(rank)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env={**os.environ, **environment},
         )
         for rank in range(ranks)

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import jobs
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -22,15 +24,9 @@ def run(name: str, ranks: int) -> list[str]:
         port = free.getsockname()[1]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     processes = [
-        subprocess.Popen([sys.executable, str(EXAMPLES / name)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
+        jobs.program([sys.executable, str(EXAMPLES / name)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(ranks)
     ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, said
     return said
 
