@@ -1,7 +1,8 @@
-"""Jobs for tests: ranks as processes that are spawned, each with a world of its own."""
+"""Jobs for tests: ranks as processes of their own, each with a world."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,13 @@ import oxccl
 LIMIT = 120.0
 """Seconds that a job may take; far more than any needs."""
 
+
+PRELOAD = ["numpy", "ml_dtypes", "pytest", "oxccl"]
+# Ranks are forked off a process that has imported what takes its time, and made no group.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(PRELOAD)
+# It takes a while to end, and the tests' end is the parent's.
+atexit.register(getattr(forkserver, "_forkserver")._stop)  # noqa: B009
 
 _started: list[subprocess.Popen[str]] = []
 
@@ -54,7 +63,7 @@ def run_with(
     **options: Any,
 ) -> list[Any]:
     """As `run`, where ``start(address, rank=, world_size=, **options)`` gives what `body` gets first, and `context` starts the processes."""
-    context = context or multiprocessing.get_context("spawn")
+    context = context or FORKS
     with tempfile.TemporaryDirectory() as folder:
         address = f"file://{folder}/meeting"
         processes = []
