@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -21,7 +23,7 @@ TESTS = Path(__file__).parent
 THEIRS = "(gloo or Gloo or functional or swallow or wrapper or managed) and not baby and not Baby"
 
 
-def theirs(module: str, folder: Path, *options: str) -> tuple[int, str]:
+def run_theirs(folder: Path, module: str, *options: str) -> tuple[int, str]:
     """Runs a test file of torchft's wheel with our classes in the place of its own: how many passed, and the output."""
     found = importlib.util.find_spec(module)
     assert found is not None
@@ -42,14 +44,25 @@ def theirs(module: str, folder: Path, *options: str) -> tuple[int, str]:
     return int(passed[1]), done.stdout
 
 
-def test_torchfts_own_tests_of_process_groups_pass(tmp_path: Path) -> None:
-    passed, said = theirs("torchft.process_group_test", tmp_path, "-k", THEIRS)
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[int, str]]]]:
+    """Both files at once: they wait more than they compute."""
+    files = {
+        "groups": ("torchft.process_group_test", "-k", THEIRS),
+        # Left out: the one that wants the words of a time-out in torchft's client. Our server answers first, and says which rank is missing.
+        "manager": ("torchft.manager_integ_test", "-p", "torchft_servers", "-k", "not test_quorum_timeout"),
+    }
+    with ThreadPoolExecutor() as pool:
+        yield {name: pool.submit(run_theirs, tmp_path_factory.mktemp(name), *file) for name, file in files.items()}
+
+
+def test_torchfts_own_tests_of_process_groups_pass(theirs: dict[str, Future[tuple[int, str]]]) -> None:
+    passed, said = theirs["groups"].result()
     assert passed >= 22, said
 
 
-def test_torchfts_own_tests_of_its_manager_pass_with_our_servers(tmp_path: Path) -> None:
-    # Left out: the one that wants the words of a time-out in torchft's client. Our server answers first, and says which rank is missing.
-    passed, said = theirs("torchft.manager_integ_test", tmp_path, "-p", "torchft_servers", "-k", "not test_quorum_timeout")
+def test_torchfts_own_tests_of_its_manager_pass_with_our_servers(theirs: dict[str, Future[tuple[int, str]]]) -> None:
+    passed, said = theirs["manager"].result()
     assert passed >= 6, said
     servers = re.search(r"manager servers of oxccl: (\d+)", said)
     assert servers is not None
