@@ -91,6 +91,8 @@ def verdict(name: str, text: str, is_interrupted: bool, folder: Path) -> str:
 
 def main() -> None:
     """Prints the table."""
+    # A shell starts what it runs in the background with SIGINT ignored, and the programs would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     runs = int(sys.argv[1]) if len(sys.argv) > 1 else 200
     part = sys.argv[2] if len(sys.argv) > 2 else ""
     ends = ("as it should", "crashed", "hung", "ended otherwise")
