@@ -45,4 +45,6 @@ def main() -> None:
     print(f"{kills} kills, to the next commit: p50 {statistics.median(took):.0f} ms, from {took[0]:.0f} to {took[-1]:.0f} ms")
 
 
-main()
+# Replicas are processes that import this file.
+if __name__ == "__main__":
+    main()

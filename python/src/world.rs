@@ -143,7 +143,7 @@ fn in_a_child(
         }),
         ..IsolateOptions::new(backend.name.clone(), device.clone())
     };
-    isolate::wrap(&backend, template).factory.create(device, options)
+    isolate::wrap(&backend, template).create(device, options)
 }
 
 impl World {

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import faulthandler
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-if importlib.util.find_spec("torch") is None:
-    pytest.skip(os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"), allow_module_level=True)
+import torchjobs  # noqa: F401 (skips where there is no torch)
+from jobs import FORKS
 
 LIMIT = 120.0
 """Seconds that a job may take; far more than any needs."""
@@ -34,6 +32,16 @@ def bits(parameters):
 """
 
 
+def _live(body: str, log: str, arguments: list[str], environment: dict[str, str]) -> None:
+    """A life of a replica, in a process of its own that has imported torch already."""
+    for number, path in ((1, log), (2, f"{log}.err")):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    faulthandler.enable()
+    os.environ.update(environment)
+    sys.argv = ["-c", *arguments]
+    exec(compile(body, "replica", "exec"), {"__name__": "__main__"})
+
+
 class Job:
     """Replicas of one program, by name."""
 
@@ -41,7 +49,7 @@ class Job:
         self.lighthouse = lighthouse
         self.body = HEAD + body
         self.folder = folder
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
+        self.running: dict[str, BaseProcess] = {}
         self.incarnations = 0
         self.logs: dict[str, Path] = {}
 
@@ -56,9 +64,11 @@ class Job:
     def _start(self, name: str, body: str, *arguments: Any, **environment: str) -> None:
         self.incarnations += 1
         log = self.folder / f"{name}.{self.incarnations}"
-        with open(log, "wb") as out, open(f"{log}.err", "wb") as err:
-            command = [sys.executable, "-X", "faulthandler", "-c", body, name, self.lighthouse, *map(str, arguments)]
-            self.running[name] = subprocess.Popen(command, stdout=out, stderr=err, env={**os.environ, **environment})
+        for path in (log, Path(f"{log}.err")):
+            path.touch()
+        process = FORKS.Process(target=_live, args=(body, str(log), [name, self.lighthouse, *map(str, arguments)], environment))
+        process.start()
+        self.running[name] = process
         self.logs[name] = log
 
     def said(self, name: str) -> list[dict[str, Any]]:
@@ -77,31 +87,39 @@ class Job:
             found = next((line for line in self.said(name) if line.get(key, least - 1) >= least), None)
             if found is not None:
                 return found
-            assert self.running[name].poll() in (None, 0), self.errors()
+            # Who ends wrongly is the cause of whatever does not come.
+            assert {process.exitcode for process in self.running.values()} <= {None, 0}, self.errors()
             time.sleep(0.005)
         raise AssertionError(f"{name} did not tell a {key} of {least}: {self.said(name)[-3:]}\n{self.errors()}")
 
     def kill(self, name: str) -> float:
         """Kills it; when, by the monotonic clock."""
         at = time.monotonic()
-        self.running[name].kill()
-        self.running.pop(name).wait()
+        process = self.running.pop(name)
+        process.kill()
+        process.join()
         return at
 
     def dies(self, name: str) -> None:
         """Waits until it has killed itself."""
-        assert self.running[name].wait(LIMIT) == -signal.SIGKILL, self.errors()
-        del self.running[name]
+        assert self._end(name) == -signal.SIGKILL, self.errors()
+
+    def fails(self, name: str) -> None:
+        """Waits until it has ended with an exception."""
+        assert self._end(name) == 1, self.errors()
+
+    def _end(self, name: str) -> int | None:
+        process = self.running.pop(name)
+        process.join(LIMIT)
+        return process.exitcode
 
     def ends(self) -> dict[str, dict[str, Any]]:
         """Waits for all that run; the last that each told."""
         until = time.monotonic() + LIMIT
         for process in self.running.values():
-            try:
-                process.wait(max(until - time.monotonic(), 0.1))
-            except subprocess.TimeoutExpired:
-                raise AssertionError(f"a replica does not end\n{self.errors()}") from None
-        assert {p.returncode for p in self.running.values()} == {0}, self.errors()
+            process.join(max(until - time.monotonic(), 0.1))
+            assert not process.is_alive(), f"a replica does not end\n{self.errors()}"
+        assert {p.exitcode for p in self.running.values()} == {0}, self.errors()
         return {name: self.said(name)[-1] for name in self.running}
 
     def __enter__(self) -> Job:
@@ -110,4 +128,4 @@ class Job:
     def __exit__(self, *_: object) -> None:
         for process in self.running.values():
             process.kill()
-            process.wait()
+            process.join()

@@ -1,7 +1,8 @@
-"""Jobs for tests: ranks as processes that are spawned, each with a world of its own."""
+"""Jobs for tests: ranks as processes of their own, each with a world."""
 
 from __future__ import annotations
 
+import atexit
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,32 @@ import oxccl
 
 LIMIT = 120.0
 """Seconds that a job may take; far more than any needs."""
+
+
+PRELOAD = ["numpy", "ml_dtypes", "pytest", "oxccl"]
+# Ranks are forked off a process that has imported what takes its time, and made no group.
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(PRELOAD)
+# It takes a while to end, and the tests' end is the parent's.
+atexit.register(getattr(forkserver, "_forkserver")._stop)  # noqa: B009
+
+_started: list[subprocess.Popen[str]] = []
+
+
+def program(command: list[str], **options: Any) -> subprocess.Popen[str]:
+    """Starts a program, which does not outlive the test (`conftest.py`)."""
+    process = subprocess.Popen(command, text=True, **options)
+    _started.append(process)
+    return process
+
+
+def end_programs() -> None:
+    """Ends what still runs, and closes its pipes."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        with process:
+            pass
 
 
 def run(ranks: int, body: Callable[..., Any], *arguments: Any, **options: Any) -> list[Any]:
@@ -35,7 +63,7 @@ def run_with(
     **options: Any,
 ) -> list[Any]:
     """As `run`, where ``start(address, rank=, world_size=, **options)`` gives what `body` gets first, and `context` starts the processes."""
-    context = context or multiprocessing.get_context("spawn")
+    context = context or FORKS
     with tempfile.TemporaryDirectory() as folder:
         address = f"file://{folder}/meeting"
         processes = []
@@ -114,12 +142,11 @@ def script(text: str, ranks: int, folder: Path, **environment: str) -> list[subp
         f"    while not all(os.path.exists('{folder}/ready' + str(r)) for r in range(ranks)):\n        time.sleep(0.001)\n"
     )
     return [
-        subprocess.Popen(
+        program(
             [sys.executable, "-X", "faulthandler", "-c", head + text, str(rank)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
             env={**os.environ, **environment},
         )
         for rank in range(ranks)

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import jobs
 import oxccl
 
 LIMIT = 120
@@ -48,17 +49,12 @@ def test_it_launches_replicas_with_a_lighthouse_of_its_own(tmp_path: Path) -> No
 
 
 def test_a_lighthouse_ends_in_order_when_it_is_interrupted() -> None:
-    program = [sys.executable, "-m", "oxccl", "lighthouse", "--bind", "127.0.0.1:0"]
-    process = subprocess.Popen(program, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stderr is not None
-        line = next(line for line in process.stderr if "lighthouse at" in line)
-        url = line.split("lighthouse at ")[1].split()[0]
-        assert oxccl.LighthouseClient(url).status()["leads"]
-        process.send_signal(signal.SIGINT)
-        _, rest = process.communicate(timeout=LIMIT)
-        assert process.returncode == 0, rest
-        assert "Traceback" not in rest
-    finally:
-        process.kill()
-        process.wait()
+    process = jobs.program([sys.executable, "-m", "oxccl", "lighthouse", "--bind", "127.0.0.1:0"], stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    line = next(line for line in process.stderr if "lighthouse at" in line)
+    url = line.split("lighthouse at ")[1].split()[0]
+    assert oxccl.LighthouseClient(url).status()["leads"]
+    process.send_signal(signal.SIGINT)
+    _, rest = process.communicate(timeout=LIMIT)
+    assert process.returncode == 0, rest
+    assert "Traceback" not in rest

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import jobs
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
@@ -22,15 +24,9 @@ def run(name: str, ranks: int) -> list[str]:
         port = free.getsockname()[1]
     shared = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
     processes = [
-        subprocess.Popen([sys.executable, str(EXAMPLES / name)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(ranks)
+        jobs.program([sys.executable, str(EXAMPLES / name)], env={**shared, "RANK": str(rank)}, stdout=subprocess.PIPE) for rank in range(ranks)
     ]
-    try:
-        said = [process.communicate(timeout=120)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    said = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * ranks, said
     return said
 
@@ -48,6 +44,15 @@ def test_numpy_all_reduce(ranks: int) -> None:
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason=os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason=os.environ.get("OXCCL_TEST_NO_JAX", "JAX is not installed"))
+def test_jax_data_parallel() -> None:
+    said = "".join(run("jax_data_parallel.py", 2))
+    digests = re.findall(r"rank \d parameters (\w{16})", said)
+    assert len(digests) == 2 and len(set(digests)) == 1, said
+    first, last = (sum(float(x) for x in re.findall(rf"step {n} loss (\S+)", said)) for n in (0, 299))
+    assert last < first / 4, said
+
+
 @needs_torch
 def test_ft_transformer() -> None:
     said = subprocess.run([sys.executable, str(EXAMPLES / "ft_transformer.py")], stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
@@ -58,6 +63,18 @@ def test_ft_transformer() -> None:
     assert 2 in participants[20:] and participants[-1] == 3, said
     losses = [float(x) for x in re.findall(r"loss (\S+)", said)]
     assert losses[-1] < 3.5 < losses[0], said
+
+
+@needs_torch
+def test_ft_hsdp() -> None:
+    said = subprocess.run([sys.executable, str(EXAMPLES / "ft_hsdp.py")], stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+    ends = re.findall(r"^(\w): done: parameters (\w+)$", said, re.MULTILINE)
+    assert [name for name, _ in ends] == ["a", "a", "b", "b"], said
+    assert len({digest for _, digest in ends}) == 1, said
+    participants = [int(n) for n in re.findall(r"participants (\d)", said)]
+    assert 1 in participants[20:] and participants[-1] == 2, said
+    losses = [float(x) for x in re.findall(r"loss (\S+)", said)]
+    assert losses[-1] < losses[0] / 10, said
 
 
 @needs_torch

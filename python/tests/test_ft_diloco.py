@@ -34,15 +34,24 @@ pause, stop = float(sys.argv[4]), sys.argv[5]
 fragments = [net[0], net[2]] if options.pop("fragments", 1) == 2 else [net]
 group = oxccl.QuantizedGroup(options.pop("format"), error_feedback=True) if "format" in options else None
 last = options.pop("last", 10**6)
-manager = ft.Manager(group, inner.load_state_dict, inner.state_dict, min_replica_size=options.pop("least", 1), use_async_quorum=False,
+step = 0
+def save():
+    return {"inner": inner.state_dict(), "step": step}
+def load(state):
+    global step
+    inner.load_state_dict(state["inner"])
+    step = state["step"]
+manager = ft.Manager(group, load, save, min_replica_size=options.pop("least", 1), use_async_quorum=False,
+                     init_sync=options.pop("init_sync", True),
                      timeout=30, quorum_timeout=60, replica_id=name, lighthouse_addr=lighthouse)
-local = options.pop("local", False)
+local, folder = options.pop("local", False), options.pop("folder", None)
 if local:
     rounds = ft.LocalSGD(manager, net, inner, 4)
 else:
     outer = torch.optim.SGD(net.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     rounds = ft.DiLoCo(manager, fragments, inner, outer, options.pop("sync_every", 4), **options)
-step = 0
+checkpoints = ft.Checkpoints(folder, place, 2) if folder else None
+went_on = rounds.restore(checkpoints) if checkpoints else None
 with rounds:
     tell(step=manager.current_step(), healed=[r.healed for r in rounds.reports], hash=rounds.global_hash())
     while manager.current_step() <= last:
@@ -51,11 +60,16 @@ with rounds:
             last = int(open(stop).read())
         inner_step(net, inner, step, place)
         step += 1
+        if rounds.reports and checkpoints:
+            # Else the next one is left out.
+            checkpoints.flush()
+            assert rounds.save(checkpoints)
+            tell(saved=manager.current_step())
         for r in rounds.reports:
             tell(step=manager.current_step(), contributors=r.contributors, healed=r.healed, hash=rounds.global_hash())
-    traffic = manager._replica.traffic().sent
+    traffic, batches = manager._replica.traffic().sent, manager.batches_committed()
 rounds.finish()
-tell(done=1, hash=rounds.global_hash(), bits=bits(net.parameters()), sent=traffic)
+tell(done=1, hash=rounds.global_hash(), bits=bits(net.parameters()), sent=traffic, went_on=went_on, batches=batches)
 """
 )
 
@@ -133,6 +147,77 @@ def test_a_replica_that_is_killed_heals_and_all_end_equal(how: str, tmp_path: Pa
     steps = [line["step"] for line in said if "contributors" in line]
     assert steps == list(range(steps[0], steps[0] + len(steps)))
     assert ended["a"]["hash"] == ended["b"]["hash"] == ended["c"]["hash"]
+
+
+def test_a_job_that_was_killed_goes_on_from_its_checkpoints_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+    how = '{"fragments": 2, "fragment_sync_delay": 1, "fragment_update_alpha": 0.5, "least": 2, "format": "int8", "last": 10, "init_sync": false'
+    undisturbed, killed = f"{how}}}", f'{how}, "folder": "{tmp_path}/disk"}}'
+    with oxccl.Lighthouse(min_replicas=2, initial_replicas=2) as lighthouse, Job(lighthouse.address, TRAIN, tmp_path) as job:
+        for name in ("a", "b"):
+            job.start(name, undisturbed, 0, "none")
+        expected = job.ends()
+    with oxccl.Lighthouse(min_replicas=2, initial_replicas=2) as lighthouse, Job(lighthouse.address, TRAIN, tmp_path) as job:
+        for name in ("a", "b"):
+            job.start(name, killed, 0.02, "none")
+        job.until("b", "saved", 5)
+        for name in ("a", "b"):
+            job.kill(name)
+    with oxccl.Lighthouse(min_replicas=2, initial_replicas=2) as lighthouse, Job(lighthouse.address, TRAIN, tmp_path) as job:
+        for name in ("a", "b"):
+            job.start(name, killed, 0, "none")
+        ended = job.ends()
+    assert 3 <= ended["a"]["went_on"] == ended["b"]["went_on"] < 10
+    for name in ("a", "b"):
+        assert {key: ended[name][key] for key in ("hash", "bits", "batches")} == {key: expected[name][key] for key in ("hash", "bits", "batches")}
+
+
+def test_checkpoints_that_are_damaged_or_of_another_model_are_refused(tmp_path: Path) -> None:
+    import torch
+
+    from oxccl import ft
+
+    def run(lighthouse: str, width: int = 2) -> tuple[Any, Any, Any]:
+        net = torch.nn.Linear(width, 2)
+        inner = torch.optim.SGD(net.parameters(), lr=0.1)
+        manager = ft.Manager(load_state_dict=inner.load_state_dict, state_dict=inner.state_dict, lighthouse_addr=lighthouse)
+        return manager, ft.LocalSGD(manager, net, inner, 1), inner
+
+    with pytest.raises(oxccl.InvalidArgument, match="replica 2 of 2"):
+        ft.Checkpoints(tmp_path, 2, 2)
+    with oxccl.Lighthouse() as lighthouse:
+        checkpoints = ft.Checkpoints(tmp_path, 0, 1)
+        with pytest.raises(oxccl.Error, match="being written by another process"):
+            ft.Checkpoints(tmp_path, 0, 1, timeout=0)
+        manager, rounds, inner = run(lighthouse.address)
+        assert rounds.restore(checkpoints) is None
+        with pytest.raises(oxccl.Error) as early:
+            rounds.save(checkpoints)
+        assert early.value.kind == "InvalidState"
+        with rounds:
+            for _ in range(2):
+                inner.step()
+                assert rounds.save(checkpoints)
+                checkpoints.flush()
+        assert (checkpoints.step, checkpoints.error) == (3, None)
+        manager.shutdown()
+        assert [int(file.stem.split("-")[1]) for file in sorted((tmp_path / "replica-0").glob("step-*"))] == [2, 3]
+        manager, rounds, _ = run(lighthouse.address, 3)
+        with pytest.raises(oxccl.Error):
+            rounds.restore(checkpoints)
+        manager.shutdown()
+        newest = tmp_path / "replica-0" / "step-000000000003.safetensors"
+        newest.write_bytes(newest.read_bytes()[:-1])
+        manager, rounds, _ = run(lighthouse.address)
+        with pytest.warns(UserWarning, match="left out.*step-000000000003"):
+            assert rounds.restore(checkpoints) == 2
+        assert manager.current_step() == 2
+        manager.shutdown()
+        (tmp_path / "replica-0" / "step-000000000002.safetensors").write_bytes(b"")
+        manager, rounds, _ = run(lighthouse.address)
+        with pytest.raises(oxccl.Error, match="is whole") as refused:
+            rounds.restore(checkpoints)
+        assert refused.value.kind == "Corrupt"
+        manager.shutdown()
 
 
 def test_what_the_outer_steps_do_not_do_is_refused() -> None:

@@ -7,12 +7,13 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import torchjobs  # noqa: F401 (skips where there is no torch)
+from ftjobs import Job  # skips where there is no torch
 
 if importlib.util.find_spec("torchft") is None:
     pytest.skip("torchft is not installed", allow_module_level=True)
@@ -22,7 +23,7 @@ TESTS = Path(__file__).parent
 THEIRS = "(gloo or Gloo or functional or swallow or wrapper or managed) and not baby and not Baby"
 
 
-def theirs(module: str, folder: Path, *options: str) -> tuple[int, str]:
+def run_theirs(folder: Path, module: str, *options: str) -> tuple[int, str]:
     """Runs a test file of torchft's wheel with our classes in the place of its own: how many passed, and the output."""
     found = importlib.util.find_spec(module)
     assert found is not None
@@ -43,78 +44,92 @@ def theirs(module: str, folder: Path, *options: str) -> tuple[int, str]:
     return int(passed[1]), done.stdout
 
 
-def test_torchfts_own_tests_of_process_groups_pass(tmp_path: Path) -> None:
-    passed, said = theirs("torchft.process_group_test", tmp_path, "-k", THEIRS)
+@pytest.fixture(scope="module")
+def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Future[tuple[int, str]]]]:
+    """Both files at once: they wait more than they compute."""
+    files = {
+        "groups": ("torchft.process_group_test", "-k", THEIRS),
+        # Left out: the one that wants the words of a time-out in torchft's client. Our server answers first, and says which rank is missing.
+        "manager": ("torchft.manager_integ_test", "-p", "torchft_servers", "-k", "not test_quorum_timeout"),
+    }
+    with ThreadPoolExecutor() as pool:
+        yield {name: pool.submit(run_theirs, tmp_path_factory.mktemp(name), *file) for name, file in files.items()}
+
+
+def test_torchfts_own_tests_of_process_groups_pass(theirs: dict[str, Future[tuple[int, str]]]) -> None:
+    passed, said = theirs["groups"].result()
     assert passed >= 22, said
 
 
-def test_torchfts_own_tests_of_its_manager_pass_with_our_servers(tmp_path: Path) -> None:
-    # Left out: the one that wants the words of a time-out in torchft's client. Our server answers first, and says which rank is missing.
-    passed, said = theirs("torchft.manager_integ_test", tmp_path, "-p", "torchft_servers", "-k", "not test_quorum_timeout")
+def test_torchfts_own_tests_of_its_manager_pass_with_our_servers(theirs: dict[str, Future[tuple[int, str]]]) -> None:
+    passed, said = theirs["manager"].result()
     assert passed >= 6, said
     servers = re.search(r"manager servers of oxccl: (\d+)", said)
     assert servers is not None
     assert int(servers[1]) >= 12, said
 
 
+# A step takes a while, as a real one does: alone a replica would do a thousand in a second.
 REPLICA = """
-import os, sys, torch
 from datetime import timedelta
 from torch.distributed import TCPStore
 from torchft import Manager
 from oxccl.torchft import ProcessGroupOxccl
 
-name, until = sys.argv[1], int(sys.argv[2])
+stop = sys.argv[3]
 model = torch.nn.Linear(4, 2, bias=False)
 torch.nn.init.zeros_(model.weight)
 store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-state = lambda: {k: v.clone() for k, v in model.state_dict().items()}
 manager = Manager(
     pg=ProcessGroupOxccl(timeout=timedelta(seconds=20)), min_replica_size=1, replica_id=name,
-    load_state_dict=lambda s: model.load_state_dict(s), state_dict=state, use_async_quorum=False,
-    store_addr="localhost", store_port=store.port, rank=0, world_size=1,
+    load_state_dict=model.load_state_dict, state_dict=lambda: {k: v.clone() for k, v in model.state_dict().items()}, use_async_quorum=False,
+    store_addr="localhost", store_port=store.port, rank=0, world_size=1, lighthouse_addr=lighthouse,
     timeout=timedelta(seconds=20), quorum_timeout=timedelta(seconds=60), hostname="localhost",
 )
-most, met = 0, None
-# So many steps after both have met, whichever came first.
-while met is None or manager.current_step() < met + until:
+last = most = 0
+while not last or manager.current_step() < last:
+    time.sleep(0.01)
+    if os.path.exists(stop):
+        last = int(open(stop).read())
     manager.start_quorum()
     grad = torch.full((2, 4), float(manager.current_step() + 1))
     manager.allreduce(grad).wait()
     if manager.should_commit():
-        most = max(most, manager.num_participants())
-        if met is None and most > 1:
-            met = manager.current_step()
         with torch.no_grad():
             model.weight -= 0.1 * grad
-    print("step", manager.current_step(), flush=True)
-    if name == "short" and met is not None and manager.current_step() >= met + 3:
-        os._exit(9)
-print("done", most, manager.current_step(), model.weight.sum().item(), flush=True)
+        members = manager.num_participants()
+        most = max(most, members)
+        tell(step=manager.current_step(), members=members, left_alone=most - members)
+    else:
+        tell(lost=manager.current_step(), error=str(manager.errored()))
+tell(done=manager.current_step(), total=model.weight.sum().item())
 manager.shutdown(wait=False)
 os._exit(0)
 """
 
 
-def test_torchfts_manager_trains_on_after_a_replica_has_died() -> None:
+@pytest.mark.parametrize("first", ["survives", "dies"])
+def test_torchfts_manager_trains_on_after_a_replica_has_died(first: str, tmp_path: Path) -> None:
     from torchft.coordination import LighthouseServer
 
+    stop = tmp_path / "stop"
+    second = "dies" if first == "survives" else "survives"
     lighthouse = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=60_000, heartbeat_timeout_ms=1500)
     port = lighthouse.address().rsplit(":", 1)[1]
-    environment: dict[str, Any] = {**os.environ, "TORCHFT_LIGHTHOUSE": f"http://127.0.0.1:{port}"}
-    replicas = [
-        subprocess.Popen([sys.executable, "-c", REPLICA, name, "12"], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-        for name in ("long", "short")
-    ]
     try:
-        said = [replica.communicate(timeout=150)[0] for replica in replicas]
+        with Job(f"http://127.0.0.1:{port}", REPLICA, tmp_path) as job:
+            job.start(first, stop)
+            job.until(first, "step", 1)
+            job.start(second, stop)
+            for name in (first, second):
+                job.until(name, "members", 2)
+            job.kill("dies")
+            alone = job.until("survives", "left_alone", 1)["step"]
+            (tmp_path / "new").write_text(str(alone + 5))
+            (tmp_path / "new").rename(stop)
+            ended = job.ends()["survives"]
     finally:
-        for replica in replicas:
-            replica.kill()
         lighthouse.shutdown()
-    assert replicas[1].returncode == 9, said[1]
-    assert replicas[0].returncode == 0, said[0]
-    most, steps, total = re.findall(r"done (\d+) (\d+) (\S+)", said[0])[0]
-    assert int(most) == 2, said[0]
-    # Each step changes eight weights by a tenth of its number.
-    assert float(total) == pytest.approx(-0.1 * 8 * sum(range(1, int(steps) + 1)), rel=1e-4), said[0]
+    assert ended["done"] >= alone + 5
+    # Each step changes eight weights by a tenth of its number: none was lost, and none counted twice.
+    assert ended["total"] == pytest.approx(-0.1 * 8 * sum(range(1, ended["done"] + 1)), rel=1e-4)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import atexit
 import importlib.util
-import multiprocessing
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from multiprocessing import forkserver
 from typing import Any
 
 import pytest
@@ -18,11 +15,9 @@ import jobs
 if importlib.util.find_spec("torch") is None:
     pytest.skip(os.environ.get("OXCCL_TEST_NO_TORCH", "torch is not installed"), allow_module_level=True)
 
-# Ranks are forked off a process that has imported torch, which takes seconds, and made no group.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "oxccl.torch"])
-# It takes a while to end, and the tests' end is the parent's.
-atexit.register(getattr(forkserver, "_forkserver")._stop)  # noqa: B009
+jobs.FORKS.set_forkserver_preload(
+    [*jobs.PRELOAD, "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.checkpoint", "oxccl.torch", "oxccl.ft"]
+)
 
 
 def start(address: str, *, rank: int, world_size: int, backend: str) -> Any:
@@ -38,4 +33,4 @@ def start(address: str, *, rank: int, world_size: int, backend: str) -> Any:
 
 def run(ranks: int, body: Callable[..., Any], *arguments: Any, backend: str = "oxccl") -> list[Any]:
     """Calls ``body(torch.distributed, *arguments)`` on each rank."""
-    return jobs.run_with(start, ranks, body, *arguments, backend=backend, context=_CONTEXT)
+    return jobs.run_with(start, ranks, body, *arguments, backend=backend)

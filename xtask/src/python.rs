@@ -1,7 +1,7 @@
 //! The Python package: an environment with its tools in the user's cache, the package built and installed as a user would, and its checks.
 //!
-//! The environments in the cache are shared by all work trees and hold only what comes from PyPI: the tools (60 MB), and torch, with which its backend is
-//! tested. The package goes into one of its own below the target directory, which looks into the shared ones.
+//! The environments in the cache are shared by all work trees and hold only what comes from PyPI: the tools (60 MB), torch, with which its backend is
+//! tested, and JAX, for an example. The package goes into one of its own below the target directory, which looks into the shared ones.
 
 use std::env;
 use std::ffi::OsString;
@@ -59,6 +59,26 @@ const BESIDES: &[&str] = &[
     "parameterized==0.9.0",
     "sympy",
 ];
+
+/// JAX for the CPU, for its example. NumPy and `ml_dtypes` are among the tools.
+const JAX: &[&str] = &[
+    "jax==0.10.2",
+    "jaxlib==0.10.2",
+    "opt_einsum==3.4.0",
+    "scipy==1.17.1",
+];
+
+/// JAX in the cache; made on the first call, found by later ones.
+fn prepare_jax() -> Result<PathBuf> {
+    let place = Place {
+        folder: &format!("python-jax-3{}", minor_version()?),
+        recipe: &JAX.join(" "),
+        notice: "python: fetching JAX for its example (125 MB, once; 530 MB on disk)",
+    };
+    wheels::make_once(&place, |fresh| {
+        install(fresh, JAX, &["--no-deps", "--no-cache-dir"])
+    })
+}
 
 /// torch in the cache; made on the first call, found by later ones.
 pub(crate) fn prepare_torch() -> Result<PathBuf> {
@@ -132,17 +152,21 @@ pub(crate) struct Step {
     pub(crate) command: Command,
 }
 
-/// Where the tests find why there is no torch here.
+/// Where the tests find why there is no torch here, or no JAX.
 const NO_TORCH: &str = "OXCCL_TEST_NO_TORCH";
+const NO_JAX: &str = "OXCCL_TEST_NO_JAX";
 
-/// What builds and installs the package, and what checks it then; the last step runs the tests. Where torch cannot be fetched its tests are skipped.
+/// What builds and installs the package, and what checks it then; the last step runs the tests. Where torch or JAX cannot be fetched, their tests are
+/// skipped.
 pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)> {
     let tools = prepare()?;
-    let torch = prepare_torch();
-    if let Err(error) = &torch
-        && !error.is::<Unfetched>()
-    {
-        bail!("torch: {error:#}");
+    let (torch, jax) = (prepare_torch(), prepare_jax());
+    for (name, prepared) in [("torch", &torch), ("JAX", &jax)] {
+        if let Err(error) = prepared
+            && !error.is::<Unfetched>()
+        {
+            bail!("{name}: {error:#}");
+        }
     }
     let package = root.join("python");
     let own = target.join("python");
@@ -167,8 +191,8 @@ pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)
     };
     let venv = installed.to_string_lossy().into_owned();
     let mut others = vec![site_packages(&tools)?.display().to_string()];
-    if let Ok(torch) = &torch {
-        others.push(site_packages(torch)?.display().to_string());
+    for found in [&torch, &jax].into_iter().flatten() {
+        others.push(site_packages(found)?.display().to_string());
     }
     let look = format!(
         "import pathlib, sysconfig; pathlib.Path(sysconfig.get_path('purelib'), 'others.pth').write_text(chr(10).join({others:?}) + chr(10))"
@@ -206,8 +230,10 @@ pub(crate) fn steps(root: &Path, target: &Path) -> Result<(Vec<Step>, Vec<Step>)
         &installed,
         &["-m", "pytest", "-p", "no:cacheprovider", "--color=no", "-rfs"],
     );
-    if let Err(error) = &torch {
-        pytest.env(NO_TORCH, format!("{error:#}"));
+    for (name, prepared) in [(NO_TORCH, &torch), (NO_JAX, &jax)] {
+        if let Err(error) = prepared {
+            pytest.env(name, format!("{error:#}"));
+        }
     }
     let check = vec![
         step("cargo fmt", fmt),

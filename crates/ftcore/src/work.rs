@@ -239,8 +239,8 @@ impl Work {
         self.0.kind
     }
 
-    /// The number that messages call it by (`all_reduce #41`), from 0 within a configuration of its group. `None` where the backend does not
-    /// number it: messages between two ranks over gloo, for example.
+    /// The number by which errors and traces call it (`all_reduce #41`), counted within a configuration of its group. `None` where the
+    /// backend does not number it: messages between two ranks over gloo, for example.
     pub fn sequence(&self) -> Option<u64> {
         self.0.sequence.get().copied()
     }

@@ -4,9 +4,10 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use oxccl::core::{Error, ErrorKind, Result};
 use oxccl::diloco::{Diloco, DilocoConfig, FragmentPlan, OuterOptimizer, RoundReport, TensorParameters};
-use oxccl::manager::State;
+use oxccl::manager::{Lineage, Replica, State};
 use pyo3::prelude::*;
 
+use super::checkpoints::PyCheckpoints;
 use super::replica::{Core, PyReplica, Shared};
 use super::states;
 use crate::errors::Raise;
@@ -16,6 +17,9 @@ use crate::options;
 use crate::quantized::QuantizedGroup;
 
 type Run = Diloco<Shared, TensorParameters>;
+
+/// The batches that led to a saved state, in its metadata.
+const BATCHES: &str = "python.batches";
 
 /// What a finished round was like.
 #[pyclass(frozen, get_all, module = "oxccl._oxccl")]
@@ -78,6 +82,17 @@ impl PyDiloco {
         states: &Bound<'_, PyAny>,
         call: impl FnOnce(&mut Run, &mut dyn State) -> Result<Vec<RoundReport>> + Send + 'static,
     ) -> PyResult<Vec<Round>> {
+        let reports = self.call(py, states, call)?;
+        Ok(reports.into_iter().map(Round::from).collect())
+    }
+
+    /// A call of the run that asks for the state, or hands one over.
+    fn call<T: Send + 'static>(
+        &self,
+        py: Python<'_>,
+        states: &Bound<'_, PyAny>,
+        call: impl FnOnce(&mut Run, &mut dyn State) -> Result<T> + Send + 'static,
+    ) -> PyResult<T> {
         self.core.is_at_home().or_raise(py)?;
         let run = self.run.clone();
         let call = move |state: &mut dyn State| {
@@ -87,9 +102,9 @@ impl PyDiloco {
             })?;
             call(&mut run, state)
         };
-        let reports = states::run(py, states, || self.core.interrupt(), call)?;
+        let found = states::run(py, states, || self.core.interrupt(), call)?;
         self.core.configured();
-        Ok(reports.into_iter().map(Round::from).collect())
+        Ok(found)
     }
 }
 
@@ -174,6 +189,59 @@ impl PyDiloco {
     fn finish(&self, py: Python<'_>, states: &Bound<'_, PyAny>) -> PyResult<()> {
         self.rounds(py, states, |run, state| run.finish(state).map(|()| Vec::new()))
             .map(drop)
+    }
+
+    /// Hands everything that this replica goes on from to the thread that writes. False if it is still at the one before.
+    fn save(
+        &self,
+        py: Python<'_>,
+        states: &Bound<'_, PyAny>,
+        checkpoints: &Bound<'_, PyCheckpoints>,
+    ) -> PyResult<bool> {
+        let disk = checkpoints.get().disk().or_raise(py)?;
+        if disk.is_busy() {
+            return Ok(false);
+        }
+        let core = self.core.clone();
+        self.call(py, states, move |run, state| {
+            let mut saved = run.save(state)?;
+            let (lineage, batches) =
+                core.within(|m| Ok((m.lineage().as_str().to_owned(), m.batches_committed())))?;
+            saved.set_metadata(BATCHES, batches.to_string());
+            Ok(disk.offer(run.step(), &lineage, saved))
+        })
+    }
+
+    /// Before `begin`: goes on from the newest checkpoint that all replicas have. Its step, or `None` if there is none; and which ones are damaged.
+    fn restore(
+        &self,
+        py: Python<'_>,
+        states: &Bound<'_, PyAny>,
+        checkpoints: &Bound<'_, PyCheckpoints>,
+    ) -> PyResult<(Option<i64>, Vec<String>)> {
+        let disk = checkpoints.get().disk().or_raise(py)?;
+        let core = self.core.clone();
+        self.call(py, states, move |run, state| {
+            let search = disk.newest()?;
+            let damaged = search.damaged.iter().map(ToString::to_string).collect::<Vec<_>>();
+            let Some(found) = search.found else {
+                if damaged.is_empty() {
+                    return Ok((None, damaged));
+                }
+                let text = format!(
+                    "no checkpoint of this replica under {} is whole, and a run does not begin anew over them: move them away, \
+                     then it heals from another replica or begins anew ({})",
+                    disk.root().display(),
+                    damaged.join("; ")
+                );
+                return Err(Error::new(ErrorKind::Corrupt, text));
+            };
+            let batches = found.state.metadata().get(BATCHES).and_then(|b| b.parse().ok());
+            let lineage = Lineage::from_peer(found.lineage);
+            core.within(|m| m.restore(found.step, lineage, batches.unwrap_or_default()))?;
+            run.restore(&found.state, state)?;
+            Ok((Some(found.step), damaged))
+        })
     }
 
     /// A hash over the global parameters, equal on all replicas of the same step.

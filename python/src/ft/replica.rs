@@ -40,7 +40,7 @@ impl Core {
     }
 
     /// For a call on the thread of another one, which it is a part of.
-    fn within<R>(&self, call: impl FnOnce(&mut Manager) -> Result<R>) -> Result<R> {
+    pub(crate) fn within<R>(&self, call: impl FnOnce(&mut Manager) -> Result<R>) -> Result<R> {
         self.lock().as_mut().map_or_else(|| Err(shut_down()), call)
     }
 

@@ -18,9 +18,25 @@ from __future__ import annotations
 
 from oxccl.ft._data import DistributedSampler
 from oxccl.ft._ddp import DistributedDataParallel
-from oxccl.ft._local_sgd import DiLoCo, LocalSGD
+from oxccl.ft._local_sgd import Checkpoints, DiLoCo, LocalSGD
 from oxccl.ft._manager import Manager, ProcessGroupGloo, WorldSizeMode
+from oxccl.ft._mesh import ManagedDeviceMesh, ManagedProcessGroup, ft_init_device_mesh, fully_shard
 from oxccl.ft._optim import Optimizer
 from oxccl.ft._work import Work
 
-__all__ = ["DiLoCo", "DistributedDataParallel", "DistributedSampler", "LocalSGD", "Manager", "Optimizer", "ProcessGroupGloo", "Work", "WorldSizeMode"]
+__all__ = [
+    "Checkpoints",
+    "DiLoCo",
+    "DistributedDataParallel",
+    "DistributedSampler",
+    "LocalSGD",
+    "ManagedDeviceMesh",
+    "ManagedProcessGroup",
+    "Manager",
+    "Optimizer",
+    "ProcessGroupGloo",
+    "Work",
+    "WorldSizeMode",
+    "ft_init_device_mesh",
+    "fully_shard",
+]

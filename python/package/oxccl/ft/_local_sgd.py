@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
@@ -12,6 +14,39 @@ from torch import nn
 import oxccl
 from oxccl import _oxccl
 from oxccl.ft._manager import Manager
+
+
+class Checkpoints:
+    """A replica's checkpoints in a folder on disk, for `DiLoCo.save` and `DiLoCo.restore`.
+
+    ``FOLDER/replica-R/step-S.safetensors`` is the state in which step S begins. A file is there whole or not at all, and sealed with a hash. One
+    process has a replica's folder open at a time; the folder may be shared by all replicas or be each machine's own.
+
+    Args:
+        folder: where the folders of the replicas are.
+        replica: the number of this one, the same in each of its lives.
+        replicas: how many there may be; each goes on from a step that all those have which have checkpoints here.
+        keep: the newest ones that stay.
+        timeout: seconds to wait for a process that still has the folder open, as one that is dying.
+
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], replica: int, replicas: int, keep: int = 3, timeout: float = 10.0) -> None:
+        self._folder = _oxccl._Checkpoints(folder, replica, replicas, keep, timeout)
+
+    def flush(self, timeout: float = 60.0) -> None:
+        """Waits until nothing is being written, as before the process ends. Raises what the last write failed of, such as a full disk."""
+        self._folder.flush(timeout)
+
+    @property
+    def step(self) -> int | None:
+        """The step of the newest checkpoint that this process has written."""
+        return self._folder.step
+
+    @property
+    def error(self) -> oxccl.Error | None:
+        """What the last write failed of; the checkpoints before it are as they were."""
+        return self._folder.error
 
 
 class _Rounds:
@@ -74,6 +109,25 @@ class _Rounds:
         """
         self._run.finish(self._manager._states)
         self._manager.shutdown()
+
+    def save(self, checkpoints: Checkpoints) -> bool:
+        """Hands all that this replica goes on from to `checkpoints`, which write it beside the training. Between two inner steps, once it has begun.
+
+        That is the parameters, what outer steps and error feedback remember, and the manager's state functions. False if the checkpoint before is
+        still being written: this one is left out then.
+        """
+        return self._run.save(self._manager._states, checkpoints._folder)
+
+    def restore(self, checkpoints: Checkpoints) -> int | None:
+        """Goes on from the newest checkpoint that all replicas have, whole; its step, or None if there is none. Before the context begins.
+
+        If all replicas do so, the run ends as one that was never stopped; a replica that is behind the others heals. If this replica has
+        checkpoints of which none is whole, it raises.
+        """
+        step, damaged = self._run.restore(self._manager._states, checkpoints._folder)
+        for text in damaged:
+            warnings.warn(f"a checkpoint is left out: {text}", stacklevel=2)
+        return step
 
     def global_hash(self) -> str:
         """A hash over the parameters as of the last round, equal on all replicas of the same round."""

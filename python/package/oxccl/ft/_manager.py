@@ -50,15 +50,18 @@ class States:
     def __init__(self, allow_pickle: bool) -> None:
         self.allow_pickle = allow_pickle
         self.functions: dict[str, tuple[LoadFn, SaveFn]] = {}
+        self.meshes: list[Any] = []
+        """Those whose `DTensor`s travel."""
 
     def save(self) -> tuple[list[_state.Memory], str]:
         """Called on the training thread when another replica heals from this one."""
         with torch.no_grad():
-            return _state.encode({key: save() for key, (_, save) in self.functions.items()}, allow_pickle=self.allow_pickle)
+            states = {key: save() for key, (_, save) in self.functions.items()}
+            return _state.encode(states, allow_pickle=self.allow_pickle, meshes=self.meshes)
 
     def load(self, tensors: list[_state.Loaded], tree: str) -> None:
         """Called on the training thread when this replica heals."""
-        found = _state.decode(tensors, tree, allow_pickle=self.allow_pickle)
+        found = _state.decode(tensors, tree, allow_pickle=self.allow_pickle, meshes=self.meshes)
         if found.keys() != self.functions.keys():
             theirs, ours = sorted(found.keys() - self.functions.keys()), sorted(self.functions.keys() - found.keys())
             raise ValueError(f"the parts of the state differ: only there {theirs}, only here {ours}; all replicas register the same keys")

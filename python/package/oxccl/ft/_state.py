@@ -1,13 +1,14 @@
 """A training state as tensors and a text that says where they belong, and back.
 
 Nested dicts, lists and tuples of tensors, numbers, texts, bytes and None. Nothing of it is code: what is not one of these is refused by its
-place, unless the caller trusts the other replicas and asks for pickle.
+place, unless the caller trusts the other replicas and asks for pickle. Of a `DTensor` this rank's part travels, to the same rank of another replica.
 """
 
 from __future__ import annotations
 
 import json
 import pickle
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -27,9 +28,21 @@ _PLAIN = (type(None), bool, int, float, str)
 _KEYS = (str, int, bool, float, type(None))
 
 
+def _is_dtensor(value: Any) -> bool:
+    # Its module takes a second to import; who has one has imported it.
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def _slice(mesh: Any, names: Sequence[str] | None) -> Any:
+    """The dimensions `names` of `mesh`; None if it has no such."""
+    return mesh[tuple(names)] if names and set(names) <= set(mesh.mesh_dim_names) else None
+
+
 class _Encoder:
-    def __init__(self, allow_pickle: bool) -> None:
+    def __init__(self, allow_pickle: bool, meshes: Sequence[Any]) -> None:
         self.allow_pickle = allow_pickle
+        self.meshes = meshes
         self.tensors: list[Memory] = []
         self.names: set[str] = set()
 
@@ -43,6 +56,8 @@ class _Encoder:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        if _is_dtensor(value):
+            return self.dtensor(value, path)
         if isinstance(value, torch.Tensor):
             return self.tensor(value, path)
         if kind is dict or kind is OrderedDict:
@@ -78,20 +93,34 @@ class _Encoder:
         dtype = str(value.dtype).removeprefix("torch.")
         return {"tensor": self.add(path, [raw.numel()], raw), "dtype": dtype, "shape": list(value.shape)}
 
+    def dtensor(self, value: Any, path: str) -> Any:
+        mesh = value.device_mesh
+        if not any(_slice(known, mesh.mesh_dim_names) == mesh for known in self.meshes):
+            raise TypeError(f"{path} is a DTensor over {mesh}, which is no mesh of ft_init_device_mesh; give its local part")
+        placements = []
+        for placement in value.placements:
+            if type(placement).__name__ not in ("Shard", "Replicate"):
+                raise TypeError(f"{path} is a DTensor placed as {placement}; shards and copies travel")
+            placements.append(placement.dim if placement.is_shard() else None)
+        local = self.tensor(value.detach().to_local(), path)
+        whole = {"shape": list(value.shape), "stride": list(value.stride())}
+        return {"dtensor": local, "names": list(mesh.mesh_dim_names), "placements": placements, **whole}
+
     def bytes(self, value: bytes, path: str) -> str:
         return self.add(path, [len(value)], bytearray(value))
 
 
-def encode(states: dict[str, Any], *, allow_pickle: bool = False) -> tuple[list[Memory], str]:
+def encode(states: dict[str, Any], *, allow_pickle: bool = False, meshes: Sequence[Any] = ()) -> tuple[list[Memory], str]:
     """The tensors of `states`, and the text that says where they belong. Raises `TypeError` that names the place of what cannot travel."""
-    encoder = _Encoder(allow_pickle)
+    encoder = _Encoder(allow_pickle, meshes)
     tree = {key: encoder.encode(value, key) for key, value in states.items()}
     return encoder.tensors, json.dumps(tree)
 
 
 class _Decoder:
-    def __init__(self, tensors: Sequence[Loaded], allow_pickle: bool) -> None:
+    def __init__(self, tensors: Sequence[Loaded], allow_pickle: bool, meshes: Sequence[Any]) -> None:
         self.allow_pickle = allow_pickle
+        self.meshes = meshes
         self.tensors = {name: (dtype, shape, data) for name, dtype, shape, data in tensors}
 
     def decode(self, value: Any, path: str) -> Any:
@@ -101,6 +130,8 @@ class _Decoder:
         held = value[kind]
         if kind == "tensor":
             return self.tensor(held, value, path)
+        if kind == "dtensor":
+            return self.dtensor(value, path)
         if kind == "dict":
             return {key: self.decode(item, f"{path}/{key}") for key, item in held}
         if kind in ("list", "tuple"):
@@ -122,8 +153,18 @@ class _Decoder:
             return torch.empty(shape, dtype=wanted)
         return torch.frombuffer(data, dtype=wanted).reshape(shape)
 
+    def dtensor(self, value: dict[str, Any], path: str) -> Any:
+        mesh = next((found for known in self.meshes if (found := _slice(known, value["names"])) is not None), None)
+        if mesh is None:
+            raise TypeError(f"{path} came as a DTensor over the dimensions {value['names']}, which no mesh of ft_init_device_mesh has here")
+        from torch.distributed.tensor import DTensor, Replicate, Shard
 
-def decode(tensors: Sequence[Loaded], tree: str, *, allow_pickle: bool = False) -> dict[str, Any]:
+        local = self.decode(value["dtensor"], path)
+        placements = [Replicate() if dim is None else Shard(dim) for dim in value["placements"]]
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(value["shape"]), stride=tuple(value["stride"]))
+
+
+def decode(tensors: Sequence[Loaded], tree: str, *, allow_pickle: bool = False, meshes: Sequence[Any] = ()) -> dict[str, Any]:
     """What `encode` was given, with tensors in host memory."""
-    decoder = _Decoder(tensors, allow_pickle)
+    decoder = _Decoder(tensors, allow_pickle, meshes)
     return {key: decoder.decode(value, key) for key, value in json.loads(tree).items()}
