@@ -1,4 +1,6 @@
 //! Who is in which group of a layout: tables worked out by hand for published shapes, and what holds for every shape.
+//!
+//! Over 800 lines because the tables are written out, one published shape after another.
 
 #![allow(
     clippy::unwrap_used,
