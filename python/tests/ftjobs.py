@@ -33,7 +33,7 @@ def bits(parameters):
 
 
 def _live(body: str, log: str, arguments: list[str], environment: dict[str, str]) -> None:
-    """A life of a replica, in a process of its own that has imported torch already."""
+    """An incarnation of a replica, in a process of its own that has imported torch already."""
     for number, path in ((1, log), (2, f"{log}.err")):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     faulthandler.enable()

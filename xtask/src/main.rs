@@ -1,7 +1,7 @@
 //! `cargo xtask`: what a developer and continuous integration run.
 //!
 //! `test` runs the matrix (rows in `matrix.rs`, execution in `runner.rs`), `tidy` checks the house rules, `deny` the
-//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run, `book` builds the documentation. Every child
+//! dependencies, `ci` all of it with formatting, lints and docs, `bench-peers` and `bench-lighthouse` compare our speed with others', `chaos` disturbs a training run, `faults` takes cures out, `book` builds the documentation. Every child
 //! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
@@ -16,6 +16,7 @@ mod debian;
 mod delays;
 mod deny;
 mod etcd;
+mod faults;
 mod launchers;
 mod libtest;
 mod lighthouse;
@@ -62,6 +63,8 @@ enum Task {
     BenchLighthouse(lighthouse::Arguments),
     /// Train under random kills and stops of ranks and of the lighthouse, and compare with the same training undisturbed.
     Chaos(chaos::Arguments),
+    /// Take each cure out of a copy of the protocol, and tell which seed of a simulation finds the fault again.
+    Faults(faults::Arguments),
     /// Fetch and build the CPU-only oneCCL that the xccl rows test against, and print how to use it.
     Oneccl {
         /// Instead, the SYCL build with the runtimes that let a CPU stand in for an Intel GPU (650 MB).
@@ -131,6 +134,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::BenchPeers(args) => peers::run(*args),
         Task::BenchLighthouse(args) => lighthouse::run(&args),
         Task::Chaos(args) => chaos::run(&args),
+        Task::Faults(args) => faults::run(&args),
         Task::Oneccl { sycl: false } => Ok(oneccl::run()),
         Task::Oneccl { sycl: true } => Ok(oneccl_sycl::run()),
         Task::Nccl => Ok(nccl::run()),

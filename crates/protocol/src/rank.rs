@@ -382,7 +382,7 @@ impl Rank {
     }
 
     /// As a spare: the state of the quorum's step was loaded, with its lineage, or it was not. Nobody waits for this replica, so
-    /// neither costs a vote.
+    /// neither costs a vote. `InvalidState`: its own is written in part now, and of no step to ask with (INV-5).
     pub fn fetched(&mut self, outcome: Result<Lineage, Error>) -> Next {
         self.tries_outside += 1;
         match (outcome, &self.answer) {
@@ -394,7 +394,7 @@ impl Rank {
                 (self.is_to_heal, self.is_left_behind) = (false, false);
                 Next::Ask
             }
-            (Err(e), _) if is_permanent(&e) => Next::End(e),
+            (Err(e), _) if is_permanent(&e) || e.kind() == ErrorKind::InvalidState => Next::End(e),
             _ => Next::Ask,
         }
     }

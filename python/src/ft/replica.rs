@@ -258,6 +258,7 @@ impl PyReplica {
                 WorldSizeMode::Dynamic
             },
             init_sync,
+            heal_over: manager::HealOver::default(),
             max_retries,
             timeout,
             connect_timeout: options::duration(connect_timeout).or_raise(py)?,

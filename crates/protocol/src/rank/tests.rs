@@ -378,6 +378,36 @@ fn a_spare_that_gets_no_state_loses_no_vote() {
 }
 
 #[test]
+fn inv5_a_spare_whose_state_was_written_in_part_asks_for_no_quorum_with_it() {
+    use crate::training::{RoundRules, Rounds, Steps};
+    let rules = RoundRules {
+        round_steps: 2,
+        delay: 0,
+        eager: false,
+        last: None,
+    };
+    let broken = || Err(Error::new(ErrorKind::Io, "the device is gone"));
+    let loads = [
+        Steps::<u64>::new(None, false).loaded(broken()),
+        Rounds::<u64>::new(rules).loaded(0, broken()),
+    ];
+    for load in loads {
+        let mut r = rank();
+        r.start(false);
+        let spare = QuorumResult {
+            spare: true,
+            ..answer(5, 4, true)
+        };
+        r.answered(spare, None);
+        let Next::End(e) = r.fetched(load.map(|()| Lineage::default())) else {
+            panic!("it asks again");
+        };
+        assert_eq!(e.kind(), ErrorKind::InvalidState);
+        assert!(e.message().contains("the device is gone"), "{e}");
+    }
+}
+
+#[test]
 fn min_replicas_counts_members_and_a_step_without_contributors_does_not_commit() {
     let mut r = Rank::new(RankRules {
         min_replicas: 2,

@@ -160,10 +160,13 @@ impl<G> Rounds<G> {
         self.integrity.record(outcome)
     }
 
-    /// Another state was written over this one, or a part of it; in it so many inner steps of the round are made.
+    /// Another state was written over this one, or a part of it; in it so many inner steps of the round are made. Errors: `InvalidState` if a part: a
+    /// spare does not ask again with that.
     pub fn loaded(&mut self, count: u64, outcome: Result<()>) -> Result<()> {
         self.kept = None;
-        self.integrity.record(outcome)?;
+        self.integrity
+            .record(outcome)
+            .or_else(|_| self.integrity.check())?;
         self.locals = Locals::Inherited;
         self.schedule.replaced(count);
         Ok(())

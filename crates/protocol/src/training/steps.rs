@@ -141,10 +141,10 @@ impl<G> Steps<G> {
         self.kept.as_ref().map(|(_, gradients)| gradients)
     }
 
-    /// Another state was written over this one, or a part of it.
+    /// Another state was written over this one, or a part of it. Errors: `InvalidState` if a part: a spare does not ask again with that.
     pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {
         self.kept = None;
-        self.integrity.record(outcome)
+        self.integrity.record(outcome).or_else(|_| self.integrity.check())
     }
 
     /// The step was committed, and its result applied or not. It has advanced by then: what goes wrong leaves a state of no step.

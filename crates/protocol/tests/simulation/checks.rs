@@ -3,12 +3,15 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
 
-use oxccl_protocol::{Joining, Quorum};
+use oxccl_protocol::{Joining, Quorum, QuorumResult};
 
 use oxccl_protocol::rank::Rank;
 
 use crate::groups::{Share, Who};
 use crate::trainer::{Offer, Taken};
+
+/// Of so many sources a replica that heals is told, if there are as many.
+const SOURCES: usize = 3;
 
 /// What was seen so far.
 #[derive(Debug, Default)]
@@ -21,6 +24,10 @@ pub(crate) struct Checks {
     epochs: BTreeMap<i64, Vec<String>>,
     /// Replicas do not tell how many batches led to their state.
     pub(crate) foreign: bool,
+    /// The lighthouse's ids begin again somewhere before the last one.
+    pub(crate) counts_back: bool,
+    /// How many hold the state of an epoch and step.
+    holders: BTreeMap<(i64, i64), usize>,
     /// What was offered: group rank, step, and both parts of the state.
     offers: BTreeSet<(u32, i64, u64, u64)>,
     /// Whose state the ranks of a replica hold in a step of an epoch.
@@ -46,7 +53,8 @@ impl Checks {
     pub(crate) fn state(&mut self, who: Who, rank: &Rank, value: u64) -> Result<(), String> {
         let (step, lineage) = (rank.step(), rank.lineage().as_str());
         // Before the first commit every replica has values of its own, unless an initial sync has named them.
-        if lineage.is_empty() {
+        // Nor is a history one where an epoch comes twice.
+        if lineage.is_empty() || self.counts_back {
             return Ok(());
         }
         let key = (who.rank, step, lineage.to_string());
@@ -155,6 +163,50 @@ impl Checks {
     /// Another lighthouse begins.
     pub(crate) fn lighthouse_starts(&mut self) {
         self.frontier = None;
+        if self.counts_back {
+            self.epochs.clear();
+            self.commits_of.clear();
+        }
+    }
+
+    pub(crate) fn newest_epoch(&self) -> Option<i64> {
+        self.epochs.last_key_value().map(|(epoch, _)| *epoch)
+    }
+
+    pub(crate) fn knows_epoch(&self, epoch: i64) -> bool {
+        self.epochs.contains_key(&epoch)
+    }
+
+    pub(crate) fn was_in_last(&self, id: &str) -> bool {
+        self.last.iter().any(|last| last == id)
+    }
+
+    /// A rank is to heal: it is told of all that hold the state, as far as it needs them.
+    pub(crate) fn sources(&self, who: Who, answer: &QuorumResult) -> Result<(), String> {
+        let number = answer.recover_sources.len();
+        match self.holders.get(&(answer.quorum_id, answer.max_step)) {
+            Some(&holders) if number != holders.min(SOURCES) => Err(format!(
+                "{who:?} heals to step {} in quorum {}, and is told of {number} sources of {holders}",
+                answer.max_step, answer.quorum_id
+            )),
+            _ => Ok(()),
+        }
+    }
+
+    fn note_holders(&mut self, quorum: &Quorum) {
+        let step = quorum.participants.iter().map(|m| m.step).max().unwrap_or(0);
+        let mut held: BTreeMap<&str, usize> = BTreeMap::new();
+        for m in quorum.participants.iter().filter(|m| m.step == step) {
+            *held.entry(&m.lineage).or_default() += 1;
+        }
+        let untold = held.remove("").unwrap_or(0);
+        // Before the first commit only one replica, or those that took its state over, are told as sources.
+        let number = match held.values().max() {
+            None if step == 0 => 1,
+            Some(most) if step == 0 => *most,
+            most => most.copied().unwrap_or(0) + untold,
+        };
+        self.holders.insert((quorum.quorum_id, step), number);
     }
 
     /// Spares are no members, and members take nobody in, or wait for it, whose state is far behind and who did not ask so: docs/healing.md says
@@ -166,6 +218,7 @@ impl Checks {
         now: Duration,
         patience: Duration,
     ) -> Result<(), String> {
+        self.note_holders(quorum);
         let members = &quorum.participants;
         let frontier = std::mem::replace(&mut self.frontier, members.iter().map(|m| m.step).max());
         let last = std::mem::replace(&mut self.last, quorum.ids().map(str::to_string).collect());
@@ -206,9 +259,9 @@ impl Checks {
         }
     }
 
-    /// The shares of a reduction: no work counts twice while there is any that is not a copy, and all is of the state that all contributors
+    /// The shares of a reduction: with `all`, whoever held the state contributes; no work counts twice while there is any that is not a copy, and all is of the state that all contributors
     /// hold (INV-4).
-    pub(crate) fn weights(&self, epoch: i64, shares: &[Share]) -> Result<(), String> {
+    pub(crate) fn weights(&self, epoch: i64, shares: &[Share], all: bool) -> Result<(), String> {
         match shares.iter().filter(|s| s.is_barrier).count() {
             0 => {}
             n if n == shares.len() => return Ok(()),
@@ -217,6 +270,11 @@ impl Checks {
                     "in epoch {epoch} some members reduce and others do not: {shares:?}"
                 ));
             }
+        }
+        if let Some(share) = shares.iter().find(|s| all && !s.healed && !s.contributes) {
+            return Err(format!(
+                "INV-4: in epoch {epoch} the work of a member that held the state does not count: {share:?} of {shares:?}"
+            ));
         }
         let contributors = || shares.iter().filter(|s| s.contributes);
         if let Some(stale) = contributors().find(|s| s.of != s.state) {

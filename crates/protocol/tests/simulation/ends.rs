@@ -60,7 +60,8 @@ impl World {
         t.broken.get_or_insert_with(|| why.clone());
         let op = t.op;
         self.leave_group(epoch, who, Parting::Aborts);
-        self.done(who, op, Done::Lost(epoch, why));
+        // The call ends; its thread may hang all the same.
+        self.later(Duration::ZERO, who, Happening::Done(op, Done::Lost(epoch, why)));
     }
 
     /// The others of the group hear that `who` left it.

@@ -18,6 +18,8 @@ pub(crate) struct Share {
     /// There is nothing to reduce: the members meet.
     pub(crate) is_barrier: bool,
     pub(crate) contributes: bool,
+    /// It healed into the step.
+    pub(crate) healed: bool,
     /// Names the work: copies of it have the same name.
     pub(crate) work: u64,
     /// The work is a copy.
@@ -40,7 +42,11 @@ struct Group {
 
 /// All groups of all epochs, by epoch and group rank.
 #[derive(Debug, Default)]
-pub(crate) struct Groups(BTreeMap<(i64, u32), Group>);
+pub(crate) struct Groups {
+    all: BTreeMap<(i64, u32), Group>,
+    /// An epoch may come again: what is left of the group that it had breaks the next one.
+    pub(crate) epochs_come_again: bool,
+}
 
 /// What became of a call.
 pub(crate) enum Progress {
@@ -55,9 +61,14 @@ pub(crate) enum Progress {
 impl Groups {
     /// A member begins to connect. Errors: two that claim one rank, or two sizes of one world.
     pub(crate) fn join(&mut self, epoch: i64, who: Who, place: u32, world: u32) -> Result<Progress, String> {
-        let group = self.0.entry((epoch, who.rank)).or_default();
+        let again = self.epochs_come_again;
+        let group = self.all.entry((epoch, who.rank)).or_default();
         if group.members.is_empty() {
             group.world = world;
+        }
+        let is_taken = |m: &Who| *m != who;
+        if again && (group.world != world || group.members.get(&place).is_some_and(is_taken)) {
+            return Ok(Progress::Broken);
         }
         if group.world != world {
             return Err(format!(
@@ -83,7 +94,7 @@ impl Groups {
     /// A member brings its share to the reduction of the attempt. There is one reduction an epoch and attempt, and a group whose
     /// reduction has ended begins the next.
     pub(crate) fn reduce(&mut self, epoch: i64, who: Who, place: u32, share: Share) -> Progress {
-        let Some(group) = self.0.get_mut(&(epoch, who.rank)) else {
+        let Some(group) = self.all.get_mut(&(epoch, who.rank)) else {
             return Progress::Broken;
         };
         if group.is_broken {
@@ -102,7 +113,7 @@ impl Groups {
 
     /// A member is gone, or gives the group up: the others that it has, who hear of it.
     pub(crate) fn leave(&mut self, epoch: i64, who: Who) -> Vec<Who> {
-        let Some(group) = self.0.get_mut(&(epoch, who.rank)) else {
+        let Some(group) = self.all.get_mut(&(epoch, who.rank)) else {
             return Vec::new();
         };
         if group.is_broken || !group.members.values().any(|m| *m == who) {

@@ -125,6 +125,8 @@ pub(crate) struct Program {
     healed: bool,
     /// The next time the state is written, it fails in the middle.
     tears: bool,
+    /// It was written in part.
+    is_torn: bool,
 }
 
 /// Why a commit cannot be.
@@ -172,6 +174,7 @@ impl Program {
             sent: None,
             healed: false,
             tears: false,
+            is_torn: false,
         }
     }
 
@@ -185,6 +188,11 @@ impl Program {
 
     pub(crate) fn tear(&mut self) {
         self.tears = true;
+    }
+
+    /// True if the state was written in part, and no other one since.
+    pub(crate) fn is_torn(&self) -> bool {
+        self.is_torn
     }
 
     /// True if far behind it is a member at once.
@@ -388,6 +396,7 @@ impl Program {
         if !std::mem::take(&mut self.tears) {
             return Ok(());
         }
+        self.is_torn = true;
         let part = &mut self.model.fragments[0];
         (part.global, part.local) = (mix(part.global ^ 99), mix(part.local ^ 99));
         Err(Error::new(ErrorKind::Io, "the device is gone"))
@@ -398,6 +407,7 @@ impl Program {
         let written = self.tears_now();
         if written.is_ok() {
             self.model = model.clone();
+            self.is_torn = false;
             self.healed = true;
             self.set.fill((self.made, None));
             self.counted.fill(self.made);

@@ -151,6 +151,10 @@ pub(crate) enum Fault {
     Tear { slot: usize, rank: u32 },
     /// Somebody who is no replica talks to the lighthouse.
     Stranger { claim: u64 },
+    /// The same, with an address that could be one and a quorum id that is none of this job's.
+    Impostor { claim: u64 },
+    /// What a replica sends where the members of a group meet makes no sense.
+    Garble { slot: usize, time: Duration },
 }
 
 /// One run, wholly determined.
@@ -176,6 +180,14 @@ pub(crate) struct Scenario {
     pub(crate) loss: u64,
     /// What was sent to a group before the end of a connection is received before it.
     pub(crate) keeps_work: bool,
+    /// The first quorum waits for all replicas.
+    pub(crate) initial: bool,
+    /// The lighthouse has no disk: it starts without a record.
+    pub(crate) forgets: bool,
+    /// As torchft's, it has no disk and counts from somewhere before its last quorum id.
+    pub(crate) counts_back: bool,
+    /// Replicas as torchft's managers ask some time after their first heartbeat.
+    pub(crate) asks_late: bool,
     pub(crate) faults: Vec<(Duration, Fault)>,
 }
 
@@ -205,6 +217,10 @@ impl Scenario {
             training: Training::of(&mut r),
             last: r.chance(200).then(|| 2 + r.below(24) as i64),
             keeps_work: false,
+            initial: true,
+            forgets: false,
+            counts_back: false,
+            asks_late: false,
             faults: Vec::new(),
         };
         if scenario.foreign {
@@ -224,6 +240,41 @@ impl Scenario {
             scenario.faults.push((at, fault));
         }
         scenario
+    }
+
+    /// What came to the model later, drawn from numbers of its own: a seed keeps the rest of its meaning.
+    pub(crate) fn with_more(mut self) -> Self {
+        let mut r = Random::new(mix(self.seed ^ 0x6d6f_7265));
+        self.initial = r.chance(700);
+        let forgets = r.chance(250);
+        if self.foreign {
+            self.asks_late = r.chance(600);
+            self.counts_back = forgets && self.init_sync;
+        } else {
+            // Without a record nobody knows that the run is over.
+            self.forgets = forgets && self.last.is_none();
+        }
+        if forgets {
+            self.clock_jumps = false;
+        }
+        for _ in 0..r.below(3) {
+            let slot = r.below(self.replicas as u64) as usize;
+            let time = r.millis(200, 9_000);
+            let fault = match r.below(4) {
+                0 => Fault::Garble { slot, time },
+                1 => Fault::Impostor { claim: r.next() },
+                2 => Fault::KillLighthouse {
+                    down: r.millis(20, 7_000),
+                },
+                _ => Fault::Kill {
+                    slot,
+                    rank: r.below(u64::from(self.ranks)) as u32,
+                    restart: r.millis(50, 8_000),
+                },
+            };
+            self.faults.push((r.millis(0, 30_000), fault));
+        }
+        self
     }
 
     /// Two replicas or more, of which some die right after a commit. Nothing else goes wrong, and data are late.

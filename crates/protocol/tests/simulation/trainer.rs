@@ -11,7 +11,7 @@ use ftcore::{Error, ErrorKind};
 use oxccl_protocol::ends::Ends;
 use oxccl_protocol::gather::RankRequest;
 use oxccl_protocol::quorum::Ticket;
-use oxccl_protocol::rank::{Next, Rank, RankRules, RankVote};
+use oxccl_protocol::rank::{Next, Rank, RankRules, RankVote, blame_peer};
 use oxccl_protocol::replica::ReplicaEvent;
 use oxccl_protocol::training::Share as Part;
 use oxccl_protocol::{Lineage, QuorumResult};
@@ -22,6 +22,8 @@ use crate::program::{Model, Program, Turn, Wrong};
 use crate::random::{Scenario, mix};
 use crate::world::{CALL, Happening, World};
 
+mod votes;
+
 /// How a call of the training thread went.
 #[derive(Debug)]
 pub(crate) enum Done {
@@ -30,6 +32,8 @@ pub(crate) enum Done {
     Reduced(i64, Option<(u64, u32)>),
     /// A member of this epoch's group is gone.
     Lost(i64, String),
+    /// What this peer sent to the others of the group makes no sense.
+    Senseless(String),
     /// The state that was fetched.
     Fetched(Box<Offer>),
     NotFetched(String),
@@ -87,6 +91,8 @@ pub(crate) struct Trainer {
     vote: Option<RankVote>,
     /// The group's epoch, and why it cannot be used.
     pub(crate) group: Option<i64>,
+    /// The newest epoch that it has connected for, or tried to.
+    connected: i64,
     pub(crate) broken: Option<String>,
     pub(crate) ends: Ends,
     /// When the result of the reduction is here, which all members have brought their shares to.
@@ -130,6 +136,7 @@ impl Trainer {
             request: RankRequest::default(),
             vote: None,
             group: None,
+            connected: 0,
             broken: None,
             ends: Ends::default(),
             arrives: None,
@@ -139,6 +146,21 @@ impl Trainer {
             retries: 0,
             moved: 1,
         }
+    }
+
+    /// The number of its present question.
+    pub(crate) fn question(&self) -> i64 {
+        self.request.question
+    }
+
+    /// It waits for the answer to this question.
+    pub(crate) fn still_asks(&self, question: i64) -> bool {
+        self.call.is_some() && self.request.question == question && self.rank.answer().is_none()
+    }
+
+    /// It has the quorum of this epoch, and has not voted.
+    pub(crate) fn is_in_step(&self, epoch: i64) -> bool {
+        self.rank.in_step() && self.rank.epoch() == Some(epoch)
     }
 
     pub(crate) fn step(&self) -> i64 {
@@ -212,6 +234,11 @@ impl World {
     pub(crate) fn attempt(&mut self, who: Who) {
         let Some(t) = self.trainer(who) else { return };
         t.moved += 1;
+        if t.program.is_torn() {
+            return self.violate(format!(
+                "INV-5: {who:?} asks for a quorum with a state that was written in part"
+            ));
+        }
         t.rank.set_last(t.program.is_last(t.rank.step()));
         t.rank.set_joins_at_once(t.program.joins_at_once());
         (t.waits, t.result) = (false, None);
@@ -386,6 +413,17 @@ impl World {
         let Some(t) = self.trainer(who) else { return };
         t.group = Some(epoch);
         t.broken = None;
+        let before = std::mem::replace(&mut t.connected, epoch);
+        if before >= epoch {
+            return self.violate(format!(
+                "INV-1: {who:?} connects for epoch {epoch} after epoch {before}"
+            ));
+        }
+        if let Some(peer) = self.garbled(answer) {
+            let delay = self.random.millis(0, 20);
+            return self.later(delay, who, Happening::Done(op, Done::Senseless(peer)));
+        }
+        let Some(t) = self.trainer(who) else { return };
         if let Some(why) = t.ends.why_over(epoch).map(str::to_string) {
             return self.later(Duration::ZERO, who, Happening::Done(op, Done::Lost(epoch, why)));
         }
@@ -415,7 +453,21 @@ impl World {
         }
     }
 
+    /// A member of which what it sends makes no sense at present.
+    fn garbled(&self, answer: &QuorumResult) -> Option<String> {
+        let until = |id: &str| -> Option<Duration> {
+            let slot = id.strip_prefix('r')?.split(':').next()?.parse::<usize>().ok()?;
+            self.garbles_until.get(slot).copied()
+        };
+        let garbles = |id: &&String| until(id).is_some_and(|until| self.now < until);
+        answer.replica_ids.iter().find(garbles).cloned()
+    }
+
     fn fetch(&mut self, who: Who, answer: &QuorumResult) {
+        if !self.scenario.foreign {
+            let checked = self.checks.sources(who, answer);
+            self.check(checked);
+        }
         let doing = if answer.spare {
             Doing::FetchingOutside
         } else {
@@ -442,7 +494,9 @@ impl World {
         offer: &Offer,
         told: impl FnOnce(&mut Rank, Result<Lineage, Error>) -> Next,
     ) -> Option<Next> {
+        let is_alone = self.scenario.ranks == 1 && !self.scenario.foreign;
         let t = self.trainer(who)?;
+        let held = (t.rank.step(), t.program.common());
         let written = t.program.loads(&offer.model);
         let is_whole = written.is_ok();
         t.taken.clone_from(&offer.taken);
@@ -450,6 +504,11 @@ impl World {
         if is_whole {
             let (rank, value, local) = (t.rank.clone(), t.program.common(), t.program.own());
             let step = rank.step();
+            if is_alone && held == (step, value) {
+                self.violate(format!(
+                    "{who:?} heals to the state of step {step}, which it held"
+                ));
+            }
             let checked = self.checks.state(who, &rank, value);
             self.check(checked);
             let whole = self.checks.taken_over(who, step, value, local);
@@ -488,6 +547,7 @@ impl World {
             let share = Share {
                 is_barrier,
                 contributes: own.is_some(),
+                healed: t.taken.is_some(),
                 work: own.as_ref().map_or(0, |g| g.work),
                 copied: t.program.is_copy(),
                 of: own.as_ref().map_or(0, |g| g.of),
@@ -532,7 +592,7 @@ impl World {
             Progress::Complete(members, shares) => {
                 // torchft's managers do not tell what they copied.
                 if !self.scenario.foreign {
-                    let weights = self.checks.weights(epoch, &shares);
+                    let weights = self.checks.weights(epoch, &shares, !self.scenario.spares);
                     self.check(weights);
                 }
                 let mut works: Vec<u64> = shares.iter().filter(|s| s.contributes).map(|s| s.work).collect();
@@ -581,6 +641,12 @@ impl World {
             (Doing::Connecting, Done::Lost(_, why)) => {
                 t.doing = Doing::Nothing;
                 let next = t.rank.configured(Err(lost(why)), None);
+                self.next(who, next);
+            }
+            (Doing::Connecting, Done::Senseless(peer)) => {
+                t.doing = Doing::Nothing;
+                let error = blame_peer(Error::invalid("its address is none"), &peer);
+                let next = t.rank.configured(Err(error), None);
                 self.next(who, next);
             }
             (Doing::Connecting, Done::TimedOut) => {
@@ -676,116 +742,5 @@ impl World {
         if std::mem::take(&mut t.waits) {
             self.vote(who);
         }
-    }
-
-    /// The rank says that its epoch failed.
-    fn reports(&mut self, who: Who, reason: String) {
-        let Some(epoch) = self.trainer(who).and_then(|t| t.group) else {
-            return;
-        };
-        let rank = who.rank;
-        let quorum_id = epoch;
-        self.server_hears(
-            who,
-            ReplicaEvent::Reported {
-                rank,
-                quorum_id,
-                reason: reason.clone(),
-            },
-        );
-        self.report_to_lighthouse(who, quorum_id, reason);
-    }
-
-    fn vote(&mut self, who: Who) {
-        let ticket = self.number();
-        let Some(t) = self.trainer(who) else { return };
-        t.moved += 1;
-        t.doing = Doing::Nothing;
-        match t.rank.vote(t.error.clone(), t.least) {
-            Err(e) => self.violate(format!("{who:?} cannot vote: {e}")),
-            Ok(vote) => {
-                t.vote = Some(vote);
-                self.cast(who, ticket);
-            }
-        }
-    }
-
-    fn cast(&mut self, who: Who, ticket: Ticket) {
-        let Some(t) = self.trainer(who) else { return };
-        t.call = Some(ticket);
-        let Some(vote) = t.vote.clone() else { return };
-        self.server_hears(who, Self::vote_event(&vote, who.rank, ticket));
-        let late = Error::timeout("no decision");
-        self.later(CALL * 6, who, Happening::Decision(ticket, Err(late)));
-    }
-
-    pub(crate) fn decided(&mut self, who: Who, ticket: Ticket, decision: Result<bool, Error>) {
-        let again = self.number();
-        let Some(t) = self.trainer(who).filter(|t| t.call == Some(ticket)) else {
-            return;
-        };
-        t.call = None;
-        t.moved += 1;
-        match &decision {
-            // The answer is lost, not the vote: it is cast again.
-            Err(e) if e.kind() == ErrorKind::Unavailable => {
-                self.server_hears(who, ReplicaEvent::Withdraw { ticket });
-                return self.cast(who, again);
-            }
-            Err(e) if e.kind() == ErrorKind::PeerLost => {
-                self.later(Duration::ZERO, who, Happening::Exit);
-                return;
-            }
-            Err(_) => self.server_hears(who, ReplicaEvent::Withdraw { ticket }),
-            Ok(_) => {}
-        }
-        let Some(t) = self.trainer(who) else { return };
-        let commit = decision.as_ref().ok().copied();
-        if let Err(e) = t.rank.decided(commit) {
-            let (rank, why) = (who.rank, e.to_string());
-            self.note(|| format!("{who:?} gives up: {why}"));
-            self.server_hears(who, ReplicaEvent::GiveUp { rank, why, ticket });
-            return self.later(Duration::from_millis(5), who, Happening::Exit);
-        }
-        if commit == Some(true) {
-            t.taken = None;
-            let result = t.result.take();
-            match t.program.committed(result) {
-                Ok(()) => {}
-                // The program does not look at the error, and calls again.
-                Err(Wrong::Torn) => return self.calls(who),
-                Err(Wrong::Broken(text)) => return self.violate(format!("{who:?}: {text}")),
-            }
-            let (rank, value) = (t.rank.clone(), t.program.common());
-            let checked = self.checks.state(who, &rank, value);
-            self.check(checked);
-            let step = rank.step();
-            let together = self
-                .checks
-                .committed(who, rank.epoch().unwrap_or(0), step - 1, &rank);
-            self.check(together);
-            self.note(|| format!("{who:?} committed step {}", step - 1));
-            self.committed(who);
-            let Some(t) = self.trainer(who) else { return };
-            let turn = t.program.turn(step);
-            if rank.answer().is_some_and(|a| a.draining) && !matches!(turn, Ok(Turn::Leave) | Err(_)) {
-                return self.leaves(who);
-            }
-            return self.goes_on(who, turn);
-        }
-        t.program.lost();
-        let (epoch, step) = (t.rank.epoch().unwrap_or(0), t.rank.step());
-        if self.scenario.keeps_work {
-            let kept = self.checks.work_is_kept(who, epoch, step);
-            self.check(kept);
-        }
-        let Some(t) = self.trainer(who) else { return };
-        let failures = u32::try_from(t.rank.commit_failures()).unwrap_or(0);
-        self.note(|| format!("{who:?} did not commit: {decision:?}"));
-        let pause = match failures.checked_sub(3) {
-            Some(doublings) => Duration::from_millis(10 << doublings.min(6)),
-            None => Duration::ZERO,
-        };
-        self.later(pause, who, Happening::Attempt);
     }
 }

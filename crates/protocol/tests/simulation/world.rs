@@ -23,8 +23,10 @@ use crate::trainer::{Done, Trainer};
 mod deaths;
 mod faults;
 mod foreign;
+mod formed;
 mod lighthouse;
 mod offers;
+mod stuck;
 
 use faults::lasts;
 
@@ -61,6 +63,10 @@ pub(crate) enum Happening {
     Grows(usize),
     /// By now the lighthouse knows of a death.
     IsKnown(deaths::Death),
+    /// By now a replica is out whose training thread hangs since that time.
+    IsOut(Who, Duration),
+    /// By now a rank has heard the answer to this question, which was lost.
+    HasHeard(Who, i64),
     /// All processes of a replica start.
     Start(usize),
     LighthouseStarts,
@@ -145,6 +151,8 @@ struct Process {
     trainer: Trainer,
     stopped_until: Duration,
     hung_until: Duration,
+    /// Since when something waits for a training thread that hangs.
+    stuck_since: Option<Duration>,
     shown: u64,
 }
 
@@ -155,6 +163,7 @@ struct Lighthouse {
     awake: Duration,
     /// Until then the ends of streams tell it nothing, since it was away.
     doubts_until: Duration,
+    heard: formed::Heard,
     calls: BTreeMap<Ticket, (Who, u64)>,
     streams: BTreeMap<String, (Who, u64)>,
 }
@@ -176,6 +185,8 @@ pub(crate) struct World {
     ended: Vec<bool>,
     cut_until: Vec<Duration>,
     split: (u64, Duration),
+    /// Until then what a replica sends makes no sense.
+    pub(crate) garbles_until: Vec<Duration>,
     pub(crate) groups: Groups,
     /// What the ranks of each incarnation of a replica follow.
     pub(crate) choices: BTreeMap<(usize, u64), Choice>,
@@ -233,6 +244,7 @@ impl World {
             ended: vec![false; n],
             cut_until: vec![Duration::ZERO; n],
             split: (0, Duration::ZERO),
+            garbles_until: vec![Duration::ZERO; n],
             groups: Groups::default(),
             choices: BTreeMap::new(),
             checks: Checks::default(),
@@ -245,6 +257,8 @@ impl World {
             scenario,
         };
         world.checks.foreign = world.scenario.foreign;
+        world.checks.counts_back = world.scenario.counts_back;
+        world.groups.epochs_come_again = world.scenario.counts_back;
         world.start_lighthouse();
         for slot in 0..n {
             let at = world.random.millis(0, 500);
@@ -489,7 +503,14 @@ impl World {
                 } else {
                     Duration::ZERO
                 };
-                let until = process.stopped_until.max(hung);
+                // While it is stopped, nothing of it shows that it hangs.
+                let stopped = process.stopped_until;
+                let until = if stopped > self.now { stopped } else { hung };
+                if stopped <= self.now && hung > self.now {
+                    self.waits_for_hung(who, &what);
+                } else if let Some(process) = self.process(who).filter(|_| trains) {
+                    process.stuck_since = None;
+                }
                 if until == Duration::MAX {
                     return;
                 }
@@ -562,6 +583,8 @@ impl World {
             Happening::Fault(_)
             | Happening::Grows(_)
             | Happening::IsKnown(_)
+            | Happening::IsOut(..)
+            | Happening::HasHeard(..)
             | Happening::Start(_)
             | Happening::LighthouseStarts
             | Happening::LighthouseTick
@@ -730,6 +753,9 @@ impl World {
         let delay = self.random.millis(0, 1);
         let what = what(ticket);
         let lost = self.random.chance(self.scenario.loss / 4);
+        if lost && matches!(what, Happening::Quorum(_, Ok(_))) {
+            self.will_hear_again(who);
+        }
         let what = match what {
             Happening::Decision(ticket, _) if lost => Happening::Decision(
                 ticket,

@@ -24,7 +24,7 @@ class Checkpoints:
 
     Args:
         folder: where the folders of the replicas are.
-        replica: the number of this one, the same in each of its lives.
+        replica: the number of this one, the same in each of its incarnations.
         replicas: how many there may be; each goes on from a step that all those have which have checkpoints here.
         keep: the newest ones that stay.
         timeout: seconds to wait for a process that still has the folder open, as one that is dying.

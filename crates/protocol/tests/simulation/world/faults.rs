@@ -17,6 +17,8 @@ impl World {
             }
             Happening::Grows(slot) => self.shrink(slot, false),
             Happening::IsKnown(death) => self.is_known(&death),
+            Happening::IsOut(who, since) => self.is_out(who, since),
+            Happening::HasHeard(who, question) => self.has_heard(who, question),
             _ => {}
         }
     }
@@ -39,6 +41,7 @@ impl World {
                 trainer: Trainer::new(rank, &self.scenario, value),
                 stopped_until: Duration::ZERO,
                 hung_until: Duration::ZERO,
+                stuck_since: None,
                 shown: 0,
             })
         });
@@ -55,12 +58,18 @@ impl World {
         });
         let server = Who { slot, life, rank: 0 };
         self.later(Duration::ZERO, server, Happening::Attach);
-        self.later(BEAT, server, Happening::Beat);
+        let first_beat = if self.scenario.asks_late {
+            Duration::ZERO
+        } else {
+            BEAT
+        };
+        self.later(first_beat, server, Happening::Beat);
         for rank in 0..ranks {
             let who = Who { slot, life, rank };
             let watch = u64::from(rank) + 1;
             self.server_hears(who, ReplicaEvent::Watched { rank, watch });
-            let delay = self.random.millis(1, 100);
+            let latest = if self.scenario.asks_late { 3_000 } else { 100 };
+            let delay = self.random.millis(1, latest);
             self.later(delay, who, Happening::Calls);
             self.later(Duration::from_secs(1), who, Happening::ShowProgress);
         }
@@ -116,6 +125,9 @@ impl World {
             }
             Fault::KillLighthouse { down } => {
                 self.lighthouse = None;
+                if self.scenario.forgets || self.scenario.counts_back {
+                    self.record = None;
+                }
                 self.at(now + down, Owner::World, Happening::LighthouseStarts);
                 for slot in 0..self.replicas.len() {
                     let Some(life) = self.replicas[slot].as_ref().map(|r| r.life) else {
@@ -161,7 +173,39 @@ impl World {
                 );
             }
             Fault::Stranger { claim } => self.stranger(claim),
+            Fault::Impostor { claim } => self.impostor(claim),
+            Fault::Garble { slot, time } => self.garbles_until[slot] = now + time,
         }
+    }
+
+    /// A replica of another job, or one that makes its quorum id up: it is refused.
+    fn impostor(&mut self, claim: u64) {
+        let job = self.lighthouse.as_ref().filter(|l| l.state.record().is_some());
+        let last_quorum_id = match (job, claim & 3) {
+            (Some(job), 0 | 1) => job.state.quorum_id() + 1 + (claim >> 8 & 0xff) as i64,
+            (_, 2) => i64::MAX,
+            _ => 1 << 59,
+        };
+        let (replica_id, ticket) = (format!("x{}:2", claim >> 16 & 3), self.number());
+        let event = match claim >> 20 & 3 {
+            0 => Event::Attached {
+                replica_id,
+                stream: ticket,
+                last_quorum_id,
+            },
+            _ => Event::Join {
+                member: Member {
+                    replica_id,
+                    address: "http://10.0.0.9:1".into(),
+                    store_address: "10.0.0.9:2".into(),
+                    world_size: 1,
+                    last_quorum_id,
+                    ..Member::default()
+                },
+                ticket,
+            },
+        };
+        self.lighthouse_later(Duration::ZERO, event);
     }
 
     /// The program of a replica asks for quorums without newcomers, or for any.
@@ -279,6 +323,7 @@ pub(super) fn lasts(fault: &Fault) -> Duration {
     match fault {
         Fault::Kill { restart, .. } => *restart,
         Fault::KillAtCommit { restart, .. } => *restart + CALL,
+        Fault::Garble { time, .. } => *time + CALL,
         Fault::Pause { time, .. }
         | Fault::PauseLighthouse { time }
         | Fault::Cut { time, .. }
@@ -291,6 +336,6 @@ pub(super) fn lasts(fault: &Fault) -> Duration {
         Fault::KillLighthouse { down } => *down,
         // The write may be a while away: at the latest it is that of the next step, and the replica starts again then.
         Fault::Tear { .. } => CALL,
-        Fault::Stranger { .. } => Duration::ZERO,
+        Fault::Stranger { .. } | Fault::Impostor { .. } => Duration::ZERO,
     }
 }

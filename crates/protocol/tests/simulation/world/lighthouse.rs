@@ -9,12 +9,11 @@ impl World {
     pub(super) fn start_lighthouse(&mut self) {
         let rules = QuorumRules {
             min_replicas: self.scenario.min_replicas as usize,
-            initial_replicas: Some(self.scenario.replicas),
+            initial_replicas: self.scenario.initial.then_some(self.scenario.replicas),
             join_timeout: JOIN_TIMEOUT,
             heartbeat_timeout: HEARTBEAT_TIMEOUT,
         };
         self.lighthouse_lives += 1;
-        self.checks.lighthouse_starts();
         let life = self.lighthouse_lives;
         let hour = 3_600_000;
         let jumps = [0, hour, -hour, 24 * 400 * hour, -24 * 400 * hour, -i64::MAX / 2];
@@ -22,12 +21,17 @@ impl World {
             true => jumps[self.random.below(jumps.len() as u64) as usize],
             false => 0,
         };
-        let clock = START_OF_DAY + jump + self.now.as_millis() as i64;
+        let clock = match self.checks.newest_epoch() {
+            Some(newest) if self.scenario.counts_back => newest - 1 - life as i64 % 3,
+            _ => START_OF_DAY + jump + self.now.as_millis() as i64,
+        };
         let start = Start {
             clock_ms: clock,
             record: self.record.clone(),
             accept_rollback: false,
         };
+        self.checks.lighthouse_starts();
+        let heard = formed::Heard::new(self.record.as_ref(), self.now);
         let state = LighthouseState::new(rules, start, self.instant());
         self.lighthouse = Some(Lighthouse {
             state,
@@ -35,6 +39,7 @@ impl World {
             stopped_until: Duration::ZERO,
             awake: self.now,
             doubts_until: Duration::ZERO,
+            heard,
             calls: BTreeMap::new(),
             streams: BTreeMap::new(),
         });
@@ -46,6 +51,7 @@ impl World {
         let Some(lighthouse) = &mut self.lighthouse else {
             return;
         };
+        lighthouse.heard.hears(&event, now);
         let mut all = Vec::new();
         let away = now.saturating_sub(lighthouse.awake);
         if away > Duration::from_secs(2) {
@@ -90,6 +96,7 @@ impl World {
                     .iter()
                     .filter_map(|t| lighthouse.calls.remove(t))
                     .collect();
+                self.formed(&quorum);
                 let checked = self
                     .checks
                     .quorum(quorum.quorum_id, &ids, self.scenario.min_replicas as usize);

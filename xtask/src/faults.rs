@@ -1,0 +1,231 @@
+//! `cargo xtask faults`: takes each cure out of a copy of the sources, and tells which seed of a simulation finds the fault again.
+//!
+//! The table holds the lines of each cure and what stands there without it. A line that is no longer there, or there twice, is an error: then the table is
+//! to be brought up to date. The copy lies in `target/xtask/faults`; the working tree is not touched.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use anyhow::{Context, Result, bail};
+use clap::Args;
+
+use crate::metadata::{Metadata, cargo_command};
+use crate::process::{self, Output};
+
+/// Options of `cargo xtask faults`.
+#[derive(Args)]
+pub(crate) struct Arguments {
+    /// Only those with this text in their names.
+    #[arg(long, value_name = "TEXT")]
+    only: Option<String>,
+    /// Seeds of the joint simulation for each fault.
+    #[arg(long, value_name = "FROM..TO", default_value = "0..5000")]
+    seeds: String,
+    /// Seeds of the simulated network for each fault.
+    #[arg(long, value_name = "FROM..TO", default_value = "0..300")]
+    network_seeds: String,
+}
+
+/// What finds a fault.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum By {
+    /// The joint simulation.
+    Joint,
+    /// Its runs with deaths right after a commit.
+    Deaths,
+    /// The simulated network.
+    Network,
+}
+use By::{Deaths, Joint, Network};
+
+impl By {
+    fn told(self) -> &'static str {
+        match self {
+            Joint => "the simulation",
+            Deaths => "the simulation (deaths after commits)",
+            Network => "the simulated network",
+        }
+    }
+}
+
+/// A cure that is taken out: what is seen without it, and for each place the file, the lines there (without their indentation) and what takes their place.
+type Fault = (
+    &'static str,
+    By,
+    &'static [(&'static str, &'static str, &'static str)],
+);
+
+const PROTOCOL: &str = "crates/protocol/src";
+const NETWORK: &str = "crates/coordination/src";
+
+#[rustfmt::skip]
+const FAULTS: &[Fault] = &[
+    ("1 malformed fields of a joiner", Joint, &[("quorum/arrivals.rs", "let checked = fields::check(&member).and_then(|()| self.check(&id, member.last_quorum_id, now));", "let checked = self.check(&id, member.last_quorum_id, now);")]),
+    ("1 a peer's error ends one's own run", Joint, &[("rank.rs", "if !is_permanent(&error) {", "if true {")]),
+    ("2 a dead rank", Joint, &[("replica.rs", "self.gone(rank, \"its process ended\", &mut actions);", "")]),
+    ("2 a hung rank", Joint, &[("replica.rs", "&& since(p.progress) >= limit", "&& since(p.progress) >= limit * 1000"), ("replica.rs", "let stuck = p.progress.filter(|_| idle);", "let stuck = p.progress.filter(|_| false && idle);")]),
+    ("2 signs of life while out", Joint, &[("replica.rs", "self.over.is_some() || !self.stalled.is_empty()", "false")]),
+    ("3 `min_replicas` counts contributors", Joint, &[("rank.rs", "let members = answer.replica_world_size;", "let members = answer.contributor_world_size;")]),
+    ("3 the source of an initial sync takes no lineage", Joint, &[("rank.rs", "if initial && !answer.heal {", "if false && initial {")]),
+    ("4 a copy weighs in", Joint, &[("assignment.rs", "if let Some(place) = places.get_mut(i).filter(|_| !any || own_work(i)) {", "if let Some(place) = places.get_mut(i) {")]),
+    ("5 stale gradients", Joint, &[("training/steps.rs", "(share.step, Some(place).filter(|_| self.by_place))", "(0, Some(place).filter(|_| self.by_place))"), ("training/steps.rs", "pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {\nself.kept = None;", "pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {")]),
+    ("5 a failed `apply` goes on", Joint, &[("training/integrity.rs", "self.torn.get_or_insert_with(|| e.clone());", "let _ = (e, &mut self.torn);")]),
+    ("5 a load that failed in the middle", Joint, &[("training/rounds.rs", "self.integrity\n.record(outcome)\n.or_else(|_| self.integrity.check())?;", "outcome?;"), ("training/steps.rs", "self.integrity.record(outcome).or_else(|_| self.integrity.check())", "outcome")]),
+    ("5 a spare asks again with a state written in part", Joint, &[("rank.rs", "(Err(e), _) if is_permanent(&e) || e.kind() == ErrorKind::InvalidState => Next::End(e),", "(Err(e), _) if is_permanent(&e) => Next::End(e),")]),
+    ("6 a survivor loses its step", Deaths, &[("ends.rs", "self.why_over(live).filter(|_| is_in_hand).map(|_| GRACE)", "self.why_over(live).filter(|_| is_in_hand).map(|_| Duration::ZERO)")]),
+    ("7 a larger step wins", Joint, &[("quorum/record.rs", "if member.step <= self.step {", "if true {")]),
+    ("7 a restarted lighthouse takes whom it sees first", Joint, &[("quorum/verdict.rs", "} else if self.lacks_of_last(now).is_some() {", "} else if false {")]),
+    ("7 the healthy that do not ask are no majority", Joint, &[("quorum/verdict.rs", "} else if n * 2 <= self.electorate() {", "} else if false {")]),
+    ("7 strangers that attach are healthy", Joint, &[("quorum/arrivals.rs", "if (entry.member && !entry.failed && !entry.left)", "if true")]),
+    ("7 an absurd quorum id", Joint, &[("quorum/arrivals.rs", "if !(0..=possible).contains(&last_quorum_id) {", "if false {")]),
+    ("7 an id of another job", Joint, &[("quorum/arrivals.rs", "if self.job.is_some() && last_quorum_id > self.quorum_id {", "if false {")]),
+    ("8 `join_timeout` from the first asker", Joint, &[("quorum/forming.rs", "_ => None,", "Verdict::Idle => None,\n_ => Some(self.able_since.unwrap_or(now)),")]),
+    ("8 replicas that beat and have not asked", Joint, &[("quorum/verdict.rs", "} else if ((tally.healthy == tally.asking && (overlaps || tally.coming == 0))", "} else if (tally.healthy == tally.asking")]),
+    ("9 the break of torchft's connections is no evidence", Joint, &[("quorum.rs", "self.depart(&replica_id, \"its connections broke\", actions);", "")]),
+    ("10 an epoch that goes back", Joint, &[("rank.rs", "let trouble = if id < newest {", "let trouble = if false {")]),
+    ("13 who is far behind is a member at once", Joint, &[("quorum/spares.rs", "member.joining == Joining::Outside && frontier.is_some_and(|step| member.step < step)", "false && member.joining == Joining::Outside && frontier.is_some()")]),
+    ("13 a state comes from one source", Joint, &[("assignment.rs", "pub const MAX_SOURCES: usize = 3;", "pub const MAX_SOURCES: usize = 1;")]),
+    ("a lost vote brings no new epoch", Joint, &[("quorum/forming.rs", "|| participants.iter().any(|m| m.commit_failures > 0)", "")]),
+    ("an answer that was lost is not given again", Joint, &[("gather.rs", "request.question != 0 && self.open.is_empty() && answered.get(&rank) == Some(&request.question)", "false && answered.get(&rank) == Some(&request.question)")]),
+    ("ranks of different states ask as one", Joint, &[("gather.rs", "is_torn |= request.step != r.step || request.lineage != r.lineage;", "")]),
+    ("a vote on a rank's own step, which waits", Joint, &[("rank.rs", "step: self.answer.as_ref().map_or(self.step, |a| a.max_step),", "step: self.step,"), ("replica.rs", "self.end_hopeless_votes(now, &mut actions);", "")]),
+    ("a no that does not count", Joint, &[("commit.rs", "let commit = votes.values().all(|v| v.vote);", "let commit = votes.values().any(|v| v.vote);")]),
+    ("a step advances before its state", Joint, &[("rank.rs", "self.is_to_heal = answer.heal;", "self.is_to_heal = answer.heal;\nself.step = answer.max_step;")]),
+    ("7 the record is not read at a restart", Network, &[("lighthouse/mod.rs", "record,\naccept_rollback: std::mem::take(&mut self.accept_rollback),", "record: record.filter(|_| false),\naccept_rollback: std::mem::take(&mut self.accept_rollback),")]),
+    ("7 a quorum is delivered although the disk is full", Network, &[("lighthouse/actor.rs", "Err(error) => self.put_off(&tickets, &error),", "Err(_) => self.deliver(&tickets, &quorum),")]),
+    ("a call is not taken back at the lighthouse", Network, &[("lighthouse/service.rs", "if !self.is_answered {", "if false && !self.is_answered {")]),
+    ("a call is not taken back at the manager server", Network, &[("manager/service.rs", "self.manager.tell(ReplicaEvent::Withdraw { ticket: self.ticket });", "")]),
+    ("a call is not taken back from one server to the other", Network, &[("manager/actor.rs", "task.abort();", "drop(task);")]),
+    ("an event stream is not opened again", Network, &[("manager/uplink.rs", "tokio::time::sleep(search.next()).await;", "return;")]),
+    ("a watch stream is not opened again", Network, &[("client/manager.rs", "tokio::time::sleep(backoff.next()).await;", "return;")]),
+    ("a connection that answers no ping stays", Network, &[("serve/activity.rs", "Err(why) => return Verdict::Goes(why),", "Err(_) => soon,")]),
+    ("a client sends no pings", Network, &[("channel.rs", ".http2_keep_alive_interval(PING_INTERVAL)", "")]),
+];
+
+pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
+    let metadata = Metadata::read()?;
+    let copy = metadata.target_directory.join("xtask/faults/sources");
+    copy_sources(&metadata.workspace_root, &copy)?;
+    let mut found_all = true;
+    // All of them before the first build.
+    let planted = FAULTS
+        .iter()
+        .map(|fault| Ok((fault, plant(&copy, fault)?)))
+        .collect::<Result<Vec<_>>>()?;
+    println!("| without the cure | found by | seed | as |\n|---|---|---:|---|");
+    let asked = |name: &str| arguments.only.as_ref().is_none_or(|text| name.contains(text));
+    for ((name, by, _), files) in planted.into_iter().filter(|((name, ..), _)| asked(name)) {
+        files.iter().try_for_each(|f| fs::write(&f.path, &f.without))?;
+        let found = simulate(arguments, &copy, *by);
+        files.iter().try_for_each(|f| fs::write(&f.path, &f.whole))?;
+        let row = match found {
+            Ok(Some((seed, told))) => format!("{} | {seed} | {told}", by.told()),
+            Ok(None) => "**nothing** | | ".to_string(),
+            Err(error) => format!("**an error** | | {error:#}"),
+        };
+        found_all &= !row.starts_with("**");
+        println!("| {name} | {row} |");
+    }
+    Ok(found_all)
+}
+
+/// The files that git knows, as they are now.
+fn copy_sources(root: &Path, copy: &Path) -> Result<()> {
+    let mut git = Command::new("git");
+    git.current_dir(root);
+    git.args(["ls-files", "-z", "--cached", "--others", "--exclude-standard"]);
+    for name in String::from_utf8(git.output()?.stdout)?.split_terminator('\0') {
+        let (from, to) = (root.join(name), copy.join(name));
+        let Ok(text) = fs::read(&from) else { continue };
+        // What is the same keeps its time, and is not built again.
+        if fs::read(&to).is_ok_and(|old| old == text) {
+            continue;
+        }
+        to.parent().map_or(Ok(()), fs::create_dir_all)?;
+        fs::write(&to, text).with_context(|| format!("cannot write {}", to.display()))?;
+    }
+    Ok(())
+}
+
+/// A file, and the same without the cure.
+struct Planted {
+    path: PathBuf,
+    whole: String,
+    without: String,
+}
+
+/// Errors: lines that are not there exactly once.
+fn plant(copy: &Path, (name, by, places): &Fault) -> Result<Vec<Planted>> {
+    let mut files: Vec<Planted> = Vec::new();
+    let folder = copy.join(if *by == Network { NETWORK } else { PROTOCOL });
+    for (file, lines, instead) in *places {
+        let path = folder.join(file);
+        let before = files.iter().position(|f| f.path == path);
+        let mut planted = if let Some(at) = before {
+            files.remove(at)
+        } else {
+            let whole = fs::read_to_string(&path).with_context(|| format!("'{name}': {}", path.display()))?;
+            let without = whole.clone();
+            Planted { path, whole, without }
+        };
+        let all: Vec<&str> = planted.without.lines().collect();
+        let cure: Vec<&str> = lines.lines().collect();
+        let is_there = |at: &usize| {
+            let there = all[*at..].iter().map(|line| line.trim());
+            there.take(cure.len()).eq(cure.iter().copied())
+        };
+        let found: Vec<usize> = (0..all.len()).filter(is_there).collect();
+        let [first] = found[..] else {
+            let times = found.len();
+            bail!(
+                "'{name}': in {file} these lines are {times} times, and should be once; bring xtask/src/faults.rs up to date:\n{lines}"
+            );
+        };
+        let rest = &all[first + cure.len()..];
+        planted.without = [&all[..first], &[instead], rest].concat().join("\n") + "\n";
+        files.push(planted);
+    }
+    Ok(files)
+}
+
+/// The lowest seed that fails, and with what.
+fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(u64, String)>> {
+    let (test, seeds) = match by {
+        Joint => (
+            "oxccl-protocol --test simulation-conformance -- whatever",
+            &arguments.seeds,
+        ),
+        Deaths => (
+            "oxccl-protocol --test simulation-conformance -- a_death",
+            &arguments.seeds,
+        ),
+        Network => (
+            "oxccl-coordination --lib -- simulation::tests::real",
+            &arguments.network_seeds,
+        ),
+    };
+    let mut cargo = cargo_command(copy);
+    cargo
+        .args(["test", "--quiet", "--package"])
+        .args(test.split(' '))
+        .arg("--nocapture");
+    cargo
+        .env("OXCCL_SIMULATION", seeds)
+        .env("CARGO_TARGET_DIR", copy.with_file_name("target"));
+    let (log, limit) = (copy.with_extension("log"), Duration::from_secs(1800));
+    let finished = process::run(&mut cargo, limit, Output::Log(&log), |_| {})?;
+    let text = fs::read_to_string(&log)?;
+    let failed = text.lines().filter_map(|line| {
+        let (seed, told) = line.strip_prefix("seed ")?.split_once(": ")?;
+        let told: String = told.chars().take(100).collect();
+        Some((seed.parse().ok()?, told.replace('|', "/")))
+    });
+    match failed.min() {
+        None if finished.is_success() && text.contains("running 1 test") => Ok(None),
+        // It does not build, or fails without a seed.
+        None => bail!("{}: see {}", finished.describe(), log.display()),
+        found => Ok(found),
+    }
+}
