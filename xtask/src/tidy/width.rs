@@ -50,9 +50,7 @@ mod tests {
     fn prose_is_wrapped_and_tables_code_and_long_links_are_not() {
         let long = "word ".repeat(30);
         let link = format!("- [{}](x.md)", "a b ".repeat(40));
-        let text = format!(
-            "{long}\nshort\n| {long} |\n```sh\n{long}\n```\n{link}\n`{long}`\n# {long}\n"
-        );
+        let text = format!("{long}\nshort\n| {long} |\n```sh\n{long}\n```\n{link}\n`{long}`\n# {long}\n");
         let lines: Vec<usize> = check("docs/x.md", &text).iter().map(|f| f.line).collect();
         assert_eq!(lines, [1]);
     }

@@ -359,7 +359,8 @@ mod tests {
 
     #[test]
     fn every_typed_option_has_a_string_form_in_each_spelling() {
-        let values: [(&str, &str, fn(&GroupOptions) -> bool); 8] = [
+        type Holds = fn(&GroupOptions) -> bool;
+        let values: [(&str, &str, Holds); 8] = [
             ("isHighPriorityStream", "true", |o| {
                 o.is_high_priority_stream == Some(true)
             }),
