@@ -1,7 +1,7 @@
 //! Over real gloo groups, through shared memory and TCP: ranks are threads, the last one receives.
 
-use std::sync::{Arc, Barrier};
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Barrier};
 use std::time::{Duration, Instant};
 
 use backend_gloo::GlooGroup;
