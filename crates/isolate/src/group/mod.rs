@@ -112,13 +112,18 @@ impl IsolatedGroup {
             &Cancel::default(),
         )?;
         let inner = started.capabilities;
-        // The child settled them in the same way, with the same variables.
-        let resolved = options.options.resolved(&options.backend, &inner.options)?;
+        // The child settled them in the same way, with the same variables: it would have refused what is not honoured unless it may drop it.
+        let dropped_options = if options.options.lenient {
+            let resolved = options.options.resolved(&options.backend, &inner.options)?;
+            resolved.dropped
+        } else {
+            Vec::new()
+        };
         let core = Arc::new(Core {
             reuses: inner.has(Feature::Reconfigure),
             tells: inner.has(Feature::Abort),
             capabilities: isolated(inner, pool.mode(), why),
-            dropped_options: resolved.dropped,
+            dropped_options,
             library: started.library,
             pool,
             spare: Arc::default(),
