@@ -70,7 +70,7 @@ const FAULTS: &[Fault] = &[
     ("3 `min_replicas` counts contributors", Joint, &[("rank.rs", "let members = answer.replica_world_size;", "let members = answer.contributor_world_size;")]),
     ("3 the source of an initial sync takes no lineage", Joint, &[("rank.rs", "if initial && !answer.heal {", "if false && initial {")]),
     ("4 a copy weighs in", Joint, &[("assignment.rs", "if let Some(place) = places.get_mut(i).filter(|_| !any || own_work(i)) {", "if let Some(place) = places.get_mut(i) {")]),
-    ("5 stale gradients", Joint, &[("training/steps.rs", "(share.step, Some(place).filter(|_| self.by_place))", "(0, Some(place).filter(|_| self.by_place))"), ("training/steps.rs", "pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {\nself.kept = None;", "pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {")]),
+    ("5 stale gradients", Joint, &[("training/steps.rs", "pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {\nself.kept = None;", "pub fn loaded(&mut self, outcome: Result<()>) -> Result<()> {")]),
     ("5 a failed `apply` goes on", Joint, &[("training/integrity.rs", "self.torn.get_or_insert_with(|| e.clone());", "let _ = (e, &mut self.torn);")]),
     ("5 a load that failed in the middle", Joint, &[("training/rounds.rs", "self.integrity\n.record(outcome)\n.or_else(|_| self.integrity.check())?;", "outcome?;"), ("training/steps.rs", "self.integrity.record(outcome).or_else(|_| self.integrity.check())", "outcome")]),
     ("5 a spare asks again with a state written in part", Joint, &[("rank.rs", "(Err(e), _) if is_permanent(&e) || e.kind() == ErrorKind::InvalidState => Next::End(e),", "(Err(e), _) if is_permanent(&e) => Next::End(e),")]),

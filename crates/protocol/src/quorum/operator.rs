@@ -117,10 +117,16 @@ impl Evicted {
         self.lives.iter().map(one)
     }
 
-    /// One that was started again under the same id is another one.
+    /// One that was started again under the same id is another one. If the evicted one had not asked by then, the first to ask is taken for it: its
+    /// call may have been under way.
     pub(super) fn started_again(&mut self, member: &Member) {
         let id = member.replica_id.as_str();
-        if self.lives.get(id).is_some_and(|(life, _)| *life != member.life) {
+        let Some((life, _)) = self.lives.get_mut(id) else {
+            return;
+        };
+        if life.is_empty() {
+            life.clone_from(&member.life);
+        } else if *life != member.life {
             self.lives.remove(id);
             self.oldest_first.retain(|old| old.as_ref() != id);
         }
@@ -349,6 +355,24 @@ mod tests {
         sim.pass(Duration::from_secs(90), &["b"]);
         assert_eq!(sim.rejected(), []);
         assert_eq!(sim.state.record().unwrap().evicted, []);
+    }
+
+    #[test]
+    fn a_replica_that_is_evicted_before_it_asks_is_refused_when_its_call_comes() {
+        let mut sim = Sim::new(rules(1));
+        sim.attach("a:1", 1);
+        operate(&mut sim, OrderKind::Evict, "a");
+        let of = |life: &str| Member {
+            life: life.into(),
+            ..member("a:1")
+        };
+        for _ in 0..2 {
+            sim.join_as(of("first"));
+            assert_eq!(sim.ids(), None);
+            assert!(sim.state.status(sim.now).healthy.is_empty());
+        }
+        sim.join_as(of("second"));
+        assert_eq!(sim.ids().unwrap(), ["a:1"], "it was started again");
     }
 
     #[test]

@@ -38,8 +38,8 @@ pub(crate) struct Checks {
     last: Vec<String>,
     /// They all know what a spare is.
     knows_spares: bool,
-    /// When each replica asked last.
-    asked: BTreeMap<String, Duration>,
+    /// When each replica asked last, and at which step.
+    asked: BTreeMap<String, (Duration, i64)>,
     /// Quorums with spares beside them.
     pub(crate) spares: u64,
     /// Steps that replicas have committed, over all of them.
@@ -155,9 +155,9 @@ impl Checks {
     }
 
     /// A replica asks the lighthouse.
-    pub(crate) fn asks(&mut self, replica_id: &str, now: Duration) {
+    pub(crate) fn asks(&mut self, replica_id: &str, step: i64, now: Duration) {
         // A question that is asked again after its connection broke has waited all the while.
-        self.asked.entry(replica_id.to_string()).or_insert(now);
+        self.asked.entry(replica_id.to_string()).or_insert((now, step)).1 = step;
     }
 
     /// Another lighthouse begins.
@@ -234,13 +234,16 @@ impl Checks {
             .ids()
             .filter_map(|id| Some((id.to_string(), self.asked.remove(id)?)))
             .collect();
-        let asked = |id: &str| since.get(id).copied().unwrap_or_default();
+        let asked = |id: &str| since.get(id).map_or(Duration::ZERO, |(at, _)| *at);
         // In the last step of a run, and with members that do not know spares, everybody is waited for.
         let Some(frontier) = frontier.filter(|_| knew && members.iter().all(|m| !m.is_last)) else {
             return Ok(());
         };
         // Members of the last quorum that are not behind go on as soon as they are enough; what has no name in it is a newcomer.
-        let is_far = |m: &&oxccl_protocol::Member| m.step < frontier;
+        // One of another history at the recorded step is told as if it were behind it.
+        let is_far = |m: &&oxccl_protocol::Member| {
+            since.get(&m.replica_id).map_or(m.step, |(_, step)| *step) < frontier
+        };
         let goes_on: Vec<_> = members
             .iter()
             .filter(|m| !is_far(m) && last.contains(&m.replica_id))

@@ -195,6 +195,14 @@ impl Program {
         self.is_torn
     }
 
+    /// True if it keeps what it computed for a lost attempt.
+    pub(crate) fn keeps(&self) -> bool {
+        match &self.machine {
+            Machine::Steps(steps) => steps.kept().is_some(),
+            Machine::Rounds(rounds) => rounds.kept().is_some(),
+        }
+    }
+
     /// True if far behind it is a member at once.
     pub(crate) fn joins_at_once(&self) -> bool {
         matches!(self.machine, Machine::Rounds(_))

@@ -496,7 +496,7 @@ impl World {
     ) -> Option<Next> {
         let is_alone = self.scenario.ranks == 1 && !self.scenario.foreign;
         let t = self.trainer(who)?;
-        let held = (t.rank.step(), t.program.common());
+        let held = (t.rank.step(), t.program.common(), t.rank.lineage().clone());
         let written = t.program.loads(&offer.model);
         let is_whole = written.is_ok();
         t.taken.clone_from(&offer.taken);
@@ -504,7 +504,12 @@ impl World {
         if is_whole {
             let (rank, value, local) = (t.rank.clone(), t.program.common(), t.program.own());
             let step = rank.step();
-            if is_alone && held == (step, value) {
+            if self.trainer(who).is_some_and(|t| t.program.keeps()) {
+                self.violate(format!(
+                    "INV-4: {who:?} keeps what it computed on the state that it took this one for"
+                ));
+            }
+            if is_alone && held == (step, value, offer.lineage.clone()) {
                 self.violate(format!(
                     "{who:?} heals to the state of step {step}, which it held"
                 ));

@@ -34,6 +34,8 @@ pub(crate) const HEARTBEAT_TIMEOUT: Duration = Duration::from_secs(5);
 const JOIN_TIMEOUT: Duration = Duration::from_secs(4);
 const PROGRESS_TIMEOUT: Duration = Duration::from_secs(15);
 const GRACE: Duration = Duration::from_secs(3);
+/// A replica that goes out says why before it ends its stream.
+const TELL_FIRST: Duration = Duration::from_millis(100);
 const BEAT: Duration = Duration::from_millis(900);
 /// For one call of a rank, one connect, one reduction.
 pub(crate) const CALL: Duration = Duration::from_secs(10);
@@ -693,7 +695,7 @@ impl World {
                     member
                 };
                 let now = self.now;
-                self.checks.asks(&member.replica_id, now);
+                self.checks.asks(&member.replica_id, member.step, now);
                 if refused {
                     self.connection_breaks(server);
                     return;
@@ -730,6 +732,8 @@ impl World {
                 // Its stream ends with that.
                 if let Some(stream) = self.replica(server).and_then(|r| r.stream.take()) {
                     self.later(Duration::ZERO, server, Happening::AttachBroke(stream));
+                    let replica_id = format!("r{}:{}", server.slot, server.life);
+                    self.lighthouse_later(TELL_FIRST, Event::Detached { replica_id, stream });
                 }
             }
             ReplicaAction::Kill(_) => {

@@ -191,6 +191,15 @@ impl World {
         if self.now >= JOIN_TIMEOUT && asked >= (self.scenario.min_replicas as usize).max(1) {
             return Ok(());
         }
+        // Who leaves may open its stream again in its last moments.
+        if self.first_end.is_some() {
+            return Ok(());
+        }
+        let leaves = |id: &str| {
+            let of = |r: &Option<Replica>| r.as_ref().is_some_and(|r| r.id == id);
+            let slot = self.replicas.iter().position(of);
+            slot.is_some_and(|slot| self.trainers(slot).any(|t| t.leaves))
+        };
         let knows = lighthouse.heard.knows_last;
         let was_in = |id: &str| knows && self.checks.was_in_last(id);
         let goes_on = quorum.ids().any(was_in);
@@ -200,6 +209,7 @@ impl World {
                 self.now < *first + JOIN_TIMEOUT && self.now < *last + HEARTBEAT_TIMEOUT
             });
             lives
+                && !leaves(id)
                 && !lighthouse.heard.known.contains(*id)
                 && self.is_alive(id)
                 && !quorum.contains(id)

@@ -54,8 +54,13 @@ impl World {
         self.at(now + LOOK, Owner::World, Happening::IsOut(who, since));
         let recently = |until: Duration| !until.is_zero() && until.saturating_add(NOTICED_AFTER * 2) > now;
         let server = Who { rank: 0, ..who };
-        let is_stopped = self.process(server).is_none_or(|p| recently(p.stopped_until))
-            || self.process(who).is_none_or(|p| recently(p.stopped_until));
+        // What it showed before is heard once it goes on.
+        let was_stopped = |p: &mut Process| {
+            let until = p.stopped_until;
+            until > since && until + PROGRESS_TIMEOUT + NOTICED_AFTER * 2 > now
+        };
+        let is_stopped =
+            self.process(server).is_none_or(was_stopped) || self.process(who).is_none_or(was_stopped);
         let is_cut = recently(self.cut_until[who.slot]);
         let (Some(lighthouse), Some(replica)) = (&self.lighthouse, &self.replicas[who.slot]) else {
             return;
