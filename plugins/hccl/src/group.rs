@@ -48,7 +48,7 @@ pub(crate) fn capabilities() -> Capabilities {
         reduces,
         features: FeatureSet::NONE,
         // What it reads by itself.
-        options: ftcore::names(&["variable:PATH", "variable:MODULE_ID"]),
+        options: crate::ftcore::names(&["variable:PATH", "variable:MODULE_ID"]),
         devices: names(&["hpu"]),
         notes: notes(&[
             (
