@@ -118,7 +118,7 @@ pub struct NetArgs {
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
     /// An option of the backend's groups, such as min_ctas=4 or connections=2; may be repeated. It comes before the variable
-    /// OXCCL_<BACKEND>_<OPTION>; `oxccl backends` lists what a backend honours, lenient=1 drops the rest.
+    /// `OXCCL_<BACKEND>_<OPTION>`; `oxccl backends` lists what a backend honours, lenient=1 drops the rest.
     #[arg(long = "option", value_name = "NAME=VALUE", value_parser = option_text)]
     pub options: Vec<(String, String)>,
     /// Device kind that the all-reduces run on: cpu, xpu, cuda or a plugin's. Replicas take turns on the devices of their
