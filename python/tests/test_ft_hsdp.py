@@ -11,13 +11,13 @@ import oxccl
 import torchjobs
 from ftjobs import Job
 
-# Two replicas of two ranks; `incarnation` names the stores in which the ranks of one incarnation of a replica meet.
+# Two replicas of two ranks; `run` names the stores in which the ranks of one run of a replica meet.
 TRAIN = """
 import torch.distributed as dist
 import oxccl
-rank, incarnation, steps, stop = int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6]
+rank, run, steps, stop = int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), sys.argv[6]
 place, together = 2 * "ab".index(name[0]) + rank, stop == "none"
-dist.init_process_group("oxccl", init_method=f"file://{incarnation}.ranks", rank=rank, world_size=2)
+dist.init_process_group("oxccl", init_method=f"file://{run}.ranks", rank=rank, world_size=2)
 torch.manual_seed(0 if together else "ab".index(name[0]))
 net = nn.Sequential(nn.Linear(8, 33), nn.GELU(), nn.Linear(33, 33), nn.GELU(), nn.Linear(33, 1))
 
@@ -28,7 +28,7 @@ def load(state):
     net.load_state_dict(state["net"])
     optimizer.load_state_dict(state["optimizer"])
 
-with ft.Manager(None, load, save, min_replica_size=1, rank=rank, world_size=2, store=oxccl.FileStore(f"{incarnation}.manager"), init_sync=not together,
+with ft.Manager(None, load, save, min_replica_size=1, rank=rank, world_size=2, store=oxccl.FileStore(f"{run}.manager"), init_sync=not together,
                 timeout=30, quorum_timeout=60, replica_id=name[0], lighthouse_addr=lighthouse if rank == 0 else None) as manager:
     mesh = ft.ft_init_device_mesh("cpu", (2, 2), ("replicate", "shard"), 0, manager)
     for layer in (net[0], net[2], net[4], net):
@@ -72,9 +72,9 @@ tell(done=1, bits=bits(net.parameters()))
 RANKS = ("a0", "a1", "b0", "b1")
 
 
-def start(job: Job, folder: Path, replica: str, incarnation: int, *arguments: object) -> None:
+def start(job: Job, folder: Path, replica: str, run: int, *arguments: object) -> None:
     for rank in range(2):
-        job.start(f"{replica}{rank}", rank, folder / f"{replica}{incarnation}", *arguments)
+        job.start(f"{replica}{rank}", rank, folder / f"{replica}{run}", *arguments)
 
 
 def test_sharding_inside_and_averages_across_train_as_one_process_does(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
 //! The one suite that every backend must pass, with processes as ranks, over the stand-in (or over real Gaudis, if
-//! `OXCCL_HCCL_PATH` names the vendor's libraries). With `OXCCL_HCCL_AS=dylib` the group is the plugin's, through the
+//! `OXCCL_HCCL_PATH` names the vendor's libraries). With `OXCCL_TEST_HCCL_AS=dylib` the group is the plugin's, through the
 //! host's loader and registry; without it, it is linked in. Without arguments and variables both are run.
 
 #![allow(clippy::expect_used, reason = "preparing a test may panic, with its reason")]
@@ -15,7 +15,7 @@ use oxccl_hccl::{HcclFactory, HpuAccelerator};
 #[path = "standin/folder.rs"]
 mod folder;
 
-const AS: &str = "OXCCL_HCCL_AS";
+const AS: &str = "OXCCL_TEST_HCCL_AS";
 
 fn main() -> ExitCode {
     let make = match std::env::var(AS).as_deref() {
