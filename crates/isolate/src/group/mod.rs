@@ -112,13 +112,9 @@ impl IsolatedGroup {
             &Cancel::default(),
         )?;
         let inner = started.capabilities;
-        // The child settled them in the same way, with the same variables: it would have refused what is not honoured unless it may drop it.
-        let dropped_options = if options.options.lenient {
-            let resolved = options.options.resolved(&options.backend, &inner.options)?;
-            resolved.dropped
-        } else {
-            Vec::new()
-        };
+        // The child settled them in the same way, with the same variables. What it has accepted is not refused here.
+        let resolved = options.options.resolved(&options.backend, &inner.options);
+        let dropped_options = resolved.map_or_else(|_| Vec::new(), |settled| settled.dropped);
         let core = Arc::new(Core {
             reuses: inner.has(Feature::Reconfigure),
             tells: inner.has(Feature::Abort),
