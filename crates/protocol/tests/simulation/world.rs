@@ -3,8 +3,6 @@
 //!
 //! Everything that happens is an event with a time and an owner, the process in which it happens. A stopped process's events
 //! wait until it goes on; a dead one's are dropped. Messages over one connection stay in order, as TCP has them.
-//!
-//! Over 800 lines because the events and what each does to the world are one table; what goes wrong stands in `world/`.
 
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
@@ -594,34 +592,6 @@ impl World {
             | Happening::LighthouseTick
             | Happening::ToLighthouse(_) => {}
         }
-    }
-
-    fn attach(&mut self, who: Who) {
-        if self.scenario.foreign {
-            return;
-        }
-        let stream = self.number();
-        let refused = self.lighthouse.is_none() || self.is_cut(who.slot);
-        let Some(replica) = self.replica(who) else { return };
-        let out = replica.server.is_out();
-        if refused || out || replica.stream.is_some() {
-            if refused || out {
-                let delay = self.random.millis(200, 1_000);
-                self.later(delay, who, Happening::Attach);
-            }
-            return;
-        }
-        replica.stream = Some(stream);
-        let (replica_id, last_quorum_id) = (replica.id.clone(), replica.server.last_quorum().0);
-        if let Some(lighthouse) = &mut self.lighthouse {
-            lighthouse.streams.insert(replica_id.clone(), (who, stream));
-        }
-        let event = Event::Attached {
-            replica_id,
-            stream,
-            last_quorum_id,
-        };
-        self.send_lighthouse(who, event);
     }
 
     /// The server of the rank's replica, as `who` reaches it.

@@ -189,6 +189,35 @@ impl World {
         true
     }
 
+    /// A replica opens its event stream.
+    pub(super) fn attach(&mut self, who: Who) {
+        if self.scenario.foreign {
+            return;
+        }
+        let stream = self.number();
+        let refused = self.lighthouse.is_none() || self.is_cut(who.slot);
+        let Some(replica) = self.replica(who) else { return };
+        let out = replica.server.is_out();
+        if refused || out || replica.stream.is_some() {
+            if refused || out {
+                let delay = self.random.millis(200, 1_000);
+                self.later(delay, who, Happening::Attach);
+            }
+            return;
+        }
+        replica.stream = Some(stream);
+        let (replica_id, last_quorum_id) = (replica.id.clone(), replica.server.last_quorum().0);
+        if let Some(lighthouse) = &mut self.lighthouse {
+            lighthouse.streams.insert(replica_id.clone(), (who, stream));
+        }
+        let event = Event::Attached {
+            replica_id,
+            stream,
+            last_quorum_id,
+        };
+        self.send_lighthouse(who, event);
+    }
+
     /// A rank leaves in good order, as it was told with the quorum. Its server answers the others first.
     pub(crate) fn leaves(&mut self, who: Who) {
         let rank = who.rank;
