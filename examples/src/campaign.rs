@@ -8,7 +8,8 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use ftcore::Result;
-use oxccl::launch::{EventKind, ProcessSignal, Supervisor, SupervisorEvent};
+use oxccl::launch::EventKind;
+use oxccl_launch::{ProcessSignal, Supervisor, SupervisorEvent};
 use serde::Serialize;
 
 use crate::rng::Rng;

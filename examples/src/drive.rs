@@ -12,11 +12,12 @@ use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
 use ftcore::{Device, DeviceKind, Error, ErrorKind, GroupOptions, Registry, deadline_in, option_text};
 use manager::HealOver;
-use oxccl::launch::{
-    EventKind, LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, Supervisor,
-    SupervisorConfig, SupervisorEvent, announce_lighthouse,
-};
+use oxccl::launch::{EventKind, announce_lighthouse};
 use oxccl::world::BackendSpec;
+use oxccl_launch::{
+    LighthouseLaunch, LighthouseSource, ProcessSignal, ReplicaLaunch, Supervisor, SupervisorConfig,
+    SupervisorEvent,
+};
 use quant::{Codec, QuantizeOptions};
 
 use crate::campaign::{Campaign, ChaosArgs};

@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use ftcore::{Error, Result};
-use oxccl::launch::{EventKind, SupervisorEvent};
+use oxccl::launch::EventKind;
+use oxccl_launch::SupervisorEvent;
 
 use crate::report::{Report, thousands};
 
@@ -16,11 +17,11 @@ mod labels;
 mod png;
 
 pub use font::Font;
-pub use oxccl::plot::{Anchor, Axis, Colour, Scene, Shape, to_svg};
+pub use oxccl_plot::{Anchor, Axis, Colour, Scene, Shape, to_svg};
 pub use png::to_png;
 
 use labels::label_places;
-use oxccl::plot::{CURVES, GRID, INK, SOFT_INK};
+use oxccl_plot::{CURVES, GRID, INK, SOFT_INK};
 
 /// The losses of one replica.
 #[derive(Debug, Clone, PartialEq)]

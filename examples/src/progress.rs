@@ -5,7 +5,8 @@ use std::collections::BTreeMap;
 use std::io::{IsTerminal, Write};
 
 use indicatif::{MultiProgress, ProgressBar, ProgressDrawTarget, ProgressStyle};
-use oxccl::launch::{EventKind, ExitSummary, ReplicaEvent, ReplicaState, SupervisorEvent};
+use oxccl::launch::{EventKind, ReplicaEvent, ReplicaState};
+use oxccl_launch::{ExitSummary, SupervisorEvent};
 
 use crate::report::{bytes, thousands};
 

@@ -5,7 +5,8 @@
 
 use std::collections::BTreeMap;
 
-use oxccl::launch::{Commit, EventKind, ExitSummary, Final, Outcome, ReplicaState, SupervisorEvent};
+use oxccl::launch::{Commit, EventKind, Final, ReplicaState};
+use oxccl_launch::{ExitSummary, Outcome, SupervisorEvent};
 use serde::Serialize;
 
 mod chaos;

@@ -8,5 +8,5 @@ use pyo3::prelude::*;
 #[pyfunction]
 #[pyo3(name = "_command")]
 pub(crate) fn command(py: Python<'_>, arguments: Vec<OsString>, again: Vec<OsString>) -> u8 {
-    py.detach(|| oxccl::command::run(arguments, again))
+    py.detach(|| oxccl_cli::run(arguments, again))
 }

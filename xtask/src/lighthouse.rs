@@ -205,7 +205,7 @@ struct Programs {
 impl Programs {
     fn build(metadata: &Metadata, peer: bool) -> Result<Self> {
         let targets: [&[&str]; 2] = [
-            &["--package", "oxccl", "--bin", "oxccl"],
+            &["--package", "oxccl-cli", "--bin", "oxccl"],
             &["--package", "oxccl-coordination", "--example", "lighthouse_load"],
         ];
         for target in targets {

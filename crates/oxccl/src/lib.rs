@@ -2,8 +2,9 @@
 //!
 //! Every part lives in a crate of its own and appears here as a module, chosen by a feature of the same name (all on by
 //! default): take less with `default-features = false`. [`core`] (types, traits, stores, the backend registry) is
-//! always there. [`backend`], [`launch`] and [`plot`] are the facade's own: the first chooses a backend as the programs do, the second starts and watches the processes of a run on one machine, and
-//! carries the events that they send, the third draws; the `oxccl` command and the examples are built on it. [`prelude`] has the names that most programs need.
+//! always there. [`backend`], [`launch`] and [`flight_recorder`] are the facade's own: the first chooses a backend as the programs do, the second is
+//! the side of a process that `oxccl launch` started, the third writes flight records on a signal. [`prelude`] has the names that most programs need. The
+//! `oxccl` command is a package of its own, `oxccl-cli`.
 //!
 //! An all-reduce among the processes that a launcher started (`mpirun -n 2`, `torchrun`, `srun`, `oxccl launch`):
 //!
@@ -49,22 +50,12 @@ pub use replica;
 #[cfg(feature = "world")]
 pub use world;
 
-// The command's own files name this crate as a program would.
-#[cfg(feature = "command")]
-extern crate self as oxccl;
-
 #[cfg(feature = "backend")]
 pub mod backend;
-#[cfg(feature = "command")]
-pub mod command;
 #[cfg(feature = "launch")]
 pub mod flight_recorder;
 #[cfg(feature = "launch")]
 pub mod launch;
-#[cfg(feature = "plot")]
-pub mod plot;
-#[cfg(feature = "command")]
-mod results;
 
 pub mod prelude;
 

@@ -3,7 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
-use oxccl::launch::{EventKind, SupervisorEvent};
+use oxccl::launch::EventKind;
+use oxccl_launch::SupervisorEvent;
 use serde::Serialize;
 
 use crate::campaign::{Disturbance, What};

@@ -1,4 +1,5 @@
-use oxccl::launch::{ReplicaEvent, ReplicaOutcome, ReplicaState, StopReason};
+use oxccl::launch::{ReplicaEvent, ReplicaState};
+use oxccl_launch::{ReplicaOutcome, StopReason};
 
 use super::*;
 

@@ -183,7 +183,7 @@ fn turn(
 
 fn build(metadata: &Metadata) -> Result<PathBuf> {
     let mut cargo = cargo_command(&metadata.workspace_root);
-    cargo.args(["build", "--release", "--package", "oxccl", "--bin", "oxccl"]);
+    cargo.args(["build", "--release", "--package", "oxccl-cli", "--bin", "oxccl"]);
     let limit = std::time::Duration::from_secs(30 * 60);
     let finished = process::run(&mut cargo, limit, Output::Inherit, |_| {})?;
     if !finished.is_success() {

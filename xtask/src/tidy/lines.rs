@@ -1,4 +1,4 @@
-//! How many lines of source each crate has: all lines of the `.rs` files below `crates` and `plugins`, outside folders named `tests`,
+//! How many lines of source each crate has: all lines of the `.rs` files below `crates`, `apps` and `plugins`, outside folders named `tests`,
 //! `fixtures` and `examples`, without modules that are tests, whether they stand in the file or beside it.
 
 use std::collections::BTreeMap;
@@ -7,7 +7,7 @@ use std::fmt::Write as _;
 use super::lexer::Source;
 
 /// Where crates are, and what in them is no source.
-const ROOTS: [&str; 2] = ["crates", "plugins"];
+const ROOTS: [&str; 3] = ["crates", "apps", "plugins"];
 const APART: [&str; 3] = ["tests", "fixtures", "examples"];
 
 /// One line per crate, largest first, then the sum.

@@ -113,7 +113,7 @@ pub(crate) fn print_words() -> Result<bool> {
 pub(crate) fn print_lines() -> Result<bool> {
     let root = Metadata::read()?.workspace_root;
     let mut paths = Vec::new();
-    for folder in ["crates", "plugins"] {
+    for folder in ["crates", "apps", "plugins"] {
         collect(&root.join(folder), "rs", &mut paths)?;
     }
     let sources: Vec<Source> = paths

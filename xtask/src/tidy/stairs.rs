@@ -29,9 +29,13 @@ const FLOORS: &[(&str, Place)] = &[
     ("oxccl-ddp", Place::Floor(5)),
     ("oxccl-diloco", Place::Floor(5)),
     ("oxccl-candle", Place::Floor(5)),
-    // Below the facade alone, whose command runs it; otherwise it is for tests.
+    // `oxccl conformance` runs it; otherwise it is for tests.
     ("oxccl-conformance", Place::Floor(5)),
     ("oxccl", Place::Floor(6)),
+    // Programs, on top of the facade.
+    ("oxccl-launch", Place::Floor(7)),
+    ("oxccl-plot", Place::Floor(7)),
+    ("oxccl-cli", Place::Floor(8)),
     ("gloo-plugin", Place::Around),
     ("loopback", Place::Around),
     ("nccl-standin", Place::Around),

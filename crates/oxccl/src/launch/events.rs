@@ -1,4 +1,4 @@
-//! What a replica reports about itself, and what its supervisor hands to the driver.
+//! What a replica reports about itself.
 //!
 //! A [`ReplicaEvent`] travels as one JSON object on one line of at most [`MAX_LINE`] bytes, over a Unix socket from the
 //! replica's `EventSender` to the supervisor. Times are microseconds of the real-time clock, so that events of
@@ -9,8 +9,6 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use ftcore::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
-
-use super::outcome::{ExitSummary, Outcome};
 
 /// The longest line that is accepted, in bytes, without the newline.
 pub const MAX_LINE: usize = 16 * 1024;
@@ -216,31 +214,39 @@ impl ReplicaEvent {
 /// What travels over the socket of `OXCCL_EVENTS`: an event of a replica, or the lighthouse's address.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(untagged)]
-pub(super) enum Message {
+pub enum Message {
+    /// The lighthouse that the supervisor started listens.
     Lighthouse {
+        /// Where.
         lighthouse_ready: LighthouseReady,
     },
     /// The supervisor's own mark: every sender that connected before it has been accepted.
     Mark {
+        /// Its number.
         mark: u64,
     },
+    /// What a replica reports.
     Replica(ReplicaEvent),
 }
 
 /// Sent once by a lighthouse that was started by a supervisor, as soon as it listens.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub(super) struct LighthouseReady {
-    pub(super) url: String,
-    pub(super) pid: u32,
+pub struct LighthouseReady {
+    /// Its address, `http://host:port`.
+    pub url: String,
+    /// Its process id.
+    pub pid: u32,
 }
 
 impl Message {
-    pub(super) fn to_line(&self) -> Result<String> {
+    /// One line of JSON, with the newline. Errors: `InvalidArgument` if it were longer than [`MAX_LINE`].
+    pub fn to_line(&self) -> Result<String> {
         encode(self)
     }
 
-    /// Decided by the presence of a key and not by trying both, so that the error names what is wrong.
-    pub(super) fn from_line(line: &[u8]) -> Result<Self> {
+    /// Reads one line (without its newline). Errors: `Protocol`, with the start of the line.
+    // Decided by the presence of a key and not by trying all, so that the error names what is wrong.
+    pub fn from_line(line: &[u8]) -> Result<Self> {
         #[derive(Deserialize)]
         struct Probe {
             lighthouse_ready: Option<LighthouseReady>,
@@ -302,77 +308,6 @@ fn cut(text: &mut String) {
         }
         text.truncate(end);
         text.push('…');
-    }
-}
-
-/// What the supervisor hands to the driver.
-#[derive(Debug, Clone, PartialEq, Serialize)]
-#[serde(tag = "from", rename_all = "snake_case")]
-pub enum SupervisorEvent {
-    /// A lighthouse that this supervisor started listens. Sent again after it was restarted.
-    LighthouseUp {
-        /// Its address, `http://host:port`.
-        url: String,
-        /// When (see [`now_us`]).
-        t_us: u64,
-    },
-    /// The lighthouse's process ended although it should not have.
-    LighthouseExited {
-        /// How it ended.
-        exit: ExitSummary,
-        /// The end of its output.
-        tail: String,
-        /// Milliseconds until it is started again at the same address; `None` if the run is given up.
-        restart_in_ms: Option<u64>,
-        /// When.
-        t_us: u64,
-    },
-    /// A process of a replica was started.
-    Spawned {
-        /// The replica's index in the job.
-        replica: u32,
-        /// The rank inside the replica.
-        rank: u32,
-        /// Which incarnation of it.
-        incarnation: u32,
-        /// Its process id.
-        pid: u32,
-        /// When.
-        t_us: u64,
-    },
-    /// A process of a replica ended. The last one of an incarnation tells what follows.
-    Exited {
-        /// The replica's index in the job.
-        replica: u32,
-        /// The rank inside the replica.
-        rank: u32,
-        /// Which incarnation of it.
-        incarnation: u32,
-        /// The exit code, if it ended by itself.
-        status: Option<i32>,
-        /// The signal that ended it, if one did.
-        signal: Option<i32>,
-        /// The end of its output, unless it exited with 0.
-        tail: String,
-        /// Milliseconds until the replica's next incarnation; `None` if there is none, or other ranks of this incarnation still run.
-        restart_in_ms: Option<u64>,
-        /// When.
-        t_us: u64,
-    },
-    /// A replica reported something.
-    Replica(ReplicaEvent),
-    /// All processes are gone. The last event.
-    Finished(Outcome),
-}
-
-impl SupervisorEvent {
-    /// The replica that this is about, if it is about one.
-    pub fn replica(&self) -> Option<u32> {
-        match self {
-            Self::Spawned { replica, .. } | Self::Exited { replica, .. } => Some(*replica),
-            Self::Replica(event) => Some(event.replica),
-            Self::LighthouseUp { .. } | Self::LighthouseExited { .. } | Self::Finished(_) => None,
-        }
     }
 }
 

@@ -16,7 +16,8 @@ use oxccl::core::{
     Capabilities, DType, DTypeSet, DeviceKind, Error, Feature, OpKind, OpSet, ReduceOp, Registry, Result,
     VARIABLE, deadline_in, variable_prefix,
 };
-use oxccl::launch::BoundChild;
+use oxccl::plugin;
+use oxccl_launch::BoundChild;
 use serde::{Deserialize, Serialize};
 
 use super::scratch::Scratch;

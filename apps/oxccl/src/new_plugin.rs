@@ -46,23 +46,23 @@ enum Language {
 type File = (&'static str, &'static str);
 
 const C: &[File] = &[
-    ("acme.c", include_str!("../../templates/plugin-c/acme.c")),
+    ("acme.c", include_str!("../templates/plugin-c/acme.c")),
     ("oxccl_plugin.h", oxccl::plugin::HEADER),
-    ("Makefile", include_str!("../../templates/plugin-c/Makefile")),
-    ("README.md", include_str!("../../templates/plugin-c/README.md")),
+    ("Makefile", include_str!("../templates/plugin-c/Makefile")),
+    ("README.md", include_str!("../templates/plugin-c/README.md")),
 ];
 
 const RUST: &[File] = &[
     (
         "Cargo.toml",
-        include_str!("../../templates/plugin-rust/Cargo.toml.template"),
+        include_str!("../templates/plugin-rust/Cargo.toml.template"),
     ),
-    ("src/lib.rs", include_str!("../../templates/plugin-rust/lib.rs")),
+    ("src/lib.rs", include_str!("../templates/plugin-rust/lib.rs")),
     (
         "tests/conformance.rs",
-        include_str!("../../templates/plugin-rust/conformance.rs"),
+        include_str!("../templates/plugin-rust/conformance.rs"),
     ),
-    ("README.md", include_str!("../../templates/plugin-rust/README.md")),
+    ("README.md", include_str!("../templates/plugin-rust/README.md")),
 ];
 
 /// Where the template has the name.

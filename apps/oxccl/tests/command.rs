@@ -263,7 +263,6 @@ fn an_interrupt_ends_all_and_is_exit_code_130() {
     assert_eq!(supervisor.wait().unwrap().code(), Some(130));
 }
 
-#[cfg(feature = "lighthouse")]
 mod lighthouse {
     use std::io::{BufRead, BufReader, Read, Write};
     use std::net::TcpStream;

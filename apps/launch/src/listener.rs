@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 
 use ftcore::identity::TurnedAway;
 use ftcore::{Error, Result, time_left};
+use oxccl::launch::{LineReader, MAX_LINE, Message};
 use rustix::net::sockopt::socket_peercred;
 use rustix::process::{Pid, getpgid};
 
 use super::control::Control;
-use super::events::{MAX_LINE, Message, SupervisorEvent};
-use super::line::LineReader;
+use super::events::SupervisorEvent;
 use super::queue::{EventQueue, Handed};
 
 /// A Unix socket's path must fit a fixed field of the kernel (108 bytes with the final zero).
@@ -356,10 +356,9 @@ mod tests {
     use std::sync::mpsc::channel;
 
     use ftcore::deadline_in;
+    use oxccl::launch::{EventKind, EventSender, ReplicaState};
 
-    use super::super::events::{EventKind, ReplicaState};
     use super::super::queue::event_queue;
-    use super::super::sender::EventSender;
     use super::*;
 
     #[test]

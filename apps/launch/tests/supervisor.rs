@@ -6,9 +6,10 @@ use std::process::Command;
 use std::time::{Duration, Instant};
 
 use oxccl::core::{ErrorKind, deadline_in};
-use oxccl::launch::{
-    EventKind, EventSender, ExitSummary, GiveUp, LighthouseSource, Outcome, ProcessSignal, ReplicaLaunch,
-    RestartPolicy, StopReason, Supervisor, SupervisorConfig, SupervisorEvent, SupervisorEvents,
+use oxccl::launch::{EventKind, EventSender};
+use oxccl_launch::{
+    ExitSummary, GiveUp, LighthouseSource, Outcome, ProcessSignal, ReplicaLaunch, RestartPolicy, StopReason,
+    Supervisor, SupervisorConfig, SupervisorEvent, SupervisorEvents,
 };
 
 fn soon() -> Instant {

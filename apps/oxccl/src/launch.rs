@@ -10,13 +10,13 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use oxccl::core::{Credentials, Error, ErrorKind, Result, deadline_in};
-use oxccl::launch::{
-    EventKind, ExitSummary, GiveUp, LighthouseSource, Outcome, OutputSink, RestartPolicy, StopReason,
-    Supervisor, SupervisorConfig, SupervisorEvent, check_lighthouse,
+use oxccl::launch::EventKind;
+use oxccl_launch::{
+    ExitSummary, GiveUp, LighthouseSource, Outcome, OutputSink, RestartPolicy, StopReason, Supervisor,
+    SupervisorConfig, SupervisorEvent, check_lighthouse,
 };
 
 use super::ExitCode;
-#[cfg(feature = "lighthouse")]
 use super::again;
 use super::rendezvous::{Address, Node, Rendezvous};
 
@@ -136,7 +136,9 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
     let (program, program_arguments) = (program.clone(), program_arguments.to_vec());
     is_there(&program)?;
     let credentials = credentials(arguments.credentials)?;
-    let insecure = arguments.insecure.then_some((ftcore::identity::INSECURE, "1"));
+    let insecure = arguments
+        .insecure
+        .then_some((oxccl::core::identity::INSECURE, "1"));
     let met = match &place.node {
         None => None,
         Some((node, address)) => {
@@ -281,14 +283,13 @@ fn place(arguments: &Arguments) -> Result<Place> {
 }
 
 /// A lighthouse with these options, kept by the supervisor.
-#[cfg(feature = "lighthouse")]
 fn own_lighthouse(
     bind: String,
     options: Vec<String>,
     insecure: Option<(&'static str, &'static str)>,
 ) -> Result<LighthouseSource> {
     let this = again()?;
-    let command = move |launch: &oxccl::launch::LighthouseLaunch| {
+    let command = move |launch: &oxccl_launch::LighthouseLaunch| {
         let mut command = Command::new(this.get_program());
         command
             .args(this.get_args())
@@ -301,17 +302,6 @@ fn own_lighthouse(
         bind,
         command: Box::new(command),
     })
-}
-
-#[cfg(not(feature = "lighthouse"))]
-fn own_lighthouse(
-    _: String,
-    _: Vec<String>,
-    _: Option<(&'static str, &'static str)>,
-) -> Result<LighthouseSource> {
-    Err(Error::invalid(
-        "this build has no lighthouse of its own (feature `lighthouse`); give one with --lighthouse URL",
-    ))
 }
 
 /// The job's credentials. Errors: `InvalidArgument` if they are not usable, before anything is started.

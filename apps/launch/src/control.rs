@@ -15,11 +15,12 @@ use ftcore::{
     Credentials, Error, ErrorKind, Result, TcpStoreServer, deadline_in, join_address, split_address,
     split_url, time_left,
 };
+use oxccl::launch::{ENV_EVENTS, LighthouseReady, now_us};
 use rustix::process::Signal;
 
 use super::child;
-use super::env::{ENV_EVENTS, tell};
-use super::events::{LighthouseReady, SupervisorEvent, now_us};
+use super::environment::tell;
+use super::events::SupervisorEvent;
 use super::listener::EventListener;
 use super::outcome::{ExitSummary, Outcome, ReplicaOutcome, StopReason};
 use super::output::Reader;

@@ -13,12 +13,12 @@ use oxccl::core::{
     deadline_in,
 };
 use oxccl::isolate::{self, IsolateOptions};
-use oxccl::launch::BoundChild;
+use oxccl_launch::BoundChild;
 
 use super::measure::{self, MEET};
 use super::plan::Plan;
-use crate::command::again;
-use crate::command::scratch::Scratch;
+use crate::again;
+use crate::scratch::Scratch;
 
 /// How long ranks may take to end once they must.
 const END: Duration = Duration::from_secs(10);

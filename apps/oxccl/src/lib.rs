@@ -1,4 +1,4 @@
-//! The `oxccl` command: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
+//! The `oxccl` command as a library, for programs that embed it: `lighthouse` runs the one service that a job needs, `launch` starts and supervises the replicas
 //! of one machine, `replica` drains, evicts or kills one of them, `why` says what a job waits for, `trace` where its ranks differ, `credentials` closes a job to strangers, `backends` lists what can carry data here,
 //! `bench` measures it, `new-plugin` writes a backend of one's own and `conformance` holds it to the suite. Results go to standard output, everything else to standard error.
 
@@ -7,13 +7,6 @@ use std::io::IsTerminal;
 use std::process;
 use std::sync::OnceLock;
 
-// Linked for its registration: `backends` and `bench` find it in the registry.
-#[cfg(feature = "gloo")]
-use backend_gloo as _;
-#[cfg(feature = "nccl")]
-use backend_nccl as _;
-#[cfg(feature = "xccl")]
-use backend_xccl as _;
 use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 use oxccl::core::{Error, ErrorKind, Result};
 use tracing_subscriber::EnvFilter;
@@ -33,16 +26,14 @@ mod bench;
 mod conformance;
 mod credentials;
 mod launch;
-#[cfg(feature = "lighthouse")]
 mod lighthouse;
 #[cfg(feature = "conformance")]
 mod new_plugin;
 mod rendezvous;
-#[cfg(feature = "lighthouse")]
 mod replica;
+mod results;
 mod scratch;
 mod trace;
-#[cfg(feature = "lighthouse")]
 mod why;
 
 /// What the process ends with. The standard library's cannot be read, which a program that embeds the command has to.
@@ -101,11 +92,8 @@ struct Arguments {
 
 #[derive(Debug, Subcommand)]
 enum Command {
-    #[cfg(feature = "lighthouse")]
     Lighthouse(lighthouse::Arguments),
-    #[cfg(feature = "lighthouse")]
     Replica(replica::Arguments),
-    #[cfg(feature = "lighthouse")]
     Why(why::Arguments),
     Launch(launch::Arguments),
     Trace(trace::Arguments),
@@ -174,16 +162,13 @@ fn carry_out(arguments: Arguments, colour: bool) -> ExitCode {
         .with_ansi(colour && std::io::stderr().is_terminal())
         .try_init();
     // Before any plugin is opened.
-    if let Err(e) = crate::results::claim() {
+    if let Err(e) = results::claim() {
         say!("error: {e}");
         return ExitCode::from(1);
     }
     let result = match arguments.command {
-        #[cfg(feature = "lighthouse")]
         Command::Lighthouse(arguments) => lighthouse::run(arguments),
-        #[cfg(feature = "lighthouse")]
         Command::Replica(arguments) => replica::run(arguments),
-        #[cfg(feature = "lighthouse")]
         Command::Why(arguments) => why::run(arguments),
         Command::Launch(arguments) => launch::run(arguments),
         Command::Trace(arguments) => trace::run(arguments),

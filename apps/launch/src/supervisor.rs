@@ -9,13 +9,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Credentials, Error, ErrorKind, Result, deadline_in, split_url, time_left};
+use oxccl::launch::now_us;
 use rustix::process::{Pid, Signal};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGUSR2};
 use signal_hook::iterator::{Handle, Signals};
 
 use super::child;
 use super::control::{self, Control};
-use super::events::now_us;
 use super::outcome::{Outcome, StopReason};
 use super::output::OutputSink;
 use super::queue::{SupervisorEvents, event_queue};
@@ -38,7 +38,7 @@ pub enum LighthouseSource {
     /// It runs already, at this address (`http://host:port`).
     External(String),
     /// The supervisor starts it, first of all processes, and again at the same address if it dies. The program must call
-    /// [`announce_lighthouse`](super::announce_lighthouse) once it listens, as `oxccl lighthouse` does.
+    /// [`announce_lighthouse`](oxccl::launch::announce_lighthouse) once it listens, as `oxccl lighthouse` does.
     Spawn {
         /// `host:port` to listen at; port 0 lets the system choose.
         bind: String,

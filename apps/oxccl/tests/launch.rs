@@ -308,7 +308,6 @@ fn signals_are_passed_on_as_they_came() {
     }
 }
 
-#[cfg(feature = "lighthouse")]
 mod nodes {
     use std::net::TcpStream;
     use std::process::Child;

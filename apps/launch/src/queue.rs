@@ -6,8 +6,9 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::time::Instant;
 
 use ftcore::time_left;
+use oxccl::launch::EventKind;
 
-use super::events::{EventKind, SupervisorEvent};
+use super::events::SupervisorEvent;
 
 /// Above this many waiting events, `Step` events are dropped.
 const SOFT: usize = 16 * 1024;
@@ -126,7 +127,8 @@ impl EventQueue {
 
 #[cfg(test)]
 mod tests {
-    use super::super::events::{ReplicaEvent, ReplicaState};
+    use oxccl::launch::{ReplicaEvent, ReplicaState};
+
     use super::*;
 
     fn replica(kind: EventKind) -> SupervisorEvent {

@@ -3,7 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use oxccl::core::{Error, Result};
-use oxccl::plot::{Anchor, Axis, CURVES, Colour, GRID, INK, LogAxis, SOFT_INK, Scene, Shape, to_svg};
+use oxccl_plot::{Anchor, Axis, CURVES, Colour, GRID, INK, LogAxis, SOFT_INK, Scene, Shape, to_svg};
 
 use super::table::Line;
 
