@@ -659,13 +659,20 @@ fn test_targets(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<
     mine.map(|(name, _)| name.to_owned()).collect()
 }
 
-/// The programs of examples that a test target runs: those of packages with one of the name `examples`.
+/// The programs of examples that a test target named `examples` runs: those of its package and of the packages that it depends on directly.
 fn tested_examples(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeSet<String> {
     let is = |target: &Target, kind: &str| target.kind.iter().any(|k| k == kind);
-    let packages = metadata.packages.iter().filter(|package| {
+    let owners = metadata.packages.iter().filter(|package| {
         let mut targets = package.targets.iter();
         chosen(&package.name) && targets.any(|t| is(t, "test") && t.name == "examples")
     });
+    let tested: BTreeSet<&str> = owners
+        .flat_map(|owner| {
+            let dependencies = owner.dependencies.iter().map(|d| d.name.as_str());
+            dependencies.chain([owner.name.as_str()])
+        })
+        .collect();
+    let packages = metadata.packages.iter().filter(|p| tested.contains(p.name.as_str()));
     packages
         .flat_map(|package| package.targets.iter().filter(|t| is(t, "example")))
         .map(|target| target.name.clone())
@@ -832,7 +839,9 @@ mod tests {
             {"name":"oxccl-examples","manifest_path":"/w/examples/Cargo.toml","dependencies":[],"targets":[
                 {"name":"resume","kind":["test"]},{"name":"steps","kind":["test"]},{"name":"plot","kind":["example"]}]},
             {"name":"oxccl","manifest_path":"/w/crates/oxccl/Cargo.toml","dependencies":[],"targets":[
-                {"name":"examples","kind":["test"]},{"name":"ddp","kind":["example"]},{"name":"diloco","kind":["example"]}]},
+                {"name":"ddp","kind":["example"]},{"name":"diloco","kind":["example"]}]},
+            {"name":"oxccl-cli","manifest_path":"/w/apps/oxccl/Cargo.toml","dependencies":[{"name":"oxccl","kind":null}],"targets":[
+                {"name":"examples","kind":["test"]}]},
             {"name":"backend-gloo","manifest_path":"/w/crates/backend-gloo/Cargo.toml","dependencies":[],"targets":[
                 {"name":"gloo-conformance","kind":["test"]},{"name":"abort","kind":["test"]},
                 {"name":"model","kind":["test"],"required-features":["odd"]},
