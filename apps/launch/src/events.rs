@@ -13,7 +13,7 @@ pub enum SupervisorEvent {
     LighthouseUp {
         /// Its address, `http://host:port`.
         url: String,
-        /// When (see [`now_us`]).
+        /// When (see [`oxccl::launch::now_us`]).
         t_us: u64,
     },
     /// The lighthouse's process ended although it should not have.
