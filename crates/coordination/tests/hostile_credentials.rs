@@ -19,7 +19,7 @@ use ftcore::{Credentials, Error, ErrorKind};
 use identity::{ClientStream, Party, Role};
 use oxccl_coordination::{
     CommitVote, ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient,
-    ManagerServer, ManagerServerConfig, Member, QuorumRequest,
+    ManagerServer, ManagerServerConfig, Member, Order, OrderKind, QuorumRequest,
 };
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
@@ -279,6 +279,25 @@ fn a_replica_speaks_for_itself_only_at_the_lighthouse() {
     );
     let status = tool.status(soon()).unwrap();
     assert_eq!(status.participants.len(), 2, "{status:?}");
+    training.end();
+}
+
+#[test]
+fn a_replica_gives_no_orders_at_the_lighthouse_not_even_for_itself() {
+    let job = Job::start(&["a", "b"]);
+    let training = Training::begin(&job);
+    let url = job.lighthouse.address();
+    let own = Arc::clone(&job.replicas[0].party);
+    let forger = LighthouseClient::connect_as(Some(own), &url, soon()).unwrap();
+    for kind in [OrderKind::Drain, OrderKind::Evict, OrderKind::Kill] {
+        for id in ["a:1", "b:1"] {
+            let reason = "forged".into();
+            let refused = forger.operate(id, Order { kind, reason }, soon()).unwrap_err();
+            is_refused(&refused, &["replica 'a' of job demo", "operator"]);
+        }
+    }
+    let status = forger.status(soon()).unwrap();
+    assert_eq!((status.draining.len(), status.evicted.len()), (0, 0), "{status:?}");
     training.end();
 }
 
