@@ -98,7 +98,9 @@ fn contains(bytes: &[u8], text: &[u8]) -> bool {
 
 /// What stands in the files of a folder and of those in it.
 fn files(folder: &Path) -> Vec<Vec<u8>> {
-    let entries = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let entries = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
     entries
         .flat_map(|path| match path.is_dir() {
             true => files(&path),
@@ -160,7 +162,10 @@ fn with_credentials_a_run_with_a_kill_ends_equal_and_nothing_secret_is_in_a_log_
         "{report:#}"
     );
     assert!(said.contains("https://127.0.0.1:"), "it ran without credentials");
-    assert!(!written.iter().any(|bytes| tells(bytes)), "a file of the run tells a secret");
+    assert!(
+        !written.iter().any(|bytes| tells(bytes)),
+        "a file of the run tells a secret"
+    );
 }
 
 #[test]

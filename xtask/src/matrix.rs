@@ -672,7 +672,10 @@ fn tested_examples(metadata: &Metadata, chosen: impl Fn(&str) -> bool) -> BTreeS
             dependencies.chain([owner.name.as_str()])
         })
         .collect();
-    let packages = metadata.packages.iter().filter(|p| tested.contains(p.name.as_str()));
+    let packages = metadata
+        .packages
+        .iter()
+        .filter(|p| tested.contains(p.name.as_str()));
     packages
         .flat_map(|package| package.targets.iter().filter(|t| is(t, "example")))
         .map(|target| target.name.clone())

@@ -63,6 +63,7 @@ fn limits() -> ConnectionLimits {
         connections: 256,
         per_address: 256,
         greeting: Duration::from_secs(2),
+        idle: Duration::from_secs(5),
         unread: Duration::from_secs(3),
         ..ConnectionLimits::manager()
     }
@@ -297,7 +298,11 @@ fn a_replica_gives_no_orders_at_the_lighthouse_not_even_for_itself() {
         }
     }
     let status = forger.status(soon()).unwrap();
-    assert_eq!((status.draining.len(), status.evicted.len()), (0, 0), "{status:?}");
+    assert_eq!(
+        (status.draining.len(), status.evicted.len()),
+        (0, 0),
+        "{status:?}"
+    );
     training.end();
 }
 

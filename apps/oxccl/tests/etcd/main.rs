@@ -268,7 +268,10 @@ fn training_goes_on_with_the_same_step_when_the_leading_lighthouse_is_cut_off_fr
         links[leads].cut(false);
     }
     job.finish();
-    report("a leading lighthouse is cut off from etcd to the next commit", times);
+    report(
+        "a leading lighthouse is cut off from etcd to the next commit",
+        times,
+    );
 }
 
 #[test]

@@ -545,7 +545,10 @@ mod tests {
     fn unfinished_requests_hold_bounded_memory_of_a_connection_and_of_all_and_give_it_back() {
         let port = Port::new(ConnectionLimits::manager());
         let connection = || Activity::new(Arc::clone(&port), "127.0.0.1:1".parse().unwrap()).begin();
-        let (own, all) = (MAX_UNFINISHED_EACH >> 20, super::super::limits::MAX_UNFINISHED >> 20);
+        let (own, all) = (
+            MAX_UNFINISHED_EACH >> 20,
+            super::super::limits::MAX_UNFINISHED >> 20,
+        );
         let one = connection();
         let mut first = one.bounded(Endless);
         assert_eq!(taken(&mut first, 1000), own);
