@@ -92,6 +92,82 @@ fn train_ddp_survives_a_kill_inside_a_reduction_and_all_end_equal() {
     assert!(report["heldout_accuracy"].as_f64().unwrap() > 0.9, "{report:#}");
 }
 
+fn contains(bytes: &[u8], text: &[u8]) -> bool {
+    bytes.windows(text.len()).any(|window| window == text)
+}
+
+/// What stands in the files of a folder and of those in it.
+fn files(folder: &Path) -> Vec<Vec<u8>> {
+    let entries = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    entries
+        .flat_map(|path| match path.is_dir() {
+            true => files(&path),
+            // A socket cannot be read.
+            false => std::fs::read(path).into_iter().collect(),
+        })
+        .collect()
+}
+
+#[test]
+fn with_credentials_a_run_with_a_kill_ends_equal_and_nothing_secret_is_in_a_log_or_a_list_of_processes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (folder, out) = (dir.path().join("job"), dir.path().join("out"));
+    oxccl::identity::create(&folder, Some("demo")).unwrap();
+    std::fs::create_dir(&out).unwrap();
+    let secrets = ["secret", "ca.key", "operator.key"].map(|name| {
+        let text = std::fs::read_to_string(folder.join(name)).unwrap();
+        // Of a key the longest line: its head is no secret.
+        text.lines().max_by_key(|line| line.len()).unwrap().to_owned()
+    });
+    let tells = |bytes: &[u8]| secrets.iter().any(|secret| contains(bytes, secret.as_bytes()));
+    let written = |name: &str| std::fs::File::create(out.join(name)).unwrap();
+    let mut run = Command::new(DILOCO)
+        .args(SMALL)
+        .args(["--kill", "1@60", "--time-limit-s", "120", "--out"])
+        .arg(&out)
+        .arg("--json")
+        .arg(out.join("result.json"))
+        .env("OXCCL_CREDENTIALS", &folder)
+        .env("OXCCL_LOG", "debug,rustls=trace")
+        .stdout(written("stdout"))
+        .stderr(written("stderr"))
+        .spawn()
+        .unwrap();
+    let mut seen = 0;
+    let status = loop {
+        if let Some(status) = run.try_wait().unwrap() {
+            break status;
+        }
+        for process in std::fs::read_dir("/proc").unwrap().flatten() {
+            for what in ["cmdline", "environ"] {
+                let Ok(bytes) = std::fs::read(process.path().join(what)) else {
+                    continue;
+                };
+                assert!(!tells(&bytes), "{what} of {:?}", process.file_name());
+                seen += usize::from(contains(&bytes, folder.as_os_str().as_encoded_bytes()));
+            }
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    assert!(seen > 0, "the processes were not looked at");
+    let written = files(&out);
+    let said = String::from_utf8_lossy(&written.concat()).into_owned();
+    assert!(status.success(), "{status}: {said}");
+    let report: Value = serde_json::from_slice(&std::fs::read(out.join("result.json")).unwrap()).unwrap();
+    assert_eq!(report["ok"], true, "{report:#}");
+    assert!(
+        report["deaths"][0]["healed_step"].as_i64().unwrap() >= 60,
+        "{report:#}"
+    );
+    assert!(said.contains("https://127.0.0.1:"), "it ran without credentials");
+    assert!(
+        !written.iter().any(|bytes| tells(bytes)),
+        "a file of the run tells a secret"
+    );
+}
+
 #[test]
 fn a_quantised_run_ends_equal_too_with_a_kill_and_far_fewer_bytes() {
     let dir = tempfile::tempdir().unwrap();

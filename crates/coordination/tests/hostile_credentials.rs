@@ -16,11 +16,17 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use ftcore::{Credentials, Error, ErrorKind};
-use identity::{Party, Role};
+use identity::{ClientStream, Party, Role};
 use oxccl_coordination::{
     CommitVote, ConnectionLimits, LighthouseClient, LighthouseConfig, LighthouseServer, ManagerClient,
-    ManagerServer, ManagerServerConfig, Member, QuorumRequest,
+    ManagerServer, ManagerServerConfig, Member, Order, OrderKind, QuorumRequest,
 };
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
+
+use frames::{HEARTBEAT, frame, greeting, owed, post};
+
+#[path = "rig/frames.rs"]
+mod frames;
 
 /// Only a hang gets there.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -57,6 +63,8 @@ fn limits() -> ConnectionLimits {
         connections: 256,
         per_address: 256,
         greeting: Duration::from_secs(2),
+        idle: Duration::from_secs(5),
+        unread: Duration::from_secs(3),
         ..ConnectionLimits::manager()
     }
 }
@@ -276,6 +284,29 @@ fn a_replica_speaks_for_itself_only_at_the_lighthouse() {
 }
 
 #[test]
+fn a_replica_gives_no_orders_at_the_lighthouse_not_even_for_itself() {
+    let job = Job::start(&["a", "b"]);
+    let training = Training::begin(&job);
+    let url = job.lighthouse.address();
+    let own = Arc::clone(&job.replicas[0].party);
+    let forger = LighthouseClient::connect_as(Some(own), &url, soon()).unwrap();
+    for kind in [OrderKind::Drain, OrderKind::Evict, OrderKind::Kill] {
+        for id in ["a:1", "b:1"] {
+            let reason = "forged".into();
+            let refused = forger.operate(id, Order { kind, reason }, soon()).unwrap_err();
+            is_refused(&refused, &["replica 'a' of job demo", "operator"]);
+        }
+    }
+    let status = forger.status(soon()).unwrap();
+    assert_eq!(
+        (status.draining.len(), status.evicted.len()),
+        (0, 0),
+        "{status:?}"
+    );
+    training.end();
+}
+
+#[test]
 fn other_replicas_neither_vote_nor_end_anything_at_a_manager_server() {
     let job = Job::start(&["a", "b"]);
     let training = Training::begin(&job);
@@ -473,6 +504,68 @@ fn a_flood_of_half_handshakes_keeps_no_member_out_and_takes_bounded_memory() {
     training.goes_on();
     let grown = resident_bytes().saturating_sub(before);
     assert!(grown < 128 << 20, "{} MiB", grown >> 20);
+    training.end();
+}
+
+/// A connection on which this member has proved who it is.
+async fn member_of(party: &Party, address: SocketAddr) -> ClientStream<tokio::net::TcpStream> {
+    let stream = tokio::net::TcpStream::connect(address).await.unwrap();
+    party.connect(stream, None).await.unwrap()
+}
+
+#[test]
+fn a_member_that_takes_nothing_of_its_answers_is_gone_in_time_and_the_job_goes_on() {
+    let job = Job::start(&["a", "b"]);
+    let training = Training::begin(&job);
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let addresses = job.addresses();
+    let (manager_of_b, lighthouse) = (addresses[1], addresses[2]);
+    // Calls that replica a may make: its own heartbeat, and where the state of rank 0 is.
+    let heartbeat = b"\0\0\0\0\x05\x0a\x03a:1".as_slice();
+    let calls = [
+        (lighthouse, HEARTBEAT, heartbeat),
+        (
+            manager_of_b,
+            "/torchft.ManagerService/CheckpointMetadata",
+            b"\0\0\0\0\0".as_slice(),
+        ),
+    ];
+    for (address, path, message) in calls {
+        let gone = runtime.block_on(async {
+            let mut stream = member_of(&job.replicas[0].party, address).await;
+            // A window of 0 for every stream; then calls whose answers do not fit.
+            let mut asks = greeting(&[0, 4, 0, 0, 0, 0]);
+            for id in (1..100).step_by(2) {
+                asks.extend(frame(1, 4, id, &post(path)));
+                asks.extend(frame(0, 1, id, message));
+            }
+            stream.write_all(&asks).await.unwrap();
+            // It answers pings all the while, so that nothing but its answers is at fault.
+            let answers_pings = async {
+                let (mut bytes, mut buffer) = ([0; 4096], Vec::new());
+                while let Ok(n @ 1..) = stream.read(&mut bytes).await {
+                    buffer.extend_from_slice(&bytes[..n]);
+                    if stream.write_all(&owed(&mut buffer)).await.is_err() {
+                        break;
+                    }
+                }
+            };
+            tokio::time::timeout(PATIENCE, answers_pings).await.is_ok()
+        });
+        assert!(gone, "answers to {path} that a member does not take are kept");
+        training.goes_on();
+    }
+    // The operator asks for pages, and reads nothing at all.
+    let gone = runtime.block_on(async {
+        let mut stream = member_of(&job.operator(), lighthouse).await;
+        let pages = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n".repeat(100);
+        let asks = async { while stream.write_all(&pages).await.is_ok() {} };
+        tokio::time::timeout(PATIENCE, asks).await.is_ok()
+    });
+    assert!(gone, "a member that reads nothing keeps its connection");
     training.end();
 }
 

@@ -18,13 +18,15 @@ use oxccl_coordination::{
     ManagerServerConfig,
 };
 
+use frames::{HEARTBEAT, PREFACE, SETTINGS, frame, greeting, owed, post};
+
+#[path = "rig/frames.rs"]
+mod frames;
+
 /// Only a connection that is held for ever gets there.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// An honest call is answered long before this, however busy the machine is.
 const HONEST: Duration = Duration::from_secs(10);
-
-const PREFACE: &[u8] = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n";
-const SETTINGS: u8 = 4;
 
 fn limits() -> ConnectionLimits {
     ConnectionLimits {
@@ -124,34 +126,6 @@ fn is_let_go(stream: &mut TcpStream, more: &[u8]) -> bool {
     }
     false
 }
-
-fn frame(kind: u8, flags: u8, stream: u32, payload: &[u8]) -> Vec<u8> {
-    let [_, a, b, c] = (payload.len() as u32).to_be_bytes();
-    [&[a, b, c, kind, flags][..], &stream.to_be_bytes(), payload].concat()
-}
-
-fn greeting(settings: &[u8]) -> Vec<u8> {
-    [PREFACE, &frame(SETTINGS, 0, 0, settings)].concat()
-}
-
-/// A POST to `path`: literal header fields without Huffman coding.
-fn post(path: &str) -> Vec<u8> {
-    let mut block = vec![0x83, 0x86];
-    for (name, value) in [
-        (":path", path),
-        (":authority", "x"),
-        ("content-type", "application/grpc"),
-        ("te", "trailers"),
-    ] {
-        block.extend([0x00, name.len() as u8]);
-        block.extend(name.bytes());
-        block.push(value.len() as u8);
-        block.extend(value.bytes());
-    }
-    block
-}
-
-const HEARTBEAT: &str = "/torchft.LighthouseService/Heartbeat";
 
 #[test]
 fn who_does_not_finish_its_greeting_is_gone_however_far_it_came_and_whatever_it_adds() {
@@ -259,30 +233,12 @@ fn a_request_that_is_never_whole_is_ended_and_its_connection_with_it() {
                 Err(e) if is_pause(&e) => continue,
                 Err(_) => break true,
             }
-            if answer_pings(&mut buffer, &mut stream).is_err() {
+            if stream.write_all(&owed(&mut buffer)).is_err() {
                 break true;
             }
         };
         assert!(gone, "half a request holds its connection");
     }
-}
-
-/// Answers the pings among whole frames, and takes them out.
-fn answer_pings(buffer: &mut Vec<u8>, stream: &mut TcpStream) -> std::io::Result<()> {
-    while let Some(&[a, b, c, kind, flags]) = buffer.first_chunk::<5>() {
-        let len = 9 + (usize::from(a) << 16 | usize::from(b) << 8 | usize::from(c));
-        if buffer.len() < len {
-            return Ok(());
-        }
-        let whole: Vec<u8> = buffer.drain(..len).collect();
-        if kind == 6 && flags & 1 == 0 {
-            stream.write_all(&frame(6, 1, 0, &whole[9..]))?;
-        }
-        if kind == SETTINGS && flags & 1 == 0 {
-            stream.write_all(&frame(SETTINGS, 1, 0, &[]))?;
-        }
-    }
-    Ok(())
 }
 
 #[test]
@@ -316,7 +272,7 @@ fn who_takes_nothing_of_its_answers_is_gone_although_it_answers_pings() {
             Err(e) if is_pause(&e) => continue,
             Err(_) => break true,
         }
-        if answer_pings(&mut buffer, &mut stream).is_err() {
+        if stream.write_all(&owed(&mut buffer)).is_err() {
             break true;
         }
     };

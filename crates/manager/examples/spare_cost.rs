@@ -1,16 +1,17 @@
-//! What a replica that heals as a spare costs the others: three processes commit steps, while a fourth fetches their state again and
+//! What a replica that heals as a spare costs the others: three processes commit steps, while another one fetches their state again and
 //! again. It tells the times of the steps with and without a transfer, in turns, their ratio on one line, and the processor time that the
 //! training threads and the processes of the sources spend.
 //!
-//! `cargo run --release -p oxccl-manager --example spare_cost -- [MIB] [TRANSFERS] [STEP_MS] [--changes MIB] [--copies] [--pin]` (256 MiB, 8 transfers and
-//! 20 ms unless told otherwise)
+//! `cargo run --release -p oxccl-manager --example spare_cost -- [MIB] [TRANSFERS] [STEP_MS] [--changes MIB] [--copies] [--pin] [--members N]` (256 MiB, 8
+//! transfers and 20 ms unless told otherwise)
 //!
 //! - A step sleeps as long as a device would compute, reduces 1 MiB, and writes to `--changes` MiB of the state (1 unless told otherwise: what was reduced).
 //! - The state is shared with its snapshots, so that the training thread copies a tensor when it writes to it while it is read;
 //!   `--copies` copies all of it into each snapshot instead.
 //! - `--pin` keeps the sources and the lighthouse on the first core and the spare on the second one.
+//! - `--members 1`: one source, as if each had a machine of its own (3 unless told otherwise).
 //!
-//! The fourth process ends with its first load, so that it is never a member and the members' epoch stays the same.
+//! The process that fetches ends with its first load, so that it is never a member and the members' epoch stays the same.
 
 #![allow(
     clippy::unwrap_used,
@@ -31,7 +32,6 @@ use ftcore::{GroupOptions, ReduceOp, Result, Tensor, deadline_in};
 use oxccl_manager::{Manager, ManagerConfig, Replica, State};
 use rustix::time::{ClockId, clock_gettime};
 
-const MEMBERS: usize = 3;
 /// The size of each tensor of the state.
 const TENSOR_MIB: usize = 1;
 /// Undisturbed steps are counted for so long between two transfers.
@@ -253,13 +253,15 @@ impl Times {
     }
 }
 
-/// The words of the command line: numbers first.
-fn asked(words: &[String]) -> (Told, usize) {
+/// The words of the command line: numbers first. What the processes are told, the number of transfers, and that of members.
+fn asked(words: &[String]) -> (Told, usize, usize) {
     let mut words = words.iter();
     let (mut numbers, mut changes_mib, mut copies, mut pins) = (Vec::new(), 1, false, false);
+    let mut members = 3;
     while let Some(word) = words.next() {
         match word.as_str() {
             "--changes" => changes_mib = words.next().unwrap().parse().unwrap(),
+            "--members" => members = words.next().unwrap().parse().unwrap(),
             "--copies" => copies = true,
             "--pin" => pins = true,
             number => numbers.push(number.parse::<usize>().unwrap()),
@@ -276,7 +278,7 @@ fn asked(words: &[String]) -> (Told, usize) {
         copies,
         pins,
     };
-    (told, transfers)
+    (told, transfers, members)
 }
 
 fn main() {
@@ -286,19 +288,19 @@ fn main() {
     {
         return replica(name, lighthouse, &Told::read(told));
     }
-    let (told, transfers) = asked(&words);
+    let (told, transfers, count) = asked(&words);
     if told.pins {
         pin(0);
     }
     let lighthouse = LighthouseServer::start(LighthouseConfig {
         bind: "127.0.0.1:0".into(),
         min_replicas: 1,
-        initial_replicas: Some(MEMBERS),
+        initial_replicas: Some(count),
         ..LighthouseConfig::default()
     })
     .unwrap();
     let arguments = [vec![lighthouse.address()], told.words()].concat();
-    let all: [Arc<Mutex<Vec<Step>>>; MEMBERS] = Default::default();
+    let all: Vec<Arc<Mutex<Vec<Step>>>> = (0..count).map(|_| Arc::default()).collect();
     let mut members = Vec::new();
     for (i, steps) in all.iter().enumerate() {
         let (process, lines) = start(&arguments, &format!("member{i}"));
@@ -339,7 +341,7 @@ fn main() {
         drop(process);
         std::thread::sleep(SETTLE);
     }
-    let all = all.map(|steps| steps.lock().unwrap().clone());
+    let all: Vec<Vec<Step>> = all.iter().map(|steps| steps.lock().unwrap().clone()).collect();
     let times = |windows: &[(u64, u64)]| {
         let of = |steps: &Vec<Step>| -> Vec<u64> {
             let windows = windows.iter();
@@ -349,7 +351,7 @@ fn main() {
         };
         Times::of(all.iter().flat_map(of).collect())
     };
-    println!("{MEMBERS} processes, {told:?}, {transfers} transfers in turns");
+    println!("{count} processes, {told:?}, {transfers} transfers in turns");
     for (round, (quiet, beside)) in without.iter().zip(&with).enumerate() {
         let (quiet, beside) = (times(&[*quiet]), times(&[*beside]));
         println!(
@@ -390,7 +392,7 @@ fn main() {
         })
     };
     let (quiet, beside) = (spent(&without), spent(&with));
-    let each = (transfers * MEMBERS) as f64;
+    let each = (transfers * count) as f64;
     let extra = |what: usize| 1e3 * (beside[what] - beside[2] * quiet[what] / quiet[2]) / each;
     println!(
         "processor time of a source for a transfer: {:.1} ms on its training thread, {:.1} ms on all its threads",

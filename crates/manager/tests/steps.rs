@@ -365,6 +365,42 @@ fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other
 }
 
 #[test]
+fn where_all_replicas_are_needed_the_first_step_commits_although_all_but_one_take_its_state() {
+    let lighthouse = lighthouse(3);
+    let url = lighthouse.address();
+    let own = [1.0f32, 10.0, 100.0];
+    let ends: Vec<(Vec<Option<u32>>, f32)> = std::thread::scope(|scope| {
+        let replicas: Vec<_> = own
+            .into_iter()
+            .enumerate()
+            .map(|(i, input)| {
+                let url = url.clone();
+                scope.spawn(move || {
+                    let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
+                    let mut config = ManagerConfig::new(format!("r{i}"), &url);
+                    config.min_replicas = 3;
+                    config.timeout = Duration::from_secs(20);
+                    let mut m = Manager::new(Arc::new(group), config).unwrap();
+                    let mut state = Number {
+                        value: i as f32,
+                        refuse: false,
+                    };
+                    let steps = [(); 2].map(|()| step(&mut m, &mut state, input).unwrap());
+                    m.leave(soon()).unwrap();
+                    (steps.to_vec(), state.value)
+                })
+            })
+            .collect();
+        replicas.into_iter().map(|r| r.join().unwrap()).collect()
+    });
+    // No attempt is lost. In the first step the work of the one counts that the others took the state of: (0 + 1), then (1 + 10 + 100) / 3.
+    for (steps, value) in ends {
+        assert_eq!(steps, [Some(1), Some(3)]);
+        assert_eq!(value, 38.0);
+    }
+}
+
+#[test]
 fn with_a_fixed_world_size_spares_follow_along_without_counting() {
     let lighthouse = lighthouse(3);
     let url = lighthouse.address();

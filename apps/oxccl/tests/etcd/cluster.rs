@@ -5,6 +5,7 @@ use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use oxccl::coordination::{LighthouseClient, LighthouseStatus};
@@ -182,6 +183,87 @@ impl Cluster {
     }
 }
 
+/// The network between one lighthouse and the members of etcd.
+pub(crate) struct Link {
+    path: Arc<Passage>,
+    addresses: Vec<String>,
+}
+
+/// Whether anything passes.
+#[derive(Default)]
+struct Passage {
+    is_cut: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Passage {
+    /// Waits while the path is cut.
+    fn pass(&self) {
+        let cut = self.is_cut.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(self.changed.wait_while(cut, |cut| *cut));
+    }
+}
+
+impl Link {
+    /// A link to each member of `cluster`, over which everything passes.
+    pub(crate) fn to(cluster: &Cluster) -> Self {
+        let path = Arc::<Passage>::default();
+        let relayed = |member: u16| {
+            let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+            let address = listener.local_addr().unwrap().to_string();
+            let path = Arc::clone(&path);
+            std::thread::spawn(move || {
+                for client in listener.incoming().map_while(Result::ok) {
+                    path.pass();
+                    let Ok(member) = TcpStream::connect(("127.0.0.1", member)) else {
+                        continue;
+                    };
+                    for (from, to) in [(&client, &member), (&member, &client)] {
+                        let (from, to) = (from.try_clone().unwrap(), to.try_clone().unwrap());
+                        let path = Arc::clone(&path);
+                        std::thread::spawn(move || relay(from, to, &path));
+                    }
+                }
+            });
+            address
+        };
+        Self {
+            addresses: cluster.clients.into_iter().map(relayed).collect(),
+            path,
+        }
+    }
+
+    /// For `--etcd`.
+    pub(crate) fn addresses(&self) -> String {
+        self.addresses.join(",")
+    }
+
+    /// From now on nothing passes, and no end hears of it. What is sent meanwhile arrives when the link is mended.
+    pub(crate) fn cut(&self, is_cut: bool) {
+        *self.path.is_cut.lock().unwrap_or_else(PoisonError::into_inner) = is_cut;
+        self.path.changed.notify_all();
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        self.cut(false);
+    }
+}
+
+/// Passes bytes on until an end closes.
+fn relay(mut from: TcpStream, mut to: TcpStream, path: &Passage) {
+    let mut some = vec![0; 64 << 10];
+    while let Ok(n @ 1..) = from.read(&mut some) {
+        path.pass();
+        if to.write_all(&some[..n]).is_err() {
+            break;
+        }
+    }
+    path.pass();
+    let _ = to.shutdown(std::net::Shutdown::Both);
+}
+
 /// A lighthouse as users start it.
 pub(crate) struct Lighthouse {
     pub(crate) url: String,
@@ -228,7 +310,12 @@ impl Lighthouse {
     }
 
     pub(crate) fn status(&self) -> LighthouseStatus {
-        self.client().status(soon()).unwrap()
+        self.try_status().unwrap()
+    }
+
+    /// `None` from one that stopped leading while it was asked.
+    pub(crate) fn try_status(&self) -> Option<LighthouseStatus> {
+        self.client().status(soon()).ok()
     }
 
     /// What it has logged, for failures.
@@ -254,10 +341,14 @@ fn run(bind: &str, arguments: &[String], log: &Path) -> Process {
 /// `count` lighthouses that share `job`.
 pub(crate) fn lighthouses(cluster: &Cluster, job: &str, count: usize) -> Vec<Lighthouse> {
     let addresses = cluster.addresses();
-    let arguments = ["--etcd", addresses.as_str(), "--job", job];
     (0..count)
-        .map(|_| Lighthouse::start(cluster.folder.path(), &arguments))
+        .map(|_| lighthouse_over(&addresses, cluster, job))
         .collect()
+}
+
+/// One of `job` that reaches `cluster` at these addresses.
+pub(crate) fn lighthouse_over(addresses: &str, cluster: &Cluster, job: &str) -> Lighthouse {
+    Lighthouse::start(cluster.folder.path(), &["--etcd", addresses, "--job", job])
 }
 
 /// For clients of them all.
@@ -269,7 +360,9 @@ pub(crate) fn list(lighthouses: &[Lighthouse]) -> String {
 /// The one that leads, once exactly one does and all others follow it.
 pub(crate) fn leading(lighthouses: &[Lighthouse]) -> usize {
     wait_until("one leads, and the others follow it", || {
-        let standings: Vec<LighthouseStatus> = lighthouses.iter().map(Lighthouse::status).collect();
+        let standings: Option<Vec<LighthouseStatus>> =
+            lighthouses.iter().map(Lighthouse::try_status).collect();
+        let standings = standings?;
         let leads = standings.iter().position(|s| s.leads)?;
         let url = &lighthouses[leads].url;
         let followed = |(i, s): (usize, &LighthouseStatus)| i == leads || s.leader.as_ref() == Some(url);

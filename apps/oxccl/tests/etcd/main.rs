@@ -18,7 +18,7 @@ use oxccl::coordination::{LighthouseClient, Member, Quorum};
 use oxccl::core::{ErrorKind, Result};
 use rustix::process::Signal;
 
-use cluster::{Cluster, Lighthouse, leading, lighthouses, list, soon, wait_until};
+use cluster::{Cluster, Lighthouse, Link, leading, lighthouse_over, lighthouses, list, soon, wait_until};
 use job::Job;
 
 mod cluster;
@@ -198,6 +198,80 @@ fn a_leader_that_is_awake_and_was_replaced_delivers_nothing_and_writes_nothing()
         );
         cluster.delete(REPLACED_LEADER);
     }
+}
+
+/// `/oxccl/cut/record` in base64.
+const CUT_RECORD: &str = "L294Y2NsL2N1dC9yZWNvcmQ=";
+
+#[test]
+fn a_leader_that_is_awake_and_cut_off_from_etcd_delivers_nothing_and_writes_nothing() {
+    let _alone = alone();
+    let cluster = Cluster::start();
+    let mut epoch = 0;
+    // As above. What it sends to etcd arrives when it has long been replaced.
+    for commit_failures in [0, 1] {
+        let link = Link::to(&cluster);
+        let old = lighthouse_over(&link.addresses(), &cluster, "cut");
+        wait_until("it leads", || old.status().leads.then_some(()));
+        let new = lighthouse_over(&cluster.addresses(), &cluster, "cut");
+        wait_until("the other one follows", || new.status().leader);
+        let joined = |url: &str, epoch: i64| quorum(url, vec![member("a", 0, epoch), member("b", 0, epoch)]);
+        let before = joined(&old.url, epoch).quorum_id;
+        link.cut(true);
+        let members = ["a", "b"].map(|id| Member {
+            commit_failures,
+            ..member(id, 0, before)
+        });
+        let calls = ask(&old.url, members.into());
+        wait_until("the other one leads", || new.status().leads.then_some(()));
+        for call in calls {
+            let refused = call
+                .join()
+                .unwrap()
+                .expect_err("a leader that is cut off delivered");
+            assert_eq!(refused.kind(), ErrorKind::Unavailable, "{refused}");
+        }
+        // It leads no more although it hears nothing.
+        wait_until("the old one gives up", || {
+            old.try_status().filter(|s| !s.leads).map(drop)
+        });
+        epoch = joined(&new.url, before).quorum_id;
+        assert!(epoch > before);
+        let revision = cluster.revision(CUT_RECORD).unwrap();
+        link.cut(false);
+        wait_until("the old one follows", || {
+            (old.status().leader.as_ref() == Some(&new.url)).then_some(())
+        });
+        assert_eq!(cluster.revision(CUT_RECORD), Some(revision), "{}", old.said());
+        assert!(new.status().leads, "{}", new.said());
+    }
+}
+
+#[test]
+fn training_goes_on_with_the_same_step_when_the_leading_lighthouse_is_cut_off_from_etcd() {
+    let _alone = alone();
+    let cluster = Cluster::start();
+    let links = [(); 3].map(|()| Link::to(&cluster));
+    let all: Vec<Lighthouse> = links
+        .iter()
+        .map(|link| lighthouse_over(&link.addresses(), &cluster, "links"))
+        .collect();
+    leading(&all);
+    let mut job = Job::start(2, &list(&all));
+    let mut times = Vec::new();
+    for _ in 0..3 {
+        job.run(10);
+        let leads = leading(&all);
+        let cut = Instant::now();
+        links[leads].cut(true);
+        times.push(job.first_of_next_epoch().at - cut);
+        links[leads].cut(false);
+    }
+    job.finish();
+    report(
+        "a leading lighthouse is cut off from etcd to the next commit",
+        times,
+    );
 }
 
 #[test]

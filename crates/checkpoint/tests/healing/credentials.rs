@@ -7,7 +7,10 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Credentials, Error, ErrorKind, Result};
 use identity::{Party, Role};
-use oxccl_checkpoint::{CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, TransportOptions};
+use oxccl_checkpoint::{
+    CheckpointSource, Fetch, FetchOptions, Fetched, HttpTransport, Snapshot, StateDict, TransportOptions,
+};
+use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 
 use crate::fake_source::{snapshot, state};
 
@@ -135,6 +138,40 @@ fn strangers_read_nothing_and_hold_nothing_while_a_member_reads() {
         let text = String::from_utf8_lossy(&text);
         assert!(!text.contains("200 OK") && !text.contains("chunk"), "{text}");
     }
+}
+
+#[test]
+fn a_member_that_stops_reading_in_the_middle_loses_its_place_to_another() {
+    let dir = tempfile::tempdir().unwrap();
+    let own = job(&dir.path().join("own"));
+    let me = party(&own, "me");
+    let options = TransportOptions {
+        max_connections: 1,
+        stall_timeout: Duration::from_millis(200),
+        ..TransportOptions::default()
+    };
+    let server = serving(&party(&own, "a"), options);
+    let mut large = StateDict::new();
+    large.insert_f32("w", &[8 << 20], &vec![1.0; 8 << 20]).unwrap();
+    server.publish(Snapshot::with_chunk_bytes(6, 9, &large, 32 << 20).unwrap());
+    let path = server.metadata();
+    let path = path.get(path.find("/ckpt").unwrap()..).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build()
+        .unwrap();
+    let slow = runtime.block_on(async {
+        let stream = tokio::net::TcpStream::connect(server.local_addr()).await.unwrap();
+        let mut stream = me.connect(stream, None).await.unwrap();
+        let ask = format!("GET {path}/6/chunk/1 HTTP/1.1\r\nhost: x\r\n\r\n");
+        stream.write_all(ask.as_bytes()).await.unwrap();
+        // The answer has begun, and holds the only place.
+        stream.read_exact(&mut [0]).await.unwrap();
+        stream
+    });
+    let fetched = fetch_as(Some(&party(&own, "other")), "a", server.metadata()).unwrap();
+    assert_eq!(fetched.state, state(64, 1.0));
+    drop(slow);
 }
 
 #[test]

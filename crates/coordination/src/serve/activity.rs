@@ -517,6 +517,54 @@ mod tests {
         assert!(matches!(activity.verdict(until), Verdict::Goes(_)));
     }
 
+    /// A body of pieces of 1 MiB without end.
+    struct Endless;
+
+    impl HttpBody for Endless {
+        type Data = Bytes;
+        type Error = BoxError;
+
+        fn poll_frame(
+            self: Pin<&mut Self>,
+            _: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+            Poll::Ready(Some(Ok(Frame::data(vec![0; 1 << 20].into()))))
+        }
+    }
+
+    /// How many of `most` pieces are taken.
+    fn taken(body: &mut Incoming<Endless>, most: usize) -> usize {
+        let mut context = Context::from_waker(std::task::Waker::noop());
+        let mut next = || Pin::new(&mut *body).poll_frame(&mut context);
+        (0..most)
+            .take_while(|_| matches!(next(), Poll::Ready(Some(Ok(_)))))
+            .count()
+    }
+
+    #[test]
+    fn unfinished_requests_hold_bounded_memory_of_a_connection_and_of_all_and_give_it_back() {
+        let port = Port::new(ConnectionLimits::manager());
+        let connection = || Activity::new(Arc::clone(&port), "127.0.0.1:1".parse().unwrap()).begin();
+        let (own, all) = (
+            MAX_UNFINISHED_EACH >> 20,
+            super::super::limits::MAX_UNFINISHED >> 20,
+        );
+        let one = connection();
+        let mut first = one.bounded(Endless);
+        assert_eq!(taken(&mut first, 1000), own);
+        // Another request on the same connection does not help.
+        assert_eq!(taken(&mut one.bounded(Endless), 1000), 0);
+        drop(first);
+        assert_eq!(taken(&mut one.bounded(Endless), 1000), own);
+        // Nor do many connections.
+        let many: Vec<Open> = (0..all).map(|_| connection()).collect();
+        let mut bodies: Vec<_> = many.iter().map(|open| open.bounded(Endless)).collect();
+        let held: usize = bodies.iter_mut().map(|body| taken(body, own)).sum();
+        assert_eq!(held, all);
+        drop(bodies);
+        assert_eq!(port.unfinished.load(std::sync::atomic::Ordering::Relaxed), 0);
+    }
+
     #[test]
     fn over_http_1_silence_says_nothing() {
         let begun = Instant::now();

@@ -328,6 +328,19 @@ fn members_that_are_known_to_be_gone_are_not_needed_after_a_restart() {
 }
 
 #[test]
+fn a_member_that_was_started_again_is_there_and_so_is_not_counted_as_gone_after_a_restart() {
+    let (before, lineage) = at_step_10(&["a:1", "b:1", "c:1", "d:1"]);
+    let mut sim = Sim::started(rules(1), SEED, before.state.record(), before.now);
+    sim.pass(Duration::from_secs(6), &[]);
+    sim.join_as(at("a:1", 10, &lineage));
+    sim.join("b:2");
+    assert_eq!(sim.ids(), None, "2 of 4, and the others may be alive");
+    assert!(sim.reason().contains("2 of the 4 members"), "{}", sim.reason());
+    sim.join_as(at("c:1", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:2", "c:1"]);
+}
+
+#[test]
 fn without_a_record_the_size_of_the_last_quorum_that_replicas_tell_is_what_counts() {
     let told = |id: &str, last_quorum_id, last_world_size| Member {
         last_quorum_id,

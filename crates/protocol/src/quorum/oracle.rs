@@ -80,8 +80,9 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
             .first_asked
             .map(|first| now.saturating_duration_since(first));
         let in_time = first.is_none_or(|time| time < rules.heartbeat_timeout + rules.join_timeout);
-        let left = r.members.len() - r.departed.len();
         let all: Vec<Id> = asking.iter().map(|(id, _)| (*id).clone()).collect();
+        let is_back = |gone: &String| all.iter().any(|id| name(id) == name(gone));
+        let left = r.members.len() - r.departed.iter().filter(|id| !is_back(id)).count();
         if state.previous.is_none() && in_time && left > 0 && named(&all) * 2 <= left {
             return Err(Verdict::Recovers);
         }

@@ -117,7 +117,12 @@ impl LighthouseState {
         }
         let tally = self.roster.tally();
         let (present, of) = match (&self.job, self.told) {
-            (Some(_), _) => (tally.named, tally.members.saturating_sub(tally.departed)),
+            (Some(_), _) => {
+                // One that was started again under a recorded name is there, and so not among those that are gone.
+                let back = tally.named.saturating_sub(tally.members_asking);
+                let gone = tally.departed.saturating_sub(back);
+                (tally.named, tally.members.saturating_sub(gone))
+            }
             (None, Some((_, size))) => (tally.newest, usize::try_from(size).unwrap_or(usize::MAX)),
             (None, None) => return None,
         };

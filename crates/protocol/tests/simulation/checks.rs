@@ -24,6 +24,8 @@ pub(crate) struct Checks {
     epochs: BTreeMap<i64, Vec<String>>,
     /// Replicas do not tell how many batches led to their state.
     pub(crate) foreign: bool,
+    /// A step was committed in two epochs, by replicas that do not tell which: some go on from either.
+    is_split: bool,
     /// The lighthouse's ids begin again somewhere before the last one.
     pub(crate) counts_back: bool,
     /// How many hold the state of an epoch and step.
@@ -72,11 +74,20 @@ impl Checks {
     /// A rank has committed `step` in `epoch`: from the same state as all that do, or one of them would heal to what it holds already.
     pub(crate) fn committed(&mut self, who: Who, epoch: i64, step: i64, rank: &Rank) -> Result<(), String> {
         let lineage = rank.lineage().as_str();
+        // torchft's managers tell no lineage. A step that one alone has committed is done again by the others, and if it comes back at the same
+        // step, as they are then, no lighthouse can tell the two histories apart.
+        if self.foreign {
+            let range = (who.rank, i64::MIN, step)..=(who.rank, i64::MAX, step);
+            let of_step =
+                |((_, e, s), l): (&(u32, i64, i64), &String)| *s == step && *e != epoch && l != lineage;
+            self.is_split |= self.commits_of.range(range).any(of_step);
+        }
+        let is_split = self.is_split;
         let first = self
             .commits_of
             .entry((who.rank, epoch, step))
             .or_insert_with(|| lineage.to_string());
-        if first == lineage {
+        if first == lineage || is_split {
             return Ok(());
         }
         Err(format!(

@@ -274,6 +274,9 @@ impl World {
         );
         let error = Error::timeout("no quorum");
         self.later(time, who, Happening::Quorum(ticket, Err(error)));
+        // The server ends the call by itself: the thread that made it may hang by then.
+        let withdraws = Happening::Server(ReplicaEvent::Withdraw { ticket });
+        self.later(time, World::server_of(who), withdraws);
     }
 
     pub(crate) fn quorum_answered(&mut self, who: Who, ticket: Ticket, answer: Result<QuorumResult, Error>) {

@@ -413,12 +413,25 @@ impl World {
             .and_then(|l| l.state.record())
             .map_or(0, |r| r.step);
         let reason = self.lighthouse.as_ref().map(|l| l.state.reason(self.instant()));
+        // Whose replicas tell nothing, and which has no record, waits for all of them, also while one of them is about to ask again.
+        let knows_nothing = self.scenario.foreign && self.scenario.initial;
         let for_all = reason
             .as_ref()
-            .is_some_and(|r| r.starts_with("the first quorum waits for"));
+            .is_some_and(|r| r.starts_with("the first quorum waits for"))
+            || knows_nothing && self.lighthouse.as_ref().is_some_and(|l| l.heard.knows_nothing());
         if hangs && (newest(true) > newest(false) || recorded > newest(false) || for_all) {
             // Whoever hangs for ever is the only one that holds the newest state, or is missing for the decision to go back; or it is
             // one of those that the first quorum waits for, however long that takes.
+            return;
+        }
+        // The run has ended while the lighthouse was away, and it heard no leave. That may as well have been deaths: those that were not there wait
+        // for the state that it ended with, or for the operator's word.
+        let is_unheard = |end: Duration, l: &Lighthouse| {
+            let nobody_left = |r: Record| r.closes && r.left.is_empty();
+            l.heard.started > end && l.state.record().is_some_and(nobody_left)
+        };
+        let ended = self.first_end.zip(self.lighthouse.as_ref());
+        if ended.is_some_and(|(end, lighthouse)| is_unheard(end, lighthouse)) {
             return;
         }
         let slots: Vec<String> = (0..self.replicas.len())
@@ -595,7 +608,7 @@ impl World {
     }
 
     /// The server of the rank's replica, as `who` reaches it.
-    fn server_of(who: Who) -> Who {
+    pub(crate) fn server_of(who: Who) -> Who {
         Who { rank: 0, ..who }
     }
 

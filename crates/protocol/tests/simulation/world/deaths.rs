@@ -12,6 +12,7 @@ const LATE: Duration = Duration::from_secs(2);
 pub(crate) struct Death {
     who: Who,
     id: String,
+    at: Duration,
     /// The lighthouse of that time.
     life: u64,
 }
@@ -20,6 +21,10 @@ impl World {
     /// `who` ends now: by when is it known?
     pub(super) fn will_be_known(&mut self, who: Who) {
         let foreign = self.scenario.foreign;
+        // One that has left is no loss: the others of its replica may come to that point later.
+        if who.rank > 0 && self.trainer(who).is_some_and(|t| t.leaves) {
+            return;
+        }
         let (Some(lighthouse), Some(replica)) = (&self.lighthouse, &self.replicas[who.slot]) else {
             return;
         };
@@ -29,6 +34,7 @@ impl World {
         let death = Death {
             who,
             id: replica.id.clone(),
+            at: self.now,
             life: lighthouse.life,
         };
         let late = if self.scenario.disorder > 0 {
@@ -55,7 +61,9 @@ impl World {
             return;
         };
         let is_away = recently(lighthouse.stopped_until) || recently(lighthouse.doubts_until);
-        if is_stopped || is_cut || is_away {
+        // A call that was on its way came after the end of the stream. On one connection it comes before it.
+        let is_late = lighthouse.heard.has_asked(&death.id, death.at);
+        if is_stopped || is_cut || is_away || is_late {
             return;
         }
         let status = lighthouse.state.status(self.instant());

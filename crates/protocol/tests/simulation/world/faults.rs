@@ -222,11 +222,11 @@ impl World {
         let ticket = self.number();
         let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
         // Before there is a record, a stranger that says the right things is a replica: who may speak is for credentials to say.
-        // Nor does a record bind anybody once all members have left.
+        // Nor does a record bind anybody once all members have left, or one has after the last step and the others are gone.
         let binds = self
             .record
             .as_ref()
-            .is_some_and(|r| r.left.len() < r.members.len());
+            .is_some_and(|r| !r.closes && r.left.len() < r.members.len());
         let is_well_formed = binds && claim >> 12 & 1 == 1;
         let (address, store_address) = if is_well_formed {
             ("http://10.0.0.9:1", "10.0.0.9:2")

@@ -22,6 +22,8 @@ pub(super) struct Heard {
     /// When each replica gave its first sign of life, and when its last.
     beats: BTreeMap<String, (Duration, Duration)>,
     attached: BTreeMap<String, Duration>,
+    /// When each replica asked last.
+    joined: BTreeMap<String, Duration>,
     /// It knows who was in the last quorum.
     knows_last: bool,
     /// It has given out a quorum.
@@ -58,6 +60,7 @@ impl Heard {
             }
             Event::Join { member, .. } => {
                 self.asked.get_or_insert(now);
+                self.joined.insert(member.replica_id.clone(), now);
                 self.known.insert(member.replica_id.clone());
                 self.asks.entry(member.replica_id.clone()).or_insert(now);
             }
@@ -85,6 +88,18 @@ impl Heard {
 /// The part of an id that a replica keeps over restarts.
 fn name_of(id: &str) -> &str {
     id.split(':').next().unwrap_or(id)
+}
+
+impl Heard {
+    /// A call of that replica came at `since` or later.
+    pub(super) fn has_asked(&self, id: &str, since: Duration) -> bool {
+        self.joined.get(id).is_some_and(|at| *at >= since)
+    }
+
+    /// It can know of no quorum before its first one.
+    pub(super) fn knows_nothing(&self) -> bool {
+        self.record.is_none() && !self.has_formed
+    }
 }
 
 impl World {
@@ -137,10 +152,14 @@ impl World {
         }
         let members = &quorum.participants;
         let (number, of) = if let Some((recorded, gone)) = &heard.record {
-            let names: BTreeSet<&str> = recorded.iter().map(|id| name_of(id)).collect();
-            let is_there = |id: &String| !gone.contains(id) && self.is_alive(id);
-            let number = quorum.ids().filter(|id| names.contains(name_of(id))).count();
-            (number, recorded.iter().filter(|id| is_there(id)).count())
+            // One that was started again is there by its name, also if it is kept out as a newcomer.
+            let status = self.lighthouse.as_ref().map(|l| l.state.status(self.instant()));
+            let waiting = status.iter().flat_map(|s| &s.waiting).map(|(id, _)| id.as_str());
+            let asking: BTreeSet<&str> = quorum.ids().chain(waiting).map(name_of).collect();
+            let asks = |id: &String| asking.contains(name_of(id));
+            let may_come = |id: &String| asks(id) || !gone.contains(id) && self.is_alive(id);
+            let number = recorded.iter().filter(|id| asks(id)).count();
+            (number, recorded.iter().filter(|id| may_come(id)).count())
         } else {
             let newest = members.iter().map(|m| m.last_quorum_id).max().unwrap_or(0);
             let of_newest = || {

@@ -317,6 +317,39 @@ fn an_encrypted_store_is_used_as_any_other_and_its_keys_and_values_are_not_on_th
 }
 
 #[test]
+fn a_client_of_the_job_that_takes_no_replies_is_given_up_encrypted_or_not() {
+    for encrypts in [false, true] {
+        let credentials = job().with_encryption(encrypts);
+        let limits = Limits {
+            stall: Duration::from_millis(300),
+            ..Limits::default()
+        };
+        let listening = listen("127.0.0.1:0").unwrap();
+        let server =
+            TcpStoreServer::start("127.0.0.1:0", listening, Some(credentials.clone()), limits).unwrap();
+        let good = connect(&server, Some(credentials.clone())).unwrap();
+        good.set("k", &vec![1; 8 << 20], soon()).unwrap();
+        // What the server says after the first replies is not taken any more.
+        let (go_on, wait) = std::sync::mpsc::channel::<()>();
+        let wait = Arc::new(std::sync::Mutex::new(wait));
+        let address = between(&server, move |direction, before, _| {
+            if direction == 1 && before > 64 << 10 {
+                let _ = wait.lock().unwrap().recv();
+            }
+        });
+        let greedy = TcpStore::connect_with(&address, Some(credentials), soon()).unwrap();
+        thread::scope(|scope| {
+            // More than the sockets on the way hold. How it ends is not the server's matter.
+            scope.spawn(|| greedy.multi_get(&["k"; 8], soon()));
+            until("it has asked", || server.connections() == 2);
+            until("the greedy one is gone", || server.connections() == 1);
+            good.set("m", b"v", soon()).unwrap();
+            drop(go_on);
+        });
+    }
+}
+
+#[test]
 fn a_store_and_a_client_that_do_not_agree_about_encryption_are_told_so() {
     for (of_server, of_client) in [(job(), encrypted()), (encrypted(), job())] {
         let e = connect(&server_of(of_server), Some(of_client)).unwrap_err();
