@@ -797,11 +797,3 @@ impl<D: Driver> lifecycle::Engine for Engine<D> {
         Some(&self.recorder)
     }
 }
-
-#[cfg(feature = "shuttle")]
-impl<D: Driver> Engine<D> {
-    /// For the model of the shell, which has no clock: `now` has come.
-    pub fn tick(&self, now: Instant) {
-        self.look_at_deadlines(now);
-    }
-}
