@@ -130,7 +130,8 @@ pub trait ProcessGroup: Send + Sync {
     /// wait for this rank.
     fn abort(&self, reason: &str);
 
-    /// The first failure since the last `configure`, if there was one.
+    /// The first failure since the last `configure`, if there was one. A group that finds it out only now may tell of its operations' ends
+    /// on this thread: ask under no lock that their callbacks take.
     fn error(&self) -> Option<Error>;
 
     /// Ends the group: waits for pending work until `deadline`, then aborts the rest. Idempotent.

@@ -251,20 +251,32 @@ impl<E: Clone> Machine<E> {
 
     /// What the executor does next. One thread at a time: while a call is under way there is nothing for another one.
     pub(super) fn turn(&mut self) -> Turn {
+        let turn = self.coming();
+        match turn {
+            Turn::Start(number) => self.start(number),
+            Turn::Release => self.release = Asked::Yes,
+            Turn::Wait | Turn::Over => {}
+        }
+        turn
+    }
+
+    fn coming(&self) -> Turn {
         if self.ended || self.failure.is_some() {
             return Turn::Over;
         }
         if !self.calling.is_empty() || self.release == Asked::Yes {
             return Turn::Wait;
         }
-        if let Some(number) = self.next() {
-            return self.start(number);
+        match self.next() {
+            Some(number) => Turn::Start(number),
+            None if self.closing && self.operations.is_empty() && self.carried.is_empty() => Turn::Release,
+            None => Turn::Wait,
         }
-        if self.closing && self.operations.is_empty() && self.carried.is_empty() {
-            self.release = Asked::Yes;
-            return Turn::Release;
-        }
-        Turn::Wait
+    }
+
+    /// Whether an executor would do anything but wait. `each`: every channel has one.
+    pub(super) fn has_turn(&self, each: bool) -> bool {
+        (each && self.next().is_some()) || self.coming() != Turn::Wait
     }
 
     /// As [`turn`](Self::turn), for the thread that has submitted `number`: it takes no other's turn.
@@ -283,7 +295,10 @@ impl<E: Clone> Machine<E> {
         let depth = self.rules.depth.max(1);
         let first = self.channels.get(&id).filter(|c| c.out < depth);
         match first.and_then(|c| c.queued.front().copied()) {
-            Some(number) => self.start(number),
+            Some(number) => {
+                self.start(number);
+                Turn::Start(number)
+            }
             // The end is one executor's.
             None if id == Channel::Collectives && self.next().is_none() => self.turn(),
             None => Turn::Wait,
@@ -291,7 +306,7 @@ impl<E: Clone> Machine<E> {
     }
 
     /// The driver gets `number`, the first that is queued in its channel.
-    fn start(&mut self, number: u64) -> Turn {
+    fn start(&mut self, number: u64) {
         if let Some(operation) = self.operations.get_mut(&number)
             && let Some(channel) = self.channels.get_mut(&operation.channel)
         {
@@ -300,7 +315,6 @@ impl<E: Clone> Machine<E> {
             channel.out += 1;
             self.calling.insert(number);
         }
-        Turn::Start(number)
     }
 
     /// The first operation that the driver has not seen and may have.

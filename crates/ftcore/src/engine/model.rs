@@ -262,6 +262,7 @@ impl Walk {
 
     fn turn(&mut self) {
         let number = self.dice.roll(4);
+        let had = self.machine.has_turn(self.blocks);
         let turn = match self.seen.keys().nth_back(number as usize) {
             // The thread that has submitted it takes this one's turn or none.
             Some(&own) if self.dice.roll(2) == 0 => match self.machine.turn_of(own) {
@@ -278,6 +279,11 @@ impl Walk {
             _ if self.blocks => return self.turn_in(),
             _ => self.machine.turn(),
         };
+        let has = turn != Turn::Wait;
+        assert!(
+            had == has || (had && self.blocks),
+            "an executor is woken: {had}, for {turn:?}"
+        );
         match turn {
             Turn::Start(number) => {
                 assert!(self.calling.is_empty(), "two calls of the driver at once");
@@ -322,7 +328,10 @@ impl Walk {
         let next = next.filter(|_| self.out(channel) < self.rules.depth);
         let idle = self.seen.values().all(|s| s.told && s.memory == Memory::Answered);
         let idle = idle && self.carried.is_empty();
-        match self.machine.turn_in(channel) {
+        let had = self.machine.has_turn(true);
+        let turn = self.machine.turn_in(channel);
+        assert!(had || turn == Turn::Wait, "no executor is woken for {turn:?}");
+        match turn {
             Turn::Start(number) => {
                 assert_eq!(Some(number), next, "not the next one of {channel:?}");
                 assert!(self.first.is_none(), "{number} started after the failure");

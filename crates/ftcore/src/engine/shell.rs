@@ -152,6 +152,8 @@ struct State<J> {
     carried: Vec<(u64, Label)>,
     /// Threads that wait for `moved`.
     waiting: usize,
+    /// Executors without a turn.
+    idle: usize,
     /// The channels of messages that have an executor.
     executors: BTreeSet<Channel>,
     /// What the clock was last told.
@@ -175,8 +177,12 @@ pub struct Engine<D: Driver> {
     name: String,
     place: Place,
     state: Mutex<State<D::Job>>,
+    /// Something has ended, or gone to the driver: for callers that wait for either.
     moved: Condvar,
-    /// Counts what an executor would wake for, so that it can look without the lock.
+    /// There is a turn, for executors. Not `moved`: most of what callers wait for concerns no executor, and to wake one in vain costs more
+    /// than a small operation.
+    turns: Condvar,
+    /// Counts the turns, so that an executor can look without the lock.
     arrivals: AtomicU64,
     recorder: OnceLock<flight_recorder::Recorder>,
     /// Itself, for tickets and the clock.
@@ -199,11 +205,13 @@ impl<D: Driver> Engine<D> {
                 telling: false,
                 carried: Vec::new(),
                 waiting: 0,
+                idle: 0,
                 executors: BTreeSet::new(),
                 armed: None,
                 doubt: None,
             }),
             moved: Condvar::new(),
+            turns: Condvar::new(),
             me: me.clone(),
         });
         let executor = engine.clone();
@@ -225,13 +233,17 @@ impl<D: Driver> Engine<D> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes the threads that wait, if there are any: this is on the path of every call.
+    /// Wakes the threads that may go on now, if there are any: this is on the path of every call.
     fn wake(&self, state: MutexGuard<'_, State<D::Job>>) {
-        self.arrivals.fetch_add(1, Ordering::Release);
-        let waiting = state.waiting > 0;
+        let callers = state.waiting > 0;
+        let executors = state.idle > 0 && state.machine.has_turn(D::BLOCKS);
         drop(state);
-        if waiting {
+        if callers {
             self.moved.notify_all();
+        }
+        if executors {
+            self.arrivals.fetch_add(1, Ordering::Release);
+            self.turns.notify_all();
         }
     }
 
@@ -464,11 +476,13 @@ impl<D: Driver> Engine<D> {
                 Turn::Wait if looks => {
                     looks = false;
                     let seen = self.arrivals.load(Ordering::Acquire);
+                    state.idle += 1;
                     drop(state);
                     look(deadline_in(budget), || {
                         self.arrivals.load(Ordering::Acquire) != seen
                     });
                     state = self.lock();
+                    state.idle -= 1;
                 }
                 Turn::Release => {
                     drop(state);
@@ -483,9 +497,9 @@ impl<D: Driver> Engine<D> {
                     state = self.lock();
                 }
                 Turn::Wait => {
-                    state.waiting += 1;
-                    state = self.moved.wait(state).unwrap_or_else(PoisonError::into_inner);
-                    state.waiting -= 1;
+                    state.idle += 1;
+                    state = self.turns.wait(state).unwrap_or_else(PoisonError::into_inner);
+                    state.idle -= 1;
                 }
                 Turn::Over => return,
             }
@@ -781,13 +795,5 @@ impl<D: Driver> lifecycle::Engine for Engine<D> {
 
     fn recorder(&self) -> Option<&OnceLock<flight_recorder::Recorder>> {
         Some(&self.recorder)
-    }
-}
-
-#[cfg(feature = "shuttle")]
-impl<D: Driver> Engine<D> {
-    /// For the model of the shell, which has no clock: `now` has come.
-    pub fn tick(&self, now: Instant) {
-        self.look_at_deadlines(now);
     }
 }

@@ -81,8 +81,17 @@ pub(crate) struct Member {
 
 #[derive(Default)]
 struct Said {
+    /// How often it was configured: what it failed with before is nothing to say after that.
+    configurations: u64,
     configuring: bool,
     poisoned: bool,
+}
+
+impl Said {
+    /// The configuration of which a failure is yet to be told.
+    fn open(&self) -> Option<u64> {
+        (!self.configuring && !self.poisoned).then_some(self.configurations)
+    }
 }
 
 impl Member {
@@ -180,11 +189,17 @@ impl Groups {
     fn look(&self) {
         let all: Vec<(u32, Arc<Member>)> = self.members().iter().map(|(n, m)| (*n, m.clone())).collect();
         for (number, member) in all {
-            let mut said = member.said();
-            if said.configuring || said.poisoned || member.group.info().world_size == 0 {
+            let open = member.said().open();
+            if open.is_none() || member.group.info().world_size == 0 {
                 continue;
             }
-            if let Some(error) = member.group.error() {
+            // Not under the lock: a group that finds out here that it has failed may tell the ends of its operations on this thread, and
+            // `ended` takes it.
+            let Some(error) = member.group.error() else {
+                continue;
+            };
+            let mut said = member.said();
+            if said.open() == open {
                 said.poisoned = true;
                 self.reporter.send(&Report::Poison { group: number, error });
             }
@@ -428,7 +443,12 @@ impl Groups {
                 self.aside(call, group, move |_, member| {
                     member.said().configuring = true;
                     let result = member.group.configure(configuration);
-                    *member.said() = Said::default();
+                    let mut said = member.said();
+                    *said = Said {
+                        configurations: said.configurations + 1,
+                        ..Said::default()
+                    };
+                    drop(said);
                     result.map(|()| Settled::of(&member.group.info(), member.group.traffic()))
                 })
             }

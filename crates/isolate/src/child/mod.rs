@@ -7,6 +7,8 @@
 mod groups;
 mod landed;
 mod reading;
+#[cfg(test)]
+mod tests;
 
 use std::os::fd::OwnedFd;
 use std::process::ExitCode;

@@ -349,8 +349,10 @@ impl ProcessGroup for PluginGroup {
         if let Some(error) = self.lifecycle.error() {
             return Some(error);
         }
+        // Before it is asked: what it says then is not the failure of a later configuration.
+        let engine = self.lifecycle.engine();
         let error = self.raw.error()?;
-        if let Ok(engine) = self.lifecycle.engine() {
+        if let Ok(engine) = engine {
             engine.fail(error.clone());
         }
         Some(error)

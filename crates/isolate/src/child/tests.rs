@@ -1,0 +1,155 @@
+//! The groups of a child, in this process, with the test at the parent's end of the sockets.
+
+use std::os::fd::OwnedFd;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use ftcore::{
+    Capabilities, Checked, Collective, Completer, Configuration, DTypeSet, Device, Epoch, Error, ErrorKind,
+    FeatureSet, GroupInfo, OpKind, OpSet, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
+    Work, deadline_in, work_pair,
+};
+use rustix::event::PollFlags;
+
+use super::groups::{Groups, Reporter};
+use crate::channel::{Filled, Receiver, pair, wait_for};
+use crate::store::proxy::Line;
+use crate::wire::frames::{Either, Order, Report, submit};
+use crate::wire::op::put;
+
+fn soon() -> Instant {
+    deadline_in(Duration::from_secs(20))
+}
+
+/// Finds out that it has failed when it is asked, and tells of its operations' ends there and then, as a plugin's group may.
+struct Asked {
+    capabilities: Capabilities,
+    pending: Mutex<Vec<Completer>>,
+}
+
+impl ProcessGroup for Asked {
+    fn info(&self) -> GroupInfo {
+        GroupInfo {
+            backend: "asked".into(),
+            name: "asked".into(),
+            rank: 0,
+            world_size: 2,
+            epoch: Epoch(1),
+            device: Device::CPU,
+            dropped_options: Vec::new(),
+        }
+    }
+    fn capabilities(&self) -> &Capabilities {
+        &self.capabilities
+    }
+    fn configure(&self, _: Configuration) -> Result<()> {
+        Ok(())
+    }
+    fn submit(&self, op: Checked, _: SubmitOptions) -> Result<Work, Box<Rejected>> {
+        let (work, completer) = work_pair(op.get().kind(), soon(), |_| {});
+        self.pending.lock().unwrap().push(completer);
+        Ok(work)
+    }
+    fn split(&self, _: Option<u32>, _: u32, _: Instant) -> Result<Option<Box<dyn ProcessGroup>>> {
+        Ok(None)
+    }
+    fn abort(&self, _: &str) {}
+    fn error(&self) -> Option<Error> {
+        let pending = std::mem::take(&mut *self.pending.lock().unwrap());
+        if pending.is_empty() {
+            return None;
+        }
+        let error = Error::new(ErrorKind::PeerLost, "peer 1 is gone").with_peer(1);
+        for completer in pending {
+            completer.fail(error.clone(), Vec::new());
+        }
+        Some(error)
+    }
+    fn shutdown(&self, _: Instant) -> Result<()> {
+        Ok(())
+    }
+    fn traffic(&self) -> Traffic {
+        Traffic::default()
+    }
+}
+
+/// The next report; fails if there is none within 20 s.
+fn report(receiver: &mut Receiver) -> Report {
+    loop {
+        if let Some(body) = receiver.next().unwrap() {
+            return Report::decode(body).unwrap();
+        }
+        assert!(
+            wait_for(receiver.fd(), PollFlags::IN, soon()).unwrap(),
+            "the child says nothing"
+        );
+        assert!(receiver.fill(false).unwrap() != Filled::Closed);
+    }
+}
+
+fn barrier(id: u64) -> Vec<u8> {
+    let mut frame = submit(0, true, false, soon(), None);
+    put(&mut frame, &Collective::Barrier, &mut std::iter::empty()).unwrap();
+    frame.numbered(id).finish().unwrap()
+}
+
+#[test]
+fn a_group_that_tells_of_an_operation_while_it_is_asked_for_its_failure_holds_up_nothing() {
+    let (parents, childs): (OwnedFd, OwnedFd) = pair().unwrap();
+    let (_express, childs_express) = pair().unwrap();
+    let (_stores, childs_stores) = pair().unwrap();
+    let reporter = Arc::new(Reporter::new(Arc::new(childs), childs_express));
+    let group = Asked {
+        capabilities: Capabilities {
+            ops: OpSet::of(&[OpKind::Barrier]),
+            moves: DTypeSet::NONE,
+            reduces: [DTypeSet::NONE; ReduceOp::COUNT],
+            features: FeatureSet::NONE,
+            options: Vec::new(),
+            devices: vec!["cpu".into()],
+            notes: Vec::new(),
+        },
+        pending: Mutex::default(),
+    };
+    let line = Line::open(childs_stores).unwrap();
+    let groups = Groups::new(reporter, line, Box::new(group), None).unwrap();
+    let mut receiver = Receiver::new(Arc::new(parents), false);
+    // Twice: the thread that looks for failures goes on, and so does `configure`.
+    for id in [1, 2] {
+        // Without the length that comes first.
+        let frame = barrier(id);
+        let Either::Submission(submission) = Order::decode(&frame[4..]).unwrap() else {
+            panic!("not a submission");
+        };
+        let ready = groups.check(submission).unwrap().unwrap();
+        groups.submit(ready);
+        let Report::Done(done) = report(&mut receiver) else {
+            panic!("not the end of the operation");
+        };
+        let error = done.result.unwrap_err();
+        assert_eq!((done.id, error.kind()), (id, ErrorKind::PeerLost), "{error}");
+        let again = Order::Configure {
+            call: 7,
+            group: 0,
+            store: 0,
+            prefix: "p".into(),
+            name: "n".into(),
+            epoch: 1 + id,
+            rank: 0,
+            world: 2,
+            deadline: soon(),
+        };
+        groups.obey(again).unwrap();
+        let answer = report(&mut receiver);
+        assert!(
+            matches!(
+                answer,
+                Report::Answer {
+                    call: 7,
+                    result: Ok(_)
+                }
+            ),
+            "{answer:?}"
+        );
+    }
+}
