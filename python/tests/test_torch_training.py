@@ -248,13 +248,13 @@ def compiled(dist: Any) -> list[float]:
     import torch.distributed._functional_collectives as functional
     from torch.nn.parallel import DistributedDataParallel
 
-    @torch.compile(backend="aot_eager", fullgraph=True)
     def mixed(x: Any) -> Any:
         total = functional.all_reduce(x * 2, "sum", dist.group.WORLD)
         parts = functional.all_gather_single(x, 0, dist.group.WORLD)
         return total + parts.sum()
 
-    found: list[float] = mixed(torch.arange(3.0) + dist.get_rank()).tolist()
+    whole = torch.compile(mixed, backend="aot_eager", fullgraph=True)
+    found: list[float] = whole(torch.arange(3.0) + dist.get_rank()).tolist()
     wrapped = torch.compile(DistributedDataParallel(model()), backend="aot_eager")
     return [*found, *train(wrapped, dist.get_rank(), 4), *values(wrapped.parameters())]
 
