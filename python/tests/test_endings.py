@@ -84,23 +84,6 @@ for _ in range(3):
     threading.Thread(target=call, daemon=True).start()
 together()
 """,
-    "daemon_threads_call_on": """
-class Slow:
-    def __del__(self, sleep=time.sleep): sleep(0.2)
-# The interpreter's end takes a while, and threads come back to it meanwhile.
-sys.modules["slow"] = Slow()
-world = init()
-def call(n):
-    while True:
-        try:
-            if n % 2: world.recv(bytearray(800), 1 - rank)
-            else: world.recv(bytearray(800), 1 - rank, 5 + n, async_op=True).wait()
-        except oxccl.Error:
-            pass
-for n in range(4):
-    threading.Thread(target=call, args=(n,), daemon=True).start()
-together()
-""",
     "awaited": """
 import asyncio
 world = init()
