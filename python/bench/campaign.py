@@ -55,8 +55,28 @@ dist.barrier()
 dist.destroy_process_group()
 """,
 }
+# Beyond what the tests ask: threads that never stop calling come back to an interpreter that ends.
+ENDLESS = {
+    "daemon_threads_call_on": """
+class Slow:
+    def __del__(self, sleep=time.sleep): sleep(0.2)
+# The interpreter's end takes a while, and threads come back to it meanwhile.
+sys.modules["slow"] = Slow()
+world = init()
+def call(n):
+    while True:
+        try:
+            if n % 2: world.recv(bytearray(800), 1 - rank)
+            else: world.recv(bytearray(800), 1 - rank, 5 + n, async_op=True).wait()
+        except oxccl.Error:
+            pass
+for n in range(4):
+    threading.Thread(target=call, args=(n,), daemon=True).start()
+together()
+""",
+}
 PROGRAMS = {
-    **{f"exit: {name}": (text, False) for name, text in EXITS.items()},
+    **{f"exit: {name}": (text, False) for name, text in (EXITS | ENDLESS).items()},
     "fork": (FORKS, False),
     **{f"Ctrl-C: {name}": (WAITS.format(call=call), True) for name, call in CALLS.items()},
     **{f"callback that raises: {name}": (text, False) for name, text in CALLBACKS.items()},

@@ -13,7 +13,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::errors::{self, Raise, Refused};
-use crate::interrupt::{apart, blocking};
+use crate::interrupt::{apart, blocking, detached};
 use crate::lend::{Access, is_list, list, one, one_or_list};
 use crate::options::{self, Reduction};
 use crate::process;
@@ -196,6 +196,10 @@ impl Group {
         call: Call,
         make: impl FnOnce() -> Result<Collective, Refused>,
     ) -> PyResult<Py<PyAny>> {
+        if process::ends() {
+            // Other threads than the main one do not come this far again.
+            detached(py, || ());
+        }
         give_back_waiting(py);
         let handle = &self.handle;
         let refused = |refused: Refused| refused.raise(py, kind.name(), handle.rank());
@@ -205,7 +209,7 @@ impl Group {
         let group = handle.group();
         if call.async_op {
             let latest = options.deadline.unwrap_or_else(|| deadline_in(A_DAY)) + MARGIN;
-            let work = py.detach(|| group.run(op, options)).map_err(|rejected| {
+            let work = detached(py, || group.run(op, options)).map_err(|rejected| {
                 let error = self.named(rejected.error.clone());
                 drop_attached(py, rejected);
                 errors::raise(py, &error)

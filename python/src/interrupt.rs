@@ -15,6 +15,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 use crate::group::Handle;
+use crate::process;
 use crate::raw::signal;
 
 /// How often the watcher looks while there are calls, and how often a wait returns to the interpreter.
@@ -50,10 +51,10 @@ pub(crate) fn blocking<T: Send>(
     call: impl FnOnce() -> T + Send,
 ) -> PyResult<T> {
     if !is_main() {
-        return Ok(py.detach(call));
+        return Ok(detached(py, call));
     }
     let Some(watcher) = WATCHER.get_or_init(start) else {
-        return Ok(py.detach(call));
+        return Ok(detached(py, call));
     };
     {
         let mut present = present();
@@ -67,6 +68,17 @@ pub(crate) fn blocking<T: Send>(
     let done = py.check_signals().map(|()| py.detach(call));
     drop(present().take());
     done
+}
+
+/// Runs `call` without the GIL; at the interpreter's end other threads than the main one do not come back to it.
+pub(crate) fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
+    py.detach(|| {
+        let done = call();
+        if !is_main() {
+            process::stays_away_from_the_end();
+        }
+        done
+    })
 }
 
 fn start() -> Option<Thread> {
@@ -151,7 +163,7 @@ pub(crate) fn apart<T: Send + 'static>(
                 Some(Err(Error::new(ErrorKind::Internal, "the call's thread panicked")))
             }
         };
-        let done = py.detach(wait);
+        let done = detached(py, wait);
         py.check_signals()?;
         if let Some(done) = done {
             return done.map_err(|error| errors::raise(py, &error));
@@ -167,7 +179,7 @@ pub(crate) fn in_slices<T: Send>(
 ) -> PyResult<Option<T>> {
     loop {
         let until = deadline.min(Instant::now() + SLICE);
-        let done = py.detach(|| wait(until));
+        let done = detached(py, || wait(until));
         if done.is_some() {
             return Ok(done);
         }

@@ -2,7 +2,8 @@
 
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
-use std::time::Instant;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use oxccl::core::lifecycle::wait_for_partings;
 use oxccl::core::{Error, ErrorKind, Result};
@@ -12,6 +13,8 @@ use crate::errors::Raise;
 use crate::group::Handle;
 use crate::raw::fork;
 
+/// True from the moment on that the interpreter's exit handlers end the groups.
+static ENDS: AtomicBool = AtomicBool::new(false);
 static GONE: AtomicBool = AtomicBool::new(false);
 /// The count of forks in the process that made the first group, plus 1; 0 while there was none.
 static MADE_AT: AtomicU32 = AtomicU32::new(0);
@@ -20,6 +23,23 @@ static LIVE: Mutex<Vec<Weak<Handle>>> = Mutex::new(Vec::new());
 /// True once the interpreter ends: nothing is given back to it any more.
 pub(crate) fn is_gone() -> bool {
     GONE.load(Ordering::Acquire)
+}
+
+/// How long a thread whose call was cut short by the interpreter's end stays away from it. Interpreters before 3.14 end a thread that
+/// comes back to them by unwinding it, which Rust answers by aborting the process. Bounded, since an exit handler of the program's own
+/// may wait for the thread.
+const AWAY: Duration = Duration::from_secs(2);
+
+/// True once the exit handlers have begun to end the groups.
+pub(crate) fn ends() -> bool {
+    ENDS.load(Ordering::Acquire)
+}
+
+/// At the end of a call on a thread other than the main one, before it takes the interpreter again: only daemon threads are left once the groups end.
+pub(crate) fn stays_away_from_the_end() {
+    if ends() {
+        thread::sleep(AWAY);
+    }
 }
 
 /// Before a group is made: refuses in a process that was forked off one that has groups.
@@ -73,6 +93,7 @@ pub(crate) fn end(py: Python<'_>) {
         // None was made, or by the process that this one was forked off.
         return;
     }
+    ENDS.store(true, Ordering::Release);
     py.detach(|| {
         let live = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
         for handle in live.iter().filter_map(Weak::upgrade) {

@@ -88,6 +88,29 @@ def test_ft_diloco() -> None:
     assert sum(losses[-8:]) < sum(losses[:8]) / 2, said
 
 
+def pages_scripts() -> list[str]:
+    """The programs at the head of the page on this package: that for torch and the one without it."""
+    page = Path(__file__).parent.parent.parent / "docs" / "python.md"
+    return re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)[:2]
+
+
+@needs_torch
+def test_the_script_at_the_head_of_the_page_trains_under_torchrun(tmp_path: Path) -> None:
+    text = pages_scripts()[0]
+    assert sum(line.strip() != "" for line in text.splitlines()) <= 11
+    (tmp_path / "train.py").write_text(text)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert sorted(re.findall(r"^(\d) \d+\.\d+", done.stdout, re.MULTILINE)) == ["0", "1"], done.stdout
+
+
+def test_the_script_of_the_page_without_torch_sums(tmp_path: Path) -> None:
+    (tmp_path / "sum.py").write_text(pages_scripts()[1])
+    said = run(str(tmp_path / "sum.py"), 2)
+    assert said == [f"rank {r} of 2: [1. 1. 1. 1.]\n" for r in range(2)]
+
+
 def test_examples_are_short() -> None:
     for path in EXAMPLES.glob("*.py"):
         assert len(path.read_text().splitlines()) <= 80, path

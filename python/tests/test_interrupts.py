@@ -50,9 +50,9 @@ WAITS = """
 world = init()
 if rank == 0:
     world.barrier()
-    print("waits", flush=True)
-    begin = time.monotonic()
     try:
+        # Inside, since the interrupt may come at once.
+        print("waits", flush=True)
         {call}
     except KeyboardInterrupt:
         print("interrupted", world.error, flush=True)
