@@ -87,6 +87,7 @@ fn test() -> Result<bool> {
             "gloo",
             "isolate",
             "launchers",
+            "observability",
             "plugin",
             "xccl",
             "protocol",

@@ -23,6 +23,8 @@ pub(crate) fn install(packages: &[&str]) -> Result<()> {
     let log = wheels::cache()?.join("apt.log");
     let apt = |arguments: &[&str]| {
         let mut command = Command::new("apt-get");
+        // The probe of another row may be installing.
+        command.args(["-o", "DPkg::Lock::Timeout=240"]);
         command.args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
         quietly("apt-get", &mut command, INSTALL_LIMIT, &log)
     };

@@ -394,6 +394,14 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     )),
     row(
+        "observability",
+        Some("observability"),
+        "the dashboard in a real browser, metrics scraped by a real Prometheus",
+        observability,
+        suite("observability-conformance", ""),
+        minutes(3),
+    ),
+    row(
         "python",
         Some("python"),
         "the Python package: installed by pip, ruff, mypy, and pytest with ranks as processes, torch and torchft",
@@ -701,6 +709,8 @@ pub(crate) enum Skip {
     Launcher { why: String },
     /// A real etcd cannot be had.
     Etcd { why: String },
+    /// A browser and Prometheus cannot be had.
+    Observability { why: String },
     /// Python, or the tools of the package, cannot be had.
     Python { why: String },
     /// No NVIDIA driver runs here.
@@ -724,6 +734,7 @@ impl fmt::Display for Skip {
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
             Self::Etcd { why } => write!(f, "etcd cannot be had: {why}"),
+            Self::Observability { why } => write!(f, "Chromium and Prometheus cannot be had: {why}"),
             Self::Oneccl { why, .. } => write!(f, "oneCCL cannot be had: {why}"),
         }
     }
@@ -828,6 +839,16 @@ fn etcd() -> Result<Environment, Skip> {
     let mut environment = loopback()?;
     let program = crate::etcd::prepare().map_err(|e| Skip::Etcd { why: e.to_string() })?;
     environment.push(("OXCCL_ETCD_PATH".to_owned(), program.display().to_string()));
+    Ok(environment)
+}
+
+/// Needs Chromium and Prometheus, which root can install, and TCP over the loopback interface.
+fn observability() -> Result<Environment, Skip> {
+    let mut environment = loopback()?;
+    let found = crate::observability::prepare().map_err(|e| Skip::Observability {
+        why: format!("{e:#}"),
+    })?;
+    environment.extend(found);
     Ok(environment)
 }
 

@@ -12,6 +12,7 @@ mod channel;
 mod client;
 mod clock;
 mod etcd;
+mod exposition;
 mod lighthouse;
 mod lighthouses;
 mod manager;
@@ -24,9 +25,9 @@ mod wire;
 pub use client::{Cancel, CommitVote, LighthouseClient, ManagerClient, PushEvent, QuorumRequest, WatchGuard};
 pub use lighthouse::{
     EtcdConfig, HealthyReplica, LighthouseConfig, LighthouseServer, LighthouseStatus, OrderedReplica,
-    ParticipantStatus, RecentReplica, SpareStatus, WaitingReplica,
+    ParticipantStatus, RecentReplica, SpareStatus, TimelineEvent, WaitingReplica, Why,
 };
-pub use manager::{ManagerServer, ManagerServerConfig};
+pub use manager::{ManagerServer, ManagerServerConfig, RankCounts, Timed};
 pub use protocol::quorum::{Order, OrderKind};
 pub use protocol::{AbortEpoch, MAX_ID_BYTES, Member, Quorum, QuorumResult};
 pub use serve::ConnectionLimits;

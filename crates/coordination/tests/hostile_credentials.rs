@@ -440,6 +440,7 @@ fn strangers_hold_nothing_whatever_they_begin() {
         // A handshake message of 16 MiB is announced.
         huge,
         b"GET /status HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
+        b"GET /events HTTP/1.1\r\nHost: x\r\n\r\n".to_vec(),
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n".to_vec(),
         vec![0x80; 100],
     ];

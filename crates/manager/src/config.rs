@@ -1,6 +1,7 @@
 //! Configuration of a manager.
 
 use std::fmt;
+use std::path::PathBuf;
 use std::str::FromStr;
 use std::sync::Arc;
 use std::time::Duration;
@@ -105,6 +106,9 @@ pub struct ManagerConfig {
     pub progress_timeout: Duration,
     /// The job's credentials, or those of this replica alone: for all that it serves and calls. `None`: those of `OXCCL_CREDENTIALS`, if it is set.
     pub credentials: Option<Arc<Credentials>>,
+    /// The folder in which this replica's events are written to `events-NAME.jsonl`, a line of JSON each (docs/observability.md). `None`: that of
+    /// `OXCCL_EVENT_LOG`, if it is set. What cannot be written there is left out: the log neither holds up nor fails the training.
+    pub event_log: Option<PathBuf>,
     /// Without credentials, listen where other machines reach it (or `OXCCL_INSECURE=1`).
     pub insecure: bool,
 }
@@ -130,6 +134,7 @@ impl ManagerConfig {
             heartbeat_interval: Duration::from_millis(100),
             progress_timeout: Duration::from_secs(120),
             credentials: None,
+            event_log: None,
             insecure: false,
         }
     }

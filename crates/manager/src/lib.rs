@@ -8,9 +8,13 @@
 mod config;
 mod counted;
 mod ends;
+mod event_log;
 mod heal;
 mod heal_choice;
+mod killed;
 mod manager;
+mod names;
+mod observed;
 mod quorum;
 mod reporter;
 

@@ -24,7 +24,11 @@ use identity::{Party, Role};
 use crate::config::{HealOver, ManagerConfig, WorldSizeMode};
 use crate::counted::counted;
 use crate::ends::{Ends, NO_EPOCH};
+use crate::event_log::{self, EventLog};
 use crate::heal;
+use crate::killed::end_process;
+use crate::names::{random_id, reachable_host};
+use crate::observed::{Attempt, Observed};
 use crate::quorum::{Ahead, GONE, Search};
 use crate::reporter::Reporter;
 use protocol::Lineage;
@@ -38,8 +42,6 @@ const KEY_REPLICA_ID: &str = "oxccl/replica_id";
 
 /// How long telling the other ranks that this one ends may take.
 const TELL: Duration = Duration::from_secs(5);
-/// How long rank 0 outlives an operator's kill for the other ranks to hear of it.
-const TELL_OTHERS: Duration = Duration::from_millis(200);
 
 /// The longest time between two messages of progress.
 const PROGRESS_EVERY: Duration = Duration::from_secs(10);
@@ -78,6 +80,9 @@ pub struct Manager {
     progress: Arc<AtomicU64>,
     _progress: WatchGuard,
     pending: Pending,
+    observed: Arc<Observed>,
+    /// When the present attempt began.
+    begun: Instant,
 }
 
 /// A group that cannot be aborted, or not be used again, would keep the replica in the first epoch that breaks.
@@ -183,14 +188,21 @@ impl Manager {
             },
         )?;
         let transport = Arc::new(transport);
-        let reporter = Reporter::start(client.clone())?;
+        let folder = event_log::folder(config.event_log.as_ref());
+        let log = EventLog::open(folder, &config.name, &replica_id, config.group_rank)?;
+        let observed = Observed::new(log);
+        observed.started(config.group_world_size);
+        let reporter = Reporter::start(client.clone(), observed.clone())?;
         let ends = Ends::new(group.clone(), credentials);
         let watch = {
-            let ends = ends.clone();
+            let (ends, observed) = (ends.clone(), observed.clone());
             let hosts_others = servers.is_some() && config.group_world_size > 1;
             let hear = move |event: PushEvent| match event {
                 PushEvent::Kill { reason } => end_process(&reason, hosts_others),
-                event => ends.hear(event),
+                event => {
+                    observed.heard(&event);
+                    ends.hear(event);
+                }
             };
             client.watch(config.group_rank, Arc::new(hear))
         };
@@ -213,6 +225,7 @@ impl Manager {
             group_rank: config.group_rank,
             timeout: config.timeout,
             heal_over: config.heal_over,
+            observed: observed.clone(),
         };
         let progress = Arc::new(AtomicU64::new(1));
         // Often enough that several messages may be lost, and rarely enough to cost nothing.
@@ -239,6 +252,8 @@ impl Manager {
             progress,
             _progress: told,
             pending: Pending::default(),
+            observed,
+            begun: Instant::now(),
         })
     }
 
@@ -274,6 +289,7 @@ impl Manager {
 
     /// This rank ends with `error`. The other ranks of its replica would wait for its next call: they are told.
     fn give_up(&self, error: &Error, deadline: Instant) {
+        self.observed.ended(self.rank.step(), Some(error));
         if self.config.group_world_size == 1 {
             return;
         }
@@ -329,6 +345,7 @@ impl Manager {
         };
         match self.group.run(Collective::Barrier, options) {
             Ok(work) => {
+                self.observed.submitted(0);
                 let (reporter, epoch) = (self.reporter.clone(), self.epoch());
                 self.pending
                     .track_barrier(&work, move |error| reporter.send(epoch, &error));
@@ -361,6 +378,7 @@ impl Manager {
     /// Begins an attempt: what was left of an earlier one ends.
     fn begin_attempt(&mut self) {
         self.progress();
+        self.begun = Instant::now();
         self.abandon_quorum();
         // An abandoned step must not leave its reductions running into the next one.
         if self.rank.in_step() && self.pending.drain(Instant::now()).is_err() {
@@ -482,7 +500,11 @@ impl Manager {
                         party: self.party.as_ref(),
                         over_group: travels.then_some(over_group),
                     };
-                    let outcome = heal::heal(&me, answer, state, limit()).map(|(healed, lineage)| {
+                    let begun = Instant::now();
+                    let outcome = heal::heal(&me, answer, state, limit());
+                    let seen = outcome.as_ref().map(|(healed, _)| healed);
+                    self.observed.healed(answer, begun.elapsed(), seen);
+                    let outcome = outcome.map(|(healed, lineage)| {
                         recovery = Some(healed);
                         lineage
                     });
@@ -613,8 +635,10 @@ impl Replica for Manager {
             contribute: self.rank.contribution().0.is_some(),
             stream: None,
         };
+        let bytes = tensors.iter().map(Tensor::byte_len).sum();
         match self.group.run(Collective::AllReduce { tensors, op }, options) {
             Ok(work) => {
+                self.observed.submitted(bytes);
                 let (reporter, epoch) = (self.reporter.clone(), self.epoch());
                 self.pending
                     .track(&work, move |error| reporter.send(epoch, &error));
@@ -656,12 +680,25 @@ impl Replica for Manager {
             self.report_error(e.clone());
         }
         let cast = self.vote_on(vote.key, vote.against.is_none());
+        let attempt = Attempt {
+            epoch: cast.quorum_id,
+            step: cast.step,
+            begun: self.begun,
+        };
         self.ahead = Ahead::None;
+        let counts = self.observed.counts(cast.step, self.group.traffic());
+        self.client.set_counts(counts);
+        let begun = Instant::now();
         let decision = self.vote(&cast, deadline);
+        self.observed.voted(begun.elapsed());
         let goes_on = self.rank.decided(decision.as_ref().ok().copied());
         self.progress();
-        if !matches!(decision, Ok(true)) {
+        if matches!(decision, Ok(true)) {
+            let contributors = self.pending.least_contributors().unwrap_or(0);
+            self.observed.committed(attempt, contributors);
+        } else {
             let error = vote.against.as_ref().or(decision.as_ref().err());
+            self.observed.discarded(attempt, error);
             tracing::warn!(
                 step = cast.step,
                 epoch = cast.quorum_id,
@@ -722,6 +759,7 @@ impl Replica for Manager {
     }
 
     fn leave(&mut self, deadline: Instant) -> Result<()> {
+        self.observed.ended(self.rank.step(), None);
         self.abandon_quorum();
         self.ends.set_live(NO_EPOCH);
         self.group.shutdown(deadline)?;
@@ -753,48 +791,5 @@ impl Drop for Manager {
         if let Some(servers) = self.servers.take() {
             servers.store.shutdown();
         }
-    }
-}
-
-/// An operator ends this replica. By force: whatever holds up its training thread would hold up the end in good order as well.
-fn end_process(reason: &str, hosts_others: bool) {
-    tracing::error!("this process ends: {reason}");
-    let end = move || {
-        if hosts_others {
-            // The other ranks hear of it over the server in this process.
-            std::thread::sleep(TELL_OTHERS);
-        }
-        let _ = rustix::process::kill_process(rustix::process::getpid(), rustix::process::Signal::KILL);
-    };
-    // Not on the thread of the client, which serves the answers to the others.
-    if std::thread::Builder::new()
-        .name("ox-killed".into())
-        .spawn(end)
-        .is_err()
-    {
-        end();
-    }
-}
-
-/// 128 random bits: two lives of one name never share an id.
-fn random_id() -> Result<String> {
-    use std::fmt::Write as _;
-    let mut bytes = [0u8; 16];
-    rustix::rand::getrandom(&mut bytes[..], rustix::rand::GetRandomFlags::empty())
-        .map_err(|e| Error::io("reading random bytes", e.into()))?;
-    Ok(bytes.iter().fold(String::new(), |mut text, b| {
-        let _ = write!(text, "{b:02x}");
-        text
-    }))
-}
-
-/// What other machines call this one when it listens on `host`.
-fn reachable_host(host: &str) -> String {
-    match host {
-        "0.0.0.0" | "::" => {
-            let name = rustix::system::uname().nodename().to_string_lossy().into_owned();
-            if name.is_empty() { "127.0.0.1".into() } else { name }
-        }
-        fixed => fixed.to_string(),
     }
 }

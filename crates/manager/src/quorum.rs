@@ -19,6 +19,7 @@ use protocol::rank::{Next, Rank};
 use crate::config::HealOver;
 use crate::ends::{Ends, NO_EPOCH};
 use crate::heal::replica;
+use crate::observed::Observed;
 
 /// For so long nothing listens where rank 0 of this replica did: it will not again, since its next life listens elsewhere.
 pub(crate) const GONE: Duration = Duration::from_secs(1);
@@ -40,6 +41,7 @@ pub(crate) struct Search {
     /// For connecting the group.
     pub(crate) timeout: Duration,
     pub(crate) heal_over: HealOver,
+    pub(crate) observed: Arc<Observed>,
 }
 
 /// Under which key the replica of that rank says that its state travels over the group; absent: over HTTP.
@@ -75,7 +77,9 @@ impl Search {
             let pause = Duration::from_millis(10 << doublings.min(6));
             std::thread::park_timeout(pause.min(time_left(deadline)));
         }
+        let asked = Instant::now();
         let answer = self.ask_until(question, deadline, cancel)?;
+        self.observed.quorum(&answer, asked.elapsed());
         let before = rank.epoch();
         let broken = self.broken(rank);
         let next = rank.answered(answer.clone(), broken);
@@ -132,7 +136,10 @@ impl Search {
     ) -> Next {
         let deadline = deadline_in(self.timeout).min(deadline);
         let is_new = rank.step() == 0 && rank.lineage().as_str().is_empty();
+        let begun = Instant::now();
         let configured = self.configure(answer, is_new, deadline, cancel);
+        self.observed
+            .configured(answer.quorum_id, begun.elapsed(), &configured);
         // A push that came while the group was connecting had nothing to abort.
         let broken = if configured.is_ok() {
             self.broken(rank)

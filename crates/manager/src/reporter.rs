@@ -1,11 +1,13 @@
 //! Tells the manager server of failures without making anybody wait (L27): the first error of an epoch goes out at
 //! once from its own thread, and the lighthouse pushes it to the other members.
 
-use std::sync::mpsc;
+use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use coordination::ManagerClient;
 use ftcore::{Error, Result, deadline_in};
+
+use crate::observed::Observed;
 
 /// A failure of an epoch, in words.
 pub(crate) struct Report {
@@ -15,11 +17,11 @@ pub(crate) struct Report {
 
 /// The sending side; cheap to clone into completion callbacks.
 #[derive(Clone)]
-pub(crate) struct Reporter(mpsc::SyncSender<Report>);
+pub(crate) struct Reporter(mpsc::SyncSender<Report>, Arc<Observed>);
 
 impl Reporter {
     /// Starts the thread; it ends when the last sender is gone.
-    pub(crate) fn start(client: std::sync::Arc<ManagerClient>) -> Result<Self> {
+    pub(crate) fn start(client: Arc<ManagerClient>, observed: Arc<Observed>) -> Result<Self> {
         let (sender, receiver) = mpsc::sync_channel::<Report>(64);
         std::thread::Builder::new()
             .name("ox-report".into())
@@ -32,11 +34,12 @@ impl Reporter {
                 }
             })
             .map_err(|e| Error::io("starting the report thread", e))?;
-        Ok(Self(sender))
+        Ok(Self(sender, observed))
     }
 
     /// Never blocks: with 64 reports waiting, one more says nothing new.
     pub(crate) fn send(&self, quorum_id: i64, error: &Error) {
+        self.1.failed(quorum_id, error);
         let _ = self.0.try_send(Report {
             quorum_id,
             reason: error.to_string(),

@@ -330,17 +330,12 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
             ..QuorumResult::default()
         };
         let (number, count) = (shape.sources.len().min(MAX_SOURCES), shape.sources.len().max(1));
-        // The k-th of those that fetch, members first, does so from the sources k, k + 1, …: the same for all its ranks, which follow one source.
-        let source = |k: usize| {
-            let place = *shape.sources.get(k % count)?;
-            self.member(place).map(|m| (place, m))
-        };
         let fetches = match seat {
             Seat::Member(_) => place.behind,
             Seat::Spare(nth) => Some(shape.behind.len() + nth),
         };
         if let Some(k) = fetches {
-            for (place, m) in (k..k + number).filter_map(source) {
+            for (place, m) in self.sources(k) {
                 result.recover_sources.push(RecoverySource {
                     replica_rank: rank(place)?,
                     manager_address: m.address.clone(),
@@ -349,7 +344,7 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
             }
             // torchft's rule: its clients heal each rank from another replica. It knows no spares.
             let offset = if result.spare { 0 } else { offset % count };
-            if let Some((place, m)) = source(k + offset) {
+            if let Some((place, m)) = self.source(k + offset) {
                 result.heal = true;
                 result.recover_src_replica_rank = Some(rank(place)?);
                 result.recover_src_manager_address.clone_from(&m.address);
@@ -373,6 +368,26 @@ impl<Q: Deref<Target = Quorum>> Assignment<Q> {
             }
         }
         Ok(result)
+    }
+
+    /// The `k`-th of those that fetch, members first, does so from the sources `k`, `k + 1`, …: the same for all its ranks, which follow one source.
+    fn source(&self, k: usize) -> Option<(usize, &Member)> {
+        let sources = &self.shape.sources;
+        let place = *sources.get(k % sources.len().max(1))?;
+        self.member(place).map(|m| (place, m))
+    }
+
+    /// All that it may fetch from, by their places.
+    fn sources(&self, k: usize) -> impl Iterator<Item = (usize, &Member)> {
+        let number = self.shape.sources.len().min(MAX_SOURCES);
+        (k..k + number).filter_map(|k| self.source(k))
+    }
+
+    /// Who fetches a state, and from whom it may: members in order of their ids, then spares.
+    pub fn heals(&self) -> impl Iterator<Item = (&Member, impl Iterator<Item = &Member>)> {
+        let behind = self.shape.behind.iter().filter_map(|&i| self.member(i));
+        let all = behind.chain(&self.quorum.spares).enumerate();
+        all.map(|(k, member)| (member, self.sources(k).map(|(_, source)| source)))
     }
 
     /// What every member says about its progress, if that is all that changed since `last`: then every part is that of `last`,

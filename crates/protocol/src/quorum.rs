@@ -44,12 +44,14 @@ mod recent;
 mod record;
 mod roster;
 mod spares;
+mod timeline;
 mod verdict;
 
 pub use events::{Action, Event, QuorumRules, Start, Status, Ticket};
 pub use operator::{Order, OrderKind};
 pub use recent::{Departure, Fate};
 pub use record::{Eviction, Record};
+pub use timeline::{Happening, Listed, Moment, Totals};
 
 /// How many replaced lives are remembered, so that a late call of one cannot displace its successor.
 const MAX_REPLACED: usize = 1024;
@@ -292,6 +294,8 @@ impl LighthouseState {
             formed,
             pace,
             recent: self.recent.departures(now),
+            timeline: self.recent.timeline.moments(now),
+            totals: self.recent.timeline.totals(),
             quorum_id: self.quorum_id,
             participants: self
                 .previous
@@ -384,6 +388,9 @@ impl LighthouseState {
             }
             none => *none = Some(event.clone()),
         }
+        if departed.is_none() {
+            self.recent.timeline.aborted(event.quorum_id, reason);
+        }
         actions.push(Action::Push { to, event });
     }
 
@@ -440,6 +447,10 @@ impl LighthouseState {
             let why = format!(
                 "{id} is gone: no heartbeat for {:?}",
                 self.rules.heartbeat_timeout
+            );
+            self.recent.timeline.gone(
+                id,
+                &format!("no heartbeat for {:?}", self.rules.heartbeat_timeout),
             );
             self.abort(&why, Some(id), actions);
         }

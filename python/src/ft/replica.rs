@@ -265,6 +265,7 @@ impl PyReplica {
             heartbeat_interval: options::duration(heartbeat_interval).or_raise(py)?,
             progress_timeout: options::duration(progress_timeout).or_raise(py)?,
             credentials: None,
+            event_log: None,
             insecure,
         };
         let manager = apart(py, move || {

@@ -1,8 +1,8 @@
 //! A rank's client of its replica's manager server.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use ftcore::{Error, ErrorKind, Result};
@@ -15,6 +15,7 @@ use tonic::transport::Channel;
 use super::{Connection, tool};
 use crate::channel::{Backoff, Way, call, wait_for};
 use crate::clock::deadline_in;
+use crate::manager::RankCounts;
 use crate::manager::presence::process_space;
 use crate::wire::oxccl::oxccl_manager_client::OxcclManagerClient;
 use crate::wire::torchft::manager_service_client::ManagerServiceClient;
@@ -138,6 +139,7 @@ pub struct ManagerClient {
     connection: Arc<Connection>,
     /// The rank that last asked or watches through this client, for the text of a report.
     rank: Arc<AtomicI64>,
+    counts: Arc<Mutex<Option<RankCounts>>>,
 }
 
 impl ManagerClient {
@@ -162,6 +164,7 @@ impl ManagerClient {
         Ok(Self {
             connection,
             rank: Arc::default(),
+            counts: Arc::default(),
         })
     }
 
@@ -171,7 +174,13 @@ impl ManagerClient {
         Ok(Self {
             connection: Connection::lazily(url, way)?,
             rank: Arc::default(),
+            counts: Arc::default(),
         })
+    }
+
+    /// What the manager server shows of this rank under `/metrics`, from the next vote on.
+    pub fn set_counts(&self, counts: RankCounts) {
+        *self.counts.lock().unwrap_or_else(PoisonError::into_inner) = Some(counts);
     }
 
     fn torchft(&self) -> ManagerServiceClient<Channel> {
@@ -282,6 +291,11 @@ impl ManagerClient {
             quorum_id: vote.quorum_id,
             attempt: vote.attempt,
             gives_up,
+            counts: self
+                .counts
+                .lock()
+                .unwrap_or_else(PoisonError::into_inner)
+                .map(Into::into),
         };
         async move {
             let answer = call("should_commit", &url, deadline, message, |r| async move {

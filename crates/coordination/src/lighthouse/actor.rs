@@ -8,17 +8,18 @@
 //! in before a time-out that ended after it came. So nobody is found silent whose word is here already.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant, SystemTime};
 
 use ftcore::{Error, ErrorKind, Result};
-use tokio::sync::{mpsc, oneshot, watch};
+use tokio::sync::{Notify, mpsc, oneshot, watch};
 use tokio::task::JoinHandle;
 use tokio::time::MissedTickBehavior;
 
 use super::callers::Callers;
 use super::journal::Journal;
+use super::rates::{Rates, Throughput};
 use super::reply::{Caller, Reply, Shelf};
 use crate::serve::Line;
 use protocol::quorum::{Action, Event, LighthouseState, Order, Status, Ticket};
@@ -74,7 +75,7 @@ pub(crate) enum Message {
     Ended { line: u64, by_peer: bool },
     /// A look at the state.
     Status {
-        reply: oneshot::Sender<(Status, Counters)>,
+        reply: oneshot::Sender<(Status, Counters, Vec<Throughput>)>,
     },
     /// Why is there no new quorum?
     Reason { reply: oneshot::Sender<String> },
@@ -97,6 +98,35 @@ pub(crate) struct Counters {
 pub(crate) struct Lighthouse {
     messages: mpsc::UnboundedSender<(Instant, Message)>,
     next: Arc<AtomicU64>,
+    pub(crate) watched: Arc<Watched>,
+}
+
+/// Whether a dashboard is open, and a bell for when there is something to see.
+#[derive(Debug, Default)]
+pub(crate) struct Watched {
+    is_on: AtomicBool,
+    bell: Notify,
+}
+
+impl Watched {
+    pub(crate) fn set(&self, on: bool) {
+        self.is_on.store(on, Ordering::Relaxed);
+    }
+
+    fn is_on(&self) -> bool {
+        self.is_on.load(Ordering::Relaxed)
+    }
+
+    fn ring(&self) {
+        if self.is_on() {
+            self.bell.notify_one();
+        }
+    }
+
+    /// Something happened since the last call.
+    pub(crate) async fn changed(&self) {
+        self.bell.notified().await;
+    }
 }
 
 impl Lighthouse {
@@ -128,7 +158,7 @@ impl Lighthouse {
     }
 
     /// A look at the state; `None` while the lighthouse shuts down.
-    pub(crate) async fn status(&self) -> Option<(Status, Counters)> {
+    pub(crate) async fn status(&self) -> Option<(Status, Counters, Vec<Throughput>)> {
         let (reply, answer) = oneshot::channel();
         self.send(Message::Status { reply });
         answer.await.ok()
@@ -144,6 +174,9 @@ struct Actor {
     /// By ticket: what the caller holds and wants, and the way to it.
     calls: HashMap<Ticket, (Caller, oneshot::Sender<Result<Reply>>)>,
     shelf: Shelf,
+    watched: Arc<Watched>,
+    /// Empty unless it is watched.
+    rates: Rates,
     /// By replica id: the present stream and its sending side.
     streams: HashMap<String, (u64, watch::Sender<Pushes>)>,
     operators: HashMap<Ticket, oneshot::Sender<Result<Vec<String>>>>,
@@ -169,6 +202,7 @@ pub(crate) fn start(
     journal: Journal,
 ) -> (Lighthouse, JoinHandle<Error>) {
     let (messages, mut inbox) = mpsc::unbounded_channel();
+    let watched = Arc::new(Watched::default());
     let mut actor = Actor {
         state,
         journal,
@@ -176,6 +210,8 @@ pub(crate) fn start(
         saved_id: 0,
         calls: HashMap::new(),
         shelf: Shelf::default(),
+        watched: Arc::clone(&watched),
+        rates: Rates::default(),
         streams: HashMap::new(),
         operators: HashMap::new(),
         counters: Counters::default(),
@@ -197,6 +233,7 @@ pub(crate) fn start(
     let lighthouse = Lighthouse {
         messages,
         next: Arc::new(AtomicU64::new(1)),
+        watched,
     };
     let clock = lighthouse.messages.downgrade();
     tokio::spawn(async move {
@@ -251,6 +288,11 @@ impl Actor {
                 // The caller may be gone already, and its withdrawal with it.
                 if !reply.is_closed() {
                     self.counters.joins += 1;
+                    if self.watched.is_on() {
+                        self.rates.asks(&member.replica_id, member.step, self.now);
+                    } else if !self.rates.is_empty() {
+                        self.rates.clear();
+                    }
                     self.calls.insert(ticket, (caller, reply));
                     self.apply(Event::Join {
                         member: *member,
@@ -321,7 +363,8 @@ impl Actor {
                 self.is_read(line).await;
             }
             Message::Status { reply } => {
-                let _ = reply.send((self.state.status(self.now), self.counters));
+                let rates = self.rates.list(self.now);
+                let _ = reply.send((self.state.status(self.now), self.counters, rates));
             }
             Message::Reason { reply } => {
                 let _ = reply.send(self.state.reason(self.now));
@@ -397,6 +440,7 @@ impl Actor {
                 },
                 Action::Reject { ticket, error } => {
                     self.counters.rejected += 1;
+                    self.watched.ring();
                     if let Some((_, reply)) = self.calls.remove(&ticket) {
                         let _ = reply.send(Err(error));
                     }
@@ -408,6 +452,7 @@ impl Actor {
                         told = to.len(),
                         "epoch aborted"
                     );
+                    self.watched.ring();
                     for id in to {
                         if let Some((_, sender)) = self.streams.get(&id) {
                             self.counters.pushes += 1;
@@ -443,8 +488,12 @@ impl Actor {
 
     fn deliver(&mut self, tickets: &[Ticket], quorum: &Arc<Quorum>) {
         self.counters.quorums += 1;
+        if self.watched.is_on() {
+            self.rates.tells(quorum, self.now);
+        }
         if quorum.quorum_id != self.saved_id {
             self.counters.epochs += 1;
+            self.watched.ring();
             self.saved_id = quorum.quorum_id;
             tracing::info!(
                 epoch = quorum.quorum_id,

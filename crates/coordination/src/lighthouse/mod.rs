@@ -33,19 +33,24 @@ mod disk;
 mod election;
 mod frontend;
 pub(crate) mod journal;
+mod live;
+mod metrics;
 mod page;
+mod rates;
 mod reply;
 pub(crate) mod saved;
 mod service;
 mod term;
+mod why;
 
 use service::Pages;
 pub(crate) use service::operator_only;
 
 pub use page::{
     HealthyReplica, LighthouseStatus, OrderedReplica, ParticipantStatus, RecentReplica, SpareStatus,
-    WaitingReplica,
+    TimelineEvent, WaitingReplica,
 };
+pub use why::Why;
 
 /// How a lighthouse behaves.
 #[derive(Debug, Clone)]

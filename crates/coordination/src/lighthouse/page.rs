@@ -1,9 +1,10 @@
-//! What the lighthouse shows over HTTP on its port: a page that needs no network, its JSON, and metrics. Nothing here
-//! changes anything (L38).
+//! What the lighthouse shows over HTTP on its port: a page that needs no network, the events that keep it up to date (`live`), the same as JSON,
+//! and metrics. Nothing here changes anything (L38).
 
-use std::fmt::Write as _;
+use std::sync::Arc;
 
 use axum::Router;
+use axum::body::Body;
 use axum::http::{StatusCode, header};
 use axum::response::{Html, IntoResponse, Response};
 use axum::routing::get;
@@ -12,9 +13,13 @@ use tonic::service::Routes;
 
 use super::actor::Counters;
 use super::frontend::Frontend;
+use super::live::{Live, MAX_LISTENERS};
+use super::metrics;
+use super::rates::Throughput;
+use crate::exposition;
 use crate::serve::unknown;
 use crate::wire::{MAX_MESSAGE_BYTES, oxccl, torchft};
-use protocol::quorum::{Departure, Fate, Status};
+use protocol::quorum::{Departure, Fate, Happening, Listed, Moment, Status, Totals};
 
 /// The state of a lighthouse, as `GET /status` gives it.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -61,6 +66,9 @@ pub struct LighthouseStatus {
     /// What became of replicas that have not asked again since, oldest first; 16 at most.
     #[serde(default)]
     pub recent: Vec<RecentReplica>,
+    /// What happened of late, oldest first; 64 at most.
+    #[serde(default)]
+    pub timeline: Vec<TimelineEvent>,
     /// The least number of members.
     #[serde(default)]
     pub min_replicas: usize,
@@ -141,6 +149,93 @@ pub struct RecentReplica {
     pub ago_ms: u64,
 }
 
+/// Something that happened to the job.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TimelineEvent {
+    /// Counts them, from 1, since the lighthouse began to lead.
+    pub number: u64,
+    /// Milliseconds since then.
+    pub ago_ms: u64,
+    /// `quorum` (a new epoch), `heal`, `gone`, `left`, `refused` or `aborted` (an epoch, after a member's report).
+    pub what: String,
+    /// The replica that heals, is gone, left or was refused; empty for the others.
+    pub replica_id: String,
+    /// Why it is gone, left, was refused or was aborted.
+    pub reason: String,
+    /// The epoch that began or was aborted.
+    pub quorum_id: Option<i64>,
+    /// The step of the quorum, or of the state that the replica fetches.
+    pub step: Option<i64>,
+    /// The number of members of the new quorum.
+    pub size: usize,
+    /// The first of the members that the quorum before did not have, and their number.
+    pub joined: Vec<String>,
+    /// See `joined`.
+    pub joined_count: usize,
+    /// The first of the members of the quorum before that this one does not have, and their number.
+    pub without: Vec<String>,
+    /// See `without`.
+    pub without_count: usize,
+    /// From whom the replica heals.
+    pub from: Vec<String>,
+    /// It heals as a spare, outside the group.
+    pub outside: bool,
+}
+
+impl From<Moment> for TimelineEvent {
+    fn from(moment: Moment) -> Self {
+        let mut event = Self {
+            number: moment.number,
+            ago_ms: u64::try_from(moment.ago.as_millis()).unwrap_or(u64::MAX),
+            ..Self::default()
+        };
+        let what = match moment.what {
+            Happening::Quorum {
+                quorum_id,
+                step,
+                size,
+                joined,
+                without,
+            } => {
+                (event.quorum_id, event.step, event.size) = (Some(quorum_id), Some(step), size);
+                let told = |listed: Listed| (listed.first, listed.count);
+                (event.joined, event.joined_count) = told(joined);
+                (event.without, event.without_count) = told(without);
+                "quorum"
+            }
+            Happening::Heal {
+                replica_id,
+                step,
+                from,
+                outside,
+                ..
+            } => {
+                (event.replica_id, event.step) = (replica_id, Some(step));
+                (event.from, event.outside) = (from, outside);
+                "heal"
+            }
+            Happening::Gone { replica_id, reason } => {
+                (event.replica_id, event.reason) = (replica_id, reason);
+                "gone"
+            }
+            Happening::Left { replica_id, reason } => {
+                (event.replica_id, event.reason) = (replica_id, reason);
+                "left"
+            }
+            Happening::Refused { replica_id, reason } => {
+                (event.replica_id, event.reason) = (replica_id, reason);
+                "refused"
+            }
+            Happening::Aborted { quorum_id, reason } => {
+                (event.quorum_id, event.reason) = (Some(quorum_id), reason);
+                "aborted"
+            }
+        };
+        event.what = what.to_string();
+        event
+    }
+}
+
 impl From<Departure> for RecentReplica {
     fn from(d: Departure) -> Self {
         let what = match d.fate {
@@ -209,6 +304,7 @@ impl From<Status> for LighthouseStatus {
             formed_ms: s.formed.map(ms),
             pace_ms: s.pace.map(ms),
             recent: s.recent.into_iter().map(RecentReplica::from).collect(),
+            timeline: s.timeline.into_iter().map(TimelineEvent::from).collect(),
             min_replicas: s.rules.min_replicas,
             join_timeout_ms: ms(s.rules.join_timeout),
             heartbeat_timeout_ms: ms(s.rules.heartbeat_timeout),
@@ -222,18 +318,33 @@ pub(crate) fn routes(lighthouse: Frontend) -> Router {
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
     let ours = oxccl::oxccl_lighthouse_server::OxcclLighthouseServer::new(lighthouse.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
-    let for_metrics = lighthouse.clone();
+    let live = Live::new(lighthouse.clone());
+    let (counted, for_metrics, for_targets) = (live.clone(), lighthouse.clone(), lighthouse.clone());
     Routes::new(torchft)
         .add_service(ours)
         .into_axum_router()
-        .route("/", get(|| async { Html(PAGE) }))
+        .route("/", get(dashboard))
+        .route("/events", get(move || events(live.clone())))
         .route("/status", get(move || status(lighthouse.clone())))
-        .route("/metrics", get(move || metrics(for_metrics.clone())))
+        .route(
+            "/metrics",
+            get(move || metrics(for_metrics.clone(), counted.clone())),
+        )
+        .route("/targets", get(move || targets(for_targets.clone())))
         .fallback(unknown)
 }
 
+/// A look at a lighthouse.
+#[derive(Debug, Default)]
+pub(super) struct Look {
+    pub(super) status: LighthouseStatus,
+    pub(super) counters: Counters,
+    pub(super) totals: Totals,
+    pub(super) throughput: Vec<Throughput>,
+}
+
 /// What this lighthouse knows; `None` while it shuts down, or changes its part.
-async fn known(frontend: &Frontend) -> Option<(LighthouseStatus, Counters)> {
+pub(super) async fn known(frontend: &Frontend) -> Option<Look> {
     let (leader, leads) = frontend.standing();
     let lighthouse = match frontend.leading() {
         Ok(lighthouse) => lighthouse,
@@ -244,18 +355,23 @@ async fn known(frontend: &Frontend) -> Option<(LighthouseStatus, Counters)> {
                 leader,
                 ..LighthouseStatus::default()
             };
-            return Some((status, Counters::default()));
+            return Some(Look {
+                status,
+                ..Look::default()
+            });
         }
     };
-    let (status, counters) = lighthouse.status().await?;
-    Some((LighthouseStatus::from(status), counters))
+    let (status, counters, throughput) = lighthouse.status().await?;
+    Some(Look {
+        totals: status.totals,
+        status: LighthouseStatus::from(status),
+        counters,
+        throughput,
+    })
 }
 
-async fn status(frontend: Frontend) -> Response {
-    let Some((status, _)) = known(&frontend).await else {
-        return StatusCode::SERVICE_UNAVAILABLE.into_response();
-    };
-    match serde_json::to_string(&status) {
+fn json<T: Serialize>(value: &T) -> Response {
+    match serde_json::to_string(value) {
         Ok(text) => (
             [
                 (header::CONTENT_TYPE, "application/json"),
@@ -268,102 +384,52 @@ async fn status(frontend: Frontend) -> Response {
     }
 }
 
-async fn metrics(frontend: Frontend) -> Response {
-    let Some((status, counters)) = known(&frontend).await else {
+async fn status(frontend: Frontend) -> Response {
+    match known(&frontend).await {
+        Some(look) => json(&look.status),
+        None => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    }
+}
+
+async fn targets(frontend: Frontend) -> Response {
+    match known(&frontend).await {
+        Some(look) => json(&metrics::targets(&look.status)),
+        None => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    }
+}
+
+async fn metrics(frontend: Frontend, live: Arc<Live>) -> Response {
+    let Some(look) = known(&frontend).await else {
         return StatusCode::SERVICE_UNAVAILABLE.into_response();
     };
     (
-        [(header::CONTENT_TYPE, "text/plain; version=0.0.4")],
-        metrics_text(&status, counters),
+        [(header::CONTENT_TYPE, exposition::CONTENT_TYPE)],
+        metrics::text(&look, live.counts()),
     )
         .into_response()
 }
 
-fn metrics_text(status: &LighthouseStatus, c: Counters) -> String {
-    let count = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
-    let gauges = [
-        ("quorum_id", "The present epoch.", status.quorum_id),
-        (
-            "participants",
-            "Members of the present quorum.",
-            count(status.participants.len()),
-        ),
-        (
-            "healthy_replicas",
-            "Replicas that count as healthy.",
-            count(status.healthy.len()),
-        ),
-        (
-            "waiting_replicas",
-            "Replicas whose calls wait for a quorum.",
-            count(status.waiting.len()),
-        ),
-        (
-            "attached_replicas",
-            "Replicas with an open event stream.",
-            count(status.attached.len()),
-        ),
-        (
-            "spare_replicas",
-            "Replicas that fetch the state outside the group.",
-            count(status.spares.len()),
-        ),
-        (
-            "draining_replicas",
-            "Replicas that an operator told to leave after their step.",
-            count(status.draining.len()),
-        ),
-        (
-            "evicted_replicas",
-            "Replicas that an operator put out of the job.",
-            count(status.evicted.len()),
-        ),
-        (
-            "epoch_aborted",
-            "1 if the present epoch was aborted.",
-            i64::from(status.aborted.is_some()),
-        ),
-        (
-            "leads",
-            "1 if this lighthouse leads its job.",
-            i64::from(status.leads),
-        ),
-    ];
-    let counters = [
-        ("joins_total", "Calls for a quorum.", c.joins),
-        (
-            "joins_withdrawn_total",
-            "Calls that ended before their quorum formed.",
-            c.withdrawn,
-        ),
-        (
-            "joins_rejected_total",
-            "Calls that were answered with an error.",
-            c.rejected,
-        ),
-        ("quorums_total", "Quorums delivered.", c.quorums),
-        ("epochs_total", "Quorums that began a new epoch.", c.epochs),
-        (
-            "heartbeats_total",
-            "Heartbeats of replicas without a stream.",
-            c.heartbeats,
-        ),
-        ("abort_pushes_total", "Abort events pushed to replicas.", c.pushes),
-    ];
-    let mut text = String::new();
-    for (name, help, value) in gauges {
-        let _ = write!(
-            text,
-            "# HELP oxccl_lighthouse_{name} {help}\n# TYPE oxccl_lighthouse_{name} gauge\noxccl_lighthouse_{name} {value}\n"
-        );
-    }
-    for (name, help, value) in counters {
-        let _ = write!(
-            text,
-            "# HELP oxccl_lighthouse_{name} {help}\n# TYPE oxccl_lighthouse_{name} counter\noxccl_lighthouse_{name} {value}\n"
-        );
-    }
-    text
+/// The events of the dashboard, until the listener goes.
+async fn events(live: Arc<Live>) -> Response {
+    let Some(listener) = live.listen() else {
+        let text = format!("{MAX_LISTENERS} dashboards of this job are open, the most that there may be\n");
+        return (StatusCode::SERVICE_UNAVAILABLE, text).into_response();
+    };
+    (
+        [
+            (header::CONTENT_TYPE, "text/event-stream"),
+            (header::CACHE_CONTROL, "no-store"),
+        ],
+        Body::from_stream(listener),
+    )
+        .into_response()
+}
+
+/// The page loads nothing and talks to this lighthouse only.
+const POLICY: &str = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:";
+
+async fn dashboard() -> impl IntoResponse {
+    ([(header::CONTENT_SECURITY_POLICY, POLICY)], Html(PAGE))
 }
 
 /// Ids come from the network: the page writes them as text, never as markup.

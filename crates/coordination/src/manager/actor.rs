@@ -15,6 +15,7 @@ use tokio::task::AbortHandle;
 
 use crate::clock;
 
+use super::counts::Counts;
 use super::uplink::{TELL_FIRST, Uplink};
 
 pub(crate) enum Message {
@@ -51,6 +52,8 @@ pub(crate) struct Manager {
     aborted: watch::Receiver<Option<AbortEpoch>>,
     killed: watch::Receiver<Option<String>>,
     pub(crate) uplink: Uplink,
+    pub(crate) counts: Arc<Counts>,
+    pub(crate) world_size: u32,
 }
 
 impl Manager {
@@ -108,6 +111,7 @@ pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
     let (messages, mut inbox) = mpsc::unbounded_channel();
     let (aborted, last_abort) = watch::channel(None);
     let (kill, killed) = watch::channel(None);
+    let world_size = rules.world_size;
     let mut actor = Actor {
         state: ReplicaState::new(rules),
         uplink: uplink.clone(),
@@ -145,6 +149,8 @@ pub(crate) fn start(uplink: Uplink, rules: ReplicaRules) -> Manager {
         aborted: last_abort,
         killed,
         uplink,
+        counts: Arc::default(),
+        world_size,
     }
 }
 

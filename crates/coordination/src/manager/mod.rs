@@ -19,11 +19,13 @@ use crate::serve::{self, Closure, ConnectionLimits, Served, Service};
 use protocol::MAX_ID_BYTES;
 
 mod actor;
+mod counts;
 pub(crate) mod presence;
 mod service;
 pub(crate) mod uplink;
 
 use actor::Manager;
+pub use counts::{RankCounts, Timed};
 use protocol::replica::{ReplicaEvent, ReplicaRules};
 use uplink::Uplink;
 

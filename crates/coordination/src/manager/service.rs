@@ -4,15 +4,21 @@
 use std::time::Duration;
 
 use axum::Router;
+use axum::http::header;
+use axum::response::IntoResponse;
+use axum::routing::get;
 use ftcore::Error;
+use identity::name_of;
 use tokio::sync::oneshot;
 use tonic::service::Routes;
 use tonic::{Request, Response, Status};
 
 use super::actor::{Manager, Message, gone};
+use super::counts::count;
 use super::presence::{Watched, process_space};
 use crate::channel::background_deadline;
 use crate::clock::deadline_in;
+use crate::exposition;
 use crate::lighthouse::operator_only;
 use crate::serve::members::{caller, in_the_name_of};
 use crate::serve::unknown;
@@ -35,12 +41,22 @@ const MAX_TEXT: usize = 4096;
 pub(crate) fn routes(manager: Manager) -> Router {
     let torchft = torchft::manager_service_server::ManagerServiceServer::new(manager.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
-    let ours = oxccl::oxccl_manager_server::OxcclManagerServer::new(manager)
+    let ours = oxccl::oxccl_manager_server::OxcclManagerServer::new(manager.clone())
         .max_decoding_message_size(MAX_MESSAGE_BYTES);
     Routes::new(torchft)
         .add_service(ours)
         .into_axum_router()
+        .route("/metrics", get(move || metrics(manager.clone())))
         .fallback(unknown)
+}
+
+/// What this server and the ranks of its replica have counted.
+async fn metrics(manager: Manager) -> impl IntoResponse {
+    let replica = name_of(manager.uplink.replica_id());
+    (
+        [(header::CONTENT_TYPE, exposition::CONTENT_TYPE)],
+        manager.counts.text(replica, manager.world_size),
+    )
 }
 
 /// Lets the ranks of this replica pass. Errors: `PermissionDenied` that names replica and caller.
@@ -80,6 +96,7 @@ impl torchft::manager_service_server::ManagerService for Manager {
         bounded("checkpoint_metadata", &r.checkpoint_metadata, MAX_METADATA)?;
         bounded("lineage", &r.lineage, MAX_TEXT)?;
         tracing::debug!(rank, step = r.step, question = r.question, "quorum call");
+        count(&self.counts.quorum_calls);
         let (reply, answer) = oneshot::channel();
         let (ticket, deadline) = (self.ticket(), answer_by(timeout));
         let _open = OpenCall {
@@ -151,6 +168,10 @@ impl torchft::manager_service_server::ManagerService for Manager {
         let timeout = grpc_timeout(request.metadata().as_ref())?;
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
+        count(&self.counts.votes);
+        if let Some(counts) = r.counts {
+            self.counts.tell(rank, self.world_size, counts.into());
+        }
         let key = VoteKey {
             quorum_id: r.quorum_id,
             step: r.step,
@@ -254,6 +275,7 @@ impl oxccl::oxccl_manager_server::OxcclManager for Manager {
         let r = request.into_inner();
         let rank = rank("group_rank", r.group_rank)?;
         let reason = format!("rank {rank}: {}", cut(&r.reason));
+        count(&self.counts.reports);
         self.tell(ReplicaEvent::Reported {
             rank,
             quorum_id: r.quorum_id,

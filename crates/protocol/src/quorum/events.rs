@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use ftcore::Error;
 
-use super::{Departure, Order, Record};
+use super::{Departure, Moment, Order, Record, Totals};
 use crate::member::{AbortEpoch, Member, Quorum};
 
 /// Names one live call. Unique in the life of the server.
@@ -186,6 +186,10 @@ pub struct Status {
     pub pace: Option<Duration>,
     /// What became of replicas that have not asked again since, oldest first.
     pub recent: Vec<Departure>,
+    /// What happened of late, oldest first.
+    pub timeline: Vec<Moment>,
+    /// How much happened in all.
+    pub totals: Totals,
     /// The present epoch; the seed before the first quorum.
     pub quorum_id: i64,
     /// The members of the present quorum.

@@ -180,6 +180,7 @@ impl LighthouseState {
             fetching,
         });
         self.tell_left_out(&quorum, actions);
+        self.recent.timeline.formed(&quorum, self.previous.as_deref());
         self.previous = Some(quorum.clone());
         self.aborted = None;
         self.recent.formed();

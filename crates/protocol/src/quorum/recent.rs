@@ -1,8 +1,10 @@
-//! What became of replicas lately, and how fast quorums follow each other: for people who ask why a job waits. It decides nothing.
+//! What became of replicas lately, and how fast quorums follow each other: for people who ask why a job waits. It decides nothing. What happened in
+//! which order is in its `timeline`.
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
+use super::timeline::Timeline;
 use crate::member::prefix_of;
 
 /// Replicas that are remembered; the oldest go first.
@@ -49,10 +51,16 @@ pub(super) struct Recent {
     forms: bool,
     /// From one quorum to the next, of late.
     pace: Option<Duration>,
+    pub(super) timeline: Timeline,
 }
 
 impl Recent {
     pub(super) fn note(&mut self, id: &str, fate: Fate, reason: &str) {
+        match fate {
+            Fate::Gone => self.timeline.gone(id, reason),
+            Fate::Left => self.timeline.left(id, reason),
+            Fate::Refused => self.timeline.refused(id, reason),
+        }
         self.events.retain(|e| e.replica_id != id);
         if self.events.len() == MOST {
             self.events.pop_front();
@@ -79,6 +87,7 @@ impl Recent {
 
     /// All that was noted since the last call happened now.
     pub(super) fn stamp(&mut self, now: Instant) {
+        self.timeline.stamp(now);
         for event in self.events.iter_mut().rev().take_while(|e| e.at.is_none()) {
             event.at = Some(now);
         }

@@ -50,6 +50,8 @@ fn actor(min_replicas: usize, journal: Journal, start: Instant) -> Actor {
         saved_id: 0,
         calls: HashMap::new(),
         shelf: Shelf::default(),
+        watched: Arc::default(),
+        rates: Rates::default(),
         streams: HashMap::new(),
         operators: HashMap::new(),
         counters: Counters::default(),

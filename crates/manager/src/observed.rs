@@ -1,0 +1,197 @@
+//! What this rank has done, for those who look at it from outside: counted for the manager server's metrics, and written to the event log.
+
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use coordination::{PushEvent, QuorumResult, RankCounts};
+use ftcore::{Error, Result, Traffic};
+use replica::Healed;
+
+use crate::event_log::{Event, EventLog, listed, text};
+
+/// Shared by all that see something of a step.
+pub(crate) struct Observed {
+    log: EventLog,
+    counts: Mutex<RankCounts>,
+}
+
+/// The epoch and the step that an attempt voted on.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Attempt {
+    pub(crate) epoch: i64,
+    pub(crate) step: i64,
+    pub(crate) begun: Instant,
+}
+
+impl Observed {
+    pub(crate) fn new(log: EventLog) -> Arc<Self> {
+        Arc::new(Self {
+            log,
+            counts: Mutex::default(),
+        })
+    }
+
+    fn count(&self) -> MutexGuard<'_, RankCounts> {
+        self.counts.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// What was counted so far, of a rank with the state of `step`.
+    pub(crate) fn counts(&self, step: i64, traffic: Traffic) -> RankCounts {
+        RankCounts {
+            step,
+            sent_bytes: traffic.sent,
+            received_bytes: traffic.received,
+            ..*self.count()
+        }
+    }
+
+    pub(crate) fn started(&self, world_size: u32) {
+        self.log.write(Event::Start { world_size });
+    }
+
+    pub(crate) fn quorum(&self, answer: &QuorumResult, took: Duration) {
+        self.count().quorums.add(took);
+        if self.log.is_on() {
+            self.log.write(Event::Quorum {
+                epoch: answer.quorum_id,
+                step: answer.max_step,
+                replica_rank: answer.replica_rank,
+                size: answer.replica_world_size,
+                heal: answer.heal,
+                spare: answer.spare,
+                members: listed(&answer.replica_ids),
+                took_s: took.as_secs_f64(),
+            });
+        }
+    }
+
+    pub(crate) fn configured(&self, epoch: i64, took: Duration, outcome: &Result<()>) {
+        self.count().configures.add(took);
+        if self.log.is_on() {
+            let error = outcome.as_ref().err().map(ToString::to_string);
+            self.log.write(Event::Configure {
+                epoch,
+                took_s: took.as_secs_f64(),
+                error: error.as_deref().map(text),
+            });
+        }
+    }
+
+    /// A state was fetched, after `took` if not.
+    pub(crate) fn healed(
+        &self,
+        answer: &QuorumResult,
+        took: Duration,
+        outcome: std::result::Result<&Healed, &Error>,
+    ) {
+        if let Ok(healed) = outcome {
+            let mut counts = self.count();
+            counts.heals.add(healed.took);
+            counts.heal_bytes += u64::try_from(healed.bytes).unwrap_or(0);
+        }
+        if !self.log.is_on() {
+            return;
+        }
+        let id = |rank: u32| answer.id_of(rank);
+        let all = || {
+            answer
+                .recover_sources
+                .iter()
+                .filter_map(|s| id(s.replica_rank))
+                .collect()
+        };
+        // The one that was followed; all that were asked if none was.
+        let followed = outcome.ok().and_then(|healed| healed.source).and_then(id);
+        let error = outcome.err().map(ToString::to_string);
+        self.log.write(Event::Heal {
+            epoch: answer.quorum_id,
+            step: answer.max_step,
+            from: followed.map_or_else(all, |one| vec![one]),
+            bytes: outcome.map_or(0, |healed| healed.bytes),
+            took_s: took.as_secs_f64(),
+            error: error.as_deref().map(text),
+        });
+    }
+
+    /// A collective of `bytes` was submitted.
+    pub(crate) fn submitted(&self, bytes: usize) {
+        let mut counts = self.count();
+        counts.collectives += 1;
+        counts.collective_bytes += u64::try_from(bytes).unwrap_or(0);
+    }
+
+    /// The first failure of an attempt.
+    pub(crate) fn failed(&self, epoch: i64, error: &Error) {
+        self.count().failures += 1;
+        if self.log.is_on() {
+            let reason = error.to_string();
+            self.log.write(Event::Failure {
+                epoch,
+                reason: text(&reason),
+            });
+        }
+    }
+
+    pub(crate) fn voted(&self, took: Duration) {
+        self.count().votes.add(took);
+    }
+
+    pub(crate) fn committed(&self, attempt: Attempt, contributors: u32) {
+        let took = attempt.begun.elapsed();
+        self.count().commits.add(took);
+        self.log.write(Event::Commit {
+            epoch: attempt.epoch,
+            step: attempt.step,
+            contributors,
+            took_s: took.as_secs_f64(),
+        });
+    }
+
+    pub(crate) fn discarded(&self, attempt: Attempt, error: Option<&Error>) {
+        let took = attempt.begun.elapsed();
+        self.count().discards.add(took);
+        if self.log.is_on() {
+            let reason = error.map_or_else(
+                || "another rank of this replica voted no".to_string(),
+                ToString::to_string,
+            );
+            self.log.write(Event::Discard {
+                epoch: attempt.epoch,
+                step: attempt.step,
+                reason: text(&reason),
+                took_s: took.as_secs_f64(),
+            });
+        }
+    }
+
+    /// What the lighthouse pushes.
+    pub(crate) fn heard(&self, event: &PushEvent) {
+        let PushEvent::AbortEpoch {
+            quorum_id,
+            reason,
+            departed,
+        } = event
+        else {
+            return;
+        };
+        let (epoch, reason) = (*quorum_id, text(reason));
+        for member in listed(departed) {
+            self.log.write(Event::MemberLost {
+                epoch,
+                member: text(member),
+                reason,
+            });
+        }
+        self.log.write(Event::Abort { epoch, reason });
+    }
+
+    /// The rank ends, in order if there is no error.
+    pub(crate) fn ended(&self, step: i64, error: Option<&Error>) {
+        let error = error.map(ToString::to_string);
+        self.log.write(Event::End {
+            step,
+            error: error.as_deref().map(text),
+        });
+        self.log.flush();
+    }
+}
