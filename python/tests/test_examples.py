@@ -99,10 +99,14 @@ def test_the_script_at_the_head_of_the_page_trains_under_torchrun(tmp_path: Path
     text = pages_scripts()[0]
     assert sum(line.strip() != "" for line in text.splitlines()) <= 11
     (tmp_path / "train.py").write_text(text)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(tmp_path / "train.py")]
+    # A file for each rank: what two of them print at once is not in lines.
+    logs = tmp_path / "logs"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    launcher += ["--log-dir", str(logs), "--redirects", "1", str(tmp_path / "train.py")]
     done = subprocess.run(launcher, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(re.findall(r"^(\d) \d+\.\d+", done.stdout, re.MULTILINE)) == ["0", "1"], done.stdout
+    said = [file.read_text() for file in sorted(logs.rglob("stdout.log"))]
+    assert [re.findall(r"^(\d) \d+\.\d+$", text, re.MULTILINE) for text in said] == [["0"], ["1"]], said
 
 
 def test_the_script_of_the_page_without_torch_sums(tmp_path: Path) -> None:

@@ -16,9 +16,14 @@ pub(crate) fn library() -> PathBuf {
 
 /// A folder as the vendor's: both libraries under their names. Both are the stand-in.
 pub(crate) fn standin() -> PathBuf {
-    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    with_links("standin", &["libhccl.so", "libSynapse.so"])
+}
+
+/// A folder of these tests in which the stand-in has these names.
+pub(crate) fn with_links(folder: &str, names: &[&str]) -> PathBuf {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR")).join(folder);
     std::fs::create_dir_all(&folder).expect("the target folder is writable");
-    for name in ["libhccl.so", "libSynapse.so"] {
+    for name in names {
         let link = folder.join(name);
         if std::fs::read_link(&link).ok().as_ref() != Some(&library()) {
             // Another test program may do the same at the same moment: a new name, then an atomic rename.

@@ -114,9 +114,7 @@ fn without_optional_ones() -> PathBuf {
 
 /// As Intel's programs link it: everything in libSynapse.so.
 fn only_synapse() -> PathBuf {
-    let folder = place("synapse");
-    let _ = std::os::unix::fs::symlink(folder::library(), folder.join("libSynapse.so"));
-    folder
+    folder::with_links("synapse", &["libSynapse.so"])
 }
 
 /// The reason for which the backend is not usable; it is the same wherever one meets it.
