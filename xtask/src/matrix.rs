@@ -394,6 +394,16 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     )),
     row(
+        "burn",
+        None,
+        "the adapter for burn, with two replicas that train",
+        nothing,
+        Run::Apart {
+            manifest: "crates/adapters/burn/Cargo.toml",
+        },
+        minutes(10),
+    ),
+    row(
         "observability",
         Some("observability"),
         "the dashboard in a real browser, metrics scraped by a real Prometheus",
