@@ -396,7 +396,7 @@ pub(crate) const ROWS: &[Row] = &[
     row(
         "observability",
         Some("observability"),
-        "the dashboard in a real browser, metrics scraped by a real Prometheus",
+        "the dashboard in a real browser, metrics in a real Prometheus, spans in a real OpenTelemetry collector",
         observability,
         suite("observability-conformance", ""),
         minutes(3),
@@ -842,7 +842,7 @@ fn etcd() -> Result<Environment, Skip> {
     Ok(environment)
 }
 
-/// Needs Chromium and Prometheus, which root can install, and TCP over the loopback interface.
+/// Needs Chromium and Prometheus, which root can install, a wheel with rotel, and TCP over the loopback interface.
 fn observability() -> Result<Environment, Skip> {
     let mut environment = loopback()?;
     let found = crate::observability::prepare().map_err(|e| Skip::Observability {
