@@ -335,6 +335,54 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(15),
     ),
     row(
+        "nccl-isolated",
+        Some("nccl"),
+        "the real NCCL in child processes, memory and events crossing by IPC, on a GPU",
+        gpu,
+        suite("nccl-isolated-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "nccl-scenarios",
+        Some("nccl"),
+        "the nccl backend's scenarios that inject no fault, on a GPU",
+        gpu,
+        suite("nccl-errors", ""),
+        minutes(10),
+    ),
+    row(
+        "gloo-staged-gpu",
+        Some("nccl"),
+        "gloo behind CUDA tensors on a GPU",
+        gpu,
+        suite("gloo-staged-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "quant-cuda",
+        Some("nccl"),
+        "quantised collectives of CUDA tensors on a GPU, byte for byte those of the host",
+        gpu,
+        suite("quant-cuda-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "quant-cuda-standin",
+        Some("nccl-standin"),
+        "quantised collectives of CUDA tensors over the stand-in",
+        nothing,
+        suite("quant-cuda-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "cuda-kernels",
+        Some("cuda-kernels"),
+        "the kernels that quantise on CUDA devices, compiled by the real NVRTC for four generations of chips; no GPU needed",
+        nvrtc,
+        suite("cuda-kernels-conformance", ""),
+        minutes(10),
+    ),
+    row(
         "hccl-standin",
         Some("plugin"),
         "the out-of-tree hccl plugin over a stand-in for Intel's libraries",
@@ -703,6 +751,8 @@ pub(crate) enum Skip {
     },
     /// The real NCCL's library cannot be had.
     NcclLibrary { why: String },
+    /// The real NVRTC cannot be had.
+    Nvrtc { why: String },
     /// The real torchft cannot be had.
     Torchft { why: String },
     /// The launcher cannot be had.
@@ -730,6 +780,7 @@ impl fmt::Display for Skip {
             Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
+            Self::Nvrtc { why } => write!(f, "NVRTC cannot be had: {why}"),
             Self::Python { why } => write!(f, "the Python package cannot be built: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
@@ -756,14 +807,35 @@ fn loopback() -> Result<Environment, Skip> {
         .map_err(|e| Skip::Loopback { why: e.to_string() })
 }
 
-/// Needs an NVIDIA GPU with its driver.
+/// Needs an NVIDIA GPU with its driver. A library that nobody names is the one of the row `nccl-library`.
 fn gpu() -> Result<Environment, Skip> {
-    if std::path::Path::new("/dev/nvidiactl").exists() {
-        // Several ranks on one GPU, where the library allows it.
-        Ok(vec![("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned())])
-    } else {
-        Err(Skip::Gpu)
+    if !std::path::Path::new("/dev/nvidiactl").exists() {
+        return Err(Skip::Gpu);
     }
+    let mut environment = vec![
+        ("OXCCL_GPU_TESTS".to_owned(), "1".to_owned()),
+        // Several ranks on one GPU, where the library allows it.
+        ("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()),
+    ];
+    let is_named = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
+    if !is_named("OXCCL_NCCL_PATH") {
+        environment.extend(nccl_library()?);
+    }
+    if !is_named("OXCCL_NVRTC_PATH") {
+        environment.extend(nvrtc()?);
+    }
+    Ok(environment)
+}
+
+/// Needs the real NVRTC, which is fetched once.
+fn nvrtc() -> Result<Environment, Skip> {
+    let folder = crate::nvrtc::prepare().map_err(|e| Skip::Nvrtc {
+        why: format!("{e:#}"),
+    })?;
+    Ok(vec![(
+        "OXCCL_NVRTC_PATH".to_owned(),
+        folder.display().to_string(),
+    )])
 }
 
 /// Needs the real oneCCL, which is fetched and built once.

@@ -46,6 +46,8 @@ pub use manager;
 pub use plugin;
 #[cfg(feature = "quant")]
 pub use quant;
+#[cfg(feature = "quant-cuda")]
+pub use quant_cuda;
 #[cfg(feature = "replica")]
 pub use replica;
 #[cfg(feature = "world")]
