@@ -222,7 +222,7 @@ impl Campaign {
         let left = u64::try_from(self.steps).unwrap_or(0).saturating_sub(commit.step);
         let settle = Duration::from_millis(2 * self.args.chaos_every_ms);
         let per_step = begun.elapsed().as_secs_f64() / made.max(1) as f64;
-        // A replica that dies in the last step could come back when everybody has left.
+        // A replica that dies in the last step could come back when all others have left.
         if made > 0 && left as f64 * per_step < settle.as_secs_f64() {
             plan.is_quiet = true;
         }

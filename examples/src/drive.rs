@@ -3,14 +3,16 @@
 //! The program starts itself again as `lighthouse` and as `replica` processes under a supervisor. Events go to the
 //! progress display and into a list; at the end the list becomes the report and the picture.
 
-use std::io::Write as _;
+use std::io::{IsTerminal as _, Write as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, bail, ensure};
 use coordination::{LighthouseConfig, LighthouseServer};
-use ftcore::{Device, DeviceKind, Error, ErrorKind, GroupOptions, Registry, deadline_in, option_text};
+use ftcore::{
+    Device, DeviceKind, Error, ErrorKind, GroupOptions, Registry, deadline_in, option_text, variable_prefix,
+};
 use manager::HealOver;
 use oxccl::launch::{EventKind, announce_lighthouse};
 use oxccl::world::BackendSpec;
@@ -161,11 +163,37 @@ impl NetArgs {
         Duration::from_millis(self.progress_timeout_ms)
     }
 
-    /// The options of the backend's groups.
+    /// The options of the backend's groups. A backend that tells other hosts an address (hint `host`) tells them that of `--advertise`, unless its
+    /// own variable or option says another.
     ///
     /// Errors: a value that the option of that name does not have.
     pub fn group_options(&self) -> ftcore::Result<GroupOptions> {
-        GroupOptions::from_texts(&self.options)
+        let mut options = GroupOptions::from_texts(&self.options)?;
+        if let Some(host) = self.advertise.as_ref().filter(|_| self.tells_a_host()) {
+            options.hints.entry("host".into()).or_insert_with(|| host.clone());
+        }
+        Ok(options)
+    }
+
+    /// True if all backends know the hint `host`, and none has it from its environment.
+    fn tells_a_host(&self) -> bool {
+        let home = Device::new(self.device.clone(), 0);
+        let spec = self.backend.as_deref().unwrap_or_default().parse::<BackendSpec>();
+        let Ok(backends) = spec.and_then(|spec| spec.backends(&home)) else {
+            return false;
+        };
+        backends.into_iter().all(|(device, name)| {
+            let set = |variable: String| std::env::var_os(variable).is_some_and(|v| !v.is_empty());
+            oxccl::backend::find(Some(&name), &device).is_ok_and(|backend| {
+                backend
+                    .factory
+                    .capabilities()
+                    .options
+                    .iter()
+                    .any(|o| o == "hint:host")
+                    && !set(format!("{}HOST", variable_prefix(&backend.name)))
+            })
+        })
     }
 
     /// Before anything is started: that the backends exist and honour the options.
@@ -484,8 +512,11 @@ pub fn drive(args: &RunArgs, run: &Run) -> anyhow::Result<ExitCode> {
 pub fn main_with(result: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
     let filter = tracing_subscriber::EnvFilter::try_from_env("OXCCL_LOG")
         .unwrap_or_else(|_| tracing_subscriber::EnvFilter::new("warn"));
+    let is_plain = std::env::var_os("NO_COLOR").is_some_and(|v| !v.is_empty());
     tracing_subscriber::fmt()
         .with_writer(std::io::stderr)
+        // A replica's standard error is a file.
+        .with_ansi(!is_plain && std::io::stderr().is_terminal())
         .with_env_filter(filter)
         .init();
     match result() {

@@ -94,6 +94,15 @@ enum Part<T: Training> {
     },
 }
 
+/// What a program can be called with.
+pub fn grammar<T: Training>() -> clap::Command {
+    Cli::<T>::command().name(T::PROGRAM).about(T::ABOUT).after_help(format!(
+        "Examples:\n{}\n\nExit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call \
+         was wrong.",
+        T::EXAMPLES
+    ))
+}
+
 /// The `main` of a program.
 pub fn main<T: Training>() -> ExitCode {
     // A child of an isolated group is this program too.
@@ -103,12 +112,7 @@ pub fn main<T: Training>() -> ExitCode {
     if let Err(error) = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, beyond_limit) {
         note!("warning: SIGXFSZ cannot be caught: {error}");
     }
-    let command = Cli::<T>::command().name(T::PROGRAM).about(T::ABOUT).after_help(format!(
-        "Examples:\n{}\n\nExit codes: 0 the report has no problem, 1 the run failed or the report has problems, 2 the call \
-         was wrong.",
-        T::EXAMPLES
-    ));
-    let cli = match Cli::<T>::from_arg_matches(&command.get_matches()) {
+    let cli = match Cli::<T>::from_arg_matches(&grammar::<T>().get_matches()) {
         Ok(cli) => cli,
         Err(error) => error.exit(),
     };

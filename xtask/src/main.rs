@@ -5,9 +5,11 @@
 //! process has a time limit (`process.rs`).
 
 use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory as _, Parser, Subcommand};
 
 mod book;
 mod chaos;
@@ -103,7 +105,7 @@ pub(crate) struct TestArgs {
     /// Run so many rows at once (most of them wait more than they compute); rows that measure still run alone.
     #[arg(long, value_name = "N", default_value_t = 1)]
     pub(crate) at_once: u8,
-    /// Run the tests with random naps where threads and processes meet, with four times the time limits: finds orders of events that somebody
+    /// Run the tests with random naps where threads and processes meet, with four times the time limits: finds orders of events that a test
     /// took for granted. The seed varies the naps; a harshness above 1 makes them longer. Needs a C compiler.
     #[arg(long, value_name = "SEED[,HARSHNESS]")]
     pub(crate) delays: Option<delays::Wish>,
@@ -123,6 +125,11 @@ struct TidyArgs {
     /// Print the words of the sources for which there is a term of the field (documentation is free of them); check nothing else.
     #[arg(long, conflicts_with_all = ["lessons", "lines"])]
     words: bool,
+}
+
+/// What `cargo xtask` can be called with.
+pub(crate) fn grammar() -> clap::Command {
+    Cli::command().bin_name("cargo xtask")
 }
 
 fn run(cli: Cli) -> Result<bool> {
@@ -147,13 +154,36 @@ fn run(cli: Cli) -> Result<bool> {
     }
 }
 
+/// What a shell shows of a program that a broken pipe has ended.
+const BROKEN_PIPE: u8 = 128 + 13;
+
+/// `println!` panics once the reader is gone: as in `cargo xtask test | head`. The panic unwinds, which ends the processes that were started, and is not
+/// shown, nor is any that comes of it.
+fn end_quietly_without_a_reader() -> Arc<AtomicBool> {
+    let unread = Arc::new(AtomicBool::new(false));
+    let (seen, show) = (unread.clone(), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |panic| {
+        let text = panic.payload_as_str().unwrap_or_default();
+        if text.starts_with("failed printing to") && text.contains("os error 32") {
+            seen.store(true, Ordering::Relaxed);
+        }
+        if !seen.load(Ordering::Relaxed) {
+            show(panic);
+        }
+    }));
+    unread
+}
+
 fn main() -> ExitCode {
-    match run(Cli::parse()) {
-        Ok(true) => ExitCode::SUCCESS,
-        Ok(false) => ExitCode::FAILURE,
-        Err(e) => {
+    let unread = end_quietly_without_a_reader();
+    match std::panic::catch_unwind(|| run(Cli::parse())) {
+        Ok(Ok(true)) => ExitCode::SUCCESS,
+        Ok(Ok(false)) => ExitCode::FAILURE,
+        Ok(Err(e)) => {
             eprintln!("xtask: {e:#}");
             ExitCode::from(2)
         }
+        Err(_) if unread.load(Ordering::Relaxed) => ExitCode::from(BROKEN_PIPE),
+        Err(panic) => std::panic::resume_unwind(panic),
     }
 }

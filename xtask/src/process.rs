@@ -155,7 +155,7 @@ pub(crate) fn seconds(time: Duration) -> String {
     }
 }
 
-/// A mark nobody else has. Inside another xtask it extends the outer mark, so that the outer one finds us as well.
+/// A mark that no other process has. Inside another xtask it extends the outer mark, so that the outer one finds us as well.
 fn new_mark() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let own = format!("{}.{}", std::process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
@@ -176,7 +176,7 @@ fn carries(environ: &[u8], mark: &str) -> bool {
     })
 }
 
-/// Kills the family until nobody is left (a process may fork while we look). Returns how many were killed.
+/// Kills the family until none is left (a process may fork while we look). Returns how many were killed.
 fn kill_family(root: Option<i32>, mark: &str) -> usize {
     let mut killed = BTreeSet::new();
     let deadline = Instant::now() + KILL;

@@ -523,7 +523,7 @@ mod tests {
         let items: Vec<usize> = (0..40).collect();
         for lanes in [1, 3] {
             let (inside, most, done) = (AtomicUsize::new(0), AtomicUsize::new(0), Mutex::new(Vec::new()));
-            // Nobody leaves before as many are inside as there may be: with fewer lanes this would time out.
+            // None leaves before as many are inside as there may be: with fewer lanes this would time out.
             let until = Instant::now() + Duration::from_secs(60);
             in_lanes(&items, lanes, |item| {
                 most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);

@@ -492,7 +492,7 @@ impl Machine {
             });
         });
         if let Err(e) = waiting {
-            // Without somebody to wait for it the child would be forgotten.
+            // Without a waiter the child would be forgotten.
             let _ = child::signal_group(pid, Signal::KILL);
             self.forget(who, rank);
             let _ = child.wait();

@@ -9,6 +9,7 @@ use std::fmt::Write as _;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use oxccl::core::printable::{LONGEST, one_line};
 use oxccl::core::registry::{
     Backend, DefaultBackends, OnConflict, Provenance, Source, Unavailable, check_name,
 };
@@ -216,14 +217,11 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             .map(|(device, name)| (device.to_string(), name.to_string()))
             .collect(),
     };
-    let text = if arguments.json {
-        serde_json::to_string_pretty(&list)
-            .map_err(|e| Error::invalid(format!("write the list as JSON: {e}")))?
-            + "\n"
+    if arguments.json {
+        crate::results::json(&list, "the list")?;
     } else {
-        table(&list, arguments.backend.is_some())
-    };
-    crate::results::write(&text)?;
+        crate::results::write(&table(&list, arguments.backend.is_some()))?;
+    }
     Ok(ExitCode::SUCCESS)
 }
 
@@ -411,24 +409,9 @@ fn reductions(capabilities: &Capabilities) -> Vec<Reductions> {
         .collect()
 }
 
-/// The most that is shown of a text that came from elsewhere.
-const LONGEST: usize = 300;
-
-/// A text of a plugin or a library, for the terminal: one line, no control characters, not endless.
+/// A text of a plugin or a library in a line of the table.
 fn shown(text: &str) -> String {
-    let mut shown: String = text
-        .chars()
-        .take(LONGEST)
-        .flat_map(|c| match c {
-            '\n' | '\t' => vec![' '],
-            c if c.is_control() => c.escape_default().collect(),
-            c => vec![c],
-        })
-        .collect();
-    if text.chars().nth(LONGEST).is_some() {
-        shown.push('…');
-    }
-    shown
+    one_line(text, LONGEST).into_owned()
 }
 
 fn table(list: &List, all: bool) -> String {

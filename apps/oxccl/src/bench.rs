@@ -312,9 +312,7 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
             checked: plan.check,
             results: &lines,
         };
-        let text = serde_json::to_string_pretty(&report)
-            .map_err(|e| Error::invalid(format!("write the figures as JSON: {e}")))?;
-        show(format_args!("{text}"))?;
+        crate::results::json(&report, "the figures")?;
     }
     if let Some(path) = &arguments.plot {
         let over = transport

@@ -360,7 +360,7 @@ fn output(ranks: u32, is_json: bool) -> OutputSink {
         if line.is_error || is_json {
             drop(std::io::stderr().write_all(&text));
         } else {
-            drop(crate::results::write(&text));
+            drop(crate::results::raw(&text));
         }
     })
 }
@@ -438,9 +438,7 @@ fn report(outcome: &Outcome, json: bool) -> Result<()> {
         outcome.to_string().lines().next().unwrap_or_default()
     );
     if json {
-        let text = serde_json::to_string_pretty(outcome)
-            .map_err(|e| Error::invalid(format!("write the outcome as JSON: {e}")))?;
-        crate::results::write(&format!("{text}\n"))?;
+        crate::results::json(outcome, "the outcome")?;
     }
     Ok(())
 }

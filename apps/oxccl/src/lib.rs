@@ -11,13 +11,9 @@ use clap::{ColorChoice, CommandFactory, FromArgMatches, Parser, Subcommand};
 use oxccl::core::{Error, ErrorKind, Result};
 use tracing_subscriber::EnvFilter;
 
-/// A line on standard error. Unlike `eprintln!` it does not panic when its reader is gone: a lighthouse must not
-/// die with the terminal or the pipe that it was started from.
+/// A line on standard error; see `results::say`.
 macro_rules! say {
-    ($($text:tt)*) => {{
-        use std::io::Write as _;
-        drop(writeln!(std::io::stderr(), $($text)*));
-    }};
+    ($($text:tt)*) => { crate::results::say(format_args!($($text)*)) };
 }
 
 mod backends;
@@ -123,6 +119,11 @@ impl Command {
             _ => "info",
         }
     }
+}
+
+/// What the command can be called with, for programs that complete or check command lines.
+pub fn grammar() -> clap::Command {
+    Arguments::command()
 }
 
 /// Runs the command with these arguments, the first of which is its name, and gives its exit code. `again` is the program and its first arguments that

@@ -120,12 +120,10 @@ fn merged(arguments: &Merge) -> Result<ExitCode> {
         }
     }
     let verdict = merge::merge(&records, (arguments.late_s * 1e9) as u64);
-    let text = match arguments.json {
-        true => serde_json::to_string_pretty(&verdict)
-            .map_err(|e| Error::invalid(format!("cannot write what was found as JSON: {e}")))?,
-        false => told(&records, &verdict),
-    };
-    crate::results::write(&format!("{}\n", text.trim_end()))?;
+    match arguments.json {
+        true => crate::results::json(&verdict, "what was found")?,
+        false => crate::results::write(&format!("{}\n", told(&records, &verdict).trim_end()))?,
+    }
     Ok(ExitCode::from(u8::from(verdict.diverged)))
 }
 

@@ -59,11 +59,10 @@ pub(crate) fn run(arguments: Arguments) -> Result<ExitCode> {
         .transpose()?;
     let client = LighthouseClient::connect_as(party, &arguments.lighthouse, deadline)?;
     let why = client.status(deadline)?.explain();
-    let text = match arguments.json {
-        true => serde_json::to_string_pretty(&why).unwrap_or_default(),
-        false => screen(&why),
-    };
-    crate::results::write(&format!("{}\n", text.trim_end()))?;
+    match arguments.json {
+        true => crate::results::json(&why, "the answer")?,
+        false => crate::results::write(&format!("{}\n", screen(&why).trim_end()))?,
+    }
     Ok(ExitCode::from(u8::from(why.stuck)))
 }
 

@@ -184,13 +184,18 @@ fn what_a_plugin_says_and_prints_does_not_break_the_list() {
     }
 }
 
-/// Gloo as a dylib of itself, built by the cargo that runs this test.
+/// Gloo as a dylib of itself.
 fn gloo_plugin() -> String {
+    plugin("gloo-plugin")
+}
+
+/// The dylib of this package, built by the cargo that runs this test.
+fn plugin(package: &str) -> String {
     let profile = if cfg!(debug_assertions) { "dev" } else { "release" };
     // Alone its dependencies have fewer features and would all be built once more: under xtask the whole workspace is built.
     let select: &[&str] = match std::env::var_os("OXCCL_XTASK_RUN") {
         Some(_) => &["--workspace"],
-        None => &["--package", "gloo-plugin"],
+        None => &["--package", package],
     };
     let output = conformance::cargo()
         .current_dir(concat!(env!("CARGO_MANIFEST_DIR"), "/../.."))
@@ -203,11 +208,12 @@ fn gloo_plugin() -> String {
         "{}",
         String::from_utf8_lossy(&output.stderr)
     );
+    let file = format!("/lib{}.so", package.replace('-', "_"));
     let text = String::from_utf8_lossy(&output.stdout).into_owned();
     let built = text.lines().filter(|l| l.contains("\"cdylib\""));
     built
         .flat_map(|l| l.split('"'))
-        .rfind(|part| part.ends_with("/libgloo_plugin.so"))
+        .rfind(|part| part.ends_with(&file))
         .unwrap()
         .to_string()
 }
@@ -263,4 +269,56 @@ fn plugins_are_listed_with_who_wins_and_why_the_others_are_not_used() {
         "{table}"
     );
     assert!(table.contains("conflict: gloo for cpu"), "{table}");
+}
+
+#[test]
+fn texts_of_a_plugin_neither_act_on_the_terminal_nor_forge_a_line_whatever_the_command() {
+    use ftcore::printable::is_active;
+    let library = plugin("odd-plugin");
+    let run = |arguments: &[&str]| {
+        let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
+            .args(arguments)
+            .env("OXCCL_LOG", "info")
+            .env("OXCCL_PLUGIN_PATH", &library)
+            .output()
+            .unwrap();
+        let text = |bytes: Vec<u8>| String::from_utf8(bytes).unwrap();
+        (output.status.code(), text(output.stdout), text(output.stderr))
+    };
+    // What the plugin prints itself goes to standard error as it is, without standing in the results.
+    let (code, out, err) = run(&["backends", "--json"]);
+    assert_eq!(code, Some(0), "{err}");
+    assert!(!out.contains(is_active), "{out:?}");
+    let json: serde_json::Value = serde_json::from_str(&out).unwrap();
+    let rude = json["backends"].as_array().unwrap();
+    let rude = rude.iter().find(|b| b["name"] == "rude").unwrap();
+    assert_eq!(
+        (&rude["usable"], &rude["unavailable"]),
+        (&false.into(), &"init_failed".into())
+    );
+    assert!(err.contains("rude capabilities"), "it printed nothing: {err}");
+    for arguments in [
+        &["backends"][..],
+        &["backends", "--backend", "rude"],
+        &["bench", "--backend", "rude", "--ranks", "2", "--sizes", "4"],
+        &["conformance", "--plugin", &library, "--backend", "rude"],
+    ] {
+        let (code, out, err) = run(arguments);
+        let own: Vec<&str> = err
+            .lines()
+            .filter(|l| l.starts_with("error") || l.starts_with("oxccl") || l.contains("WARN"))
+            .collect();
+        assert!(!out.contains(is_active), "{arguments:?}: {out:?}");
+        assert!(!own.concat().contains(is_active), "{arguments:?}: {own:?}");
+        for line in out.lines().chain(own) {
+            assert!(!line.starts_with("2026-01-01"), "{arguments:?} forged: {line}");
+        }
+        let said = if code == Some(0) { &out } else { &err };
+        assert!(said.contains("\\u{1b}[2J"), "{arguments:?}: {out}{err}");
+        assert_eq!(
+            code,
+            Some(if arguments[0] == "backends" { 0 } else { 2 }),
+            "{arguments:?}: {err}"
+        );
+    }
 }

@@ -110,6 +110,16 @@ fn data_parallel_replicas_end_with_the_same_line() {
 }
 
 #[test]
+fn data_parallel_replicas_with_ndarray_end_bitwise_equal() {
+    let text = replicas("ndarray_ddp");
+    let ends: Vec<&str> = text
+        .lines()
+        .filter_map(|l| l.split("parameters ").nth(1))
+        .collect();
+    assert!(ends.len() == 2 && ends[0] == ends[1], "{text}");
+}
+
+#[test]
 fn diloco_replicas_end_with_the_same_parameters() {
     let text = replicas("diloco");
     let hashes: Vec<&str> = text

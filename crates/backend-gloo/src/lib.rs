@@ -8,9 +8,9 @@
 //!
 //! Linking this crate registers the backend `gloo` for `cpu`.
 //!
-//! Options: `net_name` is the IP address or interface to listen on and to tell the others. Without it, the environment
-//! variable `OXCCL_GLOO_HOST` is told to the others; without both, ranks of one host use loopback and the others the
-//! address of the default route. The hint `transport` (or else the variable `OXCCL_GLOO_TRANSPORT`) is `auto` (shared memory within
+//! Options: `net_name` is the IP address or interface to listen on and to tell the others. Without it, the
+//! hint `host` (or else the variable `OXCCL_GLOO_HOST`) is told to the others; without both, ranks of one host use loopback and the others the
+//! address of the default route or, without one, of the first interface that is up and not loopback. The hint `transport` (or else the variable `OXCCL_GLOO_TRANSPORT`) is `auto` (shared memory within
 //! a host, TCP between hosts), `tcp`, or `shm` (shared memory everywhere, or an error). The hint `connections` (or else the variable
 //! `OXCCL_GLOO_CONNECTIONS`), 1 to 16, is how many TCP connections carry a large payload between two ranks, for links that one does not
 //! fill; the default is 1. All ranks must say the same. The hint `credentials` (or else the variable `OXCCL_CREDENTIALS`) names the folder of

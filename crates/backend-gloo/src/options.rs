@@ -18,7 +18,7 @@ pub(crate) const HONOURED: &[&str] = &[
     "hint:connections",
     "hint:credentials",
     "hint:encrypt",
-    "variable:HOST",
+    "hint:host",
 ];
 
 /// How pairs of ranks are connected.
@@ -56,6 +56,8 @@ pub(crate) struct Settings {
     pub(crate) timeout: Duration,
     /// The interface or address to use.
     pub(crate) net_name: Option<String>,
+    /// The name or address that other hosts are told.
+    pub(crate) host: Option<String>,
     /// How pairs are connected.
     pub(crate) transport: Transport,
     /// How many connections carry a large payload between two ranks without common memory; the same on all ranks.
@@ -88,6 +90,7 @@ impl Settings {
             credentials,
             timeout: options.timeout,
             net_name: options.net_name.clone(),
+            host: options.hints.get("host").filter(|host| !host.is_empty()).cloned(),
             constants: constants(),
             options,
         })

@@ -43,7 +43,7 @@ fn rate(bytes: usize, times: &[Duration]) -> f64 {
     bytes as f64 / best.as_secs_f64() / 1e9
 }
 
-/// Writes the state to everybody who connects, from the process of the source.
+/// Writes the state to every peer that connects, from the process of the source.
 fn plain_source(state: Arc<StateDict>) -> SocketAddr {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();

@@ -4,7 +4,7 @@
 //! steps would heal, which is right but not what the undisturbed run would have computed: between two outer steps each
 //! replica has parameters of its own. So where the folder is shared, each looks for the newest step that all others have
 //! too, whole and of the same history; they all come to the same answer. Where it is not, or no such step is left, a replica
-//! takes its own newest, and whoever is behind heals.
+//! takes its own newest, and a replica that is behind heals.
 
 use std::path::{Path, PathBuf};
 
@@ -43,7 +43,7 @@ pub fn newest(root: &Path, replica: u32, others: impl IntoIterator<Item = u32>) 
     let mut damaged = Vec::new();
     let own = steps(root, replica)?;
     let mut others = others.into_iter().filter(|r| *r != replica).collect::<Vec<_>>();
-    // Whoever has none at all heals from the others wherever they go on.
+    // A replica that has none at all heals from the others wherever they go on.
     others.retain(|r| steps(root, *r).is_ok_and(|s| !s.is_empty()));
     let mut first: Option<i64> = None;
     for &step in own.iter().rev() {

@@ -129,7 +129,7 @@ impl Series {
         Ok(this)
     }
 
-    /// What a killed process left: nobody else writes here.
+    /// What a killed process left: no other process writes here.
     fn remove_unfinished(&self, folder: &Path) {
         for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
             let name = entry.file_name();

@@ -58,7 +58,7 @@ fn main() -> ExitCode {
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-/// Runs `script` in a mount namespace of its own (of a user namespace of its own, so that nobody need be root).
+/// Runs `script` in a mount namespace of its own (of a user namespace of its own, so that it needs no root).
 fn sh(script: &str, arguments: &[&str]) -> Output {
     let mut command = Command::new("unshare");
     command.args(["--user", "--map-root-user", "--mount", "sh", "-c", script]);

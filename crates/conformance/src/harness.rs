@@ -30,7 +30,7 @@ const STORE: &str = "OXCCL_CONFORMANCE_STORE";
 pub(crate) const LASTING: &str = "many";
 
 /// A process rank that has not ended by then is killed, and the case has failed.
-pub(crate) const PATIENCE: Duration = Duration::from_secs(90);
+pub(crate) const PATIENCE: Duration = crate::expected::CASE.at_most;
 
 /// Makes a new, unconfigured group of the backend under test.
 pub type MakeGroup = fn(GroupOptions) -> Result<Box<dyn ProcessGroup>>;

@@ -30,6 +30,7 @@ mod barriers;
 mod cargo;
 mod case;
 mod credentials;
+pub mod expected;
 mod failures;
 mod harness;
 mod lasting;

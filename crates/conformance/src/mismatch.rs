@@ -227,12 +227,7 @@ fn splits(rank: &Rank) -> Outcome {
     // Rank 1 finds out; ranks that had all their parts before the news may have finished.
     match failure_of(rank, group.as_ref(), op) {
         Ok(e) => {
-            ensure!(e.kind() == ErrorKind::Mismatch, "rank {}: {e}", rank.rank);
-            ensure!(
-                e.to_string().contains("20 bytes") && e.to_string().contains("16 bytes"),
-                "rank {} does not name both sizes: {e}",
-                rank.rank
-            );
+            crate::expected::SIZES.check(&e, &[("A", "20"), ("B", "16")])?;
         }
         Err(failure) => ensure!(rank.rank != 1, "{failure}"),
     }

@@ -22,7 +22,7 @@ use crate::clock::{self, deadline_in, time_left};
 use crate::serve::{PING_INTERVAL, PING_TIMEOUT};
 use crate::wire::error_of;
 
-/// The longest time-out that fits the header, and that anybody means.
+/// The longest time-out that fits the header, and that a caller means.
 const LONGEST: Duration = Duration::from_secs(30 * 24 * 3600);
 
 /// How long a connecting attempt, or the wait for the next one, may take.
@@ -51,7 +51,7 @@ impl Backoff {
     }
 }
 
-/// As whom this process calls a server, and who that must be. Without credentials, anybody calls anybody.
+/// As whom this process calls a server, and who that must be. Without credentials, any process calls any other.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Way {
     pub(crate) party: Option<Arc<Party>>,
@@ -356,7 +356,7 @@ pub(crate) fn wait_for<T: Send + 'static>(
     })
 }
 
-/// The deadline of a call that nobody waits for.
+/// The deadline of a call that is not waited for.
 pub(crate) fn background_deadline() -> Instant {
     deadline_in(Duration::from_secs(5))
 }

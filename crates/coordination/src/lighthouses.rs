@@ -127,7 +127,7 @@ impl Lighthouses {
         self.all.get(at).cloned().ok_or_else(none)
     }
 
-    /// `from` does not lead: the next one is asked from now on, unless somebody else has gone on already.
+    /// `from` does not lead: the next one is asked from now on, unless another call has gone on already.
     pub(crate) fn go_on(&self, from: &Lighthouse) {
         let next = (from.at + 1) % self.all.len().max(1);
         let _ = self

@@ -400,7 +400,7 @@ async fn connection<S, A: Answers>(
     let mut served = std::pin::pin!(builder.serve_connection(guarded, service));
     let mut going: Option<Instant> = None;
     let mut stopping = false;
-    // Somebody wants to know that all that has come is read.
+    // A caller wants to know that all that has come is read.
     let (mut is_asked, mut looks) = (false, false);
     loop {
         if std::mem::take(&mut looks) {

@@ -2,7 +2,7 @@
 //!
 //! The lighthouse decides by trial whether the short form says everything: it applies the progress to the list of before, and compares whole members. A
 //! field that is not progress is as in the list, so one that is added later and forgotten here costs the short form, never its truth. A replica that was
-//! told its own part holds that instead; it advances with the list if nobody's place has changed (`Assignment::is_advance_of`).
+//! told its own part holds that instead; it advances with the list if no member's place has changed (`Assignment::is_advance_of`).
 
 use std::sync::Arc;
 

@@ -44,7 +44,7 @@ fn replica(name: &str) -> Role {
     Role::Replica(name.into())
 }
 
-/// Strangers have half a second, and heartbeats are too slow to help anybody.
+/// Strangers have half a second, and heartbeats are too slow to help.
 fn lighthouse(credentials: Vec<Arc<Credentials>>, min_replicas: usize) -> LighthouseServer {
     LighthouseServer::start(LighthouseConfig {
         bind: "127.0.0.1:0".into(),

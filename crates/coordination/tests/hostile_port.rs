@@ -79,7 +79,7 @@ impl Ports {
     fn serve_honest_clients(&self) {
         let deadline = Instant::now() + HONEST;
         let lighthouse = LighthouseClient::connect(&self.lighthouse.address(), deadline).unwrap();
-        lighthouse.heartbeat("somebody:1", deadline).unwrap();
+        lighthouse.heartbeat("stranger:1", deadline).unwrap();
         lighthouse.status(deadline).unwrap();
         let manager = ManagerClient::connect(&self.manager.address(), deadline).unwrap();
         manager
@@ -276,7 +276,7 @@ fn who_takes_nothing_of_its_answers_is_gone_although_it_answers_pings() {
             break true;
         }
     };
-    assert!(gone, "answers that nobody takes are kept");
+    assert!(gone, "answers that are not taken are kept");
 }
 
 #[test]

@@ -245,10 +245,10 @@ fn an_address_in_use_and_a_lighthouse_that_is_not_there_are_said_so() {
     assert!(error.to_string().contains(&taken), "{error}");
     let url = lighthouse.address();
     lighthouse.shutdown(soon()).unwrap();
-    let mut nobody = manager_config("a:1", &url, 1);
-    nobody.connect_timeout = Duration::from_millis(400);
+    let mut lost = manager_config("a:1", &url, 1);
+    lost.connect_timeout = Duration::from_millis(400);
     let start = Instant::now();
-    let error = ManagerServer::start(nobody).unwrap_err();
+    let error = ManagerServer::start(lost).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Unavailable, "{error}");
     for part in [
         url.as_str(),

@@ -246,7 +246,7 @@ fn after_a_sudden_end_of_the_lighthouse_the_same_step_goes_on_and_nobody_restart
         let first = ask(&replicas[0], &lineage, step);
         if step == 3 || step == 6 {
             until(&client(&lighthouse), "a:1 waits", |s| !s.waiting.is_empty());
-            // Nothing is told to anybody, and nothing more is saved.
+            // Nothing is told, and nothing more is saved.
             drop(lighthouse);
             let end = soon();
             lighthouse = loop {

@@ -135,7 +135,7 @@ impl Torchft {
                     let _ = caller.send(told);
                 }
             }
-            // The process ended: nobody waits in vain.
+            // The process ended: no rank waits in vain.
             answers.lock().unwrap().clear();
         });
         Self {
@@ -349,7 +349,7 @@ fn its_managers(torchft: &Torchft) {
         &json!({"rank": 0, "timeout": SECONDS}),
     );
     assert_eq!(state, "state-of-client-of-a");
-    // Nobody came or went: the same epoch, and nobody heals.
+    // No replica came or went: the same epoch, and no replica heals.
     let second = step([1, 1], [true, false]);
     assert_eq!(second[0]["quorum_id"], first[0]["quorum_id"]);
     assert_eq!(

@@ -67,6 +67,16 @@ impl Default for DdpConfig {
     }
 }
 
+impl DdpConfig {
+    /// The usual values, for a run of so many steps.
+    pub fn for_steps(steps: i64) -> Self {
+        Self {
+            steps: Some(steps),
+            ..Self::default()
+        }
+    }
+}
+
 /// What a committed step was like.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct StepReport {
@@ -223,6 +233,32 @@ impl<R: Replica> Ddp<R> {
                 .collect::<Result<Vec<_>>>()?;
             apply(state, &averages)
         })
+    }
+
+    /// The whole run: [`step`](Self::step) until it [is finished](Self::is_finished), then [`finish`](Self::finish); a replica that an operator
+    /// drains leaves instead. `committed` gets the report of each step.
+    ///
+    /// Errors: `InvalidArgument` without `DdpConfig::steps`, as the run would not end; those of `step` and `finish`. An error ends the run: a program
+    /// that goes on after one that can be retried makes the calls itself.
+    pub fn train<S: State>(
+        &mut self,
+        state: &mut S,
+        mut compute: impl FnMut(&mut S, &Participation) -> Result<Vec<Vec<f32>>>,
+        mut apply: impl FnMut(&mut S, &[Vec<f32>]) -> Result<()>,
+        mut committed: impl FnMut(&StepReport),
+    ) -> Result<()> {
+        if self.config.steps.is_none() {
+            return Err(Error::invalid(
+                "the run would not end: set DdpConfig::steps, or call step and finish",
+            ));
+        }
+        while !self.is_finished() {
+            if self.is_drained() {
+                return self.leave();
+            }
+            committed(&self.step(state, &mut compute, &mut apply)?);
+        }
+        self.finish(state)
     }
 
     /// One step whose gradients are made while earlier ones already travel: `compute(state, micro_batch, sink)` runs once per micro-batch

@@ -139,6 +139,14 @@ impl Default for DilocoConfig {
 }
 
 impl DilocoConfig {
+    /// Streaming DiLoCo with the usual values, for a run of so many rounds.
+    pub fn for_rounds(rounds: i64) -> Self {
+        Self {
+            rounds: Some(rounds),
+            ..Self::default()
+        }
+    }
+
     /// DiLoCo as first published (arXiv 2311.08105): everything at once, no overlap, Nesterov 0.7 / 0.9.
     pub fn diloco(sync_every: u64) -> Self {
         Self {

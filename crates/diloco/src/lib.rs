@@ -21,6 +21,6 @@ mod tensors;
 pub use backup::Backup;
 pub use config::{DilocoConfig, OuterOptimizer, Pattern};
 pub use fragment::FragmentPlan;
-pub use params::{Parameters, SliceParameters, parameters_hash};
+pub use params::{Parameters, SliceParameters, load_parameters, parameters_hash, save_parameters};
 pub use streaming::{Diloco, RoundReport};
 pub use tensors::TensorParameters;

@@ -1,6 +1,7 @@
 //! Parameters as named f32 slices, whatever framework holds them.
 
 use ftcore::{Device, Error, Result};
+use replica::{State, StateDict};
 
 /// A fixed, ordered list of named f32 tensors that live somewhere else.
 ///
@@ -74,6 +75,43 @@ impl Parameters for SliceParameters {
     }
 }
 
+/// For a [`State`] that is these parameters: puts each into `out` under its name. Errors: names that are not usable there, or twice there.
+pub fn save_parameters(params: &dyn Parameters, out: &mut StateDict) -> Result<()> {
+    for i in 0..params.len() {
+        let mut result = Ok(());
+        params.read(i, &mut |values| {
+            result = out.insert_f32(params.name(i), &[values.len()], values)
+        })?;
+        result?;
+    }
+    Ok(())
+}
+
+/// Takes over what [`save_parameters`] gave. Errors (`InvalidArgument`, nothing is taken over): a parameter is missing or has another length: the models
+/// differ. Those of the parameters.
+pub fn load_parameters(params: &mut dyn Parameters, from: &StateDict) -> Result<()> {
+    let all: Vec<Vec<f32>> = (0..params.len())
+        .map(|i| from.get_f32_shaped(params.name(i), &[params.count(i)]))
+        .collect::<Result<_>>()?;
+    for (i, values) in all.iter().enumerate() {
+        params.write(i, &mut |own| {
+            own.iter_mut().zip(values).for_each(|(to, from)| *to = *from)
+        })?;
+    }
+    Ok(())
+}
+
+/// For data parallel, whose state they are; DiLoCo takes them as [`Parameters`].
+impl State for SliceParameters {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        save_parameters(self, out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        load_parameters(self, from)
+    }
+}
+
 /// A hash over names and bits of `tensors`: equal on two replicas exactly if every bit is equal.
 pub fn parameters_hash<'a>(tensors: impl Iterator<Item = (&'a str, &'a [f32])>) -> String {
     let mut hash = ParametersHash::default();
@@ -97,5 +135,26 @@ impl ParametersHash {
 
     pub(crate) fn finish(&self) -> String {
         self.0.finalize().to_hex().to_string()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parameters_are_a_state_that_another_model_refuses_without_a_change() {
+        let model = |a: &[f32], b: &[f32]| {
+            SliceParameters::new(vec![("a".into(), a.to_vec()), ("b".into(), b.to_vec())])
+        };
+        let mut out = StateDict::new();
+        model(&[1.0, 2.0], &[3.0]).save(&mut out).unwrap();
+        let mut other = model(&[0.0; 2], &[0.0]);
+        other.load(&out).unwrap();
+        assert_eq!(other, model(&[1.0, 2.0], &[3.0]));
+        let mut larger = model(&[0.0; 2], &[0.0; 2]);
+        let e = larger.load(&out).unwrap_err();
+        assert!(e.to_string().contains('b'), "{e}");
+        assert_eq!(larger, model(&[0.0; 2], &[0.0; 2]));
     }
 }

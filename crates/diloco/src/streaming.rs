@@ -289,6 +289,33 @@ impl<R: Replica, P: Parameters> Diloco<R, P> {
         self.rounds.next_step_syncs()
     }
 
+    /// The whole run: [`begin`](Self::begin), inner steps until it [is finished](Self::is_finished), then [`finish`](Self::finish); a replica that an
+    /// operator drains leaves instead. `inner_step` makes one step on the parameters; `committed` gets the report of each round.
+    ///
+    /// Errors: `InvalidArgument` without `DilocoConfig::rounds`, as the run would not end; those of `inner_step` and of the calls above. An error
+    /// ends the run: a program that goes on after one that can be retried makes the calls itself.
+    pub fn train<S: State>(
+        &mut self,
+        inner: &mut S,
+        mut inner_step: impl FnMut(&mut P, &mut S) -> Result<()>,
+        mut committed: impl FnMut(&RoundReport),
+    ) -> Result<()> {
+        if self.config.rounds.is_none() {
+            return Err(Error::invalid(
+                "the run would not end: set DilocoConfig::rounds, or call begin, after_inner_step and finish",
+            ));
+        }
+        self.begin(inner)?.iter().for_each(&mut committed);
+        while !self.is_finished() {
+            if self.is_drained() {
+                return self.leave();
+            }
+            inner_step(&mut self.params, inner)?;
+            self.after_inner_step(inner)?.iter().for_each(&mut committed);
+        }
+        self.finish(inner)
+    }
+
     /// To be called after every inner step. Begins and finishes rounds as they fall due; returns the reports of the rounds
     /// that committed: at most one, or two at the end of a run with eager updates.
     ///

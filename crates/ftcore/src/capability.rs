@@ -81,7 +81,7 @@ pub enum Feature {
     ThreadRanks = 7,
     /// `split` works.
     Split = 8,
-    /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nobody touches the
+    /// When [`ProcessGroup::execute`](crate::ProcessGroup::execute) returns, with success or failure, nothing touches the
     /// tensors' memory any more and all of them are given back, so that borrowed memory may be passed.
     Borrow = 9,
 }

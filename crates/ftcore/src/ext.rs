@@ -252,7 +252,7 @@ pub trait ProcessGroupExt: ProcessGroup {
     }
 
     /// All-reduces borrowed memory and blocks until done. Without a copy where the group advertises
-    /// [`Feature::Borrow`]; otherwise staged through owned memory. Nobody touches `data` after the return, time-outs included;
+    /// [`Feature::Borrow`]; otherwise staged through owned memory. Nothing touches `data` after the return, time-outs included;
     /// after an error its contents are undefined.
     fn all_reduce_slice<T: Element>(
         &self,

@@ -116,7 +116,7 @@ pub trait ProcessGroup: Send + Sync {
     /// saves the hand-over to another one. Ordered with `submit` as one sequence.
     ///
     /// Where the group advertises [`Feature::Borrow`](crate::Feature::Borrow), all tensors come back with success and with
-    /// failure, in the order of [`Collective::tensors`](crate::Collective::tensors), and nobody touches their memory any more.
+    /// failure, in the order of [`Collective::tensors`](crate::Collective::tensors), and nothing touches their memory any more.
     fn execute(&self, op: Checked, options: SubmitOptions) -> Result<Completion, Box<Failed>> {
         execute_by_submit(self, op, options)
     }

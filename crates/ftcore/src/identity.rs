@@ -129,7 +129,7 @@ impl Credentials {
         &self.job
     }
 
-    /// What all processes of the job share, and nobody else knows.
+    /// What all processes of the job share, and no other process knows.
     pub fn secret(&self) -> &Secret {
         &self.secret
     }

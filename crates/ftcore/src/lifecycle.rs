@@ -2,7 +2,7 @@
 //!
 //! For authors of backends. A group owns a [`Lifecycle`]; `configure` ends the old [`Engine`] and puts the one in its place that
 //! the backend's closure connects, `engine` hands it to `submit`, and abort, error, shut-down and drop are one line each.
-//! [`Split`] is the agreement of all ranks on who goes where. [`part_from`] is for groups whose end is somebody else's affair.
+//! [`Split`] is the agreement of all ranks on who goes where. [`part_from`] is for groups whose end their owner decides.
 
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Instant;
@@ -303,7 +303,7 @@ impl<E: Engine> Drop for Lifecycle<E> {
     }
 }
 
-/// A number that nobody guesses or comes up with again: the standard library's hash keys come from the system.
+/// A number that cannot be guessed and does not come again: the standard library's hash keys come from the system.
 pub fn nonce() -> u64 {
     use std::hash::BuildHasher;
     std::hash::RandomState::new().hash_one(std::process::id())
@@ -311,7 +311,7 @@ pub fn nonce() -> u64 {
 
 /// Who goes where in a split: what every rank of the parent passed, in rank order.
 ///
-/// The child's prefix has rank 0's nonce in it and so depends on nobody's counters (L34).
+/// The child's prefix has rank 0's nonce in it and so depends on no process's counters (L34).
 #[derive(Debug, Clone)]
 pub struct Split {
     parent: Configuration,
@@ -539,13 +539,13 @@ mod tests {
         let e = group.engine().err().unwrap();
         assert!(e.to_string().contains("the group is not configured"), "{e}");
         let e = group
-            .configure(at(1, 0, 1), |_| Err(Error::timeout("nobody came")))
+            .configure(at(1, 0, 1), |_| Err(Error::timeout("no rank came")))
             .unwrap_err();
         assert_eq!((e.kind(), e.context().rank), (ErrorKind::Timeout, Some(0)));
         assert_eq!(group.error().unwrap().kind(), ErrorKind::Timeout);
         let e = group.engine().err().unwrap();
         assert_eq!(e.kind(), ErrorKind::InvalidState);
-        assert!(e.to_string().contains("nobody came"), "{e}");
+        assert!(e.to_string().contains("no rank came"), "{e}");
         // The epoch is used up: others may have seen it.
         assert!(group.configure(at(1, 0, 1), |_| unreachable!()).is_err());
     }

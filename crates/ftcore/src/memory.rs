@@ -331,7 +331,7 @@ impl Tensor {
         }
     }
 
-    /// Gives up on the memory for ever: used when it cannot be proven that nobody touches it any more (INV-8).
+    /// Gives up on the memory for ever: used when it cannot be proven that nothing touches it any more (INV-8).
     pub fn leak(self, why: &str) {
         LEAKED.fetch_add(self.byte_len() as u64, std::sync::atomic::Ordering::Relaxed);
         tracing::warn!(
@@ -358,7 +358,7 @@ impl Drop for LentGuard {
     }
 }
 
-/// Lends `data` as a tensor to `run`, which must have dropped it (and everybody it was given to) when it returns.
+/// Lends `data` as a tensor to `run`, which must have dropped it (and so must all that it was given to) when it returns.
 pub(crate) fn lend<T: Element, R>(data: &mut [T], run: impl FnOnce(Tensor) -> R) -> R {
     let guard = LentGuard(Arc::new(()));
     let tensor = Tensor {
@@ -376,7 +376,7 @@ pub(crate) fn lend<T: Element, R>(data: &mut [T], run: impl FnOnce(Tensor) -> R)
 
 static LEAKED: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
 
-/// Bytes that nobody can use: leaked on purpose so far in this process, or held until it is proven that nothing touches them (INV-8).
+/// Bytes that cannot be used: leaked on purpose so far in this process, or held until it is proven that nothing touches them (INV-8).
 pub fn leaked_bytes() -> u64 {
     LEAKED.load(std::sync::atomic::Ordering::Relaxed)
 }

@@ -31,7 +31,7 @@ impl<E: Engine> Parting for Weak<E> {
 
     fn wait_over(&self, deadline: Instant) {
         if let Some(engine) = self.upgrade() {
-            // Late or not: there is nobody to tell.
+            // Late or not: there is no caller to tell.
             let _ = engine.wait_ended(deadline);
         }
     }
@@ -107,7 +107,7 @@ mod tests {
     const SCENE: &str = "OXCCL_TEST_PARTING";
     const SOON: Duration = Duration::from_secs(20);
 
-    /// Ends only once somebody waits for it, after this time or never, and says so.
+    /// Ends only once a caller waits for it, after this time or never, and says so.
     struct Slow {
         ends: Option<Duration>,
         ended: Mutex<bool>,
@@ -175,7 +175,7 @@ mod tests {
         group
     }
 
-    /// Threads that begin to end only when somebody waits for it.
+    /// Threads that begin to end only when a caller waits for it.
     struct Bidden(Cell<Option<Sender<()>>>, Receiver<()>);
 
     impl Parting for Bidden {

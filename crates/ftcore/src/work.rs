@@ -32,7 +32,7 @@ impl Completion {
     }
 }
 
-/// A blocking call that failed: why, and the tensors that nobody touches any more, with undefined contents.
+/// A blocking call that failed: why, and the tensors that nothing touches any more, with undefined contents.
 #[derive(Debug)]
 pub struct Failed {
     /// Why.
@@ -146,7 +146,7 @@ pub fn work_pair(
 }
 
 /// As [`work_pair`], for an engine that can run an operation on the thread that waits for it: [`Work::wait`] calls `drive`
-/// with its deadline before it blocks. `drive` returns once the operation has ended, at the deadline, or at once if somebody else
+/// with its deadline before it blocks. `drive` returns once the operation has ended, at the deadline, or at once if another thread
 /// runs it.
 pub fn driven_work_pair(
     kind: OpKind,
@@ -358,7 +358,7 @@ impl Work {
         self.take()?.into_tensor()
     }
 
-    /// After a failure: the tensors of the call, with undefined contents, if the engine could prove that nobody
+    /// After a failure: the tensors of the call, with undefined contents, if the engine could prove that nothing
     /// touches them any more. Empty otherwise, or if taken before.
     pub fn recover(&self) -> Vec<Tensor> {
         match &mut self.0.lock().state {
@@ -506,7 +506,7 @@ impl Completer {
         }
     }
 
-    /// The operation failed. `tensors` is what the caller may have back: only memory nobody touches any more.
+    /// The operation failed. `tensors` is what the caller may have back: only memory that nothing touches any more.
     pub fn fail(mut self, error: Error, tensors: Vec<Tensor>) {
         if let Some(shared) = self.0.take() {
             let error = if error.context().op.is_none() {

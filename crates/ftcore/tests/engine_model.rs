@@ -209,7 +209,7 @@ fn check<const EACH: bool>(told: &Told, accepted: &[bool], shared: &Shared<EACH>
         .map(|(n, _)| n)
         .collect();
     assert_eq!(numbers, wanted, "each accepted operation is told once");
-    // A message is ordered with nothing, and may be told before anybody listens for that.
+    // A message is ordered with nothing, and may be told before a caller listens for that.
     let told: Vec<_> = told.into_iter().filter(|(n, _)| !(EACH && *n % 2 == 1)).collect();
     let good = told.iter().filter(|(_, good)| *good).map(|(n, _)| *n);
     assert!(good.is_sorted(), "successes are told in order: {told:?}");

@@ -99,7 +99,7 @@ fn whoever_looks_while_others_register_sees_providers_get_stronger_and_never_go(
         assert_eq!(registry.get("one", None).unwrap().source.origin, "d");
         let free = outcomes.iter().filter(|o| **o == Outcome::Registered).count();
         assert_eq!(free, 1, "{outcomes:?}");
-        // Each of the others lost or won against somebody, once.
+        // Each of the others lost or won against another one, once.
         assert_eq!(
             registry.conflicts().len(),
             all.len() - 1,

@@ -4,7 +4,7 @@
 //! event that is not reached yet is waited for *before* the inputs are read. Device memory crosses where a crate brings both halves
 //! for the kind ([`ftcore::Crossing`]): operations then work on device memory that both processes have open, the inputs are copied
 //! there on the device in the order of the caller's stream, and the event behind those copies crosses with the operation, so that
-//! nobody's host waits (L09: elsewhere an event that does not really cross is silently empty). Results are copied back once the
+//! no host waits (L09: elsewhere an event that does not really cross is silently empty). Results are copied back once the
 //! child says that they are there: a stream of this process never waits for an event of a child, which may be killed.
 //! Where device memory cannot cross, the tensors are staged through host memory on both sides, and a note says why.
 

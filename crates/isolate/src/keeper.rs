@@ -181,8 +181,8 @@ impl Keeper {
             let first = self.kill_at.is_none_or(|at| at > ending.kill_at) || self.closed;
             self.untold |= self.kill_at.is_none();
             if self.untold {
-                let told = |farewell: &Arc<Order>| self.link.farewell(farewell, ending.kill_at);
-                self.untold = !ending.farewell.as_ref().is_none_or(told);
+                let told = |leave_order: &Arc<Order>| self.link.send_leave(leave_order, ending.kill_at);
+                self.untold = !ending.leave_order.as_ref().is_none_or(told);
             }
             if first {
                 self.kill_at = Some(ending.kill_at);
@@ -218,7 +218,7 @@ impl Keeper {
         drop(self.child.kill());
     }
 
-    /// The child has ended: its last words, then everything that is pending fails.
+    /// The child has ended: its failure notice, then everything that is pending fails.
     fn collect(mut self) {
         drop(self.reports());
         let by_us = self.killed.is_some();

@@ -1,7 +1,7 @@
 //! Any registered backend in a child process behind the process group trait: abort is SIGKILL, the parent lives.
 //!
 //! For libraries that cannot cancel an operation in process, that crash, or of which one process can hold only one rank.
-//! [`IsolatedGroup`] is the group (`group`); it starts a child (`nursery`, `spare`), whose parent side is a `link` (what is
+//! [`IsolatedGroup`] is the group (`group`); it starts a child (`child_pool`, `spare`), whose parent side is a `link` (what is
 //! pending) and a `keeper` (the thread that hears the child). Ranks of a backend that cannot abort hear of each other's
 //! failures through `peers`. Orders and reports go over a socket (`channel`, `wire`),
 //! tensors through shared memory (`shm`, `pool`, `staging`) or memory of a device (`crossing`), the rendezvous store over a second socket (`store`). The child's side is
@@ -24,6 +24,7 @@
 
 mod channel;
 mod child;
+mod child_pool;
 mod clock;
 mod crossing;
 mod factory;
@@ -32,7 +33,6 @@ mod group;
 mod keeper;
 mod link;
 mod litter;
-mod nursery;
 mod options;
 mod output;
 mod peers;

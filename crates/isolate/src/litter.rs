@@ -29,7 +29,7 @@ fn sweep_in(folder: &Path, pid: i32) {
             Ok(()) => {
                 tracing::debug!(pid, file = %entry.path().display(), "removed what a child process left")
             }
-            // Another user's file of the same name, or somebody was quicker.
+            // Another user's file of the same name, or another process was quicker.
             Err(error) => {
                 tracing::debug!(pid, file = %entry.path().display(), %error, "a child process left a file that stays");
             }

@@ -3,7 +3,7 @@
 //! A library without abort leaves the survivors of a death hanging. So each rank of such a group publishes its child's process and
 //! its own in the configuration's store and watches the others': on the same host by pidfd, which is evidence at once; for reasons (an
 //! abort, a time-out) and for other hosts by a `news` key in the store, where the first word counts. A rank that lives says why its
-//! child has ended; for a whole rank that is gone nobody will. Whoever learns of a failure ends its own child.
+//! child has ended; for a whole rank that is gone none will. A rank that learns of a failure ends its own child.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::mpsc::{Receiver, channel};
@@ -20,14 +20,14 @@ use crate::front::Front;
 use crate::link::Link;
 use crate::wire::{Reader, Writer, error};
 
-/// How often the watch looks at what nobody signals: a failure of its own group, a rank that is needed although it left.
+/// How often the watch looks at what is not signalled: a failure of its own group, a rank that is needed although it left.
 const LOOK: Duration = Duration::from_millis(50);
 /// The store is asked for news again after this; news itself comes at once.
 const SLICE: Duration = Duration::from_millis(500);
 /// Between the news of a failure and the end of a child, so that all ranks hear the reason before they see a death.
 const AHEAD: Duration = Duration::from_millis(20);
 /// A child that ended without a word is lost after this, unless what is pending ends meanwhile without it: the reason, or a
-/// good-bye, may still be on its way from its rank.
+/// leave, may still be on its way from its rank.
 const SILENT: Duration = Duration::from_secs(1);
 /// The same if the rank's own process has ended too. What it said before is with the store, which is asked; what it sent is in this host's
 /// sockets, and gets this long to be read. A store that is there and does not answer is asked again for as long as above.
@@ -229,12 +229,12 @@ impl Peers {
     }
 }
 
-/// Of a link: whoever ends its child can tell the others why.
+/// Of a link: the thread that ends its child can tell the others why.
 #[derive(Default)]
 pub(crate) struct Herald(Weak<Shared>);
 
 impl Herald {
-    /// As [`Peers::tell`]; false if nobody watches. Never blocks.
+    /// As [`Peers::tell`]; false if no watch runs. Never blocks.
     pub(crate) fn tell(&self, error: Error) -> bool {
         let shared = self.0.upgrade();
         shared
@@ -244,7 +244,7 @@ impl Herald {
     }
 
     /// The child reports that a rank is lost. Where that may be the end of a rank that has said why, `hold` holds the report back; if it then
-    /// says that nobody is asking yet, the store is asked, and the link [settles](Link::settle) what is held. Never blocks.
+    /// says that no thread is asking yet, the store is asked, and the link [settles](Link::settle) what is held. Never blocks.
     pub(crate) fn inquire(&self, hold: impl FnOnce() -> bool) {
         let Some(shared) = self.0.upgrade() else { return };
         // Held while the report is put away: with a watch that is over, nothing is left behind that would count in the next epoch.
@@ -333,7 +333,7 @@ impl Shared {
         format!("{}/news", self.prefix)
     }
 
-    /// The first failure of the group, by whoever saw it.
+    /// The first failure of the group, from the rank that saw it.
     fn post(&self, error: &Error) {
         let mut w = Writer::new(0);
         w.u32(self.rank);
@@ -357,7 +357,7 @@ impl Shared {
         Ok(self.told(&bytes))
     }
 
-    /// A rank is lost, as the child says: why, if anybody has said so. A rank that ends its child says it before, so that one answer of the
+    /// A rank is lost, as the child says: why, if a rank has said so. A rank that ends its child says it before, so that one answer of the
     /// store is enough; one that is gone, or does not answer in time, leaves a loss.
     fn ask(&self) {
         let mut told = None;
@@ -430,7 +430,7 @@ enum Word {
     Unheard,
 }
 
-/// True if nobody is there to answer: the store may have been in the very process that has ended.
+/// True if no server is there to answer: the store may have been in the very process that has ended.
 fn is_refused(error: &Error) -> bool {
     use std::io::ErrorKind as Kind;
     let cause = std::error::Error::source(error).and_then(|e| e.downcast_ref::<std::io::Error>());
@@ -452,7 +452,7 @@ struct Peer {
     ended: Option<Instant>,
     /// When the rank's own process was.
     gone: Option<Instant>,
-    /// It said good-bye.
+    /// It left.
     left: bool,
 }
 
@@ -479,7 +479,7 @@ impl Watch {
                     }
                     let key = self.shared.left_key(self.shared.rank);
                     if let Err(error) = self.shared.store.set(&key, b"1", deadline_in(CALL)) {
-                        tracing::debug!(%error, "the other ranks could not be told of a good-bye");
+                        tracing::debug!(%error, "the other ranks could not be told that this rank leaves");
                     }
                     return;
                 }

@@ -26,8 +26,8 @@ pub(crate) enum Slot {
 
 /// Without whose part an operation cannot end.
 pub(crate) enum Needs {
-    Everybody,
-    /// Of messages; nobody in particular if they may come from anyone.
+    All,
+    /// Of messages; no rank in particular if they may come from any.
     Ranks(Vec<u32>),
 }
 
@@ -41,7 +41,7 @@ impl Needs {
         match op {
             Collective::Send { .. } | Collective::Recv { .. } => Self::Ranks(peer(op).into_iter().collect()),
             Collective::Batch { ops } => Self::Ranks(ops.iter().filter_map(peer).collect()),
-            _ => Self::Everybody,
+            _ => Self::All,
         }
     }
 }
@@ -84,7 +84,7 @@ impl Pending {
         let waiting = self.submitted.max(at).elapsed() > patience;
         let needed = match &self.needs {
             _ if self.group != 0 => self.submitted <= at,
-            Needs::Everybody => true,
+            Needs::All => true,
             Needs::Ranks(ranks) => ranks.contains(&rank),
         };
         waiting && needed

@@ -16,7 +16,7 @@ use crate::shm::Mapping;
 const SEGMENT: usize = 64 << 20;
 /// Regions begin at multiples of this: no two share a cache line, and every dtype is aligned.
 const ALIGN: usize = 128;
-/// A segment that nobody used for this long is given up, except the first.
+/// A segment that was not used for this long is given up, except the first.
 const IDLE: Duration = Duration::from_secs(10);
 
 /// One segment: its memory and its free parts (offset to length), kept merged.

@@ -11,7 +11,7 @@ pub(crate) fn die_with_parent(command: &mut Command) {
     let parent = getpid();
     let hook = move || {
         set_parent_process_death_signal(Some(Signal::KILL))?;
-        // The parent may have died between fork and the line above; then nobody would send that signal.
+        // The parent may have died between fork and the line above; then that signal would not be sent.
         if getppid() == Some(parent) {
             Ok(())
         } else {

@@ -108,7 +108,7 @@ impl Mapping {
     /// Copies into the region at `offset`, which the caller has for itself.
     pub(crate) fn copy_in(&self, offset: usize, from: &[u8]) -> Result<()> {
         let to = self.at(offset, from.len())?;
-        // SAFETY: INV-8 `to` has room (checked); the region is the caller's, so nobody else touches it, and `from` is other
+        // SAFETY: INV-8 `to` has room (checked); the region is the caller's, so nothing else touches it, and `from` is other
         // memory: a tensor in shared memory is not copied.
         unsafe { std::ptr::copy_nonoverlapping(from.as_ptr(), to.as_ptr(), from.len()) };
         Ok(())

@@ -5,8 +5,8 @@ use std::time::{Duration, Instant};
 
 use ftcore::{Cancel, Error, ErrorKind, deadline_in, time_left};
 
+use crate::child_pool;
 use crate::link::Link;
-use crate::nursery;
 use crate::options::IsolateOptions;
 use crate::pool::Pool;
 
@@ -16,7 +16,7 @@ enum Place {
     Empty,
     Starting,
     Ready(Arc<Link>),
-    /// The group is gone; whoever comes is ended.
+    /// The group is gone; a child that comes is ended.
     Closed,
 }
 
@@ -42,7 +42,7 @@ impl Spare {
         let started = std::thread::Builder::new()
             .name("ox-ispare".to_string())
             .spawn(move || {
-                let link = match nursery::start(
+                let link = match child_pool::start(
                     &options,
                     &pool,
                     deadline_in(options.start_timeout),

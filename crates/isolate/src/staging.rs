@@ -123,7 +123,7 @@ pub(crate) fn stage(
 }
 
 impl Staged {
-    /// For an operation that does not go to the child after all: true if nobody touches its tensors any more. What lies in
+    /// For an operation that does not go to the child after all: true if nothing touches its tensors any more. What lies in
     /// regions that a copy may still touch is given up.
     pub(crate) fn settle(self, deadline: Instant) -> bool {
         let event = self.copied.as_ref().map(|(_, event, _)| event);

@@ -26,7 +26,7 @@ use crate::heal_choice::RanksChoice;
 use replica::{Healed, State};
 
 /// Offers the state of this step to the replicas that heal from here. Costs the copy that `save` makes; the hashes are computed
-/// on other threads once somebody asks. Over HTTP to all of them, or to spares only; what comes back is for the members that take it over
+/// on other threads once a peer asks. Over HTTP to all of them, or to spares only; what comes back is for the members that take it over
 /// the group.
 pub(crate) fn publish(
     transport: &HttpTransport,

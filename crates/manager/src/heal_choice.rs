@@ -1,7 +1,7 @@
 //! Where the ranks of a replica agree which source they heal from: [`protocol::source::Choice`] under one key of the store in which they meet.
 //!
-//! A rank reads what stands, lets the choice say what follows from it, and writes that down if nothing else was written meanwhile. Nobody
-//! waits for another rank.
+//! A rank reads what stands, lets the choice say what follows from it, and writes that down if nothing else was written meanwhile. It does not
+//! wait for another rank.
 
 use std::fmt;
 use std::sync::Arc;

@@ -1,7 +1,7 @@
 //! The manager: servers of this replica, the client, and the step protocol.
 //!
 //! What comes next in a step, and what survives a failed attempt, is decided by [`protocol::rank::Rank`]; here it is carried
-//! out. Per step: quorum (over the manager server and the lighthouse; `quorum`, ahead of the caller's call if it began it) → publish a snapshot if somebody heals from here →
+//! out. Per step: quorum (over the manager server and the lighthouse; `quorum`, ahead of the caller's call if it began it) → publish a snapshot if a replica heals from here →
 //! configure the group if the epoch is new → heal if this replica is behind, or send the snapshot over the group → all-reduces → vote. A pushed abort for the
 //! current epoch ends the pending all-reduces at once; whatever failed, the next `start_quorum` gets a new epoch.
 
@@ -771,9 +771,9 @@ impl Replica for Manager {
             tracing::debug!(%error, "the manager server did not hear that this rank leaves");
         }
         if let Some(servers) = self.servers.take() {
-            // A lighthouse that is gone already needs no good-bye.
+            // A lighthouse that is gone already need not be told of the leave.
             if let Err(error) = servers.manager.leave(deadline) {
-                tracing::warn!(%error, "the lighthouse did not hear the good-bye");
+                tracing::warn!(%error, "the lighthouse was not told that this replica leaves; it notices the end of the connection");
             }
             // The other ranks may not have read the answer to their last vote yet.
             if let Err(error) = servers.manager.shutdown(deadline) {

@@ -1,4 +1,4 @@
-//! Tells the manager server of failures without making anybody wait (L27): the first error of an epoch goes out at
+//! Tells the manager server of failures without making a caller wait (L27): the first error of an epoch goes out at
 //! once from its own thread, and the lighthouse pushes it to the other members.
 
 use std::sync::{Arc, mpsc};

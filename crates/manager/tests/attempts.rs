@@ -107,7 +107,7 @@ fn a_replica_that_heals_takes_over_how_many_batches_led_to_the_state() {
     for (step, batches) in [first, second] {
         assert_eq!(told.get(&step), Some(&batches), "{told:?}");
     }
-    // A state that was taken over is nobody's own batch in the step that it was taken over for; then both contribute.
+    // A state that was taken over is no replica's own batch in the step that it was taken over for; then both contribute.
     assert_eq!(second, (first.0 + 1, first.1 + 2));
     let mut restored = manager("r2", &lighthouse, |_| {});
     restored

@@ -1,4 +1,4 @@
-//! Replicas of several ranks, each rank a process: one that dies or hangs takes its replica out, by name, and nobody else.
+//! Replicas of several ranks, each rank a process: one that dies or hangs takes its replica out, by name, and no other.
 
 #![allow(
     clippy::unwrap_used,
@@ -89,7 +89,7 @@ fn a_process_of_a_rank() {
         for line in std::io::stdin().lines() {
             tell.send(line.unwrap()).unwrap();
         }
-        // Whoever started this process is gone.
+        // The process that started this one is gone.
         std::process::exit(1);
     });
     let group = backend_gloo::GlooGroup::new("g", GroupOptions::default()).unwrap();
@@ -288,7 +288,7 @@ fn a_rank_that_is_killed_takes_its_replica_out_at_once_and_the_others_go_on() {
 
 #[test]
 fn the_lighthouse_names_a_rank_that_was_killed() {
-    // Replica a is not in a reduction, so nobody but b's own rank 0 has something to report; and nobody asks for the next epoch.
+    // Replica a is not in a reduction, so only b's own rank 0 has something to report; and no replica asks for the next epoch.
     let mut job = Job::start(60, ["compute", "run"]);
     job.a[1].stands();
     job.b[1].process.kill().unwrap();
@@ -351,7 +351,7 @@ fn attempts(name: &str, url: &str, input: f32, spoils: bool, begun: impl Fn(&Par
         begun(&p);
         let spoilt = spoils && p.members.len() == 3 && seen.iter().all(|a| a.members < 3);
         let sum = if spoilt {
-            // Before the reduction, so that nobody can have its result.
+            // Before the reduction, so that no rank can have its result.
             m.report_error(Error::new(ErrorKind::Backend, "something local"));
             None
         } else {

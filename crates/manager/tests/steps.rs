@@ -242,7 +242,7 @@ fn a_replica_commits_only_if_all_its_ranks_do_and_otherwise_heals_on_all_of_them
                             state.value += sum.unwrap().into_tensor().unwrap().as_slice::<f32>().unwrap()[0];
                         }
                     }
-                    // Nobody leaves while its counterpart still has to heal.
+                    // No replica leaves while its counterpart still has to heal.
                     let _ = m.start_quorum(&mut state, soon());
                     // Rank 0 has the replica's servers: it goes last, and says so.
                     if group_rank == 1 {
@@ -351,7 +351,7 @@ fn what_no_epoch_would_change_ends_all_ranks_of_the_replica_at_once_and_no_other
                         group_rank != 1,
                         error.to_string().contains("rank 1 of this replica")
                     );
-                    // Whoever asks again learns the same, and waits for nobody.
+                    // A replica that asks again learns the same, and does not wait.
                     if group_rank != 1 {
                         let again = m.start_quorum(&mut state, far()).unwrap_err();
                         assert!(again.to_string().contains("no such sum here"), "{again}");
@@ -412,7 +412,7 @@ fn with_a_fixed_world_size_spares_follow_along_without_counting() {
                 let mut config = ManagerConfig::new(format!("r{i}"), &url);
                 config.min_replicas = 2;
                 config.world_size_mode = WorldSizeMode::FixedWithSpares;
-                // All start from the same state: nobody has to heal, so that only the mode decides who counts.
+                // All start from the same state: no replica has to heal, so that only the mode decides who counts.
                 config.init_sync = false;
                 let mut m = Manager::new(Arc::new(group), config).unwrap();
                 let mut state = Number {
@@ -479,7 +479,7 @@ fn a_group_that_cannot_be_aborted_or_configured_again_is_refused() {
             ..offered
         };
         let group = Arc::new(Unplugged(gloo, Mutex::default(), capabilities));
-        // Nothing was tried: nobody listens there.
+        // Nothing was tried: nothing listens there.
         let e = Manager::new(group, ManagerConfig::new("r0", "http://127.0.0.1:9"))
             .err()
             .unwrap();
@@ -550,7 +550,7 @@ impl State for Slow {
     }
 }
 
-/// A first step with a replica that dies in its first quorum, once there is something in `dies`: nobody may wait for it until the deadline.
+/// A first step with a replica that dies in its first quorum, once there is something in `dies`: no replica may wait for it until the deadline.
 /// `told`: of aborts. `before`: what happens between the manager's look for news and the group's own beginning.
 fn step_with_one_that_dies(
     dies: Receiver<()>,
@@ -628,7 +628,7 @@ fn l27_an_abort_that_comes_just_before_the_group_connects_is_not_lost() {
     step_with_one_that_dies(dies, &mut number, told, Box::new(before));
 }
 
-/// A group that connects to nobody, has no barrier to meet anybody at, and breaks when it is told to.
+/// A group that connects to no peer, has no barrier, and breaks when it is told to.
 struct Unplugged(backend_gloo::GlooGroup, Mutex<Option<Error>>, Capabilities);
 
 impl ProcessGroup for Unplugged {

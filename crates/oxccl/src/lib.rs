@@ -67,9 +67,11 @@ pub mod telemetry;
 /// The programs of the README and of the pages that show calls, compiled as tests so that they stay true.
 #[cfg(all(
     doctest,
+    feature = "backend",
     feature = "diloco",
     feature = "gloo",
     feature = "launch",
+    feature = "manager",
     feature = "world"
 ))]
 mod documentation {

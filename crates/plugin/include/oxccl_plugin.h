@@ -1,6 +1,7 @@
 /* oxccl plugin ABI 1.0: backends and device kinds as shared libraries.
  *
- * Generated from crates/plugin/src/abi.rs and abi/meaning.rs; do not edit. The rules are in docs/plugins.md.
+ * Generated from crates/plugin/src/abi.rs and abi/meaning.rs, and the texts and times from
+ * crates/conformance/src/expected.rs; do not edit. The rules are in docs/plugins.md.
  *
  * A plugin exports two functions:
  *
@@ -34,22 +35,41 @@ extern "C" {
 /* Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure
  * do not reach the plugin; those after shutdown do, and are INVALID_STATE. */
 
-/* configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and its text has rank
- * R of N (or ranks R, S of N) and phase with the name of what it waited in. If it is cancelled
- * (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED
- * with the reason; the suite allows 15 s. */
+/* configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (rank R
+ * of N, or ranks R, S of N) and the phase that it waited in. If it is cancelled (oxccl_store.wanted fails,
+ * waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason. */
 
-/* Faults that the conformance suite checks with ABORT: of an abort ABORTED with the reason, on the other
- * ranks also rank N of the one that called it; of a later call POISONED with the first cause; of a deadline
- * TIMEOUT with rank and the missing one, of a receive's deadline also the tag; of a rank that died PEER_LOST
- * with its number in peer. */
+/* Faults that the conformance suite checks, of groups that advertise ABORT, RECONFIGURE or
+ * MISMATCH_DETECTION: the kind, and what the text contains. N, TAG, A and B stand for numbers, REASON and
+ * CAUSE for texts that were given. Of a rank that died it is PEER_LOST with the rank in peer.
+ *
+ *   abort(REASON), on the rank that called it:
+ *       ABORTED, "REASON"
+ *   abort(REASON) on rank N, on the other ranks:
+ *       ABORTED, "REASON" and "rank N"
+ *   a call on a group that is poisoned by CAUSE:
+ *       POISONED, "CAUSE"
+ *   the deadline of a collective passed:
+ *       TIMEOUT, "rank"
+ *   the deadline of a receive from rank N with tag TAG passed:
+ *       TIMEOUT, "rank N" and "TAG"
+ *   configure without rank N:
+ *       TIMEOUT, "rank N of" and "phase"
+ *   configure cancelled for REASON:
+ *       ABORTED, "REASON"
+ *   two ranks expect A and B bytes of one message:
+ *       MISMATCH, "A bytes" and "B bytes"
+ */
 
-/* Faults that it checks with MISMATCH_DETECTION: MISMATCH; of two sizes of a message both, as in 20 bytes and
- * 16 bytes. */
-
-/* Times that it allows: an operation ends at its timeout_ms (10 s later at most; the host itself fails it
- * after 2 s and poisons the group); after an abort pending work ends within 100 ms (5 s on a busy machine);
- * the death of a rank ends the others' work within 10 s; a case ends within 90 s. */
+/* Times that it allows, with room for a busy machine. The host itself fails an operation 2 s after its
+ * timeout_ms and poisons the group.
+ *
+ *   from an abort to the end of pending work, here and on other ranks: 5 s
+ *   from the start of an operation whose deadline is soon to its end: 10 s
+ *   from the death of a rank to the end of the others' work: 10 s
+ *   from the start of a configure that is cancelled to its end: 15 s
+ *   from the start of a case to its end on every rank: 90 s
+ */
 
 #define OXCCL_PLUGIN_MAGIC UINT64_C(0x474c504c4343584f)
 #define OXCCL_PLUGIN_MAJOR 1u
@@ -180,7 +200,8 @@ enum oxccl_feature {
     OXCCL_FEATURE_THREAD_RANKS = 7,
     /* split is there and works. */
     OXCCL_FEATURE_SPLIT = 8,
-    /* execute is there; when it returns, nobody touches the buffers any more, whether it succeeded or failed. */
+    /* execute is there; when it returns, nothing touches the buffers any more, whether it succeeded or
+     * failed. */
     OXCCL_FEATURE_BORROW = 9,
 };
 
@@ -377,7 +398,7 @@ struct oxccl_host {
     oxccl_str version;
     /* Logs one event. Any thread. */
     void (*log)(void *ctx, uint32_t level, oxccl_str target, oxccl_str text);
-    /* The most detailed oxccl_level that anybody reads now; 0 if nobody does. Any thread. */
+    /* The most detailed oxccl_level that is read now; 0 for none. Any thread. */
     uint32_t (*log_level)(void *ctx);
 };
 
@@ -526,7 +547,7 @@ struct oxccl_configuration {
 };
 
 /* Memory of one tensor: contiguous, aligned, lent from the call until the operation has ended (complete, or
- * the return of execute). Whoever still touches it after that must hold a reference; what is never released
+ * the return of execute). Code that still touches it after that must hold a reference; what is never released
  * is never freed. */
 struct oxccl_buffer {
     /* The bytes that the writer of this struct knows. */
@@ -696,8 +717,8 @@ struct oxccl_group {
     void (*traffic)(void *ctx, oxccl_traffic *traffic);
     /* The host will not use ctx any more. Exactly once. Pending operations still complete. */
     void (*close)(void *ctx);
-    /* Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody
-     * touches the buffers any more but whoever retained them. May be null: the host submits and waits. */
+    /* Runs an operation to its end, on the calling thread where that is possible. When it returns, only what
+     * retained the buffers touches them. May be null: the host submits and waits. */
     int32_t (*execute)(void *ctx, const oxccl_operation *operation, oxccl_outcome *outcome, oxccl_fault *fault);
 };
 

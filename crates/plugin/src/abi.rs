@@ -165,7 +165,7 @@ c_structs! {
         version: Str,
         /// Logs one event. Any thread.
         log: Option<unsafe extern "C" fn(ctx: *mut c_void, level: u32, target: Str, text: Str)>,
-        /// The most detailed `oxccl_level` that anybody reads now; 0 if nobody does. Any thread.
+        /// The most detailed `oxccl_level` that is read now; 0 for none. Any thread.
         log_level: Option<unsafe extern "C" fn(ctx: *mut c_void) -> u32>,
     }
     /// What a backend offers. Bits that the host does not know are ignored: it cannot call what it cannot name.
@@ -307,7 +307,7 @@ c_structs! {
         timeout_ms: i64,
     }
     /// Memory of one tensor: contiguous, aligned, lent from the call until the operation has ended (`complete`, or the return
-    /// of `execute`). Whoever still touches it after that must hold a reference; what is never released is never freed.
+    /// of `execute`). Code that still touches it after that must hold a reference; what is never released is never freed.
     Buffer {
         /// The bytes that the writer of this struct knows.
         size: u64,
@@ -465,8 +465,8 @@ c_structs! {
         traffic: Option<unsafe extern "C" fn(ctx: *mut c_void, traffic: *mut Traffic)>,
         /// The host will not use `ctx` any more. Exactly once. Pending operations still complete.
         close: Option<unsafe extern "C" fn(ctx: *mut c_void)>,
-        /// Runs an operation to its end, on the calling thread where that is possible. When it returns, nobody touches
-        /// the buffers any more but whoever retained them. May be null: the host submits and waits.
+        /// Runs an operation to its end, on the calling thread where that is possible. When it returns, only what retained the buffers touches
+        /// them. May be null: the host submits and waits.
         execute: Option<unsafe extern "C" fn(ctx: *mut c_void, operation: *const Operation, outcome: *mut Outcome, fault: *mut Fault) -> i32>,
     }
     /// A device kind that a plugin brings. Lives as long as the process. Streams and events are handles of the plugin; a handle

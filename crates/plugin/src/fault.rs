@@ -4,7 +4,7 @@ use std::error::Error as _;
 use std::time::{Duration, Instant};
 
 use ftcore::registry::Unavailable;
-use ftcore::{DType, Error, ErrorKind};
+use ftcore::{DType, Error, ErrorKind, printable};
 
 use crate::abi::{self, FAILED, Fault, Growing, OK};
 
@@ -46,6 +46,11 @@ fn put(into: &mut [u8], text: &str) -> u32 {
 fn get(from: &[u8], len: u32) -> String {
     let bytes = from.get(..len as usize).unwrap_or(from);
     String::from_utf8_lossy(bytes).into_owned()
+}
+
+/// The other side's text, for an error that is shown and logged without a look at where its text is from.
+fn said(from: &[u8], len: u32) -> String {
+    printable::one_line(&get(from, len), from.len()).into_owned()
 }
 
 /// An error as it crosses. Its operation stays behind: the caller knows which one it called.
@@ -100,7 +105,7 @@ pub(crate) fn encode(error: &Error) -> Fault {
 /// The error in a fault that the other side filled in. `who` is said where it filled in nothing that makes sense.
 pub(crate) fn decode(fault: &Fault, who: &str) -> Error {
     let kind = KINDS.iter().find(|(code, _)| *code == fault.kind);
-    let text = get(&fault.text, fault.text_len);
+    let text = said(&fault.text, fault.text_len);
     let mut error = match kind {
         None => Error::new(
             ErrorKind::Backend,
@@ -223,6 +228,22 @@ mod tests {
             back.to_string().contains("failed before; cause: rank 3"),
             "{back}"
         );
+    }
+
+    #[test]
+    fn the_text_of_a_plugin_s_error_neither_breaks_a_log_line_nor_acts_on_a_terminal() {
+        let reason = Unavailable::InitFailed {
+            code: None,
+            text: "\u{1b}[2J\u{202e}no".into(),
+        };
+        for error in [Error::invalid("a\r\nb \u{1b}[31m\u{2066}c"), reason.into()] {
+            let back = decode(&encode(&error), "p");
+            let shown = format!("{back} {back:?}");
+            assert!(
+                !shown.contains(printable::is_active) && !back.to_string().contains('\n'),
+                "{shown:?}"
+            );
+        }
     }
 
     #[test]

@@ -22,7 +22,7 @@ struct Launcher {
     local_rank: &'static str,
     /// The number of ranks on this host; not every launcher says so.
     local_size: Option<&'static str>,
-    /// Where the ranks meet if nobody sets [`ADDRESS`].
+    /// Where the ranks meet if [`ADDRESS`] is not set.
     meeting: Unsaid,
 }
 

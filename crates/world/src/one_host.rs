@@ -19,7 +19,7 @@ impl Drop for RemovedFile {
 
 /// The file for the job of this process, in a folder of this user's own. `variable` tells the job's processes from the one that started them.
 ///
-/// Errors: `Io` with the path; `Conflict` if somebody else has the folder.
+/// Errors: `Io` with the path; `Conflict` if another user has the folder.
 pub(crate) fn file(variable: &str) -> Result<PathBuf> {
     let user = rustix::process::getuid().as_raw();
     let folder = std::env::temp_dir().join(format!("oxccl-{user}"));
@@ -28,7 +28,7 @@ pub(crate) fn file(variable: &str) -> Result<PathBuf> {
         Err(e) if e.kind() != std::io::ErrorKind::AlreadyExists => return Err(failed(e)),
         _ => {}
     }
-    // Not through a link that somebody else has put there.
+    // Not through a link that another user has put there.
     let found = fs::symlink_metadata(&folder).map_err(failed)?;
     if !found.is_dir() || found.uid() != user || found.mode() & 0o077 != 0 {
         return Err(Error::new(

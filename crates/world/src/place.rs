@@ -34,7 +34,7 @@ pub struct Place {
 pub enum Meeting {
     /// Rank 0 listens there (`host:port`), the others connect.
     Tcp(String),
-    /// Somebody else's store listens there and outlives this job's processes, such as that of torchrun's agent: all ranks connect.
+    /// Another program's store listens there and outlives this job's processes, such as that of torchrun's agent: all ranks connect.
     Served {
         /// `host:port`.
         address: String,
@@ -137,7 +137,7 @@ impl Place {
 
     /// Opens the store at which the ranks meet. What comes with it must live as long as any rank needs the store.
     ///
-    /// Errors: `Timeout` or `Unavailable` if nobody listens there before `deadline`; `Conflict` or `Io` if rank 0 cannot; `Conflict` if another
+    /// Errors: `Timeout` or `Unavailable` if nothing listens there before `deadline`; `Conflict` or `Io` if rank 0 cannot; `Conflict` if another
     /// process says that it is this rank.
     pub fn open(&self, deadline: Instant) -> Result<(Arc<dyn Store>, Host)> {
         let mut host = Host::default();

@@ -217,7 +217,7 @@ impl Made {
 }
 
 impl World {
-    /// Meets the other ranks at `place` and connects. What is wrong with the options is told before anybody is met.
+    /// Meets the other ranks at `place` and connects. What is wrong with the options is told before the other ranks are met.
     ///
     /// Errors: those of [`WorldOptions::group`], [`Place::open`] and of the group's `configure`; `InvalidArgument` for a wrong [`ENV_SPLIT_GROUPS`].
     pub fn init(place: &Place, options: WorldOptions, deadline: Instant) -> Result<Self> {
@@ -247,7 +247,7 @@ impl World {
         Self::init(&Place::from_env()?, options, deadline)
     }
 
-    /// Connects through a store that all ranks have; nobody has made a world through it before.
+    /// Connects through a store that all ranks have; no world was made through it before.
     ///
     /// Errors: as [`init`](Self::init), without those of the meeting.
     pub fn with_store(

@@ -48,7 +48,7 @@ fn pair(body: fn(&World) -> Result<()>) -> Result<()> {
                         ..WorldOptions::default()
                     };
                     let world = World::with_store(store.clone(), rank, 2, options, soon())?;
-                    // Nobody ends it while the other still connects.
+                    // No rank ends it while the other still connects.
                     store.barrier("connected", 2, soon())?;
                     body(&world)
                 })

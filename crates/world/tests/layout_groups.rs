@@ -128,7 +128,7 @@ fn rank(meeting: &str) {
     let again = groups.pair(before, soon()).unwrap();
     assert!(Arc::ptr_eq(&again, &groups.pair(after, soon()).unwrap()));
     report.push(format!("made {}", made.load(Ordering::Relaxed)));
-    // Rank 0 has the store; nobody needs it any more.
+    // Rank 0 has the store; no rank needs it any more.
     world.group().barrier().unwrap();
     println!("REPORT {}", report.join("; "));
 }

@@ -58,7 +58,7 @@ impl ProcessGroup for Member {
         let mut told = self.told.lock().unwrap();
         told.prefixes.push(configuration.prefix);
         if told.refuses_configure {
-            return Err(Error::new(ErrorKind::PeerLost, "nobody came"));
+            return Err(Error::new(ErrorKind::PeerLost, "no rank came"));
         }
         told.error = None;
         let Some(before) = told.before_waiting.take() else {
@@ -264,7 +264,7 @@ fn an_abort_and_a_failed_configuration_reach_every_member() {
     let e = group.configure(configuration(1)).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::PeerLost);
     let why = told[0].lock().unwrap().aborts.join(" ");
-    assert!(why.contains("hpu") && why.contains("nobody came"), "{why}");
+    assert!(why.contains("hpu") && why.contains("no rank came"), "{why}");
 }
 
 /// How ranks of two configure, with much time.

@@ -163,7 +163,7 @@ fn openmpi(cache: &Path, transport: &[&str]) -> Result<Program> {
     let binary = compile(&mpicc, &cache.join("openmpi"))?;
     let mut launch = vec![mpirun.display().to_string()];
     launch.extend(["--allow-run-as-root", "--oversubscribe"].map(str::to_owned));
-    // As everybody here: with more ranks than cores it binds nobody by itself.
+    // As the others here: with more ranks than cores it binds none by itself.
     launch.extend(["--map-by", "core", "--bind-to", "core:overload-allowed"].map(str::to_owned));
     launch.extend(transport.iter().map(|&a| a.to_owned()));
     launch.push("-n".to_owned());

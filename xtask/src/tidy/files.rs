@@ -57,6 +57,27 @@ pub(super) fn check_manifest(path: &str, text: &str) -> Option<Finding> {
     (!has).then(|| Finding::new(path, 0, "lints", "add `[lints]` with `workspace = true`"))
 }
 
+/// Every crate says what it is for beside its manifest, `path`. `readme` is that text, if it is there.
+pub(super) fn check_readme(path: &str, manifest: &str, readme: Option<&str>) -> Option<Finding> {
+    if !manifest.lines().any(|line| line.trim() == "[package]") {
+        return None;
+    }
+    let says = |text: &str| {
+        let mut lines = text.lines();
+        lines.next().is_some_and(|l| l.starts_with("# "))
+            && lines.any(|l| !l.is_empty() && !l.starts_with('#'))
+    };
+    let good = readme.is_some_and(says);
+    (!good).then(|| {
+        Finding::new(
+            path,
+            0,
+            "readme",
+            "add a README.md: a title and what the crate is for",
+        )
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -92,6 +113,15 @@ mod tests {
     fn a_module_begins_with_what_it_is_for() {
         assert_eq!(rules("crates/x/src/y.rs", "use a;\n"), ["header"]);
         assert!(rules("crates/x/build.rs", "fn main() {}\n").is_empty());
+    }
+
+    #[test]
+    fn a_crate_has_a_readme_that_says_something() {
+        let crate_toml = "[package]\nname = \"x\"\n";
+        assert!(check_readme("x/Cargo.toml", crate_toml, Some("# x\n\nFor tests.\n")).is_none());
+        assert!(check_readme("x/Cargo.toml", crate_toml, Some("# x\n")).is_some());
+        assert!(check_readme("x/Cargo.toml", crate_toml, None).is_some());
+        assert!(check_readme("Cargo.toml", "[workspace]\n", None).is_none());
     }
 
     #[test]

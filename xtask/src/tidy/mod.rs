@@ -2,7 +2,8 @@
 //!
 //! `stairs` reads `cargo metadata`; `files` and `rules` read the sources, which `lexer` has split into code, string
 //! literals and test parts; `variables` compares them with the documentation; `lessons` finds the regression tests; `lines` counts;
-//! `words` knows the terms of the field, `links` where the documentation points, `width` how long its lines are.
+//! `words` knows the terms of the field, `links` where the documentation points, `width` how long its lines are, `commands` what its commands name,
+//! `programs` which examples its programs are.
 //! Each rule is a pure function that returns findings; this module collects and prints them.
 
 use std::fmt;
@@ -11,14 +12,17 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 
+use crate::matrix;
 use crate::metadata::Metadata;
 use lexer::Source;
 
+mod commands;
 mod files;
 mod lessons;
 mod lexer;
 mod lines;
 mod links;
+mod programs;
 mod rules;
 mod stairs;
 mod variables;
@@ -68,6 +72,12 @@ pub(crate) fn check() -> Result<bool> {
         let text = read(&package.manifest_path)?;
         findings.extend(files::check_manifest(&manifest, &text));
     }
+    for manifest in manifests(&metadata.workspace_root)? {
+        let beside = manifest.with_file_name("README.md");
+        let readme = beside.exists().then(|| read(&beside)).transpose()?;
+        let path = relative(&metadata.workspace_root, &manifest);
+        findings.extend(files::check_readme(&path, &read(&manifest)?, readme.as_deref()));
+    }
     for source in &sources {
         findings.extend(files::check(source));
         findings.extend(rules::check(source));
@@ -75,6 +85,22 @@ pub(crate) fn check() -> Result<bool> {
     for (path, text) in &documents {
         findings.extend(words::check(path, text));
         findings.extend(width::check(path, text));
+    }
+    let names = commands::Names::of(
+        &metadata,
+        matrix::ROWS.iter().map(|r| r.name).collect(),
+        crate::grammar(),
+    );
+    let beside = readmes(&metadata.workspace_root)?;
+    for (path, text) in documents.iter().chain(&beside) {
+        findings.extend(commands::check(path, text, &names, |path| {
+            metadata.workspace_root.join(path).exists()
+        }));
+    }
+    for (path, text) in documents.iter().filter(|(path, _)| path == "README.md") {
+        findings.extend(programs::check(path, text, |file| {
+            read(&metadata.workspace_root.join(file)).ok()
+        }));
     }
     findings.extend(links::check(&documents, |path| {
         metadata.workspace_root.join(path).exists()
@@ -161,6 +187,23 @@ fn read_documents(root: &Path) -> Result<Vec<(String, String)>> {
         collect(&root.join("docs"), "md", &mut paths)?;
     }
     paths.iter().map(|p| Ok((relative(root, p), read(p)?))).collect()
+}
+
+/// The READMEs of the crates.
+fn readmes(root: &Path) -> Result<Vec<(String, String)>> {
+    let beside = manifests(root)?
+        .into_iter()
+        .map(|path| path.with_file_name("README.md"));
+    let readmes = beside.filter(|path| path.exists() && path.parent() != Some(root));
+    readmes.map(|p| Ok((relative(root, &p), read(&p)?))).collect()
+}
+
+/// Every `Cargo.toml`, those of the workspaces beside the main one too.
+fn manifests(root: &Path) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::new();
+    collect(root, "toml", &mut paths)?;
+    paths.retain(|path| path.file_name().is_some_and(|name| name == "Cargo.toml"));
+    Ok(paths)
 }
 
 fn collect(folder: &Path, extension: &str, into: &mut Vec<PathBuf>) -> Result<()> {

@@ -1,7 +1,10 @@
-//! A [`ParamSet`] is what DiLoCo works on: nothing else to write.
+//! A [`ParamSet`] is what DiLoCo works on, and the state and the slots of data parallel: nothing else to write.
 
-use diloco::Parameters;
-use ftcore::Result;
+use candle_core::backprop::GradStore;
+use ddp::Slot;
+use diloco::{Parameters, load_parameters, save_parameters};
+use ftcore::{Error, Result};
+use replica::{State, StateDict};
 
 use crate::ParamSet;
 
@@ -23,11 +26,76 @@ impl Parameters for ParamSet {
     }
 }
 
+/// For data parallel, whose state they are.
+impl State for ParamSet {
+    fn save(&self, out: &mut StateDict) -> Result<()> {
+        save_parameters(self, out)
+    }
+
+    fn load(&mut self, from: &StateDict) -> Result<()> {
+        load_parameters(self, from)
+    }
+}
+
+impl ParamSet {
+    /// The slots of the gradients, for `ddp::Ddp::new`: one for each parameter, in order.
+    pub fn slots(&self) -> Vec<Slot> {
+        (0..self.len()).map(|i| Slot::f32(self.numel(i))).collect()
+    }
+
+    /// The gradients as `ddp::Ddp::step` takes them: one vector for each parameter, in order. Errors: as in [`ParamSet::with_grad`].
+    pub fn gradients(&self, grads: &GradStore) -> Result<Vec<Vec<f32>>> {
+        self.check_grads(grads)?;
+        (0..self.len())
+            .map(|i| self.with_grad(grads, i, <[f32]>::to_vec))
+            .collect()
+    }
+
+    /// Calls `f` with each parameter's elements and the vector for it in `averages`: an optimizer's step. Errors (`InvalidArgument`): not one vector of
+    /// its length for each parameter; nothing is changed then.
+    pub fn update(
+        &mut self,
+        averages: &[Vec<f32>],
+        mut f: impl FnMut(usize, &mut [f32], &[f32]),
+    ) -> Result<()> {
+        let lengths = averages.iter().map(Vec::len);
+        if !lengths.eq((0..self.len()).map(|i| self.numel(i))) {
+            return Err(Error::invalid(format!(
+                "{} averages do not fit {} parameters: one of its length for each, in order",
+                averages.len(),
+                self.len()
+            )));
+        }
+        for (i, average) in averages.iter().enumerate() {
+            self.with_slice_mut(i, |values| f(i, values, average))?;
+        }
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use candle_core::{Device, Var};
 
     use super::*;
+
+    #[test]
+    fn data_parallel_gets_slots_gradients_and_updates_and_the_state_comes_back() {
+        let v = Var::from_slice(&[1f32, -2.0], 2, &Device::Cpu).unwrap();
+        let mut set = ParamSet::new(vec![("w".to_owned(), v.clone())]).unwrap();
+        let mut saved = StateDict::new();
+        set.save(&mut saved).unwrap();
+        assert_eq!(set.slots(), [Slot::f32(2)]);
+        let grads = v.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        let grads = set.gradients(&grads).unwrap();
+        assert_eq!(grads, [[2.0, -4.0]]);
+        let descend = |_, w: &mut [f32], g: &[f32]| w.iter_mut().zip(g).for_each(|(w, g)| *w -= 0.25 * g);
+        set.update(&grads, descend).unwrap();
+        assert_eq!(v.as_tensor().to_vec1::<f32>().unwrap(), [0.5, -1.0]);
+        assert!(set.update(&[vec![1.0]], descend).is_err());
+        set.load(&saved).unwrap();
+        assert_eq!(v.as_tensor().to_vec1::<f32>().unwrap(), [1.0, -2.0]);
+    }
 
     #[test]
     fn diloco_reads_and_writes_the_variables_themselves() {

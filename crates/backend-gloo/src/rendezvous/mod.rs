@@ -174,14 +174,15 @@ impl<'a> Rendezvous<'a> {
         settings: &'a Settings,
         counters: Arc<Counters>,
     ) -> Result<Self> {
-        let host = std::env::var(interface::HOST_VARIABLE)
-            .ok()
-            .filter(|h| !h.is_empty());
         let Addresses {
             bind,
             advertise,
             loopback_here,
-        } = interface::addresses(settings.net_name.as_deref(), host.as_deref(), settings.is_open())?;
+        } = interface::addresses(
+            settings.net_name.as_deref(),
+            settings.host.as_deref(),
+            settings.is_open(),
+        )?;
         may_listen(
             "gloo",
             SocketAddr::new(bind, 0),

@@ -1,14 +1,14 @@
 //! How the ranks of a configuration meet: rank 0 publishes its address, a token and NCCL's unique id in the store; the others connect
 //! and greet; rank 0 lets all go on at once, or tells all what is wrong.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use ftcore::identity::hello::{Handshake, Refused};
 use ftcore::identity::{INSECURE, is_insecure, may_listen};
 use ftcore::lifecycle::nonce;
-use ftcore::{Configuration, Credentials, Error, ErrorKind, Result, time_left};
+use ftcore::{Configuration, Credentials, Error, ErrorKind, Result, host_address, time_left};
 use nccl_sys::UniqueId;
 
 use super::FILES;
@@ -17,7 +17,7 @@ use super::record::{ID, Published, refusal, refused};
 use super::strangers::{Greeted, Strangers, topic};
 use super::wire::{Frame, Hello, Kind, TOKEN};
 
-/// The address that the other hosts are told; without it the one of the default route.
+/// The address that the other hosts are told; without it the one of `ftcore::host_address::outward`.
 pub(crate) const ENV_HOST: &str = "OXCCL_NCCL_HOST";
 
 // The records know no more of an id than its length.
@@ -48,12 +48,7 @@ fn own_address() -> Result<IpAddr> {
             .parse()
             .map_err(|_| Error::invalid(format!("{ENV_HOST}={host} is not an IP address")));
     }
-    // Nothing is sent: connecting a datagram socket only chooses the route.
-    let probe = UdpSocket::bind((Ipv4Addr::UNSPECIFIED, 0)).and_then(|s| {
-        s.connect((Ipv4Addr::new(192, 0, 2, 1), 9))?;
-        s.local_addr()
-    });
-    Ok(probe.map_or(IpAddr::V4(Ipv4Addr::LOCALHOST), |a| a.ip()))
+    Ok(host_address::outward(true).unwrap_or(IpAddr::V4(Ipv4Addr::LOCALHOST)))
 }
 
 /// A name that cannot be guessed. Without a file: there may be none to be had.
@@ -269,6 +264,25 @@ fn judge(greeted: Greeted, own: &Hello) -> Result<Option<Guest>> {
     }))
 }
 
+/// What may be wrong if rank 0 cannot be reached at `ip`. `is_open`: this rank has credentials, or needs none.
+fn hint(is_here: bool, ip: IpAddr, is_open: bool) -> String {
+    match (is_here, ip.is_loopback()) {
+        (true, _) => String::new(),
+        (false, true) if is_open => format!(
+            "; rank 0 is on another host and has published its loopback address: no other interface of its host is up, or it has no credentials \
+             and listens on loopback only. Look at rank 0's host, or set {ENV_HOST} there to the address that this host reaches it by"
+        ),
+        (false, true) => format!(
+            "; rank 0 is on another host and has published its loopback address: without credentials it listens there only. Set {} or, on a \
+             network that only the job can reach, {INSECURE}=1 on all hosts",
+            Credentials::VARIABLE
+        ),
+        (false, false) => format!(
+            "; rank 0 is on another host and has published this address of it: if this host reaches it by another one, set {ENV_HOST} on rank 0's host"
+        ),
+    }
+}
+
 /// The other ranks' side.
 fn connect(
     c: &Configuration,
@@ -281,14 +295,7 @@ fn connect(
         true => IpAddr::V4(Ipv4Addr::LOCALHOST),
         false => published.address,
     };
-    let hint = match !is_here && ip.is_loopback() {
-        true => format!(
-            "; it is on another host and listens on loopback only, as it has no credentials: set {} or, on a network that only the job can \
-             reach, {INSECURE}=1 on all hosts",
-            Credentials::VARIABLE
-        ),
-        false => String::new(),
-    };
+    let hint = hint(is_here, ip, credentials.is_some() || is_insecure(false));
     let address = SocketAddr::new(ip, published.port);
     let left = time_left(c.deadline).max(Duration::from_millis(1));
     let stream = TcpStream::connect_timeout(&address, left).map_err(|e| {
@@ -413,6 +420,19 @@ fn hear(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_address_that_is_not_reached_is_blamed_on_credentials_only_where_they_are_missing() {
+        let (loopback, other) = ([127, 0, 0, 1].into(), [10, 0, 0, 4].into());
+        assert_eq!(hint(true, loopback, false), "");
+        assert!(hint(false, loopback, false).contains(Credentials::VARIABLE));
+        let text = hint(false, loopback, true);
+        assert!(
+            text.contains("interface") && text.contains(ENV_HOST) && !text.contains(Credentials::VARIABLE)
+        );
+        let text = hint(false, other, true);
+        assert!(text.contains(ENV_HOST) && !text.contains("credentials"), "{text}");
+    }
 
     #[test]
     fn no_two_tokens_are_alike() {

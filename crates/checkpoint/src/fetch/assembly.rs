@@ -213,7 +213,7 @@ impl Assembly {
         new
     }
 
-    /// A slot that its request did not fill. `missed`: nobody else brings the chunk.
+    /// A slot that its request did not fill. `missed`: no other source brings the chunk.
     pub(super) fn give_back(&mut self, slot: Slot, in_place: bool, missed: bool) {
         if let Some(chunk) = self.chunks.get_mut(slot.index) {
             if in_place {

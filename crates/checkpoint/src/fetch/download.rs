@@ -28,7 +28,7 @@ const MAX_REQUEST_BYTES: u64 = 8 << 20;
 /// The most chunks of one request.
 const MAX_REQUEST_CHUNKS: usize = 256;
 
-/// A request that brought no chunk for this long is repeated by whoever has nothing else to do.
+/// A request that brought no chunk for this long is repeated by the source that has nothing else to do.
 const STANDSTILL: Duration = Duration::from_millis(200);
 
 /// When all chunks are here: how long sources that have not told their manifest yet may still contradict it.

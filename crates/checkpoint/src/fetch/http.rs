@@ -294,7 +294,7 @@ mod tests {
             let e = wire.get("h:1", "/p", &[]).await;
             assert!(
                 matches!(e, Err(Broken::Lost(_))),
-                "nobody hears the request: {e:?}"
+                "the request is not answered: {e:?}"
             );
         });
     }

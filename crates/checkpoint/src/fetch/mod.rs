@@ -220,7 +220,7 @@ impl Fetch {
     ///
     /// Errors: `Timeout` when the deadline passes, saying what was waited for and how far it got. `Corrupt` naming source and chunk
     /// if no source is left and one sent wrong data, or naming both sources of a divergence. Else `PeerLost` (the connection broke),
-    /// `Unavailable` (nobody answers), `NotFound` (other states are served) or `Protocol` (not a checkpoint server, a malformed
+    /// `Unavailable` (no answer), `NotFound` (other states are served) or `Protocol` (not a checkpoint server, a malformed
     /// address, or beyond the limits). `InvalidArgument` only for what the caller said: no sources, a negative step, options.
     ///
     /// What came before a failure goes to `kept`. Nothing else of the caller's is changed: its step advances when it has applied the state (INV-5).

@@ -44,7 +44,7 @@ pub(super) struct Limits {
     pub(super) options: TransportOptions,
     /// For the answers in progress.
     pub(super) permits: Arc<Semaphore>,
-    /// Who may connect; `None`: anybody.
+    /// Who may connect; `None`: any peer.
     acceptor: Option<Acceptor>,
 }
 
@@ -133,7 +133,7 @@ pub(super) async fn serve(
     }
 }
 
-/// Ready once a stop was asked for, or nobody is left who could.
+/// Ready once a stop was asked for, or no handle is left that could.
 async fn stopping(stop: &mut Stop) {
     let _ = stop.wait_for(Option::is_some).await;
 }
@@ -284,7 +284,7 @@ async fn answer<B>(
                     format!("step {} has not all of these chunks", asked.step),
                 );
             };
-            // Others that wait for theirs go on in turn: whoever has one must read it, or loses it (`pace`).
+            // Others that wait for theirs go on in turn: a peer that has one must read it, or loses it (`pace`).
             let Ok(permit) = Arc::clone(&limits.permits).acquire_owned().await else {
                 return text(StatusCode::SERVICE_UNAVAILABLE, "shutting down".into());
             };

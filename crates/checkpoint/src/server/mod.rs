@@ -8,7 +8,7 @@
 //! Memory at a source is bounded: the newest two snapshots, at most two retired ones that still have readers, and
 //! one piece of a chunk per connection.
 
-use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs, UdpSocket};
+use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
@@ -169,7 +169,7 @@ impl HttpTransport {
                 yield_to_training();
                 let cut = runtime.block_on(connection::serve(listener, for_thread, limits, stopped));
                 runtime.shutdown_background();
-                // Nobody may be waiting any more.
+                // The receiver may be gone.
                 let _ = ended_tx.send(cut);
             })
             .map_err(failed)?;
@@ -251,32 +251,15 @@ fn life_id() -> u64 {
 
 fn advertised(bound: IpAddr) -> String {
     let address = if bound.is_unspecified() {
-        outward_address(bound.is_ipv4())
+        ftcore::host_address::outward(bound.is_ipv4())
     } else {
         Some(bound)
     };
     let address = address.unwrap_or_else(|| {
-        tracing::warn!("no address towards other machines found; peers are told the loopback address");
+        tracing::warn!("no interface besides loopback is up; peers are told the loopback address");
         IpAddr::V4(Ipv4Addr::LOCALHOST)
     });
     bracketed_host(&address.to_string())
-}
-
-/// The source address that the routing table chooses towards the outside. Connecting a UDP socket sends nothing;
-/// the targets are addresses reserved for documentation.
-fn outward_address(only_v4: bool) -> Option<IpAddr> {
-    let v4 = ("0.0.0.0:0", "192.0.2.1:9");
-    let v6 = ("[::]:0", "[2001:db8::1]:9");
-    let tries: &[_] = if only_v4 { &[v4] } else { &[v4, v6] };
-    tries.iter().find_map(|(from, to)| {
-        let socket = UdpSocket::bind(from).ok()?;
-        socket.connect(to).ok()?;
-        socket
-            .local_addr()
-            .ok()
-            .map(|a| a.ip())
-            .filter(|ip| !ip.is_unspecified())
-    })
 }
 
 #[cfg(test)]

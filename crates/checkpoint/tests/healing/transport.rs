@@ -380,7 +380,7 @@ fn who_never_finishes_its_first_request_is_gone_after_the_greeting_time() {
     for beginning in ["", "G", "GET /x HTTP/1.1\r\nHost: a\r\nA: "] {
         let mut reader = Reader::connect(&server);
         reader.stream.write_all(beginning.as_bytes()).unwrap();
-        // Another byte now and then, for as long as anybody listens.
+        // Another byte now and then, for as long as the peer listens.
         reader
             .stream
             .set_read_timeout(Some(Duration::from_millis(20)))

@@ -260,7 +260,7 @@ impl ManagerClient {
 
     /// Says, in the place of a vote, that this rank cannot go on because of `why`, which no other epoch would change. From then on every
     /// call of the replica's ranks, those that are waiting too, ends with `Unsupported` and that text: a replica goes on as a whole
-    /// or not at all, and nobody waits for a rank that will not come.
+    /// or not at all, and no rank waits for one that will not come.
     pub fn give_up(&self, vote: &CommitVote, why: &str, deadline: Instant) -> Result<()> {
         // Long enough for any error text, and far below what a message may have.
         let mut why: String = why.chars().take(4096).collect();

@@ -5,7 +5,7 @@
 //! call has at most one message in it and waits for its answer.
 //!
 //! The state's clock is the time at which a message came, and ticks come through the same queue: what waits in the queue of a busy lighthouse is taken
-//! in before a time-out that ended after it came. So nobody is found silent whose word is here already.
+//! in before a time-out that ended after it came. So no member is found silent whose heartbeat is here already.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -399,7 +399,7 @@ impl Actor {
         if time > self.away_after {
             tracing::warn!(
                 ?time,
-                "this lighthouse did not run for a while; nobody is blamed for what it did not hear"
+                "this lighthouse did not run for a while; no member is blamed for heartbeats that it did not receive"
             );
             self.callers.forgive();
             self.doubted_until = self.now.checked_add(self.heartbeat_timeout);
@@ -477,7 +477,7 @@ impl Actor {
         refused
     }
 
-    /// A quorum that is not recorded is told to nobody; its members ask again.
+    /// A quorum that is not recorded is told to no member; its members ask again.
     fn put_off(&mut self, tickets: &[Ticket], error: &Error) {
         for ticket in tickets {
             if let Some((_, reply)) = self.calls.remove(ticket) {

@@ -110,7 +110,7 @@ impl Election {
                 })),
                 _ = stop.wait_for(|s| *s) => None,
             };
-            // First of all nobody is answered any more.
+            // First of all no call is answered any more.
             task.abort();
             self.role.send_replace(Role::Follows { leader: None });
             match &why {

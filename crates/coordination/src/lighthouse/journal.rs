@@ -58,7 +58,7 @@ impl Journal {
         }
     }
 
-    /// Whether this lighthouse may still answer for the job. Errors: no, or nobody can say so.
+    /// Whether this lighthouse may still answer for the job. Errors: no, or it cannot be known.
     pub(crate) async fn confirm(&self) -> Result<()> {
         match self {
             Self::Nowhere | Self::Disk(_) => Ok(()),

@@ -218,7 +218,7 @@ impl LighthouseServer {
         let served = match served {
             Ok(served) => served,
             Err(error) => {
-                // A look-up of a name of etcd's may hang for longer than anybody waits.
+                // A look-up of a name of etcd's may hang for longer than a caller waits.
                 runtime.shutdown_background();
                 return Err(error);
             }
@@ -241,7 +241,7 @@ impl LighthouseServer {
     /// Gives up the lead, if it is shared, and closes the port and all connections. Errors: `Timeout` if that takes longer; it goes on in the
     /// background.
     pub fn shutdown(self, deadline: Instant) -> Result<()> {
-        // The file is free for the next lighthouse once nobody is served any more.
+        // The file is free for the next lighthouse once no call is served any more.
         let Self { service, keeps, .. } = self;
         let elected = keeps.iter().filter_map(|kept| match kept {
             Keeps::Elected { stop, ended } => Some((stop, ended)),

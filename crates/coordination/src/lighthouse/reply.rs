@@ -163,7 +163,7 @@ impl Shelf {
     pub(crate) fn replies(&mut self, quorum: &Arc<Quorum>, now: SystemTime) -> Replies {
         let mut progress = unchanged::progress(&mut self.last, quorum);
         let is_large = quorum.participants.len() + quorum.spares.len() > self.told_to_all;
-        // Without a place for everybody, which cannot be, all get the list.
+        // Without a place for every member, which cannot be, all get the list.
         let parts = is_large
             .then(|| Parts::of(quorum))
             .and_then(Result::ok)

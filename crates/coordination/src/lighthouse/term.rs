@@ -2,7 +2,7 @@
 //!
 //! The leader key names the leading lighthouse and is bound to its lease. The revision of the write that made it so is the term's token: every
 //! write of the record compares it, and every answer to a replica is given after a read that finds it still in place. So what a lighthouse
-//! does after another one has replaced the key changes nothing and tells nobody anything, however long it was stopped or cut off, and whatever
+//! does after another one has replaced the key changes nothing and tells no member anything, however long it was stopped or cut off, and whatever
 //! its clock says.
 
 use std::sync::Arc;
@@ -76,7 +76,7 @@ impl Term {
         token: i64,
     ) -> Result<(Self, Option<Record>)> {
         let place = format!("etcd key {}", keys.record);
-        // Nobody else can write it any more: what is read now is final.
+        // No other lighthouse can write it any more: what is read now is final.
         let entry = etcd.read(&keys.record, clock::now() + lease.ttl).await?;
         let record = entry.as_ref().map(|e| saved::decode(&e.value, &place));
         let term = Self {
@@ -130,7 +130,7 @@ impl Term {
             }
             _ => {
                 let text = format!(
-                    "{place} was changed by somebody else while this lighthouse leads; the job's keys are its alone"
+                    "{place} was changed by another program while this lighthouse leads; the job's keys are its alone"
                 );
                 Err(Error::new(ErrorKind::Conflict, text))
             }

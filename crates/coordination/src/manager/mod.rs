@@ -148,7 +148,7 @@ impl ManagerServer {
         let lighthouses = match reached {
             Ok(lighthouses) => lighthouses,
             Err(error) => {
-                // A look-up of its name may hang for longer than anybody waits.
+                // A look-up of its name may hang for longer than a caller waits.
                 runtime.shutdown_background();
                 return Err(error);
             }
@@ -185,7 +185,7 @@ impl ManagerServer {
         self.address.clone()
     }
 
-    /// Tells the lighthouse that the replica goes, so that nobody waits for it; heartbeats end, and a rank of this replica that still waits
+    /// Tells the lighthouse that the replica goes, so that no replica waits for it; heartbeats end, and a rank of this replica that still waits
     /// is told with `Mismatch`. Errors: `Timeout` or `Unavailable` if the lighthouse could not be told.
     pub fn leave(&self, deadline: Instant) -> Result<()> {
         let Some(handle) = self.service.handle() else {

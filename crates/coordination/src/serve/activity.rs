@@ -1,4 +1,4 @@
-//! What one connection is doing: whether it has greeted, which requests are open, which answers nobody reads.
+//! What one connection is doing: whether it has greeted, which requests are open, which answers are not read.
 //!
 //! [`Guarded`] watches its bytes below hyper, [`Activity::begin`] and the bodies its requests above. [`Activity::verdict`] says from
 //! both whether the connection may stay.
@@ -155,7 +155,7 @@ impl Activity {
         if !state.greeted {
             let until = self.since + limits.greeting;
             return if now < until {
-                // Its silence counts from its greeting on, and nobody says here when that comes.
+                // Its silence counts from its greeting on, and it is not known here when that comes.
                 Verdict::Stays(until.min(soon).min(now + self.ping_interval()))
             } else {
                 Verdict::Goes(format!("it did not greet within {:?}", limits.greeting))
@@ -180,7 +180,7 @@ impl Activity {
     }
 
     /// When to look next at whether the peer is silent, or that it is. Hyper pings it after the ping interval; the time for the answer is counted
-    /// from the first look after that, because while this process did not run it pinged nobody.
+    /// from the first look after that, because while this process did not run it pinged no peer.
     fn silent(&self, state: &mut State, now: Instant) -> Result<Option<Instant>, String> {
         let Some(heard) = state.heard else {
             return Ok(None);

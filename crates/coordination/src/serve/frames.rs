@@ -121,7 +121,7 @@ impl Frames {
             SETTINGS | PING if flags & ACK != 0 => return Ok(()),
             // An honest reader sends them, too: some for each answer.
             WINDOW_UPDATE => 0.1,
-            // RST_STREAM, PRIORITY, CONTINUATION, GOAWAY, empty DATA, and what nobody knows.
+            // RST_STREAM, PRIORITY, CONTINUATION, GOAWAY, empty DATA, and unknown ones.
             _ => 1.0,
         };
         let passed = now

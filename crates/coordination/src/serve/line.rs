@@ -79,7 +79,7 @@ impl Line {
         self.asked.notify_one();
     }
 
-    /// Until somebody [asks](Self::read).
+    /// Until a caller [asks](Self::read).
     pub(crate) async fn is_asked(&self) {
         self.asked.notified().await;
     }

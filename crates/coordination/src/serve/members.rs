@@ -1,4 +1,4 @@
-//! What a peer that has proved who it is may ask for. Without credentials everybody may ask for everything, as torchft's clients expect.
+//! What a peer that has proved who it is may ask for. Without credentials every process may ask for everything, as torchft's clients expect.
 
 use std::sync::Arc;
 

@@ -277,7 +277,7 @@ struct Flow {
     queue: VecDeque<(Instant, Vec<u8>)>,
     held: usize,
     is_ended: bool,
-    /// Nobody reads any more.
+    /// Nothing reads any more.
     is_unread: bool,
     is_lost: bool,
     reader: Option<Waker>,

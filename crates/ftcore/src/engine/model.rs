@@ -172,7 +172,7 @@ impl Walk {
                 self.doubt |= !clean && self.end.is_none();
                 self.machine.released(clean);
             }
-            // What a driver says twice, or of a number that nobody has.
+            // What a driver says twice, or of a number that no operation has.
             98 => {
                 let number = self.dice.roll(60);
                 if self
@@ -536,7 +536,7 @@ impl Walk {
         let here = |s: &Seen| !s.told && s.memory != Memory::Driver;
         assert!(
             self.first.is_none() || !self.seen.values().any(here),
-            "the failure left one pending that nobody has"
+            "the failure left one pending that no party has"
         );
         let pending = !self.carried.is_empty() || self.seen.values().any(|s| !s.told);
         assert_eq!(self.machine.is_pending(), pending);

@@ -115,7 +115,7 @@ type Accepted<'a, J> = (u64, Work, MutexGuard<'a, State<J>>);
 pub enum Outcome {
     /// It has succeeded.
     Succeeded(Completion),
-    /// It alone has failed. With its memory, if nobody touches that any more.
+    /// It alone has failed. With its memory, if nothing touches that any more.
     Refused(Error, Vec<Tensor>),
     /// It has failed, and the group with it. With its memory, as above.
     Fatal(Error, Vec<Tensor>),

@@ -58,7 +58,7 @@ impl<D: Driver> Ticket<D> {
         self.answer(Outcome::Succeeded(completion));
     }
 
-    /// It has failed, and the group with it. `tensors`: its memory, if nobody touches it any more.
+    /// It has failed, and the group with it. `tensors`: its memory, if nothing touches it any more.
     pub fn fail(self, error: Error, tensors: Vec<Tensor>) {
         self.answer(Outcome::Fatal(error, tensors));
     }

@@ -162,7 +162,7 @@ impl Reason {
 }
 
 /// One end refused the other. Its text begins with "it": the other end.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub struct Refused {
     reason: Reason,
     /// The other end said so.
@@ -258,8 +258,6 @@ impl fmt::Display for Refused {
         }
     }
 }
-
-impl std::error::Error for Refused {}
 
 impl From<Refused> for io::Error {
     fn from(refused: Refused) -> Self {

@@ -30,18 +30,11 @@ const KEY: &[u8] = b"oxccl record key 1";
 const NEXT: &[u8] = b"oxccl record next 1";
 
 /// A record that came in is not one that the peer sent next, or none can be made any more.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "an encrypted record of its connection does not open: it was changed, left out, repeated or put out of order on its way"
+)]
 pub struct NotAuthentic;
-
-impl fmt::Display for NotAuthentic {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(
-            "an encrypted record of its connection does not open: it was changed, left out, repeated or put out of order on its way",
-        )
-    }
-}
-
-impl std::error::Error for NotAuthentic {}
 
 impl NotAuthentic {
     /// The one in an `io::Error`, if that came of it.

@@ -3,12 +3,16 @@
 //! A reason travels as the source of an [`Error`] of kind `Unsupported` ([`Unavailable::of`] finds it again), and as a code
 //! with parts where it crosses a process or a plugin boundary.
 
-use std::fmt;
+use std::fmt::{self, Write as _};
 
+use crate::printable::one_line;
 use crate::{Error, ErrorKind};
 
+/// The most characters of a reason.
+const LONGEST: usize = 4096;
+
 /// Why a backend cannot be used here.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 #[non_exhaustive]
 pub enum Unavailable {
     /// No file of that name, in any of the places.
@@ -223,8 +227,18 @@ impl Unavailable {
     }
 }
 
+/// The sentence on one line, in printable characters: most texts are a library's, a plugin's or the loader's.
 impl fmt::Display for Unavailable {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut text = String::new();
+        self.write(&mut text)?;
+        f.write_str(&one_line(&text, LONGEST))
+    }
+}
+
+impl Unavailable {
+    /// The sentence, with the texts as they came.
+    fn write(&self, f: &mut String) -> fmt::Result {
         match self {
             Self::LibraryNotFound { library, searched } if searched.is_empty() => {
                 write!(f, "{library} was not found")
@@ -270,15 +284,13 @@ impl fmt::Display for Unavailable {
     }
 }
 
-fn after(f: &mut fmt::Formatter<'_>, output: &str) -> fmt::Result {
+fn after(f: &mut String, output: &str) -> fmt::Result {
     if output.is_empty() {
         Ok(())
     } else {
         write!(f, "; its last output: {output}")
     }
 }
-
-impl std::error::Error for Unavailable {}
 
 impl From<Unavailable> for Error {
     fn from(reason: Unavailable) -> Self {

@@ -43,7 +43,7 @@ impl Pool {
         }
     }
 
-    /// Takes a buffer back that nobody touches any more; one too many is freed.
+    /// Takes a buffer back that nothing touches any more; one too many is freed.
     pub(super) fn put(&self, tensor: Tensor) {
         let mut kept = self.lock();
         if kept.bytes + tensor.byte_len() <= KEPT_BYTES {

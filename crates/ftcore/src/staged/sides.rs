@@ -20,7 +20,7 @@ pub(super) type Engine = engine::Engine<StagedDriver>;
 
 /// How long the copies of one operation's results may take.
 const COPY_LIMIT: Duration = Duration::from_secs(60);
-/// Between two looks at an event that is not reached: nobody signals it to the host. The first pause, and the longest.
+/// Between two looks at an event that is not reached: it is not signalled to the host. The first pause, and the longest.
 const PAUSES: (Duration, Duration) = (Duration::from_micros(5), Duration::from_micros(500));
 
 /// What is submitted.

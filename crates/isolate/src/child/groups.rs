@@ -120,7 +120,7 @@ pub(crate) struct Ready {
 }
 
 impl Ready {
-    /// True if it is to be run on the thread that read it: somebody waits for it, and the backend needs no other thread.
+    /// True if it is to be run on the thread that read it: the parent waits for it, and the backend needs no other thread.
     pub(crate) fn is_express(&self) -> bool {
         self.express && self.member.group.capabilities().has(ftcore::Feature::Borrow)
     }
@@ -169,7 +169,7 @@ impl Groups {
                     groups.look();
                     crate::child::reading::take_over(&groups);
                     drop(groups);
-                    // Nobody signals a group's failure; this is the one poll of this crate.
+                    // A group's failure is not signalled; this is the one poll of this crate.
                     std::thread::sleep(WATCH);
                 }
             })
@@ -530,7 +530,7 @@ impl Groups {
         std::mem::take(&mut *self.members()).into_values().collect()
     }
 
-    /// Says good-bye to the other ranks, or that this one left with work pending.
+    /// Tells the other ranks of the leave, or that this one left with work pending.
     pub(crate) fn leave(&self, deadline: Instant) {
         for member in self.all() {
             if let Err(error) = member.group.shutdown(deadline) {
@@ -539,7 +539,7 @@ impl Groups {
         }
     }
 
-    /// For a process that is cut off with its parent: groups that nobody has left say no good-bye, not even when they would be dropped.
+    /// For a process that is cut off with its parent: groups that were not left tell the other ranks of no leave, not even when they would be dropped.
     pub(crate) fn keep(self: &Arc<Self>) {
         std::mem::forget(self.clone());
     }

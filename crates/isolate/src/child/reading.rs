@@ -1,4 +1,4 @@
-//! Who reads the parent's orders. An operation that somebody waits for runs on the reading thread itself where the backend
+//! Who reads the parent's orders. An operation that the parent waits for runs on the reading thread itself where the backend
 //! can; if that takes long, the watch thread puts another reader into the seat, so that orders (an abort above all) are heard.
 
 use std::sync::{Arc, PoisonError};
@@ -10,8 +10,8 @@ use super::groups::Groups;
 use crate::channel::{Filled, Receiver};
 use crate::wire::frames::{Either, Order};
 
-/// How long the other ranks may take to hear a good-bye.
-const FAREWELL: Duration = Duration::from_millis(40);
+/// How long the other ranks may take to hear of a leave.
+const LEAVE_TIME: Duration = Duration::from_millis(40);
 /// A reader that runs an operation for longer than this is replaced.
 const BUSY: Duration = Duration::from_millis(5);
 
@@ -60,7 +60,7 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                     groups.add_device_segment(id, bytes, &handle)?;
                 }
                 Either::Order(Order::Leave) => {
-                    groups.leave(deadline_in(FAREWELL));
+                    groups.leave(deadline_in(LEAVE_TIME));
                     return Ok(true);
                 }
                 // What was released or aborted is waited for by the end of this process itself.
@@ -69,7 +69,7 @@ fn read(mut receiver: Receiver, groups: &Arc<Groups>) -> Result<bool> {
                     return Ok(true);
                 }
                 Either::Order(Order::Abort { group: 0, reason }) => {
-                    groups.abort_all(&reason, deadline_in(FAREWELL));
+                    groups.abort_all(&reason, deadline_in(LEAVE_TIME));
                     return Ok(true);
                 }
                 Either::Order(order) => groups.obey(order)?,

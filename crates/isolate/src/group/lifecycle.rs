@@ -1,4 +1,4 @@
-//! The life of an isolated group: which child serves an epoch, abort, good-bye and split.
+//! The life of an isolated group: which child serves an epoch, abort, leave and split.
 
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -10,12 +10,12 @@ use crate::front::Front;
 use crate::link::Link;
 use crate::peers::{self, Peers};
 use crate::wire::frames::{Order, Settled};
-use crate::{clock, nursery};
+use crate::{child_pool, clock};
 
 /// What a backend gets to tell the other ranks of an abort before pending work fails: INV-2 gives 100 ms in all. A child that then has no
 /// memory of the caller's may go on until `GOODBYE`: on a busy machine it may not have had a core yet.
 const LAST_WORDS: Duration = Duration::from_millis(60);
-/// What a child gets to say good-bye and exit.
+/// How long a child may take to tell the other ranks of the leave and exit.
 const GOODBYE: Duration = Duration::from_millis(500);
 /// A backend reports the end of a call by its deadline; after this much more it is not going to.
 const MARGIN: Duration = Duration::from_secs(2);
@@ -55,7 +55,7 @@ impl Handle {
             Some(link) => link,
             None => {
                 let cancel = &configuration.cancel;
-                nursery::start(&self.core.options, &self.core.pool, deadline, cancel)?.link
+                child_pool::start(&self.core.options, &self.core.pool, deadline, cancel)?.link
             }
         };
         link.attach_first(&self.front);
@@ -242,7 +242,7 @@ impl Handle {
             // Its end is no failure of the group.
             link.mute(self.number);
             link.end(error, Some(Order::Leave), GOODBYE);
-            // Its end is on its way; whoever counts processes may want to see it.
+            // Its end is on its way; a program that counts processes may want to see it.
             link.wait_gone(clock::later(Instant::now(), GOODBYE * 2));
         }
         match result {

@@ -16,10 +16,10 @@ use ftcore::{
 };
 
 use crate::child;
+use crate::child_pool;
 use crate::crossing::Mode;
 use crate::front::Front;
 use crate::link::Link;
-use crate::nursery;
 use crate::options::IsolateOptions;
 use crate::peers::Peers;
 use crate::pending::{Needs, Pending};
@@ -105,7 +105,7 @@ impl IsolatedGroup {
             ));
         }
         let pool = Arc::new(Pool::new(mode));
-        let started = nursery::start(
+        let started = child_pool::start(
             &options,
             &pool,
             deadline_in(options.start_timeout),
@@ -349,7 +349,7 @@ impl Handle {
     }
 }
 
-/// An operation that failed before it reached the child, with copies under way that nobody can take back (INV-8).
+/// An operation that failed before it reached the child, with copies under way that cannot be taken back (INV-8).
 fn failed(op: Collective, deadline: Instant, error: Error) -> Work {
     let kind = op.kind();
     for tensor in op.into_tensors() {
@@ -414,12 +414,12 @@ impl Drop for IsolatedGroup {
             let mut state = self.0.lock();
             (state.link.take(), state.peers.take())
         };
-        let mut farewell = Some(Order::Leave);
+        let mut leave_order = Some(Order::Leave);
         if let (Some(link), Some(peers)) = (&link, &peers)
             && (link.is_busy() || (link.is_alone() && self.0.front.error().is_some()))
         {
             // The watch ends the child, after it has told the others why.
-            farewell = None;
+            leave_order = None;
             let info = self.0.info();
             let text = format!("rank {} dropped the group while work was pending", info.rank);
             peers.tell(Error::new(ErrorKind::Aborted, text).with_epoch(info.epoch.0));
@@ -429,7 +429,7 @@ impl Drop for IsolatedGroup {
             link.detach(
                 self.0.number,
                 Error::new(ErrorKind::Aborted, "the group was dropped"),
-                farewell,
+                leave_order,
             );
         }
         if self.0.number == 0 {

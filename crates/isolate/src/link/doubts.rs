@@ -1,4 +1,4 @@
-//! Losses that a child reports, and whether somebody knows better.
+//! Losses that a child reports, and whether another source knows better.
 //!
 //! A library without abort sees only that another rank's end of a connection is gone: the rank that aborted has said why in the store, and
 //! ended its child after that. So where the other ranks are watched a loss is held back here until the store was asked for the news, which
@@ -13,7 +13,7 @@ use crate::wire::frames::Report;
 #[derive(Default)]
 pub(super) struct Doubts {
     held: Vec<Report>,
-    /// Somebody is asking, and will call [`Link::settle`].
+    /// A thread is asking, and will call [`Link::settle`].
     asking: bool,
 }
 

@@ -42,8 +42,8 @@ pub(crate) struct Ending {
     /// What pending work fails with.
     pub(crate) error: Error,
     /// What the child is told, so that it can tell the other ranks.
-    pub(crate) farewell: Option<Arc<Order>>,
-    /// Pending work fails now, or before that when the child is gone: whoever sees it fail may want the other ranks to have been told.
+    pub(crate) leave_order: Option<Arc<Order>>,
+    /// Pending work fails now, or before that when the child is gone: a caller that sees it fail may want the other ranks to have been told.
     pub(crate) fail_at: Instant,
     pub(crate) kill_at: Instant,
 }
@@ -161,7 +161,7 @@ impl Link {
         *self.herald() = herald;
     }
 
-    /// Tells the other ranks why this one's child ends, if somebody watches them; false otherwise. Never blocks.
+    /// Tells the other ranks why this one's child ends, if a watch on them runs; false otherwise. Never blocks.
     pub(crate) fn tell_peers(&self, error: &Error) -> bool {
         self.herald().tell(error.clone())
     }
@@ -230,8 +230,8 @@ impl Link {
         self.lock().handles <= 1
     }
 
-    /// The handle of `group` is gone; with the last one the child goes too, after this `farewell`. Never blocks.
-    pub(crate) fn detach(self: &Arc<Self>, group: u32, error: Error, farewell: Option<Order>) {
+    /// The handle of `group` is gone; with the last one the child goes too, after this `leave_order`. Never blocks.
+    pub(crate) fn detach(self: &Arc<Self>, group: u32, error: Error, leave_order: Option<Order>) {
         let last = {
             let mut state = self.lock();
             state.fronts.remove(&group);
@@ -243,7 +243,7 @@ impl Link {
         };
         self.part();
         if last {
-            self.end(error, farewell, Duration::from_millis(500));
+            self.end(error, leave_order, Duration::from_millis(500));
         } else {
             self.wake();
         }
@@ -266,10 +266,10 @@ impl Link {
         state.gone.is_none() && state.ending.is_none() && !state.tainted
     }
 
-    /// Orders the end: pending work fails with `error`, the child gets `grace` after its `farewell`, then SIGKILL. Never
+    /// Orders the end: pending work fails with `error`, the child gets `grace` after its `leave_order`, then SIGKILL. Never
     /// blocks. Of several orders the first error and the earliest end count.
-    pub(crate) fn end(&self, error: Error, farewell: Option<Order>, grace: Duration) {
-        self.end_after_words(error, farewell, Duration::ZERO, grace);
+    pub(crate) fn end(&self, error: Error, leave_order: Option<Order>, grace: Duration) {
+        self.end_after_words(error, leave_order, Duration::ZERO, grace);
     }
 
     /// As [`end`](Self::end), but pending work fails only once the child is gone, or after `words`. Memory of the caller on which the child
@@ -277,7 +277,7 @@ impl Link {
     pub(crate) fn end_after_words(
         &self,
         error: Error,
-        farewell: Option<Order>,
+        leave_order: Option<Order>,
         words: Duration,
         grace: Duration,
     ) {
@@ -290,7 +290,7 @@ impl Link {
             None => {
                 state.ending = Some(Ending {
                     error,
-                    farewell: farewell.map(Arc::new),
+                    leave_order: leave_order.map(Arc::new),
                     fail_at: clock::later(now, words),
                     kill_at,
                 });

@@ -18,13 +18,13 @@ use crate::wire::frames::{Done, Report, Settled};
 const MARGIN: Duration = Duration::from_millis(1500);
 
 impl Link {
-    /// The express socket, if nobody waits on it.
+    /// The express socket, if no thread waits on it.
     pub(crate) fn express(&self) -> Option<MutexGuard<'_, Receiver>> {
         self.express.try_lock().ok()
     }
 
     /// Takes reports from the express socket until `work` has ended. Returns too when the child has closed it, or when the report is held
-    /// back: then the keeper, or whoever asks whether it is true, ends the work.
+    /// back: then the keeper, or the thread that asks whether it is true, ends the work.
     pub(crate) fn await_express(&self, receiver: &mut Receiver, work: &Work) {
         loop {
             let taken = self.take_express(receiver);
@@ -218,7 +218,7 @@ impl Link {
         }
     }
 
-    /// The child was collected: nobody touches its memory any more.
+    /// The child was collected: nothing touches its memory any more.
     pub(crate) fn collected(&self, error: &Error) {
         self.lock().gone.get_or_insert_with(|| error.clone());
         // What it said of another rank before it ended tells more than its end.

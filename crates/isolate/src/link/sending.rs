@@ -100,7 +100,7 @@ impl Link {
         drop(known);
         let Err(error) = sent else { return Ok(()) };
         // A child that is gone is the keeper's to explain. Otherwise half a frame may be out, and this child cannot be talked to
-        // any more. Either way nobody knows whether it has seen the operation, which fails like all others at its end.
+        // any more. Either way it is not known whether it has seen the operation, which fails like all others at its end.
         if error.kind() == ErrorKind::Unavailable {
             return Ok(());
         }
@@ -153,7 +153,7 @@ impl Link {
 
     /// The last order, after what others left to the keeper. False, and nothing is done, while another thread is sending: it may be to a child
     /// that does not read.
-    pub(crate) fn farewell(&self, order: &Order, until: Instant) -> bool {
+    pub(crate) fn send_leave(&self, order: &Order, until: Instant) -> bool {
         let _sending = match self.sending.try_lock() {
             Ok(sending) => sending,
             Err(TryLockError::Poisoned(poisoned)) => poisoned.into_inner(),

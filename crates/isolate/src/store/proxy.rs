@@ -47,7 +47,7 @@ impl Line {
                 }
                 let mut calls = this.calls.lock().unwrap_or_else(PoisonError::into_inner);
                 calls.closed = true;
-                // Whoever waits learns it by the closed channel.
+                // A caller that waits learns it by the closed channel.
                 calls.waiting.clear();
             })
             .map_err(|e| Error::io("start the thread for store calls", e))?;

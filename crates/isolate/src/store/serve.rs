@@ -141,7 +141,7 @@ impl Stores {
                     .and_then(|s| this.patiently(&*s, &request, deadline));
                 this.waiting.fetch_sub(1, Ordering::AcqRel);
                 if let Err(error) = this.answer(number, answer) {
-                    tracing::debug!(%error, "a child's store call was answered to nobody");
+                    tracing::debug!(%error, "a child's store call was answered after the child was gone");
                 }
             })
             .map(drop)

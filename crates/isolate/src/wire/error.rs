@@ -33,7 +33,7 @@ const DEPTH: u8 = 4;
 const NAMES: usize = 256;
 const NAME_LENGTH: usize = 64;
 
-/// A cause that was not ftcore's: its text.
+/// A cause that was not ftcore's: its text. By hand: `fuzz` and `tests` include this file by its path and know no thiserror.
 #[derive(Debug)]
 struct Cause(String);
 

@@ -120,7 +120,7 @@ pub(crate) enum Order {
     Release {
         group: u32,
     },
-    /// Nobody needs the child any more: say good-bye to the other ranks and exit.
+    /// The child is not needed any more: tell the other ranks of the leave and exit.
     Leave,
     /// The parent's process ends: exit once the groups that were released or aborted have said so. Those that were not are cut off with it.
     Quit,
@@ -359,7 +359,7 @@ pub(crate) fn submit(
 pub(crate) struct Done {
     pub(crate) id: u64,
     pub(crate) group: u32,
-    /// Nobody in the child touches the memory any more.
+    /// Nothing in the child touches the memory any more.
     pub(crate) released: bool,
     /// (sender of a receive, contributors of a reduction).
     pub(crate) result: Result<(Option<u32>, u32)>,

@@ -1,4 +1,4 @@
-//! What the other ranks hear when a rank ends its group and goes: whoever told it to end may end its process at once, and the child with it.
+//! What the other ranks hear when a rank ends its group and goes: the program that told it to end may end its process at once, and the child with it.
 
 use std::process::{Command, ExitCode, Stdio};
 use std::sync::Arc;
@@ -303,7 +303,7 @@ fn no_words() {
     }
 }
 
-/// Rank 0's library times out, and rank 0 does what a program does then, before anybody else has looked.
+/// Rank 0's library times out, and rank 0 does what a program does then, before another rank has looked.
 fn first_cause() {
     for (orders, next) in [
         ("late", "drop"),
@@ -347,7 +347,7 @@ fn first_cause() {
     }
 }
 
-/// Of three ranks whose backend tells nobody, rank 0 has left before rank 1 asks for anything of it.
+/// Of three ranks whose backend tells no rank, rank 0 has left before rank 1 asks for anything of it.
 fn left_before() {
     let store = Arc::new(InMemoryStore::new());
     let join = |rank| {

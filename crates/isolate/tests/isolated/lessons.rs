@@ -357,7 +357,7 @@ fn l39_crash() {
             assert_eq!((e.kind(), e.code()), (ErrorKind::Unavailable, Some(code)), "{e}");
             assert!(e.to_string().contains(text), "{e}");
             assert!(
-                orders != "crash" || e.to_string().contains("the library's last words"),
+                orders != "crash" || e.to_string().contains("the library's last line"),
                 "{e}"
             );
             assert_eq!(work.recover().len(), 1);

@@ -129,7 +129,7 @@ fn killed_at_random() {
             meet("again", round);
         }
         let zombies = || children().into_iter().filter(|c| c.1 == 'Z').count();
-        eventually("no child that nobody collects", || zombies() <= 1);
+        eventually("no child that is not collected", || zombies() <= 1);
     });
     nothing_is_left(left);
 }
@@ -216,7 +216,7 @@ fn joined(options: IsolateOptions, address: &str, rank: u32) -> IsolatedGroup {
     group
 }
 
-/// Its child goes with it, and nobody is left to say why.
+/// Its child goes with it, and no process is left to say why.
 fn whole_rank() {
     for busy in [true, false] {
         let server = TcpStoreServer::bind("127.0.0.1:0").unwrap();
@@ -451,7 +451,7 @@ fn shared_tensors() {
 static KEPT: std::sync::Mutex<Option<Tensor>> = std::sync::Mutex::new(None);
 
 fn litter() {
-    // Whoever it belongs to, it is not the child's.
+    // It belongs to another process: it is not the child's.
     let others = format!("/dev/shm/{}:0:0", std::process::id());
     std::fs::write(&others, "").unwrap();
     for end in ["abort", "kill"] {

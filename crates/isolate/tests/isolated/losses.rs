@@ -1,5 +1,5 @@
 //! A library reports that rank 0 is lost, and its rank has heard nothing of why: the thread that waits for news has not had its turn, and rank 0
-//! is on another host, so that nobody sees its child. What the store has of it counts, and a store that does not say holds nobody up.
+//! is on another host, so that no rank sees its child. What the store has of it counts, and a store that does not say holds no rank up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -53,7 +53,7 @@ impl Remote {
         match self.1 {
             News::Refused if is_news(key) => {
                 let refused = std::io::Error::from(std::io::ErrorKind::ConnectionRefused);
-                Err(Error::new(ErrorKind::Unavailable, "nobody is there").with_source(refused))
+                Err(Error::new(ErrorKind::Unavailable, "no server is there").with_source(refused))
             }
             News::Late if is_news(key) => {
                 std::thread::sleep(ftcore::time_left(deadline));

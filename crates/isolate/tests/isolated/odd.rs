@@ -89,7 +89,7 @@ impl ProcessGroup for Odd {
         let mut tensors = op.into_tensors();
         match self.orders() {
             "crash" => {
-                eprintln!("the library's last words");
+                eprintln!("the library's last line");
                 std::process::abort();
             }
             "exit" => std::process::exit(7),

@@ -13,7 +13,7 @@ pub(crate) fn soon() -> Instant {
     deadline_in(Duration::from_secs(30))
 }
 
-/// Polls until `ready`. For conditions that nobody signals.
+/// Polls until `ready`. For conditions that are not signalled.
 pub(crate) fn eventually(what: &str, mut ready: impl FnMut() -> bool) {
     let until = soon();
     while !ready() {

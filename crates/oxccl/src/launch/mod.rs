@@ -6,6 +6,8 @@
 
 mod env;
 mod events;
+#[cfg(all(feature = "backend", feature = "manager"))]
+mod join;
 mod line;
 mod sender;
 

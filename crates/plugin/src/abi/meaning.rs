@@ -1,5 +1,5 @@
-//! What the codes mean for a plugin, in words: the buffers of each operation, what a feature obliges to, and what the conformance suite
-//! expects of failures. The header is made from these.
+//! What the codes mean for a plugin, in words: the buffers of each operation, and what a feature obliges to. The header is made from these, and from
+//! `conformance::expected`: the error texts and times that the suite checks.
 
 use ftcore::{Feature, OpKind};
 
@@ -109,25 +109,20 @@ pub const FEATURES: [(Feature, &str); 10] = [
     (Feature::Split, "split is there and works."),
     (
         Feature::Borrow,
-        "execute is there; when it returns, nobody touches the buffers any more, whether it succeeded or failed.",
+        "execute is there; when it returns, nothing touches the buffers any more, whether it succeeded or failed.",
     ),
 ];
 
 /// What every plugin may rely on and has to do besides, a paragraph each.
-pub const CONDUCT: [&str; 7] = [
+pub const CONDUCT: [&str; 4] = [
     "Pointers. A function of a table may be null only where its comment says so. Lists (buffers, children, splits, keys, hints, notes, options, shape) may be null if their \
      count is 0. ctx is passed back as it is and may be null. fault, reply, outcome and the other places for results are never null.",
     "Buffers. oxccl_operation.buffers holds inputs before outputs, pairs in turn, as oxccl_op says; step through it with buffer_stride, not with your own sizeof. All \
      buffers of an operation have one element type (those of a batch may differ), do not overlap and are where the group's capabilities say. count may be 0: then ptr must not be read. The host has checked counts, \
      ranks and splits of this rank; that the ranks fit each other is for the plugin to find out.",
     "Refusals. submit refuses what it does not know with UNSUPPORTED and touches nothing. Calls before configure do not reach the plugin; those after shutdown do, and are INVALID_STATE.",
-    "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and its text has `rank R of N` (or `ranks R, S of N`) and `phase` with the name of \
-     what it waited in. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason; the suite allows 15 s.",
-    "Faults that the conformance suite checks with ABORT: of an abort ABORTED with the reason, on the other ranks also `rank N` of the one that called it; of a later call \
-     POISONED with the first cause; of a deadline TIMEOUT with `rank` and the missing one, of a receive's deadline also the tag; of a rank that died PEER_LOST with its number in `peer`.",
-    "Faults that it checks with MISMATCH_DETECTION: MISMATCH; of two sizes of a message both, as in `20 bytes` and `16 bytes`.",
-    "Times that it allows: an operation ends at its timeout_ms (10 s later at most; the host itself fails it after 2 s and poisons the group); after an abort pending work ends \
-     within 100 ms (5 s on a busy machine); the death of a rank ends the others' work within 10 s; a case ends within 90 s.",
+    "configure returns by its timeout_ms. If ranks are missing then, the fault is TIMEOUT and names them (`rank R of N`, or `ranks R, S of N`) and the `phase` that \
+     it waited in. If it is cancelled (oxccl_store.wanted fails, waits at the store fail), or abort is called meanwhile, the fault is ABORTED with the reason.",
 ];
 
 #[cfg(test)]

@@ -55,7 +55,7 @@ pub const OPTION_BLOCKING: u32 = 64;
 /// See [`OPTION_HIGH_PRIORITY`].
 pub const OPTION_TRAFFIC_CLASS: u32 = 128;
 
-/// Codes of `Fault::kind`, with their names in C. 0 stays free: a fault that nobody filled in.
+/// Codes of `Fault::kind`, with their names in C. 0 stays free: a fault that was not filled in.
 pub const ERROR_KINDS: [(u32, &str); 16] = [
     (1, "INVALID_ARGUMENT"),
     (2, "UNSUPPORTED"),

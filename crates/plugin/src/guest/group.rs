@@ -18,7 +18,7 @@ use crate::{fault, offer, text};
 
 struct Exported {
     inner: Box<dyn ProcessGroup>,
-    /// What the group says since the last `configure`, once somebody needs it: every call is checked against it.
+    /// What the group says since the last `configure`, once a call needs it: every call is checked against it.
     info: RwLock<Option<GroupInfo>>,
     /// Set by the first panic. The group's own state may be half changed, so it is never asked again for anything but its
     /// end; the host makes another one.
@@ -87,7 +87,7 @@ pub(super) unsafe fn export(inner: Box<dyn ProcessGroup>, table: *mut abi::Group
     group.execute = Some(execute);
     // SAFETY: INV-10 by the contract.
     unsafe { abi::write(table, &group) }.map_err(|e| {
-        // SAFETY: INV-8 nobody else has seen it.
+        // SAFETY: INV-8 no other code has seen it.
         drop(unsafe { Arc::from_raw(group.ctx.cast_const().cast::<Exported>()) });
         breach(e)
     })

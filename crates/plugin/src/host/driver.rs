@@ -49,7 +49,7 @@ impl Drop for Raw {
             return;
         }
         if let Some(close) = self.table.close {
-            // SAFETY: INV-8 once: nobody else has the table any more.
+            // SAFETY: INV-8 once: no other code has the table any more.
             guarded((), || unsafe { close(self.table.ctx) });
         }
     }

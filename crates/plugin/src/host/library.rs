@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, PoisonError};
 
+use ftcore::printable::{LONGEST, one_line};
 use ftcore::registry::Unavailable;
 use ftcore::{DeviceKind, Error, Result};
 use libloading::os::unix::{Library as Dylib, RTLD_LOCAL, RTLD_NOW};
@@ -19,6 +20,7 @@ use crate::{fault, text};
 pub(super) struct Library {
     /// Canonical: the identity of the plugin.
     pub(super) path: PathBuf,
+    /// As it may be shown, like the version.
     pub(super) name: String,
     pub(super) version: String,
     /// (name, device kind), in the order of the query.
@@ -139,7 +141,7 @@ impl Wrong {
 const MOST: u32 = 64;
 
 fn ask(query: QueryFn) -> Result<Stated, Wrong> {
-    // More room than any version of the reply needs: one that writes beyond the size it was told hurts nobody.
+    // More room than any version of the reply needs: one that writes beyond the size it was told does no harm.
     let mut room = vec![0u64; (abi::LARGEST / 8) as usize];
     let reply: *mut QueryReply = room.as_mut_ptr().cast();
     // SAFETY: INV-10 `room` is larger than QueryReply and aligned for it.
@@ -199,11 +201,13 @@ unsafe fn lists(r: &QueryReply) -> Result<Stated, String> {
         }
         backends.push((name.to_lowercase(), device));
     }
+    // They stand in log lines, errors and lists.
+    let printable = |text: String| one_line(&text, LONGEST).into_owned();
     // SAFETY: INV-10 by the contract.
     let (name, version, devices) = unsafe {
         (
-            text::read(r.name)?,
-            text::read(r.version)?,
+            printable(text::read(r.name)?),
+            printable(text::read(r.version)?),
             text::texts(r.devices, u64::from(r.device_count), "device kinds")?,
         )
     };
@@ -267,6 +271,9 @@ pub(super) fn guarded<R>(fallback: R, run: impl FnOnce() -> R) -> R {
     })
 }
 
+/// The most characters of a plugin's log line.
+const LONGEST_LOGGED: usize = 4096;
+
 unsafe extern "C" fn log(ctx: *mut c_void, level: u32, target: Str, words: Str) {
     guarded((), || {
         // SAFETY: INV-8 `ctx` is the leaked name; INV-10 the texts are readable for the call.
@@ -275,6 +282,8 @@ unsafe extern "C" fn log(ctx: *mut c_void, level: u32, target: Str, words: Str) 
             (plugin, text::read(target), text::read(words))
         };
         let (from, words) = (target.unwrap_or_default(), words.unwrap_or_default());
+        let (from, words) = (one_line(&from, LONGEST), one_line(&words, LONGEST_LOGGED));
+        let from = &*from;
         match level {
             1 => tracing::error!(target: "oxccl_plugin", plugin, from, "{words}"),
             2 => tracing::warn!(target: "oxccl_plugin", plugin, from, "{words}"),

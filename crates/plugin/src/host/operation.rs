@@ -268,7 +268,7 @@ impl Drop for Pending {
     fn drop(&mut self) {
         let handle = self.lock().handle.take();
         if let Some((handle, close)) = handle.and_then(|h| Some((h, h.close?))) {
-            // SAFETY: INV-8 once, and nobody else has a reference to `self` any more.
+            // SAFETY: INV-8 once, and no other code has a reference to `self` any more.
             guarded((), || unsafe { close(handle.ctx) });
         }
     }

@@ -31,7 +31,7 @@ const ENV_PROBE: &str = "OXCCL_PLUGIN_PROBE";
 const DEFAULT_SECONDS: u64 = 20;
 /// First line of a verdict.
 const GREETING: &str = "oxccl plugin probe 1";
-/// As much of a child's verdict and of its last words as is kept.
+/// As much of a child's verdict and of its last lines as is kept.
 const LONGEST: usize = 16 * 1024;
 
 /// The time limit that the environment names.
@@ -71,7 +71,7 @@ static CONSTRUCTOR: extern "C" fn() = {
 
 /// The child's whole life.
 fn child(path: &Path) -> i32 {
-    // It must not outlive whoever waits for it.
+    // It must not outlive the process that waits for it.
     let _ = rustix::process::set_parent_process_death_signal(Some(Signal::KILL));
     // The verdict has the pipe for itself: what the plugin prints goes to the standard error.
     let Ok(mut pipe) = rustix::io::dup(rustix::stdio::stdout()).map(std::fs::File::from) else {
@@ -126,7 +126,7 @@ pub(super) fn try_side_by_side(paths: &BTreeSet<PathBuf>, limit: Duration) {
         loop {
             let path = next.lock().unwrap_or_else(PoisonError::into_inner).next();
             let Some(path) = path else { return };
-            // Whoever asks for it gets the verdict, with its reason.
+            // A caller that asks for it gets the verdict, with its reason.
             drop(try_in_child(path, limit));
         }
     };

@@ -158,7 +158,7 @@ fn second_life() -> Outcome {
             );
             store.set("rank 0 is through", b"", soon()).map_err(text)?;
         } else {
-            // Its new life would be a good-bye to rank 0, which is to fail for its own reason.
+            // Its next configuration would be a leave to rank 0, which is to fail for its own reason.
             store.wait(&["rank 0 is through"], soon()).map_err(text)?;
         }
         let stale = group
@@ -225,7 +225,7 @@ fn failures() -> Outcome {
         },
     )
     .map(drop)?;
-    // One that leaves is known to have left: nobody waits out a deadline for it.
+    // One that leaves is known to have left: no rank waits out a deadline for it.
     with_ranks(&cstore, &Device::CPU, 2, |rank, group: &dyn ProcessGroup, _| {
         if rank == 1 {
             return Ok(());

@@ -7,7 +7,7 @@
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
-use ftcore::{DType, Feature, OpKind, ReduceOp};
+use ftcore::{DType, ErrorKind, Feature, OpKind, ReduceOp};
 use oxccl_plugin::abi::{self, StructLayout, meaning};
 
 use crate::build;
@@ -228,13 +228,84 @@ fn explained(out: &mut String, name: &str, docs: &str, items: &[(String, u32)], 
     let _ = writeln!(out, "}};");
 }
 
+/// `ErrorKind::PeerLost` as `PEER_LOST`.
+fn kind(kind: ErrorKind) -> String {
+    upper(&format!("{kind:?}"))
+}
+
+/// What the conformance suite expects of error texts and times, from the suite itself.
+fn expectations(out: &mut String) {
+    let _ = writeln!(
+        out,
+        "/* Faults that the conformance suite checks, of groups that advertise ABORT, RECONFIGURE or\n \
+         * MISMATCH_DETECTION: the kind, and what the text contains. N, TAG, A and B stand for numbers, REASON and\n \
+         * CAUSE for texts that were given. Of a rank that died it is PEER_LOST with the rank in peer.\n *"
+    );
+    for text in conformance::expected::TEXTS {
+        let parts: Vec<String> = text.parts.iter().map(|part| format!("\"{part}\"")).collect();
+        let _ = writeln!(
+            out,
+            " *   {}:\n *       {}, {}",
+            text.event,
+            kind(text.kind),
+            parts.join(" and ")
+        );
+    }
+    out.push_str(" */\n\n");
+    let _ = writeln!(
+        out,
+        "/* Times that it allows, with room for a busy machine. The host itself fails an operation 2 s after its\n \
+         * timeout_ms and poisons the group.\n *"
+    );
+    for time in conformance::expected::TIMES {
+        let _ = writeln!(out, " *   {}: {} s", time.what, time.at_most.as_secs());
+    }
+    out.push_str(" */\n\n");
+}
+
+/// `docs/plugins.md` has a row for each text and each time that the suite checks, and no other.
+pub(crate) fn the_guide_lists_what_the_suite_checks() -> Result<(), String> {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/plugins.md");
+    let guide = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let rows = |head: &str| -> Vec<String> {
+        let after = guide.lines().skip_while(|line| !line.starts_with(head)).skip(2);
+        after
+            .take_while(|line| line.starts_with('|'))
+            .map(str::to_string)
+            .collect()
+    };
+    let texts: Vec<String> = conformance::expected::TEXTS
+        .iter()
+        .map(|text| {
+            let parts: Vec<String> = text.parts.iter().map(|part| format!("`{part}`")).collect();
+            format!("| {} | `{:?}` | {} |", text.event, text.kind, parts.join(" and "))
+        })
+        .collect();
+    let times: Vec<String> = conformance::expected::TIMES
+        .iter()
+        .map(|time| format!("| {} | {} s |", time.what, time.at_most.as_secs()))
+        .collect();
+    for (head, wanted) in [("| event | kind |", texts), ("| time | at most |", times)] {
+        let found = rows(head);
+        if found != wanted {
+            let wanted = wanted.join("\n");
+            return Err(format!(
+                "the table '{head}' of {} should be\n{wanted}\nand is\n{}",
+                path.display(),
+                found.join("\n")
+            ));
+        }
+    }
+    Ok(())
+}
+
 /// The whole header.
 pub(crate) fn generate() -> String {
     let mut out = String::new();
     let _ = write!(
         out,
         "/* oxccl plugin ABI {}.{}: backends and device kinds as shared libraries.\n *\n \
-         * Generated from crates/plugin/src/abi.rs and abi/meaning.rs; do not edit. The rules are in docs/plugins.md.\n *\n \
+         * Generated from crates/plugin/src/abi.rs and abi/meaning.rs, and the texts and times from\n * crates/conformance/src/expected.rs; do not edit. The rules are in docs/plugins.md.\n *\n \
          * A plugin exports two functions:\n *\n \
          *   int32_t oxccl_plugin_query_v1(oxccl_query_reply *reply);\n \
          *   int32_t oxccl_plugin_open_v1(const oxccl_host *host, oxccl_plugin *plugin, oxccl_fault *fault);\n *\n \
@@ -249,6 +320,7 @@ pub(crate) fn generate() -> String {
         comment(&mut out, "", &[paragraph]);
         out.push('\n');
     }
+    expectations(&mut out);
     let constants: [(&str, String); 24] = [
         ("PLUGIN_MAGIC", format!("UINT64_C({:#x})", abi::MAGIC)),
         ("PLUGIN_MAJOR", format!("{}u", abi::MAJOR)),

@@ -1,4 +1,4 @@
-//! The training program with plugins around: those that nobody asked for change no bit, and one is chosen by its name alone.
+//! The training program with plugins around: those that were not asked for change no bit, and one is chosen by its name alone.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;

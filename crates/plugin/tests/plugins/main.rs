@@ -60,6 +60,10 @@ fn main() -> ExitCode {
     odd::listen();
     let mut trials = vec![
         trial("header::is_what_the_structs_say", header::is_what_the_structs_say),
+        trial(
+            "header::the_guide_lists_what_the_suite_checks",
+            header::the_guide_lists_what_the_suite_checks,
+        ),
         trial_in_c(
             "header::compiles_with_the_same_layout",
             header::compiles_with_the_same_layout,

@@ -60,7 +60,7 @@ fn carry_out(scene: &str) -> Result<()> {
             die();
         }
         match all_said.and_then(|_| sum(&world)) {
-            Ok(_) => say("nobody died"),
+            Ok(_) => say("no rank died"),
             Err(e) => {
                 // The group may have heard before the call.
                 let e = world.group().error().unwrap_or(e);

@@ -84,7 +84,7 @@ impl Cluster {
         );
         let path = folder.path();
         fs::write(path.join("slurm.conf"), config)?;
-        // The nodes' names, as a cluster's name service would have them: seen by what the nodes start and by nobody else.
+        // The nodes' names, as a cluster's name service would have them: seen by what the nodes start and by nothing else.
         let names: String = (1..=4).map(|n| format!("127.0.0.1 n{n}\n")).collect();
         fs::write(path.join("hosts"), format!("127.0.0.1 localhost {host}\n{names}"))?;
         fs::set_permissions(path, fs::Permissions::from_mode(0o755))?;

@@ -216,7 +216,7 @@ fn each_replica_of_a_large_job_gets_its_own_place_for_every_step_and_nobody_is_f
             }
         }
     }
-    assert_eq!(epochs.len(), 1, "nobody was left out");
+    assert_eq!(epochs.len(), 1, "no member was left out");
 }
 
 const TIMEOUT: Duration = Duration::from_millis(300);

@@ -1,4 +1,4 @@
-//! Records between two ends, and what somebody between them may do to their bytes.
+//! Records between two ends, and what a party between them may do to their bytes.
 
 use proptest::prelude::*;
 
@@ -139,7 +139,7 @@ fn a_record_that_was_left_out_repeated_moved_cut_or_made_up_does_not_open() {
 
 #[test]
 fn a_record_opens_on_its_own_connection_and_in_its_own_direction_only() {
-    let text = b"what nobody else is to read";
+    let text = b"what no other party reads";
     let strangers = [
         ends().map(|end| end.1),
         ends_of(Topic::new("gloo", 8, 3, 1)).map(|end| end.1),

@@ -236,7 +236,7 @@ impl TcpStore {
                 ));
             }
             tracing::debug!(server = %self.server.address, error = %last, tries, "store server not reached yet");
-            // An attempt that ran out of time before it met anybody takes nothing back.
+            // An attempt that ran out of time before it met a server takes nothing back.
             if is_late(&last) && !is_there {
                 last = away.take().unwrap_or(last);
             }

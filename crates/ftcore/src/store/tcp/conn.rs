@@ -352,7 +352,7 @@ pub(super) fn encode(requests: &[Request]) -> Vec<u8> {
 pub(super) fn parse_address(addr: &str) -> Result<(String, u16)> {
     match split_address(addr).map_err(|e| e.with_op("store.connect"))? {
         (_, 0) => Err(
-            Error::invalid(format!("'{addr}' has port 0, on which nobody listens")).with_op("store.connect"),
+            Error::invalid(format!("'{addr}' has port 0, on which nothing listens")).with_op("store.connect"),
         ),
         (host, port) => Ok((host.to_owned(), port)),
     }
@@ -371,7 +371,7 @@ fn resolve(host: &str, port: u16, deadline: Instant, mut watched: Watched) -> io
             let found = (name.as_str(), port)
                 .to_socket_addrs()
                 .map(|found| found.collect::<Vec<_>>());
-            // The caller may have gone; then nobody wants it.
+            // The caller may have gone; then it is not wanted.
             let _ = sender.send(found);
         })?;
     let deadline = deadline.min(deadline_in(ATTEMPT));

@@ -38,7 +38,7 @@ impl Default for Limits {
     }
 }
 
-/// Who is connected, and whether anybody still may.
+/// Who is connected, and whether new ones may be.
 #[derive(Default)]
 pub(super) struct Doors {
     pub(super) stopped: bool,

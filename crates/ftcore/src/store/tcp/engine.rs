@@ -5,7 +5,7 @@
 //! connection's bell. The names that many wait for are held once.
 //!
 //! Keys under `namespace/number/` may be retired below a number ([`Engine::retire`]): they are removed, a client that waits for one is told, and
-//! nobody makes them again.
+//! they are not made again.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use crate::store::table::{Refusal, Table, Value, leading_number};
 
 /// What an entry of a queue costs besides its bytes.
 const ITEM_BYTES: usize = 64;
-/// What a waiter costs for each key, and more for each that nobody else waits for.
+/// What a waiter costs for each key, and more for each that no other waits for.
 const WAIT_BYTES: usize = 16;
 const NAME_BYTES: usize = 128;
 

@@ -5,7 +5,6 @@
 //! deadline that passed is `io::ErrorKind::TimedOut` without an OS code, so that it differs from the kernel's ETIMEDOUT. A call under tokens
 //! ([`Watched`]) polls in turns and looks at them in between: the connection is as it was, whatever has come of the call so far.
 
-use std::fmt;
 use std::io::{self, IoSlice, Read, Write};
 use std::net::{Shutdown, SocketAddr, TcpStream};
 use std::os::fd::{AsFd, OwnedFd};
@@ -107,16 +106,9 @@ impl Watched {
 }
 
 /// What ended a call whose token was cancelled.
-#[derive(Debug)]
+#[derive(Debug, thiserror::Error)]
+#[error("{0}")]
 struct Cancelled(Error);
-
-impl fmt::Display for Cancelled {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.0.fmt(f)
-    }
-}
-
-impl std::error::Error for Cancelled {}
 
 /// The reason of a token, if that is what ended the call.
 pub(super) fn reason_of(e: &io::Error) -> Option<&Error> {

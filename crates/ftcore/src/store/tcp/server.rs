@@ -88,7 +88,7 @@ impl TcpStoreServer {
         Self::start(addr, (listener, address), credentials, Limits::default())
     }
 
-    /// As [`bind`](Self::bind), with these credentials; `None` serves everybody who reaches `addr`.
+    /// As [`bind`](Self::bind), with these credentials; `None` serves every process that reaches `addr`.
     ///
     /// # Errors
     /// As [`bind`](Self::bind), except for an address that other machines reach.
@@ -688,7 +688,7 @@ impl Session<'_> {
             .and_then(|()| self.send())
             .map_err(End::Io)
             .and_then(|()| self.pend(ticket, bell));
-        // Whatever happened, the engine must not keep a waiter that nobody serves.
+        // Whatever happened, the engine must not keep a waiter that is not served.
         self.shared.engine.cancel(ticket);
         bell.silence();
         out

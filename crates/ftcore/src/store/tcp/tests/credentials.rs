@@ -1,4 +1,4 @@
-//! A store with credentials: whose connections it serves, what the others get, and that they disturb nobody.
+//! A store with credentials: whose connections it serves, what the others get, and that they disturb no rank.
 
 use super::*;
 use crate::identity::hello::{Handshake, NO_RANK, Refused, Topic, may_be_hello};

@@ -131,7 +131,7 @@ fn a_peer_that_takes_no_replies_is_given_up() {
     until("the greedy peer is gone", || server.connections() == 0);
 }
 
-/// WAIT for `n` keys of 100 bytes that nobody sets.
+/// WAIT for `n` keys of 100 bytes that are not set.
 fn wait_for(n: usize, tag: u8) -> Vec<u8> {
     let mut bytes = vec![6];
     bytes.extend((n as u64).to_le_bytes());
@@ -179,7 +179,7 @@ fn what_waits_hold_is_counted_and_who_goes_beyond_the_limit_is_closed() {
     fourth.0.write_all(&wait_for(2000, 4)).unwrap();
     until("the fourth is pending", || server.waiting() == 3);
     drop((waiters, same, fourth));
-    until("nobody waits", || server.waiting() == 0);
+    until("no client waits", || server.waiting() == 0);
     until("nothing is held", || server.held() == 0);
 }
 
@@ -203,7 +203,7 @@ fn replies_that_nobody_takes_are_counted_and_given_back() {
     let mut third = Raw::greeted(&server);
     third.say(&format!("03 {}", text("/k")));
     third.ends_closed();
-    // Replacing the value is nobody's concern.
+    // Replacing the value wakes no waiter.
     good.set("k", b"v", soon()).unwrap();
     greedy.clear();
     until("nothing is held", || server.held() == 0);

@@ -109,7 +109,7 @@ fn a_greeting_that_takes_longer_than_a_call_is_waited_for_by_the_next() {
         first.write_all(&greeting[6..]).unwrap();
         connecting.join().unwrap()
     });
-    // The first connection is closed. The next one nobody answers.
+    // The first connection is closed. The next one is not answered.
     for _ in 0..3 {
         let e = store.num_keys(millis(50)).unwrap_err();
         assert_eq!(e.kind(), ErrorKind::Timeout, "{e}");
@@ -118,7 +118,7 @@ fn a_greeting_that_takes_longer_than_a_call_is_waited_for_by_the_next() {
     let second = listener.accept().unwrap();
     listener.set_nonblocking(true).unwrap();
     assert!(listener.accept().is_err(), "a third connection");
-    // It is closed without an answer, and nobody else is there.
+    // It is closed without an answer, and no other server is there.
     drop((second, listener));
     let e = store.num_keys(millis(300)).unwrap_err();
     assert_eq!(e.kind(), ErrorKind::Unavailable, "{e}");
@@ -156,7 +156,7 @@ fn connect_waits_for_a_server_that_comes_up_later() {
     let address = early.local_addr().unwrap().to_string();
     let for_thread = address.clone();
     let thread = thread::spawn(move || TcpStore::connect(&for_thread, soon()));
-    // The first attempt meets a server that hangs up, some later ones nobody.
+    // The first attempt meets a server that hangs up, some later ones none.
     drop(early.accept().unwrap());
     drop(early);
     let _server = TcpStoreServer::bind(&address).unwrap();

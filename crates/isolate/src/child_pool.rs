@@ -25,14 +25,14 @@ struct Job {
     answer: SyncSender<std::io::Result<Child>>,
 }
 
-static NURSERY: Mutex<Option<Sender<Job>>> = Mutex::new(None);
+static CHILD_POOL: Mutex<Option<Sender<Job>>> = Mutex::new(None);
 
 /// Starts `command` on the thread that outlives everything.
 fn spawn(command: Command, deadline: Instant) -> Result<Child> {
     let (answer, started) = sync_channel(1);
     {
-        let mut nursery = NURSERY.lock().unwrap_or_else(PoisonError::into_inner);
-        let sender = match &*nursery {
+        let mut child_pool = CHILD_POOL.lock().unwrap_or_else(PoisonError::into_inner);
+        let sender = match &*child_pool {
             Some(sender) => sender,
             None => {
                 let (sender, jobs) = channel::<Job>();
@@ -45,7 +45,7 @@ fn spawn(command: Command, deadline: Instant) -> Result<Child> {
                         }
                     })
                     .map_err(|e| Error::io("start the thread that starts child processes", e))?;
-                nursery.insert(sender)
+                child_pool.insert(sender)
             }
         };
         drop(sender.send(Job { command, answer }));
@@ -174,7 +174,7 @@ fn adopt(
     let link = match made {
         Ok(link) => link,
         Err(e) => {
-            // Nobody would watch over it.
+            // No thread would watch over it.
             drop(child.kill());
             drop(child.wait());
             return Err(e);
