@@ -816,6 +816,8 @@ fn gpu() -> Result<Environment, Skip> {
         ("OXCCL_GPU_TESTS".to_owned(), "1".to_owned()),
         // Several ranks on one GPU, where the library allows it.
         ("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()),
+        // Else the first collective waits in `submit` for the other ranks.
+        ("NCCL_RUNTIME_CONNECT".to_owned(), "0".to_owned()),
     ];
     let is_named = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
     if !is_named("OXCCL_NCCL_PATH") {

@@ -161,6 +161,14 @@ fn of_groups() -> Vec<Scenario> {
             failures::device_hangs,
         ),
         scenario(
+            "l27_an_abort_that_takes_as_long_as_the_real_one_gives_the_tensor_back",
+            &[
+                (HANG, "device:ncclAllReduce@0:1"),
+                ("OXCCL_STANDIN_NCCL_ABORT_MS", "520"),
+            ],
+            failures::device_hangs,
+        ),
+        scenario(
             "l27_an_abort_that_hangs_leaks_the_memory_and_is_given_up",
             &[(HANG, "device:ncclAllReduce@0:1,call:ncclCommAbort@0:1")],
             failures::abort_hangs,
