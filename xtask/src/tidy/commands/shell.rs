@@ -153,7 +153,9 @@ pub(crate) fn unknown(grammar: &clap::Command, words: &[String]) -> Option<Strin
                 found.map(|a| a.get_action().takes_values())
             };
             match find(at).or_else(|| find(&grammar)) {
-                Some(true) if !has_value => drop(words.next()),
+                Some(true) if !has_value => {
+                    words.next();
+                }
                 Some(_) => {}
                 None => return Some(format!("'{path}' has no option '--{option}'")),
             }
