@@ -25,7 +25,7 @@ use crate::raw::{Comm, Native};
 use crate::{enqueue, threads};
 
 /// After a failure: how long the abort may take until callers are told without their memory and the group counts as ended. That of the
-/// real library takes 0.52 s, idle or not (2.30.7 on an H200): its proxy thread looks twice a second.
+/// real library takes 0.52 s, idle or not (2.30.7 on an H200).
 const GRACE: Duration = Duration::from_secs(2);
 /// How long the abort waits for threads that are on their way into the library or out of it.
 const ON_THE_WAY: Duration = Duration::from_millis(80);

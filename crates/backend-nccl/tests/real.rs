@@ -38,8 +38,8 @@ fn main() -> ExitCode {
         return libtest_mimic::run(&Arguments::from_args(), trials).exit_code();
     }
     let shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|v| v == "1");
-    // Ranks of one process that share a device share its context, too, and there the driver lets calls of one wait for kernels that wait for
-    // the other.
+    // Ranks of one process that share a device share its context, too, and there calls of one can wait for kernels that wait for the other:
+    // most cases of two ranks stalled on an H200.
     let (modes, limit) = match shared {
         true => (vec![Mode::Processes], Limit::NONE),
         false => (

@@ -120,7 +120,7 @@ impl Nvrtc {
                 std::mem::forget(library);
             }
         }
-        let library = load(path).map_err(|e| e.to_string())?;
+        let library = load(path).map_err(|e| format!("{shown}: {e}"))?;
         let table = Table::load(&library).map_err(|symbol| format!("{shown} has no function {symbol}"));
         std::mem::forget(library);
         let table = table?;
