@@ -118,11 +118,10 @@ fn cargo(
     None
 }
 
-/// `NAME` stands for any.
+/// `NAME`, or `NAME-more`, stands for any.
 fn is_placeholder(word: &str) -> bool {
-    word.split('/')
-        .next()
-        .is_some_and(|w| !w.is_empty() && w.bytes().all(|b| b.is_ascii_uppercase() || b"_-".contains(&b)))
+    let name = word.split(['/', '-']).next().unwrap_or_default();
+    !name.is_empty() && name.bytes().all(|b| b.is_ascii_uppercase() || b == b'_')
 }
 
 #[cfg(test)]
