@@ -2,7 +2,7 @@
 //! of `fixtures/nccl-standin`, or with `OXCCL_GPU_TESTS` on a GPU with the real NCCL and NVRTC. The stand-in runs the host's codec, so there
 //! it is the calls, the places and the steps that are compared; the arithmetic is on a GPU.
 
-#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
+#![allow(clippy::unwrap_used, clippy::panic, reason = "a test fails by panicking")]
 
 #[path = "../../backend-nccl/tests/standin/mod.rs"]
 mod standin;
