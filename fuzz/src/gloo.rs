@@ -78,6 +78,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
         epoch: 3,
         constants: 7,
         nonce: 0x0123_4567_89AB_CDEF,
+        process: 0xFEDC_BA98_7654_3210,
+        line: 5,
     };
     let piece = PieceHeader {
         epoch: 3,
@@ -101,6 +103,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
         remote: std::net::SocketAddr::from(([10, 0, 0, 4], 4103)),
         local: None,
         memory: Some("oxccl-gloo-12-ab".to_string()),
+        process: 0xFEDC_BA98_7654_3210,
     };
     // Not one byte off, or whoever begins from them begins from noise.
     assert_eq!(DataHeader::decode(&header.encode()), Some(header));

@@ -15,9 +15,10 @@ use pyo3::prelude::*;
 
 use crate::errors::Raise;
 use crate::interrupt::{apart, in_slices};
+use crate::options;
+use crate::process::{self, Crossing, detached};
 use crate::quorum::{Event, Member, Quorum, QuorumResult};
 use crate::servers::Home;
-use crate::{options, process};
 
 /// Adds the classes of this file, and those of its answers.
 pub(crate) fn add(m: &Bound<'_, PyModule>) -> PyResult<()> {
@@ -167,6 +168,7 @@ impl LighthouseClient {
             serde_json::to_string(&status)
                 .map_err(|e| Error::new(ErrorKind::Internal, format!("write the status: {e}")))
         })?;
+        let _crossing = Crossing::begin().or_raise(py)?;
         py.import(intern!(py, "json"))?
             .call_method1(intern!(py, "loads"), (text,))
     }
@@ -174,7 +176,7 @@ impl LighthouseClient {
     /// Closes the connection. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.client.is_here().or_raise(py)?;
-        py.detach(|| drop(self.client.close()));
+        detached(py, || drop(self.client.close()));
         Ok(())
     }
 
@@ -359,7 +361,7 @@ impl ManagerClient {
     /// Closes the connection. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.client.is_here().or_raise(py)?;
-        py.detach(|| drop(self.client.close()));
+        detached(py, || drop(self.client.close()));
         Ok(())
     }
 
@@ -451,7 +453,7 @@ impl Watch {
     /// Ends the watch, and calls of `next` that wait. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.guard.is_here().or_raise(py)?;
-        py.detach(|| {
+        detached(py, || {
             drop(self.guard.close());
             self.queue.close();
         });
@@ -490,7 +492,7 @@ impl Progress {
     /// Ends it. A second call does nothing.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.guard.is_here().or_raise(py)?;
-        py.detach(|| drop(self.guard.close()));
+        detached(py, || drop(self.guard.close()));
         Ok(())
     }
 

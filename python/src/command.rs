@@ -4,9 +4,11 @@ use std::ffi::OsString;
 
 use pyo3::prelude::*;
 
+use crate::process::detached;
+
 /// Runs the command with these arguments, the first of which is its name, and gives its exit code. `again` is how to start it once more.
 #[pyfunction]
 #[pyo3(name = "_command")]
 pub(crate) fn command(py: Python<'_>, arguments: Vec<OsString>, again: Vec<OsString>) -> u8 {
-    py.detach(|| oxccl_cli::run(arguments, again))
+    detached(py, || oxccl_cli::run(arguments, again))
 }

@@ -7,6 +7,8 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use oxccl::core::Work;
 use pyo3::prelude::*;
 
+use crate::process::detached;
+
 #[derive(Default)]
 struct Ended {
     numbers: VecDeque<u64>,
@@ -44,7 +46,7 @@ impl Completions {
     /// Waits for the next number; `None` once the queue is closed.
     fn next(&self, py: Python<'_>) -> Option<u64> {
         let (ended, bell) = &*self.shared;
-        py.detach(|| {
+        detached(py, || {
             let ended = ended.lock().unwrap_or_else(PoisonError::into_inner);
             let mut ended = bell
                 .wait_while(ended, |e| e.numbers.is_empty() && !e.is_closed)

@@ -3,7 +3,17 @@
 use oxccl::core::{Error, ErrorKind};
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::PyDict;
+use pyo3::sync::PyOnceLock;
+
+/// The module of the exceptions.
+static CLASSES: PyOnceLock<Py<PyModule>> = PyOnceLock::new();
+
+/// Imports the exceptions. With the module, so that an error can be raised later without running Python code, in which the interpreter might end
+/// (see `process`).
+pub(crate) fn prepare(py: Python<'_>) -> PyResult<&Bound<'_, PyModule>> {
+    let import = || py.import("oxccl._errors").map(Bound::unbind);
+    Ok(CLASSES.get_or_try_init(py, import)?.bind(py))
+}
 
 /// Why a call was refused before it reached a group.
 pub(crate) enum Refused {
@@ -48,24 +58,22 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
         ErrorKind::PeerLost => "PeerLost",
         _ => "Error",
     };
+    let raised = prepare(py)?.getattr(class)?.call1((error.to_string(),))?;
     let context = error.context();
-    let fields = PyDict::new(py);
     let kind = format!("{:?}", error.kind());
-    fields.set_item(intern!(py, "kind"), kind)?;
-    fields.set_item(intern!(py, "op"), context.op)?;
-    fields.set_item(intern!(py, "rank"), context.rank)?;
-    fields.set_item(intern!(py, "peer"), context.peer)?;
-    fields.set_item(intern!(py, "peer_address"), context.peer_address.as_deref())?;
-    fields.set_item(intern!(py, "epoch"), context.epoch)?;
-    fields.set_item(intern!(py, "seq"), context.seq)?;
-    fields.set_item(intern!(py, "dtype"), context.dtype.map(|d| d.name()))?;
-    fields.set_item(intern!(py, "count"), context.count)?;
-    fields.set_item(intern!(py, "code"), error.code())?;
-    fields.set_item(intern!(py, "retryable"), error.is_retryable())?;
-    fields.set_item(intern!(py, "advice"), error.kind().advice())?;
-    py.import(intern!(py, "oxccl._errors"))?
-        .getattr(class)?
-        .call((error.to_string(),), Some(&fields))
+    raised.setattr(intern!(py, "kind"), kind)?;
+    raised.setattr(intern!(py, "op"), context.op)?;
+    raised.setattr(intern!(py, "rank"), context.rank)?;
+    raised.setattr(intern!(py, "peer"), context.peer)?;
+    raised.setattr(intern!(py, "peer_address"), context.peer_address.as_deref())?;
+    raised.setattr(intern!(py, "epoch"), context.epoch)?;
+    raised.setattr(intern!(py, "seq"), context.seq)?;
+    raised.setattr(intern!(py, "dtype"), context.dtype.map(|d| d.name()))?;
+    raised.setattr(intern!(py, "count"), context.count)?;
+    raised.setattr(intern!(py, "code"), error.code())?;
+    raised.setattr(intern!(py, "retryable"), error.is_retryable())?;
+    raised.setattr(intern!(py, "advice"), error.kind().advice())?;
+    Ok(raised)
 }
 
 /// Raises on error.

@@ -1,7 +1,7 @@
 //! A group of ranks and its operations: Python arguments to a `Collective`, which then runs here and now or comes back as a `Work`.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use oxccl::core::{
@@ -13,10 +13,10 @@ use pyo3::intern;
 use pyo3::prelude::*;
 
 use crate::errors::{self, Raise, Refused};
-use crate::interrupt::{apart, blocking, detached};
+use crate::interrupt::{apart, blocking};
 use crate::lend::{Access, is_list, list, one, one_or_list};
-use crate::options::{self, Reduction};
-use crate::process;
+use crate::options::{self, Limit, Reduction};
+use crate::process::{self, detached};
 use crate::raw::fork;
 use crate::raw::holder::{drop_attached, give_back_waiting};
 use crate::store;
@@ -28,6 +28,8 @@ pub(crate) struct Handle {
     inner: Arc<Inner>,
     /// As of the present configuration.
     rank: AtomicU32,
+    /// How long an operation may take whose call does not say, in the place of the group's own time; the bits of seconds, 0 for none.
+    limit: AtomicU64,
     /// The count of forks when it was made.
     born: u32,
 }
@@ -62,6 +64,11 @@ impl Handle {
 
     fn rank(&self) -> u32 {
         self.rank.load(Ordering::Relaxed)
+    }
+
+    fn limit(&self) -> Option<f64> {
+        let bits = self.limit.load(Ordering::Relaxed);
+        (bits != 0).then(|| f64::from_bits(bits))
     }
 
     /// Notes the rank that the group has now.
@@ -137,13 +144,13 @@ impl Recv {
 
 /// What every operation may be told besides its arguments.
 struct Call {
-    timeout: Option<f64>,
+    timeout: Option<Limit>,
     async_op: bool,
     contribute: bool,
 }
 
 impl Call {
-    fn of(timeout: Option<f64>, async_op: bool) -> Self {
+    fn of(timeout: Option<Limit>, async_op: bool) -> Self {
         Self {
             timeout,
             async_op,
@@ -151,7 +158,7 @@ impl Call {
         }
     }
 
-    fn reducing(timeout: Option<f64>, async_op: bool, contribute: bool) -> Self {
+    fn reducing(timeout: Option<Limit>, async_op: bool, contribute: bool) -> Self {
         Self {
             timeout,
             async_op,
@@ -176,6 +183,7 @@ impl Group {
         let handle = Handle {
             inner: Arc::new(inner),
             rank: AtomicU32::new(0),
+            limit: AtomicU64::new(0),
             born: fork::count(),
         };
         let rank = handle.group().info().rank;
@@ -196,15 +204,12 @@ impl Group {
         call: Call,
         make: impl FnOnce() -> Result<Collective, Refused>,
     ) -> PyResult<Py<PyAny>> {
-        if process::ends() {
-            // Other threads than the main one do not come this far again.
-            detached(py, || ());
-        }
         give_back_waiting(py);
         let handle = &self.handle;
         let refused = |refused: Refused| refused.raise(py, kind.name(), handle.rank());
         handle.is_at_home().map_err(|e| refused(e.into()))?;
-        let options = options::submit(call.timeout, call.contribute).map_err(|e| refused(e.into()))?;
+        let timeout = call.timeout.and_then(|limit| limit.0).or_else(|| handle.limit());
+        let options = options::submit(timeout, call.contribute).map_err(|e| refused(e.into()))?;
         let op = make().map_err(refused)?;
         let group = handle.group();
         if call.async_op {
@@ -347,7 +352,7 @@ impl Group {
     }
 
     /// Meets the other ranks of `epoch` in `store` and connects. Operations of an earlier epoch end as aborted.
-    #[pyo3(signature = (store, rank, world_size, *, epoch=1, prefix="oxccl", name="group", timeout=60.0))]
+    #[pyo3(signature = (store, rank, world_size, *, epoch=1, prefix="oxccl", name="group", timeout=options::MINUTE))]
     #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
     fn configure(
         &self,
@@ -358,7 +363,7 @@ impl Group {
         epoch: u64,
         prefix: &str,
         name: &str,
-        timeout: f64,
+        timeout: Limit,
     ) -> PyResult<()> {
         self.handle.is_at_home().or_raise(py)?;
         let configuration = Configuration {
@@ -368,7 +373,7 @@ impl Group {
             epoch: Epoch(epoch),
             rank,
             world_size,
-            deadline: options::deadline(timeout).or_raise(py)?,
+            deadline: options::deadline(timeout.or(60.0)).or_raise(py)?,
             cancel: Default::default(),
         };
         let handle = self.handle.clone();
@@ -384,7 +389,7 @@ impl Group {
         py: Python<'_>,
         tensors: &Bound<'_, PyAny>,
         op: Reduction,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
@@ -408,7 +413,7 @@ impl Group {
         py: Python<'_>,
         tensors: &Bound<'_, PyAny>,
         root: u32,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Broadcast, Call::of(timeout, async_op), || {
@@ -433,7 +438,7 @@ impl Group {
         tensor: &Bound<'_, PyAny>,
         root: u32,
         op: Reduction,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
@@ -458,7 +463,7 @@ impl Group {
         py: Python<'_>,
         input: &Bound<'_, PyAny>,
         outputs: &Bound<'_, PyAny>,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::AllGather, Call::of(timeout, async_op), || {
@@ -476,7 +481,7 @@ impl Group {
         py: Python<'_>,
         input: &Bound<'_, PyAny>,
         output: &Bound<'_, PyAny>,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::AllGatherInto, Call::of(timeout, async_op), || {
@@ -494,7 +499,7 @@ impl Group {
         input: &Bound<'_, PyAny>,
         outputs: Option<&Bound<'_, PyAny>>,
         root: u32,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Gather, Call::of(timeout, async_op), || {
@@ -514,7 +519,7 @@ impl Group {
         inputs: Option<&Bound<'_, PyAny>>,
         output: &Bound<'_, PyAny>,
         root: u32,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Scatter, Call::of(timeout, async_op), || {
@@ -535,7 +540,7 @@ impl Group {
         inputs: &Bound<'_, PyAny>,
         output: &Bound<'_, PyAny>,
         op: Reduction,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
@@ -562,7 +567,7 @@ impl Group {
         input: &Bound<'_, PyAny>,
         output: &Bound<'_, PyAny>,
         op: Reduction,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
         contribute: bool,
     ) -> PyResult<Py<PyAny>> {
@@ -586,7 +591,7 @@ impl Group {
         py: Python<'_>,
         inputs: &Bound<'_, PyAny>,
         outputs: &Bound<'_, PyAny>,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::AllToAll, Call::of(timeout, async_op), || {
@@ -607,7 +612,7 @@ impl Group {
         output: &Bound<'_, PyAny>,
         input_splits: Option<Vec<usize>>,
         output_splits: Option<Vec<usize>>,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::AllToAllInto, Call::of(timeout, async_op), || {
@@ -628,7 +633,7 @@ impl Group {
         tensor: &Bound<'_, PyAny>,
         peer: u32,
         tag: u32,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Send, Call::of(timeout, async_op), || {
@@ -648,7 +653,7 @@ impl Group {
         tensor: &Bound<'_, PyAny>,
         peer: Option<u32>,
         tag: u32,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Recv, Call::of(timeout, async_op), || {
@@ -666,7 +671,7 @@ impl Group {
         &self,
         py: Python<'_>,
         ops: Vec<Bound<'_, PyAny>>,
-        timeout: Option<f64>,
+        timeout: Option<Limit>,
         async_op: bool,
     ) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Batch, Call::of(timeout, async_op), || {
@@ -703,7 +708,7 @@ impl Group {
 
     /// Waits until every rank is here.
     #[pyo3(signature = (*, timeout=None, async_op=false))]
-    fn barrier(&self, py: Python<'_>, timeout: Option<f64>, async_op: bool) -> PyResult<Py<PyAny>> {
+    fn barrier(&self, py: Python<'_>, timeout: Option<Limit>, async_op: bool) -> PyResult<Py<PyAny>> {
         self.run(py, OpKind::Barrier, Call::of(timeout, async_op), || {
             Ok(Collective::Barrier)
         })
@@ -711,17 +716,25 @@ impl Group {
 
     /// As `barrier`; at the deadline the error names ranks that are missing, all of them if `wait_all`.
     #[pyo3(signature = (*, wait_all=false, timeout=None))]
-    fn monitored_barrier(&self, py: Python<'_>, wait_all: bool, timeout: Option<f64>) -> PyResult<()> {
+    fn monitored_barrier(&self, py: Python<'_>, wait_all: bool, timeout: Option<Limit>) -> PyResult<()> {
         let call = Call::of(timeout, false);
         let make = || Ok(Collective::MonitoredBarrier { wait_all });
         self.run(py, OpKind::MonitoredBarrier, call, make).map(drop)
+    }
+
+    /// From now on operations whose call names no time may take `timeout`.
+    fn _set_timeout(&self, py: Python<'_>, timeout: Limit) -> PyResult<()> {
+        let seconds = timeout.0.map(options::duration).transpose().or_raise(py)?;
+        let bits = seconds.map_or(0, |seconds| seconds.as_secs_f64().to_bits());
+        self.handle.limit.store(bits, Ordering::Relaxed);
+        Ok(())
     }
 
     /// Ends all pending operations and refuses further ones; peers are told. Returns at once.
     #[pyo3(signature = (reason="aborted by the program"))]
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         self.handle.is_at_home().or_raise(py)?;
-        py.detach(|| self.handle.group().abort(reason));
+        detached(py, || self.handle.group().abort(reason));
         Ok(())
     }
 

@@ -3,7 +3,6 @@
 //!
 //! Only while Python's own handler of SIGINT stands: what another one wants is not known before it has run, and it runs when the call has ended.
 
-use std::cell::Cell;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread::{self, Thread};
@@ -15,7 +14,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 use crate::group::Handle;
-use crate::process;
+use crate::process::{Crossing, detached, is_main};
 use crate::raw::signal;
 
 /// How often the watcher looks while there are calls, and how often a wait returns to the interpreter.
@@ -30,18 +29,6 @@ static WATCHER: OnceLock<Option<Thread>> = OnceLock::new();
 
 fn present() -> MutexGuard<'static, Option<Arc<Handle>>> {
     PRESENT.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-/// True on the thread on which the interpreter runs signal handlers.
-fn is_main() -> bool {
-    thread_local! {
-        static IS_MAIN: Cell<Option<bool>> = const { Cell::new(None) };
-    }
-    IS_MAIN.get().unwrap_or_else(|| {
-        let is_main = crate::raw::is_main_thread();
-        IS_MAIN.set(Some(is_main));
-        is_main
-    })
 }
 
 /// Runs `call` without the GIL; `KeyboardInterrupt` if the user wants it to end, and the group is aborted then.
@@ -68,17 +55,6 @@ pub(crate) fn blocking<T: Send>(
     let done = py.check_signals().map(|()| py.detach(call));
     drop(present().take());
     done
-}
-
-/// Runs `call` without the GIL; at the interpreter's end other threads than the main one do not come back to it.
-pub(crate) fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
-    py.detach(|| {
-        let done = call();
-        if !is_main() {
-            process::stays_away_from_the_end();
-        }
-        done
-    })
 }
 
 fn start() -> Option<Thread> {
@@ -118,7 +94,12 @@ fn look() -> bool {
     if !is_due() || present().is_none() {
         return false;
     }
-    if !Python::try_attach(|py| ends_calls(py).unwrap_or(false)).unwrap_or(false) {
+    let Ok(crossing) = Crossing::begin() else {
+        return false;
+    };
+    let is_wanted = Python::try_attach(|py| ends_calls(py).unwrap_or(false)).unwrap_or(false);
+    drop(crossing);
+    if !is_wanted {
         return false;
     }
     let present = present();

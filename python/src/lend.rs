@@ -10,6 +10,7 @@ use pyo3::sync::PyOnceLock;
 use pyo3::types::{PyDict, PyList, PyTuple, PyType};
 
 use crate::errors::{Raise, Refused};
+use crate::process::Crossing;
 use crate::raw::buffer::{self, View};
 use crate::raw::dlpack::Managed;
 use crate::raw::holder::{Holder, Lent};
@@ -63,6 +64,7 @@ fn items_of<'py>(object: &Bound<'py, PyAny>) -> Option<Vec<Bound<'py, PyAny>>> {
 }
 
 fn named(object: &Bound<'_, PyAny>, what: &dyn Fn() -> String, access: Access) -> Result<Tensor, Refused> {
+    let _crossing = Crossing::begin()?;
     if let Some(torch) = TORCH.get(object.py())
         && object.is_instance(torch.class.bind(object.py()))?
     {

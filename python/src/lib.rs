@@ -31,6 +31,7 @@ mod world;
 #[pymodule]
 fn _oxccl(m: &Bound<'_, PyModule>) -> PyResult<()> {
     raw::fork::watch();
+    errors::prepare(m.py())?;
     m.add("__version__", env!("CARGO_PKG_VERSION"))?;
     m.add_class::<group::Group>()?;
     m.add_class::<quantized::QuantizedGroup>()?;

@@ -1,6 +1,12 @@
 //! What the process goes through: a fork, of which the child cannot use its parent's groups, and the end of the interpreter, before which all groups end.
+//!
+//! Interpreters before 3.14 end a daemon thread that comes back to them at their end by unwinding it (`pthread_exit`), which the frames of Rust
+//! answer by aborting the process. Where a thread comes back from a call without the GIL, PyO3 has it wait for ever instead. Python code that runs
+//! below frames of ours is the other place: such stretches are [crossings](Crossing). The exit handler waits until the last one is through,
+//! and none begins after that.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -25,31 +31,77 @@ pub(crate) fn is_gone() -> bool {
     GONE.load(Ordering::Acquire)
 }
 
-/// How long a thread whose call was cut short by the interpreter's end stays away from it. Interpreters before 3.14 end a thread that
-/// comes back to them by unwinding it, which Rust answers by aborting the process. Bounded, since an exit handler of the program's own
-/// may wait for the thread.
+/// How long a thread whose call was cut short by the interpreter's end stays away from it: its program has little use for the error, and main
+/// thread and exit handlers go on undisturbed. Bounded, since an exit handler of the program's own may wait for the thread.
 const AWAY: Duration = Duration::from_secs(2);
+/// How long the end waits for crossings: far longer than any takes that does not wait for something itself.
+const CROSSINGS_END: Duration = Duration::from_secs(5);
 
-/// True once the exit handlers have begun to end the groups.
-pub(crate) fn ends() -> bool {
-    ENDS.load(Ordering::Acquire)
+/// The crossings under way, of threads other than the main one.
+static CROSSINGS: AtomicUsize = AtomicUsize::new(0);
+
+/// A stretch in which Python code may run below frames of this library: the interpreter does not end during it.
+pub(crate) struct Crossing {
+    is_counted: bool,
 }
 
-/// At the end of a call on a thread other than the main one, before it takes the interpreter again: only daemon threads are left once the groups end.
-pub(crate) fn stays_away_from_the_end() {
-    if ends() {
-        thread::sleep(AWAY);
+impl Crossing {
+    /// Errors: `InvalidState` once the interpreter ends, on threads other than the main one.
+    pub(crate) fn begin() -> Result<Self> {
+        if is_main() {
+            return Ok(Self { is_counted: false });
+        }
+        CROSSINGS.fetch_add(1, Ordering::SeqCst);
+        let crossing = Self { is_counted: true };
+        if ENDS.load(Ordering::SeqCst) {
+            return Err(Error::new(ErrorKind::InvalidState, "the interpreter ends"));
+        }
+        Ok(crossing)
     }
+}
+
+impl Drop for Crossing {
+    fn drop(&mut self) {
+        if self.is_counted {
+            CROSSINGS.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}
+
+/// True on the thread on which the interpreter runs signal handlers, and ends.
+pub(crate) fn is_main() -> bool {
+    thread_local! {
+        static IS_MAIN: Cell<Option<bool>> = const { Cell::new(None) };
+    }
+    IS_MAIN.get().unwrap_or_else(|| {
+        let is_main = crate::raw::is_main_thread();
+        IS_MAIN.set(Some(is_main));
+        is_main
+    })
+}
+
+/// Runs `call` without the GIL: every call that may take a while goes through here. At the interpreter's end other threads than the main one, all
+/// of them daemons, stay away from it.
+pub(crate) fn detached<T: Send>(py: Python<'_>, call: impl FnOnce() -> T + Send) -> T {
+    py.detach(|| {
+        let done = call();
+        if !is_main() && ENDS.load(Ordering::SeqCst) {
+            thread::sleep(AWAY);
+        }
+        done
+    })
 }
 
 /// Before a group is made: refuses in a process that was forked off one that has groups.
 pub(crate) fn may_make_groups(py: Python<'_>) -> PyResult<()> {
     let here = fork::count().wrapping_add(1);
     match MADE_AT.compare_exchange(0, here, Ordering::AcqRel, Ordering::Acquire) {
-        Ok(_) => py
-            .import("oxccl._process")?
-            .call_method0("end_with_process")
-            .map(drop),
+        Ok(_) => {
+            let _crossing = Crossing::begin().or_raise(py)?;
+            py.import("oxccl._process")?
+                .call_method0("end_with_process")
+                .map(drop)
+        }
         Err(made) if made != here => {
             Err(forked("this process was forked off one that uses oxccl")).or_raise(py)
         }
@@ -93,7 +145,7 @@ pub(crate) fn end(py: Python<'_>) {
         // None was made, or by the process that this one was forked off.
         return;
     }
-    ENDS.store(true, Ordering::Release);
+    ENDS.store(true, Ordering::SeqCst);
     py.detach(|| {
         let live = std::mem::take(&mut *LIVE.lock().unwrap_or_else(PoisonError::into_inner));
         for handle in live.iter().filter_map(Weak::upgrade) {
@@ -102,6 +154,10 @@ pub(crate) fn end(py: Python<'_>) {
         }
         // A forked child of `multiprocessing` ends without the exit handlers that wait for this.
         wait_for_partings();
+        let until = Instant::now() + CROSSINGS_END;
+        while CROSSINGS.load(Ordering::SeqCst) > 0 && Instant::now() < until {
+            thread::sleep(Duration::from_millis(1));
+        }
     });
     crate::raw::holder::give_back_waiting(py);
     GONE.store(true, Ordering::Release);
@@ -111,5 +167,5 @@ pub(crate) fn end(py: Python<'_>) {
 #[pyfunction]
 #[pyo3(name = "_run_child_if_asked")]
 pub(crate) fn run_child_if_asked(py: Python<'_>) {
-    py.detach(oxccl::backend::init);
+    detached(py, oxccl::backend::init);
 }

@@ -9,7 +9,8 @@ use pyo3::prelude::*;
 use crate::errors::Raise;
 use crate::group::{Group, Handle, Inner};
 use crate::interrupt::apart;
-use crate::{options, process, world};
+use crate::options::{self, Limit};
+use crate::{process, world};
 
 /// A group whose reductions of floats travel in fewer bytes.
 #[pyclass(extends = Group, frozen, module = "oxccl")]
@@ -81,7 +82,7 @@ impl QuantizedGroup {
         let over = match over {
             Some(group) => group.get().handle().clone(),
             None => {
-                let plain = world::unconfigured(py, None, "cpu", timeout, false, None)?;
+                let plain = world::unconfigured(py, None, "cpu", Limit(Some(timeout)), false, None)?;
                 plain.handle().clone()
             }
         };

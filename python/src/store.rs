@@ -13,6 +13,7 @@ use pyo3::types::PyBytes;
 use crate::errors::Raise;
 use crate::interrupt::apart;
 use crate::options;
+use crate::process::{Crossing, detached};
 
 /// A key-value store that all ranks of a job reach. Time-outs are seconds; values are bytes.
 #[pyclass(subclass, frozen, module = "oxccl")]
@@ -158,7 +159,7 @@ impl StoreServer {
     #[new]
     #[pyo3(signature = (bind="127.0.0.1:0"))]
     fn new(py: Python<'_>, bind: &str) -> PyResult<Self> {
-        let server = Arc::new(py.detach(|| TcpStoreServer::bind(bind)).or_raise(py)?);
+        let server = Arc::new(detached(py, || TcpStoreServer::bind(bind)).or_raise(py)?);
         Ok(Self { server })
     }
 
@@ -183,7 +184,7 @@ pub(crate) fn any(object: &Bound<'_, PyAny>) -> PyResult<Arc<dyn core::Store>> {
     if let Ok(ours) = object.cast::<Store>() {
         return Ok(ours.get().store.clone());
     }
-    for method in ["set", "get", "add", "wait", "check"] {
+    for method in ["set", "get", "add", "check"] {
         if !object.hasattr(method)? {
             let kind = object.get_type().name()?;
             let text = format!("{kind} is no store: it has no method '{method}'");
@@ -200,7 +201,7 @@ struct Foreign {
     object: Py<PyAny>,
 }
 
-/// Between two looks at a barrier.
+/// The longest time between two looks.
 const LOOK: Duration = Duration::from_millis(10);
 
 impl Foreign {
@@ -210,6 +211,7 @@ impl Foreign {
         deadline: Instant,
         call: impl FnOnce(&Bound<'_, PyAny>) -> PyResult<T>,
     ) -> Result<T> {
+        let _crossing = Crossing::begin().map_err(|e| e.with_op(op))?;
         let called = Python::try_attach(|py| {
             call(self.object.bind(py)).map_err(|e| {
                 let is_missing = e.is_instance_of::<PyAttributeError>(py);
@@ -229,13 +231,6 @@ impl Foreign {
             Err(Error::new(ErrorKind::Unavailable, text).with_op(op))
         })
     }
-}
-
-/// What is left until `deadline`; torch takes zero for its default.
-fn left(deadline: Instant) -> Duration {
-    deadline
-        .saturating_duration_since(Instant::now())
-        .max(Duration::from_millis(1))
 }
 
 fn bytes<'py>(py: Python<'py>, value: &[u8]) -> Bound<'py, PyBytes> {
@@ -278,11 +273,18 @@ impl core::Store for Foreign {
         })
     }
 
+    /// By looking again and again: a wait in the store's own code would hold up the interpreter's end.
     fn wait(&self, keys: &[&str], deadline: Instant) -> Result<()> {
-        self.with("store.wait", deadline, |s| {
-            let arguments = (keys.to_vec(), left(deadline));
-            s.call_method1(intern!(s.py(), "wait"), arguments).map(drop)
-        })
+        let mut pause = Duration::from_millis(1);
+        while !self.check(keys, deadline)? {
+            if Instant::now() >= deadline {
+                let text = format!("the store has no {} yet", keys.join(", "));
+                return Err(Error::timeout(text).with_op("store.wait"));
+            }
+            std::thread::sleep(pause);
+            pause = (pause * 2).min(LOOK);
+        }
+        Ok(())
     }
 
     fn delete(&self, key: &str, deadline: Instant) -> Result<bool> {

@@ -3,6 +3,8 @@
 use oxccl::core::{self, DType, Feature, OpKind, Registry};
 use pyo3::prelude::*;
 
+use crate::process::detached;
+
 /// What a group offers.
 #[pyclass(frozen, module = "oxccl")]
 pub(crate) struct Capabilities {
@@ -127,7 +129,7 @@ impl Traffic {
 /// The backends that this process knows, plugins included: each with `None`, or why it cannot be used here.
 #[pyfunction]
 pub(crate) fn backends(py: Python<'_>) -> Vec<(String, Option<String>)> {
-    py.detach(|| {
+    detached(py, || {
         oxccl::backend::load_plugins();
         let backends = Registry::global().list().into_iter();
         let known = backends.map(|b| (b.name.clone(), b.factory.probe().err().map(|e| e.to_string())));

@@ -12,8 +12,9 @@ use pyo3::prelude::*;
 use crate::completions::Completions;
 use crate::errors::{self, Raise};
 use crate::interrupt::in_slices;
+use crate::options::{self, Limit};
+use crate::process::{self, Crossing, detached};
 use crate::raw::holder::{drop_attached, give_back_waiting};
-use crate::{options, process};
 
 /// An operation in flight: `wait` for it, or `await` it. It keeps the memory of its tensors alive until it has ended, also when it is dropped before.
 #[pyclass(frozen, weakref, module = "oxccl")]
@@ -84,10 +85,10 @@ impl Work {
 
     /// Waits until the operation has ended; raises its error. After `timeout` seconds raises `Timeout`, and the operation goes on.
     #[pyo3(signature = (timeout=None))]
-    fn wait(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+    fn wait(&self, py: Python<'_>, timeout: Option<Limit>) -> PyResult<()> {
         give_back_waiting(py);
         process::is_at_home(self.born, "the group").or_raise(py)?;
-        let deadline = match timeout {
+        let deadline = match timeout.and_then(|limit| limit.0) {
             Some(seconds) => options::deadline(seconds).or_raise(py)?,
             None => self.latest,
         };
@@ -145,7 +146,7 @@ impl Work {
     #[pyo3(signature = (reason="aborted by the program"))]
     fn abort(&self, py: Python<'_>, reason: &str) -> PyResult<()> {
         process::is_at_home(self.born, "the group").or_raise(py)?;
-        py.detach(|| self.work.abort(reason));
+        detached(py, || self.work.abort(reason));
         Ok(())
     }
 
@@ -167,6 +168,7 @@ impl Work {
 
     fn __await__<'py>(slf: &Bound<'py, Self>) -> PyResult<Bound<'py, PyAny>> {
         let py = slf.py();
+        let _crossing = Crossing::begin().or_raise(py)?;
         let waiting = py
             .import(intern!(py, "oxccl._await"))?
             .call_method1(intern!(py, "until_done"), (slf,))?;

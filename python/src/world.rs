@@ -1,6 +1,5 @@
 //! `init` and the group of all ranks.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use oxccl::core::{Device, DeviceKind, Error, GroupOptions, Registry, Result, deadline_in};
@@ -11,7 +10,8 @@ use pyo3::prelude::*;
 use crate::errors::Raise;
 use crate::group::{Group, Handle, Inner};
 use crate::interrupt::apart;
-use crate::{options, process};
+use crate::options::{self, Given, Limit};
+use crate::process::{self, Crossing};
 
 /// The group of all ranks of a job, from which other groups are made.
 #[pyclass(extends = Group, frozen, module = "oxccl")]
@@ -24,7 +24,7 @@ pub(crate) struct World {
 
 /// Meets the other ranks and connects. Without arguments the launcher's variables say who this is (torchrun, MPI, Slurm).
 #[pyfunction]
-#[pyo3(signature = (address=None, *, rank=None, world_size=None, backend=None, device="cpu", timeout=60.0, isolated=false, options=None))]
+#[pyo3(signature = (address=None, *, rank=None, world_size=None, backend=None, device="cpu", timeout=options::MINUTE, isolated=false, options=None))]
 #[allow(clippy::too_many_arguments, reason = "each has a name in Python")]
 pub(crate) fn init(
     py: Python<'_>,
@@ -33,14 +33,14 @@ pub(crate) fn init(
     world_size: Option<u32>,
     backend: Option<&str>,
     device: &str,
-    timeout: f64,
+    timeout: Limit,
     isolated: bool,
-    options: Option<BTreeMap<String, String>>,
+    options: Option<Given>,
 ) -> PyResult<Py<World>> {
     process::may_make_groups(py)?;
     let place = place(address, rank, world_size).or_raise(py)?;
     let wanted = wanted(py, backend, device, timeout, isolated, options)?;
-    let deadline = options::deadline(timeout).or_raise(py)?;
+    let deadline = options::deadline(timeout.or(60.0)).or_raise(py)?;
     let local_rank = place.local_rank;
     let world = apart(py, move || {
         oxccl::backend::load_plugins();
@@ -50,21 +50,21 @@ pub(crate) fn init(
     let world = World {
         handle: group.handle().clone(),
         local_rank,
-        timeout,
+        timeout: timeout.or(60.0),
     };
     Py::new(py, PyClassInitializer::from(group).add_subclass(world))
 }
 
 /// A group of a backend that has met nobody yet: `Group.configure` connects it, again and again.
 #[pyfunction]
-#[pyo3(signature = (*, backend=None, device="cpu", timeout=60.0, isolated=false, options=None))]
+#[pyo3(signature = (*, backend=None, device="cpu", timeout=options::MINUTE, isolated=false, options=None))]
 pub(crate) fn unconfigured(
     py: Python<'_>,
     backend: Option<&str>,
     device: &str,
-    timeout: f64,
+    timeout: Limit,
     isolated: bool,
-    options: Option<BTreeMap<String, String>>,
+    options: Option<Given>,
 ) -> PyResult<Group> {
     process::may_make_groups(py)?;
     let wanted = wanted(py, backend, device, timeout, isolated, options)?;
@@ -79,15 +79,15 @@ fn wanted(
     py: Python<'_>,
     backend: Option<&str>,
     device: &str,
-    timeout: f64,
+    timeout: Limit,
     isolated: bool,
-    options: Option<BTreeMap<String, String>>,
+    options: Option<Given>,
 ) -> PyResult<WorldOptions> {
     let helper = if isolated { helper(py)? } else { None };
     Ok(WorldOptions {
         backends: backend.unwrap_or_default().parse().or_raise(py)?,
         device: parse_device(device).or_raise(py)?,
-        options: options::group(timeout, options.unwrap_or_default()).or_raise(py)?,
+        options: options::group(timeout, options).or_raise(py)?,
         make: Arc::new(move |name, device, options| {
             if isolated {
                 in_a_child(name, device, options, helper.as_deref())
@@ -127,6 +127,7 @@ fn parse_device(text: &str) -> Result<Device> {
 
 /// The program that children of isolated groups run; `None` if the environment names one.
 fn helper(py: Python<'_>) -> PyResult<Option<String>> {
+    let _crossing = Crossing::begin().or_raise(py)?;
     py.import("oxccl._isolate")?.call_method0("helper")?.extract()
 }
 

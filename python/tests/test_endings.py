@@ -107,6 +107,61 @@ together()
 """,
 }
 
+# Daemon threads that never stop calling while the interpreter ends, which takes it a while.
+CALLS_ON = """
+class Slow:
+    def __del__(self, sleep=time.sleep):
+        sleep(0.2)
+sys.modules["slow"] = Slow()
+{setup}
+def calls(n):
+    while True:
+        try:
+            {call}
+        except oxccl.Error:
+            pass
+for n in range(4):
+    threading.Thread(target=calls, args=(n,), daemon=True).start()
+together()
+"""
+LENDS = """
+world = oxccl.init(address + str(rank), rank=0, world_size=1)
+class Lends:
+    def __init__(self): self.x = np.zeros(4)
+    def __dlpack__(self, **wish):
+        for _ in range(100): pass
+        return self.x.__dlpack__(**wish)
+"""
+OWN_STORE = """
+class Store:
+    def __init__(self): self.held = {}
+    def set(self, key, value): self.held[key] = value
+    def check(self, keys): return all(key in self.held for key in keys)
+    def add(self, key, amount): return amount
+    def get(self, key): return self.held[key]
+    def wait(self, keys, timeout):
+        until = time.monotonic() + min(timeout.total_seconds(), 60)
+        while not self.check(keys):
+            if time.monotonic() > until: raise TimeoutError(str(keys))
+            time.sleep(0.001)
+"""
+DAEMONS = {
+    "collective": ("world = init()", "world.recv(bytearray(800), 1 - rank)"),
+    "collective_that_ends": ("world = oxccl.init(address + str(rank), rank=0, world_size=1)", "world.all_reduce(bytearray(800))"),
+    "work": ("world = init()", "world.recv(bytearray(800), 1 - rank, 5 + n, async_op=True).wait()"),
+    "refused_call": ("world = init()", "world.all_reduce(np.zeros(4)[::2])"),
+    "memory_lent_by_python": (LENDS, "world.all_reduce(Lends())"),
+    "store": ("store = oxccl.FileStore(address[7:] + 'store')", "store.get('never')"),
+    "new_group": ("world = init()", "world.new_group([0, 1])"),
+    "store_of_the_program": (OWN_STORE, "oxccl.unconfigured().configure(Store(), 0, 2)"),
+    "control_plane": ("lighthouse = oxccl.Lighthouse(min_replicas=2)", "oxccl.LighthouseClient(lighthouse.address).status()"),
+    "await": (
+        "import asyncio\nworld = init()\nasync def receives(n): await world.recv(bytearray(800), 1 - rank, 5 + n, async_op=True)",
+        "asyncio.run(receives(n))",
+    ),
+}
+EXITS |= {f"daemon_threads_call_on_{name}": CALLS_ON.format(setup=setup, call=call) for name, (setup, call) in DAEMONS.items()}
+
 
 @pytest.mark.parametrize("how", EXITS)
 def test_a_program_ends_without_a_crash(how: str, tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import array
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +172,42 @@ def test_a_job_that_was_killed_goes_on_from_its_checkpoints_as_if_it_had_never_s
     assert 3 <= ended["a"]["went_on"] == ended["b"]["went_on"] < 10
     for name in ("a", "b"):
         assert {key: ended[name][key] for key in ("hash", "bits", "batches")} == {key: expected[name][key] for key in ("hash", "bits", "batches")}
+
+
+def opened(file: Path) -> dict[str, list[float]]:
+    """The f32 tensors of a safetensors file, read by the format's description: a length, a header in JSON, the data."""
+    raw = file.read_bytes()
+    begin = 8 + int.from_bytes(raw[:8], "little")
+    header = json.loads(raw[8:begin])
+    assert all(type(value) is str for value in header.pop("__metadata__").values())
+    found = {}
+    for name, about in header.items():
+        first, last = (begin + offset for offset in about["data_offsets"])
+        if about["dtype"] == "F32":
+            values = array.array("f", raw[first:last])
+            assert len(values) == math.prod(about["shape"])
+            found[name] = values.tolist()
+    return found
+
+
+def test_a_checkpoint_is_a_safetensors_file_with_the_models_tensors(tmp_path: Path) -> None:
+    import torch
+
+    from oxccl import ft
+
+    net = torch.nn.Linear(3, 2)
+    inner = torch.optim.SGD(net.parameters(), lr=0.1)
+    with oxccl.Lighthouse() as lighthouse:
+        manager = ft.Manager(load_state_dict=inner.load_state_dict, state_dict=inner.state_dict, lighthouse_addr=lighthouse.address)
+        checkpoints = ft.Checkpoints(tmp_path, 0, 1)
+        with (rounds := ft.LocalSGD(manager, net, inner, 1)):
+            inner.step()
+            assert rounds.save(checkpoints)
+            checkpoints.flush()
+        manager.shutdown()
+    tensors = opened(next((tmp_path / "replica-0").glob("*.safetensors")))
+    for parameter in net.parameters():
+        assert parameter.flatten().tolist() in tensors.values(), tensors
 
 
 def test_checkpoints_that_are_damaged_or_of_another_model_are_refused(tmp_path: Path) -> None:

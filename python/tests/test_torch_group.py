@@ -300,6 +300,63 @@ def test_hooks_see_every_operation() -> None:
     assert torchjobs.run(2, hooked) == [[3, 16.0, "ProcessGroup"]] * 2
 
 
+def with_options(dist: Any) -> tuple[list[float], list[str]]:
+    """A sum over a group with options of its own, and what options that nobody knows are told."""
+    import torch
+
+    group = dist.new_group(pg_options={"transport": "tcp", "connections": 2, "lenient": False})
+    x = torch.ones(1 << 16)
+    dist.all_reduce(x, group=group)
+    parts = dist.split_group(dist.group.WORLD, [[0, 1]])
+    dist.all_reduce(x, group=parts)
+    said = []
+    for options in ({"no_such": "1"}, {"transport": "pigeon"}, {"transport": None}, "transport=tcp"):
+        try:
+            dist.new_group(pg_options=options)
+        except (RuntimeError, ValueError, TypeError) as error:
+            said.append(str(error))
+    return [x[0].item(), x[-1].item()], said
+
+
+def test_options_reach_the_group_and_unknown_ones_are_refused_with_those_that_are_known() -> None:
+    for total, (unknown, value, kind, text) in torchjobs.run(2, with_options):
+        assert total == [4.0, 4.0]
+        assert "no_such" in unknown
+        assert "transport" in unknown
+        assert "connections" in unknown
+        assert "pigeon" in value
+        assert "option transport is a NoneType" in kind
+        assert "not a str" in text
+
+
+def times_out(dist: Any) -> list[float]:
+    """Seconds until a receive that nobody serves ends: by the time-out of a group, one that was set later, and a call's own."""
+    import torch
+
+    store = dist.distributed_c10d._get_default_store()
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    later, long = dist.new_group(), dist.new_group()
+    took = []
+    if dist.get_rank() == 0:
+        later.set_timeout(timedelta(seconds=1))
+        for over, limit in ((group, None), (later, None), (long, timedelta(seconds=0.5))):
+            begin = time.monotonic()
+            with pytest.raises(TimeoutError):
+                work = dist.irecv(torch.zeros(1), 1, group=over)
+                work.wait() if limit is None else work.wait(limit)
+            took.append(time.monotonic() - begin)
+        store.set("done", "1")
+    store.wait(["done"], timedelta(seconds=60))
+    return took
+
+
+def test_a_time_out_is_that_of_the_call_or_of_the_group() -> None:
+    by_group, by_setting, by_wait = torchjobs.run(2, times_out)[0]
+    assert 1 <= by_group < 20
+    assert 1 <= by_setting < 20
+    assert 0.5 <= by_wait < 20
+
+
 def refused(dist: Any) -> list[str]:
     """Types and devices that no operation takes, by name."""
     import torch

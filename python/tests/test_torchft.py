@@ -7,8 +7,10 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -59,6 +61,21 @@ def theirs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Futur
 def test_torchfts_own_tests_of_process_groups_pass(theirs: dict[str, Future[tuple[int, str]]]) -> None:
     passed, said = theirs["groups"].result()
     assert passed >= 22, said
+
+
+def test_a_time_out_that_is_set_later_holds_for_configuring_too() -> None:
+    from torch.distributed import TCPStore
+
+    import oxccl
+    from oxccl.torchft import ProcessGroupOxccl
+
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    group = ProcessGroupOxccl(timeout=timedelta(seconds=300))
+    group.set_timeout(timedelta(milliseconds=50))
+    begun = time.monotonic()
+    with pytest.raises(oxccl.Timeout, match="waiting for rank 1 of 2"):
+        group.configure(f"localhost:{store.port}/alone", "0", 0, 2)
+    assert time.monotonic() - begun < 60
 
 
 def test_torchfts_own_tests_of_its_manager_pass_with_our_servers(theirs: dict[str, Future[tuple[int, str]]]) -> None:

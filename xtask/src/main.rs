@@ -25,6 +25,7 @@ mod lighthouse;
 mod matrix;
 mod metadata;
 mod nccl;
+mod nvrtc;
 mod observability;
 mod oneccl;
 mod oneccl_sycl;

@@ -335,6 +335,54 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(15),
     ),
     row(
+        "nccl-isolated",
+        Some("nccl"),
+        "the real NCCL in child processes, memory and events crossing by IPC, on a GPU",
+        gpu,
+        suite("nccl-isolated-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "nccl-scenarios",
+        Some("nccl"),
+        "the nccl backend's scenarios that inject no fault, on a GPU",
+        gpu,
+        suite("nccl-errors", ""),
+        minutes(10),
+    ),
+    row(
+        "gloo-staged-gpu",
+        Some("nccl"),
+        "gloo behind CUDA tensors on a GPU",
+        gpu,
+        suite("gloo-staged-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "quant-cuda",
+        Some("nccl"),
+        "quantised collectives of CUDA tensors on a GPU, byte for byte those of the host",
+        gpu,
+        suite("quant-cuda-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "quant-cuda-standin",
+        Some("nccl-standin"),
+        "quantised collectives of CUDA tensors over the stand-in",
+        nothing,
+        suite("quant-cuda-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "cuda-kernels",
+        Some("cuda-kernels"),
+        "the kernels that quantise on CUDA devices, compiled by the real NVRTC for four generations of chips; no GPU needed",
+        nvrtc,
+        suite("cuda-kernels-conformance", ""),
+        minutes(10),
+    ),
+    row(
         "hccl-standin",
         Some("plugin"),
         "the out-of-tree hccl plugin over a stand-in for Intel's libraries",
@@ -406,7 +454,7 @@ pub(crate) const ROWS: &[Row] = &[
     row(
         "observability",
         Some("observability"),
-        "the dashboard in a real browser, metrics scraped by a real Prometheus",
+        "the dashboard in a real browser, metrics in a real Prometheus, spans in a real OpenTelemetry collector",
         observability,
         suite("observability-conformance", ""),
         minutes(3),
@@ -713,6 +761,8 @@ pub(crate) enum Skip {
     },
     /// The real NCCL's library cannot be had.
     NcclLibrary { why: String },
+    /// The real NVRTC cannot be had.
+    Nvrtc { why: String },
     /// The real torchft cannot be had.
     Torchft { why: String },
     /// The launcher cannot be had.
@@ -740,6 +790,7 @@ impl fmt::Display for Skip {
             Self::Loopback { why } => write!(f, "no TCP over 127.0.0.1: {why}"),
             Self::Gpu => f.write_str("no NVIDIA GPU here (/dev/nvidiactl does not exist)"),
             Self::NcclLibrary { why } => write!(f, "NCCL cannot be had: {why}"),
+            Self::Nvrtc { why } => write!(f, "NVRTC cannot be had: {why}"),
             Self::Python { why } => write!(f, "the Python package cannot be built: {why}"),
             Self::Torchft { why } => write!(f, "torchft cannot be had: {why}"),
             Self::Launcher { why } => write!(f, "the launcher cannot be had: {why}"),
@@ -766,14 +817,37 @@ fn loopback() -> Result<Environment, Skip> {
         .map_err(|e| Skip::Loopback { why: e.to_string() })
 }
 
-/// Needs an NVIDIA GPU with its driver.
+/// Needs an NVIDIA GPU with its driver. A library that nobody names is the one of the row `nccl-library`.
 fn gpu() -> Result<Environment, Skip> {
-    if std::path::Path::new("/dev/nvidiactl").exists() {
-        // Several ranks on one GPU, where the library allows it.
-        Ok(vec![("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned())])
-    } else {
-        Err(Skip::Gpu)
+    if !std::path::Path::new("/dev/nvidiactl").exists() {
+        return Err(Skip::Gpu);
     }
+    let mut environment = vec![
+        ("OXCCL_GPU_TESTS".to_owned(), "1".to_owned()),
+        // Several ranks on one GPU, where the library allows it.
+        ("NCCL_MULTI_RANK_GPU_ENABLE".to_owned(), "1".to_owned()),
+        // Else the first collective waits in `submit` for the other ranks.
+        ("NCCL_RUNTIME_CONNECT".to_owned(), "0".to_owned()),
+    ];
+    let is_named = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
+    if !is_named("OXCCL_NCCL_PATH") {
+        environment.extend(nccl_library()?);
+    }
+    if !is_named("OXCCL_NVRTC_PATH") {
+        environment.extend(nvrtc()?);
+    }
+    Ok(environment)
+}
+
+/// Needs the real NVRTC, which is fetched once.
+fn nvrtc() -> Result<Environment, Skip> {
+    let folder = crate::nvrtc::prepare().map_err(|e| Skip::Nvrtc {
+        why: format!("{e:#}"),
+    })?;
+    Ok(vec![(
+        "OXCCL_NVRTC_PATH".to_owned(),
+        folder.display().to_string(),
+    )])
 }
 
 /// Needs the real oneCCL, which is fetched and built once.
@@ -852,7 +926,7 @@ fn etcd() -> Result<Environment, Skip> {
     Ok(environment)
 }
 
-/// Needs Chromium and Prometheus, which root can install, and TCP over the loopback interface.
+/// Needs Chromium and Prometheus, which root can install, a wheel with rotel, and TCP over the loopback interface.
 fn observability() -> Result<Environment, Skip> {
     let mut environment = loopback()?;
     let found = crate::observability::prepare().map_err(|e| Skip::Observability {

@@ -1,14 +1,31 @@
-//! The browser and the Prometheus of the row `observability`: Debian's, installed once.
+//! What the row `observability` looks at jobs with: Debian's browser and Prometheus, and rotel, an OpenTelemetry collector, whose wheel on PyPI
+//! holds its program. Installed once.
 
-use anyhow::{Result, bail};
+use std::fs;
+use std::os::unix::fs::PermissionsExt;
+use std::path::Path;
 
-use crate::wheels::is_program;
+use anyhow::{Context, Result, bail};
+
+use crate::wheels::{self, Place, Wheel, is_program};
 use crate::{debian, matrix};
 
 /// What the tests start, by the names under which Debian installs it.
 const PROGRAMS: [&str; 4] = ["chromium", "chromedriver", "prometheus", "promtool"];
 /// The font is only recommended by the browser, which draws no text without one.
 const PACKAGES: [&str; 4] = ["chromium", "chromium-driver", "fonts-dejavu-core", "prometheus"];
+
+const COLLECTOR: &str = "rotel-agent";
+const WHEELS: [Wheel; 1] = [Wheel {
+    name: "rotel",
+    version: "0.0.1a15",
+    sha256: "2f4117e58410c933e0dc042a268ef738dab2e3a5d63b5831209acdac2a6ddcb7",
+}];
+const PLACE: Place<'_> = Place {
+    folder: "rotel-0.0.1a15",
+    recipe: "1",
+    notice: "rotel 0.0.1a15: fetching its wheel (10 MB, once)",
+};
 
 pub(crate) fn prepare() -> Result<matrix::Environment> {
     let missing = || PROGRAMS.iter().find(|name| !is_program(name));
@@ -21,5 +38,18 @@ pub(crate) fn prepare() -> Result<matrix::Environment> {
             PACKAGES.join(" ")
         );
     }
-    Ok(matrix::Environment::new())
+    let collector = wheels::make_once(&PLACE, build)?.join(COLLECTOR);
+    let collector = collector.to_string_lossy().into_owned();
+    Ok(vec![("OXCCL_TEST_COLLECTOR".to_string(), collector)])
+}
+
+fn build(fresh: &Path) -> Result<()> {
+    let (work, log) = (fresh.join("work"), fresh.join("build.log"));
+    fs::create_dir_all(&work).with_context(|| format!("cannot make {}", work.display()))?;
+    wheels::download(&WHEELS, &work, &log)?;
+    wheels::unpack(&work, "rotel", fresh, &["rotel/rotel-agent=rotel-agent"], &log)?;
+    let program = fresh.join(COLLECTOR);
+    fs::set_permissions(&program, fs::Permissions::from_mode(0o755))
+        .with_context(|| format!("cannot make {} a program", program.display()))?;
+    fs::remove_dir_all(&work).with_context(|| format!("cannot remove {}", work.display()))
 }

@@ -85,7 +85,8 @@ fn build(root: &Path, target: &Path) -> Result<PathBuf> {
         .arg("--out")
         .arg(&built)
         .current_dir(root.join("python"))
-        .env("CARGO_TARGET_DIR", &own)
+        // Shared with the row `python`: build scripts and macros are the same.
+        .env("CARGO_TARGET_DIR", target.join("python"))
         .env("PYTHONPATH", python::site_packages(&zig)?);
     quietly("maturin", &mut maturin, BUILD_LIMIT, &own.join("build.log"))?;
     let entries = fs::read_dir(&built).with_context(|| format!("cannot read {}", built.display()))?;

@@ -38,6 +38,9 @@ pub(crate) struct Stranger {
     pub(crate) messages: TcpStream,
 }
 
+/// Ranks made by hand live in a process of their own.
+const NEIGHBOURS_PROCESS: u64 = 77;
+
 pub(crate) fn hello(purpose: Purpose, nonce: u64) -> Hello {
     Hello {
         version: VERSION,
@@ -48,6 +51,8 @@ pub(crate) fn hello(purpose: Purpose, nonce: u64) -> Hello {
         epoch: 1,
         constants: crate::options::constants(),
         nonce,
+        process: NEIGHBOURS_PROCESS,
+        line: 0,
     }
 }
 
@@ -391,6 +396,7 @@ fn the_registry_knows_gloo_for_the_cpu() {
 pub(crate) struct Neighbour {
     shared: crate::transport::shm::Rings<{ crate::transport::shm::COLLECTIVES }>,
     pub(crate) channels: crate::transport::shm::Rings<{ crate::transport::shm::MESSAGES }>,
+    mail: crate::transport::shm::Mail,
     control: std::os::unix::net::UnixStream,
     _region: crate::transport::shm::Region,
 }
@@ -422,6 +428,7 @@ impl Neighbour {
         Self {
             shared: shared.collectives,
             channels: shared.messages,
+            mail: shared.mail,
             control,
             _region: region,
         }
@@ -430,7 +437,7 @@ impl Neighbour {
     /// Leaves and closes.
     pub(crate) fn leave(&mut self) {
         let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
-        self.control.write_all(&good_bye).unwrap();
+        self.mail.writer.say(&good_bye);
         self.control.shutdown(std::net::Shutdown::Both).unwrap();
     }
 
@@ -482,7 +489,7 @@ fn after_neighbour(blocking: bool, misbehave: impl FnOnce(&mut Neighbour)) -> Er
 #[test]
 fn a_neighbour_that_breaks_the_rules_of_shared_memory_is_a_typed_error_that_names_it() {
     type Break = (&'static str, fn(&mut Neighbour), ErrorKind);
-    let ways: [Break; 9] = [
+    let ways: [Break; 13] = [
         ("garbage", |n| n.write(&[0xAB; 300]), ErrorKind::Protocol),
         (
             "more than fits",
@@ -544,6 +551,26 @@ fn a_neighbour_that_breaks_the_rules_of_shared_memory_is_a_typed_error_that_name
                 n.control.shutdown(std::net::Shutdown::Both).unwrap();
             },
             ErrorKind::PeerLost,
+        ),
+        (
+            "garbage for its last words",
+            |n| n.mail.writer.say(&[0xAB; 300]),
+            ErrorKind::Protocol,
+        ),
+        (
+            "last words of another length than they say",
+            |n| n.mail.writer.say(&frame(ControlKind::Abort, 0, 9).encode()),
+            ErrorKind::Protocol,
+        ),
+        (
+            "last words that are longer than there is room for",
+            |n| n.mail.writer.claim(u32::MAX),
+            ErrorKind::Protocol,
+        ),
+        (
+            "a message for its last words",
+            |n| n.mail.writer.say(&frame(ControlKind::Offer, 0, 1).encode()),
+            ErrorKind::Protocol,
         ),
         (
             "silence and gone",

@@ -62,7 +62,11 @@ impl Driven for Channels {
             bell.sleep(until);
             return Ok(());
         }
-        let mut fds = vec![PollFd::new(bell, PollFlags::IN)];
+        let Some(descriptor) = bell.descriptor() else {
+            bell.disarm();
+            return Ok(());
+        };
+        let mut fds = vec![PollFd::from_borrowed_fd(descriptor, PollFlags::IN)];
         let mut whose = Vec::new();
         if self.interest(&mut fds, &mut whose).is_none() {
             bell.disarm();
@@ -169,7 +173,7 @@ impl Shared {
             self.changed.notify_all();
         }
         if by == Taken::Caller && (more || self.in_trouble()) {
-            self.waker().wake();
+            self.wake();
         }
     }
 

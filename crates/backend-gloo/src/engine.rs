@@ -17,6 +17,7 @@ use crate::executor::{Executor, Turn, still_queued, wait_for};
 use crate::notices::Fate;
 use crate::peer::Peer;
 use crate::queue::{Ended, Shared, Stop, Taken};
+use crate::transport::lines::Listener;
 use crate::transport::shm::Sleep;
 use crate::wire::{self, Control, ControlKind};
 
@@ -39,17 +40,29 @@ pub(crate) struct Engine {
     pub(crate) channels: Option<Box<Channels>>,
     /// The origin and the subject that a peer's abort named, if one came.
     pub(crate) reported: Option<(u32, u32)>,
+    /// How often the thread's bell had rung before this turn.
+    pub(crate) rung: u32,
 }
 
 /// Starts the engine over connected peers (`None` at the own rank).
-pub(crate) fn start(shared: &Arc<Shared>, peers: Vec<Option<Peer>>) -> Result<()> {
+pub(crate) fn start(shared: &Arc<Shared>, mut peers: Vec<Option<Peer>>) -> Result<()> {
     let place = shared.place;
+    let to_wake = Arc::downgrade(shared);
+    let listener: Listener = Arc::new(move || {
+        if let Some(shared) = to_wake.upgrade() {
+            shared.wake();
+        }
+    });
+    for peer in peers.iter_mut().flatten() {
+        peer.control.listen(&listener);
+    }
     let engine = Engine {
         shared: shared.clone(),
         peers,
         executor: None,
         channels: None,
         reported: None,
+        rung: 0,
     };
     let ended = Ended(shared.clone());
     std::thread::Builder::new()
@@ -101,6 +114,7 @@ impl Engine {
 
     /// One turn of the loop: look for orders, move what can be moved, sleep until something can.
     fn turn(&mut self) -> Result<Option<End>> {
+        self.rung = self.shared.thread_bell().count();
         if let Some(end) = self.take_orders()? {
             return Ok(Some(end));
         }
@@ -206,7 +220,7 @@ impl Engine {
                 continue;
             };
             moved |= peer.control.flush();
-            if let Some(how) = peer.control.link.read_closed.clone() {
+            if let Some(how) = peer.control.closed().map(str::to_string) {
                 self.control_closed(index, &how)?;
             }
         }
@@ -367,9 +381,13 @@ impl Engine {
 
     /// Blocks until a socket that matters is ready, a caller or a peer rings, or a deadline passes.
     fn sleep(&mut self) -> Result<()> {
+        let how = match self.shared.waker() {
+            Some(_) => Sleep::Descriptor,
+            None => Sleep::Thread,
+        };
         if let Some(executor) = &mut self.executor {
             // Armed first, so that what comes between the last look and the sleep rings.
-            self.shared.bell().arm(Sleep::Descriptor);
+            self.shared.bell().arm(how);
             match executor.turn(&self.shared, Some(u64::MAX)) {
                 Ok(Turn::Waiting) => {}
                 other => {
@@ -379,14 +397,21 @@ impl Engine {
             }
         }
         if let Some(channels) = &mut self.channels {
-            self.shared.channels_bell().arm(Sleep::Descriptor);
+            self.shared.channels_bell().arm(how);
             let moved = channels.turn(&self.shared);
             if !matches!(moved, Ok(false)) {
                 self.disarm();
                 return moved.map(drop);
             }
         }
-        let slept = self.sleep_on_descriptors();
+        let slept = match how {
+            Sleep::Descriptor => self.sleep_on_descriptors(),
+            Sleep::Thread | Sleep::Word => {
+                let until = self.next_deadline();
+                self.shared.thread_bell().sleep(self.rung, until);
+                Ok(())
+            }
+        };
         self.disarm();
         slept
     }
@@ -405,13 +430,24 @@ impl Engine {
 
     fn sleep_on_descriptors(&mut self) -> Result<()> {
         let wake_at = self.next_deadline();
-        let mut fds = vec![PollFd::new(self.shared.waker(), PollFlags::IN)];
+        // They stand first, in this order: what wakes the thread, and below the bells of what it drives.
+        let bells = (
+            self.shared.bell().descriptor(),
+            self.shared.channels_bell().descriptor(),
+        );
+        let (Some(waker), (Some(bell), Some(channels_bell))) = (self.shared.waker(), bells) else {
+            return Ok(());
+        };
+        let mut fds = vec![PollFd::new(waker, PollFlags::IN)];
         let mut controls = Vec::with_capacity(self.peers.len());
         let (mut ports, mut sockets) = (Vec::new(), Vec::new());
         for (index, peer) in self.peers.iter().enumerate() {
             let Some(peer) = peer else { continue };
-            let link = &peer.control.link;
-            let (read, write) = (link.read_closed.is_none(), peer.control.wants_write());
+            let Some(connection) = peer.control.connection() else {
+                continue;
+            };
+            let link = &connection.link;
+            let (read, write) = (link.read_closed.is_none(), connection.wants_write());
             // Something that could have moved did not get its turn: do not sleep at all.
             if (read && link.readable) || (write && link.writable) {
                 return Ok(());
@@ -425,13 +461,13 @@ impl Engine {
             }
         }
         if let Some(executor) = &self.executor {
-            fds.push(PollFd::new(self.shared.bell(), PollFlags::IN));
+            fds.push(PollFd::from_borrowed_fd(bell, PollFlags::IN));
             if executor.interest(&mut fds, &mut ports).is_none() {
                 return Ok(());
             }
         }
         if let Some(channels) = &self.channels {
-            fds.push(PollFd::new(self.shared.channels_bell(), PollFlags::IN));
+            fds.push(PollFd::from_borrowed_fd(channels_bell, PollFlags::IN));
             if channels.interest(&mut fds, &mut sockets).is_none() {
                 return Ok(());
             }
@@ -439,15 +475,17 @@ impl Engine {
         wait_for(&mut fds, wake_at)?;
         let mut ready: Vec<PollFlags> = fds.iter().skip(1).map(PollFd::revents).collect();
         drop(fds);
-        self.shared.waker().drain();
+        waker.drain();
         let rest = ready.split_off(controls.len().min(ready.len()));
         let failed = PollFlags::ERR | PollFlags::HUP | PollFlags::NVAL;
         for (index, flags) in controls.into_iter().zip(ready) {
             let Some(Some(peer)) = self.peers.get_mut(index) else {
                 continue;
             };
-            peer.control.link.readable |= flags.intersects(PollFlags::IN | failed);
-            peer.control.link.writable |= flags.intersects(PollFlags::OUT | failed);
+            if let Some(connection) = peer.control.connection_mut() {
+                connection.link.readable |= flags.intersects(PollFlags::IN | failed);
+                connection.link.writable |= flags.intersects(PollFlags::OUT | failed);
+            }
         }
         // The bells stand before what is watched with them.
         let mut rest = rest.as_slice();

@@ -209,14 +209,14 @@ impl Executor {
         };
         let now = Instant::now();
         if port.suspect.is_none() {
-            shared.waker().wake();
+            shared.wake();
         }
         let (since, looks) = *port.suspect.get_or_insert_with(|| (now, shared.looks()));
         let waited = now.duration_since(since);
         // One look may have begun before.
         let looked = shared.looks() >= looks + 2;
         if waited >= GRACE && !looked {
-            shared.waker().wake();
+            shared.wake();
         }
         match fate {
             Some(fate) if fate.left => lost(port, &format!("left the group ({})", fate.text)),
@@ -366,7 +366,11 @@ impl Executor {
             shared.bell().sleep(until);
             return Ok(());
         }
-        let mut fds = vec![PollFd::new(shared.bell(), PollFlags::IN)];
+        let Some(bell) = shared.bell().descriptor() else {
+            shared.bell().disarm();
+            return Ok(());
+        };
+        let mut fds = vec![PollFd::from_borrowed_fd(bell, PollFlags::IN)];
         let mut whose = Vec::new();
         if self.interest(&mut fds, &mut whose).is_none() {
             shared.bell().disarm();

@@ -137,7 +137,7 @@ impl GlooGroup {
             Shared::new(
                 place,
                 Hosts::default(),
-                Bells::private()?,
+                Bells::private(false)?,
                 None,
                 Vec::new(),
                 false,

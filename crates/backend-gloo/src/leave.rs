@@ -109,9 +109,10 @@ impl Engine {
 
     /// Writes of what is queued on the control connections as much as goes at once.
     fn speak(&mut self) {
-        for peer in self.peers.iter_mut().flatten() {
-            peer.control.link.writable = true;
-            peer.control.flush();
+        let peers = self.peers.iter_mut().flatten();
+        for connection in peers.filter_map(|peer| peer.control.connection_mut()) {
+            connection.link.writable = true;
+            connection.flush();
         }
     }
 
@@ -121,12 +122,10 @@ impl Engine {
         loop {
             self.speak();
             let mut fds = Vec::new();
-            for peer in self.peers.iter().flatten() {
-                if peer.control.wants_write() {
-                    fds.push(PollFd::from_borrowed_fd(
-                        peer.control.link.as_fd(),
-                        PollFlags::OUT,
-                    ));
+            let peers = self.peers.iter().flatten();
+            for connection in peers.filter_map(|peer| peer.control.connection()) {
+                if connection.wants_write() {
+                    fds.push(PollFd::from_borrowed_fd(connection.link.as_fd(), PollFlags::OUT));
                 }
             }
             let left = time_left(until);
@@ -143,8 +142,9 @@ impl Engine {
         }
         // A socket that is closed with something unread breaks instead of ending, and may take the words with it.
         let mut rest = [0; 4096];
-        for peer in self.peers.iter_mut().flatten() {
-            let link = &mut peer.control.link;
+        let peers = self.peers.iter_mut().flatten();
+        for connection in peers.filter_map(|peer| peer.control.connection_mut()) {
+            let link = &mut connection.link;
             for _ in 0..UNREAD {
                 if !matches!(link.read(&mut rest), Moved::Bytes(_)) {
                     break;

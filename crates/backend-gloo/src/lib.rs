@@ -29,6 +29,7 @@ mod expected;
 mod group;
 mod kernels;
 mod leave;
+mod limits;
 mod notices;
 mod options;
 mod p2p;

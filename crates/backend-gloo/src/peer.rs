@@ -1,22 +1,24 @@
-//! One other rank as the engine's thread sees it: its control connection and the frames that go in and out on it.
+//! One other rank as the engine's thread sees it: the way of control frames, and the frames that go in and out on it.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
 
 use ftcore::{Error, ErrorKind, Result};
 
+use crate::transport::lines::{Hold, Listener};
+use crate::transport::shm::{MAIL_BYTES, Mail};
 use crate::transport::tcp::{Link, Moved};
-use crate::wire::{Control, ControlKind};
+use crate::wire::{Control, ControlKind, MAX_TEXT};
 
 /// Another rank.
 #[derive(Debug)]
 pub(crate) struct Peer {
     pub(crate) rank: u32,
     pub(crate) address: String,
-    pub(crate) control: ControlLink,
+    pub(crate) control: Way,
     /// It has left, and why.
     pub(crate) left: Option<String>,
-    /// Its control connection ended without a leave, and how: it is lost.
+    /// The way of its control frames ended without a leave, and how: it is lost.
     pub(crate) gone: Option<String>,
     /// Why it ended, in its own words, and whom it blames.
     pub(crate) words: Option<Error>,
@@ -29,6 +31,128 @@ impl Peer {
             .with_peer(self.rank)
             .with_peer_address(self.address.clone())
     }
+}
+
+/// How control frames come from a rank and go to it.
+#[derive(Debug)]
+pub(crate) enum Way {
+    /// A connection of the pair.
+    Connection(Box<ControlLink>),
+    /// Shared memory, in a group whose ranks all share it.
+    Memory(ControlMail),
+}
+
+impl Way {
+    /// The next frame that is complete, with its text; `None` if more is needed first.
+    pub(crate) fn next(&mut self) -> Result<Option<(Control, Vec<u8>)>> {
+        match self {
+            Self::Connection(link) => link.next(),
+            Self::Memory(mail) => mail.next(),
+        }
+    }
+
+    /// How it showed that nothing more comes, if it did.
+    pub(crate) fn closed(&self) -> Option<&str> {
+        match self {
+            Self::Connection(link) => link.link.read_closed.as_deref(),
+            Self::Memory(mail) => mail.closed.as_deref(),
+        }
+    }
+
+    /// Sends a frame as soon as it goes.
+    pub(crate) fn push(&mut self, header: Control, text: Vec<u8>) {
+        match self {
+            Self::Connection(link) => link.push(header, text),
+            Self::Memory(mail) => mail.push(&header, &text),
+        }
+    }
+
+    /// Writes as much of the waiting frames as goes. True if anything moved.
+    pub(crate) fn flush(&mut self) -> bool {
+        match self {
+            Self::Connection(link) => link.flush(),
+            Self::Memory(_) => false,
+        }
+    }
+
+    /// The connection, if it is one.
+    pub(crate) fn connection(&self) -> Option<&ControlLink> {
+        match self {
+            Self::Connection(link) => Some(link),
+            Self::Memory(_) => None,
+        }
+    }
+
+    /// Likewise.
+    pub(crate) fn connection_mut(&mut self) -> Option<&mut ControlLink> {
+        match self {
+            Self::Connection(link) => Some(link),
+            Self::Memory(_) => None,
+        }
+    }
+
+    /// `listener` is called when the rank's process is gone, where no connection tells.
+    pub(crate) fn listen(&mut self, listener: &Listener) {
+        if let Self::Memory(ControlMail { line: Some(line), .. }) = self {
+            line.listen(listener.clone());
+        }
+    }
+}
+
+/// Control frames through shared memory: a rank says one, its last.
+#[derive(Debug)]
+pub(crate) struct ControlMail {
+    mail: Mail,
+    /// The line to the rank's process, unless that is this one.
+    line: Option<Hold>,
+    /// The rank has ended, and how.
+    closed: Option<String>,
+}
+
+impl ControlMail {
+    pub(crate) fn new(mail: Mail, line: Option<Hold>) -> Self {
+        Self {
+            mail,
+            line,
+            closed: None,
+        }
+    }
+
+    fn push(&mut self, header: &Control, text: &[u8]) {
+        const { assert!(Control::BYTES + MAX_TEXT <= MAIL_BYTES) };
+        let said = [header.encode().as_slice(), text].concat();
+        self.mail.writer.say(&said);
+    }
+
+    fn next(&mut self) -> Result<Option<(Control, Vec<u8>)>> {
+        // Asked first: what the rank said before it went is found below.
+        let gone = self.line.as_ref().and_then(Hold::down);
+        let ended = self.mail.reader.has_ended().then_some("closed the connection");
+        let ended = gone.or(ended).map(str::to_string);
+        let Some(said) = self.mail.reader.take()? else {
+            self.closed = self.closed.take().or(ended);
+            return Ok(None);
+        };
+        let garbage = || Error::new(ErrorKind::Protocol, "sent something that is not a control frame");
+        let (header, text) = said.split_first_chunk().ok_or_else(garbage)?;
+        // decode has checked the length against the limits of the kind (INV-10).
+        let header = Control::decode(header).ok_or_else(garbage)?;
+        match header.kind {
+            ControlKind::Abort | ControlKind::Goodbye if header.length == text.len() as u64 => {
+                Ok(Some((header, text.to_vec())))
+            }
+            ControlKind::Abort | ControlKind::Goodbye | ControlKind::Ready => Err(garbage()),
+            _ => Err(misplaced()),
+        }
+    }
+}
+
+/// A message came where none goes.
+fn misplaced() -> Error {
+    Error::new(
+        ErrorKind::Protocol,
+        "sent a message where only aborts and leaves go",
+    )
 }
 
 /// A frame on its way out.
@@ -119,8 +243,7 @@ impl ControlLink {
                 | ControlKind::Data
                 | ControlKind::Inline
                 | ControlKind::Taken => {
-                    let text = "sent a message where only aborts and leaves go";
-                    return Err(Error::new(ErrorKind::Protocol, text));
+                    return Err(misplaced());
                 }
                 ControlKind::Abort | ControlKind::Goodbye => {
                     let length = usize::try_from(header.length).unwrap_or(0);

@@ -21,7 +21,7 @@ use crate::leave::NOTICE_TIME;
 use crate::notices::Notices;
 use crate::plan::plan;
 use crate::schedule::Hosts;
-use crate::transport::shm::{Bell, Bells, COLLECTIVES, MESSAGES};
+use crate::transport::shm::{Bell, Bells, COLLECTIVES, MESSAGES, ThreadBell};
 use crate::transport::waker::Waker;
 
 /// `at` and a bit; `at` itself where that cannot be represented.
@@ -80,7 +80,8 @@ pub(crate) struct Shared {
     transport: &'static str,
     queue: Mutex<Queue>,
     pub(crate) changed: Condvar,
-    waker: Waker,
+    /// For a thread that watches sockets; else the bell of the thread wakes it.
+    waker: Option<Waker>,
     /// Raised with every stop and failure, so that the executor's driver gives it back.
     interrupt: AtomicBool,
     /// Wakes the driver of the executor, and that of the channels.
@@ -142,7 +143,7 @@ impl Shared {
             transport,
             queue: Mutex::new(queue),
             changed: Condvar::new(),
-            waker: Waker::new()?,
+            waker: bells.have_descriptors().then(Waker::new).transpose()?,
             interrupt: AtomicBool::new(false),
             bells,
             incoming: AtomicBool::new(false),
@@ -159,9 +160,22 @@ impl Shared {
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Wakes the thread's poll.
-    pub(crate) fn waker(&self) -> &Waker {
-        &self.waker
+    /// Wakes the thread.
+    pub(crate) fn wake(&self) {
+        match &self.waker {
+            Some(waker) => waker.wake(),
+            None => self.bells.thread.ring(),
+        }
+    }
+
+    /// What wakes a thread that watches sockets.
+    pub(crate) fn waker(&self) -> Option<&Waker> {
+        self.waker.as_ref()
+    }
+
+    /// What wakes a thread that watches none.
+    pub(crate) fn thread_bell(&self) -> &ThreadBell {
+        &self.bells.thread
     }
 
     /// Raised while an order to stop stands.
@@ -288,7 +302,7 @@ impl Shared {
             self.changed.notify_all();
         }
         if by == Taken::Caller && (more || self.in_trouble()) {
-            self.waker.wake();
+            self.wake();
         }
     }
 
@@ -375,7 +389,7 @@ impl Shared {
             }
         }
         drop(queue);
-        self.waker.wake();
+        self.wake();
         Ok(work)
     }
 
@@ -451,7 +465,7 @@ impl Shared {
             queue.stop = Some(stop);
         }
         drop(queue);
-        self.waker.wake();
+        self.wake();
         if self.interrupt.load(Ordering::Acquire) {
             self.alarm();
         }

@@ -23,7 +23,7 @@ const CONTROL_MAGIC: u32 = 0x4F58_4743; // "OXGC"
 const PIECE_MAGIC: u32 = 0x4F58_4750; // "OXGP"
 const HELLO_MAGIC: u32 = 0x4F58_4748; // "OXGH"
 /// Raised whenever a frame or the meaning of one changes.
-pub(crate) const VERSION: u32 = 5;
+pub(crate) const VERSION: u32 = 6;
 
 /// Writes fields one after the other into a fixed array.
 struct Put<'a>(&'a mut [u8]);
@@ -367,10 +367,15 @@ pub(crate) struct Hello {
     pub(crate) constants: u64,
     /// The secret that the listener published in the store: a stranger does not know it.
     pub(crate) nonce: u64,
+    /// The process of the rank.
+    pub(crate) process: u64,
+    /// Of a connection within the host: the number of a line of the two processes. From the one that connects: one that it knows, or 0. The answer: the
+    /// same if it is known there, else the number that this connection has as a line. 0 between ranks of one process.
+    pub(crate) line: u64,
 }
 
 impl Hello {
-    pub(crate) const BYTES: usize = 48;
+    pub(crate) const BYTES: usize = 64;
 
     pub(crate) fn encode(&self) -> [u8; Self::BYTES] {
         let mut out = [0; Self::BYTES];
@@ -390,6 +395,8 @@ impl Hello {
         put.u64(self.epoch);
         put.u64(self.constants);
         put.u64(self.nonce);
+        put.u64(self.process);
+        put.u64(self.line);
         out
     }
 
@@ -419,6 +426,8 @@ impl Hello {
             epoch: take.u64(),
             constants: take.u64(),
             nonce: take.u64(),
+            process: take.u64(),
+            line: take.u64(),
         })
     }
 }
@@ -436,9 +445,9 @@ mod tests {
         }
 
         #[test]
-        fn hellos_round_trip(rank: u32, world: u32, connections: u32, epoch: u64, constants: u64, nonce: u64) {
+        fn hellos_round_trip(rank: u32, world: u32, connections: u32, epoch: u64, constants: u64, nonce: u64, process: u64, line: u64) {
             for purpose in [Purpose::Data, Purpose::Control, Purpose::Local, Purpose::Messages, Purpose::Rail(0), Purpose::Rail(MAX_CONNECTIONS - 1)] {
-                let h = Hello { version: VERSION, purpose, rank, world, connections, epoch, constants, nonce };
+                let h = Hello { version: VERSION, purpose, rank, world, connections, epoch, constants, nonce, process, line };
                 prop_assert_eq!(Hello::decode(&h.encode()), Some(h));
             }
         }

@@ -16,7 +16,7 @@ use crate::cuda::kernels::{Extreme, Kernel, key_dtype};
 use crate::cuda::memory::{Block, Slot};
 use crate::cuda::raw::{Span, StreamHandle};
 use crate::driver::Shared;
-use crate::raw::{Calls, native};
+use crate::raw::{Calls, factor_bits, native};
 
 /// Device memory beside an operation's tensors: blocks for intermediate results, and the slot in which the contributors are counted. Dropped
 /// when the device is done.
@@ -105,6 +105,8 @@ enum After {
     Unkey(Extreme),
     Parity,
     Divide,
+    /// By a factor, of which these are the bits.
+    Multiply(u64),
 }
 
 /// The bits of one in `d`.
@@ -273,6 +275,11 @@ impl Job<'_> {
                 after: After::Divide,
                 ..simple(redop::SUM, 0)?
             }),
+            // NCCL scales what one rank has in a kernel of its own, which in 2.28.9 leaves out the last elements.
+            (ReduceOp::PremulSum(factor), _) if shared.place.world == 1 => Ok(Reduction {
+                after: After::Multiply(factor_bits(factor, d)?),
+                ..simple(redop::SUM, 0)?
+            }),
             (ReduceOp::PremulSum(factor), _) => Ok(Reduction {
                 made: true,
                 ..simple(shared.comm.premul_sum(factor, d)?, 0)?
@@ -349,7 +356,7 @@ impl Job<'_> {
                 (false, _) => wire_from,
             };
             if writes {
-                self.finishing(&r, d, wire_to, to, outputs, &mut finish);
+                self.finishing(&r, d, wire_to, to, outputs, &mut finish)?;
             }
             wires.push(Wire {
                 from: wire_from,
@@ -376,14 +383,28 @@ impl Job<'_> {
         done
     }
 
-    fn finishing(&self, r: &Reduction, d: DType, wire: Span, to: Span, count: usize, finish: &mut Finish) {
+    fn finishing(
+        &self,
+        r: &Reduction,
+        d: DType,
+        wire: Span,
+        to: Span,
+        count: usize,
+        finish: &mut Finish,
+    ) -> Result<()> {
         match r.after {
             After::Nothing => {}
             After::Unkey(extreme) => finish.push((Kernel::Unkey(extreme, d), wire, to, count)),
             After::Parity => finish.push((Kernel::Parity, to, to, count)),
             // The second address is filled in by `counted`.
             After::Divide => finish.push((Kernel::Div(d), to, to, count)),
+            After::Multiply(bits) => {
+                let factor = self.scratch(d.size())?;
+                self.shared.gpu.driver.fill(factor, d.size(), bits, self.stream)?;
+                finish.push((Kernel::Mul(d), to, factor, count));
+            }
         }
+        Ok(())
     }
 
     /// Parts of different sizes, each reduced to its owner.
@@ -408,7 +429,7 @@ impl Job<'_> {
                 (false, _) => wire_from,
             };
             if mine {
-                self.finishing(&r, d, wire_to, to, count, &mut finish);
+                self.finishing(&r, d, wire_to, to, count, &mut finish)?;
             }
             wires.push(Wire {
                 from: wire_from,

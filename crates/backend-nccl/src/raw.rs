@@ -133,6 +133,17 @@ impl Nccl {
     }
 }
 
+/// The bits of a factor in `d`.
+pub(crate) fn factor_bits(factor: f64, d: DType) -> Result<u64> {
+    Ok(match d {
+        DType::F64 => factor.to_bits(),
+        DType::F32 => u64::from((factor as f32).to_bits()),
+        DType::F16 => u64::from(half::f16::from_f64(factor).to_bits()),
+        DType::BF16 => u64::from(half::bf16::from_f64(factor).to_bits()),
+        other => return Err(Error::unsupported(format!("NCCL does not scale {other}"))),
+    })
+}
+
 /// NCCL's type for arithmetic; `None` if it has none.
 pub(crate) fn native(d: DType) -> Option<DataType> {
     Some(match d {
@@ -332,15 +343,8 @@ impl Comm {
     /// A sum whose inputs are multiplied by `factor` first; freed by [`drop_op`](Self::drop_op).
     pub(crate) fn premul_sum(&self, factor: f64, d: DType) -> Result<RedOp> {
         let _inside = self.enter()?;
-        let mut bytes = match d {
-            DType::F64 => factor.to_ne_bytes().to_vec(),
-            DType::F32 => (factor as f32).to_ne_bytes().to_vec(),
-            DType::F16 => half::f16::from_f64(factor).to_ne_bytes().to_vec(),
-            DType::BF16 => half::bf16::from_f64(factor).to_ne_bytes().to_vec(),
-            other => return Err(Error::unsupported(format!("NCCL does not scale {other}"))),
-        };
-        // As large as any element, whatever NCCL reads.
-        bytes.resize(8, 0);
+        // As large as any element, whatever NCCL reads; the bits come first on every machine that has a GPU.
+        let mut bytes = factor_bits(factor, d)?.to_le_bytes();
         let mut op = 0;
         let element = native(d).unwrap_or(dtype::FLOAT32);
         // SAFETY: INV-12 the gate keeps the communicator; the scalar is read before the call returns; writes one handle.

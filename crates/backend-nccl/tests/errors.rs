@@ -9,10 +9,11 @@ mod scenarios;
 mod standin;
 
 use std::path::Path;
-use std::process::ExitCode;
+use std::process::{Command, ExitCode, Stdio};
 use std::time::{Duration, Instant};
 
-use ftcore::deadline_in;
+use backend_nccl::CudaAccelerator;
+use ftcore::{Accelerator, deadline_in};
 use libtest_mimic::{Arguments, Completion, Failed, Trial};
 use scenarios::{Scenario, scenarios};
 
@@ -33,6 +34,9 @@ fn main() -> ExitCode {
         };
     }
     let arguments = Arguments::from_args();
+    if standin::is_real() {
+        return on_a_gpu(&arguments);
+    }
     let library = standin::library();
     let folder = std::env::temp_dir().join(format!("oxccl-nccl-errors-{}", std::process::id()));
     std::fs::create_dir_all(&folder).expect("a temporary folder");
@@ -55,6 +59,31 @@ fn main() -> ExitCode {
     let conclusion = libtest_mimic::run(&arguments, trials);
     let _ = std::fs::remove_dir_all(&folder);
     conclusion.exit_code()
+}
+
+/// What needs no injected fault, on a GPU with the real NCCL; its ranks share what devices there are.
+fn on_a_gpu(arguments: &Arguments) -> ExitCode {
+    let devices = CudaAccelerator.count();
+    let trials = scenarios()
+        .into_iter()
+        .map(|s| {
+            Trial::ignorable_test(s.name, move || {
+                if let Some(why) = s.takes_a_stand_in() {
+                    return Ok(Completion::ignored_with(why));
+                }
+                if s.devices > devices {
+                    return Ok(Completion::ignored_with(format!(
+                        "it takes {} devices",
+                        s.devices
+                    )));
+                }
+                let this = std::env::current_exe()?;
+                ended_well(Command::new(this).env(SCENARIO, s.name))?;
+                Ok(Completion::Completed)
+            })
+        })
+        .collect();
+    libtest_mimic::run(arguments, trials).exit_code()
 }
 
 fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
@@ -82,11 +111,18 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
         })
         .collect();
     let environment: Vec<(&str, &str)> = values.iter().map(|(n, v)| (*n, v.as_str())).collect();
-    let mut child = standin::command(library, &environment)
-        .env(SCENARIO, s.name)
-        .stdout(std::process::Stdio::null())
-        .stderr(std::process::Stdio::piped())
-        .spawn()?;
+    ended_well(standin::command(library, &environment).env(SCENARIO, s.name))?;
+    match s.left {
+        Some(line) if !std::fs::read_to_string(path("log"))?.lines().any(|l| l == line) => {
+            Err(format!("the process ended without '{line}'").into())
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Runs a scenario's process to its end.
+fn ended_well(command: &mut Command) -> Result<(), Failed> {
+    let mut child = command.stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
     let until = deadline_in(PATIENCE);
     let status = loop {
         if let Some(status) = child.try_wait()? {
@@ -105,10 +141,5 @@ fn run(s: &Scenario, library: &Path, folder: &Path) -> Result<(), Failed> {
     if !status.success() {
         return Err(format!("{status}: {text}").into());
     }
-    match s.left {
-        Some(line) if !std::fs::read_to_string(path("log"))?.lines().any(|l| l == line) => {
-            Err(format!("the process ended without '{line}'").into())
-        }
-        _ => Ok(()),
-    }
+    Ok(())
 }

@@ -8,7 +8,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use backend_nccl::{CudaAccelerator, NcclFactory, NcclGroup};
-use conformance::{Limit, Mode, cases, run_limited};
+use conformance::{Limit, Mode, Plan, cases};
 use ftcore::registry::BackendFactory;
 use ftcore::{Accelerator, Device, DeviceKind};
 use libtest_mimic::{Arguments, Completion, Trial};
@@ -38,17 +38,28 @@ fn main() -> ExitCode {
         return libtest_mimic::run(&Arguments::from_args(), trials).exit_code();
     }
     let shared = std::env::var("NCCL_MULTI_RANK_GPU_ENABLE").is_ok_and(|v| v == "1");
-    let limit = match shared {
-        true => Limit::NONE,
-        false => Limit {
-            ranks: CudaAccelerator.count(),
-            why: "one rank per GPU; NCCL_MULTI_RANK_GPU_ENABLE=1 lets recent NCCL share one",
-        },
+    // Ranks of one process that share a device share its context, too, and there calls of one can wait for kernels that wait for the other:
+    // most cases of two ranks stalled on an H200.
+    let (modes, limit) = match shared {
+        true => (vec![Mode::Processes], Limit::NONE),
+        false => (
+            vec![Mode::Threads, Mode::Processes],
+            Limit {
+                ranks: CudaAccelerator.count(),
+                why: "one rank per GPU; NCCL_MULTI_RANK_GPU_ENABLE=1 lets recent NCCL share one",
+            },
+        ),
     };
-    run_limited(
-        &Device::new(DeviceKind::Cuda, 0),
-        &[Mode::Processes],
-        Arc::new(|device, options| Ok(Box::new(NcclGroup::new("real", device, &options)?))),
+    let plan = Plan {
         limit,
-    )
+        // Starting CUDA takes a second, and processes take turns on a device that they share.
+        lasting: true,
+        at_once: Some(4),
+        ..Plan::new(
+            Device::new(DeviceKind::Cuda, 0),
+            &modes,
+            Arc::new(|device, options| Ok(Box::new(NcclGroup::new("real", device, &options)?))),
+        )
+    };
+    plan.run()
 }

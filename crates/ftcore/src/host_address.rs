@@ -67,7 +67,7 @@ fn first_up(only_v4: bool) -> Result<Option<IpAddr>> {
     let found = dump(GET_ADDRESSES).map_err(fail)?;
     let addresses = found.iter().filter_map(|body| address_of(body));
     let usable = addresses
-        .filter(|(_, ip)| !is_link_local_v6(ip) && !ip.is_loopback() && !(only_v4 && ip.is_ipv6()))
+        .filter(|(_, ip)| !(is_link_local_v6(ip) || ip.is_loopback() || only_v4 && ip.is_ipv6()))
         .filter_map(|(of, ip)| {
             let (index, flags) = links.iter().find(|(index, _)| *index == of)?;
             Some(((flags & RUNNING == 0, ip.is_ipv6(), *index), ip))

@@ -17,6 +17,7 @@ mod names;
 mod observed;
 mod quorum;
 mod reporter;
+mod spans;
 
 pub use config::{HealOver, ManagerConfig, WorldSizeMode};
 pub use manager::Manager;

@@ -31,6 +31,7 @@ use crate::names::{random_id, reachable_host};
 use crate::observed::{Attempt, Observed};
 use crate::quorum::{Ahead, GONE, Search};
 use crate::reporter::Reporter;
+use crate::spans::Spans;
 use protocol::Lineage;
 use protocol::commit::VoteKey;
 use protocol::rank::{Next, Rank, RankRules};
@@ -190,7 +191,7 @@ impl Manager {
         let transport = Arc::new(transport);
         let folder = event_log::folder(config.event_log.as_ref());
         let log = EventLog::open(folder, &config.name, &replica_id, config.group_rank)?;
-        let observed = Observed::new(log);
+        let observed = Observed::new(log, Spans::new(&replica_id, config.group_rank));
         observed.started(config.group_world_size);
         let reporter = Reporter::start(client.clone(), observed.clone())?;
         let ends = Ends::new(group.clone(), credentials);

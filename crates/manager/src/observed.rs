@@ -1,4 +1,5 @@
-//! What this rank has done, for those who look at it from outside: counted for the manager server's metrics, and written to the event log.
+//! What this rank has done, for those who look at it from outside: counted for the manager server's metrics, and written to the event log and, with
+//! the feature `otel`, as spans.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -8,10 +9,12 @@ use ftcore::{Error, Result, Traffic};
 use replica::Healed;
 
 use crate::event_log::{Event, EventLog, listed, text};
+use crate::spans::Spans;
 
 /// Shared by all that see something of a step.
 pub(crate) struct Observed {
     log: EventLog,
+    spans: Spans,
     counts: Mutex<RankCounts>,
 }
 
@@ -24,11 +27,22 @@ pub(crate) struct Attempt {
 }
 
 impl Observed {
-    pub(crate) fn new(log: EventLog) -> Arc<Self> {
+    pub(crate) fn new(log: EventLog, spans: Spans) -> Arc<Self> {
         Arc::new(Self {
             log,
+            spans,
             counts: Mutex::default(),
         })
+    }
+
+    /// False if nobody is told of events.
+    fn is_watched(&self) -> bool {
+        self.log.is_on() || self.spans.is_on()
+    }
+
+    fn see(&self, event: Event<'_>) {
+        self.spans.see(&event);
+        self.log.write(event);
     }
 
     fn count(&self) -> MutexGuard<'_, RankCounts> {
@@ -46,13 +60,13 @@ impl Observed {
     }
 
     pub(crate) fn started(&self, world_size: u32) {
-        self.log.write(Event::Start { world_size });
+        self.see(Event::Start { world_size });
     }
 
     pub(crate) fn quorum(&self, answer: &QuorumResult, took: Duration) {
         self.count().quorums.add(took);
-        if self.log.is_on() {
-            self.log.write(Event::Quorum {
+        if self.is_watched() {
+            self.see(Event::Quorum {
                 epoch: answer.quorum_id,
                 step: answer.max_step,
                 replica_rank: answer.replica_rank,
@@ -67,9 +81,9 @@ impl Observed {
 
     pub(crate) fn configured(&self, epoch: i64, took: Duration, outcome: &Result<()>) {
         self.count().configures.add(took);
-        if self.log.is_on() {
+        if self.is_watched() {
             let error = outcome.as_ref().err().map(ToString::to_string);
-            self.log.write(Event::Configure {
+            self.see(Event::Configure {
                 epoch,
                 took_s: took.as_secs_f64(),
                 error: error.as_deref().map(text),
@@ -89,7 +103,7 @@ impl Observed {
             counts.heals.add(healed.took);
             counts.heal_bytes += u64::try_from(healed.bytes).unwrap_or(0);
         }
-        if !self.log.is_on() {
+        if !self.is_watched() {
             return;
         }
         let id = |rank: u32| answer.id_of(rank);
@@ -103,7 +117,7 @@ impl Observed {
         // The one that was followed; all that were asked if none was.
         let followed = outcome.ok().and_then(|healed| healed.source).and_then(id);
         let error = outcome.err().map(ToString::to_string);
-        self.log.write(Event::Heal {
+        self.see(Event::Heal {
             epoch: answer.quorum_id,
             step: answer.max_step,
             from: followed.map_or_else(all, |one| vec![one]),
@@ -123,9 +137,9 @@ impl Observed {
     /// The first failure of an attempt.
     pub(crate) fn failed(&self, epoch: i64, error: &Error) {
         self.count().failures += 1;
-        if self.log.is_on() {
+        if self.is_watched() {
             let reason = error.to_string();
-            self.log.write(Event::Failure {
+            self.see(Event::Failure {
                 epoch,
                 reason: text(&reason),
             });
@@ -134,12 +148,13 @@ impl Observed {
 
     pub(crate) fn voted(&self, took: Duration) {
         self.count().votes.add(took);
+        self.spans.voted(took);
     }
 
     pub(crate) fn committed(&self, attempt: Attempt, contributors: u32) {
         let took = attempt.begun.elapsed();
         self.count().commits.add(took);
-        self.log.write(Event::Commit {
+        self.see(Event::Commit {
             epoch: attempt.epoch,
             step: attempt.step,
             contributors,
@@ -150,12 +165,12 @@ impl Observed {
     pub(crate) fn discarded(&self, attempt: Attempt, error: Option<&Error>) {
         let took = attempt.begun.elapsed();
         self.count().discards.add(took);
-        if self.log.is_on() {
+        if self.is_watched() {
             let reason = error.map_or_else(
                 || "another rank of this replica voted no".to_string(),
                 ToString::to_string,
             );
-            self.log.write(Event::Discard {
+            self.see(Event::Discard {
                 epoch: attempt.epoch,
                 step: attempt.step,
                 reason: text(&reason),
@@ -176,19 +191,19 @@ impl Observed {
         };
         let (epoch, reason) = (*quorum_id, text(reason));
         for member in listed(departed) {
-            self.log.write(Event::MemberLost {
+            self.see(Event::MemberLost {
                 epoch,
                 member: text(member),
                 reason,
             });
         }
-        self.log.write(Event::Abort { epoch, reason });
+        self.see(Event::Abort { epoch, reason });
     }
 
     /// The rank ends, in order if there is no error.
     pub(crate) fn ended(&self, step: i64, error: Option<&Error>) {
         let error = error.map(ToString::to_string);
-        self.log.write(Event::End {
+        self.see(Event::End {
             step,
             error: error.as_deref().map(text),
         });

@@ -3,7 +3,8 @@
 //! Every part lives in a crate of its own and appears here as a module, chosen by a feature of the same name (all on by
 //! default): take less with `default-features = false`. [`core`] (types, traits, stores, the backend registry) is
 //! always there. [`backend`], [`launch`] and [`flight_recorder`] are the facade's own: the first chooses a backend as the programs do, the second is
-//! the side of a process that `oxccl launch` started, the third writes flight records on a signal. [`prelude`] has the names that most programs need. The
+//! the side of a process that `oxccl launch` started, the third writes flight records on a signal. With the feature `otel` there is `telemetry`, for
+//! OpenTelemetry. [`prelude`] has the names that most programs need. The
 //! `oxccl` command is a package of its own, `oxccl-cli`.
 //!
 //! An all-reduce among the processes that a launcher started (`mpirun -n 2`, `torchrun`, `srun`, `oxccl launch`):
@@ -45,6 +46,8 @@ pub use manager;
 pub use plugin;
 #[cfg(feature = "quant")]
 pub use quant;
+#[cfg(feature = "quant-cuda")]
+pub use quant_cuda;
 #[cfg(feature = "replica")]
 pub use replica;
 #[cfg(feature = "world")]
@@ -58,6 +61,8 @@ pub mod flight_recorder;
 pub mod launch;
 
 pub mod prelude;
+#[cfg(feature = "otel")]
+pub mod telemetry;
 
 /// The programs of the README and of the pages that show calls, compiled as tests so that they stay true.
 #[cfg(all(
@@ -78,6 +83,7 @@ mod documentation {
     struct Groups;
     #[doc = include_str!("../../../docs/healing.md")]
     struct Healing;
+    #[cfg(feature = "otel")]
     #[doc = include_str!("../../../docs/observability.md")]
     struct Observability;
     #[doc = include_str!("../../../docs/tolerance.md")]

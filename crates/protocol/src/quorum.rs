@@ -20,7 +20,9 @@
 //! **After a restart** the first quorum needs a strict majority of the recorded members, without those known to be gone.
 //! Without a record it needs one of the largest quorum that the replicas with the newest quorum id tell of. The rest may
 //! have died with the lighthouse: `heartbeat_timeout` + `join_timeout` after the first replica asked, or by the operator's
-//! word, the job goes on without that majority. A member that comes later and has committed meanwhile is refused.
+//! word, the job goes on without that majority. A member that comes later and has committed meanwhile is refused. One that
+//! is recorded as gone and sends heartbeats all the same is on its way, as a replica that has not asked yet: they reach this
+//! lighthouse, so they are newer than the record.
 //!
 //! **Which quorum id is believed**: one that this job can have seen. With a record that is at most the newest id; without,
 //! at most the clock and a day, because ids are seeded by clocks.
@@ -127,10 +129,16 @@ impl LighthouseState {
             roster.update(id, |entry| (entry.member, entry.seen) = (true, Some(now)));
         }
         for id in record.iter().flat_map(|r| r.departed.iter().chain(&r.left)) {
-            roster.update(id, |entry| (entry.departed, entry.seen) = (entry.member, None));
+            roster.update(id, |entry| {
+                (entry.departed, entry.gone_before) = (entry.member, entry.member);
+                entry.seen = None;
+            });
         }
         for id in record.iter().flat_map(|r| &r.left) {
-            roster.update(id, |entry| entry.left = entry.member);
+            roster.update(id, |entry| {
+                entry.left = entry.member;
+                entry.gone_before = false;
+            });
         }
         let clock_ms = start.clock_ms.max(0);
         Self {
@@ -340,6 +348,7 @@ impl LighthouseState {
         }
         let (waiting, departs) = self.roster.update(id, |entry| {
             (entry.seen, entry.coming, entry.order) = (None, None, None);
+            entry.gone_before = false;
             let departs = entry.member && !entry.departed;
             entry.departed |= departs;
             (entry.spare, entry.far) = (false, false);

@@ -247,7 +247,8 @@ impl Rank {
             },
             last_quorum_id: self.epoch.unwrap_or(0),
             healed: self.healed_into == Some(self.step) && !holds_nothing,
-            batches_committed: self.batches,
+            // The count goes with the state: who heals from a replica takes its count over.
+            batches_committed: if holds_nothing { 0 } else { self.batches },
             question: self.questions,
             joining: if self.joins_at_once || self.tries_outside >= MAX_TRIES_OUTSIDE {
                 Joining::Now

@@ -85,7 +85,7 @@ impl Frame<'_> {
         SLICE.next_multiple_of(self.codec.grain())
     }
 
-    fn go_on(&self) -> Result<()> {
+    pub(crate) fn go_on(&self) -> Result<()> {
         if self.interrupt.load(Ordering::Acquire) {
             return Err(Error::new(
                 ErrorKind::Aborted,
@@ -112,7 +112,7 @@ impl Frame<'_> {
     }
 
     /// How values are rounded in `phase`: ranks and phases draw different numbers.
-    fn rounding(&self, phase: Phase) -> Rounding {
+    pub(crate) fn rounding(&self, phase: Phase) -> Rounding {
         match self.rounding {
             Rounding::Nearest => Rounding::Nearest,
             Rounding::Stochastic { key } => Rounding::Stochastic {
@@ -178,6 +178,60 @@ impl Frame<'_> {
                 chunk.len()
             )));
         };
+        let (contributors, checksum) = self.check(header, values.len(), phase, count, most)?;
+        let mut begun = crc32fast::Hasher::new();
+        begun.update(&self.header(phase, contributors, count));
+        Ok(Opened {
+            contributors,
+            values,
+            begun,
+            checksum,
+        })
+    }
+
+    /// As [`open`](Self::open) for a chunk on a device, of which the header was fetched: its contributors. The checksum covers the header.
+    pub(crate) fn open_on_device(
+        &self,
+        header: &[u8],
+        bytes: usize,
+        phase: Phase,
+        count: usize,
+        most: u32,
+    ) -> Result<u32> {
+        let Ok(header) = <&[u8; HEADER]>::try_from(header) else {
+            return Err(protocol(format!("a header of {} bytes", header.len())));
+        };
+        let (contributors, checksum) =
+            self.check(header, bytes.saturating_sub(HEADER), phase, count, most)?;
+        if crc32fast::hash(&self.header(phase, contributors, count)) == checksum {
+            Ok(contributors)
+        } else {
+            Err(protocol(
+                "the checksum of a chunk's header does not fit its bytes",
+            ))
+        }
+    }
+
+    /// The header of a chunk on a device, with its checksum: the values are not looked at on the host, and what carries them is trusted with
+    /// them as it is with any tensor.
+    pub(crate) fn header_on_device(&self, phase: Phase, contributors: u32, count: usize) -> [u8; HEADER] {
+        let mut header = self.header(phase, contributors, count);
+        let checksum = crc32fast::hash(&header).to_le_bytes();
+        if let Some(to) = header.get_mut(CHECKSUM) {
+            to.copy_from_slice(&checksum);
+        }
+        header
+    }
+
+    /// The contributors and the checksum that a header claims, if all else in it is as this rank expects. See [`open`](Self::open).
+    fn check(
+        &self,
+        header: &[u8; HEADER],
+        bytes: usize,
+        phase: Phase,
+        count: usize,
+        most: u32,
+    ) -> Result<(u32, u32)> {
         let (words, fingerprint) = header.split_at(HEADER - Fingerprint::BYTES);
         let (&[magic, kind, contributors, checksum, low, high], Some(fingerprint)) =
             (words.as_chunks::<4>().0, fingerprint.first_chunk())
@@ -212,10 +266,10 @@ impl Frame<'_> {
             )));
         }
         let claimed = u64::from(u32::from_le_bytes(low)) | u64::from(u32::from_le_bytes(high)) << 32;
-        if claimed != count as u64 || values.len() != self.codec.encoded_len(count) {
+        if claimed != count as u64 || bytes != self.codec.encoded_len(count) {
             return Err(protocol(format!(
                 "claims {claimed} values in {} bytes where {count} in {} are expected",
-                values.len(),
+                bytes,
                 self.codec.encoded_len(count)
             )));
         }
@@ -225,14 +279,7 @@ impl Frame<'_> {
                 "claims {contributors} contributors where at most {most} are possible"
             )));
         }
-        let mut begun = crc32fast::Hasher::new();
-        begun.update(&self.header(phase, contributors, count));
-        Ok(Opened {
-            contributors,
-            values,
-            begun,
-            checksum: u32::from_le_bytes(checksum),
-        })
+        Ok((contributors, u32::from_le_bytes(checksum)))
     }
 
     /// Decodes an opened chunk into `range` of `values`, or adds to it; a chunk without contributors is left out.

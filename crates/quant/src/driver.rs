@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use ftcore::engine::{self, Driver, Ended, Job, Place, Rules, Ticket, spawn};
 use ftcore::{
-    Checked, Collective, Completion, DeviceKind, Error, ErrorKind, Fingerprint, ProcessGroup,
+    Checked, Collective, Completion, DeviceKind, Error, ErrorKind, Event, Fingerprint, ProcessGroup,
     ProcessGroupExt, Result, SubmitOptions, Tensor, Work, time_left,
 };
 
@@ -51,6 +51,8 @@ pub(crate) struct Quantised {
     /// With the key of this call.
     pub(crate) rounding: Rounding,
     pub(crate) slot: Option<Slot>,
+    /// What the values wait for: the end that the caller's stream had when it submitted.
+    pub(crate) after: Option<Arc<dyn Event>>,
 }
 
 impl Job for Call {
@@ -199,7 +201,8 @@ impl QuantDriver {
             in_flight: Cell::new(0),
         };
         let kernels = block_kernels(&device.unwrap_or(DeviceKind::Cpu));
-        let done = kernels.and_then(|kernels| {
+        let ready = call.after.as_deref().map_or(Ok(()), |e| below.wait_for(e));
+        let done = ready.and(kernels).and_then(|kernels| {
             let exchange = Exchange {
                 frame: Frame {
                     codec: layer.codec,
@@ -214,7 +217,12 @@ impl QuantDriver {
                 contribute,
                 feedback: layer.feedback.as_deref().zip(call.slot.as_ref()),
             };
-            exchange.carry_out(&call.plan, &mut tensors, &below)
+            match kernels.on_device() {
+                Some(bytes) if !layer.inner.capabilities().serves(&DeviceKind::Cpu) => {
+                    exchange.carry_out_on_device(&call.plan, &mut tensors, &below, bytes)
+                }
+                _ => exchange.carry_out(&call.plan, &mut tensors, &below),
+            }
         });
         match done {
             Ok(outcome) => {
@@ -310,6 +318,25 @@ impl Below<'_> {
             let _ = told.recv_timeout(time_left(self.deadline).saturating_add(REPORT));
         }
         Ok(begun.take()?.tensors)
+    }
+
+    /// Waits until a stream has come to `event`.
+    fn wait_for(&self, event: &dyn Event) -> Result<()> {
+        while !event.query()? {
+            if self.driver.is_stopped() {
+                return Err(Error::new(
+                    ErrorKind::Aborted,
+                    "ended while the caller's stream was waited for",
+                ));
+            }
+            if time_left(self.deadline).is_zero() {
+                return Err(Error::timeout(
+                    "the caller's stream did not get there by the deadline",
+                ));
+            }
+            std::thread::sleep(Duration::from_micros(20));
+        }
+        Ok(())
     }
 
     /// Runs one step.

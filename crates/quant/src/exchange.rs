@@ -42,7 +42,7 @@ pub(crate) struct Exchange<'a> {
 const UNIT: usize = 128;
 
 /// The elements of all pieces.
-fn total(pieces: &[Piece]) -> usize {
+pub(crate) fn total(pieces: &[Piece]) -> usize {
     pieces.iter().map(|p| p.range.len()).sum()
 }
 
@@ -96,7 +96,7 @@ impl Exchange<'_> {
     }
 
     /// Calls `f` with the values of `pieces` as one f32 tensor, which becomes theirs. Without `read` the values are not looked at before.
-    fn with_values<T>(
+    pub(crate) fn with_values<T>(
         &self,
         tensors: &mut [Tensor],
         pieces: &[Piece],
@@ -124,7 +124,7 @@ impl Exchange<'_> {
     }
 
     /// The ranks' parts of `count` values.
-    fn parts(&self, count: usize) -> Vec<Range<usize>> {
+    pub(crate) fn parts(&self, count: usize) -> Vec<Range<usize>> {
         let world = self.place.world.max(1) as usize;
         let size = count.div_ceil(world).next_multiple_of(UNIT);
         (0..world)
@@ -238,7 +238,7 @@ impl Exchange<'_> {
     }
 
     /// The chunks of `world` ranks that were gathered.
-    fn gathered(&self, begun: &Work, below: &Below<'_>) -> Result<Vec<Tensor>> {
+    pub(crate) fn gathered(&self, begun: &Work, below: &Below<'_>) -> Result<Vec<Tensor>> {
         let mut tensors = below.finish(begun)?;
         let outputs = tensors.split_off(1.min(tensors.len()));
         if outputs.len() == self.place.world as usize {

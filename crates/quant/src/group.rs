@@ -9,9 +9,9 @@ use std::time::{Duration, Instant};
 use ftcore::engine::{Label, Place};
 use ftcore::lifecycle::{Engine as _, Lifecycle, part_from};
 use ftcore::{
-    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Error, ErrorKind, Failed,
-    Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result, SubmitOptions, Traffic,
-    Work, deadline_in, wrong_device,
+    Capabilities, Checked, Collective, Completion, Configuration, DType, DTypeSet, Device, DeviceKind, Error,
+    ErrorKind, Failed, Feature, FeatureSet, GroupInfo, OpKind, ProcessGroup, ReduceOp, Rejected, Result,
+    SubmitOptions, Traffic, Work, deadline_in, wrong_device,
 };
 
 use crate::agree::Agreement;
@@ -32,8 +32,10 @@ use crate::{Codec, ErrorFeedback};
 /// - Averages divide by the contributors counted in the same exchange (INV-4).
 /// - `configure` compares format, accuracy and moves with every other rank's through the store: `Mismatch` on all ranks names both (L12).
 /// - A world of one exchanges nothing, so nothing is quantised.
-/// - Tensors are on the host, or on a device that [`BlockKernels`](crate::BlockKernels) are linked in for; streams of devices are `Unsupported` for
-///   quantised operations.
+/// - Tensors are on the host, or on a device that [`BlockKernels`](crate::BlockKernels) are linked in for. A quantised operation comes after what
+///   the stream in [`SubmitOptions`] had before it, and is over on the device when its work ends.
+/// - Over a group that moves only a device's memory the encoded bytes stay on the device
+///   ([`DeviceBytes`](crate::DeviceBytes)); error feedback and [`Moves::Quantized`] are then `Unsupported`.
 pub struct QuantizedGroup {
     /// The first field: whatever is pending ends before the group below is let go of.
     lifecycle: Lifecycle<Engine>,
@@ -73,13 +75,20 @@ impl QuantizedGroup {
     /// Wraps `inner`, which must not be used directly any more.
     ///
     /// Errors: `Unsupported` if `inner` lacks what this needs (u8, all_gather, all_gather_into, all_to_all_into on the host, and broadcast to
-    /// quantise moves); `InvalidArgument` for options that do not go together.
+    /// quantise moves; or all_gather and all_to_all on a device with kernels); `InvalidArgument` for options that do not go together.
     pub fn with_options(inner: Arc<dyn ProcessGroup>, options: QuantizeOptions) -> Result<Self> {
         let info = inner.info();
         let codec = options.codec.on(&info.device);
         options.check(codec)?;
         let capabilities = inner.capabilities();
-        let mut needed = vec![OpKind::AllGather, OpKind::AllGatherInto, OpKind::AllToAllInto];
+        let on_device = !capabilities.serves(&DeviceKind::Cpu);
+        let mut needed = match on_device {
+            true => vec![OpKind::AllGather, OpKind::AllToAll],
+            false => vec![OpKind::AllGather, OpKind::AllGatherInto, OpKind::AllToAllInto],
+        };
+        if on_device {
+            stays_on_device(&info.device, codec, &options)?;
+        }
         if options.moves == Moves::Quantized {
             needed.push(OpKind::Broadcast);
         }
@@ -87,7 +96,6 @@ impl QuantizedGroup {
         let lacks = match missing {
             Some(kind) => Some(kind.name()),
             None if !capabilities.moves.contains(DType::U8) => Some("u8"),
-            None if !capabilities.serves(&ftcore::DeviceKind::Cpu) => Some("host memory"),
             None => None,
         };
         if let Some(lacks) = lacks {
@@ -203,7 +211,7 @@ impl QuantizedGroup {
             1 => None,
             _ => plan(op.get(), world, self.layer.options.moves),
         };
-        if let Some(error) = self.refusal(op.get(), &options, plan.as_ref()) {
+        if let Some(error) = self.refusal(op.get(), plan.as_ref()) {
             return refuse(error, op);
         }
         if kind.is_p2p() || world == 1 {
@@ -222,8 +230,20 @@ impl QuantizedGroup {
                     },
                     _ => None,
                 };
+                let after = match options.stream.as_ref().filter(|s| !s.device().is_cpu()) {
+                    Some(stream) => match stream.record() {
+                        Ok(event) => Some(event),
+                        Err(e) => return refuse(e, op),
+                    },
+                    None => None,
+                };
                 let rounding = self.next_rounding();
-                Some(Quantised { plan, rounding, slot })
+                Some(Quantised {
+                    plan,
+                    rounding,
+                    slot,
+                    after,
+                })
             }
             // A forwarded call has its number, too.
             _ => {
@@ -254,7 +274,7 @@ impl QuantizedGroup {
     }
 
     /// Why `op` is not carried out; `None` if it is.
-    fn refusal(&self, op: &Collective, options: &SubmitOptions, plan: Option<&Plan>) -> Option<Error> {
+    fn refusal(&self, op: &Collective, plan: Option<&Plan>) -> Option<Error> {
         if let Some(reason) = unsupported(op) {
             return Some(Error::unsupported(reason));
         }
@@ -275,12 +295,25 @@ impl QuantizedGroup {
                 )));
             }
         }
-        let stream = options.stream.as_ref().filter(|s| !s.device().is_cpu())?;
-        Some(Error::unsupported(format!(
-            "quantising cannot order itself after a stream on {}; synchronise it first",
-            stream.device()
-        )))
+        None
     }
+}
+
+/// Errors: `Unsupported`, with the reason, if values on `device` cannot be quantised without host memory below.
+fn stays_on_device(device: &Device, codec: Codec, options: &QuantizeOptions) -> Result<()> {
+    let kernels = block_kernels(&device.kind)?;
+    let because = match kernels.on_device() {
+        None => "these kernels need a group that moves host memory",
+        Some(bytes) if !bytes.knows(codec) => {
+            "there are no kernels for that format; int8-b64, int8-b32 and mx-e4m3 have some"
+        }
+        Some(_) if options.error_feedback => "error feedback keeps its residuals on the host",
+        Some(_) if options.moves == Moves::Quantized => "what is only moved is moved bit for bit there",
+        Some(_) => return Ok(()),
+    };
+    Err(Error::unsupported(format!(
+        "quantising in {codec} on {device}: {because}; a group over host memory behind ftcore::Staged can"
+    )))
 }
 
 /// What the wrapper offers over a group that offers `inner`.

@@ -1,7 +1,8 @@
 //! The seam for device kernels: whatever turns a device's values into the bytes of a format, and back.
 //!
-//! Bytes are always in host memory, where the group below moves them: a device encodes first and copies the few bytes that come out.
-//! The host's kernels are [`Codec`](crate::Codec) itself; a crate that brings a device submits a [`StaticBlockKernels`].
+//! Where the group below moves host memory, a device encodes first and copies the few bytes that come out; where it moves the device's own
+//! memory only, they stay there ([`DeviceBytes`]). The host's kernels are [`Codec`](crate::Codec) itself; a crate that brings a device
+//! submits a [`StaticBlockKernels`].
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -49,6 +50,40 @@ pub trait BlockKernels: Send + Sync {
     ) -> Result<()>;
     /// Divides `range` of the f32 tensor `values`.
     fn divide(&self, values: &mut Tensor, range: Range<usize>, divisor: f32) -> Result<()>;
+    /// Encoded bytes in the device's memory. Provided: none, and the group below must move host memory.
+    fn on_device(&self) -> Option<&dyn DeviceBytes> {
+        None
+    }
+}
+
+/// Chunks that stay on the device: u8 tensors of a header and the encoded values behind it. As [`BlockKernels`], the calls return
+/// once their outputs are there.
+pub trait DeviceBytes: Send + Sync {
+    /// A tensor of `bytes` bytes on `device`, for a chunk to arrive in; what is in it is undefined.
+    fn room(&self, device: &Device, bytes: usize) -> Result<Tensor>;
+    /// `header` and behind it the encoding of `range` of the f32 tensor `values`, or with `how` absent as many zeros. Returns how many values are not
+    /// finite in it, too.
+    fn pack(
+        &self,
+        header: &[u8],
+        codec: Codec,
+        how: Option<Encoding>,
+        values: &Tensor,
+        range: Range<usize>,
+    ) -> Result<(Tensor, usize)>;
+    /// The first `bytes` bytes of every chunk.
+    fn headers(&self, chunks: &[Tensor], bytes: usize) -> Result<Vec<Vec<u8>>>;
+    /// Decodes what lies behind the first bytes, as many as are named, of the chunk `from` into `range` of the f32 tensor `values`, or adds to it.
+    fn unpack(
+        &self,
+        codec: Codec,
+        from: (&Tensor, usize),
+        add: bool,
+        values: &mut Tensor,
+        range: Range<usize>,
+    ) -> Result<()>;
+    /// The formats that these kernels know.
+    fn knows(&self, codec: Codec) -> bool;
 }
 
 /// Kernels for a device kind that are linked in. Submit one with `ftcore::inventory::submit!`.

@@ -28,35 +28,32 @@ class Error(RuntimeError):
     do not apply are ``None``.
     """
 
-    kind: str
+    kind: str = "Internal"
     """What went wrong, in terms of what the caller can do about it."""
-    op: str | None
+    op: str | None = None
     """The operation."""
-    rank: int | None
+    rank: int | None = None
     """This process's rank in the group."""
-    peer: int | None
+    peer: int | None = None
     """The other rank that is involved."""
-    peer_address: str | None
+    peer_address: str | None = None
     """The peer's address."""
-    epoch: int | None
+    epoch: int | None = None
     """The epoch of the group's configuration."""
-    seq: int | None
+    seq: int | None = None
     """The number of the collective in its group."""
-    dtype: str | None
+    dtype: str | None = None
     """The element type."""
-    count: int | None
+    count: int | None = None
     """The number of elements."""
-    code: int | None
+    code: int | None = None
     """The library's own code."""
-    retryable: bool
+    retryable: bool = False
     """True if the same call may succeed later, or after the group was configured again."""
-    advice: str
+    advice: str = ""
     """What to do."""
 
-    def __init__(self, message: str, **fields: Any) -> None:
-        super().__init__(message)
-        for name in _FIELDS:
-            setattr(self, name, fields.get(name))
+    # Without an `__init__` of Python's: an error can be raised while the interpreter ends, where no Python code may run (`process.rs`).
 
     def __reduce__(self) -> tuple[Any, ...]:
         """The same exception in another process."""
@@ -65,20 +62,31 @@ class Error(RuntimeError):
 
 
 def _rebuild(kind: type[Error], message: str, fields: dict[str, Any]) -> Error:
-    return kind(message, **fields)
+    error = kind(message)
+    for name, value in fields.items():
+        setattr(error, name, value)
+    return error
 
 
 class InvalidArgument(Error, ValueError):
     """The call itself is wrong; nothing was sent."""
 
+    kind = "InvalidArgument"
+
 
 class Unsupported(Error, NotImplementedError):
     """The backend does not offer that."""
+
+    kind = "Unsupported"
 
 
 class Timeout(Error, TimeoutError):
     """A deadline passed; the message says what was being waited for."""
 
+    kind = "Timeout"
+
 
 class PeerLost(Error, ConnectionError):
     """A peer is gone: its connection closed, or its process ended."""
+
+    kind = "PeerLost"

@@ -1,6 +1,7 @@
 """The extension module behind `oxccl`."""
 
 from collections.abc import Generator, Mapping, Sequence
+from datetime import timedelta
 from os import PathLike
 from types import TracebackType
 from typing import Any, Literal, Protocol, TypeAlias, overload
@@ -17,6 +18,8 @@ Tensor: TypeAlias = Buffer | _DLPack
 """Whatever lends contiguous host memory: NumPy arrays, buffers, and tensors with DLPack (torch, JAX)."""
 Tensors: TypeAlias = Tensor | Sequence[Tensor]
 """One tensor, or a list or tuple of them that counts as one operation."""
+Limit: TypeAlias = float | timedelta
+"""How long something may take: seconds, or a `timedelta`, which says, as in torch, that the default counts if it is not positive."""
 Reduction: TypeAlias = Literal["sum", "avg", "product", "min", "max", "band", "bor", "bxor"] | PremulSum
 
 __version__: str
@@ -112,7 +115,7 @@ class Work:
     def op(self) -> str:
         """The name of the operation."""
 
-    def wait(self, timeout: float | None = None) -> None:
+    def wait(self, timeout: Limit | None = None) -> None:
         """Waits until the operation has ended; raises its error.
 
         After `timeout` seconds raises `Timeout`, and the operation goes on.
@@ -623,7 +626,7 @@ class Group:
         epoch: int = 1,
         prefix: str = "oxccl",
         name: str = "group",
-        timeout: float = 60.0,
+        timeout: Limit = 60.0,
     ) -> None:
         """Meets the other ranks of `epoch` in `store` and connects; each epoch is larger than the one before.
 
@@ -636,7 +639,7 @@ class Group:
         tensors: Tensors,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
         contribute: bool = True,
     ) -> None:
@@ -648,16 +651,16 @@ class Group:
         tensors: Tensors,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
         contribute: bool = True,
     ) -> Work: ...
     @overload
-    def broadcast(self, tensors: Tensors, root: int, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
+    def broadcast(self, tensors: Tensors, root: int, *, timeout: Limit | None = None, async_op: Literal[False] = False) -> None:
         """Every rank's tensors become the root's."""
 
     @overload
-    def broadcast(self, tensors: Tensors, root: int, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
+    def broadcast(self, tensors: Tensors, root: int, *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
     @overload
     def reduce(
         self,
@@ -665,7 +668,7 @@ class Group:
         root: int,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
         contribute: bool = True,
     ) -> None:
@@ -678,7 +681,7 @@ class Group:
         root: int,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
         contribute: bool = True,
     ) -> Work: ...
@@ -688,19 +691,19 @@ class Group:
         input: Tensor,
         outputs: Sequence[Tensor],
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
     ) -> None:
         """``outputs[r]`` becomes rank r's `input`; sizes may differ between ranks."""
 
     @overload
-    def all_gather(self, input: Tensor, outputs: Sequence[Tensor], *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
+    def all_gather(self, input: Tensor, outputs: Sequence[Tensor], *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
     @overload
-    def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
+    def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: Limit | None = None, async_op: Literal[False] = False) -> None:
         """`output` becomes the inputs of all ranks, one after the other."""
 
     @overload
-    def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
+    def all_gather_into(self, input: Tensors, output: Tensors, *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
     @overload
     def gather(
         self,
@@ -708,7 +711,7 @@ class Group:
         outputs: Sequence[Tensor] | None = None,
         *,
         root: int,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
     ) -> None:
         """On the root ``outputs[r]`` becomes rank r's `input`; the others pass no outputs."""
@@ -720,7 +723,7 @@ class Group:
         outputs: Sequence[Tensor] | None = None,
         *,
         root: int,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
     ) -> Work: ...
     @overload
@@ -730,7 +733,7 @@ class Group:
         *,
         output: Tensor,
         root: int,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
     ) -> None:
         """`output` becomes the root's ``inputs[own rank]``; the others pass no inputs."""
@@ -742,7 +745,7 @@ class Group:
         *,
         output: Tensor,
         root: int,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
     ) -> Work: ...
     @overload
@@ -752,7 +755,7 @@ class Group:
         output: Tensor,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
         contribute: bool = True,
     ) -> None:
@@ -765,7 +768,7 @@ class Group:
         output: Tensor,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
         contribute: bool = True,
     ) -> Work: ...
@@ -776,7 +779,7 @@ class Group:
         output: Tensors,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
         contribute: bool = True,
     ) -> None:
@@ -789,7 +792,7 @@ class Group:
         output: Tensors,
         op: Reduction = "sum",
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
         contribute: bool = True,
     ) -> Work: ...
@@ -799,7 +802,7 @@ class Group:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
     ) -> None:
         """``outputs[r]`` becomes rank r's ``inputs[own rank]``; sizes may differ."""
@@ -810,7 +813,7 @@ class Group:
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
     ) -> Work: ...
     @overload
@@ -821,7 +824,7 @@ class Group:
         *,
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
     ) -> None:
         """As `all_to_all` on one tensor each; splits are in elements, one per rank, and none mean even ones."""
@@ -834,15 +837,15 @@ class Group:
         *,
         input_splits: Sequence[int] | None = None,
         output_splits: Sequence[int] | None = None,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
     ) -> Work: ...
     @overload
-    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: Limit | None = None, async_op: Literal[False] = False) -> None:
         """Sends to `peer`; done when the memory may be reused."""
 
     @overload
-    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
+    def send(self, tensor: Tensor, peer: int, tag: int = 0, *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
     @overload
     def recv(
         self,
@@ -850,7 +853,7 @@ class Group:
         peer: int | None = None,
         tag: int = 0,
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[False] = False,
     ) -> int:
         """Receives from `peer`, or from the first that sends with the tag; gives the sender's rank."""
@@ -862,23 +865,26 @@ class Group:
         peer: int | None = None,
         tag: int = 0,
         *,
-        timeout: float | None = None,
+        timeout: Limit | None = None,
         async_op: Literal[True],
     ) -> Work: ...
     @overload
-    def batch(self, ops: Sequence[Send | Recv], *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
+    def batch(self, ops: Sequence[Send | Recv], *, timeout: Limit | None = None, async_op: Literal[False] = False) -> None:
         """Sends and receives that progress together, in any order."""
 
     @overload
-    def batch(self, ops: Sequence[Send | Recv], *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
+    def batch(self, ops: Sequence[Send | Recv], *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
     @overload
-    def barrier(self, *, timeout: float | None = None, async_op: Literal[False] = False) -> None:
+    def barrier(self, *, timeout: Limit | None = None, async_op: Literal[False] = False) -> None:
         """Waits until every rank is here."""
 
     @overload
-    def barrier(self, *, timeout: float | None = None, async_op: Literal[True]) -> Work: ...
-    def monitored_barrier(self, *, wait_all: bool = False, timeout: float | None = None) -> None:
+    def barrier(self, *, timeout: Limit | None = None, async_op: Literal[True]) -> Work: ...
+    def monitored_barrier(self, *, wait_all: bool = False, timeout: Limit | None = None) -> None:
         """As `barrier`; at the deadline the error names ranks that are missing, all of them if `wait_all`."""
+
+    def _set_timeout(self, timeout: Limit) -> None:
+        """From now on operations whose call names no time may take `timeout`."""
 
     def abort(self, reason: str = "aborted by the program") -> None:
         """Ends all pending operations and refuses further ones; peers are told. Returns at once."""
@@ -969,9 +975,9 @@ def init(
     world_size: int | None = None,
     backend: str | None = None,
     device: str = "cpu",
-    timeout: float = 60.0,
+    timeout: Limit = 60.0,
     isolated: bool = False,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str | float | bool] | None = None,
 ) -> World:
     """Meets the other ranks of the job and connects.
 
@@ -980,16 +986,17 @@ def init(
 
     `backend` is a name (``gloo``, ``xccl``, a plugin's) or one for each kind of device, as in ``cpu:gloo,cuda:nccl``; without one the
     default of the device. `timeout` in seconds is for this call and for operations that name none. `isolated` runs the backend in a child process, so
-    that a library that cannot be aborted can be killed. `options` are the backend's: what it does not honour it refuses.
+    that a library that cannot be aborted can be killed. `options` are the
+    backend's: what it does not honour it refuses, naming what it does.
     """
 
 def unconfigured(
     *,
     backend: str | None = None,
     device: str = "cpu",
-    timeout: float = 60.0,
+    timeout: Limit = 60.0,
     isolated: bool = False,
-    options: Mapping[str, str] | None = None,
+    options: Mapping[str, str | float | bool] | None = None,
 ) -> Group:
     """A group of a backend that has met nobody yet: `Group.configure` connects it, again and again."""
 

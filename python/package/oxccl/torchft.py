@@ -27,6 +27,13 @@ class ProcessGroupOxccl(Calls, ProcessGroup):
         self._epoch = 0
         self._group = oxccl.unconfigured(timeout=self._timeout)
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The time-out of configuring and of operations that name none, from now on."""
+        self._timeout = timeout.total_seconds()
+        Calls.set_timeout(self, timeout)
+
+    _set_default_timeout = set_timeout
+
     def configure(
         self,
         store_addr: str,

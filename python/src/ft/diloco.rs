@@ -14,6 +14,7 @@ use crate::errors::Raise;
 use crate::interrupt::apart;
 use crate::lend::{Access, list};
 use crate::options;
+use crate::process::detached;
 use crate::quantized::QuantizedGroup;
 
 type Run = Diloco<Shared, TensorParameters>;
@@ -247,7 +248,7 @@ impl PyDiloco {
     /// A hash over the global parameters, equal on all replicas of the same step.
     fn global_hash(&self, py: Python<'_>) -> PyResult<String> {
         self.core.is_at_home().or_raise(py)?;
-        py.detach(|| {
+        detached(py, || {
             let run = self.run.lock().unwrap_or_else(PoisonError::into_inner);
             run.global_hash()
         })

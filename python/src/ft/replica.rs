@@ -14,11 +14,12 @@ use crate::group::{Group, Handle};
 use crate::interrupt::apart;
 use crate::lend::{Access, one_or_list};
 use crate::options::{self, Reduction};
+use crate::process::{self, detached};
 use crate::raw::fork;
 use crate::raw::holder::give_back_waiting;
+use crate::store;
 use crate::table::Traffic;
 use crate::work::Work;
-use crate::{process, store};
 
 /// How long after its deadline a reduction has ended for certain.
 const MARGIN: Duration = Duration::from_secs(5);
@@ -311,8 +312,7 @@ impl PyReplica {
     fn begin_quorum(&self, py: Python<'_>, timeout: f64) -> PyResult<bool> {
         self.at_home(py)?;
         let deadline = options::deadline(timeout).or_raise(py)?;
-        py.detach(|| self.core.with(|m| m.begin_quorum(deadline)))
-            .or_raise(py)
+        detached(py, || self.core.with(|m| m.begin_quorum(deadline))).or_raise(py)
     }
 
     /// Waits for the quorum that was begun.
@@ -331,7 +331,7 @@ impl PyReplica {
         let op = op.get().or_raise(py)?;
         let tensors = one_or_list(tensors, "tensors", Access::Writes)
             .map_err(|refused| refused.raise(py, "all_reduce", self.core.handle.group().info().rank))?;
-        let submitted = py.detach(|| self.core.with(|m| Ok(m.all_reduce(tensors, op))));
+        let submitted = detached(py, || self.core.with(|m| Ok(m.all_reduce(tensors, op))));
         let work = submitted.or_raise(py)?;
         match work.work() {
             Ok(work) => {
@@ -361,7 +361,7 @@ impl PyReplica {
             m.report_error(error);
             Ok(())
         };
-        py.detach(|| self.core.with(report)).or_raise(py)
+        detached(py, || self.core.with(report)).or_raise(py)
     }
 
     /// The step's first error.

@@ -15,6 +15,7 @@ use pyo3::types::PyByteArray;
 use crate::errors::{self, Raise};
 use crate::interrupt::SLICE;
 use crate::lend::{Access, one};
+use crate::process::{Crossing, detached};
 use crate::raw::holder::{drop_attached, give_back_waiting};
 
 /// Python's part of a state: tensors under this prefix, and how they lie in the state.
@@ -107,7 +108,7 @@ fn next<T: Send>(py: Python<'_>, hear: &Mutex<Receiver<Said<T>>>) -> Option<Said
         let hear = hear.lock().unwrap_or_else(PoisonError::into_inner);
         hear.recv_timeout(SLICE)
     };
-    match py.detach(wait) {
+    match detached(py, wait) {
         Ok(said) => Some(said),
         Err(RecvTimeoutError::Timeout) => None,
         Err(RecvTimeoutError::Disconnected) => Some(Said::Done(Err(Error::new(
@@ -140,6 +141,7 @@ fn answer<R>(
 
 fn save(states: &Bound<'_, PyAny>) -> PyResult<Saved> {
     let py = states.py();
+    let _crossing = Crossing::begin().or_raise(py)?;
     type Given<'py> = (Vec<(String, Vec<usize>, Bound<'py, PyAny>)>, String);
     let (given, tree): Given<'_> = states.call_method0(intern!(py, "save"))?.extract()?;
     let copy = |(name, shape, memory): (String, Vec<usize>, Bound<'_, PyAny>)| {
@@ -154,6 +156,7 @@ fn save(states: &Bound<'_, PyAny>) -> PyResult<Saved> {
 
 fn load(states: &Bound<'_, PyAny>, from: &StateDict) -> PyResult<()> {
     let py = states.py();
+    let _crossing = Crossing::begin().or_raise(py)?;
     let tree = from.metadata().get(TREE).ok_or_else(|| {
         let text =
             "the state that came is not one of a Python replica: all replicas of a job run the same program";

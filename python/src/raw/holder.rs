@@ -10,7 +10,7 @@ use pyo3::{Py, PyAny, Python};
 
 use super::buffer::View;
 use super::dlpack::Managed;
-use crate::process;
+use crate::process::{self, Crossing};
 
 /// Memory that Python has lent. Dropping it gives the memory back.
 pub(crate) struct Holder(Option<Lent>);
@@ -78,13 +78,19 @@ fn empty() {
 
 /// Gives back what threads of groups could not.
 pub(crate) fn give_back_waiting(_attached: Python<'_>) {
-    if WAITING.load(Ordering::Acquire) {
+    if WAITING.load(Ordering::Acquire)
+        && let Ok(_crossing) = Crossing::begin()
+    {
         empty();
     }
 }
 
 /// Drops `value`, and gives back the memory in it here and now.
 pub(crate) fn drop_attached<T>(_attached: Python<'_>, value: T) {
+    let Ok(_crossing) = Crossing::begin() else {
+        // The main thread has it given back.
+        return;
+    };
     let before = ATTACHED.replace(true);
     drop(value);
     ATTACHED.set(before);

@@ -247,7 +247,8 @@ fn live(
 fn garble(store: &str) {
     let own = rustix::process::getpid();
     let pidfd = rustix::process::pidfd_open(own, rustix::process::PidfdFlags::empty()).unwrap();
-    let noise: Vec<u8> = (0..512u32)
+    // More than the few bytes that a line may still get of a group that gave up: those harm nothing.
+    let noise: Vec<u8> = (0..32 * 1024u32)
         .map(|i| (i.wrapping_mul(2_654_435_761) >> 24) as u8)
         .collect();
     for entry in std::fs::read_dir("/proc/self/fd").unwrap().flatten() {

@@ -19,6 +19,7 @@ const FLOORS: &[(&str, Place)] = &[
     ("oxccl-plugin", Place::Floor(1)),
     ("oxccl-world", Place::Floor(3)),
     ("oxccl-quant", Place::Floor(3)),
+    ("oxccl-quant-cuda", Place::Floor(3)),
     ("oxccl-isolate", Place::Floor(3)),
     ("oxccl-manager", Place::Floor(4)),
     ("oxccl-checkpoint", Place::Floor(4)),
@@ -48,6 +49,7 @@ const FLOORS: &[(&str, Place)] = &[
 
 /// Steps within one floor that the design asks for.
 const WITHIN: &[(&str, &[&str])] = &[
+    ("oxccl-quant-cuda", &["oxccl-quant"]),
     ("oxccl-coordination", &["oxccl-protocol", "oxccl-identity"]),
     ("oxccl-checkpoint", &["oxccl-identity", "oxccl-replica"]),
     (

@@ -418,17 +418,15 @@ impl Epoch<'_> {
             return None;
         }
         let failed_at = failed.and_then(|(_, op)| op.ended_ns);
-        let came_late = |at: u64| failed_at.filter(|failed| at > *failed);
-        let after: Vec<(u32, u64)> = entered
+        let came_late = entered
             .iter()
             .map(|(rank, op)| (*rank, op.submitted_ns))
-            .chain(
-                refused
-                    .iter()
-                    .filter_map(|(rank, m)| Some((*rank, m.refused?.submitted_ns))),
-            )
-            .filter(|(_, at)| came_late(*at).is_some())
-            .collect();
+            .filter(|(_, at)| failed_at.is_some_and(|failed| *at > failed));
+        // Refused: late whatever the clocks say. A rank may hear of the failure before the one that failed has noted the end.
+        let came_refused = refused
+            .iter()
+            .filter_map(|(rank, m)| Some((*rank, m.refused?.submitted_ns)));
+        let after: Vec<(u32, u64)> = came_late.chain(came_refused).collect();
         if let Some((rank, came)) = after.iter().min_by_key(|(_, at)| *at) {
             let ranks: Vec<u32> = after.iter().map(|(rank, _)| *rank).collect();
             let text = format!(

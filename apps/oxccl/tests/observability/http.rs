@@ -1,7 +1,8 @@
-//! Requests of the tests: one to a connection, JSON or text.
+//! Programs that the tests start, and requests to them: one to a connection, JSON or text.
 
 use std::io::{Read, Write};
 use std::net::TcpStream;
+use std::process::Child;
 use std::time::{Duration, Instant};
 
 use serde_json::Value;
@@ -71,4 +72,14 @@ pub(crate) fn get(url: &str) -> String {
     let (status, body) = request("GET", url, None).unwrap();
     assert_eq!(status, 200, "{url}: {body}");
     body
+}
+
+/// Ended and collected when it is dropped.
+pub(crate) struct Process(pub(crate) Child);
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }

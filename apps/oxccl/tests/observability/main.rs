@@ -1,4 +1,5 @@
-//! A job seen from outside: its dashboard in a real browser, and its metrics in a real Prometheus.
+//! A job seen from outside: its dashboard in a real browser, its metrics in a real Prometheus, and
+//! its spans in a real OpenTelemetry collector.
 
 #![allow(
     clippy::unwrap_used,
@@ -13,3 +14,4 @@ mod dashboard;
 mod http;
 mod job;
 mod prometheus;
+mod spans;

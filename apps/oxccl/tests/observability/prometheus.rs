@@ -1,23 +1,13 @@
 //! The metrics of a running job: checked by promtool, scraped and asked for in a real Prometheus.
 
 use std::io::Write;
-use std::process::{Child, Command, Stdio};
+use std::process::{Command, Stdio};
 
 use serde_json::Value;
 
 use crate::browser::free_port;
-use crate::http::{get, request, wait_until};
+use crate::http::{Process, get, request, wait_until};
 use crate::job::{Job, lighthouse};
-
-/// Ended and collected when it is dropped.
-struct Process(Child);
-
-impl Drop for Process {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
 
 /// promtool's opinion of a page of metrics; it complains of a missing HELP, a bad name or a unit that is none.
 fn check(url: &str) {

@@ -40,7 +40,7 @@ impl End {
         }
         let now = Instant::now();
         if self.silent.is_none() {
-            shared.waker().wake();
+            shared.wake();
         }
         let (since, looks) = *self.silent.get_or_insert_with(|| (now, shared.looks()));
         let waited = now.duration_since(since);
@@ -53,7 +53,7 @@ impl End {
                 // One look may have begun before.
                 let looked = shared.looks() >= looks + 2;
                 if !looked {
-                    shared.waker().wake();
+                    shared.wake();
                 }
                 looked
             }

@@ -1,4 +1,4 @@
-//! What a rank publishes in the store: where it listens, on which host it is, its secret, and the name of its Unix socket.
+//! What a rank publishes in the store: where it listens, on which host it is, its secret, the name of its Unix socket, and its process.
 
 use std::net::SocketAddr;
 
@@ -11,6 +11,8 @@ pub(super) struct Card {
     pub(super) local: Option<SocketAddr>,
     /// The abstract name at which ranks of this host are given shared memory.
     pub(super) memory: Option<String>,
+    /// The number of its process.
+    pub(super) process: u64,
 }
 
 impl Card {
@@ -19,8 +21,8 @@ impl Card {
         let local = self.local.map_or("-".to_string(), |a| a.to_string());
         let memory = self.memory.as_deref().unwrap_or("-");
         format!(
-            "oxccl-gloo {:016x} {} {} {local} {memory}",
-            self.nonce, self.host, self.remote
+            "oxccl-gloo {:016x} {} {} {local} {memory} {:016x}",
+            self.nonce, self.host, self.remote, self.process
         )
     }
 
@@ -42,12 +44,14 @@ impl Card {
             "-" => None,
             name => Some(name.to_string()),
         };
+        let process = u64::from_str_radix(fields.next()?, 16).ok()?;
         fields.next().is_none().then_some(Self {
             nonce,
             host,
             remote,
             local,
             memory,
+            process,
         })
     }
 }
@@ -64,6 +68,7 @@ mod tests {
             remote: "10.0.0.4:4103".parse().unwrap(),
             local: Some("127.0.0.1:4103".parse().unwrap()),
             memory: Some("oxccl-gloo-12-ab".into()),
+            process: 0xFEDC_BA98,
         };
         let text = card.encode();
         assert_eq!(Card::decode(text.as_bytes()), Some(card.clone()));

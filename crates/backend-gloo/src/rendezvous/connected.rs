@@ -2,12 +2,13 @@
 
 use ftcore::{Error, ErrorKind, Result};
 
-use super::Rendezvous;
+use super::{Common, Rendezvous};
 use crate::channels::Channel;
-use crate::peer::{ControlLink, Peer};
+use crate::peer::{ControlLink, ControlMail, Peer, Way};
 use crate::port::{Memory, Port, Wire};
 use crate::schedule::Hosts;
 use crate::stripes::Rail;
+use crate::transport::lines::{self, Hold};
 use crate::transport::shm::Bells;
 
 /// What a rank has once it is connected.
@@ -51,8 +52,8 @@ impl Rendezvous<'_> {
         let mut neighbours = self.found.iter().filter(|found| found.memory.is_some());
         let apart = self.core != 0 && neighbours.all(|found| ![0, self.core].contains(&found.core));
         let bells = match &self.local {
-            Some((_, region)) => region.bells()?,
-            None => Bells::private()?,
+            Some((_, region)) => region.bells(!one_host)?,
+            None => Bells::private(true)?,
         };
         let (mut peers, mut ports, mut channels) = (Vec::new(), Vec::new(), Vec::new());
         for (found, rank) in self.found.into_iter().zip(0u32..) {
@@ -63,8 +64,14 @@ impl Rendezvous<'_> {
                 continue;
             }
             let address = found.address.clone();
+            let half = || Error::new(ErrorKind::Internal, "a rank is connected by half");
+            let mut mail = None;
             let wire = match (found.data, found.messages, found.memory) {
-                (_, _, Some(shared)) => {
+                (_, _, Some(mut shared)) => {
+                    if one_host {
+                        shared.close_descriptors();
+                        mail = Some(shared.mail);
+                    }
                     let counters = self.counters.clone();
                     channels.push(Some(Channel::local(rank, address, shared.messages, counters)));
                     Wire::Memory(Memory::new(shared.collectives, self.counters.clone()))
@@ -75,14 +82,28 @@ impl Rendezvous<'_> {
                     data.writable = true;
                     Wire::Socket(data)
                 }
-                _ => return Err(Error::new(ErrorKind::Internal, "a rank is connected by half")),
+                _ => return Err(half()),
             };
-            let Some(mut control) = found.control else {
-                return Err(Error::new(ErrorKind::Internal, "a rank is connected by half"));
+            let mut control = found.control.ok_or_else(half)?;
+            let way = match mail {
+                Some(mail) => {
+                    let line = match found.line {
+                        Common::Needless => None,
+                        Common::Known(line) => Some(line),
+                        Common::New { process, id } => {
+                            let socket = control.into_socket().ok_or_else(half)?;
+                            Some(lines::open(process, id, socket)?)
+                        }
+                    };
+                    Way::Memory(ControlMail::new(mail, line.map(Hold::new)))
+                }
+                None => {
+                    // Whatever arrived before the engine looks must be seen.
+                    control.readable = true;
+                    control.writable = true;
+                    Way::Connection(Box::new(ControlLink::new(control)))
+                }
             };
-            // Whatever arrived before the engine looks must be seen.
-            control.readable = true;
-            control.writable = true;
             let mut port = Port::new(rank, found.address.clone(), wire);
             if matches!(port.wire, Wire::Socket(_)) {
                 port.rails = found.rails.into_iter().flatten().map(Rail::new).collect();
@@ -91,7 +112,7 @@ impl Rendezvous<'_> {
             peers.push(Some(Peer {
                 rank,
                 address: found.address,
-                control: ControlLink::new(control),
+                control: way,
                 left: None,
                 gone: None,
                 words: None,

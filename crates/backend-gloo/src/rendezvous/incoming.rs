@@ -8,8 +8,10 @@ use ftcore::identity::TurnedAway;
 use ftcore::identity::hello::{self, Handshake, NO_RANK, Reason, Refused};
 use ftcore::{Error, ErrorKind, Result, deadline_in};
 
-use super::Rendezvous;
+use super::{Common, Rendezvous};
+use crate::limits;
 use crate::options::Transport;
+use crate::transport::lines;
 use crate::transport::tcp::{self, Link, Moved, Stream};
 use crate::wire::{Hello, Purpose};
 
@@ -77,7 +79,7 @@ impl Stranger {
 
 impl Rendezvous<'_> {
     /// Takes what has come in.
-    pub(super) fn accept(&mut self) {
+    pub(super) fn accept(&mut self) -> Result<()> {
         for _ in 0..AT_ONCE {
             let next = self.listener.accept().map(|(stream, from)| {
                 if let Some(control) = &self.control {
@@ -86,24 +88,29 @@ impl Rendezvous<'_> {
                 let link = Link::new(stream, self.counters.clone());
                 (link, from.to_string(), false)
             });
-            if !self.greet(next) {
+            if !self.greet(next)? {
                 break;
             }
         }
         for _ in 0..AT_ONCE {
-            let Some((listener, _)) = &self.local else { return };
+            let Some((listener, _)) = &self.local else {
+                return Ok(());
+            };
             let next = listener.accept().map(|(stream, _)| {
                 let link = Link::local(stream, self.counters.clone());
                 (link, "shared memory".to_string(), true)
             });
-            if !self.greet(next) {
-                return;
+            if !self.greet(next)? {
+                break;
             }
         }
+        Ok(())
     }
 
     /// Takes one connection, if there is one. True if there may be more.
-    fn greet(&mut self, next: std::io::Result<(Result<Link>, String, bool)>) -> bool {
+    ///
+    /// Errors: only that this process has no room for it.
+    fn greet(&mut self, next: std::io::Result<(Result<Link>, String, bool)>) -> Result<bool> {
         match next {
             Ok((Ok(link), from, local)) => {
                 if self.strangers.len() >= self.most_strangers() {
@@ -128,15 +135,18 @@ impl Rendezvous<'_> {
                 }
             }
             Ok((Err(error), from, _)) => TURNED_AWAY.say("gloo", &from, &error),
-            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return false,
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => return Ok(false),
             Err(e) if e.kind() == std::io::ErrorKind::Interrupted => {}
+            Err(error) if limits::is_limit(&error) && !limits::raise() => {
+                return Err(self.named(limits::reached("accepting a connection")));
+            }
             Err(error) => {
-                // Transient (a connection that was reset while it waited, no descriptors left): try again later.
+                // Transient (a connection that was reset while it waited): try again later.
                 tracing::debug!(%error, "accepting a connection failed");
-                return false;
+                return Ok(false);
             }
         }
-        true
+        Ok(true)
     }
 
     /// Every other rank may come at once, with all its connections.
@@ -172,6 +182,9 @@ impl Rendezvous<'_> {
                 match moved {
                     Moved::Bytes(n) => stranger.have += n,
                     Moved::Nothing => break,
+                    Moved::Closed if stranger.link.starved && !limits::raise() => {
+                        return Err(self.named(limits::reached("taking shared memory")));
+                    }
                     Moved::Closed => {
                         verdict = Some(Verdict::Drop("it closed before it said who it is".into()))
                     }
@@ -238,7 +251,18 @@ impl Rendezvous<'_> {
             return drop_it("it came in at the wrong socket");
         }
         // From here on it is one of ours. The answer lets it see a mismatch, too.
-        let answer = self.hello(hello.purpose, hello.nonce).encode();
+        let line = match local {
+            true if hello.process == self.card.process => Common::Needless,
+            true => match lines::known(hello.process, hello.line) {
+                Some(line) => Common::Known(line),
+                None => Common::New {
+                    process: hello.process,
+                    id: lines::new_id(),
+                },
+            },
+            false => Common::Needless,
+        };
+        let answer = self.hello(hello.purpose, hello.nonce, line.id()).encode();
         let own = match self.local.as_ref().filter(|_| local) {
             Some((_, region)) => region.handles().to_vec(),
             None => Vec::new(),
@@ -269,7 +293,7 @@ impl Rendezvous<'_> {
         }
         let memory = match self.local.as_ref().filter(|_| local) {
             Some((_, region)) => match region.open(c.rank, hello.rank, handles) {
-                Ok(shared) => Some(shared),
+                Ok(shared) => Some((shared, line)),
                 Err(error) => {
                     let error = error.with_peer(hello.rank);
                     return Err(self.named(error));

@@ -31,14 +31,39 @@ pub(crate) use connected::Connected;
 use incoming::Stranger;
 use outgoing::{Dial, Dialed};
 
+use crate::limits;
 use crate::options::{Settings, Transport};
 use crate::transport::interface::{self, Addresses};
+use crate::transport::lines::{self, Line};
 use crate::transport::shm::{Region, Shared};
 use crate::transport::tcp::{self, Counters, Link};
 use crate::wire::{Hello, Purpose, VERSION};
 
 /// The longest uninterrupted wait for the store.
 const STORE_SLICE: Duration = Duration::from_millis(50);
+
+/// The line to the process of a rank with which memory is shared.
+#[derive(Default)]
+enum Common {
+    /// It is this very process.
+    #[default]
+    Needless,
+    /// One that both know.
+    Known(Arc<Line>),
+    /// The control connection, under this number, if all ranks share memory.
+    New { process: u64, id: u64 },
+}
+
+impl Common {
+    /// The number of the line, or 0.
+    fn id(&self) -> u64 {
+        match self {
+            Self::Needless => 0,
+            Self::Known(line) => line.id(),
+            Self::New { id, .. } => *id,
+        }
+    }
+}
 
 #[derive(Default)]
 struct Found {
@@ -50,6 +75,8 @@ struct Found {
     messages: Option<Link>,
     /// In place of `data` and `messages`.
     memory: Option<Shared>,
+    /// What goes with it.
+    line: Common,
     /// It has said that it is connected with all ranks.
     ready: bool,
     /// It shares memory with every rank.
@@ -70,11 +97,15 @@ impl Found {
 
 impl Found {
     /// A connection of `purpose` is there.
-    fn take(&mut self, purpose: Purpose, link: Link, memory: Option<Shared>, address: String) {
+    fn take(&mut self, purpose: Purpose, link: Link, memory: Option<(Shared, Common)>, address: String) {
         self.address = address;
+        if let Some(replaced) = &mut self.memory {
+            replaced.mail.writer.disarm();
+        }
         if self.memory.is_some() && purpose != Purpose::Local {
             // The rank gave up on shared memory and comes over TCP.
             self.memory = None;
+            self.line = Common::Needless;
             self.control = None;
         }
         match purpose {
@@ -92,7 +123,10 @@ impl Found {
                 self.messages = None;
                 self.rails.fill_with(|| None);
                 self.control = Some(link);
-                self.memory = memory;
+                (self.memory, self.line) = match memory {
+                    Some((shared, line)) => (Some(shared), line),
+                    None => (None, Common::Needless),
+                };
             }
         }
     }
@@ -116,6 +150,8 @@ struct Rendezvous<'a> {
     /// The last connection that was turned away because of its credentials: who, and why.
     turned_away: Option<String>,
     found: Vec<Found>,
+    /// By rank: the line to its process that this rank says it knows.
+    lines: Vec<Option<Arc<Line>>>,
     /// By rank: how often the way through shared memory failed.
     refused: Vec<u32>,
     /// This rank has said that it is connected with all ranks.
@@ -130,9 +166,10 @@ pub(crate) fn connect(
     settings: &Settings,
     counters: Arc<Counters>,
 ) -> Result<Connected> {
-    let mut rendezvous = Rendezvous::new(configuration, settings, counters)?;
+    let rendezvous = Rendezvous::new(configuration, settings, counters);
+    let mut rendezvous = rendezvous.map_err(limits::named)?;
     match rendezvous.run() {
-        Ok(()) => rendezvous.into_connected(),
+        Ok(()) => rendezvous.into_connected().map_err(limits::named),
         Err(error) => {
             rendezvous.give_up(&error);
             Err(error)
@@ -189,9 +226,15 @@ impl<'a> Rendezvous<'a> {
             settings.credentials.as_deref(),
             false,
         )?;
-        let listener = TcpListener::bind((bind, 0))
+        let listen = || TcpListener::bind((bind, 0));
+        let listener = match listen() {
+            Err(error) if limits::is_limit(&error) && limits::raise() => listen(),
+            other => other,
+        };
+        let listener = listener
             .and_then(|l| l.set_nonblocking(true).map(|()| l))
             .map_err(|e| Error::io(format!("listening on {bind}"), e))?;
+        limits::make_room(&listener, configuration.world_size);
         let port = listener
             .local_addr()
             .map_err(|e| Error::io("asking for the listener's port", e))?
@@ -200,9 +243,14 @@ impl<'a> Rendezvous<'a> {
         let local = match settings.transport {
             Transport::Tcp => None,
             Transport::Shm => Some(open_local(configuration.world_size)?),
-            Transport::Auto | Transport::Mixed => open_local(configuration.world_size)
-                .inspect_err(|error| tracing::warn!(%error, "no shared memory here; using TCP"))
-                .ok(),
+            Transport::Auto | Transport::Mixed => match open_local(configuration.world_size) {
+                Err(error) if limits::is_limit_of(&error) => return Err(error),
+                Err(error) => {
+                    tracing::warn!(%error, "no shared memory here; using TCP");
+                    None
+                }
+                Ok(local) => Some(local),
+            },
         };
         let (local, name) = match local {
             Some((listener, region, name)) => (Some((listener, region)), Some(name)),
@@ -214,6 +262,7 @@ impl<'a> Rendezvous<'a> {
             remote: SocketAddr::new(advertise, port),
             local: loopback_here.then_some(SocketAddr::from(([127, 0, 0, 1], port))),
             memory: name,
+            process: lines::own_process(),
         };
         let now = Instant::now();
         let dialed = (0..configuration.rank)
@@ -248,6 +297,7 @@ impl<'a> Rendezvous<'a> {
                     ..Found::default()
                 })
                 .collect(),
+            lines: vec![None; configuration.world_size as usize],
             refused: vec![0; configuration.world_size as usize],
             said_ready: false,
             core: own_core(),
@@ -262,7 +312,7 @@ impl<'a> Rendezvous<'a> {
         loop {
             c.cancel.check().map_err(|e| self.named(e))?;
             let searching = self.look_up()?;
-            self.accept();
+            self.accept()?;
             self.greet_strangers()?;
             self.dial()?;
             self.say_ready()?;
@@ -383,7 +433,7 @@ impl<'a> Rendezvous<'a> {
         Topic::new("gloo", self.configuration.epoch.0, from, to)
     }
 
-    fn hello(&self, purpose: Purpose, nonce: u64) -> Hello {
+    fn hello(&self, purpose: Purpose, nonce: u64, line: u64) -> Hello {
         Hello {
             version: VERSION,
             purpose,
@@ -393,6 +443,8 @@ impl<'a> Rendezvous<'a> {
             epoch: self.configuration.epoch.0,
             constants: self.settings.constants,
             nonce,
+            process: self.card.process,
+            line,
         }
     }
 

@@ -11,9 +11,11 @@ use ftcore::{Error, ErrorKind, Result, deadline_in, time_left};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
-use super::Rendezvous;
 use super::card::Card;
+use super::{Common, Rendezvous};
+use crate::limits;
 use crate::options::Transport;
+use crate::transport::lines;
 use crate::transport::tcp::{Link, Moved, Stream, unpaced};
 use crate::wire::{Hello, Purpose};
 
@@ -132,6 +134,9 @@ impl Rendezvous<'_> {
                         let link = Link::local(stream, self.counters.clone())?;
                         (self.begin_hello(link, rank)?, true)
                     }
+                    Err(error) if limits::is_limit(&error) && !limits::raise() => {
+                        return Err(self.named(limits::reached("connecting")));
+                    }
                     Err(error) => {
                         tracing::debug!(rank, %error, "no way to its shared memory; trying again");
                         self.refuse(rank);
@@ -141,6 +146,9 @@ impl Rendezvous<'_> {
             }
             Dial::Waiting { .. } => match begin(address, within_host) {
                 Ok(fd) => (Dial::Connecting(fd), true),
+                Err(error) if limits::is_limit(&error) && !limits::raise() => {
+                    return Err(self.named(limits::reached("connecting")));
+                }
                 Err(error) => {
                     tracing::debug!(rank, %address, %error, "connecting failed; trying again");
                     self.forget(rank);
@@ -193,7 +201,11 @@ impl Rendezvous<'_> {
                 mut have,
                 mut handles,
             } => {
-                let greeting = self.hello(purpose, card.nonce).encode();
+                let line = match purpose {
+                    Purpose::Local => self.offer(rank, &card),
+                    _ => 0,
+                };
+                let greeting = self.hello(purpose, card.nonce, line).encode();
                 let rest = greeting.get(sent..).unwrap_or(&[]);
                 let mut moved = Moved::Nothing;
                 if rest.is_empty() {
@@ -226,6 +238,8 @@ impl Rendezvous<'_> {
                 if have == Hello::BYTES {
                     self.answered(rank, purpose, link, &buffer, handles)?;
                     (Dial::Done, false)
+                } else if moved == Moved::Closed && link.starved && !limits::raise() {
+                    return Err(self.named(limits::reached("taking shared memory")));
                 } else if moved == Moved::Closed {
                     tracing::debug!(rank, %address, "the rank closed the connection; trying again");
                     if purpose == Purpose::Local {
@@ -249,6 +263,17 @@ impl Rendezvous<'_> {
             dialed.state = state;
         }
         Ok(more)
+    }
+
+    /// The number of a line to the process of `rank` that this one knows, or 0. The same until the rank has answered or failed.
+    fn offer(&mut self, rank: u32, card: &Card) -> u64 {
+        let Some(slot) = self.lines.get_mut(rank as usize) else {
+            return 0;
+        };
+        if slot.is_none() && card.process != self.card.process {
+            *slot = lines::to(card.process);
+        }
+        slot.as_ref().map_or(0, |line| line.id())
     }
 
     /// What is said first on a connection to `rank`.
@@ -278,6 +303,9 @@ impl Rendezvous<'_> {
     /// Its address may have changed: ask the store again.
     fn forget(&mut self, rank: u32) {
         if let Some(slot) = self.cards.get_mut(rank as usize) {
+            *slot = None;
+        }
+        if let Some(slot) = self.lines.get_mut(rank as usize) {
             *slot = None;
         }
     }
@@ -323,7 +351,18 @@ impl Rendezvous<'_> {
             Some((_, region)) if purpose == Purpose::Local => {
                 let own = self.configuration.rank;
                 let opened = region.open(own, rank, handles);
-                Some(opened.map_err(|e| self.named(e.with_peer(rank)))?)
+                let opened = opened.map_err(|e| self.named(e.with_peer(rank)))?;
+                let offered = self.lines.get(rank as usize).cloned().flatten();
+                let line = match (hello.line, offered) {
+                    (0, None) if hello.process == self.card.process => Common::Needless,
+                    (0, _) => return Err(protocol("answered without a line of its process".into())),
+                    (id, Some(line)) if line.id() == id => Common::Known(line),
+                    (id, _) => Common::New {
+                        process: hello.process,
+                        id,
+                    },
+                };
+                Some((opened, line))
             }
             _ => None,
         };

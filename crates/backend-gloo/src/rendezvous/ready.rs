@@ -32,6 +32,10 @@ impl Rendezvous<'_> {
         .encode();
         let mut lost = None;
         for (found, rank) in self.found.iter_mut().zip(0u32..) {
+            if let Some(memory) = &mut found.memory {
+                // From now on it may be connected, and listen there.
+                memory.mail.writer.arm();
+            }
             let Some(link) = &mut found.control else { continue };
             // A fresh connection takes these few bytes at once.
             if link.write(&[IoSlice::new(&header)]) != Moved::Bytes(Control::BYTES) {
@@ -155,6 +159,11 @@ impl Rendezvous<'_> {
                 }
                 _ => None,
             });
+        let said = [header.as_slice(), text].concat();
+        // A rank that is connected with all listens in memory, and may have closed the connection.
+        for memory in self.found.iter_mut().filter_map(|found| found.memory.as_mut()) {
+            memory.mail.writer.say(&said);
+        }
         let found = self.found.iter_mut().filter_map(|found| found.control.as_mut());
         for link in found.chain(greeted) {
             // A fresh connection takes this much at once; if it does not, its end still shows.

@@ -1,10 +1,11 @@
 //! How bytes get from rank to rank.
 //!
-//! Every pair of ranks has a control connection for point-to-point messages, aborts and leaves. What collectives move goes
-//! beside it: through rings in shared memory (`shm`) between ranks of one host, whose control connection is a Unix socket then,
-//! and through a second TCP connection (`tcp`) between hosts.
+//! What operations move goes through rings in shared memory (`shm`) between ranks of one host, and through TCP connections (`tcp`) between
+//! hosts. Aborts and leaves go over a control connection of each pair; in a group whose ranks all share memory they go through that, and the groups of
+//! two processes have one connection together, which tells that the other one is gone (`lines`).
 
 pub(crate) mod interface;
+pub(crate) mod lines;
 pub(crate) mod shm;
 pub(crate) mod tcp;
 pub(crate) mod waker;

@@ -80,6 +80,8 @@ pub(crate) struct Link {
     pub(crate) write_closed: Option<String>,
     /// It failed, rather than being closed in good order: what was under way may be lost.
     pub(crate) broke: bool,
+    /// This process had no room for handles that came.
+    pub(crate) starved: bool,
     /// What came in is not what the peer sent.
     forged: bool,
     /// Of an encrypted connection: what the reader, and what the writer needs.
@@ -115,6 +117,11 @@ impl Link {
         (self, other)
     }
 
+    /// The socket alone, unless another hand holds it.
+    pub(crate) fn into_socket(self) -> Option<OwnedFd> {
+        Arc::into_inner(self.stream)
+    }
+
     fn over(stream: OwnedFd, counters: Arc<Counters>) -> Self {
         Self::hand(Arc::new(stream), counters)
     }
@@ -128,6 +135,7 @@ impl Link {
             read_closed: None,
             write_closed: None,
             broke: false,
+            starved: false,
             forged: false,
             opener: None,
             sealer: None,
@@ -167,7 +175,7 @@ impl Link {
                 }
                 Err(e) => {
                     self.read_closed = Some(format!("the connection broke ({e})"));
-                    self.broke = true;
+                    (self.broke, self.starved) = (true, e == Errno::MFILE);
                     return Moved::Closed;
                 }
             }

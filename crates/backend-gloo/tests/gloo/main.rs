@@ -6,6 +6,7 @@ mod ahead;
 mod blocking;
 mod credentials;
 mod encryption;
+mod groups;
 mod hostile;
 mod layers;
 mod lifecycle;

@@ -7,7 +7,7 @@ use ftcore::{Collective, DType, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitO
 
 use crate::ranks::{eventually, soon, with_groups, with_groups_over};
 
-fn threads() -> usize {
+pub(crate) fn threads() -> usize {
     std::fs::read_dir("/proc/self/task")
         .unwrap()
         .filter_map(|t| std::fs::read_to_string(t.ok()?.path().join("comm")).ok())
@@ -15,12 +15,12 @@ fn threads() -> usize {
         .count()
 }
 
-fn descriptors() -> usize {
+pub(crate) fn descriptors() -> usize {
     std::fs::read_dir("/proc/self/fd").unwrap().count()
 }
 
 /// Mappings of shared memory in this process, and their resident kilobytes.
-fn shared_memory() -> (usize, u64) {
+pub(crate) fn shared_memory() -> (usize, u64) {
     let smaps = std::fs::read_to_string("/proc/self/smaps").unwrap();
     let (mut count, mut resident, mut ours) = (0, 0, false);
     for line in smaps.lines() {
@@ -189,7 +189,7 @@ fn a_group_costs_little_memory() {
 }
 
 /// Kilobytes of this process in memory: now, or at most since the last look at that.
-fn memory(field: &str) -> u64 {
+pub(crate) fn memory(field: &str) -> u64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix(field)).unwrap();
     line.trim().trim_end_matches(" kB").parse().unwrap()

@@ -2,6 +2,8 @@
 //!
 //! - `ox_bool`: bytes become 0 or 1. `ox_parity`: bytes become their lowest bit (an exclusive or of truths that were summed).
 //! - `ox_div_T`: a sum becomes the mean over the contributors, whose number is a 32-bit integer in device memory; none means 0.
+//! - `ox_mul_T`: every element by a factor of the same type in device memory, which is what `premul_sum` is in a world of one. NCCL 2.28.9
+//!   leaves out what is behind the last whole 16 bytes there.
 //! - `ox_key_{max,min}_T`, `ox_unkey_…`: floats as integers of the same order in which NaN beats everything, and back. NCCL's own
 //!   minimum and maximum of floats let NaN lose, which would hide it (INV-11). 16-bit floats take 32-bit keys.
 //!
@@ -26,6 +28,8 @@ pub(crate) enum Kernel {
     Parity,
     /// (data, address of the number of contributors, count)
     Div(DType),
+    /// (data, address of the factor, count)
+    Mul(DType),
     /// (floats, keys, count)
     Key(Extreme, DType),
     /// (keys, floats, count)
@@ -50,6 +54,7 @@ const KEYED: [DType; 4] = [DType::F64, DType::F32, DType::F16, DType::BF16];
 pub(crate) fn all() -> Vec<Kernel> {
     let mut kernels = vec![Kernel::Bool, Kernel::Parity];
     kernels.extend(DIVIDED.map(Kernel::Div));
+    kernels.extend(KEYED.map(Kernel::Mul));
     for extreme in [Extreme::Max, Extreme::Min] {
         kernels.extend(KEYED.map(|d| Kernel::Key(extreme, d)));
         kernels.extend(KEYED.map(|d| Kernel::Unkey(extreme, d)));
@@ -74,6 +79,7 @@ impl Kernel {
             Self::Bool => "ox_bool".to_string(),
             Self::Parity => "ox_parity".to_string(),
             Self::Div(d) => format!("ox_div_{d}"),
+            Self::Mul(d) => format!("ox_mul_{d}"),
             Self::Key(e, d) => format!("ox_key_{}_{d}", extreme(e)),
             Self::Unkey(e, d) => format!("ox_unkey_{}_{d}", extreme(e)),
         }
@@ -97,6 +103,7 @@ impl Kernel {
                     + "ld.u8 %r5, [%rd7];\nand.b32 %r6, %r5, 1;\nst.u8 [%rd8], %r6;\n"
             }
             Self::Div(dtype) => divide(dtype, &at("%rd7", "%rd5", dtype.size())),
+            Self::Mul(dtype) => multiply(dtype, &at("%rd7", "%rd5", dtype.size())),
             Self::Key(extreme, dtype) => {
                 let keys = key_dtype(dtype).size();
                 at("%rd7", "%rd5", dtype.size()) + &at("%rd8", "%rd6", keys) + &key(extreme, dtype)
@@ -126,11 +133,10 @@ fn divide(dtype: DType, address: &str) -> String {
              @%p2 mov.f32 %f3, 0f00000000;\ncvt.rn.f16.f32 %h2, %f3;\nst.b16 [%rd7], %h2;\n"
         }
         DType::BF16 => {
-            // Round to nearest even by hand: the instruction for it needs a later architecture. NaN must not round to infinity.
-            "ld.u16 %r6, [%rd7];\nshl.b32 %r6, %r6, 16;\nmov.b32 %f1, %r6;\ncvt.rn.f32.s32 %f2, %r5;\n\
-             div.rn.f32 %f3, %f1, %f2;\n@%p2 mov.f32 %f3, 0f00000000;\nmov.b32 %r7, %f3;\nshr.u32 %r8, %r7, 16;\n\
-             and.b32 %r9, %r8, 1;\nadd.u32 %r9, %r9, 32767;\nadd.u32 %r9, %r9, %r7;\nshr.u32 %r9, %r9, 16;\n\
-             setp.nan.f32 %p3, %f3, %f3;\nselp.b32 %r9, 32704, %r9, %p3;\nst.u16 [%rd7], %r9;\n"
+            return format!(
+                "{address}{count}ld.u16 %r6, [%rd7];\nshl.b32 %r6, %r6, 16;\nmov.b32 %f1, %r6;\ncvt.rn.f32.s32 %f2, %r5;\n\
+                 div.rn.f32 %f3, %f1, %f2;\n@%p2 mov.f32 %f3, 0f00000000;\n{TO_BF16}st.u16 [%rd7], %r9;\n"
+            );
         }
         DType::I64 => {
             "ld.s64 %rd9, [%rd7];\ncvt.s64.s32 %rd10, %r5;\n@%p2 mov.s64 %rd10, 1;\n@%p2 mov.s64 %rd9, 0;\n\
@@ -144,6 +150,32 @@ fn divide(dtype: DType, address: &str) -> String {
         unsigned => return whole(count, address, unsigned, "u"),
     };
     format!("{address}{count}{work}")
+}
+
+/// To bf16 by hand, `%r9` of `%f3`, as the instruction for it needs a later architecture: to nearest even, and NaN must not become infinity.
+const TO_BF16: &str = "mov.b32 %r7, %f3;\nshr.u32 %r8, %r7, 16;\nand.b32 %r9, %r8, 1;\nadd.u32 %r9, %r9, 32767;\n\
+    add.u32 %r9, %r9, %r7;\nshr.u32 %r9, %r9, 16;\nsetp.nan.f32 %p3, %f3, %f3;\nselp.b32 %r9, 32704, %r9, %p3;\n";
+
+/// `[%rd7] *= factor`, which lies at `%rd6`. The product of two 16-bit floats is exact in 32 bits, so it is rounded once.
+fn multiply(dtype: DType, address: &str) -> String {
+    let work = match dtype {
+        DType::F64 => {
+            "ld.f64 %d1, [%rd7];\nld.f64 %d2, [%rd6];\nmul.rn.f64 %d3, %d1, %d2;\nst.f64 [%rd7], %d3;\n"
+                .to_string()
+        }
+        DType::F16 => {
+            "ld.b16 %h1, [%rd7];\ncvt.f32.f16 %f1, %h1;\nld.b16 %h2, [%rd6];\ncvt.f32.f16 %f2, %h2;\n\
+             mul.rn.f32 %f3, %f1, %f2;\ncvt.rn.f16.f32 %h3, %f3;\nst.b16 [%rd7], %h3;\n"
+                .to_string()
+        }
+        DType::BF16 => format!(
+            "ld.u16 %r5, [%rd7];\nshl.b32 %r5, %r5, 16;\nmov.b32 %f1, %r5;\nld.u16 %r6, [%rd6];\nshl.b32 %r6, %r6, 16;\n\
+             mov.b32 %f2, %r6;\nmul.rn.f32 %f3, %f1, %f2;\n{TO_BF16}st.u16 [%rd7], %r9;\n"
+        ),
+        _ => "ld.f32 %f1, [%rd7];\nld.f32 %f2, [%rd6];\nmul.rn.f32 %f3, %f1, %f2;\nst.f32 [%rd7], %f3;\n"
+            .to_string(),
+    };
+    format!("{address}{work}")
 }
 
 /// The division of integers of at most 32 bits.

@@ -105,7 +105,7 @@ const LOST: u32 = 50;
 
 /// Waits until a copy on `stream` is done. The host's memory is borrowed, so this cannot be cut short: not by a deadline, and not because
 /// `done`, the event behind the copy, could not be had or asked. In that case the stream is asked, and the error told when it is through.
-fn await_copy(
+pub(crate) fn await_copy(
     gpu: &Gpu,
     stream: StreamHandle,
     done: Result<Arc<CudaEvent>>,

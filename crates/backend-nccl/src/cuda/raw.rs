@@ -15,10 +15,12 @@ use super::driver::failed;
 mod foreign;
 mod handles;
 mod host;
+mod program;
 mod table;
 
 pub(crate) use handles::{Context, EventHandle, Function, IpcHandle, Span, StreamHandle};
 pub(crate) use host::{HostBlock, host_tensor};
+pub use program::CudaProgram;
 use table::Table;
 
 /// Page-locked host memory that is never freed: a few kilobytes per device, for results that the host reads.
@@ -475,9 +477,18 @@ impl Driver {
     /// Compiles PTX for the current context's device and finds its functions.
     pub(crate) fn functions(&self, ptx: &str, names: &[String]) -> Result<Vec<Function>> {
         let source = CString::new(ptx).map_err(|_| Error::invalid("PTX with a zero byte"))?;
+        // SAFETY: INV-12 a text that ends with a zero.
+        unsafe { self.functions_of(source.as_ptr().cast(), names) }
+    }
+
+    /// Loads what is at `image`, PTX or machine code, on the current context's device and finds its functions.
+    ///
+    /// # Safety
+    /// A whole image: a text that ends with a zero, or a file that says how long it is.
+    unsafe fn functions_of(&self, image: *const c_void, names: &[String]) -> Result<Vec<Function>> {
         let mut module = ptr::null_mut();
-        // SAFETY: INV-12 reads a text that ends with a zero; modules are never unloaded.
-        let code = unsafe { (self.table.module_load)(&raw mut module, source.as_ptr().cast()) };
+        // SAFETY: INV-12 the caller's promise; modules are never unloaded.
+        let code = unsafe { (self.table.module_load)(&raw mut module, image) };
         self.check("cuModuleLoadData", code)?;
         names
             .iter()

@@ -59,8 +59,8 @@ fn elements(dtype: DType, factor: f64) -> Vec<u8> {
 }
 
 fn upload(rank: u32, dtype: DType, bytes: &[u8]) -> Result<Tensor, Error> {
-    let mut tensor = CudaAccelerator.alloc(rank, dtype, &[bytes.len() / dtype.size()])?;
-    let stream = CudaAccelerator.new_stream(rank, false)?;
+    let mut tensor = CudaAccelerator.alloc(on(rank), dtype, &[bytes.len() / dtype.size()])?;
+    let stream = CudaAccelerator.new_stream(on(rank), false)?;
     CudaAccelerator.copy_in(bytes, &mut tensor, &*stream)?;
     stream.synchronize(deadline_in(SOON))?;
     Ok(tensor)
@@ -83,7 +83,7 @@ fn changes_nothing(rank: u32, group: &NcclGroup, contributor: u32, op: ReduceOp,
         true => upload(rank, dtype, &given),
         false => upload(rank, dtype, &vec![u8::from(dtype == DType::Bool); given.len()]),
     };
-    let empty = || CudaAccelerator.alloc(rank, dtype, &[4]);
+    let empty = || CudaAccelerator.alloc(on(rank), dtype, &[4]);
     let forms = [
         (
             Collective::AllReduce {

@@ -79,7 +79,7 @@ fn halves(rank: u32) -> Result<Vec<Tensor>, Error> {
 /// Neither rank contributes, so that whichever call fails is the group's own.
 fn abstain(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
     let op = Collective::AllReduce {
-        tensors: vec![CudaAccelerator.alloc(rank, DType::F32, &[10])?],
+        tensors: vec![CudaAccelerator.alloc(on(rank), DType::F32, &[10])?],
         op: ReduceOp::Sum,
     };
     let options = SubmitOptions {
@@ -96,7 +96,7 @@ fn on_a_stream(rank: u32, group: &NcclGroup) -> Result<Work, Error> {
         op: ReduceOp::Sum,
     };
     let options = SubmitOptions {
-        stream: Some(CudaAccelerator.new_stream(rank, false)?),
+        stream: Some(CudaAccelerator.new_stream(on(rank), false)?),
         ..SubmitOptions::by(deadline_in(SOON))
     };
     group.run(op, options).map_err(|rejected| rejected.error)

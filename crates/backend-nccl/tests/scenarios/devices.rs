@@ -291,7 +291,8 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "device_that_is_current_stays_so_and_does_not_matter",
             &[],
             another_is_current,
-        ),
+        )
+        .of_devices(4),
         scenario(
             "device_wait_that_hangs_ends_at_the_deadline",
             &[(HANG, "call:cuCtxSynchronize:1")],
@@ -301,13 +302,15 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             "device_waits_end_at_their_deadlines",
             &[("OXCCL_STANDIN_CUDA_DELAY_US", "300000")],
             too_early,
-        ),
-        scenario("device_refuses_what_cannot_be", &[], refusals),
+        )
+        .on_the_stand_in(),
+        scenario("device_refuses_what_cannot_be", &[], refusals).of_devices(2),
         scenario(
             "device_streams_of_nobody_are_refused_at_submit",
             &[],
             odd_submissions,
-        ),
+        )
+        .of_devices(3),
         scenario(
             "device_default_streams_of_threads_keep_their_order",
             &[("OXCCL_STANDIN_CUDA_DELAY_US", "3000")],

@@ -148,7 +148,7 @@ fn late_writes() -> Outcome {
                 "the tensor is neither here nor counted as leaked".into()
             });
         };
-        let stream = CudaAccelerator.new_stream(rank, false)?;
+        let stream = CudaAccelerator.new_stream(on(rank), false)?;
         CudaAccelerator.copy_in(&7.0f32.to_ne_bytes().repeat(1000), &mut tensor, &*stream)?;
         stream.synchronize(deadline_in(SOON))?;
         until_logged("late writes end rank=0")?;

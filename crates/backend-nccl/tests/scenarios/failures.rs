@@ -281,11 +281,11 @@ pub(super) fn early_drop() -> Outcome {
 pub(super) fn slow_streams() -> Outcome {
     two(GroupOptions::default(), |rank, group, _| {
         let (writer, reader) = (
-            CudaAccelerator.new_stream(rank, false)?,
-            CudaAccelerator.new_stream(rank, false)?,
+            CudaAccelerator.new_stream(on(rank), false)?,
+            CudaAccelerator.new_stream(on(rank), false)?,
         );
         for round in 0..6u32 {
-            let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[500])?;
+            let mut tensor = CudaAccelerator.alloc(on(rank), DType::F32, &[500])?;
             let value = (round * 10 + rank) as f32;
             CudaAccelerator.copy_in(&value.to_ne_bytes().repeat(500), &mut tensor, &*writer)?;
             let op = Collective::AllReduce {

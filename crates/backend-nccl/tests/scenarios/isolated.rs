@@ -22,7 +22,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             &[("OXCCL_STANDIN_CUDA_DELAY_US", "4000")],
             order,
         ),
-        scenario("isolated_says_how_tensors_cross", &[], capabilities),
+        scenario("isolated_says_how_tensors_cross", &[], capabilities).of_devices(4),
         scenario("isolated_own_memory_is_used_in_place", &[], in_place),
         scenario(
             "isolated_a_child_that_is_killed_in_the_middle_is_survived",
@@ -112,9 +112,9 @@ fn works(rank: u32, world: u32, group: &dyn ProcessGroup) -> Outcome {
 /// At 4 ms per piece of work: an event that does not really cross shows as old contents.
 fn order() -> Outcome {
     groups(2, isolated, |rank, group, _| {
-        let writer = CudaAccelerator.new_stream(rank, false)?;
+        let writer = CudaAccelerator.new_stream(on(rank), false)?;
         for round in 0..4u32 {
-            let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[500])?;
+            let mut tensor = CudaAccelerator.alloc(on(rank), DType::F32, &[500])?;
             for value in [-1e9f32, (round * 10 + rank) as f32] {
                 CudaAccelerator.copy_in(&value.to_ne_bytes().repeat(500), &mut tensor, &*writer)?;
             }
@@ -158,7 +158,7 @@ fn capabilities() -> Outcome {
             says(&e, e.kind(), &[&place, "cuda"])?;
         }
         // Empty tensors cross too.
-        sum(group, CudaAccelerator.alloc(rank, DType::F32, &[0])?, None)?.wait_done()?;
+        sum(group, CudaAccelerator.alloc(on(rank), DType::F32, &[0])?, None)?.wait_done()?;
         works(rank, 2, group)
     })
 }
@@ -167,7 +167,7 @@ fn in_place() -> Outcome {
     groups(2, isolated, |rank, group, _| {
         let mut tensor = group.alloc(DType::F32, &[10, 50])?;
         check(*tensor.device() == cuda(rank), || format!("{tensor:?}"))?;
-        let stream = CudaAccelerator.new_stream(rank, false)?;
+        let stream = CudaAccelerator.new_stream(on(rank), false)?;
         CudaAccelerator.copy_in(&2f32.to_ne_bytes().repeat(500), &mut tensor, &*stream)?;
         let address = tensor.as_ptr();
         let result = sum(group, tensor, Some(&stream))?.take_tensor()?;

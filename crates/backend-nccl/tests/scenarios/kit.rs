@@ -15,12 +15,17 @@ pub(super) const PATIENCE: Duration = Duration::from_secs(60);
 
 pub(super) type Outcome = Result<(), Failed>;
 
-pub(super) fn cuda(index: u32) -> Device {
-    Device::new(DeviceKind::Cuda, index)
+/// The number of a rank's device: on a machine of few devices ranks share them.
+pub(super) fn on(rank: u32) -> u32 {
+    rank % CudaAccelerator.count().max(1)
 }
 
-pub(super) fn group(index: u32, options: GroupOptions) -> Result<NcclGroup, Error> {
-    NcclGroup::new("errors", &cuda(index), &options)
+pub(super) fn cuda(rank: u32) -> Device {
+    Device::new(DeviceKind::Cuda, on(rank))
+}
+
+pub(super) fn group(rank: u32, options: GroupOptions) -> Result<NcclGroup, Error> {
+    NcclGroup::new("errors", &cuda(rank), &options)
 }
 
 pub(super) fn configuration(
@@ -99,7 +104,8 @@ pub(super) fn ranks(world: u32, body: impl Fn(u32) -> Outcome + Sync) -> Outcome
     })
 }
 
-pub(super) fn filled(index: u32, value: f32, count: usize) -> Result<Tensor, Error> {
+pub(super) fn filled(rank: u32, value: f32, count: usize) -> Result<Tensor, Error> {
+    let index = on(rank);
     let mut tensor = CudaAccelerator.alloc(index, DType::F32, &[count])?;
     let stream = CudaAccelerator.new_stream(index, false)?;
     CudaAccelerator.copy_in(&value.to_ne_bytes().repeat(count), &mut tensor, &*stream)?;

@@ -29,6 +29,10 @@ pub(crate) struct Scenario {
     pub(crate) body: fn() -> Outcome,
     /// A line that the log has once the process has ended.
     pub(crate) left: Option<&'static str>,
+    /// It says something of so many devices. Where ranks only need one each, they may share it.
+    pub(crate) devices: u32,
+    /// It says nothing of a GPU.
+    pub(crate) only_standin: bool,
 }
 
 impl Scenario {
@@ -36,6 +40,27 @@ impl Scenario {
         Self {
             left: Some(line),
             ..self
+        }
+    }
+
+    fn on_the_stand_in(self) -> Self {
+        Self {
+            only_standin: true,
+            ..self
+        }
+    }
+
+    fn of_devices(self, devices: u32) -> Self {
+        Self { devices, ..self }
+    }
+
+    /// Why it says nothing of a GPU; `None` if it does.
+    pub(crate) fn takes_a_stand_in(&self) -> Option<&'static str> {
+        let slow = "OXCCL_STANDIN_CUDA_DELAY_US";
+        match self.environment.iter().all(|(name, _)| *name == slow) {
+            false => Some("it injects a fault, which takes the stand-in"),
+            true if self.only_standin => Some("it is about the stand-in"),
+            true => None,
         }
     }
 
@@ -55,6 +80,8 @@ fn scenario(
         environment: environment.to_vec(),
         body,
         left: None,
+        devices: 1,
+        only_standin: false,
     }
 }
 
@@ -131,6 +158,14 @@ fn of_groups() -> Vec<Scenario> {
         scenario(
             "work_that_never_ends_is_ended_at_its_deadline_and_gives_its_tensor_back",
             &[(HANG, "device:ncclAllReduce@0:1")],
+            failures::device_hangs,
+        ),
+        scenario(
+            "l27_an_abort_that_takes_as_long_as_the_real_one_gives_the_tensor_back",
+            &[
+                (HANG, "device:ncclAllReduce@0:1"),
+                ("OXCCL_STANDIN_NCCL_ABORT_MS", "520"),
+            ],
             failures::device_hangs,
         ),
         scenario(
@@ -246,7 +281,8 @@ fn of_groups() -> Vec<Scenario> {
             "the_description_says_that_this_is_a_stand_in",
             &[],
             set_up::says_what_it_is,
-        ),
+        )
+        .on_the_stand_in(),
         scenario(
             "split_that_fails_says_so_and_poisons_nobody_silently",
             &[(FAIL, "ncclCommSplit@1:1:5")],

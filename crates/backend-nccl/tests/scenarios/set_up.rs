@@ -5,8 +5,8 @@ use std::time::Duration;
 use backend_nccl::{CudaAccelerator, NcclFactory, NcclGroup};
 use ftcore::registry::BackendFactory;
 use ftcore::{
-    Accelerator, Collective, DType, Device, ErrorKind, GroupOptions, OpKind, ProcessGroup, ProcessGroupExt,
-    ReduceOp, Registry, SubmitOptions, deadline_in,
+    Accelerator, Collective, DType, Device, DeviceKind, ErrorKind, GroupOptions, OpKind, ProcessGroup,
+    ProcessGroupExt, ReduceOp, Registry, SubmitOptions, deadline_in,
 };
 use libtest_mimic::Failed;
 
@@ -78,10 +78,13 @@ pub(super) fn missing_function() -> Outcome {
 }
 
 pub(super) fn no_such_device() -> Outcome {
-    let e = group(9, GroupOptions::default())
+    let count = CudaAccelerator.count();
+    let beyond = Device::new(DeviceKind::Cuda, count + 5);
+    let e = NcclGroup::new("x", &beyond, &GroupOptions::default())
         .err()
         .ok_or("a group was made")?;
-    says(&e, ErrorKind::Unsupported, &["cuda:9", "4 devices"])?;
+    let words = [beyond.to_string(), format!("sees {count} device")];
+    says(&e, ErrorKind::Unsupported, &words.each_ref().map(String::as_str))?;
     let e = NcclGroup::new("x", &Device::CPU, &GroupOptions::default())
         .err()
         .ok_or("a group was made")?;
@@ -324,7 +327,7 @@ pub(super) fn old_functions() -> Outcome {
             "all-to-all is gone".into()
         })?;
         let input = filled(rank, 1.0 + rank as f32, 6)?;
-        let output = CudaAccelerator.alloc(rank, DType::F32, &[6])?;
+        let output = CudaAccelerator.alloc(on(rank), DType::F32, &[6])?;
         let result = read(
             &group
                 .all_to_all_into(input, output, Vec::new(), Vec::new())?

@@ -23,7 +23,7 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     let slow = [("OXCCL_STANDIN_CUDA_DELAY_US", "4000")];
     vec![
         scenario("staged_says_what_it_is_and_what_it_serves", &[], capabilities),
-        scenario("staged_refuses_other_devices_and_wrong_states", &[], refusals),
+        scenario("staged_refuses_other_devices_and_wrong_states", &[], refusals).of_devices(4),
         scenario("staged_reads_and_writes_in_stream_order", &slow, order),
         scenario(
             "staged_abort_ends_work_that_waits_for_its_stream",
@@ -223,11 +223,11 @@ fn refusals() -> Outcome {
 fn order() -> Outcome {
     pair(|rank, group, _| {
         let (writer, reader) = (
-            CudaAccelerator.new_stream(rank, false)?,
-            CudaAccelerator.new_stream(rank, false)?,
+            CudaAccelerator.new_stream(on(rank), false)?,
+            CudaAccelerator.new_stream(on(rank), false)?,
         );
         for round in 0..4u32 {
-            let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[500])?;
+            let mut tensor = CudaAccelerator.alloc(on(rank), DType::F32, &[500])?;
             for value in [-1e9f32, (round * 10 + rank) as f32] {
                 CudaAccelerator.copy_in(&value.to_ne_bytes().repeat(500), &mut tensor, &*writer)?;
             }
@@ -358,10 +358,10 @@ fn dropped() -> Outcome {
 
 fn shutdown() -> Outcome {
     pair(|rank, group, _| {
-        let writer = CudaAccelerator.new_stream(rank, false)?;
+        let writer = CudaAccelerator.new_stream(on(rank), false)?;
         let mut works = Vec::new();
         for _ in 0..4 {
-            let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[100])?;
+            let mut tensor = CudaAccelerator.alloc(on(rank), DType::F32, &[100])?;
             CudaAccelerator.copy_in(&1f32.to_ne_bytes().repeat(100), &mut tensor, &*writer)?;
             works.push(sum_on(&*group, tensor, Some(&writer), SOON)?);
         }
@@ -395,8 +395,8 @@ fn shutdown_late() -> Outcome {
 fn split() -> Outcome {
     pair(|rank, group, _| {
         // Rank 0's first operation waits a while for its inputs; rank 1's goes at once.
-        let writer = CudaAccelerator.new_stream(rank, false)?;
-        let mut tensor = CudaAccelerator.alloc(rank, DType::F32, &[100])?;
+        let writer = CudaAccelerator.new_stream(on(rank), false)?;
+        let mut tensor = CudaAccelerator.alloc(on(rank), DType::F32, &[100])?;
         let copies = if rank == 0 { 40 } else { 1 };
         for _ in 0..copies {
             CudaAccelerator.copy_in(&1f32.to_ne_bytes().repeat(100), &mut tensor, &*writer)?;

@@ -12,6 +12,11 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus};
 use std::sync::OnceLock;
 
+use ftcore::registry::BackendFactory;
+
+/// Set to run on this machine's GPU with the real NCCL instead of on the stand-in: what the rows beside `nccl` do.
+const GPU: &str = "OXCCL_GPU_TESTS";
+
 /// Set in the restarted process.
 const MARK: &str = "OXCCL_STANDIN_READY";
 
@@ -50,6 +55,7 @@ pub(crate) fn command(library: &Path, more: &[(&str, &str)]) -> Command {
         .env(MARK, "1")
         .env("OXCCL_NCCL_PATH", library)
         .env("OXCCL_CUDA_PATH", library)
+        .env("OXCCL_NVRTC_PATH", library)
         .envs(more.iter().copied());
     command
 }
@@ -59,9 +65,22 @@ pub(crate) fn is_ready() -> bool {
     std::env::var_os(MARK).is_some()
 }
 
-/// Returns in a process that runs on the stand-in; elsewhere starts it, with the same arguments, and ends as it did.
+/// True if the tests are to run on a GPU with the real NCCL.
+pub(crate) fn is_real() -> bool {
+    std::env::var_os(GPU).is_some_and(|v| !v.is_empty())
+}
+
+/// Returns in a process that runs on the stand-in, or on a GPU; elsewhere starts it, with the same arguments, and ends as it did.
 pub(crate) fn or_restart(more: &[(&str, &str)]) {
     if is_ready() {
+        return;
+    }
+    if is_real() {
+        let library = backend_nccl::NcclFactory.library().unwrap_or_default();
+        assert!(
+            !library.contains("stand-in"),
+            "{GPU} asks for the real NCCL; this is {library}"
+        );
         return;
     }
     let status: ExitStatus = command(&library(), more)

@@ -48,6 +48,29 @@ fn replicas_behind_are_spread_over_those_up_to_date_as_torchft_does() {
 }
 
 #[test]
+fn a_replica_that_holds_nothing_any_more_gives_the_others_no_count_of_batches() {
+    use crate::rank::{Next, Rank, RankRules};
+    let mut rank = Rank::new(RankRules::default());
+    rank.restore(7, Lineage::from_peer("seven"), 40).unwrap();
+    // It was to take over what another member holds at its own step, and did not.
+    rank.start(false);
+    let lost = QuorumResult {
+        quorum_id: 5,
+        max_step: 7,
+        lineage: "seven".into(),
+        heal: true,
+        ..QuorumResult::default()
+    };
+    assert!(matches!(rank.answered(lost, None), Next::Offer { .. }));
+    let asks = rank.start(true);
+    let mut first = steps(&[0, 0, 0]);
+    let last = &mut first.participants[2];
+    (last.step, last.lineage, last.batches_committed) = (asks.step, asks.lineage, asks.batches_committed);
+    let told = at(&first, 1, 0, true);
+    assert_eq!((told.heal, told.max_step, told.batches_committed), (true, 0, 0));
+}
+
+#[test]
 fn a_replica_heals_from_several_members_but_never_from_two_first_states() {
     let q = steps(&[0, 7, 7, 7, 7]);
     let ranks = |r: &QuorumResult| {

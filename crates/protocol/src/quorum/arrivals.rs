@@ -22,7 +22,7 @@ impl LighthouseState {
             entry.is_some_and(|e| e.seen.is_some() || e.waiting.is_some() || (e.member && !e.departed));
         if counts {
             self.roster.update(id, |entry| entry.seen = Some(now));
-        } else if !entry.is_some_and(|e| e.member)
+        } else if !entry.is_some_and(|e| e.member && !e.gone_before)
             && id.len() <= MAX_ID_BYTES
             && !self.replaced.by.contains_key(id)
             && !self.evicted.contains(id)
@@ -129,6 +129,7 @@ impl LighthouseState {
         };
         let older = self.roster.update(&id, |entry| {
             (entry.departed, entry.left, entry.failed, entry.coming) = (false, false, false, None);
+            entry.gone_before = false;
             (entry.current, entry.named, entry.newest) = (current, named, newest);
             (entry.seen, entry.spare, entry.far) = (Some(now), spare, spare);
             entry.waiting.replace(waiting)
@@ -207,8 +208,8 @@ impl LighthouseState {
                 || entry.waiting.is_some()
                 || entry.seen.is_some()
             {
-                entry.departed = false;
-                entry.seen = Some(now);
+                (entry.departed, entry.gone_before) = (false, false);
+                (entry.seen, entry.coming) = (Some(now), None);
             }
             (entry.member, entry.order.clone())
         });

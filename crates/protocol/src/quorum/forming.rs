@@ -126,7 +126,7 @@ impl LighthouseState {
                 continue;
             }
             let waiting = self.roster.update(&id, |entry| {
-                (entry.member, entry.departed) = (takes_part, false);
+                (entry.member, entry.departed, entry.gone_before) = (takes_part, false, false);
                 (entry.left, entry.failed) = (false, false);
                 entry.waiting.take_if(|_| takes_part || spare)
             });

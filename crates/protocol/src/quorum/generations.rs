@@ -340,6 +340,74 @@ fn a_member_that_was_started_again_is_there_and_so_is_not_counted_as_gone_after_
     assert_eq!(sim.ids().unwrap(), ["a:1", "b:2", "c:1"]);
 }
 
+/// The lighthouse of a, b and c at step 10 has started again; it knows from its record that these are gone.
+fn restarted_without(gone: &[&str]) -> (Sim, Lineage) {
+    let (mut before, lineage) = at_step_10(&["a:1", "b:1", "c:1"]);
+    for id in gone {
+        before.event(Event::Failed {
+            replica_id: (*id).into(),
+            reason: String::new(),
+        });
+    }
+    before.event(Event::Tick);
+    let sim = Sim::started(rules(1), SEED, saved(&before), before.now);
+    assert!(gone.iter().all(|id| !sim.is_healthy(id)));
+    (sim, lineage)
+}
+
+#[test]
+fn those_that_were_started_again_wait_a_while_for_a_member_recorded_as_gone_whose_heartbeats_come() {
+    let replica_id = || "a:1".to_string();
+    let beat = || Event::Heartbeat {
+        replica_id: replica_id(),
+    };
+    let again = |before: Vec<Event>| {
+        let (mut sim, lineage) = restarted_without(&["a:1"]);
+        for event in before {
+            sim.event(event);
+        }
+        sim.join_as(at("b:2", 10, &lineage));
+        sim.join_as(at("c:2", 10, &lineage));
+        (sim, lineage)
+    };
+    let without = |before| again(before).0.ids();
+    assert_eq!(without(vec![]).unwrap(), ["b:2", "c:2"]);
+    let (mut sim, lineage) = again(vec![beat()]);
+    assert_eq!(sim.ids(), None);
+    assert!(sim.reason().contains("for a:1"), "{}", sim.reason());
+    assert!(!sim.is_healthy("a:1"), "it is in nobody's majority");
+    sim.join_as(at("a:1", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:2", "c:2"]);
+    // Not for ever: it may hang. And what is known since this lighthouse started counts.
+    let (mut hangs, _) = again(vec![beat()]);
+    hangs.pass(Duration::from_secs(11), &["a:1", "b:2", "c:2"]);
+    assert_eq!(hangs.ids().unwrap(), ["b:2", "c:2"]);
+    let gone = Event::Disconnected {
+        replica_id: replica_id(),
+    };
+    let leaves = Event::Leave {
+        replica_id: replica_id(),
+        reason: String::new(),
+    };
+    for evidence in [gone, leaves] {
+        assert_eq!(without(vec![beat(), evidence, beat()]).unwrap(), ["b:2", "c:2"]);
+    }
+}
+
+#[test]
+fn a_member_recorded_as_gone_whose_heartbeats_come_counts_for_the_majority_after_a_restart() {
+    let (mut sim, lineage) = restarted_without(&["b:1", "c:1"]);
+    sim.beat(&["b:1", "c:1"]);
+    sim.join_as(at("a:1", 10, &lineage));
+    assert_eq!(sim.ids(), None, "1 of 3, and the others are alive");
+    assert!(sim.reason().contains("1 of the 3 members"), "{}", sim.reason());
+    sim.join_as(at("b:1", 10, &lineage));
+    assert_eq!(sim.ids().unwrap(), ["a:1", "b:1"]);
+    let (mut silent, lineage) = restarted_without(&["b:1", "c:1"]);
+    silent.join_as(at("a:1", 10, &lineage));
+    assert_eq!(silent.ids().unwrap(), ["a:1"]);
+}
+
 #[test]
 fn without_a_record_the_size_of_the_last_quorum_that_replicas_tell_is_what_counts() {
     let told = |id: &str, last_quorum_id, last_world_size| Member {

@@ -82,7 +82,9 @@ fn compute(state: &LighthouseState, now: Instant) -> Result<Vec<Id>, Verdict> {
         let in_time = first.is_none_or(|time| time < rules.heartbeat_timeout + rules.join_timeout);
         let all: Vec<Id> = asking.iter().map(|(id, _)| (*id).clone()).collect();
         let is_back = |gone: &String| all.iter().any(|id| name(id) == name(gone));
-        let left = r.members.len() - r.departed.iter().filter(|id| !is_back(id)).count();
+        let beats = |id: &str| state.roster.get(id).is_some_and(|e| e.coming.is_some());
+        let is_gone = |id: &&String| !is_back(id) && !beats(id);
+        let left = r.members.len() - r.departed.iter().filter(is_gone).count();
         if state.previous.is_none() && in_time && left > 0 && named(&all) * 2 <= left {
             return Err(Verdict::Recovers);
         }
@@ -110,8 +112,9 @@ fn verify(state: &LighthouseState, now: Instant) -> Result<(), TestCaseError> {
             prop_assert_eq!(entry.member, previous.contains(id), "{}", id);
         }
         prop_assert!(entry.member || !(entry.departed || entry.left), "{id}");
+        prop_assert!(!entry.gone_before || (entry.departed && !entry.left), "{id}");
         prop_assert!(
-            entry.coming.is_none() || (entry.waiting.is_none() && !entry.member),
+            entry.coming.is_none() || (entry.waiting.is_none() && (!entry.member || entry.gone_before)),
             "{id}"
         );
         let silent = |c: Coming| now.saturating_duration_since(c.last) >= state.rules.heartbeat_timeout;

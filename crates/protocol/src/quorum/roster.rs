@@ -44,6 +44,8 @@ pub(super) struct Entry {
     pub(super) member: bool,
     /// A member of the last quorum of which there is evidence that it is gone: a stray heartbeat does not revive it.
     pub(super) departed: bool,
+    /// Gone says the record, and this lighthouse has no evidence of its own: heartbeats that reach it are newer than that, and it is on its way.
+    pub(super) gone_before: bool,
     /// A member of the last quorum that left.
     pub(super) left: bool,
     /// A member of the last quorum that its own servers gave up: only its next call for a quorum says that it is back.
@@ -103,7 +105,7 @@ impl Entry {
             busy: of(self.is_busy()),
             shrinking: of(self.member && asking.is_some_and(|w| w.member.shrink_only)),
             reporting: of(asking.is_some_and(|w| w.member.last_quorum_id > 0)),
-            departed: of(self.departed),
+            departed: of(self.departed && self.coming.is_none()),
             left: of(self.left),
             announced: of(self.coming.is_some()),
             coming: of(self.coming.is_some_and(|c| c.counts)),
@@ -141,7 +143,7 @@ pub(super) struct Tally {
     pub(super) shrinking: usize,
     /// Asking, with an earlier quorum.
     pub(super) reporting: usize,
-    /// Members of the last quorum that are known to be gone.
+    /// Members of the last quorum that are known to be gone, and give no sign of life since.
     pub(super) departed: usize,
     /// Members of the last quorum that left.
     pub(super) left: usize,

@@ -132,7 +132,11 @@ fn what_a_rank_is_told_while_its_copy_goes_through_a_quorum_is_not_lost() {
 fn a_rank_that_did_not_take_over_what_its_replica_was_to_at_its_own_step_holds_nothing_until_it_heals() {
     let mut r = rank();
     r.start(false);
-    come_up(&mut r, answer(5, 9, true));
+    let first = QuorumResult {
+        batches_committed: 40,
+        ..answer(5, 9, true)
+    };
+    come_up(&mut r, first);
     r.vote(None, None).unwrap();
     r.decided(Some(false)).unwrap();
     // Another rank did not get the state, so both heal again, and now it is this one that does not.
@@ -142,8 +146,10 @@ fn a_rank_that_did_not_take_over_what_its_replica_was_to_at_its_own_step_holds_n
     );
     let again = |id| QuorumResult {
         lineage: "peer".into(),
+        batches_committed: 40,
         ..answer(id, 9, true)
     };
+    assert_eq!(r.start(false).batches_committed, 40);
     r.answered(again(6), None);
     r.offered(Ok(()));
     r.configured(Err(Error::new(ErrorKind::PeerLost, "gone")), None);
@@ -155,9 +161,14 @@ fn a_rank_that_did_not_take_over_what_its_replica_was_to_at_its_own_step_holds_n
             (request.step, request.lineage.as_str(), request.healed),
             (0, "", false)
         );
+        assert_eq!(
+            request.batches_committed, 0,
+            "the count is the state's, which it does not hold"
+        );
     }
     come_up(&mut r, again(7));
-    assert_eq!(r.start(false).step, 9);
+    let request = r.start(false);
+    assert_eq!((request.step, request.batches_committed), (9, 40));
 }
 
 #[test]

@@ -185,6 +185,8 @@ pub(crate) struct World {
     lives: Vec<u64>,
     /// Slots whose replica has come to the end of the run.
     ended: Vec<bool>,
+    /// Slots whose replica an operator has told to go, and which has not started again.
+    operated: Vec<bool>,
     cut_until: Vec<Duration>,
     split: (u64, Duration),
     /// Until then what a replica sends makes no sense.
@@ -244,6 +246,7 @@ impl World {
             replicas: (0..n).map(|_| None).collect(),
             lives: vec![0; n],
             ended: vec![false; n],
+            operated: vec![false; n],
             cut_until: vec![Duration::ZERO; n],
             split: (0, Duration::ZERO),
             garbles_until: vec![Duration::ZERO; n],
@@ -327,7 +330,6 @@ impl World {
     }
 
     fn go(&mut self) {
-        let end = self.quiet_from + self.recovery();
         let mut is_quiet = false;
         while let Some(next) = self.queue.pop() {
             if !is_quiet && next.at >= self.quiet_from {
@@ -335,7 +337,7 @@ impl World {
                 self.since.fill(0);
             }
             self.now = next.at.max(self.now);
-            if self.now > end {
+            if self.now > self.quiet_from + self.recovery() {
                 self.stuck();
                 return;
             }

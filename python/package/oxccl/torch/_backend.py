@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -13,22 +13,22 @@ import oxccl
 from oxccl.torch._calls import Calls
 
 
-def connect(store: dist.Store, rank: int, size: int, name: str, timeout: timedelta) -> oxccl.Group:
+def connect(store: dist.Store, rank: int, size: int, name: str, timeout: timedelta, options: Mapping[str, Any] | None = None) -> oxccl.Group:
     """A group of the ranks that find each other in torch's `store`."""
-    limit = timeout.total_seconds()
-    group = oxccl.unconfigured(timeout=limit)
+    group = oxccl.unconfigured(timeout=timeout, options=options)
     # A job may make its group, destroy it and make it again in the same store.
     epoch = store.add(f"oxccl/rank/{rank}", 1)
-    group.configure(store, rank, size, epoch=epoch, name=name, timeout=limit)
+    group.configure(store, rank, size, epoch=epoch, name=name, timeout=timeout)
     return group
 
 
 class Backend(Calls, c10d.Backend):
     """The backend of tensors on the CPU."""
 
-    def __init__(self, group: oxccl.Group, name: str, timeout: timedelta) -> None:
+    def __init__(self, group: oxccl.Group, name: str, timeout: timedelta, given: Mapping[str, Any] | None = None) -> None:
         c10d.Backend.__init__(self, group.rank, group.world_size)
         self._group = group
+        self._given = given
         self._options = c10d.Backend.Options("oxccl", timeout)
         self._options.group_name = name
 
@@ -52,5 +52,6 @@ class Backend(Calls, c10d.Backend):
         if self._group.rank not in ranks:
             return None
         options = opts or self._options
-        group = connect(store, list(ranks).index(self._group.rank), len(ranks), options.group_name, options._timeout)
-        return Backend(group, options.group_name, options._timeout)
+        rank = list(ranks).index(self._group.rank)
+        group = connect(store, rank, len(ranks), options.group_name, options._timeout, self._given)
+        return Backend(group, options.group_name, options._timeout, self._given)

@@ -16,7 +16,7 @@ from torch._C import _distributed_c10d as c10d
 
 import oxccl
 from oxccl import _oxccl
-from oxccl.torch._work import Done, Work, Works, seconds
+from oxccl.torch._work import Done, Work, Works
 
 _DTYPES = [
     (torch.float64, "f64"),
@@ -39,7 +39,6 @@ _oxccl._know_torch(torch.Tensor, _DTYPES)
 
 # By the numbers of torch's reductions, which are their hashes.
 _REDUCTIONS: list[_oxccl.Reduction] = ["sum", "avg", "product", "min", "max", "band", "bor", "bxor"]
-_UNSET = c10d.AllreduceOptions().timeout
 _DONE = Done()
 
 _ALL_REDUCE = c10d.AllreduceOptions()
@@ -96,22 +95,14 @@ class Calls:
     """Every operation. `_group` is the group they go over."""
 
     _group: oxccl.Group
-    _timeout: float | None = None
-    """In the place of the group's own, once it was set."""
     _batch: list[dist.Work] | None = None
     """What was submitted since `start_coalescing`."""
-
-    def _limit(self, opts: Options) -> float | None:
-        timeout = opts.timeout
-        if timeout == _UNSET:
-            return self._timeout
-        return seconds(timeout) or self._timeout
 
     def _run(self, call: Callable[..., Any], outputs: Sequence[Tensor], opts: Options, *arguments: Any, **more: Any) -> dist.Work:
         """Runs `call` here, or submits it."""
         if opts.asyncOp or self._batch is not None:
-            return self._noted(Work(call(*arguments, timeout=self._limit(opts), async_op=True, **more), outputs))
-        call(*arguments, timeout=self._limit(opts), **more)
+            return self._noted(Work(call(*arguments, timeout=opts.timeout, async_op=True, **more), outputs))
+        call(*arguments, timeout=opts.timeout, **more)
         return _DONE
 
     def _noted(self, work: dist.Work) -> dist.Work:
@@ -124,7 +115,7 @@ class Calls:
         if opts.asyncOp or self._batch is not None:
             return self._run(self._group.all_reduce, tensors, opts, tensors, reduction(opts.reduceOp))
         # The shortest way for the commonest call.
-        self._group.all_reduce(tensors, reduction(opts.reduceOp), timeout=self._limit(opts))
+        self._group.all_reduce(tensors, reduction(opts.reduceOp), timeout=opts.timeout)
         return _DONE
 
     def allreduce_coalesced(self, tensors: list[Tensor], opts: Options = _COALESCED) -> dist.Work:
@@ -209,19 +200,19 @@ class Calls:
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """Sends the tensor."""
-        return self._noted(Work(self._group.send(tensors[0], peer, tag, timeout=self._timeout, async_op=True), tensors))
+        return self._noted(Work(self._group.send(tensors[0], peer, tag, async_op=True), tensors))
 
     def recv(self, tensors: list[Tensor], peer: int, tag: int) -> dist.Work:
         """Receives the tensor."""
-        return self._noted(Work(self._group.recv(tensors[0], peer, tag, timeout=self._timeout, async_op=True), tensors))
+        return self._noted(Work(self._group.recv(tensors[0], peer, tag, async_op=True), tensors))
 
     def recv_anysource(self, tensors: list[Tensor], tag: int) -> dist.Work:
         """Receives the tensor from the first rank that sends with the tag."""
-        return self._noted(Work(self._group.recv(tensors[0], None, tag, timeout=self._timeout, async_op=True), tensors))
+        return self._noted(Work(self._group.recv(tensors[0], None, tag, async_op=True), tensors))
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits for all ranks; at the time-out the error names those that are missing."""
-        self._group.monitored_barrier(wait_all=wait_all_ranks, timeout=seconds(timeout) or self._timeout)
+        self._group.monitored_barrier(wait_all=wait_all_ranks, timeout=timeout)
 
     def start_coalescing(self, device: Any = None) -> None:
         """Operations up to `end_coalescing` are submitted without waiting."""
@@ -234,7 +225,7 @@ class Calls:
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long an operation may take whose call names no time."""
-        self._timeout = seconds(timeout)
+        self._group._set_timeout(timeout)
 
     _set_default_timeout = set_timeout
 

@@ -7,12 +7,13 @@ that asks for one. In a group for several devices (``"cpu:oxccl,cuda:nccl"``) th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C import _distributed_c10d as c10d
 
 from oxccl.torch._backend import Backend, connect
 from oxccl.torch._calls import Calls
@@ -41,7 +42,6 @@ class ProcessGroup(dist.ProcessGroup):
     recv_anysource = Calls.recv_anysource
     monitored_barrier = Calls.monitored_barrier
     _noted = Calls._noted
-    _timeout = Calls._timeout
     _batch = Calls._batch
 
     def getBackendName(self) -> str:
@@ -50,7 +50,6 @@ class ProcessGroup(dist.ProcessGroup):
 
     def set_timeout(self, timeout: timedelta) -> None:
         """How long an operation may take whose call names no time."""
-        Calls.set_timeout(self, timeout)
         self._backend.set_timeout(timeout)
 
     def abort(self) -> None:
@@ -76,7 +75,7 @@ class ProcessGroup(dist.ProcessGroup):
         name = group_name or f"{self.group_name}:split:{'-'.join(map(str, new_ranks))}"
         store = dist.PrefixStore(f"{name}/", self.get_group_store())
         rank = list(new_ranks).index(self.rank())
-        made = make(store, rank, len(new_ranks), name, timeout or self._limit_of_new)
+        made = make(store, rank, len(new_ranks), name, timeout or self._limit_of_new, self._backend._given)
         if group_desc is not None:
             made._set_group_desc(group_desc)
         return made
@@ -100,9 +99,9 @@ class Direct(Calls, ProcessGroup):
         self.register_post_hook(hook_id, hook)
 
 
-def make(store: dist.Store, rank: int, size: int, name: str, timeout: timedelta) -> ProcessGroup:
+def make(store: dist.Store, rank: int, size: int, name: str, timeout: timedelta, options: Mapping[str, Any] | None = None) -> ProcessGroup:
     """A process group of the ranks that find each other in `store`."""
-    backend = Backend(connect(store, rank, size, name, timeout), name, timeout)
+    backend = Backend(connect(store, rank, size, name, timeout, options), name, timeout, options)
     is_hooked = any(os.environ.get(variable, "0") not in ("", "0") for variable in _HOOKED_BY)
     return (ProcessGroup if is_hooked else Direct)(store, backend, name, timeout)
 
@@ -111,10 +110,13 @@ def _create(opts: Any, backend_options: Any) -> ProcessGroup | Backend:
     """What ``torch.distributed`` calls for each group."""
     accelerator = torch.accelerator.current_accelerator()
     is_ours_alone = opts.process_group._get_backend_name() == "custom" and (accelerator is None or accelerator.type in _BUILT_IN)
+    if isinstance(backend_options, c10d.Backend.Options) and (not is_ours_alone or backend_options.backend == "oxccl"):
+        # Those of the other device's backend, or ours, which say nothing that `opts` does not.
+        backend_options = None
     if is_ours_alone:
-        return make(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout)
-    group = connect(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout)
-    return Backend(group, opts.group_id, opts.timeout)
+        return make(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout, backend_options)
+    group = connect(opts.store, opts.group_rank, opts.group_size, opts.group_id, opts.timeout, backend_options)
+    return Backend(group, opts.group_id, opts.timeout, backend_options)
 
 
 def register() -> None:

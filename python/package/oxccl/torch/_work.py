@@ -78,14 +78,6 @@ def _queue() -> _oxccl._Completions:
         return _completions
 
 
-def seconds(timeout: timedelta | None) -> float | None:
-    """A time-out of torch, where zero, a negative one and none mean the default."""
-    if timeout is None:
-        return None
-    found: float = timeout.total_seconds()
-    return found if found > 0 else None
-
-
 def _settled(future: torch.futures.Future[Any]) -> None:
     """Returns once `future` is complete, which another thread may be about to do."""
     if not future.done():
@@ -106,7 +98,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Waits until the operation has ended; raises its error. A future of it is complete then."""
         try:
-            self._work.wait(seconds(timeout))
+            self._work.wait(timeout)
         finally:
             if self._future is not None and self._work.done():
                 self._complete()

@@ -2,6 +2,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use ftcore::{Error, ErrorKind, Result};
@@ -10,23 +11,37 @@ use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 /// The size of a page: sections of a region begin at multiples of it.
 pub(super) const PAGE: usize = 4096;
 
-/// Mapped memory, unmapped when dropped.
+/// Mapped memory, unmapped once no part of it is in use.
 #[derive(Debug)]
-pub(super) struct Mapping {
+struct Whole {
     base: NonNull<u8>,
     len: usize,
 }
 
-// SAFETY: INV-8 the mapping belongs to this value and stays valid until it is dropped, on whichever thread.
+// SAFETY: INV-8 the mapping belongs to this value and stays valid until it is dropped, on whichever thread. It touches no byte itself.
+unsafe impl Send for Whole {}
+// SAFETY: INV-8 as above.
+unsafe impl Sync for Whole {}
+
+/// A section of mapped memory.
+#[derive(Debug)]
+pub(super) struct Mapping {
+    base: NonNull<u8>,
+    len: usize,
+    whole: Arc<Whole>,
+}
+
+// SAFETY: INV-8 the section stays valid until this value is dropped, on whichever thread: it keeps the whole.
 unsafe impl Send for Mapping {}
-// SAFETY: INV-8 through a shared reference only atomics and `copy_out` are reachable.
+// SAFETY: INV-8 through a shared reference only atomics and `read` are reachable.
 unsafe impl Sync for Mapping {}
 
 fn made(result: rustix::io::Result<*mut std::ffi::c_void>, len: usize) -> Result<Mapping> {
     let base = result.map_err(|e| Error::io(format!("mapping {len} bytes of shared memory"), e.into()))?;
     let base = NonNull::new(base.cast::<u8>())
         .ok_or_else(|| Error::new(ErrorKind::Internal, "a mapping at address zero"))?;
-    Ok(Mapping { base, len })
+    let whole = Arc::new(Whole { base, len });
+    Ok(Mapping { base, len, whole })
 }
 
 impl Mapping {
@@ -61,6 +76,19 @@ impl Mapping {
         made(result, len)
     }
 
+    /// The `len` bytes from `at` on (both multiples of [`PAGE`]), for a user of its own: no two of them write the same bytes.
+    pub(super) fn part(&self, at: usize, len: usize) -> Result<Self> {
+        let fits = at.checked_add(len).is_some_and(|end| end <= self.len);
+        if !fits || len < PAGE || !at.is_multiple_of(PAGE) {
+            let text = format!("a mapping of {} bytes has no {len} bytes at {at}", self.len);
+            return Err(Error::new(ErrorKind::Internal, text));
+        }
+        // SAFETY: INV-8 inside the mapping (checked), so neither null nor beyond its end.
+        let base = unsafe { self.base.add(at) };
+        let whole = self.whole.clone();
+        Ok(Self { base, len, whole })
+    }
+
     /// The 32-bit word at `AT`, which lies in the first page of every mapping.
     pub(super) fn word32<const AT: usize>(&self) -> &AtomicU32 {
         const { assert!(AT.is_multiple_of(4) && AT + 4 <= PAGE) };
@@ -93,14 +121,14 @@ impl Mapping {
         if end > self.len {
             return &mut [];
         }
-        // SAFETY: INV-8, INV-10 inside the mapping (checked); &mut self is the only writer on this side.
+        // SAFETY: INV-8, INV-10 inside the mapping (checked); &mut self is the only writer of this section on this side (`part`).
         unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr().add(at), len) }
     }
 }
 
-impl Drop for Mapping {
+impl Drop for Whole {
     fn drop(&mut self) {
-        // SAFETY: INV-8 mapped by `made`, unmapped once; every reference into it borrowed self.
+        // SAFETY: INV-8 mapped by `made`, unmapped once; every reference into it borrowed a `Mapping` that kept this value.
         let _ = unsafe { munmap(self.base.as_ptr().cast(), self.len) };
     }
 }

@@ -7,7 +7,7 @@ use loom::sync::Arc;
 use loom::sync::atomic::{AtomicU32, AtomicU64, fence};
 use loom::thread;
 
-use super::word::{AWAKE, ON_WORD, Word, arm, disarm, ring};
+use super::word::{AWAKE, ON_THREAD, ON_WORD, Word, arm, disarm, ring};
 
 /// The word as one side sees it, with its fence or without.
 struct Side<'a, const FENCED: bool>(&'a AtomicU32);
@@ -139,5 +139,27 @@ fn who_does_not_sleep_after_all_is_rung_for_when_it_arms_again() {
             seen || !armed || rung == ON_WORD,
             "the owner sleeps and is not woken"
         );
+    });
+}
+
+#[test]
+fn a_thread_that_counts_its_bell_before_it_arms_does_not_sleep_through_a_ring() {
+    loom::model(|| {
+        let shared = Shared::new();
+        let bell = Arc::new(AtomicU32::new(0));
+        let ringing = {
+            let (shared, bell) = (shared.clone(), bell.clone());
+            ringer(move || {
+                if shared.publish::<true>(0) == ON_THREAD {
+                    bell.fetch_add(1, Ordering::SeqCst);
+                }
+            })
+        };
+        let counted = bell.load(Ordering::SeqCst);
+        arm(&Side::<true>(&shared.word), ON_THREAD);
+        let seen = shared.sees(0);
+        ringing.join().unwrap();
+        let rung = bell.load(Ordering::SeqCst) != counted;
+        assert!(seen || rung, "the thread sleeps and is not woken");
     });
 }

@@ -6,8 +6,8 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::io::Errno;
 use rustix::net::{
-    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer, SendAncillaryMessage,
-    SendFlags, recvmsg, sendmsg,
+    RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags, SendAncillaryBuffer,
+    SendAncillaryMessage, SendFlags, recvmsg, sendmsg,
 };
 
 /// What ranks hand each other: a memfd and two eventfds.
@@ -29,6 +29,8 @@ pub(crate) fn send(socket: impl AsFd, bytes: &[u8], handles: &[BorrowedFd<'_>]) 
 }
 
 /// Receives into `buffer`; at most [`HANDLES`] are taken, further ones are closed by the kernel.
+///
+/// Errors: `MFILE` if the process has no room for the descriptors that came; they are lost.
 pub(crate) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8],
@@ -42,6 +44,7 @@ pub(crate) fn receive(
         &mut ancillary,
         RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT,
     )?;
+    let cut = message.flags.contains(ReturnFlags::CTRUNC);
     for part in ancillary.drain() {
         if let RecvAncillaryMessage::ScmRights(fds) = part {
             for fd in fds {
@@ -51,6 +54,10 @@ pub(crate) fn receive(
                 }
             }
         }
+    }
+    // As many fit into what was handed in: it was the kernel that could make no more.
+    if cut && handles.len() < HANDLES {
+        return Err(Errno::MFILE);
     }
     Ok(message.bytes)
 }

@@ -1,11 +1,13 @@
 //! The memory that one rank shares with its neighbours: made, sealed, and opened on the other side after checks.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
 
 use ftcore::{Error, ErrorKind, Result};
 use rustix::fs::{MemfdFlags, SealFlags};
 
-use super::bell::{Bells, COLLECTIVES, MESSAGES, Ringer, descriptor, ringers};
+use super::bell::{Bells, COLLECTIVES, MESSAGES, Ringer, ThreadBell, descriptor, ringers};
+use super::mail::{MAIL, Mail, MailReader, MailWriter};
 use super::map::{Mapping, PAGE};
 use super::passing::HANDLES;
 use super::ring::{RING, Reader, Writer};
@@ -13,19 +15,24 @@ use super::ring::{RING, Reader, Writer};
 /// The seals without which a region is refused: its size cannot change any more, so no access can fault.
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 
+/// Bytes for one neighbour: the ring for collectives, the one for messages, and the mail.
+const SECTION: usize = 2 * RING + MAIL;
+
 fn size(world: u32) -> usize {
-    PAGE + world as usize * 2 * RING
+    PAGE + world as usize * SECTION
 }
 
-/// Of the ring for collectives; that for messages follows.
+/// Where the section for `rank` begins.
 fn offset(rank: u32) -> usize {
-    PAGE + rank as usize * 2 * RING
+    PAGE + rank as usize * SECTION
 }
 
 /// This rank's memory before it is connected: what is handed to the neighbours.
 #[derive(Debug)]
 pub(crate) struct Region {
     memory: OwnedFd,
+    /// All of it.
+    map: Mapping,
     /// Of the bell for collectives, and of that for messages.
     descriptors: [OwnedFd; 2],
     world: u32,
@@ -44,6 +51,15 @@ pub(crate) struct Rings<const AT: usize> {
 pub(crate) struct Shared {
     pub(crate) collectives: Rings<COLLECTIVES>,
     pub(crate) messages: Rings<MESSAGES>,
+    pub(crate) mail: Mail,
+}
+
+impl Shared {
+    /// No rank of the group watches a socket: what wakes one that does is not needed.
+    pub(crate) fn close_descriptors(&mut self) {
+        self.collectives.bell.close();
+        self.messages.bell.close();
+    }
 }
 
 fn failed(what: &str) -> impl Fn(rustix::io::Errno) -> Error + '_ {
@@ -58,6 +74,7 @@ impl Region {
         rustix::fs::ftruncate(&memory, size(world) as u64).map_err(failed("sizing shared memory"))?;
         rustix::fs::fcntl_add_seals(&memory, SEALS).map_err(failed("sealing shared memory"))?;
         Ok(Self {
+            map: Mapping::of(memory.as_fd(), 0, size(world))?,
             memory,
             descriptors: [descriptor()?, descriptor()?],
             world,
@@ -70,12 +87,15 @@ impl Region {
         [self.memory.as_fd(), collectives.as_fd(), messages.as_fd()]
     }
 
-    /// The bells of this rank.
-    pub(crate) fn bells(&self) -> Result<Bells> {
+    /// The bells of this rank. `sockets`: who waits for them watches sockets, too.
+    pub(crate) fn bells(&self, sockets: bool) -> Result<Bells> {
         let copy = |of: &OwnedFd| of.try_clone().map_err(|e| Error::io("duplicating an eventfd", e));
         let [collectives, messages] = &self.descriptors;
-        let page = Mapping::of(self.memory.as_fd(), 0, PAGE)?;
-        Ok(Bells::new(page, copy(collectives)?, copy(messages)?))
+        let descriptors = match sockets {
+            true => Some([copy(collectives)?, copy(messages)?]),
+            false => None,
+        };
+        Ok(Bells::new(Arc::new(self.map.part(0, PAGE)?), descriptors))
     }
 
     /// The rings between this rank (`own`) and `peer`, whose handles came over the socket.
@@ -102,19 +122,25 @@ impl Region {
                 return Err(wrong("handed over a bell that blocks"));
             }
         }
-        let (collectives, messages) = ringers(Mapping::of(memory.as_fd(), 0, PAGE)?, collectives, messages);
-        let out = |at| Mapping::of(self.memory.as_fd(), at, RING).map(Writer::new);
-        let back = |at| Mapping::of(memory.as_fd(), at, RING).map(Reader::new);
+        let page = Arc::new(Mapping::of(memory.as_fd(), 0, PAGE)?);
+        let thread = ThreadBell::new(page.clone());
+        let (collectives, messages) = ringers(page, Some([collectives, messages]));
+        let out = self.map.part(offset(peer), SECTION)?;
+        let back = Mapping::of(memory.as_fd(), offset(own), SECTION)?;
         Ok(Shared {
             collectives: Rings {
-                writer: out(offset(peer))?,
-                reader: back(offset(own))?,
+                writer: Writer::new(out.part(0, RING)?),
+                reader: Reader::new(back.part(0, RING)?),
                 bell: collectives,
             },
             messages: Rings {
-                writer: out(offset(peer) + RING)?,
-                reader: back(offset(own) + RING)?,
+                writer: Writer::new(out.part(RING, RING)?),
+                reader: Reader::new(back.part(RING, RING)?),
                 bell: messages,
+            },
+            mail: Mail {
+                writer: MailWriter::new(out.part(2 * RING, MAIL)?, thread),
+                reader: MailReader::new(back.part(2 * RING, MAIL)?),
             },
         })
     }

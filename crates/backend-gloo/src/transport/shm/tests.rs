@@ -28,7 +28,7 @@ fn byte(i: usize) -> u8 {
 #[test]
 fn bytes_come_out_in_order_whatever_the_pieces_and_however_often_the_ring_wraps() {
     let (mut a, mut b, _keep_a, bell_of_b) = pair();
-    let bell = bell_of_b.bells().unwrap().collectives;
+    let bell = bell_of_b.bells(false).unwrap().collectives;
     let total = 5 * CAPACITY + 777;
     std::thread::scope(|scope| {
         scope.spawn(move || {
@@ -103,8 +103,8 @@ fn no_wake_up_is_lost_between_two_that_take_turns() {
     };
     std::thread::scope(|scope| {
         let (bell_a, bell_b) = (
-            region_a.bells().unwrap().collectives,
-            region_b.bells().unwrap().collectives,
+            region_a.bells(false).unwrap().collectives,
+            region_b.bells(false).unwrap().collectives,
         );
         scope.spawn(move || turns(a, bell_a, true));
         scope.spawn(move || turns(b, bell_b, false));
@@ -190,7 +190,7 @@ fn handles_that_are_no_sealed_region_of_the_right_size_and_no_bell_are_refused()
 #[test]
 fn an_alarm_wakes_a_sleeper_whose_word_a_peer_has_cleared() {
     let (a, _b, _region_a, region_b) = pair();
-    let bell = region_b.bells().unwrap().collectives;
+    let bell = region_b.bells(false).unwrap().collectives;
     std::thread::scope(|scope| {
         let sleeper = scope.spawn(|| {
             let began = Instant::now();
@@ -205,4 +205,58 @@ fn an_alarm_wakes_a_sleeper_whose_word_a_peer_has_cleared() {
         assert!(sleeper.join().unwrap() < Duration::from_secs(10));
     });
     drop(a);
+}
+
+#[test]
+fn what_is_said_is_heard_once_and_also_when_its_writer_has_gone() {
+    let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
+    let at_a = a.open(0, 1, handles(&b)).unwrap();
+    let mut at_b = b.open(1, 0, handles(&a)).unwrap();
+    let bell = b.bells(false).unwrap().thread;
+    let (mut says, hears) = (at_a.mail.writer, &mut at_b.mail.reader);
+    assert_eq!(hears.take().unwrap(), None);
+    says.arm();
+    let before = bell.count();
+    says.say(&[7; MAIL_BYTES]);
+    says.say(b"and only the first counts");
+    assert_ne!(bell.count(), before);
+    assert!(!hears.has_ended());
+    drop((says, a));
+    assert!(hears.has_ended());
+    assert_eq!(hears.take().unwrap(), Some(vec![7; MAIL_BYTES]));
+    assert_eq!(hears.take().unwrap(), None);
+}
+
+#[test]
+fn words_that_do_not_fit_are_neither_said_nor_believed() {
+    let (a, b) = (Region::new(2).unwrap(), Region::new(2).unwrap());
+    let at_b = || b.open(1, 0, handles(&a)).unwrap().mail.reader;
+    let mut says = a.open(0, 1, handles(&b)).unwrap().mail.writer;
+    says.say(&[7; MAIL_BYTES + 1]);
+    assert_eq!(at_b().take().unwrap(), None);
+    says.claim(MAIL_BYTES as u32 + 1);
+    assert_eq!(at_b().take().unwrap_err().kind(), ErrorKind::Protocol);
+    // One whose connection was replaced by another says nothing of its end.
+    says.arm();
+    says.disarm();
+    drop(says);
+    assert!(!at_b().has_ended());
+}
+
+#[test]
+fn the_bell_of_a_thread_wakes_it_and_a_ring_before_its_sleep_counts() {
+    let bell = Bells::private(false).unwrap().thread;
+    let counted = bell.count();
+    bell.ring();
+    let began = Instant::now();
+    bell.sleep(counted, None);
+    std::thread::scope(|scope| {
+        let (bell, counted) = (&bell, bell.count());
+        let sleeper = scope.spawn(move || bell.sleep(counted, Some(deadline_in(Duration::from_secs(20)))));
+        bell.ring();
+        sleeper.join().unwrap();
+    });
+    assert!(began.elapsed() < Duration::from_secs(10));
+    let counted = bell.count();
+    bell.sleep(counted, Some(deadline_in(Duration::from_millis(1))));
 }

@@ -8,6 +8,8 @@ pub(super) const AWAKE: u32 = 0;
 pub(super) const ON_WORD: u32 = 1;
 /// Likewise, in a `poll` over the descriptor.
 pub(super) const ON_DESCRIPTOR: u32 = 2;
+/// Likewise, until the bell of its thread rings.
+pub(super) const ON_THREAD: u32 = 3;
 
 /// A word that two processes share.
 pub(super) trait Word {

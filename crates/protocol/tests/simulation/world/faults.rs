@@ -28,6 +28,10 @@ impl World {
         let life = self.lives[slot];
         let id = format!("r{slot}:{life}");
         self.note(|| format!("{id} starts"));
+        // One that is drained makes a step first, for which it may have to heal, or hangs before.
+        if std::mem::take(&mut self.operated[slot]) {
+            self.quiet_from = self.quiet_from.max(self.now);
+        }
         let rules = ReplicaRules {
             replica_id: id.clone(),
             world_size: self.scenario.ranks,
@@ -157,6 +161,7 @@ impl World {
                     return;
                 };
                 replica.restart = restart;
+                self.operated[slot] = true;
                 let order = Order {
                     kind,
                     reason: "so it is".into(),
