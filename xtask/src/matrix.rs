@@ -442,16 +442,6 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     )),
     row(
-        "burn",
-        None,
-        "the adapter for burn, with two replicas that train",
-        nothing,
-        Run::Apart {
-            manifest: "crates/adapters/burn/Cargo.toml",
-        },
-        minutes(10),
-    ),
-    row(
         "observability",
         Some("observability"),
         "the dashboard in a real browser, metrics in a real Prometheus, spans in a real OpenTelemetry collector",

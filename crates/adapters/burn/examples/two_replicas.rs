@@ -39,7 +39,11 @@ fn data_parallel(place: &ReplicaEnv, model: Linear, device: &Device) -> Result<P
 }
 
 fn diloco(place: &ReplicaEnv, params: ParamSet<Linear>, device: &Device) -> Result<String> {
-    let mut diloco = Diloco::new(place.join()?, params, DilocoConfig::for_rounds(4))?;
+    let config = DilocoConfig {
+        fragments: 1, // one layer
+        ..DilocoConfig::for_rounds(4)
+    };
+    let mut diloco = Diloco::new(place.join()?, params, config)?;
     let inner_step = |params: &mut ParamSet<Linear>, step: &mut i64| {
         *step += 1;
         let loss = loss(params.module(), place.replica, device);
