@@ -46,7 +46,7 @@ fn timeout(left: Duration) -> Timespec {
     }
 }
 
-/// The bell of a rank's thread: whoever has something for it rings.
+/// The bell of a rank's thread: who has something for it rings.
 #[derive(Debug, Clone)]
 pub(crate) struct ThreadBell(Arc<Mapping>);
 
