@@ -1,4 +1,4 @@
-//! `cargo xtask faults`: takes each cure out of a copy of the sources, and tells which seed of a simulation finds the fault again.
+//! `cargo xtask faults`: takes each cure out of a copy of the sources, and tells which seed of a simulation, or which test, finds the fault again.
 //!
 //! The table holds the lines of each cure and what stands there without it. A line that is no longer there, or there twice, is an error: then the table is
 //! to be brought up to date. The copy lies in `target/xtask/faults`; the working tree is not touched.
@@ -37,8 +37,10 @@ enum By {
     Deaths,
     /// The simulated network.
     Network,
+    /// Tests of the protocol with this in their names: the simulation needs more seeds than are run here.
+    Tests(&'static str),
 }
-use By::{Deaths, Joint, Network};
+use By::{Deaths, Joint, Network, Tests};
 
 impl By {
     fn told(self) -> &'static str {
@@ -46,6 +48,7 @@ impl By {
             Joint => "the simulation",
             Deaths => "the simulation (deaths after commits)",
             Network => "the simulated network",
+            Tests(_) => "a test",
         }
     }
 }
@@ -93,6 +96,8 @@ const FAULTS: &[Fault] = &[
     ("a vote on a rank's own step, which waits", Joint, &[("rank.rs", "step: self.answer.as_ref().map_or(self.step, |a| a.max_step),", "step: self.step,"), ("replica.rs", "self.end_hopeless_votes(now, &mut actions);", "")]),
     ("a no that does not count", Joint, &[("commit.rs", "let commit = votes.values().all(|v| v.vote);", "let commit = votes.values().any(|v| v.vote);")]),
     ("a step advances before its state", Joint, &[("rank.rs", "self.is_to_heal = answer.heal;", "self.is_to_heal = answer.heal;\nself.step = answer.max_step;")]),
+    ("a rank that holds nothing tells a count of batches", Tests("holds_nothing"), &[("rank.rs", "batches_committed: if holds_nothing { 0 } else { self.batches },", "batches_committed: self.batches,")]),
+    ("7 a member recorded as gone is not heard", Tests("recorded_as_gone"), &[("quorum/arrivals.rs", "} else if !entry.is_some_and(|e| e.member && !e.gone_before)", "} else if !entry.is_some_and(|e| e.member)")]),
     ("7 the record is not read at a restart", Network, &[("lighthouse/mod.rs", "record,\naccept_rollback: std::mem::take(&mut self.accept_rollback),", "record: record.filter(|_| false),\naccept_rollback: std::mem::take(&mut self.accept_rollback),")]),
     ("7 a quorum is delivered although the disk is full", Network, &[("lighthouse/actor.rs", "Err(error) => self.put_off(&tickets, &error),", "Err(_) => self.deliver(&tickets, &quorum),")]),
     ("a call is not taken back at the lighthouse", Network, &[("lighthouse/service.rs", "if !self.is_answered {", "if false && !self.is_answered {")]),
@@ -121,7 +126,10 @@ pub(crate) fn run(arguments: &Arguments) -> Result<bool> {
         let found = simulate(arguments, &copy, *by);
         files.iter().try_for_each(|f| fs::write(&f.path, &f.whole))?;
         let row = match found {
-            Ok(Some((seed, told))) => format!("{} | {seed} | {told}", by.told()),
+            Ok(Some((seed, told))) => {
+                let seed = seed.map(|n| n.to_string()).unwrap_or_default();
+                format!("{} | {seed} | {told}", by.told())
+            }
             Ok(None) => "**nothing** | | ".to_string(),
             Err(error) => format!("**an error** | | {error:#}"),
         };
@@ -190,27 +198,24 @@ fn plant(copy: &Path, (name, by, places): &Fault) -> Result<Vec<Planted>> {
     Ok(files)
 }
 
-/// The lowest seed that fails, and with what.
-fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(u64, String)>> {
-    let (test, seeds) = match by {
-        Joint => (
-            "oxccl-protocol --test simulation-conformance -- whatever",
-            &arguments.seeds,
-        ),
-        Deaths => (
-            "oxccl-protocol --test simulation-conformance -- a_death",
-            &arguments.seeds,
-        ),
-        Network => (
-            "oxccl-coordination --lib -- simulation::tests::real",
-            &arguments.network_seeds,
-        ),
+/// The lowest seed that fails, or none of a test that has no seeds, and with what.
+fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(Option<u64>, String)>> {
+    let seeds = if by == Network {
+        &arguments.network_seeds
+    } else {
+        &arguments.seeds
+    };
+    let (test, named) = match by {
+        Joint => ("oxccl-protocol --test simulation-conformance --", "whatever"),
+        Deaths => ("oxccl-protocol --test simulation-conformance --", "a_death"),
+        Network => ("oxccl-coordination --lib --", "simulation::tests::real"),
+        Tests(named) => ("oxccl-protocol --lib --", named),
     };
     let mut cargo = cargo_command(copy);
     cargo
         .args(["test", "--quiet", "--package"])
         .args(test.split(' '))
-        .arg("--nocapture");
+        .args([named, "--nocapture"]);
     cargo
         .env("OXCCL_SIMULATION", seeds)
         .env("CARGO_TARGET_DIR", copy.with_file_name("target"));
@@ -218,12 +223,19 @@ fn simulate(arguments: &Arguments, copy: &Path, by: By) -> Result<Option<(u64, S
     let finished = process::run(&mut cargo, limit, Output::Log(&log), |_| {})?;
     let text = fs::read_to_string(&log)?;
     let failed = text.lines().filter_map(|line| {
-        let (seed, told) = line.strip_prefix("seed ")?.split_once(": ")?;
+        let (seed, told) = if let Tests(_) = by {
+            let (name, how) = line.strip_prefix("thread '")?.split_once('\'')?;
+            (None, how.contains(" panicked at ").then_some(name)?)
+        } else {
+            let (seed, told) = line.strip_prefix("seed ")?.split_once(": ")?;
+            (Some(seed.parse().ok()?), told)
+        };
         let told: String = told.chars().take(100).collect();
-        Some((seed.parse().ok()?, told.replace('|', "/")))
+        Some((seed, told.replace('|', "/")))
     });
+    let ran = text.contains("running ") && !text.contains("running 0 tests");
     match failed.min() {
-        None if finished.is_success() && text.contains("running 1 test") => Ok(None),
+        None if finished.is_success() && ran => Ok(None),
         // It does not build, or fails without a seed.
         None => bail!("{}: see {}", finished.describe(), log.display()),
         found => Ok(found),

@@ -167,6 +167,22 @@ pub(crate) const ROWS: &[Row] = &[
         minutes(5),
     ),
     row(
+        "world-gloo",
+        Some("gloo"),
+        "gloo in groups that a world makes, ranks as processes",
+        loopback,
+        suite("through-world-conformance", ""),
+        minutes(5),
+    ),
+    row(
+        "world-gloo-split",
+        Some("gloo"),
+        "the same, split off the world's group",
+        || split_groups(loopback()),
+        suite("through-world-conformance", ""),
+        minutes(5),
+    ),
+    row(
         "gloo-staged",
         Some("gloo"),
         "gloo behind device tensors, over a stand-in for the CUDA driver",
@@ -221,6 +237,22 @@ pub(crate) const ROWS: &[Row] = &[
         oneccl,
         suite("xccl-isolated-conformance", ""),
         minutes(15),
+    ),
+    row(
+        "world-xccl",
+        Some("xccl"),
+        "isolated oneCCL in groups that a world makes",
+        || world_of("xccl", oneccl()),
+        suite("through-world-conformance", ""),
+        minutes(10),
+    ),
+    row(
+        "world-xccl-split",
+        Some("xccl"),
+        "the same, split off the world's group",
+        || split_groups(world_of("xccl", oneccl())),
+        suite("through-world-conformance", ""),
+        minutes(10),
     ),
     row(
         "xccl-table",
@@ -317,6 +349,22 @@ pub(crate) const ROWS: &[Row] = &[
         nothing,
         suite("nccl-isolated-conformance", ""),
         minutes(10),
+    ),
+    row(
+        "world-nccl-standin",
+        Some("nccl-standin"),
+        "nccl over the stand-in in groups that a world makes",
+        || world_of("nccl", nothing()),
+        suite("through-world-conformance", ""),
+        minutes(5),
+    ),
+    row(
+        "world-nccl-split-standin",
+        Some("nccl-standin"),
+        "the same, split off the world's group",
+        || split_groups(world_of("nccl", nothing())),
+        suite("through-world-conformance", ""),
+        minutes(5),
     ),
     row(
         "nccl-library",
@@ -794,6 +842,20 @@ impl fmt::Display for Skip {
 /// Needs nothing.
 fn nothing() -> Result<Environment, Skip> {
     Ok(Environment::new())
+}
+
+/// What the row needs besides, and the backend of `crates/world/tests/through_world.rs`.
+fn world_of(backend: &str, needs: Result<Environment, Skip>) -> Result<Environment, Skip> {
+    let mut environment = needs?;
+    environment.push(("OXCCL_TEST_WORLD".to_owned(), backend.to_owned()));
+    Ok(environment)
+}
+
+/// What the row needs besides, with groups that are split off the world's.
+fn split_groups(needs: Result<Environment, Skip>) -> Result<Environment, Skip> {
+    let mut environment = needs?;
+    environment.push(("OXCCL_SPLIT_GROUPS".to_owned(), "1".to_owned()));
+    Ok(environment)
 }
 
 /// Needs TCP connections over the loopback interface.

@@ -42,11 +42,18 @@ fn world(name: &str, ranks: u32) -> Vec<String> {
         .collect()
 }
 
-/// What two replicas under `oxccl launch` said.
-fn replicas(name: &str) -> String {
+/// What two replicas of so many ranks said under `oxccl launch`.
+fn replicas(name: &str, ranks: &str) -> String {
     let logs = tempfile::tempdir().unwrap();
     let output = Command::new(env!("CARGO_BIN_EXE_oxccl"))
-        .args(["launch", "--quiet", "--replicas", "2"])
+        .args([
+            "launch",
+            "--quiet",
+            "--replicas",
+            "2",
+            "--ranks-per-replica",
+            ranks,
+        ])
         .args(["--timeout-s", "120", "--run-dir"])
         .arg(logs.path())
         .arg("--")
@@ -105,13 +112,24 @@ fn quantized_sums_send_less_and_are_close() {
 
 #[test]
 fn data_parallel_replicas_end_with_the_same_line() {
-    let text = replicas("ddp");
+    let text = replicas("ddp", "1");
     assert_eq!(count(&text, "after 500 steps y = 2.000 x + 1.000"), 2, "{text}");
 }
 
 #[test]
+fn sharded_replicas_end_with_the_same_parts() {
+    let text = replicas("hsdp", "2");
+    for line in [
+        "rank 0 has [0.00, 1.00, 2.00, 3.00]",
+        "rank 1 has [4.00, 5.00, 6.00, 7.00]",
+    ] {
+        assert_eq!(count(&text, line), 2, "{text}");
+    }
+}
+
+#[test]
 fn data_parallel_replicas_with_ndarray_end_bitwise_equal() {
-    let text = replicas("ndarray_ddp");
+    let text = replicas("ndarray_ddp", "1");
     let ends: Vec<&str> = text
         .lines()
         .filter_map(|l| l.split("parameters ").nth(1))
@@ -121,7 +139,7 @@ fn data_parallel_replicas_with_ndarray_end_bitwise_equal() {
 
 #[test]
 fn diloco_replicas_end_with_the_same_parameters() {
-    let text = replicas("diloco");
+    let text = replicas("diloco", "1");
     let hashes: Vec<&str> = text
         .lines()
         .filter_map(|l| l.split("global parameters ").nth(1))

@@ -2,14 +2,12 @@
 
 #![allow(clippy::unwrap_used)] // Test code, outside of a #[test].
 
-mod rig;
-
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::TcpStream;
 use std::time::Duration;
 
+use crate::rig::*;
 use oxccl_coordination::{ConnectionLimits, LighthouseConfig, LighthouseServer, Member, Why};
-use rig::*;
 use rustix::net::{AddressFamily, SocketType, sockopt};
 
 /// The most dashboards of a job.

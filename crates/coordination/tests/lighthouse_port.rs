@@ -2,15 +2,13 @@
 
 #![allow(clippy::unwrap_used)] // Test code, outside of a #[test].
 
-mod rig;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::time::{Duration, Instant};
 
+use crate::rig::*;
 use ftcore::ErrorKind;
 use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, ManagerServer, Member};
-use rig::*;
 
 fn page(url: &str, path: &str) -> String {
     let mut stream = TcpStream::connect(socket_of(url)).unwrap();

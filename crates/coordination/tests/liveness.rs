@@ -2,15 +2,13 @@
 
 #![allow(clippy::unwrap_used)] // Test code, outside of a #[test].
 
-mod rig;
-
 use std::io::{Read, Write};
 use std::net::TcpStream;
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use crate::rig::*;
 use oxccl_coordination::{LighthouseClient, LighthouseConfig, LighthouseServer, LighthouseStatus};
-use rig::*;
 use rustix::process::{Pid, Signal, kill_process};
 
 /// Names the lighthouse for [`a_process_of_a_replica`].
@@ -140,7 +138,7 @@ fn a_stopped_process_with_an_open_stream_is_found_after_the_heartbeat_timeout() 
     let mut a = Replica::start("a:1", &lighthouse.address());
     let mut command = Command::new(std::env::current_exe().unwrap());
     command
-        .args(["--exact", "a_process_of_a_replica", "--ignored"])
+        .args(["--exact", "liveness::a_process_of_a_replica", "--ignored"])
         .env(LIGHTHOUSE, lighthouse.address())
         .stdin(Stdio::piped())
         .stdout(Stdio::null());

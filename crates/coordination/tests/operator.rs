@@ -7,14 +7,12 @@
     reason = "a failure here is a failed test"
 )]
 
-mod rig;
-
 use ftcore::{ErrorKind, Result};
 use oxccl_coordination::{
     LighthouseClient, LighthouseConfig, LighthouseServer, Member, Order, OrderKind, OrderedReplica, PushEvent,
 };
 
-use rig::{PATIENCE, Replica, client, config, lighthouse, member, quorum, quorum_of, soon, until};
+use crate::rig::{PATIENCE, Replica, client, config, lighthouse, member, quorum, quorum_of, soon, until};
 
 fn order(tool: &LighthouseClient, kind: OrderKind, replica: &str) -> Result<Vec<String>> {
     let order = Order {

@@ -1,15 +1,13 @@
 //! Lighthouse and manager servers together over loopback: quorums form, deaths are pushed, restarts go on.
 
-mod rig;
-
 use std::time::{Duration, Instant};
 
+use crate::rig::*;
 use ftcore::ErrorKind;
 use oxccl_coordination::{
     CommitVote, LighthouseConfig, LighthouseServer, ManagerClient, ManagerServer, QuorumRequest,
 };
 use protocol::Lineage;
-use rig::*;
 
 #[test]
 fn three_replicas_get_one_quorum_and_their_places_in_it() {

@@ -7,14 +7,12 @@
     reason = "a failure here is a failed test"
 )]
 
-mod rig;
-
 use std::net::TcpListener;
 use std::time::Duration;
 
+use crate::rig::{Replica, lighthouse, manager_config, quorum, soon};
 use ftcore::{ErrorKind, deadline_in};
 use oxccl_coordination::{LighthouseClient, ManagerServer, Member};
-use rig::{Replica, lighthouse, manager_config, quorum, soon};
 
 /// An address at which nothing listens.
 fn closed() -> String {

@@ -7,13 +7,11 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
+use crate::scripted::{begun, layer, params};
 use ftcore::{Error, ErrorKind, Result};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use replica::State;
 use replica::StateDict;
-use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 
 const NESTEROV: OuterOptimizer = OuterOptimizer::Nesterov {

@@ -9,18 +9,16 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use crate::scripted::{layer, params};
 use ftcore::{Device, DeviceKind, ErrorKind, Result};
 use oxccl_diloco::{
     Backup, Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters, TensorParameters,
 };
 use replica::StateDict;
-use scripted::{layer, params};
 use training_rig::{CountedDevice, Nothing, ScriptedReplica, Source};
 
 /// Elements per layer; the largest one is not in the first fragment.

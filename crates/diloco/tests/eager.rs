@@ -8,15 +8,13 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use crate::scripted::{begun, layer, params};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use replica::StateDict;
-use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 
 type Run = Diloco<ScriptedReplica, SliceParameters>;

@@ -9,13 +9,11 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::scripted::begun;
 use oxccl_diloco::{DilocoConfig, OuterOptimizer, Parameters, Pattern};
-use scripted::begun;
 use training_rig::{Nothing, ScriptedReplica};
 
 /// Elements per layer.

@@ -8,15 +8,13 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::rc::Rc;
 
+use crate::scripted::{begun, layer, params};
 use ftcore::{Error, ErrorKind};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, RoundReport, SliceParameters};
-use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica};
 
 type Run = Diloco<ScriptedReplica, SliceParameters>;

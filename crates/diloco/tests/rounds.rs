@@ -7,14 +7,12 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::collections::VecDeque;
 
+use crate::scripted::{begun, layer, params};
 use ftcore::Result;
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters, SliceParameters};
 use replica::StateDict;
-use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source};
 
 /// Every inner step takes 1 off every parameter.

@@ -8,16 +8,14 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::collections::VecDeque;
 use std::sync::Arc;
 
+use crate::scripted::{layer, params};
 use ftcore::{ProcessGroupExt, Store};
 use oxccl_diloco::{Diloco, DilocoConfig, OuterOptimizer, Parameters};
 use quant::{Codec, QuantizeOptions, Rounding};
 use replica::StateDict;
-use scripted::{layer, params};
 use training_rig::{Nothing, ScriptedReplica, quantised, ranks};
 
 const WORLD: u32 = 3;

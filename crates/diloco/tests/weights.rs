@@ -7,16 +7,14 @@
     reason = "a failure here is a failed test"
 )]
 
-mod scripted;
-
 use std::collections::VecDeque;
 use std::sync::Mutex;
 use std::sync::mpsc::channel;
 
+use crate::scripted::{begun, layer, params};
 use ftcore::ProcessGroupExt;
 use oxccl_diloco::{Diloco, DilocoConfig, Parameters, RoundReport, SliceParameters};
 use replica::StateDict;
-use scripted::{begun, layer, params};
 use training_rig::{Nothing, ScriptedReplica, Source, gloo, ranks};
 
 type Run = Diloco<ScriptedReplica, SliceParameters>;

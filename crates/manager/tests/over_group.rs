@@ -335,7 +335,12 @@ impl Drop for Process {
 
 fn process(url: &str, name: &str) -> Process {
     let child = Command::new(std::env::current_exe().unwrap())
-        .args(["--exact", "a_process_of_a_replica", "--ignored", "--nocapture"])
+        .args([
+            "--exact",
+            "over_group::a_process_of_a_replica",
+            "--ignored",
+            "--nocapture",
+        ])
         .env(PROCESS, format!("{url} {name}"))
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

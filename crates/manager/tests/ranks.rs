@@ -204,7 +204,12 @@ impl Job {
                 store.port(),
             );
             let mut process = Command::new(std::env::current_exe().unwrap())
-                .args(["--exact", "a_process_of_a_rank", "--ignored", "--nocapture"])
+                .args([
+                    "--exact",
+                    "ranks::a_process_of_a_rank",
+                    "--ignored",
+                    "--nocapture",
+                ])
                 .env(RANK, told)
                 .stdin(Stdio::piped())
                 .stdout(Stdio::piped())

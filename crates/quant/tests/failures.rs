@@ -2,19 +2,17 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod ranks;
-
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::ranks::{self, configuration, configure, group, meet, ranks, reduce, soon, values, with_options};
 use ftcore::{
     Capabilities, Checked, Collective, Completion, Configuration, DType, Error, ErrorKind, Failed, GroupInfo,
     ProcessGroup, ProcessGroupExt, ReduceOp, Rejected, Result, SubmitOptions, Tensor, Traffic, Work,
     deadline_in, execute_by_submit, work_pair,
 };
 use oxccl_quant::{Accuracy, Codec, Moves, QuantizeOptions, QuantizedGroup};
-use ranks::{configuration, configure, group, meet, ranks, reduce, soon, values, with_options};
 
 #[test]
 fn l12_ranks_that_quantise_differently_are_all_told_both_ways_at_configure() {

@@ -7,11 +7,9 @@
     reason = "a failure here is a failed test"
 )]
 
-mod ranks;
-
+use crate::ranks::{self, bits, configure, configured, meet, ranks, reduce, values, with_options};
 use ftcore::{ErrorKind, ReduceOp};
 use oxccl_quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup};
-use ranks::{bits, configure, configured, meet, ranks, reduce, values, with_options};
 
 fn with(codec: Codec) -> QuantizeOptions {
     QuantizeOptions {

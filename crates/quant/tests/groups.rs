@@ -2,17 +2,15 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod ranks;
-
 use std::time::Duration;
 
+use crate::ranks::{self, bits, configure, configured, error_of, group, ranks, reduce, soon, values};
 use ftcore::{
     Collective, DType, ErrorKind, Feature, OpKind, ProcessGroup, ProcessGroupExt, ReduceOp, SubmitOptions,
     Tensor,
 };
 use half::{bf16, f16};
 use oxccl_quant::{Accuracy, Codec, CodecChoice, Moves, QuantizeOptions, QuantizedGroup, Rounding};
-use ranks::{bits, configure, configured, error_of, group, ranks, reduce, soon, values};
 
 fn with(codec: Codec) -> QuantizeOptions {
     QuantizeOptions {

@@ -2,11 +2,10 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod ranks;
-
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
+use crate::ranks::{configuration, soon, store};
 use ftcore::{
     Capabilities, Checked, Collective, Completer, Completion, Configuration, DType, DTypeSet, Device, Epoch,
     Error, ErrorKind, Failed, Feature, FeatureSet, GroupInfo, OpKind, OpSet, ProcessGroup, ProcessGroupExt,
@@ -14,7 +13,6 @@ use ftcore::{
     time_left, work_pair,
 };
 use oxccl_quant::{Codec, QuantizedGroup};
-use ranks::{configuration, soon, store};
 
 /// What is done when the group below begins to be configured.
 type Before = Box<dyn FnOnce(&Below) + Send>;

@@ -2,13 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
-mod ranks;
-
 use std::ops::Range;
 
+use crate::ranks::{bits, configured, reduce, values};
 use ftcore::{DType, ProcessGroup, ProcessGroupExt, ReduceOp, Tensor};
 use oxccl_quant::{Accuracy, Codec, QuantizeOptions, QuantizedGroup, Rounding};
-use ranks::{bits, configured, reduce, values};
 
 /// More than two slices of 2^16 values, and not a whole number of anything.
 const PART: usize = (1 << 17) + 1234;

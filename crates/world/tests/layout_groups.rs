@@ -152,7 +152,7 @@ fn every_collective_of_a_layout_sees_the_ranks_of_its_group_split_or_not() {
     if let Ok(meeting) = std::env::var(ENV_MEETING) {
         return rank(&meeting);
     }
-    let name = "every_collective_of_a_layout_sees_the_ranks_of_its_group_split_or_not";
+    let name = "layout_groups::every_collective_of_a_layout_sees_the_ranks_of_its_group_split_or_not";
     let folder = tempfile::tempdir().unwrap();
     let reports = |splits| -> Vec<String> {
         let processes: Vec<Child> = (0..RANKS)

@@ -1,0 +1,6 @@
+//! The integration tests that need no process of their own, as one program: it is linked once.
+
+mod feedback;
+mod sampler;
+mod state;
+mod steps;

@@ -1,0 +1,7 @@
+//! The integration tests that need no process of their own, as one program: it is linked once.
+
+mod groups;
+mod layout_groups;
+mod layouts;
+mod members;
+mod objects;
