@@ -1,6 +1,6 @@
 //! What this backend costs: `XcclGroup` against the same call of oneCCL itself, in turns, in the same processes, beside two controls.
 //!
-//! `OXCCL_XCCL_PATH=… cargo run --release -p backend-xccl --example overhead [-- BLOCKS [LAUNCHES [RANKS [BYTES,… [apart]]]]]`
+//! `OXCCL_XCCL_PATH=… cargo run --release -p backend-xccl --example xccl_overhead [-- BLOCKS [LAUNCHES [RANKS [BYTES,… [apart]]]]]`
 //!
 //! Four sides work on one and the same memory: oneCCL's call (plain), the same call on a second communicator (again), the same call
 //! handed to another thread and back with nothing else around it (handed), and ours. A block has two runs of each, there and back

@@ -1,7 +1,7 @@
 //! What isolation costs: gloo directly, gloo in child processes, and the same on tensors of the shared pool, beside two controls: gloo
 //! directly once more on another tensor (again), and gloo directly on a copy that is made before and brought back after (copied).
 //!
-//! `cargo run --release -p oxccl-isolate --example overhead [-- BLOCKS [BYTES,…]]`
+//! `cargo run --release -p oxccl-isolate --example isolate_overhead [-- BLOCKS [BYTES,…]]`
 //!
 //! Two ranks as threads. A block has two turns of each side, there and back again (A B C … C B A, another side first in every
 //! block), so that a machine that gets slower or faster falls on all alike. A turn is a row of blocking all-reduces (f32, sum) on one

@@ -2,7 +2,7 @@
 //! nothing but the way there and back is measured. The time is the calling thread's own processor time: in a world of one
 //! everything happens on that thread, and what else the machine does counts for little.
 //!
-//! `cargo build --release -p gloo-plugin && cargo run --release -p oxccl-plugin --example overhead [library]`
+//! `cargo build --release -p gloo-plugin && cargo run --release -p oxccl-plugin --example plugin_overhead [library]`
 
 use std::path::PathBuf;
 use std::sync::Arc;
