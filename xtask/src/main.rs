@@ -122,7 +122,7 @@ struct TidyArgs {
     /// Print how many lines of source each crate has (no tests, fixtures and examples); check nothing else.
     #[arg(long, conflicts_with = "lessons")]
     lines: bool,
-    /// Print the words of the sources for which there is a term of the field (documentation is free of them); check nothing else.
+    /// Check only the words of sources and documentation for which there is a term of the field.
     #[arg(long, conflicts_with_all = ["lessons", "lines"])]
     words: bool,
 }
@@ -137,7 +137,7 @@ fn run(cli: Cli) -> Result<bool> {
         Task::Test(args) => runner::test(&args),
         Task::Tidy(args) if args.lessons => tidy::print_lessons(),
         Task::Tidy(args) if args.lines => tidy::print_lines(),
-        Task::Tidy(args) if args.words => tidy::print_words(),
+        Task::Tidy(args) if args.words => tidy::check_words(),
         Task::Tidy(_) => tidy::check(),
         Task::Deny => deny::check(),
         Task::BenchPeers(args) => peers::run(*args),

@@ -869,7 +869,7 @@ fn loopback() -> Result<Environment, Skip> {
         .map_err(|e| Skip::Loopback { why: e.to_string() })
 }
 
-/// Needs an NVIDIA GPU with its driver. A library that nobody names is the one of the row `nccl-library`.
+/// Needs an NVIDIA GPU with its driver. A library that is not named is the one of the row `nccl-library`.
 fn gpu() -> Result<Environment, Skip> {
     if !std::path::Path::new("/dev/nvidiactl").exists() {
         return Err(Skip::Gpu);

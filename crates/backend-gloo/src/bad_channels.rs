@@ -73,7 +73,7 @@ fn a_neighbour_that_breaks_the_rules_of_messages_is_a_protocol_error_that_names_
         ),
         (
             "a leave in the wrong place",
-            |n| write(n, &[(frame(ControlKind::Goodbye, 0, 0), 0)]),
+            |n| write(n, &[(frame(ControlKind::Leave, 0, 0), 0)]),
             ErrorKind::Protocol,
         ),
         (
@@ -222,7 +222,7 @@ fn a_neighbour_that_takes_many_messages_and_leaves_has_taken_them_all() {
 }
 
 #[test]
-fn what_a_neighbour_wrote_while_its_ring_was_being_read_counts_although_its_good_bye_is_known() {
+fn what_a_neighbour_wrote_while_its_ring_was_being_read_counts_although_its_leave_is_known() {
     let (group, mut neighbour) = connected();
     let (shared, _) = group.ready(&ftcore::SubmitOptions::by(soon())).unwrap();
     // This thread drives the messages.

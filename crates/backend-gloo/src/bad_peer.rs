@@ -226,7 +226,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
             |s| {
                 let f = Control {
                     epoch: 7,
-                    ..frame(ControlKind::Goodbye, 0, 0)
+                    ..frame(ControlKind::Leave, 0, 0)
                 };
                 s.control.write_all(&f.encode()).unwrap();
             },
@@ -254,7 +254,7 @@ fn frames_that_break_the_rules_end_the_group_without_allocating_what_they_claim(
         (
             "a leave on the connection for messages",
             |s| {
-                let f = frame(ControlKind::Goodbye, 0, 0).encode();
+                let f = frame(ControlKind::Leave, 0, 0).encode();
                 s.messages.write_all(&f).unwrap();
             },
             ErrorKind::Protocol,
@@ -436,8 +436,8 @@ impl Neighbour {
 
     /// Leaves and closes.
     pub(crate) fn leave(&mut self) {
-        let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
-        self.mail.writer.say(&good_bye);
+        let leave = frame(ControlKind::Leave, 0, 0).encode();
+        self.mail.writer.say(&leave);
         self.control.shutdown(std::net::Shutdown::Both).unwrap();
     }
 
@@ -553,22 +553,22 @@ fn a_neighbour_that_breaks_the_rules_of_shared_memory_is_a_typed_error_that_name
             ErrorKind::PeerLost,
         ),
         (
-            "garbage for its last words",
+            "garbage for its reason to abort",
             |n| n.mail.writer.say(&[0xAB; 300]),
             ErrorKind::Protocol,
         ),
         (
-            "last words of another length than they say",
+            "a reason of another length than it says",
             |n| n.mail.writer.say(&frame(ControlKind::Abort, 0, 9).encode()),
             ErrorKind::Protocol,
         ),
         (
-            "last words that are longer than there is room for",
+            "a reason that is longer than there is room for",
             |n| n.mail.writer.claim(u32::MAX),
             ErrorKind::Protocol,
         ),
         (
-            "a message for its last words",
+            "a message for its reason to abort",
             |n| n.mail.writer.say(&frame(ControlKind::Offer, 0, 1).encode()),
             ErrorKind::Protocol,
         ),

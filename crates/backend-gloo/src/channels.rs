@@ -107,7 +107,7 @@ fn checked(
         ControlKind::Offer | ControlKind::Accept | ControlKind::Taken => Some(0),
         ControlKind::Data => usize::try_from(frame.length).ok().filter(|n| *n <= piece),
         ControlKind::Inline => payload_of(&frame).filter(|n| *n <= inline),
-        ControlKind::Abort | ControlKind::Goodbye | ControlKind::Ready => None,
+        ControlKind::Abort | ControlKind::Leave | ControlKind::Ready => None,
     };
     match payload {
         Some(payload) => Ok((frame, payload)),

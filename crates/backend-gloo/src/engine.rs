@@ -82,7 +82,7 @@ impl Engine {
             End::Failed(error) => self.fail(error),
             End::Left(reason) => {
                 tracing::debug!(rank = self.shared.place.rank, epoch = self.shared.place.epoch, %reason, "leaving");
-                self.tell(ControlKind::Goodbye, 0, u32::MAX, self.shared.place.rank, &reason);
+                self.tell(ControlKind::Leave, 0, u32::MAX, self.shared.place.rank, &reason);
                 self.failure_notices();
                 let (executor, mut channels) =
                     self.shared.recall((self.executor.take(), self.channels.take()));
@@ -239,7 +239,7 @@ impl Engine {
     fn frame(&mut self, rank: u32, frame: &Control, text: &[u8]) -> Result<()> {
         let text = String::from_utf8_lossy(text);
         match frame.kind {
-            ControlKind::Goodbye => {
+            ControlKind::Leave => {
                 if let Some(Some(peer)) = self.peers.get_mut(rank as usize) {
                     tracing::debug!(rank, reason = %text, "a peer left in good order");
                     let text = text.into_owned();

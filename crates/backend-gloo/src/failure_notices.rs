@@ -171,10 +171,10 @@ fn receiving() -> (GlooGroup, Work, Stranger) {
 }
 
 #[test]
-fn a_message_that_is_slower_than_the_good_bye_of_its_sender_is_received() {
+fn a_message_that_is_slower_than_the_leave_of_its_sender_is_received() {
     let (_group, receive, mut one) = receiving();
-    let good_bye = frame(ControlKind::Goodbye, 0, 0).encode();
-    one.control.write_all(&good_bye).unwrap();
+    let leave = frame(ControlKind::Leave, 0, 0).encode();
+    one.control.write_all(&leave).unwrap();
     one.control.shutdown(Shutdown::Both).unwrap();
     let message = Control {
         a: 3,

@@ -138,10 +138,10 @@ impl ControlMail {
         // decode has checked the length against the limits of the kind (INV-10).
         let header = Control::decode(header).ok_or_else(garbage)?;
         match header.kind {
-            ControlKind::Abort | ControlKind::Goodbye if header.length == text.len() as u64 => {
+            ControlKind::Abort | ControlKind::Leave if header.length == text.len() as u64 => {
                 Ok(Some((header, text.to_vec())))
             }
-            ControlKind::Abort | ControlKind::Goodbye | ControlKind::Ready => Err(garbage()),
+            ControlKind::Abort | ControlKind::Leave | ControlKind::Ready => Err(garbage()),
             _ => Err(misplaced()),
         }
     }
@@ -245,7 +245,7 @@ impl ControlLink {
                 | ControlKind::Taken => {
                     return Err(misplaced());
                 }
-                ControlKind::Abort | ControlKind::Goodbye => {
+                ControlKind::Abort | ControlKind::Leave => {
                     let length = usize::try_from(header.length).unwrap_or(0);
                     if length == 0 {
                         return Ok(Some((header, Vec::new())));

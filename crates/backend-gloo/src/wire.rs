@@ -196,7 +196,7 @@ pub(crate) enum ControlKind {
     /// The group has failed; the text says why.
     Abort = 4,
     /// This rank leaves in good order; the text says why.
-    Goodbye = 5,
+    Leave = 5,
     /// This rank is connected with all others: the first frame on every control connection.
     Ready = 6,
     /// An offer with the message itself behind it.
@@ -272,7 +272,7 @@ impl Control {
             2 => ControlKind::Accept,
             3 => ControlKind::Data,
             4 => ControlKind::Abort,
-            5 => ControlKind::Goodbye,
+            5 => ControlKind::Leave,
             6 => ControlKind::Ready,
             7 => ControlKind::Inline,
             8 => ControlKind::Taken,
@@ -286,7 +286,7 @@ impl Control {
             ControlKind::Accept | ControlKind::Ready | ControlKind::Taken => 0,
             ControlKind::Inline => EAGER as u64,
             ControlKind::Data => SEGMENT as u64,
-            ControlKind::Abort | ControlKind::Goodbye => MAX_TEXT as u64,
+            ControlKind::Abort | ControlKind::Leave => MAX_TEXT as u64,
         };
         (length <= limit).then_some(Self {
             kind,
@@ -465,7 +465,7 @@ mod tests {
         fn control_frames_round_trip_and_too_long_ones_are_refused(code: u8, epoch: u64, id: u64, a: u32, b: u32, length: u64) {
             for (kind, limit) in [
                 (ControlKind::Offer, u64::MAX), (ControlKind::Accept, 0), (ControlKind::Ready, 0), (ControlKind::Data, SEGMENT as u64),
-                (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Goodbye, MAX_TEXT as u64),
+                (ControlKind::Abort, MAX_TEXT as u64), (ControlKind::Leave, MAX_TEXT as u64),
                 (ControlKind::Inline, EAGER as u64), (ControlKind::Taken, 0),
             ] {
                 let c = Control { kind, code, epoch, id, a, b, length };

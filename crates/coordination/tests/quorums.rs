@@ -144,7 +144,7 @@ fn a_replica_that_leaves_is_not_waited_for() {
 }
 
 #[test]
-fn a_good_bye_whose_connection_broke_is_said_again() {
+fn a_leave_whose_connection_broke_is_sent_again() {
     let lighthouse = LighthouseServer::start(LighthouseConfig {
         initial_replicas: Some(2),
         ..config(1)

@@ -35,7 +35,7 @@ impl Observed {
         })
     }
 
-    /// False if nobody is told of events.
+    /// False if no listener is told of events.
     fn is_watched(&self) -> bool {
         self.log.is_on() || self.spans.is_on()
     }

@@ -8,7 +8,7 @@
 //!   source's [initial lineage](Lineage::initial) from then on, also if the step itself has to be done again.
 //! - **Who contributes.** A replica contributes to a step only work that it did itself. One that healed into the step holds
 //!   copies of its source's work, so it stands aside in every attempt at that step while a member is there that did not heal
-//!   into it. If none is, the copies are all that is left of the work: then everybody who held the step before this quorum
+//!   into it. If none is, the copies are all that is left of the work: then all members that held the step before this quorum
 //!   contributes.
 
 use std::collections::BTreeMap;

@@ -112,7 +112,7 @@ pub(crate) fn listed<'a>(ids: impl IntoIterator<Item = &'a str>) -> String {
     text
 }
 
-/// The news that an epoch is over. Everybody in it aborts what is pending and asks for the next quorum.
+/// The news that an epoch is over. Every rank in it aborts what is pending and asks for the next quorum.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AbortEpoch {
     /// The epoch that is over; a receiver in another one ignores the news.

@@ -15,7 +15,7 @@
 //! **Which state the job goes on from** ([`Record`]). A replica that is ahead of the recorded state takes part only if
 //! its lineage shows that it descends from it, or, if it tells none, as a recorded member; one at the recorded step with
 //! another history heals. A quorum of replicas that are all behind the recorded step needs a strict majority of the
-//! recorded members' names, or the operator's word. Once all members have left, the record binds nobody.
+//! recorded members' names, or the operator's word. Once all members have left, the record binds no replica.
 //!
 //! **After a restart** the first quorum needs a strict majority of the recorded members, without those known to be gone.
 //! Without a record it needs one of the largest quorum that the replicas with the newest quorum id tell of. The rest may
@@ -411,7 +411,7 @@ impl LighthouseState {
         self.roster.get(id).is_some_and(|e| e.stream.is_some())
     }
 
-    /// Nobody is older by the time in which this lighthouse could not hear them.
+    /// No replica is older by the time in which this lighthouse could not hear them.
     fn away(&mut self, time: Duration, now: Instant) {
         self.roster.forgive(time, now);
         for since in self.able_since.iter_mut().chain(&mut self.first_asked) {

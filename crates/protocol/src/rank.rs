@@ -1,13 +1,13 @@
 //! One rank's way through a step: ask, offer a snapshot, connect the group, heal, reduce, vote.
 //!
-//! [`Rank`] decides what comes next and keeps what must survive the attempt (step, lineage, epoch, attempts); whoever
+//! [`Rank`] decides what comes next and keeps what must survive the attempt (step, lineage, epoch, attempts); the caller that
 //! drives it carries the work out and says how it went. Three kinds of failure are kept apart:
 //!
 //! - *Mine*: the call, the configuration or the state of this rank is wrong (`InvalidArgument`, `Unsupported`). No other
 //!   epoch would change that, so the rank's run ends ([`Next::End`]).
 //! - *A peer's*: what another replica sent makes no sense. The caller that talks to a peer gives such an error another kind
 //!   ([`blame_peer`]), so that it costs this attempt only.
-//! - *The world's*: somebody died, a connection broke, a deadline passed. The attempt is lost, and the same step is done
+//! - *The world's*: a member died, a connection broke, a deadline passed. The attempt is lost, and the same step is done
 //!   again in the next quorum ([`Next::Lost`]).
 
 use ftcore::{Error, ErrorKind};
@@ -28,7 +28,7 @@ pub struct RankRules {
     /// A step commits only in a quorum of at least this many members. It counts members, not contributors: a replica that
     /// healed into the step holds its state, although it does not contribute to it.
     pub min_replicas: u32,
-    /// At most this many contribute; further members stand by. `None`: everybody who can.
+    /// At most this many contribute; further members stand by. `None`: all that can.
     pub max_contributors: Option<u32>,
     /// At step 0, all replicas take the state of one.
     pub init_sync: bool,
@@ -39,10 +39,10 @@ pub struct RankRules {
 /// What the driver does next.
 #[derive(Debug, Clone)]
 pub enum Next {
-    /// Make a snapshot of the state, since somebody heals from here, or (`publish` is false) withdraw the last one. Then
+    /// Make a snapshot of the state, since a replica heals from here, or (`publish` is false) withdraw the last one. Then
     /// [`Rank::offered`].
     Offer {
-        /// True if somebody heals from this replica.
+        /// True if a replica heals from this replica.
         publish: bool,
         /// Spares still fetch what was offered before: it is not withdrawn.
         keep: bool,
@@ -309,7 +309,7 @@ impl Rank {
             .as_ref()
             .is_some_and(|a| !a.heal && (a.max_step != self.step || another(a)))
         {
-            // The ranks of this replica hold different steps or histories, so it asked as one that has none; and nobody else has any.
+            // The ranks of this replica hold different steps or histories, so it asked as one that has none; and no other replica has any.
             let text = format!(
                 "this rank stands at step {}, its replica at none, and no other replica is there to heal from: start the replica from a checkpoint",
                 self.step
@@ -382,7 +382,7 @@ impl Rank {
         }
     }
 
-    /// As a spare: the state of the quorum's step was loaded, with its lineage, or it was not. Nobody waits for this replica, so
+    /// As a spare: the state of the quorum's step was loaded, with its lineage, or it was not. No member waits for this replica, so
     /// neither costs a vote. `InvalidState`: its own is written in part now, and of no step to ask with (INV-5).
     pub fn fetched(&mut self, outcome: Result<Lineage, Error>) -> Next {
         self.tries_outside += 1;
@@ -459,7 +459,7 @@ impl Rank {
                     self.rules.min_replicas
                 )
             } else if least_contributors == Some(0) {
-                "nobody contributed to a reduction of this step".to_string()
+                "no replica contributed to a reduction of this step".to_string()
             } else {
                 return None;
             };

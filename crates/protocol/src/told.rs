@@ -12,7 +12,7 @@ use crate::member::Quorum;
 pub enum Told {
     /// All members.
     Members(Arc<Quorum>),
-    /// The places of this replica's ranks, for the wish for an initial sync that the replica had: of a quorum too large to tell its members to everybody.
+    /// The places of this replica's ranks, for the wish for an initial sync that the replica had: of a quorum too large to tell its members to all.
     Parts(Arc<[QuorumResult]>),
 }
 

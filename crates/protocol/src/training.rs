@@ -3,7 +3,7 @@
 //!
 //! - [`Steps`]: data parallel. Gradients belong to the state that they were computed on.
 //! - [`Rounds`]: DiLoCo. What is due when, and the outer gradient that lasts until its round commits.
-//! - [`Integrity`]: a state that was written in part is nobody's to go on from (INV-5).
+//! - [`Integrity`]: a state that was written in part is one that no rank may go on from (INV-5).
 
 mod integrity;
 mod rounds;

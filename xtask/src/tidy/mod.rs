@@ -81,6 +81,7 @@ pub(crate) fn check() -> Result<bool> {
     for source in &sources {
         findings.extend(files::check(source));
         findings.extend(rules::check(source));
+        findings.extend(words::check_source(source));
     }
     for (path, text) in &documents {
         findings.extend(words::check(path, text));
@@ -128,11 +129,24 @@ pub(crate) fn print_lessons() -> Result<bool> {
     Ok(true)
 }
 
-/// Prints the words of the sources for which there is another term.
-pub(crate) fn print_words() -> Result<bool> {
+/// Prints the words of sources and documentation for which there is another term. True if there are none.
+pub(crate) fn check_words() -> Result<bool> {
     let metadata = Metadata::read()?;
-    print!("{}", words::table(&read_sources(&metadata)?));
-    Ok(true)
+    let sources = read_sources(&metadata)?;
+    let documents = read_documents(&metadata.workspace_root)?;
+    let in_documents = documents
+        .iter()
+        .flat_map(|(path, text)| words::check(path, text));
+    let findings: Vec<Finding> = sources
+        .iter()
+        .flat_map(words::check_source)
+        .chain(in_documents)
+        .collect();
+    for finding in &findings {
+        println!("{finding}");
+    }
+    println!("words: {} findings", findings.len());
+    Ok(findings.is_empty())
 }
 
 /// Prints how many lines of source each crate has, plugins and crates with workspaces of their own among them.

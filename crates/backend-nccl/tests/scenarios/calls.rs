@@ -125,7 +125,7 @@ fn fails<const WAY: usize>() -> Outcome {
     })
 }
 
-fn good_bye() -> Outcome {
+fn leave() -> Outcome {
     two(GroupOptions::default(), |rank, group, store| {
         sum_works(rank, group)?;
         // The old communicator's end hangs on rank 0, on a thread that no caller waits for.
@@ -221,9 +221,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
     ));
     let hang = [(HANG, "call:ncclCommFinalize@0:1")];
     all.push(scenario(
-        "call_a_good_bye_that_hangs_holds_nobody_up",
+        "call_a_leave_that_hangs_holds_no_rank_up",
         &hang,
-        good_bye,
+        leave,
     ));
     all
 }

@@ -55,7 +55,7 @@ pub(super) fn until_logged(words: &str) -> Outcome {
 }
 
 /// The old communicator's flush takes too long on rank 0, and it is aborted instead.
-fn good_bye_becomes_an_abort() -> Outcome {
+fn leave_becomes_an_abort() -> Outcome {
     let options = GroupOptions {
         timeout: Duration::from_millis(300),
         ..Default::default()
@@ -250,9 +250,9 @@ pub(super) fn scenarios() -> Vec<Scenario> {
             own_time_out,
         ),
         scenario(
-            "end_good_bye_that_takes_too_long_becomes_an_abort",
+            "end_leave_that_takes_too_long_becomes_an_abort",
             &[(HANG, "progress:ncclCommFinalize@0:1"), LOG],
-            good_bye_becomes_an_abort,
+            leave_becomes_an_abort,
         ),
         scenario(
             "end_of_a_process_waits_for_the_flush_of_what_it_dropped",

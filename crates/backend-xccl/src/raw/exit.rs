@@ -28,7 +28,7 @@ static BRINGING: AtomicUsize = AtomicUsize::new(0);
 static CLOSING: AtomicBool = AtomicBool::new(false);
 
 /// How long the end of the process waits for the other ranks of groups that were left.
-const FOR_GOODBYES: Duration = Duration::from_secs(5);
+const FOR_LEAVES: Duration = Duration::from_secs(5);
 /// How long it waits for calls.
 const FOR_CALLS: Duration = Duration::from_millis(1500);
 /// How long the thread that began a load in the background waits for it when it ends.
@@ -165,7 +165,7 @@ fn settle(patience: Duration, done: impl Fn() -> bool) -> bool {
 extern "C" fn at_exit(status: c_int, _: *mut c_void) {
     // Groups that were told to end, of any backend: their last executors leave now.
     ftcore::lifecycle::wait_for_partings();
-    settle(FOR_GOODBYES, || LEAVING.load(Ordering::SeqCst) == 0);
+    settle(FOR_LEAVES, || LEAVING.load(Ordering::SeqCst) == 0);
     CLOSING.store(true, Ordering::SeqCst);
     settle(FOR_CALLS, || CALLS.load(Ordering::SeqCst) <= stuck());
     if CALLS.load(Ordering::SeqCst) > 0 {

@@ -38,7 +38,7 @@ enum Phase {
     /// No quorum was asked for yet: a replica that loads must not hold up others, so it sends no heartbeats.
     Quiet,
     Active,
-    /// It says goodbye: no heartbeat and no new stream may follow, or it would seem alive again.
+    /// It leaves: no heartbeat and no new stream may follow, or it would seem alive again.
     Leaving,
     /// The open stream ends as well.
     Over,
@@ -268,10 +268,10 @@ impl Uplink {
         }
     }
 
-    /// Says goodbye and ends the background tasks. A replica that is waited for, or is to learn that the run is over, depends on it, so it is said
+    /// Tells the lighthouse that it leaves, and ends the background tasks. A replica that is waited for, or is to learn that the run is over, depends on it, so it is said
     /// again where a connection broke.
     pub(crate) async fn leave(&self, deadline: Instant) -> Result<()> {
-        // The stream stays open until the goodbye has arrived: its break would look like a death.
+        // The stream stays open until that has arrived: its break would look like a death.
         self.inner.phase.send_replace(Phase::Leaving);
         let message = oxccl::LeaveRequest {
             replica_id: self.replica_id().to_string(),

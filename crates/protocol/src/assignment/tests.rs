@@ -268,7 +268,7 @@ proptest! {
         let lineages = ["", "a", "b"];
         let q = quorum(&members.iter().map(|(s, l)| (*s, lineages[*l])).collect::<Vec<_>>());
         let all: Vec<_> = (0..members.len()).map(|i| at(&q, i, group_rank, init_sync)).collect();
-        prop_assert!(all.iter().any(|r| !r.heal), "somebody has the state");
+        prop_assert!(all.iter().any(|r| !r.heal), "a member has the state");
         for (i, r) in all.iter().enumerate() {
             prop_assert_eq!(r.replica_rank as usize, i);
             prop_assert_eq!(&r.store_address, &all[0].store_address);
@@ -321,7 +321,7 @@ proptest! {
 
     #[test]
     fn where_only_the_progress_of_all_changed_the_parts_of_before_advance_to_those_of_now(
-        // By quorum: the step of all, and who differs from the others in it (nobody, as a rule).
+        // By quorum: the step of all, and who differs from the others in it (none, as a rule).
         quorums in prop::collection::vec((0i64..3, prop_oneof![3 => Just(9usize), 1 => 0usize..4], any::<bool>()), 2..20),
         init_sync: bool,
     ) {

@@ -130,7 +130,7 @@ fn one_that_has_left_is_not_back_because_it_opens_its_stream_again() {
     sim.attach("c", 9);
     sim.join("a");
     sim.join("b");
-    assert_eq!(sim.ids().unwrap(), ["a", "b"], "nobody waits for it");
+    assert_eq!(sim.ids().unwrap(), ["a", "b"], "no member waits for it");
     sim.join("c");
     assert!(sim.state.is_known("c"), "its next question says that it is back");
 }
@@ -159,8 +159,8 @@ fn a_replica_whose_successors_died_goes_on_with_what_it_has() {
     assert_eq!(sim.ids().unwrap(), ["c"]);
 }
 
-/// a and b without c in their last quorum, that of the run's last step if `closes`. a has left; b is gone, and its good-bye is lost.
-fn with_a_lost_good_bye(closes: bool) -> Sim {
+/// a and b without c in their last quorum, that of the run's last step if `closes`. a has left; b is gone, and its leave is lost.
+fn with_a_lost_leave(closes: bool) -> Sim {
     let mut sim = Sim::unattached(rules(1), &["a", "b", "c"]);
     sim.pass(Duration::from_secs(6), &["a", "b"]);
     for id in ["a", "b"] {
@@ -178,10 +178,10 @@ fn with_a_lost_good_bye(closes: bool) -> Sim {
 }
 
 #[test]
-fn a_lost_good_bye_hides_the_end_of_the_run_from_nobody() {
+fn a_lost_leave_hides_the_end_of_the_run_from_no_replica() {
     // One that asks afterwards, and one that waits already.
     for waits in [false, true] {
-        let mut sim = with_a_lost_good_bye(true);
+        let mut sim = with_a_lost_leave(true);
         let early = waits.then(|| come_back(&mut sim));
         assert_eq!(sim.rejected(), [], "b may still take it in");
         sim.detach("b", 2);
@@ -191,7 +191,7 @@ fn a_lost_good_bye_hides_the_end_of_the_run_from_nobody() {
         assert!(format!("{:?}", sim.actions).contains("the run is over"));
     }
     // b may have died in any other step, and come back.
-    let mut sim = with_a_lost_good_bye(false);
+    let mut sim = with_a_lost_leave(false);
     sim.detach("b", 2);
     come_back(&mut sim);
     assert_eq!((sim.rejected(), sim.ids().unwrap()), (vec![], vec!["c".into()]));
@@ -199,7 +199,7 @@ fn a_lost_good_bye_hides_the_end_of_the_run_from_nobody() {
 
 #[test]
 fn one_that_lost_the_last_step_does_it_again_although_others_have_left() {
-    let mut sim = with_a_lost_good_bye(true);
+    let mut sim = with_a_lost_leave(true);
     sim.detach("b", 2);
     sim.join_as(Member {
         is_last: true,
@@ -213,7 +213,7 @@ fn one_that_lost_the_last_step_does_it_again_although_others_have_left() {
 #[test]
 fn those_that_lost_the_last_step_and_are_too_few_to_do_it_again_are_told_so() {
     for (min_replicas, others_left) in [(2, true), (1, true), (2, false)] {
-        let mut sim = with_a_lost_good_bye(true);
+        let mut sim = with_a_lost_leave(true);
         sim.state.rules.min_replicas = min_replicas;
         let again = |sim: &mut Sim| {
             sim.join_as(Member {
@@ -247,11 +247,11 @@ fn those_that_lost_the_last_step_and_are_too_few_to_do_it_again_are_told_so() {
 
 #[test]
 fn a_restarted_lighthouse_knows_that_the_run_is_over_once_the_silent_may_be_gone() {
-    let before = with_a_lost_good_bye(true);
+    let before = with_a_lost_leave(true);
     let mut sim = Sim::started(rules(1), SEED, before.state.record(), before.now);
     come_back(&mut sim);
     sim.pass(Duration::from_secs(4), &["c"]);
-    assert_eq!(sim.rejected(), [], "b has not said good-bye");
+    assert_eq!(sim.rejected(), [], "b has not left");
     let ticket = come_back(&mut sim);
     sim.pass(Duration::from_secs(2), &["c"]);
     assert_eq!(sim.rejected(), [(ticket, ErrorKind::Conflict)]);

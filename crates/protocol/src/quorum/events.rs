@@ -77,7 +77,7 @@ pub enum Event {
         /// Who.
         replica_id: String,
     },
-    /// The replica says goodbye.
+    /// The replica leaves.
     Leave {
         /// Who.
         replica_id: String,
@@ -91,7 +91,7 @@ pub enum Event {
         /// Why, in the words of its servers.
         reason: String,
     },
-    /// A member says that its epoch failed: all members are told, nobody is removed.
+    /// A member says that its epoch failed: all members are told, none is removed.
     Report {
         /// Who.
         replica_id: String,
@@ -117,7 +117,7 @@ pub enum Event {
     /// Time passed.
     Tick,
     /// The lighthouse itself did not run for so long: its process was stopped, or its machine. What it did not hear in that time
-    /// says nothing about anybody.
+    /// says nothing about any other.
     Away {
         /// How long, until now.
         time: Duration,

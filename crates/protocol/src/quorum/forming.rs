@@ -35,7 +35,7 @@ impl LighthouseState {
             });
             let Some(w) = waiting else { continue };
             let text = format!(
-                "the run is over: after quorum {} it went on without replica {id}, and all members of quorum {} have said good-bye ({}). \
+                "the run is over: after quorum {} it went on without replica {id}, and all members of quorum {} have left ({}). \
                  The state of this replica is not what it ended with",
                 w.member.last_quorum_id,
                 last,
@@ -139,7 +139,7 @@ impl LighthouseState {
                 list.push(w.member);
             }
         }
-        // One with another history at the recorded step heals, if somebody has the recorded state.
+        // One with another history at the recorded step heals, if a member has the recorded state.
         if let Some(job) = &self.job
             && participants.iter().all(|m| m.step <= job.step)
             && participants
@@ -185,7 +185,7 @@ impl LighthouseState {
         self.aborted = None;
         self.recent.formed();
         self.accept_rollback = false;
-        // A run ends once: its end is known also if this lighthouse dies with the good-byes.
+        // A run ends once: its end is known also if this lighthouse dies with the leaves.
         if is_new || self.job.as_ref().is_some_and(|job| job.closes) {
             self.unsaved = false;
             actions.extend(self.record().map(Action::Save));

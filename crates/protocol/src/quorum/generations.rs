@@ -375,7 +375,7 @@ fn those_that_were_started_again_wait_a_while_for_a_member_recorded_as_gone_whos
     let (mut sim, lineage) = again(vec![beat()]);
     assert_eq!(sim.ids(), None);
     assert!(sim.reason().contains("for a:1"), "{}", sim.reason());
-    assert!(!sim.is_healthy("a:1"), "it is in nobody's majority");
+    assert!(!sim.is_healthy("a:1"), "it counts for no majority");
     sim.join_as(at("a:1", 10, &lineage));
     assert_eq!(sim.ids().unwrap(), ["a:1", "b:2", "c:2"]);
     // Not for ever: it may hang. And what is known since this lighthouse started counts.

@@ -131,7 +131,7 @@ fn a_replica_that_only_sends_heartbeats_is_waited_for_no_longer_than_the_join_ti
     assert_eq!(sim.ids(), None);
     sim.pass(Duration::from_millis(1_000), &["a", "x", "y"]);
     assert_eq!(sim.ids().unwrap(), ["a"], "10 s after their first heartbeat");
-    // Nor does it begin anew with the next one, and it is in nobody's majority.
+    // Nor does it begin anew with the next one, and it counts for no majority.
     sim.detach("a", 1);
     sim.beat(&["x", "y"]);
     sim.join("b");

@@ -59,7 +59,7 @@ pub(super) struct Entry {
     /// It waits, and a member of the recorded quorum has its name.
     pub(super) named: bool,
     /// It is far behind, and fetches the state of a quorum outside of it, or waits for one to fetch from. It is no candidate, and
-    /// nobody's majority.
+    /// no replica's majority.
     pub(super) spare: bool,
     /// It waits, far behind: a spare unless the others cannot go on without it.
     pub(super) far: bool,
@@ -399,7 +399,7 @@ impl Roster {
             })
     }
 
-    /// Nobody is older by the time in which the lighthouse could not hear them.
+    /// No replica is older by the time in which the lighthouse could not hear them.
     pub(super) fn forgive(&mut self, time: Duration, now: Instant) {
         for entry in self.entries.values_mut() {
             let waits = entry.waiting.iter_mut().map(|w| &mut w.since);

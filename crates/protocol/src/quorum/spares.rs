@@ -132,7 +132,7 @@ mod tests {
             .any(|a| matches!(a, Action::Deliver { tickets, .. } if tickets.contains(&ticket)));
         assert!(answered, "it learns where to fetch from");
         assert_eq!(shown(&sim), [("c".to_string(), true)]);
-        // While it fetches it is in nobody's majority, and what it fetches is kept.
+        // While it fetches it counts for no majority, and what it fetches is kept.
         sim.join_as(at("a", 7));
         sim.join_as(at("b", 7));
         assert_eq!(

@@ -421,7 +421,7 @@ fn l23_shrink_only_keeps_to_min_replicas_after_its_filter_and_never_gives_an_emp
     assert_eq!(sim.ids(), None, "a alone, with min_replicas = 2");
     sim.detach("a", 1);
     assert_eq!(sim.ids(), None);
-    // Once all members are gone, nobody is left to shrink to.
+    // Once all members are gone, none is left to shrink to.
     let mut sim = Sim::quorum_of(rules(1), &["a"]);
     sim.detach("a", 1);
     sim.join_as(Member {
@@ -521,7 +521,7 @@ fn l25_heartbeats_and_streams_of_strangers_hold_up_no_running_job() {
 }
 
 #[test]
-fn a_good_bye_does_not_abort_what_the_others_are_still_finishing() {
+fn a_leave_does_not_abort_what_the_others_are_still_finishing() {
     let mut sim = Sim::quorum_of(rules(1), &["a", "b"]);
     let actions = sim.state.apply(
         Event::Leave {
@@ -535,7 +535,7 @@ fn a_good_bye_does_not_abort_what_the_others_are_still_finishing() {
         "{actions:?}"
     );
     sim.join("a");
-    assert_eq!(sim.ids().unwrap(), ["a"], "and nobody waits for it");
+    assert_eq!(sim.ids().unwrap(), ["a"], "and no member waits for it");
 }
 
 #[test]

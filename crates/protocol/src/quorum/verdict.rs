@@ -1,4 +1,4 @@
-//! May a quorum form now? The rules, over the roster's counters; and the answer as a text, made only when somebody asks.
+//! May a quorum form now? The rules, over the roster's counters; and the answer as a text, made only when a replica asks.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use crate::member::listed;
 /// What the rules say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Verdict {
-    /// Nobody asks.
+    /// No replica asks.
     Idle,
     /// Fewer than `min_replicas` ask.
     TooFew,
@@ -47,7 +47,7 @@ impl Verdict {
 
 impl LighthouseState {
     /// The run is over: all members of the last quorum have left, or all are gone, one of them in order, and it was the quorum of the run's last
-    /// step. Who leaves after that has committed it; the good-byes of others may have been lost.
+    /// step. Who leaves after that has committed it; the leaves of others may have been lost.
     pub(super) fn is_over(&self) -> bool {
         let tally = self.roster.tally();
         let closed =
@@ -55,7 +55,7 @@ impl LighthouseState {
         tally.members > 0 && (tally.left == tally.members || closed())
     }
 
-    /// True if a member of the last quorum asks for one without newcomers. What a newcomer asks keeps nobody out: it would be out itself.
+    /// True if a member of the last quorum asks for one without newcomers. What a newcomer asks keeps none out: it would be out itself.
     fn shrinks(&self) -> bool {
         self.roster.tally().shrinking > 0 && self.job.is_some()
     }
@@ -133,7 +133,7 @@ impl LighthouseState {
     pub(super) fn judge(&self, now: Instant) -> Verdict {
         let (rules, tally, n) = (&self.rules, self.roster.tally(), self.candidates());
         let overlaps = tally.members_asking > 0;
-        // A record alone does not go on: a job of which nobody remembers a quorum starts again as a whole. Who asks under a recorded
+        // A record alone does not go on: a job of which no replica remembers a quorum starts again as a whole. Who asks under a recorded
         // id was in it, also if it tells none, as torchft's managers.
         let goes_on = self.previous.is_some() || tally.reporting > 0 || overlaps;
         if tally.asking == 0 {

@@ -223,7 +223,7 @@ fn the_source_of_an_initial_sync_has_the_history_of_those_that_heal_from_it() {
     other.offered(Ok(()));
     other.configured(Ok(()), None);
     other.healed(Ok(source.lineage().clone()));
-    // Also if the step has to be done again: the state is the initial one, whoever is in the next quorum.
+    // Also if the step has to be done again: the state is the initial one, whichever members the next quorum has.
     for r in [&mut source, &mut other] {
         r.vote(None, Some(1)).unwrap();
         r.decided(Some(false)).unwrap();

@@ -1,4 +1,4 @@
-//! Whether a replica's state is of a step, or was written in part and is nobody's to go on from (INV-5).
+//! Whether a replica's state is of a step, or was written in part and is one that no rank may go on from (INV-5).
 //!
 //! What takes a state over or applies a committed step passes the outcome through [`Integrity::record`]; what asks for a quorum, saves or
 //! sends the state asks [`Integrity::check`] first.

@@ -110,7 +110,7 @@ impl<G> Rounds<G> {
         step > 0 && !self.schedule.has_data(step)
     }
 
-    /// There is a quorum for `step`: what goes out in it. Errors: `InvalidState` if a state was taken over in part: with that nobody goes on, not
+    /// There is a quorum for `step`: what goes out in it. Errors: `InvalidState` if a state was taken over in part: with that no rank goes on, not
     /// even to lose the vote (INV-5).
     pub fn joined(&mut self, step: i64) -> Result<Sends> {
         self.integrity.check()?;

@@ -208,7 +208,7 @@ impl Schedule {
     /// The round of the quorum's step was handed to the group.
     pub(super) fn sent(&mut self) {
         if let Some(Flight::Open { again: true }) = self.flight {
-            // A replica that healed in a repeated round may stand before the end of its source's. The others wait for nobody's inner
+            // A replica that healed in a repeated round may stand before the end of its source's. The others wait for no replica's inner
             // steps, so that it too goes straight to the end of the round.
             self.count = self.count.max(self.round_steps);
         }

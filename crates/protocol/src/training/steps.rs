@@ -104,7 +104,7 @@ impl<G> Steps<G> {
         self.is_closing(step)
     }
 
-    /// There is a quorum: what this replica sends in it. Errors: `InvalidState` if a state was taken over in part: with that nobody goes on, not
+    /// There is a quorum: what this replica sends in it. Errors: `InvalidState` if a state was taken over in part: with that no rank goes on, not
     /// even to lose the vote (INV-5).
     pub fn joined(&mut self, share: &Share) -> Result<Sends> {
         self.integrity.check()?;

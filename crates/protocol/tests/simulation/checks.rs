@@ -16,7 +16,7 @@ const SOURCES: usize = 3;
 /// What was seen so far.
 #[derive(Debug, Default)]
 pub(crate) struct Checks {
-    /// The value of each state, and how many batches led to it: by group rank, step and history. Two of them would be two states that heal nobody (INV-6).
+    /// The value of each state, and how many batches led to it: by group rank, step and history. Two of them would be two states of which no member heals (INV-6).
     values: BTreeMap<(u32, i64, String), (u64, i64)>,
     /// The history after each commit, by group rank, epoch and step: those that commit together go on as one.
     commits_of: BTreeMap<(u32, i64, i64), String>,
@@ -220,7 +220,7 @@ impl Checks {
         self.holders.insert((quorum.quorum_id, step), number);
     }
 
-    /// Spares are no members, and members take nobody in, or wait for it, whose state is far behind and who did not ask so: docs/healing.md says
+    /// Spares are no members, and members take no replica in, and wait for none, whose state is far behind and that did not ask so: docs/healing.md says
     /// when they do all the same.
     pub(crate) fn spares(
         &mut self,
@@ -246,7 +246,7 @@ impl Checks {
             .filter_map(|id| Some((id.to_string(), self.asked.remove(id)?)))
             .collect();
         let asked = |id: &str| since.get(id).map_or(Duration::ZERO, |(at, _)| *at);
-        // In the last step of a run, and with members that do not know spares, everybody is waited for.
+        // In the last step of a run, and with members that do not know spares, all are waited for.
         let Some(frontier) = frontier.filter(|_| knew && members.iter().all(|m| !m.is_last)) else {
             return Ok(());
         };
@@ -273,7 +273,7 @@ impl Checks {
         }
     }
 
-    /// The shares of a reduction: with `all`, whoever held the state contributes; no work counts twice while there is any that is not a copy, and all is of the state that all contributors
+    /// The shares of a reduction: with `all`, every replica that held the state contributes; no work counts twice while there is any that is not a copy, and all is of the state that all contributors
     /// hold (INV-4).
     pub(crate) fn weights(&self, epoch: i64, shares: &[Share], all: bool) -> Result<(), String> {
         match shares.iter().filter(|s| s.is_barrier).count() {
@@ -313,7 +313,7 @@ impl Checks {
             ));
         }
         if contributors().next().is_none() {
-            return Err(format!("INV-4: in epoch {epoch} nobody contributes: {shares:?}"));
+            return Err(format!("INV-4: in epoch {epoch} no replica contributes: {shares:?}"));
         }
         Ok(())
     }

@@ -1,6 +1,6 @@
 //! The joint simulation: n replicas of m ranks, their servers and a lighthouse, all of the real state machines, under virtual
 //! time. Kills, stops, hangs, cuts, restarts, lost connections and strangers at random; the promises (INV-4 to 7) are looked at
-//! after every event, and whoever is able to commit must do so within a bounded time of the last fault.
+//! after every event, and each replica that is able to commit must do so within a bounded time of the last fault.
 //!
 //! A seed determines a run wholly. A run that fails is made small (faults are left out while it still fails) and told with its
 //! last events. `OXCCL_SIMULATION=FROM..TO` runs other seeds.

@@ -149,7 +149,7 @@ pub(crate) enum Fault {
     },
     /// The next time a rank writes its state, it fails in the middle: taking another one over, or applying a step that has committed.
     Tear { slot: usize, rank: u32 },
-    /// Somebody who is no replica talks to the lighthouse.
+    /// A stranger, who is no replica, talks to the lighthouse.
     Stranger { claim: u64 },
     /// The same, with an address that could be one and a quorum id that is none of this job's.
     Impostor { claim: u64 },
@@ -224,7 +224,7 @@ impl Scenario {
             faults: Vec::new(),
         };
         if scenario.foreign {
-            // Its votes come from one rank, and its sources tell what they copied to nobody.
+            // Its votes come from one rank, and its sources tell no other what they copied.
             scenario.ranks = 1;
             scenario.training = Training::DataParallel { by_place: false };
             scenario.last = None;
@@ -233,7 +233,7 @@ impl Scenario {
             let mut at = r.millis(0, 30_000);
             let mut fault = scenario.fault(&mut r);
             if let Fault::Hang { slot, time: None, .. } = &mut fault {
-                // Of one replica at most, and not before the job has begun: somebody must be left who is able to commit.
+                // Of one replica at most, and not before the job has begun: a replica must be left that is able to commit.
                 *slot = replicas - 1;
                 at += Duration::from_secs(4);
             }
@@ -251,7 +251,7 @@ impl Scenario {
             self.asks_late = r.chance(600);
             self.counts_back = forgets && self.init_sync;
         } else {
-            // Without a record nobody knows that the run is over.
+            // Without a record no replica knows that the run is over.
             self.forgets = forgets && self.last.is_none();
         }
         if forgets {
@@ -319,7 +319,7 @@ impl Scenario {
                 time: r.millis(100, 12_000),
             },
             8 | 9 => {
-                // Somebody must be left who can commit.
+                // A replica must be left that can commit.
                 let for_ever = (self.min_replicas as usize) < self.replicas && r.chance(500);
                 let time = r.millis(1_000, 20_000);
                 Fault::Hang {

@@ -1,7 +1,7 @@
 //! The training thread of a rank: drives the real [`Rank`] through its attempts, as `manager::Manager` does, over groups and
 //! transfers that are played.
 //!
-//! What is trained is a [`Program`]: two ranks that hold the same step of the same history hold the same numbers, or somebody has broken a
+//! What is trained is a [`Program`]: two ranks that hold the same step of the same history hold the same numbers, or one has broken a
 //! promise. Beside them a state has a part of the replica's own, as DiLoCo's local parameters: replicas of one step differ in it, and a state that
 //! is fetched has both parts from one source.
 
@@ -378,7 +378,7 @@ impl World {
                     self.give_up_group(who);
                     return self.joined(who, &answer);
                 }
-                // Torn, and nobody is left to heal from: it starts again.
+                // Torn, and none is left to heal from: it starts again.
                 Next::End(e) if e.kind() == ErrorKind::InvalidState => {
                     return self.later(Duration::ZERO, who, Happening::Exit);
                 }
@@ -669,7 +669,7 @@ impl World {
                 let Some(answer) = t.rank.answer().cloned() else {
                     return;
                 };
-                // The transfer took a while: somebody must be left who has it, and the other ranks still want it.
+                // The transfer took a while: a replica must be left that has it, and the other ranks still want it.
                 let left = self.offered_to(who, &answer, u64::MAX).is_some();
                 if !left || !self.settles(who, &answer, &offer) {
                     let Some(t) = self.trainer(who) else { return };

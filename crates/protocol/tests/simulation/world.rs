@@ -39,7 +39,7 @@ const TELL_FIRST: Duration = Duration::from_millis(100);
 const BEAT: Duration = Duration::from_millis(900);
 /// For one call of a rank, one connect, one reduction.
 pub(crate) const CALL: Duration = Duration::from_secs(10);
-/// After the last fault, everybody who is able to has committed again within this time.
+/// After the last fault, every replica that is able to has committed again within this time.
 const RECOVERY: Duration = Duration::from_secs(35);
 /// As above, where connections go on breaking and messages go on coming late: each may cost another reduction its deadline.
 const RECOVERY_UNDER_LOSS: Duration = Duration::from_secs(70);
@@ -97,8 +97,8 @@ pub(crate) enum Happening {
     InnerSteps,
     /// The rank's client tells of progress.
     ShowProgress,
-    /// A replica's server says good-bye to the lighthouse, for the first time or, until then, again.
-    GoodBye {
+    /// A replica's server tells the lighthouse that it leaves, for the first time or, until then, again.
+    Leave {
         until: Duration,
     },
     /// A process exits by itself.
@@ -422,7 +422,7 @@ impl World {
             .is_some_and(|r| r.starts_with("the first quorum waits for"))
             || knows_nothing && self.lighthouse.as_ref().is_some_and(|l| l.heard.knows_nothing());
         if hangs && (newest(true) > newest(false) || recorded > newest(false) || for_all) {
-            // Whoever hangs for ever is the only one that holds the newest state, or is missing for the decision to go back; or it is
+            // The one that hangs for ever is the only one that holds the newest state, or is missing for the decision to go back; or it is
             // one of those that the first quorum waits for, however long that takes.
             return;
         }
@@ -594,7 +594,7 @@ impl World {
                     self.server_hears(who, ReplicaEvent::Progress { rank });
                 }
             }
-            Happening::GoodBye { until } => self.says_good_bye(who, until),
+            Happening::Leave { until } => self.tells_that_it_leaves(who, until),
             Happening::Exit => self.ends(who, "it exits"),
             Happening::Dies => self.ends(who, "it is killed"),
             Happening::Fault(_)

@@ -54,7 +54,7 @@ impl CudaProgram {
     ///
     /// # Safety
     /// The kernel takes exactly these words, works with any grid, and what is behind them that is memory is alive, and used by
-    /// nobody else, until [`finish`](Self::finish) has returned.
+    /// no other thread, until [`finish`](Self::finish) has returned.
     pub unsafe fn launch(&self, kernel: &str, threads: usize, words: &mut [u64]) -> Result<()> {
         let found = self.functions.iter().find(|(name, _)| name == kernel);
         let (_, function) =

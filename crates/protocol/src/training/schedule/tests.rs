@@ -113,7 +113,7 @@ impl Replica {
             assert_eq!(
                 self.rounds.due(),
                 Some(Due::Finish),
-                "the others wait for nobody's inner steps"
+                "the others wait for no other's inner steps"
             );
         }
     }

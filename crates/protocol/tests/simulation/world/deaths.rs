@@ -1,5 +1,5 @@
 //! A death is known in time: where there is evidence (a stream that broke, a process that ended, the end of all connections of a replica without a
-//! stream), nobody waits for a heartbeat time-out.
+//! stream), no replica waits for a heartbeat time-out.
 
 use super::*;
 

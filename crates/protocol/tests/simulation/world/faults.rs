@@ -221,13 +221,13 @@ impl World {
         }
     }
 
-    /// What somebody who is no replica of the job may say; it must cost the job nothing.
+    /// What a stranger, who is no replica of the job, may say; it must cost the job nothing.
     pub(super) fn stranger(&mut self, claim: u64) {
         let id = format!("x{}:1", claim % 3);
         let ticket = self.number();
         let absurd = [0, 1, -1, i64::MAX, 1 << 59][(claim >> 8) as usize % 5];
         // Before there is a record, a stranger that says the right things is a replica: who may speak is for credentials to say.
-        // Nor does a record bind anybody once all members have left, or one has after the last step and the others are gone.
+        // Nor does a record bind any replica once all members have left, or one has after the last step and the others are gone.
         let binds = self
             .record
             .as_ref()

@@ -1,4 +1,4 @@
-//! Who is in a quorum and who is not, looked at when one is delivered: a majority of the healthy (INV-7), nobody too early, no stranger, after a
+//! Who is in a quorum and who is not, looked at when one is delivered: a majority of the healthy (INV-7), none too early, no stranger, after a
 //! restart those that the job goes on with, and a new id after a lost vote.
 
 use std::collections::BTreeSet;

@@ -2,7 +2,7 @@
 
 use super::*;
 
-/// So long a good-bye is said again where the connection broke.
+/// So long a leave is sent again where the connection broke.
 const SAY_AGAIN: Duration = Duration::from_secs(1);
 
 impl World {
@@ -230,11 +230,11 @@ impl World {
             return self.later(Duration::from_millis(5), who, Happening::Exit);
         }
         let until = self.now + SAY_AGAIN;
-        self.says_good_bye(who, until);
+        self.tells_that_it_leaves(who, until);
         self.later(SAY_AGAIN, who, Happening::Exit);
     }
 
-    pub(super) fn says_good_bye(&mut self, who: Who, until: Duration) {
+    pub(super) fn tells_that_it_leaves(&mut self, who: Who, until: Duration) {
         let Some(replica_id) = self.replica(who).map(|r| r.id.clone()) else {
             return;
         };
@@ -242,7 +242,7 @@ impl World {
         let is_told = self.send_lighthouse(who, Event::Leave { replica_id, reason });
         let pause = self.random.millis(20, 200);
         if !is_told && self.now + pause < until {
-            self.later(pause, who, Happening::GoodBye { until });
+            self.later(pause, who, Happening::Leave { until });
         }
     }
 
