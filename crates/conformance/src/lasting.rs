@@ -15,7 +15,7 @@ use crate::lent::Lasting;
 use crate::{Case, Failure, Outcome, Rank};
 
 /// What a set of ranks gets to end in good order.
-const GOODBYE: Duration = Duration::from_secs(20);
+const TO_LEAVE: Duration = Duration::from_secs(20);
 
 /// The ranks of one world and their group.
 pub(crate) trait Ranks: Sized {
@@ -167,7 +167,7 @@ impl Member {
 
     /// Leaves in good order.
     pub(crate) fn leave(&self) -> Outcome {
-        Ok(self.group.shutdown(deadline_in(GOODBYE))?)
+        Ok(self.group.shutdown(deadline_in(TO_LEAVE))?)
     }
 }
 

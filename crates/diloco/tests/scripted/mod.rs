@@ -1,6 +1,6 @@
 //! Runs over a scripted replica, begun.
 
-#![allow(dead_code, reason = "each test takes what it needs")]
+#![allow(clippy::unwrap_used, reason = "a failure here is a failed test")]
 
 use oxccl_diloco::{Diloco, DilocoConfig, SliceParameters};
 use training_rig::{Nothing, ScriptedReplica};
