@@ -75,6 +75,10 @@ pub(crate) fn capabilities(
                 "lists are composed of grouped broadcasts and reductions",
             ),
             (
+                "all_gather_in_place, reduce_scatter_in_place",
+                "NCCL's own: the part's address says so",
+            ),
+            (
                 "gather, scatter, all_to_all",
                 "grouped sends and receives; native where parts lie side by side (2.28)",
             ),

@@ -100,6 +100,13 @@ fn sample(kind: OpKind, rank: &Rank, dtype: DType, op: ReduceOp) -> Option<Colle
             pairs: vec![(wide(), one())],
             op,
         },
+        OpKind::AllGatherInPlace => Collective::AllGatherInPlace {
+            tensors: vec![wide()],
+        },
+        OpKind::ReduceScatterInPlace => Collective::ReduceScatterInPlace {
+            tensors: vec![wide()],
+            op,
+        },
         OpKind::AllToAll => Collective::AllToAll {
             inputs: all(),
             outputs: all(),
@@ -129,12 +136,6 @@ fn sample(kind: OpKind, rank: &Rank, dtype: DType, op: ReduceOp) -> Option<Colle
 fn unsupported(rank: &Rank) -> Outcome {
     let group = rank.group()?;
     let caps = group.capabilities().clone();
-    let reductions = [
-        OpKind::AllReduce,
-        OpKind::Reduce,
-        OpKind::ReduceScatter,
-        OpKind::ReduceScatterInto,
-    ];
     for kind in OpKind::ALL {
         for dtype in DType::ALL {
             for op in [
@@ -154,7 +155,7 @@ fn unsupported(rank: &Rank) -> Outcome {
                 let has_data = sample.dtype().is_some();
                 let offered = caps.ops.contains(kind)
                     && (!has_data || caps.moves.contains(dtype))
-                    && (!reductions.contains(&kind) || caps.reduces(op, dtype));
+                    && (!kind.is_reduction() || caps.reduces(op, dtype));
                 if !offered {
                     let what = format!("{kind} of {dtype} with {op}");
                     refused(group.as_ref(), &what, sample, ErrorKind::Unsupported)?;
@@ -321,6 +322,10 @@ fn wrong(rank: &Rank) -> Outcome {
                 tag: 0,
             },
         ),
+        (
+            "no tensor in place",
+            Collective::AllGatherInPlace { tensors: Vec::new() },
+        ),
         ("an empty batch", Collective::Batch { ops: Vec::new() }),
         (
             "a collective in a batch",
@@ -346,6 +351,19 @@ fn wrong(rank: &Rank) -> Outcome {
         ),
     ];
     if n > 1 {
+        tries.push((
+            "a tensor to gather in place without a part for every rank",
+            Collective::AllGatherInPlace {
+                tensors: vec![filled(2 * n), filled(n + 1)],
+            },
+        ));
+        tries.push((
+            "a tensor to reduce in place without a part for every rank",
+            Collective::ReduceScatterInPlace {
+                tensors: vec![filled(2 * n - 1)],
+                op,
+            },
+        ));
         tries.push((
             "an uneven count without splits",
             Collective::AllToAllInto {

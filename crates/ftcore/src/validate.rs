@@ -91,8 +91,10 @@ fn check(
     }
     let kind = op.kind();
     if !caps.ops.contains(kind) {
+        let instead = kind.apart().filter(|k| caps.ops.contains(*k));
+        let instead = instead.map_or(String::new(), |k| format!("; give input and output apart ({k})"));
         return Err(Error::unsupported(format!(
-            "backend '{}' does not offer {kind}",
+            "backend '{}' does not offer {kind}{instead}",
             info.backend
         )));
     }
@@ -144,8 +146,15 @@ fn check(
             )));
         }
         if let Some((a, b)) = find_overlap(&tensors) {
+            let in_place = match kind {
+                OpKind::AllGatherInto => "; where the input is this rank's part of the output, give all_gather_in_place that tensor alone",
+                OpKind::ReduceScatterInto => {
+                    "; where the output is this rank's part of the input, give reduce_scatter_in_place that tensor alone"
+                }
+                _ => "",
+            };
             return Err(Error::invalid(format!(
-                "tensors {a} and {b} share memory; every tensor of a call needs its own"
+                "tensors {a} and {b} share memory; every tensor of a call needs its own{in_place}"
             )));
         }
     }
@@ -157,11 +166,7 @@ fn check(
         _ => Ok(()),
     };
     if !options.contribute {
-        let reduction = matches!(
-            kind,
-            OpKind::AllReduce | OpKind::Reduce | OpKind::ReduceScatter | OpKind::ReduceScatterInto
-        );
-        ensure(reduction, || {
+        ensure(kind.is_reduction(), || {
             format!("contribute = false has a meaning for reductions only, not for {kind}")
         })?;
         if !caps.has(Feature::Contributors) {
@@ -195,6 +200,10 @@ fn check(
                 .iter()
                 .try_for_each(|(i, o)| world_times(i, o, world, "input", "output"))
         }
+        Collective::AllGatherInPlace { tensors } => {
+            not_empty(tensors)?;
+            parts_for_all(tensors, world)
+        }
         Collective::Gather { input, outputs, root } => {
             rank_exists("root", *root)?;
             root_list("outputs", outputs, input, *root, info)
@@ -217,6 +226,11 @@ fn check(
             pairs
                 .iter()
                 .try_for_each(|(i, o)| world_times(o, i, world, "output", "input"))?;
+            reduces(*r, op.dtype())
+        }
+        Collective::ReduceScatterInPlace { tensors, op: r } => {
+            not_empty(tensors)?;
+            parts_for_all(tensors, world)?;
             reduces(*r, op.dtype())
         }
         Collective::AllToAll { inputs, outputs } => {
@@ -302,6 +316,16 @@ fn world_times(
             large.count(),
             small.count()
         )
+    })
+}
+
+fn parts_for_all(tensors: &[Tensor], world: usize) -> Result<(), Error> {
+    let odd = tensors.iter().enumerate();
+    let odd = odd.map(|(i, t)| (i, t.count())).find(|(_, n)| !n.is_multiple_of(world));
+    odd.map_or(Ok(()), |(i, n)| {
+        Err(Error::invalid(format!(
+            "tensor {i} has {n} elements; in place it needs as many for each of {world} ranks"
+        )))
     })
 }
 
