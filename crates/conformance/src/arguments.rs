@@ -24,7 +24,7 @@ pub(crate) fn cases(worlds: Worlds) -> Vec<Case> {
 }
 
 /// Submits what must be refused with `kind`; the tensors come back with their contents.
-fn refused(group: &dyn ProcessGroup, what: &str, op: Collective, kind: ErrorKind) -> Outcome {
+pub(crate) fn refused(group: &dyn ProcessGroup, what: &str, op: Collective, kind: ErrorKind) -> Outcome {
     let before: Vec<(DType, Vec<u8>)> = op
         .tensors()
         .iter()
@@ -175,7 +175,7 @@ fn unsupported(rank: &Rank) -> Outcome {
 }
 
 /// Nothing was sent: the group is in step on all ranks.
-fn still_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
+pub(crate) fn still_works(rank: &Rank, group: &dyn ProcessGroup) -> Outcome {
     ensure!(
         group.error().is_none(),
         "a refusal poisoned the group: {:?}",

@@ -12,7 +12,11 @@ use std::sync::Arc;
 
 use crate::{DType, Device, Element, Error, ErrorKind, Result};
 
+mod complex;
 mod views;
+
+pub use complex::Real;
+pub(crate) use complex::not_by_parts;
 
 /// What keeps the memory alive.
 enum Owner {
@@ -38,6 +42,8 @@ pub struct Tensor {
     shape: Vec<usize>,
     count: usize,
     device: Device,
+    /// The elements are pairs of reals; see `complex`.
+    is_complex: bool,
     owner: Owner,
 }
 
@@ -74,6 +80,7 @@ impl Tensor {
             shape: vec![len],
             count: len,
             device: Device::CPU,
+            is_complex: false,
             owner: Owner::Vec {
                 len,
                 capacity,
@@ -115,6 +122,7 @@ impl Tensor {
             shape: vec![len],
             count: len,
             device: Device::CPU,
+            is_complex: false,
             owner: Owner::Shared(owner),
         }
     }
@@ -150,6 +158,7 @@ impl Tensor {
             _ => self.copy_as::<u8>(),
         };
         (copy.dtype, copy.shape) = (self.dtype, self.shape.clone());
+        copy.is_complex = self.is_complex;
         Ok(copy)
     }
 
@@ -207,6 +216,7 @@ impl Tensor {
             shape: shape.to_vec(),
             count,
             device,
+            is_complex: false,
             owner: Owner::Foreign(owner),
         })
     }
@@ -376,6 +386,7 @@ pub(crate) fn lend<T: Element, R>(data: &mut [T], run: impl FnOnce(Tensor) -> R)
         shape: vec![data.len()],
         count: data.len(),
         device: Device::CPU,
+        is_complex: false,
         owner: Owner::Foreign(Box::new(guard.0.clone())),
     };
     // INV-8: the tensor has the exclusive access that `data` gives until it is dropped, and the guard makes sure that this
@@ -416,7 +427,7 @@ impl Drop for Tensor {
 
 impl fmt::Debug for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Tensor({} {:?} on {})", self.dtype, self.shape, self.device)
+        write!(f, "Tensor({} {:?} on {})", self.value_name(), self.shape, self.device)
     }
 }
 
@@ -553,7 +564,7 @@ mod tests {
         assert!(text.contains("tensors 0 and 1 share memory"), "{text}");
         let odd = Collective::AllGatherInPlace { tensors: vec![at(0, 5)] };
         let (_, text) = refused(odd, &all);
-        assert!(text.contains("tensor 0 has 5 elements") && text.contains("3 ranks"), "{text}");
+        assert!(text.contains("tensor 0 has 5 ") && text.contains("3 ranks"), "{text}");
         let scatter = Collective::ReduceScatterInPlace {
             tensors: vec![at(0, 6)],
             op: ReduceOp::Sum,

@@ -3,7 +3,7 @@
 //! Checked here: the operation and dtype are advertised, one dtype per call, sizes and splits fit the world, ranks
 //! exist, memory is on a device that is served and nothing overlaps. A refusal gives the tensors back ([`Rejected`]).
 
-use crate::memory::find_overlap;
+use crate::memory::{find_overlap, not_by_parts};
 use crate::{
     Capabilities, Collective, DType, Error, ErrorKind, Feature, GroupInfo, OpKind, ReduceOp, SubmitOptions,
     Tensor,
@@ -120,6 +120,14 @@ fn check(
                 t.dtype()
             )));
         }
+        let odd = tensors.iter().enumerate().find(|(_, t)| t.is_complex() != first.is_complex());
+        if let Some((i, t)) = odd.filter(|_| kind != OpKind::Batch) {
+            return Err(Error::invalid(format!(
+                "tensor {i} holds {}, tensor 0 {}; view both as complex or both as real",
+                t.value_name(),
+                first.value_name()
+            )));
+        }
         for (i, t) in tensors.iter().enumerate() {
             if !caps.serves(&t.device().kind) {
                 return Err(Error::invalid(format!(
@@ -158,12 +166,18 @@ fn check(
             )));
         }
     }
-    let reduces = |r: ReduceOp, dtype: Option<DType>| match dtype {
-        Some(d) if !caps.reduces(r, d) => Err(Error::unsupported(format!(
-            "backend '{}' does not reduce {d} with {r}",
-            info.backend
-        ))),
-        _ => Ok(()),
+    let complex = tensors.first().filter(|t| t.is_complex() && kind != OpKind::Batch);
+    let reduces = |r: ReduceOp, dtype: Option<DType>| {
+        if let Some(error) = complex.and_then(|t| not_by_parts(r, t.value_name())) {
+            return Err(error);
+        }
+        match dtype {
+            Some(d) if !caps.reduces(r, d) => Err(Error::unsupported(format!(
+                "backend '{}' does not reduce {d} with {r}",
+                info.backend
+            ))),
+            _ => Ok(()),
+        }
     };
     if !options.contribute {
         ensure(kind.is_reduction(), || {
@@ -319,12 +333,19 @@ fn world_times(
     })
 }
 
+/// The elements of `tensor` that are never parted.
+fn together(tensor: &Tensor) -> usize {
+    if tensor.is_complex() { 2 } else { 1 }
+}
+
 fn parts_for_all(tensors: &[Tensor], world: usize) -> Result<(), Error> {
-    let odd = tensors.iter().enumerate();
-    let odd = odd.map(|(i, t)| (i, t.count())).find(|(_, n)| !n.is_multiple_of(world));
-    odd.map_or(Ok(()), |(i, n)| {
+    let mut all = tensors.iter().enumerate();
+    let odd = all.find(|(_, t)| !(t.count() / together(t)).is_multiple_of(world));
+    odd.map_or(Ok(()), |(i, t)| {
         Err(Error::invalid(format!(
-            "tensor {i} has {n} elements; in place it needs as many for each of {world} ranks"
+            "tensor {i} has {} values of {}; in place it needs as many for each of {world} ranks",
+            t.count() / together(t),
+            t.value_name()
         )))
     })
 }
@@ -346,13 +367,21 @@ fn root_list(name: &str, list: &[Tensor], own: &Tensor, root: u32, info: &GroupI
 }
 
 fn splits(name: &str, splits: &[usize], tensor: &Tensor, world: usize) -> Result<(), Error> {
+    let together = together(tensor);
     if splits.is_empty() {
-        return ensure(tensor.count().is_multiple_of(world), || {
+        return ensure((tensor.count() / together).is_multiple_of(world), || {
             format!(
-                "{} elements do not divide evenly among {world} ranks; give {name}",
-                tensor.count()
+                "{} values of {} do not divide evenly among {world} ranks; give {name}",
+                tensor.count() / together,
+                tensor.value_name()
             )
         });
+    }
+    if let Some((i, n)) = splits.iter().enumerate().find(|(_, n)| !n.is_multiple_of(together)) {
+        return Err(Error::invalid(format!(
+            "{name}[{i}] is {n} elements, which parts a {} in two",
+            tensor.value_name()
+        )));
     }
     ensure(splits.len() == world, || {
         format!("{name} has {} entries; the world has {world} ranks", splits.len())

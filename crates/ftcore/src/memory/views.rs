@@ -19,6 +19,10 @@ impl Tensor {
             let text = format!("a cut behind element {at} of a tensor of {}", self.count);
             return Err(Box::new((Error::invalid(text), self)));
         };
+        if self.is_complex && !at.is_multiple_of(2) {
+            let text = format!("a cut behind element {at} parts a {} in two", self.value_name());
+            return Err(Box::new((Error::invalid(text), self)));
+        }
         // Within the memory, or at its end.
         let behind = self.ptr.as_ptr().wrapping_add(at * self.dtype.size());
         let Some(behind) = NonNull::new(behind) else {
@@ -26,6 +30,7 @@ impl Tensor {
             return Err(Box::new((error, self)));
         };
         let (first, dtype, device) = (self.ptr, self.dtype, self.device.clone());
+        let is_complex = self.is_complex;
         let whole = match &self.owner {
             Owner::Part(whole) => Some(whole.clone()),
             _ => None,
@@ -38,6 +43,7 @@ impl Tensor {
             shape: vec![count],
             count,
             device: device.clone(),
+            is_complex,
             owner: Owner::Part(whole.clone()),
         };
         Ok((part(first, at), part(behind, rest)))
@@ -69,6 +75,10 @@ impl Tensor {
             );
             return refused(text, (self, next));
         }
+        if self.is_complex != next.is_complex {
+            let text = format!("one holds {}, the other {}", self.value_name(), next.value_name());
+            return refused(text, (self, next));
+        }
         // INV-8: two ranges side by side, each of which was one tensor's alone.
         self.count += next.count;
         self.shape = vec![self.count];
@@ -94,7 +104,10 @@ impl Tensor {
             return self;
         };
         match Arc::try_unwrap(whole) {
-            Ok(whole) => whole,
+            Ok(mut whole) => {
+                whole.is_complex = self.is_complex;
+                whole
+            }
             // An empty part is left somewhere.
             Err(whole) => {
                 self.owner = Owner::Part(whole);
