@@ -92,7 +92,11 @@ pub(crate) fn capabilities(
             ),
             (
                 "send, recv, batch",
-                "a communicator per pair and direction; in order per peer, tags are not matched",
+                "a communicator per pair and direction; in order per peer: NCCL has no tags, and any but 0 is refused",
+            ),
+            (
+                "recv from any",
+                "not offered: NCCL receives from a named rank only",
             ),
             (
                 "monitored_barrier",

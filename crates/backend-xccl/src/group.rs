@@ -79,7 +79,7 @@ pub(crate) fn capabilities(counted: bool) -> Capabilities {
             ("monitored_barrier", "composed: through the store"),
             (
                 "send, recv",
-                "a communicator of their own, a thread per peer and direction; tags are not matched",
+                "a communicator of their own, a thread per peer and direction, in order: oneCCL has no tags, and any but 0 is refused",
             ),
             (
                 "recv from any",

@@ -171,7 +171,42 @@ fn unsupported(rank: &Rank) -> Outcome {
         };
         refused(group.as_ref(), "receive from any", op, ErrorKind::Unsupported)?;
     }
+    if !caps.has(Feature::Tags) && caps.ops.contains(OpKind::Send) && rank.world > 1 {
+        without_tags(rank, group.as_ref(), moved(&caps))?;
+    }
     still_works(rank, group.as_ref())
+}
+
+/// A group that matches messages by their order takes no tag that says otherwise, in a batch neither, and says what to do.
+fn without_tags(rank: &Rank, group: &dyn ProcessGroup, dtype: DType) -> Outcome {
+    let peer = (rank.rank + 1) % rank.world;
+    let send = |tag| Collective::Send {
+        tensor: Tensor::zeros(dtype, 1),
+        peer,
+        tag,
+    };
+    let receive = |tag| Collective::Recv {
+        tensor: Tensor::zeros(dtype, 1),
+        peer: Some(peer),
+        tag,
+    };
+    let batch = Collective::Batch {
+        ops: vec![receive(0), send(3)],
+    };
+    for op in [send(1), receive(u32::MAX), batch] {
+        if group.capabilities().ops.contains(op.kind()) {
+            refused(group, "a tag that is not matched", op, ErrorKind::Unsupported)?;
+        }
+    }
+    let Err(rejected) = group.run(send(7), SubmitOptions::default()) else {
+        return Err(Failure::new("tag 7 was accepted"));
+    };
+    let text = rejected.error.to_string();
+    ensure!(
+        text.contains("tag 7") && text.contains("tag 0") && text.contains(&group.info().backend),
+        "the refusal does not name the tag, the backend and what to do: {text}"
+    );
+    Ok(())
 }
 
 /// Nothing was sent: the group is in step on all ranks.

@@ -258,7 +258,7 @@ pub enum Collective {
         tensor: Tensor,
         /// The receiver.
         peer: u32,
-        /// Matched with the receive's tag.
+        /// Matched with the receive's tag; 0 where the group does not advertise [`Tags`](crate::Feature::Tags).
         tag: u32,
     },
     /// Receives from `peer`, or from the first rank that sends with that tag.
@@ -267,7 +267,7 @@ pub enum Collective {
         tensor: Tensor,
         /// The sender, or `None` for any.
         peer: Option<u32>,
-        /// Matched with the send's tag.
+        /// Matched with the send's tag; 0 where the group does not advertise [`Tags`](crate::Feature::Tags).
         tag: u32,
     },
     /// Returns once every rank has entered.

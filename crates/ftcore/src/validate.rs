@@ -272,15 +272,24 @@ fn check(
             splits("input_splits", input_splits, input, world)?;
             splits("output_splits", output_splits, output, world)
         }
-        Collective::Send { peer, .. } => p2p_peer(*peer, info),
-        Collective::Recv { peer, .. } => match peer {
-            Some(p) => p2p_peer(*p, info),
-            None if caps.has(Feature::RecvAny) => Ok(()),
-            None => Err(Error::unsupported(format!(
-                "backend '{}' cannot receive from any rank",
-                info.backend
-            ))),
-        },
+        Collective::Send { peer, tag, .. } => {
+            p2p_peer(*peer, info)?;
+            matched_by(*tag, info, caps)
+        }
+        Collective::Recv { peer, tag, .. } => {
+            match peer {
+                Some(p) => p2p_peer(*p, info)?,
+                None if caps.has(Feature::RecvAny) => {}
+                None => {
+                    return Err(Error::unsupported(format!(
+                        "backend '{}' cannot receive from any rank: its library receives from the rank that it is told; name the \
+                         sender, or receive over a group that does (gloo)",
+                        info.backend
+                    )));
+                }
+            }
+            matched_by(*tag, info, caps)
+        }
         Collective::Barrier | Collective::MonitoredBarrier { .. } => Ok(()),
         Collective::Batch { ops } => {
             ensure(!ops.is_empty(), || "the batch is empty".to_string())?;
@@ -299,6 +308,19 @@ fn p2p_peer(peer: u32, info: &GroupInfo) -> Result<(), Error> {
         format!("peer {peer} does not exist in a world of {}", info.world_size)
     })?;
     ensure(peer != info.rank, || format!("peer {peer} is this rank itself"))
+}
+
+/// Where messages of a pair match in the order in which they are sent, a tag would be a promise that is not kept: a receive could
+/// get another message of the same size.
+fn matched_by(tag: u32, info: &GroupInfo, caps: &Capabilities) -> Result<(), Error> {
+    if tag == 0 || caps.has(Feature::Tags) {
+        return Ok(());
+    }
+    Err(Error::unsupported(format!(
+        "tag {tag}: backend '{}' matches the messages of two ranks in the order in which they are sent, not by tag; give tag 0 \
+         and receive in that order, or use a group for each kind of message",
+        info.backend
+    )))
 }
 
 fn own_part(

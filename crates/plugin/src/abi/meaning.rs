@@ -109,7 +109,8 @@ pub const FEATURES: [(Feature, &str); 10] = [
     ),
     (
         Feature::Tags,
-        "A receive takes the message with its tag, in whatever order they were sent.",
+        "A receive takes the message with its tag, in whatever order they were sent. Without it messages of two ranks match in the order in which they are \
+         sent, and `tag` is always 0.",
     ),
     (Feature::RecvAny, "A receive may name no sender: `peer` is none."),
     (
